@@ -1,0 +1,49 @@
+# Everything here sets up .venv by itself; a second call does not reinstall.
+PYTHON ?= python3
+BIN := .venv/bin
+ARGS ?=
+export PIP_DISABLE_PIP_VERSION_CHECK = 1
+
+.PHONY: help install demo test check test-gpu format clean
+help:
+	@echo "make demo       from the text on this machine to a speaking headless model (about 15 minutes)"
+	@echo "make test       the checks and all tests"
+	@echo "make check      format, lint, types, direction of imports"
+	@echo "make test-gpu   the tests that need a CUDA device"
+
+.venv/.torch:
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install -q torch==2.13.0
+	@touch $@
+
+.venv/.installed: pyproject.toml .venv/.torch
+	$(BIN)/pip install -q -e .
+	@touch $@
+
+.venv/.installed-test: pyproject.toml .venv/.installed
+	$(BIN)/pip install -q -e '.[test]'
+	@touch $@
+
+install: .venv/.installed
+
+demo: .venv/.installed
+	@$(BIN)/python tools/demo.py $(ARGS)
+
+check: .venv/.installed-test
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test: check
+	$(BIN)/python -m pytest $(ARGS)
+
+test-gpu: .venv/.installed-test
+	$(BIN)/python -m pytest -m gpu $(ARGS)
+
+format: .venv/.installed-test
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf .venv runs demo

@@ -1,0 +1,3 @@
+"""megahead: headless language models at scale (contrastive weight tying on DeepSpeed)."""
+
+__version__ = "0.1.0"

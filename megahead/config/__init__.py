@@ -1,0 +1,27 @@
+"""What a run is: a frozen, documented schema, read from YAML and `--set` overrides. Imports no torch."""
+
+from megahead.config.batch import BatchConfig
+from megahead.config.data import DataConfig
+from megahead.config.deepspeed import deepspeed_config
+from megahead.config.loading import config_from_dict, load_config
+from megahead.config.model import NAMED_SIZES, ModelConfig
+from megahead.config.objective import ObjectiveConfig
+from megahead.config.run import InitConfig, RunConfig, TrainingConfig
+from megahead.config.training import EngineConfig, OptimizerConfig, ScheduleConfig
+
+__all__ = [
+    "NAMED_SIZES",
+    "BatchConfig",
+    "DataConfig",
+    "EngineConfig",
+    "InitConfig",
+    "ModelConfig",
+    "ObjectiveConfig",
+    "OptimizerConfig",
+    "RunConfig",
+    "ScheduleConfig",
+    "TrainingConfig",
+    "config_from_dict",
+    "deepspeed_config",
+    "load_config",
+]

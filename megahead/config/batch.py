@@ -1,0 +1,32 @@
+"""The batch triad (global, micro, accumulation), derived here and nowhere else."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from megahead.config.base import Settings
+from megahead.errors import ConfigError
+
+
+class BatchConfig(Settings):
+    """How many sequences one optimizer step sees, and how they are cut up."""
+
+    global_size: int = Field(gt=0)
+    """Sequences per optimizer step, over all data-parallel ranks."""
+
+    micro_size: int = Field(gt=0)
+    """Sequences per forward pass on one rank; lower it when memory runs out."""
+
+    def accumulation_steps(self, data_ranks: int) -> int:
+        """Forward-backward passes per optimizer step on each of `data_ranks` ranks."""
+        per_pass = self.micro_size * data_ranks
+        steps, remainder = divmod(self.global_size, per_pass)
+        if steps == 0 or remainder:
+            below, above = steps * per_pass, (steps + 1) * per_pass
+            raise ConfigError(
+                "batch.global_size",
+                f"be a multiple of micro_size x data ranks ({self.micro_size} x {data_ranks})",
+                got=self.global_size,
+                hint=f"try {above}" if below == 0 else f"try {below} or {above}",
+            )
+        return steps

@@ -1,0 +1,72 @@
+"""DeepSpeed's JSON, completed from the run: what this writes may not be set to something else there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from megahead.config.run import RunConfig
+from megahead.errors import ConfigError, UserError
+
+
+def deepspeed_config(run: RunConfig, data_ranks: int) -> dict[str, Any]:
+    """The content DeepSpeed gets: the file of `engine.deepspeed` plus batch triad, clipping and precision.
+
+    Raises ConfigError where the file already says something else.
+    """
+    given = _read(run.engine.deepspeed)
+    stage = zero_stage(given)
+    derived: dict[str, Any] = {
+        "train_batch_size": run.batch.global_size,
+        "train_micro_batch_size_per_gpu": run.batch.micro_size,
+        "gradient_accumulation_steps": run.batch.accumulation_steps(data_ranks),
+        "gradient_clipping": run.optimizer.gradient_clipping,
+        **_precision(run.engine.precision, stage),
+    }
+    for key, value in derived.items():
+        if given.get(key, value) != value:
+            raise ConfigError(
+                f"engine.deepspeed[{key!r}]",
+                f"be left out or agree with the run ({value})",
+                got=given[key],
+                hint="remove it there",
+            )
+    return {"zero_allow_untested_optimizer": True, "steps_per_print": 10**9, **given, **derived}
+
+
+def zero_stage(content: dict[str, Any]) -> int:
+    """ZeRO stage of a DeepSpeed configuration: 0, 1, 2 or 3."""
+    stage = content.get("zero_optimization", {}).get("stage", 0)
+    if stage not in (0, 1, 2, 3):
+        raise ConfigError("engine.deepspeed.zero_optimization.stage", "be 0, 1, 2 or 3", got=stage)
+    return int(stage)
+
+
+def _precision(precision: str, stage: int) -> dict[str, Any]:
+    """bf16 at stage 0 goes through autocast: DeepSpeed's own bf16 wrapper there takes a stray first step."""
+    if precision == "fp32":
+        return {}
+    if precision == "fp16":
+        return {"fp16": {"enabled": True}}
+    if stage == 0:
+        return {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
+    return {"bf16": {"enabled": True}, **({"data_types": {"grad_accum_dtype": "fp32"}} if stage == 1 else {})}
+
+
+def _read(source: str | dict[str, Any]) -> dict[str, Any]:
+    if isinstance(source, dict):
+        return source
+    try:
+        content = json.loads(Path(source).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(
+            f"`engine.deepspeed` must name a DeepSpeed JSON file, but is {source} instead ({error.strerror})."
+        ) from None
+    except ValueError as error:
+        raise UserError(f"`engine.deepspeed` must name a JSON file, but {source} is not JSON ({error}).") from None
+    if not isinstance(content, dict):
+        raise UserError(
+            f"`engine.deepspeed` must hold a JSON object, but {source} holds {type(content).__name__} instead."
+        )
+    return content

@@ -1,0 +1,71 @@
+"""How weights move: optimizer, learning-rate schedule, and the engine that drives them."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from megahead.config.base import Settings
+from megahead.errors import ConfigError
+
+
+class OptimizerConfig(Settings):
+    """AdamW; weight decay acts on matrices only, never on norms and biases."""
+
+    learning_rate: float = Field(gt=0)
+    """Peak learning rate."""
+
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Decay of the running mean and of the running square of gradients."""
+
+    eps: float = Field(default=1e-8, gt=0)
+    """Added to the root of the running square."""
+
+    weight_decay: float = Field(default=0.1, ge=0)
+    """Decoupled weight decay of matrices."""
+
+    gradient_clipping: float = Field(default=1.0, ge=0)
+    """Largest global gradient norm; 0 turns clipping off."""
+
+
+class ScheduleConfig(Settings):
+    """Learning rate over optimizer steps, as a share of the peak."""
+
+    name: Literal["cosine", "triangular", "constant", "wsd"] = "cosine"
+    """Shape after warm-up; `wsd` is warm-up, stable, decay."""
+
+    warmup_steps: int = Field(default=0, ge=0)
+    """Steps of linear growth from 0 to the peak."""
+
+    final_ratio: float = Field(default=0.1, ge=0, le=1)
+    """Share of the peak at the last step (cosine, triangular, wsd)."""
+
+    decay_steps: int | None = Field(default=None, gt=0)
+    """wsd only: steps of the closing linear decay."""
+
+    @model_validator(mode="after")
+    def _decay_belongs_to_wsd(self) -> ScheduleConfig:
+        if self.name == "wsd" and self.decay_steps is None:
+            raise ConfigError(
+                "decay_steps", "be given for the wsd schedule", got="missing", hint="try a tenth of all steps"
+            )
+        if self.name != "wsd" and self.decay_steps is not None:
+            raise ConfigError("decay_steps", f"be left out for the {self.name} schedule", got=self.decay_steps)
+        return self
+
+
+class EngineConfig(Settings):
+    """DeepSpeed's half of the run."""
+
+    deepspeed: str | dict[str, Any] = "configs/deepspeed/zero0.json"
+    """DeepSpeed JSON file, or its content; batch sizes, clipping and precision are added to it from this config."""
+
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """Number format of the forward and backward passes; weights are always updated in fp32."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to run; `auto` takes CUDA when it is there."""
+
+    timeout_seconds: float = Field(default=600, gt=0)
+    """How long ranks wait for each other before they give up."""

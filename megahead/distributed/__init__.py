@@ -1,0 +1,7 @@
+"""Who computes with whom: groups of ranks as values, the mesh, and how ranks find each other."""
+
+from megahead.distributed.group import Group
+from megahead.distributed.mesh import Mesh
+from megahead.distributed.rendezvous import Launch, choose_device, connect, read_launch
+
+__all__ = ["Group", "Launch", "Mesh", "choose_device", "connect", "read_launch"]

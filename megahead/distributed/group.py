@@ -1,0 +1,87 @@
+"""A group of ranks as a value that is passed to whoever talks; `Group()` is one rank and sends nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ranks that communicate; every method is a collective that all of them must call.
+
+    Tensors travel through `handle` (gloo for CPU tensors, nccl for CUDA tensors).
+    """
+
+    rank: int = 0
+    size: int = 1
+    handle: dist.ProcessGroup | None = None
+
+    @staticmethod
+    def world() -> Group:
+        """All ranks that `connect` brought together; one rank when there was nothing to connect."""
+        if not dist.is_initialized():
+            return Group()
+        return Group(dist.get_rank(), dist.get_world_size(), dist.group.WORLD)
+
+    def side_channel(self) -> Group:
+        """The same ranks over a gloo connection of their own: CPU tensors, usable from another thread. Collective."""
+        if self.size == 1:
+            return self
+        ranks = dist.get_process_group_ranks(self.handle)
+        return Group(self.rank, self.size, dist.new_group(ranks, backend="gloo"))
+
+    def shard(self, full: Tensor, dim: int) -> Tensor:
+        """This rank's equal slice of `full` along `dim`, as a copy of its own. Sends nothing."""
+        size = full.shape[dim]
+        if size % self.size:
+            raise ValueError(f"dim {dim} of size {size} cannot be split evenly over {self.size} ranks")
+        return full.chunk(self.size, dim)[self.rank].clone()
+
+    def sum_(self, tensor: Tensor) -> Tensor:
+        """Sums `tensor` over the group in place; every rank gets the sum. Moves ~2x its bytes."""
+        if self.size > 1:
+            dist.all_reduce(tensor, group=self.handle)
+        return tensor
+
+    def max_(self, tensor: Tensor) -> Tensor:
+        """Largest value over the group, elementwise and in place."""
+        if self.size > 1:
+            dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.handle)
+        return tensor
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """[size, *shape]: every rank's tensor (all of one shape) in rank order."""
+        if self.size == 1:
+            return tensor.unsqueeze(0)
+        parts = [torch.empty_like(tensor) for _ in range(self.size)]
+        dist.all_gather(parts, tensor.contiguous(), group=self.handle)
+        return torch.stack(parts)
+
+    def gather_objects(self, value: T) -> list[T]:
+        """Every rank's (small, picklable) value in rank order; for settings and messages, not for tensors."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.handle)
+        return values
+
+    def from_first(self, value: T) -> T:
+        """Rank 0's (small, picklable) value on every rank."""
+        if self.size == 1:
+            return value
+        box = [value]
+        first = dist.get_process_group_ranks(self.handle)[0]
+        dist.broadcast_object_list(box, src=first, group=self.handle)
+        return box[0]
+
+    def barrier(self) -> None:
+        """Waits until every rank is here."""
+        if self.size > 1:
+            dist.barrier(group=self.handle)

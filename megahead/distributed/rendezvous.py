@@ -1,0 +1,91 @@
+"""How ranks find each other: one place reads what a launcher says, one place connects.
+
+`deepspeed`, `torchrun` and `srun` tell a process its rank through environment variables; `read_launch`
+takes them as a mapping, so that nothing below `launch/` reads the environment itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+from megahead.distributed.group import Group
+from megahead.errors import UserError
+
+_SLURM = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_NTASKS", "LOCAL_RANK": "SLURM_LOCALID"}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What the launcher told this process."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    address: str = "127.0.0.1"
+    port: int = 29500
+
+
+def read_launch(environment: Mapping[str, str]) -> Launch:
+    """The launch that `environment` describes; a single process when it describes none.
+
+    Raises UserError naming the variable that is missing or not a number.
+    """
+    source = {name: environment.get(name, environment.get(_SLURM[name], "")) for name in _SLURM}
+    if not source["WORLD_SIZE"] or source["WORLD_SIZE"] == "1":
+        return Launch()
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        source[name] = environment.get(name, "")
+    missing = [name for name, value in source.items() if not value]
+    if missing:
+        raise UserError(
+            f"`{missing[0]}` must be set in the environment when WORLD_SIZE is {source['WORLD_SIZE']}, but is missing; "
+            "start through deepspeed, torchrun or srun, or export it."
+        )
+    numbers = {name: value for name, value in source.items() if name != "MASTER_ADDR"}
+    wrong = [name for name, value in numbers.items() if not value.isdecimal()]
+    if wrong:
+        raise UserError(
+            f"`{wrong[0]}` must be a whole number in the environment, but is {numbers[wrong[0]]!r} instead."
+        )
+    rank, world_size, local_rank, port = (int(numbers[n]) for n in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"))
+    if rank >= world_size:
+        raise UserError(f"`RANK` must be below WORLD_SIZE ({world_size}), but is {rank} instead.")
+    return Launch(rank, world_size, local_rank, source["MASTER_ADDR"], port)
+
+
+def choose_device(asked: Literal["auto", "cpu", "cuda"], local_rank: int) -> torch.device:
+    """This rank's device; `auto` takes CUDA when it is there. Makes it torch's current one."""
+    there = torch.cuda.is_available()
+    if asked == "cuda" and not there:
+        raise UserError(
+            "`engine.device` must be cpu or auto on this machine, but is cuda instead; torch sees no CUDA device."
+        )
+    if asked == "cpu" or not there:
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    if local_rank >= count:
+        raise UserError(
+            f"ranks per node must be at most the CUDA devices there ({count}), but local rank is {local_rank} instead; "
+            "start fewer processes a node."
+        )
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
+
+
+def connect(launch: Launch, device: torch.device, timeout_seconds: float) -> Group:
+    """Brings all ranks together (nccl for CUDA, gloo else) and returns them as a Group. Collective."""
+    if launch.world_size > 1 and not dist.is_initialized():
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            init_method=f"tcp://{launch.address}:{launch.port}",
+            rank=launch.rank,
+            world_size=launch.world_size,
+            timeout=timedelta(seconds=timeout_seconds),
+        )
+    return Group.world()

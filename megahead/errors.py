@@ -1,0 +1,56 @@
+"""Errors a user can repair, each one sentence: "`field` must RULE, but is VALUE instead; FIX."
+
+Anything raised from here ends a command with exit code 2 and its sentence, without a traceback.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+
+class UserError(Exception):
+    """A mistake in what the user gave (settings, files, checkpoints), told in one sentence."""
+
+
+class FieldError(UserError):
+    """A value that breaks a rule: `` `field` must RULE, but is VALUE instead; FIX.``"""
+
+    def __init__(self, field: str, rule: str, *, got: Any, hint: str = "") -> None:
+        self.field, self.rule, self.got, self.hint = field, rule, got, hint
+        fix = f"; {hint}" if hint else ""
+        super().__init__(f"`{field}` must {rule}, but is {got} instead{fix}.")
+
+
+class ConfigError(FieldError, ValueError):
+    """A setting of a run that breaks a rule (a ValueError too, so that pydantic gathers it with the others)."""
+
+
+class ConfigErrors(UserError):
+    """Every mistake of one config, a line each."""
+
+    def __init__(self, source: str, problems: Sequence[str]) -> None:
+        self.problems = list(problems)
+        count = "1 mistake" if len(problems) == 1 else f"{len(problems)} mistakes"
+        super().__init__("\n  ".join([f"{source} has {count}:", *problems]))
+
+
+class DataError(UserError):
+    """A dataset, tokenizer or text file that cannot be used as it is."""
+
+
+class CheckpointError(UserError):
+    """A checkpoint that is missing, damaged, or made by another run."""
+
+
+def run_command(main: Callable[[], int | None]) -> None:
+    """Runs a command's `main` and exits: its code (0 for None), 2 after a UserError's sentence."""
+    try:
+        sys.exit(main() or 0)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr, flush=True)
+        sys.exit(130)
