@@ -1,0 +1,5 @@
+"""The optimizer step on DeepSpeed, ZeRO 0 to 3: the only package that imports it."""
+
+from megahead.engine.engine import Engine, StepResult
+
+__all__ = ["Engine", "StepResult"]

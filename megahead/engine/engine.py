@@ -1,0 +1,188 @@
+"""One optimizer step at a time, whatever the ZeRO stage, and the whole state in and out by name.
+
+Every stage keeps the same promises here, some of which DeepSpeed keeps only at some of them: the gradient
+norm is told, a step whose gradients are not finite on any rank changes nothing, and state that is read
+and loaded into a fresh engine continues bitwise where it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from math import isfinite
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megahead.distributed import Mesh
+from megahead.engine.norm import clip_, global_norm
+from megahead.engine.start import start_deepspeed
+from megahead.engine.state import MOMENTS, WEIGHT, open_state
+from megahead.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What an optimizer step did."""
+
+    grad_norm: float
+    """Global L2 norm of the gradients before clipping; inf or nan when the step was not applied."""
+
+    applied: bool
+    """False when gradients were not finite (or overflowed in fp16): weights and state are as before."""
+
+
+class Engine:
+    """`module` under DeepSpeed, driven by micro steps and steps. Building one is collective.
+
+    `module(batch)` returns a loss scaled as `sum * data_ranks * accumulation / global_targets`, connected
+    to every trainable parameter. `optimizer` is an `AdamW` over the module's trainable parameters, `config`
+    comes from `config.deepspeed_config`. At stage 3 `module`'s own parameters are empty outside of its
+    forward: read them through `tensors`.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        optimizer: torch.optim.Optimizer,
+        config: dict[str, Any],
+        mesh: Mesh,
+        device: torch.device,
+    ) -> None:
+        self._stage = int(config.get("zero_optimization", {}).get("stage", 0))
+        self._clipping = float(config.get("gradient_clipping", 0.0))
+        _refuse_what_trains_wrongly(config, self._stage)
+        if self._stage == 0:
+            config = {**config, "gradient_clipping": 0.0}  # ours, see `_step_replicated`
+        self._mesh = mesh
+        self._deepspeed = start_deepspeed(module, optimizer, config, mesh, device)
+        self._state = open_state(self._deepspeed, self._stage)
+        self._shard_dims = _shard_dims(module)
+        self._backward_done = False
+
+    @property
+    def module(self) -> nn.Module:
+        """The module given, without a wrapper."""
+        module: nn.Module = self._deepspeed.module
+        return module
+
+    def micro_step(self, batch: Any) -> Tensor:
+        """Forward and backward of one micro-batch; the (detached) scalar the module returned. Collective."""
+        loss: Tensor = self._deepspeed(batch)
+        self._deepspeed.backward(loss)
+        self._backward_done = self._deepspeed.is_gradient_accumulation_boundary()
+        if not self._backward_done:
+            self._deepspeed.step()  # only counts the micro step
+        return loss.detach()
+
+    def step(self, learning_rate: float) -> StepResult:
+        """Updates the weights after `gradient_accumulation_steps` micro steps, or leaves all as it was.
+
+        Collective, and waits for the device: whether to apply is decided from the gradient norm.
+        """
+        if not self._backward_done:
+            raise RuntimeError("step() must follow the last micro step of its accumulation")
+        self._backward_done = False
+        for group in self._deepspeed.optimizer.param_groups:
+            group["lr"] = learning_rate
+        return self._step_replicated() if self._stage == 0 else self._step_zero()
+
+    def _step_replicated(self) -> StepResult:
+        norm = global_norm(self.module.parameters(), self._mesh.tensor)
+        if isfinite(norm):
+            clip_(self.module.parameters(), norm, self._clipping)
+        else:
+            self._deepspeed.zero_grad()  # Adam passes over parameters without gradients
+        self._deepspeed.step()
+        return StepResult(norm, isfinite(norm))
+
+    def _step_zero(self) -> StepResult:
+        self._deepspeed.step()
+        return StepResult(float(self._deepspeed.get_global_grad_norm()), self._deepspeed.was_step_applied())
+
+    @torch.no_grad()
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        """`module(*args, **kwargs)` in evaluation mode, without gradients, in the run's precision.
+
+        Collective at stage 3, where every rank must call it equally often: weights are gathered on the way.
+        Only what happens inside the module's forward may touch weights there.
+        """
+        training = self.module.training
+        self.module.eval()
+        try:
+            return self._deepspeed(*args, **kwargs)
+        finally:
+            self.module.train(training)
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Steps that were applied, as Adam counts them for its bias correction."""
+        return int(self._counters()[0])
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Everything a restart needs as whole fp32 CPU tensors, in the same order on every rank and mesh.
+
+        Keys are `weight/NAME`, `exp_avg/NAME`, `exp_avg_sq/NAME` with names as in the module; frozen
+        parameters have a weight only. Collective, one tensor in memory at a time; a tensor may share the
+        engine's memory, so copy what has to outlive the next step.
+        """
+        for kind in (WEIGHT, *MOMENTS):
+            for name, parameter in self._parameters(kind):
+                whole = self._merge(name, self._state.get(parameter, kind))
+                yield f"{kind}/{name}", whole.detach().to("cpu", torch.float32)
+
+    def load(self, read: Callable[[str], Tensor], optimizer_steps: int) -> None:
+        """Sets weights, moments and step count back; the inverse of `tensors` from any stage and mesh.
+
+        `read` maps a key to its whole tensor, on every rank. Collective. The loss scale of fp16 starts anew.
+        """
+        self._set(WEIGHT, read)
+        for kind in MOMENTS:
+            self._set(kind, read)
+        for counter in self._counters():
+            counter.fill_(optimizer_steps)
+
+    def load_weights(self, read: Callable[[str], Tensor]) -> None:
+        """Sets the weights alone (keys `weight/NAME`); the optimizer stays as it is. Collective."""
+        self._set(WEIGHT, read)
+
+    def _set(self, kind: str, read: Callable[[str], Tensor]) -> None:
+        for name, parameter in self._parameters(kind):
+            whole = read(f"{kind}/{name}")
+            dim = self._shard_dims.get(name)
+            part = whole if dim is None else self._mesh.tensor.shard(whole, dim)
+            self._state.set(parameter, kind, part.to(self._deepspeed.device))
+
+    def _merge(self, name: str, part: Tensor) -> Tensor:
+        dim = self._shard_dims.get(name)
+        return part if dim is None else torch.cat(self._mesh.tensor.gather(part).unbind(), dim)
+
+    def _parameters(self, kind: str) -> Iterator[tuple[str, nn.Parameter]]:
+        for name, parameter in self.module.named_parameters():
+            if kind == WEIGHT or parameter.requires_grad:
+                yield name, parameter
+
+    def _counters(self) -> list[Tensor]:
+        return [state["step"] for state in self._deepspeed.optimizer.state.values()]
+
+
+def _shard_dims(module: nn.Module) -> dict[str, int]:
+    """Which dim of which parameter is split over tensor ranks, from the `shard_dims` of the module's layers."""
+    return {
+        f"{prefix}.{name}" if prefix else name: dim
+        for prefix, layer in module.named_modules()
+        for name, dim in getattr(layer, "shard_dims", {}).items()
+    }
+
+
+def _refuse_what_trains_wrongly(config: dict[str, Any], stage: int) -> None:
+    for key in ("fp16", "bf16"):
+        if stage == 0 and config.get(key, {}).get("enabled"):
+            raise ConfigError(
+                "engine.deepspeed.zero_optimization.stage",
+                f"be at least 1 with {key}.enabled (at stage 0 DeepSpeed takes a step too many)",
+                got=0,
+                hint="use stage 1, or torch_autocast",
+            )

@@ -1,0 +1,40 @@
+"""The mesh in the words DeepSpeed asks for: its "model parallel unit"."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+from megahead.distributed import Mesh
+
+
+class ModelParallelUnit:
+    """Tells DeepSpeed which ranks share a batch (model, tensor) and which share weights (data).
+
+    With it DeepSpeed averages gradients over data ranks only, and sums their squares over tensor ranks for
+    parameters that carry `model_parallel = True`; all others count once.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+
+    def get_model_parallel_rank(self) -> int:
+        return self._mesh.tensor.rank
+
+    def get_model_parallel_world_size(self) -> int:
+        return self._mesh.tensor.size
+
+    def get_model_parallel_group(self) -> dist.ProcessGroup | None:
+        return self._mesh.tensor.handle
+
+    def get_data_parallel_rank(self) -> int:
+        return self._mesh.data.rank
+
+    def get_data_parallel_world_size(self) -> int:
+        return self._mesh.data.size
+
+    def get_data_parallel_group(self) -> dist.ProcessGroup | None:
+        return self._mesh.data.handle
+
+    get_tensor_model_parallel_rank = get_model_parallel_rank
+    get_tensor_model_parallel_world_size = get_model_parallel_world_size
+    get_tensor_model_parallel_group = get_model_parallel_group

@@ -1,0 +1,59 @@
+"""Starts DeepSpeed without its surprises: no compiler, no network for one rank, no chatter.
+
+DeepSpeed is imported here and only when an engine is built, because the import fixes its device for
+the whole process and costs half a second.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import warnings
+from contextlib import redirect_stdout
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megahead.distributed import Mesh
+from megahead.engine.mpu import ModelParallelUnit
+
+
+def load_deepspeed(device: torch.device) -> ModuleType:
+    """DeepSpeed, imported for `device`, silent below warnings, and never reaching for a compiler."""
+    os.environ.setdefault("DS_ACCELERATOR", device.type)  # read once, by the import
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else built by g++ when ranks connect (CPU)
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", r".*torch\.distributed\.\w+. is deprecated", FutureWarning)  # its calls, not ours
+    return deepspeed
+
+
+def start_deepspeed(
+    module: nn.Module, optimizer: torch.optim.Optimizer, config: dict[str, Any], mesh: Mesh, device: torch.device
+) -> Any:
+    """A `DeepSpeedEngine` around `module`, which it moves to `device` and, at stage 3, cuts up. Collective.
+
+    Without a process group one is made that holds only this process and opens no port.
+    """
+    deepspeed = load_deepspeed(device)
+    _name_device(device)
+    if not dist.is_initialized():
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    mpu = ModelParallelUnit(mesh) if mesh.tensor.size > 1 else None
+    with redirect_stdout(io.StringIO()):  # its bf16 optimizer prints memory reports; warnings still pass
+        engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config, mpu=mpu)
+    return engine
+
+
+def _name_device(device: torch.device) -> None:
+    """DeepSpeed takes its device from LOCAL_RANK, which `srun` and a bare `python` do not set."""
+    if device.index is not None:
+        os.environ["LOCAL_RANK"] = str(device.index)
+    else:
+        os.environ.setdefault("LOCAL_RANK", "0")

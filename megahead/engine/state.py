@@ -1,0 +1,119 @@
+"""Weights and Adam's state as whole tensors, whatever ZeRO has cut them into.
+
+DeepSpeed keeps up to three things per parameter: the model's own copy (in the format of the forward
+pass), an fp32 master copy, and the optimizer's state, the last two in slices of a flat buffer per rank.
+`open_state` hides where they are: `get` and `set` speak of one parameter, whole and in fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+WEIGHT = "weight"
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class State(Protocol):
+    """Reads and writes one parameter at a time; `kind` is WEIGHT or one of MOMENTS. Every call is collective."""
+
+    def get(self, parameter: nn.Parameter, kind: str) -> Tensor: ...
+
+    def set(self, parameter: nn.Parameter, kind: str, value: Tensor) -> None: ...
+
+
+def open_state(engine: Any, stage: int) -> State:
+    """The state of a `DeepSpeedEngine`, with Adam's moments there (zero) before the first step.
+
+    Making them now moves no memory peak, and DeepSpeed needs it: at stages 1 and 2 it looks for the
+    state of all parameter groups after the first group's first step, and never sees the others'.
+    """
+    optimizer = engine.optimizer
+    if stage == 0:
+        _make_moments(optimizer, _parameters(optimizer))
+        return ReplicatedState(optimizer)
+    if stage == 3:
+        _make_moments(optimizer.optimizer, optimizer.fp32_partitioned_groups_flat)
+        return ShardedState()
+    _make_moments(optimizer.optimizer, _parameters(optimizer))
+    optimizer._lazy_init_hp_params_optimizer_state()
+    return PartitionedState()
+
+
+def _parameters(optimizer: Any) -> Iterator[Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def _make_moments(adam: torch.optim.Optimizer, tensors: Iterable[Tensor]) -> None:
+    """What Adam itself would make at its first step, under the names of its `state_dict`."""
+    group = adam.param_groups[0]
+    on_device = group.get("capturable") or group.get("fused")
+    for tensor in tensors:
+        adam.state[tensor] = {
+            "step": torch.zeros((), device=tensor.device if on_device else "cpu"),
+            **{kind: torch.zeros_like(tensor, requires_grad=False) for kind in MOMENTS},
+        }
+
+
+class ReplicatedState:
+    """Stage 0: every rank holds everything; nothing is sent."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._states = optimizer.state
+
+    def get(self, parameter: nn.Parameter, kind: str) -> Tensor:
+        return parameter.detach() if kind == WEIGHT else self._states[parameter][kind]
+
+    def set(self, parameter: nn.Parameter, kind: str, value: Tensor) -> None:
+        self.get(parameter, kind).copy_(value)
+
+
+class PartitionedState:
+    """Stages 1 and 2: masters and moments in slices, the model's copy whole on every rank.
+
+    DeepSpeed's accessors read a slice set by an all-reduce of the whole tensor, and write without sending.
+    They say nothing about frozen parameters, which have no master, and leave the model's copy alone.
+    """
+
+    def get(self, parameter: nn.Parameter, kind: str) -> Tensor:
+        from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+        if kind != WEIGHT:
+            return safe_get_full_optimizer_state(parameter, kind)
+        return safe_get_full_fp32_param(parameter) if parameter.requires_grad else self._get_copy(parameter)
+
+    def set(self, parameter: nn.Parameter, kind: str, value: Tensor) -> None:
+        from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
+
+        if kind != WEIGHT:
+            safe_set_full_optimizer_state(parameter, value, kind)
+            return
+        if parameter.requires_grad:
+            safe_set_full_fp32_param(parameter, value)
+        self._set_copy(parameter, value)
+
+    def _get_copy(self, parameter: nn.Parameter) -> Tensor:
+        return parameter.detach()
+
+    def _set_copy(self, parameter: nn.Parameter, value: Tensor) -> None:
+        parameter.data.copy_(value)
+
+
+class ShardedState(PartitionedState):
+    """Stage 3: the model's copy is in slices too, and gathered (or sent out by the first rank) to touch it."""
+
+    def _get_copy(self, parameter: nn.Parameter) -> Tensor:
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters([parameter]):
+            return parameter.detach().clone()
+
+    def _set_copy(self, parameter: nn.Parameter, value: Tensor) -> None:
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
+            parameter.data.copy_(value)

@@ -1,0 +1,118 @@
+"""State read from one engine and loaded into a fresh one continues bitwise, at every stage and between them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from on_ranks import on_ranks
+from small_engine import SmallModel, differing, small_batches, small_engine, whole
+from torch import Tensor
+
+from megahead.distributed import Group
+from megahead.engine import Engine
+
+STAGES = [0, 1, 2, 3]
+
+
+def train(engine: Engine, group: Group, steps: range) -> list[tuple[float, float]]:
+    """Loss and gradient norm of each step; other batches on every rank and step."""
+    log = []
+    for step in steps:
+        (batch,) = small_batches([9], scale=1 / 9, seed=100 * step + group.rank)
+        loss = engine.micro_step(batch)
+        log.append((float(loss), engine.step(0.01 / (step + 1)).grad_norm))
+    return log
+
+
+def resumed(group: Group, stage: int, precision: str) -> dict[str, Any]:
+    first = small_engine(group, stage, precision)
+    train(first, group, range(3))
+    saved, steps = whole(first), first.optimizer_steps
+    log = train(first, group, range(3, 6))
+    second = small_engine(group, stage, precision)
+    second.load(saved.__getitem__, steps)
+    loaded = differing(saved, whole(second))
+    same_log = train(second, group, range(3, 6)) == log
+    steps = [steps, first.optimizer_steps, second.optimizer_steps]
+    return {"loaded": loaded, "same_log": same_log, "later": differing(whole(first), whole(second)), "steps": steps}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_resumed_run_is_the_uninterrupted_run_bit_for_bit(stage: int, precision: str) -> None:
+    for outcome in on_ranks(2, resumed, stage, precision):
+        assert outcome == {"loaded": [], "same_log": True, "later": [], "steps": [3, 6, 6]}
+
+
+def hand_on(group: Group, stage: int, given: dict[str, Tensor] | None, steps: int) -> tuple[dict[str, Tensor], ...]:
+    """Loads what another mesh left, trains two steps; the tensors right after loading, and at the end."""
+    engine = small_engine(group, stage)
+    if given is not None:
+        engine.load(given.__getitem__, steps)
+    loaded = whole(engine)
+    train(engine, group, range(steps, steps + 2))
+    return loaded, whole(engine)
+
+
+def test_any_stage_and_number_of_ranks_loads_what_any_other_left() -> None:
+    left = None
+    for number, (ranks, stage) in enumerate([(2, 0), (1, 1), (2, 3), (1, 0), (2, 2), (1, 3), (2, 1)]):
+        results = on_ranks(ranks, hand_on, stage, left, 2 * number)
+        for loaded, _ in results:
+            assert left is None or differing(left, loaded) == []
+        assert len(results[0][1]) == 7 * 3
+        assert all(differing(results[0][1], other) == [] for _, other in results)
+        left = results[0][1]
+
+
+def probe() -> SmallModel:
+    """An untied head over a frozen body."""
+    model = SmallModel(tied=False)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name == "head.weight")
+    return model
+
+
+def probed(group: Group, stage: int) -> dict[str, Any]:
+    engine = small_engine(group, stage, module=probe())
+    start = whole(engine)
+    train(engine, group, range(2))
+    saved = whole(engine)
+    fresh = probe()
+    with torch.no_grad():
+        for parameter in fresh.parameters():
+            parameter.zero_()
+    second = small_engine(group, stage, module=fresh)
+    second.load(saved.__getitem__, engine.optimizer_steps)
+    loaded = differing(saved, whole(second))
+    same_log = train(engine, group, range(2, 4)) == train(second, group, range(2, 4))
+    return {"moved": sorted(differing(start, saved)), "loaded": loaded, "same_log": same_log}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_frozen_body_stays_and_comes_back(stage: int) -> None:
+    trained = ["exp_avg/head.weight", "exp_avg_sq/head.weight", "weight/head.weight"]
+    for outcome in on_ranks(2, probed, stage):
+        assert outcome == {"moved": trained, "loaded": [], "same_log": True}
+
+
+def weights_alone(group: Group, stage: int) -> dict[str, Any]:
+    donor = small_engine(group, stage)
+    train(donor, group, range(2))
+    given = whole(donor)
+    engine = small_engine(group, stage)
+    engine.load_weights({name: value for name, value in given.items() if name.startswith("weight/")}.__getitem__)
+    got = whole(engine)
+    moments = [name for name in got if not name.startswith("weight/") and got[name].any()]
+    return {"steps": engine.optimizer_steps, "moments": moments, "weights": differing(
+        {n: v for n, v in given.items() if n.startswith("weight/")},
+        {n: v for n, v in got.items() if n.startswith("weight/")},
+    )}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_weights_alone_leave_the_optimizer_fresh(stage: int) -> None:
+    for outcome in on_ranks(2, weights_alone, stage):
+        assert outcome == {"steps": 0, "moments": [], "weights": []}

@@ -1,0 +1,148 @@
+"""The engine's step equals plain torch at every stage, and a bad step changes nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from on_ranks import on_ranks
+from small_engine import SmallBatch, SmallModel, differing, small_batches, small_engine, small_optimizer, whole
+from torch import Tensor
+
+from megahead.distributed import Group
+
+STAGES = [0, 1, 2, 3]
+CLIPPING = 0.05
+COUNTS = [8, 1, 5, 0]
+"""Targets of the four micro-batches of a step: ragged on purpose."""
+
+
+def micro_batches(step: int, data_ranks: int, accumulation: int) -> list[SmallBatch]:
+    return small_batches(COUNTS, data_ranks * accumulation / sum(COUNTS), seed=step)
+
+
+def plain_torch(steps: int) -> tuple[dict[str, Tensor], list[float]]:
+    """One process, one batch a step: weights and gradient norms of the reference."""
+    module = SmallModel()
+    optimizer = small_optimizer(module)
+    norms = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        for batch in micro_batches(step, 1, 1):
+            module(batch).backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(module.parameters(), CLIPPING)))
+        for group in optimizer.param_groups:
+            group["lr"] = 0.01 * (step + 1)
+        optimizer.step()
+    return {f"weight/{name}": p.detach() for name, p in module.named_parameters()}, norms
+
+
+def engine_steps(group: Group, stage: int, steps: int) -> tuple[dict[str, Tensor], list[float]]:
+    accumulation = len(COUNTS) // group.size
+    engine = small_engine(group, stage, accumulation=accumulation, clipping=CLIPPING)
+    norms = []
+    for step in range(steps):
+        for batch in micro_batches(step, group.size, accumulation)[group.rank :: group.size]:
+            engine.micro_step(batch)
+        norms.append(engine.step(0.01 * (step + 1)).grad_norm)
+    return whole(engine), norms
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("stage", STAGES)
+def test_training_equals_plain_torch_with_ragged_targets_and_active_clipping(stage: int, ranks: int) -> None:
+    weights, norms = plain_torch(5)
+    assert min(norms) > CLIPPING
+    for engine_tensors, engine_norms in on_ranks(ranks, engine_steps, stage, 5):
+        assert engine_norms == pytest.approx(norms, rel=1e-5)
+        for name, weight in weights.items():
+            torch.testing.assert_close(engine_tensors[name], weight, rtol=0, atol=2e-6)
+
+
+def one_bad_step(group: Group, stage: int, precision: str) -> dict[str, Any]:
+    """A good step, one that is nan on the last rank only, and the good step again after it."""
+    engine = small_engine(group, stage, precision, accumulation=2)
+    bystander = small_engine(group, stage, precision, accumulation=2)
+    batches = small_batches([6, 4], 1 / 10, seed=7 + group.rank)
+    nan = batches[0]._replace(scale=float("nan") if group.rank == group.size - 1 else 1.0)
+    outcomes = []
+    for first in (batches[0], nan, batches[0]):
+        before = whole(engine)
+        engine.micro_step(first)
+        engine.micro_step(batches[1])
+        outcomes.append((engine.step(0.01).applied, bool(differing(before, whole(engine)))))
+    for _ in range(2):
+        for batch in batches:
+            bystander.micro_step(batch)
+        bystander.step(0.01)
+    steps = engine.optimizer_steps
+    return {"outcomes": outcomes, "as if it never was": differing(whole(engine), whole(bystander)), "steps": steps}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_step_with_nan_on_one_rank_changes_nothing_on_any(stage: int, precision: str) -> None:
+    for outcome in on_ranks(2, one_bad_step, stage, precision):
+        assert outcome["outcomes"] == [(True, True), (False, False), (True, True)]
+        assert outcome["as if it never was"] == []
+        assert outcome["steps"] == 2
+
+
+def overflowing(group: Group, stage: int) -> tuple[bool, bool, bool]:
+    engine = small_engine(group, stage, "fp16")
+    (batch,) = small_batches([6], 1e6, seed=1)
+    before = whole(engine)
+    engine.micro_step(batch)
+    result = engine.step(0.01)
+    unchanged = differing(before, whole(engine)) == []
+    for _ in range(20):  # the loss scale halves until the gradients fit
+        engine.micro_step(batch._replace(scale=1e-2))
+        later = engine.step(0.01)
+    return result.applied, unchanged, later.applied
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_an_overflow_in_fp16_is_told_and_changes_nothing(stage: int) -> None:
+    if not torch.ops.mkldnn._is_mkldnn_fp16_supported():
+        pytest.skip("this processor has no fp16 arithmetic")
+    assert on_ranks(1, overflowing, stage) == [(False, True, True)]
+
+
+def evaluated(group: Group, stage: int, tied: bool, extra: dict[str, Any]) -> tuple[float, bool, bool]:
+    """Loss of an evaluation after two training steps, next to the same weights in a plain module."""
+    engine = small_engine(group, stage, module=SmallModel(tied), extra=extra)
+    (batch,) = small_batches([6], 1 / 6, seed=group.rank)
+    for _ in range(2):
+        engine.micro_step(batch)
+        engine.step(0.01)
+    losses = engine.evaluate(batch, reduction="none")
+    plain = SmallModel(tied).eval()
+    weights = {name.removeprefix("weight/"): value for name, value in engine.tensors() if name.startswith("weight/")}
+    plain.load_state_dict(weights)
+    engine.micro_step(batch)
+    engine.step(0.01)
+    distance = float((losses - plain(batch, reduction="none")).abs().max())
+    return distance, losses.requires_grad, engine.module.training
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_evaluation_sees_the_trained_weights_also_those_used_outside_of_their_layer(stage: int, tied: bool) -> None:
+    extra = {"stage3_param_persistence_threshold": 0} if stage == 3 else {}
+    for distance, differentiable, training in on_ranks(2, evaluated, stage, tied, extra):
+        assert distance < 1e-6
+        assert not differentiable
+        assert training
+
+
+def steps_too_early(group: Group) -> str:
+    engine = small_engine(group, 0, accumulation=2)
+    engine.micro_step(small_batches([3], 1.0, seed=0)[0])
+    with pytest.raises(RuntimeError) as error:
+        engine.step(0.01)
+    return str(error.value)
+
+
+def test_a_step_amid_accumulation_is_refused() -> None:
+    assert "last micro step" in on_ranks(1, steps_too_early)[0]
