@@ -1,0 +1,50 @@
+"""Floating-point operations of training, from the config.
+
+A product of [m, k] and [k, n] takes 2 m k n operations. Backward computes two such products for each of forward's
+(gradients of both factors), so that training is three times the forward pass (Kaplan et al. 2020, arXiv 2001.08361).
+Norms, activations, softmax, lookups and recomputation are not counted.
+D hidden size, F width of the MLP, L blocks, T tokens a row, U candidate rows of the softmax.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megahead.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class FlopsPerToken:
+    """Operations per input token, forward and backward, by part."""
+
+    body: float
+    """Matrices of the blocks: 3 * 2 L (4 D^2 + 2 D F)."""
+
+    attention: float
+    """Scores and weighted sums: 3 * 4 L D * context, where context is the mean number of tokens that a token sees."""
+
+    head: float
+    """Scores of the candidates: 3 * 2 D U."""
+
+    @property
+    def total(self) -> float:
+        return self.body + self.attention + self.head
+
+
+def training_flops(
+    config: ModelConfig, sequence_length: int, candidate_rows: int, context: float | None = None
+) -> FlopsPerToken:
+    """Operations per token of training on rows of `sequence_length` tokens, each token a target.
+
+    `candidate_rows`: for a vanilla softmax the padded vocabulary, for a headless one the unique targets of a group.
+    `context`: mean number of tokens that a token sees, itself included; (T + 1) / 2, that of causal attention over
+    whole rows, when left out (isolated documents see less).
+    """
+    hidden, layers = config.hidden_size, config.num_layers
+    context = (sequence_length + 1) / 2 if context is None else context
+    matrices = layers * (4 * hidden**2 + 2 * hidden * config.mlp_size())
+    return FlopsPerToken(
+        body=3 * 2 * matrices,
+        attention=3 * 4 * layers * hidden * context,
+        head=3 * 2 * hidden * candidate_rows,
+    )

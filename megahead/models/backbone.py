@@ -1,0 +1,34 @@
+"""What every backbone offers to objectives, evaluation and export."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from torch import Tensor, nn
+
+
+class Backbone(nn.Module, ABC):
+    """An embedding table and an encoder over its rows: tokens to hidden states, without a head.
+
+    Looking up and encoding are apart, so that one lookup can serve the input tokens and the candidates of a loss.
+    """
+
+    embedding: nn.Embedding
+    """[padded vocabulary, D]; also what outputs are scored against."""
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """[..., D]: the table's rows of `ids`, of any shape."""
+        rows: Tensor = self.embedding(ids)
+        return rows
+
+    @abstractmethod
+    def encode(self, rows_BTD: Tensor, positions_BT: Tensor | None = None) -> Tensor:
+        """[B, T, D]: hidden states after the final norm.
+
+        `positions_BT` restart at 0 with each document of a row, and documents do not see each other; None: each row
+        is one document.
+        """
+
+    def forward(self, input_ids_BT: Tensor, positions_BT: Tensor | None = None) -> Tensor:
+        """[B, T, D]: hidden states of `input_ids_BT`."""
+        return self.encode(self.embed(input_ids_BT), positions_BT)

@@ -1,0 +1,57 @@
+"""GPT-NeoX (Black et al. 2022, arXiv 2204.06745), the decoder of the Pythia suite, without its head.
+
+B rows, T tokens a row, D hidden size.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from megahead.config import ModelConfig
+from megahead.models.backbone import Backbone
+from megahead.nn import MLP, Block, CausalSelfAttention, Documents, rotation_at
+
+
+class GPTNeoX(Backbone):
+    """Embedding, blocks, final norm; parameters only, nothing is kept in buffers."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.rotary_dims = config.rotary_dims()
+        self.rotary_base = config.rotary_base
+        self.embedding = nn.Embedding(config.padded_vocab_size(), config.hidden_size)
+        self.blocks = nn.ModuleList(_block(config) for _ in range(config.num_layers))
+        self.final_norm = nn.LayerNorm(config.hidden_size, eps=config.norm_eps)
+
+    def encode(self, rows_BTD: Tensor, positions_BT: Tensor | None = None) -> Tensor:
+        """[B, T, D]: hidden states after the final norm; see `Backbone.encode`."""
+        documents = None if positions_BT is None else Documents(positions_BT)
+        positions = torch.arange(rows_BTD.shape[1], device=rows_BTD.device) if positions_BT is None else positions_BT
+        rotation = rotation_at(positions, self.rotary_dims, self.rotary_base)
+        x_BTD = rows_BTD
+        for block in self.blocks:
+            x_BTD = block(x_BTD, rotation, documents)
+        hidden_BTD: Tensor = self.final_norm(x_BTD)
+        return hidden_BTD
+
+
+def _block(config: ModelConfig) -> Block:
+    return Block(
+        config.hidden_size,
+        CausalSelfAttention(config.hidden_size, config.num_heads, config.attention_dropout),
+        MLP(config.hidden_size, config.mlp_size(), config.activation),
+        parallel=config.parallel_residual,
+        norm_eps=config.norm_eps,
+        dropout=config.hidden_dropout,
+    )
+
+
+SHARDING = {
+    "embedding": "vocabulary",  # rows of the table
+    "blocks.*.attention.qkv": "column",  # whole heads
+    "blocks.*.attention.output": "row",
+    "blocks.*.mlp.up": "column",
+    "blocks.*.mlp.down": "row",
+}
+"""How each module splits over a tensor group; what is not named here is held whole by every rank."""

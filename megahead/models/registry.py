@@ -1,0 +1,20 @@
+"""From a config's `family` to its backbone and its sharding table."""
+
+from __future__ import annotations
+
+from megahead.config import ModelConfig
+from megahead.models import gpt_neox
+from megahead.models.backbone import Backbone
+
+_BACKBONES: dict[str, type[gpt_neox.GPTNeoX]] = {"gpt_neox": gpt_neox.GPTNeoX}
+
+SHARDING: dict[str, dict[str, str]] = {"gpt_neox": gpt_neox.SHARDING}
+"""Per family: pattern of module names (`*` is one layer's number) -> "column", "row" or "vocabulary"."""
+
+
+def build_backbone(config: ModelConfig) -> Backbone:
+    """The backbone of `config` on torch's current default device, its weights meaningless until `initialize_`.
+
+    On the meta device it costs no memory; `.to_empty(device=...)` then makes room for the weights.
+    """
+    return _BACKBONES[config.family](config)

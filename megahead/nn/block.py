@@ -1,0 +1,44 @@
+"""One pre-norm transformer block, its two sublayers side by side (GPT-NeoX, GPT-J) or in sequence."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from megahead.nn.attention import CausalSelfAttention
+from megahead.nn.documents import Documents
+from megahead.nn.mlp import MLP
+from megahead.nn.rotary import Rotation
+
+
+class Block(nn.Module):
+    """Parallel: `x + attention(norm x) + mlp(norm' x)`; sequential: the MLP reads the sum with attention."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        attention: CausalSelfAttention,
+        mlp: MLP,
+        *,
+        parallel: bool,
+        norm_eps: float,
+        dropout: float,
+    ) -> None:
+        super().__init__()
+        self.parallel = parallel
+        self.dropout = dropout
+        self.attention_norm = nn.LayerNorm(hidden_size, eps=norm_eps)
+        self.attention = attention
+        self.mlp_norm = nn.LayerNorm(hidden_size, eps=norm_eps)
+        self.mlp = mlp
+
+    def forward(self, x_BTD: Tensor, rotation: Rotation, documents: Documents | None) -> Tensor:
+        """[B, T, D]: the residual stream after this block."""
+        attended_BTD = self._drop(self.attention(self.attention_norm(x_BTD), rotation, documents))
+        if self.parallel:
+            return x_BTD + attended_BTD + self._drop(self.mlp(self.mlp_norm(x_BTD)))
+        x_BTD = x_BTD + attended_BTD
+        return x_BTD + self._drop(self.mlp(self.mlp_norm(x_BTD)))
+
+    def _drop(self, added_BTD: Tensor) -> Tensor:
+        return F.dropout(added_BTD, self.dropout, self.training)

@@ -1,0 +1,40 @@
+"""Where documents begin in a batch of packed rows, in the forms that attention back ends ask for.
+
+Made once per forward pass and shared by all blocks; each form is computed when it is first asked for.
+B rows, T tokens a row, S documents in all rows together (a document ends with its row at the latest).
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+class Documents:
+    """The documents of a batch, read from positions that restart at 0 with each of them."""
+
+    def __init__(self, positions_BT: Tensor) -> None:
+        self.starts_BT = positions_BT == 0
+        self.starts_BT[:, 0] = True
+
+    @cached_property
+    def borders(self) -> Tensor:
+        """[S + 1] int32: first token of each document in the flattened B*T tokens, then B*T. Synchronises a GPU."""
+        starts_S = self.starts_BT.flatten().nonzero().flatten()
+        return F.pad(starts_S, (0, 1), value=self.starts_BT.numel()).to(torch.int32)
+
+    @cached_property
+    def lengths(self) -> list[int]:
+        """Tokens of each document, in order; they sum to B*T. Synchronises a GPU."""
+        lengths: list[int] = self.borders.diff().tolist()
+        return lengths
+
+    @cached_property
+    def mask_BTT(self) -> Tensor:
+        """True where a token (dim 1) sees a token (dim 2): itself and what precedes it in its document."""
+        document_BT = self.starts_BT.cumsum(1)
+        same_BTT = document_BT[:, :, None] == document_BT[:, None, :]
+        return same_BTT.tril()

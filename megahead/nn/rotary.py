@@ -1,0 +1,38 @@
+"""Rotary positions (Su et al. 2021, arXiv 2104.09864) on the first r dimensions of each head.
+
+Dimension i and its partner i + r/2 (the "rotate-half" pairing) turn by position * base^(-2i/r). The tables are made
+once per forward pass, in fp32, and shared by all blocks; nothing is stored in the model.
+B rows, T tokens, H heads, d dimensions of a head.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Rotation(NamedTuple):
+    """Tables that broadcast against [B, T, H, r], fp32."""
+
+    cos: Tensor
+    sin: Tensor
+    """Negated in the first half, where the partner is subtracted."""
+
+
+def rotation_at(positions: Tensor, dims: int, base: float) -> Rotation:
+    """Tables for `positions` ([T], or [B, T] where rows differ) and the first `dims` dimensions of a head."""
+    frequencies = base ** -(torch.arange(0, dims, 2, device=positions.device, dtype=torch.float32) / dims)
+    angles = (positions[..., None].float() * frequencies).unsqueeze(-2)
+    cos, sin = angles.cos(), angles.sin()
+    return Rotation(torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1))
+
+
+def rotate(x_BTHd: Tensor, rotation: Rotation) -> Tensor:
+    """`x_BTHd` turned by its positions, in its own dtype; dimensions beyond the tables pass through."""
+    dims = rotation.cos.shape[-1]
+    turning, passing = x_BTHd.split([dims, x_BTHd.shape[-1] - dims], -1)
+    partner = turning.roll(dims // 2, -1)
+    turned = turning * rotation.cos + partner * rotation.sin
+    return torch.cat([turned.to(x_BTHd.dtype), passing], -1)
