@@ -46,7 +46,9 @@ class Vanilla:
 
 def build_objective(config: ObjectiveConfig) -> Objective:
     """The objective that the run asks for."""
-    return {"headless": Headless, "vanilla": Vanilla}[config.name](config.temperature)
+    if config.name == "vanilla":
+        return Vanilla(config.temperature)
+    return Headless(config.temperature)
 
 
 def cwt_loss(outputs_ND: Tensor, target_ids_N: Tensor, embedding_VD: Tensor, *, temperature: float = 1.0) -> Tensor:

@@ -1,0 +1,50 @@
+"""What is handed to a `Pretraining`: a micro-batch to learn from, or a batch to be scored."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megahead.data import Batch
+from megahead.objectives import Candidates
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """One forward-backward pass of one rank."""
+
+    batch: Batch
+    candidates: Candidates
+
+    loss_scale: float
+    """Turns the sum over this micro-batch's targets into its share of the mean over the global batch's, given that
+    the engine averages over accumulation steps and data ranks: data_ranks * accumulation / global_targets."""
+
+    def to(self, device: torch.device) -> MicroBatch:
+        return MicroBatch(self.batch.to(device, non_blocking=True), self.candidates.to(device), self.loss_scale)
+
+
+@dataclass(frozen=True)
+class StepBatches:
+    """One rank's part of the global batch of one optimizer step."""
+
+    micro_batches: list[MicroBatch]
+    """In the order of their samples; one for each accumulation step."""
+
+    targets: int
+    """Targets of the global batch, over all ranks."""
+
+    candidates: float
+    """Mean number of candidates an output of this rank is scored against (for logs); 0 means the whole vocabulary."""
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """A request for the probabilities that a head gives to a batch's targets, over the whole vocabulary."""
+
+    batch: Batch
+
+    bias_V: Tensor | None
+    """Added to the scores of all V ids: log q for a headless model's training-free head, None for none."""

@@ -1,0 +1,26 @@
+"""From a run's config to its freshly initialised `Pretraining`; serves training, evaluation and conversion."""
+
+from __future__ import annotations
+
+import torch
+
+from megahead.config import RunConfig
+from megahead.models import build_backbone, initialize_
+from megahead.objectives import build_objective
+from megahead.pretraining.pretraining import OutputEmbedding, Pretraining
+
+
+def assemble(config: RunConfig) -> Pretraining:
+    """The modules on torch's current default device, weights undefined; on `meta` it costs nothing."""
+    untied = config.objective.name == "vanilla" and not config.objective.tied
+    head = OutputEmbedding(config.model.padded_vocab_size(), config.model.hidden_size) if untied else None
+    return Pretraining(build_backbone(config.model), build_objective(config.objective), config.model.vocab_size, head)
+
+
+def build(config: RunConfig, device: torch.device) -> Pretraining:
+    """The run's model on `device`, each parameter drawn from (config.seed, its name) alone."""
+    with torch.device("meta"):
+        pretraining = assemble(config)
+    pretraining = pretraining.to_empty(device=device)
+    initialize_(pretraining, config.seed, config.model)
+    return pretraining

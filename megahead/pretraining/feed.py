@@ -1,0 +1,86 @@
+"""From the order of samples to each rank's micro-batches, prepared ahead in a background thread."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
+
+import torch
+
+from megahead.config import BatchConfig, DataConfig
+from megahead.data import Batch, SequentialSamples, StreamSamples, causal_batch
+from megahead.distributed import Group
+from megahead.objectives import Objective
+from megahead.pretraining.batch import MicroBatch, StepBatches
+
+T = TypeVar("T")
+
+
+class Feed:
+    """Cuts global batches into micro-batches. The samples of a step depend on its first sample's number alone.
+
+    Micro-step k of the global batch is cut in rank order: rank r of R reads `micro_size` consecutive samples from
+    `first + (k * R + r) * micro_size`. `group` must be free for use from another thread (`Group.side_channel`).
+    """
+
+    def __init__(
+        self,
+        samples: StreamSamples | SequentialSamples,
+        objective: Objective,
+        data: DataConfig,
+        batch: BatchConfig,
+        group: Group,
+    ) -> None:
+        self._samples = samples
+        self._objective = objective
+        self._data = data
+        self._batch = batch
+        self._group = group
+
+    def steps(self, first_sample: int, count: int) -> Iterator[StepBatches]:
+        """The batches of `count` optimizer steps from sample `first_sample` on. Collective over the group."""
+        size = self._batch.global_size
+        starts = range(first_sample, first_sample + count * size, size)
+        return prefetched(self.step, starts, self._data.prefetch)
+
+    def step(self, first_sample: int) -> StepBatches:
+        """The batches of the step that begins at `first_sample`: one all-reduce of one number."""
+        micro_size, ranks = self._batch.micro_size, self._group.size
+        accumulation = self._batch.accumulation_steps(ranks)
+        starts = [first_sample + (k * ranks + self._group.rank) * micro_size for k in range(accumulation)]
+        batches = [self._read(start, micro_size) for start in starts]
+        local_targets = sum(batch.target_ids_N.numel() for batch in batches)
+        targets = int(self._group.sum_(torch.tensor(local_targets)))
+        scale = ranks * accumulation / max(targets, 1)
+        micro_batches = [MicroBatch(batch, self._objective.candidates(batch.target_ids_N), scale) for batch in batches]
+        counts = [0 if m.candidates.ids_U is None else m.candidates.ids_U.numel() for m in micro_batches]
+        return StepBatches(micro_batches, targets, sum(counts) / accumulation)
+
+    def _read(self, start: int, count: int) -> Batch:
+        return causal_batch(
+            self._samples.rows(range(start, start + count)),
+            end_token=self._data.end_token,
+            isolate_documents=self._data.isolate_documents,
+            boundary_targets=self._data.boundary_targets,
+        )
+
+
+def prefetched(prepare: Callable[[int], T], keys: Iterable[int], depth: int) -> Iterator[T]:
+    """`prepare(key)` for each key in order, up to `depth` of them ahead in one background thread.
+
+    How far it gets depends only on what was taken, not on timing: ranks that stop at the same key have prepared the
+    same keys, so `prepare` may hold collectives. An exception in it appears where its result is taken.
+    """
+    if depth == 0:
+        yield from map(prepare, keys)
+        return
+    with ThreadPoolExecutor(1, thread_name_prefix="prefetch") as pool:
+        waiting: deque[Future[T]] = deque()
+        for key in keys:
+            waiting.append(pool.submit(prepare, key))
+            if len(waiting) > depth:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()

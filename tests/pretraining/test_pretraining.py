@@ -1,0 +1,103 @@
+"""A micro-batch's scaled loss, the single lookup, and scores, on a tiny model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from numpy.random import default_rng
+
+from megahead.config import RunConfig, config_from_dict
+from megahead.data import causal_batch
+from megahead.objectives import cwt_loss, log_unigram
+from megahead.pretraining import MicroBatch, Pretraining, Scoring, build
+
+
+def tiny(objective: dict[str, object]) -> RunConfig:
+    return config_from_dict(
+        {
+            "name": "tiny",
+            "model": {"num_layers": 2, "hidden_size": 16, "num_heads": 2, "vocab_size": 50, "vocab_multiple": 64},
+            "data": {"train": "nowhere", "sequence_length": 8},
+            "batch": {"global_size": 4, "micro_size": 4},
+            "objective": objective,
+            "optimizer": {"learning_rate": 1e-3},
+            "training": {"steps": 3},
+        }
+    )
+
+
+def prepared(pretraining: Pretraining, rows: int = 4, loss_scale: float = 1.0) -> MicroBatch:
+    tokens = default_rng(0).integers(0, 50, (rows, 9))
+    batch = causal_batch(tokens, end_token=0, isolate_documents=True, boundary_targets=True)
+    return MicroBatch(batch, pretraining.objective.candidates(batch.target_ids_N), loss_scale)
+
+
+def test_headless_loss_is_the_public_function_on_the_backbones_outputs() -> None:
+    pretraining = build(tiny({}), torch.device("cpu"))
+    micro = prepared(pretraining, loss_scale=1 / 32)
+    batch = micro.batch
+    outputs = pretraining.backbone(batch.input_ids_BT, batch.positions_BT).flatten(0, 1)
+    expected = cwt_loss(outputs, batch.target_ids_N, pretraining.backbone.embedding.weight)
+    torch.testing.assert_close(pretraining(micro), expected)
+
+
+def test_headless_gradient_reaches_inputs_and_negatives_in_one_lookup() -> None:
+    pretraining = build(tiny({}), torch.device("cpu"))
+    lookups: list[int] = []
+    pretraining.backbone.embedding.register_forward_hook(lambda *_: lookups.append(1))
+    micro = prepared(pretraining)
+    pretraining(micro).backward()
+    assert lookups == [1]
+    gradient = pretraining.backbone.embedding.weight.grad
+    assert gradient is not None
+    touched = set(gradient.abs().sum(1).nonzero().flatten().tolist())
+    expected = set(micro.batch.input_ids_BT.flatten().tolist()) | set(micro.batch.target_ids_N.tolist())
+    assert touched == expected
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_vanilla_is_cross_entropy_over_the_vocabulary_without_its_padding(tied: bool) -> None:
+    pretraining = build(tiny({"name": "vanilla", "tied": tied, "temperature": 0.5}), torch.device("cpu"))
+    names = [name for name, _ in pretraining.named_parameters()]
+    assert ("head.weight" in names) is not tied
+    micro = prepared(pretraining, loss_scale=1 / 32)
+    batch = micro.batch
+    outputs = pretraining.backbone(batch.input_ids_BT, batch.positions_BT).flatten(0, 1)
+    matrix = pretraining.backbone.embedding.weight if tied else pretraining.head.weight  # type: ignore[union-attr]
+    logits = outputs @ matrix[:50].T / 0.5
+    torch.testing.assert_close(pretraining(micro), torch.nn.functional.cross_entropy(logits, batch.target_ids_N))
+
+
+def test_scoring_is_the_log_probability_under_the_training_free_head() -> None:
+    pretraining = build(tiny({}), torch.device("cpu"))
+    batch = prepared(pretraining).batch
+    bias = log_unigram(torch.arange(64), 50)
+    scores = pretraining(Scoring(batch, bias))
+    outputs = pretraining.backbone(batch.input_ids_BT, batch.positions_BT).flatten(0, 1)
+    logits = outputs @ pretraining.backbone.embedding.weight[:50].T + bias
+    expected = torch.nn.functional.cross_entropy(logits, batch.target_ids_N, reduction="sum")
+    assert scores.loss == pytest.approx(expected.item(), rel=1e-5)
+    assert scores.targets == 32
+
+
+@pytest.mark.parametrize("objective", [{}, {"name": "vanilla"}, {"name": "vanilla", "tied": True}])
+def test_a_micro_batch_without_targets_gives_zero_connected_to_every_parameter(objective: dict[str, object]) -> None:
+    pretraining = build(tiny(objective), torch.device("cpu"))
+    tokens = default_rng(0).integers(0, 1, (2, 9))  # nothing but end tokens, which predict nothing
+    batch = causal_batch(tokens, end_token=0, isolate_documents=True, boundary_targets=False)
+    assert batch.target_ids_N.numel() == 0
+    loss = pretraining(MicroBatch(batch, pretraining.objective.candidates(batch.target_ids_N), 1.0))
+    assert loss.item() == 0
+    loss.backward()
+    for name, parameter in pretraining.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.abs().sum() == 0, name
+
+
+def test_the_same_seed_gives_the_same_backbone_whatever_the_objective() -> None:
+    headless = build(tiny({}), torch.device("cpu"))
+    vanilla = build(tiny({"name": "vanilla"}), torch.device("cpu"))
+    for (name, mine), (_, theirs) in zip(
+        headless.backbone.named_parameters(), vanilla.backbone.named_parameters(), strict=True
+    ):
+        assert torch.equal(mine, theirs), name
