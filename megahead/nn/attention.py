@@ -1,8 +1,8 @@
 """Causal self-attention, and the choice among the ways to compute it.
 
 `attend_masked` states what is computed; the others compute the same with less work. Measured on one CPU core,
-forward and backward, 2 rows x 2,048 tokens in 4 documents each: mask 613 ms, document by document 198 ms,
-and 330 ms for plain causal attention without documents.
+forward and backward, 2 rows x 2,048 tokens in 4 documents each, 8 heads of 64: mask 613 ms, document by document
+198 ms, and 330 ms for causal attention without documents.
 
 B rows, T tokens, H heads (of this rank), d dimensions of a head, D hidden size, S documents in the batch.
 """

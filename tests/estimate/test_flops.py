@@ -1,0 +1,38 @@
+"""Operations from the config equal those that torch counts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from megahead.config import ModelConfig
+from megahead.estimate import training_flops
+from megahead.models import build_backbone
+
+CONFIG = ModelConfig(num_layers=2, hidden_size=48, num_heads=3, intermediate_size=100, vocab_size=61, vocab_multiple=16)
+
+
+def test_equal_to_counted_matrix_products():
+    """torch's plain attention scores every pair, so each token sees the whole row."""
+    backbone = build_backbone(CONFIG)
+    rows = torch.randn(2, 10, 48, requires_grad=True)
+    candidates = torch.randn(7, 48, requires_grad=True)
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        (backbone.encode(rows) @ candidates.T).sum().backward()
+    estimate = training_flops(CONFIG, sequence_length=10, candidate_rows=7, context=10)
+    assert counter.get_total_flops() == pytest.approx(20 * estimate.total)
+
+
+def test_a_whole_row_shows_each_token_half_of_it():
+    causal, full = training_flops(CONFIG, 9, 64), training_flops(CONFIG, 9, 64, context=9)
+    assert causal.attention == pytest.approx(full.attention * 5 / 9)
+    assert (causal.body, causal.head) == (full.body, full.head)
+
+
+def test_long_known_rule_of_six_operations_per_weight():
+    """Where matrices dominate, training costs six operations per weight and token."""
+    config = ModelConfig(size="pythia-6.9b", vocab_size=50277)
+    weights = 32 * 12 * 4096**2
+    assert training_flops(config, 1, 0).total == pytest.approx(6 * weights, rel=1e-3)

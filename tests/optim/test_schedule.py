@@ -1,0 +1,76 @@
+"""Learning-rate schedules: end points, direction, no jumps."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megahead.config import ScheduleConfig
+from megahead.optim import learning_rate_ratio
+
+NAMES = ["cosine", "triangular", "constant", "wsd"]
+TOTAL = 200
+
+
+def schedule(name: str, warmup: int = 20, final: float = 0.1, decay: int = 40) -> ScheduleConfig:
+    decay_steps = decay if name == "wsd" else None
+    return ScheduleConfig(name=name, warmup_steps=warmup, final_ratio=final, decay_steps=decay_steps)
+
+
+def curve(config: ScheduleConfig, total: int = TOTAL) -> list[float]:
+    return [learning_rate_ratio(config, step, total) for step in range(total)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_warmup_is_linear_and_never_zero(name):
+    assert curve(schedule(name))[:20] == pytest.approx([(step + 1) / 20 for step in range(20)])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_without_warmup_the_first_step_is_the_peak(name):
+    assert learning_rate_ratio(schedule(name, warmup=0), 0, TOTAL) == 1.0
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("beyond", [0, 1, 1000])
+def test_last_step_and_beyond_have_the_final_ratio(name, beyond):
+    final = 1.0 if name == "constant" else 0.1
+    assert learning_rate_ratio(schedule(name), TOTAL - 1 + beyond, TOTAL) == pytest.approx(final)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rises_to_the_peak_then_falls_without_jumps(name):
+    ratios = curve(schedule(name))
+    assert ratios.index(1.0) == 19
+    assert ratios[:20] == sorted(ratios[:20])
+    assert ratios[19:] == sorted(ratios[19:], reverse=True)
+    assert max(abs(after - before) for before, after in itertools.pairwise(ratios)) <= 0.05 + 1e-9
+
+
+def test_half_way_values():
+    middle = 19 + (TOTAL - 1 - 19) // 2
+    assert learning_rate_ratio(schedule("triangular", final=0.0), middle, TOTAL) == pytest.approx(0.5)
+    assert learning_rate_ratio(schedule("cosine", final=0.2), middle, TOTAL) == pytest.approx(0.6)
+    quarter = 19 + (TOTAL - 1 - 19) // 4
+    assert learning_rate_ratio(schedule("cosine", final=0.0), quarter, TOTAL) == pytest.approx(0.8535534)
+
+
+def test_wsd_is_stable_until_its_last_steps():
+    ratios = curve(schedule("wsd"))
+    assert ratios[19 : TOTAL - 40] == [1.0] * (TOTAL - 40 - 19)
+    drops = [before - after for before, after in itertools.pairwise(ratios[-41:])]
+    assert drops == pytest.approx([0.9 / 40] * 40)
+
+
+@given(st.sampled_from(NAMES), st.data())
+def test_any_shape_stays_within_its_bounds(name, data):
+    total = data.draw(st.integers(1, 60))
+    decay = data.draw(st.integers(1, total))
+    warmup = data.draw(st.integers(0, total - decay if name == "wsd" else total))
+    final = data.draw(st.floats(0, 1))
+    ratios = curve(schedule(name, warmup, final, decay), total)
+    low = min([final, *(1 / warmup for _ in range(warmup > 0))])
+    assert all(low - 1e-9 <= ratio <= 1 for ratio in ratios)
