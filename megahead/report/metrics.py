@@ -1,0 +1,75 @@
+"""Reads what training wrote down: `RUN/metrics.jsonl`, one JSON object a line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megahead.errors import UserError
+
+Record = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class RunMetrics:
+    """One run's log: training lines and evaluations, each in the order of their steps."""
+
+    name: str
+    training: Sequence[Record]
+    """{"step", "tokens", "seconds", "loss", "learning_rate", "gradient_norm", "tokens_per_second", ...}"""
+
+    validation: Sequence[Record]
+    """{"step", "tokens", "seconds", "perplexity", "bits_per_byte", "accuracy", "loss"}"""
+
+
+def read_metrics(run: Path) -> RunMetrics:
+    """The metrics of a run folder (or of a metrics.jsonl itself).
+
+    A last line cut short by a killed run is left out, and so are lines that a resumed run wrote again: of two lines for
+    one step the later counts. Raises UserError when there is no log, or when another line is broken.
+    """
+    path = run if run.suffix == ".jsonl" else run / "metrics.jsonl"
+    training: dict[int, Record] = {}
+    validation: dict[int, Record] = {}
+    for record in _records(path):
+        if "validation" in record:
+            where = {key: record[key] for key in ("step", "tokens", "seconds")}
+            validation[record["step"]] = where | record["validation"]
+        else:
+            training[record["step"]] = record
+    if not training and not validation:
+        raise UserError(f"{path} must hold metrics of a run, but holds no line yet; try again after the first step.")
+    name = path.parent.name or path.parent.resolve().name
+    return RunMetrics(name, _in_order(training), _in_order(validation))
+
+
+def _records(path: Path) -> list[dict[str, Any]]:
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    except OSError as error:
+        raise UserError(
+            f"{path} must be the metrics of a run, but cannot be read ({error.strerror}); "
+            "name a run folder such as runs/NAME."
+        ) from None
+    records = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+            record["step"], record["tokens"], record["seconds"]
+        except (ValueError, KeyError, TypeError):
+            if number == len(lines):  # whole lines end in a line break: this one was cut short
+                break
+            raise UserError(
+                f"{path} must hold a JSON object with step, tokens and seconds a line, but line {number} is no such."
+            ) from None
+        records.append(record)
+    return records
+
+
+def _in_order(by_step: Mapping[int, Record]) -> list[Record]:
+    return [by_step[step] for step in sorted(by_step)]

@@ -1,0 +1,79 @@
+"""One table, three forms: for the terminal, for a README, for another program.
+
+Rows are mappings; the columns are the keys in the order they first appear, and a missing value stays empty.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+Row = Mapping[str, Any]
+
+
+def to_rich(rows: Sequence[Row], title: str | None = None) -> Table:
+    """A terminal table with numbers to the right."""
+    table = Table(title=title, title_justify="left", title_style="bold", header_style="bold", box=None, pad_edge=False)
+    for name in columns(rows):
+        table.add_column(Text(name), justify="right" if _is_numeric(rows, name) else "left")
+    for row in rows:
+        table.add_row(*(Text(show(row.get(name))) for name in columns(rows)))
+    return table
+
+
+def to_markdown(rows: Sequence[Row]) -> str:
+    """A Markdown table, padded so that it also reads well as plain text; empty for no rows."""
+    names = columns(rows)
+    if not names:
+        return ""
+    grid = [names, *([show(row.get(name)) for name in names] for row in rows)]
+    grid = [[cell.replace("|", "\\|").replace("\n", " ") for cell in line] for line in grid]
+    widths = [max(3, *(len(line[k]) for line in grid)) for k in range(len(names))]
+    numeric = [_is_numeric(rows, name) for name in names]
+    rule = ["-" * (width - 1) + (":" if right else "-") for width, right in zip(widths, numeric, strict=True)]
+    return "".join(_line(line, widths, numeric) for line in [grid[0], rule, *grid[1:]])
+
+
+def to_json(rows: Sequence[Row]) -> str:
+    """The rows with their exact values, as JSON; NaN and infinities become null."""
+    exact = [{name: _finite(value) for name, value in row.items()} for row in rows]
+    return json.dumps(exact, indent=1, ensure_ascii=False) + "\n"
+
+
+def columns(rows: Sequence[Row]) -> list[str]:
+    """Every key of any row, in order of first appearance."""
+    return list(dict.fromkeys(name for row in rows for name in row))
+
+
+def show(value: Any) -> str:
+    """A value for people: thousands separated, four significant digits, nothing for None."""
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, float):
+        return f"{value:,.0f}" if 1e4 <= abs(value) < 1e15 else f"{value:.4g}"
+    return str(value)
+
+
+def _line(cells: Sequence[str], widths: Sequence[int], numeric: Sequence[bool]) -> str:
+    aligned = (
+        cell.rjust(width) if right else cell.ljust(width)
+        for cell, width, right in zip(cells, widths, numeric, strict=True)
+    )
+    return f"| {' | '.join(aligned)} |\n"
+
+
+def _is_numeric(rows: Sequence[Row], name: str) -> bool:
+    values = [row.get(name) for row in rows if row.get(name) is not None]
+    return bool(values) and all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and value - value != 0 else value

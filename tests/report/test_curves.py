@@ -1,0 +1,88 @@
+"""Reading a run's log and drawing it."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megahead.errors import UserError
+from megahead.report import draw_curves, read_metrics, save_curves
+from megahead.report.curves import running_mean
+
+
+def training(step: int, **values: Any) -> dict[str, Any]:
+    line = {"step": step, "tokens": 100 * step, "seconds": 2.0 * step, "loss": 9.0 / step, "learning_rate": 1e-3}
+    return {**line, "gradient_norm": 1.0, "tokens_per_second": 50.0, **values}
+
+
+def evaluation(step: int, perplexity: float) -> dict[str, Any]:
+    return {"step": step, "tokens": 100 * step, "seconds": 2.0 * step, "validation": {"perplexity": perplexity}}
+
+
+def write_run(folder: Path, *records: dict[str, Any], tail: str = "") -> Path:
+    folder.mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records) + tail)
+    return folder
+
+
+def test_training_and_validation_are_told_apart(tmp_path: Path) -> None:
+    run = read_metrics(write_run(tmp_path / "first", training(1), training(2), evaluation(2, 80.0)))
+    assert run.name == "first"
+    assert [record["step"] for record in run.training] == [1, 2]
+    assert run.validation == [{"step": 2, "tokens": 200, "seconds": 4.0, "perplexity": 80.0}]
+
+
+def test_a_line_cut_short_by_a_kill_is_left_out(tmp_path: Path) -> None:
+    run = read_metrics(write_run(tmp_path / "killed", training(1), tail='{"step": 2, "tok'))
+    assert [record["step"] for record in run.training] == [1]
+
+
+def test_steps_done_again_after_a_resume_count_once(tmp_path: Path) -> None:
+    records = [training(1), training(2), training(3, loss=7.0), training(2), training(3, loss=5.0)]
+    run = read_metrics(write_run(tmp_path / "resumed", *records))
+    assert [(record["step"], record["loss"]) for record in run.training] == [(1, 9.0), (2, 4.5), (3, 5.0)]
+
+
+def test_no_run_a_broken_one_and_an_empty_one_are_told(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"nothing/metrics\.jsonl must be the metrics of a run"):
+        read_metrics(tmp_path / "nothing")
+    with pytest.raises(UserError, match="line 2 is no such"):
+        read_metrics(write_run(tmp_path / "broken", training(1), {"step": 2}, training(3)))
+    with pytest.raises(UserError, match="holds no line yet"):
+        read_metrics(write_run(tmp_path / "empty"))
+
+
+def test_the_figure_shows_the_logged_values(tmp_path: Path) -> None:
+    records = [*(training(step) for step in range(1, 41)), evaluation(20, 300.0), evaluation(40, 150.0)]
+    figure = draw_curves([read_metrics(write_run(tmp_path / "run", *records))])
+    panels = {axes.get_title(loc="left"): axes for axes in figure.axes}
+    (perplexity,) = panels["Held-out perplexity over time (log scale)"].lines
+    np.testing.assert_allclose(perplexity.get_xdata(), [40, 80])  # seconds
+    np.testing.assert_allclose(perplexity.get_ydata(), [300, 150])
+    loss = panels["Training loss"].lines[0]
+    np.testing.assert_allclose(loss.get_ydata(), [9 / step for step in range(1, 41)])
+    assert [text.get_text() for text in panels["Held-out perplexity (log scale)"].texts] == ["150"]
+
+
+def test_several_runs_are_named_with_their_last_perplexity(tmp_path: Path) -> None:
+    runs = [read_metrics(write_run(tmp_path / name, training(1), evaluation(1, 1234.0))) for name in ("one", "two")]
+    (legend,) = draw_curves(runs).legends
+    assert [text.get_text() for text in legend.get_texts()] == ["one  ·  perplexity 1,234", "two  ·  perplexity 1,234"]
+
+
+def test_a_png_is_written_even_of_a_run_that_went_wrong(tmp_path: Path) -> None:
+    records = [training(1), training(2, loss=math.nan, gradient_norm=math.inf), training(3, gradient_norm=None)]
+    output = save_curves([read_metrics(write_run(tmp_path / "run", *records))], tmp_path / "plots" / "run.png")
+    assert output.read_bytes().startswith(b"\x89PNG")
+    assert [path.name for path in output.parent.iterdir()] == ["run.png"]
+
+
+def test_the_running_mean_leaves_out_what_is_not_finite() -> None:
+    values = np.array([1.0, np.nan, 3.0, 5.0, 7.0])
+    np.testing.assert_allclose(running_mean(values, 1), [1, 2, 4, 5, 6])
+    np.testing.assert_allclose(running_mean(values, 0), values)

@@ -1,0 +1,116 @@
+"""Runs named stages once: a second run reuses each finished stage whose settings, inputs and outputs are unchanged.
+
+Beside its outputs a stage leaves a stamp `NAME.json`, written only when it has finished; it is removed before the
+stage runs again, so that a killed stage is never taken for a finished one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+
+@dataclass(frozen=True)
+class Finished:
+    """How a stage ended: `seconds` is what its work took, in this run or in the one that is reused."""
+
+    name: str
+    seconds: float
+    result: str
+    reused: bool
+
+
+class Stages:
+    """Runs stages one after the other and remembers their times; stamps live in `folder`."""
+
+    def __init__(self, folder: Path, console: Console) -> None:
+        self.folder, self.console = folder, console
+        self.finished: list[Finished] = []
+
+    def run(
+        self,
+        name: str,
+        work: Callable[[], str],
+        *,
+        settings: Mapping[str, Any] | None = None,
+        inputs: Sequence[Path] = (),
+        outputs: Sequence[Path] = (),
+        version: int = 1,
+    ) -> Finished:
+        """Does `work`, which returns one line about its result, or reuses an earlier run of it.
+
+        Reused when `settings` (JSON values), `version`, and size and time of every file in `inputs` are what they
+        were, and those of `outputs` have not changed since. Raise `version` when the work itself changes.
+        """
+        stamp = self.folder / f"{name}.json"
+        key = _digest([settings or {}, version, _files(inputs)])
+        finished = _reuse(stamp, name, key, outputs) or self._work(stamp, name, key, work, outputs)
+        self.finished.append(finished)
+        note = "reused" if finished.reused else "done"
+        self.console.print(f"[green]✓[/] [bold]{name}[/] {note} ({duration(finished.seconds)}): {finished.result}")
+        return finished
+
+    def table(self) -> Table:
+        """The time of every stage so far, and their sum."""
+        table = Table(box=None, header_style="bold", show_footer=True, pad_edge=False)
+        spent = sum(stage.seconds for stage in self.finished if not stage.reused)
+        table.add_column("stage", footer="this run")
+        table.add_column("time", footer=duration(spent), justify="right")
+        table.add_column("result")
+        for stage in self.finished:
+            time_spent = "reused" if stage.reused else duration(stage.seconds)
+            table.add_row(stage.name, time_spent, stage.result)
+        return table
+
+    def _work(self, stamp: Path, name: str, key: str, work: Callable[[], str], outputs: Sequence[Path]) -> Finished:
+        stamp.unlink(missing_ok=True)
+        self.console.print(f"[cyan]▸[/] [bold]{name}[/]")
+        start = time.monotonic()
+        result = work()
+        finished = Finished(name, time.monotonic() - start, result, reused=False)
+        record = {"key": key, "outputs": _digest(_files(outputs)), "seconds": finished.seconds, "result": result}
+        self.folder.mkdir(parents=True, exist_ok=True)
+        partial = stamp.with_suffix(".partial")
+        partial.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        partial.replace(stamp)
+        return finished
+
+
+def duration(seconds: float) -> str:
+    """Seconds as people read them: `0.4 s`, `42 s`, `3 min 07 s`."""
+    if seconds < 59.5:
+        return f"{seconds:.1f} s" if seconds < 9.95 else f"{seconds:.0f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest:02d} s"
+
+
+def _reuse(stamp: Path, name: str, key: str, outputs: Sequence[Path]) -> Finished | None:
+    try:
+        record = json.loads(stamp.read_text(encoding="utf-8"))
+        unchanged = record["key"] == key and record["outputs"] == _digest(_files(outputs))
+        return Finished(name, record["seconds"], record["result"], reused=True) if unchanged else None
+    except (OSError, ValueError, KeyError, TypeError):  # never run, or a stamp of another kind
+        return None
+
+
+def _files(paths: Sequence[Path]) -> list[tuple[str, int, int]]:
+    """Name, size and time of every file that `paths` name or contain; a missing one has size -1."""
+    found = []
+    for path in paths:
+        for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
+            if not file.is_dir():
+                status = file.stat() if file.exists() else None
+                found.append((str(file), status.st_size if status else -1, status.st_mtime_ns if status else 0))
+    return found
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
