@@ -1,0 +1,68 @@
+"""From rows of tokens to what a model reads and must predict. B rows, T inputs a row, N targets in all."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The inputs of B rows and their targets, wherever these lie."""
+
+    input_ids_BT: Tensor
+    """int64."""
+
+    positions_BT: Tensor | None
+    """int64, 0 at each document's first token; None when every row counts 0, 1, 2, ... as a whole."""
+
+    target_index_N: Tensor
+    """int64, increasing: which of the B * T outputs, rows back to back, have a target."""
+
+    target_ids_N: Tensor
+    """int64: what those outputs must predict."""
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
+        """The same batch on `device`."""
+
+        def move(tensor: Tensor) -> Tensor:
+            return tensor.to(device, non_blocking=non_blocking)
+
+        positions_BT = None if self.positions_BT is None else move(self.positions_BT)
+        return Batch(move(self.input_ids_BT), positions_BT, move(self.target_index_N), move(self.target_ids_N))
+
+
+def causal_batch(rows: Array, *, end_token: int, isolate_documents: bool, boundary_targets: bool) -> Batch:
+    """Next-token prediction over `rows`, int64 [B, T+1]: the target of token t is token t + 1.
+
+    A document begins after each end token, which belongs to the document it closes. With `isolate_documents` positions
+    restart there. Without `boundary_targets` an end token predicts nothing (what follows it is another document's).
+    """
+    inputs_BT = np.ascontiguousarray(rows[:, :-1])
+    targets = rows[:, 1:].reshape(-1)
+    closes_BT = inputs_BT == end_token
+    if boundary_targets:
+        target_index_N = np.arange(inputs_BT.size)
+    else:
+        target_index_N = np.flatnonzero(~closes_BT)
+    positions_BT = _positions(closes_BT) if isolate_documents and closes_BT[:, :-1].any() else None
+    return Batch(
+        torch.from_numpy(inputs_BT),
+        None if positions_BT is None else torch.from_numpy(positions_BT),
+        torch.from_numpy(target_index_N),
+        torch.from_numpy(targets[target_index_N]),
+    )
+
+
+def _positions(closes_BT: Array) -> Array:
+    """Distance of each token to the first of its document (or of its row), int64 [B, T]."""
+    place_T = np.arange(closes_BT.shape[1])
+    first_BT = np.zeros(closes_BT.shape, np.int64)
+    first_BT[:, 1:] = np.where(closes_BT[:, :-1], place_T[1:], 0)
+    return place_T - np.maximum.accumulate(first_BT, axis=1)

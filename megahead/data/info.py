@@ -1,0 +1,80 @@
+"""`PREFIX.json`: what is known of a dataset beside its tokens, so that nobody has to read them to ask."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import orjson
+
+from megahead.errors import DataError
+
+FORMAT = "megahead-dataset/1"
+
+
+@dataclass(frozen=True)
+class FileStamp:
+    """Size and checksum of one file."""
+
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetInfo:
+    """Counts, origin and checksums of one `.bin` / `.idx` pair."""
+
+    tokens: int
+    """All tokens, end tokens included."""
+
+    documents: int
+    """Documents, each closed by an end token."""
+
+    text_bytes: int
+    """UTF-8 bytes of the text (bits per byte = nats / ln 2 / text_bytes); 0 when unknown."""
+
+    vocab_size: int
+    """Ids are below this."""
+
+    tokenizer: str | None
+    """Name of the tokenizer's file."""
+
+    token_counts: list[int]
+    """[vocab_size]: how often each id occurs."""
+
+    bin: FileStamp
+    idx: FileStamp
+
+    def dump(self) -> bytes:
+        """The JSON text."""
+        return orjson.dumps({"format": FORMAT, **asdict(self)})
+
+    @staticmethod
+    def load(path: Path) -> DatasetInfo:
+        """Reads `path`; DataError when it is not such a file."""
+        try:
+            fields = orjson.loads(path.read_bytes())
+            if fields.pop("format") != FORMAT:
+                raise ValueError("another format")
+            return DatasetInfo(**fields | {name: FileStamp(**fields[name]) for name in ("bin", "idx")})
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise DataError(
+                f"`{path}` must be a dataset description ({FORMAT}), but is not ({error}); remove it or make the "
+                "dataset again."
+            ) from error
+
+
+def verify_file(path: Path, stamp: FileStamp, advance: Callable[[int], None] = lambda read: None) -> None:
+    """Reads all of `path` and compares its checksum; DataError when it differs. `advance` hears the bytes read."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 22):
+            digest.update(block)
+            advance(len(block))
+    if digest.hexdigest() != stamp.sha256:
+        raise DataError(
+            f"`{path}` must have the SHA-256 {stamp.sha256} noted when it was made, but has {digest.hexdigest()} "
+            "instead; it was damaged or changed since."
+        )

@@ -1,0 +1,85 @@
+"""Sample k of a dataset: which run of tokens it is, as a pure function of (dataset, row length, seed, k).
+
+Nothing here knows of ranks, batches or progress, so a run resumes at any sample and on any mesh with the same order.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from megahead.data.feistel import FeistelOrder, mix
+from megahead.data.indexed import IndexedDataset
+from megahead.errors import DataError
+
+Array = np.ndarray[Any, Any]
+
+
+class Samples(ABC):
+    """Rows of `sequence_length` + 1 tokens (T inputs and their T targets), numbered from 0 without end."""
+
+    def __init__(self, dataset: IndexedDataset, sequence_length: int, per_epoch: int, least_tokens: int) -> None:
+        if per_epoch < 1:
+            raise DataError(
+                f"`{dataset.prefix}` must hold at least {least_tokens:,} tokens for rows of {sequence_length:,} "
+                f"targets, but holds {dataset.num_tokens:,} instead; add text or shorten data.sequence_length."
+            )
+        self.dataset, self.sequence_length, self.per_epoch = dataset, sequence_length, per_epoch
+
+    def __len__(self) -> int:
+        return self.per_epoch
+
+    def rows(self, sample_indices: Sequence[int] | Array) -> Array:
+        """The samples' tokens, int64 [B, T+1]; index // `per_epoch` is the epoch. O(B T), whatever the dataset."""
+        indices_B = np.asarray(sample_indices, np.int64)
+        if indices_B.size and indices_B.min() < 0:
+            raise IndexError(f"sample indices must not be negative, but one is {indices_B.min()}")
+        rows = np.empty((len(indices_B), self.sequence_length + 1), np.int64)
+        epochs_B, places_B = np.divmod(indices_B, self.per_epoch)
+        for epoch in np.unique(epochs_B):
+            (members,) = np.nonzero(epochs_B == epoch)
+            for row, first in zip(members, self._first_tokens(int(epoch), places_B[members]).tolist(), strict=True):
+                rows[row] = self.dataset.read(first, self.sequence_length + 1)
+        return rows
+
+    @abstractmethod
+    def _first_tokens(self, epoch: int, places: Array) -> Array:
+        """Where in the flat run of tokens the samples at `places` of this epoch begin."""
+
+
+class StreamSamples(Samples):
+    """The whole text cut into rows, shuffled anew each epoch and cut at another offset, for training.
+
+    n = (tokens - T) // T rows an epoch: at any offset in [0, T) that many fit, and at most 2 T tokens are left out.
+    """
+
+    def __init__(self, dataset: IndexedDataset, sequence_length: int, seed: int) -> None:
+        per_epoch = (dataset.num_tokens - sequence_length) // sequence_length
+        super().__init__(dataset, sequence_length, per_epoch, least_tokens=2 * sequence_length)
+        self.seed = seed
+        self._order = lru_cache(maxsize=4)(self._epoch_order)
+
+    def offset(self, epoch: int) -> int:
+        """Tokens skipped at the start of the text in this epoch, in [0, T)."""
+        return mix(self.seed, epoch, 1) % self.sequence_length
+
+    def _epoch_order(self, epoch: int) -> FeistelOrder:
+        return FeistelOrder(self.per_epoch, mix(self.seed, epoch, 0))
+
+    def _first_tokens(self, epoch: int, places: Array) -> Array:
+        return self.offset(epoch) + self._order(epoch).take(places) * self.sequence_length
+
+
+class SequentialSamples(Samples):
+    """The whole text cut into rows in file order, for validation: every target at most once an epoch."""
+
+    def __init__(self, dataset: IndexedDataset, sequence_length: int) -> None:
+        per_epoch = (dataset.num_tokens - 1) // sequence_length
+        super().__init__(dataset, sequence_length, per_epoch, least_tokens=sequence_length + 1)
+
+    def _first_tokens(self, epoch: int, places: Array) -> Array:
+        return places * self.sequence_length
