@@ -70,6 +70,14 @@ def test_without_positions_a_row_is_one_document():
     torch.testing.assert_close(backbone(ids), backbone(ids, positions), rtol=1e-5, atol=1e-5)
 
 
+def test_distance_is_that_of_positions_not_of_columns():
+    backbone = tiny()
+    ids = torch.randint(0, 50, (1, 4))
+    near, far = backbone(ids, torch.tensor([[0, 1, 2, 3]])), backbone(ids, torch.tensor([[0, 1, 2, 9]]))
+    assert torch.equal(near[:, :3], far[:, :3])
+    assert not torch.allclose(near[:, 3], far[:, 3], atol=1e-3)
+
+
 def test_forward_is_encode_of_embed_and_embed_takes_any_shape():
     backbone = tiny()
     ids = torch.randint(0, 50, (2, 6))
