@@ -20,3 +20,9 @@ class ObjectiveConfig(Settings):
 
     temperature: float = Field(default=1.0, gt=0)
     """Scores are divided by this; the paper uses 1."""
+
+    def head(self) -> Literal["pmi", "tied", "trained"]:
+        """The language-model head such a run has: training-free (headless), the embedding itself, or one of its own."""
+        if self.name == "headless":
+            return "pmi"
+        return "tied" if self.tied else "trained"

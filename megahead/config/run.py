@@ -91,11 +91,7 @@ class RunConfig(Settings):
                 f"leave its warm-up and decay within training.steps ({self.training.steps})",
                 got=f"{self.schedule.warmup_steps} + {self.schedule.decay_steps or 0}",
             )
-        if (
-            self.init
-            and self.init.mode in ("finetune", "probe")
-            and (self.objective.name != "vanilla" or self.objective.tied)
-        ):
+        if self.init and self.init.mode in ("finetune", "probe") and self.objective.head() != "trained":
             raise ConfigError(
                 "init.mode",
                 "be `continue` unless the objective is an untied vanilla softmax",

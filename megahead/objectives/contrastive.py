@@ -52,7 +52,7 @@ def build_objective(config: ObjectiveConfig) -> Objective:
 
 
 def cwt_loss(outputs_ND: Tensor, target_ids_N: Tensor, embedding_VD: Tensor, *, temperature: float = 1.0) -> Tensor:
-    """Contrastive Weight Tying, the whole objective: `mean_i [ logsumexp_k o_i.e(x_k) / T - o_i.e(x_i) / T ]`, k over N.
+    """Contrastive Weight Tying, the whole objective: `mean_i [ logsumexp_k(o_i.e(x_k) / T) - o_i.e(x_i) / T ]`.
 
     outputs_ND: final hidden states, in any float type. target_ids_N: int64 ids of their targets.
     embedding_VD: the *input* embedding table; it gets gradient as positives and as negatives.

@@ -12,9 +12,9 @@ from megahead.pretraining.pretraining import OutputEmbedding, Pretraining
 
 def assemble(config: RunConfig) -> Pretraining:
     """The modules on torch's current default device, weights undefined; on `meta` it costs nothing."""
-    untied = config.objective.name == "vanilla" and not config.objective.tied
-    head = OutputEmbedding(config.model.padded_vocab_size(), config.model.hidden_size) if untied else None
-    return Pretraining(build_backbone(config.model), build_objective(config.objective), config.model.vocab_size, head)
+    model, objective = config.model, config.objective
+    head = OutputEmbedding(model.padded_vocab_size(), model.hidden_size) if objective.head() == "trained" else None
+    return Pretraining(build_backbone(model), build_objective(objective), model.vocab_size, head)
 
 
 def build(config: RunConfig, device: torch.device) -> Pretraining:

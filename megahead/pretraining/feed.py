@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
@@ -39,11 +40,9 @@ class Feed:
         self._batch = batch
         self._group = group
 
-    def steps(self, first_sample: int, count: int) -> Iterator[StepBatches]:
-        """The batches of `count` optimizer steps from sample `first_sample` on. Collective over the group."""
-        size = self._batch.global_size
-        starts = range(first_sample, first_sample + count * size, size)
-        return prefetched(self.step, starts, self._data.prefetch)
+    def steps(self, first_sample: int) -> Generator[StepBatches, None, None]:
+        """The batches of optimizer steps from sample `first_sample` on, without end. Collective over the group."""
+        return prefetched(self.step, itertools.count(first_sample, self._batch.global_size), self._data.prefetch)
 
     def step(self, first_sample: int) -> StepBatches:
         """The batches of the step that begins at `first_sample`: one all-reduce of one number."""
@@ -67,7 +66,7 @@ class Feed:
         )
 
 
-def prefetched(prepare: Callable[[int], T], keys: Iterable[int], depth: int) -> Iterator[T]:
+def prefetched(prepare: Callable[[int], T], keys: Iterable[int], depth: int) -> Generator[T, None, None]:
     """`prepare(key)` for each key in order, up to `depth` of them ahead in one background thread.
 
     How far it gets depends only on what was taken, not on timing: ranks that stop at the same key have prepared the

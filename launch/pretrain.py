@@ -1,0 +1,42 @@
+"""Pretrains, fine-tunes a head, or resumes: the only training entry, on one process or many.
+
+python launch/pretrain.py --config configs/NAME.yaml [--set a.b=c ...] [--resume auto|never|DIR]
+deepspeed --num_accelerators 2 launch/pretrain.py --config ...
+torchrun --nproc_per_node 2 launch/pretrain.py --config ...
+python launch/pretrain.py --config ... --dry-run [--world-size N]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+from megahead.config import load_config
+from megahead.errors import run_command
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", required=True, help="the run's YAML file")
+    parser.add_argument("--set", action="append", default=[], metavar="a.b=c", help="override one setting")
+    parser.add_argument("--resume", default="auto", help="auto (default), never, or a checkpoint folder")
+    parser.add_argument("--dry-run", action="store_true", help="print the resolved run and stop")
+    parser.add_argument("--world-size", type=int, default=1, help="ranks to assume with --dry-run")
+    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # given by the deepspeed launcher
+    arguments = parser.parse_args()
+    config = load_config(arguments.config, arguments.set)
+
+    if arguments.dry_run:
+        from megahead.train.describe import describe_run
+
+        print("\n".join(f"{name:<12}{value}" for name, value in describe_run(config, arguments.world_size)))
+        return
+
+    from megahead.distributed import read_launch
+    from megahead.train import pretrain
+
+    pretrain(config, read_launch(os.environ), arguments.resume)
+
+
+if __name__ == "__main__":
+    run_command(main)

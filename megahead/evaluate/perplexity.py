@@ -1,0 +1,79 @@
+"""Held-out perplexity, bits per byte and accuracy of a model with its own head, during training or after it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import exp, log
+
+import torch
+from torch import Tensor
+
+from megahead.config import DataConfig
+from megahead.data import Batch, Samples, causal_batch
+from megahead.distributed import Group
+from megahead.objectives import Scores
+from megahead.pretraining import Scoring
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """How well held-out text is predicted."""
+
+    loss: float
+    """Mean negative log-probability of a target in nats."""
+
+    perplexity: float
+    """exp(loss): how many equally likely tokens there were to choose from, on average."""
+
+    accuracy: float
+    """Share of targets that were the most probable token."""
+
+    bits_per_byte: float | None
+    """Bits a byte of text, comparable across tokenizers; None when the dataset does not know its text's size."""
+
+
+class HeldOutText:
+    """The first `rows` rows of a validation dataset, scored `micro_size` at a time by the ranks of `group` together."""
+
+    def __init__(self, samples: Samples, data: DataConfig, rows: int, micro_size: int, group: Group) -> None:
+        self._samples = samples
+        self._data = data
+        self._rows = min(rows, samples.per_epoch)
+        self._micro_size = micro_size
+        self._group = group
+
+    def evaluate(self, score: Callable[[Scoring], Scores], bias_V: Tensor | None, device: torch.device) -> HeldOut:
+        """Scores every row once and sums over ranks. Collective; every rank calls `score` equally often.
+
+        `score` is a Pretraining or an engine's `evaluate`. `bias_V` is the head's bias: log q for a headless model's
+        training-free head, None for the embedding alone or a head of the model's own.
+        """
+        totals = torch.zeros(3, dtype=torch.float64)
+        bias = None if bias_V is None else bias_V.to(device)
+        stride = self._micro_size * self._group.size
+        for first in range(0, self._rows, stride):
+            start = first + self._group.rank * self._micro_size
+            mine = range(start, min(start + self._micro_size, self._rows))
+            scores = score(Scoring(self._read(mine or range(1)).to(device), bias))
+            if mine:
+                totals += torch.tensor([scores.loss, scores.correct, scores.targets], dtype=torch.float64)
+        loss_sum, correct, targets = self._group.sum_(totals).tolist()
+        return self._result(loss_sum, correct, max(targets, 1))
+
+    def _read(self, indices: range) -> Batch:
+        data = self._data
+        return causal_batch(
+            self._samples.rows(indices),
+            end_token=data.end_token,
+            isolate_documents=data.isolate_documents,
+            boundary_targets=data.boundary_targets,
+        )
+
+    def _result(self, loss_sum: float, correct: float, targets: float) -> HeldOut:
+        """Bytes are counted at the whole dataset's average per token: exact once all of it is read."""
+        loss = loss_sum / targets
+        info = self._samples.dataset.info
+        known = info is not None and info.text_bytes > 0
+        bits = loss / log(2) * info.tokens / info.text_bytes if info is not None and known else None
+        return HeldOut(loss, exp(min(loss, 700.0)), correct / targets, bits)

@@ -1,0 +1,46 @@
+"""What a run will do, in a few lines, without doing it."""
+
+from __future__ import annotations
+
+from megahead.config import RunConfig, deepspeed_config
+from megahead.config.deepspeed import zero_stage
+from megahead.estimate import count_parameters
+
+
+def describe_run(config: RunConfig, data_ranks: int) -> list[tuple[str, str]]:
+    """(name, value) lines of the resolved run; raises ConfigError for one that cannot be cut over `data_ranks`."""
+    model, batch, plan, schedule = config.model, config.batch, config.training, config.schedule
+    engine = deepspeed_config(config, data_ranks)
+    total = plan.steps * config.tokens_per_step()
+    warm_up = f"{schedule.warmup_steps:,} warm-up" if schedule.warmup_steps else "no warm-up"
+    return [
+        ("run", f"{config.name} -> {config.folder()}"),
+        (
+            "model",
+            f"{model.family}, {model.num_layers} layers x {model.hidden_size}, {model.num_heads} heads, "
+            f"vocabulary {model.vocab_size:,} (table of {model.padded_vocab_size():,})",
+        ),
+        ("parameters", _parameters(config)),
+        ("objective", _objective(config)),
+        (
+            "batch",
+            f"{batch.global_size} rows x {config.data.sequence_length} = {config.tokens_per_step():,} tokens a step; "
+            f"{batch.micro_size} rows x {engine['gradient_accumulation_steps']} accumulation x {data_ranks} data ranks",
+        ),
+        ("length", f"{plan.steps:,} steps, {total:,} tokens"),
+        ("schedule", f"{schedule.name} to {config.optimizer.learning_rate:g}, {warm_up}"),
+        ("engine", f"ZeRO {zero_stage(engine)}, {config.engine.precision}"),
+    ]
+
+
+def _parameters(config: RunConfig) -> str:
+    counts = count_parameters(config.model, untied_head=config.objective.head() == "trained")
+    parts = [f"{counts.body:,} body", f"{counts.embedding:,} embedding"]
+    return f"{counts.total:,} ({', '.join([*parts, f'{counts.head:,} head'] if counts.head else parts)})"
+
+
+def _objective(config: RunConfig) -> str:
+    if config.objective.name == "headless":
+        rows = config.batch.micro_size
+        return f"headless, candidates from {rows} rows ({rows * config.data.sequence_length:,} targets)"
+    return f"vanilla, {'tied' if config.objective.tied else 'untied'}, all {config.model.vocab_size:,} ids"

@@ -1,0 +1,152 @@
+"""What is seen of a run: a console line now and then, `metrics.jsonl`, TensorBoard. Only rank 0 writes."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from megahead.checkpoint import Checkpoint
+from megahead.config import RunConfig
+from megahead.evaluate import HeldOut
+from megahead.train.state import TrainingState
+from megahead.train.step import StepReport
+
+
+class Meters:
+    """Gathers steps between two log lines; means over them are what is written."""
+
+    def __init__(self, config: RunConfig, *, active: bool) -> None:
+        self._folder = Path(config.folder())
+        self._total_steps = config.training.steps
+        self._log_seconds = config.training.log_seconds
+        self._active = active
+        self._reports: list[StepReport] = []
+        self._tokens_logged: int | None = None
+        self._seconds_logged = 0.0
+        self._last_line = 0.0
+        if active:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._log = (self._folder / "metrics.jsonl").open("ab")
+            self._board = SummaryWriter(str(self._folder / "tensorboard"))
+
+    def banner(self, lines: list[tuple[str, str]], resumed: Checkpoint | None) -> None:
+        """What is about to be trained."""
+        if resumed is not None:
+            lines = [*lines, ("resumed", f"step {resumed.step:,}, {resumed.folder}")]
+        self.say("\n".join(f"{name:<12}{value}" for name, value in lines))
+
+    def start(self, state: TrainingState) -> None:
+        """Speed is measured from here."""
+        self._tokens_logged, self._seconds_logged = state.tokens, state.seconds
+        self._last_line = time.monotonic()
+
+    def step(self, report: StepReport, state: TrainingState) -> None:
+        """Notes a step, and writes a line when one is due."""
+        if not self._active:
+            return
+        self._reports.append(report)
+        if not report.applied:
+            self.say(
+                f"step {state.step + 1:,} skipped: gradient norm {report.grad_norm} on the rows before "
+                f"{state.samples:,}; {state.skipped_steps} skipped so far"
+            )
+        due = time.monotonic() - self._last_line >= self._log_seconds
+        if due or state.step >= self._total_steps:
+            self._write(state)
+
+    def held_out(self, result: HeldOut, state: TrainingState, head: str) -> None:
+        """Writes an evaluation; `head` names what predicted: pmi, tied, trained."""
+        if not self._active:
+            return
+        self._record(state, {"validation": asdict(result) | {"head": head}})
+        for name in ("perplexity", "bits_per_byte", "accuracy", "loss"):
+            value = getattr(result, name)
+            if value is not None:
+                self._board.add_scalar(f"validation/{name}", value, state.step)
+        bits = "" if result.bits_per_byte is None else f", {result.bits_per_byte:.3f} bits per byte"
+        self.say(
+            f"held out at step {state.step:,}: perplexity {result.perplexity:,.1f}{bits}, "
+            f"accuracy {result.accuracy:.1%} ({head} head)"
+        )
+
+    def say(self, text: str) -> None:
+        """A line for people."""
+        if self._active:
+            print(text, flush=True)
+
+    def close(self, ending: str, state: TrainingState) -> None:
+        """The last line."""
+        if self._active:
+            self.say(
+                f"{ending} at step {state.step:,}, {thousands(state.tokens)} tokens, "
+                f"{duration(state.seconds)} of training: {self._folder}"
+            )
+            self._log.close()
+            self._board.close()
+
+    def _write(self, state: TrainingState) -> None:
+        scalars = self._scalars(state)
+        self._record(state, scalars)
+        for name, value in scalars.items():
+            self._board.add_scalar(f"train/{name}", value, state.step)
+        self.say(self._line(scalars, state))
+        self._reports.clear()
+        self.start(state)
+
+    def _scalars(self, state: TrainingState) -> dict[str, float]:
+        reports = self._reports
+        seconds = max(state.seconds - self._seconds_logged, 1e-9)
+        mean_loss = sum(r.loss for r in reports) / len(reports)
+        return {
+            "loss": mean_loss,
+            "learning_rate": reports[-1].learning_rate,
+            "gradient_norm": sum(r.grad_norm for r in reports) / len(reports),
+            "tokens_per_second": (state.tokens - (self._tokens_logged or 0)) / seconds,
+            "step_seconds": seconds / len(reports),
+            "candidates": sum(r.candidates for r in reports) / len(reports),
+            "skipped_steps": state.skipped_steps,
+        }
+
+    def _record(self, state: TrainingState, fields: Mapping[str, Any]) -> None:
+        where = {"step": state.step, "tokens": state.tokens, "seconds": round(state.seconds, 3)}
+        self._log.write(orjson.dumps(where | dict(fields)) + b"\n")
+        self._log.flush()
+
+    def _line(self, scalars: Mapping[str, float], state: TrainingState) -> str:
+        remaining = (self._total_steps - state.step) * scalars["step_seconds"]
+        parts = [
+            f"step {state.step:>{len(str(self._total_steps))}}/{self._total_steps}",
+            f"loss {scalars['loss']:.4f}",
+            f"lr {scalars['learning_rate']:.2e}",
+            f"|g| {scalars['gradient_norm']:.2f}",
+            f"{thousands(scalars['tokens_per_second'])} tokens/s",
+        ]
+        if scalars["candidates"]:
+            parts.append(f"{scalars['candidates']:,.0f} candidates")
+        return "  ".join([*parts, f"ETA {duration(remaining)}"])
+
+
+def thousands(value: float) -> str:
+    """12345 -> 12.3k."""
+    for limit, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= limit:
+            return f"{value / limit:.1f}{unit}"
+    return f"{value:.0f}"
+
+
+def duration(seconds: float) -> str:
+    """75 -> 1m15s."""
+    if not math.isfinite(seconds):
+        return "?"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours}h{minutes:02d}m"
+    return f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"

@@ -1,0 +1,25 @@
+"""How long training took, without what was done in between."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class Stopwatch:
+    """Runs from its making on, starting at `seconds`."""
+
+    def __init__(self, seconds: float = 0.0) -> None:
+        self._start = time.monotonic() - seconds
+
+    def seconds(self) -> float:
+        """Seconds so far."""
+        return time.monotonic() - self._start
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What happens inside does not count."""
+        before = time.monotonic()
+        yield
+        self._start += time.monotonic() - before
