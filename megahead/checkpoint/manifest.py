@@ -1,0 +1,92 @@
+"""`checkpoint.json`: what a step folder holds, under a checksum of its own.
+
+{"format": "megahead-checkpoint/1", "step": 1000, "state": {...}, "config": {...},
+ "tensors": {NAME: {"file", "shape", "dtype"}}, "files": {FILE: {"bytes", "sha256"}}, "sha256": ...}
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from megahead.checkpoint.durable import write_durably
+from megahead.errors import CheckpointError
+
+MANIFEST = "checkpoint.json"
+FORMAT = "megahead-checkpoint/1"
+
+
+class TensorEntry(BaseModel):
+    """Where a tensor is, and what it looks like."""
+
+    model_config = ConfigDict(frozen=True)
+    file: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class FileEntry(BaseModel):
+    """What a file must be, to the byte."""
+
+    model_config = ConfigDict(frozen=True)
+    bytes: int
+    sha256: str
+
+
+class Manifest(BaseModel):
+    """The content of a `checkpoint.json`."""
+
+    model_config = ConfigDict(frozen=True)
+    step: int
+    state: dict[str, Any]
+    config: dict[str, Any]
+    tensors: dict[str, TensorEntry]
+    files: dict[str, FileEntry]
+
+    def write(self, folder: Path) -> None:
+        """Writes the manifest to `folder` and waits until it is on disk."""
+        content = json.loads(json.dumps({"format": FORMAT, **self.model_dump()}))
+        write_durably(folder / MANIFEST, json.dumps({**content, "sha256": _digest(content)}, indent=1))
+
+    @staticmethod
+    def read(folder: Path) -> Manifest:
+        """The manifest of `folder`; a CheckpointError says what is wrong with the file."""
+        path = folder / MANIFEST
+        content = _read_json(path)
+        version = content.get("format")
+        if version != FORMAT:
+            raise CheckpointError(
+                f"`{path}` must be of format {FORMAT}, but is {version} instead; use the version that wrote it."
+            )
+        recorded = content.pop("sha256", None)
+        if recorded != _digest(content):
+            raise CheckpointError(
+                f"`{path}` must match its own checksum, but does not; it was damaged or edited, use another checkpoint."
+            )
+        try:
+            return Manifest.model_validate(content)
+        except ValidationError as error:
+            where = ".".join(str(key) for key in error.errors()[0]["loc"])
+            raise CheckpointError(f"`{path}` must hold a valid `{where}`, but does not.") from None
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(
+            f"`{path}` must be readable in a checkpoint folder, but is not ({error.strerror})."
+        ) from None
+    except ValueError:
+        raise CheckpointError(f"`{path}` must be JSON, but is not; it was damaged, use another checkpoint.") from None
+    if not isinstance(content, dict):
+        raise CheckpointError(f"`{path}` must hold a JSON object, but holds a {type(content).__name__} instead.")
+    return content
+
+
+def _digest(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

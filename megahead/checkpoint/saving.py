@@ -1,0 +1,147 @@
+"""Writes a checkpoint so that a reader sees the old one or the new one, whatever happens on the way.
+
+Every rank writes its share beside (`.step-*.partial`), reads it back and tells the others how it went; only
+when all went well does rank 0 add the manifest, rename the folder and switch `latest`. All ranks must see one
+file system.
+"""
+
+from __future__ import annotations
+
+import errno
+import shutil
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megahead.checkpoint.agreement import together
+from megahead.checkpoint.durable import flush, sha256_of
+from megahead.checkpoint.folders import check_lengths, clear_remains, partial_folder, publish, retain, step_folder
+from megahead.checkpoint.manifest import FileEntry, Manifest, TensorEntry
+from megahead.distributed import Group
+from megahead.errors import CheckpointError
+
+
+def save_checkpoint(
+    root: Path,
+    step: int,
+    tensors: Iterable[tuple[str, Tensor]],
+    *,
+    state: dict[str, Any],
+    config: dict[str, Any],
+    group: Group,
+    keep: int,
+) -> Path:
+    """Saves whole named tensors as `root`/step-NNNNNNNN and keeps the `keep` newest checkpoints. Collective.
+
+    Every rank iterates the same names in the same order and holds only its share (about 1 / `group.size` of
+    all bytes) until it is written. An existing folder of this step is replaced. Raises a CheckpointError on
+    all ranks alike if one of them fails, with the old checkpoints intact and nothing half-written left.
+    """
+    share = _take_share(tensors, group)
+    partial, final = partial_folder(root, step), step_folder(root, step)
+
+    def tell(error: Exception) -> str:
+        return _sentence(error, partial, share.total_bytes)
+
+    try:
+        together(group, lambda: _prepare(partial, share.total_bytes) if group.rank == 0 else None, tell)
+        written = together(group, lambda: _write(partial, share), tell)
+        files = dict(zip(share.file_names, written, strict=True))
+        manifest = Manifest(step=step, state=state, config=config, tensors=share.entries, files=files)
+        together(group, lambda: _finish(partial, final, manifest, keep) if group.rank == 0 else None, tell)
+    except CheckpointError:
+        if group.rank == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise
+    return final
+
+
+@dataclass(frozen=True)
+class _Share:
+    """What this rank writes, and what all ranks write together."""
+
+    tensors: dict[str, Tensor]
+    file: str
+    file_names: list[str]
+    entries: dict[str, TensorEntry]
+    total_bytes: int
+
+
+def _take_share(tensors: Iterable[tuple[str, Tensor]], group: Group) -> _Share:
+    """Each tensor goes to the rank with the fewest bytes so far, which all ranks work out alike."""
+    names = [f"tensors-{rank:05d}-of-{group.size:05d}.safetensors" for rank in range(group.size)]
+    loads = [0] * group.size
+    mine: dict[str, Tensor] = {}
+    entries: dict[str, TensorEntry] = {}
+    for name, tensor in tensors:
+        rank = loads.index(min(loads))
+        loads[rank] += tensor.nbytes
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        entries[name] = TensorEntry(file=names[rank], shape=tuple(tensor.shape), dtype=dtype)
+        if rank == group.rank:
+            mine[name] = _standalone(tensor)
+    return _Share(mine, names[group.rank], names, entries, sum(loads))
+
+
+def _standalone(tensor: Tensor) -> Tensor:
+    """On the CPU, in a storage of its own and without gaps, as safetensors wants it; copied only where needed."""
+    tensor = tensor.detach().cpu().contiguous()
+    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
+
+
+def _prepare(partial: Path, needed: int) -> None:
+    root = partial.parent
+    root.mkdir(parents=True, exist_ok=True)
+    clear_remains(root)
+    if shutil.disk_usage(root).free < needed:
+        raise OSError(errno.ENOSPC, "no room", str(root))
+    partial.mkdir()
+
+
+def _write(partial: Path, share: _Share) -> FileEntry:
+    path = partial / share.file
+    save_file(share.tensors, path)
+    flush(path)
+    with safe_open(path, framework="pt") as file:
+        wrong = [name for name, tensor in share.tensors.items() if not _same_bytes(tensor, file.get_tensor(name))]
+    if wrong:
+        raise CheckpointError(f"`{path}` must read back as it was written, but {wrong[0]} does not; check the disk.")
+    return FileEntry(bytes=path.stat().st_size, sha256=sha256_of(path))
+
+
+def _same_bytes(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+
+
+def _finish(partial: Path, final: Path, manifest: Manifest, keep: int) -> None:
+    manifest.write(partial)
+    check_lengths(partial, manifest)  # also that this rank sees what the others wrote
+    publish(partial, final)
+    retain(final.parent, final, keep)
+
+
+def _sentence(error: Exception, partial: Path, needed: int) -> str:
+    root = partial.parent
+    if isinstance(error, CheckpointError):
+        return str(error)
+    if not _is_full(error):
+        return f"`{root}` must take a checkpoint, but cannot ({error}); the older ones are unharmed."
+    there = shutil.disk_usage(root).free + sum(file.stat().st_size for file in partial.glob("*"))
+    lack = f"{needed - there} of them are missing" if needed > there else "its disk or quota is full"
+    return (
+        f"`{root}` must have room for a checkpoint of {needed} bytes, but {lack}; free some or lower "
+        "training.keep_checkpoints (the older ones are unharmed)."
+    )
+
+
+def _is_full(error: Exception) -> bool:
+    """A full disk, told by the system or, in words only, by safetensors."""
+    if isinstance(error, OSError):
+        return error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return isinstance(error, SafetensorError) and f"os error {errno.ENOSPC}" in str(error)

@@ -1,0 +1,176 @@
+"""Damage of any kind is one sentence naming the file, and never another checkpoint's end."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from on_ranks import on_ranks
+
+import megahead.checkpoint.saving as saving
+from megahead.checkpoint import find_checkpoint, open_checkpoint, save_checkpoint
+from megahead.distributed import Group
+from megahead.errors import CheckpointError
+
+
+def save(root: Path, step: int, group: Group | None = None) -> Path:
+    tensors = {f"weight/{i}": torch.full((50,), float(step + i)) for i in range(4)}
+    return save_checkpoint(root, step, tensors.items(), state={"step": step}, config={}, group=group or Group(), keep=2)
+
+
+def read_all(path: Path) -> int:
+    """The step, once every file is verified."""
+    checkpoint = open_checkpoint(path)
+    assert torch.equal(checkpoint.read("weight/1"), torch.full((50,), float(checkpoint.step + 1)))
+    checkpoint.verify()
+    return checkpoint.step
+
+
+def test_every_flipped_byte_of_every_file_is_found(tmp_path: Path) -> None:
+    folder = save(tmp_path, 1)
+    for file in folder.iterdir():
+        content = file.read_bytes()
+        for position in range(0, len(content), 7):
+            file.write_bytes(content[:position] + bytes([content[position] ^ 4]) + content[position + 1 :])
+            with pytest.raises(CheckpointError, match=file.name):
+                read_all(folder)
+        file.write_bytes(content)
+    assert read_all(folder) == 1
+
+
+@pytest.mark.parametrize("cut", [0, 1, 100])
+def test_every_truncated_or_missing_file_is_named(cut: int, tmp_path: Path) -> None:
+    folder = save(tmp_path, 1)
+    for file in folder.iterdir():
+        content = file.read_bytes()
+        file.write_bytes(content[:cut])
+        with pytest.raises(CheckpointError, match=file.name):
+            read_all(folder)
+        file.unlink()
+        with pytest.raises(CheckpointError, match=r"checkpoint\.json|missing"):
+            read_all(folder)
+        file.write_bytes(content)
+
+
+def edited(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
+    def edit(path: Path) -> None:
+        content = json.loads(path.read_text())
+        path.write_text(json.dumps(change(content)))
+
+    return edit
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (lambda path: path.write_text("{"), "must be JSON"),
+        (lambda path: path.write_bytes(b"\xff\xfe\x00"), "must be JSON"),
+        (lambda path: path.write_text("[1]"), "must hold a JSON object, but holds a list"),
+        (
+            edited(lambda content: {**content, "format": "megahead-checkpoint/9"}),
+            "but is megahead-checkpoint/9 instead",
+        ),
+        (edited(lambda content: {"anything": 1}), "must be of format megahead-checkpoint/1, but is None"),
+        (edited(lambda content: {**content, "step": 2}), "must match its own checksum"),
+    ],
+)
+def test_a_wrong_manifest_is_told_in_one_sentence(damage: Callable[[Path], Any], says: str, tmp_path: Path) -> None:
+    folder = save(tmp_path, 1)
+    damage(folder / "checkpoint.json")
+    with pytest.raises(CheckpointError, match=says) as error:
+        open_checkpoint(folder)
+    assert str(folder / "checkpoint.json") in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_folder_that_is_no_checkpoint_is_told(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="must be a checkpoint"):
+        open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("replace", [False, True], ids=["next step", "same step"])
+def test_a_process_killed_anywhere_in_a_save_leaves_a_sound_checkpoint(replace: bool, tmp_path: Path) -> None:
+    """Ends the process at its 1st, 2nd, ... durable act until one save gets through; nothing stale remains."""
+    survived = False
+    for point in range(100):
+        root = tmp_path / str(point)
+        save(root, 1)
+        child = os.fork()
+        if child == 0:
+            die_at(point)
+            save(root, 1 if replace else 2)
+            os._exit(0)
+        survived = os.waitpid(child, 0)[1] == 0
+        found = find_checkpoint(root)
+        assert found is not None
+        assert read_all(found) in (1, 2)
+        save(root, 3)
+        assert read_all(root) == 3
+        assert not [p for p in root.iterdir() if p.name.startswith(".") or p.suffix]
+        if survived:
+            break
+    assert survived
+    assert point > 8
+
+
+def die_at(point: int) -> None:
+    """Ends this process, without any clean-up, right before its `point`-th act that touches names or disk."""
+    acts = 0
+
+    def counted(function: Callable[..., Any]) -> Callable[..., Any]:
+        def act(*args: Any, **kwargs: Any) -> Any:
+            nonlocal acts
+            if acts == point:
+                os._exit(9)
+            acts += 1
+            return function(*args, **kwargs)
+
+        return act
+
+    for name in ("fsync", "rename", "replace", "mkdir", "unlink", "rmdir"):
+        setattr(os, name, counted(getattr(os, name)))
+
+
+def no_room(*_: Any) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def save_on_full_disk(group: Group, root: str) -> str:
+    """The last rank's disk is full."""
+    if group.rank == group.size - 1:
+        saving.save_file = no_room  # type: ignore[assignment]
+    with pytest.raises(CheckpointError) as error:
+        save(Path(root), 2, group)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_full_disk_on_one_rank_fails_all_alike_and_harms_nothing(ranks: int, tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    sentences = on_ranks(ranks, save_on_full_disk, str(tmp_path))
+    assert len(set(sentences)) == 1
+    assert "must have room for a checkpoint of 800 bytes, but its disk or quota is full" in sentences[0]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step-00000001"]
+    assert read_all(tmp_path) == 1
+
+
+def test_too_little_room_is_seen_before_writing_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, 1)
+    usage = saving.shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(saving.shutil, "disk_usage", lambda _: usage._replace(free=300))
+    with pytest.raises(CheckpointError, match="room for a checkpoint of 800 bytes, but 500 of them are missing"):
+        save(tmp_path, 2)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step-00000001"]
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    blocker = tmp_path / "file"
+    blocker.write_text("")
+    with pytest.raises(CheckpointError, match="checkpoints"):
+        save(blocker / "checkpoints", 1)

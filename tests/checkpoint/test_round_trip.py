@@ -1,0 +1,171 @@
+"""What is saved comes back bit for bit, from any number of ranks, and old checkpoints go when told."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from on_ranks import on_ranks
+from torch import Tensor
+
+from megahead.checkpoint import find_checkpoint, open_checkpoint, save_checkpoint
+from megahead.distributed import Group
+from megahead.errors import CheckpointError
+
+DTYPES = [
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float64,
+    torch.int64,
+    torch.int32,
+    torch.uint8,
+    torch.bool,
+]
+
+
+def save(root: Path, step: int, tensors: dict[str, Tensor], keep: int = 9, group: Group | None = None) -> Path:
+    state = {"step": step, "tokens": 10 * step, "loss": 0.1}
+    return save_checkpoint(
+        root, step, tensors.items(), state=state, config={"name": "test"}, group=group or Group(), keep=keep
+    )
+
+
+def bits(tensor: Tensor) -> bytes:
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+@st.composite
+def named_tensors(draw: st.DrawFn) -> dict[str, Tensor]:
+    """Any bit patterns (nan too), any shapes (scalar and empty too), some transposed views of larger tensors."""
+    names = draw(st.lists(st.text("abc./_é", min_size=1, max_size=8), unique=True, max_size=6))
+    tensors = {}
+    for name in names:
+        dtype = draw(st.sampled_from(DTYPES))
+        shape = draw(st.lists(st.integers(0, 4), max_size=3))
+        size = max(1, torch.Size(shape).numel()) * dtype.itemsize
+        limit = 1 if dtype == torch.bool else 255
+        raw = draw(st.lists(st.integers(0, limit), min_size=size, max_size=size))
+        flat = torch.tensor(raw, dtype=torch.uint8).view(dtype)[: torch.Size(shape).numel()]
+        tensors[name] = (
+            flat.view(shape).transpose(0, -1) if len(shape) > 1 and draw(st.booleans()) else flat.view(shape)
+        )
+    return tensors
+
+
+@settings(max_examples=60, deadline=None)
+@given(tensors=named_tensors())
+def test_any_tensors_come_back_bit_for_bit(
+    tensors: dict[str, Tensor], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    checkpoint = open_checkpoint(save(tmp_path_factory.mktemp("any"), 3, tensors))
+    assert checkpoint.names() == list(tensors)
+    for name, tensor in tensors.items():
+        read = checkpoint.read(name)
+        assert (read.dtype, read.shape, bits(read)) == (tensor.dtype, tensor.shape, bits(tensor))
+    checkpoint.verify()
+
+
+def some_tensors(count: int = 10) -> dict[str, Tensor]:
+    g = torch.Generator().manual_seed(0)
+    return {f"weight/{i}": torch.randn(1 + 7 * i, 3, generator=g) for i in range(count)}
+
+
+def save_on_ranks(group: Group, root: str, tensors: dict[str, Tensor]) -> str:
+    return save(Path(root), 5, tensors, group=group).name
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_ranks_share_the_bytes_evenly_and_one_process_reads_all(ranks: int, tmp_path: Path) -> None:
+    tensors = some_tensors()
+    assert on_ranks(ranks, save_on_ranks, str(tmp_path), tensors) == ["step-00000005"] * ranks
+    checkpoint = open_checkpoint(tmp_path)
+    assert (checkpoint.step, checkpoint.state["tokens"], checkpoint.config) == (5, 50, {"name": "test"})
+    assert checkpoint.names() == list(tensors)
+    assert all(torch.equal(checkpoint.read(name), tensor) for name, tensor in tensors.items())
+    assert len(checkpoint.files) == ranks
+    largest = max(tensor.nbytes for tensor in tensors.values())
+    loads = [
+        sum(tensors[n].nbytes for n, e in checkpoint.tensors.items() if e.file == file) for file in checkpoint.files
+    ]
+    assert max(loads) - min(loads) <= largest
+
+
+def test_more_ranks_than_tensors(tmp_path: Path) -> None:
+    on_ranks(4, save_on_ranks, str(tmp_path), some_tensors(2))
+    checkpoint = open_checkpoint(tmp_path)
+    checkpoint.verify()
+    assert len(checkpoint.names()) == 2
+
+
+def test_the_newest_are_kept_and_never_the_one_just_written_is_removed(tmp_path: Path) -> None:
+    for step in (10, 20, 30):
+        save(tmp_path, step, some_tensors(1), keep=2)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step-00000020", "step-00000030"]
+    save(tmp_path, 15, some_tensors(1), keep=1)  # a run that went back
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step-00000015"]
+    assert open_checkpoint(tmp_path).step == 15
+
+
+def test_a_step_saved_again_replaces_itself(tmp_path: Path) -> None:
+    save(tmp_path, 7, {"a": torch.zeros(3)})
+    save(tmp_path, 7, {"b": torch.ones(2)})
+    assert open_checkpoint(tmp_path).names() == ["b"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step-00000007"]
+
+
+def test_run_checkpoints_and_step_folders_all_mean_the_newest(tmp_path: Path) -> None:
+    root = tmp_path / "checkpoints"
+    assert find_checkpoint(tmp_path) is None
+    first, second = save(root, 1, some_tensors(1)), save(root, 2, some_tensors(1))
+    assert find_checkpoint(tmp_path) == find_checkpoint(root) == second
+    assert find_checkpoint(first) == first
+    assert find_checkpoint(tmp_path / "nowhere") is None
+
+
+@pytest.mark.parametrize("latest", [None, "step-00000009", "../elsewhere", "", b"\xff\xfe"])
+def test_without_a_usable_latest_the_highest_complete_step_counts(latest: str | bytes | None, tmp_path: Path) -> None:
+    second = save(tmp_path, 2, some_tensors(1))
+    save(tmp_path, 3, some_tensors(1))
+    next((tmp_path / "step-00000003").glob("tensors-*")).unlink()
+    if latest is None:
+        (tmp_path / "latest").unlink()
+    else:
+        (tmp_path / "latest").write_bytes(latest if isinstance(latest, bytes) else latest.encode())
+    assert find_checkpoint(tmp_path) == second
+
+
+def test_an_unknown_tensor_is_told(tmp_path: Path) -> None:
+    save(tmp_path, 1, some_tensors(1))
+    with pytest.raises(CheckpointError, match="must hold the tensor head, but does not"):
+        open_checkpoint(tmp_path).read("head")
+
+
+def inspect(folder: Path) -> subprocess.CompletedProcess[str]:
+    tool = Path(__file__).resolve().parents[2] / "tools" / "inspect_checkpoint.py"
+    return subprocess.run(
+        [sys.executable, tool, folder, "--tensors"], capture_output=True, text=True, env=dict(os.environ), timeout=60
+    )
+
+
+def test_the_inspector_tells_contents_and_verdict(tmp_path: Path) -> None:
+    folder = save(tmp_path, 4, some_tensors(2))
+    sound = inspect(tmp_path)
+    assert sound.returncode == 0, sound.stderr
+    assert "step 4" in sound.stdout
+    assert "weight/1  float32 [8, 3]" in sound.stdout
+    assert "sound" in sound.stdout
+    file = next(folder.glob("tensors-*"))
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    damaged = inspect(tmp_path)
+    assert damaged.returncode == 2
+    assert "sound" not in damaged.stdout
+    assert damaged.stderr.startswith(f"error: `{file}` must match its checksum")
