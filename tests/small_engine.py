@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +14,9 @@ from megahead.engine import Engine
 from megahead.engine.start import load_deepspeed
 
 CPU = torch.device("cpu")
-load_deepspeed(CPU)  # once here, instead of once in every forked rank
+load_deepspeed(CPU)
+importlib.import_module("deepspeed.runtime.zero.muon.original_muon")  # 3 s, once here instead of in every forked rank
+importlib.import_module("deepspeed.module_inject.auto_ep_layer")
 
 VOCAB, WIDTH = 37, 12
 

@@ -1,4 +1,4 @@
-"""Starts DeepSpeed without its surprises: no compiler, no network for one rank, no chatter.
+"""Starts DeepSpeed without its surprises: no compiler, no rendezvous for one rank, no chatter.
 
 DeepSpeed is imported here and only when an engine is built, because the import fixes its device for
 the whole process and costs half a second.
@@ -6,6 +6,7 @@ the whole process and costs half a second.
 
 from __future__ import annotations
 
+import importlib
 import io
 import logging
 import os
@@ -25,8 +26,7 @@ from megahead.engine.mpu import ModelParallelUnit
 def load_deepspeed(device: torch.device) -> ModuleType:
     """DeepSpeed, imported for `device`, silent below warnings, and never reaching for a compiler."""
     os.environ.setdefault("DS_ACCELERATOR", device.type)  # read once, by the import
-    import deepspeed
-
+    deepspeed = importlib.import_module("deepspeed")
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else built by g++ when ranks connect (CPU)
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", r".*torch\.distributed\.\w+. is deprecated", FutureWarning)  # its calls, not ours
@@ -38,13 +38,13 @@ def start_deepspeed(
 ) -> Any:
     """A `DeepSpeedEngine` around `module`, which it moves to `device` and, at stage 3, cuts up. Collective.
 
-    Without a process group one is made that holds only this process and opens no port.
+    Without a process group one is made that holds only this process and asks nobody.
     """
     deepspeed = load_deepspeed(device)
     _name_device(device)
     if not dist.is_initialized():
         backend = "nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     mpu = ModelParallelUnit(mesh) if mesh.tensor.size > 1 else None
     with redirect_stdout(io.StringIO()):  # its bf16 optimizer prints memory reports; warnings still pass
         engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config, mpu=mpu)

@@ -66,7 +66,8 @@ class ReplicatedState:
         self._states = optimizer.state
 
     def get(self, parameter: nn.Parameter, kind: str) -> Tensor:
-        return parameter.detach() if kind == WEIGHT else self._states[parameter][kind]
+        whole: Tensor = parameter.detach() if kind == WEIGHT else self._states[parameter][kind]
+        return whole
 
     def set(self, parameter: nn.Parameter, kind: str, value: Tensor) -> None:
         self.get(parameter, kind).copy_(value)
@@ -82,9 +83,13 @@ class PartitionedState:
     def get(self, parameter: nn.Parameter, kind: str) -> Tensor:
         from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
-        if kind != WEIGHT:
-            return safe_get_full_optimizer_state(parameter, kind)
-        return safe_get_full_fp32_param(parameter) if parameter.requires_grad else self._get_copy(parameter)
+        if not parameter.requires_grad:
+            return self._get_copy(parameter)
+        if kind == WEIGHT:
+            whole: Tensor = safe_get_full_fp32_param(parameter)
+        else:
+            whole = safe_get_full_optimizer_state(parameter, kind)
+        return whole
 
     def set(self, parameter: nn.Parameter, kind: str, value: Tensor) -> None:
         from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state

@@ -106,10 +106,14 @@ def weights_alone(group: Group, stage: int) -> dict[str, Any]:
     engine.load_weights({name: value for name, value in given.items() if name.startswith("weight/")}.__getitem__)
     got = whole(engine)
     moments = [name for name in got if not name.startswith("weight/") and got[name].any()]
-    return {"steps": engine.optimizer_steps, "moments": moments, "weights": differing(
-        {n: v for n, v in given.items() if n.startswith("weight/")},
-        {n: v for n, v in got.items() if n.startswith("weight/")},
-    )}
+    return {
+        "steps": engine.optimizer_steps,
+        "moments": moments,
+        "weights": differing(
+            {n: v for n, v in given.items() if n.startswith("weight/")},
+            {n: v for n, v in got.items() if n.startswith("weight/")},
+        ),
+    }
 
 
 @pytest.mark.parametrize("stage", STAGES)

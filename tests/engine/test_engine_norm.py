@@ -1,0 +1,46 @@
+"""The gradient norm and clipping of stage 0 against torch's own."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from megahead.distributed import Group
+from megahead.engine.norm import clip_, global_norm
+
+
+def parameters(scale: float) -> list[nn.Parameter]:
+    g = torch.Generator().manual_seed(0)
+    made = [nn.Parameter(torch.zeros(shape)) for shape in ((3, 4), (5,), (), (2, 2))]
+    for parameter in made[:3]:  # the last one has no gradient
+        parameter.grad = torch.randn(parameter.shape, generator=g) * scale
+    return made
+
+
+@pytest.mark.parametrize("largest", [0.01, 1.0, 1e6])
+def test_norm_and_clipping_equal_torch(largest: float) -> None:
+    ours, theirs = parameters(2.0), parameters(2.0)
+    norm = global_norm(ours, Group())
+    clip_(ours, norm, largest)
+    assert norm == pytest.approx(float(nn.utils.clip_grad_norm_(theirs, largest)), rel=1e-6)
+    for a, b in zip(ours[:3], theirs[:3], strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-6, atol=0)
+
+
+def test_zero_means_no_limit_and_no_gradients_mean_norm_zero() -> None:
+    free = parameters(100.0)
+    norm = global_norm(free, Group())
+    clip_(free, norm, 0.0)
+    assert global_norm(free, Group()) == norm
+    assert global_norm([nn.Parameter(torch.zeros(2))], Group()) == 0.0
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_one_bad_entry_makes_the_norm_not_finite(bad: float) -> None:
+    given = parameters(1.0)
+    assert given[1].grad is not None
+    given[1].grad[2] = bad
+    assert not math.isfinite(global_norm(given, Group()))

@@ -1,0 +1,43 @@
+"""Starting needs no compiler and no launcher, and says nothing."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).resolve().parents[1]
+
+TRAIN = """
+import sys
+sys.path.insert(0, {tests!r})
+from small_engine import small_batches, small_engine
+from megahead.distributed import Group
+for precision in ("fp32", "bf16"):
+    engine = small_engine(Group(), {stage}, precision)
+    for batch in small_batches([3, 4], 1 / 7, seed=0):
+        engine.micro_step(batch)
+        assert engine.step(0.01).applied
+print("trained")
+"""
+
+
+def python(code: str, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=120)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_bare_process_without_compiler_or_launcher_trains_in_silence(stage: int, tmp_path: Path) -> None:
+    built = tmp_path / "extensions"
+    environment = {"PATH": str(tmp_path), "TORCH_EXTENSIONS_DIR": str(built), "HOME": str(tmp_path)}
+    done = python(TRAIN.format(tests=str(TESTS), stage=stage), {**environment, "OMP_NUM_THREADS": "1"})
+    assert (done.returncode, done.stdout, done.stderr) == (0, "trained\n", "")
+    assert not built.exists() or not list(built.iterdir())
+
+
+def test_importing_the_package_leaves_deepspeed_alone() -> None:
+    code = "import sys, megahead.engine; print('deepspeed' in sys.modules)"
+    assert python(code, dict(os.environ)).stdout == "False\n"

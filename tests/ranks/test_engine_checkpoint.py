@@ -1,0 +1,55 @@
+"""Engine to disk to engine: another number of ranks and another stage, and an interrupted run that is not one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from on_ranks import on_ranks
+from small_engine import differing, small_batches, small_engine, whole
+from torch import Tensor
+
+from megahead.checkpoint import open_checkpoint, save_checkpoint
+from megahead.distributed import Group
+from megahead.engine import Engine
+
+
+def train_and_save(group: Group, stage: int, root: str) -> dict[str, Tensor]:
+    engine = small_engine(group, stage)
+    steps(engine, group, range(2))
+    state = {"optimizer_steps": engine.optimizer_steps}
+    save_checkpoint(Path(root), 2, engine.tensors(), state=state, config={}, group=group, keep=1)
+    saved = whole(engine)
+    steps(engine, group, range(2, 4))
+    assert differing(saved, whole(engine))
+    return whole(engine)
+
+
+def resume(group: Group, stage: int, root: str, train: bool) -> dict[str, Tensor]:
+    checkpoint = open_checkpoint(Path(root))
+    engine = small_engine(group, stage)
+    engine.load(checkpoint.read, checkpoint.state["optimizer_steps"])
+    if train:
+        steps(engine, group, range(2, 4))
+    return whole(engine)
+
+
+def steps(engine: Engine, group: Group, numbers: range) -> None:
+    for step in numbers:
+        engine.micro_step(small_batches([6], 1 / 6, seed=10 * step + group.rank)[0])
+        engine.step(0.01)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_a_run_resumed_from_disk_ends_where_the_uninterrupted_one_does(stage: int, tmp_path: Path) -> None:
+    uninterrupted = on_ranks(2, train_and_save, stage, str(tmp_path))
+    for end, resumed in zip(uninterrupted, on_ranks(2, resume, stage, str(tmp_path), True), strict=True):
+        assert differing(end, resumed) == []
+
+
+def test_one_rank_without_zero_reads_what_four_ranks_at_stage_3_wrote(tmp_path: Path) -> None:
+    on_ranks(4, train_and_save, 3, str(tmp_path))
+    checkpoint = open_checkpoint(tmp_path)
+    assert len(checkpoint.files) == 4
+    (loaded,) = on_ranks(1, resume, 0, str(tmp_path), False)
+    assert differing(loaded, {name: checkpoint.read(name) for name in checkpoint.names()}) == []
