@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ CPU = torch.device("cpu")
 load_deepspeed(CPU)
 importlib.import_module("deepspeed.runtime.zero.muon.original_muon")  # 3 s, once here instead of in every forked rank
 importlib.import_module("deepspeed.module_inject.auto_ep_layer")
+gc.freeze()  # DeepSpeed collects garbage whenever it starts: forked ranks need not walk through all of torch for it
 
 VOCAB, WIDTH = 37, 12
 
@@ -87,8 +89,9 @@ def small_engine(
     clipping: float = 0.5,
     module: nn.Module | None = None,
     tensor_size: int = 1,
-    extra: dict[str, Any] | None = None,
+    persistence_threshold: int = 0,
 ) -> Engine:
+    """An engine as a run would get it; at stage 3 even the smallest parameter is cut up unless told otherwise."""
     module = SmallModel() if module is None else module
     config = {
         "train_micro_batch_size_per_gpu": 2,
@@ -96,7 +99,7 @@ def small_engine(
         "gradient_clipping": clipping,
         "zero_allow_untested_optimizer": True,
         "steps_per_print": 10**9,
-        "zero_optimization": {"stage": stage, **(extra or {})},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": persistence_threshold},
         **_precision(precision, stage),
     }
     mesh = Mesh.build(group, tensor_size)

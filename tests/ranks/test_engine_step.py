@@ -109,9 +109,9 @@ def test_an_overflow_in_fp16_is_told_and_changes_nothing(stage: int) -> None:
     assert on_ranks(1, overflowing, stage) == [(False, True, True)]
 
 
-def evaluated(group: Group, stage: int, tied: bool, extra: dict[str, Any]) -> tuple[float, bool, bool]:
+def evaluated(group: Group, stage: int, tied: bool) -> tuple[float, bool, bool]:
     """Loss of an evaluation after two training steps, next to the same weights in a plain module."""
-    engine = small_engine(group, stage, module=SmallModel(tied), extra=extra)
+    engine = small_engine(group, stage, module=SmallModel(tied))
     (batch,) = small_batches([6], 1 / 6, seed=group.rank)
     for _ in range(2):
         engine.micro_step(batch)
@@ -129,8 +129,7 @@ def evaluated(group: Group, stage: int, tied: bool, extra: dict[str, Any]) -> tu
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("stage", STAGES)
 def test_evaluation_sees_the_trained_weights_also_those_used_outside_of_their_layer(stage: int, tied: bool) -> None:
-    extra = {"stage3_param_persistence_threshold": 0} if stage == 3 else {}
-    for distance, differentiable, training in on_ranks(2, evaluated, stage, tied, extra):
+    for distance, differentiable, training in on_ranks(2, evaluated, stage, tied):
         assert distance < 1e-6
         assert not differentiable
         assert training
