@@ -75,7 +75,7 @@ def inspect_dataset(prefix: str | Path, *, verify: bool = True, progress: BytePr
     files = [] if info is None or not verify else [(dataset.bin_path, info.bin), (dataset.idx_path, info.idx)]
     progress.begin(sum(stamp.bytes for _, stamp in files) or dataset.num_tokens * dataset.dtype.itemsize)
     for path, stamp in files:
-        verify_file(path, stamp, lambda read: progress.advance(read, 0))
+        verify_file(path, stamp, lambda read: progress.advance(read, read))
     if verify:
         _check_offsets(dataset)
     counts = _count(dataset, progress) if info is None else np.array(info.token_counts, np.int64)
@@ -101,7 +101,7 @@ def _count(dataset: IndexedDataset, progress: ByteProgress) -> Array:
         more = np.bincount(block, minlength=len(counts))
         more[: len(counts)] += counts
         counts = more
-        progress.advance(block.nbytes, 0)
+        progress.advance(block.nbytes, block.nbytes)
     return counts
 
 

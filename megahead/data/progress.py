@@ -30,14 +30,14 @@ class Silent:
 
 
 class Bar:
-    """`with Bar("Tokenizing") as bar`: a bar on stderr with the time left and megabytes of text per second."""
+    """`with Bar("Tokenizing") as bar`: a bar on stderr with megabytes of text, their rate, and the time left."""
 
     def __init__(self, title: str) -> None:
         columns = (
             TextColumn("{task.description}"),
             BarColumn(),
             TextColumn("{task.percentage:>3.0f} %"),
-            TextColumn("{task.fields[text]:,.0f} MB of text, {task.fields[rate]:.1f} MB/s"),
+            TextColumn("{task.fields[text]:,.0f} MB, {task.fields[rate]:.1f} MB/s"),
             TimeElapsedColumn(),
             TextColumn("left"),
             TimeRemainingColumn(),

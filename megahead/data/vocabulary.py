@@ -63,7 +63,7 @@ def train_wordpiece(
 
 
 def train_sentencepiece(texts: Iterable[str], vocab_size: int, *, show_progress: bool = False) -> Tokenizer:
-    """A SentencePiece unigram model with byte fallback; lossless but for one leading space. Reads text into memory."""
+    """A SentencePiece unigram model with byte fallback, lossless on any text. Holds the text in memory."""
     _check_room(vocab_size, BYTES + len(TEXT_TOKENS) + 2)
     model = io.BytesIO()
     try:
@@ -76,6 +76,7 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int, *, show_progress:
             byte_fallback=True,
             normalization_rule_name="identity",
             remove_extra_whitespaces=False,
+            add_dummy_prefix=False,
             eos_id=0,
             eos_piece=TEXT_TOKENS[0],
             pad_id=1,
@@ -91,11 +92,13 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int, *, show_progress:
 
 def from_sentencepiece(model: bytes) -> Tokenizer:
     """The same unigram tokenizer with the same ids, from a model trained by `train_sentencepiece`."""
-    proto = sentencepiece_model_pb2.ModelProto.FromString(model)
+    proto = sentencepiece_model_pb2.ModelProto.FromString(model)  # type: ignore[attr-defined]
     pieces = [(piece.piece, piece.score) for piece in proto.pieces]
     tokenizer = Tokenizer(models.Unigram(pieces, unk_id=proto.trainer_spec.unk_id, byte_fallback=True))
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
-    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace(), decoders.Fuse()])
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.ByteFallback(), decoders.Metaspace(prepend_scheme="never"), decoders.Fuse()]
+    )
     tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in TEXT_TOKENS])
     return tokenizer
 
@@ -151,7 +154,7 @@ def _lines(texts: Iterable[str]) -> Iterator[str]:
 
 
 def _pieces(line: str) -> Iterator[str]:
-    words = iter(re.findall(r"\s*\S{1,200}", line))
+    words = iter(re.findall(r"\s*\S{1,50}", line))
     while some := "".join(islice(words, 20)):
         yield some
 

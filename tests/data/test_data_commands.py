@@ -1,0 +1,55 @@
+"""The three data commands: what they print, and exit code 2 with one sentence for a mistake."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+TOOLS = Path(__file__).resolve().parents[2] / "tools"
+Command = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    """`command(tool, *arguments)` -> exit code, stdout, stderr."""
+
+    def run(tool: str, *arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", [tool, *map(str, arguments)])
+        with pytest.raises(SystemExit) as exit_info:
+            runpy.run_path(str(TOOLS / tool), run_name="__main__")
+        return int(exit_info.value.code or 0), *capsys.readouterr()
+
+    return run
+
+
+def test_from_text_to_a_dataset(command: Command, json_lines: Callable[..., Path], tmp_path: Path) -> None:
+    text = json_lines([f"A cat number {i} had tea." for i in range(30)])
+    vocabulary, prefix = tmp_path / "t.json", tmp_path / "out" / "corpus"
+    code, printed, _ = command("train_tokenizer.py", "--input", text, "--vocab-size", 280, "--output", vocabulary)
+    assert (code, "bpe with 280 ids" in printed) == (0, True)
+    files = ("--input", text, "--tokenizer", vocabulary, "--output", prefix)
+    code, printed, _ = command("preprocess.py", *files, "--holdout", "0.1", "--workers", 1)
+    assert (code, "30 documents (3 of them held out" in printed) == (0, True)
+    code, printed, _ = command("inspect_dataset.py", prefix, "--tokenizer", vocabulary)
+    assert code == 0
+    assert "A cat number 0 had tea.<|endoftext|>" in printed
+    assert "match" in printed
+
+
+def test_a_mistake_is_one_sentence(
+    command: Command, json_lines: Callable[..., Path], tokenizer_path: Path, tmp_path: Path
+) -> None:
+    text = json_lines(["fine"])
+    text.write_bytes(text.read_bytes() + b"not json\n")
+    files = ("--input", text, "--tokenizer", tokenizer_path, "--output", tmp_path / "out", "--workers", 1)
+    code, _, says = command("preprocess.py", *files)
+    assert (code, "text.jsonl:2` must be one JSON object" in says) == (2, True)
+    assert list(tmp_path.glob("out*")) == []
+    code, _, says = command("preprocess.py", *files, "--holdout", "many")
+    assert (code, "`--holdout` must be a number" in says) == (2, True)
+    code, _, says = command("inspect_dataset.py", tmp_path / "out")
+    assert (code, "out.idx` must exist" in says) == (2, True)

@@ -1,0 +1,55 @@
+"""What an inspection counts, and the damage it finds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megahead.data.inspection import inspect_dataset
+from megahead.errors import DataError
+
+
+def test_counts_with_and_without_a_description(write_dataset: Callable[..., Path]) -> None:
+    prefix = write_dataset([[5, 7, 0], [5, 0]])
+    noted = inspect_dataset(prefix)
+    Path(f"{prefix}.json").unlink()
+    counted = inspect_dataset(prefix)
+    for inspection in (noted, counted):
+        assert inspection.used_ids.tolist() == [0, 5, 7]
+        assert inspection.counts[[0, 5, 7]].tolist() == [2, 2, 1]
+        assert inspection.end_rate(0) == 0.4
+    assert (noted.verified, counted.verified) == (True, False)
+    facts = dict(noted.facts(end_token=0))
+    assert facts["tokens"] == "5 (uint16)"
+    assert facts["ids used"] == "3, from 0 to 7"
+    assert facts["lengths"].startswith("2 to 3, mean 2.5")
+
+
+def test_an_empty_dataset_can_be_looked_at(write_dataset: Callable[..., Path]) -> None:
+    facts = dict(inspect_dataset(write_dataset([])).facts(end_token=0))
+    assert (facts["sequences"], facts["lengths"], facts["ids used"]) == ("0", "none", "none")
+
+
+@pytest.mark.parametrize("ending", [".bin", ".idx"])
+def test_a_flipped_bit_is_found(write_dataset: Callable[..., Path], ending: str) -> None:
+    prefix = write_dataset([[5, 7, 0], [5, 0]])
+    path = Path(f"{prefix}{ending}")
+    data = bytearray(path.read_bytes())
+    data[-9] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(DataError, match=rf"data\{ending}` must have the SHA-256"):
+        inspect_dataset(prefix)
+    assert not inspect_dataset(prefix, verify=False).verified
+
+
+def test_gaps_between_sequences_are_found_without_checksums(write_dataset: Callable[..., Path]) -> None:
+    prefix = write_dataset([[1, 2], [3, 4], [5, 6]])
+    Path(f"{prefix}.json").unlink()
+    path = Path(f"{prefix}.idx")
+    data = bytearray(path.read_bytes())
+    data[34 + 12 + 8] = 2  # the second sequence begins inside the first
+    path.write_bytes(data)
+    with pytest.raises(DataError, match="sequence 1 does not"):
+        inspect_dataset(prefix)

@@ -1,0 +1,71 @@
+"""Rows cut from a run of text: all of it, in a seeded order, whatever the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from megahead.data import IndexedDataset, SequentialSamples, StreamSamples
+from megahead.errors import DataError
+
+Flat = Callable[[int], Path]
+quick = settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@quick
+@given(tokens=st.integers(2, 400), length=st.integers(1, 40), seed=st.integers(0, 9), epoch=st.integers(0, 3))
+def test_an_epoch_covers_the_text_once(flat_dataset: Flat, tokens: int, length: int, seed: int, epoch: int) -> None:
+    if tokens < 2 * length:
+        return
+    samples = StreamSamples(IndexedDataset(flat_dataset(tokens)), length, seed)
+    n = (tokens - length) // length
+    rows = samples.rows(range(epoch * n, (epoch + 1) * n))
+    assert samples.per_epoch == len(samples) == n
+    assert rows.shape == (n, length + 1)
+    assert (np.diff(rows, axis=1) == 1).all()  # each row is one run of the text, over document borders
+    first = samples.offset(epoch)
+    assert 0 <= first < length
+    assert sorted(rows[:, 0]) == list(range(first, first + n * length, length))
+
+
+def test_epochs_differ_in_order_and_offset(flat_dataset: Flat) -> None:
+    samples = StreamSamples(IndexedDataset(flat_dataset(2000)), 10, 1)
+    rows = samples.rows(range(4 * samples.per_epoch)).reshape(4, samples.per_epoch, 11)
+    assert len({samples.offset(epoch) for epoch in range(4)}) > 1
+    assert not np.array_equal(rows[0] - samples.offset(0), rows[1] - samples.offset(1))
+
+
+def test_the_order_depends_on_the_sample_alone(flat_dataset: Flat) -> None:
+    dataset = IndexedDataset(flat_dataset(500))
+    indices = [7, 0, 123, 49, 48, 7, 1000]
+    together = StreamSamples(dataset, 10, 3).rows(indices)
+    one_by_one = [StreamSamples(dataset, 10, 3).rows([index])[0] for index in indices]
+    assert np.array_equal(together, one_by_one)
+    assert together.dtype == np.int64
+    assert not np.array_equal(together, StreamSamples(dataset, 10, 4).rows(indices))
+    assert StreamSamples(dataset, 10, 3).rows([]).shape == (0, 11)
+
+
+def test_sequential_rows_keep_the_order_of_the_file(flat_dataset: Flat) -> None:
+    samples = SequentialSamples(IndexedDataset(flat_dataset(100)), 11)
+    rows = samples.rows(range(samples.per_epoch))
+    assert np.array_equal(rows[:, 1:].reshape(-1), np.arange(1, 100))  # 99 targets, each once
+    assert np.array_equal(samples.rows([samples.per_epoch]), samples.rows([0]))
+
+
+@pytest.mark.parametrize(("kind", "least"), [(StreamSamples, 100), (SequentialSamples, 51)])
+def test_too_short_a_dataset_is_told(flat_dataset: Flat, kind: type, least: int) -> None:
+    seed = () if kind is SequentialSamples else (0,)
+    assert kind(IndexedDataset(flat_dataset(least)), 50, *seed).rows([0, 5]).shape == (2, 51)
+    with pytest.raises(DataError, match=rf"at least {least} tokens for rows of 50 targets, but holds {least - 1}"):
+        kind(IndexedDataset(flat_dataset(least - 1)), 50, *seed)
+
+
+def test_negative_samples_are_refused(flat_dataset: Flat) -> None:
+    with pytest.raises(IndexError):
+        SequentialSamples(IndexedDataset(flat_dataset(50)), 10).rows([-1])
