@@ -10,7 +10,7 @@ import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from megahead.report.metrics import Record, RunMetrics
 
@@ -129,7 +129,7 @@ def _name_panels(panels: dict[str, Axes], time_unit: str) -> None:
         axes.tick_params(which="both", length=0)
         axes.xaxis.set_major_locator(MaxNLocator(5))
         if not name.endswith("_time"):
-            axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+            axes.xaxis.set_major_formatter(FuncFormatter(_as_count))
         _name_values(axes, name)
         axes.margins(x=0.02)
         axes.set_xlim(left=0)
@@ -145,7 +145,7 @@ def _name_values(axes: Axes, name: str) -> None:
         axes.yaxis.set_major_formatter(FuncFormatter(_as_tick))
         axes.set_ylim(bottom=0)
     elif name == "speed":
-        axes.yaxis.set_major_formatter(EngFormatter(sep=""))
+        axes.yaxis.set_major_formatter(FuncFormatter(_as_count))
         axes.set_ylim(bottom=0)
 
 
@@ -159,7 +159,8 @@ def _name_runs(figure: Figure, runs: Sequence[RunMetrics]) -> None:
 
 
 def _last_perplexity(run: RunMetrics) -> str:
-    return f"  ·  perplexity {_short(run.validation[-1]['perplexity'])}" if run.validation else ""
+    perplexity = run.validation[-1].get("perplexity") if run.validation else None
+    return "" if perplexity is None else f"  ·  perplexity {_short(perplexity)}"
 
 
 def _time_unit(runs: Sequence[RunMetrics]) -> tuple[float, str]:
@@ -184,3 +185,10 @@ def _short(value: float) -> str:
 
 def _as_tick(value: float, _position: int) -> str:
     return f"{value:,.0f}" if value >= 1 else f"{value:g}"
+
+
+def _as_count(value: float, _position: int) -> str:
+    for size, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= size:
+            return f"{value / size:g}{suffix}"
+    return f"{value:g}"

@@ -30,7 +30,7 @@ class Copying:
     def _work(self) -> str:
         self.times += 1
         self.target.write_bytes(self.source.read_bytes())
-        return "1 file"
+        return "1 file [new]"
 
 
 @pytest.fixture
@@ -43,8 +43,8 @@ def test_a_finished_stage_is_reused_and_says_so(copying: Copying) -> None:
     assert copying.times == 1
     assert copying.output.getvalue().splitlines() == [
         "▸ copy",
-        "✓ copy done (0.0 s): 1 file",
-        "✓ copy reused (0.0 s): 1 file",
+        "✓ copy done (0.0 s): 1 file [new]",
+        "✓ copy reused (0.0 s): 1 file [new]",
     ]
 
 

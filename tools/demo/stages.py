@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 
@@ -55,7 +56,8 @@ class Stages:
         finished = _reuse(stamp, name, key, outputs) or self._work(stamp, name, key, work, outputs)
         self.finished.append(finished)
         note = "reused" if finished.reused else "done"
-        self.console.print(f"[green]✓[/] [bold]{name}[/] {note} ({duration(finished.seconds)}): {finished.result}")
+        line = f"[green]✓[/] [bold]{name}[/] {note} ({duration(finished.seconds)}): {escape(finished.result)}"
+        self.console.print(line, soft_wrap=True)
         return finished
 
     def table(self) -> Table:
@@ -67,7 +69,7 @@ class Stages:
         table.add_column("result")
         for stage in self.finished:
             time_spent = "reused" if stage.reused else duration(stage.seconds)
-            table.add_row(stage.name, time_spent, stage.result)
+            table.add_row(stage.name, time_spent, escape(stage.result))
         return table
 
     def _work(self, stamp: Path, name: str, key: str, work: Callable[[], str], outputs: Sequence[Path]) -> Finished:
