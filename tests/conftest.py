@@ -1,4 +1,4 @@
-"""Shared fixtures. The two imports below are made once here, else every forked rank makes them again."""
+"""Shared fixtures. The heavy imports below are made once here, else every forked rank makes them again."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 import pytest
 import torch
 import torch._dynamo
 import torch.testing
+import torch.utils.tensorboard
+
+from megahead.engine.start import load_deepspeed
 
 torch.set_num_threads(1)
+load_deepspeed(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 

@@ -1,0 +1,178 @@
+"""Whole runs: they learn, ranks do not matter, and nothing is lost on the way."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from on_ranks import on_ranks
+from small_run import small_config, stage, write_text
+from torch import Tensor
+
+from megahead.checkpoint import open_checkpoint
+from megahead.config import RunConfig
+from megahead.distributed import Group, Launch
+from megahead.errors import CheckpointError, ConfigError, UserError
+from megahead.report.metrics import read_metrics
+from megahead.train import pretrain
+from megahead.train.meters import Meters
+
+
+def run(group: Group, config: RunConfig, resume: str = "auto") -> str:
+    return pretrain(config, Launch(), resume)
+
+
+def losses(folder: Path) -> list[float]:
+    return [record["loss"] for record in read_metrics(folder).training]
+
+
+def tensors(folder: Path) -> dict[str, Tensor]:
+    checkpoint = open_checkpoint(folder)
+    return {name: checkpoint.read(name) for name in checkpoint.names()}
+
+
+def assert_same_tensors(mine: Path, theirs: Path) -> None:
+    ours, others = tensors(mine), tensors(theirs)
+    assert ours.keys() == others.keys()
+    for name, tensor in ours.items():
+        assert torch.equal(tensor, others[name]), name
+
+
+def test_a_headless_run_learns_and_its_training_free_head_beats_the_unigram(tmp_path: Path) -> None:
+    write_text(tmp_path)
+    changes = {"training.steps": 150, "training.evaluate_every": 150, "optimizer.learning_rate": 1e-2}
+    on_ranks(1, run, small_config(tmp_path, changes))
+    curve = losses(tmp_path / "run")
+    assert sum(curve[-10:]) / 10 < curve[0] - 1
+    (evaluation,) = read_metrics(tmp_path / "run").validation
+    assert evaluation["perplexity"] < 15  # 60 equally likely ids, about 50 by frequency, 3 to 4 in truth
+
+
+@pytest.mark.parametrize("objective", [{"name": "headless"}, {"name": "vanilla"}, {"name": "vanilla", "tied": True}])
+@pytest.mark.parametrize("zero", [0, 1])
+def test_two_ranks_give_the_curve_of_one(tmp_path: Path, objective: dict[str, Any], zero: int) -> None:
+    write_text(tmp_path)
+    changes = stage(zero) | {"objective": objective}
+    on_ranks(1, run, small_config(tmp_path, changes | {"output_dir": str(tmp_path / "one")}))
+    on_ranks(2, run, small_config(tmp_path, changes | {"output_dir": str(tmp_path / "two")}))
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), abs=1e-5)
+    one, two = read_metrics(tmp_path / "one").validation, read_metrics(tmp_path / "two").validation
+    assert two[-1]["loss"] == pytest.approx(one[-1]["loss"], abs=1e-5)
+    counts = "state/target_counts"
+    assert torch.equal(tensors(tmp_path / "one")[counts], tensors(tmp_path / "two")[counts])
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_resume_is_bitwise(tmp_path: Path, ranks: int, zero: int) -> None:
+    write_text(tmp_path)
+    changes = stage(zero) | {"model.hidden_dropout": 0.1, "model.attention_dropout": 0.1}
+    on_ranks(ranks, run, small_config(tmp_path, changes))
+    resumed = small_config(tmp_path, changes | {"output_dir": str(tmp_path / "resumed")})
+    on_ranks(ranks, run, resumed, str(tmp_path / "run/checkpoints/step-00000003"))
+    assert losses(tmp_path / "resumed") == losses(tmp_path / "run")[3:]
+    assert_same_tensors(tmp_path / "resumed", tmp_path / "run")
+
+
+def test_resume_on_other_ranks_and_another_stage_continues_the_curve(tmp_path: Path) -> None:
+    write_text(tmp_path)
+    on_ranks(2, run, small_config(tmp_path, stage(1)))
+    resumed = small_config(tmp_path, stage(3) | {"output_dir": str(tmp_path / "resumed")})
+    on_ranks(1, run, resumed, str(tmp_path / "run/checkpoints/step-00000003"))
+    assert losses(tmp_path / "resumed") == pytest.approx(losses(tmp_path / "run")[3:], abs=1e-5)
+
+
+def interrupted(group: Group, config: RunConfig, at_step: int) -> str:
+    """One rank, not the first, gets SIGTERM in the middle of training."""
+    step = Meters.step
+
+    def step_then_signal(meters: Meters, report: Any, state: Any) -> None:
+        step(meters, report, state)
+        if state.step == at_step and group.rank == group.size - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    Meters.step = step_then_signal  # type: ignore[method-assign]
+    return pretrain(config, Launch(), "auto")
+
+
+def test_sigterm_on_one_rank_saves_and_auto_resume_is_bitwise(tmp_path: Path) -> None:
+    write_text(tmp_path)
+    on_ranks(2, run, small_config(tmp_path, {"output_dir": str(tmp_path / "undisturbed")}))
+    config = small_config(tmp_path)
+    assert on_ranks(2, interrupted, config, 2) == ["stopped", "stopped"]
+    assert open_checkpoint(tmp_path / "run").step == 2
+    assert on_ranks(2, run, config) == ["finished", "finished"]
+    assert losses(tmp_path / "run") == losses(tmp_path / "undisturbed")
+    assert_same_tensors(tmp_path / "run", tmp_path / "undisturbed")
+
+
+def refused(group: Group, config: RunConfig, resume: str, error: type[UserError]) -> str:
+    with pytest.raises(error) as caught:
+        pretrain(config, Launch(), resume)
+    return str(caught.value)
+
+
+def test_another_run_cannot_be_resumed(tmp_path: Path) -> None:
+    write_text(tmp_path)
+    on_ranks(1, run, small_config(tmp_path))
+    other = small_config(tmp_path, {"seed": 1, "model.activation": "gelu", "batch.micro_size": 4})
+    (sentence,) = on_ranks(1, refused, other, "auto", CheckpointError)
+    for difference in (
+        "seed (was 1234, is 1)",
+        "model.activation (was gelu_tanh, is gelu)",
+        "batch.micro_size (was 2, is 4)",
+    ):
+        assert difference in sentence
+    (sentence,) = on_ranks(1, refused, small_config(tmp_path), "never", CheckpointError)
+    assert "`--resume never`" in sentence
+
+
+def test_time_limit_ends_a_run_saved_and_evaluated(tmp_path: Path) -> None:
+    write_text(tmp_path)
+    config = small_config(tmp_path, {"training.steps": 100_000, "training.max_seconds": 0.3})
+    assert on_ranks(2, run, config) == ["out of time"] * 2
+    step = open_checkpoint(tmp_path / "run").step
+    assert 0 < step < 100_000
+    assert read_metrics(tmp_path / "run").validation[-1]["step"] == step
+
+
+@pytest.mark.parametrize("mode", ["finetune", "probe"])
+def test_a_head_is_trained_from_a_copy_of_the_embedding(tmp_path: Path, mode: str) -> None:
+    write_text(tmp_path)
+    on_ranks(1, run, small_config(tmp_path))
+    changes = {
+        "init": {"from_checkpoint": str(tmp_path / "run"), "mode": mode},
+        "objective.name": "vanilla",
+        "output_dir": str(tmp_path / "head"),
+        "training.steps": 20,
+    }
+    on_ranks(2, run, small_config(tmp_path, changes | stage(1)))
+    curve = losses(tmp_path / "head")
+    assert curve[-1] < curve[0]
+    before, after = tensors(tmp_path / "run"), tensors(tmp_path / "head")
+    body_moved = not torch.equal(
+        before["weight/backbone.blocks.0.mlp.up.weight"], after["weight/backbone.blocks.0.mlp.up.weight"]
+    )
+    assert body_moved is (mode == "finetune")
+    assert not torch.equal(after["weight/head.weight"], before["weight/backbone.embedding.weight"])
+    first = tensors(tmp_path / "head/checkpoints/step-00000003")["weight/head.weight"]
+    assert (first - before["weight/backbone.embedding.weight"]).abs().max() < 0.05  # three steps away from its start
+
+
+def test_steps_that_are_not_finite_are_skipped_said_and_end_the_run(tmp_path: Path) -> None:
+    write_text(tmp_path)
+    config = small_config(tmp_path, {"optimizer.learning_rate": 1e30, "training.steps": 50})
+    (sentence,) = on_ranks(1, refused, config, "auto", UserError)
+    assert "gradients must be finite" in sentence
+    assert "20 steps in a row" in sentence
+
+
+def test_a_vocabulary_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    write_text(tmp_path)
+    (sentence,) = on_ranks(1, refused, small_config(tmp_path, {"model.vocab_size": 50}), "auto", ConfigError)
+    assert sentence == "`model.vocab_size` must be at least that of data.train (60), but is 50 instead."
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,61 @@
+"""A real run that takes a second: a tiny decoder on a text with something to learn."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megahead.config import RunConfig, config_from_dict
+from megahead.data import IndexedDatasetWriter
+
+VOCABULARY = 60
+
+
+def write_text(folder: Path, name: str = "text", documents: int = 200, seed: int = 0) -> str:
+    """A dataset of random walks on a sparse graph: each token has three likely successors; documents end with 0."""
+    successors = np.random.default_rng(1234).integers(1, VOCABULARY, (VOCABULARY, 3))
+    generator = np.random.default_rng(seed)
+    with IndexedDatasetWriter(folder / name, vocab_size=VOCABULARY) as writer:
+        for _ in range(documents):
+            tokens = [int(generator.integers(1, VOCABULARY))]
+            while generator.random() > 0.02:
+                tokens.append(int(successors[tokens[-1], generator.integers(3)]))
+            writer.add_document([*tokens, 0])
+    return str(folder / name)
+
+
+def small_config(folder: Path, changes: dict[str, Any] | None = None) -> RunConfig:
+    """A headless run in `folder`; `changes` maps `section.field` to other values."""
+    tree: dict[str, Any] = {
+        "name": "small",
+        "output_dir": str(folder / "run"),
+        "model": {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "vocab_size": VOCABULARY, "vocab_multiple": 64},
+        "data": {"train": str(folder / "text"), "validation": str(folder / "text"), "sequence_length": 24},
+        "batch": {"global_size": 8, "micro_size": 2},
+        "objective": {},
+        "optimizer": {"learning_rate": 3e-3},
+        "schedule": {"warmup_steps": 2},
+        "training": {
+            "steps": 6,
+            "log_seconds": 0,
+            "evaluate_every": 6,
+            "evaluate_samples": 10,
+            "checkpoint_every": 3,
+            "keep_checkpoints": 9,
+        },
+        "engine": {"device": "cpu", "deepspeed": {"zero_optimization": {"stage": 0}}},
+    }
+    for path, value in (changes or {}).items():
+        *parents, leaf = path.split(".")
+        section = tree
+        for parent in parents:
+            section = section.setdefault(parent, {})
+        section[leaf] = value
+    return config_from_dict(tree)
+
+
+def stage(number: int) -> dict[str, Any]:
+    """The change that asks for a ZeRO stage."""
+    return {"engine.deepspeed": {"zero_optimization": {"stage": number}}}
