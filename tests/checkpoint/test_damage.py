@@ -15,13 +15,14 @@ from on_ranks import on_ranks
 
 import megahead.checkpoint.saving as saving
 from megahead.checkpoint import find_checkpoint, open_checkpoint, save_checkpoint
+from megahead.checkpoint.folders import is_complete
 from megahead.distributed import Group
 from megahead.errors import CheckpointError
 
 
 def save(root: Path, step: int, group: Group | None = None) -> Path:
     tensors = {f"weight/{i}": torch.full((50,), float(step + i)) for i in range(4)}
-    return save_checkpoint(root, step, tensors.items(), state={"step": step}, config={}, group=group or Group(), keep=2)
+    return save_checkpoint(root, step, tensors.items(), state={"step": step}, config={}, group=group or Group(), keep=1)
 
 
 def read_all(path: Path) -> int:
@@ -110,6 +111,7 @@ def test_a_process_killed_anywhere_in_a_save_leaves_a_sound_checkpoint(replace: 
         found = find_checkpoint(root)
         assert found is not None
         assert read_all(found) in (1, 2)
+        assert all(is_complete(folder) for folder in root.glob("step-*"))
         save(root, 3)
         assert read_all(root) == 3
         assert not [p for p in root.iterdir() if p.name.startswith(".") or p.suffix]
@@ -135,6 +137,34 @@ def die_at(point: int) -> None:
 
     for name in ("fsync", "rename", "replace", "mkdir", "unlink", "rmdir"):
         setattr(os, name, counted(getattr(os, name)))
+
+
+def test_bytes_and_names_are_on_disk_before_the_folder_gets_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    acts: list[str] = []
+    fsync, rename, replace = os.fsync, os.rename, os.replace
+
+    def recorded(descriptor: int) -> None:
+        acts.append(f"flush {Path(f'/proc/self/fd/{descriptor}').readlink().name}")
+        fsync(descriptor)
+
+    def renamed(source: Path, target: Path) -> None:
+        acts.append(f"name {Path(target).name}")
+        rename(source, target)
+
+    def replaced(source: Path, target: Path) -> None:
+        acts.append(f"name {Path(target).name}")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", recorded)
+    monkeypatch.setattr(os, "rename", renamed)
+    monkeypatch.setattr(os, "replace", replaced)
+    save(tmp_path, 1)
+    root = tmp_path.name
+    files = ["tensors-00000-of-00001.safetensors", "checkpoint.json", ".step-00000001.partial"]
+    named = ["name step-00000001", f"flush {root}", "flush .latest.partial", "name latest", f"flush {root}"]
+    assert acts == [f"flush {name}" for name in files] + named
 
 
 def no_room(*_: Any) -> None:
