@@ -1,0 +1,22 @@
+"""Hugging Face folders out and in; nothing else knows Hugging Face's names."""
+
+from megahead.convert.export import ExportReport, export
+from megahead.convert.from_hf import from_hf
+from megahead.convert.heads import FoldedBias, HeadName, fold_bias
+from megahead.convert.loading import load_backbone, load_causal, load_tokenizer_folder
+from megahead.convert.resolve import hf_folder
+from megahead.convert.verify import Parity
+
+__all__ = [
+    "ExportReport",
+    "FoldedBias",
+    "HeadName",
+    "Parity",
+    "export",
+    "fold_bias",
+    "from_hf",
+    "hf_folder",
+    "load_backbone",
+    "load_causal",
+    "load_tokenizer_folder",
+]

@@ -1,0 +1,135 @@
+"""From a checkpoint to a Hugging Face folder, checked against its source before it appears."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from megahead.checkpoint.durable import sha256_of
+from megahead.convert.card import model_card, write_tokenizer
+from megahead.convert.gpt_neox import BACKBONE_PREFIX, RENAMES, hf_config
+from megahead.convert.heads import Head, HeadName, make_head
+from megahead.convert.source import EMBEDDING, HEAD, TrainedModel
+from megahead.convert.staging import staged_folder
+from megahead.convert.stream import DTYPES, Streamed, write_safetensors
+from megahead.convert.verify import Parity, verify
+from megahead.errors import FieldError
+
+PARITY_FILE = "parity.json"
+_NORM_BIAS = "backbone.final_norm.bias"
+_PIECE_ROWS = 4096
+
+
+@dataclass(frozen=True)
+class ExportReport:
+    """What was exported, and how exactly."""
+
+    folder: Path
+    head: HeadName
+    dtype: str
+    parity: Parity
+    tokenizer: Path | None
+    """Where the tokenizer came from; None: the run has none, and the export neither."""
+
+    seconds: float
+
+
+def export(
+    checkpoint: Path,
+    output_dir: Path,
+    head: HeadName,
+    *,
+    dtype: str = "float32",
+    keep_padding: bool = False,
+) -> ExportReport:
+    """Writes `output_dir` as transformers reads it: a `GPTNeoXForCausalLM`, or a `GPTNeoXModel` for the head `none`.
+
+    checkpoint: a step folder, or a run (its newest). keep_padding: keep the rows that pad the vocabulary.
+    Ends with a comparison of outputs on random and real tokens, kept in parity.json. An earlier export in
+    `output_dir` is replaced; on any error (a UserError) nothing is left of the new one.
+
+    Cost: weights are streamed one tensor at a time; the comparison loads each of the two models once.
+    """
+    begin = time.monotonic()
+    if dtype not in DTYPES:
+        raise FieldError("--dtype", f"be one of {', '.join(DTYPES)}", got=dtype)
+    model = TrainedModel.open(checkpoint)
+    made = make_head(head, model)
+    with staged_folder(output_dir, replaceable=PARITY_FILE) as folder:
+        vocab_size = model.config.model.padded_vocab_size() if keep_padding else model.config.model.vocab_size
+        write_safetensors(folder / "model.safetensors", list(_tensors(model, made, vocab_size)), DTYPES[dtype])
+        tokenizer = _write_settings(folder, model, made, dtype, vocab_size)
+        parity = verify(folder, model, made, dtype)
+        _write_json(folder / PARITY_FILE, {**parity.record(), "head": head, "source": fingerprint(model)})
+        (folder / "README.md").write_text(model_card(model, made, dtype, parity), encoding="utf-8")
+    return ExportReport(output_dir, head, dtype, parity, tokenizer, time.monotonic() - begin)
+
+
+def fingerprint(model: TrainedModel) -> str:
+    """Tells checkpoints apart: the checksum of the manifest, which holds those of all files."""
+    return sha256_of(model.checkpoint.folder / "checkpoint.json")
+
+
+def _tensors(model: TrainedModel, head: Head, vocab_size: int) -> Iterator[Streamed]:
+    """Every tensor of the export under its Hugging Face name, the head's last."""
+    for name, shape in model.shapes.items():
+        if name == HEAD:
+            continue
+        theirs = _hf_name(name)
+        exported = theirs.removeprefix(BACKBONE_PREFIX) if head.matrix is None else theirs
+        size = (vocab_size, *shape[1:]) if name == EMBEDDING else tuple(shape)
+        yield Streamed(exported, size, partial(_backbone_pieces, model, head, name, size[0]))
+    if head.matrix is not None and not head.is_embedding():
+        size = (vocab_size, model.config.model.hidden_size)
+        yield Streamed(_hf_name(HEAD), size, partial(_head_pieces, model, head, head.matrix, vocab_size))
+
+
+def _backbone_pieces(model: TrainedModel, head: Head, name: str, rows: int) -> Iterator[Tensor]:
+    weight = model.weight(name)
+    yield head.norm_bias(weight) if name == _NORM_BIAS else weight[:rows]
+
+
+def _head_pieces(model: TrainedModel, head: Head, matrix: str, rows: int) -> Iterator[Tensor]:
+    stored_VD = model.weight(matrix)[:rows]
+    for first in range(0, rows, _PIECE_ROWS):
+        yield head.rows(stored_VD[first : first + _PIECE_ROWS], first)
+
+
+def _hf_name(name: str) -> str:
+    theirs = RENAMES.theirs(name)
+    if theirs is None:
+        raise ValueError(f"{name} has no Hugging Face name")
+    return theirs
+
+
+def _write_settings(folder: Path, model: TrainedModel, head: Head, dtype: str, vocab_size: int) -> Path | None:
+    """config.json, generation_config.json and the tokenizer files; returns where the tokenizer came from."""
+    config, end = model.config, model.config.data.end_token
+    ids = {"bos_token_id": end, "eos_token_id": end, "pad_token_id": end}
+    tokenizer = model.tokenizer()
+    if tokenizer is not None:
+        ids |= write_tokenizer(tokenizer, folder, end_token=end, max_length=config.model.max_positions)
+    architecture = "GPTNeoXModel" if head.matrix is None else "GPTNeoXForCausalLM"
+    content = hf_config(
+        config.model,
+        vocab_size=vocab_size,
+        end_token=end,
+        architecture=architecture,
+        tied=head.is_embedding(),
+    )
+    origin = {"head": head.name, "objective": config.objective.model_dump(), "step": model.checkpoint.step}
+    _write_json(folder / "config.json", {**content, **ids, "dtype": dtype, "megahead": origin})
+    if head.matrix is not None:
+        _write_json(folder / "generation_config.json", ids)
+    return tokenizer
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

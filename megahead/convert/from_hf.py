@@ -1,0 +1,115 @@
+"""From a Hugging Face GPT-NeoX folder to a checkpoint of ours that a run can start from."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from megahead.checkpoint import save_checkpoint
+from megahead.config import RunConfig, config_from_dict
+from megahead.convert.gpt_neox import model_settings, our_name
+from megahead.convert.source import EMBEDDING, HEAD
+from megahead.convert.staging import staged_folder
+from megahead.distributed import Group
+from megahead.errors import CheckpointError
+from megahead.pretraining.build import assemble
+
+
+def from_hf(model_dir: Path, output_dir: Path) -> Path:
+    """Writes the weights of `model_dir` as OUTPUT/checkpoints/step-00000000, and its tokenizer beside; returns OUTPUT.
+
+    Good for `init.from_checkpoint`, for export and for evaluation: it holds no optimizer state and no text. The
+    model is headless, tied or untied vanilla, as the folder is. The table is padded with zero rows to a multiple
+    of 1,024. Raises a UserError for a folder that is not a GPT-NeoX in safetensors, leaving nothing behind.
+    """
+    files = _weight_files(model_dir)
+    config = _config(model_dir, has_head=any(our_name(name) == HEAD for name in files))
+    with staged_folder(output_dir) as folder:
+        save_checkpoint(
+            folder / "checkpoints",
+            0,
+            _tensors(model_dir, files, config),
+            state={"step": 0, "tokens": 0},
+            config=config.model_dump(mode="json"),
+            group=Group(),
+            keep=1,
+        )
+        tokenizer = model_dir / "tokenizer.json"
+        if tokenizer.is_file():
+            shutil.copyfile(tokenizer, folder / tokenizer.name)
+    return output_dir
+
+
+def _weight_files(model_dir: Path) -> dict[str, Path]:
+    """Which file holds each stored tensor."""
+    found = {}
+    for path in sorted(model_dir.glob("*.safetensors")):
+        try:
+            with safe_open(path, framework="pt") as file:
+                found.update(dict.fromkeys(file.keys(), path))
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"`{path}` must be a safetensors file, but cannot be read ({error}).") from None
+    if not found:
+        raise CheckpointError(
+            f"`{model_dir}` must hold model weights as *.safetensors, but has none; "
+            "for other formats, save it anew with transformers' save_pretrained."
+        )
+    return found
+
+
+def _config(model_dir: Path, *, has_head: bool) -> RunConfig:
+    """A run's config around the folder's model; only model, objective and end token mean something."""
+    path = model_dir / "config.json"
+    content = _read_json(path)
+    headless = not has_head and "GPTNeoXForCausalLM" not in content.get("architectures", [])
+    tied = bool(content.get("tie_word_embeddings", False))
+    tree = {
+        "name": re.sub(r"[^A-Za-z0-9._-]", "-", model_dir.resolve().name) or "imported",
+        "model": model_settings(content),
+        "data": {
+            "train": "(weights imported, no text)",
+            "sequence_length": content.get("max_position_embeddings", 2048),
+            "end_token": content.get("eos_token_id") or 0,
+        },
+        "batch": {"global_size": 1, "micro_size": 1},
+        "objective": {"name": "headless"} if headless else {"name": "vanilla", "tied": tied},
+        "optimizer": {"learning_rate": 1e-3},
+        "training": {"steps": 1},
+    }
+    return config_from_dict(tree, source=str(path))
+
+
+def _read_json(path: Path) -> Mapping[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        raise CheckpointError(f"`{path}` must be a model's JSON settings, but cannot be read as that.") from None
+    if not isinstance(content, dict):
+        raise CheckpointError(f"`{path}` must hold a JSON object, but holds {type(content).__name__} instead.")
+    return content
+
+
+def _tensors(model_dir: Path, files: Mapping[str, Path], config: RunConfig) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter of the model, by our name. CheckpointError where the folder lacks one or its shape differs."""
+    theirs = {our_name(name): name for name in files}
+    with torch.device("meta"):
+        shapes = {name: parameter.shape for name, parameter in assemble(config).named_parameters()}
+    for name, shape in shapes.items():
+        if name not in theirs:
+            raise CheckpointError(f"`{model_dir}` must hold the weights of {name}, but lacks them.")
+        stored = theirs[name]
+        with safe_open(files[stored], framework="pt") as file:
+            tensor = file.get_tensor(stored).float()
+        if name in (EMBEDDING, HEAD) and len(tensor) == config.model.vocab_size:
+            tensor = torch.cat([tensor, tensor.new_zeros(shape[0] - len(tensor), *tensor.shape[1:])])
+        if tensor.shape != shape:
+            raise CheckpointError(f"`{model_dir}` must hold {stored} as {list(shape)}, but has {list(tensor.shape)}.")
+        yield f"weight/{name}", tensor

@@ -1,0 +1,125 @@
+"""The output matrix an exported model gets, for each kind of head.
+
+A head without a bias is all that a Hugging Face GPT-NeoX has, so the training-free head `E h / T + log q` folds its
+bias into matrix and final norm. That norm gives h = w * x + b with mean(x) = 0 over D features, hence (1/w).h =
+sum(b/w) = S, the same for every token. With the exported norm bias moved by delta = +w or -w (the sign of S), the
+output h' = h + delta has (1/w).h' = S' = S + D or S - D, never near 0; with u = (1/w) / S', u.h' = 1, and
+`W = E / T + (log q - E delta / T) (outer) u` gives W h' = E h / T + log q exactly.
+
+V vocabulary, D features; lower-case v: rows of one chunk.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from megahead.convert.source import EMBEDDING, HEAD, TrainedModel
+from megahead.errors import CheckpointError, FieldError
+
+HeadName = Literal["none", "tied", "pmi", "trained"]
+
+PADDING_BIAS = -1e4
+"""Where padding rows are kept: their log q, so that no token is lost to them."""
+
+
+@dataclass(frozen=True)
+class FoldedBias:
+    """A bias over the vocabulary that lives in the matrix and the final norm's bias; float64."""
+
+    bias_V: Tensor
+    delta_D: Tensor
+    """Added to the norm's bias."""
+
+    unit_D: Tensor
+    """Its product with every output is 1."""
+
+    def fold(self, rows_vD: Tensor, first: int) -> Tensor:
+        """[v, D]: rows `first` on of `E / T`, with their bias folded in; float64."""
+        rows_vD = rows_vD.double()
+        bias_v = self.bias_V[first : first + len(rows_vD)]
+        return rows_vD + torch.outer(bias_v - rows_vD @ self.delta_D, self.unit_D)
+
+
+def fold_bias(norm_weight_D: Tensor, norm_bias_D: Tensor, bias_V: Tensor) -> FoldedBias:
+    """How `bias_V` is folded behind a layer norm with this weight and bias; FieldError if a weight is exactly 0."""
+    weight_D, norm_bias_D = norm_weight_D.double(), norm_bias_D.double()
+    zeros = int((weight_D == 0).sum())
+    if zeros:
+        raise FieldError(
+            "--head pmi",
+            "find no zero among the final norm's weights",
+            got=f"impossible with {zeros} of {len(weight_D)} zero",
+            hint="export with --head tied or none",
+        )
+    constant = (norm_bias_D / weight_D).sum()
+    sign = 1.0 if constant >= 0 else -1.0
+    unit_D = 1 / weight_D / (constant + sign * len(weight_D))
+    return FoldedBias(bias_V.double(), sign * weight_D, unit_D)
+
+
+@dataclass(frozen=True)
+class Head:
+    """How the exported output matrix is made, row by row, of a stored parameter."""
+
+    name: HeadName
+
+    matrix: str | None = None
+    """The parameter its rows come from; None: the export has no head."""
+
+    temperature: float = 1.0
+    folded: FoldedBias | None = None
+
+    def is_embedding(self) -> bool:
+        """Whether the output matrix equals the input embedding, so that it need not be stored."""
+        return self.matrix == EMBEDDING and self.temperature == 1.0 and self.folded is None
+
+    def rows(self, stored_vD: Tensor, first: int) -> Tensor:
+        """[v, D]: the exported rows, from the stored ones `first` on."""
+        rows_vD = stored_vD if self.temperature == 1.0 else stored_vD.double() / self.temperature
+        return rows_vD if self.folded is None else self.folded.fold(rows_vD, first)
+
+    def norm_bias(self, stored_D: Tensor) -> Tensor:
+        """[D]: the exported bias of the final norm."""
+        return stored_D if self.folded is None else stored_D.double() + self.folded.delta_D
+
+
+def make_head(name: HeadName, model: TrainedModel) -> Head:
+    """The head `name` of a trained model. Raises FieldError, or CheckpointError, where the model cannot have it."""
+    objective = model.config.objective
+    if name == "none":
+        return Head(name)
+    headless, untied = objective.name == "headless", HEAD in model.shapes
+    if name == "trained" and headless:
+        raise _impossible(name, "be a head that was trained", "this run was headless", "pmi, tied or none")
+    if name == "tied" and untied:
+        raise _impossible(name, "be the matrix trained against", "this run trained another one", "trained or none")
+    if name == "pmi" and not headless:
+        raise _impossible(name, "complete a headless model", "this run trained a vanilla softmax", "trained or none")
+    matrix = HEAD if untied else EMBEDDING
+    folded = _training_free(model) if name == "pmi" else None
+    return Head(name, matrix, objective.temperature, folded)
+
+
+def best_head(model: TrainedModel) -> HeadName:
+    """The head that speaks best without training: a vanilla model's own, a headless one's training-free one."""
+    return "pmi" if model.config.objective.name == "headless" else "trained"
+
+
+def _training_free(model: TrainedModel) -> FoldedBias:
+    if not model.has_target_counts():
+        raise CheckpointError(
+            f"`{model.checkpoint.folder}` must hold the counts of its training targets for --head pmi, "
+            "but lacks them; export with --head tied or none."
+        )
+    log_q_V = model.log_unigram()
+    padding = log_q_V.new_full((model.config.model.padded_vocab_size() - len(log_q_V),), PADDING_BIAS)
+    norm = "backbone.final_norm"
+    return fold_bias(model.weight(f"{norm}.weight"), model.weight(f"{norm}.bias"), torch.cat([log_q_V, padding]))
+
+
+def _impossible(name: str, rule: str, got: str, hint: str) -> FieldError:
+    return FieldError("--head", rule, got=f"{name} where {got}", hint=f"use {hint}")

@@ -1,0 +1,66 @@
+"""Loads Hugging Face folders the strict way: quietly, in a stated dtype, and never with a random head."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, GPTNeoXModel, PreTrainedTokenizerFast
+from transformers.utils import logging
+
+from megahead.errors import CheckpointError
+
+
+def load_causal(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+    """The language model in `folder`, ready to score; CheckpointError when its weights are not exactly its own.
+
+    A folder without a head is refused: transformers would fill in a random one.
+    """
+    return _load(AutoModelForCausalLM, folder, dtype)
+
+
+def load_backbone(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+    """The headless model in `folder`; CheckpointError when its weights are not exactly its own."""
+    return _load(GPTNeoXModel, folder, dtype)
+
+
+def load_tokenizer_folder(folder: Path) -> Any:
+    """The tokenizer in `folder`; CheckpointError when there is none."""
+    if not (folder / "tokenizer.json").is_file():
+        raise CheckpointError(f"`{folder}` must hold a tokenizer.json, but has none; put the model's tokenizer there.")
+    with _quiet():
+        return PreTrainedTokenizerFast.from_pretrained(str(folder))
+
+
+def _load(kind: Any, folder: Path, dtype: torch.dtype) -> Any:
+    try:
+        with _quiet():
+            model, report = kind.from_pretrained(
+                str(folder), dtype=dtype, output_loading_info=True, local_files_only=True
+            )
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise CheckpointError(f"`{folder}` must be a Hugging Face model folder, but cannot be read: {reason}") from None
+    for flaw in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if report.get(flaw):
+            name = sorted(map(str, report[flaw]))[0]
+            kind_name, flaw_name = type(model).__name__, flaw.replace("_", " ")
+            raise CheckpointError(f"`{folder}` must hold the weights of a {kind_name}, but has {flaw_name}: {name}.")
+    return model.eval()
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """transformers without its reports and bars, which are replaced by what we check ourselves."""
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()

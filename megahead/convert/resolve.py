@@ -1,0 +1,39 @@
+"""Takes what a user names as a model, ours or Hugging Face's, to a folder that transformers loads."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from megahead.checkpoint import find_checkpoint
+from megahead.convert.export import PARITY_FILE, export, fingerprint
+from megahead.convert.heads import best_head
+from megahead.convert.source import TrainedModel
+from megahead.errors import CheckpointError
+
+
+def hf_folder(path: Path) -> Path:
+    """`path` if it is a Hugging Face folder; of a run or checkpoint, its export with the best head it has.
+
+    Exports are kept in RUN/exports/ and made again when the checkpoint is another one. CheckpointError if `path`
+    is neither.
+    """
+    if (path / "config.json").is_file():
+        return path
+    if find_checkpoint(path) is None:
+        raise CheckpointError(f"`{path}` must be a Hugging Face model folder, a run or a checkpoint, but is none.")
+    model = TrainedModel.open(path)
+    head = best_head(model)
+    output = model.run_folder() / "exports" / f"{model.checkpoint.folder.name}-{head}"
+    if _source(output) != fingerprint(model):
+        export(model.checkpoint.folder, output, head)
+    return output
+
+
+def _source(folder: Path) -> str | None:
+    """Which checkpoint an export came from."""
+    try:
+        source: str = json.loads((folder / PARITY_FILE).read_text(encoding="utf-8"))["source"]
+    except (OSError, ValueError, KeyError):
+        return None
+    return source

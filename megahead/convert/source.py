@@ -1,0 +1,82 @@
+"""A trained model at rest: a checkpoint, seen as the parameters of its `Pretraining`, read one at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megahead.checkpoint import Checkpoint, open_checkpoint
+from megahead.config import RunConfig, config_from_dict
+from megahead.errors import CheckpointError
+from megahead.objectives import log_unigram
+from megahead.pretraining import Pretraining
+from megahead.pretraining.build import assemble
+
+EMBEDDING = "backbone.embedding.weight"
+HEAD = "head.weight"
+_COUNTS = "state/target_counts"
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """An open checkpoint and the run's config; nothing is loaded until asked for."""
+
+    checkpoint: Checkpoint
+    config: RunConfig
+    shapes: Mapping[str, torch.Size]
+    """Of every parameter, by its name in the `Pretraining`."""
+
+    @staticmethod
+    def open(path: Path) -> TrainedModel:
+        """The model of a step folder, or the newest of a run; CheckpointError when it lacks a parameter."""
+        checkpoint = open_checkpoint(path)
+        config = config_from_dict(checkpoint.config, source=f"the configuration in {checkpoint.folder}")
+        with torch.device("meta"):
+            shapes = {name: parameter.shape for name, parameter in assemble(config).named_parameters()}
+        stored = set(checkpoint.names())
+        for name in shapes:
+            if f"weight/{name}" not in stored:
+                raise CheckpointError(f"`{checkpoint.folder}` must hold the parameter {name}, but lacks it.")
+        return TrainedModel(checkpoint, config, shapes)
+
+    def weight(self, name: str) -> Tensor:
+        """One whole parameter in fp32."""
+        tensor = self.checkpoint.read(f"weight/{name}").float()
+        if tensor.shape != self.shapes[name]:
+            raise CheckpointError(
+                f"`{self.checkpoint.folder}` must hold {name} as {list(self.shapes[name])}, "
+                f"but holds {list(tensor.shape)} instead."
+            )
+        return tensor
+
+    def has_target_counts(self) -> bool:
+        """Whether the run counted its targets, which the training-free head needs."""
+        return _COUNTS in self.checkpoint.names()
+
+    def log_unigram(self) -> Tensor:
+        """[V] fp32: log q of the targets trained on."""
+        return log_unigram(self.checkpoint.read(_COUNTS), self.config.model.vocab_size)
+
+    def load(self) -> Pretraining:
+        """The model itself, in fp32 on the CPU, ready to score."""
+        with torch.device("meta"):
+            pretraining = assemble(self.config)
+        pretraining = pretraining.to_empty(device="cpu")
+        with torch.no_grad():
+            for name, parameter in pretraining.named_parameters():
+                parameter.copy_(self.weight(name))
+        return pretraining.eval()
+
+    def tokenizer(self) -> Path | None:
+        """The `tokenizer.json` of the run: its copy in the run folder, or where the config says."""
+        named = self.config.data.tokenizer
+        places = [self.run_folder() / "tokenizer.json", *([Path(named)] if named else [])]
+        return next((path for path in places if path.is_file()), None)
+
+    def run_folder(self) -> Path:
+        """RUN, for a checkpoint RUN/checkpoints/step-00001000."""
+        return self.checkpoint.folder.resolve().parent.parent

@@ -1,0 +1,106 @@
+"""Holds an exported folder against the model it came from: the same outputs, within rounding."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megahead.convert.heads import Head
+from megahead.convert.loading import load_backbone, load_causal
+from megahead.convert.source import TrainedModel
+from megahead.convert.stream import DTYPES
+from megahead.data import IndexedDataset, SequentialSamples
+from megahead.errors import CheckpointError, DataError
+
+TOLERANCE = {"float32": 1e-5, "float16": 1e-2, "bfloat16": 8e-2}
+"""Largest error that may be rounding, as a share of the largest output (of 10, when all are smaller)."""
+
+_ROWS, _TOKENS = 2, 64
+
+
+@dataclass(frozen=True)
+class Parity:
+    """How far an export is from its source."""
+
+    compared: str
+    """`logits`, or `hidden states` of an export without a head."""
+
+    tokens: int
+    """Random and (where the run's dataset is at hand) real ones."""
+
+    largest_output: float
+    largest_error: dict[str, float]
+    """By the dtype that the export computes in: float32, and the dtype it is stored in."""
+
+    tolerance: float
+    """For the stored dtype, absolute."""
+
+    def record(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return asdict(self)
+
+
+def verify(folder: Path, model: TrainedModel, head: Head, dtype: str) -> Parity:
+    """Compares the exported `folder` with `model` computing in fp32; CheckpointError above the tolerance.
+
+    Cost: both models in memory, one after the other, and a forward pass of a few hundred tokens each.
+    """
+    rows_BT = _token_rows(model)
+    expected = expected_outputs(model, head, rows_BT)
+    errors = {
+        kind: float((_exported_outputs(folder, head, rows_BT, DTYPES[kind], expected.shape[-1]) - expected).abs().max())
+        for kind in dict.fromkeys(["float32", dtype])
+    }
+    scale = float(expected.abs().max())
+    compared = "hidden states" if head.matrix is None else "logits"
+    parity = Parity(compared, rows_BT.numel(), scale, errors, TOLERANCE[dtype] * max(scale, 10.0))
+    if not (errors[dtype] <= parity.tolerance and math.isfinite(scale)):
+        raise CheckpointError(
+            f"the exported {compared} must be within {parity.tolerance:.1e} of the checkpoint's, but are off by "
+            f"{errors[dtype]:.1e} in {dtype}; nothing was written (try --dtype float32)."
+        )
+    return parity
+
+
+@torch.no_grad()
+def expected_outputs(model: TrainedModel, head: Head, rows_BT: Tensor) -> Tensor:
+    """[B, T, V] logits as they are defined, `E h / T + log q` or the like, or [B, T, D] hidden states; fp32."""
+    pretraining = model.load()
+    hidden_BTD: Tensor = pretraining.backbone(rows_BT)
+    if head.matrix is None:
+        return hidden_BTD
+    matrix_VD = pretraining.get_parameter(head.matrix)[: model.config.model.vocab_size]
+    logits_BTV: Tensor = hidden_BTD @ matrix_VD.T / head.temperature
+    return logits_BTV if head.folded is None else logits_BTV + model.log_unigram()
+
+
+@torch.no_grad()
+def _exported_outputs(folder: Path, head: Head, rows_BT: Tensor, dtype: torch.dtype, width: int) -> Tensor:
+    if head.matrix is None:
+        outputs: Tensor = load_backbone(folder, dtype)(rows_BT).last_hidden_state
+    else:
+        outputs = load_causal(folder, dtype)(rows_BT).logits
+    return outputs[..., :width].float()  # padding rows come last, if they were kept
+
+
+def _token_rows(model: TrainedModel) -> Tensor:
+    """[B, T] random ids, and rows of the run's own text."""
+    vocab_size = model.config.model.vocab_size
+    length = min(_TOKENS, model.config.data.sequence_length)
+    random_BT = torch.randint(vocab_size, (_ROWS, length), generator=torch.Generator().manual_seed(0))
+    real_BT = _real_rows(model, length)
+    return random_BT if real_BT is None else torch.cat([random_BT, real_BT])
+
+
+def _real_rows(model: TrainedModel, length: int) -> Tensor | None:
+    prefix = model.config.data.validation or model.config.data.train
+    try:
+        samples = SequentialSamples(IndexedDataset(prefix), length)
+        return torch.from_numpy(samples.rows(range(min(_ROWS, samples.per_epoch)))[:, :-1])
+    except DataError:  # trained elsewhere: its text is not here
+        return None

@@ -1,0 +1,50 @@
+"""Checkpoints of tiny random models, without training: every norm and bias is off its neutral value."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megahead.checkpoint import save_checkpoint
+from megahead.config import RunConfig, config_from_dict
+from megahead.distributed import Group
+from megahead.pretraining import build
+
+MODEL = {"num_layers": 2, "hidden_size": 48, "num_heads": 3, "vocab_size": 61, "vocab_multiple": 16}
+
+
+def small_config(**sections: Any) -> RunConfig:
+    """A run of a tiny model; `sections` are merged into the defaults."""
+    defaults: dict[str, Any] = {
+        "name": "small",
+        "model": MODEL,
+        "data": {"train": "nowhere", "sequence_length": 32},
+        "batch": {"global_size": 4, "micro_size": 4},
+        "optimizer": {"learning_rate": 1e-3},
+        "training": {"steps": 3},
+    }
+    return config_from_dict({**defaults, **{key: {**defaults.get(key, {}), **sections[key]} for key in sections}})
+
+
+def save_small(run: Path, config: RunConfig, seed: int = 0, step: int = 3) -> Path:
+    """Saves random weights as RUN/checkpoints/step-0000000N, a headless one with counts of its targets."""
+    generator = torch.Generator().manual_seed(seed)
+    pretraining = build(config, torch.device("cpu"))
+    tensors = {}
+    for name, parameter in pretraining.named_parameters():
+        spread = 0.3 * torch.randn(parameter.shape, generator=generator)
+        tensors[f"weight/{name}"] = spread + (1.0 if name.endswith("norm.weight") else 0.0)
+    if config.objective.name == "headless":
+        rows = config.model.padded_vocab_size()
+        tensors["state/target_counts"] = torch.randint(1000, (rows,), generator=generator) ** 2
+    return save_checkpoint(
+        run / "checkpoints",
+        step,
+        tensors.items(),
+        state={"step": step, "tokens": 384},
+        config=config.model_dump(mode="json"),
+        group=Group(),
+        keep=2,
+    )

@@ -1,0 +1,75 @@
+"""Continues prompts with a model: a Hugging Face folder, a run or a checkpoint (with the best head it has).
+
+tools/generate.py --model runs/headless --prompt "The capital of France" "Once upon a time"
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from megahead.convert import hf_folder, load_causal, load_tokenizer_folder
+from megahead.errors import FieldError, run_command
+
+
+def main() -> None:
+    arguments = _parser().parse_args()
+    sampling = sampling_options(arguments.temperature, arguments.top_k, arguments.top_p)
+    folder = hf_folder(arguments.model)
+    model, tokenizer = load_causal(folder), load_tokenizer_folder(folder)
+    model = model.to("cuda" if torch.cuda.is_available() else "cpu")
+    console = Console(highlight=False, soft_wrap=True, markup=False)
+    torch.manual_seed(arguments.seed)
+    for prompt in arguments.prompt:
+        console.print(prompt, style="bold", end="")
+        console.print(continuation(model, tokenizer, prompt, arguments.max_tokens, sampling), end="\n\n")
+
+
+@torch.no_grad()
+def continuation(model: Any, tokenizer: Any, prompt: str, max_tokens: int, sampling: dict[str, Any]) -> str:
+    """Up to `max_tokens` tokens after `prompt`, up to the end of the document; an empty prompt begins one.
+
+    A prompt longer than the model's context less `max_tokens` loses its beginning.
+    """
+    room = model.config.max_position_embeddings - max_tokens
+    if room < 1:
+        raise FieldError("--max-tokens", f"be below the model's context ({room + max_tokens})", got=max_tokens)
+    ids = tokenizer(prompt)["input_ids"][-room:] or [tokenizer.bos_token_id]
+    inputs = torch.tensor([ids], device=model.device)
+    options = {"max_new_tokens": max_tokens, "pad_token_id": tokenizer.pad_token_id, **sampling}
+    output = model.generate(inputs, attention_mask=torch.ones_like(inputs), **options)
+    text: str = tokenizer.decode(output[0, len(ids) :], skip_special_tokens=True)
+    return text
+
+
+def sampling_options(temperature: float, top_k: int, top_p: float) -> dict[str, Any]:
+    """Options of transformers' generate; temperature 0 takes the likeliest token each time."""
+    if temperature < 0:
+        raise FieldError("--temperature", "be at least 0", got=temperature)
+    if top_k < 0:
+        raise FieldError("--top-k", "be at least 0 (0: all tokens)", got=top_k)
+    if not 0 < top_p <= 1:
+        raise FieldError("--top-p", "be above 0 and at most 1", got=top_p)
+    if temperature == 0:
+        return {"do_sample": False}
+    return {"do_sample": True, "temperature": temperature, "top_k": top_k, "top_p": top_p}
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description="Continue prompts with a model.")
+    parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="Hugging Face folder, run, checkpoint")
+    parser.add_argument("--prompt", nargs="+", required=True, metavar="TEXT", help="each is continued by itself")
+    parser.add_argument("--max-tokens", type=int, default=64, metavar="N", help="longest continuation (default: 64)")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest token (default: 0.8)")
+    parser.add_argument("--top-k", type=int, default=50, metavar="K", help="draw among the K likeliest; 0: all")
+    parser.add_argument("--top-p", type=float, default=0.95, metavar="P", help="draw among the likeliest P of mass")
+    parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same text (default: 0)")
+    return parser
+
+
+if __name__ == "__main__":
+    run_command(main)
