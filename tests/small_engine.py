@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from megahead.config.deepspeed import _precision
+from megahead.config import RunConfig, deepspeed_config
 from megahead.distributed import Group, Mesh
 from megahead.engine import Engine
 from megahead.engine.start import load_deepspeed
@@ -93,16 +93,20 @@ def small_engine(
 ) -> Engine:
     """An engine as a run would get it; at stage 3 even the smallest parameter is cut up unless told otherwise."""
     module = SmallModel() if module is None else module
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": accumulation,
-        "gradient_clipping": clipping,
-        "zero_allow_untested_optimizer": True,
-        "steps_per_print": 10**9,
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": persistence_threshold},
-        **_precision(precision, stage),
-    }
     mesh = Mesh.build(group, tensor_size)
+    zero = {"stage": stage, "stage3_param_persistence_threshold": persistence_threshold}
+    run = RunConfig.model_validate(
+        {
+            "name": "small",
+            "model": {"num_layers": 1, "hidden_size": WIDTH, "num_heads": 1, "rotary_pct": 1.0, "vocab_size": VOCAB},
+            "data": {"train": "nowhere", "sequence_length": 8},
+            "batch": {"global_size": accumulation * mesh.data.size, "micro_size": 1},
+            "optimizer": {"learning_rate": 1.0, "gradient_clipping": clipping},
+            "training": {"steps": 1},
+            "engine": {"deepspeed": {"zero_optimization": zero}, "precision": precision},
+        }
+    )
+    config = deepspeed_config(run, mesh.data.size)
     return Engine(module, optimizer=small_optimizer(module), config=config, mesh=mesh, device=CPU)
 
 

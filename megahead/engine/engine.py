@@ -57,10 +57,14 @@ class Engine:
         if self._stage == 0:
             config = {**config, "gradient_clipping": 0.0}  # ours, see `_step_replicated`
         self._mesh = mesh
+        given = _exact_weights(module, config)
         self._deepspeed = start_deepspeed(module, optimizer, config, mesh, device)
         self._state = open_state(self._deepspeed, self._stage)
         self._shard_dims = _shard_dims(module)
         self._backward_done = False
+        for name, parameter in module.named_parameters():
+            if name in given:
+                self._state.set(parameter, WEIGHT, given.pop(name).to(device))
 
     @property
     def module(self) -> nn.Module:
@@ -175,6 +179,13 @@ def _shard_dims(module: nn.Module) -> dict[str, int]:
         for prefix, layer in module.named_modules()
         for name, dim in getattr(layer, "shard_dims", {}).items()
     }
+
+
+def _exact_weights(module: nn.Module, config: dict[str, Any]) -> dict[str, Tensor]:
+    """The weights as given, where DeepSpeed would start its fp32 masters from their rounded half-precision copies."""
+    if not any(config.get(key, {}).get("enabled") for key in ("bf16", "fp16")):
+        return {}
+    return {name: parameter.detach().to("cpu", copy=True) for name, parameter in module.named_parameters()}
 
 
 def _refuse_what_trains_wrongly(config: dict[str, Any], stage: int) -> None:

@@ -26,6 +26,18 @@ def train(engine: Engine, group: Group, steps: range) -> list[tuple[float, float
     return log
 
 
+def started(group: Group, stage: int, precision: str) -> list[str]:
+    tensors = whole(small_engine(group, stage, precision))
+    given = {f"weight/{name}": parameter.detach() for name, parameter in SmallModel().named_parameters()}
+    return differing(given, {name: value for name, value in tensors.items() if name.startswith("weight/")})
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_weights_start_as_given_in_full_precision(stage: int, precision: str) -> None:
+    assert on_ranks(2, started, stage, precision) == [[], []]
+
+
 def resumed(group: Group, stage: int, precision: str, threshold: int = 0) -> dict[str, Any]:
     first = small_engine(group, stage, precision, persistence_threshold=threshold)
     train(first, group, range(3))
