@@ -44,10 +44,12 @@ def zero_stage(content: dict[str, Any]) -> int:
 
 
 def _precision(precision: str, stage: int) -> dict[str, Any]:
-    """bf16 at stage 0 goes through autocast: DeepSpeed's own bf16 wrapper there takes a stray first step."""
+    """At stage 0 DeepSpeed's own 16-bit wrappers take a stray first step: bf16 goes through autocast there."""
     if precision == "fp32":
         return {}
     if precision == "fp16":
+        if stage == 0:
+            raise ConfigError("engine.precision", "be fp32 or bf16 at ZeRO stage 0", got="fp16", hint="or use stage 1")
         return {"fp16": {"enabled": True}}
     if stage == 0:
         return {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}

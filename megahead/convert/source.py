@@ -19,6 +19,7 @@ from megahead.pretraining.build import assemble
 EMBEDDING = "backbone.embedding.weight"
 HEAD = "head.weight"
 _COUNTS = "state/target_counts"
+_PRIOR = "state/dataset_counts"
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,8 @@ class TrainedModel:
 
     def log_unigram(self) -> Tensor:
         """[V] fp32: log q of the targets trained on."""
-        return log_unigram(self.checkpoint.read(_COUNTS), self.config.model.vocab_size)
+        prior_V = self.checkpoint.read(_PRIOR) if _PRIOR in self.checkpoint.names() else None
+        return log_unigram(self.checkpoint.read(_COUNTS), self.config.model.vocab_size, prior_V)
 
     def load(self) -> Pretraining:
         """The model itself, in fp32 on the CPU, ready to score."""

@@ -1,5 +1,6 @@
-"""How good a model is: held-out text during training, and the harness's tasks on exported models."""
+"""How good a model is: held-out text during and after training, and the harness's tasks on exported models."""
 
+from megahead.evaluate.offline import evaluate_checkpoint
 from megahead.evaluate.perplexity import HeldOut, HeldOutText
 
-__all__ = ["HeldOut", "HeldOutText"]
+__all__ = ["HeldOut", "HeldOutText", "evaluate_checkpoint"]

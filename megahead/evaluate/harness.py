@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
@@ -19,6 +20,7 @@ import yaml
 from lm_eval.evaluator import simple_evaluate
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from megahead.convert import load_causal, load_tokenizer_folder
@@ -115,7 +117,7 @@ def _result(task: str, found: Mapping[str, Any]) -> TaskResult:
 
 def _progress(name: str) -> Progress:
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    progress = Progress(*columns, transient=True)
+    progress = Progress(*columns, console=Console(file=sys.stderr), transient=True, disable=not sys.stderr.isatty())
     progress.add_task(name, total=None)
     return progress
 

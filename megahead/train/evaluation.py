@@ -16,29 +16,17 @@ from megahead.train.state import TrainingState
 class Evaluation:
     """Scores the validation dataset; a headless run uses `E h + log q`, q counted so far, smoothed by the dataset's."""
 
-    def __init__(
-        self, config: RunConfig, train_text: IndexedDataset, held_out: IndexedDataset, data: Group, device: torch.device
-    ) -> None:
+    def __init__(self, config: RunConfig, held_out: IndexedDataset, data: Group, device: torch.device) -> None:
         self.head = config.objective.head()
         samples = SequentialSamples(held_out, config.data.sequence_length)
         self._text = HeldOutText(samples, config.data, config.training.evaluate_samples, config.batch.micro_size, data)
         self._data = data
         self._device = device
         self._vocab_size = config.model.vocab_size
-        self._prior_V = _token_counts(train_text, self._vocab_size)
 
     def run(self, engine: Engine, state: TrainingState) -> HeldOut:
         """Collective."""
         bias_V = None
         if self.head == "pmi":
-            bias_V = log_unigram(state.target_counts(self._data), self._vocab_size, self._prior_V)
+            bias_V = log_unigram(state.target_counts(self._data), self._vocab_size, state.dataset_counts)
         return self._text.evaluate(engine.evaluate, bias_V, self._device)
-
-
-def _token_counts(dataset: IndexedDataset, vocab_size: int) -> torch.Tensor | None:
-    """int64 [V] counts of the whole dataset, or None when it does not know them."""
-    if dataset.info is None:
-        return None
-    counts_V = torch.zeros(vocab_size, dtype=torch.int64)
-    counts_V[: len(dataset.info.token_counts)] = torch.tensor(dataset.info.token_counts)
-    return counts_V

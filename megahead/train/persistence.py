@@ -31,11 +31,11 @@ _SAME_WHEN_RESUMED = (
 
 def save(engine: Engine, state: TrainingState, config: RunConfig, data: Group, world: Group) -> Path:
     """Writes a checkpoint of the whole run into its folder. Collective over `world`."""
-    counts = state.target_counts(data)
+    counts = {"state/target_counts": state.target_counts(data), "state/dataset_counts": state.dataset_counts}
     return save_checkpoint(
         Path(config.folder()) / "checkpoints",
         state.step,
-        chain(engine.tensors(), [("state/target_counts", counts)]),
+        chain(engine.tensors(), counts.items()),
         state=state.counters() | {"optimizer_steps": engine.optimizer_steps, "group_samples": config.batch.micro_size},
         config=config.model_dump(mode="json"),
         group=world,

@@ -44,6 +44,7 @@ def pretrain(config: RunConfig, launch: Launch, resume: str = "auto") -> Ending:
     optimizer = build_adamw(pretraining, config.optimizer)
     engine = Engine(pretraining, optimizer=optimizer, config=deepspeed, mesh=mesh, device=device)
     state = TrainingState(config.model.padded_vocab_size())
+    state.note_dataset(train_text)
     if checkpoint is not None:
         resume_from(checkpoint, engine, state, config, data)
 
@@ -59,7 +60,7 @@ def pretrain(config: RunConfig, launch: Launch, resume: str = "auto") -> Ending:
         state=state,
         meters=meters,
         stop=StopRequest(),
-        evaluation=Evaluation(config, train_text, held_out, data, device) if held_out else None,
+        evaluation=Evaluation(config, held_out, data, device) if held_out else None,
         save=partial(save, engine, state, config, data, world),
         device=device,
         data=data,

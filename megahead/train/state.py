@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megahead.data import Batch
+from megahead.data import Batch, IndexedDataset
 from megahead.distributed import Group
 
 _COUNTERS = ("step", "samples", "tokens", "targets", "skipped_steps", "seconds")
@@ -42,8 +42,19 @@ class TrainingState:
     local_counts: Tensor = field(init=False)
     """int64 [padded vocabulary]: how often each id was a target on this rank (what was resumed lies with rank 0)."""
 
+    dataset_counts: Tensor = field(init=False)
+    """int64 [padded vocabulary]: how often each id stands in the training dataset; zeros where it does not know.
+    Only smooths what `local_counts` says of ids that were seldom a target yet."""
+
     def __post_init__(self) -> None:
         self.local_counts = torch.zeros(self.padded_vocab_size, dtype=torch.int64)
+        self.dataset_counts = torch.zeros(self.padded_vocab_size, dtype=torch.int64)
+
+    def note_dataset(self, dataset: IndexedDataset) -> None:
+        """Takes the dataset's own token counts, where it has them."""
+        if dataset.info is not None:
+            counts = torch.tensor(dataset.info.token_counts)
+            self.dataset_counts[: len(counts)] = counts
 
     def count(self, batch: Batch) -> None:
         """Adds a batch's targets to the counts."""

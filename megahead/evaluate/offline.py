@@ -1,0 +1,39 @@
+"""Held-out perplexity of a checkpoint, with any head it can have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from megahead.convert.heads import HeadName, make_head
+from megahead.convert.source import TrainedModel
+from megahead.data import IndexedDataset, SequentialSamples
+from megahead.distributed import Group
+from megahead.errors import FieldError
+from megahead.evaluate.perplexity import HeldOut, HeldOutText
+from megahead.objectives import Scores
+from megahead.pretraining import Scoring
+
+
+def evaluate_checkpoint(checkpoint: Path, head: HeadName, *, dataset: str | None = None) -> HeldOut:
+    """Scores the run's validation text (or `dataset`, a prefix), as many rows as the run's own evaluations read.
+
+    checkpoint: a step folder or a run (its newest). head: `tied` scores by the embedding alone, `pmi` adds log q,
+    `trained` uses the head's own matrix. In fp32 on the CPU.
+    """
+    model = TrainedModel.open(checkpoint)
+    make_head(head, model)  # says so when this model cannot have it
+    config = model.config
+    prefix = dataset or config.data.validation
+    if prefix is None:
+        raise FieldError("data.validation", "name a held-out dataset", got="missing", hint="or give one to evaluate on")
+    samples = SequentialSamples(IndexedDataset(prefix), config.data.sequence_length)
+    text = HeldOutText(samples, config.data, config.training.evaluate_samples, config.batch.micro_size, Group())
+    pretraining = model.load()
+
+    @torch.no_grad()
+    def score(scoring: Scoring) -> Scores:
+        return pretraining(scoring)
+
+    return text.evaluate(score, model.log_unigram() if head == "pmi" else None, torch.device("cpu"))
