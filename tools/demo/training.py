@@ -1,0 +1,65 @@
+"""Runs `launch/pretrain.py` as anybody would, under DeepSpeed's launcher, and passes on what a person wants to read."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from megahead.errors import UserError
+from megahead.report import read_metrics
+
+ROOT = Path(__file__).resolve().parents[2]
+_LAUNCHER_NOTE = re.compile(r"^\[\d{4}-\d\d-\d\d .*\[(INFO|WARNING)\]")
+
+
+def ranks() -> int:
+    """Two where there are two cores or two GPUs, else one."""
+    there = torch.cuda.device_count() if torch.cuda.is_available() else os.cpu_count() or 1
+    return min(2, there)
+
+
+def train(config: str, overrides: Sequence[str], console: Console) -> Path:
+    """Trains `configs/CONFIG.yaml` (resuming what an earlier call began) and returns its run folder.
+
+    Raises UserError with the last lines it printed when it fails.
+    """
+    command = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_accelerators", str(ranks())]
+    command += ["launch/pretrain.py", "--config", f"configs/{config}.yaml"]
+    for override in overrides:
+        command += ["--set", override]
+    environment = {**os.environ, "OMP_NUM_THREADS": _threads(), "PYTHONUNBUFFERED": "1"}
+    if not torch.cuda.is_available():
+        environment["DS_ACCELERATOR"] = "cpu"
+    folder = None
+    lines: list[str] = []
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        assert process.stdout is not None
+        for line in map(str.rstrip, process.stdout):
+            if line and not _LAUNCHER_NOTE.match(line):
+                lines.append(line)
+                console.print(f"  {line}", style="dim", markup=False, highlight=False, soft_wrap=True)
+                folder = Path(line.rpartition(" -> ")[2]) if line.startswith("run  ") else folder
+    if process.returncode or folder is None:
+        raise UserError("training must end by itself, but failed; its last lines:\n" + "\n".join(lines[-15:]))
+    return ROOT / folder
+
+
+def seconds_a_step(config: str, overrides: Sequence[str], scratch: Path, console: Console) -> float:
+    """Measured over a few steps of a run that is thrown away."""
+    trial = ["training.steps=16", "training.log_seconds=0", "schedule.warmup_steps=0", "data.validation=null"]
+    folder = train(config, [*overrides, *trial, f"output_dir={scratch}"], console)
+    steps = [record["step_seconds"] for record in read_metrics(folder).training]
+    return sorted(steps)[len(steps) // 2]
+
+
+def _threads() -> str:
+    return str(max(1, (os.cpu_count() or 1) // ranks()))
