@@ -39,9 +39,9 @@ def test_the_order_is_fixed_for_good() -> None:
     assert FeistelOrder(10**12, 3).take([0, 10**12 - 1]).tolist() == [398872197488, 471189780905]
 
 
-@pytest.mark.parametrize("n", [3, 8, 13])
+@pytest.mark.parametrize("n", [3, 8])
 def test_each_item_is_as_likely_at_each_place(n: int) -> None:
-    seeds = 800
+    seeds = 2000
     table = np.zeros((n, n))
     for seed in range(seeds):
         table[np.arange(n), FeistelOrder(n, seed).take(np.arange(n))] += 1
