@@ -6,6 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from tokenizers.trainers import BpeTrainer
 
 from megahead.checkpoint import save_checkpoint
 from megahead.config import RunConfig, config_from_dict
@@ -28,13 +33,13 @@ def small_config(**sections: Any) -> RunConfig:
     return config_from_dict({**defaults, **{key: {**defaults.get(key, {}), **sections[key]} for key in sections}})
 
 
-def save_small(run: Path, config: RunConfig, seed: int = 0, step: int = 3) -> Path:
+def save_small(run: Path, config: RunConfig, seed: int = 0, step: int = 3, scale: float = 0.3) -> Path:
     """Saves random weights as RUN/checkpoints/step-0000000N, a headless one with counts of its targets."""
     generator = torch.Generator().manual_seed(seed)
     pretraining = build(config, torch.device("cpu"))
     tensors = {}
     for name, parameter in pretraining.named_parameters():
-        spread = 0.3 * torch.randn(parameter.shape, generator=generator)
+        spread = scale * torch.randn(parameter.shape, generator=generator)
         tensors[f"weight/{name}"] = spread + (1.0 if name.endswith("norm.weight") else 0.0)
     if config.objective.name == "headless":
         rows = config.model.padded_vocab_size()
@@ -48,3 +53,19 @@ def save_small(run: Path, config: RunConfig, seed: int = 0, step: int = 3) -> Pa
         group=Group(),
         keep=2,
     )
+
+
+def save_tokenizer(path: Path, text: str = "the cat sat on the mat and the dog saw the cat") -> None:
+    """A byte-level BPE of at most 300 ids; 0 ends documents, 1 pads."""
+    tokenizer = Tokenizer(BPE())
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = ByteLevelDecoder()
+    trainer = BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<|endoftext|>", "<|padding|>"],
+        initial_alphabet=ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([text] * 10, trainer)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(path))

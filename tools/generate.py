@@ -18,6 +18,8 @@ from megahead.errors import FieldError, run_command
 
 def main() -> None:
     arguments = _parser().parse_args()
+    if arguments.max_tokens < 1:
+        raise FieldError("--max-tokens", "be at least 1", got=arguments.max_tokens)
     sampling = sampling_options(arguments.temperature, arguments.top_k, arguments.top_p)
     folder = hf_folder(arguments.model)
     model, tokenizer = load_causal(folder), load_tokenizer_folder(folder)

@@ -1,8 +1,8 @@
 """Hugging Face folders out and in; nothing else knows Hugging Face's names."""
 
-from megahead.convert.export import ExportReport, export
-from megahead.convert.from_hf import from_hf
+from megahead.convert.exporting import ExportReport, export
 from megahead.convert.heads import FoldedBias, HeadName, fold_bias
+from megahead.convert.importing import from_hf
 from megahead.convert.loading import load_backbone, load_causal, load_tokenizer_folder
 from megahead.convert.resolve import hf_folder
 from megahead.convert.verify import Parity

@@ -76,14 +76,19 @@ def verify(folder: Path, model: TrainedModel, head: Head, dtype: str) -> Parity:
 
 @torch.no_grad()
 def expected_outputs(model: TrainedModel, head: Head, rows_BT: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """[B, T, V] logits as they are defined, `E h / T + log q` or the like, or [B, T, D] hidden states; in fp32."""
+    """[B, T, V] logits as they are defined, `E h / T + log q` or the like, or [B, T, D] hidden states.
+
+    Computed in `dtype` throughout, returned in fp32.
+    """
     pretraining = model.load().to(dtype)
     hidden_BTD: Tensor = pretraining.backbone(rows_BT)
     if head.matrix is None:
         return hidden_BTD.float()
     matrix_VD = pretraining.get_parameter(head.matrix)[: model.config.model.vocab_size]
-    logits_BTV: Tensor = (hidden_BTD @ matrix_VD.T).float() / head.temperature
-    return logits_BTV if head.folded is None else logits_BTV + model.log_unigram()
+    logits_BTV: Tensor = (hidden_BTD @ matrix_VD.T) / head.temperature
+    if head.folded is not None:
+        logits_BTV = logits_BTV + model.log_unigram().to(dtype)
+    return logits_BTV.float()
 
 
 @torch.no_grad()

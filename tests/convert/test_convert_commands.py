@@ -1,0 +1,77 @@
+"""The commands over conversion, as a user types them."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+from small_checkpoint import save_small, save_tokenizer, small_config
+
+TOOLS = Path(__file__).resolve().parents[2] / "tools"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    save_small(tmp_path / "run", small_config(model={"vocab_size": 300}))
+    save_tokenizer(tmp_path / "run" / "tokenizer.json")
+    return tmp_path / "run"
+
+
+def command(monkeypatch: pytest.MonkeyPatch, name: str, *arguments: object) -> int:
+    """Exit code of `tools/NAME.py ARGUMENTS`."""
+    monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
+    with pytest.raises(SystemExit) as stopped:
+        runpy.run_path(str(TOOLS / f"{name}.py"), run_name="__main__")
+    return int(stopped.value.code or 0)
+
+
+def test_out_and_in_again(run: Path, monkeypatch, capsys) -> None:
+    out, back = run.parent / "out", run.parent / "back"
+    assert command(monkeypatch, "convert", "to-hf", "--checkpoint", run, "--output", out, "--head", "tied") == 0
+    assert "logits of 64 tokens equal the checkpoint's within" in capsys.readouterr().out
+    assert command(monkeypatch, "convert", "from-hf", "--model", out, "--output", back) == 0
+    assert (back / "checkpoints" / "step-00000000" / "checkpoint.json").is_file()
+
+
+def test_a_mistake_ends_with_a_sentence_and_code_2(run: Path, monkeypatch, capsys) -> None:
+    out = run.parent / "out"
+    assert command(monkeypatch, "convert", "to-hf", "--checkpoint", run, "--output", out, "--head", "trained") == 2
+    assert "use pmi, tied or none" in capsys.readouterr().err
+
+
+def test_the_same_seed_generates_the_same_text(run: Path, monkeypatch, capsys) -> None:
+    def text(*options: object) -> str:
+        arguments = ("--model", run, "--prompt", "the cat", "", "--max-tokens", 6, *options)
+        assert command(monkeypatch, "generate", *arguments) == 0
+        return capsys.readouterr().out
+
+    first = text("--seed", 1)
+    assert first.startswith("the cat")
+    assert text("--seed", 1) == first != text("--seed", 2)
+    assert text("--temperature", 0, "--seed", 1) == text("--temperature", 0, "--seed", 2)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "sentence"),
+    [
+        ("--temperature", -1, "at least 0"),
+        ("--top-p", 0, "above 0"),
+        ("--top-k", -3, "at least 0"),
+        ("--max-tokens", 2048, "below the model's context (2048)"),
+        ("--max-tokens", 0, "at least 1"),
+    ],
+)
+def test_options_out_of_range_are_told(run: Path, monkeypatch, capsys, option, value, sentence) -> None:
+    assert command(monkeypatch, "generate", "--model", run, "--prompt", "a", option, value) == 2
+    assert sentence in capsys.readouterr().err
+
+
+def test_scores_are_printed_and_written(run: Path, monkeypatch, capsys) -> None:
+    passages, scores = run.parent / "cloze.jsonl", run.parent / "scores.json"
+    passages.write_text('{"text": "the cat saw the dog"}\n' * 3)
+    arguments = ("--model", run, "--tasks", "cloze", "--cloze", passages, "--output", scores)
+    assert command(monkeypatch, "eval_harness", *arguments) == 0
+    assert "perplexity" in capsys.readouterr().out
+    assert f'"model": "{run}"' in scores.read_text()

@@ -1,0 +1,145 @@
+"""What an exported folder holds, which heads a checkpoint can have, and that nothing wrong is ever left behind."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from small_checkpoint import save_small, save_tokenizer, small_config
+from transformers import AutoTokenizer, GPTNeoXConfig
+
+from megahead.convert import export, exporting, hf_folder, load_causal
+from megahead.convert.gpt_neox import hf_config
+from megahead.data import IndexedDatasetWriter, load_tokenizer
+from megahead.errors import CheckpointError, DataError, FieldError
+
+VANILLA = {"name": "vanilla"}
+TIED = {"name": "vanilla", "tied": True}
+
+
+def test_the_folder_is_complete_and_says_what_it_is(tmp_path: Path) -> None:
+    step = save_small(tmp_path / "run", small_config(model={"vocab_size": 300}))
+    save_tokenizer(tmp_path / "run" / "tokenizer.json")
+    report = export(step, tmp_path / "out", "pmi")
+    folder = report.folder
+    assert {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"} <= {
+        path.name for path in folder.iterdir()
+    }
+    config = json.loads((folder / "config.json").read_text())
+    assert (config["bos_token_id"], config["eos_token_id"], config["pad_token_id"]) == (0, 0, 1)
+    assert config["megahead"]["head"] == "pmi"
+    parity = json.loads((folder / "parity.json").read_text())
+    assert parity["largest_error"]["float32"] == report.parity.largest_error["float32"] < 1e-4
+    card = (folder / "README.md").read_text()
+    assert "log q" in card
+    assert "384 tokens" in card
+    assert "2309.08351" in card
+
+
+def test_tokenizer_files_give_the_ids_we_trained_on(tmp_path: Path) -> None:
+    save_small(tmp_path / "run", small_config(model={"vocab_size": 300}))
+    save_tokenizer(tmp_path / "run" / "tokenizer.json")
+    folder = export(tmp_path / "run", tmp_path / "out", "tied").folder
+    text = "the cat  saw\n\tÜnïcode <|endoftext|>the mat ."
+    theirs = AutoTokenizer.from_pretrained(folder)
+    assert theirs(text)["input_ids"] == load_tokenizer(tmp_path / "run" / "tokenizer.json").encode_batch([text])[0]
+    assert theirs.decode(theirs(text)["input_ids"]) == text
+    assert (theirs.eos_token_id, theirs.pad_token_id, len(theirs)) == (0, 1, len(load_vocabulary(folder)))
+
+
+def load_vocabulary(folder: Path) -> set[str]:
+    content = json.loads((folder / "tokenizer.json").read_text())
+    return set(content["model"]["vocab"]) | {token["content"] for token in content["added_tokens"]}
+
+
+def test_an_end_token_that_the_tokenizer_lacks_is_told(tmp_path: Path) -> None:
+    save_small(tmp_path / "run", small_config(model={"vocab_size": 900}, data={"end_token": 899}))
+    save_tokenizer(tmp_path / "run" / "tokenizer.json")
+    with pytest.raises(DataError, match=r"data\.end_token \(899\)"):
+        export(tmp_path / "run", tmp_path / "out", "tied")
+    assert not (tmp_path / "out").exists()
+
+
+def test_padding_rows_are_dropped_or_kept_without_ever_winning(tmp_path: Path) -> None:
+    save_small(tmp_path / "run", small_config())
+    trimmed = export(tmp_path / "run", tmp_path / "trimmed", "pmi").folder
+    kept = export(tmp_path / "run", tmp_path / "kept", "pmi", keep_padding=True).folder
+    ids = torch.randint(61, (2, 20), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        short, full = load_causal(trimmed)(ids).logits, load_causal(kept)(ids).logits
+    assert short.shape[-1] == 61
+    assert full.shape[-1] == 64
+    torch.testing.assert_close(full.log_softmax(-1)[..., :61], short.log_softmax(-1), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("objective", "head", "stored"),
+    [({}, "tied", False), ({"temperature": 0.5}, "tied", True), (TIED, "trained", False), (VANILLA, "trained", True)],
+)
+def test_a_head_equal_to_the_embedding_is_not_stored_twice(tmp_path, objective, head, stored) -> None:
+    save_small(tmp_path / "run", small_config(objective=objective))
+    folder = export(tmp_path / "run", tmp_path / "out", head).folder
+    assert ("embed_out.weight" in load_file(folder / "model.safetensors")) is stored
+    assert GPTNeoXConfig.from_pretrained(folder).tie_word_embeddings is not stored
+
+
+@pytest.mark.parametrize(("objective", "head"), [({}, "trained"), (VANILLA, "tied"), (VANILLA, "pmi"), (TIED, "pmi")])
+def test_a_head_the_run_cannot_have_is_refused(tmp_path, objective, head) -> None:
+    save_small(tmp_path / "run", small_config(objective=objective))
+    with pytest.raises(FieldError, match=r"`--head` must .* but is .* instead; use"):
+        export(tmp_path / "run", tmp_path / "out", head)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("head", ["tied", "pmi", "none"])
+def test_an_export_that_differs_from_its_source_fails_and_leaves_nothing(tmp_path, monkeypatch, head) -> None:
+    save_small(tmp_path / "run", small_config())
+    wrong = {"use_parallel_residual": False}
+    monkeypatch.setattr(exporting, "hf_config", lambda *args, **options: hf_config(*args, **options) | wrong)
+    with pytest.raises(CheckpointError, match="must be within"):
+        export(tmp_path / "run", tmp_path / "out", head)
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_weights_that_are_not_numbers_never_pass(tmp_path: Path) -> None:
+    config = small_config(model={"norm_eps": 1e-5})
+    save_small(tmp_path / "run", config, scale=1e30)
+    with pytest.raises(CheckpointError, match="must be within"):
+        export(tmp_path / "run", tmp_path / "out", "tied")
+
+
+def test_real_text_is_compared_too_where_it_is_at_hand(tmp_path: Path) -> None:
+    with IndexedDatasetWriter(tmp_path / "text", vocab_size=61) as writer:
+        writer.add_document(torch.arange(100) % 61)
+    save_small(tmp_path / "run", small_config(data={"train": str(tmp_path / "text")}))
+    save_small(tmp_path / "elsewhere", small_config())
+    with_text = export(tmp_path / "run", tmp_path / "a", "pmi").parity
+    without = export(tmp_path / "elsewhere", tmp_path / "b", "pmi").parity
+    assert (with_text.tokens, without.tokens) == (4 * 32, 2 * 32)
+
+
+def test_a_run_resolves_to_its_export_which_is_kept_until_the_checkpoint_changes(tmp_path: Path) -> None:
+    save_small(tmp_path / "run", small_config())
+    first = hf_folder(tmp_path / "run")
+    assert first == tmp_path / "run" / "exports" / "step-00000003-pmi"
+    made = (first / "model.safetensors").stat().st_mtime_ns
+    assert hf_folder(tmp_path / "run") == hf_folder(first) == first
+    assert (first / "model.safetensors").stat().st_mtime_ns == made
+    save_small(tmp_path / "run", small_config(), seed=1)
+    assert hf_folder(tmp_path / "run") == first
+    assert (first / "model.safetensors").stat().st_mtime_ns != made
+
+
+def test_a_folder_of_nothing_is_no_model(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="a run or a checkpoint, but is none"):
+        hf_folder(tmp_path)
+
+
+def test_a_backbone_never_loads_as_a_language_model_with_a_random_head(tmp_path: Path) -> None:
+    save_small(tmp_path / "run", small_config())
+    folder = export(tmp_path / "run", tmp_path / "out", "none").folder
+    with pytest.raises(CheckpointError, match="missing keys"):
+        load_causal(folder)

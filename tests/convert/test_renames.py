@@ -1,0 +1,47 @@
+"""The rename table covers every parameter, and reads the same in both directions."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from small_checkpoint import small_config
+from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
+from megahead.convert.gpt_neox import RENAMES, our_name
+from megahead.convert.renames import Renames
+from megahead.errors import FieldError
+from megahead.pretraining.build import assemble
+
+
+def test_the_table_is_a_bijection_between_our_parameters_and_those_of_transformers() -> None:
+    with torch.device("meta"):
+        ours = [name for name, _ in assemble(small_config(objective={"name": "vanilla"})).named_parameters()]
+        config = GPTNeoXConfig(num_hidden_layers=2, hidden_size=48, num_attention_heads=3, vocab_size=61)
+        theirs = {name.replace("lm_head", "embed_out") for name, _ in GPTNeoXForCausalLM(config).named_parameters()}
+    renamed = [RENAMES.theirs(name) for name in ours]
+    assert set(renamed) == theirs
+    assert [RENAMES.ours(name) for name in renamed if name] == ours
+
+
+def test_layer_numbers_of_any_size_survive() -> None:
+    assert RENAMES.theirs("backbone.blocks.31.mlp.up.bias") == "gpt_neox.layers.31.mlp.dense_h_to_4h.bias"
+
+
+def test_names_of_a_lone_backbone_and_of_newer_versions_are_known() -> None:
+    assert our_name("layers.7.attention.dense.weight") == "backbone.blocks.7.attention.output.weight"
+    assert our_name("lm_head.weight") == "head.weight"
+
+
+@pytest.mark.parametrize("leaf", ["attention.bias", "attention.masked_bias", "attention.rotary_emb.inv_freq"])
+def test_buffers_of_old_versions_are_no_parameters(leaf: str) -> None:
+    assert our_name(f"gpt_neox.layers.0.{leaf}") is None
+
+
+def test_an_unknown_name_is_refused_rather_than_skipped() -> None:
+    with pytest.raises(FieldError, match=r"transformer\.wte\.weight"):
+        our_name("transformer.wte.weight")
+
+
+def test_a_table_that_cannot_be_reversed_is_refused() -> None:
+    with pytest.raises(ValueError, match="one name"):
+        Renames({"a": "x", "b": "x"})

@@ -1,0 +1,105 @@
+"""lm-eval on local files equals what a by-hand evaluation of the same examples gives."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from small_checkpoint import save_small, save_tokenizer, small_config
+
+from megahead.convert import hf_folder, load_causal, load_tokenizer_folder
+from megahead.errors import CheckpointError, DataError, FieldError
+from megahead.evaluate.harness import evaluate_harness
+from megahead.evaluate.tasks import task_files
+
+PASSAGES = ["the cat sat on the mat and the dog saw the cat", "the dog sat on the cat", "on the mat sat the dog"] * 3
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    save_small(tmp_path / "run", small_config(model={"vocab_size": 300}))
+    save_tokenizer(tmp_path / "run" / "tokenizer.json")
+    return hf_folder(tmp_path / "run")
+
+
+@pytest.fixture
+def passages(tmp_path: Path) -> Path:
+    path = tmp_path / "cloze.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in PASSAGES))
+    return path
+
+
+@torch.no_grad()
+def by_hand(folder: Path) -> tuple[float, float]:
+    """(accuracy, perplexity) of last words, each passage by itself."""
+    model, tokenizer = load_causal(folder), load_tokenizer_folder(folder)
+    right, nats = 0, 0.0
+    for text in PASSAGES:
+        context, _, word = text.rpartition(" ")
+        answer = tokenizer(" " + word)["input_ids"]
+        ids = torch.tensor(tokenizer(context)["input_ids"] + answer)
+        log_p = model(ids[None, :-1]).logits[0, -len(answer) :].log_softmax(-1)
+        target = torch.tensor(answer)
+        nats -= log_p.gather(1, target[:, None]).sum().item()
+        right += bool((log_p.argmax(-1) == target).all())
+    return right / len(PASSAGES), math.exp(nats / len(PASSAGES))
+
+
+def test_scores_equal_a_count_by_hand_and_carry_standard_errors(folder: Path, passages: Path) -> None:
+    result = evaluate_harness(folder, task_files(["cloze"], cloze=passages), batch_size=2)
+    (task,) = result.tasks
+    scores = {score.metric: score for score in task.scores}
+    accuracy, perplexity = by_hand(folder)
+    assert task.samples == len(PASSAGES)
+    assert scores["acc"].value == pytest.approx(accuracy)
+    assert scores["perplexity"].value == pytest.approx(perplexity, rel=1e-4)
+    assert scores["acc"].stderr is not None
+    assert scores["perplexity"].stderr is not None
+    assert json.loads(json.dumps(result.record()))["tasks"][0]["task"] == "cloze"
+
+
+def test_several_tasks_and_a_limit(folder: Path, passages: Path, tmp_path: Path) -> None:
+    (tmp_path / "data" / "lambada").mkdir(parents=True)
+    (tmp_path / "data" / "lambada" / "lambada_test.jsonl").write_bytes(passages.read_bytes())
+    files = task_files(["lambada_openai", "cloze"], tmp_path / "data", passages)
+    result = evaluate_harness(folder, files, limit=2)
+    assert [(task.task, task.samples) for task in result.tasks] == [("lambada_openai", 2), ("cloze", 2)]
+    assert result.tasks[0].scores[1].value == result.tasks[1].scores[1].value
+
+
+def test_a_changed_file_of_the_same_name_is_read_anew(folder: Path, passages: Path) -> None:
+    files = task_files(["cloze"], cloze=passages)
+    before = evaluate_harness(folder, files).tasks[0]
+    passages.write_text(json.dumps({"text": "the mat saw the dog"}) + "\n")
+    after = evaluate_harness(folder, files).tasks[0]
+    assert (before.samples, after.samples) == (len(PASSAGES), 1)
+
+
+def test_a_model_without_its_tokenizer_is_told(folder: Path, passages: Path) -> None:
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(CheckpointError, match=r"must hold a tokenizer\.json"):
+        evaluate_harness(folder, task_files(["cloze"], cloze=passages))
+
+
+def test_mistakes_in_tasks_are_found_before_any_work(tmp_path: Path) -> None:
+    with pytest.raises(FieldError, match="cloze, lambada_openai, but is lambda"):
+        task_files(["lambda"])
+    with pytest.raises(FieldError, match="`--cloze` must name the file"):
+        task_files(["cloze"])
+    with pytest.raises(FieldError, match=r"`--data` .*lambada_test\.jsonl"):
+        task_files(["lambada_openai"])
+    with pytest.raises(DataError, match="must be a readable jsonl file"):
+        task_files(["lambada_openai"], tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [("", "is empty"), ('{"text": "a b"}\n{"txt": "c"}\n', "line 2 is none"), ("[1]\n", "line 1 is none")],
+)
+def test_a_file_that_is_no_test_is_told(tmp_path: Path, content: str, sentence: str) -> None:
+    (tmp_path / "cloze.jsonl").write_text(content)
+    with pytest.raises(DataError, match=sentence):
+        task_files(["cloze"], cloze=tmp_path / "cloze.jsonl")
