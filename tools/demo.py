@@ -25,8 +25,8 @@ from megahead.convert.heads import HeadName
 from megahead.data import Bar, preprocess
 from megahead.data.vocabulary import sample_texts, save_tokenizer, train_bpe
 from megahead.errors import run_command
-from megahead.evaluate import evaluate_checkpoint
 from megahead.evaluate.harness import evaluate_harness
+from megahead.evaluate.offline import evaluate_checkpoint
 from megahead.report import read_metrics, save_curves, to_rich
 
 FOLDER = ROOT / "demo"

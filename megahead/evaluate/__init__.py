@@ -1,6 +1,8 @@
-"""How good a model is: held-out text during and after training, and the harness's tasks on exported models."""
+"""How good a model is: held-out text during training (here), a checkpoint's heads (`offline`), tasks (`harness`).
 
-from megahead.evaluate.offline import evaluate_checkpoint
+The latter two need transformers, whose import costs seconds: import them by name.
+"""
+
 from megahead.evaluate.perplexity import HeldOut, HeldOutText
 
-__all__ = ["HeldOut", "HeldOutText", "evaluate_checkpoint"]
+__all__ = ["HeldOut", "HeldOutText"]

@@ -1,0 +1,92 @@
+"""Groups as values, the mesh, and what a launcher's environment means."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from on_ranks import on_ranks
+
+from megahead.distributed import Group, Launch, Mesh, read_launch
+from megahead.errors import ConfigError, UserError
+
+
+def talk(group: Group) -> dict[str, object]:
+    mine = torch.tensor([float(group.rank)])
+    side = group.side_channel()
+    return {
+        "sum": group.sum_(mine.clone()).item(),
+        "max": group.max_(mine.clone()).item(),
+        "gather": group.gather(mine).flatten().tolist(),
+        "objects": side.gather_objects(f"rank {group.rank}"),
+        "first": group.from_first({"rank": group.rank}),
+        "shard": group.shard(torch.arange(8), 0).tolist(),
+    }
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_every_rank_hears_all(size: int) -> None:
+    for rank, heard in enumerate(on_ranks(size, talk)):
+        assert heard["sum"] == sum(range(size))
+        assert heard["max"] == size - 1
+        assert heard["gather"] == list(range(size))
+        assert heard["objects"] == [f"rank {r}" for r in range(size)]
+        assert heard["first"] == {"rank": 0}
+        assert heard["shard"] == list(range(8))[rank * 8 // size : (rank + 1) * 8 // size]
+
+
+def test_one_rank_needs_no_process_group() -> None:
+    heard = talk(Group())
+    assert heard["sum"] == 0
+    assert heard["gather"] == [0]
+    assert heard["shard"] == list(range(8))
+
+
+def test_a_group_cannot_shard_unevenly() -> None:
+    with pytest.raises(ValueError, match="cannot be split evenly over 3 ranks"):
+        Group(0, 3).shard(torch.arange(8), 0)
+
+
+def places(group: Group) -> tuple[int, int, int, int, list[float], list[float]]:
+    mesh = Mesh.build(group, tensor_size=2)
+    mine = torch.tensor([float(group.rank)])
+    neighbours = mesh.tensor.gather(mine).flatten().tolist()
+    column = mesh.data.gather(mine).flatten().tolist()
+    return mesh.tensor.rank, mesh.tensor.size, mesh.data.rank, mesh.data.size, neighbours, column
+
+
+def test_tensor_groups_are_consecutive_ranks() -> None:
+    assert on_ranks(4, places) == [
+        (0, 2, 0, 2, [0, 1], [0, 2]),
+        (1, 2, 0, 2, [0, 1], [1, 3]),
+        (0, 2, 1, 2, [2, 3], [0, 2]),
+        (1, 2, 1, 2, [2, 3], [1, 3]),
+    ]
+
+
+def test_a_mesh_that_does_not_fit() -> None:
+    with pytest.raises(ConfigError, match=r"`parallel.tensor` must divide the number of ranks \(4\), but is 3"):
+        Mesh.build(Group(0, 4), tensor_size=3)
+
+
+def test_launchers_are_understood() -> None:
+    assert read_launch({}) == Launch()
+    torchrun = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "node0", "MASTER_PORT": "1234"}
+    assert read_launch(torchrun) == Launch(3, 4, 1, "node0", 1234)
+    slurm = {"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_LOCALID": "1", "MASTER_ADDR": "n", "MASTER_PORT": "1"}
+    assert read_launch(slurm) == Launch(3, 4, 1, "n", 1)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"MASTER_ADDR": ""}, "`MASTER_ADDR` must be set in the environment when WORLD_SIZE is 4, but is missing"),
+        ({"RANK": ""}, "`RANK` must be set"),
+        ({"MASTER_PORT": "http"}, "`MASTER_PORT` must be a whole number in the environment, but is 'http' instead."),
+        ({"RANK": "4"}, "`RANK` must be below WORLD_SIZE (4), but is 4 instead."),
+    ],
+)
+def test_a_launch_that_is_incomplete_names_the_variable(change: dict[str, str], sentence: str) -> None:
+    good = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "node0", "MASTER_PORT": "1234"}
+    with pytest.raises(UserError) as caught:
+        read_launch(good | change)
+    assert str(caught.value).startswith(sentence)

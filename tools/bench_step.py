@@ -1,0 +1,226 @@
+"""Times whole training steps, headless against vanilla, in turn: A B A B ..., so that a noisy machine hits both alike.
+
+tools/bench_step.py --preset pythia-14m --micro-batch 8 --sequence-length 512
+tools/bench_step.py --config configs/demo-headless.yaml
+
+A step is forward, backward, clipping and a fused AdamW update of one micro-batch, without an engine. Tokens come from
+the config's dataset (or --data PREFIX), else from Zipf's law, which has about as many different tokens as real text.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from torch import nn
+
+from megahead.config import NAMED_SIZES, RunConfig, config_from_dict, load_config
+from megahead.data import IndexedDataset, StreamSamples, causal_batch
+from megahead.errors import run_command
+from megahead.estimate import training_flops
+from megahead.optim import build_adamw
+from megahead.pretraining import MicroBatch, Pretraining, build
+from megahead.report import to_rich
+
+PYTHIA_VOCABULARY = 50277
+
+
+def main() -> None:
+    arguments = _parser().parse_args()
+    device = torch.device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
+    config = _config(arguments)
+    rows = token_rows(config, arguments.data, count=arguments.steps + 1)
+    contenders = [
+        Contender(config, name, device, arguments.precision, rows) for name in arguments.objectives.split(",")
+    ]
+    for index in range(arguments.steps + 1):
+        for contender in contenders:
+            contender.step(index)
+    rate = matrix_rate(device, arguments.precision)
+    console = Console(highlight=False)
+    shape = f"{config.batch.micro_size} x {config.data.sequence_length} tokens"
+    console.print(
+        f"{config.name}, {shape}, {arguments.precision} on {describe(device)}, {rate / 1e9:,.0f} GFLOP/s matrix rate"
+    )
+    console.print(to_rich([contender.row(rate) for contender in contenders]))
+    for other in contenders[1:]:
+        console.print(compare(contenders[0], other))
+
+
+@dataclass
+class Contender:
+    """One objective's model, optimizer and times."""
+
+    config: RunConfig
+    objective: str
+    device: torch.device
+    precision: str
+    rows: list[np.ndarray[Any, Any]]
+    times: dict[str, list[float]] = field(default_factory=lambda: {"forward": [], "backward": [], "optimizer": []})
+    candidates: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        tree = self.config.model_dump(mode="json")
+        tree["objective"]["name"] = self.objective
+        self.config = config_from_dict(tree)
+        self.model: Pretraining = build(self.config, self.device)
+        self.optimizer = build_adamw(self.model, self.config.optimizer)
+
+    def step(self, index: int) -> None:
+        """One whole step; the first is a warm-up and is not counted."""
+        micro = self._prepared(self.rows[index])
+        loss, forward = self._timed(lambda: self._loss(micro))
+        _, backward = self._timed(loss.backward)
+        _, optimizer = self._timed(self._update)
+        if index:
+            for name, seconds in zip(self.times, (forward, backward, optimizer), strict=True):
+                self.times[name].append(seconds)
+            self.candidates.append(
+                self.config.model.vocab_size if micro.candidates.ids_U is None else micro.candidates.ids_U.numel()
+            )
+
+    def seconds(self) -> list[float]:
+        """Of each whole step."""
+        return [sum(parts) for parts in zip(*self.times.values(), strict=True)]
+
+    def flops(self) -> float:
+        """Floating-point operations of a step."""
+        per_token = training_flops(
+            self.config.model, self.config.data.sequence_length, round(statistics.mean(self.candidates))
+        )
+        return per_token.total * self.config.batch.micro_size * self.config.data.sequence_length
+
+    def row(self, rate: float) -> dict[str, object]:
+        """Its line of the table; shares are of the median step."""
+        median = statistics.median(self.seconds())
+        tokens = self.config.batch.micro_size * self.config.data.sequence_length
+        row: dict[str, object] = {
+            "objective": self.objective,
+            "ms a step": median * 1e3,
+            "fastest": min(self.seconds()) * 1e3,
+            "tokens/s": round(tokens / median),
+            "candidates": round(statistics.mean(self.candidates)),
+            "GFLOP a step": self.flops() / 1e9,
+            "of matrix rate": f"{self.flops() / median / rate:.0%}",
+        }
+        for name, times in self.times.items():
+            row[name] = f"{statistics.median(times) / median:.0%}"
+        return row
+
+    def _prepared(self, rows: np.ndarray[Any, Any]) -> MicroBatch:
+        data = self.config.data
+        batch = causal_batch(
+            rows,
+            end_token=data.end_token,
+            isolate_documents=data.isolate_documents,
+            boundary_targets=data.boundary_targets,
+        )
+        candidates = self.model.objective.candidates(batch.target_ids_N)
+        return MicroBatch(batch, candidates, 1 / batch.target_ids_N.numel()).to(self.device)
+
+    def _loss(self, micro: MicroBatch) -> torch.Tensor:
+        half = self.precision == "bf16"
+        with torch.autocast(self.device.type, torch.bfloat16) if half else nullcontext():
+            return self.model(micro)
+
+    def _update(self) -> None:
+        nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optimizer.gradient_clipping)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def _timed(self, work: Callable[[], Any]) -> tuple[Any, float]:
+        start = time.perf_counter()
+        result = work()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        return result, time.perf_counter() - start
+
+
+def compare(one: Contender, other: Contender) -> str:
+    """Step time of `other` over `one`, pair by pair, beside what their operations alone would give."""
+    ratios = [b / a for a, b in zip(one.seconds(), other.seconds(), strict=True)]
+    return (
+        f"{one.objective} is {statistics.median(ratios):.2f} times as fast as {other.objective} "
+        f"(pairs {min(ratios):.2f} to {max(ratios):.2f}); by operations alone {other.flops() / one.flops():.2f}"
+    )
+
+
+def token_rows(config: RunConfig, prefix: str | None, count: int) -> list[np.ndarray[Any, Any]]:
+    """`count` micro-batches of rows, int64 [B, T+1]."""
+    size, length = config.batch.micro_size, config.data.sequence_length
+    prefix = prefix or config.data.train
+    if prefix:
+        samples = StreamSamples(IndexedDataset(prefix), length, config.seed)
+        return [samples.rows(range(k * size, (k + 1) * size)) for k in range(count)]
+    weights = 1 / (np.arange(config.model.vocab_size) + 2.7)  # Zipf-Mandelbrot
+    generator = np.random.default_rng(config.seed)
+    draw = generator.choice(config.model.vocab_size, (count, size, length + 1), p=weights / weights.sum())
+    return list(draw)
+
+
+def matrix_rate(device: torch.device, precision: str, size: int = 2048) -> float:
+    """Operations a second of a square product, the best of five: what the device can reach."""
+    a = torch.randn(size, size, device=device, dtype=torch.bfloat16 if precision == "bf16" else torch.float32)
+    best = float("inf")
+    for _ in range(6):
+        start = time.perf_counter()
+        a @ a
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        best = min(best, time.perf_counter() - start)
+    return 2 * size**3 / best
+
+
+def describe(device: torch.device) -> str:
+    """The device's name, or how many threads compute."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    threads = torch.get_num_threads()
+    return f"{threads} CPU thread{'s' if threads > 1 else ''}"
+
+
+def _config(arguments: argparse.Namespace) -> RunConfig:
+    if arguments.config:
+        return load_config(arguments.config, arguments.set)
+    length = arguments.sequence_length
+    return config_from_dict(
+        {
+            "name": arguments.preset,
+            "model": {"size": arguments.preset, "vocab_size": PYTHIA_VOCABULARY, "max_positions": max(2048, length)},
+            "data": {"train": "", "sequence_length": length},
+            "batch": {"global_size": arguments.micro_batch, "micro_size": arguments.micro_batch},
+            "optimizer": {"learning_rate": 1e-3},
+            "training": {"steps": 1},
+        }
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description="Time whole training steps, headless against vanilla.")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--preset", choices=NAMED_SIZES, help="a named size with Pythia's vocabulary")
+    what.add_argument("--config", help="a run's YAML file")
+    parser.add_argument("--set", action="append", default=[], metavar="a.b=c", help="override a setting of --config")
+    parser.add_argument("--data", metavar="PREFIX", help="indexed dataset to take tokens from")
+    parser.add_argument("--micro-batch", type=int, default=8, help="rows of --preset (default: 8)")
+    parser.add_argument("--sequence-length", type=int, default=512, help="targets a row of --preset (default: 512)")
+    parser.add_argument("--objectives", default="headless,vanilla", help="what to compare (default: headless,vanilla)")
+    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
+    parser.add_argument("--steps", type=int, default=5, help="counted steps of each (default: 5)")
+    parser.add_argument("--device", choices=("cpu", "cuda"))
+    parser.add_argument("--threads", type=int, help="CPU threads")
+    return parser
+
+
+if __name__ == "__main__":
+    run_command(main)
