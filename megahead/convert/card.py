@@ -24,12 +24,16 @@ _HEADS = {
 }
 
 
-def write_tokenizer(source: Path, folder: Path, *, end_token: int, max_length: int) -> dict[str, int]:
+def write_tokenizer(source: Path, folder: Path, *, vocab_size: int, end_token: int, max_length: int) -> dict[str, int]:
     """Copies `source` and adds the settings that transformers (4 and 5) reads; returns the ids that generation needs.
 
     Special tokens are the tokenizer's own, none is added: the end token, and `<|padding|>` where it has one.
+    Raises DataError for a tokenizer that cannot be this model's.
     """
     vocabulary = tokenizers.Tokenizer.from_file(str(source))
+    ids = max(vocabulary.get_vocab(with_added_tokens=True).values()) + 1
+    if ids > vocab_size:
+        raise DataError(f"`{source}` must have at most {vocab_size} ids (model.vocab_size), but has {ids} instead.")
     end = vocabulary.id_to_token(end_token)
     if end is None:
         raise DataError(f"`{source}` must have a token with the id of data.end_token ({end_token}), but has none.")

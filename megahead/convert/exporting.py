@@ -115,7 +115,13 @@ def _write_settings(folder: Path, model: TrainedModel, head: Head, dtype: str, v
     ids = {"bos_token_id": end, "eos_token_id": end, "pad_token_id": end}
     tokenizer = model.tokenizer()
     if tokenizer is not None:
-        ids |= write_tokenizer(tokenizer, folder, end_token=end, max_length=config.model.max_positions)
+        ids |= write_tokenizer(
+            tokenizer,
+            folder,
+            vocab_size=config.model.vocab_size,
+            end_token=end,
+            max_length=config.model.max_positions,
+        )
     architecture = "GPTNeoXModel" if head.matrix is None else "GPTNeoXForCausalLM"
     content = hf_config(
         config.model,

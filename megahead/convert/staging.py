@@ -18,6 +18,7 @@ def staged_folder(output: Path, *, replaceable: str | None = None) -> Iterator[P
     `output` must not exist, or be empty, or hold a file named `replaceable` (an earlier output of the same command,
     then replaced). Raises FieldError otherwise, and UserError where the disk refuses.
     """
+    output = output.absolute()
     _check_free(output, replaceable)
     partial = output.with_name(f".{output.name}.partial")
     try:

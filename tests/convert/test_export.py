@@ -63,6 +63,13 @@ def test_an_end_token_that_the_tokenizer_lacks_is_told(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+def test_the_tokenizer_of_a_larger_model_is_told(tmp_path: Path) -> None:
+    save_small(tmp_path / "run", small_config(model={"vocab_size": 61}))
+    save_tokenizer(tmp_path / "run" / "tokenizer.json")
+    with pytest.raises(DataError, match=r"at most 61 ids \(model\.vocab_size\)"):
+        export(tmp_path / "run", tmp_path / "out", "tied")
+
+
 def test_padding_rows_are_dropped_or_kept_without_ever_winning(tmp_path: Path) -> None:
     save_small(tmp_path / "run", small_config())
     trimmed = export(tmp_path / "run", tmp_path / "trimmed", "pmi").folder

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,13 @@ def test_remains_of_a_killed_run_are_overwritten(tmp_path: Path) -> None:
     (partial / "half").write_text("remains")
     with staged_folder(tmp_path / "out") as folder:
         assert list(folder.iterdir()) == []
+
+
+def test_a_full_disk_is_told_and_leaves_nothing(tmp_path: Path) -> None:
+    full = OSError(errno.ENOSPC, "No space left on device")
+    with pytest.raises(UserError, match=r"No space left on device.*nothing was kept"), staged_folder(tmp_path / "out"):
+        raise full
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_place_that_cannot_be_written_is_told_in_a_sentence(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import torch
 from small_checkpoint import save_small, save_tokenizer, small_config
 
 from megahead.convert import hf_folder, load_causal, load_tokenizer_folder
+from megahead.data import load_tokenizer
 from megahead.errors import CheckpointError, DataError, FieldError
 from megahead.evaluate.harness import evaluate_harness
 from megahead.evaluate.tasks import task_files
@@ -68,6 +69,18 @@ def test_several_tasks_and_a_limit(folder: Path, passages: Path, tmp_path: Path)
     result = evaluate_harness(folder, files, limit=2)
     assert [(task.task, task.samples) for task in result.tasks] == [("lambada_openai", 2), ("cloze", 2)]
     assert result.tasks[0].scores[1].value == result.tasks[1].scores[1].value
+
+
+def test_lambada_as_pythia_reads_it(shared_data: Path, tmp_path: Path) -> None:
+    vocabulary = shared_data / "tokenizers" / "20B_tokenizer.json"
+    save_small(tmp_path / "run", small_config(model={"vocab_size": 50277}, data={"tokenizer": str(vocabulary)}))
+    folder = hf_folder(tmp_path / "run")
+    files = task_files(["lambada_openai"], shared_data)
+    text = files["lambada_openai"].read_text(encoding="utf-8")[:20000]
+    assert load_tokenizer_folder(folder)(text)["input_ids"] == load_tokenizer(vocabulary).encode_batch([text])[0]
+    (task,) = evaluate_harness(folder, files, limit=3).tasks
+    assert task.samples == 3
+    assert {score.metric for score in task.scores} == {"acc", "perplexity"}
 
 
 def test_a_changed_file_of_the_same_name_is_read_anew(folder: Path, passages: Path) -> None:
