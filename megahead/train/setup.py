@@ -33,6 +33,7 @@ def pretrain(config: RunConfig, launch: Launch, resume: str = "auto") -> Ending:
     device = choose_device(config.engine.device, launch.local_rank)
     train_text = _open(config, config.data.train, "data.train")
     held_out = config.data.validation and _open(config, config.data.validation, "data.validation")
+    _check_tokenizer(config)
     mesh = Mesh.build(connect(launch, device, config.engine.timeout_seconds))
     deepspeed = deepspeed_config(config, mesh.data.size)
     checkpoint = find_resume(resume, Path(config.folder()))
@@ -81,6 +82,12 @@ def _open(config: RunConfig, prefix: str, field: str) -> IndexedDataset:
             got=f"{config.model.vocab_size:,}",
         )
     return dataset
+
+
+def _check_tokenizer(config: RunConfig) -> None:
+    path = config.data.tokenizer
+    if path is not None and not Path(path).is_file():
+        raise ConfigError("data.tokenizer", "name a readable file", got=path, hint="or leave it out")
 
 
 def _prepare_folder(config: RunConfig) -> None:

@@ -1,0 +1,120 @@
+"""`launch/pretrain.py` as users start it: by itself, under deepspeed and torchrun, rightly and wrongly."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from small_run import small_config, write_text
+
+from megahead.checkpoint import open_checkpoint
+from megahead.report.metrics import read_metrics
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = str(ROOT / "launch/pretrain.py")
+
+
+def config_file(folder: Path, changes: dict[str, object] | None = None) -> str:
+    write_text(folder)
+    tree = small_config(folder, changes).model_dump(mode="json")
+    path = folder / "run.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    return str(path)
+
+
+def free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+def call(*command: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=120, check=False)
+
+
+def losses(folder: Path) -> list[float]:
+    return [record["loss"] for record in read_metrics(folder / "run").training]
+
+
+def test_deepspeed_torchrun_and_bare_python_train_alike(tmp_path: Path) -> None:
+    launchers = {
+        "python": [sys.executable, SCRIPT],
+        "deepspeed": [sys.executable, "-m", "deepspeed.launcher.runner", "--num_accelerators", "2"]
+        + ["--master_port", free_port(), SCRIPT],
+        "torchrun": [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
+        + ["--master_port", free_port(), SCRIPT],
+    }
+    curves = {}
+    for name, command in launchers.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        done = call(*command, "--config", config_file(folder), "--set", "training.steps=4")
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "finished at step 4" in done.stdout
+        curves[name] = losses(folder)
+    assert len(curves["python"]) == 4
+    assert curves["deepspeed"] == pytest.approx(curves["python"], abs=1e-5)
+    assert curves["torchrun"] == curves["deepspeed"]
+
+
+def test_sigterm_saves_and_the_same_command_goes_on(tmp_path: Path) -> None:
+    config = config_file(tmp_path, {"training.steps": 100_000, "training.evaluate_every": 100_000})
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen(
+        [sys.executable, SCRIPT, "--config", config], stdout=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("step"):
+                break
+        sent = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        output = process.communicate(timeout=60)[0]
+    assert process.returncode == 0
+    assert "stopped at step" in output
+    assert time.monotonic() - sent < 20
+    step = open_checkpoint(tmp_path / "run").step
+    done = call(sys.executable, SCRIPT, "--config", config, "--set", f"training.steps={step + 2}")
+    assert done.returncode == 0, done.stderr
+    assert f"resumed     step {step}," in done.stdout
+    assert open_checkpoint(tmp_path / "run").step == step + 2
+
+
+def test_dry_run_resolves_and_writes_nothing(tmp_path: Path) -> None:
+    done = call(sys.executable, SCRIPT, "--config", config_file(tmp_path), "--dry-run", "--world-size", "4")
+    assert done.returncode == 0, done.stderr
+    assert "8 rows x 24 = 192 tokens a step; 2 rows x 1 accumulation x 4 data ranks" in done.stdout
+    assert "6 steps, 1,152 tokens" in done.stdout
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--set", "model.hiden_size=3"], "did you mean `model.hidden_size`?"),
+        (["--set", "data.train=nowhere"], "nowhere"),
+        (["--set", "batch.global_size=7"], "`batch.global_size` must be a multiple of micro_size x data ranks"),
+        (["--set", "model.vocab_size=50"], "`model.vocab_size` must be at least that of data.train (60)"),
+        (["--set", "data.sequence_length=1000000", "--set", "model.max_positions=1000000"], "must hold at least"),
+        (["--set", "data.tokenizer=nowhere.json"], "`data.tokenizer` must name a readable file, but is nowhere.json"),
+        (["--resume", "nowhere"], "`--resume` must be auto, never or a checkpoint folder, but nowhere holds none."),
+        (["--dry-run", "--world-size", "3"], "`batch.global_size` must be a multiple"),
+    ],
+)
+def test_mistakes_end_with_one_sentence_code_2_and_nothing_written(
+    tmp_path: Path, options: list[str], sentence: str
+) -> None:
+    done = call(sys.executable, SCRIPT, "--config", config_file(tmp_path), *options)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert sentence in done.stderr
+    assert done.stderr.startswith("error: ")
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,89 @@
+"""Global batches cut into micro-batches: the same samples on any number of ranks, prepared ahead in order."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from on_ranks import on_ranks
+from small_run import small_config, write_text
+
+from megahead.config import RunConfig
+from megahead.data import IndexedDataset, StreamSamples
+from megahead.distributed import Group
+from megahead.objectives import build_objective
+from megahead.pretraining import Feed
+from megahead.pretraining.feed import prefetched
+
+
+def fed(group: Group, config: RunConfig) -> list[tuple[list[list[int]], int, float]]:
+    """(inputs of each micro-batch, global targets, loss scale) of three steps."""
+    samples = StreamSamples(IndexedDataset(config.data.train), config.data.sequence_length, config.seed)
+    feed = Feed(samples, build_objective(config.objective), config.data, config.batch, group.side_channel())
+    steps = feed.steps(first_sample=16)
+    return [
+        (
+            [micro.batch.input_ids_BT.flatten().tolist() for micro in step.micro_batches],
+            step.targets,
+            step.micro_batches[0].loss_scale,
+        )
+        for step, _ in zip(steps, range(3), strict=False)
+    ]
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_micro_batches_are_cut_in_rank_order_and_targets_counted_once(
+    tmp_path: Path, ranks: int, prefetch: int
+) -> None:
+    write_text(tmp_path)
+    config = small_config(tmp_path, {"data.prefetch": prefetch, "data.boundary_targets": False})
+    (reference,) = on_ranks(1, fed, config)
+    parts = on_ranks(ranks, fed, config)
+    for step in range(3):
+        micro_batches, targets, scale = reference[step]
+        assert 0 < targets < 8 * 24  # end tokens have no targets here
+        assert scale == pytest.approx(4 / targets)  # one rank, four accumulation steps
+        merged = [parts[r][step][0][k] for k in range(4 // ranks) for r in range(ranks)]
+        assert merged == micro_batches
+        for rank in range(ranks):
+            assert parts[rank][step][1] == targets
+            assert parts[rank][step][2] == pytest.approx(4 / targets)
+
+
+def test_preparing_ahead_depends_on_what_was_taken_and_nothing_else() -> None:
+    prepared: list[int] = []
+
+    def prepare(key: int) -> int:
+        prepared.append(key)
+        return key * key
+
+    stream = prefetched(prepare, iter(range(100)), depth=2)
+    assert [next(stream) for _ in range(3)] == [0, 1, 4]
+    stream.close()
+    assert prepared == [0, 1, 2, 3, 4]
+
+
+def test_it_prepares_in_another_thread_and_hands_on_errors() -> None:
+    def prepare(key: int) -> str:
+        if key == 1:
+            raise RuntimeError("broken row")
+        return threading.current_thread().name
+
+    stream = prefetched(prepare, [0, 1], depth=1)
+    assert next(stream).startswith("prefetch")
+    with pytest.raises(RuntimeError, match="broken row"):
+        next(stream)
+
+
+def test_targets_are_what_was_counted(tmp_path: Path) -> None:
+    write_text(tmp_path)
+    config = small_config(tmp_path)
+    samples = StreamSamples(IndexedDataset(config.data.train), 24, config.seed)
+    step = Feed(samples, build_objective(config.objective), config.data, config.batch, Group()).step(0)
+    total = sum(micro.batch.target_ids_N.numel() for micro in step.micro_batches)
+    assert step.targets == total == 8 * 24
+    mean = torch.tensor([m.candidates.ids_U.numel() for m in step.micro_batches]).float().mean()  # type: ignore[union-attr]
+    assert step.candidates == pytest.approx(mean.item())
