@@ -41,7 +41,12 @@ def problems(tree: dict[str, Any]) -> list[str]:
 
 
 def test_overrides_reach_into_sections_and_make_them(tmp_path: Path) -> None:
-    overrides = ["optimizer.learning_rate=3e-4", "model.num_layers=2", "init.from_checkpoint=runs/x", "init.mode=continue"]
+    overrides = [
+        "optimizer.learning_rate=3e-4",
+        "model.num_layers=2",
+        "init.from_checkpoint=runs/x",
+        "init.mode=continue",
+    ]
     config = load_config(written(tmp_path, GOOD), overrides)
     assert config.optimizer.learning_rate == 3e-4
     assert (config.model.num_layers, config.model.hidden_size) == (2, 128)
@@ -80,7 +85,10 @@ def test_all_mistakes_are_told_at_once_each_in_a_sentence() -> None:
         ({"schedule": {"warmup_steps": 101}}, "`schedule.warmup_steps` must leave its warm-up and decay within"),
         ({"init": {"from_checkpoint": "x", "mode": "probe"}}, "`init.mode` must be `continue` unless"),
         ({"objective": {"temperature": 0}}, "`objective.temperature` must be greater than 0, but is 0 instead."),
-        ({"engine": {"precision": "fp8"}}, "`engine.precision` must be 'fp32', 'bf16' or 'fp16', but is 'fp8' instead."),
+        (
+            {"engine": {"precision": "fp8"}},
+            "`engine.precision` must be 'fp32', 'bf16' or 'fp16', but is 'fp8' instead.",
+        ),
     ],
 )
 def test_rules_between_settings(sections: dict[str, dict[str, Any]], sentence: str) -> None:
@@ -97,7 +105,7 @@ def test_rules_between_settings(sections: dict[str, dict[str, Any]], sentence: s
     ],
 )
 def test_files_that_are_no_config(tmp_path: Path, text: str, sentence: str) -> None:
-    with pytest.raises(UserError, match="run.yaml") as caught:
+    with pytest.raises(UserError, match=r"run\.yaml") as caught:
         load_config(written(tmp_path, text))
     assert sentence in str(caught.value)
 

@@ -45,13 +45,13 @@ def losses(folder: Path) -> list[float]:
 
 
 def test_deepspeed_torchrun_and_bare_python_train_alike(tmp_path: Path) -> None:
+    two_ranks = {"deepspeed": ["deepspeed.launcher.runner", "--num_accelerators", "2"]}
+    two_ranks["torchrun"] = ["torch.distributed.run", "--nproc_per_node", "2"]
     launchers = {
-        "python": [sys.executable, SCRIPT],
-        "deepspeed": [sys.executable, "-m", "deepspeed.launcher.runner", "--num_accelerators", "2"]
-        + ["--master_port", free_port(), SCRIPT],
-        "torchrun": [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
-        + ["--master_port", free_port(), SCRIPT],
+        name: [sys.executable, "-m", *launcher, "--master_port", free_port(), SCRIPT]
+        for name, launcher in two_ranks.items()
     }
+    launchers["python"] = [sys.executable, SCRIPT]
     curves = {}
     for name, command in launchers.items():
         folder = tmp_path / name

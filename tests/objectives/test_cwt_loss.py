@@ -35,7 +35,11 @@ def drawn(n: int, d: int, v: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor
 
 @settings(max_examples=40, deadline=None)
 @given(
-    n=st.integers(1, 70), d=st.integers(1, 9), v=st.integers(1, 40), temperature=st.floats(0.3, 3), seed=st.integers(0, 99)
+    n=st.integers(1, 70),
+    d=st.integers(1, 9),
+    v=st.integers(1, 40),
+    temperature=st.floats(0.3, 3),
+    seed=st.integers(0, 99),
 )
 def test_equals_the_papers_form_in_value_and_both_gradients(
     n: int, d: int, v: int, temperature: float, seed: int
@@ -130,7 +134,7 @@ def test_scores_are_those_of_the_softmax() -> None:
 
 
 def test_pmi_head_recovers_the_distribution_that_training_aims_at() -> None:
-    """A table of one free score per (context, token), trained by CWT to its optimum, plus log q, is log p(v | context)."""
+    """One free score per (context, token), trained by CWT to its optimum, plus log q, is log p(v | context)."""
     generator = torch.Generator().manual_seed(0)
     joint = torch.rand(3, 5, generator=generator) ** 2
     joint /= joint.sum()
