@@ -10,15 +10,16 @@ import argparse
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
-from demo.cloze import build_cloze
-from demo.corpus import build_corpus
-from demo.stages import Stages
-from demo.training import ROOT, ranks, seconds_a_step, train
-from generate import continuation, sampling_options
 from rich.console import Console
 
+from demo.cloze import build_cloze
+from demo.corpus import build_corpus
+from demo.stages import Stages, duration
+from demo.training import ROOT, ranks, seconds_a_step, train
+from generate import continuation, sampling_options
 from megahead.config import load_config
 from megahead.convert import export, load_causal, load_tokenizer_folder
 from megahead.convert.heads import HeadName
@@ -54,20 +55,20 @@ class Demo:
         self.corpus = FOLDER / "corpus"
         self.tokenizer = FOLDER / "tokenizer.json"
         self.cloze = FOLDER / "cloze.jsonl"
-        self.rows: list[dict[str, object]] = []
+        self.rows: list[dict[str, Any]] = []
 
     def run(self, with_vanilla: bool) -> None:
         self._text()
         self._train("headless")
         self._train("head", inputs=[FOLDER / "runs/headless/checkpoints/latest"])
         models: list[tuple[str, str, HeadName]] = [
-            ("headless, tied head", "headless", "tied"),
-            ("headless, pmi head (training-free)", "headless", "pmi"),
-            ("headless, head fine-tuned", "head", "trained"),
+            ("tied head", "headless", "tied"),
+            ("pmi head", "headless", "pmi"),
+            ("trained head", "head", "trained"),
         ]
         if with_vanilla:
             self._train_vanilla()
-            models.append(("vanilla, same time", "vanilla", "trained"))
+            models.append(("vanilla twin", "vanilla", "trained"))
         for title, name, head in models:
             self._evaluate(title, name, head)
         self._show([name for name in ("headless", "head", "vanilla") if name != "vanilla" or with_vanilla])
@@ -142,7 +143,7 @@ class Demo:
 
         def to_hugging_face() -> str:
             report = export(run, folder, head)
-            return f"{folder.relative_to(ROOT)}, logits equal within {report.parity.largest_error:.1e}"
+            return f"{folder.relative_to(ROOT)}, logits equal within {max(report.parity.largest_error.values()):.1e}"
 
         self.stages.run(f"export {name} {head}", to_hugging_face, inputs=[latest], outputs=[folder])
         scores = FOLDER / "scores" / f"{name}-{head}.json"
@@ -153,6 +154,7 @@ class Demo:
             outputs=[scores],
         )
         self.rows.append({"model": title, **_read(scores), **_training_cost(run)})
+        _write(FOLDER / "results.json", self.rows)
 
     def _score(self, run: Path, folder: Path, head: HeadName, output: Path) -> str:
         held_out = evaluate_checkpoint(run, head)
@@ -175,17 +177,18 @@ class Demo:
         self.console.rule("what it says")
         self._speak(FOLDER / "models/head-trained")
         self.console.rule("held-out text")
-        self.console.print(to_rich(self.rows))
-        perplexity = {str(row["model"]): float(str(row["perplexity"])) for row in self.rows}
-        tied, pmi, trained = list(perplexity.values())[:3]
+        self.console.print(to_rich([_shown(row) for row in self.rows]))
+        tied, pmi, trained = (row["perplexity"] for row in self.rows[:3])
         self.console.print(
             f"pmi against tied head: {pmi / tied:.2f} of its perplexity; against the fine-tuned head: ", end=""
         )
         self.console.print(f"{pmi / trained:.2f}")
         self.console.rule("time")
         self.console.print(self.stages.table())
-        self.console.print(f"curves   {picture.relative_to(ROOT)}", f"models   {FOLDER.name}/models", sep="\n")
-        self.console.print(f"runs     {FOLDER.name}/runs (tensorboard --logdir {FOLDER.name}/runs)")
+        self.console.print(f"curves   {picture.relative_to(ROOT)}")
+        self.console.print("table    demo/results.json")
+        self.console.print("models   demo/models (Hugging Face folders)")
+        self.console.print("runs     demo/runs (tensorboard --logdir demo/runs)")
 
     def _speak(self, folder: Path) -> None:
         torch.manual_seed(0)
@@ -195,17 +198,30 @@ class Demo:
         self.console.print(text, markup=False)
 
 
-def _training_cost(run: Path) -> dict[str, object]:
+def _training_cost(run: Path) -> dict[str, float]:
     last = read_metrics(run).training[-1]
     return {"tokens": last["tokens"], "seconds": last["seconds"], "tokens_per_second": last["tokens"] / last["seconds"]}
 
 
-def _read(path: Path) -> dict[str, object]:
-    content: dict[str, object] = json.loads(path.read_text(encoding="utf-8"))
+def _shown(row: dict[str, Any]) -> dict[str, object]:
+    """A row as narrow as a terminal."""
+    return {
+        "model": row["model"],
+        "perplexity": row["perplexity"],
+        "bits/byte": row["bits_per_byte"],
+        "next token": f"{row['next_token']:.1%}",
+        "last word": f"{row['cloze']:.1%} ± {row['cloze_stderr']:.1%}",
+        "tokens/s": round(row["tokens_per_second"]),
+        "trained": duration(row["seconds"]),
+    }
+
+
+def _read(path: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return content
 
 
-def _write(path: Path, content: dict[str, object]) -> None:
+def _write(path: Path, content: Any) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
