@@ -2,6 +2,6 @@
 
 from megahead.distributed.group import Group
 from megahead.distributed.mesh import Mesh
-from megahead.distributed.rendezvous import Launch, choose_device, connect, read_launch
+from megahead.distributed.rendezvous import Launch, choose_device, connect, disconnect, read_launch
 
-__all__ = ["Group", "Launch", "Mesh", "choose_device", "connect", "read_launch"]
+__all__ = ["Group", "Launch", "Mesh", "choose_device", "connect", "disconnect", "read_launch"]
