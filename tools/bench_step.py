@@ -5,6 +5,8 @@ tools/bench_step.py --config configs/demo-headless.yaml
 
 A step is forward, backward, clipping and a fused AdamW update of one micro-batch, without an engine. Tokens come from
 the config's dataset (or --data PREFIX), else from Zipf's law, which has about as many different tokens as real text.
+
+ms: median step; best: fastest; rows: candidates scored; of rate: share of the device's measured matrix rate.
 """
 
 from __future__ import annotations
@@ -66,7 +68,7 @@ class Contender:
     device: torch.device
     precision: str
     rows: list[np.ndarray[Any, Any]]
-    times: dict[str, list[float]] = field(default_factory=lambda: {"forward": [], "backward": [], "optimizer": []})
+    times: dict[str, list[float]] = field(default_factory=lambda: {"fwd": [], "bwd": [], "opt": []})
     candidates: list[int] = field(default_factory=list)
     extra_bytes: int = 0
     """Largest memory a step took beside weights and moments (CUDA only): gradients, activations, scores."""
@@ -111,12 +113,12 @@ class Contender:
         tokens = self.config.batch.micro_size * self.config.data.sequence_length
         row: dict[str, object] = {
             "objective": self.objective,
-            "ms a step": median * 1e3,
-            "fastest": min(self.seconds()) * 1e3,
+            "ms": round(median * 1e3),
+            "best": round(min(self.seconds()) * 1e3),
             "tokens/s": round(tokens / median),
-            "candidates": round(statistics.mean(self.candidates)),
-            "GFLOP a step": self.flops() / 1e9,
-            "of matrix rate": f"{self.flops() / median / rate:.0%}",
+            "rows": round(statistics.mean(self.candidates)),
+            "GFLOP": self.flops() / 1e9,
+            "of rate": f"{self.flops() / median / rate:.0%}",
         }
         if self.device.type == "cuda":
             weights_and_moments = 12 * sum(parameter.numel() for parameter in self.model.parameters())
