@@ -49,6 +49,7 @@ def _block(config: ModelConfig) -> Block:
 
 SHARDING = {
     "embedding": "vocabulary",  # rows of the table
+    "blocks.*.attention": "heads",  # its dropout draws apart
     "blocks.*.attention.qkv": "column",  # whole heads
     "blocks.*.attention.output": "row",
     "blocks.*.mlp.up": "column",
