@@ -41,6 +41,7 @@ def pretrain(config: RunConfig, launch: Launch, resume: str = "auto") -> Ending:
     world, data = mesh.world.side_channel(), mesh.data.side_channel()
 
     pretraining = build(config, mesh.tensor, device)
+    pretraining.backbone.recompute_blocks = config.engine.activation_checkpointing
     if config.init:
         start_from(pretraining, config.init, mesh.tensor)
     optimizer = build_adamw(pretraining, config.optimizer)
