@@ -6,6 +6,7 @@ from megahead.config.deepspeed import deepspeed_config
 from megahead.config.loading import config_from_dict, load_config
 from megahead.config.model import NAMED_SIZES, ModelConfig
 from megahead.config.objective import ObjectiveConfig
+from megahead.config.parallel import ParallelConfig
 from megahead.config.run import InitConfig, RunConfig, TrainingConfig
 from megahead.config.training import EngineConfig, OptimizerConfig, ScheduleConfig
 
@@ -18,6 +19,7 @@ __all__ = [
     "ModelConfig",
     "ObjectiveConfig",
     "OptimizerConfig",
+    "ParallelConfig",
     "RunConfig",
     "ScheduleConfig",
     "TrainingConfig",

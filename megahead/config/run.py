@@ -11,6 +11,7 @@ from megahead.config.batch import BatchConfig
 from megahead.config.data import DataConfig
 from megahead.config.model import ModelConfig
 from megahead.config.objective import ObjectiveConfig
+from megahead.config.parallel import ParallelConfig
 from megahead.config.training import EngineConfig, OptimizerConfig, ScheduleConfig
 from megahead.errors import ConfigError
 
@@ -70,11 +71,13 @@ class RunConfig(Settings):
     optimizer: OptimizerConfig
     schedule: ScheduleConfig = ScheduleConfig()
     training: TrainingConfig
+    parallel: ParallelConfig = ParallelConfig()
     engine: EngineConfig = EngineConfig()
     init: InitConfig | None = None
 
     @model_validator(mode="after")
     def _fits_together(self) -> RunConfig:
+        self.parallel.check(self.model)
         if self.data.sequence_length > self.model.max_positions:
             raise ConfigError(
                 "data.sequence_length",

@@ -64,6 +64,10 @@ class EngineConfig(Settings):
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Number format of the forward and backward passes; weights are always updated in fp32."""
 
+    activation_checkpointing: bool = False
+    """Keep only each block's input for the backward pass and compute the block again there: less memory, a third
+    more time."""
+
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to run; `auto` takes CUDA when it is there."""
 

@@ -35,14 +35,15 @@ class Group:
         if self.size == 1:
             return self
         ranks = dist.get_process_group_ranks(self.handle)
-        return Group(self.rank, self.size, dist.new_group(ranks, backend="gloo"))
+        handle = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        return Group(self.rank, self.size, handle)
 
     def shard(self, full: Tensor, dim: int) -> Tensor:
         """This rank's equal slice of `full` along `dim`, as a copy of its own. Sends nothing."""
         size = full.shape[dim]
         if size % self.size:
             raise ValueError(f"dim {dim} of size {size} cannot be split evenly over {self.size} ranks")
-        return full.chunk(self.size, dim)[self.rank].clone()
+        return full.chunk(self.size, dim)[self.rank].clone(memory_format=torch.contiguous_format)
 
     def sum_(self, tensor: Tensor) -> Tensor:
         """Sums `tensor` over the group in place; every rank gets the sum. Moves ~2x its bytes."""
@@ -63,6 +64,15 @@ class Group:
         parts = [torch.empty_like(tensor) for _ in range(self.size)]
         dist.all_gather(parts, tensor.contiguous(), group=self.handle)
         return torch.stack(parts)
+
+    def sum_scatter(self, tensor: Tensor) -> Tensor:
+        """[n, *rest]: this rank's share, in rank order, of the sum of all ranks' [size * n, *rest]."""
+        if self.size == 1:
+            return tensor
+        parts = [part.contiguous() for part in tensor.chunk(self.size)]
+        share = torch.empty_like(parts[0])
+        dist.reduce_scatter(share, parts, group=self.handle)
+        return share
 
     def gather_objects(self, value: T) -> list[T]:
         """Every rank's (small, picklable) value in rank order; for settings and messages, not for tensors."""

@@ -20,6 +20,7 @@ from megahead.engine.norm import clip_, global_norm
 from megahead.engine.start import start_deepspeed
 from megahead.engine.state import MOMENTS, WEIGHT, open_state
 from megahead.errors import ConfigError
+from megahead.parallel import shard_dims
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class Engine:
         given = _exact_weights(module, config)
         self._deepspeed = start_deepspeed(module, optimizer, config, mesh, device)
         self._state = open_state(self._deepspeed, self._stage)
-        self._shard_dims = _shard_dims(module)
+        self._shard_dims = shard_dims(module)
         self._backward_done = False
         for name, parameter in module.named_parameters():
             if name in given:
@@ -170,15 +171,6 @@ class Engine:
 
     def _counters(self) -> list[Tensor]:
         return [state["step"] for state in self._deepspeed.optimizer.state.values()]
-
-
-def _shard_dims(module: nn.Module) -> dict[str, int]:
-    """Which dim of which parameter is split over tensor ranks, from the `shard_dims` of the module's layers."""
-    return {
-        f"{prefix}.{name}" if prefix else name: dim
-        for prefix, layer in module.named_modules()
-        for name, dim in getattr(layer, "shard_dims", {}).items()
-    }
 
 
 def _exact_weights(module: nn.Module, config: dict[str, Any]) -> dict[str, Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 
 class Backbone(nn.Module, ABC):
@@ -16,10 +17,22 @@ class Backbone(nn.Module, ABC):
     embedding: nn.Embedding
     """[padded vocabulary, D]; also what outputs are scored against."""
 
+    recompute_blocks: bool = False
+    """Keep only each block's input for the backward pass, and compute the block again there: a third more time for
+    memory of L x B x T x D instead of about 17 times that."""
+
     def embed(self, ids: Tensor) -> Tensor:
         """[..., D]: the table's rows of `ids`, of any shape."""
         rows: Tensor = self.embedding(ids)
         return rows
+
+    def run_block(self, block: nn.Module, *inputs: object) -> Tensor:
+        """`block(*inputs)`, recomputed in the backward pass where `recompute_blocks`; dropout draws the same again."""
+        if self.recompute_blocks and self.training:
+            output: Tensor = checkpoint(block, *inputs, use_reentrant=False)
+        else:
+            output = block(*inputs)
+        return output
 
     @abstractmethod
     def encode(self, rows_BTD: Tensor, positions_BT: Tensor | None = None) -> Tensor:

@@ -31,7 +31,7 @@ class GPTNeoX(Backbone):
         rotation = rotation_at(positions, self.rotary_dims, self.rotary_base)
         x_BTD = rows_BTD
         for block in self.blocks:
-            x_BTD = block(x_BTD, rotation, documents)
+            x_BTD = self.run_block(block, x_BTD, rotation, documents)
         hidden_BTD: Tensor = self.final_norm(x_BTD)
         return hidden_BTD
 
@@ -49,6 +49,7 @@ def _block(config: ModelConfig) -> Block:
 
 SHARDING = {
     "embedding": "vocabulary",  # rows of the table
+    "blocks.*.attention": "heads",  # its dropout draws apart
     "blocks.*.attention.qkv": "column",  # whole heads
     "blocks.*.attention.output": "row",
     "blocks.*.mlp.up": "column",

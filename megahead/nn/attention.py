@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from megahead.distributed import Group, drawn_apart
 from megahead.nn.documents import Documents
 from megahead.nn.rotary import Rotation, rotate
 
@@ -83,6 +84,7 @@ class CausalSelfAttention(nn.Module):
         super().__init__()
         self.head_size = hidden_size // num_heads
         self.dropout = dropout
+        self.group = Group()  # of the ranks that hold the other heads: each drops weights of its own
         self.qkv = nn.Linear(hidden_size, 3 * hidden_size)
         self.output = nn.Linear(hidden_size, hidden_size)
 
@@ -90,6 +92,12 @@ class CausalSelfAttention(nn.Module):
         """[B, T, D]: what each token reads from its document's past."""
         q, k, v = self.qkv(x_BTD).unflatten(-1, (-1, 3, self.head_size)).unbind(-2)
         q, k = rotate(q, rotation), rotate(k, rotation)
-        heads_BTHd = attend(q, k, v, documents, self.dropout if self.training else 0.0)
+        heads_BTHd = self._attend(q, k, v, documents)
         mixed_BTD: Tensor = self.output(heads_BTHd.flatten(2))
         return mixed_BTD
+
+    def _attend(self, q_BTHd: Tensor, k_BTHd: Tensor, v_BTHd: Tensor, documents: Documents | None) -> Tensor:
+        if not self.training or self.dropout == 0.0:
+            return attend(q_BTHd, k_BTHd, v_BTHd, documents)
+        with drawn_apart(self.group, q_BTHd.device):
+            return attend(q_BTHd, k_BTHd, v_BTHd, documents, self.dropout)

@@ -1,8 +1,8 @@
 """Backbone + objective: from rows of tokens to a loss, and to scores for evaluation."""
 
 from megahead.pretraining.batch import MicroBatch, Scoring, StepBatches
-from megahead.pretraining.build import build
+from megahead.pretraining.build import assemble, build
 from megahead.pretraining.feed import Feed
 from megahead.pretraining.pretraining import OutputEmbedding, Pretraining
 
-__all__ = ["Feed", "MicroBatch", "OutputEmbedding", "Pretraining", "Scoring", "StepBatches", "build"]
+__all__ = ["Feed", "MicroBatch", "OutputEmbedding", "Pretraining", "Scoring", "StepBatches", "assemble", "build"]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from megahead.models import Backbone
-from megahead.objectives import Objective, Scores, candidate_loss, candidate_scores
+from megahead.objectives import Candidates, Objective, Scores, candidate_loss, candidate_scores
 from megahead.pretraining.batch import MicroBatch, Scoring
 
 
@@ -56,8 +56,10 @@ class Pretraining(nn.Module):
         inputs_BTD, rows_UD = self._look_up(micro.batch.input_ids_BT, candidates.ids_U)
         hidden_BTD = self.backbone.encode(inputs_BTD, micro.batch.positions_BT)
         outputs_ND = hidden_BTD.flatten(0, 1).index_select(0, micro.batch.target_index_N)
-        loss = candidate_loss(outputs_ND, rows_UD, candidates.own_N, candidates.bias_U, self.objective.temperature)
-        return loss * micro.loss_scale
+        return self._candidate_loss(outputs_ND, rows_UD, candidates) * micro.loss_scale
+
+    def _candidate_loss(self, outputs_ND: Tensor, rows_UD: Tensor, candidates: Candidates) -> Tensor:
+        return candidate_loss(outputs_ND, rows_UD, candidates.own_N, candidates.bias_U, self.objective.temperature)
 
     def _look_up(self, input_ids_BT: Tensor, candidate_ids_U: Tensor | None) -> tuple[Tensor, Tensor]:
         """Rows of the inputs [B, T, D] and of the candidates [U, D], in one embedding call where both come from it."""
@@ -71,11 +73,15 @@ class Pretraining(nn.Module):
         batch = scoring.batch
         hidden_BTD = self.backbone(batch.input_ids_BT, batch.positions_BT)
         outputs_ND = hidden_BTD.flatten(0, 1).index_select(0, batch.target_index_N)
-        return candidate_scores(
-            outputs_ND, self._vocabulary(), batch.target_ids_N, scoring.bias_V, self.objective.temperature
-        )
+        return self._vocabulary_scores(outputs_ND, batch.target_ids_N, scoring.bias_V)
+
+    def _vocabulary_scores(self, outputs_ND: Tensor, target_ids_N: Tensor, bias_V: Tensor | None) -> Scores:
+        return candidate_scores(outputs_ND, self._vocabulary(), target_ids_N, bias_V, self.objective.temperature)
 
     def _vocabulary(self) -> Tensor:
-        """[V, D]: the output matrix; the input embedding itself unless there is a head."""
-        matrix = self.backbone.embedding if self.head is None else self.head
-        return matrix.weight[: self.vocab_size]
+        """[V, D]: the output matrix without its padding."""
+        return self._output_matrix().weight[: self.vocab_size]
+
+    def _output_matrix(self) -> nn.Embedding | OutputEmbedding:
+        """What outputs are scored by: the input embedding itself unless there is a head."""
+        return self.backbone.embedding if self.head is None else self.head

@@ -7,9 +7,10 @@ from megahead.config.deepspeed import zero_stage
 from megahead.estimate import count_parameters
 
 
-def describe_run(config: RunConfig, data_ranks: int) -> list[tuple[str, str]]:
-    """(name, value) lines of the resolved run; raises ConfigError for one that cannot be cut over `data_ranks`."""
+def describe_run(config: RunConfig, world_size: int) -> list[tuple[str, str]]:
+    """(name, value) lines of the resolved run; raises ConfigError where it cannot be cut over `world_size` ranks."""
     model, batch, plan, schedule = config.model, config.batch, config.training, config.schedule
+    data_ranks = config.parallel.data_ranks(world_size)
     engine = deepspeed_config(config, data_ranks)
     total = plan.steps * config.tokens_per_step()
     warm_up = f"{schedule.warmup_steps:,} steps of warm-up" if schedule.warmup_steps else "no warm-up"
@@ -30,6 +31,7 @@ def describe_run(config: RunConfig, data_ranks: int) -> list[tuple[str, str]]:
         ),
         ("length", f"{plan.steps:,} steps, {total:,} tokens"),
         ("schedule", f"{schedule.name}, {warm_up}, peak {config.optimizer.learning_rate:g}{ending}"),
+        ("mesh", f"{config.parallel.tensor} tensor x {data_ranks} data ranks"),
         ("engine", f"ZeRO {zero_stage(engine)}, {config.engine.precision}"),
     ]
 

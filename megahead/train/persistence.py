@@ -13,6 +13,7 @@ from megahead.config import InitConfig, RunConfig
 from megahead.distributed import Group
 from megahead.engine import Engine
 from megahead.errors import CheckpointError
+from megahead.parallel import fill_
 from megahead.pretraining import Pretraining
 from megahead.train.state import TrainingState
 
@@ -68,33 +69,35 @@ def resume_from(checkpoint: Checkpoint, engine: Engine, state: TrainingState, co
     state.restore(checkpoint.state, checkpoint.read("state/target_counts"), data)
 
 
-def start_from(pretraining: Pretraining, init: InitConfig) -> None:
+def start_from(pretraining: Pretraining, init: InitConfig, tensor: Group) -> None:
     """Takes a checkpoint's weights instead of random ones, and a head started as a copy of the embedding.
 
-    With `mode: probe` only the head stays trainable.
+    Each rank of the `tensor` group takes its slices. With `mode: probe` only the head stays trainable.
     """
     path = find_checkpoint(Path(init.from_checkpoint))
     if path is None:
         raise CheckpointError(f"`init.from_checkpoint` must hold a checkpoint, but {init.from_checkpoint} holds none.")
     checkpoint = open_checkpoint(path)
     head_from_embedding = init.mode != "continue"
-    with torch.no_grad():
-        for name, parameter in pretraining.named_parameters():
-            source = "backbone.embedding.weight" if head_from_embedding and name == "head.weight" else name
-            parameter.copy_(_matching(checkpoint, f"weight/{source}", parameter))
+
+    def weight(name: str, shape: torch.Size) -> Tensor:
+        source = "backbone.embedding.weight" if head_from_embedding and name == "head.weight" else name
+        return _matching(checkpoint, f"weight/{source}", shape)
+
+    fill_(pretraining, tensor, weight)
     if init.mode == "probe":
         pretraining.backbone.requires_grad_(False)
 
 
-def _matching(checkpoint: Checkpoint, name: str, parameter: Tensor) -> Tensor:
+def _matching(checkpoint: Checkpoint, name: str, shape: torch.Size) -> Tensor:
     if name not in checkpoint.names():
         raise CheckpointError(
             f"{checkpoint.folder} must hold {name}, but does not; is it of another model or objective?"
         )
     tensor = checkpoint.read(name)
-    if tensor.shape != parameter.shape:
+    if tensor.shape != shape:
         raise CheckpointError(
-            f"{checkpoint.folder} must hold {name} of shape {tuple(parameter.shape)}, but has {tuple(tensor.shape)} "
+            f"{checkpoint.folder} must hold {name} of shape {tuple(shape)}, but has {tuple(tensor.shape)} "
             "instead; give `model` the sizes of that run."
         )
     return tensor

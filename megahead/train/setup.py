@@ -14,7 +14,8 @@ from megahead.distributed import Launch, Mesh, choose_device, connect
 from megahead.engine import Engine
 from megahead.errors import ConfigError
 from megahead.optim import build_adamw
-from megahead.pretraining import Feed, build
+from megahead.parallel import build
+from megahead.pretraining import Feed
 from megahead.train.describe import describe_run
 from megahead.train.evaluation import Evaluation
 from megahead.train.faults import StopRequest
@@ -34,14 +35,15 @@ def pretrain(config: RunConfig, launch: Launch, resume: str = "auto") -> Ending:
     train_text = _open(config, config.data.train, "data.train")
     held_out = config.data.validation and _open(config, config.data.validation, "data.validation")
     _check_tokenizer(config)
-    mesh = Mesh.build(connect(launch, device, config.engine.timeout_seconds))
+    mesh = Mesh.build(connect(launch, device, config.engine.timeout_seconds), config.parallel.tensor)
     deepspeed = deepspeed_config(config, mesh.data.size)
     checkpoint = find_resume(resume, Path(config.folder()))
     world, data = mesh.world.side_channel(), mesh.data.side_channel()
 
-    pretraining = build(config, device)
+    pretraining = build(config, mesh.tensor, device)
+    pretraining.backbone.recompute_blocks = config.engine.activation_checkpointing
     if config.init:
-        start_from(pretraining, config.init)
+        start_from(pretraining, config.init, mesh.tensor)
     optimizer = build_adamw(pretraining, config.optimizer)
     engine = Engine(pretraining, optimizer=optimizer, config=deepspeed, mesh=mesh, device=device)
     state = TrainingState(config.model.padded_vocab_size())
@@ -53,7 +55,7 @@ def pretrain(config: RunConfig, launch: Launch, resume: str = "auto") -> Ending:
     if world.rank == 0:
         _prepare_folder(config)
     meters = Meters(config, active=world.rank == 0)
-    meters.banner([*describe_run(config, mesh.data.size), ("on", f"{world.size} x {device.type}")], resumed=checkpoint)
+    meters.banner([*describe_run(config, world.size), ("on", f"{world.size} x {device.type}")], resumed=checkpoint)
     run = Training(
         config=config,
         engine=engine,

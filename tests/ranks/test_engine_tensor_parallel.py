@@ -117,6 +117,28 @@ def test_two_tensor_ranks_equal_plain_torch_and_tell_whole_tensors(stage: int, r
             torch.testing.assert_close(tensors[name], weight, rtol=0, atol=2e-6)
 
 
+def one_bad_slice(world: Group, stage: int, precision: str) -> tuple[bool, list[str], bool]:
+    """A step in which one rank alone has a gradient that is not finite, in a slice; then a good one."""
+    mesh = Mesh.build(world, 2)
+    engine = small_engine(world, stage, precision, module=split_model(mesh.tensor), tensor_size=2)
+    before, (batch,) = whole(engine), small_batches([7], 1 / 7, seed=mesh.data.rank)
+    factor = float("nan") if world.rank == world.size - 1 else 1.0
+    spoiled = engine.module.up.weight.register_hook(lambda grad: grad * factor)
+    engine.micro_step(batch)
+    bad = engine.step(0.01).applied
+    unchanged = differing(before, whole(engine))
+    spoiled.remove()
+    engine.micro_step(batch)
+    return bad, unchanged, engine.step(0.01).applied
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_gradient_that_is_not_finite_on_one_tensor_rank_stops_the_step_on_all(stage: int, precision: str) -> None:
+    for outcome in on_ranks(4, one_bad_slice, stage, precision):
+        assert outcome == (False, [], True)
+
+
 def one_rank(group: Group) -> dict[str, Tensor]:
     engine = small_engine(group, 0)
     engine.micro_step(small_batches([7], 1 / 7, seed=3)[0])

@@ -1,0 +1,34 @@
+"""How a model is cut over ranks."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from megahead.config.base import Settings
+from megahead.config.model import ModelConfig
+from megahead.errors import ConfigError
+
+
+class ParallelConfig(Settings):
+    """The mesh: `tensor` ranks share one copy of the weights; all ranks / tensor of them share each batch."""
+
+    tensor: int = Field(default=1, gt=0)
+    """Ranks that split every layer among them; keep it within a node."""
+
+    def check(self, model: ModelConfig) -> None:
+        """Raises ConfigError when `model` cannot be split evenly."""
+        widths = {
+            "num_heads": model.num_heads,
+            "intermediate_size": model.mlp_size(),
+            "padded vocabulary": model.padded_vocab_size(),
+        }
+        for name, width in widths.items():
+            if width % self.tensor:
+                raise ConfigError("parallel.tensor", f"divide the model's {name} ({width})", got=self.tensor)
+
+    def data_ranks(self, world_size: int) -> int:
+        """Data-parallel ranks among `world_size` ranks."""
+        ranks, remainder = divmod(world_size, self.tensor)
+        if remainder or not ranks:
+            raise ConfigError("parallel.tensor", f"divide the number of ranks ({world_size})", got=self.tensor)
+        return ranks

@@ -1,0 +1,21 @@
+"""Models split over a tensor group: sharded twins of plain layers, the plan that applies them, the shared-out loss."""
+
+from megahead.parallel.build import build, fill_
+from megahead.parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabularyParallelEmbedding
+from megahead.parallel.plan import parallelize_, shard_dims
+from megahead.parallel.pretraining import TensorParallelPretraining
+from megahead.parallel.softmax import Share, split_candidate_loss, split_candidate_scores
+
+__all__ = [
+    "ColumnParallelLinear",
+    "RowParallelLinear",
+    "Share",
+    "TensorParallelPretraining",
+    "VocabularyParallelEmbedding",
+    "build",
+    "fill_",
+    "parallelize_",
+    "shard_dims",
+    "split_candidate_loss",
+    "split_candidate_scores",
+]

@@ -1,0 +1,102 @@
+"""Sharded twins of plain layers: the same function, each rank of a tensor group holding a slice of the weights.
+
+A twin is made from its plain layer, on the meta device too, and keeps its parameters' names. `shard_dims` says which
+dim of which parameter is split; split parameters carry `model_parallel = True`, so that the global gradient norm
+counts each slice, and all others once. After Shoeybi et al. 2019, arXiv 1909.08053.
+
+B rows, T tokens, D hidden size, V vocabulary, U shared ids; lower case: this rank's share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from megahead.distributed import Group, sum_backward, sum_forward, sum_scatter
+
+
+def _slice(full: Tensor, group: Group, dim: int) -> nn.Parameter:
+    parameter = nn.Parameter(group.shard(full.detach(), dim))
+    parameter.model_parallel = True  # type: ignore[attr-defined]
+    return parameter
+
+
+class ColumnParallelLinear(nn.Module):
+    """`y = x W.T + b` with the output features split over `group`.
+
+    Every rank reads all of `x` and returns its own slice of `y`. Follow it with a `RowParallelLinear`: the pair costs
+    one all-reduce of [B, T, D] forward and one backward.
+    """
+
+    shard_dims: ClassVar[Mapping[str, int]] = {"weight": 0, "bias": 0}
+
+    def __init__(self, full: nn.Linear, group: Group) -> None:
+        super().__init__()
+        self.group = group
+        self.weight = _slice(full.weight, group, 0)
+        self.bias = _slice(full.bias, group, 0)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        """[B, T, f]: this rank's output features."""
+        return F.linear(sum_backward(x_BTD, self.group), self.weight, self.bias)
+
+
+class RowParallelLinear(nn.Module):
+    """`y = x W.T + b` with the input features split over `group`; the bias is whole and added once."""
+
+    shard_dims: ClassVar[Mapping[str, int]] = {"weight": 1}
+
+    def __init__(self, full: nn.Linear, group: Group) -> None:
+        super().__init__()
+        self.group = group
+        self.weight = _slice(full.weight, group, 1)
+        self.bias = nn.Parameter(full.bias.detach().clone())
+
+    def forward(self, x_BTf: Tensor) -> Tensor:
+        """[B, T, D] on every rank, from this rank's input features."""
+        return sum_forward(F.linear(x_BTf, self.weight), self.group) + self.bias
+
+
+class VocabularyParallelEmbedding(nn.Module):
+    """A table whose rows are split over `group`: rank r owns the ids from r * v on."""
+
+    shard_dims: ClassVar[Mapping[str, int]] = {"weight": 0}
+
+    def __init__(self, full: nn.Embedding, group: Group) -> None:
+        super().__init__()
+        self.group = group
+        self.weight = _slice(full.weight, group, 0)
+
+    def forward(self, ids: Tensor, shared_ids_U: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        """[..., D]: rows of `ids` on every rank, by an all-reduce.
+
+        With `shared_ids_U` also [u, D]: this rank's even share of their rows, whoever owns them, by a reduce-scatter
+        whose backward gathers. U must be a multiple of the group's size; an id of -1 has a row of zeros.
+        """
+        if shared_ids_U is None:
+            return sum_forward(self._owned(ids), self.group)
+        rows = self._owned(torch.cat([ids.flatten(), shared_ids_U]))
+        inputs, shared = rows.split([ids.numel(), shared_ids_U.numel()])
+        return sum_forward(inputs.view(*ids.shape, -1), self.group), sum_scatter(shared, self.group)
+
+    def _owned(self, ids: Tensor) -> Tensor:
+        """Rows of the ids that this rank owns, zeros for the others'."""
+        count = self.weight.shape[0]
+        local = ids - self.group.rank * count
+        foreign = (local < 0) | (local >= count)
+        rows = F.embedding(local.masked_fill(foreign, 0), self.weight)
+        return rows.masked_fill(foreign[..., None], 0.0)
+
+
+Shard = Callable[..., nn.Module]
+
+TWINS: Mapping[str, tuple[type[nn.Module], Shard]] = {
+    "column": (nn.Linear, ColumnParallelLinear),
+    "row": (nn.Linear, RowParallelLinear),
+    "vocabulary": (nn.Embedding, VocabularyParallelEmbedding),
+}
+"""What a sharding table's words stand for: the plain layer, and its twin."""

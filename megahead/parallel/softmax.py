@@ -1,0 +1,178 @@
+"""The softmax over candidates that are split over a tensor group: `candidate_loss` and `candidate_scores`, shared out.
+
+Every rank holds all outputs and an even share of the candidates, not those whose rows it owns: frequent ids lie
+together in the vocabulary. A chunk of outputs costs two small all-reduces, of n maxima and of n x 2 sums; the gradient
+of the outputs one of N x D.
+
+N outputs, D features, U candidates; n: the outputs of one chunk, w: the candidates of one rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from megahead.distributed import Group
+from megahead.objectives import Scores
+from megahead.objectives.softmax import CHUNK_BYTES, LOWEST
+
+
+@dataclass(frozen=True)
+class Share:
+    """This rank's candidates: `count` of them from number `first` on, in a table of `width` rows on every rank."""
+
+    first: int
+    count: int
+    width: int
+
+    @staticmethod
+    def of(total: int, width: int, group: Group) -> Share:
+        """The share of `group`'s rank in `total` candidates, `width` for each rank until there are no more."""
+        first = group.rank * width
+        return Share(first, min(max(total - first, 0), width), width)
+
+    def bias(self, bias_U: Tensor | None) -> Tensor | None:
+        """[w]: this share of all candidates' biases, zeros where the table has no candidate."""
+        if bias_U is None:
+            return None
+        return F.pad(bias_U[self.first : self.first + self.count], (0, self.width - self.count))
+
+
+def split_candidate_loss(
+    outputs_ND: Tensor,
+    rows_wD: Tensor,
+    own_N: Tensor,
+    bias_U: Tensor | None,
+    temperature: float,
+    share: Share,
+    group: Group,
+) -> Tensor:
+    """What `candidate_loss` gives for all ranks' rows together, on every rank; and its gradients.
+
+    outputs_ND, own_N (places among all U candidates) and bias_U are the same on every rank, rows_wD is its share.
+    The gradient of outputs_ND comes summed over the ranks. Collective.
+    """
+    if outputs_ND.shape[0] == 0:
+        return 0.0 * (outputs_ND.float().sum() + rows_wD.float().sum())
+    bias_w = share.bias(bias_U)
+    loss: Tensor = _SplitCandidateLoss.apply(outputs_ND, rows_wD, own_N, bias_w, temperature, share, group)
+    return loss
+
+
+@torch.no_grad()
+def split_candidate_scores(
+    outputs_ND: Tensor,
+    rows_wD: Tensor,
+    own_N: Tensor,
+    bias_U: Tensor | None,
+    temperature: float,
+    share: Share,
+    group: Group,
+) -> Scores:
+    """What `candidate_scores` gives for all ranks' rows together, on every rank. Collective.
+
+    A target whose score ties with the largest counts as correct.
+    """
+    loss, correct = 0.0, 0
+    outputs, rows = _promoted(outputs_ND, rows_wD)
+    for part in _softmax_chunks(outputs, rows, own_N, share.bias(bias_U), temperature, share, group):
+        loss += float((part.top_n + part.total_n.log() - part.own_biased_n).double().sum())
+        correct += int((part.own_biased_n >= part.top_n).sum())
+    return Scores(loss, correct, own_N.numel())
+
+
+class _Chunk(NamedTuple):
+    """Some outputs, scored against all candidates of all ranks."""
+
+    rows: slice
+    exponentials_nw: Tensor
+    """exp(score - top) of this rank's candidates; the buffer may be overwritten."""
+    top_n: Tensor
+    """Largest biased score."""
+    total_n: Tensor
+    """Sum of all ranks' exponentials."""
+    own_n: Tensor
+    """Score of the own candidate without its bias."""
+    own_biased_n: Tensor
+    own_index_n1: Tensor
+    """Place of the own candidate in this rank's table, where this rank holds it."""
+    mine_n1: Tensor
+    """1 where it does, else 0."""
+
+
+def _promoted(outputs_ND: Tensor, rows_wD: Tensor) -> tuple[Tensor, Tensor]:
+    dtype = torch.promote_types(torch.promote_types(outputs_ND.dtype, rows_wD.dtype), torch.float32)
+    return outputs_ND.to(dtype), rows_wD.to(dtype)
+
+
+def _softmax_chunks(
+    outputs_ND: Tensor,
+    rows_wD: Tensor,
+    own_N: Tensor,
+    bias_w: Tensor | None,
+    temperature: float,
+    share: Share,
+    group: Group,
+) -> Iterator[_Chunk]:
+    """Chunks of the same outputs on every rank, at most CHUNK_BYTES of scores each."""
+    total = outputs_ND.shape[0]
+    bias = outputs_ND.new_zeros(share.width) if bias_w is None else bias_w.to(outputs_ND.dtype)
+    step = max(1, min(total, CHUNK_BYTES // (share.width * outputs_ND.element_size())))
+    buffer = outputs_ND.new_empty(step, share.width)
+    for start in range(0, total, step):
+        rows = slice(start, min(start + step, total))
+        scores_nw = buffer[: rows.stop - start]
+        torch.addmm(bias, outputs_ND[rows], rows_wD.T, alpha=1 / temperature, out=scores_nw)
+        scores_nw[:, share.count :] = -torch.inf
+        local_n1 = own_N[rows, None] - share.first
+        mine_n1 = ((local_n1 >= 0) & (local_n1 < share.count)).to(scores_nw.dtype)
+        index_n1 = local_n1.clamp(0, share.width - 1)
+        own_n1 = scores_nw.gather(1, index_n1).where(mine_n1 > 0, 0.0)
+        top_n1 = group.max_(scores_nw.amax(dim=1, keepdim=True))
+        scores_nw.sub_(top_n1).clamp_min_(LOWEST).exp_()
+        scores_nw[:, share.count :] = 0.0
+        own_bias_n1 = bias[index_n1].where(mine_n1 > 0, 0.0)
+        sums_n3 = group.sum_(torch.cat([scores_nw.sum(1, keepdim=True), own_n1 - own_bias_n1, own_n1], 1))
+        total_n, own_n, own_biased_n = sums_n3.unbind(1)
+        yield _Chunk(rows, scores_nw, top_n1[:, 0], total_n, own_n, own_biased_n, index_n1, mine_n1)
+
+
+class _SplitCandidateLoss(torch.autograd.Function):
+    """Both gradients are computed while a chunk's scores are at hand, as in one process."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        outputs_ND: Tensor,
+        rows_wD: Tensor,
+        own_N: Tensor,
+        bias_w: Tensor | None,
+        temperature: float,
+        share: Share,
+        group: Group,
+    ) -> Tensor:
+        with torch.autocast(outputs_ND.device.type, enabled=False):
+            outputs, rows = _promoted(outputs_ND, rows_wD)
+            grad_outputs, grad_rows = torch.empty_like(outputs), torch.zeros_like(rows)
+            loss = outputs.new_zeros(())
+            for part in _softmax_chunks(outputs, rows, own_N, bias_w, temperature, share, group):
+                loss += (part.top_n + part.total_n.log() - part.own_n).sum()
+                grad_nw = part.exponentials_nw.div_(part.total_n[:, None])
+                grad_nw.scatter_add_(1, part.own_index_n1, -part.mine_n1)
+                torch.mm(grad_nw, rows, out=grad_outputs[part.rows])
+                grad_rows.addmm_(grad_nw.T, outputs[part.rows])
+        ctx.save_for_backward(group.sum_(grad_outputs).div_(temperature), grad_rows.div_(temperature))
+        ctx.dtypes = outputs_ND.dtype, rows_wD.dtype
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        grad_outputs, grad_rows = ctx.saved_tensors
+        outputs_dtype, rows_dtype = ctx.dtypes
+        grads = (grad_outputs * grad_loss).to(outputs_dtype), (grad_rows * grad_loss).to(rows_dtype)
+        return *grads, None, None, None, None, None

@@ -1,0 +1,95 @@
+"""Collectives in both directions: what each gives, and that its backward is the transpose of its forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from on_ranks import on_ranks
+from torch import Tensor
+
+from megahead.distributed import (
+    Group,
+    Mesh,
+    drawn_apart,
+    gather,
+    sum_backward,
+    sum_forward,
+    sum_scatter,
+)
+
+SIZES = [1, 2, 4]
+
+
+def numbers(rank: int, rows: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(10 * rank + seed)
+    return torch.randn(rows, 3, dtype=torch.float64, generator=generator)
+
+
+def both_ways(group: Group, collective: Callable[[Tensor, Group], Tensor], rows: int) -> tuple[Tensor, Tensor]:
+    x = numbers(group.rank, rows).requires_grad_()
+    y = collective(x, group)
+    y.backward(numbers(group.rank, y.shape[0], seed=5))
+    assert x.grad is not None
+    return y.detach(), x.grad
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_sum_forward(size: int) -> None:
+    for rank, (y, grad) in enumerate(on_ranks(size, both_ways, sum_forward, 2)):
+        torch.testing.assert_close(y, sum(numbers(r, 2) for r in range(size)))
+        assert torch.equal(grad, numbers(rank, 2, seed=5))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_sum_backward(size: int) -> None:
+    for rank, (y, grad) in enumerate(on_ranks(size, both_ways, sum_backward, 2)):
+        assert torch.equal(y, numbers(rank, 2))
+        torch.testing.assert_close(grad, sum(numbers(r, 2, seed=5) for r in range(size)))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_sum_scatter_and_gather_are_each_other_backwards(size: int) -> None:
+    scattered = on_ranks(size, both_ways, sum_scatter, 2 * size)
+    gathered = on_ranks(size, both_ways, gather, 2)
+    total = sum(numbers(r, 2 * size) for r in range(size)).chunk(size)
+    total_grad = sum(numbers(r, 2 * size, seed=5) for r in range(size)).chunk(size)
+    for rank in range(size):
+        torch.testing.assert_close(scattered[rank][0], total[rank])
+        assert torch.equal(scattered[rank][1], torch.cat([numbers(r, 2, seed=5) for r in range(size)]))
+        assert torch.equal(gathered[rank][0], torch.cat([numbers(r, 2) for r in range(size)]))
+        torch.testing.assert_close(gathered[rank][1], total_grad[rank])
+
+
+def draws(group: Group) -> tuple[list[Tensor], list[Tensor]]:
+    torch.manual_seed(3)
+    alike, apart = [torch.rand(4)], []
+    state = torch.get_rng_state()
+    for _ in range(2):
+        torch.set_rng_state(state)
+        with drawn_apart(group, torch.device("cpu")):
+            apart.append(torch.rand(4))
+    alike.append(torch.rand(4))
+    return alike, apart
+
+
+def test_random_numbers_are_apart_inside_alike_around_and_the_same_when_repeated() -> None:
+    (alike0, apart0), (alike1, apart1) = on_ranks(2, draws)
+    for mine, theirs in zip(alike0, alike1, strict=True):
+        assert torch.equal(mine, theirs)
+    assert not torch.equal(alike0[0], alike0[1])
+    assert not torch.equal(apart0[0], apart1[0])
+    assert torch.equal(apart0[0], apart0[1])
+    assert torch.equal(apart1[0], apart1[1])
+
+
+def side_channels(group: Group) -> tuple[int, int]:
+    """Sums of world ranks over two side channels of the data axis, used at once by different columns."""
+    mesh = Mesh.build(group, 2)
+    first, second = mesh.data.side_channel(), mesh.data.side_channel()
+    return int(first.sum_(torch.tensor(group.rank))), int(second.sum_(torch.tensor(group.rank)))
+
+
+def test_data_ranks_of_several_columns_have_side_channels_of_their_own() -> None:
+    assert on_ranks(4, side_channels) == [(2, 2), (4, 4), (2, 2), (4, 4)]

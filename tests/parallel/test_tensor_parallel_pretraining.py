@@ -1,0 +1,130 @@
+"""The whole objective over a tensor group: loss, gradients and scores of one rank, from the same initial weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from on_ranks import on_ranks
+from small_checkpoint import small_config
+from torch import Tensor
+
+from megahead import parallel, pretraining
+from megahead.config import RunConfig
+from megahead.data import Batch
+from megahead.distributed import Group
+from megahead.errors import ConfigErrors
+from megahead.objectives import build_objective
+from megahead.parallel import shard_dims
+from megahead.pretraining import MicroBatch, Pretraining, Scoring
+
+CPU = torch.device("cpu")
+OBJECTIVES = [{"name": "headless"}, {"name": "vanilla"}, {"name": "vanilla", "tied": True}]
+MODEL = {"hidden_size": 32, "num_heads": 4, "vocab_multiple": 32, "vocab_size": 47}
+
+
+def config_of(objective: dict[str, Any], **model: Any) -> RunConfig:
+    return small_config(model={**MODEL, **model}, objective={**objective, "temperature": 0.5})
+
+
+def micro_batch(config: RunConfig, targets: int | None = None) -> MicroBatch:
+    g = torch.Generator().manual_seed(4)
+    rows = torch.randint(config.model.vocab_size, (2, 12), generator=g)
+    index = torch.arange(22)[:targets]
+    ids = torch.randint(config.model.vocab_size, (len(index),), generator=g)
+    positions = torch.tensor([[*range(5), *range(6)], [*range(11)]])
+    batch = Batch(rows[:, :-1], positions, index, ids)
+    return MicroBatch(batch, build_objective(config.objective).candidates(ids), 1 / 7)
+
+
+def outcome(module: Pretraining, config: RunConfig, targets: int | None) -> tuple[Tensor, tuple[float, ...]]:
+    micro = micro_batch(config, targets)
+    loss = module.double()(micro)
+    loss.backward()
+    bias = torch.linspace(-2, 2, config.model.vocab_size, dtype=torch.float64)
+    with torch.no_grad():
+        scores = module(Scoring(micro.batch, bias))
+    return loss.detach(), (scores.loss, scores.correct, scores.targets)
+
+
+def one_rank(config: RunConfig, targets: int | None) -> tuple[Tensor, tuple[float, ...], dict[str, Tensor]]:
+    module = pretraining.build(config, CPU)
+    loss, scores = outcome(module, config, targets)
+    return loss, scores, {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+
+
+def split(group: Group, config: RunConfig, targets: int | None) -> tuple[Tensor, tuple[float, ...], dict[str, Tensor]]:
+    module = parallel.build(config, group, CPU)
+    loss, scores = outcome(module, config, targets)
+    dims = shard_dims(module)
+    grads = {}
+    for name, p in module.named_parameters():
+        assert p.grad is not None, name
+        grads[name] = p.grad if name not in dims else torch.cat(group.gather(p.grad).unbind(), dims[name])
+    return loss, scores, grads
+
+
+@pytest.mark.parametrize("targets", [None, 1, 0])
+@pytest.mark.parametrize("objective", OBJECTIVES, ids=["headless", "untied", "tied"])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_loss_gradients_and_scores_equal_one_rank(size: int, objective: dict[str, Any], targets: int | None) -> None:
+    config = config_of(objective)
+    loss, scores, grads = one_rank(config, targets)
+    for split_loss, split_scores, split_grads in on_ranks(size, split, config, targets):
+        torch.testing.assert_close(split_loss, loss, rtol=0, atol=1e-10)
+        assert split_scores == pytest.approx(scores, rel=1e-10)
+        assert split_grads.keys() == grads.keys()
+        for name, grad in grads.items():
+            torch.testing.assert_close(split_grads[name], grad, rtol=0, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def initial_weights(group: Group, config: RunConfig) -> dict[str, Tensor]:
+    module = parallel.build(config, group, CPU)
+    dims = shard_dims(module)
+    whole = {}
+    for name, p in module.named_parameters():
+        assert hasattr(p, "model_parallel") is (name in dims)
+        whole[name] = p.detach() if name not in dims else torch.cat(group.gather(p.detach()).unbind(), dims[name])
+    return whole
+
+
+def test_initial_weights_do_not_depend_on_the_mesh() -> None:
+    config = config_of({"name": "vanilla"})
+    expected = {name: p.detach() for name, p in pretraining.build(config, CPU).named_parameters()}
+    for size in (2, 4):
+        for weights in on_ranks(size, initial_weights, config):
+            assert all(torch.equal(weights[name], value) for name, value in expected.items())
+
+
+def dropped(group: Group, config: RunConfig) -> tuple[Tensor, Tensor]:
+    """Hidden states, and what attention gave before its output projection, under dropout."""
+    module = parallel.build(config, group, CPU)
+    heads: list[Tensor] = []
+    attention = module.backbone.get_submodule("blocks.0.attention.output")
+    attention.register_forward_pre_hook(lambda _, inputs: heads.append(inputs[0].detach()))
+    torch.manual_seed(9)
+    hidden: Tensor = module.backbone(torch.zeros(4, 16, dtype=torch.int64))
+    return hidden.detach(), heads[0]
+
+
+def test_dropout_is_alike_on_the_residual_stream_and_apart_inside_attention() -> None:
+    """All tokens are equal, hence all values: what differs between heads is the weights that were dropped."""
+    config = config_of({"name": "headless"}, hidden_dropout=0.3, attention_dropout=0.5)
+    (hidden0, heads0), (hidden1, heads1) = on_ranks(2, dropped, config)
+    assert torch.equal(hidden0, hidden1)
+    assert not torch.equal(heads0 == 0, heads1 == 0)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "model", "sentence"),
+    [
+        (3, {}, "`parallel.tensor` must divide the model's num_heads (4), but is 3 instead."),
+        (4, {"intermediate_size": 66}, "`parallel.tensor` must divide the model's intermediate_size (66), but is 4"),
+        (4, {"vocab_multiple": 1}, "`parallel.tensor` must divide the model's padded vocabulary (47), but is 4"),
+    ],
+)
+def test_a_model_that_does_not_split_evenly_is_refused(tensor: int, model: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigErrors) as caught:
+        small_config(model={**MODEL, **model}, parallel={"tensor": tensor})
+    assert sentence in str(caught.value)

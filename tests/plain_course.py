@@ -1,0 +1,95 @@
+"""A run of ten steps on any mesh, and the plain torch process that it must equal."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from on_ranks import on_ranks
+from small_engine import CPU
+from small_run import small_config
+from torch import Tensor, nn
+
+from megahead.checkpoint import open_checkpoint
+from megahead.config import RunConfig
+from megahead.data import IndexedDataset, StreamSamples
+from megahead.distributed import Group, Launch
+from megahead.optim import build_adamw, learning_rate_ratio
+from megahead.pretraining import Feed, build
+from megahead.report.metrics import read_metrics
+from megahead.train import pretrain
+
+STEPS = 10
+OBJECTIVES = {
+    "headless": {"name": "headless"},
+    "vanilla": {"name": "vanilla"},
+    "tied": {"name": "vanilla", "tied": True},
+}
+
+
+class Course(NamedTuple):
+    """What ten steps were like, and where they led."""
+
+    losses: list[float]
+    norms: list[float]
+    weights: dict[str, Tensor]
+
+
+def config_of(folder: Path, objective: str, **changes: Any) -> RunConfig:
+    """Adam's eps is large beside rounding: where a gradient is zero but for it, steps must not be its sign."""
+    fixed = {
+        "objective": OBJECTIVES[objective],
+        "optimizer.eps": 1e-4,
+        "optimizer.gradient_clipping": 0.5,
+        "training.steps": STEPS,
+        "training.checkpoint_every": STEPS,
+        "training.evaluate_every": STEPS,
+    }
+    return small_config(folder, fixed | changes)
+
+
+def plain_torch(config: RunConfig) -> Course:
+    """No DeepSpeed, no ranks: micro-batches, clipping, AdamW."""
+    module = build(config, CPU)
+    optimizer = build_adamw(module, config.optimizer)
+    samples = StreamSamples(IndexedDataset(config.data.train), config.data.sequence_length, config.seed)
+    feed = Feed(samples, module.objective, config.data, config.batch, Group())
+    losses, norms = [], []
+    for step in range(STEPS):
+        micro_batches = feed.step(step * config.batch.global_size).micro_batches
+        optimizer.zero_grad()
+        loss = torch.stack([module(micro) for micro in micro_batches]).mean()
+        loss.backward()
+        norms.append(float(nn.utils.clip_grad_norm_(module.parameters(), config.optimizer.gradient_clipping)))
+        for group in optimizer.param_groups:
+            group["lr"] = config.optimizer.learning_rate * learning_rate_ratio(config.schedule, step, STEPS)
+        optimizer.step()
+        losses.append(loss.item())
+    return Course(losses, norms, {f"weight/{name}": p.detach() for name, p in module.named_parameters()})
+
+
+def run(group: Group, config: RunConfig) -> str:
+    return pretrain(config, Launch())
+
+
+def on_mesh(folder: Path, objective: str, stage: int, tensor: int, data: int, **changes: Any) -> Course:
+    """The same under DeepSpeed at `stage`, at stage 3 with even the smallest parameter cut up."""
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
+    meshed = {"parallel.tensor": tensor, "engine.deepspeed": {"zero_optimization": zero}}
+    on_ranks(tensor * data, run, config_of(folder, objective, **(meshed | changes)))
+    records, checkpoint = read_metrics(folder / "run").training, open_checkpoint(folder / "run")
+    weights = {name: checkpoint.read(name) for name in checkpoint.names() if name.startswith("weight/")}
+    return Course([r["loss"] for r in records], [r["gradient_norm"] for r in records], weights)
+
+
+def distance(course: Course, reference: Course, start: dict[str, Tensor]) -> float:
+    """How far apart two courses end, as a share of the way that the second went from `start`."""
+    way = sum(float((reference.weights[name] - weight).square().sum()) for name, weight in start.items())
+    apart = sum(float((reference.weights[name] - course.weights[name]).square().sum()) for name in start)
+    return float((apart / way) ** 0.5)
+
+
+def initial(config: RunConfig) -> dict[str, Tensor]:
+    """The weights a run of `config` starts from."""
+    return {f"weight/{name}": p.detach() for name, p in build(config, CPU).named_parameters()}
