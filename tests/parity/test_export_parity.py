@@ -71,7 +71,7 @@ def test_probabilities(tmp_path: Path, rotary_pct, parallel, activation, head, d
             torch.testing.assert_close(hidden, ours.load().backbone(batch.input_ids_BT), rtol=tolerance, atol=tolerance)
             return
         logits = AutoModelForCausalLM.from_pretrained(report.folder, dtype=torch.float32)(batch.input_ids_BT).logits
-        bias = ours.log_unigram() if name == "pmi" else None
+        bias = ours.training_free_bias() if name == "pmi" else None
         scores = ours.load()(Scoring(batch, bias))
     loss = F.cross_entropy(logits.flatten(0, 1), batch.target_ids_N, reduction="sum")
     assert loss.item() / scores.targets == pytest.approx(scores.loss / scores.targets, abs=tolerance)

@@ -7,8 +7,8 @@ import torch
 from numpy.random import default_rng
 
 from megahead.config import RunConfig, config_from_dict
-from megahead.data import causal_batch
-from megahead.objectives import cwt_loss, log_unigram
+from megahead.data import Batch, causal_batch
+from megahead.objectives import Candidates, build_objective, cwt_loss, log_unigram
 from megahead.pretraining import MicroBatch, Pretraining, Scoring, build
 
 
@@ -26,10 +26,16 @@ def tiny(objective: dict[str, object]) -> RunConfig:
     )
 
 
+def candidates(pretraining: Pretraining, batch: Batch) -> tuple[Candidates, ...]:
+    """Of a batch that is one group."""
+    objective = build_objective(pretraining.objective, 50, torch.arange(64))
+    return (objective.pool(batch.target_ids_N).candidates(batch.target_ids_N),)
+
+
 def prepared(pretraining: Pretraining, rows: int = 4, loss_scale: float = 1.0) -> MicroBatch:
     tokens = default_rng(0).integers(0, 50, (rows, 9))
     batch = causal_batch(tokens, end_token=0, isolate_documents=True, boundary_targets=True)
-    return MicroBatch(batch, pretraining.objective.candidates(batch.target_ids_N), loss_scale)
+    return MicroBatch(batch, candidates(pretraining, batch), loss_scale)
 
 
 def test_headless_loss_is_the_public_function_on_the_backbones_outputs() -> None:
@@ -86,7 +92,7 @@ def test_a_micro_batch_without_targets_gives_zero_connected_to_every_parameter(o
     tokens = default_rng(0).integers(0, 1, (2, 9))  # nothing but end tokens, which predict nothing
     batch = causal_batch(tokens, end_token=0, isolate_documents=True, boundary_targets=False)
     assert batch.target_ids_N.numel() == 0
-    loss = pretraining(MicroBatch(batch, pretraining.objective.candidates(batch.target_ids_N), 1.0))
+    loss = pretraining(MicroBatch(batch, candidates(pretraining, batch), 1.0))
     assert loss.item() == 0
     loss.backward()
     for name, parameter in pretraining.named_parameters():
