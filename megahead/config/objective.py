@@ -97,6 +97,8 @@ def resolve_group(objective: ObjectiveConfig, batch: BatchConfig, data_ranks: in
 
     Raises ConfigError for a group that cannot be cut from whole micro-batches of this run, or out of one.
     """
+    if objective.name == "vanilla":
+        return batch.micro_size  # which does not matter: all ids are candidates
     asked = objective.group_samples
     shorthands = dict(zip(GROUPS, (batch.micro_size, batch.micro_size * data_ranks, batch.global_size), strict=True))
     samples = asked if isinstance(asked, int) else shorthands[asked] if stored is None else stored

@@ -72,13 +72,13 @@ class TrainedModel:
     def temperature(self) -> float:
         """What scores are divided by."""
         objective = self.config.objective
-        return float(self.weight(TEMPERATURE).exp().item()) if objective.learned_temperature else objective.temperature
+        return self.weight(TEMPERATURE).exp().item() if objective.learned_temperature else objective.temperature
 
     def _group_targets(self) -> float:
         """Targets of a group, on average over the run."""
         state, config = self.checkpoint.state, self.config
         per_sample = state.get("targets", 0) / max(state.get("samples", 0), 1) or config.data.sequence_length
-        return per_sample * state.get("group_samples", config.batch.micro_size)
+        return float(per_sample * state.get("group_samples", config.batch.micro_size))
 
     def load(self) -> Pretraining:
         """The model itself, in fp32 on the CPU, ready to score."""
