@@ -12,9 +12,10 @@ from small_run import small_config
 from torch import Tensor, nn
 
 from megahead.checkpoint import open_checkpoint
-from megahead.config import RunConfig
+from megahead.config import RunConfig, resolve_group
 from megahead.data import IndexedDataset, StreamSamples
 from megahead.distributed import Group, Launch
+from megahead.objectives import build_objective
 from megahead.optim import build_adamw, learning_rate_ratio
 from megahead.pretraining import Feed, build
 from megahead.report.metrics import read_metrics
@@ -54,7 +55,9 @@ def plain_torch(config: RunConfig) -> Course:
     module = build(config, CPU)
     optimizer = build_adamw(module, config.optimizer)
     samples = StreamSamples(IndexedDataset(config.data.train), config.data.sequence_length, config.seed)
-    feed = Feed(samples, module.objective, config.data, config.batch, Group())
+    objective = build_objective(config.objective, config.model.vocab_size, torch.ones(config.model.vocab_size))
+    group = resolve_group(config.objective, config.batch, 1)
+    feed = Feed(samples, objective, config.data, config.batch, Group(), group_samples=group, seed=config.seed)
     losses, norms = [], []
     for step in range(STEPS):
         micro_batches = feed.step(step * config.batch.global_size).micro_batches

@@ -28,6 +28,7 @@ from megahead.config import NAMED_SIZES, RunConfig, config_from_dict, load_confi
 from megahead.data import IndexedDataset, StreamSamples, causal_batch
 from megahead.errors import run_command
 from megahead.estimate import training_flops
+from megahead.objectives import build_objective
 from megahead.optim import build_adamw
 from megahead.pretraining import MicroBatch, Pretraining, build
 from megahead.report import to_rich
@@ -78,6 +79,7 @@ class Contender:
         tree["objective"]["name"] = self.objective
         self.config = config_from_dict(tree)
         self.model: Pretraining = build(self.config, self.device)
+        self.rule = build_objective(self.config.objective, self.config.model.vocab_size)
         self.optimizer = build_adamw(self.model, self.config.optimizer)
 
     def step(self, index: int) -> None:
@@ -92,9 +94,8 @@ class Contender:
         if index:
             for name, seconds in zip(self.times, (forward, backward, optimizer), strict=True):
                 self.times[name].append(seconds)
-            self.candidates.append(
-                self.config.model.vocab_size if micro.candidates.ids_U is None else micro.candidates.ids_U.numel()
-            )
+            (group,) = micro.candidates
+            self.candidates.append(self.config.model.vocab_size if group.ids_U is None else group.ids_U.numel())
 
     def seconds(self) -> list[float]:
         """Of each whole step."""
@@ -135,8 +136,8 @@ class Contender:
             isolate_documents=data.isolate_documents,
             boundary_targets=data.boundary_targets,
         )
-        candidates = self.model.objective.candidates(batch.target_ids_N)
-        return MicroBatch(batch, candidates, 1 / batch.target_ids_N.numel()).to(self.device)
+        candidates = self.rule.pool(batch.target_ids_N).candidates(batch.target_ids_N)
+        return MicroBatch(batch, (candidates,), 1 / batch.target_ids_N.numel()).to(self.device)
 
     def _loss(self, micro: MicroBatch) -> torch.Tensor:
         half = self.precision == "bf16"

@@ -5,7 +5,7 @@ from megahead.config.data import DataConfig
 from megahead.config.deepspeed import deepspeed_config
 from megahead.config.loading import config_from_dict, load_config
 from megahead.config.model import NAMED_SIZES, ModelConfig
-from megahead.config.objective import ObjectiveConfig
+from megahead.config.objective import ObjectiveConfig, resolve_group
 from megahead.config.parallel import ParallelConfig
 from megahead.config.run import InitConfig, RunConfig, TrainingConfig
 from megahead.config.training import EngineConfig, OptimizerConfig, ScheduleConfig
@@ -26,4 +26,5 @@ __all__ = [
     "config_from_dict",
     "deepspeed_config",
     "load_config",
+    "resolve_group",
 ]

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator, model_validator
 
 from megahead.config.base import Settings
+from megahead.config.batch import BatchConfig
+from megahead.errors import ConfigError
+
+GROUPS = ("micro_batch", "data_parallel", "global_batch")
+
+HeadKind = Literal["pmi", "tied", "trained"]
 
 
 class ObjectiveConfig(Settings):
@@ -16,13 +22,92 @@ class ObjectiveConfig(Settings):
     """`headless`: contrastive weight tying, candidates are the targets of a group; `vanilla`: the whole vocabulary."""
 
     tied: bool = False
-    """vanilla only: the head is the input embedding itself, instead of a matrix of its own."""
+    """vanilla softmax only: the head is the input embedding itself, instead of a matrix of its own."""
 
     temperature: float = Field(default=1.0, gt=0)
     """Scores are divided by this; the paper uses 1."""
 
-    def head(self) -> Literal["pmi", "tied", "trained"]:
-        """The language-model head such a run has: training-free (headless), the embedding itself, or one of its own."""
-        if self.name == "headless":
-            return "pmi"
-        return "tied" if self.tied else "trained"
+    learned_temperature: bool = False
+    """The temperature is a parameter that starts at `temperature`; it never decays."""
+
+    group_samples: int | str = "micro_batch"
+    """headless: consecutive samples of the global batch that share candidates, a divisor or a multiple of
+    batch.micro_size. `micro_batch` (the paper), `data_parallel` (one micro-step over all data ranks) and `global_batch`
+    stand for their number of samples when the run starts, which it keeps on any later number of ranks."""
+
+    bias: Literal["paper", "once", "corrected", "own_once"] = "paper"
+    """headless: how much each candidate weighs. `paper`: as often as it is a target of the group; `once`: once;
+    `corrected`: divided by its probability of being a candidate (sampled softmax: learns log p itself);
+    `own_once`: as the paper, but an output's own token weighs once (no false negatives; an ablation)."""
+
+    negatives: int = Field(default=0, ge=0)
+    """headless: ids drawn in addition for each group, with replacement; they weigh as often as they are drawn."""
+
+    negatives_from: Literal["unigram", "uniform"] = "unigram"
+    """Where `negatives` are drawn from: the dataset's token frequencies, or all ids alike."""
+
+    max_candidates: int | None = Field(default=None, gt=0)
+    """headless: at most this many shared candidates, sampled by weight and weighted up, so that the sum over candidates
+    stays right on average; an output's own token is always among them. None: all."""
+
+    vanilla_weight: float = Field(default=0.0, ge=0, lt=1)
+    """headless: share of the vanilla softmax (tied or not) in the loss; the headless loss has the rest."""
+
+    @field_validator("group_samples")
+    @classmethod
+    def _known_group(cls, value: int | str) -> int | str:
+        if value not in GROUPS and (isinstance(value, str) or value < 1):
+            raise ConfigError("group_samples", f"be a positive number of samples or {', '.join(GROUPS)}", got=value)
+        return value
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> ObjectiveConfig:
+        if self.name == "vanilla":
+            for field in ("group_samples", "bias", "negatives", "max_candidates", "vanilla_weight"):
+                default, value = type(self).model_fields[field].default, getattr(self, field)
+                if value != default:
+                    raise ConfigError(field, "be left out of a vanilla objective", got=value, hint="use name: headless")
+        elif self.tied and self.vanilla_weight == 0:
+            raise ConfigError("tied", "be left out of a headless objective without vanilla_weight", got=True)
+        if self.negatives_from != "unigram" and self.negatives == 0:
+            raise ConfigError(
+                "negatives_from", "be left out without negatives", got=self.negatives_from, hint="set negatives"
+            )
+        return self
+
+    def trains_head(self) -> bool:
+        """Whether there is an output matrix beside the input embedding."""
+        return not self.tied and (self.name == "vanilla" or self.vanilla_weight > 0)
+
+    def head(self) -> HeadKind:
+        """The language-model head such a run speaks with: `trained`, a matrix of its own; `tied`, the embedding as it
+        is; `pmi`, the embedding and a bias that needs no training."""
+        if self.trains_head():
+            return "trained"
+        learns_log_p = self.name == "vanilla" or self.vanilla_weight > 0 or self.bias == "corrected"
+        return "tied" if learns_log_p else "pmi"
+
+    def needs_token_counts(self) -> bool:
+        """Whether the dataset must know how often each token stands in it."""
+        return self.bias == "corrected" or (self.negatives > 0 and self.negatives_from == "unigram")
+
+
+def resolve_group(objective: ObjectiveConfig, batch: BatchConfig, data_ranks: int, stored: int | None = None) -> int:
+    """Samples of a group, as a number; `stored`: what the checkpoint says that is resumed from.
+
+    Raises ConfigError for a group that cannot be cut from whole micro-batches of this run, or out of one.
+    """
+    if objective.name == "vanilla":
+        return batch.micro_size  # which does not matter: all ids are candidates
+    asked = objective.group_samples
+    shorthands = dict(zip(GROUPS, (batch.micro_size, batch.micro_size * data_ranks, batch.global_size), strict=True))
+    samples = asked if isinstance(asked, int) else shorthands[asked] if stored is None else stored
+    if stored is not None and samples != stored:
+        raise ConfigError("objective.group_samples", f"stay what the run began with ({stored})", got=samples)
+    if samples % batch.micro_size and batch.micro_size % samples:
+        raise ConfigError(
+            "objective.group_samples", f"divide batch.micro_size ({batch.micro_size}) or be a multiple", got=samples
+        )
+    if batch.global_size % samples:
+        raise ConfigError("objective.group_samples", f"divide batch.global_size ({batch.global_size})", got=samples)
+    return samples

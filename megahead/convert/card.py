@@ -18,8 +18,8 @@ PADDING_TOKEN = "<|padding|>"
 _HEADS = {
     "none": "none: the backbone alone, outputs are hidden states",
     "tied": "`E h`, the input embedding itself",
-    "pmi": "`E h + log q`, training-free: q is the distribution of the training targets, "
-    "folded into the output matrix and the final norm's bias",
+    "pmi": "`E h + log q`, training-free: q is the distribution of the training targets (of all candidates, where the "
+    "objective has others), folded into the output matrix and the final norm's bias",
     "trained": "the matrix that was trained",
 }
 
@@ -60,7 +60,7 @@ def model_card(model: TrainedModel, head: Head, dtype: str, parity: Parity) -> s
     errors = ", ".join(f"{error:.1e} in {kind}" for kind, error in parity.largest_error.items())
     loader = "AutoModel" if head.matrix is None else "AutoModelForCausalLM"
     facts = {
-        "Objective": f"{learned}, temperature {objective.temperature:g}",
+        "Objective": f"{learned}, temperature {model.temperature():g}",
         "Shape": f"{config.model.num_layers} layers, width {config.model.hidden_size}, {config.model.num_heads} heads",
         "Trained for": f"{model.checkpoint.step:,} steps" + (f", {tokens:,} tokens" if tokens is not None else ""),
         "Head": _HEADS[head.name],

@@ -16,7 +16,7 @@ from megahead.checkpoint.durable import sha256_of
 from megahead.convert.card import model_card, write_tokenizer
 from megahead.convert.gpt_neox import BACKBONE_PREFIX, RENAMES, hf_config
 from megahead.convert.heads import Head, HeadName, make_head
-from megahead.convert.source import EMBEDDING, HEAD, TrainedModel
+from megahead.convert.source import EMBEDDING, HEAD, TEMPERATURE, TrainedModel
 from megahead.convert.staging import staged_folder
 from megahead.convert.stream import DTYPES, Streamed, write_safetensors
 from megahead.convert.verify import Parity, verify
@@ -80,7 +80,7 @@ def fingerprint(model: TrainedModel) -> str:
 def _tensors(model: TrainedModel, head: Head, vocab_size: int) -> Iterator[Streamed]:
     """Every tensor of the export under its Hugging Face name, the head's last."""
     for name, shape in model.shapes.items():
-        if name == HEAD:
+        if name in (HEAD, TEMPERATURE):  # the head comes last, the temperature within it
             continue
         theirs = _hf_name(name)
         exported = theirs.removeprefix(BACKBONE_PREFIX) if head.matrix is None else theirs

@@ -92,21 +92,27 @@ def make_head(name: HeadName, model: TrainedModel) -> Head:
     objective = model.config.objective
     if name == "none":
         return Head(name)
-    headless, untied = objective.name == "headless", HEAD in model.shapes
-    if name == "trained" and headless:
+    headless, own = objective.name == "headless", objective.head()
+    if name == "trained" and headless and own != "trained":
         raise _impossible(name, "be a head that was trained", "this run was headless", "pmi, tied or none")
-    if name == "tied" and untied:
+    if name == "tied" and own == "trained":
         raise _impossible(name, "be the matrix trained against", "this run trained another one", "trained or none")
     if name == "pmi" and not headless:
         raise _impossible(name, "complete a headless model", "this run trained a vanilla softmax", "trained or none")
-    matrix = HEAD if untied else EMBEDDING
+    if name == "pmi" and own != "pmi":
+        raise _impossible(name, "complete a headless model", "this one speaks without a bias", f"{own} or none")
+    matrix = HEAD if own == "trained" else EMBEDDING
     folded = _training_free(model) if name == "pmi" else None
-    return Head(name, matrix, objective.temperature, folded)
+    return Head(name, matrix, model.temperature(), folded)
 
 
 def best_head(model: TrainedModel) -> HeadName:
-    """The head that speaks best without training: a vanilla model's own, a headless one's training-free one."""
-    return "pmi" if model.config.objective.name == "headless" else "trained"
+    """The head that speaks best without training: one of its own, the embedding as it is, or with its bias.
+
+    A tied matrix that was trained as a softmax is called `trained`.
+    """
+    objective = model.config.objective
+    return "trained" if objective.name == "vanilla" else objective.head()
 
 
 def _training_free(model: TrainedModel) -> FoldedBias:
@@ -115,10 +121,10 @@ def _training_free(model: TrainedModel) -> FoldedBias:
             f"`{model.checkpoint.folder}` must hold the counts of its training targets for --head pmi, "
             "but lacks them; export with --head tied or none."
         )
-    log_q_V = model.log_unigram()
-    padding = log_q_V.new_full((model.config.model.padded_vocab_size() - len(log_q_V),), PADDING_BIAS)
+    bias_V = model.training_free_bias()
+    padding = bias_V.new_full((model.config.model.padded_vocab_size() - len(bias_V),), PADDING_BIAS)
     norm = "backbone.final_norm"
-    return fold_bias(model.weight(f"{norm}.weight"), model.weight(f"{norm}.bias"), torch.cat([log_q_V, padding]))
+    return fold_bias(model.weight(f"{norm}.weight"), model.weight(f"{norm}.bias"), torch.cat([bias_V, padding]))
 
 
 def _impossible(name: str, rule: str, got: str, hint: str) -> FieldError:

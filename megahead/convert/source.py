@@ -12,12 +12,13 @@ from torch import Tensor
 from megahead.checkpoint import Checkpoint, open_checkpoint
 from megahead.config import RunConfig, config_from_dict
 from megahead.errors import CheckpointError
-from megahead.objectives import log_unigram
+from megahead.objectives import training_free_bias
 from megahead.pretraining import Pretraining
 from megahead.pretraining.build import assemble
 
 EMBEDDING = "backbone.embedding.weight"
 HEAD = "head.weight"
+TEMPERATURE = "temperature.log_value"
 _COUNTS = "state/target_counts"
 _PRIOR = "state/dataset_counts"
 
@@ -58,10 +59,26 @@ class TrainedModel:
         """Whether the run counted its targets, which the training-free head needs."""
         return _COUNTS in self.checkpoint.names()
 
-    def log_unigram(self) -> Tensor:
-        """[V] fp32: log q of the targets trained on."""
-        prior_V = self.checkpoint.read(_PRIOR) if _PRIOR in self.checkpoint.names() else None
-        return log_unigram(self.checkpoint.read(_COUNTS), self.config.model.vocab_size, prior_V)
+    def training_free_bias(self) -> Tensor:
+        """[V] fp32: what `E h / T` lacks to be log p; log q of the targets trained on for the paper's objective."""
+        names, model = self.checkpoint.names(), self.config.model
+        token_counts_V = self.checkpoint.read(_PRIOR) if _PRIOR in names else None
+        counts_V = self.checkpoint.read(_COUNTS)
+        bias_V = training_free_bias(
+            self.config.objective, model.vocab_size, counts_V, token_counts_V, self._group_targets()
+        )
+        return torch.zeros(model.vocab_size) if bias_V is None else bias_V
+
+    def temperature(self) -> float:
+        """What scores are divided by."""
+        objective = self.config.objective
+        return self.weight(TEMPERATURE).exp().item() if objective.learned_temperature else objective.temperature
+
+    def _group_targets(self) -> float:
+        """Targets of a group, on average over the run."""
+        state, config = self.checkpoint.state, self.config
+        per_sample = state.get("targets", 0) / max(state.get("samples", 0), 1) or config.data.sequence_length
+        return float(per_sample * state.get("group_samples", config.batch.micro_size))
 
     def load(self) -> Pretraining:
         """The model itself, in fp32 on the CPU, ready to score."""

@@ -87,7 +87,7 @@ def expected_outputs(model: TrainedModel, head: Head, rows_BT: Tensor, dtype: to
     matrix_VD = pretraining.get_parameter(head.matrix)[: model.config.model.vocab_size]
     logits_BTV: Tensor = (hidden_BTD @ matrix_VD.T) / head.temperature
     if head.folded is not None:
-        logits_BTV = logits_BTV + model.log_unigram().to(dtype)
+        logits_BTV = logits_BTV + model.training_free_bias().to(dtype)
     return logits_BTV.float()
 
 

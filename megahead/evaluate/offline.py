@@ -36,4 +36,4 @@ def evaluate_checkpoint(checkpoint: Path, head: HeadName, *, dataset: str | None
     def score(scoring: Scoring) -> Scores:
         return pretraining(scoring)
 
-    return text.evaluate(score, model.log_unigram() if head == "pmi" else None, torch.device("cpu"))
+    return text.evaluate(score, model.training_free_bias() if head == "pmi" else None, torch.device("cpu"))

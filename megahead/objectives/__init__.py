@@ -1,14 +1,15 @@
 """What is learned: one softmax over candidate rows of the embedding table (headless) or over all of it (vanilla)."""
 
 from megahead.objectives.candidates import Candidates, unique_candidates, vocabulary_candidates
-from megahead.objectives.contrastive import Headless, Objective, Vanilla, build_objective, cwt_loss
-from megahead.objectives.heads import log_unigram
+from megahead.objectives.contrastive import Headless, Objective, Pool, Vanilla, build_objective, cwt_loss
+from megahead.objectives.heads import log_unigram, training_free_bias
 from megahead.objectives.softmax import Scores, candidate_loss, candidate_loss_reference, candidate_scores
 
 __all__ = [
     "Candidates",
     "Headless",
     "Objective",
+    "Pool",
     "Scores",
     "Vanilla",
     "build_objective",
@@ -17,6 +18,7 @@ __all__ = [
     "candidate_scores",
     "cwt_loss",
     "log_unigram",
+    "training_free_bias",
     "unique_candidates",
     "vocabulary_candidates",
 ]

@@ -1,6 +1,6 @@
 """The rows an output is scored against, as ids and biases: made on the CPU, before the forward pass.
 
-Shapes: N targets of a micro-batch, U candidates, V vocabulary.
+Shapes: N targets of a micro-batch (or of its part that is one group), U candidates, V vocabulary.
 """
 
 from __future__ import annotations
@@ -13,22 +13,32 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Candidates:
-    """Which rows of the table compete in the softmax of a micro-batch."""
+    """Which rows of the table compete in the softmax of each output."""
 
     ids_U: Tensor | None
     """int64 token ids, each once; None stands for all rows of the output matrix, in order."""
 
     bias_U: Tensor | None
-    """float64 (rounded to the type of the scores when used), added to them; None stands for zeros."""
+    """float64 (rounded to the type of the scores when used), added to them; None stands for zeros.
+    -inf for a row that only the outputs compete with whose own it is."""
 
     own_N: Tensor
     """int64, the place of each target among the candidates."""
 
+    own_bias_U: Tensor | None = None
+    """What is added to a row's score for outputs whose own it is; None: the same as for all others."""
+
+    constant: float = 0.0
+    """Added to the summed loss: minus the own biases, for objectives that report them."""
+
     def to(self, device: torch.device) -> Candidates:
         """The same candidates on `device`; copies from pinned memory do not wait."""
-        ids = None if self.ids_U is None else self.ids_U.to(device, non_blocking=True)
-        bias = None if self.bias_U is None else self.bias_U.to(device, non_blocking=True)
-        return Candidates(ids, bias, self.own_N.to(device, non_blocking=True))
+
+        def move(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else tensor.to(device, non_blocking=True)
+
+        own_N = self.own_N.to(device, non_blocking=True)
+        return Candidates(move(self.ids_U), move(self.bias_U), own_N, move(self.own_bias_U), self.constant)
 
 
 def unique_candidates(target_ids_N: Tensor) -> Candidates:

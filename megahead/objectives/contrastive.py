@@ -1,54 +1,121 @@
 """The objectives. Each is a rule for the candidates; the softmax over them is the same for all.
 
 Headless: Contrastive Weight Tying, Godey, de la Clergerie, Sagot, "Headless Language Models", arXiv 2309.08351.
+N targets of a micro-batch, G targets of its group, U candidates, V vocabulary.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from megahead.config import ObjectiveConfig
+from megahead.errors import ConfigError
 from megahead.objectives.candidates import Candidates, unique_candidates, vocabulary_candidates
+from megahead.objectives.heads import log_negatives, log_unigram
+from megahead.objectives.sampling import draw_counts, inclusion_probabilities, systematic_sample
 from megahead.objectives.softmax import candidate_loss
+from megahead.objectives.weights import Weighting, log_inclusion, weigh
 
 
-class Objective(Protocol):
-    """Chooses what each output is scored against."""
-
-    temperature: float
+class Pool(Protocol):
+    """What the targets of one group are scored against."""
 
     def candidates(self, target_ids_N: Tensor) -> Candidates:
-        """The candidates of one group of targets (CPU tensors; called ahead of time, in a background thread)."""
+        """The candidates of those targets of the group that one micro-batch has."""
         ...
 
 
-class Headless:
-    """Pick one's own target's input embedding among those of the group's targets."""
+class Objective(Protocol):
+    """Chooses what each output is scored against (CPU tensors; called ahead of time, in a background thread)."""
 
-    def __init__(self, temperature: float = 1.0) -> None:
-        self.temperature = temperature
+    def pool(self, target_ids_G: Tensor, seed: int = 0) -> Pool:
+        """The pool of a group with these targets. `seed` decides what is drawn, and belongs to the group."""
+        ...
+
+
+@dataclass(frozen=True)
+class SharedPool:
+    """Candidates that all outputs of a group share, and the biases of own tokens, which need not be among them."""
+
+    weighting: Weighting
+
+    shared_bias_V: Tensor
+    """As the weighting's, but -inf where an id was left out, and weighted up where it might have been."""
 
     def candidates(self, target_ids_N: Tensor) -> Candidates:
-        return unique_candidates(target_ids_N)
+        """Shared candidates, and own tokens that are not; ids in increasing order. O(N + V)."""
+        member_V = self.shared_bias_V > -torch.inf
+        member_V[target_ids_N] = True
+        ids_U = member_V.nonzero().squeeze(1)
+        own_N = (member_V.cumsum(0) - 1)[target_ids_N]
+        bias_U, own_bias_U = self.shared_bias_V[ids_U], self.weighting.own_bias_V[ids_U]
+        constant = -float(own_bias_U[own_N].sum()) if self.weighting.reports_own else 0.0
+        same = torch.equal(bias_U, own_bias_U)
+        return Candidates(ids_U, bias_U, own_N, None if same else own_bias_U, constant)
+
+
+class Headless:
+    """Pick one's own target's input embedding among those of the group's targets.
+
+    `token_counts_V`: how often each id stands in the training text, where the config needs it.
+    """
+
+    def __init__(self, config: ObjectiveConfig, vocab_size: int, token_counts_V: Tensor | None = None) -> None:
+        self._config = config
+        self._vocab_size = vocab_size
+        self._log_q_V, self._log_r_V = None, None
+        if config.needs_token_counts():
+            if token_counts_V is None or not token_counts_V.any():
+                field = "bias" if config.bias == "corrected" else "negatives_from"
+                raise ConfigError(
+                    f"objective.{field}",
+                    "go with a dataset that knows its token counts (the .json beside it)",
+                    got=getattr(config, field),
+                    hint="preprocess the text again, or change the objective",
+                )
+            self._log_q_V = log_unigram(token_counts_V, vocab_size)
+        if config.negatives:
+            self._log_r_V = log_negatives(config, vocab_size, token_counts_V)
+
+    def pool(self, target_ids_G: Tensor, seed: int = 0) -> SharedPool:
+        """O(G + M + V), on the CPU."""
+        config, generator = self._config, torch.Generator().manual_seed(seed)
+        multiplicity_V = torch.bincount(target_ids_G, minlength=self._vocab_size)
+        if self._log_r_V is not None:
+            multiplicity_V += draw_counts(self._log_r_V.exp(), config.negatives, generator)
+        log_pi_V = None
+        if config.bias == "corrected" and self._log_q_V is not None:
+            log_pi_V = log_inclusion(self._log_q_V, target_ids_G.numel(), self._log_r_V, config.negatives)
+        weighting = weigh(config.bias, multiplicity_V, log_pi_V)
+        return SharedPool(weighting, self._capped(weighting.bias_V, generator))
+
+    def _capped(self, bias_V: Tensor, generator: torch.Generator) -> Tensor:
+        """The bias of a sample of at most `max_candidates`: each one's weight divided by its chance of being in."""
+        most = self._config.max_candidates
+        if most is None or int((bias_V > -torch.inf).sum()) <= most:
+            return bias_V
+        chances_V = inclusion_probabilities(bias_V.exp(), most)
+        chosen_V = systematic_sample(chances_V, generator)
+        return torch.where(chosen_V, bias_V - chances_V.log(), -torch.inf)
 
 
 class Vanilla:
     """Pick the target among the whole vocabulary."""
 
-    def __init__(self, temperature: float = 1.0) -> None:
-        self.temperature = temperature
+    def pool(self, target_ids_G: Tensor, seed: int = 0) -> Vanilla:
+        return self
 
     def candidates(self, target_ids_N: Tensor) -> Candidates:
         return vocabulary_candidates(target_ids_N)
 
 
-def build_objective(config: ObjectiveConfig) -> Objective:
-    """The objective that the run asks for."""
-    if config.name == "vanilla":
-        return Vanilla(config.temperature)
-    return Headless(config.temperature)
+def build_objective(config: ObjectiveConfig, vocab_size: int, token_counts_V: Tensor | None = None) -> Objective:
+    """The objective that the run asks for; ConfigError when it needs the training text's token counts and has none."""
+    return Vanilla() if config.name == "vanilla" else Headless(config, vocab_size, token_counts_V)
 
 
 def cwt_loss(outputs_ND: Tensor, target_ids_N: Tensor, embedding_VD: Tensor, *, temperature: float = 1.0) -> Tensor:

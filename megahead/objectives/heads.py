@@ -1,7 +1,8 @@
-"""The language-model head that a headless model has without training: `E h / T + log q`.
+"""The language-model head that a headless model has without training: `E h / T + bias`.
 
-The contrastive optimum is o.e_v = log p(v | context) - log q(v) + const(context), pointwise mutual information
-(PMI), q being the distribution of the targets it was trained against. Adding log q back gives log p(v | context).
+The contrastive optimum is o.e_v = log p(v | context) - bias(v) + const(context), where bias is the log of how much
+id v weighs among the candidates on average: log q, pointwise mutual information (PMI), for the paper's objective,
+q being the distribution of the targets it was trained against. Adding it back gives log p(v | context).
 """
 
 from __future__ import annotations
@@ -9,9 +10,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megahead.config import ObjectiveConfig
+from megahead.objectives.weights import log_inclusion
+
 
 def log_unigram(counts_V: Tensor, vocab_size: int, prior_counts_V: Tensor | None = None) -> Tensor:
-    """log q over the first `vocab_size` ids, float32 and finite: the PMI head's bias.
+    """log q over the first `vocab_size` ids, float32 and finite: the bias of the paper's objective.
 
     counts_V: int64 counts of the targets trained on (at least vocab_size long). Ids never seen yet are smoothed
     by `vocab_size` pseudo-observations, spread by `prior_counts_V + 1` (the whole dataset's counts), or evenly.
@@ -20,3 +24,37 @@ def log_unigram(counts_V: Tensor, vocab_size: int, prior_counts_V: Tensor | None
     prior = torch.ones_like(counts) if prior_counts_V is None else prior_counts_V[:vocab_size].double() + 1
     smoothed = counts + vocab_size * prior / prior.sum()
     return (smoothed.log() - smoothed.sum().log()).float()
+
+
+def log_negatives(config: ObjectiveConfig, vocab_size: int, token_counts_V: Tensor | None) -> Tensor:
+    """log r over `vocab_size` ids: what an objective's separate negatives are drawn from."""
+    uniform = config.negatives_from == "uniform" or token_counts_V is None
+    counts_V = torch.zeros(vocab_size, dtype=torch.int64) if uniform else token_counts_V
+    assert counts_V is not None
+    return log_unigram(counts_V, vocab_size)
+
+
+def training_free_bias(
+    config: ObjectiveConfig,
+    vocab_size: int,
+    counts_V: Tensor,
+    token_counts_V: Tensor | None,
+    group_targets: float,
+) -> Tensor | None:
+    """[V] float32, the bias that makes `E h / T` log p; None where it is that already (or has a trained head).
+
+    counts_V: of the targets trained on. token_counts_V: of the training text. group_targets: targets of a group on
+    average, which only separate negatives and `once` depend on. For `own_once`, which is not a proper scoring rule
+    and has no exact head, that of the paper's.
+    """
+    if config.head() != "pmi":
+        return None
+    log_q_V = log_unigram(counts_V, vocab_size, token_counts_V)
+    draws = config.negatives
+    log_r_V = log_negatives(config, vocab_size, token_counts_V) if draws else None
+    if config.bias == "once":
+        return log_inclusion(log_q_V, group_targets, log_r_V, draws).float()
+    if log_r_V is None:
+        return log_q_V
+    expected_V = group_targets * log_q_V.double().exp() + draws * log_r_V.double().exp()
+    return (expected_V / (group_targets + draws)).log().float()

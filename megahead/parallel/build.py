@@ -28,6 +28,8 @@ def build(config: RunConfig, group: Group, device: torch.device) -> Pretraining:
         module = _assemble(config, group)
     module = module.to_empty(device=device)
     fill_(module, group, lambda name, shape: initial_value(name, shape, config.seed, config.model))
+    if module.temperature is not None:
+        module.temperature.reset_()
     return module
 
 

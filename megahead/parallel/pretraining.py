@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from megahead.config import ObjectiveConfig
 from megahead.distributed import Group
 from megahead.models import Backbone
-from megahead.objectives import Candidates, Objective, Scores
+from megahead.objectives import Candidates, Scores
 from megahead.parallel.softmax import Share, split_candidate_loss, split_candidate_scores
 from megahead.pretraining import OutputEmbedding, Pretraining
 
@@ -34,7 +36,7 @@ class TensorParallelPretraining(Pretraining):
     def __init__(
         self,
         backbone: Backbone,
-        objective: Objective,
+        objective: ObjectiveConfig,
         vocab_size: int,
         head: SplitOutputEmbedding | None,
         group: Group,
@@ -42,26 +44,42 @@ class TensorParallelPretraining(Pretraining):
         super().__init__(backbone, objective, vocab_size, head)
         self.group = group
 
-    def _look_up(self, input_ids_BT: Tensor, candidate_ids_U: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Rows of the inputs [B, T, D], and of this rank's share of the candidates [w, D]."""
-        if candidate_ids_U is None:
-            return self.backbone.embed(input_ids_BT), self._output_matrix().weight
-        total = candidate_ids_U.numel()
-        padding = self._even(total) * self.group.size - total
-        inputs_BTD, rows_wD = self.backbone.embedding(input_ids_BT, F.pad(candidate_ids_U, (0, padding), value=-1))
-        return inputs_BTD, rows_wD
+    def _look_up(self, input_ids_BT: Tensor, groups: tuple[Candidates, ...]) -> tuple[Tensor, list[Tensor]]:
+        """Rows of the inputs [B, T, D], and of this rank's share of each group's candidates [w, D]."""
+        tables = [self._even_table(group.ids_U) for group in groups if group.ids_U is not None]
+        if not tables:
+            return self.backbone.embed(input_ids_BT), [self._output_rows() for _ in groups]
+        shared_ids = torch.cat(tables, dim=1).flatten()  # rank by rank, each rank's share of every group
+        inputs_BTD, shares_WD = self.backbone.embedding(input_ids_BT, shared_ids)
+        return inputs_BTD, list(shares_WD.split([table.shape[1] for table in tables]))
 
-    def _candidate_loss(self, outputs_ND: Tensor, rows: Tensor, candidates: Candidates) -> Tensor:
-        share = self._share(None if candidates.ids_U is None else candidates.ids_U.numel())
-        return split_candidate_loss(
-            outputs_ND, rows, candidates.own_N, candidates.bias_U, self.objective.temperature, share, self.group
+    def _even_table(self, ids_U: Tensor) -> Tensor:
+        """[ranks, w]: the ids shared out evenly, -1 where there are no more."""
+        width = self._even(ids_U.numel())
+        return F.pad(ids_U, (0, width * self.group.size - ids_U.numel()), value=-1).view(self.group.size, width)
+
+    def _group_loss(self, outputs_ND: Tensor, rows_wD: Tensor, group: Candidates) -> Tensor:
+        share = self._share(None if group.ids_U is None else group.ids_U.numel())
+        loss = split_candidate_loss(
+            outputs_ND,
+            rows_wD,
+            group.own_N,
+            group.bias_U,
+            self._divisor(),
+            share,
+            self.group,
+            group.own_bias_U,
         )
+        return loss + group.constant
 
     def _vocabulary_scores(self, outputs_ND: Tensor, target_ids_N: Tensor, bias_V: Tensor | None) -> Scores:
-        rows, temperature = self._output_matrix().weight, self.objective.temperature
         return split_candidate_scores(
-            outputs_ND, rows, target_ids_N, bias_V, temperature, self._share(None), self.group
+            outputs_ND, self._output_rows(), target_ids_N, bias_V, self._divisor(), self._share(None), self.group
         )
+
+    def _output_rows(self) -> Tensor:
+        """This rank's rows of the output matrix; padding has no share, see `_share`."""
+        return self._output_matrix().weight
 
     def _share(self, candidates: int | None) -> Share:
         """This rank's share of that many candidates; of the vocabulary's rows for None."""

@@ -51,6 +51,7 @@ def split_candidate_loss(
     temperature: float,
     share: Share,
     group: Group,
+    own_bias_U: Tensor | None = None,
 ) -> Tensor:
     """What `candidate_loss` gives for all ranks' rows together, on every rank; and its gradients.
 
@@ -59,8 +60,8 @@ def split_candidate_loss(
     """
     if outputs_ND.shape[0] == 0:
         return 0.0 * (outputs_ND.float().sum() + rows_wD.float().sum())
-    bias_w = share.bias(bias_U)
-    loss: Tensor = _SplitCandidateLoss.apply(outputs_ND, rows_wD, own_N, bias_w, temperature, share, group)
+    bias_w, own_bias_w = share.bias(bias_U), share.bias(own_bias_U)
+    loss: Tensor = _SplitCandidateLoss.apply(outputs_ND, rows_wD, own_N, bias_w, own_bias_w, temperature, share, group)
     return loss
 
 
@@ -80,7 +81,7 @@ def split_candidate_scores(
     """
     loss, correct = 0.0, 0
     outputs, rows = _promoted(outputs_ND, rows_wD)
-    for part in _softmax_chunks(outputs, rows, own_N, share.bias(bias_U), temperature, share, group):
+    for part in _softmax_chunks(outputs, rows, own_N, share.bias(bias_U), None, temperature, share, group):
         loss += float((part.top_n + part.total_n.log() - part.own_biased_n).double().sum())
         correct += int((part.own_biased_n >= part.top_n).sum())
     return Scores(loss, correct, own_N.numel())
@@ -115,6 +116,7 @@ def _softmax_chunks(
     rows_wD: Tensor,
     own_N: Tensor,
     bias_w: Tensor | None,
+    own_bias_w: Tensor | None,
     temperature: float,
     share: Share,
     group: Group,
@@ -132,12 +134,19 @@ def _softmax_chunks(
         local_n1 = own_N[rows, None] - share.first
         mine_n1 = ((local_n1 >= 0) & (local_n1 < share.count)).to(scores_nw.dtype)
         index_n1 = local_n1.clamp(0, share.width - 1)
-        own_n1 = scores_nw.gather(1, index_n1).where(mine_n1 > 0, 0.0)
+        held_n1 = scores_nw.gather(1, index_n1)
+        if own_bias_w is None:
+            own_n1 = held_n1 - bias[index_n1]
+        else:
+            own_n1 = (outputs_ND[rows] * rows_wD[index_n1[:, 0]]).sum(1, keepdim=True) / temperature
+            own_biased_n1 = own_n1 + own_bias_w.to(own_n1.dtype)[index_n1]
+            held_n1 = own_biased_n1.where(mine_n1 > 0, held_n1)
+            scores_nw.scatter_(1, index_n1, held_n1)
         top_n1 = group.max_(scores_nw.amax(dim=1, keepdim=True))
         scores_nw.sub_(top_n1).clamp_min_(LOWEST).exp_()
         scores_nw[:, share.count :] = 0.0
-        own_bias_n1 = bias[index_n1].where(mine_n1 > 0, 0.0)
-        sums_n3 = group.sum_(torch.cat([scores_nw.sum(1, keepdim=True), own_n1 - own_bias_n1, own_n1], 1))
+        of_own = [score_n1.where(mine_n1 > 0, 0.0) for score_n1 in (own_n1, held_n1)]
+        sums_n3 = group.sum_(torch.cat([scores_nw.sum(1, keepdim=True), *of_own], 1))
         total_n, own_n, own_biased_n = sums_n3.unbind(1)
         yield _Chunk(rows, scores_nw, top_n1[:, 0], total_n, own_n, own_biased_n, index_n1, mine_n1)
 
@@ -152,6 +161,7 @@ class _SplitCandidateLoss(torch.autograd.Function):
         rows_wD: Tensor,
         own_N: Tensor,
         bias_w: Tensor | None,
+        own_bias_w: Tensor | None,
         temperature: float,
         share: Share,
         group: Group,
@@ -160,7 +170,7 @@ class _SplitCandidateLoss(torch.autograd.Function):
             outputs, rows = _promoted(outputs_ND, rows_wD)
             grad_outputs, grad_rows = torch.empty_like(outputs), torch.zeros_like(rows)
             loss = outputs.new_zeros(())
-            for part in _softmax_chunks(outputs, rows, own_N, bias_w, temperature, share, group):
+            for part in _softmax_chunks(outputs, rows, own_N, bias_w, own_bias_w, temperature, share, group):
                 loss += (part.top_n + part.total_n.log() - part.own_n).sum()
                 grad_nw = part.exponentials_nw.div_(part.total_n[:, None])
                 grad_nw.scatter_add_(1, part.own_index_n1, -part.mine_n1)
@@ -175,4 +185,4 @@ class _SplitCandidateLoss(torch.autograd.Function):
         grad_outputs, grad_rows = ctx.saved_tensors
         outputs_dtype, rows_dtype = ctx.dtypes
         grads = (grad_outputs * grad_loss).to(outputs_dtype), (grad_rows * grad_loss).to(rows_dtype)
-        return *grads, None, None, None, None, None
+        return *grads, None, None, None, None, None, None

@@ -4,5 +4,16 @@ from megahead.pretraining.batch import MicroBatch, Scoring, StepBatches
 from megahead.pretraining.build import assemble, build
 from megahead.pretraining.feed import Feed
 from megahead.pretraining.pretraining import OutputEmbedding, Pretraining
+from megahead.pretraining.temperature import LearnedTemperature
 
-__all__ = ["Feed", "MicroBatch", "OutputEmbedding", "Pretraining", "Scoring", "StepBatches", "assemble", "build"]
+__all__ = [
+    "Feed",
+    "LearnedTemperature",
+    "MicroBatch",
+    "OutputEmbedding",
+    "Pretraining",
+    "Scoring",
+    "StepBatches",
+    "assemble",
+    "build",
+]

@@ -16,14 +16,16 @@ class MicroBatch:
     """One forward-backward pass of one rank."""
 
     batch: Batch
-    candidates: Candidates
+    candidates: tuple[Candidates, ...]
+    """Of each group that the batch holds a part of, in the order of its targets; they share no candidates."""
 
     loss_scale: float
     """Turns the sum over this micro-batch's targets into its share of the mean over the global batch's, given that
     the engine averages over accumulation steps and data ranks: data_ranks * accumulation / global_targets."""
 
     def to(self, device: torch.device) -> MicroBatch:
-        return MicroBatch(self.batch.to(device, non_blocking=True), self.candidates.to(device), self.loss_scale)
+        candidates = tuple(group.to(device) for group in self.candidates)
+        return MicroBatch(self.batch.to(device, non_blocking=True), candidates, self.loss_scale)
 
 
 @dataclass(frozen=True)

@@ -6,15 +6,14 @@ import torch
 
 from megahead.config import RunConfig
 from megahead.models import build_backbone, initialize_
-from megahead.objectives import build_objective
 from megahead.pretraining.pretraining import OutputEmbedding, Pretraining
 
 
 def assemble(config: RunConfig) -> Pretraining:
     """The modules on torch's current default device, weights undefined; on `meta` it costs nothing."""
     model, objective = config.model, config.objective
-    head = OutputEmbedding(model.padded_vocab_size(), model.hidden_size) if objective.head() == "trained" else None
-    return Pretraining(build_backbone(model), build_objective(objective), model.vocab_size, head)
+    head = OutputEmbedding(model.padded_vocab_size(), model.hidden_size) if objective.trains_head() else None
+    return Pretraining(build_backbone(model), objective, model.vocab_size, head)
 
 
 def build(config: RunConfig, device: torch.device) -> Pretraining:
@@ -23,4 +22,6 @@ def build(config: RunConfig, device: torch.device) -> Pretraining:
         pretraining = assemble(config)
     pretraining = pretraining.to_empty(device=device)
     initialize_(pretraining, config.seed, config.model)
+    if pretraining.temperature is not None:
+        pretraining.temperature.reset_()
     return pretraining

@@ -15,6 +15,7 @@ from megahead.data import Batch, SequentialSamples, StreamSamples, causal_batch
 from megahead.distributed import Group
 from megahead.objectives import Objective
 from megahead.pretraining.batch import MicroBatch, StepBatches
+from megahead.pretraining.groups import Candidacy
 
 T = TypeVar("T")
 
@@ -24,6 +25,7 @@ class Feed:
 
     Micro-step k of the global batch is cut in rank order: rank r of R reads `micro_size` consecutive samples from
     `first + (k * R + r) * micro_size`. `group` must be free for use from another thread (`Group.side_channel`).
+    `group_samples` consecutive samples share candidates (None: those of a micro-batch); `seed` decides what is drawn.
     """
 
     def __init__(
@@ -33,9 +35,12 @@ class Feed:
         data: DataConfig,
         batch: BatchConfig,
         group: Group,
+        *,
+        group_samples: int | None = None,
+        seed: int = 0,
     ) -> None:
         self._samples = samples
-        self._objective = objective
+        self._candidacy = Candidacy(objective, group_samples or batch.micro_size, batch.micro_size, seed)
         self._data = data
         self._batch = batch
         self._group = group
@@ -45,17 +50,20 @@ class Feed:
         return prefetched(self.step, itertools.count(first_sample, self._batch.global_size), self._data.prefetch)
 
     def step(self, first_sample: int) -> StepBatches:
-        """The batches of the step that begins at `first_sample`: one all-reduce of one number."""
+        """The batches of the step that begins at `first_sample`.
+
+        One all-gather of a number for each micro-batch, and one of ids where groups are larger than micro-batches.
+        """
         micro_size, ranks = self._batch.micro_size, self._group.size
         accumulation = self._batch.accumulation_steps(ranks)
         starts = [first_sample + (k * ranks + self._group.rank) * micro_size for k in range(accumulation)]
         batches = [self._read(start, micro_size) for start in starts]
-        local_targets = sum(batch.target_ids_N.numel() for batch in batches)
-        targets = int(self._group.sum_(torch.tensor(local_targets)))
+        sizes_RA = self._group.gather(torch.tensor([batch.target_ids_N.numel() for batch in batches]))
+        targets = int(sizes_RA.sum())
         scale = ranks * accumulation / max(targets, 1)
-        micro_batches = [MicroBatch(batch, self._objective.candidates(batch.target_ids_N), scale) for batch in batches]
-        counts = [0 if m.candidates.ids_U is None else m.candidates.ids_U.numel() for m in micro_batches]
-        return StepBatches(micro_batches, targets, sum(counts) / accumulation)
+        candidates = self._candidacy.choose(first_sample, batches, sizes_RA, self._group)
+        micro_batches = [MicroBatch(*pair, scale) for pair in zip(batches, candidates, strict=True)]
+        return StepBatches(micro_batches, targets, _mean_candidates(micro_batches))
 
     def _read(self, start: int, count: int) -> Batch:
         return causal_batch(
@@ -64,6 +72,12 @@ class Feed:
             isolate_documents=self._data.isolate_documents,
             boundary_targets=self._data.boundary_targets,
         )
+
+
+def _mean_candidates(micro_batches: list[MicroBatch]) -> float:
+    """Rows that an output is scored against, averaged over groups; 0 for the whole vocabulary."""
+    counts = [0 if g.ids_U is None else g.ids_U.numel() for micro in micro_batches for g in micro.candidates]
+    return sum(counts) / len(counts)
 
 
 def prefetched(prepare: Callable[[int], T], keys: Iterable[int], depth: int) -> Generator[T, None, None]:

@@ -10,9 +10,12 @@ from typing import overload
 import torch
 from torch import Tensor, nn
 
+from megahead.config import ObjectiveConfig
+from megahead.data import Batch
 from megahead.models import Backbone
-from megahead.objectives import Candidates, Objective, Scores, candidate_loss, candidate_scores
+from megahead.objectives import Candidates, Scores, candidate_loss, candidate_scores, vocabulary_candidates
 from megahead.pretraining.batch import MicroBatch, Scoring
+from megahead.pretraining.temperature import LearnedTemperature
 
 
 class OutputEmbedding(nn.Module):
@@ -31,13 +34,14 @@ class Pretraining(nn.Module):
     """
 
     def __init__(
-        self, backbone: Backbone, objective: Objective, vocab_size: int, head: OutputEmbedding | None = None
+        self, backbone: Backbone, objective: ObjectiveConfig, vocab_size: int, head: OutputEmbedding | None = None
     ) -> None:
         super().__init__()
         self.backbone = backbone
         self.objective = objective
         self.vocab_size = vocab_size
         self.head = head
+        self.temperature = LearnedTemperature(objective.temperature) if objective.learned_temperature else None
 
     @overload
     def __call__(self, request: MicroBatch) -> Tensor: ...
@@ -52,33 +56,48 @@ class Pretraining(nn.Module):
 
     def _loss(self, micro: MicroBatch) -> Tensor:
         """Scalar, connected to every trained parameter, also when the micro-batch has no targets."""
-        candidates = micro.candidates
-        inputs_BTD, rows_UD = self._look_up(micro.batch.input_ids_BT, candidates.ids_U)
-        hidden_BTD = self.backbone.encode(inputs_BTD, micro.batch.positions_BT)
-        outputs_ND = hidden_BTD.flatten(0, 1).index_select(0, micro.batch.target_index_N)
-        return self._candidate_loss(outputs_ND, rows_UD, candidates) * micro.loss_scale
+        inputs_BTD, rows = self._look_up(micro.batch.input_ids_BT, micro.candidates)
+        outputs_ND = self._outputs(self.backbone.encode(inputs_BTD, micro.batch.positions_BT), micro.batch)
+        parts = outputs_ND.split([group.own_N.numel() for group in micro.candidates])
+        losses = [self._group_loss(*part) for part in zip(parts, rows, micro.candidates, strict=True)]
+        loss = torch.stack(losses).sum()
+        share = self.objective.vanilla_weight
+        if share:
+            vanilla = self._group_loss(outputs_ND, self._output_rows(), vocabulary_candidates(micro.batch.target_ids_N))
+            loss = (1 - share) * loss + share * vanilla
+        return loss * micro.loss_scale
 
-    def _candidate_loss(self, outputs_ND: Tensor, rows_UD: Tensor, candidates: Candidates) -> Tensor:
-        return candidate_loss(outputs_ND, rows_UD, candidates.own_N, candidates.bias_U, self.objective.temperature)
+    def _group_loss(self, outputs_ND: Tensor, rows_UD: Tensor, group: Candidates) -> Tensor:
+        loss = candidate_loss(outputs_ND, rows_UD, group.own_N, group.bias_U, self._divisor(), group.own_bias_U)
+        return loss + group.constant
 
-    def _look_up(self, input_ids_BT: Tensor, candidate_ids_U: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Rows of the inputs [B, T, D] and of the candidates [U, D], in one embedding call where both come from it."""
-        if candidate_ids_U is None:
-            return self.backbone.embed(input_ids_BT), self._vocabulary()
-        rows = self.backbone.embed(torch.cat([input_ids_BT.flatten(), candidate_ids_U]))
-        inputs, candidates = rows.split([input_ids_BT.numel(), candidate_ids_U.numel()])
-        return inputs.view(*input_ids_BT.shape, -1), candidates
+    def _look_up(self, input_ids_BT: Tensor, groups: tuple[Candidates, ...]) -> tuple[Tensor, list[Tensor]]:
+        """Rows of the inputs [B, T, D] and of each group's candidates [U, D]: one embedding call for all from there."""
+        sizes = [0 if group.ids_U is None else group.ids_U.numel() for group in groups]
+        ids = [group.ids_U for group in groups if group.ids_U is not None]
+        looked_up = self.backbone.embed(torch.cat([input_ids_BT.flatten(), *ids]))
+        inputs, *rows = looked_up.split([input_ids_BT.numel(), *sizes])
+        whole = [self._output_rows() if g.ids_U is None else r for g, r in zip(groups, rows, strict=True)]
+        return inputs.view(*input_ids_BT.shape, -1), whole
+
+    def _outputs(self, hidden_BTD: Tensor, batch: Batch) -> Tensor:
+        """[N, D]: those that have targets, divided by a learned temperature."""
+        outputs_ND = hidden_BTD.flatten(0, 1).index_select(0, batch.target_index_N)
+        return outputs_ND if self.temperature is None else self.temperature(outputs_ND)
+
+    def _divisor(self) -> float:
+        """What is left to divide scores by."""
+        return self.objective.temperature if self.temperature is None else 1.0
 
     def _scores(self, scoring: Scoring) -> Scores:
         batch = scoring.batch
-        hidden_BTD = self.backbone(batch.input_ids_BT, batch.positions_BT)
-        outputs_ND = hidden_BTD.flatten(0, 1).index_select(0, batch.target_index_N)
+        outputs_ND = self._outputs(self.backbone(batch.input_ids_BT, batch.positions_BT), batch)
         return self._vocabulary_scores(outputs_ND, batch.target_ids_N, scoring.bias_V)
 
     def _vocabulary_scores(self, outputs_ND: Tensor, target_ids_N: Tensor, bias_V: Tensor | None) -> Scores:
-        return candidate_scores(outputs_ND, self._vocabulary(), target_ids_N, bias_V, self.objective.temperature)
+        return candidate_scores(outputs_ND, self._output_rows(), target_ids_N, bias_V, self._divisor())
 
-    def _vocabulary(self) -> Tensor:
+    def _output_rows(self) -> Tensor:
         """[V, D]: the output matrix without its padding."""
         return self._output_matrix().weight[: self.vocab_size]
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from megahead.config import RunConfig, deepspeed_config
+from megahead.config import RunConfig, deepspeed_config, resolve_group
 from megahead.config.deepspeed import zero_stage
 from megahead.estimate import count_parameters
 
 
-def describe_run(config: RunConfig, world_size: int) -> list[tuple[str, str]]:
-    """(name, value) lines of the resolved run; raises ConfigError where it cannot be cut over `world_size` ranks."""
+def describe_run(config: RunConfig, world_size: int, group_samples: int | None = None) -> list[tuple[str, str]]:
+    """(name, value) lines of the resolved run; raises ConfigError where it cannot be cut over `world_size` ranks.
+
+    `group_samples`: samples that share candidates, where a resumed run knows better than its config.
+    """
     model, batch, plan, schedule = config.model, config.batch, config.training, config.schedule
     data_ranks = config.parallel.data_ranks(world_size)
     engine = deepspeed_config(config, data_ranks)
+    rows = group_samples or resolve_group(config.objective, batch, data_ranks)
     total = plan.steps * config.tokens_per_step()
     warm_up = f"{schedule.warmup_steps:,} steps of warm-up" if schedule.warmup_steps else "no warm-up"
     ending = "" if schedule.name == "constant" else f", to {schedule.final_ratio:.0%} of it"
@@ -23,7 +27,7 @@ def describe_run(config: RunConfig, world_size: int) -> list[tuple[str, str]]:
             f"vocabulary {model.vocab_size:,} (table of {model.padded_vocab_size():,})",
         ),
         ("parameters", _parameters(config)),
-        ("objective", _objective(config)),
+        ("objective", _objective(config, rows)),
         (
             "batch",
             f"{batch.global_size} rows x {config.data.sequence_length} = {config.tokens_per_step():,} tokens a step; "
@@ -37,13 +41,22 @@ def describe_run(config: RunConfig, world_size: int) -> list[tuple[str, str]]:
 
 
 def _parameters(config: RunConfig) -> str:
-    counts = count_parameters(config.model, untied_head=config.objective.head() == "trained")
+    counts = count_parameters(config.model, untied_head=config.objective.trains_head())
     parts = [f"{counts.body:,} body", f"{counts.embedding:,} embedding"]
     return f"{counts.total:,} ({', '.join([*parts, f'{counts.head:,} head'] if counts.head else parts)})"
 
 
-def _objective(config: RunConfig) -> str:
-    if config.objective.name == "headless":
-        rows = config.batch.micro_size
-        return f"headless, candidates from {rows} rows ({rows * config.data.sequence_length:,} targets)"
-    return f"vanilla, {'tied' if config.objective.tied else 'untied'}, all {config.model.vocab_size:,} ids"
+def _objective(config: RunConfig, rows: int) -> str:
+    objective = config.objective
+    parts = ["headless" if objective.name == "headless" else f"vanilla, {'tied' if objective.tied else 'untied'}"]
+    if objective.name == "vanilla":
+        parts.append(f"all {config.model.vocab_size:,} ids")
+    else:
+        parts.append(f"candidates from {rows} rows ({rows * config.data.sequence_length:,} targets)")
+        parts += [f"bias {objective.bias}"] if objective.bias != "paper" else []
+        parts += [f"{objective.negatives:,} {objective.negatives_from} negatives"] if objective.negatives else []
+        parts += [f"at most {objective.max_candidates:,}"] if objective.max_candidates else []
+        parts += [f"{objective.vanilla_weight:g} vanilla"] if objective.vanilla_weight else []
+    if objective.learned_temperature or objective.temperature != 1:
+        parts.append(f"temperature {objective.temperature:g}{', learned' if objective.learned_temperature else ''}")
+    return ", ".join(parts)

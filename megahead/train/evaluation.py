@@ -9,15 +9,17 @@ from megahead.data import IndexedDataset, SequentialSamples
 from megahead.distributed import Group
 from megahead.engine import Engine
 from megahead.evaluate import HeldOut, HeldOutText
-from megahead.objectives import log_unigram
+from megahead.objectives import training_free_bias
 from megahead.train.state import TrainingState
 
 
 class Evaluation:
-    """Scores the validation dataset; a headless run uses `E h + log q`, q counted so far, smoothed by the dataset's."""
+    """Scores the validation dataset; a headless run uses the bias that needs no training: for the paper's objective
+    log q, q counted so far, smoothed by the dataset's."""
 
     def __init__(self, config: RunConfig, held_out: IndexedDataset, data: Group, device: torch.device) -> None:
         self.head = config.objective.head()
+        self._objective = config.objective
         samples = SequentialSamples(held_out, config.data.sequence_length)
         self._text = HeldOutText(samples, config.data, config.training.evaluate_samples, config.batch.micro_size, data)
         self._data = data
@@ -28,5 +30,8 @@ class Evaluation:
         """Collective."""
         bias_V = None
         if self.head == "pmi":
-            bias_V = log_unigram(state.target_counts(self._data), self._vocab_size, state.dataset_counts)
+            counts_V = state.target_counts(self._data)
+            bias_V = training_free_bias(
+                self._objective, self._vocab_size, counts_V, state.dataset_counts, state.group_targets()
+            )
         return self._text.evaluate(engine.evaluate, bias_V, self._device)

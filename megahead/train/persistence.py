@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megahead.checkpoint import Checkpoint, find_checkpoint, open_checkpoint, save_checkpoint
-from megahead.config import InitConfig, RunConfig
+from megahead.config import InitConfig, RunConfig, config_from_dict, resolve_group
 from megahead.distributed import Group
 from megahead.engine import Engine
 from megahead.errors import CheckpointError
@@ -37,7 +37,7 @@ def save(engine: Engine, state: TrainingState, config: RunConfig, data: Group, w
         Path(config.folder()) / "checkpoints",
         state.step,
         chain(engine.tensors(), counts.items()),
-        state=state.counters() | {"optimizer_steps": engine.optimizer_steps, "group_samples": config.batch.micro_size},
+        state=state.counters() | {"optimizer_steps": engine.optimizer_steps},
         config=config.model_dump(mode="json"),
         group=world,
         keep=config.training.keep_checkpoints,
@@ -60,6 +60,12 @@ def find_resume(resume: str, folder: Path) -> Checkpoint | None:
     if named is None:
         raise CheckpointError(f"`--resume` must be auto, never or a checkpoint folder, but {resume} holds none.")
     return open_checkpoint(named)
+
+
+def agreed_group(config: RunConfig, data_ranks: int, checkpoint: Checkpoint | None) -> int:
+    """Samples that share candidates: what the run began with, else what its config comes to on these ranks."""
+    stored = None if checkpoint is None else checkpoint.state["group_samples"]
+    return resolve_group(config.objective, config.batch, data_ranks, stored)
 
 
 def resume_from(checkpoint: Checkpoint, engine: Engine, state: TrainingState, config: RunConfig, data: Group) -> None:
@@ -105,14 +111,15 @@ def _matching(checkpoint: Checkpoint, name: str, shape: torch.Size) -> Tensor:
 
 def _refuse_another_run(checkpoint: Checkpoint, config: RunConfig) -> None:
     """One sentence with every setting that decides what is computed and differs."""
-    ours, theirs = config.model_dump(mode="json"), checkpoint.config
+    before = config_from_dict(checkpoint.config, source=f"the configuration in {checkpoint.folder}")
+    ours, theirs = config.model_dump(mode="json"), before.model_dump(mode="json")
+    for tree in (ours, theirs):
+        del tree["objective"]["group_samples"]  # `agreed_group` compares what it came to
     differing = []
     for field in _SAME_WHEN_RESUMED:
         mine, saved = _at(ours, field), _at(theirs, field)
         if mine != saved:
             differing += _differences(field, saved, mine)
-    if ours["objective"]["name"] == "headless" and checkpoint.state["group_samples"] != config.batch.micro_size:
-        differing.append(f"batch.micro_size (was {checkpoint.state['group_samples']}, is {config.batch.micro_size})")
     if differing:
         raise CheckpointError(
             f"{checkpoint.folder} must be of the same run to resume, but differs in {', '.join(differing)}; "

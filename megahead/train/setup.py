@@ -13,6 +13,7 @@ from megahead.data import IndexedDataset, StreamSamples
 from megahead.distributed import Launch, Mesh, choose_device, connect
 from megahead.engine import Engine
 from megahead.errors import ConfigError
+from megahead.objectives import build_objective
 from megahead.optim import build_adamw
 from megahead.parallel import build
 from megahead.pretraining import Feed
@@ -21,7 +22,7 @@ from megahead.train.evaluation import Evaluation
 from megahead.train.faults import StopRequest
 from megahead.train.loop import Ending, Training, train
 from megahead.train.meters import Meters
-from megahead.train.persistence import find_resume, resume_from, save, start_from
+from megahead.train.persistence import agreed_group, find_resume, resume_from, save, start_from
 from megahead.train.state import TrainingState
 
 
@@ -38,6 +39,7 @@ def pretrain(config: RunConfig, launch: Launch, resume: str = "auto") -> Ending:
     mesh = Mesh.build(connect(launch, device, config.engine.timeout_seconds), config.parallel.tensor)
     deepspeed = deepspeed_config(config, mesh.data.size)
     checkpoint = find_resume(resume, Path(config.folder()))
+    group_samples = agreed_group(config, mesh.data.size, checkpoint)
     world, data = mesh.world.side_channel(), mesh.data.side_channel()
 
     pretraining = build(config, mesh.tensor, device)
@@ -46,8 +48,9 @@ def pretrain(config: RunConfig, launch: Launch, resume: str = "auto") -> Ending:
         start_from(pretraining, config.init, mesh.tensor)
     optimizer = build_adamw(pretraining, config.optimizer)
     engine = Engine(pretraining, optimizer=optimizer, config=deepspeed, mesh=mesh, device=device)
-    state = TrainingState(config.model.padded_vocab_size())
+    state = TrainingState(config.model.padded_vocab_size(), group_samples)
     state.note_dataset(train_text)
+    objective = build_objective(config.objective, config.model.vocab_size, state.dataset_counts)
     if checkpoint is not None:
         resume_from(checkpoint, engine, state, config, data)
 
@@ -55,11 +58,22 @@ def pretrain(config: RunConfig, launch: Launch, resume: str = "auto") -> Ending:
     if world.rank == 0:
         _prepare_folder(config)
     meters = Meters(config, active=world.rank == 0)
-    meters.banner([*describe_run(config, world.size), ("on", f"{world.size} x {device.type}")], resumed=checkpoint)
+    meters.banner(
+        [*describe_run(config, world.size, group_samples), ("on", f"{world.size} x {device.type}")],
+        resumed=checkpoint,
+    )
     run = Training(
         config=config,
         engine=engine,
-        feed=Feed(samples, pretraining.objective, config.data, config.batch, mesh.data.side_channel()),
+        feed=Feed(
+            samples,
+            objective,
+            config.data,
+            config.batch,
+            mesh.data.side_channel(),
+            group_samples=group_samples,
+            seed=config.seed,
+        ),
         state=state,
         meters=meters,
         stop=StopRequest(),

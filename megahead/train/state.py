@@ -21,6 +21,9 @@ class TrainingState:
 
     padded_vocab_size: int
 
+    group_samples: int
+    """Samples that share candidates, settled when the run began."""
+
     step: int = 0
     """Optimizer steps that were applied."""
 
@@ -65,9 +68,13 @@ class TrainingState:
         """int64 [padded vocabulary]: counts over all ranks of `group` (CPU tensors). Collective."""
         return group.sum_(self.local_counts.clone())
 
+    def group_targets(self) -> float:
+        """Targets of a group, on average so far."""
+        return self.group_samples * self.targets / max(self.samples, 1)
+
     def counters(self) -> dict[str, Any]:
-        """The counters as they stand in a checkpoint's JSON."""
-        return {name: getattr(self, name) for name in _COUNTERS}
+        """The counters, and the size of a group, as they stand in a checkpoint's JSON."""
+        return {name: getattr(self, name) for name in (*_COUNTERS, "group_samples")}
 
     def restore(self, counters: dict[str, Any], target_counts: Tensor, group: Group) -> None:
         """The inverse of `counters` and `target_counts`."""

@@ -16,6 +16,7 @@ from transformers import AutoModel, AutoModelForCausalLM
 
 from megahead.config import RunConfig
 from megahead.convert import export
+from megahead.convert.heads import best_head
 from megahead.convert.source import TrainedModel
 from megahead.data import causal_batch
 from megahead.pretraining import Scoring
@@ -71,7 +72,32 @@ def test_probabilities(tmp_path: Path, rotary_pct, parallel, activation, head, d
             torch.testing.assert_close(hidden, ours.load().backbone(batch.input_ids_BT), rtol=tolerance, atol=tolerance)
             return
         logits = AutoModelForCausalLM.from_pretrained(report.folder, dtype=torch.float32)(batch.input_ids_BT).logits
-        bias = ours.log_unigram() if name == "pmi" else None
+        bias = ours.training_free_bias() if name == "pmi" else None
         scores = ours.load()(Scoring(batch, bias))
     loss = F.cross_entropy(logits.flatten(0, 1), batch.target_ids_N, reduction="sum")
     assert loss.item() / scores.targets == pytest.approx(scores.loss / scores.targets, abs=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("objective", "head"),
+    [
+        ({"bias": "once", "temperature": 0.7}, "pmi"),
+        ({"negatives": 50, "negatives_from": "uniform", "learned_temperature": True}, "pmi"),
+        ({"bias": "corrected", "learned_temperature": True}, "tied"),
+        ({"vanilla_weight": 0.2}, "trained"),
+    ],
+    ids=str,
+)
+def test_every_variant_exports_the_head_it_is_evaluated_with(tmp_path: Path, objective, head) -> None:
+    save_small(tmp_path / "run", random_config(0.25, True, "gelu", objective))
+    folder = export(tmp_path / "run", tmp_path / "out", head).folder
+    ours = TrainedModel.open(tmp_path / "run")
+    assert best_head(ours) == head
+    batch = causal_batch(
+        default_rng(0).integers(1, 61, (3, 25)), end_token=0, isolate_documents=False, boundary_targets=True
+    )
+    with torch.no_grad():
+        logits = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(batch.input_ids_BT).logits
+        scores = ours.load()(Scoring(batch, ours.training_free_bias() if head == "pmi" else None))
+    loss = F.cross_entropy(logits.flatten(0, 1), batch.target_ids_N, reduction="sum")
+    assert loss.item() / scores.targets == pytest.approx(scores.loss / scores.targets, abs=1e-5)

@@ -21,7 +21,7 @@ from megahead.pretraining.feed import prefetched
 def fed(group: Group, config: RunConfig) -> list[tuple[list[list[int]], int, float]]:
     """(inputs of each micro-batch, global targets, loss scale) of three steps."""
     samples = StreamSamples(IndexedDataset(config.data.train), config.data.sequence_length, config.seed)
-    feed = Feed(samples, build_objective(config.objective), config.data, config.batch, group.side_channel())
+    feed = Feed(samples, build_objective(config.objective, 60), config.data, config.batch, group.side_channel())
     steps = feed.steps(first_sample=16)
     return [
         (
@@ -82,8 +82,8 @@ def test_targets_are_what_was_counted(tmp_path: Path) -> None:
     write_text(tmp_path)
     config = small_config(tmp_path)
     samples = StreamSamples(IndexedDataset(config.data.train), 24, config.seed)
-    step = Feed(samples, build_objective(config.objective), config.data, config.batch, Group()).step(0)
+    step = Feed(samples, build_objective(config.objective, 60), config.data, config.batch, Group()).step(0)
     total = sum(micro.batch.target_ids_N.numel() for micro in step.micro_batches)
     assert step.targets == total == 8 * 24
-    mean = torch.tensor([m.candidates.ids_U.numel() for m in step.micro_batches]).float().mean()  # type: ignore[union-attr]
+    mean = torch.tensor([m.candidates[0].ids_U.numel() for m in step.micro_batches]).float().mean()  # type: ignore[union-attr]
     assert step.candidates == pytest.approx(mean.item())

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from math import log
+
 import pytest
 import torch
 from numpy.random import default_rng
 
 from megahead.config import RunConfig, config_from_dict
-from megahead.data import causal_batch
-from megahead.objectives import cwt_loss, log_unigram
+from megahead.data import Batch, causal_batch
+from megahead.objectives import Candidates, build_objective, cwt_loss, log_unigram
+from megahead.optim import decay_groups
 from megahead.pretraining import MicroBatch, Pretraining, Scoring, build
 
 
@@ -26,10 +29,16 @@ def tiny(objective: dict[str, object]) -> RunConfig:
     )
 
 
+def candidates(pretraining: Pretraining, batch: Batch) -> tuple[Candidates, ...]:
+    """Of a batch that is one group."""
+    objective = build_objective(pretraining.objective, 50, torch.arange(64))
+    return (objective.pool(batch.target_ids_N).candidates(batch.target_ids_N),)
+
+
 def prepared(pretraining: Pretraining, rows: int = 4, loss_scale: float = 1.0) -> MicroBatch:
     tokens = default_rng(0).integers(0, 50, (rows, 9))
     batch = causal_batch(tokens, end_token=0, isolate_documents=True, boundary_targets=True)
-    return MicroBatch(batch, pretraining.objective.candidates(batch.target_ids_N), loss_scale)
+    return MicroBatch(batch, candidates(pretraining, batch), loss_scale)
 
 
 def test_headless_loss_is_the_public_function_on_the_backbones_outputs() -> None:
@@ -80,13 +89,16 @@ def test_scoring_is_the_log_probability_under_the_training_free_head() -> None:
     assert scores.targets == 32
 
 
-@pytest.mark.parametrize("objective", [{}, {"name": "vanilla"}, {"name": "vanilla", "tied": True}])
+EVERY_PART: dict[str, object] = {"vanilla_weight": 0.5, "learned_temperature": True, "max_candidates": 4}
+
+
+@pytest.mark.parametrize("objective", [{}, {"name": "vanilla"}, {"name": "vanilla", "tied": True}, EVERY_PART])
 def test_a_micro_batch_without_targets_gives_zero_connected_to_every_parameter(objective: dict[str, object]) -> None:
     pretraining = build(tiny(objective), torch.device("cpu"))
     tokens = default_rng(0).integers(0, 1, (2, 9))  # nothing but end tokens, which predict nothing
     batch = causal_batch(tokens, end_token=0, isolate_documents=True, boundary_targets=False)
     assert batch.target_ids_N.numel() == 0
-    loss = pretraining(MicroBatch(batch, pretraining.objective.candidates(batch.target_ids_N), 1.0))
+    loss = pretraining(MicroBatch(batch, candidates(pretraining, batch), 1.0))
     assert loss.item() == 0
     loss.backward()
     for name, parameter in pretraining.named_parameters():
@@ -101,3 +113,46 @@ def test_the_same_seed_gives_the_same_backbone_whatever_the_objective() -> None:
         headless.backbone.named_parameters(), vanilla.backbone.named_parameters(), strict=True
     ):
         assert torch.equal(mine, theirs), name
+
+
+def test_a_mixed_loss_is_the_weighted_sum_of_both() -> None:
+    mixed, headless = tiny({"vanilla_weight": 0.25}), build(tiny({}), torch.device("cpu"))
+    pretraining = build(mixed, torch.device("cpu"))
+    vanilla = build(tiny({"name": "vanilla"}), torch.device("cpu"))
+    losses = [model(prepared(model)).item() for model in (pretraining, headless, vanilla)]
+    assert losses[0] == pytest.approx(0.75 * losses[1] + 0.25 * losses[2], rel=1e-5)
+
+
+@pytest.mark.parametrize("objective", [{}, {"name": "vanilla"}, {"vanilla_weight": 0.5, "tied": True}])
+def test_a_learned_temperature_starts_where_it_is_told_gets_gradient_and_never_decays(
+    objective: dict[str, object],
+) -> None:
+    fixed = build(tiny({"temperature": 0.5, **objective}), torch.device("cpu"))
+    learned = build(tiny({"temperature": 0.5, "learned_temperature": True, **objective}), torch.device("cpu"))
+    micro = prepared(fixed)
+    torch.testing.assert_close(learned(micro), fixed(micro))
+    assert learned(Scoring(micro.batch, None)).loss == pytest.approx(fixed(Scoring(micro.batch, None)).loss, rel=1e-5)
+    learned(micro).backward()
+    parameter = learned.get_parameter("temperature.log_value")
+    assert parameter.grad is not None
+    slope, step = parameter.grad.item(), 1e-2
+    with torch.no_grad():
+        ends = []
+        for sign in (1, -1):
+            parameter.fill_(log(0.5) + sign * step)
+            ends.append(learned(micro).item())
+    assert slope == pytest.approx((ends[0] - ends[1]) / (2 * step), rel=1e-2)
+    decay = {name: group["weight_decay"] for group in decay_groups(learned, 0.1) for name in group["names"]}
+    assert decay["temperature.log_value"] == 0
+
+
+def test_groups_within_a_micro_batch_share_nothing() -> None:
+    pretraining = build(tiny({}), torch.device("cpu"))
+    batch = prepared(pretraining).batch
+    halves = batch.target_ids_N.split(16)
+    rule = build_objective(pretraining.objective, 50)
+    micro = MicroBatch(batch, tuple(rule.pool(ids).candidates(ids) for ids in halves), 1.0)
+    outputs = pretraining.backbone(batch.input_ids_BT, batch.positions_BT).flatten(0, 1).split(16)
+    table = pretraining.backbone.embedding.weight
+    expected = sum(16 * cwt_loss(part, ids, table) for part, ids in zip(outputs, halves, strict=True))
+    torch.testing.assert_close(pretraining(micro), expected)

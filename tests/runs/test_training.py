@@ -119,12 +119,12 @@ def refused(group: Group, config: RunConfig, resume: str, error: type[UserError]
 def test_another_run_cannot_be_resumed(tmp_path: Path) -> None:
     write_text(tmp_path)
     on_ranks(1, run, small_config(tmp_path))
-    other = small_config(tmp_path, {"seed": 1, "model.activation": "gelu", "batch.micro_size": 4})
+    other = small_config(tmp_path, {"seed": 1, "model.activation": "gelu", "objective.bias": "once"})
     (sentence,) = on_ranks(1, refused, other, "auto", CheckpointError)
     for difference in (
         "seed (was 1234, is 1)",
         "model.activation (was gelu_tanh, is gelu)",
-        "batch.micro_size (was 2, is 4)",
+        "objective.bias (was paper, is once)",
     ):
         assert difference in sentence
     (sentence,) = on_ranks(1, refused, small_config(tmp_path), "never", CheckpointError)

@@ -1,0 +1,27 @@
+"""What scores are divided by: a number, or a parameter that starts at one."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+
+class LearnedTemperature(nn.Module):
+    """A positive scalar, learned as its logarithm: steps change it by a share of itself, and it stays positive."""
+
+    def __init__(self, start: float) -> None:
+        super().__init__()
+        self.start = start
+        self.log_value = nn.Parameter(torch.empty(1))
+        """float [1]; like all vectors it does not decay."""
+
+    def reset_(self) -> None:
+        """Back to where it starts."""
+        with torch.no_grad():
+            self.log_value.fill_(math.log(self.start))
+
+    def forward(self, outputs_ND: Tensor) -> Tensor:
+        """Outputs divided by the temperature, so that whatever they are scored against is as well."""
+        return outputs_ND * torch.exp(-self.log_value).to(outputs_ND.dtype)

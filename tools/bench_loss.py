@@ -1,0 +1,186 @@
+"""Times the loss alone, forward and backward, and its peak memory: the paper's form, ours, and the full softmax.
+
+tools/bench_loss.py --data docs.jsonl.zst --tokenizer 20B_tokenizer.json
+tools/bench_loss.py --data PREFIX --sizes 1024,4096 --hidden 512
+
+All begin with outputs [N, D], targets [N] and the table [V, D], and end with the gradients of outputs and table. Each
+measurement runs in a forked process of its own, in turn (A B C D A B C D ...), so that a noisy machine hits all alike
+and no memory is shared. Without --data, targets come from Zipf's law.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import pickle
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import orjson
+import torch
+import zstandard
+from rich.console import Console
+from torch import Tensor
+from torch.nn import functional as F
+
+from megahead.data import IndexedDataset, load_tokenizer
+from megahead.errors import DataError, run_command
+from megahead.objectives import candidate_loss, cwt_loss
+from megahead.report import to_rich
+
+VOCABULARY = 50304
+TOKENS = 1_000_000
+ROW = 512
+
+Form = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def paper(outputs_ND: Tensor, targets_N: Tensor, table_VD: Tensor) -> Tensor:
+    """N x N scores against the targets' embeddings, duplicates and all."""
+    scores_NN = outputs_ND @ table_VD[targets_N].T
+    return F.cross_entropy(scores_NN, torch.arange(len(targets_N), device=targets_N.device))
+
+
+def plain_softmax(outputs_ND: Tensor, targets_N: Tensor, table_VD: Tensor) -> Tensor:
+    """N x V scores."""
+    return F.cross_entropy(outputs_ND @ table_VD.T, targets_N)
+
+
+def our_softmax(outputs_ND: Tensor, targets_N: Tensor, table_VD: Tensor) -> Tensor:
+    """The same, by the path that the headless loss takes."""
+    return candidate_loss(outputs_ND, table_VD, targets_N) / len(targets_N)
+
+
+FORMS: dict[str, Form] = {
+    "ours": cwt_loss,
+    "paper": paper,
+    "softmax, ours": our_softmax,
+    "softmax, plain": plain_softmax,
+}
+
+
+def main() -> None:
+    arguments = _parser().parse_args()
+    torch.set_num_threads(arguments.threads)
+    tokens = read_tokens(arguments.data, arguments.tokenizer)
+    console = Console(highlight=False)
+    source = arguments.data or "Zipf's law"
+    console.print(f"{arguments.threads} CPU threads, fp32, vocabulary {VOCABULARY:,}, targets from {source}")
+    for hidden in arguments.hidden:
+        console.print(
+            f"\nhidden {hidden}: our seconds forward + backward and peak extra MiB; others as multiples of both"
+        )
+        rows = [row(tokens, size, hidden, arguments) for size in arguments.sizes]
+        console.print(to_rich(rows))
+
+
+def row(tokens: np.ndarray, size: int, hidden: int, arguments: argparse.Namespace) -> dict[str, object]:
+    """One N: every form's median time and memory, and its ratio to ours."""
+    targets = torch.from_numpy(tokens[:size])
+    generator = torch.Generator().manual_seed(size)
+    outputs = torch.randn(size, hidden, generator=generator, requires_grad=True)
+    table = (torch.randn(VOCABULARY, hidden, generator=generator) * hidden**-0.5).requires_grad_()
+    forms = {name: form for name, form in FORMS.items() if name != "softmax, plain" or size <= arguments.plain_up_to}
+    measured: dict[str, list[tuple[float, float]]] = {name: [] for name in forms}
+    for _ in range(arguments.rounds):
+        for name, form in forms.items():
+            measured[name].append(in_child(lambda form=form: measure(form, outputs, targets, table)))
+    line: dict[str, object] = {"N": size, "U": len(targets.unique())}
+    ours = [statistics.median(column) for column in zip(*measured["ours"], strict=True)]
+    line |= {"s": f"{ours[0]:.3f}", "MiB": f"{ours[1]:,.0f}"}
+    for name, results in measured.items():
+        if name != "ours":
+            seconds, mebibytes = (statistics.median(column) for column in zip(*results, strict=True))
+            line[name] = f"{seconds / ours[0]:.1f}x {mebibytes / ours[1]:.1f}x"
+    return line
+
+
+def measure(form: Form, outputs: Tensor, targets: Tensor, table: Tensor) -> tuple[float, float]:
+    """(seconds, peak MiB above what was there before) of one forward and backward pass."""
+    small = outputs[:64].detach().requires_grad_()
+    torch.autograd.grad(form(small, targets[:64], table[:, : small.shape[1]]), [small])  # threads and libraries awake
+    before = _status("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew
+    start = time.perf_counter()
+    gradients = torch.autograd.grad(form(outputs, targets, table), [outputs, table])
+    seconds = time.perf_counter() - start
+    del gradients
+    return seconds, (_status("VmHWM") - before) / 1024
+
+
+def _status(name: str) -> int:
+    """A line of /proc/self/status, in KiB."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(name + ":"))
+
+
+def in_child(work: Callable[[], tuple[float, float]]) -> tuple[float, float]:
+    """`work()` in a forked process."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(reader)
+        with os.fdopen(writer, "wb") as pipe:
+            pickle.dump(work(), pipe)
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader, "rb") as pipe:
+        content = pipe.read()
+    os.waitpid(child, 0)
+    if not content:
+        raise MemoryError("a measurement was killed, most likely for its memory; use smaller --sizes")
+    result: tuple[float, float] = pickle.loads(content)
+    return result
+
+
+def read_tokens(source: str | None, tokenizer: str | None) -> np.ndarray:
+    """int64 targets, rows of ROW tokens spread over the first TOKENS of the text as a shuffled batch has them."""
+    generator = np.random.default_rng(0)
+    if source is None:
+        weights = 1 / (np.arange(VOCABULARY) + 2.7)  # Zipf-Mandelbrot
+        return generator.choice(VOCABULARY, 2**15, p=weights / weights.sum())
+    if tokenizer is None:
+        dataset = IndexedDataset(source)
+        tokens = dataset.read(0, min(TOKENS, dataset.num_tokens)).astype(np.int64)
+    else:
+        tokens = np.fromiter(_encoded(Path(source), tokenizer), np.int64, TOKENS)
+    rows = tokens[: len(tokens) // ROW * ROW].reshape(-1, ROW)
+    return rows[generator.permutation(len(rows))].reshape(-1)
+
+
+def _encoded(path: Path, tokenizer: str) -> Iterator[int]:
+    """Token ids of a .jsonl or .jsonl.zst file's texts, 64 at a time."""
+    encode, texts = load_tokenizer(tokenizer).encode_batch, []
+    with path.open("rb") as file:
+        stream = zstandard.ZstdDecompressor().stream_reader(file) if path.suffix == ".zst" else file
+        for line in io.TextIOWrapper(io.BufferedReader(stream), "utf-8"):
+            texts.append(orjson.loads(line)["text"])
+            if len(texts) == 64:
+                for ids in encode(texts):
+                    yield from ids
+                texts.clear()
+    raise DataError(f"`{path}` must hold {TOKENS:,} tokens to draw from, but holds fewer.")
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", help=".jsonl or .jsonl.zst text (with --tokenizer), or an indexed dataset's prefix")
+    parser.add_argument("--tokenizer", help="tokenizer.json that turns text into tokens")
+    parser.add_argument("--sizes", type=_numbers, default=[2**k for k in range(10, 15)], help="N, comma-separated")
+    parser.add_argument("--hidden", type=_numbers, default=[512, 768], help="D, comma-separated")
+    parser.add_argument("--rounds", type=int, default=3, help="measurements of each; their median is shown")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads")
+    parser.add_argument("--plain-up-to", type=int, default=2**14, help="largest N for the plain full softmax")
+    return parser
+
+
+if __name__ == "__main__":
+    run_command(main)
