@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import runpy
 import sys
 from pathlib import Path
 
 import pytest
 from small_checkpoint import save_small, save_tokenizer, small_config
+
+from megahead.evaluate import harness
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
 
@@ -68,10 +71,15 @@ def test_options_out_of_range_are_told(run: Path, monkeypatch, capsys, option, v
     assert sentence in capsys.readouterr().err
 
 
-def test_scores_are_printed_and_written(run: Path, monkeypatch, capsys) -> None:
+def test_scores_are_printed_kept_and_not_computed_twice(run: Path, monkeypatch, capsys) -> None:
     passages, scores = run.parent / "cloze.jsonl", run.parent / "scores.json"
     passages.write_text('{"text": "the cat saw the dog"}\n' * 3)
     arguments = ("--model", run, "--tasks", "cloze", "--cloze", passages, "--output", scores)
     assert command(monkeypatch, "eval_harness", *arguments) == 0
-    assert "perplexity" in capsys.readouterr().out
-    assert f'"model": "{run}"' in scores.read_text()
+    first = capsys.readouterr().out
+    assert "perplexity" in first
+    (entry,) = json.loads(scores.read_text())["results"]
+    assert (entry["model"], entry["task"], entry["samples"]) == (str(run), "cloze", 3)
+    monkeypatch.setattr(harness, "simple_evaluate", None)
+    assert command(monkeypatch, "eval_harness", *arguments) == 0
+    assert capsys.readouterr().out == first
