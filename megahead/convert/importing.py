@@ -57,6 +57,11 @@ def _weight_files(model_dir: Path) -> dict[str, Path]:
                 found.update(dict.fromkeys(file.keys(), path))
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"`{path}` must be a safetensors file, but cannot be read ({error}).") from None
+    if not found and any(model_dir.rglob("layer_*-model_*-model_states.pt")):
+        raise CheckpointError(
+            f"`{model_dir}` must be a Hugging Face folder, but is a checkpoint of the GPT-NeoX library in layer files; "
+            "convert it with that library's tools/ckpts/convert_neox_to_hf.py and import what it writes."
+        )
     if not found:
         raise CheckpointError(
             f"`{model_dir}` must hold model weights as *.safetensors, but has none; "
