@@ -54,7 +54,7 @@ def _load(kind: Any, folder: Path, dtype: torch.dtype, options: Mapping[str, Any
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise CheckpointError(f"`{folder}` must be a Hugging Face model folder, but cannot be read: {reason}") from None
-    if "embed_out.weight" in map(str, report["missing_keys"]) or "lm_head.weight" in map(str, report["missing_keys"]):
+    if "lm_head.weight" in report["missing_keys"]:
         raise CheckpointError(
             f"`{folder}` must hold a head (missing keys: lm_head.weight), but is a backbone alone; export its "
             "checkpoint with --head pmi, or name the run itself."
