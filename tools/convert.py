@@ -29,6 +29,7 @@ def main() -> None:
         arguments.head,
         dtype=arguments.dtype,
         keep_padding=arguments.keep_padding,
+        shard_bytes=int(arguments.shard_size * 10**9),
     )
     console.print(summary(report))
 
@@ -63,6 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     to_hf.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
     to_hf.add_argument("--keep-padding", action="store_true", help="keep the rows that pad the vocabulary")
+    to_hf.add_argument("--shard-size", type=float, default=5.0, metavar="GB", help="largest weight file (default: 5)")
     back = directions.add_parser("from-hf", help="Hugging Face folder to checkpoint")
     back.add_argument("--model", type=Path, required=True, metavar="DIR", help="folder of a GPT-NeoX in safetensors")
     back.add_argument("--output", type=Path, required=True, metavar="DIR", help="new run folder")

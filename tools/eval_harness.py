@@ -1,15 +1,17 @@
 """Scores models with lm-eval on local task files; models are Hugging Face folders, runs or checkpoints.
 
-tools/eval_harness.py --model runs/headless runs/vanilla --tasks cloze --cloze demo/cloze.jsonl --output scores.json
+tools/eval_harness.py --model runs/headless runs/vanilla --data data --tasks lambada_openai,sciq --output scores.json
+
+An interrupted call goes on where it was: results in `--output` are not computed again. lm-eval's own command line
+gives the same numbers: write its definitions with `--write-tasks DIR`, then
+lm_eval run --model hf --model_args pretrained=EXPORT,dtype=float32 --include_path DIR/tasks --tasks sciq
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-from collections.abc import Sequence
-from dataclasses import replace
-from importlib.metadata import version
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -17,8 +19,21 @@ from rich.table import Table
 
 from megahead.convert import hf_folder
 from megahead.errors import FieldError, run_command
-from megahead.evaluate.harness import HarnessResult, Score, evaluate_harness
-from megahead.evaluate.tasks import TASKS, task_files
+from megahead.evaluate.harness import evaluate_tasks
+from megahead.evaluate.results import HarnessResult, ResultsFile, Score
+from megahead.evaluate.tasks import TASKS, task_files, write_tasks
+
+PAPER = [
+    "lambada_openai",
+    "arc_easy",
+    "arc_challenge",
+    "boolq",
+    "crows_pairs_english",
+    "race",
+    "sciq",
+    "pubmedqa",
+]
+"""The tasks of the paper (but QASPER, `qasper_bool`, whose data is seldom at hand)."""
 
 
 def main() -> None:
@@ -28,33 +43,52 @@ def main() -> None:
         if value is not None and value < 1:
             raise FieldError(f"--{name.replace('_', '-')}", "be at least 1", got=value)
     files = task_files(arguments.tasks.split(","), arguments.data, arguments.cloze)
+    console = Console(highlight=False)
+    if arguments.write_tasks:
+        console.print(f"wrote {write_tasks(files, arguments.write_tasks)}", soft_wrap=True)
+    kept = ResultsFile(arguments.output)
     folders = {model: hf_folder(model) for model in arguments.model}
     results = [
-        replace(
-            evaluate_harness(folder, files, limit=arguments.limit, batch_size=arguments.batch_size), model=str(model)
-        )
+        evaluate_model(model, folder, files, kept, arguments.limit, arguments.batch_size)
         for model, folder in folders.items()
     ]
-    console = Console()
-    console.print(table(results))
-    if arguments.output:
-        write(results, arguments.output)
-        console.print(f"wrote {arguments.output}", soft_wrap=True, highlight=False)
+    if results:
+        console.print(table(results))
+    if arguments.output and results:
+        console.print(f"wrote {arguments.output}", soft_wrap=True)
+
+
+def evaluate_model(
+    model: Path,
+    folder: Path,
+    files: Mapping[str, Path],
+    kept: ResultsFile,
+    limit: int | None,
+    batch_size: int | None,
+) -> HarnessResult:
+    """Results of all tasks in the order asked for; those in `kept` are taken from there, the others added to it."""
+    begin = time.monotonic()
+    found = {task: kept.find(model, folder, task, file, limit) for task, file in files.items()}
+    missing = {task: file for task, file in files.items() if found[task] is None}
+    if missing:
+        for result in evaluate_tasks(folder, missing, limit=limit, batch_size=batch_size):
+            kept.add(model, folder, files[result.task], result)
+            found[result.task] = result
+    return HarnessResult(str(model), [result for result in found.values() if result], time.monotonic() - begin)
 
 
 def table(results: Sequence[HarnessResult]) -> Table:
-    """A row for each model and task; values with their standard errors."""
-    metrics = list(dict.fromkeys(score.metric for result in results for task in result.tasks for score in task.scores))
+    """A row for each metric of a task, a column for each model; values with their standard errors."""
     shown = Table(box=None, header_style="bold", pad_edge=False)
-    for column in ("model", "task"):
-        shown.add_column(column, overflow="fold")
-    for column in ("samples", *metrics):
-        shown.add_column(column, justify="right", no_wrap=True)
+    for column in ("task", "metric"):
+        shown.add_column(column, no_wrap=True)
+    shown.add_column("samples", justify="right", no_wrap=True)
     for result in results:
-        for task in result.tasks:
-            cells = {score.metric: cell(score) for score in task.scores}
-            values = [cells.get(metric, "") for metric in metrics]
-            shown.add_row(result.model, task.task, str(task.samples), *values)
+        shown.add_column(result.model, justify="right", overflow="fold")
+    for tasks in zip(*(result.tasks for result in results), strict=True):
+        for scores in zip(*(task.scores for task in tasks), strict=True):
+            values = [cell(score) for score in scores]
+            shown.add_row(tasks[0].task, scores[0].metric, str(tasks[0].samples), *values)
     return shown
 
 
@@ -63,28 +97,20 @@ def cell(score: Score) -> str:
     return f"{score.value:.4g}" + ("" if score.stderr is None else f" ± {score.stderr:.2g}")
 
 
-def write(results: Sequence[HarnessResult], output: Path) -> None:
-    """All results as one JSON file, in place of an older one."""
-    content = {"lm_eval": version("lm-eval"), "models": [result.record() for result in results]}
-    partial = output.with_name(f"{output.name}.partial")
-    output.parent.mkdir(parents=True, exist_ok=True)
-    partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    partial.replace(output)
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Score models with lm-eval on local task files.")
+    parser.add_argument("--model", type=Path, nargs="+", default=[], metavar="DIR", help="HF folder, run, checkpoint")
+    parser.add_argument("--tasks", default=",".join(PAPER), metavar="A,B", help=f"of {', '.join(TASKS)}")
     parser.add_argument(
-        "--model", type=Path, nargs="+", required=True, metavar="DIR", help="HF folder, run, checkpoint"
-    )
-    parser.add_argument("--tasks", required=True, metavar="A,B", help=f"of {', '.join(TASKS)}")
-    parser.add_argument(
-        "--data", type=Path, metavar="DIR", help="folder of task files (DIR/lambada/lambada_test.jsonl)"
+        "--data", type=Path, metavar="DIR", help="folder of task files as published (DIR/lambada/lambada_test.jsonl)"
     )
     parser.add_argument("--cloze", type=Path, metavar="FILE", help='jsonl of {"text"}: its last word is predicted')
     parser.add_argument("--limit", type=int, metavar="N", help="only the first N examples of each task")
-    parser.add_argument("--batch-size", type=int, default=8, metavar="N", help="examples at once (default: 8)")
-    parser.add_argument("--output", type=Path, metavar="JSON", help="also write the results there")
+    parser.add_argument("--batch-size", type=int, metavar="N", help="examples at once (default: what fits memory)")
+    parser.add_argument("--output", type=Path, metavar="JSON", help="keep results there, and go on from them")
+    parser.add_argument(
+        "--write-tasks", type=Path, metavar="DIR", help="also write the tasks for lm-eval's command line"
+    )
     return parser
 
 

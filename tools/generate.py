@@ -1,11 +1,14 @@
 """Continues prompts with a model: a Hugging Face folder, a run or a checkpoint (with the best head it has).
 
 tools/generate.py --model runs/headless --prompt "The capital of France" "Once upon a time"
+tools/generate.py --model runs/headless --file prompts.txt    # a prompt a line
+tools/generate.py --model runs/headless --interactive         # a prompt at a time, until an empty line
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,7 @@ import torch
 from rich.console import Console
 
 from megahead.convert import hf_folder, load_causal, load_tokenizer_folder
-from megahead.errors import FieldError, run_command
+from megahead.errors import DataError, FieldError, run_command
 
 
 def main() -> None:
@@ -21,14 +24,41 @@ def main() -> None:
     if arguments.max_tokens < 1:
         raise FieldError("--max-tokens", "be at least 1", got=arguments.max_tokens)
     sampling = sampling_options(arguments.temperature, arguments.top_k, arguments.top_p)
+    console = Console(highlight=False, soft_wrap=True, markup=False)
+    prompts = typed(console) if arguments.interactive else given(arguments.prompt, arguments.file)
     folder = hf_folder(arguments.model)
     model, tokenizer = load_causal(folder), load_tokenizer_folder(folder)
     model = model.to("cuda" if torch.cuda.is_available() else "cpu")
-    console = Console(highlight=False, soft_wrap=True, markup=False)
     torch.manual_seed(arguments.seed)
-    for prompt in arguments.prompt:
-        console.print(prompt, style="bold", end="")
+    for prompt in prompts:
+        if not arguments.interactive:
+            console.print(prompt, style="bold", end="")
         console.print(continuation(model, tokenizer, prompt, arguments.max_tokens, sampling), end="\n\n")
+
+
+def given(prompts: Sequence[str] | None, file: Path | None) -> list[str]:
+    """The prompts of the command line, or the lines of `file`."""
+    if file is None:
+        return list(prompts or [])
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError):
+        raise DataError(f"`{file}` must be a readable text file, but is not; check the path.") from None
+    if not lines:
+        raise DataError(f"`{file}` must hold a prompt a line, but is empty.")
+    return lines
+
+
+def typed(console: Console) -> Iterator[str]:
+    """Prompts as they are typed, until an empty line or the end of input."""
+    while True:
+        try:
+            prompt = console.input("> ")
+        except EOFError:
+            return
+        if not prompt:
+            return
+        yield prompt
 
 
 @torch.no_grad()
@@ -64,7 +94,10 @@ def sampling_options(temperature: float, top_k: int, top_p: float) -> dict[str, 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Continue prompts with a model.")
     parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="Hugging Face folder, run, checkpoint")
-    parser.add_argument("--prompt", nargs="+", required=True, metavar="TEXT", help="each is continued by itself")
+    prompts = parser.add_mutually_exclusive_group(required=True)
+    prompts.add_argument("--prompt", nargs="+", metavar="TEXT", help="each is continued by itself")
+    prompts.add_argument("--file", type=Path, metavar="FILE", help="a prompt a line")
+    prompts.add_argument("--interactive", action="store_true", help="ask for prompts, until an empty line")
     parser.add_argument("--max-tokens", type=int, default=64, metavar="N", help="longest continuation (default: 64)")
     parser.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest token (default: 0.8)")
     parser.add_argument("--top-k", type=int, default=50, metavar="K", help="draw among the K likeliest; 0: all")

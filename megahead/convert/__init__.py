@@ -1,5 +1,6 @@
 """Hugging Face folders out and in; nothing else knows Hugging Face's names."""
 
+from megahead.convert.embedding import input_embedding
 from megahead.convert.exporting import ExportReport, export
 from megahead.convert.heads import FoldedBias, HeadName, fold_bias
 from megahead.convert.importing import from_hf
@@ -16,6 +17,7 @@ __all__ = [
     "fold_bias",
     "from_hf",
     "hf_folder",
+    "input_embedding",
     "load_backbone",
     "load_causal",
     "load_tokenizer_folder",

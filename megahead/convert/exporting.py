@@ -18,13 +18,14 @@ from megahead.convert.gpt_neox import BACKBONE_PREFIX, RENAMES, hf_config
 from megahead.convert.heads import Head, HeadName, make_head
 from megahead.convert.source import EMBEDDING, HEAD, TEMPERATURE, TrainedModel
 from megahead.convert.staging import staged_folder
-from megahead.convert.stream import DTYPES, Streamed, write_safetensors
+from megahead.convert.stream import DTYPES, Streamed, write_shards
 from megahead.convert.verify import Parity, verify
 from megahead.errors import FieldError
 
 PARITY_FILE = "parity.json"
 _NORM_BIAS = "backbone.final_norm.bias"
 _PIECE_ROWS = 4096
+SHARD_BYTES = 5 * 10**9
 
 
 @dataclass(frozen=True)
@@ -48,23 +49,28 @@ def export(
     *,
     dtype: str = "float32",
     keep_padding: bool = False,
+    shard_bytes: int = SHARD_BYTES,
 ) -> ExportReport:
     """Writes `output_dir` as transformers reads it: a `GPTNeoXForCausalLM`, or a `GPTNeoXModel` for the head `none`.
 
     checkpoint: a step folder, or a run (its newest). keep_padding: keep the rows that pad the vocabulary.
+    shard_bytes: weights above it are written as several files.
     Ends with a comparison of outputs on random and real tokens, kept in parity.json. An earlier export in
     `output_dir` is replaced; on any error (a UserError) nothing is left of the new one.
 
-    Cost: weights are streamed one tensor at a time; the comparison loads each of the two models once.
+    Cost: memory for the largest tensor, twice, and the logits of the comparison; neither writing nor comparing ever
+    holds the model. The comparison reads both models from disk once more.
     """
     begin = time.monotonic()
     if dtype not in DTYPES:
         raise FieldError("--dtype", f"be one of {', '.join(DTYPES)}", got=dtype)
+    if shard_bytes < 1:
+        raise FieldError("--shard-size", "be above 0", got=shard_bytes)
     model = TrainedModel.open(checkpoint)
     made = make_head(head, model)
     with staged_folder(output_dir, replaceable=PARITY_FILE) as folder:
         vocab_size = model.config.model.padded_vocab_size() if keep_padding else model.config.model.vocab_size
-        write_safetensors(folder / "model.safetensors", list(_tensors(model, made, vocab_size)), DTYPES[dtype])
+        write_shards(folder, list(_tensors(model, made, vocab_size)), DTYPES[dtype], shard_bytes)
         tokenizer = _write_settings(folder, model, made, dtype, vocab_size)
         parity = verify(folder, model, made, dtype)
         _write_json(folder / PARITY_FILE, {**parity.record(), "head": head, "source": fingerprint(model)})

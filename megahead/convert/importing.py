@@ -30,7 +30,7 @@ def from_hf(model_dir: Path, output_dir: Path) -> Path:
     model is headless, tied or untied vanilla, as the folder is. The table is padded with zero rows to a multiple
     of 1,024. Raises a UserError for a folder that is not a GPT-NeoX in safetensors, leaving nothing behind.
     """
-    files = _weight_files(model_dir)
+    files = weight_files(model_dir)
     config = _config(model_dir, has_head=any(our_name(name) == HEAD for name in files))
     with staged_folder(output_dir) as folder:
         save_checkpoint(
@@ -48,8 +48,8 @@ def from_hf(model_dir: Path, output_dir: Path) -> Path:
     return output_dir
 
 
-def _weight_files(model_dir: Path) -> dict[str, Path]:
-    """Which file holds each stored tensor."""
+def weight_files(model_dir: Path) -> dict[str, Path]:
+    """Which file holds each stored tensor; CheckpointError where there are no safetensors."""
     found = {}
     for path in sorted(model_dir.glob("*.safetensors")):
         try:
@@ -57,6 +57,11 @@ def _weight_files(model_dir: Path) -> dict[str, Path]:
                 found.update(dict.fromkeys(file.keys(), path))
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"`{path}` must be a safetensors file, but cannot be read ({error}).") from None
+    if not found and any(model_dir.rglob("layer_*-model_*-model_states.pt")):
+        raise CheckpointError(
+            f"`{model_dir}` must be a Hugging Face folder, but is a checkpoint of the GPT-NeoX library in layer files; "
+            "convert it with that library's tools/ckpts/convert_neox_to_hf.py and import what it writes."
+        )
     if not found:
         raise CheckpointError(
             f"`{model_dir}` must hold model weights as *.safetensors, but has none; "

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from logging import getLogger
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +14,22 @@ from transformers.utils import logging
 
 from megahead.errors import CheckpointError
 
+_BACKBONE = {"embed_in": "disk", "layers": "disk", "final_layer_norm": "cpu", "rotary_emb": "cpu", "emb_dropout": "cpu"}
+_CAUSAL = {"lm_head": "disk", **{f"gpt_neox.{part}": place for part, place in _BACKBONE.items()}}
 
-def load_causal(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+
+def load_causal(folder: Path, dtype: torch.dtype = torch.float32, *, stream_to: Path | None = None) -> Any:
     """The language model in `folder`, ready to score; CheckpointError when its weights are not exactly its own.
 
-    A folder without a head is refused: transformers would fill in a random one.
+    A folder without a head is refused: transformers would fill in a random one. stream_to: read each layer's weights
+    from disk whenever it is called, those of another dtype from a copy in this folder.
     """
-    return _load(AutoModelForCausalLM, folder, dtype)
+    return _load(AutoModelForCausalLM, folder, dtype, _offload(_CAUSAL, stream_to))
 
 
-def load_backbone(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+def load_backbone(folder: Path, dtype: torch.dtype = torch.float32, *, stream_to: Path | None = None) -> Any:
     """The headless model in `folder`; CheckpointError when its weights are not exactly its own."""
-    return _load(GPTNeoXModel, folder, dtype)
+    return _load(GPTNeoXModel, folder, dtype, _offload(_BACKBONE, stream_to))
 
 
 def load_tokenizer_folder(folder: Path) -> Any:
@@ -35,15 +40,25 @@ def load_tokenizer_folder(folder: Path) -> Any:
         return PreTrainedTokenizerFast.from_pretrained(str(folder))
 
 
-def _load(kind: Any, folder: Path, dtype: torch.dtype) -> Any:
+def _offload(places: Mapping[str, str], stream_to: Path | None) -> dict[str, Any]:
+    """transformers' options to leave weights on disk."""
+    return {} if stream_to is None else {"device_map": dict(places), "offload_folder": str(stream_to)}
+
+
+def _load(kind: Any, folder: Path, dtype: torch.dtype, options: Mapping[str, Any]) -> Any:
     try:
         with _quiet():
             model, report = kind.from_pretrained(
-                str(folder), dtype=dtype, output_loading_info=True, local_files_only=True
+                str(folder), dtype=dtype, output_loading_info=True, local_files_only=True, **options
             )
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise CheckpointError(f"`{folder}` must be a Hugging Face model folder, but cannot be read: {reason}") from None
+    if "lm_head.weight" in report["missing_keys"]:
+        raise CheckpointError(
+            f"`{folder}` must hold a head (missing keys: lm_head.weight), but is a backbone alone; export its "
+            "checkpoint with --head pmi, or name the run itself."
+        )
     for flaw in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if report.get(flaw):
             name = sorted(map(str, report[flaw]))[0]
@@ -56,11 +71,15 @@ def _load(kind: Any, folder: Path, dtype: torch.dtype) -> Any:
 def _quiet() -> Iterator[None]:
     """transformers without its reports and bars, which are replaced by what we check ourselves."""
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    offloading = getLogger("accelerate.big_modeling")
+    level = offloading.level
+    offloading.setLevel("ERROR")
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
         yield
     finally:
         logging.set_verbosity(verbosity)
+        offloading.setLevel(level)
         if bars:
             logging.enable_progress_bar()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megahead.checkpoint import Checkpoint, open_checkpoint
 from megahead.config import RunConfig, config_from_dict
@@ -90,6 +92,25 @@ class TrainedModel:
                 parameter.copy_(self.weight(name))
         return pretraining.eval()
 
+    def load_streaming(self, dtype: torch.dtype) -> Pretraining:
+        """The model itself, on the CPU in `dtype`, whose modules read their weights each time they are called.
+
+        Memory holds the weights of one module at a time; a matrix that is never called stays on `meta`.
+        """
+        with torch.device("meta"):
+            pretraining = assemble(self.config)
+        for prefix, module in pretraining.named_modules():
+            names = [name for name, _ in module.named_parameters(recurse=False)]
+            if names:
+                module.register_forward_pre_hook(partial(self._fill, prefix, names, dtype))
+                module.register_forward_hook(partial(_empty, names))
+        return pretraining.eval()
+
+    def _fill(self, prefix: str, names: Sequence[str], dtype: torch.dtype, module: nn.Module, _inputs: Any) -> None:
+        for name in names:
+            weight = self.weight(f"{prefix}.{name}").to(dtype)
+            module.register_parameter(name, nn.Parameter(weight, requires_grad=False))
+
     def tokenizer(self) -> Path | None:
         """The `tokenizer.json` of the run: its copy in the run folder, or where the config says."""
         named = self.config.data.tokenizer
@@ -99,3 +120,9 @@ class TrainedModel:
     def run_folder(self) -> Path:
         """RUN, for a checkpoint RUN/checkpoints/step-00001000."""
         return self.checkpoint.folder.resolve().parent.parent
+
+
+def _empty(names: Sequence[str], module: nn.Module, _inputs: Any, _output: Any) -> None:
+    for name in names:
+        weight = module.get_parameter(name)
+        module.register_parameter(name, nn.Parameter(weight.to("meta"), requires_grad=False))

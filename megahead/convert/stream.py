@@ -31,6 +31,39 @@ class Streamed:
     """Consecutive parts along dim 0, in any float type."""
 
 
+def write_shards(folder: Path, tensors: Sequence[Streamed], dtype: torch.dtype, shard_bytes: int) -> list[Path]:
+    """Writes model.safetensors, or where that is above `shard_bytes` numbered files and their index; returns the files.
+
+    A tensor is never cut: one larger than `shard_bytes` has a file of its own.
+    """
+    shards = _split(tensors, dtype, shard_bytes)
+    if len(shards) == 1:
+        write_safetensors(folder / "model.safetensors", tensors, dtype)
+        return [folder / "model.safetensors"]
+    paths = [folder / f"model-{k:05}-of-{len(shards):05}.safetensors" for k in range(1, len(shards) + 1)]
+    for path, shard in zip(paths, shards, strict=True):
+        write_safetensors(path, shard, dtype)
+    total = sum(_size(tensor, dtype) for tensor in tensors)
+    places = {tensor.name: path.name for path, shard in zip(paths, shards, strict=True) for tensor in shard}
+    index = {"metadata": {"total_size": total}, "weight_map": places}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    return paths
+
+
+def _split(tensors: Sequence[Streamed], dtype: torch.dtype, shard_bytes: int) -> list[list[Streamed]]:
+    """Consecutive tensors, as many as fit, in each shard."""
+    shards: list[list[Streamed]] = [[]]
+    room = shard_bytes
+    for tensor in tensors:
+        size = _size(tensor, dtype)
+        if shards[-1] and size > room:
+            shards.append([])
+            room = shard_bytes
+        shards[-1].append(tensor)
+        room -= size
+    return shards
+
+
 def write_safetensors(path: Path, tensors: Sequence[Streamed], dtype: torch.dtype) -> None:
     """Writes `tensors` in order, rounded once to `dtype`, and waits until they are on disk.
 

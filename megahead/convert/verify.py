@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,7 @@ class Parity:
 def verify(folder: Path, model: TrainedModel, head: Head, dtype: str) -> Parity:
     """Compares the exported `folder` with `model` computing in fp32; CheckpointError above the tolerance.
 
-    Cost: both models in memory, one after the other, and a forward pass of a few hundred tokens each; the source
+    Cost: a forward pass of a few hundred tokens each, with one layer of one model in memory at a time; the source
     once more where the export is in half precision, to see what rounding alone does to it.
     """
     rows_BT = _token_rows(model)
@@ -80,11 +81,10 @@ def expected_outputs(model: TrainedModel, head: Head, rows_BT: Tensor, dtype: to
 
     Computed in `dtype` throughout, returned in fp32.
     """
-    pretraining = model.load().to(dtype)
-    hidden_BTD: Tensor = pretraining.backbone(rows_BT)
+    hidden_BTD: Tensor = model.load_streaming(dtype).backbone(rows_BT)
     if head.matrix is None:
         return hidden_BTD.float()
-    matrix_VD = pretraining.get_parameter(head.matrix)[: model.config.model.vocab_size]
+    matrix_VD = model.weight(head.matrix)[: model.config.model.vocab_size].to(dtype)
     logits_BTV: Tensor = (hidden_BTD @ matrix_VD.T) / head.temperature
     if head.folded is not None:
         logits_BTV = logits_BTV + model.training_free_bias().to(dtype)
@@ -93,10 +93,11 @@ def expected_outputs(model: TrainedModel, head: Head, rows_BT: Tensor, dtype: to
 
 @torch.no_grad()
 def _exported_outputs(folder: Path, head: Head, rows_BT: Tensor, dtype: torch.dtype, width: int) -> Tensor:
-    if head.matrix is None:
-        outputs: Tensor = load_backbone(folder, dtype)(rows_BT).last_hidden_state
-    else:
-        outputs = load_causal(folder, dtype)(rows_BT).logits
+    with tempfile.TemporaryDirectory(dir=folder) as converted:
+        if head.matrix is None:
+            outputs: Tensor = load_backbone(folder, dtype, stream_to=Path(converted))(rows_BT).last_hidden_state
+        else:
+            outputs = load_causal(folder, dtype, stream_to=Path(converted))(rows_BT).logits
     return outputs[..., :width].float()  # padding rows come last, if they were kept
 
 

@@ -9,101 +9,90 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
-from dataclasses import asdict, dataclass
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
 import datasets
+import psutil
 import torch
-import yaml
 from lm_eval.evaluator import simple_evaluate
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import Progress, TextColumn
 
 from megahead.convert import load_causal, load_tokenizer_folder
-from megahead.evaluate.tasks import task_config
+from megahead.evaluate.results import HarnessResult, Score, TaskResult
+from megahead.evaluate.tasks import task_rows, write_tasks
 
 _BOOTSTRAPS = 1000  # resamples behind a standard error without a formula: 2 s for the whole of LAMBADA
-
-
-@dataclass(frozen=True)
-class Score:
-    """One metric of one task."""
-
-    metric: str
-    value: float
-    stderr: float | None
-    """Standard error as lm-eval gives it (bootstrapped for perplexity); None where it has none."""
-
-
-@dataclass(frozen=True)
-class TaskResult:
-    """What a model reaches on a task."""
-
-    task: str
-    samples: int
-    scores: list[Score]
-
-
-@dataclass(frozen=True)
-class HarnessResult:
-    """What a model reaches on all tasks asked for."""
-
-    model: str
-    tasks: list[TaskResult]
-    seconds: float
-
-    def record(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
-        return asdict(self)
+_LOGIT_COPIES = 3  # alive at once in lm-eval: logits, their log-softmax, and what it gathers from
+_LARGEST_BATCH = 32
 
 
 def evaluate_harness(
-    model_dir: Path, files: Mapping[str, Path], *, limit: int | None = None, batch_size: int = 8
+    model_dir: Path, files: Mapping[str, Path], *, limit: int | None = None, batch_size: int | None = None
 ) -> HarnessResult:
-    """Scores the language model in `model_dir` (its tokenizer beside it) on the tasks of `files`, in fp32.
+    """Scores the language model in `model_dir` on all tasks of `files`; see `evaluate_tasks`."""
+    begin = time.monotonic()
+    tasks = list(evaluate_tasks(model_dir, files, limit=limit, batch_size=batch_size))
+    return HarnessResult(str(model_dir), tasks, time.monotonic() - begin)
+
+
+def evaluate_tasks(
+    model_dir: Path, files: Mapping[str, Path], *, limit: int | None = None, batch_size: int | None = None
+) -> Iterator[TaskResult]:
+    """Scores the language model in `model_dir` (its tokenizer beside it), in fp32, and yields task by task.
 
     files: task name to its data, from `task_files`. limit: only the first examples of each. On a GPU if there is one.
-    Raises CheckpointError for a folder without its own head or tokenizer. Cost: logits of a whole batch at once,
-    batch_size x tokens x vocabulary.
+    batch_size: examples at once; None: what fits the memory that is free (`fitting_batch_size`).
+    Raises CheckpointError for a folder without its own head or tokenizer.
     """
-    begin = time.monotonic()
     tokenizer = load_tokenizer_folder(model_dir)
     model = load_causal(model_dir).to("cuda" if torch.cuda.is_available() else "cpu")
-    with ExitStack() as stack:
-        progress = stack.enter_context(_progress(model_dir.name))
-        stack.enter_context(_quiet())
-        manager = _task_manager(files, Path(stack.enter_context(tempfile.TemporaryDirectory())))
-        tasks = list(manager.load(list(files))["tasks"].values())
-        total = sum(min(len(task.eval_docs), limit or len(task.eval_docs)) for task in tasks)
-        progress.update(progress.task_ids[0], total=total)
-        model.register_forward_hook(lambda _, __, outputs: progress.advance(progress.task_ids[0], len(outputs.logits)))
-        found = simple_evaluate(
-            HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size),
-            tasks=tasks,
-            task_manager=manager,
-            limit=limit,
-            bootstrap_iters=_BOOTSTRAPS,
-            log_samples=False,
-        )
-        progress.update(progress.task_ids[0], completed=total)
-    return HarnessResult(str(model_dir), [_result(name, found) for name in files], time.monotonic() - begin)
-
-
-def _task_manager(files: Mapping[str, Path], folder: Path) -> TaskManager:
-    """Knows the tasks of `files` only; `folder` holds their definitions and the data as lm-eval caches it."""
-    definitions = folder / "tasks"
-    definitions.mkdir()
     for name, file in files.items():
-        content = task_config(name, file, folder / "cache")
-        (definitions / f"{name}.yaml").write_text(yaml.safe_dump(content), encoding="utf-8")
-    return TaskManager(include_path=str(definitions), include_defaults=False)
+        size = batch_size or fitting_batch_size(model, _longest(name, file, tokenizer), _free_bytes())
+        with tempfile.TemporaryDirectory() as folder, _progress(f"{model_dir.name}: {name}") as progress, _quiet():
+            definitions = write_tasks({name: file}, Path(folder))
+            manager = TaskManager(include_path=str(definitions), include_defaults=False)
+            lm = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=size)
+            found = _evaluate(lm, manager, name, limit, progress)
+        yield _result(name, found, limit)
 
 
-def _result(task: str, found: Mapping[str, Any]) -> TaskResult:
+def fitting_batch_size(model: Any, tokens: int, free_bytes: int) -> int:
+    """Examples of `tokens` tokens each whose logits and residual streams take at most a quarter of `free_bytes`."""
+    config = model.config
+    tokens = min(tokens, config.max_position_embeddings)
+    floats = tokens * (_LOGIT_COPIES * config.vocab_size + 2 * config.intermediate_size + 8 * config.hidden_size)
+    return max(1, min(_LARGEST_BATCH, free_bytes // 4 // int(4 * floats)))
+
+
+def _free_bytes() -> int:
+    return int(torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else psutil.virtual_memory().available)
+
+
+def _longest(name: str, file: Path, tokenizer: Any) -> int:
+    """Tokens of the longest example, its choices included."""
+    longest = max((" ".join(map(str, row.values())) for row in task_rows(name, file)), key=len)
+    return len(tokenizer(longest)["input_ids"])
+
+
+def _evaluate(lm: HFLM, manager: TaskManager, name: str, limit: int | None, progress: Progress) -> Mapping[str, Any]:
+    tasks = list(manager.load([name])["tasks"].values())
+    (bar,) = progress.task_ids
+    hook = lm.model.register_forward_hook(lambda _, __, outputs: progress.advance(bar, len(outputs.logits)))
+    try:
+        found: Mapping[str, Any] = simple_evaluate(
+            lm, tasks=tasks, task_manager=manager, limit=limit, bootstrap_iters=_BOOTSTRAPS, log_samples=False
+        )
+    finally:
+        hook.remove()
+    return found
+
+
+def _result(task: str, found: Mapping[str, Any], limit: int | None) -> TaskResult:
     """lm-eval keeps `acc,none` and `acc_stderr,none` side by side in one dict."""
     values = found["results"][task]
     scores = []
@@ -112,11 +101,11 @@ def _result(task: str, found: Mapping[str, Any]) -> TaskResult:
         scores.append(
             Score(metric, float(values[f"{metric},none"]), None if stderr in (None, "N/A") else float(stderr))
         )
-    return TaskResult(task, found["n-samples"][task]["effective"], scores)
+    return TaskResult(task, found["n-samples"][task]["effective"], scores, limit)
 
 
 def _progress(name: str) -> Progress:
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    columns = TextColumn("{task.description}"), TextColumn("{task.completed} sequences")
     progress = Progress(*columns, console=Console(file=sys.stderr), transient=True, disable=not sys.stderr.isatty())
     progress.add_task(name, total=None)
     return progress

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import io
+import json
 import runpy
 import sys
 from pathlib import Path
 
 import pytest
 from small_checkpoint import save_small, save_tokenizer, small_config
+
+from megahead.convert import export
+from megahead.evaluate import harness
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
 
@@ -53,6 +58,32 @@ def test_the_same_seed_generates_the_same_text(run: Path, monkeypatch, capsys) -
     assert text("--temperature", 0, "--seed", 1) == text("--temperature", 0, "--seed", 2)
 
 
+def test_prompts_come_from_a_file_or_from_the_keyboard(run: Path, monkeypatch, capsys) -> None:
+    prompts = run.parent / "prompts.txt"
+    prompts.write_text("the cat\nthe dog\n")
+    options = ("--model", run, "--max-tokens", 5, "--temperature", 0)
+    assert command(monkeypatch, "generate", *options, "--prompt", "the cat", "the dog") == 0
+    answers = capsys.readouterr().out
+    assert command(monkeypatch, "generate", *options, "--file", prompts) == 0
+    assert capsys.readouterr().out == answers
+    monkeypatch.setattr("sys.stdin", io.StringIO("the cat\nthe dog\n\n"))
+    assert command(monkeypatch, "generate", *options, "--interactive") == 0
+    spoken = capsys.readouterr().out.replace("> ", "")
+    assert spoken == answers.replace("the cat", "", 1).replace("the dog", "", 1)
+
+
+def test_an_empty_file_of_prompts_is_told(run: Path, monkeypatch, capsys) -> None:
+    (run.parent / "prompts.txt").touch()
+    assert command(monkeypatch, "generate", "--model", run, "--file", run.parent / "prompts.txt") == 2
+    assert "a prompt a line, but is empty" in capsys.readouterr().err
+
+
+def test_a_backbone_alone_says_how_it_gets_a_head(run: Path, monkeypatch, capsys) -> None:
+    folder = export(run, run.parent / "bare", "none").folder
+    assert command(monkeypatch, "generate", "--model", folder, "--prompt", "a") == 2
+    assert "is a backbone alone; export its checkpoint with --head pmi" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("option", "value", "sentence"),
     [
@@ -68,10 +99,15 @@ def test_options_out_of_range_are_told(run: Path, monkeypatch, capsys, option, v
     assert sentence in capsys.readouterr().err
 
 
-def test_scores_are_printed_and_written(run: Path, monkeypatch, capsys) -> None:
+def test_scores_are_printed_kept_and_not_computed_twice(run: Path, monkeypatch, capsys) -> None:
     passages, scores = run.parent / "cloze.jsonl", run.parent / "scores.json"
     passages.write_text('{"text": "the cat saw the dog"}\n' * 3)
     arguments = ("--model", run, "--tasks", "cloze", "--cloze", passages, "--output", scores)
     assert command(monkeypatch, "eval_harness", *arguments) == 0
-    assert "perplexity" in capsys.readouterr().out
-    assert f'"model": "{run}"' in scores.read_text()
+    first = capsys.readouterr().out
+    assert "perplexity" in first
+    (entry,) = json.loads(scores.read_text())["results"]
+    assert (entry["model"], entry["task"], entry["samples"]) == (str(run), "cloze", 3)
+    monkeypatch.setattr(harness, "simple_evaluate", None)
+    assert command(monkeypatch, "eval_harness", *arguments) == 0
+    assert capsys.readouterr().out == first

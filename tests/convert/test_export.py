@@ -150,3 +150,20 @@ def test_a_backbone_never_loads_as_a_language_model_with_a_random_head(tmp_path:
     folder = export(tmp_path / "run", tmp_path / "out", "none").folder
     with pytest.raises(CheckpointError, match="missing keys"):
         load_causal(folder)
+
+
+def test_an_export_in_shards_speaks_as_the_one_in_a_single_file(tmp_path: Path) -> None:
+    save_small(tmp_path / "run", small_config(objective=VANILLA))
+    whole = export(tmp_path / "run", tmp_path / "whole", "trained").folder
+    shards = export(tmp_path / "run", tmp_path / "shards", "trained", shard_bytes=40_000).folder
+    assert len(list(shards.glob("model-*-of-*.safetensors"))) > 2
+    assert not (shards / "model.safetensors").exists()
+    ids = torch.arange(40)[None]
+    with torch.no_grad():
+        assert torch.equal(load_causal(whole)(ids).logits, load_causal(shards)(ids).logits)
+
+
+def test_generation_settings_are_those_transformers_uses(tmp_path: Path) -> None:
+    save_small(tmp_path / "run", small_config())
+    model = load_causal(export(tmp_path / "run", tmp_path / "out", "pmi").folder)
+    assert (model.generation_config.bos_token_id, model.generation_config.eos_token_id) == (0, 0)

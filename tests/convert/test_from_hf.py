@@ -114,3 +114,23 @@ def test_a_folder_without_safetensors_is_told(tmp_path: Path) -> None:
     (tmp_path / "theirs").mkdir()
     with pytest.raises(CheckpointError, match="save_pretrained"):
         from_hf(tmp_path / "theirs", tmp_path / "run")
+
+
+def test_layer_files_of_the_gpt_neox_library_are_told_apart(tmp_path: Path) -> None:
+    step = tmp_path / "theirs" / "global_step10"
+    step.mkdir(parents=True)
+    (step / "layer_00-model_00-model_states.pt").touch()
+    for folder in (step, step.parent):
+        with pytest.raises(CheckpointError, match=r"convert it with .*convert_neox_to_hf\.py"):
+            from_hf(folder, tmp_path / "run")
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_half_precision_weights_go_in_and_out_bit_for_bit(tmp_path: Path, dtype: str) -> None:
+    theirs = save_theirs(tmp_path / "theirs")
+    halved = {name: tensor.to(getattr(torch, dtype)) for name, tensor in stored(theirs).items()}
+    save_file(halved, theirs / "model.safetensors", metadata={"format": "pt"})
+    after = stored(export(from_hf(theirs, tmp_path / "run"), tmp_path / "back", "trained", dtype=dtype).folder)
+    assert after.keys() == halved.keys()
+    for name, tensor in halved.items():
+        assert torch.equal(tensor, after[name]), name

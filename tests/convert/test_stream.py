@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from megahead.convert.stream import Streamed, write_safetensors
+from megahead.convert.stream import Streamed, write_safetensors, write_shards
 
 
 def streamed(name: str, tensor: Tensor, rows: int) -> Streamed:
@@ -38,3 +39,12 @@ def test_pieces_that_do_not_add_up_are_an_error(tmp_path: Path) -> None:
     short = Streamed("x", (4, 2), lambda: [torch.zeros(3, 2)])
     with pytest.raises(ValueError, match="do not make up"):
         write_safetensors(tmp_path / "x", [short], torch.float32)
+
+
+def test_shards_hold_what_fits_and_a_larger_tensor_alone(tmp_path: Path) -> None:
+    tensors = {name: torch.randn(rows, 5) for name, rows in (("a", 2), ("b", 2), ("c", 9), ("d", 1))}
+    paths = write_shards(tmp_path, [streamed(n, t, rows=3) for n, t in tensors.items()], torch.float32, 4 * 5 * 4)
+    assert [set(load_file(path)) for path in paths] == [{"a", "b"}, {"c"}, {"d"}]
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == 14 * 5 * 4
+    assert index["weight_map"]["c"] == paths[1].name == "model-00002-of-00003.safetensors"

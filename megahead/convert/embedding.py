@@ -1,0 +1,35 @@
+"""The input embedding of any model at hand, with its tokenizer, without loading the rest."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from safetensors import safe_open
+from torch import Tensor
+
+from megahead.checkpoint import find_checkpoint
+from megahead.convert.gpt_neox import our_name
+from megahead.convert.importing import weight_files
+from megahead.convert.source import EMBEDDING, TrainedModel
+from megahead.errors import CheckpointError
+
+
+def input_embedding(path: Path) -> tuple[Tensor, Path]:
+    """[V, D] fp32 and the tokenizer.json of a GPT-NeoX folder of Hugging Face, or of a run or checkpoint of ours.
+
+    Rows of padding are left out for ours. Raises CheckpointError where there is no model or no tokenizer.
+    """
+    if find_checkpoint(path) is None:
+        found = next((item for item in weight_files(path).items() if our_name(item[0]) == EMBEDDING), None)
+        if found is None:
+            raise CheckpointError(f"`{path}` must hold an input embedding, but does not.")
+        with safe_open(found[1], framework="pt") as file:
+            weight_VD: Tensor = file.get_tensor(found[0]).float()
+        tokenizer: Path | None = path / "tokenizer.json"
+    else:
+        model = TrainedModel.open(path)
+        weight_VD = model.weight(EMBEDDING)[: model.config.model.vocab_size]
+        tokenizer = model.tokenizer()
+    if tokenizer is None or not tokenizer.is_file():
+        raise CheckpointError(f"`{path}` must hold a tokenizer.json, but has none; put the model's tokenizer there.")
+    return weight_VD, tokenizer

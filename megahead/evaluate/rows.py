@@ -1,0 +1,110 @@
+"""Examples as they are published, turned into the fields that lm-eval's definition of the task reads.
+
+Each reader takes a file to its rows (plain values, for JSON) and raises a DataError for a file that is not that.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from megahead.errors import DataError
+
+Row = dict[str, Any]
+Reader = Callable[[Path], list[Row]]
+
+
+def lines(*fields: str) -> Reader:
+    """A JSON object a line; only `fields` are kept, and each must be there."""
+
+    def read(file: Path) -> list[Row]:
+        rows = [_object(line) for line in _text(file).splitlines()]
+        for number, row in enumerate(rows, 1):
+            missing = [field for field in fields if field not in row]
+            if missing:
+                raise DataError(f"`{file}` must hold JSON objects with a `{missing[0]}`, but line {number} is none.")
+        return [{field: row[field] for field in fields} for row in rows]
+
+    return read
+
+
+def arc(file: Path) -> list[Row]:
+    """Question and choices lie inside `question`; the definition wants lists beside each other."""
+    return [
+        {
+            "question": row["question"]["stem"],
+            "choices": {key: [choice[key] for choice in row["question"]["choices"]] for key in ("text", "label")},
+            "answerKey": row["answerKey"],
+        }
+        for row in lines("question", "answerKey")(file)
+    ]
+
+
+def boolq(file: Path) -> list[Row]:
+    """Labels are words here and classes there; as words every answer would silently be wrong."""
+    classes = {"false": 0, "true": 1, False: 0, True: 1}
+    return [{**row, "label": classes[row["label"]]} for row in lines("passage", "question", "label")(file)]
+
+
+def crows_pairs(file: Path) -> list[Row]:
+    """A csv of sentence pairs."""
+    table = csv.DictReader(_text(file).splitlines(keepends=True))
+    rows = [{key: row.get(key) for key in ("sent_more", "sent_less", "bias_type")} for row in table]
+    if any(value is None for row in rows for value in row.values()):
+        raise DataError(f"`{file}` must be a csv with sent_more, sent_less and bias_type, but lacks one.")
+    return rows
+
+
+def race(file: Path) -> list[Row]:
+    """An article a line, its questions in parallel lists; the definition reads them as one Python literal."""
+    rows = []
+    for row in lines("article", "questions", "options", "answers")(file):
+        problems = zip(row["questions"], row["options"], row["answers"], strict=True)
+        named = [dict(zip(("question", "options", "answer"), problem, strict=True)) for problem in problems]
+        rows.append({"article": row["article"], "problems": repr(named)})
+    return rows
+
+
+def pubmedqa(file: Path) -> list[Row]:
+    """A dict by article; the test set is what test_ground_truth.json, beside it, names."""
+    articles, tested = _mapping(file), _mapping(file.with_name("test_ground_truth.json"))
+    fields = ("QUESTION", "CONTEXTS", "final_decision")
+    try:
+        return [{field: articles[key][field] for field in fields} for key in tested]
+    except (KeyError, TypeError) as error:
+        raise DataError(f"`{file}` must hold the articles that are tested, but lacks {error}.") from None
+
+
+def qasper(file: Path) -> list[Row]:
+    """A dict by paper, its questions a list of objects; the definition wants the lists inside."""
+    rows = []
+    for paper in _mapping(file).values():
+        answers = [{"answer": [given["answer"] for given in asked["answers"]]} for asked in paper["qas"]]
+        questions = {"question": [asked["question"] for asked in paper["qas"]], "answers": answers}
+        rows.append({"title": paper["title"], "abstract": paper["abstract"], "qas": questions})
+    return rows
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        raise DataError(f"`{file}` must be a readable {file.suffix[1:]} file, but is not; check the path.") from None
+
+
+def _object(line: str) -> Mapping[str, Any]:
+    try:
+        value = json.loads(line)
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _mapping(file: Path) -> Mapping[str, Any]:
+    value = _object(_text(file))
+    if not value:
+        raise DataError(f"`{file}` must hold one JSON object of examples, but does not.")
+    return value

@@ -1,0 +1,41 @@
+"""lm-eval's own command line gives, on an exported folder and the tasks we write, the numbers that our tool gives."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from small_checkpoint import save_small, save_tokenizer, small_config
+
+from megahead.convert import hf_folder
+from megahead.evaluate.harness import evaluate_harness
+from megahead.evaluate.tasks import task_files, write_tasks
+
+LIMIT = 12
+
+
+@pytest.mark.slow
+def test_the_same_numbers(shared_data: Path, tmp_path: Path) -> None:
+    save_small(tmp_path / "run", small_config(model={"vocab_size": 300}))
+    save_tokenizer(tmp_path / "run" / "tokenizer.json")
+    folder = hf_folder(tmp_path / "run")
+    files = task_files(["lambada_openai", "arc_easy"], shared_data)
+    definitions = write_tasks(files, tmp_path / "made")
+    command = [sys.executable, "-m", "lm_eval", "run", "--model", "hf"]
+    command += ["--model_args", f"pretrained={folder},dtype=float32", "--include_path", str(definitions)]
+    command += ["--tasks", *files, "--limit", str(LIMIT), "--batch_size", "4", "--device", "cpu"]
+    environment = {**os.environ, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [*command, "--output_path", tmp_path / "out"], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    (written,) = (tmp_path / "out").rglob("results_*.json")
+    theirs = json.loads(written.read_text())["results"]
+    for task in evaluate_harness(folder, files, limit=LIMIT, batch_size=4).tasks:
+        assert task.samples == LIMIT
+        for score in task.scores:
+            assert score.value == pytest.approx(theirs[task.task][f"{score.metric},none"], rel=1e-6), score.metric
