@@ -17,5 +17,5 @@ export MASTER_ADDR
 export MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
 export OMP_NUM_THREADS=$SLURM_CPUS_PER_TASK
 
-# exec, so that the signal before the time limit reaches srun, and through it every rank: they save and exit 0.
+# Slurm sends its signal before the time limit to the ranks themselves: they save and exit 0.
 exec srun --kill-on-bad-exit=1 .venv/bin/python launch/pretrain.py --config "$@"
