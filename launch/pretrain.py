@@ -32,10 +32,11 @@ def main() -> None:
         print("\n".join(f"{name:<12}{value}" for name, value in describe_run(config, arguments.world_size)))
         return
 
-    from megahead.distributed import read_launch
+    from megahead.distributed import Group, disconnect, read_launch
     from megahead.train import pretrain
 
     pretrain(config, read_launch(os.environ), arguments.resume)
+    disconnect(Group.world())
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import torch.utils.tensorboard
 from megahead.engine.start import load_deepspeed
 
 torch.set_num_threads(1)
-load_deepspeed(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+load_deepspeed(torch.device("cpu"))  # ranks of tests are CPU processes; GPU runs are processes of their own
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 

@@ -5,6 +5,8 @@ tools/bench_step.py --config configs/demo-headless.yaml
 
 A step is forward, backward, clipping and a fused AdamW update of one micro-batch, without an engine. Tokens come from
 the config's dataset (or --data PREFIX), else from Zipf's law, which has about as many different tokens as real text.
+
+ms: median step; best: fastest; rows: candidates scored; of rate: share of the device's measured matrix rate.
 """
 
 from __future__ import annotations
@@ -66,8 +68,10 @@ class Contender:
     device: torch.device
     precision: str
     rows: list[np.ndarray[Any, Any]]
-    times: dict[str, list[float]] = field(default_factory=lambda: {"forward": [], "backward": [], "optimizer": []})
+    times: dict[str, list[float]] = field(default_factory=lambda: {"fwd": [], "bwd": [], "opt": []})
     candidates: list[int] = field(default_factory=list)
+    extra_bytes: int = 0
+    """Largest memory a step took beside weights and moments (CUDA only): gradients, activations, scores."""
 
     def __post_init__(self) -> None:
         tree = self.config.model_dump(mode="json")
@@ -79,9 +83,12 @@ class Contender:
     def step(self, index: int) -> None:
         """One whole step; the first is a warm-up and is not counted."""
         micro = self._prepared(self.rows[index])
+        before = self._allocated()
         loss, forward = self._timed(lambda: self._loss(micro))
         _, backward = self._timed(loss.backward)
         _, optimizer = self._timed(self._update)
+        if index and self.device.type == "cuda":
+            self.extra_bytes = max(self.extra_bytes, torch.cuda.max_memory_allocated() - before)
         if index:
             for name, seconds in zip(self.times, (forward, backward, optimizer), strict=True):
                 self.times[name].append(seconds)
@@ -106,13 +113,16 @@ class Contender:
         tokens = self.config.batch.micro_size * self.config.data.sequence_length
         row: dict[str, object] = {
             "objective": self.objective,
-            "ms a step": median * 1e3,
-            "fastest": min(self.seconds()) * 1e3,
+            "ms": round(median * 1e3),
+            "best": round(min(self.seconds()) * 1e3),
             "tokens/s": round(tokens / median),
-            "candidates": round(statistics.mean(self.candidates)),
-            "GFLOP a step": self.flops() / 1e9,
-            "of matrix rate": f"{self.flops() / median / rate:.0%}",
+            "rows": round(statistics.mean(self.candidates)),
+            "GFLOP": self.flops() / 1e9,
+            "of rate": f"{self.flops() / median / rate:.0%}",
         }
+        if self.device.type == "cuda":
+            weights_and_moments = 12 * sum(parameter.numel() for parameter in self.model.parameters())
+            row["peak MB"] = round((weights_and_moments + self.extra_bytes) / 1e6)
         for name, times in self.times.items():
             row[name] = f"{statistics.median(times) / median:.0%}"
         return row
@@ -132,6 +142,12 @@ class Contender:
         half = self.precision == "bf16"
         with torch.autocast(self.device.type, torch.bfloat16) if half else nullcontext():
             return self.model(micro)
+
+    def _allocated(self) -> int:
+        if self.device.type != "cuda":
+            return 0
+        torch.cuda.reset_peak_memory_stats()
+        return torch.cuda.memory_allocated()
 
     def _update(self) -> None:
         nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optimizer.gradient_clipping)

@@ -107,6 +107,7 @@ def _prepare(partial: Path, needed: int) -> None:
 def _write(partial: Path, share: _Share) -> FileEntry:
     path = partial / share.file
     save_file(share.tensors, path)
+    path.chmod(partial.stat().st_mode & 0o666)  # safetensors keeps its files to the user; the folder follows the umask
     flush(path)
     with safe_open(path, framework="pt") as file:
         wrong = [name for name, tensor in share.tensors.items() if not _same_bytes(tensor, file.get_tensor(name))]

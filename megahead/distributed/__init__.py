@@ -4,7 +4,7 @@ from megahead.distributed.collectives import gather, sum_backward, sum_forward, 
 from megahead.distributed.group import Group
 from megahead.distributed.mesh import Mesh
 from megahead.distributed.randomness import drawn_apart
-from megahead.distributed.rendezvous import Launch, choose_device, connect, read_launch
+from megahead.distributed.rendezvous import Launch, choose_device, connect, disconnect, read_launch
 
 __all__ = [
     "Group",
@@ -12,6 +12,7 @@ __all__ = [
     "Mesh",
     "choose_device",
     "connect",
+    "disconnect",
     "drawn_apart",
     "gather",
     "read_launch",

@@ -89,3 +89,10 @@ def connect(launch: Launch, device: torch.device, timeout_seconds: float) -> Gro
             timeout=timedelta(seconds=timeout_seconds),
         )
     return Group.world()
+
+
+def disconnect(world: Group) -> None:
+    """Ends what `connect` began, all ranks together: a rank that leaves early may abort in its connection threads."""
+    if dist.is_initialized():
+        world.barrier()
+        dist.destroy_process_group()

@@ -13,7 +13,8 @@ def describe_run(config: RunConfig, world_size: int) -> list[tuple[str, str]]:
     data_ranks = config.parallel.data_ranks(world_size)
     engine = deepspeed_config(config, data_ranks)
     total = plan.steps * config.tokens_per_step()
-    warm_up = f"{schedule.warmup_steps:,} warm-up" if schedule.warmup_steps else "no warm-up"
+    warm_up = f"{schedule.warmup_steps:,} steps of warm-up" if schedule.warmup_steps else "no warm-up"
+    ending = "" if schedule.name == "constant" else f", to {schedule.final_ratio:.0%} of it"
     return [
         ("run", f"{config.name} -> {config.folder()}"),
         (
@@ -29,7 +30,7 @@ def describe_run(config: RunConfig, world_size: int) -> list[tuple[str, str]]:
             f"{batch.micro_size} rows x {engine['gradient_accumulation_steps']} accumulation x {data_ranks} data ranks",
         ),
         ("length", f"{plan.steps:,} steps, {total:,} tokens"),
-        ("schedule", f"{schedule.name} to {config.optimizer.learning_rate:g}, {warm_up}"),
+        ("schedule", f"{schedule.name}, {warm_up}, peak {config.optimizer.learning_rate:g}{ending}"),
         ("mesh", f"{config.parallel.tensor} tensor x {data_ranks} data ranks"),
         ("engine", f"ZeRO {zero_stage(engine)}, {config.engine.precision}"),
         ("memory", _memory(rank_memory(config, world_size))),

@@ -169,3 +169,12 @@ def test_the_inspector_tells_contents_and_verdict(tmp_path: Path) -> None:
     assert damaged.returncode == 2
     assert "sound" not in damaged.stdout
     assert damaged.stderr.startswith(f"error: `{file}` must match its checksum")
+
+
+def test_files_may_be_read_by_whom_the_folder_lets_in(tmp_path: Path) -> None:
+    old = os.umask(0o027)
+    try:
+        saved = save_checkpoint(tmp_path, 1, [("a", torch.ones(2))], state={}, config={}, group=Group(), keep=1)
+    finally:
+        os.umask(old)
+    assert {path.stat().st_mode & 0o777 for path in saved.iterdir()} == {0o640}

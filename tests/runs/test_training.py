@@ -163,6 +163,24 @@ def test_a_head_is_trained_from_a_copy_of_the_embedding(tmp_path: Path, mode: st
     assert (first - before["weight/backbone.embedding.weight"]).abs().max() < 0.05  # three steps away from its start
 
 
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"model.hidden_size": 64}, "must hold weight/backbone.embedding.weight of shape (64, 64), but has (64, 32)"),
+        ({"model.num_layers": 3}, "must hold weight/backbone.blocks.2.attention_norm.weight, but does not"),
+        ({"init.from_checkpoint": "nowhere"}, "`init.from_checkpoint` must hold a checkpoint, but nowhere holds none."),
+    ],
+)
+def test_a_checkpoint_of_another_shape_is_no_start(tmp_path: Path, change: dict[str, Any], sentence: str) -> None:
+    write_text(tmp_path)
+    on_ranks(1, run, small_config(tmp_path))
+    changes = {"init.from_checkpoint": str(tmp_path / "run"), "objective.name": "vanilla"}
+    config = small_config(tmp_path, changes | {"output_dir": str(tmp_path / "head")} | change)
+    (found,) = on_ranks(1, refused, config, "auto", CheckpointError)
+    assert sentence in found
+    assert not (tmp_path / "head").exists()
+
+
 def test_steps_that_are_not_finite_are_skipped_said_and_end_the_run(tmp_path: Path) -> None:
     write_text(tmp_path)
     config = small_config(tmp_path, {"optimizer.learning_rate": 1e30, "training.steps": 50})

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from demo.stages import Stages, duration
 from rich.console import Console
+
+from demo.stages import Stages, duration
 
 
 class Copying:

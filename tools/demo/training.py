@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
+from megahead.config import load_config
 from megahead.errors import UserError
 from megahead.report import read_metrics
 
@@ -25,8 +27,8 @@ def ranks() -> int:
     return min(2, there)
 
 
-def train(config: str, overrides: Sequence[str], console: Console) -> Path:
-    """Trains `configs/CONFIG.yaml` (resuming what an earlier call began) and returns its run folder.
+def train(config: str, overrides: Sequence[str], console: Console) -> None:
+    """Trains `configs/CONFIG.yaml`, resuming what an earlier call began.
 
     Raises UserError with the last lines it printed when it fails.
     """
@@ -37,7 +39,6 @@ def train(config: str, overrides: Sequence[str], console: Console) -> Path:
     environment = {**os.environ, "OMP_NUM_THREADS": _threads(), "PYTHONUNBUFFERED": "1"}
     if not torch.cuda.is_available():
         environment["DS_ACCELERATOR"] = "cpu"
-    folder = None
     lines: list[str] = []
     with subprocess.Popen(
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -47,17 +48,17 @@ def train(config: str, overrides: Sequence[str], console: Console) -> Path:
             if line and not _LAUNCHER_NOTE.match(line):
                 lines.append(line)
                 console.print(f"  {line}", style="dim", markup=False, highlight=False, soft_wrap=True)
-                folder = Path(line.rpartition(" -> ")[2]) if line.startswith("run  ") else folder
-    if process.returncode or folder is None:
+    if process.returncode:
         raise UserError("training must end by itself, but failed; its last lines:\n" + "\n".join(lines[-15:]))
-    return ROOT / folder
 
 
-def seconds_a_step(config: str, overrides: Sequence[str], scratch: Path, console: Console) -> float:
+def seconds_a_step(config: str, overrides: Sequence[str], console: Console) -> float:
     """Measured over a few steps of a run that is thrown away."""
     trial = ["training.steps=16", "training.log_seconds=0", "schedule.warmup_steps=0", "data.validation=null"]
-    folder = train(config, [*overrides, *trial, f"output_dir={scratch}"], console)
-    steps = [record["step_seconds"] for record in read_metrics(folder).training]
+    scratch = Path(load_config(f"configs/{config}.yaml", overrides).folder())
+    train(config, [*overrides, *trial], console)
+    steps = [record["step_seconds"] for record in read_metrics(scratch).training]
+    shutil.rmtree(scratch)
     return sorted(steps)[len(steps) // 2]
 
 
