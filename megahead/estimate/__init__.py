@@ -1,6 +1,17 @@
-"""What a model costs, from its config alone: parameters and floating-point operations. Imports no torch."""
+"""What a model costs, from its config alone: parameters, floating-point operations, memory. Imports no torch."""
 
 from megahead.estimate.flops import FlopsPerToken, training_flops
+from megahead.estimate.memory import RankMemory, candidate_rows, expected_candidates, rank_memory, rank_parameters
 from megahead.estimate.parameters import ParameterCounts, count_parameters
 
-__all__ = ["FlopsPerToken", "ParameterCounts", "count_parameters", "training_flops"]
+__all__ = [
+    "FlopsPerToken",
+    "ParameterCounts",
+    "RankMemory",
+    "candidate_rows",
+    "count_parameters",
+    "expected_candidates",
+    "rank_memory",
+    "rank_parameters",
+    "training_flops",
+]

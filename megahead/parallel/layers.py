@@ -92,9 +92,7 @@ class VocabularyParallelEmbedding(nn.Module):
         return rows.masked_fill(foreign[..., None], 0.0)
 
 
-Shard = Callable[..., nn.Module]
-
-TWINS: Mapping[str, tuple[type[nn.Module], Shard]] = {
+TWINS: Mapping[str, tuple[type[nn.Module], Callable[..., nn.Module]]] = {
     "column": (nn.Linear, ColumnParallelLinear),
     "row": (nn.Linear, RowParallelLinear),
     "vocabulary": (nn.Embedding, VocabularyParallelEmbedding),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megahead.config import RunConfig, deepspeed_config, resolve_group
 from megahead.config.deepspeed import zero_stage
-from megahead.estimate import count_parameters
+from megahead.estimate import RankMemory, count_parameters, rank_memory
 
 
 def describe_run(config: RunConfig, world_size: int, group_samples: int | None = None) -> list[tuple[str, str]]:
@@ -37,7 +37,16 @@ def describe_run(config: RunConfig, world_size: int, group_samples: int | None =
         ("schedule", f"{schedule.name}, {warm_up}, peak {config.optimizer.learning_rate:g}{ending}"),
         ("mesh", f"{config.parallel.tensor} tensor x {data_ranks} data ranks"),
         ("engine", f"ZeRO {zero_stage(engine)}, {config.engine.precision}"),
+        ("memory", _memory(rank_memory(config, world_size))),
     ]
+
+
+def _memory(memory: RankMemory) -> str:
+    states = memory.weights + memory.gradients + memory.optimizer
+    parts = {"states": states, "buffers": memory.buffers, "activations": memory.activations, "loss": memory.loss}
+    told = ", ".join(f"{name} {bytes_ / 2**30:.2f}" for name, bytes_ in parts.items())
+    offloaded = f"; {memory.host / 2**30:.2f} on the host" if memory.host else ""
+    return f"about {memory.total / 2**30:.2f} GiB a rank ({told}{offloaded})"
 
 
 def _parameters(config: RunConfig) -> str:

@@ -1,0 +1,85 @@
+"""Memory a rank: how it goes down with stages and ranks, and what the command says of it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megahead.config import RunConfig, load_config
+from megahead.distributed import Group
+from megahead.estimate import expected_candidates, rank_memory, rank_parameters
+from megahead.parallel.build import _assemble
+
+ROOT = Path(__file__).parents[2]
+PYTHIA_12B = str(ROOT / "configs/pythia-12b-headless.yaml")
+
+
+def pythia(*overrides: str) -> RunConfig:
+    return load_config(PYTHIA_12B, [f"engine.deepspeed={ROOT}/configs/deepspeed/zero1.json", *overrides])
+
+
+@pytest.mark.parametrize("tensor", [1, 2, 8])
+def test_parameters_of_a_tensor_rank_are_those_of_the_split_model(tensor: int) -> None:
+    config = pythia(f"parallel.tensor={tensor}", "model.num_layers=3", "objective.name=vanilla")
+    with torch.device("meta"):
+        split = _assemble(config, Group(0, tensor))
+    assert rank_parameters(config) == sum(p.numel() for p in split.parameters())
+
+
+def test_masters_and_moments_are_divided_by_data_ranks_from_stage_1_on() -> None:
+    few, many = rank_memory(pythia(), 8 * 16), rank_memory(pythia(), 8 * 32)
+    assert few.optimizer == 2 * many.optimizer
+    assert few.weights == many.weights
+    zero = [rank_memory(pythia(), 256, stage) for stage in range(4)]
+    assert zero[0].optimizer > zero[1].optimizer == zero[2].optimizer
+    assert zero[1].gradients > zero[2].gradients
+    assert zero[2].weights > zero[3].weights
+
+
+def test_offloading_moves_the_optimizer_to_the_host() -> None:
+    here = rank_memory(pythia(), 256)
+    away = rank_memory(pythia(f"engine.deepspeed={ROOT}/configs/deepspeed/zero1_offload.json"), 256)
+    assert (here.host, away.optimizer) == (0, 0)
+    assert away.host == here.optimizer
+    assert away.total == pytest.approx(here.total - here.optimizer)
+
+
+def test_recomputed_activations_are_an_order_less() -> None:
+    kept = rank_memory(pythia("engine.activation_checkpointing=false"), 256).activations
+    assert rank_memory(pythia(), 256).activations < kept / 3
+
+
+@pytest.mark.parametrize(("targets", "measured"), [(16_384, 4_300), (65_536, 10_900), (262_144, 22_000)])
+def test_expected_candidates_are_near_those_of_wikipedia(targets: int, measured: int) -> None:
+    assert expected_candidates(targets, 50_277) == pytest.approx(measured, rel=0.1)
+    assert expected_candidates(10, 50_277) == 10
+
+
+def call(*command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *command], capture_output=True, text=True, cwd=ROOT, timeout=60, check=False)
+
+
+def test_the_command_names_the_stage_that_is_needed() -> None:
+    options = ["--config", PYTHIA_12B, "--world-size", "256"]
+    fits = call("tools/estimate.py", *options, "--memory", "20")
+    assert fits.returncode == 0, fits.stderr
+    assert "11,589,171,200 parameters" in fits.stdout
+    assert "ZeRO 1 is enough." in fits.stdout
+    assert "299,892,736,000 tokens" in fits.stdout
+    assert "No stage fits: lower batch.micro_size" in call("tools/estimate.py", *options, "--memory", "2").stdout
+
+
+def test_a_dry_run_checks_256_ranks_without_them() -> None:
+    options = ["launch/pretrain.py", "--config", PYTHIA_12B, "--dry-run", "--world-size"]
+    done = call(*options, "256")
+    assert done.returncode == 0, done.stderr
+    assert "8 tensor x 32 data ranks" in done.stdout
+    assert "4 rows x 8 accumulation x 32 data ranks" in done.stdout
+    assert "GiB a rank" in done.stdout
+    wrong = call(*options, "250")
+    assert wrong.returncode == 2
+    assert wrong.stderr == "error: `parallel.tensor` must divide the number of ranks (250), but is 8 instead.\n"

@@ -1,0 +1,95 @@
+"""Does a run fit, which ZeRO stage does it need, and how long does it take? Answered from its config alone.
+
+tools/estimate.py --config configs/NAME.yaml --world-size 8 --memory 80 --peak 312 [--utilization 0.4] [--set a.b=c ...]
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import fields
+
+from rich.console import Console
+from rich.table import Table
+
+from megahead.config import RunConfig, load_config
+from megahead.errors import ConfigError, run_command
+from megahead.estimate import RankMemory, candidate_rows, count_parameters, rank_memory, training_flops
+
+GIB = 2**30
+PARTS = [field.name for field in fields(RankMemory)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", required=True, help="the run's YAML file")
+    parser.add_argument("--set", action="append", default=[], metavar="a.b=c", help="override one setting")
+    parser.add_argument("--world-size", type=int, default=1, help="ranks, one a device")
+    parser.add_argument("--memory", type=float, default=80, help="GiB of one device")
+    parser.add_argument("--peak", type=float, default=312, help="TFLOP/s of one device at the run's precision")
+    parser.add_argument("--utilization", type=float, default=0.4, help="share of the peak that is reached")
+    arguments = parser.parse_args()
+    config = load_config(arguments.config, arguments.set)
+    console = Console(width=100, highlight=False)
+    for line in parameter_lines(config):
+        console.print(line)
+    console.print(memory_table(config, arguments.world_size, arguments.memory))
+    console.print(verdict(config, arguments.world_size, arguments.memory))
+    speed = arguments.world_size * arguments.peak * 1e12 * arguments.utilization
+    console.print(duration(config, speed))
+
+
+def parameter_lines(config: RunConfig) -> list[str]:
+    """Parameters, and operations per token with their parts."""
+    counts = count_parameters(config.model, untied_head=config.objective.head() == "trained")
+    flops = training_flops(config.model, config.data.sequence_length, candidate_rows(config))
+    parts = {"body": flops.body, "attention": flops.attention, "candidates": flops.head}
+    shares = ", ".join(f"{name} {value / flops.total:.0%}" for name, value in parts.items())
+    return [
+        f"{counts.total:,} parameters: body {counts.body:,}, embedding {counts.embedding:,}, head {counts.head:,}",
+        f"{flops.total / 1e9:.3g} GFLOP a token: {shares}",
+    ]
+
+
+def stages(config: RunConfig) -> list[int]:
+    """ZeRO stages that the run's precision works at."""
+    return [1, 2, 3] if config.engine.precision == "fp16" else [0, 1, 2, 3]
+
+
+def memory_table(config: RunConfig, world_size: int, budget: float) -> Table:
+    """GiB a rank by part, a line for each stage."""
+    data = config.parallel.data_ranks(world_size)
+    title = f"GiB a rank on {config.parallel.tensor} tensor x {data} data ranks, {config.engine.precision}"
+    table = Table(title=title)
+    for name in ["ZeRO", *PARTS, "total", f"fits {budget:g}"]:
+        table.add_column(name, justify="right")
+    for stage in stages(config):
+        memory = rank_memory(config, world_size, stage)
+        numbers = [f"{getattr(memory, part) / GIB:.2f}" for part in PARTS]
+        fits = "yes" if memory.total <= budget * GIB else "no"
+        table.add_row(str(stage), *numbers, f"{memory.total / GIB:.2f}", fits)
+    return table
+
+
+def verdict(config: RunConfig, world_size: int, budget: float) -> str:
+    """The lowest stage that fits, or what to change."""
+    fitting = [s for s in stages(config) if rank_memory(config, world_size, s).total <= budget * GIB]
+    if fitting:
+        return f"ZeRO {fitting[0]} is enough."
+    return (
+        "No stage fits: lower batch.micro_size, set engine.activation_checkpointing, raise parallel.tensor, or take "
+        "more devices."
+    )
+
+
+def duration(config: RunConfig, speed: float) -> str:
+    """How long the run takes at `speed` operations a second."""
+    if speed <= 0:
+        raise ConfigError("--peak x --utilization", "be above 0", got=speed)
+    flops = training_flops(config.model, config.data.sequence_length, candidate_rows(config))
+    tokens = config.training.steps * config.tokens_per_step()
+    days = flops.total * tokens / speed / 86400
+    return f"{tokens:,} tokens at {speed / 1e12:,.4g} TFLOP/s: {days:,.3g} days."
+
+
+if __name__ == "__main__":
+    run_command(main)
