@@ -5,6 +5,7 @@ Shapes: N outputs, D features, U candidates; lower-case n: the outputs of one ch
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -55,12 +56,29 @@ def candidate_loss(
     N = 0 gives 0, connected to its inputs.
 
     Cost: three N x U x D products; both gradients are computed in the forward pass, chunk by chunk,
-    and only these (N x D and U x D) are kept for the backward pass.
+    and only these (N x D and U x D) are kept for the backward pass. On CUDA in half precision (or autocast to it) the
+    kernels of `fused` do the same without writing scores to memory.
     """
     if outputs_ND.shape[0] == 0:
         return 0.0 * (outputs_ND.float().sum() + rows_UD.float().sum())
-    loss: Tensor = _CandidateLoss.apply(outputs_ND, rows_UD, own_N, bias_U, temperature, own_bias_U)
+    loss: Tensor
+    half = _fused_type(outputs_ND, rows_UD)
+    if half is not None:
+        fused = importlib.import_module("megahead.objectives.fused")  # triton comes with torch for CUDA alone
+        loss = fused.fused_candidate_loss(outputs_ND.to(half), rows_UD.to(half), own_N, bias_U, temperature, own_bias_U)
+        return loss
+    loss = _CandidateLoss.apply(outputs_ND, rows_UD, own_N, bias_U, temperature, own_bias_U)
     return loss
+
+
+def _fused_type(outputs_ND: Tensor, rows_UD: Tensor) -> torch.dtype | None:
+    """The half-precision type that the kernels would multiply in; None where they do not serve."""
+    if outputs_ND.device.type != "cuda":
+        return None
+    if torch.is_autocast_enabled("cuda"):
+        return torch.get_autocast_dtype("cuda")
+    half = outputs_ND.dtype in (torch.bfloat16, torch.float16) and outputs_ND.dtype == rows_UD.dtype
+    return outputs_ND.dtype if half else None
 
 
 @dataclass(frozen=True)
