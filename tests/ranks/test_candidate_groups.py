@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from on_ranks import on_ranks
 from small_engine import small_engine
-from small_run import small_config, write_text
+from small_run import small_config, stage, write_text
 from torch import Tensor
 from torch.distributed.nn import functional as collectives
 
@@ -193,12 +193,19 @@ def run(group: Group, config: RunConfig, resume: str = "auto") -> str:
     return pretrain(config, Launch(), resume)
 
 
+EVERYTHING = {
+    "negatives": 40,
+    "max_candidates": 30,
+    "bias": "corrected",
+    "learned_temperature": True,
+    "vanilla_weight": 0.3,
+}
+
+
 @pytest.mark.parametrize(
-    "objective",
-    [{}, {"negatives": 40, "max_candidates": 30, "bias": "corrected", "learned_temperature": True}],
-    ids=["paper", "all at once"],
+    ("objective", "zero"), [({}, 1), (EVERYTHING, 0), (EVERYTHING, 3)], ids=["paper", "everything", "everything cut up"]
 )
-def test_global_groups_reproduce_one_process_step_by_step(tmp_path: Path, objective: dict[str, Any]) -> None:
+def test_global_groups_reproduce_one_process_step_by_step(tmp_path: Path, objective: dict[str, Any], zero: int) -> None:
     write_text(tmp_path)
     common = {"objective": {"group_samples": "global_batch", **objective}, "batch.global_size": 64}
     common |= {"training.steps": 20, "training.checkpoint_every": 20, "training.evaluate_every": 20}
@@ -206,7 +213,7 @@ def test_global_groups_reproduce_one_process_step_by_step(tmp_path: Path, object
     one = {"batch.micro_size": 64, "output_dir": str(tmp_path / "one")}
     two = {"batch.micro_size": 8, "output_dir": str(tmp_path / "two")}
     on_ranks(1, run, small_config(tmp_path, common | one))
-    on_ranks(2, run, small_config(tmp_path, common | two))
+    on_ranks(2, run, small_config(tmp_path, common | two | stage(zero)))
     ours, theirs = (read_metrics(tmp_path / name) for name in ("two", "one"))
     assert len(ours.training) == 20
     for name in ("loss", "gradient_norm"):
