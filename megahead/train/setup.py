@@ -42,15 +42,16 @@ def pretrain(config: RunConfig, launch: Launch, resume: str = "auto") -> Ending:
     group_samples = agreed_group(config, mesh.data.size, checkpoint)
     world, data = mesh.world.side_channel(), mesh.data.side_channel()
 
+    state = TrainingState(config.model.padded_vocab_size(), group_samples)
+    state.note_dataset(train_text)
+    objective = build_objective(config.objective, config.model.vocab_size, state.dataset_counts)
+
     pretraining = build(config, mesh.tensor, device)
     pretraining.backbone.recompute_blocks = config.engine.activation_checkpointing
     if config.init:
         start_from(pretraining, config.init, mesh.tensor)
     optimizer = build_adamw(pretraining, config.optimizer)
     engine = Engine(pretraining, optimizer=optimizer, config=deepspeed, mesh=mesh, device=device)
-    state = TrainingState(config.model.padded_vocab_size(), group_samples)
-    state.note_dataset(train_text)
-    objective = build_objective(config.objective, config.model.vocab_size, state.dataset_counts)
     if checkpoint is not None:
         resume_from(checkpoint, engine, state, config, data)
 

@@ -1,0 +1,85 @@
+"""The Triton kernels against the reference in float64: on CUDA where there is one, else in Triton's interpreter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from megahead.objectives import candidate_loss, candidate_loss_reference
+
+pytest.importorskip("triton", reason="needs triton (the `test` extra, or torch for CUDA)")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture
+def fused(monkeypatch: pytest.MonkeyPatch):
+    """The module with blocks so small that a few dozen rows fill several."""
+    from megahead.objectives import fused
+
+    if DEVICE.type == "cpu":
+        monkeypatch.setattr(fused, "BLOCKS", {"BLOCK_N": 16, "BLOCK_U": 16, "BLOCK_K": 16})
+        monkeypatch.setattr(fused, "BLOCK_D", 16)
+    return fused
+
+
+def drawn(n: int, u: int, d: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Outputs, rows, own places, and biases of which the last is -inf for all but own tokens."""
+    generator = torch.Generator().manual_seed(n + u + d)
+    outputs = torch.randn(n, d, generator=generator).to(DEVICE, dtype).requires_grad_()
+    rows = torch.randn(u, d, generator=generator).to(DEVICE, dtype).requires_grad_()
+    own = torch.randint(u, (n,), generator=generator).to(DEVICE)
+    bias = torch.randn(u, generator=generator, dtype=torch.float64).to(DEVICE)
+    own_bias = bias.clone()
+    bias[-1] = -torch.inf
+    return outputs, rows, own, bias, own_bias
+
+
+def truth(outputs: Tensor, rows: Tensor, *rest: object) -> tuple[Tensor, Tensor, Tensor]:
+    exact = [tensor.detach().double().requires_grad_() for tensor in (outputs, rows)]
+    loss = candidate_loss_reference(*exact, *rest)  # type: ignore[arg-type]
+    return loss, *torch.autograd.grad(3 * loss, exact)
+
+
+@pytest.mark.parametrize(("n", "u", "d"), [(1, 2, 1), (16, 16, 16), (19, 37, 23), (33, 18, 40)])
+@pytest.mark.parametrize("own_apart", [False, True])
+def test_float32_equals_the_reference(fused, n: int, u: int, d: int, own_apart: bool) -> None:
+    outputs, rows, own, bias, own_bias = drawn(n, u, d, torch.float32)
+    arguments = (own, bias if own_apart else own_bias, 0.7, own_bias if own_apart else None)
+    loss = fused.fused_candidate_loss(outputs, rows, *arguments)
+    gradients = torch.autograd.grad(3 * loss, [outputs, rows])
+    for mine, exact in zip((loss, *gradients), truth(outputs, rows, *arguments), strict=True):
+        torch.testing.assert_close(mine.double(), exact, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_rounds_probabilities_and_results_and_nothing_else(fused, dtype: torch.dtype) -> None:
+    outputs, rows, own, bias, own_bias = drawn(21, 35, 24, dtype)
+    loss = fused.fused_candidate_loss(outputs, rows, own, bias, 1.0, own_bias)
+    gradients = torch.autograd.grad(3 * loss, [outputs, rows])
+    exact_loss, *exact_gradients = truth(outputs, rows, own, bias, 1.0, own_bias)
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss.double(), exact_loss, rtol=1e-5, atol=1e-5)
+    for mine, exact in zip(gradients, exact_gradients, strict=True):
+        assert mine.dtype == dtype
+        assert (mine.double() - exact).norm() < 4 * torch.finfo(dtype).eps * exact.norm()
+
+
+def test_extreme_scores_stay_finite(fused) -> None:
+    outputs = torch.tensor([[100.0, 0.0], [-100.0, 0.0], [0.0, 0.0]], device=DEVICE).bfloat16().requires_grad_()
+    rows = torch.tensor([[100.0, 0.0], [-100.0, 0.0]], device=DEVICE).bfloat16().requires_grad_()
+    loss = fused.fused_candidate_loss(outputs, rows, torch.tensor([1, 0, 0], device=DEVICE))
+    assert loss.item() == pytest.approx(4e4, rel=1e-2)
+    for gradient in torch.autograd.grad(loss, [outputs, rows]):
+        assert gradient.isfinite().all()
+
+
+@pytest.mark.gpu
+def test_cuda_takes_the_kernels_for_half_precision_and_under_autocast() -> None:
+    outputs, rows, own, bias, _ = drawn(300, 700, 512, torch.bfloat16)
+    bias[-1] = 0
+    loss = candidate_loss(outputs, rows, own, bias)
+    assert "Fused" in type(loss.grad_fn).__name__
+    with torch.autocast("cuda", torch.bfloat16):
+        cast = candidate_loss(outputs.float(), rows.float(), own, bias)
+    torch.testing.assert_close(cast, loss)
