@@ -8,13 +8,14 @@ from __future__ import annotations
 import argparse
 
 from megahead.data import Bar
+from megahead.data.selection import Selection
 from megahead.data.vocabulary import TRAINERS, sample_texts, save_tokenizer
 from megahead.errors import run_command
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train a tokenizer on text files.")
-    parser.add_argument("--input", nargs="+", required=True, metavar="F", help=".jsonl or .txt, plain, .gz or .zst")
+    parser.add_argument("--input", nargs="+", required=True, metavar="F", help="as tools/preprocess.py takes them")
     parser.add_argument("--vocab-size", type=int, required=True, metavar="V", help="ids, special tokens included")
     parser.add_argument("--type", choices=TRAINERS, default="bpe")
     parser.add_argument("--output", required=True, metavar="T", help="tokenizer.json to write")
@@ -24,7 +25,7 @@ def main() -> None:
 
     limit = None if arguments.max_bytes is None else int(arguments.max_bytes)
     with Bar("Reading") as bar:
-        texts = sample_texts(arguments.input, text_key=arguments.text_key, max_bytes=limit, progress=bar)
+        texts = sample_texts(arguments.input, selection=Selection(arguments.text_key), max_bytes=limit, progress=bar)
         tokenizer = TRAINERS[arguments.type](texts, arguments.vocab_size)
     save_tokenizer(tokenizer, arguments.output)
     print(f"{arguments.output}: {arguments.type} with {tokenizer.get_vocab_size()} ids")

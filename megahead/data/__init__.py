@@ -1,6 +1,13 @@
-"""Text to tokens to rows: indexed files, tokenizing, sample order, batches."""
+"""Text to tokens to rows: indexed files, tokenizing, sample order, batches.
 
-from megahead.data.batch import Batch, causal_batch
+Only batches need torch, whose import costs a second: they are imported on first use, so that the worker processes and
+commands that turn text into tokens never pay for it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 from megahead.data.feistel import FeistelOrder
 from megahead.data.indexed import IndexedDataset, dataset_paths
 from megahead.data.info import DatasetInfo
@@ -10,6 +17,9 @@ from megahead.data.samples import Samples, SequentialSamples, StreamSamples
 from megahead.data.tokenizer import Tokenizer, load_tokenizer
 from megahead.data.vocabulary import save_tokenizer, train_bpe, train_sentencepiece, train_wordpiece
 from megahead.data.writer import IndexedDatasetWriter
+
+if TYPE_CHECKING:
+    from megahead.data.batch import Batch, causal_batch
 
 __all__ = [
     "Bar",
@@ -33,3 +43,11 @@ __all__ = [
     "train_sentencepiece",
     "train_wordpiece",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("Batch", "causal_batch"):
+        from megahead.data import batch
+
+        return getattr(batch, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
