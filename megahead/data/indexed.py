@@ -146,6 +146,12 @@ def _map(path: Path) -> mmap.mmap | bytes:
                 return b""
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except FileNotFoundError:
+        pieces = sorted(path.parent.glob(f"{path.stem}-*{path.suffix}"))
+        if pieces and path.suffix == ".bin":
+            raise DataError(
+                f"`{path}` must be one file, but lies in {len(pieces)} pieces; join them: "
+                f"cat {path.parent / path.stem}-*.bin > {path}"
+            ) from None
         raise DataError(
             f"`{path}` must exist, but does not; give the prefix of a `.bin` and `.idx` pair, without ending."
         ) from None
