@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from megahead.data.blending import Blend
 from megahead.data.feistel import FeistelOrder
 from megahead.data.indexed import IndexedDataset, dataset_paths
 from megahead.data.info import DatasetInfo
+from megahead.data.packing import PackedSamples
 from megahead.data.preprocess import PreprocessReport, preprocess
 from megahead.data.progress import Bar, ByteProgress
-from megahead.data.samples import Samples, SequentialSamples, StreamSamples
+from megahead.data.samples import Samples, SequentialSamples, StoredSamples, StreamSamples, held_out_samples
 from megahead.data.tokenizer import Tokenizer, load_tokenizer
+from megahead.data.training import SampleRows, training_samples
 from megahead.data.vocabulary import save_tokenizer, train_bpe, train_sentencepiece, train_wordpiece
 from megahead.data.writer import IndexedDatasetWriter
 
@@ -24,24 +27,30 @@ if TYPE_CHECKING:
 __all__ = [
     "Bar",
     "Batch",
+    "Blend",
     "ByteProgress",
     "DatasetInfo",
     "FeistelOrder",
     "IndexedDataset",
     "IndexedDatasetWriter",
+    "PackedSamples",
     "PreprocessReport",
+    "SampleRows",
     "Samples",
     "SequentialSamples",
+    "StoredSamples",
     "StreamSamples",
     "Tokenizer",
     "causal_batch",
     "dataset_paths",
+    "held_out_samples",
     "load_tokenizer",
     "preprocess",
     "save_tokenizer",
     "train_bpe",
     "train_sentencepiece",
     "train_wordpiece",
+    "training_samples",
 ]
 
 
