@@ -67,6 +67,10 @@ class DataConfig(Settings):
     prefetch: int = Field(default=2, ge=0)
     """Optimizer steps prepared ahead in a background thread; 0 prepares each one when it is needed."""
 
+    read_ahead: Literal["rows", "system"] = "rows"
+    """How shuffled rows come from disk: `rows` asks for just them, a micro-batch at once; `system` leaves it to the
+    kernel, which reads what lies around each too (worth trying where every request is slow but large ones are not)."""
+
     def parts(self) -> list[BlendPart]:
         """The training datasets; one for a plain prefix."""
         return [BlendPart(prefix=self.train)] if isinstance(self.train, str) else list(self.train)

@@ -48,7 +48,11 @@ class Samples(ABC):
     def _fill(self, rows: Array, members: Array, epoch: int, places: Array) -> None:
         """Writes the samples at `places` of this epoch into `rows[members]`."""
         length = self.sequence_length + 1
-        for row, first in zip(members.tolist(), self._first_tokens(epoch, places).tolist(), strict=True):
+        firsts = self._first_tokens(epoch, places).tolist()
+        if self.dataset.scattered:
+            for first in firsts:  # all at once: they come from disk side by side
+                self.dataset.will_read(first, length)
+        for row, first in zip(members.tolist(), firsts, strict=True):
             rows[row] = self.dataset.read(first, length)
 
     @abstractmethod

@@ -26,6 +26,9 @@ class SampleRows(Protocol):
 
 def training_samples(data: DataConfig, datasets: Sequence[IndexedDataset], seed: int) -> Samples | Blend:
     """The samples of `data.train`, whose datasets were opened in its order."""
+    if data.read_ahead == "rows" and data.order == "shuffled":
+        for dataset in datasets:
+            dataset.expect_scattered_reads()
     if isinstance(data.train, str):
         return _rows_of(data, datasets[0], seed)
     parts = [_rows_of(data, dataset, mix(seed, number, 2)) for number, dataset in enumerate(datasets)]
