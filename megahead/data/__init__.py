@@ -1,11 +1,12 @@
 """Text to tokens to rows: indexed files, tokenizing, sample order, batches.
 
-Only batches need torch, whose import costs a second: they are imported on first use, so that the worker processes and
-commands that turn text into tokens never pay for it.
+Only batches need torch, whose import costs a second, and few need the trainers of vocabularies: both are imported on
+first use, so that the worker processes and commands that turn text into tokens never pay for them.
 """
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from megahead.data.blending import Blend
@@ -18,11 +19,11 @@ from megahead.data.progress import Bar, ByteProgress
 from megahead.data.samples import Samples, SequentialSamples, StoredSamples, StreamSamples, held_out_samples
 from megahead.data.tokenizer import Tokenizer, load_tokenizer
 from megahead.data.training import SampleRows, training_samples
-from megahead.data.vocabulary import save_tokenizer, train_bpe, train_sentencepiece, train_wordpiece
 from megahead.data.writer import IndexedDatasetWriter
 
 if TYPE_CHECKING:
     from megahead.data.batch import Batch, causal_batch
+    from megahead.data.vocabulary import save_tokenizer, train_bpe, train_sentencepiece, train_wordpiece
 
 __all__ = [
     "Bar",
@@ -54,9 +55,13 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name in ("Batch", "causal_batch"):
-        from megahead.data import batch
+_ON_FIRST_USE = {
+    **dict.fromkeys(("Batch", "causal_batch"), "batch"),
+    **dict.fromkeys(("save_tokenizer", "train_bpe", "train_sentencepiece", "train_wordpiece"), "vocabulary"),
+}
 
-        return getattr(batch, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+def __getattr__(name: str) -> Any:
+    if name not in _ON_FIRST_USE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_ON_FIRST_USE[name]}"), name)

@@ -42,7 +42,7 @@ class Bar:
             TextColumn("left"),
             TimeRemainingColumn(),
         )
-        self._progress = Progress(*columns, console=Console(stderr=True))
+        self._progress = Progress(*columns, console=Console(stderr=True), refresh_per_second=2)
         self._task: TaskID = self._progress.add_task(title, total=None, text=0.0, rate=0.0)
         self._text_bytes = 0
 

@@ -24,6 +24,7 @@ from megahead.errors import DataError, FieldError
 
 TEXT_TOKENS = ("<|endoftext|>", "<|padding|>")
 BERT_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+ENCODER_TOKENS = ("[CLS]", "[SEP]", "[MASK]")
 BYTES = 256
 LONGEST_LINE = 4000  # SentencePiece drops sentences of more than 4,192 bytes
 
@@ -109,6 +110,15 @@ TRAINERS: dict[str, Callable[..., Tokenizer]] = {
     "wordpiece": train_wordpiece,
     "sentencepiece": train_sentencepiece,
 }
+
+
+def add_encoder_tokens(tokenizer: Tokenizer) -> Tokenizer:
+    """Gives `[CLS]`, `[SEP]` and `[MASK]` ids of their own after all others, where the vocabulary has none yet.
+
+    In place. An encoder must never mask with the padding token: it would learn that padding stands for words.
+    """
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in ENCODER_TOKENS])
+    return tokenizer
 
 
 def save_tokenizer(tokenizer: Tokenizer, path: str | Path) -> None:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from megahead.data import load_tokenizer
+
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
 Command = Callable[..., tuple[int, str, str]]
 
@@ -60,6 +62,30 @@ def test_shards_are_merged_and_warned_of(
     assert (code, "the end token 7 never occurs" in printed) == (0, True)
     code, _, says = command("merge_datasets.py", "--input", tokenizer_path.parent, "--output", tmp_path / "none")
     assert (code, "must hold datasets" in says) == (2, True)
+
+
+def test_encoders_get_tokens_of_their_own(command: Command, tokenizer_path: Path, tmp_path: Path) -> None:
+    extended = tmp_path / "encoder.json"
+    code, printed, _ = command("train_tokenizer.py", "--extend", tokenizer_path, "--output", extended)
+    assert (code, "extended with 283 ids" in printed) == (0, True)
+    before, after = load_tokenizer(tokenizer_path), load_tokenizer(extended)
+    assert [after.id_of(token) for token in ("[CLS]", "[SEP]", "[MASK]", "<|padding|>")] == [280, 281, 282, 1]
+    assert after.encode_batch(["A cat had tea."]) == before.encode_batch(["A cat had tea."])
+    assert after.encode_batch(["[MASK]"]) == [[282]]
+    assert command("train_tokenizer.py", "--extend", extended, "--output", extended)[0] == 0
+    assert load_tokenizer(extended).vocab_size == 283  # once is enough
+
+
+@pytest.mark.slow
+def test_the_benchmark_compares(
+    command: Command, json_lines: Callable[..., Path], tokenizer_path: Path, tmp_path: Path
+) -> None:
+    text = json_lines(["A cat had tea."] * 500)
+    files = ("--input", text, "--tokenizer", tokenizer_path)
+    code, printed, _ = command("bench_preprocess.py", *files, "--rounds", 1, "--skip", "datasets")
+    assert (code, "loop" in printed, "preprocess.py" in printed) == (0, True, True)
+    code, _, says = command("bench_preprocess.py", "--input", text, "--tokenizer", tmp_path / "none", "--rounds", 1)
+    assert (code, "`preprocess.py` must run to its end to be timed" in says) == (2, True)
 
 
 def test_a_mistake_is_one_sentence(
