@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -114,7 +114,7 @@ class TextFile:
         return parsed
 
 
-def _parse_records(path: str, records: Iterable[tuple[int, Any]], read: Any) -> Parsed:
+def _parse_records(path: str, records: Iterable[tuple[int, Any]], read: Callable[[Any], str | None]) -> Parsed:
     parsed = Parsed()
     for number, record in records:
         try:

@@ -20,6 +20,7 @@ from megahead.errors import DataError
 
 Engine = Literal["fastokens", "tokenizers", "sentencepiece"]
 Array = np.ndarray[Any, Any]
+Stamp = tuple[int, int, int]
 
 
 class Tokenizer:
@@ -27,13 +28,13 @@ class Tokenizer:
 
     def __init__(self, path: str | Path, engine: Engine = "tokenizers") -> None:
         self.path = Path(path)
-        self._reference = _load_reference(self.path)
+        self._reference = _reference(self.path, _stamp(self.path))
         self.engine: Engine = "sentencepiece" if isinstance(self._reference, _SentencePieceModel) else engine
         self._fast = fastokens.Tokenizer.from_file(str(self.path)) if self.engine == "fastokens" else None
         if self._fast is not None:
             self._fast.no_truncation()
             self._fast.no_padding()
-        self.vocab_size = self._reference.vocab_size()
+        self.vocab_size = self._reference.vocab_size
         """One above the largest id, added tokens included."""
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
@@ -83,25 +84,22 @@ def load_tokenizer(path: str | Path, probe: Sequence[str] = ()) -> Tokenizer:
 
 def opened(path: str | Path, engine: Engine) -> Tokenizer:
     """The tokenizer in `path` on this engine, kept for the next call while the file stays the same."""
-    path = Path(path)
-    _check_exists(path)
-    stat = path.stat()
-    return _opened(path, engine, (stat.st_ino, stat.st_size, stat.st_mtime_ns))
+    return _opened(Path(path), engine, _stamp(Path(path)))
 
 
 @lru_cache(maxsize=4)
-def _opened(path: Path, engine: Engine, stamp: tuple[int, int, int]) -> Tokenizer:
+def _opened(path: Path, engine: Engine, stamp: Stamp) -> Tokenizer:
     return Tokenizer(path, engine)
 
 
 class _Reference(Protocol):
+    vocab_size: int
+
     def encode(self, texts: list[str]) -> list[list[int]]: ...
 
     def decode(self, ids: list[int]) -> str: ...
 
     def id_of(self, token: str) -> int | None: ...
-
-    def vocab_size(self) -> int: ...
 
 
 class _TokenizerJson:
@@ -112,6 +110,7 @@ class _TokenizerJson:
             raise DataError(f"`{path}` must be a tokenizer.json file, but cannot be read as one: {error}.") from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
+        self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
 
     def encode(self, texts: list[str]) -> list[list[int]]:
         return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
@@ -122,9 +121,6 @@ class _TokenizerJson:
     def id_of(self, token: str) -> int | None:
         return self._tokenizer.token_to_id(token)
 
-    def vocab_size(self) -> int:
-        return max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
-
 
 class _SentencePieceModel:
     def __init__(self, path: Path) -> None:
@@ -132,6 +128,7 @@ class _SentencePieceModel:
             self._model = sentencepiece.SentencePieceProcessor(model_file=str(path))
         except (RuntimeError, OSError) as error:
             raise DataError(f"`{path}` must be a SentencePiece model, but cannot be read as one: {error}.") from error
+        self.vocab_size = int(self._model.get_piece_size())
 
     def encode(self, texts: list[str]) -> list[list[int]]:
         ids: list[list[int]] = self._model.encode(texts, out_type=int, num_threads=1)
@@ -144,15 +141,15 @@ class _SentencePieceModel:
         found = int(self._model.piece_to_id(token))  # the unknown piece's id for what it does not know
         return found if self._model.id_to_piece(found) == token else None
 
-    def vocab_size(self) -> int:
-        return int(self._model.get_piece_size())
 
-
-def _load_reference(path: Path) -> _Reference:
-    _check_exists(path)
+@lru_cache(maxsize=4)
+def _reference(path: Path, stamp: Stamp) -> _Reference:
     return _SentencePieceModel(path) if path.suffix == ".model" else _TokenizerJson(path)
 
 
-def _check_exists(path: Path) -> None:
+def _stamp(path: Path) -> Stamp:
+    """What changes with the file; DataError when there is none."""
     if not path.is_file():
         raise DataError(f"`{path}` must be a tokenizer.json file or a .model, but there is none; check the path.")
+    stat = path.stat()
+    return stat.st_ino, stat.st_size, stat.st_mtime_ns
