@@ -175,7 +175,7 @@ def compare(one: Contender, other: Contender) -> str:
 def token_rows(config: RunConfig, prefix: str | None, count: int) -> list[np.ndarray[Any, Any]]:
     """`count` micro-batches of rows, int64 [B, T+1]."""
     size, length = config.batch.micro_size, config.data.sequence_length
-    prefix = prefix or config.data.train
+    prefix = prefix or config.data.parts()[0].prefix
     if prefix:
         samples = StreamSamples(IndexedDataset(prefix), length, config.seed)
         return [samples.rows(range(k * size, (k + 1) * size)) for k in range(count)]

@@ -2,16 +2,38 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from megahead.config.base import Settings
+from megahead.errors import ConfigError
+
+
+class BlendPart(Settings):
+    """One dataset of several that are trained on together."""
+
+    prefix: str
+    """Prefix of the dataset."""
+
+    weight: float | None = Field(default=None, gt=0)
+    """Share of the samples, relative to the others'; when left out (of all), its number of tokens."""
+
+
+def _kind_of(train: Any) -> str:
+    return "<blend>" if isinstance(train, (list, tuple)) else "<prefix>"
 
 
 class DataConfig(Settings):
     """Indexed token files (`PREFIX.bin` + `PREFIX.idx`) and the rows cut from them."""
 
-    train: str
-    """Prefix of the training dataset."""
+    train: Annotated[
+        Annotated[str, Tag("<prefix>")] | Annotated[list[BlendPart], Tag("<blend>")], Discriminator(_kind_of)
+    ]
+    """Prefix of the training dataset, or a list of {prefix, weight} to blend."""
+
+    blend_temperature: float = Field(default=1.0, gt=0)
+    """Weights of a blend are raised to 1 / this: above 1 small datasets are seen more often (languages: 2 to 5)."""
 
     validation: str | None = None
     """Prefix of the held-out dataset; no evaluation during training when left out."""
@@ -21,6 +43,17 @@ class DataConfig(Settings):
 
     sequence_length: int = Field(gt=0)
     """Targets per row (T); a row reads T + 1 tokens."""
+
+    order: Literal["shuffled", "stored"] = "shuffled"
+    """`shuffled`: rows in a seeded order, anew each epoch; `stored`: the dataset's own sequences are the rows, in their
+    own order (Pythia's preshuffled files)."""
+
+    pack: Literal["stream", "best_fit"] = "stream"
+    """`stream`: the text is cut every T tokens; `best_fit`: whole documents are put together to rows (only longer ones
+    are cut), the rest of a row stays empty."""
+
+    documents_a_row: int | None = Field(default=None, gt=0)
+    """Most documents that `best_fit` puts in a row; no limit when left out."""
 
     end_token: int = Field(default=0, ge=0)
     """Id that closes each document."""
@@ -33,3 +66,24 @@ class DataConfig(Settings):
 
     prefetch: int = Field(default=2, ge=0)
     """Optimizer steps prepared ahead in a background thread; 0 prepares each one when it is needed."""
+
+    read_ahead: Literal["rows", "system"] = "rows"
+    """How shuffled rows come from disk: `rows` asks for just them, a micro-batch at once; `system` leaves it to the
+    kernel, which reads what lies around each too (worth trying where every request is slow but large ones are not)."""
+
+    def parts(self) -> list[BlendPart]:
+        """The training datasets; one for a plain prefix."""
+        return [BlendPart(prefix=self.train)] if isinstance(self.train, str) else list(self.train)
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> DataConfig:
+        parts = self.parts()
+        if not parts:
+            raise ConfigError("train", "name at least one dataset", got="an empty list")
+        if len({part.weight is None for part in parts}) > 1:
+            raise ConfigError("train", "give every dataset a weight, or none", got="a mixture of both")
+        if self.order == "stored" and self.pack == "best_fit":
+            raise ConfigError("pack", "be `stream` with order: stored, whose rows are ready", got="`best_fit`")
+        if self.documents_a_row is not None and self.pack != "best_fit":
+            raise ConfigError("documents_a_row", "be left out unless pack is `best_fit`", got=self.documents_a_row)
+        return self

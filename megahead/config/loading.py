@@ -88,7 +88,7 @@ def _apply(tree: dict[str, Any], override: str) -> None:
 
 def _sentence(details: ErrorDetails) -> str:
     """One pydantic error as our sentence."""
-    location = [str(part) for part in details["loc"]]
+    location = [str(part) for part in details["loc"] if not str(part).startswith("<")]  # which kind of a union it is
     inner = details.get("ctx", {}).get("error")
     if isinstance(inner, ConfigError):
         field = ".".join([*location, inner.field]) if inner.field not in location else ".".join(location)

@@ -115,7 +115,7 @@ def _token_rows(model: TrainedModel) -> Tensor:
 
 
 def _real_rows(model: TrainedModel, length: int) -> Tensor | None:
-    prefix = model.config.data.validation or model.config.data.train
+    prefix = model.config.data.validation or model.config.data.parts()[0].prefix
     try:
         samples = SequentialSamples(IndexedDataset(prefix), length)
         return torch.from_numpy(samples.rows(range(min(_ROWS, samples.per_epoch)))[:, :-1])

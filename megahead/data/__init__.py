@@ -1,35 +1,67 @@
-"""Text to tokens to rows: indexed files, tokenizing, sample order, batches."""
+"""Text to tokens to rows: indexed files, tokenizing, sample order, batches.
 
-from megahead.data.batch import Batch, causal_batch
+Only batches need torch, whose import costs a second, and few need the trainers of vocabularies: both are imported on
+first use, so that the worker processes and commands that turn text into tokens never pay for them.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from megahead.data.blending import Blend
 from megahead.data.feistel import FeistelOrder
 from megahead.data.indexed import IndexedDataset, dataset_paths
 from megahead.data.info import DatasetInfo
+from megahead.data.packing import PackedSamples
 from megahead.data.preprocess import PreprocessReport, preprocess
 from megahead.data.progress import Bar, ByteProgress
-from megahead.data.samples import Samples, SequentialSamples, StreamSamples
+from megahead.data.samples import Samples, SequentialSamples, StoredSamples, StreamSamples, held_out_samples
 from megahead.data.tokenizer import Tokenizer, load_tokenizer
-from megahead.data.vocabulary import save_tokenizer, train_bpe, train_sentencepiece, train_wordpiece
+from megahead.data.training import SampleRows, training_samples
 from megahead.data.writer import IndexedDatasetWriter
+
+if TYPE_CHECKING:
+    from megahead.data.batch import Batch, causal_batch
+    from megahead.data.vocabulary import save_tokenizer, train_bpe, train_sentencepiece, train_wordpiece
 
 __all__ = [
     "Bar",
     "Batch",
+    "Blend",
     "ByteProgress",
     "DatasetInfo",
     "FeistelOrder",
     "IndexedDataset",
     "IndexedDatasetWriter",
+    "PackedSamples",
     "PreprocessReport",
+    "SampleRows",
     "Samples",
     "SequentialSamples",
+    "StoredSamples",
     "StreamSamples",
     "Tokenizer",
     "causal_batch",
     "dataset_paths",
+    "held_out_samples",
     "load_tokenizer",
     "preprocess",
     "save_tokenizer",
     "train_bpe",
     "train_sentencepiece",
     "train_wordpiece",
+    "training_samples",
 ]
+
+
+_ON_FIRST_USE = {
+    **dict.fromkeys(("Batch", "causal_batch"), "batch"),
+    **dict.fromkeys(("save_tokenizer", "train_bpe", "train_sentencepiece", "train_wordpiece"), "vocabulary"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _ON_FIRST_USE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_ON_FIRST_USE[name]}"), name)

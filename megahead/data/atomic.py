@@ -12,6 +12,10 @@ from typing import BinaryIO
 from megahead.errors import DataError
 
 
+class InUseError(DataError):
+    """Another process is writing that file."""
+
+
 class StagedFile:
     """`PATH.partial`, which becomes `PATH` on `publish` and vanishes on `discard`.
 
@@ -78,7 +82,7 @@ def _open_locked(path: Path) -> BinaryIO:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         file.close()
-        raise DataError(
+        raise InUseError(
             f"`{path}` must not be in use, but another process is writing it; wait for it to end."
         ) from None
     except OSError:  # a file system without locks

@@ -43,14 +43,19 @@ def causal_batch(rows: Array, *, end_token: int, isolate_documents: bool, bounda
 
     A document begins after each end token, which belongs to the document it closes. With `isolate_documents` positions
     restart there. Without `boundary_targets` an end token predicts nothing (what follows it is another document's).
+    Negative tokens are padding: read as end tokens, each a document of its own, and neither predicted nor predicting.
     """
     inputs_BT = np.ascontiguousarray(rows[:, :-1])
     targets = rows[:, 1:].reshape(-1)
+    padding_BT = inputs_BT < 0
+    if padded := bool(padding_BT.any()) or bool((targets < 0).any()):
+        inputs_BT = np.where(padding_BT, end_token, inputs_BT)
     closes_BT = inputs_BT == end_token
-    if boundary_targets:
+    if boundary_targets and not padded:
         target_index_N = np.arange(inputs_BT.size)
     else:
-        target_index_N = np.flatnonzero(~closes_BT)
+        silent = closes_BT if not boundary_targets else padding_BT
+        target_index_N = np.flatnonzero(~silent.reshape(-1) & (targets >= 0))
     positions_BT = _positions(closes_BT) if isolate_documents and closes_BT[:, :-1].any() else None
     return Batch(
         torch.from_numpy(inputs_BT),

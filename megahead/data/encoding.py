@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Literal
 
 import numpy as np
 
+from megahead.data.chunks import Chunk
 from megahead.data.layout import token_dtype
-from megahead.data.sources import Chunk
-from megahead.data.tokenizer import Engine, Tokenizer
+from megahead.data.tokenizer import Engine, Tokenizer, opened
 from megahead.errors import DataError
 
 CHUNKS_PER_WORKER = 3
+BYTES_A_WORKER = 32 << 20
+OnError = Literal["fail", "skip"]
 Array = np.ndarray[Any, Any]
 
 
@@ -31,19 +34,29 @@ class Encoder:
     path: Path
     engine: Engine
     end_token: int
+    on_error: OnError = "fail"
 
     def encode(self, chunk: Chunk) -> EncodedChunk:
-        """The ids of the chunk's documents; those without any text are left out and counted."""
-        tokenizer = _loaded(self.path, self.engine)
-        all_texts = chunk.texts()
-        texts = [text for text in all_texts if text and not text.isspace()]
+        """The ids of the chunk's documents. DataError for a broken one, unless those are to be skipped."""
+        parsed = chunk.parse()
+        texts = parsed.strict() if self.on_error == "fail" else parsed.texts
+        tokenizer = opened(self.path, self.engine)
         tokens, lengths = tokenizer.encode_flat(texts)
-        text_bytes = np.array([len(text.encode()) for text in texts], np.int64)
-        kept = lengths > 0  # a tokenizer may know no character of a text
+        text_bytes = np.array([_utf8_bytes(text) for text in texts], np.int64)
+        tokens, lengths, text_bytes = self._closed(tokenizer, tokens, lengths, text_bytes)
+        unknown = len(texts) - len(lengths)
+        return EncodedChunk(
+            tokens, lengths, text_bytes, parsed.empty, unknown, parsed.broken, parsed.left_out, chunk.consumed
+        )
+
+    def _closed(
+        self, tokenizer: Tokenizer, tokens: Array, lengths: Array, text_bytes: Array
+    ) -> tuple[Array, Array, Array]:
+        """With an end token after each document, and without those that a tokenizer knows no character of."""
+        kept = lengths > 0
         ends = np.cumsum(lengths)[kept]
         tokens = np.insert(tokens.astype(token_dtype(tokenizer.vocab_size)), ends, self.end_token)
-        skipped = len(all_texts) - int(kept.sum())
-        return EncodedChunk(tokens, lengths[kept] + 1, text_bytes[kept], skipped, chunk.consumed)
+        return tokens, lengths[kept] + 1, text_bytes[kept]
 
 
 @dataclass(frozen=True)
@@ -59,44 +72,83 @@ class EncodedChunk:
     text_bytes: Array
     """int64: UTF-8 bytes of each document."""
 
-    skipped: int
-    """Documents without text."""
+    empty: list[str]
+    """`FILE:LINE` of documents without text."""
+
+    unknown: int
+    """Documents without a single character that the tokenizer knows."""
+
+    broken: list[str]
+    """A sentence for each line that could not be read."""
+
+    left_out: int
+    """Documents that were not wanted."""
 
     consumed: int
     """Bytes of the input on disk."""
 
 
-def encode_chunks(chunks: Iterable[Chunk], encoder: Encoder, workers: int) -> Iterator[EncodedChunk]:
-    """Each chunk encoded, in order: here for one worker, else by `workers` processes, a few chunks ahead of the reader.
+class EncodingPool:
+    """`with EncodingPool(workers) as pool`: worker processes that outlive one stream of chunks; none for one worker."""
 
-    An error of a chunk surfaces at its turn. DataError when a worker dies.
-    """
-    if workers <= 1:
-        yield from map(encoder.encode, chunks)
-        return
-    # Neither fork (the engines' thread pools would not survive it) nor spawn (each worker would import everything).
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
-    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_use_one_thread)
-    pending: deque[Future[EncodedChunk]] = deque()
-    try:
-        for chunk in chunks:
-            pending.append(pool.submit(encoder.encode, chunk))
-            if len(pending) >= CHUNKS_PER_WORKER * workers:
+    def __init__(self, workers: int) -> None:
+        self.workers = max(workers, 1)
+        self._pool: ProcessPoolExecutor | None = None
+
+    def __enter__(self) -> EncodingPool:
+        if self.workers > 1:
+            # Neither fork (the engines' threads would not survive it) nor spawn (each worker would import everything).
+            context = multiprocessing.get_context("forkserver")
+            context.set_forkserver_preload([__name__])
+            self._pool = ProcessPoolExecutor(self.workers, mp_context=context, initializer=_prepare_worker)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+
+    def encode(self, chunks: Iterable[Chunk], encoder: Encoder) -> Iterator[EncodedChunk]:
+        """Each chunk encoded, in order; the workers stay a few chunks ahead of the reader.
+
+        An error of a chunk surfaces at its turn. DataError when a worker dies.
+        """
+        if self._pool is None:
+            yield from map(encoder.encode, chunks)
+            return
+        pending: deque[Future[EncodedChunk]] = deque()
+        try:
+            for chunk in chunks:
+                pending.append(self._pool.submit(encoder.encode, chunk))
+                if len(pending) >= CHUNKS_PER_WORKER * self.workers:
+                    yield pending.popleft().result()
+            while pending:
                 yield pending.popleft().result()
-        while pending:
-            yield pending.popleft().result()
-    except BrokenProcessPool as error:
-        raise DataError("every worker process must live to the end, but one was killed; lower --workers.") from error
-    finally:
-        pool.shutdown(cancel_futures=True)
+        except BrokenProcessPool as error:
+            raise DataError(
+                "every worker process must live to the end, but one was killed; lower --workers."
+            ) from error
 
 
-@cache
-def _loaded(path: Path, engine: Engine) -> Tokenizer:
-    return Tokenizer(path, engine)
+def suitable_workers(total_bytes: int | None, cores: int) -> int:
+    """How many worker processes pay off: one for every 32 MB of input on disk, as each warms up its own caches."""
+    return cores if total_bytes is None else max(1, min(cores, total_bytes // BYTES_A_WORKER))
 
 
-def _use_one_thread() -> None:
+def _utf8_bytes(text: str) -> int:
+    return len(text) if text.isascii() else len(text.encode())
+
+
+def _prepare_worker() -> None:
     os.environ["RAYON_NUM_THREADS"] = "1"  # read once by both engines when they start their threads
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """A pool's workers outlive a parent that was killed, waiting for it; these do not."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)

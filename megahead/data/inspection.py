@@ -45,6 +45,30 @@ class Inspection:
         ends = int(self.counts[end_token]) if 0 <= end_token < len(self.counts) else 0
         return ends / max(self.dataset.num_tokens, 1)
 
+    def warnings(self, end_token: int, vocab_size: int | None = None) -> list[str]:
+        """A sentence for whatever would spoil training unnoticed; `vocab_size` is the tokenizer's, where known."""
+        said = []
+        if self.dataset.num_tokens and not self.end_rate(end_token):
+            said.append(
+                f"the end token {end_token} never occurs: documents that share a row cannot be told apart "
+                "(tokenized without end tokens, or another id closes them)."
+            )
+        if vocab_size is not None and len(self.used_ids) and self.used_ids[-1] >= vocab_size:
+            said.append(
+                f"id {self.used_ids[-1]} occurs, but the tokenizer ends at {vocab_size - 1}: "
+                "the dataset was made with another one."
+            )
+        if (self.dataset.sizes == 0).any():
+            said.append(f"{int((self.dataset.sizes == 0).sum()):,} sequences are empty.")
+        return said
+
+    def histogram(self) -> list[tuple[str, int]]:
+        """(range of lengths, sequences in it), the ranges doubling; empty ranges at both ends are left out."""
+        bins = np.bincount(np.frexp(self.dataset.sizes)[1], minlength=1)  # 0 | 1 | 2-3 | 4-7 | ...
+        (filled,) = np.nonzero(bins)
+        span = range(filled[0], filled[-1] + 1) if len(filled) else range(0)
+        return [(f"{(1 << b) >> 1:,} to {(1 << b) - 1:,}" if b > 1 else str(b), int(bins[b])) for b in span]
+
     def facts(self, end_token: int) -> list[tuple[str, str]]:
         """(name, value) rows to print."""
         dataset, info = self.dataset, self.dataset.info
@@ -77,12 +101,13 @@ def inspect_dataset(prefix: str | Path, *, verify: bool = True, progress: BytePr
     for path, stamp in files:
         verify_file(path, stamp, lambda read: progress.advance(read, read))
     if verify:
-        _check_offsets(dataset)
-    counts = _count(dataset, progress) if info is None else np.array(info.token_counts, np.int64)
+        check_back_to_back(dataset)
+    counts = count_tokens(dataset, progress) if info is None else np.array(info.token_counts, np.int64)
     return Inspection(dataset, counts, verified=bool(files))
 
 
-def _check_offsets(dataset: IndexedDataset) -> None:
+def check_back_to_back(dataset: IndexedDataset) -> None:
+    """DataError when the sequences do not follow each other in the `.bin` file without gaps. Reads the index."""
     starts = np.cumsum(dataset.sizes, dtype=np.int64)[:-1] * dataset.dtype.itemsize
     (wrong,) = np.nonzero(dataset.offsets != np.concatenate([np.zeros(1, np.int64), starts])[: len(dataset)])
     if len(wrong):
@@ -92,7 +117,9 @@ def _check_offsets(dataset: IndexedDataset) -> None:
         )
 
 
-def _count(dataset: IndexedDataset, progress: ByteProgress) -> Array:
+def count_tokens(dataset: IndexedDataset, progress: ByteProgress | None = None) -> Array:
+    """How often each id occurs, int64 up to the largest id that does. Reads all tokens."""
+    progress = progress or Silent()
     counts = np.zeros(0, np.int64)
     for first in range(0, dataset.num_tokens, BLOCK_TOKENS):
         block = dataset.read(first, min(BLOCK_TOKENS, dataset.num_tokens - first))

@@ -12,8 +12,8 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 class ByteProgress(Protocol):
     """Hears of a job that reads files of a known total size."""
 
-    def begin(self, total_bytes: int) -> None:
-        """The files' size on disk."""
+    def begin(self, total_bytes: int | None) -> None:
+        """The files' size on disk; None when nobody knows it."""
 
     def advance(self, read_bytes: int, text_bytes: int) -> None:
         """More bytes were read from disk, and came out as so many bytes of text."""
@@ -22,7 +22,7 @@ class ByteProgress(Protocol):
 class Silent:
     """Tells nobody."""
 
-    def begin(self, total_bytes: int) -> None:
+    def begin(self, total_bytes: int | None) -> None:
         """Ignored."""
 
     def advance(self, read_bytes: int, text_bytes: int) -> None:
@@ -42,7 +42,7 @@ class Bar:
             TextColumn("left"),
             TimeRemainingColumn(),
         )
-        self._progress = Progress(*columns, console=Console(stderr=True))
+        self._progress = Progress(*columns, console=Console(stderr=True), refresh_per_second=2)
         self._task: TaskID = self._progress.add_task(title, total=None, text=0.0, rate=0.0)
         self._text_bytes = 0
 
@@ -55,7 +55,7 @@ class Bar:
     ) -> None:
         self._progress.stop()
 
-    def begin(self, total_bytes: int) -> None:
+    def begin(self, total_bytes: int | None) -> None:
         """Starts the clock."""
         self._progress.reset(self._task, total=total_bytes)
 

@@ -40,11 +40,20 @@ class Samples(ABC):
             raise IndexError(f"sample indices must not be negative, but one is {indices_B.min()}")
         rows = np.empty((len(indices_B), self.sequence_length + 1), np.int64)
         epochs_B, places_B = np.divmod(indices_B, self.per_epoch)
-        for epoch in np.unique(epochs_B):
+        for epoch in set(epochs_B.tolist()):
             (members,) = np.nonzero(epochs_B == epoch)
-            for row, first in zip(members, self._first_tokens(int(epoch), places_B[members]).tolist(), strict=True):
-                rows[row] = self.dataset.read(first, self.sequence_length + 1)
+            self._fill(rows, members, epoch, places_B[members])
         return rows
+
+    def _fill(self, rows: Array, members: Array, epoch: int, places: Array) -> None:
+        """Writes the samples at `places` of this epoch into `rows[members]`."""
+        length = self.sequence_length + 1
+        firsts = self._first_tokens(epoch, places).tolist()
+        if self.dataset.scattered:
+            for first in firsts:  # all at once: they come from disk side by side
+                self.dataset.will_read(first, length)
+        for row, first in zip(members.tolist(), firsts, strict=True):
+            rows[row] = self.dataset.read(first, length)
 
     @abstractmethod
     def _first_tokens(self, epoch: int, places: Array) -> Array:
@@ -83,3 +92,38 @@ class SequentialSamples(Samples):
 
     def _first_tokens(self, epoch: int, places: Array) -> Array:
         return places * self.sequence_length
+
+
+class StoredSamples(Samples):
+    """The dataset's own sequences as rows, as they are and in their own order: Pythia's preshuffled files.
+
+    Every sequence must have T + 1 tokens: rows are never joined, cut or shuffled.
+    """
+
+    def __init__(self, dataset: IndexedDataset, sequence_length: int) -> None:
+        for i in (0, -1)[: len(dataset)]:
+            self._check(dataset, i, sequence_length)
+        super().__init__(dataset, sequence_length, len(dataset), least_tokens=sequence_length + 1)
+
+    def _fill(self, rows: Array, members: Array, epoch: int, places: Array) -> None:
+        for member, place in zip(members.tolist(), places.tolist(), strict=True):
+            rows[member] = self._check(self.dataset, place, self.sequence_length)
+
+    def _first_tokens(self, epoch: int, places: Array) -> Array:
+        return places * (self.sequence_length + 1)
+
+    @staticmethod
+    def _check(dataset: IndexedDataset, i: int, sequence_length: int) -> Array:
+        row = dataset[i]
+        if len(row) != sequence_length + 1:
+            raise DataError(
+                f"`{dataset.prefix}` must have sequences of {sequence_length + 1:,} tokens to be read as stored with "
+                f"data.sequence_length {sequence_length:,}, but sequence {i} has {len(row):,}."
+            )
+        return row
+
+
+def held_out_samples(dataset: IndexedDataset, sequence_length: int) -> Samples:
+    """Rows for evaluation: in file order, and never across the rows of a preshuffled file."""
+    kind = SequentialSamples if dataset.num_documents else StoredSamples
+    return kind(dataset, sequence_length)

@@ -1,126 +1,120 @@
-"""Text files as a stream of chunks. Cutting is cheap and done in one place; parsing a chunk is dear and done anywhere.
+"""What the user named as input: files, globs, standard input, saved datasets; found, checked and cut into chunks.
 
-A new kind of input is a class with `texts()` (parsed by a worker process, hence picklable) and a function that cuts a
-file into such chunks, listed in `KINDS`.
+A new kind of input is a chunk (`megahead.data.chunks`) and a function that cuts a file into such chunks, in `KINDS`.
 """
 
 from __future__ import annotations
 
-import gzip
-import zlib
+import glob
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Protocol
 
-import orjson
-import zstandard
-
+from megahead.data.chunks import Chunk, JsonLines, TextFile
+from megahead.data.selection import Selection
+from megahead.data.tables import cut_arrow, cut_parquet, saved_dataset_files
+from megahead.data.unpacking import STANDARD_INPUT, read_blocks
 from megahead.errors import DataError
 
-BLOCK_BYTES = 4 << 20
 LONGEST_TEXT = 1 << 30
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-
-
-class Chunk(Protocol):
-    """A piece of an input that becomes documents."""
-
-    @property
-    def consumed(self) -> int:
-        """Bytes of the file on disk that were read for it."""
-
-    def texts(self) -> list[str]:
-        """Its documents, empty ones included. DataError that names file and line for a broken one."""
+Cutter = Callable[[Path, Selection], Iterator[Chunk]]
 
 
 @dataclass(frozen=True)
-class JsonLines:
-    """Whole lines of a `.jsonl` file, one JSON object each."""
+class Input:
+    """One file of text, or one saved dataset, or standard input."""
 
-    path: str
-    first_line: int
-    block: bytes
-    text_key: str
-    consumed: int
+    path: Path
 
-    def texts(self) -> list[str]:
-        """The `text_key` of each line; blank lines are nothing."""
-        lines = enumerate(self.block.split(b"\n"), self.first_line)
-        return [self._text(number, line) for number, line in lines if line.strip()]
+    files: tuple[Path, ...]
+    """What is read for it, in order: itself, but for a saved dataset."""
 
-    def _text(self, number: int, line: bytes) -> str:
-        try:
-            text = orjson.loads(line)[self.text_key]
-        except orjson.JSONDecodeError as error:
-            raise self._broken(number, f"must be one JSON object in UTF-8, but is not ({error})") from None
-        except (KeyError, TypeError, IndexError):
-            raise self._broken(number, f"must have the key `{self.text_key}`, but has not; see --text-key") from None
-        if not isinstance(text, str):
-            raise self._broken(
-                number, f"must have a string in `{self.text_key}`, but has {type(text).__name__} instead"
-            )
-        return text
+    name: str
+    """Its file name without the ending of its kind."""
 
-    def _broken(self, number: int, problem: str) -> DataError:
-        return DataError(f"`{self.path}:{number}` {problem}.")
+    bytes: int
+    """Its size on disk; 0 for standard input."""
+
+    cut: Cutter
+
+    def chunks(self, selection: Selection) -> Iterator[Chunk]:
+        """Its chunks in order, about 4 MB of text each (more where one document is longer)."""
+        for file in self.files:
+            yield from self.cut(file, selection)
 
 
-@dataclass(frozen=True)
-class TextFile:
-    """A whole `.txt` file: one document."""
+def find_inputs(patterns: Sequence[str | Path]) -> list[Input]:
+    """The inputs that paths, globs (`**` too) and `-` name, each glob's in the order of their names.
 
-    path: str
-    data: bytes
-    consumed: int
-
-    def texts(self) -> list[str]:
-        """The file's text, without a byte-order mark."""
-        try:
-            return [self.data.decode("utf-8-sig")]
-        except UnicodeDecodeError as error:
-            line = self.data.count(b"\n", 0, error.start) + 1
-            raise DataError(f"`{self.path}:{line}` must be UTF-8 text, but is not ({error.reason}).") from None
-
-
-def read_chunks(paths: Sequence[str | Path], text_key: str) -> Iterator[Chunk]:
-    """The chunks of all files, in order, about 4 MB of text each (more where one line is longer)."""
-    for path in map(Path, paths):
-        yield from _kind(path)(path, text_key)
-
-
-def check_inputs(paths: Sequence[str | Path]) -> int:
-    """Bytes of all files on disk. DataError for one that is missing, or of an unknown kind."""
-    if not paths:
+    DataError for what is missing or of an unknown kind.
+    """
+    if not patterns:
         raise DataError("there must be at least one input file, but none was given.")
-    for path in map(Path, paths):
-        _kind(path)
-        if not path.is_file():
-            raise DataError(f"`{path}` must be a text file, but there is none; check the path.")
-    return sum(Path(path).stat().st_size for path in paths)
+    return [_input(path) for pattern in patterns for path in _paths(str(pattern))]
 
 
-def _cut_json_lines(path: Path, text_key: str) -> Iterator[Chunk]:
-    first_line, chunk_end, position, rest = 1, 0, 0, b""
-    for data, position in _read_blocks(path):
+def total_bytes(inputs: Sequence[Input]) -> int | None:
+    """Bytes of all inputs on disk; None with standard input, whose end nobody knows."""
+    return None if any(item.path == STANDARD_INPUT for item in inputs) else sum(item.bytes for item in inputs)
+
+
+def read_chunks(inputs: Sequence[Input], selection: Selection) -> Iterator[Chunk]:
+    """The chunks of all inputs, one after the other."""
+    for item in inputs:
+        yield from item.chunks(selection)
+
+
+def _paths(pattern: str) -> list[Path]:
+    if Path(pattern).exists() or not glob.has_magic(pattern):
+        return [Path(pattern)]
+    found = sorted(glob.glob(pattern, recursive=True))  # noqa: PTH207 (a Path cannot glob an absolute pattern)
+    if not found:
+        raise DataError(f"`{pattern}` must match a file, but matches none; check the pattern.")
+    return [Path(path) for path in found]
+
+
+def _input(path: Path) -> Input:
+    if path == STANDARD_INPUT:
+        return Input(path, (path,), "stdin", 0, _cut_json_lines)
+    if path.is_dir():
+        files = tuple(saved_dataset_files(path))
+        return Input(path, files, path.name, sum(_size(file) for file in files), cut_arrow)
+    for ending, cut in KINDS.items():
+        if path.name.endswith(ending):
+            return Input(path, (path,), path.name.removesuffix(ending), _size(path), cut)
+    raise DataError(f"`{path}` must end in one of {', '.join(KINDS)}, but does not; convert or rename it.")
+
+
+def _size(path: Path) -> int:
+    if not path.is_file():
+        raise DataError(f"`{path}` must be a text file, but there is none; check the path.")
+    return path.stat().st_size
+
+
+def _cut_json_lines(path: Path, selection: Selection) -> Iterator[Chunk]:
+    first_line, chunk_end, position = 1, 0, 0
+    rest: list[bytes] = []
+    for data, position in read_blocks(path):
         if first_line == 1 and not rest:
             data = data.removeprefix(BYTE_ORDER_MARK)
         head, newline, tail = data.rpartition(b"\n")
         if not newline:
-            rest += tail
-            if len(rest) > LONGEST_TEXT:
+            rest.append(tail)
+            if sum(map(len, rest)) > LONGEST_TEXT:
                 raise DataError(f"`{path}:{first_line}` must be shorter than 1 GiB, but the line is longer; split it.")
             continue
-        yield JsonLines(str(path), first_line, rest + head, text_key, position - chunk_end)
-        first_line += head.count(b"\n") + 1
-        chunk_end, rest = position, tail
-    if rest:
-        yield JsonLines(str(path), first_line, rest, text_key, position - chunk_end)
+        block = b"".join([*rest, head])
+        yield JsonLines(str(path), first_line, block, selection, position - chunk_end)
+        first_line += block.count(b"\n") + 1
+        chunk_end, rest = position, [tail]
+    if any(rest):
+        yield JsonLines(str(path), first_line, b"".join(rest), selection, position - chunk_end)
 
 
-def _cut_text(path: Path, text_key: str) -> Iterator[Chunk]:
+def _cut_text(path: Path, selection: Selection) -> Iterator[Chunk]:
     parts: list[bytes] = []
-    for data, _ in _read_blocks(path):
+    for data, _ in read_blocks(path):
         parts.append(data)
         if sum(map(len, parts)) > LONGEST_TEXT:
             raise DataError(
@@ -130,53 +124,6 @@ def _cut_text(path: Path, text_key: str) -> Iterator[Chunk]:
     yield TextFile(str(path), b"".join(parts), path.stat().st_size)
 
 
-KINDS: dict[str, Callable[[Path, str], Iterator[Chunk]]] = {
-    f"{kind}{packed}": cut
-    for kind, cut in {".jsonl": _cut_json_lines, ".txt": _cut_text}.items()
-    for packed in ("", ".gz", ".zst")
-}
-
-
-def _kind(path: Path) -> Callable[[Path, str], Iterator[Chunk]]:
-    for ending, cut in KINDS.items():
-        if path.name.endswith(ending):
-            return cut
-    raise DataError(f"`{path}` must end in one of {', '.join(KINDS)}, but does not; convert or rename it.")
-
-
-def _read_blocks(path: Path) -> Iterator[tuple[bytes, int]]:
-    """The file's unpacked bytes in blocks, each with the bytes of the file on disk read by then."""
-    unpack = next((unpack for ending, unpack in UNPACKERS.items() if path.name.endswith(ending)), _plain_blocks)
-    try:
-        with path.open("rb") as file:
-            for data in unpack(file):
-                yield data, file.tell()
-    except (OSError, EOFError, zlib.error, zstandard.ZstdError) as error:
-        raise DataError(f"`{path}` must be readable to its end, but is not ({error}); it may be cut short.") from error
-
-
-def _plain_blocks(file: IO[bytes]) -> Iterator[bytes]:
-    while data := file.read(BLOCK_BYTES):
-        yield data
-
-
-def _gzip_blocks(file: IO[bytes]) -> Iterator[bytes]:
-    with gzip.GzipFile(fileobj=file) as unpacked:
-        while data := unpacked.read(BLOCK_BYTES):
-            yield data
-
-
-def _zstd_blocks(file: IO[bytes]) -> Iterator[bytes]:
-    """One frame after the other. (The library's own stream reader takes a file that was cut short for a whole one.)"""
-    frame = None
-    while packed := file.read(BLOCK_BYTES // 4):
-        while packed:
-            frame = frame or zstandard.ZstdDecompressor().decompressobj()
-            yield frame.decompress(packed)
-            packed = frame.unused_data if frame.eof else b""
-            frame = None if frame.eof else frame
-    if frame is not None:
-        raise EOFError("the last frame has no end")
-
-
-UNPACKERS = {".gz": _gzip_blocks, ".zst": _zstd_blocks}
+LINES_AND_TEXTS: dict[str, Cutter] = {".jsonl": _cut_json_lines, ".txt": _cut_text}
+TABLES: dict[str, Cutter] = {".parquet": cut_parquet, ".arrow": cut_arrow}
+KINDS = {f"{kind}{packed}": cut for kind, cut in LINES_AND_TEXTS.items() for packed in ("", ".gz", ".zst")} | TABLES

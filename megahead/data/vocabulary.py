@@ -18,11 +18,13 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 
 from megahead.data.atomic import write_atomically
 from megahead.data.progress import ByteProgress, Silent
-from megahead.data.sources import check_inputs, read_chunks
+from megahead.data.selection import Selection
+from megahead.data.sources import find_inputs
 from megahead.errors import DataError, FieldError
 
 TEXT_TOKENS = ("<|endoftext|>", "<|padding|>")
 BERT_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+ENCODER_TOKENS = ("[CLS]", "[SEP]", "[MASK]")
 BYTES = 256
 LONGEST_LINE = 4000  # SentencePiece drops sentences of more than 4,192 bytes
 
@@ -110,6 +112,15 @@ TRAINERS: dict[str, Callable[..., Tokenizer]] = {
 }
 
 
+def add_encoder_tokens(tokenizer: Tokenizer) -> Tokenizer:
+    """Gives `[CLS]`, `[SEP]` and `[MASK]` ids of their own after all others, where the vocabulary has none yet.
+
+    In place. An encoder must never mask with the padding token: it would learn that padding stands for words.
+    """
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in ENCODER_TOKENS])
+    return tokenizer
+
+
 def save_tokenizer(tokenizer: Tokenizer, path: str | Path) -> None:
     """Writes `tokenizer.json` whole or not at all."""
     write_atomically(Path(path), tokenizer.to_str(pretty=True).encode())
@@ -118,7 +129,7 @@ def save_tokenizer(tokenizer: Tokenizer, path: str | Path) -> None:
 def sample_texts(
     inputs: Sequence[str | Path],
     *,
-    text_key: str = "text",
+    selection: Selection | None = None,
     max_bytes: int | None = None,
     progress: ByteProgress | None = None,
 ) -> Iterator[str]:
@@ -127,14 +138,15 @@ def sample_texts(
     Every file gives its share of `max_bytes` by its size on disk, at least one document, and is not read any further.
     """
     progress = progress or Silent()
-    total = check_inputs(inputs)
+    found = find_inputs(inputs)
+    total = sum(item.bytes for item in found)
     progress.begin(total)
-    for path in map(Path, inputs):
-        budget = None if max_bytes is None else max_bytes * path.stat().st_size / max(total, 1)
+    for item in found:
+        budget = None if max_bytes is None else max_bytes * item.bytes / max(total, 1)
         taken = told = 0
-        for chunk in read_chunks([path], text_key):
+        for chunk in item.chunks(selection or Selection()):
             before = taken
-            for text in chunk.texts():
+            for text in chunk.parse().strict():
                 if budget is not None and taken and taken >= budget:
                     break
                 yield text
@@ -143,7 +155,7 @@ def sample_texts(
             told += chunk.consumed
             if budget is not None and taken >= budget:
                 break
-        progress.advance(path.stat().st_size - told, 0)
+        progress.advance(item.bytes - told, 0)
 
 
 def _lines(texts: Iterable[str]) -> Iterator[str]:

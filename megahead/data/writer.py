@@ -24,8 +24,8 @@ LONGEST_DOCUMENT = 2**31 - 1
 class IndexedDatasetWriter:
     """`with IndexedDatasetWriter(prefix, vocab_size=V) as w: w.add_document(tokens)`.
 
-    One sequence a document. Holds about a million tokens and 4 bytes a document in memory. An old dataset of this name
-    is replaced on a clean exit and untouched after an error.
+    Holds about a million tokens and 4 bytes a sequence in memory (and 8 a document, once one has several sequences).
+    An old dataset of this name is replaced on a clean exit and untouched after an error.
     """
 
     def __init__(self, prefix: str | Path, *, vocab_size: int, tokenizer: str | None = None) -> None:
@@ -33,6 +33,7 @@ class IndexedDatasetWriter:
         self.dtype = token_dtype(vocab_size)
         self.num_tokens = self.text_bytes = 0
         self._lengths = array("i")
+        self._document_ends: array[int] | None = None  # in sequences; None while each document is one sequence
         self._waiting: list[np.ndarray[Any, Any]] = []
         self._waiting_tokens = 0
         self._counts = np.zeros(vocab_size, np.int64)
@@ -44,7 +45,7 @@ class IndexedDatasetWriter:
     @property
     def num_documents(self) -> int:
         """Documents added so far."""
-        return len(self._lengths)
+        return len(self._lengths if self._document_ends is None else self._document_ends)
 
     def add_document(self, tokens: ArrayLike, text_bytes: int = 0) -> None:
         """Appends one document [tokens] made of `text_bytes` bytes of text. DataError for an id outside the vocabulary.
@@ -54,12 +55,24 @@ class IndexedDatasetWriter:
         tokens_N = np.asarray(tokens).reshape(-1)
         self.add_documents(tokens_N, np.array([len(tokens_N)]), text_bytes)
 
-    def add_documents(self, tokens: np.ndarray[Any, Any], lengths: np.ndarray[Any, Any], text_bytes: int = 0) -> None:
-        """Appends many documents at once: their tokens back to back, and the length of each."""
+    def add_documents(
+        self,
+        tokens: np.ndarray[Any, Any],
+        lengths: np.ndarray[Any, Any],
+        text_bytes: int = 0,
+        *,
+        sequences: np.ndarray[Any, Any] | None = None,
+    ) -> None:
+        """Appends many sequences at once: their tokens back to back, and the length of each.
+
+        Each is a document, unless `sequences` says how many of them each document has (none at all: rows that belong
+        to no document, as in preshuffled files).
+        """
         if len(lengths) and lengths.max() > LONGEST_DOCUMENT:
             raise DataError(f"a document must have at most {LONGEST_DOCUMENT:,} tokens, but one has {lengths.max():,}.")
         if len(tokens):
             self._check_ids(tokens)
+        self._note_documents(np.ones(len(lengths), np.int64) if sequences is None else sequences, len(lengths))
         self._lengths.frombytes(lengths.astype(np.int32).tobytes())
         self.text_bytes += text_bytes
         self.num_tokens += len(tokens)
@@ -74,7 +87,7 @@ class IndexedDatasetWriter:
             return
         self._flush()
         idx_digest = self._write_index()
-        idx_bytes = IndexLayout(self.dtype, self.num_documents, self.num_documents + 1).end
+        idx_bytes = self._layout().end
         info = DatasetInfo(
             tokens=self.num_tokens,
             documents=self.num_documents,
@@ -107,6 +120,16 @@ class IndexedDatasetWriter:
             for staged in (self._bin, self._info, self._idx):
                 staged.discard()
 
+    def _note_documents(self, sequences: np.ndarray[Any, Any], added: int) -> None:
+        """Notes where documents end, once that is not at each sequence."""
+        before = len(self._lengths)
+        if self._document_ends is None:
+            if len(sequences) == added and (sequences == 1).all():
+                return
+            self._document_ends = array("q", range(1, before + 1))
+        ends = before + np.cumsum(sequences, dtype=np.int64)
+        self._document_ends.frombytes(ends.tobytes())
+
     def _check_ids(self, tokens: np.ndarray[Any, Any]) -> None:
         smallest, largest = int(tokens.min()), int(tokens.max())
         if smallest < 0 or largest >= self.vocab_size:
@@ -126,16 +149,21 @@ class IndexedDatasetWriter:
         self._counts += np.bincount(tokens, minlength=self.vocab_size)
         self._waiting, self._waiting_tokens = [], 0
 
+    def _layout(self) -> IndexLayout:
+        return IndexLayout(self.dtype, len(self._lengths), self.num_documents + 1)
+
     def _write_index(self) -> str:
         """Writes the `.idx` bytes; returns their checksum."""
-        count = self.num_documents
+        count = len(self._lengths)
         sizes = np.frombuffer(self._lengths, np.int32, count)
         offsets = np.zeros(count, np.int64)
         np.cumsum(sizes[:-1], out=offsets[1:], dtype=np.int64)
         offsets *= self.dtype.itemsize
         digest = hashlib.sha256()
         documents = np.arange(count + 1, dtype=np.int64)
-        for part in (IndexLayout(self.dtype, count, count + 1).pack(), sizes, offsets, documents):
+        if self._document_ends is not None:
+            documents = np.concatenate([np.zeros(1, np.int64), np.frombuffer(self._document_ends, np.int64)])
+        for part in (self._layout().pack(), sizes, offsets, documents):
             data = part if isinstance(part, bytes) else part.astype(part.dtype.newbyteorder("<")).tobytes()
             self._idx.write(data)
             digest.update(data)

@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 
 from megahead.config import BatchConfig, DataConfig
-from megahead.data import Batch, SequentialSamples, StreamSamples, causal_batch
+from megahead.data import Batch, SampleRows, causal_batch
 from megahead.distributed import Group
 from megahead.objectives import Objective
 from megahead.pretraining.batch import MicroBatch, StepBatches
@@ -30,7 +30,7 @@ class Feed:
 
     def __init__(
         self,
-        samples: StreamSamples | SequentialSamples,
+        samples: SampleRows,
         objective: Objective,
         data: DataConfig,
         batch: BatchConfig,

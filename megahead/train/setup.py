@@ -9,7 +9,8 @@ from pathlib import Path
 import yaml
 
 from megahead.config import RunConfig, deepspeed_config
-from megahead.data import IndexedDataset, StreamSamples
+from megahead.data import IndexedDataset, training_samples
+from megahead.data.training import describe_samples, relative_passes
 from megahead.distributed import Launch, Mesh, choose_device, connect
 from megahead.engine import Engine
 from megahead.errors import ConfigError
@@ -33,9 +34,11 @@ def pretrain(config: RunConfig, launch: Launch, resume: str = "auto") -> Ending:
     folder that has one, anything else is the checkpoint to continue from.
     """
     device = choose_device(config.engine.device, launch.local_rank)
-    train_text = _open(config, config.data.train, "data.train")
+    train_sets = [_open(config, part.prefix, "data.train") for part in config.data.parts()]
     held_out = config.data.validation and _open(config, config.data.validation, "data.validation")
     _check_tokenizer(config)
+    samples = training_samples(config.data, train_sets, config.seed)
+    run_samples = config.training.steps * config.batch.global_size
     mesh = Mesh.build(connect(launch, device, config.engine.timeout_seconds), config.parallel.tensor)
     deepspeed = deepspeed_config(config, mesh.data.size)
     checkpoint = find_resume(resume, Path(config.folder()))
@@ -43,7 +46,8 @@ def pretrain(config: RunConfig, launch: Launch, resume: str = "auto") -> Ending:
     world, data = mesh.world.side_channel(), mesh.data.side_channel()
 
     state = TrainingState(config.model.padded_vocab_size(), group_samples)
-    state.note_dataset(train_text)
+    for dataset, passes in zip(train_sets, relative_passes(samples), strict=True):
+        state.note_dataset(dataset, passes)
     objective = build_objective(config.objective, config.model.vocab_size, state.dataset_counts)
 
     pretraining = build(config, mesh.tensor, device)
@@ -55,14 +59,11 @@ def pretrain(config: RunConfig, launch: Launch, resume: str = "auto") -> Ending:
     if checkpoint is not None:
         resume_from(checkpoint, engine, state, config, data)
 
-    samples = StreamSamples(train_text, config.data.sequence_length, config.seed)
     if world.rank == 0:
         _prepare_folder(config)
     meters = Meters(config, active=world.rank == 0)
-    meters.banner(
-        [*describe_run(config, world.size, group_samples), ("on", f"{world.size} x {device.type}")],
-        resumed=checkpoint,
-    )
+    facts = [*describe_run(config, world.size, group_samples), *describe_samples(samples, run_samples)]
+    meters.banner([*facts, ("on", f"{world.size} x {device.type}")], resumed=checkpoint)
     run = Training(
         config=config,
         engine=engine,

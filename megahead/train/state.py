@@ -53,11 +53,11 @@ class TrainingState:
         self.local_counts = torch.zeros(self.padded_vocab_size, dtype=torch.int64)
         self.dataset_counts = torch.zeros(self.padded_vocab_size, dtype=torch.int64)
 
-    def note_dataset(self, dataset: IndexedDataset) -> None:
-        """Takes the dataset's own token counts, where it has them."""
+    def note_dataset(self, dataset: IndexedDataset, passes: float) -> None:
+        """Adds the dataset's own token counts, where it has them; `passes`: how often it is read, relatively."""
         if dataset.info is not None:
             counts = torch.tensor(dataset.info.token_counts)
-            self.dataset_counts[: len(counts)] = counts
+            self.dataset_counts[: len(counts)] += (counts * passes).ceil().long()
 
     def count(self, batch: Batch) -> None:
         """Adds a batch's targets to the counts."""

@@ -150,3 +150,28 @@ def test_every_shipped_config_is_sound() -> None:
 def test_reading_a_config_imports_no_torch() -> None:
     code = "import sys, megahead.config; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_blend_is_a_list_of_prefixes_and_weights() -> None:
+    tree = changed(data={"train": [{"prefix": "a", "weight": 2}, {"prefix": "b", "weight": 0.5}]})
+    assert [(part.prefix, part.weight) for part in config_from_dict(tree).data.parts()] == [("a", 2.0), ("b", 0.5)]
+    assert config_from_dict(config_from_dict(tree).model_dump(mode="json")) == config_from_dict(tree)
+    assert [part.prefix for part in config_from_dict(GOOD).data.parts()] == ["text"]
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        ({"train": []}, "`data.train` must name at least one dataset, but is an empty list instead."),
+        ({"train": [{"prefix": "a", "weight": 0}]}, "`data.train.0.weight` must be greater than 0, but is 0 instead."),
+        ({"train": [{"prefix": "a", "weight": 1}, {"prefix": "b"}]}, "give every dataset a weight, or none"),
+        ({"train": [{"weight": 1}]}, "`data.train.0.prefix` must be given, but is missing"),
+        ({"train": [{"prefix": "a", "share": 1}]}, "`data.train.0.share` is not a setting"),
+        ({"train": 7}, "`data.train` must be a valid string, but is 7 instead."),
+        ({"order": "stored", "pack": "best_fit"}, "`data.pack` must be `stream` with order: stored"),
+        ({"documents_a_row": 4}, "`data.documents_a_row` must be left out unless pack is `best_fit`"),
+    ],
+)
+def test_mistakes_in_what_is_read(data: dict[str, Any], says: str) -> None:
+    (problem,) = problems(changed(data=data))
+    assert says in problem

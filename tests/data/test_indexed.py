@@ -130,6 +130,14 @@ def test_names_the_missing_file(write_dataset: Callable[..., Path], missing: str
         IndexedDataset(prefix)
 
 
+def test_pieces_of_one_file_are_told(tmp_path: Path) -> None:
+    (tmp_path / "data.idx").write_bytes(GOLDEN)
+    for piece in range(2):
+        (tmp_path / f"data-0000{piece}-of-00002.bin").write_bytes(bytes(8))
+    with pytest.raises(DataError, match=r"lies in 2 pieces; join them: cat .*data-\*\.bin > "):
+        IndexedDataset(tmp_path / "data")
+
+
 def test_damage_in_the_middle_is_found_on_use(tmp_path: Path) -> None:
     dataset = IndexedDataset(write_pair(tmp_path, corrupt(34, b"\4"), bytes(16)))
     with pytest.raises(DataError, match="must add up to the 8 tokens"):

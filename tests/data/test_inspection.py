@@ -53,3 +53,22 @@ def test_gaps_between_sequences_are_found_without_checksums(write_dataset: Calla
     path.write_bytes(data)
     with pytest.raises(DataError, match="sequence 1 does not"):
         inspect_dataset(prefix)
+
+
+def test_the_histogram_doubles_its_ranges(write_dataset: Callable[..., Path]) -> None:
+    lengths = [0, 1, 1, 2, 3, 3, 16, 31]
+    inspection = inspect_dataset(write_dataset([[1] * length for length in lengths]))
+    assert inspection.histogram() == [
+        ("0", 1), ("1", 2), ("2 to 3", 3), ("4 to 7", 0), ("8 to 15", 0), ("16 to 31", 2),
+    ]  # fmt: skip
+    assert inspect_dataset(write_dataset([], name="none")).histogram() == []
+
+
+def test_what_would_spoil_training_is_said(write_dataset: Callable[..., Path]) -> None:
+    fine = inspect_dataset(write_dataset([[5, 0]], name="fine"))
+    assert fine.warnings(end_token=0, vocab_size=6) == []
+    poor = inspect_dataset(write_dataset([[5, 9], []], name="poor"))
+    never, beyond, empty = poor.warnings(end_token=0, vocab_size=9)
+    assert never.startswith("the end token 0 never occurs")
+    assert beyond.startswith("id 9 occurs, but the tokenizer ends at 8")
+    assert empty == "1 sequences are empty."

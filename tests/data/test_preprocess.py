@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
@@ -9,8 +12,11 @@ from pathlib import Path
 import numpy as np
 import orjson
 import pytest
+import sentencepiece
 
-from megahead.data import IndexedDataset, load_tokenizer, preprocess, sources
+from megahead.data import IndexedDataset, load_tokenizer, preprocess, unpacking
+from megahead.data.selection import Selection
+from megahead.data.sources import find_inputs, read_chunks
 from megahead.errors import DataError, FieldError
 
 JsonLines = Callable[..., Path]
@@ -51,7 +57,7 @@ def test_empty_documents_are_counted_and_left_out(
 def test_every_tenth_document_is_held_out(
     tokenizer_path: Path, json_lines: JsonLines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, holdout: Fraction
 ) -> None:
-    monkeypatch.setattr(sources, "BLOCK_BYTES", 500)  # the count goes on over chunks
+    monkeypatch.setattr(unpacking, "BLOCK_BYTES", 500)  # the count goes on over chunks
     report = preprocess([json_lines(["", *TEXTS])], tokenizer_path, tmp_path / "out", holdout=holdout)
     assert (report.documents, report.held_out) == (95, 9)
     assert documents(tmp_path / "out-validation") == expected(tokenizer_path, TEXTS[9::10])
@@ -69,7 +75,7 @@ def test_a_holdout_that_is_none_is_refused(json_lines: JsonLines, tmp_path: Path
 def test_workers_do_not_change_the_result(
     tokenizer_path: Path, json_lines: JsonLines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sources, "BLOCK_BYTES", 300)
+    monkeypatch.setattr(unpacking, "BLOCK_BYTES", 300)
     path = json_lines(TEXTS)
     for workers in (1, 2):
         preprocess([path], tokenizer_path, tmp_path / f"out{workers}", holdout=7, workers=workers)
@@ -110,7 +116,8 @@ def test_inputs_are_checked_before_anything_is_written(tokenizer_path: Path, jso
 
 @pytest.mark.parametrize("name", ["en_wikipedia", "multilingual_19lang"])
 def test_real_text_equals_the_reference_tokenizer(shared_data: Path, tmp_path: Path, name: str) -> None:
-    texts = next(sources.read_chunks([shared_data / "text" / f"{name}.jsonl.zst"], "text")).texts()[:60]
+    source = find_inputs([shared_data / "text" / f"{name}.jsonl.zst"])
+    texts = next(read_chunks(source, Selection())).parse().strict()[:60]
     path = tmp_path / "some.jsonl"
     path.write_bytes(b"\n".join(orjson.dumps({"text": text}) for text in texts))
     vocabulary = shared_data / "tokenizers" / "20B_tokenizer.json"
@@ -118,3 +125,76 @@ def test_real_text_equals_the_reference_tokenizer(shared_data: Path, tmp_path: P
     assert report.engine == "fastokens"
     flat = np.concatenate(expected(vocabulary, texts))
     assert np.array_equal(IndexedDataset(tmp_path / "out").read(0, len(flat)), flat)
+
+
+def test_broken_lines_can_be_skipped_and_are_told(
+    tokenizer_path: Path, json_lines: JsonLines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(unpacking, "BLOCK_BYTES", 300)
+    path = json_lines([*TEXTS, ""])
+    lines = path.read_bytes().splitlines()
+    lines[10:10], lines[50:50] = [b'{"text": "\xff"}'], [b"{", b'{"body": "x"}']
+    path.write_bytes(b"\n".join(lines))
+    report = preprocess([path], tokenizer_path, tmp_path / "out", on_error="skip")
+    assert documents(tmp_path / "out") == expected(tokenizer_path, TEXTS)
+    assert (report.documents, report.broken, report.skipped) == (95, 3, 1)
+    assert [problem.split("`")[1] for problem in report.problems] == [f"{path}:{line}" for line in (11, 51, 52)]
+    assert report.empty_places == [f"{path}:99"]
+
+
+def test_a_filter_by_the_piles_set_names(tokenizer_path: Path, tmp_path: Path) -> None:
+    path = tmp_path / "pile.jsonl"
+    records = [{"text": text, "meta": {"pile_set_name": "ABC"[i % 3]}} for i, text in enumerate(TEXTS)]
+    path.write_bytes(b"\n".join(map(orjson.dumps, records)))
+    chosen = Selection(drop=(("meta.pile_set_name", "B"), ("meta.pile_set_name", "C")))
+    report = preprocess([path], tokenizer_path, tmp_path / "out", selection=chosen)
+    assert documents(tmp_path / "out") == expected(tokenizer_path, TEXTS[::3])
+    assert (report.documents, report.left_out) == (32, 63)
+
+
+def test_a_sentencepiece_model(tmp_path: Path, json_lines: JsonLines) -> None:
+    model = tmp_path / "t.model"
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(TEXTS),
+        model_prefix=str(tmp_path / "t"),
+        vocab_size=40,
+        hard_vocab_limit=False,
+        minloglevel=2,
+    )
+    report = preprocess([json_lines(TEXTS)], model, tmp_path / "out", end_token="</s>")
+    library = sentencepiece.SentencePieceProcessor(model_file=str(model))
+    assert documents(tmp_path / "out") == [[*library.encode(text), library.eos_id()] for text in TEXTS]
+    assert report.engine == "sentencepiece"
+    with pytest.raises(DataError, match=r"must have a token `<.endoftext.>`"):
+        preprocess([json_lines(TEXTS)], model, tmp_path / "out")
+    model.write_bytes(b"nothing")
+    with pytest.raises(DataError, match="must be a SentencePiece model"):
+        preprocess([json_lines(TEXTS)], model, tmp_path / "out")
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_with_the_file(tmp_path: Path, tokenizer_path: Path) -> None:
+    """Forty times the text must not take over 60 MB more; one document of 50 MB is legal."""
+    sizes = {"small": 5, "big": 200}
+    for name, megabytes in sizes.items():
+        with (tmp_path / f"{name}.jsonl").open("wb") as file:
+            line = orjson.dumps({"text": "The cat of tea is a cat too.\n" * 350}) + b"\n"
+            for _ in range(megabytes * 100):
+                file.write(line)
+    (tmp_path / "one.jsonl").write_bytes(orjson.dumps({"text": "The cat of tea is a cat too.\n" * 1_750_000}))
+    peak = {name: peak_megabytes(tmp_path / f"{name}.jsonl", tokenizer_path) for name in (*sizes, "one")}
+    assert peak["big"] < peak["small"] + 60
+    assert len(IndexedDataset(tmp_path / "one")) == 1
+    assert IndexedDataset(tmp_path / "one").num_tokens > 10_000_000
+
+
+def peak_megabytes(path: Path, tokenizer_path: Path) -> float:
+    program = (
+        "import resource, sys; from megahead.data import preprocess; "
+        "preprocess([sys.argv[1]], sys.argv[2], sys.argv[3]); "
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3)"
+    )
+    arguments = [sys.executable, "-c", program, path, tokenizer_path, path.with_suffix("")]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+    done = subprocess.run([*map(str, arguments)], check=True, capture_output=True, text=True, env=environment)
+    return float(done.stdout)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megahead.data import IndexedDataset, SequentialSamples, StreamSamples
+from megahead.data.layout import HEADER, MAGIC
 from megahead.errors import DataError
 
 Flat = Callable[[int], Path]
@@ -49,6 +51,33 @@ def test_the_order_depends_on_the_sample_alone(flat_dataset: Flat) -> None:
     assert together.dtype == np.int64
     assert not np.array_equal(together, StreamSamples(dataset, 10, 4).rows(indices))
     assert StreamSamples(dataset, 10, 3).rows([]).shape == (0, 11)
+
+
+@pytest.mark.parametrize("tokens", [60, 40_000])
+def test_reading_ahead_changes_nothing(flat_dataset: Flat, tokens: int) -> None:
+    plain, ahead = IndexedDataset(flat_dataset(tokens)), IndexedDataset(flat_dataset(tokens))
+    ahead.expect_scattered_reads()
+    indices = range(3 * ((tokens - 30) // 30))
+    assert np.array_equal(StreamSamples(plain, 30, 1).rows(indices), StreamSamples(ahead, 30, 1).rows(indices))
+
+
+@pytest.mark.slow
+def test_ten_million_documents_open_at_once(tmp_path: Path) -> None:
+    """A real index over an empty (sparse) file: opened and the first row drawn without reading the index."""
+    n = 10_000_000
+    sizes = np.full(n, 700, "<i4")
+    with (tmp_path / "big.idx").open("wb") as idx:
+        idx.write(HEADER.pack(MAGIC, 1, 8, n, n + 1) + sizes.tobytes())
+        idx.write((np.arange(n, dtype="<i8") * 1400).tobytes() + np.arange(n + 1, dtype="<i8").tobytes())
+    with (tmp_path / "big.bin").open("wb") as tokens:
+        tokens.truncate(n * 1400)
+    started = time.process_time()
+    dataset = IndexedDataset(tmp_path / "big")
+    dataset.expect_scattered_reads()
+    samples = StreamSamples(dataset, 2048, 0)
+    assert samples.rows([0]).shape == (1, 2049)
+    assert time.process_time() - started < 0.05
+    assert len(dataset) == n
 
 
 def test_sequential_rows_keep_the_order_of_the_file(flat_dataset: Flat) -> None:

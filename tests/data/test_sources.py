@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import gzip
+import io
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import zstandard
 
-from megahead.data import sources
-from megahead.data.sources import read_chunks
+from megahead.data import unpacking
+from megahead.data.selection import Selection
+from megahead.data.sources import find_inputs, read_chunks, total_bytes
 from megahead.errors import DataError
 
 TEXTS = [f"text {i} " + "é" * (i % 50) for i in range(200)] + [""]
 
 
 def read(path: Path, text_key: str = "text") -> list[str]:
-    return [text for chunk in read_chunks([path], text_key) for text in chunk.texts()]
+    chunks = read_chunks(find_inputs([path]), Selection(text_key))
+    return [text for chunk in chunks for text in chunk.parse().strict()]
 
 
 def pack(path: Path, ending: str) -> Path:
@@ -35,10 +38,10 @@ def pack(path: Path, ending: str) -> Path:
 def test_reads_every_document(
     json_lines: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, ending: str, block: int
 ) -> None:
-    monkeypatch.setattr(sources, "BLOCK_BYTES", block)
+    monkeypatch.setattr(unpacking, "BLOCK_BYTES", block)
     path = pack(json_lines(TEXTS, key="body"), ending)
-    assert read(path, "body") == TEXTS
-    assert sum(chunk.consumed for chunk in read_chunks([path], "body")) == path.stat().st_size
+    assert read(path, "body") == TEXTS[:-1]  # the last is empty
+    assert sum(chunk.consumed for chunk in read_chunks(find_inputs([path]), Selection("body"))) == path.stat().st_size
 
 
 @pytest.mark.parametrize("ending", [".gz", ".zst"])
@@ -76,7 +79,7 @@ def test_blank_lines_line_ends_and_byte_order_marks_are_no_text(tmp_path: Path) 
 def test_names_file_and_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: bytes, says: str, block: int
 ) -> None:
-    monkeypatch.setattr(sources, "BLOCK_BYTES", block)
+    monkeypatch.setattr(unpacking, "BLOCK_BYTES", block)
     path = tmp_path / "text.jsonl"
     path.write_bytes(b'{"text": "fine"}\n\n' * 20 + line + b'\n{"text": "fine"}\n')
     with pytest.raises(DataError, match=rf"text\.jsonl:41` {says}"):
@@ -92,3 +95,35 @@ def test_names_the_line_of_a_text_file(tmp_path: Path) -> None:
 def test_unknown_kinds_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"must end in one of \.jsonl"):
         read(tmp_path / "table.csv")
+
+
+def test_globs_are_sorted_and_may_be_deep(json_lines: Callable[..., Path], tmp_path: Path) -> None:
+    (tmp_path / "b" / "c").mkdir(parents=True)
+    names = ["z.jsonl", "a.jsonl", "b/c/m.jsonl"]
+    for name in names:
+        json_lines([name], name=name)
+    found = find_inputs([tmp_path / "**" / "*.jsonl", tmp_path / "z.jsonl"])
+    assert [item.name for item in found] == ["a", "m", "z", "z"]
+    odd = tmp_path / "part[1].jsonl"
+    odd.write_bytes(b"")
+    assert [item.path for item in find_inputs([odd])] == [odd]  # a file's own name is no pattern
+    with pytest.raises(DataError, match=r"x\*\.jsonl` must match a file"):
+        find_inputs([tmp_path / "x*.jsonl"])
+
+
+def test_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b'{"text": "a"}\n{"text": "b"}')))
+    inputs = find_inputs(["-"])
+    assert total_bytes(inputs) is None
+    chunks = list(read_chunks(inputs, Selection()))
+    assert [text for chunk in chunks for text in chunk.parse().strict()] == ["a", "b"]
+    assert sum(chunk.consumed for chunk in chunks) == 27
+
+
+def test_broken_and_empty_places_are_kept_apart(tmp_path: Path) -> None:
+    path = tmp_path / "text.jsonl"
+    path.write_bytes(b'{"text": "a"}\n{"text": " "}\nbroken\n\n{"text": "b"}\n{"text": 3}\n')
+    parsed = next(read_chunks(find_inputs([path]), Selection())).parse()
+    assert parsed.texts == ["a", "b"]
+    assert parsed.empty == [f"{path}:2"]
+    assert [problem.split("`")[1] for problem in parsed.broken] == [f"{path}:3", f"{path}:6"]

@@ -5,13 +5,14 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from on_ranks import on_ranks
-from small_run import small_config, write_text
+from small_run import VOCABULARY, small_config, write_text
 
 from megahead.config import RunConfig
-from megahead.data import IndexedDataset, StreamSamples
+from megahead.data import IndexedDataset, IndexedDatasetWriter, StreamSamples, training_samples
 from megahead.distributed import Group
 from megahead.objectives import build_objective
 from megahead.pretraining import Feed
@@ -20,7 +21,7 @@ from megahead.pretraining.feed import prefetched
 
 def fed(group: Group, config: RunConfig) -> list[tuple[list[list[int]], int, float]]:
     """(inputs of each micro-batch, global targets, loss scale) of three steps."""
-    samples = StreamSamples(IndexedDataset(config.data.train), config.data.sequence_length, config.seed)
+    samples = training_samples(config.data, [IndexedDataset(part.prefix) for part in config.data.parts()], config.seed)
     feed = Feed(samples, build_objective(config.objective, 60), config.data, config.batch, group.side_channel())
     steps = feed.steps(first_sample=16)
     return [
@@ -51,6 +52,27 @@ def test_micro_batches_are_cut_in_rank_order_and_targets_counted_once(
         for rank in range(ranks):
             assert parts[rank][step][1] == targets
             assert parts[rank][step][2] == pytest.approx(4 / targets)
+
+
+@pytest.mark.parametrize("reads", ["blend", "best_fit", "stored"])
+def test_every_way_of_reading_gives_the_same_samples_on_more_ranks_and_smaller_micro_batches(
+    tmp_path: Path, reads: str
+) -> None:
+    other = write_text(tmp_path, name="other", documents=40, seed=1)
+    rows = np.random.default_rng(0).integers(1, VOCABULARY, (50, 25))
+    with IndexedDatasetWriter(tmp_path / "rows", vocab_size=VOCABULARY) as writer:
+        writer.add_documents(rows.reshape(-1), np.full(50, 25), sequences=np.empty(0, np.int64))
+    changes: dict[str, object] = {
+        "blend": {"data.train": [{"prefix": write_text(tmp_path), "weight": 3}, {"prefix": other, "weight": 1}]},
+        "best_fit": {"data.train": other, "data.pack": "best_fit"},
+        "stored": {"data.train": str(tmp_path / "rows"), "data.order": "stored"},
+    }[reads]
+    (reference,) = on_ranks(1, fed, small_config(tmp_path, changes))
+    parts = on_ranks(2, fed, small_config(tmp_path, {**changes, "batch.micro_size": 1}))
+    for step in range(3):
+        whole = [token for micro in reference[step][0] for token in micro]
+        assert [token for k in range(4) for r in range(2) for token in parts[r][step][0][k]] == whole
+        assert parts[0][step][1] == parts[1][step][1] == reference[step][1]
 
 
 def test_preparing_ahead_depends_on_what_was_taken_and_nothing_else() -> None:

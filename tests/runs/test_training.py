@@ -78,6 +78,25 @@ def test_resume_is_bitwise(tmp_path: Path, ranks: int, zero: int) -> None:
     assert_same_tensors(tmp_path / "resumed", tmp_path / "run")
 
 
+def test_a_blend_of_packed_documents_resumes_bitwise_and_continues_on_other_ranks(tmp_path: Path) -> None:
+    blend = [
+        {"prefix": write_text(tmp_path), "weight": 3},
+        {"prefix": write_text(tmp_path, name="other", documents=20, seed=1), "weight": 1},
+    ]
+    changes = {"data.train": blend, "data.pack": "best_fit", "data.documents_a_row": 4}
+    on_ranks(2, run, small_config(tmp_path, changes))
+    resumed = small_config(tmp_path, changes | {"output_dir": str(tmp_path / "resumed")})
+    on_ranks(2, run, resumed, str(tmp_path / "run/checkpoints/step-00000003"))
+    assert losses(tmp_path / "resumed") == losses(tmp_path / "run")[3:]
+    assert_same_tensors(tmp_path / "resumed", tmp_path / "run")
+    alone = small_config(tmp_path, changes | {"output_dir": str(tmp_path / "alone")})
+    on_ranks(1, run, alone, str(tmp_path / "run/checkpoints/step-00000003"))
+    assert losses(tmp_path / "alone") == pytest.approx(losses(tmp_path / "run")[3:], abs=1e-5)
+    other = small_config(tmp_path, changes | {"data.pack": "stream", "data.documents_a_row": None})
+    (sentence,) = on_ranks(1, refused, other, "auto", CheckpointError)
+    assert "data.pack (was best_fit, is stream)" in sentence
+
+
 def test_resume_on_other_ranks_and_another_stage_continues_the_curve(tmp_path: Path) -> None:
     write_text(tmp_path)
     on_ranks(2, run, small_config(tmp_path, stage(1)))

@@ -1,0 +1,128 @@
+"""Several datasets in fixed proportions: which of them sample k comes from, and which of its samples it is.
+
+Proportions are rounded to whole samples of a period. Within it the j-th sample of a dataset with n of P samples may
+come from place floor(j P / n) on and must have come before place ceil((j + 1) P / n); of those that may, the one that
+must soonest is taken (Tijdeman's chairman assignment). Every dataset then stands less than one sample from its share
+n / P of any prefix, and the table of one period serves for all.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from megahead.data.samples import Samples
+from megahead.errors import ConfigError
+
+PERIOD = 65_536
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one dataset of a blend has of a run's samples."""
+
+    name: str
+    asked: float
+    """Its weight over the sum of weights."""
+
+    rounded: float
+    """What it has of each period."""
+
+    achieved: float
+    """What it has of the samples counted."""
+
+    epochs: float
+    """How often its own rows are read in these samples."""
+
+    def told(self) -> str:
+        """One line; says when the dataset is read more than once."""
+        again = f", REPEATED: {self.epochs:.2f} epochs" if self.epochs > 1 else f", {self.epochs:.2g} epochs"
+        return f"{self.name}: asked {self.asked:.4%}, rounded {self.rounded:.4%}, achieved {self.achieved:.4%}{again}"
+
+
+class Blend:
+    """Samples of several datasets, numbered from 0 without end; each dataset's own are taken in their own order."""
+
+    def __init__(self, parts: Sequence[Samples], weights: Sequence[float]) -> None:
+        self.parts = list(parts)
+        self.asked = np.asarray(weights, np.float64) / np.sum(weights)
+        self.quotas = round_shares(self.asked, PERIOD)
+        self.sequence_length = parts[0].sequence_length
+        self._part_P, self._ordinal_P = schedule(self.quotas)
+
+    def rows(self, sample_indices: Sequence[int] | Array) -> Array:
+        """The samples' tokens, int64 [B, T+1]."""
+        part_B, own_B = self.locate(np.asarray(sample_indices, np.int64))
+        rows = np.empty((len(part_B), self.sequence_length + 1), np.int64)
+        for part in np.unique(part_B):
+            (members,) = np.nonzero(part_B == part)
+            rows[members] = self.parts[part].rows(own_B[members])
+        return rows
+
+    def locate(self, indices_B: Array) -> tuple[Array, Array]:
+        """(which dataset, which of its own samples) for each sample; any sample in constant time."""
+        if indices_B.size and indices_B.min() < 0:
+            raise IndexError(f"sample indices must not be negative, but one is {indices_B.min()}")
+        periods_B, places_B = np.divmod(indices_B, PERIOD)
+        part_B = self._part_P[places_B].astype(np.int64)
+        return part_B, periods_B * self.quotas[part_B] + self._ordinal_P[places_B]
+
+    def shares(self, samples: int) -> list[Share]:
+        """What each dataset has of the first `samples` samples."""
+        periods, rest = divmod(samples, PERIOD)
+        taken = periods * self.quotas + np.bincount(self._part_P[:rest], minlength=len(self.parts))
+        return [
+            Share(
+                str(part.dataset.prefix),
+                float(self.asked[i]),
+                float(self.quotas[i]) / PERIOD,
+                float(taken[i]) / max(samples, 1),
+                float(taken[i]) / part.per_epoch,
+            )
+            for i, part in enumerate(self.parts)
+        ]
+
+
+def temperature_weights(weights: Sequence[float], temperature: float) -> Array:
+    """Weights raised to 1 / temperature, adding up to 1: at 1 as they are, the higher the more equal."""
+    logs = np.log(np.asarray(weights, np.float64)) / temperature
+    scaled: Array = np.exp(logs - logs.max())
+    shares: Array = scaled / scaled.sum()
+    return shares
+
+
+def round_shares(shares: Array, period: int) -> Array:
+    """Whole samples of each dataset in a period, int64: at least 1 each, the largest remainders rounded up."""
+    if len(shares) > period:
+        raise ConfigError("data.train", f"blend at most {period} datasets", got=len(shares))
+    quotas: Array = np.maximum(np.floor(shares * period).astype(np.int64), 1)
+    missing = period - int(quotas.sum())
+    if missing > 0:
+        quotas[np.argsort(quotas - shares * period, kind="stable")[:missing]] += 1
+    while missing < 0:  # tiny datasets got more than their share: the most favoured of the others pay
+        quotas[np.argmax(np.where(quotas > 1, quotas - shares * period, -np.inf))] -= 1
+        missing += 1
+    return quotas
+
+
+def schedule(quotas: Array) -> tuple[Array, Array]:
+    """(dataset of each place of a period, how many of its samples come before that place), int32 [P] each."""
+    period = int(quotas.sum())
+    part_P, ordinal_P = np.empty(period, np.int32), np.empty(period, np.int32)
+    released = [(0, part, 0) for part in range(len(quotas))]  # (place from which it may come, dataset, its ordinal)
+    due: list[tuple[int, int, int]] = []  # (place before which it must come, dataset, its ordinal)
+    sizes = quotas.tolist()
+    for place in range(period):
+        while released and released[0][0] <= place:
+            _, part, ordinal = heapq.heappop(released)
+            heapq.heappush(due, (-(-(ordinal + 1) * period // sizes[part]), part, ordinal))
+        _, part, ordinal = heapq.heappop(due)
+        part_P[place], ordinal_P[place] = part, ordinal
+        if ordinal + 1 < sizes[part]:
+            heapq.heappush(released, ((ordinal + 1) * period // sizes[part], part, ordinal + 1))
+    return part_P, ordinal_P

@@ -1,0 +1,184 @@
+"""Whole documents put together to rows (`pack: best_fit`), and the table on disk that says which.
+
+Documents longer than a row are cut into full rows that overlap by one token, so that every target is kept, and a rest.
+Windows of 65,536 pieces are packed best-fit decreasing: the longest first, each into the row with the least room that
+still fits it. The table lies beside the dataset as `PREFIX.pack-KEY.rows`, made once; its key depends on the lengths of
+the documents and on the settings, so that it can never belong to other data.
+
+    one line of JSON, 256 bytes     starts  R+1 x i64     first tokens  P x i64     lengths  P x i32
+
+Row r is the pieces starts[r] to starts[r + 1], each a run of the dataset's tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+import zlib
+from array import array
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+
+from megahead.data.atomic import InUseError, StagedFile
+from megahead.data.feistel import FeistelOrder, mix
+from megahead.data.indexed import IndexedDataset
+from megahead.data.samples import Samples
+from megahead.errors import DataError
+
+FORMAT = "megahead-rows/1"
+HEADER_BYTES = 256
+WINDOW = 65_536
+PADDING = -1
+"""Stands in rows where no document is."""
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class PackTable:
+    """The rows of a dataset: row r has the pieces `starts_R1[r]` to `starts_R1[r + 1]`."""
+
+    starts_R1: Array
+    firsts_P: Array
+    lengths_P: Array
+
+    def __len__(self) -> int:
+        return len(self.starts_R1) - 1
+
+    def empty_share(self, row_tokens: int) -> float:
+        """Share of the rows' tokens where no document is."""
+        return 1 - int(self.lengths_P.sum(dtype=np.int64)) / max(len(self) * row_tokens, 1)
+
+
+class PackedSamples(Samples):
+    """Rows of whole documents, shuffled anew each epoch; the rest of a row is PADDING."""
+
+    def __init__(self, dataset: IndexedDataset, sequence_length: int, seed: int, table: PackTable) -> None:
+        super().__init__(dataset, sequence_length, len(table), least_tokens=2)
+        self.table, self.seed = table, seed
+        self._order = lru_cache(maxsize=4)(self._epoch_order)
+
+    def _epoch_order(self, epoch: int) -> FeistelOrder:
+        return FeistelOrder(self.per_epoch, mix(self.seed, epoch, 0))
+
+    def _fill(self, rows: Array, members: Array, epoch: int, places: Array) -> None:
+        rows[members] = PADDING
+        table = self.table
+        for member, row in zip(members.tolist(), self._order(epoch).take(places).tolist(), strict=True):
+            at = 0
+            for piece in range(table.starts_R1[row], table.starts_R1[row + 1]):
+                length = int(table.lengths_P[piece])
+                rows[member, at : at + length] = self.dataset.read(int(table.firsts_P[piece]), length)
+                at += length
+
+    def _first_tokens(self, epoch: int, places: Array) -> Array:
+        """Of each row's first piece."""
+        first: Array = self.table.firsts_P[self.table.starts_R1[self._order(epoch).take(places)]]
+        return first
+
+
+def pack_table(dataset: IndexedDataset, sequence_length: int, most_documents: int | None = None) -> PackTable:
+    """The table for rows of `sequence_length` + 1 tokens, from disk; made first where there is none.
+
+    Making one takes about 2 us a document. Any number of processes may ask at once: one makes it, the others wait.
+    DataError when the dataset names no documents, or its folder cannot be written.
+    """
+    if not dataset.num_documents:
+        raise DataError(
+            f"`{dataset.prefix}` must name its documents to be packed by them, but does not; use pack: stream."
+        )
+    key = zlib.crc32(repr((FORMAT, WINDOW, sequence_length, most_documents)).encode())
+    key = zlib.crc32(dataset.document_index.data, zlib.crc32(dataset.sizes.data, key))
+    path = Path(f"{dataset.prefix}.pack-{key:08x}.rows")
+    while not path.exists():
+        try:
+            staged = StagedFile(path)
+        except InUseError:
+            time.sleep(0.2)
+            continue
+        try:
+            _write(staged, best_fit_rows(dataset, sequence_length + 1, most_documents))
+        finally:
+            staged.discard()
+    return read_table(path)
+
+
+def best_fit_rows(dataset: IndexedDataset, capacity: int, most: int | None) -> PackTable:
+    """Packs the whole dataset into rows of at most `capacity` tokens and `most` documents."""
+    ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(dataset.sizes, dtype=np.int64)])
+    borders = ends[dataset.document_index]
+    firsts_P, lengths_P = cut_documents(borders[:-1], np.diff(borders), capacity)
+    starts, chosen = array("q", [0]), array("q")
+    for low in range(0, len(firsts_P), WINDOW):
+        for row in best_fit(lengths_P[low : low + WINDOW], capacity, most):
+            chosen.extend(low + piece for piece in sorted(row))
+            starts.append(len(chosen))
+    order = np.frombuffer(chosen, np.int64) if chosen else np.empty(0, np.int64)
+    return PackTable(np.frombuffer(starts, np.int64), firsts_P[order], lengths_P[order].astype(np.int32))
+
+
+def cut_documents(firsts: Array, sizes: Array, capacity: int) -> tuple[Array, Array]:
+    """(first token, length) of the pieces of all documents, in order; empty documents give none."""
+    firsts, sizes = firsts[sizes > 0], sizes[sizes > 0]
+    step = capacity - 1
+    pieces = np.maximum(-(-(sizes - 1) // step), 1)
+    number = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    offsets = number * step
+    return np.repeat(firsts, pieces) + offsets, np.minimum(np.repeat(sizes, pieces) - offsets, capacity)
+
+
+def best_fit(lengths: Array, capacity: int, most: int | None) -> list[list[int]]:
+    """Rows of piece numbers, best-fit decreasing. An integer with a bit for each free space finds the tightest row."""
+    rows: list[list[int]] = []
+    open_rows: dict[int, list[int]] = {}
+    spaces = 0  # bit s: there is an open row with room for s tokens
+    sizes = lengths.tolist()
+    for piece in np.argsort(-lengths, kind="stable").tolist():
+        length, space = sizes[piece], capacity
+        if fitting := spaces >> length:
+            space = length + (fitting & -fitting).bit_length() - 1
+            row = open_rows[space].pop()
+            if not open_rows[space]:
+                spaces ^= 1 << space
+        else:
+            row = len(rows)
+            rows.append([])
+        rows[row].append(piece)
+        if space > length and len(rows[row]) != most:
+            open_rows.setdefault(space - length, []).append(row)
+            spaces |= 1 << (space - length)
+    return rows
+
+
+def read_table(path: Path) -> PackTable:
+    """Reads and verifies a table; DataError when it is damaged."""
+    data = path.read_bytes()
+    try:
+        header = orjson.loads(data[:HEADER_BYTES])
+        rows, pieces = header["rows"], header["pieces"]
+        body = memoryview(data)[HEADER_BYTES:]
+        whole = header["format"] == FORMAT and len(body) == 8 * (rows + 1) + 12 * pieces
+        if not whole or hashlib.sha256(body).hexdigest() != header["sha256"]:
+            raise ValueError("checksum or size differ")
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"`{path}` must be a whole table of rows, but is not ({error}); remove it.") from None
+    starts_R1 = np.frombuffer(body, "<i8", rows + 1)
+    firsts_P = np.frombuffer(body, "<i8", pieces, 8 * (rows + 1))
+    return PackTable(starts_R1, firsts_P, np.frombuffer(body, "<i4", pieces, 8 * (rows + 1 + pieces)))
+
+
+def _write(staged: StagedFile, table: PackTable) -> None:
+    body = b"".join(
+        part.astype(dtype).tobytes()
+        for part, dtype in ((table.starts_R1, "<i8"), (table.firsts_P, "<i8"), (table.lengths_P, "<i4"))
+    )
+    sums = {"rows": len(table), "pieces": len(table.firsts_P), "sha256": hashlib.sha256(body).hexdigest()}
+    staged.write(orjson.dumps({"format": FORMAT, **sums}).ljust(HEADER_BYTES - 1) + b"\n")
+    staged.write(body)
+    staged.sync()
+    staged.publish()

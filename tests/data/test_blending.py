@@ -1,0 +1,108 @@
+"""Several datasets in proportion, at every prefix and from anywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megahead.config import DataConfig
+from megahead.data import Blend, IndexedDataset, IndexedDatasetWriter, StreamSamples, training_samples
+from megahead.data.blending import PERIOD, round_shares, schedule, temperature_weights
+from megahead.data.training import describe_samples, relative_passes
+
+
+def shares(weights: list[float]) -> np.ndarray:
+    return np.array(weights) / sum(weights)
+
+
+@pytest.fixture
+def datasets(tmp_path: Path) -> list[IndexedDataset]:
+    """Three datasets whose tokens tell which one it is and where."""
+    for number, size in enumerate((1000, 400, 3000)):
+        with IndexedDatasetWriter(tmp_path / f"part{number}", vocab_size=60_000) as writer:
+            writer.add_document(np.arange(size) + 10_000 * number)
+    return [IndexedDataset(tmp_path / f"part{number}") for number in range(3)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.floats(1e-6, 1e3), min_size=1, max_size=40), st.sampled_from([64, 1000, 4099]))
+def test_each_stands_within_one_sample_of_its_share_at_every_prefix(weights: list[float], period: int) -> None:
+    quotas = round_shares(shares(weights), period)
+    assert quotas.sum() == period
+    assert quotas.min() >= 1
+    part_P, ordinal_P = schedule(quotas)
+    counts = np.cumsum(part_P[:, None] == np.arange(len(weights)), axis=0)
+    fair = np.arange(1, period + 1)[:, None] * (quotas / period)
+    assert np.abs(counts - fair).max() < 1
+    assert counts[-1].tolist() == quotas.tolist()
+    assert (counts[np.arange(period), part_P] - 1 == ordinal_P).all()  # each dataset's own, one after the other
+
+
+def test_shares_are_rounded_to_the_nearest_samples() -> None:
+    assert round_shares(shares([1, 1, 1]), 64).tolist() == [22, 21, 21]
+    assert round_shares(shares([1e-9, 1]), PERIOD).tolist() == [1, PERIOD - 1]
+    rounded = round_shares(shares([0.6053, 0.1, 0.2947]), PERIOD)
+    assert np.abs(rounded - np.array([0.6053, 0.1, 0.2947]) * PERIOD).max() < 1
+
+
+def test_samples_come_from_their_datasets_in_order_and_from_anywhere(datasets: list[IndexedDataset]) -> None:
+    parts = [StreamSamples(dataset, 10, seed) for seed, dataset in enumerate(datasets)]
+    blend = Blend(parts, [2.0, 1.0, 5.0])
+    indices = np.arange(PERIOD - 100, PERIOD + 300)  # over the border of a period
+    rows = blend.rows(indices)
+    part_B, own_B = blend.locate(indices)
+    assert (rows[:, 0] // 10_000 == part_B).all()
+    for part in range(3):
+        own = own_B[part_B == part]
+        assert np.array_equal(own, np.arange(own[0], own[0] + len(own)))
+        assert np.array_equal(rows[part_B == part], parts[part].rows(own))
+    shuffled = np.random.default_rng(0).permutation(len(indices))
+    assert np.array_equal(blend.rows(indices[shuffled]), rows[shuffled])
+    with pytest.raises(IndexError):
+        blend.rows([-1])
+
+
+def test_ratios_and_repetition_are_said(datasets: list[IndexedDataset]) -> None:
+    blend = Blend([StreamSamples(dataset, 10, 0) for dataset in datasets], [1, 1, 2])
+    first, second, third = blend.shares(200)
+    assert [first.asked, first.rounded, first.achieved] == [0.25, 0.25, 0.25]
+    assert (first.epochs, second.epochs) == (50 / 99, 50 / 39)
+    assert "REPEATED: 1.28 epochs" in second.told()
+    assert "REPEATED" not in first.told() + third.told()
+    assert [name for name, _ in describe_samples(blend, 200)] == ["blend"] * 3
+    assert relative_passes(blend) == pytest.approx([39 / 99, 1.0, 2 * 39 / 299])
+
+
+def test_temperature_lifts_the_small_ones() -> None:
+    assert temperature_weights([1.0, 3.0], 1.0).tolist() == [0.25, 0.75]
+    assert temperature_weights([1.0, 16.0], 2.0) == pytest.approx([0.2, 0.8])
+    assert temperature_weights([1.0, 1e30], 1e9) == pytest.approx([0.5, 0.5])
+
+
+def test_a_config_asks_for_a_blend(datasets: list[IndexedDataset]) -> None:
+    def samples(**settings: object) -> Blend:
+        parts = [{"prefix": str(dataset.prefix)} for dataset in datasets]
+        data = DataConfig.model_validate({"train": parts, "sequence_length": 10, **settings})
+        built = training_samples(data, datasets, seed=7)
+        assert isinstance(built, Blend)
+        return built
+
+    assert samples().asked == pytest.approx([1000 / 4400, 400 / 4400, 3000 / 4400])  # by tokens
+    assert samples(blend_temperature=1e6).asked == pytest.approx([1 / 3] * 3, rel=1e-3)
+    assert np.array_equal(samples().rows(range(50)), samples().rows(range(50)))
+    assert len({part.seed for part in samples().parts}) == 3  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("order", ["shuffled", "stored"])
+def test_one_prefix_is_no_blend(flat_dataset: Callable[[int], Path], order: str) -> None:
+    dataset = IndexedDataset(flat_dataset(7))
+    data = DataConfig.model_validate({"train": "x", "sequence_length": 6 if order == "stored" else 3, "order": order})
+    samples = training_samples(data, [dataset], seed=3)
+    assert not isinstance(samples, Blend)
+    assert samples.rows([0]).shape[1] == data.sequence_length + 1
+    assert relative_passes(samples) == [1.0]

@@ -1,0 +1,125 @@
+"""Whole documents in rows: each token's target once, nothing over the edge, a table that cannot be wrong."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from megahead.data import IndexedDataset, IndexedDatasetWriter, PackedSamples, causal_batch
+from megahead.data.packing import PADDING, best_fit, pack_table
+from megahead.errors import DataError
+
+Write = Callable[..., Path]
+quick = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+def documents(lengths: list[int]) -> list[list[int]]:
+    """Documents that end with 0 and whose other tokens occur once each."""
+    ends = np.cumsum([max(length - 1, 0) for length in lengths])
+    parts = np.split(np.arange(1, ends[-1] + 1), ends[:-1]) if lengths else []
+    return [[*part.tolist(), 0] if length else [] for part, length in zip(parts, lengths, strict=True)]
+
+
+@quick
+@given(
+    lengths=st.lists(st.integers(0, 60), min_size=1, max_size=40),
+    T=st.integers(2, 24),
+    most=st.sampled_from([None, 1, 3]),
+)
+def test_every_target_inside_a_document_is_met_once(
+    tmp_path_factory: pytest.TempPathFactory, lengths: list[int], T: int, most: int | None
+) -> None:
+    prefix = tmp_path_factory.mktemp("packing") / "data"
+    texts = documents(lengths)
+    with IndexedDatasetWriter(prefix, vocab_size=5000) as writer:
+        for text in texts:
+            writer.add_document(text)
+    if not any(lengths):
+        return
+    dataset = IndexedDataset(prefix)
+    samples = PackedSamples(dataset, T, 1, pack_table(dataset, T, most))
+    rows = samples.rows(range(samples.per_epoch))
+    pairs = [(a, b) for row in rows.tolist() for a, b in pairwise(row) if a > 0 and b >= 0]
+    assert sorted(pairs) == sorted((a, b) for text in texts for a, b in pairwise(text))
+    if most is not None:
+        assert np.diff(samples.table.starts_R1).max() <= most
+    batch = causal_batch(rows, end_token=0, isolate_documents=True, boundary_targets=False)
+    met = zip(batch.input_ids_BT.flatten()[batch.target_index_N].tolist(), batch.target_ids_N.tolist(), strict=True)
+    assert sorted(met) == sorted(pairs)
+
+
+def test_the_tightest_row_is_taken() -> None:
+    rows = best_fit(np.array([5, 3, 9, 1, 4, 2]), capacity=10, most=None)
+    assert [sorted(row) for row in rows] == [[2], [0, 3, 4], [1, 5]]
+    assert [len(row) for row in best_fit(np.ones(7, int), capacity=10, most=3)] == [3, 3, 1]
+
+
+def test_short_documents_waste_little(write_dataset: Write) -> None:
+    lengths = np.random.default_rng(0).integers(2, 400, 3000).tolist()
+    table = pack_table(IndexedDataset(write_dataset(documents(lengths), vocab_size=2_000_000)), 512)
+    assert table.empty_share(513) < 0.002
+
+
+def test_padding_is_neither_read_nor_predicted() -> None:
+    rows = np.array([[5, 6, 0, 7, 0, PADDING, PADDING]])
+    batch = causal_batch(rows, end_token=0, isolate_documents=True, boundary_targets=True)
+    assert batch.input_ids_BT.tolist() == [[5, 6, 0, 7, 0, 0]]
+    assert batch.target_index_N.tolist() == [0, 1, 2, 3]
+    assert batch.target_ids_N.tolist() == [6, 0, 7, 0]
+    assert batch.positions_BT is not None
+    assert batch.positions_BT.tolist() == [[0, 1, 2, 0, 1, 0]]
+    alone = causal_batch(rows, end_token=0, isolate_documents=True, boundary_targets=False)
+    assert alone.target_index_N.tolist() == [0, 1, 3]
+
+
+def test_epochs_differ_and_resume_anywhere(write_dataset: Write) -> None:
+    dataset = IndexedDataset(write_dataset(documents([9] * 60), vocab_size=5000))
+    samples = PackedSamples(dataset, 20, 5, pack_table(dataset, 20))
+    n = samples.per_epoch
+    rows = samples.rows(range(2 * n))
+    assert not np.array_equal(rows[:n], rows[n:])
+    assert np.array_equal(np.sort(rows[:n], axis=0), np.sort(rows[n:], axis=0))
+    assert np.array_equal(PackedSamples(dataset, 20, 5, pack_table(dataset, 20)).rows([n + 3])[0], rows[n + 3])
+
+
+def test_a_damaged_table_is_refused_and_other_data_gets_its_own(write_dataset: Write) -> None:
+    prefix = write_dataset(documents([9, 4, 4]))
+    pack_table(IndexedDataset(prefix), 10)
+    (path,) = prefix.parent.glob("data.pack-*.rows")
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(DataError, match="must be a whole table of rows"):
+        pack_table(IndexedDataset(prefix), 10)
+    path.write_bytes(data[:100])
+    with pytest.raises(DataError, match="must be a whole table of rows"):
+        pack_table(IndexedDataset(prefix), 10)
+    write_dataset(documents([9, 3, 5]))
+    assert len(pack_table(IndexedDataset(prefix), 10)) == 2  # another table: the lengths differ
+    assert len(list(prefix.parent.glob("data.pack-*.rows"))) == 2
+
+
+def test_documents_must_be_known(tmp_path: Path) -> None:
+    with IndexedDatasetWriter(tmp_path / "rows", vocab_size=10) as writer:
+        writer.add_documents(np.ones(20, np.int64), np.array([10, 10]), sequences=np.empty(0, np.int64))
+    with pytest.raises(DataError, match="must name its documents to be packed"):
+        pack_table(IndexedDataset(tmp_path / "rows"), 9)
+
+
+def test_many_processes_make_one_table(write_dataset: Write) -> None:
+    prefix = write_dataset(documents([7] * 2000), vocab_size=20_000)
+    with multiprocessing.get_context("fork").Pool(3) as pool:
+        tables = pool.map(rows_of, [prefix] * 3)
+    assert len(set(tables)) == 1
+    assert sorted(path.suffix for path in prefix.parent.iterdir()) == [".bin", ".idx", ".json", ".rows"]
+
+
+def rows_of(prefix: Path) -> int:
+    return len(pack_table(IndexedDataset(prefix), 50))
