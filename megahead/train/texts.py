@@ -1,0 +1,56 @@
+"""The text a run reads: opened and checked before anything else starts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megahead.config import RunConfig
+from megahead.data import IndexedDataset, training_samples
+from megahead.data.blending import Blend
+from megahead.data.samples import Samples
+from megahead.data.training import describe_samples, relative_passes
+from megahead.errors import ConfigError
+from megahead.train.state import TrainingState
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Training datasets in the config's order, the samples drawn from them, and the held-out dataset."""
+
+    train: Sequence[IndexedDataset]
+    samples: Samples | Blend
+    held_out: IndexedDataset | None
+
+    def note_counts(self, state: TrainingState) -> None:
+        """Adds the datasets' token counts, by how often each is read."""
+        for dataset, passes in zip(self.train, relative_passes(self.samples), strict=True):
+            state.note_dataset(dataset, passes)
+
+    def describe(self, config: RunConfig) -> list[tuple[str, str]]:
+        """Lines of the banner: epochs, shares of a blend."""
+        return describe_samples(self.samples, config.training.steps * config.batch.global_size)
+
+
+def open_texts(config: RunConfig) -> Texts:
+    """Opens what the run reads; ConfigError or DataError for what is missing, too short or of another vocabulary."""
+    path = config.data.tokenizer
+    if path is not None and not Path(path).is_file():
+        raise ConfigError("data.tokenizer", "name a readable file", got=path, hint="or leave it out")
+    train = [_open(config, part.prefix, "data.train") for part in config.data.parts()]
+    validation = config.data.validation
+    held_out = None if validation is None else _open(config, validation, "data.validation")
+    return Texts(train, training_samples(config.data, train, config.seed), held_out)
+
+
+def _open(config: RunConfig, prefix: str, field: str) -> IndexedDataset:
+    """The dataset at `prefix`; refused when its ids do not fit the model's vocabulary."""
+    dataset = IndexedDataset(prefix)
+    if dataset.info is not None and dataset.info.vocab_size > config.model.vocab_size:
+        raise ConfigError(
+            "model.vocab_size",
+            f"be at least that of {field} ({dataset.info.vocab_size:,})",
+            got=f"{config.model.vocab_size:,}",
+        )
+    return dataset
