@@ -4,44 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
-import yaml
-from small_run import small_config, write_text
+from commands import SCRIPT, call, config_file, free_port, losses
 
 from megahead.checkpoint import open_checkpoint
-from megahead.report.metrics import read_metrics
-
-ROOT = Path(__file__).parents[2]
-SCRIPT = str(ROOT / "launch/pretrain.py")
-
-
-def config_file(folder: Path, changes: dict[str, object] | None = None) -> str:
-    write_text(folder)
-    tree = small_config(folder, changes).model_dump(mode="json")
-    path = folder / "run.yaml"
-    path.write_text(yaml.safe_dump(tree))
-    return str(path)
-
-
-def free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
-
-
-def call(*command: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=120, check=False)
-
-
-def losses(folder: Path) -> list[float]:
-    return [record["loss"] for record in read_metrics(folder / "run").training]
 
 
 def test_deepspeed_torchrun_and_bare_python_train_alike(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from test_pretrain_command import ROOT, SCRIPT, config_file, free_port, losses
+from commands import ROOT, SCRIPT, config_file, free_port, losses
 
 LAUNCH = ROOT / "launch"
 ENVIRONMENT = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
