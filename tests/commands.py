@@ -12,7 +12,7 @@ from small_run import small_config, write_text
 
 from megahead.report.metrics import read_metrics
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 SCRIPT = str(ROOT / "launch/pretrain.py")
 
 

@@ -11,6 +11,7 @@ and no memory is shared. Without --data, targets come from Zipf's law.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import io
 import os
 import pickle
@@ -103,6 +104,7 @@ def measure(form: Form, outputs: Tensor, targets: Tensor, table: Tensor) -> tupl
     """(seconds, peak MiB above what was there before) of one forward and backward pass."""
     small = outputs[:64].detach().requires_grad_()
     torch.autograd.grad(form(small, targets[:64], table[:, : small.shape[1]]), [small])  # threads and libraries awake
+    ctypes.CDLL(None).malloc_trim(0)  # memory that was freed before would hide what is taken now
     before = _status("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew
     start = time.perf_counter()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import yaml
@@ -35,11 +36,12 @@ def pretrain(config: RunConfig, launch: Launch, resume: str = "auto") -> Ending:
     device = choose_device(config.engine.device, launch.local_rank)
     texts = open_texts(config)
     mesh = Mesh.build(connect(launch, device, config.engine.timeout_seconds), config.parallel.tensor)
+    deepspeed = deepspeed_config(config, mesh.data.size)
     checkpoint = find_resume(resume, Path(config.folder()))
     state = TrainingState(config.model.padded_vocab_size(), agreed_group(config, mesh.data.size, checkpoint))
     texts.note_counts(state)
     feed = _feed(config, texts, state, mesh)
-    engine = _engine(config, mesh, device)
+    engine = _engine(config, deepspeed, mesh, device)
     world, data = mesh.world.side_channel(), mesh.data.side_channel()
     if checkpoint is not None:
         resume_from(checkpoint, engine, state, config, data)
@@ -80,15 +82,14 @@ def _feed(config: RunConfig, texts: Texts, state: TrainingState, mesh: Mesh) -> 
     )
 
 
-def _engine(config: RunConfig, mesh: Mesh, device: torch.device) -> Engine:
+def _engine(config: RunConfig, deepspeed: dict[str, Any], mesh: Mesh, device: torch.device) -> Engine:
     """The model, split over the mesh, with its first weights and its optimizer."""
-    content = deepspeed_config(config, mesh.data.size)
     pretraining = build(config, mesh.tensor, device)
     pretraining.backbone.recompute_blocks = config.engine.activation_checkpointing
     if config.init:
         start_from(pretraining, config.init, mesh.tensor)
     optimizer = build_adamw(pretraining, config.optimizer)
-    return Engine(pretraining, optimizer=optimizer, config=content, mesh=mesh, device=device)
+    return Engine(pretraining, optimizer=optimizer, config=deepspeed, mesh=mesh, device=device)
 
 
 def _prepare_folder(config: RunConfig) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from megahead.data import IndexedDataset, IndexedDatasetWriter, StreamSamples
 from megahead.distributed import Group, Mesh
 from megahead.engine import Engine
 from megahead.estimate import rank_memory
+from megahead.objectives import build_objective
 from megahead.optim import build_adamw
 from megahead.parallel import build
 from megahead.pretraining import Feed
@@ -29,12 +31,14 @@ def status(key: str) -> int:
 
 def peak(world: Group, config: RunConfig) -> int:
     """Bytes beyond those of the process before there was a model, over two steps."""
+    ctypes.CDLL(None).malloc_trim(0)  # what earlier tests left on the heap would hide what is taken here
     mesh, before = Mesh.build(world, config.parallel.tensor), status("VmRSS")
     module = build(config, mesh.tensor, CPU)
     optimizer, content = build_adamw(module, config.optimizer), deepspeed_config(config, mesh.data.size)
     engine = Engine(module, optimizer=optimizer, config=content, mesh=mesh, device=CPU)
     samples = StreamSamples(IndexedDataset(config.data.train), config.data.sequence_length, config.seed)
-    feed = Feed(samples, module.objective, config.data, config.batch, mesh.data)
+    objective = build_objective(config.objective, config.model.vocab_size)
+    feed = Feed(samples, objective, config.data, config.batch, mesh.data)
     for step in range(3):
         if step == 1:
             Path("/proc/self/clear_refs").write_text("5")
