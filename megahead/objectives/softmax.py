@@ -105,7 +105,7 @@ def candidate_scores(
 ) -> Scores:
     """Scores of the distribution `softmax_u(h_i.e_u / T + b_u)`; unlike the loss, the own bias counts."""
     loss, correct = 0.0, 0
-    for chunk, scores_nU in _score_chunks(*_promoted(outputs_ND, rows_UD), bias_U, temperature):
+    for chunk, scores_nU in _score_chunks(*promoted(outputs_ND, rows_UD), bias_U, temperature):
         own_n = own_N[chunk]
         own_scores_n = scores_nU.gather(1, own_n[:, None]).squeeze(1)
         loss += float((scores_nU.logsumexp(dim=1) - own_scores_n).double().sum())
@@ -113,7 +113,7 @@ def candidate_scores(
     return Scores(loss, correct, own_N.numel())
 
 
-def _promoted(outputs_ND: Tensor, rows_UD: Tensor) -> tuple[Tensor, Tensor]:
+def promoted(outputs_ND: Tensor, rows_UD: Tensor) -> tuple[Tensor, Tensor]:
     """Both in the type the scores are computed in: float32, or float64 if either is."""
     dtype = torch.promote_types(torch.promote_types(outputs_ND.dtype, rows_UD.dtype), torch.float32)
     return outputs_ND.to(dtype), rows_UD.to(dtype)
@@ -149,7 +149,7 @@ class _CandidateLoss(torch.autograd.Function):
         own_bias_U: Tensor | None,
     ) -> Tensor:
         with torch.autocast(outputs_ND.device.type, enabled=False):
-            outputs, rows = _promoted(outputs_ND, rows_UD)
+            outputs, rows = promoted(outputs_ND, rows_UD)
             own = _Own(rows, own_N, bias_U, own_bias_U, temperature)
             wanted = any(ctx.needs_input_grad[:2])
             grad_outputs = torch.empty_like(outputs) if wanted else None

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from megahead.distributed import Group
 from megahead.objectives import Scores
-from megahead.objectives.softmax import CHUNK_BYTES, LOWEST
+from megahead.objectives.softmax import CHUNK_BYTES, LOWEST, promoted
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def split_candidate_scores(
     A target whose score ties with the largest counts as correct.
     """
     loss, correct = 0.0, 0
-    outputs, rows = _promoted(outputs_ND, rows_wD)
+    outputs, rows = promoted(outputs_ND, rows_wD)
     for part in _softmax_chunks(outputs, rows, own_N, share.bias(bias_U), None, temperature, share, group):
         loss += float((part.top_n + part.total_n.log() - part.own_biased_n).double().sum())
         correct += int((part.own_biased_n >= part.top_n).sum())
@@ -104,11 +104,6 @@ class _Chunk(NamedTuple):
     """Place of the own candidate in this rank's table, where this rank holds it."""
     mine_n1: Tensor
     """1 where it does, else 0."""
-
-
-def _promoted(outputs_ND: Tensor, rows_wD: Tensor) -> tuple[Tensor, Tensor]:
-    dtype = torch.promote_types(torch.promote_types(outputs_ND.dtype, rows_wD.dtype), torch.float32)
-    return outputs_ND.to(dtype), rows_wD.to(dtype)
 
 
 def _softmax_chunks(
@@ -167,7 +162,7 @@ class _SplitCandidateLoss(torch.autograd.Function):
         group: Group,
     ) -> Tensor:
         with torch.autocast(outputs_ND.device.type, enabled=False):
-            outputs, rows = _promoted(outputs_ND, rows_wD)
+            outputs, rows = promoted(outputs_ND, rows_wD)
             grad_outputs, grad_rows = torch.empty_like(outputs), torch.zeros_like(rows)
             loss = outputs.new_zeros(())
             for part in _softmax_chunks(outputs, rows, own_N, bias_w, own_bias_w, temperature, share, group):
