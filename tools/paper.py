@@ -1,7 +1,7 @@
 """Regenerates a table of docs/: `python tools/paper.py EXPERIMENT --data PREFIX --tokenizer T`.
 
-PREFIX and PREFIX-validation are datasets of tools/preprocess.py (with --holdout). Runs, logs and results lie in --folder;
-a second call reuses what is finished and resumes what is not.
+PREFIX and PREFIX-validation are datasets of tools/preprocess.py (with --holdout). Runs, logs and results lie in
+--folder; a second call reuses what is finished and resumes what is not.
 """
 
 from __future__ import annotations

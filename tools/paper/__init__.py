@@ -1,0 +1,1 @@
+"""The experiments behind the tables of docs/: drivers over the normal commands."""
