@@ -18,6 +18,7 @@ import numpy as np
 
 from megahead.data.chunks import Chunk
 from megahead.data.layout import token_dtype
+from megahead.data.pieces import PIECE
 from megahead.data.tokenizer import Engine, Tokenizer, opened
 from megahead.errors import DataError
 
@@ -55,7 +56,7 @@ class Encoder:
         """With an end token after each document, and without those that a tokenizer knows no character of."""
         kept = lengths > 0
         ends = np.cumsum(lengths)[kept]
-        tokens = np.insert(tokens.astype(token_dtype(tokenizer.vocab_size)), ends, self.end_token)
+        tokens = np.insert(tokens.astype(token_dtype(tokenizer.vocab_size), copy=False), ends, self.end_token)
         return tokens, lengths[kept] + 1, text_bytes[kept]
 
 
@@ -137,7 +138,9 @@ def suitable_workers(total_bytes: int | None, cores: int) -> int:
 
 
 def _utf8_bytes(text: str) -> int:
-    return len(text) if text.isascii() else len(text.encode())
+    if text.isascii():
+        return len(text)
+    return sum(len(text[start : start + PIECE].encode()) for start in range(0, len(text), PIECE))
 
 
 def _prepare_worker() -> None:

@@ -105,9 +105,10 @@ def _cut_json_lines(path: Path, selection: Selection) -> Iterator[Chunk]:
                 raise DataError(f"`{path}:{first_line}` must be shorter than 1 GiB, but the line is longer; split it.")
             continue
         block = b"".join([*rest, head])
+        rest = [tail]  # before the block is handed out: a long document's parts are not held beside it
         yield JsonLines(str(path), first_line, block, selection, position - chunk_end)
         first_line += block.count(b"\n") + 1
-        chunk_end, rest = position, [tail]
+        chunk_end = position
     if any(rest):
         yield JsonLines(str(path), first_line, b"".join(rest), selection, position - chunk_end)
 

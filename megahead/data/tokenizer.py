@@ -16,6 +16,8 @@ import numpy as np
 import sentencepiece
 import tokenizers
 
+from megahead.data.layout import token_dtype
+from megahead.data.pieces import PIECE, pieces
 from megahead.errors import DataError
 
 Engine = Literal["fastokens", "tokenizers", "sentencepiece"]
@@ -45,11 +47,20 @@ class Tokenizer:
         return self._reference.encode(list(texts))
 
     def encode_flat(self, texts: Sequence[str]) -> tuple[Array, Array]:
-        """(ids of all texts back to back, length of each), int64 or uint32: no Python object per token."""
+        """(ids of all texts back to back, length of each): no Python object per token, a long text in pieces."""
+        if all(len(text) < 2 * PIECE for text in texts):
+            return self._encode_whole(texts)
+        parts = [np.concatenate([self._piece(piece) for piece in pieces(text, self.encode_batch)]) for text in texts]
+        return np.concatenate(parts), np.array([len(part) for part in parts], np.int64)
+
+    def _piece(self, text: str) -> Array:
+        return self._encode_whole([text])[0].astype(token_dtype(self.vocab_size))
+
+    def _encode_whole(self, texts: Sequence[str]) -> tuple[Array, Array]:
         if self._fast is not None:
             ids, bounds = self._fast.encode_batch_flat(list(texts))
             return np.frombuffer(ids, np.uint32), np.diff(np.frombuffer(bounds, np.uint64).astype(np.int64))
-        parts = self.encode_batch(texts)
+        parts = self._reference.encode(list(texts))
         lengths = np.array([len(part) for part in parts], np.int64)
         return np.concatenate([np.empty(0, np.int64), *(np.asarray(part, np.int64) for part in parts)]), lengths
 

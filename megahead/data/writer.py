@@ -142,12 +142,14 @@ class IndexedDatasetWriter:
     def _flush(self) -> None:
         if not self._waiting:
             return
-        tokens = np.concatenate(self._waiting)
-        data = tokens.tobytes()
-        self._bin.write(data)
-        self._digest.update(data)
-        self._counts += np.bincount(tokens, minlength=self.vocab_size)
+        tokens = np.concatenate(self._waiting) if len(self._waiting) > 1 else self._waiting[0]
         self._waiting, self._waiting_tokens = [], 0
+        for start in range(0, len(tokens), FLUSH_TOKENS):
+            part = tokens[start : start + FLUSH_TOKENS]
+            data = part.tobytes()
+            self._bin.write(data)
+            self._digest.update(data)
+            self._counts += np.bincount(part, minlength=self.vocab_size)
 
     def _layout(self) -> IndexLayout:
         return IndexLayout(self.dtype, len(self._lengths), self.num_documents + 1)
