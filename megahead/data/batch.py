@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,12 +31,15 @@ class Batch:
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
         """The same batch on `device`."""
+        return self._mapped(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
-        def move(tensor: Tensor) -> Tensor:
-            return tensor.to(device, non_blocking=non_blocking)
+    def pinned(self) -> Batch:
+        """The same in page-locked memory, from which a CUDA device copies while the host goes on."""
+        return self._mapped(Tensor.pin_memory)
 
-        positions_BT = None if self.positions_BT is None else move(self.positions_BT)
-        return Batch(move(self.input_ids_BT), positions_BT, move(self.target_index_N), move(self.target_ids_N))
+    def _mapped(self, change: Callable[[Tensor], Tensor]) -> Batch:
+        positions_BT = None if self.positions_BT is None else change(self.positions_BT)
+        return Batch(change(self.input_ids_BT), positions_BT, change(self.target_index_N), change(self.target_ids_N))
 
 
 def causal_batch(rows: Array, *, end_token: int, isolate_documents: bool, boundary_targets: bool) -> Batch:

@@ -3,6 +3,7 @@
 from megahead.estimate.flops import FlopsPerToken, training_flops
 from megahead.estimate.memory import RankMemory, candidate_rows, expected_candidates, rank_memory, rank_parameters
 from megahead.estimate.parameters import ParameterCounts, count_parameters
+from megahead.estimate.peaks import peak_flops
 
 __all__ = [
     "FlopsPerToken",
@@ -11,6 +12,7 @@ __all__ = [
     "candidate_rows",
     "count_parameters",
     "expected_candidates",
+    "peak_flops",
     "rank_memory",
     "rank_parameters",
     "training_flops",

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,26 @@ class Candidates:
 
         own_N = self.own_N.to(device, non_blocking=True)
         return Candidates(move(self.ids_U), move(self.bias_U), own_N, move(self.own_bias_U), self.constant)
+
+    def pinned(self) -> Candidates:
+        """The same in page-locked memory, from which a CUDA device copies while the host goes on."""
+
+        def pin(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else tensor.pin_memory()
+
+        return Candidates(
+            pin(self.ids_U), pin(self.bias_U), self.own_N.pin_memory(), pin(self.own_bias_U), self.constant
+        )
+
+    def padded(self, multiple: int) -> Candidates:
+        """As many rows as the next multiple, those added with the bias -inf: fewer shapes for a device to meet."""
+        missing = 0 if self.ids_U is None else -self.ids_U.numel() % multiple
+        if self.ids_U is None or missing == 0:
+            return self
+        bias_U = torch.zeros(self.ids_U.numel(), dtype=torch.float64) if self.bias_U is None else self.bias_U
+        own_bias_U = None if self.own_bias_U is None else F.pad(self.own_bias_U, (0, missing))
+        ids_U, bias_U = F.pad(self.ids_U, (0, missing)), F.pad(bias_U, (0, missing), value=-torch.inf)
+        return Candidates(ids_U, bias_U, self.own_N, own_bias_U, self.constant)
 
 
 def unique_candidates(target_ids_N: Tensor) -> Candidates:

@@ -10,6 +10,9 @@ from torch import Tensor
 from megahead.data import Batch
 from megahead.objectives import Candidates
 
+CANDIDATE_MULTIPLE = 512
+"""Candidates of a group on a CUDA device: whole blocks of the kernels, and allocations that come back."""
+
 
 @dataclass(frozen=True)
 class MicroBatch:
@@ -26,6 +29,13 @@ class MicroBatch:
     def to(self, device: torch.device) -> MicroBatch:
         candidates = tuple(group.to(device) for group in self.candidates)
         return MicroBatch(self.batch.to(device, non_blocking=True), candidates, self.loss_scale)
+
+    def staged(self, device: torch.device) -> MicroBatch:
+        """The same loss, still on the CPU, made ready for `device`: for CUDA pinned, with candidates in few shapes."""
+        if device.type != "cuda":
+            return self
+        candidates = tuple(group.padded(CANDIDATE_MULTIPLE).pinned() for group in self.candidates)
+        return MicroBatch(self.batch.pinned(), candidates, self.loss_scale)
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from megahead.pretraining.batch import MicroBatch, StepBatches
 from megahead.pretraining.groups import Candidacy
 
 T = TypeVar("T")
+CPU = torch.device("cpu")
 
 
 class Feed:
@@ -25,7 +26,8 @@ class Feed:
 
     Micro-step k of the global batch is cut in rank order: rank r of R reads `micro_size` consecutive samples from
     `first + (k * R + r) * micro_size`. `group` must be free for use from another thread (`Group.side_channel`).
-    `group_samples` consecutive samples share candidates (None: those of a micro-batch); `seed` decides what is drawn.
+    `group_samples` consecutive samples share candidates (None: those of a micro-batch); `seed` decides what is drawn;
+    what comes out lies on the CPU, staged for `device`.
     """
 
     def __init__(
@@ -38,12 +40,14 @@ class Feed:
         *,
         group_samples: int | None = None,
         seed: int = 0,
+        device: torch.device = CPU,
     ) -> None:
         self._samples = samples
         self._candidacy = Candidacy(objective, group_samples or batch.micro_size, batch.micro_size, seed)
         self._data = data
         self._batch = batch
         self._group = group
+        self._device = device
 
     def steps(self, first_sample: int) -> Generator[StepBatches, None, None]:
         """The batches of optimizer steps from sample `first_sample` on, without end. Collective over the group."""
@@ -63,7 +67,8 @@ class Feed:
         scale = ranks * accumulation / max(targets, 1)
         candidates = self._candidacy.choose(first_sample, batches, sizes_RA, self._group)
         micro_batches = [MicroBatch(*pair, scale) for pair in zip(batches, candidates, strict=True)]
-        return StepBatches(micro_batches, targets, _mean_candidates(micro_batches))
+        staged = [micro.staged(self._device) for micro in micro_batches]
+        return StepBatches(staged, targets, _mean_candidates(micro_batches))
 
     def _read(self, start: int, count: int) -> Batch:
         return causal_batch(

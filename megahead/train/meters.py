@@ -16,16 +16,18 @@ from megahead.config import RunConfig
 from megahead.evaluate import HeldOut
 from megahead.train.state import TrainingState
 from megahead.train.step import StepReport
+from megahead.train.utilization import Utilization
 
 
 class Meters:
     """Gathers steps between two log lines; means over them are what is written."""
 
-    def __init__(self, config: RunConfig, *, active: bool) -> None:
+    def __init__(self, config: RunConfig, *, active: bool, utilization: Utilization | None = None) -> None:
         self._folder = Path(config.folder())
         self._total_steps = config.training.steps
         self._log_seconds = config.training.log_seconds
         self._active = active
+        self._utilization = utilization
         self._reports: list[StepReport] = []
         self._tokens_logged: int | None = None
         self._seconds_logged = 0.0
@@ -104,15 +106,18 @@ class Meters:
         reports = self._reports
         seconds = max(state.seconds - self._seconds_logged, 1e-9)
         mean_loss = sum(r.loss for r in reports) / len(reports)
-        return {
+        candidates = sum(r.candidates for r in reports) / len(reports)
+        speed = (state.tokens - (self._tokens_logged or 0)) / seconds
+        scalars = {
             "loss": mean_loss,
             "learning_rate": reports[-1].learning_rate,
             "gradient_norm": sum(r.grad_norm for r in reports) / len(reports),
-            "tokens_per_second": (state.tokens - (self._tokens_logged or 0)) / seconds,
+            "tokens_per_second": speed,
             "step_seconds": seconds / len(reports),
-            "candidates": sum(r.candidates for r in reports) / len(reports),
+            "candidates": candidates,
             "skipped_steps": state.skipped_steps,
         }
+        return scalars | (self._utilization.of(speed, candidates) if self._utilization else {})
 
     def _record(self, state: TrainingState, fields: Mapping[str, Any]) -> None:
         where = {"step": state.step, "tokens": state.tokens, "seconds": round(state.seconds, 3)}
@@ -128,6 +133,8 @@ class Meters:
             f"|g| {scalars['gradient_norm']:.2f}",
             f"{thousands(scalars['tokens_per_second'])} tokens/s",
         ]
+        if "mfu" in scalars:
+            parts.append(f"MFU {scalars['mfu']:.1%}")
         if scalars["candidates"]:
             parts.append(f"{scalars['candidates']:,.0f} candidates")
         return "  ".join([*parts, f"ETA {duration(remaining)}"])

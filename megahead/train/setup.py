@@ -25,6 +25,7 @@ from megahead.train.meters import Meters
 from megahead.train.persistence import agreed_group, find_resume, resume_from, save, start_from
 from megahead.train.state import TrainingState
 from megahead.train.texts import Texts, open_texts
+from megahead.train.utilization import Utilization
 
 
 def pretrain(config: RunConfig, launch: Launch, resume: str = "auto") -> Ending:
@@ -40,7 +41,7 @@ def pretrain(config: RunConfig, launch: Launch, resume: str = "auto") -> Ending:
     checkpoint = find_resume(resume, Path(config.folder()))
     state = TrainingState(config.model.padded_vocab_size(), agreed_group(config, mesh.data.size, checkpoint))
     texts.note_counts(state)
-    feed = _feed(config, texts, state, mesh)
+    feed = _feed(config, texts, state, mesh, device)
     engine = _engine(config, deepspeed, mesh, device)
     world, data = mesh.world.side_channel(), mesh.data.side_channel()
     if checkpoint is not None:
@@ -48,7 +49,7 @@ def pretrain(config: RunConfig, launch: Launch, resume: str = "auto") -> Ending:
 
     if world.rank == 0:
         _prepare_folder(config)
-    meters = Meters(config, active=world.rank == 0)
+    meters = Meters(config, active=world.rank == 0, utilization=Utilization.on(device, config, world.size))
     facts = [*describe_run(config, world.size, state.group_samples), *texts.describe(config)]
     meters.banner([*facts, ("on", f"{world.size} x {device.type}")], resumed=checkpoint)
     run = Training(
@@ -69,7 +70,7 @@ def pretrain(config: RunConfig, launch: Launch, resume: str = "auto") -> Ending:
     return ending
 
 
-def _feed(config: RunConfig, texts: Texts, state: TrainingState, mesh: Mesh) -> Feed:
+def _feed(config: RunConfig, texts: Texts, state: TrainingState, mesh: Mesh, device: torch.device) -> Feed:
     """Micro-batches with their candidates, prepared over a connection of its own."""
     return Feed(
         texts.samples,
@@ -79,6 +80,7 @@ def _feed(config: RunConfig, texts: Texts, state: TrainingState, mesh: Mesh) -> 
         mesh.data.side_channel(),
         group_samples=state.group_samples,
         seed=config.seed,
+        device=device,
     )
 
 

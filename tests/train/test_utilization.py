@@ -1,0 +1,35 @@
+"""The log's share of the peak."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from small_run import small_config
+
+from megahead.estimate import peak_flops, training_flops
+from megahead.train.utilization import Utilization
+
+
+def test_peaks_by_the_names_that_devices_have() -> None:
+    assert peak_flops("NVIDIA H100 80GB HBM3", "bf16") == 989e12
+    assert peak_flops("NVIDIA H100 PCIe", "bf16") == 756e12
+    assert peak_flops("NVIDIA A100-SXM4-80GB", "fp16") == 312e12
+    assert peak_flops("NVIDIA GeForce RTX 4090", "bf16") == 165e12
+    assert peak_flops("NVIDIA H200", "fp32") is None
+    assert peak_flops("cpu", "bf16") is None
+
+
+def test_share_of_the_peak(tmp_path: Path) -> None:
+    config = small_config(tmp_path, {})
+    per_token = training_flops(config.model, config.data.sequence_length, 50).total
+    told = Utilization(config, devices=4, device_peak=per_token * 1000).of(tokens_per_second=2000, candidates=50)
+    assert told == {"flops_per_second": pytest.approx(per_token * 500), "mfu": pytest.approx(0.5)}
+
+
+def test_a_cpu_has_no_stated_peak_and_vanilla_scores_every_row(tmp_path: Path) -> None:
+    config = small_config(tmp_path, {"objective.name": "vanilla"})
+    told = Utilization.on(torch.device("cpu"), config, 1).of(1.0, 0)
+    rows = config.model.padded_vocab_size()
+    assert told == {"flops_per_second": training_flops(config.model, config.data.sequence_length, rows).total}

@@ -1,0 +1,71 @@
+"""Profiles training steps: a table of what takes the time, and a trace to look at.
+
+tools/profile_step.py --config configs/demo-headless.yaml [--set a.b=c] [--steps 3] [--output trace.json.gz]
+
+Open the trace at https://ui.perfetto.dev or chrome://tracing (both work on the file alone, nothing is sent). A step is
+that of tools/bench_step.py: forward, backward, clipping, update; the first ones are warm-up and not recorded.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+from bench_step import Contender, token_rows
+from rich.console import Console
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from megahead.config import load_config
+from megahead.errors import run_command
+from megahead.report import to_rich
+
+WARM_UP = 2
+
+
+def main() -> None:
+    arguments = _parser().parse_args()
+    config = load_config(arguments.config, arguments.set)
+    device = torch.device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    rows = token_rows(config, arguments.data, count=WARM_UP + arguments.steps)
+    run = Contender(config, config.objective.name, device, config.engine.precision, rows)
+    for index in range(WARM_UP):
+        run.step(index)
+    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device.type == "cuda" else [])
+    with profile(activities=activities, record_shapes=True) as recorded:
+        for index in range(WARM_UP, WARM_UP + arguments.steps):
+            with record_function(f"step {index - WARM_UP + 1}"):
+                run.step(index)
+    arguments.output.parent.mkdir(parents=True, exist_ok=True)
+    recorded.export_chrome_trace(str(arguments.output))
+    console = Console(highlight=False)
+    console.print(to_rich(_heaviest(recorded, device, arguments.steps)))
+    console.print(f"wrote {arguments.output}: open it at https://ui.perfetto.dev", soft_wrap=True)
+
+
+def _heaviest(recorded: profile, device: torch.device, steps: int, count: int = 15) -> list[dict[str, object]]:
+    """The operations that take most time themselves, in ms a step."""
+    kind = "device" if device.type == "cuda" else "cpu"
+    events = [event for event in recorded.key_averages() if not event.key.startswith("step ")]
+    times = {event.key: (getattr(event, f"self_{kind}_time_total") / 1e3 / steps, event.count) for event in events}
+    total = sum(time for time, _ in times.values())
+    ranked = sorted(times.items(), key=lambda item: -item[1][0])[:count]
+    return [
+        {"operation": name, "ms a step": round(time, 2), "share": f"{time / total:.0%}", "calls": calls // steps}
+        for name, (time, calls) in ranked
+    ]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", required=True, help="a run's YAML file")
+    parser.add_argument("--set", action="append", default=[], metavar="a.b=c", help="override one setting")
+    parser.add_argument("--data", metavar="PREFIX", help="dataset (default: the config's)")
+    parser.add_argument("--steps", type=int, default=3, help="steps to record (default: 3)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: CUDA where it is there")
+    parser.add_argument("--output", type=Path, default=Path("trace.json.gz"), help="default: trace.json.gz")
+    return parser
+
+
+if __name__ == "__main__":
+    run_command(main)
