@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import orjson
-import pyarrow as pa
 
 from megahead.data.selection import Selection, Unfit
 from megahead.errors import DataError
@@ -91,7 +90,9 @@ class Rows:
 
     def parse(self) -> Parsed:
         """One document a row."""
-        rows = pa.ipc.open_stream(self.stream).read_all().to_pylist()
+        import pyarrow.ipc  # here, because lines of JSON, the common case, need none of it
+
+        rows = pyarrow.ipc.open_stream(self.stream).read_all().to_pylist()
         return _parse_records(self.path, enumerate(rows, self.first_row), self.selection.text)
 
 

@@ -23,7 +23,7 @@ from megahead.errors import FieldError
 
 END_TOKEN = "<|endoftext|>"
 PROBE_DOCUMENTS = 64
-PROBE_CHARACTERS = 2_000
+PROBE_CHARACTERS = 1_000
 PLACES_KEPT = 100
 Array = np.ndarray[Any, Any]
 

@@ -6,13 +6,14 @@ A new kind of input is a chunk (`megahead.data.chunks`) and a function that cuts
 from __future__ import annotations
 
 import glob
+import importlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 from megahead.data.chunks import Chunk, JsonLines, TextFile
 from megahead.data.selection import Selection
-from megahead.data.tables import cut_arrow, cut_parquet, saved_dataset_files
 from megahead.data.unpacking import STANDARD_INPUT, read_blocks
 from megahead.errors import DataError
 
@@ -78,8 +79,8 @@ def _input(path: Path) -> Input:
     if path == STANDARD_INPUT:
         return Input(path, (path,), "stdin", 0, _cut_json_lines)
     if path.is_dir():
-        files = tuple(saved_dataset_files(path))
-        return Input(path, files, path.name, sum(_size(file) for file in files), cut_arrow)
+        files = tuple(_tables().saved_dataset_files(path))
+        return Input(path, files, path.name, sum(_size(file) for file in files), _cut_arrow)
     for ending, cut in KINDS.items():
         if path.name.endswith(ending):
             return Input(path, (path,), path.name.removesuffix(ending), _size(path), cut)
@@ -125,6 +126,19 @@ def _cut_text(path: Path, selection: Selection) -> Iterator[Chunk]:
     yield TextFile(str(path), b"".join(parts), path.stat().st_size)
 
 
+def _cut_parquet(path: Path, selection: Selection) -> Iterator[Chunk]:
+    yield from _tables().cut_parquet(path, selection)
+
+
+def _cut_arrow(path: Path, selection: Selection) -> Iterator[Chunk]:
+    yield from _tables().cut_arrow(path, selection)
+
+
+def _tables() -> ModuleType:
+    """Loaded for tables alone: pyarrow takes longer than a small file of JSON lines."""
+    return importlib.import_module("megahead.data.tables")
+
+
 LINES_AND_TEXTS: dict[str, Cutter] = {".jsonl": _cut_json_lines, ".txt": _cut_text}
-TABLES: dict[str, Cutter] = {".parquet": cut_parquet, ".arrow": cut_arrow}
+TABLES: dict[str, Cutter] = {".parquet": _cut_parquet, ".arrow": _cut_arrow}
 KINDS = {f"{kind}{packed}": cut for kind, cut in LINES_AND_TEXTS.items() for packed in ("", ".gz", ".zst")} | TABLES
