@@ -1,0 +1,69 @@
+"""The doctor finds what is wrong, and says what to do."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from pathlib import Path
+
+import doctor
+import pytest
+import torch
+from commands import call
+
+
+def test_this_machine_is_ready_to_train(tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        free = probe.getsockname()[1]
+    done = call(sys.executable, "tools/doctor.py", "--output-dir", str(tmp_path), "--port", str(free))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "ready to train" in done.stdout
+    for subject in ("Python", "torch", "deepspeed", "GPU", "disk", "shared memory", "collectives"):
+        assert subject in done.stdout
+    assert torch.__version__ in done.stdout
+
+
+def test_a_port_that_is_taken() -> None:
+    with socket.socket() as holder:
+        holder.bind(("", 0))
+        holder.listen()
+        finding = doctor.port(holder.getsockname()[1])
+    assert finding.state == "problem"
+    assert "--master_port" in finding.advice
+
+
+def test_a_package_that_is_missing_or_does_not_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "broken_package.py").write_text("raise OSError('libcudart.so.12: cannot open')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert doctor.package("no_such_package", "note", "install it").state == "note"
+    finding = doctor.package("broken_package", "problem", "install it")
+    assert (finding.state, finding.found) == ("problem", "OSError: libcudart.so.12: cannot open")
+
+
+def test_hosts_of_a_hostfile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "hostfile"
+    path.write_text("# nodes\nlocalhost slots=2\nnowhere.invalid slots=8\nlocalhost\n")
+    monkeypatch.setattr(
+        socket, "gethostbyname", lambda name: {"localhost": "127.0.0.1"}[name] if "." not in name else _no()
+    )
+    findings = list(doctor.hosts(path))
+    assert [finding.subject for finding in findings] == ["host localhost", "host nowhere.invalid", "hostfile"]
+    assert [finding.state for finding in findings[1:]] == ["problem", "problem"]
+    assert findings[2].advice == "write HOST slots=N"
+    assert next(iter(doctor.hosts(tmp_path / "none"))).state == "problem"
+
+
+def test_a_host_that_answers_and_one_that_does_not() -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        address = listener.getsockname()
+        answers = doctor.host("localhost", lambda _, timeout: socket.create_connection(address, timeout))
+    assert answers.state == "ok"
+    refused = doctor.host("localhost", lambda _, timeout: socket.create_connection(address, timeout))
+    assert (refused.state, "srun" in refused.advice) == ("note", True)
+
+
+def _no() -> str:
+    raise OSError("Name or service not known")
