@@ -34,6 +34,7 @@ def pretrain(config: RunConfig, launch: Launch, resume: str = "auto") -> Ending:
     `resume`: `auto` continues from the newest checkpoint in the run's folder if there is one, `never` refuses a
     folder that has one, anything else is the checkpoint to continue from.
     """
+    torch.set_flush_denormal(True)  # moments of rare tokens' rows decay to numbers with which CPUs are far slower
     device = choose_device(config.engine.device, launch.local_rank)
     texts = open_texts(config)
     mesh = Mesh.build(connect(launch, device, config.engine.timeout_seconds), config.parallel.tensor)
