@@ -10,7 +10,6 @@ in every language at hand. Runs that `--output` holds are not made again: an int
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
@@ -22,8 +21,7 @@ from megahead.convert import hf_folder
 from megahead.errors import FieldError, run_command
 from megahead.evaluate.finetuning import (
     XNLI_LANGUAGES,
-    Contest,
-    EpochScores,
+    Comparison,
     FineTuning,
     Outcome,
     Outcomes,
@@ -36,16 +34,17 @@ from megahead.evaluate.finetuning import (
     paper_settings,
     summarise,
 )
+from megahead.evaluate.finetuning.comparison import told
 from megahead.evaluate.finetuning.settings import LossName
 from megahead.report.tables import to_rich
-
-TRAINING_COST = 3  # a row that is trained on costs as much as three that are tested
 
 
 def main() -> None:
     arguments = _parser().parse_args()
-    if arguments.seeds < 1:
-        raise FieldError("--seeds", "be at least 1", got=arguments.seeds)
+    for name in ("seeds", "max_train_rows", "threads"):
+        value = getattr(arguments, name)
+        if value is not None and value < 1:
+            raise FieldError(f"--{name.replace('_', '-')}", "be at least 1", got=value)
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     sources = Sources(arguments.data)
@@ -54,7 +53,7 @@ def main() -> None:
     if arguments.floor:
         starts.append(Starting("random weights", starts[0].folder, random_weights=True))
     console = Console(highlight=False, soft_wrap=True)
-    outcomes = Runs(starts, tasks, arguments.seeds, Outcomes(arguments.output), console).all()
+    outcomes = Comparison(starts, tasks, range(arguments.seeds), Outcomes(arguments.output)).run(console.print)
     console.print(to_rich(table(outcomes), title="percent, mean ± deviation over seeds (best epochs)"))
     console.print(f"\nwrote {arguments.output}")
 
@@ -70,72 +69,6 @@ def load(name: str, sources: Sources, arguments: argparse.Namespace) -> tuple[Ta
     return load_task(name, sources, max_train_rows=arguments.max_train_rows, languages=languages), settings
 
 
-class Runs:
-    """All models x tasks x seeds; those kept are taken, the others made, with a line for each epoch."""
-
-    def __init__(
-        self,
-        starts: Sequence[Starting],
-        tasks: Sequence[tuple[TaskData, FineTuning]],
-        seeds: int,
-        kept: Outcomes,
-        console: Console,
-    ) -> None:
-        self._starts, self._tasks, self._seeds, self._kept, self._console = starts, tasks, range(seeds), kept, console
-        self._work = sum(
-            epoch_cost(data) * settings.epochs
-            for start in starts
-            for data, settings in tasks
-            for seed in self._seeds
-            if kept.find(start, data, settings, seed) is None
-        )
-        self._done, self._begin = 0, time.monotonic()
-
-    def all(self) -> list[Outcome]:
-        """Every outcome asked for, model by model."""
-        return [
-            outcome
-            for start in self._starts
-            for data, settings in self._tasks
-            for outcome in self._task(start, data, settings)
-        ]
-
-    def _task(self, start: Starting, data: TaskData, settings: FineTuning) -> list[Outcome]:
-        found = {seed: self._kept.find(start, data, settings, seed) for seed in self._seeds}
-        missing = [seed for seed in self._seeds if found[seed] is None]
-        contest = Contest(start, data, settings) if missing else None
-        for seed in missing if contest else ():
-            epochs: list[EpochScores] = []
-            for epoch in contest.run(seed):
-                epochs.append(epoch)
-                self._done += epoch_cost(data)
-                self._console.print(self._line(start, data, settings, seed, epochs))
-            found[seed] = self._kept.add(start, data, settings, seed, epochs)
-        return [outcome for outcome in found.values() if outcome]
-
-    def _line(
-        self, start: Starting, data: TaskData, settings: FineTuning, seed: int, epochs: Sequence[EpochScores]
-    ) -> str:
-        """Where a run stands, how fast it is, and how long everything will still take."""
-        last = epochs[-1]
-        test, metrics = next(iter(last.scores.items()))
-        score = f"{data.task.metric} {100 * metrics[data.task.metric]:.1f}" + (
-            "" if test in data.name else f" ({test})"
-        )
-        left = (time.monotonic() - self._begin) * (self._work - self._done) / self._done
-        return (
-            f"{start.name}: {data.name}, seed {seed}, epoch {len(epochs)}/{settings.epochs}: loss {last.loss:.3f}, "
-            f"{score}, {len(data.train) / last.seconds:,.0f} rows/s; {self._done / self._work:.0%} of all runs done, "
-            f"{minutes(left)} left"
-        )
-
-
-def epoch_cost(data: TaskData) -> int:
-    """An epoch's work in characters read."""
-    trained, tested = data.characters()
-    return TRAINING_COST * trained + tested
-
-
 def table(outcomes: Sequence[Outcome]) -> list[dict[str, object]]:
     """A row for each metric of a task, a column for each model, and a last row of training time."""
     rows: dict[tuple[str, str, str], dict[str, object]] = {}
@@ -148,7 +81,7 @@ def table(outcomes: Sequence[Outcome]) -> list[dict[str, object]]:
             names = {"task": task, "test": test, "metric": summary.metric}
             rows.setdefault((task, test, summary.metric), {**names})[model] = cell(summary)
         time_row = rows.setdefault(("training", "", ""), {"task": "training"})
-        time_row[model] = minutes(sum(outcome.seconds() for outcome in mine))
+        time_row[model] = told(sum(outcome.seconds() for outcome in mine))
     rows["training", "", ""] = rows.pop(("training", "", ""))
     return list(rows.values())
 
@@ -159,12 +92,6 @@ def cell(summary: Summary) -> str:
     spread = "" if deviation is None else f" ± {100 * deviation:.1f}"
     epochs = f" ({' '.join(map(str, summary.epochs))})" if summary.epochs else ""
     return f"{100 * summary.mean():.1f}{spread}{epochs}"
-
-
-def minutes(seconds: float) -> str:
-    """A duration for people."""
-    whole = round(seconds)
-    return f"{whole} s" if whole < 100 else f"{whole // 60} min {whole % 60} s"
 
 
 def _parser() -> argparse.ArgumentParser:

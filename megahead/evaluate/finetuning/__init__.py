@@ -3,6 +3,7 @@
 Needs transformers, whose import costs seconds: imported by name, not with `megahead.evaluate`.
 """
 
+from megahead.evaluate.finetuning.comparison import Comparison
 from megahead.evaluate.finetuning.loading import Sources, TaskData, expand, load_task
 from megahead.evaluate.finetuning.loop import EpochScores
 from megahead.evaluate.finetuning.outcome import Outcome, Outcomes, Summary, summarise
@@ -13,6 +14,7 @@ from megahead.evaluate.finetuning.tasks import TASKS, XNLI_LANGUAGES
 __all__ = [
     "TASKS",
     "XNLI_LANGUAGES",
+    "Comparison",
     "Contest",
     "EpochScores",
     "FineTuning",

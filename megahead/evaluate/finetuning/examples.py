@@ -26,9 +26,9 @@ class Example:
     label: float
     """The right class or choice; a number on a scale for regression."""
 
-    def characters(self) -> int:
-        """How much there is to read."""
-        return sum(len(self.first) + len(second or "") for second in self.seconds)
+    def characters(self, at_most: int) -> int:
+        """How much there is to read, `at_most` so much of a sequence."""
+        return sum(min(len(self.first) + len(second or ""), at_most) for second in self.seconds)
 
 
 def tsv(**columns: str | int) -> Reader:

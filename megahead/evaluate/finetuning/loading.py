@@ -6,6 +6,7 @@ import hashlib
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from megahead.errors import DataError, FieldError
@@ -28,11 +29,7 @@ class TaskData:
     halved: bool
     """Whether there was no training split, so that half of the test split trained."""
 
-    def characters(self) -> tuple[int, int]:
-        """How much there is to read in training and in testing."""
-        tested = (example for examples in self.tests.values() for example in examples)
-        return sum(example.characters() for example in self.train), sum(example.characters() for example in tested)
-
+    @cached_property
     def stamp(self) -> str:
         """Changes with any example."""
         content = repr((self.train, sorted(self.tests.items())))

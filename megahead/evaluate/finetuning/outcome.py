@@ -140,5 +140,5 @@ def _key(start: Starting, data: TaskData, settings: FineTuning, seed: int) -> di
         "seed": seed,
         "settings": asdict(settings),
         "weights": "random" if start.random_weights else stamp_model(start.folder),
-        "data": data.stamp(),
+        "data": data.stamp,
     }
