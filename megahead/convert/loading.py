@@ -12,6 +12,7 @@ import torch
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForMaskedLM,
     AutoModelForSequenceClassification,
     GPTNeoXModel,
     PreTrainedTokenizerFast,
@@ -36,6 +37,11 @@ def load_causal(folder: Path, dtype: torch.dtype = torch.float32, *, stream_to: 
 def load_backbone(folder: Path, dtype: torch.dtype = torch.float32, *, stream_to: Path | None = None) -> Any:
     """The headless model in `folder`; CheckpointError when its weights are not exactly its own."""
     return _load(GPTNeoXModel, folder, dtype, _offload(_BACKBONE, stream_to))
+
+
+def load_masked(folder: Path) -> Any:
+    """The masked language model in `folder` in fp32; CheckpointError when its weights are not exactly its own."""
+    return _load(AutoModelForMaskedLM, folder, torch.float32, {})
 
 
 def load_classifier(folder: Path, outputs: int, padding_id: int, *, random_weights: bool = False) -> Any:

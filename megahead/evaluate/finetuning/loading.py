@@ -51,9 +51,8 @@ class Sources:
         task = TASKS[name]
         if self.folder is None:
             repository, configuration, test = task.hub
-            return _hub_rows(self.hub + repository, configuration, "train"), _hub_rows(
-                self.hub + repository, configuration, test
-            )
+            repository = self.hub + repository
+            return _hub_rows(repository, configuration, "train"), _hub_rows(repository, configuration, test)
         trained = (form for form in task.files if self._have(form.train) and self._have(form.test))
         form = next(trained, None) or next((form for form in task.files if self._have(form.test)), None)
         if form is None:
