@@ -25,7 +25,7 @@ def test_runs_share_panels(tmp_path: Path) -> None:
     assert [record["step"] for record in runs[0].training] == [1]
     points = [point for run in runs for point in logged_points(run)]
     figure = draw_task_curves(points[::-1])
-    titles = [axes.get_title() for axes in figure.axes]
+    titles = [axes.get_title(loc="left") for axes in figure.axes]
     assert titles == ["sciq  ·  acc", "sciq  ·  acc_norm", "lambada_openai  ·  perplexity"]
     assert figure.axes[2].get_yscale() == "log"
     (later, earlier) = (container[0] for container in figure.axes[0].containers)
