@@ -2,6 +2,9 @@
 
 tools/eval_harness.py --model runs/headless runs/vanilla --data data --tasks lambada_openai,sciq --output scores.json
 
+Checkpoints of runs along their training make a curve over tokens:
+tools/eval_harness.py --model runs/headless/checkpoints/step-* --data data --tasks sciq --curve sciq.png
+
 An interrupted call goes on where it was: results in `--output` are not computed again. lm-eval's own command line
 gives the same numbers: write its definitions with `--write-tasks DIR`, then
 lm_eval run --model hf --model_args pretrained=EXPORT,dtype=float32 --include_path DIR/tasks --tasks sciq
@@ -17,11 +20,12 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from megahead.convert import hf_folder
+from megahead.convert import hf_folder, origin
 from megahead.errors import FieldError, run_command
 from megahead.evaluate.harness import evaluate_tasks
 from megahead.evaluate.results import HarnessResult, ResultsFile, Score
 from megahead.evaluate.tasks import TASKS, task_files, write_tasks
+from megahead.report.task_curves import TaskPoint, save_task_curves
 
 PAPER = [
     "lambada_openai",
@@ -48,6 +52,7 @@ def main() -> None:
         console.print(f"wrote {write_tasks(files, arguments.write_tasks)}", soft_wrap=True)
     kept = ResultsFile(arguments.output)
     folders = {model: hf_folder(model) for model in arguments.model}
+    curve = [origin(folder) for folder in folders.values()] if arguments.curve else []
     results = [
         evaluate_model(model, folder, files, kept, arguments.limit, arguments.batch_size)
         for model, folder in folders.items()
@@ -56,6 +61,11 @@ def main() -> None:
         console.print(table(results))
     if arguments.output and results:
         console.print(f"wrote {arguments.output}", soft_wrap=True)
+    if curve:
+        points = [
+            TaskPoint(place.run, place.tokens, result.tasks) for place, result in zip(curve, results, strict=True)
+        ]
+        console.print(f"wrote {save_task_curves(points, arguments.curve)}", soft_wrap=True)
 
 
 def evaluate_model(
@@ -108,6 +118,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--limit", type=int, metavar="N", help="only the first N examples of each task")
     parser.add_argument("--batch-size", type=int, metavar="N", help="examples at once (default: what fits memory)")
     parser.add_argument("--output", type=Path, metavar="JSON", help="keep results there, and go on from them")
+    parser.add_argument("--curve", type=Path, metavar="PNG", help="draw the models' scores over the tokens they read")
     parser.add_argument(
         "--write-tasks", type=Path, metavar="DIR", help="also write the tasks for lm-eval's command line"
     )

@@ -1,6 +1,8 @@
 """Draws the curves of one or several runs into one PNG.
 
 tools/plot.py runs/headless runs/vanilla --output curves.png
+
+Runs that evaluated tasks while they trained (`tasks` of the config) get a second one, curves-tasks.png.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from rich.console import Console
 
 from megahead.errors import run_command
 from megahead.report import RunMetrics, read_metrics, save_curves, to_rich
+from megahead.report.task_curves import logged_points, save_task_curves
 
 
 def main() -> None:
@@ -26,6 +29,10 @@ def main() -> None:
     console = Console()
     console.print(to_rich([last_values(run) for run in runs]))
     console.print(f"wrote {output}", soft_wrap=True, highlight=False)
+    points = [point for run in runs for point in logged_points(run)]
+    if points:
+        drawn = save_task_curves(points, output.with_name(f"{output.stem}-tasks{output.suffix}"))
+        console.print(f"wrote {drawn}", soft_wrap=True, highlight=False)
 
 
 def last_values(run: RunMetrics) -> dict[str, object]:

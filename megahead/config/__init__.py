@@ -8,6 +8,7 @@ from megahead.config.model import NAMED_SIZES, ModelConfig
 from megahead.config.objective import ObjectiveConfig, resolve_group
 from megahead.config.parallel import ParallelConfig
 from megahead.config.run import InitConfig, RunConfig, TrainingConfig
+from megahead.config.tasks import TasksConfig
 from megahead.config.training import EngineConfig, OptimizerConfig, ScheduleConfig
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "ParallelConfig",
     "RunConfig",
     "ScheduleConfig",
+    "TasksConfig",
     "TrainingConfig",
     "config_from_dict",
     "deepspeed_config",

@@ -12,6 +12,7 @@ from megahead.config.data import DataConfig
 from megahead.config.model import ModelConfig
 from megahead.config.objective import ObjectiveConfig
 from megahead.config.parallel import ParallelConfig
+from megahead.config.tasks import TasksConfig
 from megahead.config.training import EngineConfig, OptimizerConfig, ScheduleConfig
 from megahead.errors import ConfigError
 
@@ -74,6 +75,7 @@ class RunConfig(Settings):
     parallel: ParallelConfig = ParallelConfig()
     engine: EngineConfig = EngineConfig()
     init: InitConfig | None = None
+    tasks: TasksConfig | None = None
 
     @model_validator(mode="after")
     def _fits_together(self) -> RunConfig:
@@ -94,6 +96,8 @@ class RunConfig(Settings):
                 f"leave its warm-up and decay within training.steps ({self.training.steps})",
                 got=f"{self.schedule.warmup_steps} + {self.schedule.decay_steps or 0}",
             )
+        if self.tasks and self.data.tokenizer is None:
+            raise ConfigError("data.tokenizer", "name the tokenizer that `tasks` are read with", got="missing")
         if self.init and self.init.mode in ("finetune", "probe") and self.objective.head() != "trained":
             raise ConfigError(
                 "init.mode",

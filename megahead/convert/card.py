@@ -9,6 +9,7 @@ from pathlib import Path
 import tokenizers
 
 from megahead.convert.heads import Head
+from megahead.convert.provenance import code_version, dataset_names, held_out
 from megahead.convert.source import TrainedModel
 from megahead.convert.verify import Parity
 from megahead.errors import DataError
@@ -63,9 +64,12 @@ def model_card(model: TrainedModel, head: Head, dtype: str, parity: Parity) -> s
         "Objective": f"{learned}, temperature {model.temperature():g}",
         "Shape": f"{config.model.num_layers} layers, width {config.model.hidden_size}, {config.model.num_heads} heads",
         "Trained for": f"{model.checkpoint.step:,} steps" + (f", {tokens:,} tokens" if tokens is not None else ""),
+        "Data": dataset_names(config.data),
+        "Held-out text": held_out(model) or "not evaluated",
         "Head": _HEADS[head.name],
         "Stored as": dtype,
         "Largest error": f"{errors}, of {parity.compared} up to {parity.largest_output:.1f}, against the checkpoint",
+        "Exported by": code_version(),
     }
     table = "\n".join(f"| {key} | {value} |" for key, value in facts.items())
     return _CARD.format(name=config.name, table=table, loader=loader)

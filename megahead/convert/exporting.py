@@ -136,7 +136,13 @@ def _write_settings(folder: Path, model: TrainedModel, head: Head, dtype: str, v
         architecture=architecture,
         tied=head.is_embedding(),
     )
-    origin = {"head": head.name, "objective": config.objective.model_dump(), "step": model.checkpoint.step}
+    origin = {
+        "run": config.name,
+        "head": head.name,
+        "objective": config.objective.model_dump(),
+        "step": model.checkpoint.step,
+        "tokens": model.checkpoint.state.get("tokens"),
+    }
     _write_json(folder / "config.json", {**content, **ids, "dtype": dtype, "megahead": origin})
     if head.matrix is not None:
         _write_json(folder / "generation_config.json", ids)

@@ -9,7 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, GPTNeoXModel, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
+    GPTNeoXModel,
+    PreTrainedTokenizerFast,
+)
 from transformers.utils import logging
 
 from megahead.errors import CheckpointError
@@ -32,6 +39,32 @@ def load_backbone(folder: Path, dtype: torch.dtype = torch.float32, *, stream_to
     return _load(GPTNeoXModel, folder, dtype, _offload(_BACKBONE, stream_to))
 
 
+def load_masked(folder: Path) -> Any:
+    """The masked language model in `folder` in fp32; CheckpointError when its weights are not exactly its own."""
+    return _load(AutoModelForMaskedLM, folder, torch.float32, {})
+
+
+def load_classifier(folder: Path, outputs: int, padding_id: int, *, random_weights: bool = False) -> Any:
+    """The model in `folder` in fp32 under a new, random head of `outputs` numbers a sequence, drawn by torch's seed.
+
+    Any architecture that transformers classifies sequences with; a pooler that was never pretrained is new as well.
+    random_weights: only the shape comes from the folder. CheckpointError when the body's weights are not all there.
+    """
+    settings = {"num_labels": outputs, "pad_token_id": padding_id}
+    if random_weights:
+        try:
+            config = AutoConfig.from_pretrained(str(folder), local_files_only=True, **settings)
+            return AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
+        except (OSError, ValueError) as error:
+            raise _unreadable(folder, error) from None
+    model, report = _open(AutoModelForSequenceClassification, folder, torch.float32, settings)
+    body = f"{model.base_model_prefix}."
+    missing = sorted(name for name in report["missing_keys"] if name.startswith(body) and ".pooler." not in name)
+    if missing:
+        raise CheckpointError(f"`{folder}` must hold the weights of a {type(model).__name__}, but lacks {missing[0]}.")
+    return model
+
+
 def load_tokenizer_folder(folder: Path) -> Any:
     """The tokenizer in `folder`; CheckpointError when there is none."""
     if not (folder / "tokenizer.json").is_file():
@@ -46,14 +79,8 @@ def _offload(places: Mapping[str, str], stream_to: Path | None) -> dict[str, Any
 
 
 def _load(kind: Any, folder: Path, dtype: torch.dtype, options: Mapping[str, Any]) -> Any:
-    try:
-        with _quiet():
-            model, report = kind.from_pretrained(
-                str(folder), dtype=dtype, output_loading_info=True, local_files_only=True, **options
-            )
-    except (OSError, ValueError) as error:
-        reason = " ".join(str(error).split())
-        raise CheckpointError(f"`{folder}` must be a Hugging Face model folder, but cannot be read: {reason}") from None
+    """A model with all its weights and no others."""
+    model, report = _open(kind, folder, dtype, options)
     if "lm_head.weight" in report["missing_keys"]:
         raise CheckpointError(
             f"`{folder}` must hold a head (missing keys: lm_head.weight), but is a backbone alone; export its "
@@ -65,6 +92,23 @@ def _load(kind: Any, folder: Path, dtype: torch.dtype, options: Mapping[str, Any
             kind_name, flaw_name = type(model).__name__, flaw.replace("_", " ")
             raise CheckpointError(f"`{folder}` must hold the weights of a {kind_name}, but has {flaw_name}: {name}.")
     return model.eval()
+
+
+def _open(kind: Any, folder: Path, dtype: torch.dtype, options: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
+    """The model, and what transformers says of its weights."""
+    try:
+        with _quiet():
+            model, report = kind.from_pretrained(
+                str(folder), dtype=dtype, output_loading_info=True, local_files_only=True, **options
+            )
+    except (OSError, ValueError) as error:
+        raise _unreadable(folder, error) from None
+    return model, report
+
+
+def _unreadable(folder: Path, error: Exception) -> CheckpointError:
+    reason = " ".join(str(error).split())
+    return CheckpointError(f"`{folder}` must be a Hugging Face model folder, but cannot be read: {reason}")
 
 
 @contextmanager

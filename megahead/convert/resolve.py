@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 
 from megahead.checkpoint import find_checkpoint
@@ -28,6 +29,25 @@ def hf_folder(path: Path) -> Path:
     if _source(output) != fingerprint(model):
         export(model.checkpoint.folder, output, head)
     return output
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The run that an export came from, and how far it was."""
+
+    run: str
+    tokens: int
+
+
+def origin(folder: Path) -> Origin:
+    """Where an export of ours came from; CheckpointError for another folder."""
+    try:
+        content = json.loads((folder / "config.json").read_text(encoding="utf-8"))["megahead"]
+        return Origin(content["run"], int(content["tokens"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        raise CheckpointError(
+            f"`{folder}` must know its run and tokens to stand on a curve, but does not; name the run's checkpoints."
+        ) from None
 
 
 def _source(folder: Path) -> str | None:

@@ -21,7 +21,7 @@ def lines(*fields: str) -> Reader:
     """A JSON object a line; only `fields` are kept, and each must be there."""
 
     def read(file: Path) -> list[Row]:
-        rows = [_object(line) for line in _text(file).splitlines()]
+        rows = [_object(line) for line in text_of(file).split("\n") if line]
         for number, row in enumerate(rows, 1):
             missing = [field for field in fields if field not in row]
             if missing:
@@ -51,7 +51,7 @@ def boolq(file: Path) -> list[Row]:
 
 def crows_pairs(file: Path) -> list[Row]:
     """A csv of sentence pairs."""
-    table = csv.DictReader(_text(file).splitlines(keepends=True))
+    table = csv.DictReader(text_of(file).splitlines(keepends=True))
     rows = [{key: row.get(key) for key in ("sent_more", "sent_less", "bias_type")} for row in table]
     if any(value is None for row in rows for value in row.values()):
         raise DataError(f"`{file}` must be a csv with sent_more, sent_less and bias_type, but lacks one.")
@@ -88,9 +88,10 @@ def qasper(file: Path) -> list[Row]:
     return rows
 
 
-def _text(file: Path) -> str:
+def text_of(file: Path) -> str:
+    """A whole file, without the mark some begin with; DataError for none or another encoding."""
     try:
-        return file.read_text(encoding="utf-8")
+        return file.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError):
         raise DataError(f"`{file}` must be a readable {file.suffix[1:]} file, but is not; check the path.") from None
 
@@ -104,7 +105,7 @@ def _object(line: str) -> Mapping[str, Any]:
 
 
 def _mapping(file: Path) -> Mapping[str, Any]:
-    value = _object(_text(file))
+    value = _object(text_of(file))
     if not value:
         raise DataError(f"`{file}` must hold one JSON object of examples, but does not.")
     return value

@@ -24,6 +24,9 @@ class RunMetrics:
     validation: Sequence[Record]
     """{"step", "tokens", "seconds", "perplexity", "bits_per_byte", "accuracy", "loss"}"""
 
+    tasks: Sequence[Record] = ()
+    """{"step", "tokens", "seconds", "tasks": {task: {metric: {"value", "stderr"}}}}, where lm-eval's tasks were run"""
+
 
 def read_metrics(run: Path) -> RunMetrics:
     """The metrics of a run folder (or of a metrics.jsonl itself).
@@ -34,16 +37,19 @@ def read_metrics(run: Path) -> RunMetrics:
     path = run if run.suffix == ".jsonl" else run / "metrics.jsonl"
     training: dict[int, Record] = {}
     validation: dict[int, Record] = {}
+    tasks: dict[int, Record] = {}
     for record in _records(path):
         if "validation" in record:
             where = {key: record[key] for key in ("step", "tokens", "seconds")}
             validation[record["step"]] = where | record["validation"]
+        elif "tasks" in record:
+            tasks[record["step"]] = record
         else:
             training[record["step"]] = record
     if not training and not validation:
         raise UserError(f"{path} must hold metrics of a run, but holds no line yet; try again after the first step.")
     name = path.parent.name or path.parent.resolve().name
-    return RunMetrics(name, _in_order(training), _in_order(validation))
+    return RunMetrics(name, _in_order(training), _in_order(validation), _in_order(tasks))
 
 
 def _records(path: Path) -> list[dict[str, Any]]:

@@ -21,6 +21,7 @@ from megahead.train.meters import Meters
 from megahead.train.state import TrainingState
 from megahead.train.step import seed_step, train_step
 from megahead.train.stopwatch import Stopwatch
+from megahead.train.tasks import TaskEvaluation
 
 Ending = Literal["finished", "out of time", "stopped"]
 
@@ -36,6 +37,7 @@ class Training:
     meters: Meters
     stop: StopRequest
     evaluation: Evaluation | None
+    tasks: TaskEvaluation | None
     save: Callable[[], Path]
     device: torch.device
 
@@ -60,12 +62,8 @@ def train(run: Training) -> Ending:
         while state.step < plan.steps and ending == "finished":
             applied = _advance(run, next(steps), watch, skips)
             ending = _agreed_ending(run)
-            last = state.step >= plan.steps or ending != "finished"
             with watch.paused():
-                if ending != "stopped" and (last or (applied and state.step % plan.evaluate_every == 0)):
-                    _evaluate(run)
-                if last or (applied and state.step % plan.checkpoint_every == 0):
-                    run.save()
+                _look_and_save(run, applied, ending)
     return ending
 
 
@@ -88,6 +86,23 @@ def _advance(run: Training, batches: StepBatches, watch: Stopwatch, skips: SkipL
     run.meters.step(report, state)
     skips.note(report.applied, state.step)
     return report.applied
+
+
+def _look_and_save(run: Training, applied: bool, ending: Ending) -> None:
+    """Evaluates and saves what is due after this step."""
+    state, plan, tasks = run.state, run.config.training, run.tasks
+    last = state.step >= plan.steps or ending != "finished"
+
+    def due(every: int) -> bool:
+        return last or (applied and state.step % every == 0)
+
+    if ending != "stopped" and due(plan.evaluate_every):
+        _evaluate(run)
+    evaluated = tasks is not None and ending != "stopped" and due(tasks.every)
+    if evaluated or due(plan.checkpoint_every):
+        checkpoint = run.save()
+        if tasks is not None and evaluated:
+            run.meters.tasks(tasks.run(checkpoint), state)
 
 
 def _evaluate(run: Training) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import orjson
 from megahead.checkpoint import Checkpoint
 from megahead.config import RunConfig
 from megahead.evaluate import HeldOut
+from megahead.evaluate.results import TaskResult
 from megahead.train.state import TrainingState
 from megahead.train.step import StepReport
 from megahead.train.utilization import Utilization
@@ -77,6 +78,19 @@ class Meters:
             f"held out at step {state.step:,}: perplexity {result.perplexity:,.1f}{bits}, "
             f"accuracy {result.accuracy:.1%} ({head} head)"
         )
+
+    def tasks(self, results: Sequence[TaskResult], state: TrainingState) -> None:
+        """Writes what lm-eval's tasks gave: the value and the standard error of each task's metrics."""
+        if not self._active:
+            return
+        scores = [(result.task, score) for result in results for score in result.scores]
+        record: dict[str, dict[str, Any]] = {result.task: {} for result in results}
+        for task, score in scores:
+            record[task][score.metric] = {"value": score.value, "stderr": score.stderr}
+            self._board.add_scalar(f"tasks/{task}/{score.metric}", score.value, state.step)
+        self._record(state, {"tasks": record})
+        told = ", ".join(f"{task} {score.metric} {score.value:.4g}" for task, score in scores)
+        self.say(f"tasks at step {state.step:,}: {told}")
 
     def say(self, text: str) -> None:
         """A line for people."""

@@ -24,6 +24,7 @@ from megahead.train.loop import Ending, Training, train
 from megahead.train.meters import Meters
 from megahead.train.persistence import agreed_group, find_resume, resume_from, save, start_from
 from megahead.train.state import TrainingState
+from megahead.train.tasks import TaskEvaluation
 from megahead.train.texts import Texts, open_texts
 from megahead.train.utilization import Utilization
 
@@ -61,6 +62,7 @@ def pretrain(config: RunConfig, launch: Launch, resume: str = "auto") -> Ending:
         meters=meters,
         stop=StopRequest(),
         evaluation=None if texts.held_out is None else Evaluation(config, texts.held_out, data, device),
+        tasks=None if config.tasks is None else TaskEvaluation(config.tasks, world),
         save=partial(save, engine, state, config, data, world),
         device=device,
         data=data,

@@ -11,7 +11,8 @@ from safetensors.torch import load_file
 from small_checkpoint import save_small, save_tokenizer, small_config
 from transformers import AutoTokenizer, GPTNeoXConfig
 
-from megahead.convert import export, exporting, hf_folder, load_causal
+import megahead
+from megahead.convert import Origin, export, exporting, hf_folder, load_causal, origin
 from megahead.convert.gpt_neox import hf_config
 from megahead.data import IndexedDatasetWriter, load_tokenizer
 from megahead.errors import CheckpointError, DataError, FieldError
@@ -37,6 +38,27 @@ def test_the_folder_is_complete_and_says_what_it_is(tmp_path: Path) -> None:
     assert "log q" in card
     assert "384 tokens" in card
     assert "2309.08351" in card
+    assert "| Data | nowhere |" in card
+    assert "| Held-out text | not evaluated |" in card
+    assert origin(folder) == Origin("small", 384)
+
+
+def test_the_card_tells_data_and_the_last_evaluation_before_the_checkpoint(tmp_path: Path) -> None:
+    blend = [{"prefix": "texts/wiki", "weight": 0.75}, {"prefix": "texts/novels", "weight": 0.25}]
+    save_small(tmp_path / "run", small_config(data={"train": blend}), step=3)
+    records = [
+        {
+            "step": step,
+            "validation": {"perplexity": 10.0 * step, "accuracy": 0.25, "bits_per_byte": bits, "head": "pmi"},
+        }
+        for step, bits in ((1, None), (2, 1.5), (4, None))
+    ]
+    lines = [json.dumps(record) + "\n" for record in [*records, {"step": 3, "loss": 1.0}]]
+    (tmp_path / "run" / "metrics.jsonl").write_text("".join(lines) + '{"step": 3, "valid')
+    card = (export(tmp_path / "run", tmp_path / "out", "tied").folder / "README.md").read_text()
+    assert "| Data | wiki (weight 0.75), novels (weight 0.25) |" in card
+    assert "| Held-out text | perplexity 20, 1.5 bits a byte, accuracy 25.0% (pmi head, step 2) |" in card
+    assert f"| Exported by | megahead {megahead.__version__}" in card
 
 
 def test_tokenizer_files_give_the_ids_we_trained_on(tmp_path: Path) -> None:

@@ -1,0 +1,50 @@
+"""What a model card says of where a model comes from: its data, the code, and how well it predicts."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import megahead
+from megahead.config import DataConfig
+from megahead.convert.source import TrainedModel
+
+
+def dataset_names(data: DataConfig) -> str:
+    """The training datasets by the last part of their paths, with the weights of a blend."""
+    parts = [(Path(part.prefix).name, part.weight) for part in data.parts()]
+    return ", ".join(name if weight is None else f"{name} (weight {weight:g})" for name, weight in parts)
+
+
+def code_version() -> str:
+    """The version that exports, with its commit where it runs from a checkout."""
+    command = ["git", "-C", str(Path(megahead.__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        commit = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return f"megahead {megahead.__version__}"
+    return f"megahead {megahead.__version__}, commit {commit}"
+
+
+def held_out(model: TrainedModel) -> str | None:
+    """The run's last evaluation up to the checkpoint, as its metrics.jsonl has it; None where there is none."""
+    try:
+        lines = (model.run_folder() / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return None
+    told = None
+    for line in lines:
+        try:
+            record = json.loads(line)
+            if record["step"] <= model.checkpoint.step:
+                told = _sentence(record["step"], record["validation"])
+        except (ValueError, KeyError, TypeError):  # another kind of record, or a line cut short
+            continue
+    return told
+
+
+def _sentence(step: int, found: dict[str, float]) -> str:
+    bits = found.get("bits_per_byte")
+    parts = [f"perplexity {found['perplexity']:,.4g}", *([] if bits is None else [f"{bits:.4g} bits a byte"])]
+    return f"{', '.join(parts)}, accuracy {found['accuracy']:.1%} ({found['head']} head, step {step:,})"

@@ -1,0 +1,97 @@
+"""Rows as they are published, and the examples a classifier reads: a text, what it is paired with, a label."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megahead.errors import DataError
+from megahead.evaluate.rows import Row, text_of
+
+Reader = Callable[[Path], list[Row]]
+Builder = Callable[[Row, Sequence[str]], "Example"]
+
+
+@dataclass(frozen=True)
+class Example:
+    """One question to a classifier."""
+
+    first: str
+
+    seconds: tuple[str | None, ...]
+    """What `first` is paired with: one text or None (a class is asked for), or several choices (one of them is)."""
+
+    label: float
+    """The right class or choice; a number on a scale for regression."""
+
+    def characters(self, at_most: int) -> int:
+        """How much there is to read, `at_most` so much of a sequence."""
+        return sum(min(len(self.first) + len(second or ""), at_most) for second in self.seconds)
+
+
+def tsv(**columns: str | int) -> Reader:
+    """Tab-separated lines without quoting; our name of each field to its column's name, or its number (no header)."""
+
+    def read(file: Path) -> list[Row]:
+        rows = [line.rstrip("\r").split("\t") for line in text_of(file).split("\n") if line]
+        headed = any(isinstance(column, str) for column in columns.values())
+        header = rows.pop(0) if headed and rows else []
+        try:
+            places = {ours: header.index(it) if isinstance(it, str) else it for ours, it in columns.items()}
+            return [{name: row[place] for name, place in places.items()} for row in rows]
+        except (ValueError, IndexError):
+            wanted = ", ".join(map(str, columns.values()))
+            raise DataError(f"`{file}` must have tab-separated columns {wanted} in each line, but has not.") from None
+
+    return read
+
+
+def word_in_context(file: Path) -> list[Row]:
+    """WiC in its own form: `X.data.txt` (word, part of speech, places, two sentences), its labels in `X.gold.txt`."""
+    rows = tsv(word=0, sentence1=3, sentence2=4)(file)
+    gold = text_of(file.with_name(file.name.replace(".data.", ".gold."))).split()
+    if len(gold) != len(rows):
+        raise DataError(f"`{file}` must have a label for each of its {len(rows)} lines, but has {len(gold)}.")
+    return [{**row, "label": {"T": "true", "F": "false"}[label]} for row, label in zip(rows, gold, strict=True)]
+
+
+def translated(file: Path) -> list[Row]:
+    """XNLI: premise, hypothesis and label; its machine-translated training files begin with a header."""
+    rows = tsv(premise=0, hypothesis=1, label=2)(file)
+    labels = {"contradictory": "contradiction"}
+    return [{**row, "label": labels.get(row["label"], row["label"])} for row in rows if row["label"] != "label"]
+
+
+def texts(first: str, second: str | None = None) -> Builder:
+    """A class of one text or of a pair, by their fields."""
+
+    def build(row: Row, labels: Sequence[str]) -> Example:
+        return Example(row[first], (None if second is None else row[second],), class_of(row, labels))
+
+    return build
+
+
+def similarity(row: Row, labels: Sequence[str]) -> Example:
+    """STS-B: how alike two sentences are, 0 to 5."""
+    return Example(row["sentence1"], (row["sentence2"],), float(row["label"]))
+
+
+def alternatives(row: Row, labels: Sequence[str]) -> Example:
+    """COPA: which of two sentences is the cause or the result of a premise."""
+    asked = {"cause": "What was the cause of this?", "effect": "What happened as a result?"}[row["question"]]
+    return Example(f"{row['premise']} {asked}", (row["choice1"], row["choice2"]), class_of(row, labels))
+
+
+def same_sense(row: Row, labels: Sequence[str]) -> Example:
+    """WiC as a pair of texts, the word in question before the first: `carry: You must carry ...`."""
+    return Example(f"{row['word']}: {row['sentence1']}", (row["sentence2"],), class_of(row, labels))
+
+
+def class_of(row: Mapping[str, Any], labels: Sequence[str]) -> int:
+    """A label's number: published as that number, as true or false, or by name; ValueError for none of these."""
+    label = row["label"]
+    if isinstance(label, int) and not isinstance(label, bool):
+        return range(len(labels)).index(label)
+    return labels.index(str(label).lower())

@@ -1,0 +1,49 @@
+"""One model on one task with one seed, from its folder to its scores."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from megahead.convert import load_classifier, load_tokenizer_folder
+from megahead.evaluate.finetuning.encoding import Encoder
+from megahead.evaluate.finetuning.loading import TaskData
+from megahead.evaluate.finetuning.loop import Classifier, EpochScores, fine_tune
+from megahead.evaluate.finetuning.settings import FineTuning
+
+
+@dataclass(frozen=True)
+class Starting:
+    """What fine-tuning starts from."""
+
+    name: str
+    folder: Path
+    """Of Hugging Face, with the tokenizer."""
+
+    random_weights: bool = False
+    """Only the shape and the tokenizer come from the folder: the floor of a comparison."""
+
+
+class Contest:
+    """A starting point on a task: texts are encoded once, then every seed starts anew."""
+
+    def __init__(self, start: Starting, data: TaskData, settings: FineTuning) -> None:
+        self.start, self.data, self.settings = start, data, settings
+        tokenizer = load_tokenizer_folder(start.folder)
+        padding = (tokenizer.pad_token_id, tokenizer.get_vocab().get("[PAD]"), 0)
+        self._padding = next(token for token in padding if token is not None)
+        encoder = Encoder(tokenizer, settings.max_length)
+        self._train = encoder.encode(data.train)
+        self._tests = {name: encoder.encode(examples) for name, examples in data.tests.items()}
+
+    def run(self, seed: int) -> Iterator[EpochScores]:
+        """Fine-tunes with `seed` for the head (and random weights), the order and dropout; yields after each epoch."""
+        torch.manual_seed(seed)
+        model = load_classifier(
+            self.start.folder, self.data.task.outputs(), self._padding, random_weights=self.start.random_weights
+        )
+        model.to("cuda" if torch.cuda.is_available() else "cpu")
+        yield from fine_tune(Classifier(model, self.data.task), self._train, self._tests, self.settings, seed)

@@ -1,0 +1,91 @@
+"""Draws how tasks go along training: a panel for each metric of a task, a line for each run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.figure import Figure
+
+from megahead.evaluate.results import Score, TaskResult
+from megahead.report.curves import PALETTE, STYLE
+from megahead.report.metrics import RunMetrics
+
+_ACROSS = 3
+
+
+@dataclass(frozen=True)
+class TaskPoint:
+    """What a run reached on tasks after so many tokens."""
+
+    run: str
+    tokens: int
+    tasks: Sequence[TaskResult]
+
+
+def logged_points(run: RunMetrics) -> list[TaskPoint]:
+    """The tasks that a run evaluated while it trained."""
+    return [
+        TaskPoint(run.name, record["tokens"], [_result(task, found) for task, found in record["tasks"].items()])
+        for record in run.tasks
+    ]
+
+
+def save_task_curves(points: Sequence[TaskPoint], output: Path) -> Path:
+    """Writes the figure as a PNG, whole or not at all."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    partial = output.with_name(output.name + ".partial")
+    try:
+        draw_task_curves(points).savefig(partial, format="png", dpi=150)
+        partial.replace(output)
+    finally:
+        partial.unlink(missing_ok=True)
+    return output
+
+
+def draw_task_curves(points: Sequence[TaskPoint]) -> Figure:
+    """Values with their standard errors against tokens; perplexities on a logarithmic scale."""
+    metrics = list(dict.fromkeys((t.task, s.metric) for point in points for t in point.tasks for s in t.scores))
+    runs = list(dict.fromkeys(point.run for point in points))
+    down = ceil(len(metrics) / _ACROSS)
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(4.2 * min(len(metrics), _ACROSS), 0.6 + 2.8 * down))
+        figure.set_layout_engine("constrained", w_pad=0.1, h_pad=0.1)
+        panels: Any = list(figure.subplots(down, min(len(metrics), _ACROSS), squeeze=False).flat)
+        for axes, (task, metric) in zip(panels, metrics, strict=False):
+            axes.set_title(f"{task}  ·  {metric}")
+            axes.set_xlabel("tokens")
+            axes.tick_params(which="both", length=0)
+            if metric == "perplexity":
+                axes.set_yscale("log")
+            for k, run in enumerate(runs):
+                tokens, values, errors = _line(points, run, task, metric)
+                style: dict[str, Any] = {"color": PALETTE[k % len(PALETTE)], "marker": "o", "markersize": 3.5}
+                axes.errorbar(tokens, values, errors, capsize=2, label=run, **style)
+        for axes in panels[len(metrics) :]:
+            axes.set_axis_off()
+        figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside upper left", ncols=4)
+        return figure
+
+
+def _line(points: Sequence[TaskPoint], run: str, task: str, metric: str) -> tuple[list[int], list[float], list[float]]:
+    """Tokens, values and standard errors (0 where unknown) of a run on a metric, by tokens."""
+    found: Mapping[int, Score] = {
+        point.tokens: score
+        for point in points
+        if point.run == run
+        for result in point.tasks
+        if result.task == task
+        for score in result.scores
+        if score.metric == metric
+    }
+    ordered = [(tokens, found[tokens]) for tokens in sorted(found)]
+    return [t for t, _ in ordered], [s.value for _, s in ordered], [s.stderr or 0.0 for _, s in ordered]
+
+
+def _result(task: str, found: Mapping[str, Mapping[str, Any]]) -> TaskResult:
+    return TaskResult(task, 0, [Score(metric, score["value"], score["stderr"]) for metric, score in found.items()])

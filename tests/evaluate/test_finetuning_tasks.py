@@ -1,0 +1,151 @@
+"""Published rows become examples with the right label; halves keep together what belongs together."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megahead.errors import DataError, FieldError
+from megahead.evaluate.finetuning import TASKS, Sources, expand, load_task
+from megahead.evaluate.finetuning.examples import Example
+
+CB = {"premise": "It rained.", "hypothesis": "It was wet.", "label": "contradiction", "idx": 0}
+COPA = {"premise": "I ran.", "choice1": "I was late.", "choice2": "I sat.", "question": "cause", "label": 1}
+WIC = {"word": "bank", "sentence1": "A bank.", "sentence2": "The banks.", "label": True, "start1": 2}
+
+
+def put(data: Path, name: str, text: str) -> None:
+    (data / name).parent.mkdir(parents=True, exist_ok=True)
+    (data / name).write_text(text, encoding="utf-8")
+
+
+def put_lines(data: Path, folder: str, *rows: dict[str, Any]) -> None:
+    for split in ("train", "val"):
+        put(data, f"superglue/{folder}/{split}.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_examples_of_every_form(tmp_path: Path) -> None:
+    sources = Sources(tmp_path)
+    put(tmp_path, "glue/CoLA/train.tsv", "gj04\t1\t\tThe sailors rode.\ngj04\t0\t*\tRode the.\n")
+    put(tmp_path, "glue/CoLA/dev.tsv", 'gj04\t1\t\tHe said "yes.\r\n')
+    put(tmp_path, "glue/MRPC/train.tsv", "\ufeffQuality\t#1 ID\t#2 ID\t#1 String\t#2 String\n1\t7\t8\tOne \tTwo\n")
+    put(tmp_path, "glue/MRPC/dev.tsv", "Quality\t#1 ID\t#2 ID\t#1 String\t#2 String\n0\t7\t8\tOne\tTwo\n")
+    put_lines(tmp_path, "CB", CB)
+    put_lines(tmp_path, "COPA", COPA)
+    put_lines(tmp_path, "WiC", WIC)
+    cola = load_task("glue/cola", sources)
+    assert cola.train == [Example("The sailors rode.", (None,), 1), Example("Rode the.", (None,), 0)]
+    assert cola.tests == {"cola": [Example('He said "yes.', (None,), 1)]}
+    assert load_task("glue/mrpc", sources).train == [Example("One ", ("Two",), 1)]
+    assert load_task("superglue/cb", sources).train == [Example("It rained.", ("It was wet.",), 1)]
+    copa = Example("I ran. What was the cause of this?", ("I was late.", "I sat."), 1)
+    assert load_task("superglue/copa", sources).train == [copa]
+    assert load_task("superglue/wic", sources).train == [Example("bank: A bank.", ("The banks.",), 1)]
+    assert expand(["glue", "superglue/cb", "superglue"], sources) == [
+        "glue/cola",
+        "glue/mrpc",
+        "superglue/cb",
+        "superglue/copa",
+        "superglue/wic",
+    ]
+
+
+def test_words_in_context_in_their_first_form_where_the_other_lacks_training(tmp_path: Path) -> None:
+    put_lines(tmp_path, "WiC", WIC)
+    (tmp_path / "superglue/WiC/train.jsonl").unlink()
+    for split in ("train", "dev"):
+        put(tmp_path, f"superglue/WiC/{split}/{split}.data.txt", "go\tV\t0-0\tGo !\tThey go .\n")
+        put(tmp_path, f"superglue/WiC/{split}/{split}.gold.txt", "T\n")
+    data = load_task("superglue/wic", Sources(tmp_path))
+    assert data.train == data.tests["wic"] == [Example("go: Go !", ("They go .",), 1)]
+
+
+def test_halves_of_xnli_share_no_premise_and_are_the_same_rows_in_all_languages(tmp_path: Path) -> None:
+    labels = ["neutral", "contradiction", "entailment"]
+    for language in ("en", "fr"):
+        rows = [f"{language} {k // 3}\t{language} {k}\t{labels[k % 3]}\n" for k in range(12)]
+        put(tmp_path, f"xnli/dev-{language}.tsv", "".join(rows))
+    data = load_task("xnli/fr", Sources(tmp_path))
+    assert data.halved
+    assert list(data.tests) == ["fr", "en"]
+    assert not {example.first for example in data.train} & {example.first for example in data.tests["fr"]}
+    assert [e.seconds[0] for e in data.train] == ["fr 0", "fr 1", "fr 2", "fr 6", "fr 7", "fr 8"]
+    assert [e.seconds[0] for e in data.tests["en"]] == ["en 3", "en 4", "en 5", "en 9", "en 10", "en 11"]
+    assert [e.label for e in data.train] == [1, 2, 0, 1, 2, 0]
+    put(tmp_path, "xnli/multinli.train.fr.tsv", "premise\thypo\tlabel\nA\tB\tcontradictory\n")
+    whole = load_task("xnli/fr", Sources(tmp_path), languages=["fr"])
+    assert (whole.halved, whole.train, list(whole.tests)) == (False, [Example("A", ("B",), 2)], ["fr"])
+    assert len(whole.tests["fr"]) == 12
+
+
+def test_fewer_rows_are_the_same_ones_every_time(tmp_path: Path) -> None:
+    put_lines(tmp_path, "CB", *({**CB, "premise": str(k)} for k in range(50)))
+    first, again = (load_task("superglue/cb", Sources(tmp_path), max_train_rows=10) for _ in range(2))
+    assert first.train == again.train
+    assert first.stamp == again.stamp
+    assert len({example.first for example in first.train}) == 10
+    assert len(first.tests["cb"]) == 50
+    assert first.stamp != load_task("superglue/cb", Sources(tmp_path), max_train_rows=11).stamp
+
+
+def test_the_hub_gives_the_same_examples_as_files(tmp_path: Path) -> None:
+    """A copy of the hub's repository in a folder, with its numbered labels."""
+    put_lines(tmp_path, "CB", CB)
+    row = json.dumps({**CB, "label": 1})
+    card = "---\nconfigs:\n- config_name: cb\n  data_files:\n  - {split: train, path: t.jsonl}\n"
+    put(tmp_path, "hub/aps/super_glue/README.md", f"{card}  - {{split: validation, path: v.jsonl}}\n---\n")
+    for name in ("t", "v"):
+        put(tmp_path, f"hub/aps/super_glue/{name}.jsonl", f"{row}\n")
+    from_hub = load_task("superglue/cb", Sources(None, hub=f"{tmp_path}/hub/"))
+    assert from_hub == load_task("superglue/cb", Sources(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("name", "file", "content", "sentence"),
+    [
+        ("glue/rte", "glue/RTE/dev.tsv", "index\tsentence1\n0\tx\n", "tab-separated columns sentence1, sentence2"),
+        ("glue/rte", "glue/RTE/dev.tsv", "sentence1\tsentence2\tlabel\nx\ty\tperhaps\n", "must be as published"),
+        ("glue/rte", "glue/RTE/dev.tsv", "sentence1\tsentence2\tlabel\n", "one of them is empty"),
+        ("superglue/cb", "superglue/CB/val.jsonl", '{"premise": "x"}\n', "JSON objects with a `hypothesis`"),
+        ("glue/sst2", "glue/RTE/dev.tsv", "x", r"must hold glue/SST-2/dev\.tsv for task glue/sst2"),
+    ],
+)
+def test_files_of_another_form_are_told(tmp_path: Path, name: str, file: str, content: str, sentence: str) -> None:
+    put(tmp_path, file, content)
+    with pytest.raises(DataError, match=sentence):
+        load_task(name, Sources(tmp_path))
+
+
+def test_unknown_tasks_and_a_hub_out_of_reach_are_told(tmp_path: Path) -> None:
+    with pytest.raises(FieldError, match=r"`--task` must name tasks of glue/cola, .*xnli/LANGUAGE, but is glue/cole"):
+        expand(["glue/cole"], Sources(tmp_path))
+    with pytest.raises(DataError, match="`--data` must name a folder of files where the hub cannot be reached"):
+        load_task("glue/cola", Sources(None, hub=f"{tmp_path}/"))
+
+
+def test_real_files_are_read_whole(shared_data: Path) -> None:
+    sources = Sources(shared_data)
+    counts = {
+        "glue/cola": (8551, 1043),
+        "glue/sst2": (67349, 872),
+        "glue/mrpc": (3667, 408),
+        "glue/stsb": (5749, 1500),
+        "glue/qnli": (2732, 2731),
+        "glue/rte": (2490, 277),
+        "glue/wnli": (635, 71),
+        "superglue/boolq": (9427, 3270),
+        "superglue/cb": (250, 56),
+        "superglue/copa": (400, 100),
+        "superglue/wic": (5428, 638),
+        "xnli/th": (1245, 1245),
+    }
+    assert expand(["glue", "superglue"], sources) == list(counts)[:-1]
+    for name, (train, test) in counts.items():
+        data = load_task(name, sources, languages=["en"])
+        assert (len(data.train), len(next(iter(data.tests.values())))) == (train, test), name
+        if TASKS[name].labels:
+            assert set(Counter(example.label for example in data.train)) == set(range(len(TASKS[name].labels)))

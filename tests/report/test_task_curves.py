@@ -1,0 +1,34 @@
+"""Tasks along training, from a run's own log: each metric a panel, each run a line in the order of its tokens."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from megahead.report import read_metrics
+from megahead.report.task_curves import draw_task_curves, logged_points, save_task_curves
+
+
+def write_run(folder: Path, *tokens: int) -> Path:
+    folder.mkdir()
+    lines = [{"step": 1, "tokens": 1, "seconds": 1.0, "loss": 2.0}]
+    for step, count in enumerate(tokens, 2):
+        sciq = {"acc": {"value": count / 100, "stderr": 0.1}, "acc_norm": {"value": 0.5, "stderr": None}}
+        found = {"sciq": sciq, "lambada_openai": {"perplexity": {"value": 1e4 / count, "stderr": 3.0}}}
+        lines.append({"step": step, "tokens": count, "seconds": 1.0, "tasks": found})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+def test_runs_share_panels(tmp_path: Path) -> None:
+    runs = [read_metrics(write_run(tmp_path / name, *tokens)) for name, tokens in (("a", (10, 20)), ("b", (15, 30)))]
+    assert [record["step"] for record in runs[0].training] == [1]
+    points = [point for run in runs for point in logged_points(run)]
+    figure = draw_task_curves(points[::-1])
+    titles = [axes.get_title(loc="left") for axes in figure.axes]
+    assert titles == ["sciq  ·  acc", "sciq  ·  acc_norm", "lambada_openai  ·  perplexity"]
+    assert figure.axes[2].get_yscale() == "log"
+    (later, earlier) = (container[0] for container in figure.axes[0].containers)
+    assert list(earlier.get_xdata()) == [10, 20]
+    assert list(later.get_ydata()) == [0.15, 0.3]
+    assert save_task_curves(points, tmp_path / "tasks.png").read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,73 @@
+"""The fine-tuning command: one table, a JSON beside it, mistakes told in a sentence."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import finetune
+import pytest
+from small_encoder import save_small_encoder
+
+from megahead.errors import FieldError
+
+XNLI = "the cat sat\tit is true\tentailment\nthe cat sat\tno\tcontradiction\nthe cat sat\tthe dog\tneutral\n"
+
+
+@pytest.fixture
+def arguments(tmp_path: Path) -> list[str]:
+    """A model, and the data of two tasks."""
+    rows = [{"premise": "the cat sat", "hypothesis": "it is true", "label": "entailment"}] * 9
+    for split in ("train", "val"):
+        file = tmp_path / f"data/superglue/CB/{split}.jsonl"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "data/xnli").mkdir()
+    for language in ("en", "fr", "de"):
+        (tmp_path / f"data/xnli/dev-{language}.tsv").write_text(XNLI * 4)
+    model = save_small_encoder(tmp_path / "model")
+    return ["--model", str(model), "--data", str(tmp_path / "data"), "--output", str(tmp_path / "scores.json")]
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
+    monkeypatch.setattr("sys.argv", ["finetune.py", *arguments])
+    finetune.main()
+
+
+def test_a_table_of_models_tasks_and_languages(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    chosen = ["--task", "superglue", "xnli/fr", "--languages", "fr,en", "--seeds", "2", "--epochs", "1", "--floor"]
+    run(monkeypatch, *arguments, *chosen, "--learning-rate", "0.01", "--batch-size", "3")
+    lines = capsys.readouterr().out.splitlines()
+    title = next(k for k, line in enumerate(lines) if line.startswith("percent"))
+    assert len(lines[:title]) == 8  # two models x two tasks x two seeds, an epoch each
+    assert lines[title + 1].rstrip().endswith("random weights")
+    cb, fr, en, mean = (line.split() for line in lines[title + 2 :] if "accuracy" in line)
+    assert cb[:2] == ["superglue/cb", "accuracy"]
+    assert cb[2:7] == ["100.0", "±", "0.0", "(1", "1)"]
+    assert fr[:5] == ["xnli/fr", "(half", "of", "dev)", "accuracy"]
+    assert (en[4], mean[4:7]) == ("en", ["mean", "of", "2"])
+    entries = json.loads((tmp_path / "scores.json").read_text())["results"]
+    assert [(entry["model"], entry["task"], entry["seed"]) for entry in entries[4:6]] == [
+        ("random weights", "superglue/cb", 0),
+        ("random weights", "superglue/cb", 1),
+    ]
+    assert list(entries[-1]["epochs"][0]["scores"]) == ["fr", "en"]
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        (["--task", "cb"], "`--task` must name tasks of glue/cola"),
+        (["--task", "xnli/fr", "--languages", "fr,xx"], r"`--languages` must name languages of en, .*, but is xx"),
+        (["--task", "superglue/cb", "--epochs", "0"], "`--epochs` must be above 0"),
+        (["--task", "superglue/cb", "--seeds", "0"], "`--seeds` must be at least 1"),
+    ],
+)
+def test_mistakes_are_told(
+    arguments: list[str], given: list[str], sentence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(FieldError, match=sentence):
+        run(monkeypatch, *arguments, *given)

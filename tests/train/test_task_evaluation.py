@@ -1,0 +1,78 @@
+"""Tasks in the middle of training: shared out over ranks, as a later evaluation finds them, without a trace."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from on_ranks import on_ranks
+from small_checkpoint import save_tokenizer
+from small_run import small_config, write_text
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from megahead.config import RunConfig
+from megahead.convert import hf_folder
+from megahead.distributed import Group, Launch
+from megahead.errors import ConfigErrors, DataError
+from megahead.evaluate.harness import evaluate_harness
+from megahead.evaluate.tasks import task_files
+from megahead.report.metrics import read_metrics
+from megahead.train import pretrain
+
+PASSAGES = ["the cat sat on the mat and the dog saw the cat", "the dog sat on the cat", "on the mat sat the dog"]
+QUESTION = {"support": "the cat sat", "question": "who", "distractor1": "the dog", "distractor2": "the mat"}
+NAMES = ("lambada_openai", "sciq")
+
+
+def config_of(folder: Path, name: str, tasks: dict[str, Any] | None) -> RunConfig:
+    changes = {"model.vocab_size": 300, "model.max_positions": 64, "data.tokenizer": str(folder / "tokenizer.json")}
+    return small_config(folder, {**changes, "output_dir": str(folder / name), "tasks": tasks})
+
+
+def write_data(folder: Path) -> Path:
+    write_text(folder)
+    save_tokenizer(folder / "tokenizer.json")
+    rows = {
+        "lambada/lambada_test.jsonl": [{"text": text} for text in PASSAGES],
+        "eval/sciq/validation.jsonl": [{**QUESTION, "distractor3": "a dog", "correct_answer": "the cat"}] * 2,
+    }
+    for name, examples in rows.items():
+        (folder / name).parent.mkdir(parents=True)
+        (folder / name).write_text("".join(json.dumps(example) + "\n" for example in examples))
+    return folder
+
+
+def run(group: Group, config: RunConfig) -> str:
+    return pretrain(config, Launch())
+
+
+def test_two_ranks_share_the_tasks_and_the_training_does_not_notice(tmp_path: Path) -> None:
+    tasks = {"names": NAMES, "data": str(write_data(tmp_path)), "every": 4}
+    on_ranks(2, run, config_of(tmp_path, "with", tasks))
+    on_ranks(2, run, config_of(tmp_path, "without", None))
+    mine, plain = read_metrics(tmp_path / "with"), read_metrics(tmp_path / "without")
+    assert [record["loss"] for record in mine.training] == [record["loss"] for record in plain.training]
+    assert [record["step"] for record in mine.tasks] == [4, 6]
+    assert plain.tasks == []
+    later = evaluate_harness(hf_folder(tmp_path / "with"), task_files(NAMES, tmp_path))
+    logged = mine.tasks[-1]["tasks"]
+    assert list(logged) == list(NAMES)
+    for task in later.tasks:
+        for score in task.scores:
+            assert logged[task.task][score.metric]["value"] == pytest.approx(score.value, rel=1e-6)
+    board = EventAccumulator(str(tmp_path / "with" / "tensorboard"))
+    board.Reload()
+    assert [event.step for event in board.Scalars("tasks/sciq/acc")] == [4, 6]
+    assert not (tmp_path / "with/exports/evaluated").exists()
+
+
+def test_mistakes_are_told_before_training(tmp_path: Path) -> None:
+    tasks = {"names": NAMES, "data": str(write_data(tmp_path)), "every": 4}
+    with pytest.raises(ConfigErrors, match=r"`data\.tokenizer` must name the tokenizer"):
+        small_config(tmp_path, {"tasks": tasks})
+    (tmp_path / "eval/sciq/validation.jsonl").unlink()
+    with pytest.raises(DataError, match=r"must hold eval/sciq/validation\.jsonl for task sciq"):
+        pretrain(config_of(tmp_path, "broken", tasks), Launch())
+    assert not list((tmp_path / "broken").rglob("step-*"))

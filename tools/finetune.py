@@ -1,0 +1,132 @@
+"""Fine-tunes models on GLUE, SuperGLUE and XNLI, with the paper's settings unless others are given.
+
+tools/finetune.py --model exports/headless exports/vanilla --task glue superglue --data data --output glue.json
+tools/finetune.py --model exports/headless --task xnli/en xnli/fr --data data --languages en,fr,de --epochs 3
+
+`glue`, `superglue` and `xnli` stand for all their tasks that `--data` holds. `xnli/fr` trains on French and is tested
+in every language at hand. Runs that `--output` holds are not made again: an interrupted call goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import get_args
+
+import torch
+from rich.console import Console
+
+from megahead.convert import hf_folder
+from megahead.errors import FieldError, run_command
+from megahead.evaluate.finetuning import (
+    XNLI_LANGUAGES,
+    Comparison,
+    FineTuning,
+    Outcome,
+    Outcomes,
+    Sources,
+    Starting,
+    Summary,
+    TaskData,
+    expand,
+    load_task,
+    paper_settings,
+    summarise,
+)
+from megahead.evaluate.finetuning.comparison import told
+from megahead.evaluate.finetuning.settings import LossName
+from megahead.report.tables import to_rich
+
+
+def main() -> None:
+    arguments = _parser().parse_args()
+    for name in ("seeds", "max_train_rows", "threads"):
+        value = getattr(arguments, name)
+        if value is not None and value < 1:
+            raise FieldError(f"--{name.replace('_', '-')}", "be at least 1", got=value)
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
+    sources = Sources(arguments.data)
+    tasks = [load(name, sources, arguments) for name in expand(arguments.task, sources)]
+    starts = [Starting(str(model), hf_folder(model)) for model in arguments.model]
+    if arguments.floor:
+        starts.append(Starting("random weights", starts[0].folder, random_weights=True))
+    console = Console(highlight=False, soft_wrap=True)
+    outcomes = Comparison(starts, tasks, range(arguments.seeds), Outcomes(arguments.output)).run(console.print)
+    console.print(to_rich(table(outcomes), title="percent, mean ± deviation over seeds (best epochs)"))
+    console.print(f"\nwrote {arguments.output}")
+
+
+def load(name: str, sources: Sources, arguments: argparse.Namespace) -> tuple[TaskData, FineTuning]:
+    """A task with its settings."""
+    languages = arguments.languages.split(",")
+    unknown = [language for language in languages if language not in XNLI_LANGUAGES]
+    if unknown:
+        raise FieldError("--languages", f"name languages of {', '.join(XNLI_LANGUAGES)}", got=unknown[0])
+    names = ("learning_rate", "weight_decay", "batch_size", "epochs", "max_length")
+    settings = paper_settings(name, arguments.loss, **{key: getattr(arguments, key) for key in names})
+    return load_task(name, sources, max_train_rows=arguments.max_train_rows, languages=languages), settings
+
+
+def table(outcomes: Sequence[Outcome]) -> list[dict[str, object]]:
+    """A row for each metric of a task, a column for each model, and a last row of training time."""
+    rows: dict[tuple[str, str, str], dict[str, object]] = {}
+    for model in dict.fromkeys(outcome.model for outcome in outcomes):
+        mine = [outcome for outcome in outcomes if outcome.model == model]
+        halved = {outcome.task for outcome in mine if outcome.halved}
+        for summary in summarise(mine):
+            task = summary.task + (" (half of dev)" if summary.task in halved else "")
+            test = "" if summary.test == summary.task.split("/")[-1] else summary.test
+            names = {"task": task, "test": test, "metric": summary.metric}
+            rows.setdefault((task, test, summary.metric), {**names})[model] = cell(summary)
+        time_row = rows.setdefault(("training", "", ""), {"task": "training"})
+        time_row[model] = told(sum(outcome.seconds() for outcome in mine))
+    rows["training", "", ""] = rows.pop(("training", "", ""))
+    return list(rows.values())
+
+
+def cell(summary: Summary) -> str:
+    """Mean ± deviation (best epochs)."""
+    deviation = summary.deviation()
+    spread = "" if deviation is None else f" ± {100 * deviation:.1f}"
+    epochs = f" ({' '.join(map(str, summary.epochs))})" if summary.epochs else ""
+    return f"{100 * summary.mean():.1f}{spread}{epochs}"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description="Fine-tune models on GLUE, SuperGLUE and XNLI.")
+    parser.add_argument(
+        "--model", type=Path, nargs="+", required=True, metavar="DIR", help="HF folder, run, checkpoint"
+    )
+    parser.add_argument(
+        "--task",
+        nargs="+",
+        required=True,
+        metavar="T",
+        help="glue/cola, superglue/boolq, xnli/en ..., or a whole suite",
+    )
+    parser.add_argument(
+        "--data", type=Path, metavar="DIR", help="folder with glue/, superglue/, xnli/ (default: the hub)"
+    )
+    parser.add_argument(
+        "--output", type=Path, default=Path("finetuning.json"), metavar="JSON", help="keep results there"
+    )
+    parser.add_argument("--seeds", type=int, default=3, metavar="N", help="runs a task, seeds 0 to N - 1 (default: 3)")
+    parser.add_argument("--floor", action="store_true", help="also the first model's shape with random weights")
+    parser.add_argument("--max-train-rows", type=int, metavar="N", help="train on N rows at most, drawn at random")
+    parser.add_argument("--languages", default=",".join(XNLI_LANGUAGES), metavar="A,B", help="XNLI is tested in")
+    parser.add_argument(
+        "--loss", choices=get_args(LossName), help="cross-entropy (default: balanced; regular for XNLI)"
+    )
+    parser.add_argument("--epochs", type=int, metavar="N", help="default: 10, the best one counts")
+    parser.add_argument("--batch-size", type=int, metavar="N", help="default: 32, XNLI 128")
+    parser.add_argument("--learning-rate", type=float, metavar="X", help="default: 1e-5, regular 5e-6, XNLI 2e-5")
+    parser.add_argument("--weight-decay", type=float, metavar="X", help="default: 0, regular 0.01, XNLI 0")
+    parser.add_argument("--max-length", type=int, metavar="N", help="tokens of a sequence (default: 128)")
+    parser.add_argument("--threads", type=int, metavar="N", help="of the CPU (default: torch's)")
+    return parser
+
+
+if __name__ == "__main__":
+    run_command(main)
