@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -12,6 +13,7 @@ from megahead.config.data import DataConfig
 from megahead.config.model import ModelConfig
 from megahead.config.objective import ObjectiveConfig
 from megahead.config.parallel import ParallelConfig
+from megahead.config.resilience import FaultsConfig, ResumeConfig
 from megahead.config.training import EngineConfig, OptimizerConfig, ScheduleConfig
 from megahead.errors import ConfigError
 
@@ -40,6 +42,15 @@ class TrainingConfig(Settings):
     keep_checkpoints: int = Field(default=2, gt=0)
     """Newest checkpoints kept on disk."""
 
+    keep_every: int | None = Field(default=None, gt=0)
+    """Checkpoints whose step is a multiple of this are kept for good."""
+
+    keep_best: int = Field(default=0, ge=0)
+    """So many checkpoints with the lowest held-out loss at their step are kept besides."""
+
+    save_in_background: bool = False
+    """Train on while a checkpoint is written, at the price of a copy in memory; a second one waits for the first."""
+
 
 class InitConfig(Settings):
     """Weights to start from, instead of random ones."""
@@ -55,8 +66,8 @@ class InitConfig(Settings):
 class RunConfig(Settings):
     """Everything that decides what a run computes and writes."""
 
-    name: str = Field(min_length=1, pattern=r"^[A-Za-z0-9._-]+$")
-    """Name of the run: letters, digits, dot, dash, underscore."""
+    name: str = Field(min_length=1, pattern=r"^[A-Za-z0-9._-]*[A-Za-z0-9_-][A-Za-z0-9._-]*$")
+    """Name of the run: letters, digits, dot, dash, underscore; not only dots."""
 
     output_dir: str | None = None
     """Folder of checkpoints and logs; runs/NAME when left out."""
@@ -73,6 +84,8 @@ class RunConfig(Settings):
     training: TrainingConfig
     parallel: ParallelConfig = ParallelConfig()
     engine: EngineConfig = EngineConfig()
+    faults: FaultsConfig = FaultsConfig()
+    resume: ResumeConfig = ResumeConfig()
     init: InitConfig | None = None
 
     @model_validator(mode="after")
@@ -94,6 +107,10 @@ class RunConfig(Settings):
                 f"leave its warm-up and decay within training.steps ({self.training.steps})",
                 got=f"{self.schedule.warmup_steps} + {self.schedule.decay_steps or 0}",
             )
+        settings = self.flat()
+        for name in self.resume.allow:
+            if not any(f"{setting}.".startswith(f"{name}.") for setting in settings):
+                raise ConfigError("resume.allow", "name settings or their sections", got=repr(name))
         if self.init and self.init.mode in ("finetune", "probe") and self.objective.head() != "trained":
             raise ConfigError(
                 "init.mode",
@@ -107,6 +124,18 @@ class RunConfig(Settings):
         """Where the run writes."""
         return self.output_dir or f"runs/{self.name}"
 
+    def flat(self) -> dict[str, Any]:
+        """Every setting under its full name, `section.field`."""
+        return dict(_leaves(self.model_dump(mode="json")))
+
     def tokens_per_step(self) -> int:
         """Input tokens of one optimizer step over all ranks."""
         return self.batch.global_size * self.data.sequence_length
+
+
+def _leaves(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{above}{key}.")
+        else:
+            yield f"{above}{key}", value

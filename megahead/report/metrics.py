@@ -38,7 +38,7 @@ def read_metrics(run: Path) -> RunMetrics:
         if "validation" in record:
             where = {key: record[key] for key in ("step", "tokens", "seconds")}
             validation[record["step"]] = where | record["validation"]
-        else:
+        elif "loss" in record:
             training[record["step"]] = record
     if not training and not validation:
         raise UserError(f"{path} must hold metrics of a run, but holds no line yet; try again after the first step.")
