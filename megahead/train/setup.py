@@ -11,7 +11,7 @@ import torch
 import yaml
 
 from megahead.config import RunConfig, deepspeed_config
-from megahead.distributed import Launch, Mesh, choose_device, connect
+from megahead.distributed import Launch, Mesh, choose_device, connect, naming_lost_ranks
 from megahead.engine import Engine
 from megahead.objectives import build_objective
 from megahead.optim import build_adamw
@@ -73,7 +73,8 @@ def pretrain(config: RunConfig, launch: Launch, resume: str = "auto") -> Ending:
         data=data,
         world=world,
     )
-    ending = train(run)
+    with naming_lost_ranks(world, "training"):
+        ending = train(run)
     meters.close(ending, state)
     if world.rank == 0:
         mark_ending(folder, ending, state.step, config.training.steps)
