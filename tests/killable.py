@@ -9,8 +9,10 @@ from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-import small_engine  # noqa: F401 - loads what every rank would load again
+import small_engine  # noqa: F401 - these three load what every rank would load again
 import torch
+import torch._dynamo
+import torch.utils.tensorboard
 from commands import free_port
 
 from megahead.config import RunConfig
@@ -36,10 +38,7 @@ def start_ranks(
 
 
 def _rank(config: RunConfig, launch: Launch, folder: Path, resume: str, sabotage: Sabotage) -> None:
-    log = os.open(folder / f"rank-{launch.rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    for descriptor in (1, 2):
-        os.dup2(log, descriptor)
-    sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)  # not pytest's
+    speak_to(folder / f"rank-{launch.rank}.log")
     torch.set_num_threads(1)
 
     def main() -> None:
@@ -49,6 +48,14 @@ def _rank(config: RunConfig, launch: Launch, folder: Path, resume: str, sabotage
         os._exit(0)
 
     run_command(main, at_once=True)
+
+
+def speak_to(log: Path) -> None:
+    """From here on both outputs of this process go to `log` (and no more to pytest)."""
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for output in (1, 2):
+        os.dup2(descriptor, output)
+    sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
 
 
 def codes(ranks: list[BaseProcess], seconds: float = 60) -> list[int | None]:
