@@ -35,6 +35,7 @@ class IndexedDataset:
         self._map = self._map_tokens()
         self._tokens = np.frombuffer(self._map, self.dtype)
         self.scattered = False
+        self._vocab_size: int | None = None
         self._check_documents()
 
     def __len__(self) -> int:
@@ -49,7 +50,7 @@ class IndexedDataset:
         first = offset // self.dtype.itemsize
         if size < 0 or offset % self.dtype.itemsize or not 0 <= first <= self.num_tokens - size:
             raise DataError(f"`{self.idx_path}` is damaged: sequence {position} lies outside `{self.bin_path.name}`.")
-        return self._tokens[first : first + size]
+        return self._checked(first, self._tokens[first : first + size])
 
     @property
     def num_tokens(self) -> int:
@@ -65,7 +66,21 @@ class IndexedDataset:
         """The tokens [first_token, first_token + count) of the whole run of text, over sequence borders; a view."""
         if not 0 <= first_token <= first_token + count <= self.num_tokens:
             raise IndexError(f"tokens {first_token} to {first_token + count} of a dataset of {self.num_tokens}")
-        return self._tokens[first_token : first_token + count]
+        return self._checked(first_token, self._tokens[first_token : first_token + count])
+
+    def expect_ids_below(self, vocab_size: int) -> None:
+        """From here on, reading another id is a DataError (the largest of each run of tokens is looked at)."""
+        self._vocab_size = vocab_size
+
+    def _checked(self, first: int, tokens: Array) -> Array:
+        limit = self._vocab_size
+        if limit is not None and len(tokens) and not 0 <= tokens.min() <= tokens.max() < limit:
+            at = int(np.argmax((tokens < 0) | (tokens >= limit)))
+            raise DataError(
+                f"`{self.bin_path}` must hold ids below {limit:,} only, but token {first + at:,} is {tokens[at]:,}; it "
+                "is damaged, or of another tokenizer."
+            )
+        return tokens
 
     def expect_scattered_reads(self) -> None:
         """Tells the system that rows will be read here and there: it then reads what is asked for, not what is around.

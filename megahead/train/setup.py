@@ -22,6 +22,7 @@ from megahead.train.evaluation import Evaluation
 from megahead.train.faults import Guard
 from megahead.train.identity import refuse_another_run, texts_behind
 from megahead.train.loop import Training, train
+from megahead.train.memory import memory_told
 from megahead.train.meters import Meters
 from megahead.train.persistence import agreed_group, find_resume, resume_from, roll_back, start_from
 from megahead.train.preemption import Ending, StopRequest, clear_ending, mark_ending
@@ -30,6 +31,7 @@ from megahead.train.state import TrainingState
 from megahead.train.texts import Texts, open_texts
 
 
+@memory_told()
 def pretrain(config: RunConfig, launch: Launch, resume: str = "auto") -> Ending:
     """Trains `config` to its end, or until it is stopped; called by every rank of `launch`.
 
