@@ -69,10 +69,11 @@ class Checkpoint:
         """What the trainer counts besides tensors."""
         return self._manifest.state
 
-    def stated(self, name: str, kind: Any) -> Any:
-        """`state[name]`; CheckpointError unless it is there and a `kind` (a type or a union of types)."""
-        value = self.state.get(name)
-        if name not in self.state or not isinstance(value, kind):
+    def stated(self, name: str, kind: Any, absent: Any = None) -> Any:
+        """`state[name]`, or `absent` where it does not stand (what earlier versions did not know); CheckpointError
+        unless that is a `kind` (a type or a union of types)."""
+        value = self.state.get(name, absent)
+        if not isinstance(value, kind):
             raise CheckpointError(
                 f"`{self.folder / MANIFEST}` must state `{name}`, but does not rightly; use another checkpoint."
             )

@@ -72,7 +72,7 @@ class RunConfig(Settings):
     output_dir: str | None = None
     """Folder of checkpoints and logs; runs/NAME when left out."""
 
-    seed: int = Field(default=1234, ge=0)
+    seed: int = Field(default=1234, ge=0, lt=2**63)
     """Seed of weights, sample order and dropout."""
 
     model: ModelConfig

@@ -26,11 +26,8 @@ class LostRankError(UserError):
 
 
 @contextmanager
-def naming_lost_ranks(world: Group, doing: str) -> Iterator[None]:
-    """Inside, an error of waiting for others becomes a LostRankError that names them; other errors are told to them.
-
-    `doing`: what for the sentence, "training".
-    """
+def naming_lost_ranks(world: Group) -> Iterator[None]:
+    """Inside, an error of waiting for others becomes a LostRankError that names them; other errors are told to them."""
     try:
         yield
     except Exception as error:
@@ -38,7 +35,7 @@ def naming_lost_ranks(world: Group, doing: str) -> Iterator[None]:
         absent = _roll_call(world, _WAITED if waited else f"{type(error).__name__}: {error}") if world.size > 1 else {}
         if not waited or not absent:
             raise
-        raise LostRankError(_sentence(absent, doing)) from error
+        raise LostRankError(_sentence(absent)) from error
 
 
 def is_waiting_error(error: BaseException) -> bool:
@@ -58,6 +55,8 @@ def _roll_call(world: Group, answer: str) -> dict[int, str | None]:
         deadline = time.monotonic() + GRACE_SECONDS
         while time.monotonic() < deadline and not all(store.check([_key(rank)]) for rank in others):
             time.sleep(0.05)
+        if world.rank == 0:
+            time.sleep(0.3)  # the store is here: the others read it still
         answers = {rank: store.get(_key(rank)).decode() if store.check([_key(rank)]) else None for rank in others}
     except RuntimeError:
         return {0: None}  # it keeps the store
@@ -68,10 +67,10 @@ def _key(rank: int) -> str:
     return f"megahead/roll-call/{rank}"
 
 
-def _sentence(absent: dict[int, str | None], doing: str) -> str:
+def _sentence(absent: dict[int, str | None]) -> str:
     silent = [rank for rank, error in absent.items() if error is None]
     failed = [f"rank {rank} ended with {error}" for rank, error in absent.items() if error is not None]
     if silent:
         which = "rank" if len(silent) == 1 else "ranks"
         failed.append(f"{which} {', '.join(map(str, silent))} died or hangs (no answer within {GRACE_SECONDS:g} s)")
-    return f"all ranks must take part in {doing}, but {'; '.join(failed)}; start again to resume."
+    return f"all ranks must take part in the run, but {'; '.join(failed)}; start again to resume."

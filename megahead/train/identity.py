@@ -50,7 +50,7 @@ def refuse_another_run(checkpoint: Checkpoint, config: RunConfig, texts: dict[st
     `texts`: what `texts_behind` says now; the checkpoint's state has what it said then.
     """
     saved = config_from_dict(checkpoint.config, source=f"the configuration in {checkpoint.folder}")
-    then = saved.flat() | checkpoint.stated("texts", dict)
+    then = saved.flat() | checkpoint.stated("texts", dict, absent=texts)
     now = config.flat() | texts
     allowed = (*FREE, *config.resume.allow)
     differing = [

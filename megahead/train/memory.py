@@ -9,7 +9,7 @@ import torch
 
 from megahead.errors import UserError
 
-_SIGNS = ("not enough memory", "out of memory", "Cannot allocate memory", "can't allocate memory")
+_SIGNS = ("not enough memory", "out of memory", "Cannot allocate memory", "can't allocate memory", "overflowed")
 
 
 @contextmanager

@@ -72,7 +72,7 @@ def roll_back(engine: Engine, state: TrainingState, folder: Path, data: Group, w
 
 def _load(checkpoint: Checkpoint, engine: Engine) -> None:
     engine.load(checkpoint.read, checkpoint.stated("optimizer_steps", int))
-    engine.set_loss_scale_state(checkpoint.stated("scale", dict))
+    engine.set_loss_scale_state(checkpoint.stated("scale", dict, absent={}))
 
 
 def start_from(pretraining: Pretraining, init: InitConfig, tensor: Group) -> None:

@@ -8,7 +8,7 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 
-from megahead.checkpoint import Snapshot, Spare, write_snapshot
+from megahead.checkpoint import Checkpoint, Snapshot, Spare, write_snapshot
 from megahead.config import RunConfig
 from megahead.distributed import Group
 from megahead.engine import Engine
@@ -22,7 +22,15 @@ class Saver:
     failure is raised by `wait`, which whoever sees `failed` must call on all ranks.
     """
 
-    def __init__(self, engine: Engine, state: TrainingState, config: RunConfig, data: Group, world: Group) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        state: TrainingState,
+        config: RunConfig,
+        data: Group,
+        world: Group,
+        resumed: Checkpoint | None,
+    ) -> None:
         plan = config.training
         self._engine, self._state, self._data = engine, state, data
         self._config = config.model_dump(mode="json")
@@ -31,7 +39,8 @@ class Saver:
         root, spare = Path(config.folder()) / "checkpoints", Spare(plan.keep_every, plan.keep_best)
         self._write = partial(write_snapshot, root, group=self._world, keep=plan.keep_checkpoints, spare=spare)
         self._pending: Future[Path] | None = None
-        self._saved_at: tuple[int, int] | None = None
+        ours = resumed is not None and resumed.folder.parent.resolve() == root.resolve()
+        self._saved_at = (state.step, state.samples) if ours else None
 
     @property
     def up_to_date(self) -> bool:

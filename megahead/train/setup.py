@@ -11,7 +11,7 @@ import torch
 import yaml
 
 from megahead.config import RunConfig, deepspeed_config
-from megahead.distributed import Launch, Mesh, choose_device, connect, naming_lost_ranks
+from megahead.distributed import Group, Launch, Mesh, choose_device, connect, naming_lost_ranks
 from megahead.engine import Engine
 from megahead.objectives import build_objective
 from megahead.optim import build_adamw
@@ -40,7 +40,13 @@ def pretrain(config: RunConfig, launch: Launch, resume: str = "auto") -> Ending:
     """
     device = choose_device(config.engine.device, launch.local_rank)
     texts = open_texts(config)
-    mesh = Mesh.build(connect(launch, device, config.engine.timeout_seconds), config.parallel.tensor)
+    ranks = connect(launch, device, config.engine.timeout_seconds)
+    with naming_lost_ranks(ranks):
+        return _pretrain(config, texts, ranks, device, resume)
+
+
+def _pretrain(config: RunConfig, texts: Texts, ranks: Group, device: torch.device, resume: str) -> Ending:
+    mesh = Mesh.build(ranks, config.parallel.tensor)
     deepspeed = deepspeed_config(config, mesh.data.size)
     world, data = mesh.world.side_channel(), mesh.data.side_channel()
     folder = Path(config.folder())
@@ -69,14 +75,13 @@ def pretrain(config: RunConfig, launch: Launch, resume: str = "auto") -> Ending:
         meters=meters,
         stop=StopRequest(),
         evaluation=None if texts.held_out is None else Evaluation(config, texts.held_out, data, device),
-        saver=Saver(engine, state, config, data, world),
+        saver=Saver(engine, state, config, data, world, checkpoint),
         roll_back=partial(roll_back, engine, state, folder, data, world),
         device=device,
         data=data,
         world=world,
     )
-    with naming_lost_ranks(world, "training"):
-        ending = train(run)
+    ending = train(run)
     meters.close(ending, state)
     if world.rank == 0:
         mark_ending(folder, ending, state.step, config.training.steps)

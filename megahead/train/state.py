@@ -17,6 +17,8 @@ from megahead.errors import CheckpointError
 
 _READ = {"samples": int, "tokens": int, "skipped_steps": int, "spikes": int, "rollbacks": int, "seconds": float | int}
 _LEARNED = {"step": int, "targets": int, "recent_losses": list, "validation": dict | None}
+_ABSENT = {"spikes": 0, "rollbacks": 0, "recent_losses": []}
+"""Of checkpoints that were written before these were counted."""
 
 
 @dataclass
@@ -119,4 +121,5 @@ class TrainingState:
 
     def _take(self, kinds: Mapping[str, Any], checkpoint: Checkpoint) -> None:
         for name, kind in kinds.items():
-            setattr(self, name, copy(checkpoint.stated(name, kind)))
+            absent = _ABSENT.get(name)
+            setattr(self, name, copy(checkpoint.stated(name, kind, absent)))
