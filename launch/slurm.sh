@@ -22,6 +22,7 @@ run=$1
 shift
 trap : TERM # the ranks', not ours
 status=0
+rm -f "$run/ending.json"
 srun --kill-on-bad-exit=1 .venv/bin/python launch/pretrain.py --config "$@" --set output_dir="$run" || status=$?
 
 # RUN/ending.json is there only when the ranks ended by themselves, saved; what was stopped or died is queued again.
