@@ -40,4 +40,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_command(main)
+    run_command(main, at_once=True)

@@ -5,7 +5,9 @@ Anything raised from here ends a command with exit code 2 and its sentence, with
 
 from __future__ import annotations
 
+import os
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -44,13 +46,27 @@ class CheckpointError(UserError):
     """A checkpoint that is missing, damaged, or made by another run."""
 
 
-def run_command(main: Callable[[], int | None]) -> None:
-    """Runs a command's `main` and exits: its code (0 for None), 2 after a UserError's sentence."""
+def run_command(main: Callable[[], int | None], *, at_once: bool = False) -> None:
+    """Runs a command's `main` and exits: its code (0 for None), 2 after a UserError's or the system's sentence.
+
+    `at_once`: after an error the process ends without waiting for its threads, which may wait for other processes.
+    """
     try:
         sys.exit(main() or 0)
-    except UserError as error:
+    except (UserError, OSError) as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
-        sys.exit(2)
+        _leave(2) if at_once else sys.exit(2)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr, flush=True)
         sys.exit(130)
+    except Exception:
+        if at_once:
+            traceback.print_exc()
+            _leave(1)
+        raise
+
+
+def _leave(code: int) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

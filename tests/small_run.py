@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
+from megahead.checkpoint import open_checkpoint
 from megahead.config import RunConfig, config_from_dict
 from megahead.data import IndexedDatasetWriter
 
@@ -59,3 +61,11 @@ def small_config(folder: Path, changes: dict[str, Any] | None = None) -> RunConf
 def stage(number: int) -> dict[str, Any]:
     """The change that asks for a ZeRO stage."""
     return {"engine.deepspeed": {"zero_optimization": {"stage": number}}}
+
+
+def same_tensors(mine: Path, theirs: Path) -> bool:
+    """Whether two runs' newest checkpoints hold the same weights and optimizer state, bit for bit."""
+    ours, others = open_checkpoint(mine), open_checkpoint(theirs)
+    names = [name for name in ours.names() if not name.startswith("state/")]
+    assert len(names) > 10
+    return all(torch.equal(ours.read(name), others.read(name)) for name in names)

@@ -1,7 +1,19 @@
 """Step folders of whole named tensors: written atomically, verified when read, loadable on any mesh."""
 
+from megahead.checkpoint.agreement import together
 from megahead.checkpoint.folders import find_checkpoint
-from megahead.checkpoint.reading import Checkpoint, open_checkpoint
-from megahead.checkpoint.saving import save_checkpoint
+from megahead.checkpoint.reading import Checkpoint, newest_sound, open_checkpoint
+from megahead.checkpoint.retention import Spare
+from megahead.checkpoint.saving import Snapshot, save_checkpoint, write_snapshot
 
-__all__ = ["Checkpoint", "find_checkpoint", "open_checkpoint", "save_checkpoint"]
+__all__ = [
+    "Checkpoint",
+    "Snapshot",
+    "Spare",
+    "find_checkpoint",
+    "newest_sound",
+    "open_checkpoint",
+    "save_checkpoint",
+    "together",
+    "write_snapshot",
+]

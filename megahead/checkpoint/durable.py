@@ -22,6 +22,14 @@ def write_durably(path: Path, text: str) -> None:
     flush(path)
 
 
+def write_atomically(path: Path, text: str) -> None:
+    """Puts a whole small text file in place of `path`, on disk on return."""
+    beside = path.with_name(f".{path.name}.partial")
+    write_durably(beside, text)
+    os.replace(beside, path)  # noqa: PTH105 - the promise is the system call's
+    flush(path.parent)
+
+
 def sha256_of(path: Path) -> str:
     """Checksum of a file's content; reads all of it, about 1 GB a second."""
     with path.open("rb") as file:

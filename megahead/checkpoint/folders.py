@@ -8,13 +8,12 @@ step-00001000.replaced    complete, while a new one takes its name
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from megahead.checkpoint.durable import flush, write_durably
+from megahead.checkpoint.durable import flush, write_atomically
 from megahead.checkpoint.manifest import MANIFEST, Manifest
 from megahead.errors import CheckpointError
 
@@ -40,8 +39,13 @@ def find_checkpoint(path: Path) -> Path | None:
     """
     if (path / MANIFEST).is_file():
         return path
+    return next((folder for folder in candidates(path) if is_complete(folder)), None)
+
+
+def candidates(path: Path) -> list[Path]:
+    """Step folders of a run or checkpoints folder, sound or not: the one `latest` names, then the highest steps."""
     root = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    return next((folder for folder in _by_preference(root) if is_complete(folder)), None)
+    return list(dict.fromkeys(_by_preference(root)))
 
 
 def is_complete(folder: Path) -> bool:
@@ -73,7 +77,7 @@ def clear_remains(root: Path) -> None:
     for folder in root.glob("step-*.replaced"):
         successor = folder.with_suffix("")
         if is_complete(successor):
-            _remove(folder)
+            remove(folder)
         else:
             folder.rename(successor)
 
@@ -89,23 +93,13 @@ def publish(partial: Path, final: Path) -> None:
         final.rename(replaced)
     partial.rename(final)
     flush(root)
-    beside = root / f".{_LATEST}.partial"
-    write_durably(beside, f"{final.name}\n")
-    os.replace(beside, root / _LATEST)  # noqa: PTH105 - the promise is the system call's
-    flush(root)
+    write_atomically(root / _LATEST, f"{final.name}\n")
     if replaced.exists():
-        _remove(replaced)
+        remove(replaced)
 
 
-def retain(root: Path, newest: Path, keep: int) -> None:
-    """Removes all checkpoints but `newest` (just written) and the highest `keep - 1` steps beside it."""
-    others = [folder for folder in _by_step(root) if folder != newest]
-    for folder in others[keep - 1 :]:
-        _remove(folder)
-
-
-def _remove(folder: Path) -> None:
-    """Takes the name away first, so that a crash on the way leaves no half folder that looks whole."""
+def remove(folder: Path) -> None:
+    """Removes a checkpoint; its name first, so that a crash on the way leaves no half folder that looks whole."""
     hidden = folder.with_name(f".{folder.name}.partial")
     folder.rename(hidden)
     shutil.rmtree(hidden)
@@ -116,12 +110,12 @@ def _by_preference(root: Path) -> Iterator[Path]:
         name = (root / _LATEST).read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError):
         name = ""
-    if _STEP.fullmatch(name):
+    if _STEP.fullmatch(name) and (root / name).is_dir():
         yield root / name
-    yield from _by_step(root)
+    yield from steps_in(root)
 
 
-def _by_step(root: Path) -> list[Path]:
+def steps_in(root: Path) -> list[Path]:
     """Step folders, highest step first; of two of one step the one that keeps its name."""
     found = [(match, folder) for folder in root.glob("step-*") if (match := _STEP.fullmatch(folder.name))]
     found.sort(key=lambda pair: (int(pair[0][1]), pair[0][2] is None), reverse=True)

@@ -9,9 +9,9 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from megahead.checkpoint.durable import write_durably
 from megahead.errors import CheckpointError
@@ -20,11 +20,15 @@ MANIFEST = "checkpoint.json"
 FORMAT = "megahead-checkpoint/1"
 
 
+FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors$")]
+"""A plain name: files of a checkpoint lie in its own folder."""
+
+
 class TensorEntry(BaseModel):
     """Where a tensor is, and what it looks like."""
 
     model_config = ConfigDict(frozen=True)
-    file: str
+    file: FileName
     shape: tuple[int, ...]
     dtype: str
 
@@ -41,11 +45,19 @@ class Manifest(BaseModel):
     """The content of a `checkpoint.json`."""
 
     model_config = ConfigDict(frozen=True)
-    step: int
+    step: int = Field(ge=0)
     state: dict[str, Any]
     config: dict[str, Any]
     tensors: dict[str, TensorEntry]
-    files: dict[str, FileEntry]
+    files: dict[FileName, FileEntry]
+
+    @model_validator(mode="after")
+    def _complete(self) -> Manifest:
+        """Every tensor lies in a file that is listed."""
+        for name, entry in self.tensors.items():
+            if entry.file not in self.files:
+                raise ValueError(f"{name} lies in {entry.file}, which is not listed")
+        return self
 
     def write(self, folder: Path) -> None:
         """Writes the manifest to `folder` and waits until it is on disk."""
@@ -70,8 +82,11 @@ class Manifest(BaseModel):
         try:
             return Manifest.model_validate(content)
         except ValidationError as error:
-            where = ".".join(str(key) for key in error.errors()[0]["loc"])
-            raise CheckpointError(f"`{path}` must hold a valid `{where}`, but does not.") from None
+            first = error.errors()[0]
+            where = ".".join(str(key) for key in first["loc"]) or "list of files"
+            raise CheckpointError(
+                f"`{path}` must hold a valid `{where}`, but does not ({first['msg']}); use another checkpoint."
+            ) from None
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megahead.checkpoint.durable import sha256_of
-from megahead.checkpoint.folders import check_lengths, find_checkpoint
+from megahead.checkpoint.folders import candidates, check_lengths, find_checkpoint
 from megahead.checkpoint.manifest import FORMAT, MANIFEST, FileEntry, Manifest, TensorEntry
 from megahead.errors import CheckpointError
 
@@ -25,6 +25,25 @@ def open_checkpoint(path: Path) -> Checkpoint:
         raise CheckpointError(
             f"`{path}` must be a checkpoint (a folder with {MANIFEST}) or hold complete ones (step-*), but does not."
         )
+    return _opened(folder)
+
+
+def newest_sound(path: Path) -> tuple[Checkpoint | None, list[str]]:
+    """The newest checkpoint of a run or checkpoints folder that is sound in every byte, and a sentence for each newer
+    one that is not. Reads all of it, about a second a GB."""
+    damage = []
+    for folder in candidates(path):
+        try:
+            checkpoint = _opened(folder)
+            checkpoint.verify()
+        except CheckpointError as error:
+            damage.append(str(error))
+        else:
+            return checkpoint, damage
+    return None, damage
+
+
+def _opened(folder: Path) -> Checkpoint:
     manifest = Manifest.read(folder)
     check_lengths(folder, manifest)
     return Checkpoint(folder, manifest)
@@ -49,6 +68,16 @@ class Checkpoint:
     def state(self) -> dict[str, Any]:
         """What the trainer counts besides tensors."""
         return self._manifest.state
+
+    def stated(self, name: str, kind: Any, absent: Any = None) -> Any:
+        """`state[name]`, or `absent` where it does not stand (what earlier versions did not know); CheckpointError
+        unless that is a `kind` (a type or a union of types)."""
+        value = self.state.get(name, absent)
+        if not isinstance(value, kind):
+            raise CheckpointError(
+                f"`{self.folder / MANIFEST}` must state `{name}`, but does not rightly; use another checkpoint."
+            )
+        return value
 
     @property
     def config(self) -> dict[str, Any]:

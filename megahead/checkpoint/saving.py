@@ -21,8 +21,9 @@ from torch import Tensor
 
 from megahead.checkpoint.agreement import together
 from megahead.checkpoint.durable import flush, sha256_of
-from megahead.checkpoint.folders import check_lengths, clear_remains, partial_folder, publish, retain, step_folder
+from megahead.checkpoint.folders import check_lengths, clear_remains, partial_folder, publish, step_folder
 from megahead.checkpoint.manifest import FileEntry, Manifest, TensorEntry
+from megahead.checkpoint.retention import NONE_SPARED, Spare, retain
 from megahead.distributed import Group
 from megahead.errors import CheckpointError
 
@@ -36,6 +37,7 @@ def save_checkpoint(
     config: dict[str, Any],
     group: Group,
     keep: int,
+    spare: Spare = NONE_SPARED,
 ) -> Path:
     """Saves whole named tensors as `root`/step-NNNNNNNN and keeps the `keep` newest checkpoints. Collective.
 
@@ -43,18 +45,39 @@ def save_checkpoint(
     all bytes) until it is written. An existing folder of this step is replaced. Raises a CheckpointError on
     all ranks alike if one of them fails, with the old checkpoints intact and nothing half-written left.
     """
-    share = _take_share(tensors, group)
+    snapshot = Snapshot.take(tensors, group)
+    return write_snapshot(root, step, snapshot, state=state, config=config, group=group, keep=keep, spare=spare)
+
+
+def write_snapshot(
+    root: Path,
+    step: int,
+    snapshot: Snapshot,
+    *,
+    state: dict[str, Any],
+    config: dict[str, Any],
+    group: Group,
+    keep: int,
+    spare: Spare = NONE_SPARED,
+) -> Path:
+    """The second half of `save_checkpoint`; touches nothing but the snapshot, so it may run in another thread with a
+    `group` of its own."""
     partial, final = partial_folder(root, step), step_folder(root, step)
 
     def tell(error: Exception) -> str:
-        return _sentence(error, partial, share.total_bytes)
+        return _sentence(error, partial, snapshot.total_bytes)
+
+    def finish() -> None:
+        if group.rank == 0:
+            _finish(partial, final, manifest)
+            retain(root, final, keep, spare)
 
     try:
-        together(group, lambda: _prepare(partial, share.total_bytes) if group.rank == 0 else None, tell)
-        written = together(group, lambda: _write(partial, share), tell)
-        files = dict(zip(share.file_names, written, strict=True))
-        manifest = Manifest(step=step, state=state, config=config, tensors=share.entries, files=files)
-        together(group, lambda: _finish(partial, final, manifest, keep) if group.rank == 0 else None, tell)
+        together(group, lambda: _prepare(partial, snapshot.total_bytes) if group.rank == 0 else None, tell)
+        written = together(group, lambda: _write(partial, snapshot), tell)
+        files = dict(zip(snapshot.file_names, written, strict=True))
+        manifest = Manifest(step=step, state=state, config=config, tensors=snapshot.entries, files=files)
+        together(group, finish, tell)
     except CheckpointError:
         if group.rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
@@ -63,7 +86,7 @@ def save_checkpoint(
 
 
 @dataclass(frozen=True)
-class _Share:
+class Snapshot:
     """What this rank writes, and what all ranks write together."""
 
     tensors: dict[str, Tensor]
@@ -72,21 +95,24 @@ class _Share:
     entries: dict[str, TensorEntry]
     total_bytes: int
 
+    @staticmethod
+    def take(tensors: Iterable[tuple[str, Tensor]], group: Group, *, copied: bool = False) -> Snapshot:
+        """Each tensor goes to the rank with the fewest bytes so far, which all ranks work out alike.
 
-def _take_share(tensors: Iterable[tuple[str, Tensor]], group: Group) -> _Share:
-    """Each tensor goes to the rank with the fewest bytes so far, which all ranks work out alike."""
-    names = [f"tensors-{rank:05d}-of-{group.size:05d}.safetensors" for rank in range(group.size)]
-    loads = [0] * group.size
-    mine: dict[str, Tensor] = {}
-    entries: dict[str, TensorEntry] = {}
-    for name, tensor in tensors:
-        rank = loads.index(min(loads))
-        loads[rank] += tensor.nbytes
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        entries[name] = TensorEntry(file=names[rank], shape=tuple(tensor.shape), dtype=dtype)
-        if rank == group.rank:
-            mine[name] = _standalone(tensor)
-    return _Share(mine, names[group.rank], names, entries, sum(loads))
+        `copied`: nothing in it shares memory with what goes on changing.
+        """
+        names = [f"tensors-{rank:05d}-of-{group.size:05d}.safetensors" for rank in range(group.size)]
+        loads = [0] * group.size
+        mine: dict[str, Tensor] = {}
+        entries: dict[str, TensorEntry] = {}
+        for name, tensor in tensors:
+            rank = loads.index(min(loads))
+            loads[rank] += tensor.nbytes
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            entries[name] = TensorEntry(file=names[rank], shape=tuple(tensor.shape), dtype=dtype)
+            if rank == group.rank:
+                mine[name] = tensor.detach().to("cpu", copy=True).contiguous() if copied else _standalone(tensor)
+        return Snapshot(mine, names[group.rank], names, entries, sum(loads))
 
 
 def _standalone(tensor: Tensor) -> Tensor:
@@ -104,13 +130,13 @@ def _prepare(partial: Path, needed: int) -> None:
     partial.mkdir()
 
 
-def _write(partial: Path, share: _Share) -> FileEntry:
-    path = partial / share.file
-    save_file(share.tensors, path)
+def _write(partial: Path, snapshot: Snapshot) -> FileEntry:
+    path = partial / snapshot.file
+    save_file(snapshot.tensors, path)
     path.chmod(partial.stat().st_mode & 0o666)  # safetensors keeps its files to the user; the folder follows the umask
     flush(path)
     with safe_open(path, framework="pt") as file:
-        wrong = [name for name, tensor in share.tensors.items() if not _same_bytes(tensor, file.get_tensor(name))]
+        wrong = [name for name, tensor in snapshot.tensors.items() if not _same_bytes(tensor, file.get_tensor(name))]
     if wrong:
         raise CheckpointError(f"`{path}` must read back as it was written, but {wrong[0]} does not; check the disk.")
     return FileEntry(bytes=path.stat().st_size, sha256=sha256_of(path))
@@ -120,11 +146,10 @@ def _same_bytes(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
 
 
-def _finish(partial: Path, final: Path, manifest: Manifest, keep: int) -> None:
+def _finish(partial: Path, final: Path, manifest: Manifest) -> None:
     manifest.write(partial)
     check_lengths(partial, manifest)  # also that this rank sees what the others wrote
     publish(partial, final)
-    retain(final.parent, final, keep)
 
 
 def _sentence(error: Exception, partial: Path, needed: int) -> str:

@@ -7,6 +7,7 @@ from megahead.config.loading import config_from_dict, load_config
 from megahead.config.model import NAMED_SIZES, ModelConfig
 from megahead.config.objective import ObjectiveConfig, resolve_group
 from megahead.config.parallel import ParallelConfig
+from megahead.config.resilience import FaultsConfig, ResumeConfig
 from megahead.config.run import InitConfig, RunConfig, TrainingConfig
 from megahead.config.tasks import TasksConfig
 from megahead.config.training import EngineConfig, OptimizerConfig, ScheduleConfig
@@ -16,11 +17,13 @@ __all__ = [
     "BatchConfig",
     "DataConfig",
     "EngineConfig",
+    "FaultsConfig",
     "InitConfig",
     "ModelConfig",
     "ObjectiveConfig",
     "OptimizerConfig",
     "ParallelConfig",
+    "ResumeConfig",
     "RunConfig",
     "ScheduleConfig",
     "TasksConfig",

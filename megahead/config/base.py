@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
+
+from megahead.errors import ConfigError
 
 
 class Settings(BaseModel):
@@ -15,3 +19,11 @@ class Settings(BaseModel):
         allow_inf_nan=False,
         protected_namespaces=(),
     )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _text_is_text(cls, value: Any, info: ValidationInfo) -> Any:
+        """A zero byte ends a path for the system, not for us."""
+        if isinstance(value, str) and "\0" in value:
+            raise ConfigError(str(info.field_name), "have no zero byte", got=repr(value))
+        return value

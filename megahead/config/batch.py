@@ -11,7 +11,7 @@ from megahead.errors import ConfigError
 class BatchConfig(Settings):
     """How many sequences one optimizer step sees, and how they are cut up."""
 
-    global_size: int = Field(gt=0)
+    global_size: int = Field(gt=0, le=2**24)
     """Sequences per optimizer step, over all data-parallel ranks."""
 
     micro_size: int = Field(gt=0)

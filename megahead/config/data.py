@@ -64,7 +64,7 @@ class DataConfig(Settings):
     boundary_targets: bool = True
     """Also predict each document's first token, from the end token before it."""
 
-    prefetch: int = Field(default=2, ge=0)
+    prefetch: int = Field(default=2, ge=0, le=1024)
     """Optimizer steps prepared ahead in a background thread; 0 prepares each one when it is needed."""
 
     read_ahead: Literal["rows", "system"] = "rows"

@@ -16,6 +16,7 @@ def deepspeed_config(run: RunConfig, data_ranks: int) -> dict[str, Any]:
     Raises ConfigError where the file already says something else.
     """
     given = _read(run.engine.deepspeed)
+    _refuse_what_writes(given)
     stage = zero_stage(given)
     derived: dict[str, Any] = {
         "train_batch_size": run.batch.global_size,
@@ -37,10 +38,22 @@ def deepspeed_config(run: RunConfig, data_ranks: int) -> dict[str, Any]:
 
 def zero_stage(content: dict[str, Any]) -> int:
     """ZeRO stage of a DeepSpeed configuration: 0, 1, 2 or 3."""
-    stage = content.get("zero_optimization", {}).get("stage", 0)
-    if stage not in (0, 1, 2, 3):
+    zero = content.get("zero_optimization", {})
+    if not isinstance(zero, dict):
+        raise ConfigError("engine.deepspeed.zero_optimization", "be settings of ZeRO", got=repr(zero))
+    stage = zero.get("stage", 0)
+    if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
         raise ConfigError("engine.deepspeed.zero_optimization.stage", "be 0, 1, 2 or 3", got=stage)
     return int(stage)
+
+
+def _refuse_what_writes(content: dict[str, Any]) -> None:
+    """Sections that make DeepSpeed write files wherever they say."""
+    for key in ("tensorboard", "csv_monitor", "wandb", "comet", "flops_profiler"):
+        if key in content:
+            raise ConfigError(
+                f"engine.deepspeed[{key!r}]", "be left out (runs log into their own folder)", got=content[key]
+            )
 
 
 def _precision(precision: str, stage: int) -> dict[str, Any]:

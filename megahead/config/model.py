@@ -37,19 +37,19 @@ class ModelConfig(Settings):
     size: str | None = None
     """A named size such as `pythia-70m`; it fills num_layers, hidden_size and num_heads unless given."""
 
-    num_layers: int = Field(gt=0)
+    num_layers: int = Field(gt=0, le=10_000)
     """Transformer blocks."""
 
-    hidden_size: int = Field(gt=0)
+    hidden_size: int = Field(gt=0, le=2**20)
     """Width of the residual stream (D)."""
 
     num_heads: int = Field(gt=0)
     """Attention heads; must divide hidden_size."""
 
-    intermediate_size: int | None = Field(default=None, gt=0)
+    intermediate_size: int | None = Field(default=None, gt=0, le=2**24)
     """Width of the MLP; 4 x hidden_size when left out."""
 
-    vocab_size: int = Field(gt=1)
+    vocab_size: int = Field(gt=1, lt=2**31)
     """Token ids the tokenizer can produce (V)."""
 
     vocab_multiple: int = Field(default=1024, gt=0)

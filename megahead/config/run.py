@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -12,6 +13,7 @@ from megahead.config.data import DataConfig
 from megahead.config.model import ModelConfig
 from megahead.config.objective import ObjectiveConfig
 from megahead.config.parallel import ParallelConfig
+from megahead.config.resilience import FaultsConfig, ResumeConfig
 from megahead.config.tasks import TasksConfig
 from megahead.config.training import EngineConfig, OptimizerConfig, ScheduleConfig
 from megahead.errors import ConfigError
@@ -41,6 +43,15 @@ class TrainingConfig(Settings):
     keep_checkpoints: int = Field(default=2, gt=0)
     """Newest checkpoints kept on disk."""
 
+    keep_every: int | None = Field(default=None, gt=0)
+    """Checkpoints whose step is a multiple of this are kept for good."""
+
+    keep_best: int = Field(default=0, ge=0)
+    """So many checkpoints with the lowest held-out loss at their step are kept besides."""
+
+    save_in_background: bool = False
+    """Train on while a checkpoint is written, at the price of a copy in memory; a second one waits for the first."""
+
 
 class InitConfig(Settings):
     """Weights to start from, instead of random ones."""
@@ -56,13 +67,13 @@ class InitConfig(Settings):
 class RunConfig(Settings):
     """Everything that decides what a run computes and writes."""
 
-    name: str = Field(min_length=1, pattern=r"^[A-Za-z0-9._-]+$")
-    """Name of the run: letters, digits, dot, dash, underscore."""
+    name: str = Field(min_length=1, pattern=r"^[A-Za-z0-9._-]*[A-Za-z0-9_-][A-Za-z0-9._-]*$")
+    """Name of the run: letters, digits, dot, dash, underscore; not only dots."""
 
     output_dir: str | None = None
     """Folder of checkpoints and logs; runs/NAME when left out."""
 
-    seed: int = Field(default=1234, ge=0)
+    seed: int = Field(default=1234, ge=0, lt=2**63)
     """Seed of weights, sample order and dropout."""
 
     model: ModelConfig
@@ -74,6 +85,8 @@ class RunConfig(Settings):
     training: TrainingConfig
     parallel: ParallelConfig = ParallelConfig()
     engine: EngineConfig = EngineConfig()
+    faults: FaultsConfig = FaultsConfig()
+    resume: ResumeConfig = ResumeConfig()
     init: InitConfig | None = None
     tasks: TasksConfig | None = None
 
@@ -98,6 +111,10 @@ class RunConfig(Settings):
             )
         if self.tasks and self.data.tokenizer is None:
             raise ConfigError("data.tokenizer", "name the tokenizer that `tasks` are read with", got="missing")
+        settings = self.flat()
+        for name in self.resume.allow:
+            if not any(f"{setting}.".startswith(f"{name}.") for setting in settings):
+                raise ConfigError("resume.allow", "name settings or their sections", got=repr(name))
         if self.init and self.init.mode in ("finetune", "probe") and self.objective.head() != "trained":
             raise ConfigError(
                 "init.mode",
@@ -111,6 +128,18 @@ class RunConfig(Settings):
         """Where the run writes."""
         return self.output_dir or f"runs/{self.name}"
 
+    def flat(self) -> dict[str, Any]:
+        """Every setting under its full name, `section.field`."""
+        return dict(_leaves(self.model_dump(mode="json")))
+
     def tokens_per_step(self) -> int:
         """Input tokens of one optimizer step over all ranks."""
         return self.batch.global_size * self.data.sequence_length
+
+
+def _leaves(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{above}{key}.")
+        else:
+            yield f"{above}{key}", value

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
 from megahead.config.base import Settings
 from megahead.errors import ConfigError
+
+Share = Annotated[float, Field(ge=0, lt=1)]
 
 
 class OptimizerConfig(Settings):
@@ -16,7 +18,7 @@ class OptimizerConfig(Settings):
     learning_rate: float = Field(gt=0)
     """Peak learning rate."""
 
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Share, Share] = (0.9, 0.95)
     """Decay of the running mean and of the running square of gradients."""
 
     eps: float = Field(default=1e-8, gt=0)
@@ -71,5 +73,5 @@ class EngineConfig(Settings):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to run; `auto` takes CUDA when it is there."""
 
-    timeout_seconds: float = Field(default=600, gt=0)
+    timeout_seconds: float = Field(default=600, gt=0, le=1e7)
     """How long ranks wait for each other before they give up."""

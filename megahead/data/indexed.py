@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import mmap
 import struct
 from functools import cached_property
@@ -34,6 +35,7 @@ class IndexedDataset:
         self._map = self._map_tokens()
         self._tokens = np.frombuffer(self._map, self.dtype)
         self.scattered = False
+        self._vocab_size: int | None = None
         self._check_documents()
 
     def __len__(self) -> int:
@@ -48,7 +50,7 @@ class IndexedDataset:
         first = offset // self.dtype.itemsize
         if size < 0 or offset % self.dtype.itemsize or not 0 <= first <= self.num_tokens - size:
             raise DataError(f"`{self.idx_path}` is damaged: sequence {position} lies outside `{self.bin_path.name}`.")
-        return self._tokens[first : first + size]
+        return self._checked(first, self._tokens[first : first + size])
 
     @property
     def num_tokens(self) -> int:
@@ -64,7 +66,21 @@ class IndexedDataset:
         """The tokens [first_token, first_token + count) of the whole run of text, over sequence borders; a view."""
         if not 0 <= first_token <= first_token + count <= self.num_tokens:
             raise IndexError(f"tokens {first_token} to {first_token + count} of a dataset of {self.num_tokens}")
-        return self._tokens[first_token : first_token + count]
+        return self._checked(first_token, self._tokens[first_token : first_token + count])
+
+    def expect_ids_below(self, vocab_size: int) -> None:
+        """From here on, reading another id is a DataError (the largest of each run of tokens is looked at)."""
+        self._vocab_size = vocab_size
+
+    def _checked(self, first: int, tokens: Array) -> Array:
+        limit = self._vocab_size
+        if limit is not None and len(tokens) and not 0 <= tokens.min() <= tokens.max() < limit:
+            at = int(np.argmax((tokens < 0) | (tokens >= limit)))
+            raise DataError(
+                f"`{self.bin_path}` must hold ids below {limit:,} only, but token {first + at:,} is {tokens[at]:,}; it "
+                "is damaged, or of another tokenizer."
+            )
+        return tokens
 
     def expect_scattered_reads(self) -> None:
         """Tells the system that rows will be read here and there: it then reads what is asked for, not what is around.
@@ -115,6 +131,13 @@ class IndexedDataset:
                 "remove it if they were replaced on purpose."
             )
         return info
+
+    @property
+    def fingerprint(self) -> str:
+        """Tells this text from another without reading it: its length, and the checksum noted of its tokens or, where
+        nothing was noted, that of its index."""
+        noted = self.info.bin.sha256 if self.info else hashlib.sha256(self._index).hexdigest()
+        return f"{self.num_tokens:,} tokens, sha256 {noted[:16]}"
 
     def _entry(self, i: int) -> tuple[int, int]:
         size: int = struct.unpack_from("<i", self._index, self.layout.sizes_at + 4 * i)[0]

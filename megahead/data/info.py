@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import orjson
 
 from megahead.errors import DataError
@@ -51,6 +52,17 @@ class DatasetInfo:
         """The JSON text."""
         return orjson.dumps({"format": FORMAT, **vars(self)})  # asdict would copy every count
 
+    def _check(self) -> None:
+        """ValueError for values of other kinds than are told above."""
+        numbers = [self.tokens, self.documents, self.text_bytes, self.vocab_size, self.bin.bytes, self.idx.bytes]
+        if not all(isinstance(number, int) and number >= 0 for number in numbers):
+            raise ValueError("a number is none")
+        if not all(isinstance(stamp.sha256, str) for stamp in (self.bin, self.idx)):
+            raise ValueError("a checksum is none")
+        counts_V = np.asarray(self.token_counts)
+        if counts_V.dtype.kind not in "iu" or counts_V.shape != (self.vocab_size,) or (counts_V < 0).any():
+            raise ValueError("token_counts are not counts of vocab_size ids")
+
     @staticmethod
     def load(path: Path) -> DatasetInfo:
         """Reads `path`; DataError when it is not such a file."""
@@ -58,7 +70,9 @@ class DatasetInfo:
             fields = orjson.loads(path.read_bytes())
             if fields.pop("format") != FORMAT:
                 raise ValueError("another format")
-            return DatasetInfo(**fields | {name: FileStamp(**fields[name]) for name in ("bin", "idx")})
+            info = DatasetInfo(**fields | {name: FileStamp(**fields[name]) for name in ("bin", "idx")})
+            info._check()
+            return info
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise DataError(
                 f"`{path}` must be a dataset description ({FORMAT}), but is not ({error}); remove it or make the "

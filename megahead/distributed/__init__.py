@@ -5,16 +5,19 @@ from megahead.distributed.group import Group
 from megahead.distributed.mesh import Mesh
 from megahead.distributed.randomness import drawn_apart
 from megahead.distributed.rendezvous import Launch, choose_device, connect, disconnect, read_launch
+from megahead.distributed.rollcall import LostRankError, naming_lost_ranks
 
 __all__ = [
     "Group",
     "Launch",
+    "LostRankError",
     "Mesh",
     "choose_device",
     "connect",
     "disconnect",
     "drawn_apart",
     "gather",
+    "naming_lost_ranks",
     "read_launch",
     "sum_backward",
     "sum_forward",

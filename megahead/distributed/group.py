@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -22,21 +23,24 @@ class Group:
     rank: int = 0
     size: int = 1
     handle: dist.ProcessGroup | None = None
+    timeout_seconds: float = 600
+    """How long a rank waits for the others before it raises; for the connections made from this one."""
 
     @staticmethod
-    def world() -> Group:
+    def world(timeout_seconds: float = 600) -> Group:
         """All ranks that `connect` brought together; one rank when there was nothing to connect."""
         if not dist.is_initialized():
             return Group()
-        return Group(dist.get_rank(), dist.get_world_size(), dist.group.WORLD)
+        return Group(dist.get_rank(), dist.get_world_size(), dist.group.WORLD, timeout_seconds)
 
     def side_channel(self) -> Group:
         """The same ranks over a gloo connection of their own: CPU tensors, usable from another thread. Collective."""
         if self.size == 1:
             return self
         ranks = dist.get_process_group_ranks(self.handle)
-        handle = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
-        return Group(self.rank, self.size, handle)
+        timeout = timedelta(seconds=self.timeout_seconds)
+        handle = dist.new_group(ranks, timeout, backend="gloo", use_local_synchronization=True)
+        return Group(self.rank, self.size, handle, self.timeout_seconds)
 
     def shard(self, full: Tensor, dim: int) -> Tensor:
         """This rank's equal slice of `full` along `dim`, as a copy of its own. Sends nothing."""

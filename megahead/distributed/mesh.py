@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from datetime import timedelta
 
 import torch.distributed as dist
 
@@ -31,7 +32,9 @@ class Mesh:
             return Mesh(world, Group(), world)
         data_size = world.size // tensor_size
         grid = [[d * tensor_size + t for t in range(tensor_size)] for d in range(data_size)]
-        tensor, _ = dist.new_subgroups_by_enumeration(grid)
-        data, _ = dist.new_subgroups_by_enumeration([list(column) for column in zip(*grid, strict=True)])
+        seconds = world.timeout_seconds
+        timeout = timedelta(seconds=seconds)
+        tensor, _ = dist.new_subgroups_by_enumeration(grid, timeout)
+        data, _ = dist.new_subgroups_by_enumeration([list(column) for column in zip(*grid, strict=True)], timeout)
         data_rank, tensor_rank = divmod(world.rank, tensor_size)
-        return Mesh(world, Group(tensor_rank, tensor_size, tensor), Group(data_rank, data_size, data))
+        return Mesh(world, Group(tensor_rank, tensor_size, tensor, seconds), Group(data_rank, data_size, data, seconds))

@@ -81,14 +81,20 @@ def choose_device(asked: Literal["auto", "cpu", "cuda"], local_rank: int) -> tor
 def connect(launch: Launch, device: torch.device, timeout_seconds: float) -> Group:
     """Brings all ranks together (nccl for CUDA, gloo else) and returns them as a Group. Collective."""
     if launch.world_size > 1 and not dist.is_initialized():
-        dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo",
-            init_method=f"tcp://{launch.address}:{launch.port}",
-            rank=launch.rank,
-            world_size=launch.world_size,
-            timeout=timedelta(seconds=timeout_seconds),
-        )
-    return Group.world()
+        try:
+            dist.init_process_group(
+                "nccl" if device.type == "cuda" else "gloo",
+                init_method=f"tcp://{launch.address}:{launch.port}",
+                rank=launch.rank,
+                world_size=launch.world_size,
+                timeout=timedelta(seconds=timeout_seconds),
+            )
+        except (RuntimeError, OSError, ValueError) as error:
+            raise UserError(
+                f"{launch.world_size} ranks must meet at {launch.address}:{launch.port} within {timeout_seconds:g} s, "
+                f"but rank {launch.rank} could not ({str(error).splitlines()[0]}); check MASTER_ADDR and MASTER_PORT."
+            ) from error
+    return Group.world(timeout_seconds)
 
 
 def disconnect(world: Group) -> None:

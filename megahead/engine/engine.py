@@ -7,7 +7,7 @@ and loaded into a fresh engine continues bitwise where it was.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from math import isfinite
 from typing import Any
@@ -19,8 +19,11 @@ from megahead.distributed import Mesh
 from megahead.engine.norm import clip_, global_norm
 from megahead.engine.start import start_deepspeed
 from megahead.engine.state import MOMENTS, WEIGHT, open_state
-from megahead.errors import ConfigError
+from megahead.errors import CheckpointError, ConfigError
 from megahead.parallel import shard_dims
+
+_SCALE_STATE = frozenset({"cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis"})
+"""What moves in DeepSpeed's `DynamicLossScaler`."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,7 @@ class StepResult:
     """Global L2 norm of the gradients before clipping; inf or nan when the step was not applied."""
 
     applied: bool
-    """False when gradients were not finite (or overflowed in fp16): weights and state are as before."""
+    """False when gradients were not finite (or overflowed in fp16) or dropped: weights and state are as before."""
 
 
 class Engine:
@@ -62,6 +65,9 @@ class Engine:
         self._deepspeed = start_deepspeed(module, optimizer, config, mesh, device)
         self._state = open_state(self._deepspeed, self._stage)
         self._shard_dims = shard_dims(module)
+        self._scaler = getattr(self._deepspeed.optimizer, "loss_scaler", None)
+        if self.searches_loss_scale:
+            self._scaler.raise_error_at_min_scale = False  # type: ignore[union-attr] # whoever counts skips decides
         self._backward_done = False
         for name, parameter in module.named_parameters():
             if name in given:
@@ -94,6 +100,19 @@ class Engine:
             group["lr"] = learning_rate
         return self._step_replicated() if self._stage == 0 else self._step_zero()
 
+    def drop(self) -> StepResult:
+        """Instead of `step`: throws the gathered gradients away, weights and state (also fp16's loss scale) stay.
+
+        Collective. DeepSpeed offers no such thing at stages 1 to 3, but leaves everything alone when gradients are
+        not finite: so they are made that first.
+        """
+        for _, parameter in self._parameters(MOMENTS[0]):  # all, so that every rank's part is
+            self._state.spoil_gradient(parameter)
+        scale = self.loss_scale_state()
+        result = self.step(0.0)
+        self.set_loss_scale_state(scale)
+        return result
+
     def _step_replicated(self) -> StepResult:
         norm = global_norm(self.module.parameters(), self._mesh.tensor)
         if isfinite(norm):
@@ -106,6 +125,26 @@ class Engine:
     def _step_zero(self) -> StepResult:
         self._deepspeed.step()
         return StepResult(float(self._deepspeed.get_global_grad_norm()), self._deepspeed.was_step_applied())
+
+    @property
+    def loss_scale(self) -> float:
+        """What fp16 multiplies losses by; 1 in other precisions."""
+        return float(getattr(self._scaler, "cur_scale", 1.0))
+
+    @property
+    def searches_loss_scale(self) -> bool:
+        """Whether overflows are how fp16 finds its loss scale, and no fault."""
+        return bool(getattr(self._scaler, "dynamic", False))
+
+    def loss_scale_state(self) -> dict[str, float]:
+        """Everything that decides how the loss scale goes on; empty without one that moves."""
+        return {name: getattr(self._scaler, name) for name in _SCALE_STATE} if self.searches_loss_scale else {}
+
+    def set_loss_scale_state(self, state: Mapping[str, float]) -> None:
+        """The inverse of `loss_scale_state`; what is not in `state` stays."""
+        if self.searches_loss_scale:
+            for name in _SCALE_STATE & state.keys():
+                setattr(self._scaler, name, state[name])
 
     @torch.no_grad()
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
@@ -141,7 +180,8 @@ class Engine:
     def load(self, read: Callable[[str], Tensor], optimizer_steps: int) -> None:
         """Sets weights, moments and step count back; the inverse of `tensors` from any stage and mesh.
 
-        `read` maps a key to its whole tensor, on every rank. Collective. The loss scale of fp16 starts anew.
+        `read` maps a key to its whole tensor, on every rank. Collective; CheckpointError for a tensor of another
+        shape. The loss scale of fp16 is apart: `set_loss_scale_state`.
         """
         self._set(WEIGHT, read)
         for kind in MOMENTS:
@@ -158,6 +198,12 @@ class Engine:
             whole = read(f"{kind}/{name}")
             dim = self._shard_dims.get(name)
             part = whole if dim is None else self._mesh.tensor.shard(whole, dim)
+            shape = getattr(parameter, "ds_shape", parameter.shape)  # at stage 3 the parameter itself is empty
+            if part.shape != shape:
+                raise CheckpointError(
+                    f"the checkpoint's {kind}/{name} must have the model's shape {tuple(shape)}, but has "
+                    f"{tuple(part.shape)} instead; give `model` the sizes of that run."
+                )
             self._state.set(parameter, kind, part.to(self._deepspeed.device))
 
     def _merge(self, name: str, part: Tensor) -> Tensor:

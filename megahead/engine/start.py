@@ -21,6 +21,7 @@ from torch import nn
 
 from megahead.distributed import Mesh
 from megahead.engine.mpu import ModelParallelUnit
+from megahead.errors import UserError
 
 
 def load_deepspeed(device: torch.device) -> ModuleType:
@@ -46,8 +47,12 @@ def start_deepspeed(
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     mpu = ModelParallelUnit(mesh) if mesh.tensor.size > 1 else None
-    with redirect_stdout(io.StringIO()):  # its bf16 optimizer prints memory reports; warnings still pass
-        engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config, mpu=mpu)
+    try:
+        with redirect_stdout(io.StringIO()):  # its bf16 optimizer prints memory reports; warnings still pass
+            engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config, mpu=mpu)
+    except (ValueError, TypeError, AssertionError) as error:
+        told = " ".join(str(error).split()) or type(error).__name__
+        raise UserError(f"`engine.deepspeed` must be what DeepSpeed accepts, but it says: {told}.") from error
     return engine
 
 

@@ -24,6 +24,9 @@ class State(Protocol):
 
     def set(self, parameter: nn.Parameter, kind: str, value: Tensor) -> None: ...
 
+    def spoil_gradient(self, parameter: nn.Parameter) -> None:
+        """Makes the gathered gradient of `parameter` not finite, so that the step will not be applied."""
+
 
 def open_state(engine: Any, stage: int) -> State:
     """The state of a `DeepSpeedEngine`, with Adam's moments there (zero) before the first step.
@@ -72,6 +75,10 @@ class ReplicatedState:
     def set(self, parameter: nn.Parameter, kind: str, value: Tensor) -> None:
         self.get(parameter, kind).copy_(value)
 
+    def spoil_gradient(self, parameter: nn.Parameter) -> None:
+        if parameter.grad is not None:
+            parameter.grad.fill_(torch.nan)
+
 
 class PartitionedState:
     """Stages 1 and 2: masters and moments in slices, the model's copy whole on every rank.
@@ -101,6 +108,11 @@ class PartitionedState:
             safe_set_full_fp32_param(parameter, value)
         self._set_copy(parameter, value)
 
+    def spoil_gradient(self, parameter: nn.Parameter) -> None:
+        mapping = parameter._hp_mapping  # type: ignore[attr-defined] # None where the rank has no part of it
+        if mapping is not None:
+            mapping.get_lp_grad_fragment(parameter._index_in_param_group).fill_(torch.nan)  # type: ignore[attr-defined]
+
     def _get_copy(self, parameter: nn.Parameter) -> Tensor:
         return parameter.detach()
 
@@ -122,3 +134,8 @@ class ShardedState(PartitionedState):
 
         with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
             parameter.data.copy_(value)
+
+    def spoil_gradient(self, parameter: nn.Parameter) -> None:
+        from deepspeed.utils import safe_set_full_grad
+
+        safe_set_full_grad(parameter, torch.full(parameter.ds_shape, torch.nan, device=parameter.device))  # type: ignore[attr-defined]

@@ -58,10 +58,9 @@ class Feed:
 
         One all-gather of a number for each micro-batch, and one of ids where groups are larger than micro-batches.
         """
-        micro_size, ranks = self._batch.micro_size, self._group.size
+        ranks = self._group.size
         accumulation = self._batch.accumulation_steps(ranks)
-        starts = [first_sample + (k * ranks + self._group.rank) * micro_size for k in range(accumulation)]
-        batches = [self._read(start, micro_size) for start in starts]
+        batches = [self._read(self.samples(first_sample, k, self._group.rank)) for k in range(accumulation)]
         sizes_RA = self._group.gather(torch.tensor([batch.target_ids_N.numel() for batch in batches]))
         targets = int(sizes_RA.sum())
         scale = ranks * accumulation / max(targets, 1)
@@ -70,9 +69,14 @@ class Feed:
         staged = [micro.staged(self._device) for micro in micro_batches]
         return StepBatches(staged, targets, _mean_candidates(micro_batches))
 
-    def _read(self, start: int, count: int) -> Batch:
+    def samples(self, first_sample: int, micro_step: int, rank: int) -> range:
+        """The samples that `rank` reads for a micro-step of the step that begins at `first_sample`."""
+        start = first_sample + (micro_step * self._group.size + rank) * self._batch.micro_size
+        return range(start, start + self._batch.micro_size)
+
+    def _read(self, samples: range) -> Batch:
         return causal_batch(
-            self._samples.rows(range(start, start + count)),
+            self._samples.rows(samples),
             end_token=self._data.end_token,
             isolate_documents=self._data.isolate_documents,
             boundary_targets=self._data.boundary_targets,

@@ -44,7 +44,7 @@ def read_metrics(run: Path) -> RunMetrics:
             validation[record["step"]] = where | record["validation"]
         elif "tasks" in record:
             tasks[record["step"]] = record
-        else:
+        elif "loss" in record:
             training[record["step"]] = record
     if not training and not validation:
         raise UserError(f"{path} must hold metrics of a run, but holds no line yet; try again after the first step.")

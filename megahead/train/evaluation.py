@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from megahead.config import RunConfig
@@ -9,7 +11,8 @@ from megahead.data import IndexedDataset, held_out_samples
 from megahead.distributed import Group
 from megahead.engine import Engine
 from megahead.evaluate import HeldOut, HeldOutText
-from megahead.objectives import training_free_bias
+from megahead.objectives import Scores, training_free_bias
+from megahead.pretraining import Scoring
 from megahead.train.state import TrainingState
 
 
@@ -26,12 +29,26 @@ class Evaluation:
         self._device = device
         self._vocab_size = config.model.vocab_size
 
-    def run(self, engine: Engine, state: TrainingState) -> HeldOut:
-        """Collective."""
+    def run(self, engine: Engine, state: TrainingState, interrupted: Callable[[], bool]) -> HeldOut | None:
+        """None when `interrupted` says so, which is asked before each batch, alike on all ranks. Collective."""
         bias_V = None
         if self.head == "pmi":
             counts_V = state.target_counts(self._data)
             bias_V = training_free_bias(
                 self._objective, self._vocab_size, counts_V, state.dataset_counts, state.group_targets()
             )
-        return self._text.evaluate(engine.evaluate, bias_V, self._device)
+
+        def score(scoring: Scoring) -> Scores:
+            if interrupted():
+                raise _InterruptedError
+            scores: Scores = engine.evaluate(scoring)
+            return scores
+
+        try:
+            return self._text.evaluate(score, bias_V, self._device)
+        except _InterruptedError:
+            return None
+
+
+class _InterruptedError(Exception):
+    """On the way out of an evaluation that is not to be finished."""

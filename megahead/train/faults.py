@@ -1,39 +1,99 @@
-"""What may go wrong from outside or inside: signals that ask to stop, and steps that may not be applied."""
+"""Steps that went wrong: which they are, where it was, and what is done about it, alike on every rank.
+
+A loss that is not finite, and a spike that is not merely noted, never reach the optimizer; gradients that are not
+finite with a finite loss are kept from it by the engine.
+"""
 
 from __future__ import annotations
 
-import signal
-from types import FrameType
+from dataclasses import dataclass
+from math import isfinite
+from statistics import median
+from typing import Literal
 
-from megahead.errors import UserError
+import torch
+from torch import Tensor
 
-MAX_SKIPPED_IN_A_ROW = 20
+from megahead.config import FaultsConfig
+from megahead.engine import StepResult
 
-
-class StopRequest:
-    """Remembers SIGTERM and SIGUSR1 (preemption, Slurm's `--signal`) until the loop asks."""
-
-    def __init__(self) -> None:
-        self.signal: str | None = None
-        for number in (signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(number, self._note)
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self.signal = signal.Signals(number).name
+Kind = Literal["loss not finite", "gradients not finite", "overflow", "spike"]
+Action = Literal["apply", "skip", "rollback", "stop"]
+_OF_NORMAL = 1.4826
+"""Standard deviations of a normal distribution in its median absolute deviation."""
 
 
-class SkipLimit:
-    """Counts steps skipped in a row, and gives up where more of the same cannot help."""
+@dataclass(frozen=True)
+class Fault:
+    """What was wrong with a step, and in which micro-batches."""
 
-    def __init__(self, limit: int = MAX_SKIPPED_IN_A_ROW) -> None:
-        self._limit = limit
-        self._in_a_row = 0
+    kind: Kind
+    places: tuple[tuple[int, int], ...]
+    """(rank among all, micro-step): every loss that is not finite, else the highest; none for gradients."""
 
-    def note(self, applied: bool, step: int) -> None:
-        """UserError once `limit` steps in a row were not applied."""
-        self._in_a_row = 0 if applied else self._in_a_row + 1
-        if self._in_a_row >= self._limit:
-            raise UserError(
-                f"gradients must be finite, but were not for {self._limit} steps in a row at step {step}; "
-                "lower optimizer.learning_rate, clip harder, or use fp32 or bf16, and resume from the last checkpoint."
-            )
+
+def robust_score(value: float, others: list[float]) -> float:
+    """How many standard deviations `value` lies above the median of `others`, both estimated such that single
+    outliers do not matter; the deviation is taken as at least 1 % of the median."""
+    middle = median(others)
+    deviation = _OF_NORMAL * median([abs(other - middle) for other in others])
+    return (value - middle) / max(deviation, 0.01 * abs(middle), 1e-12)
+
+
+class Guard:
+    """Judges steps by the config's rules. `recent_losses` belong to the training state and grow with each good step."""
+
+    def __init__(self, rules: FaultsConfig) -> None:
+        self._rules = rules
+        self.in_a_row = 0
+        """Bad steps since the last good one."""
+        self._returns = 0
+
+    def suspects(self, losses_WA: Tensor, recent_losses: list[float]) -> Fault | None:
+        """What speaks against a step before the optimizer has it, from all ranks' micro-batch losses [ranks, steps]."""
+        finite_WA = losses_WA.isfinite()
+        if not finite_WA.all():
+            return Fault("loss not finite", _places(~finite_WA))
+        enough = len(recent_losses) >= self._rules.spike_window // 4
+        if enough and robust_score(float(losses_WA.mean()), recent_losses) > self._rules.spike_score:
+            return Fault("spike", _places(losses_WA == losses_WA.max()))
+        return None
+
+    def keeps_back(self, fault: Fault | None) -> bool:
+        """Whether the step must not be applied."""
+        return fault is not None and (fault.kind != "spike" or self._rules.spike != "note")
+
+    def answer(self, fault: Fault | None) -> Action:
+        """What is done about a step; counts those in a row."""
+        kind = None if fault is None else fault.kind
+        policies = {None: "apply", "overflow": "skip", "spike": self._rules.spike}
+        policy = policies.get(kind, self._rules.bad_step)
+        if policy in ("apply", "note"):
+            self.in_a_row = 0
+            return "apply"
+        self.in_a_row += 1
+        self._returns += policy == "rollback"
+        if max(self.in_a_row, self._returns) >= self._rules.most_in_a_row:
+            return "stop"
+        return policy  # type: ignore[return-value]
+
+    def saved(self) -> None:
+        """A new checkpoint: later returns are to another one."""
+        self._returns = 0
+
+    def remember(self, loss: float, recent_losses: list[float]) -> None:
+        """Adds the loss of an applied step."""
+        recent_losses.append(loss)
+        del recent_losses[: -self._rules.spike_window]
+
+
+def found_afterwards(result: StepResult, searches_loss_scale: bool) -> Fault | None:
+    """What the engine found when it was too late for `Guard.suspects`: gradients that are not finite."""
+    if result.applied:
+        return None
+    overflow = searches_loss_scale and not isfinite(result.grad_norm)
+    return Fault("overflow" if overflow else "gradients not finite", ())
+
+
+def _places(bad_WA: Tensor) -> tuple[tuple[int, int], ...]:
+    return tuple((int(rank), int(step)) for rank, step in torch.nonzero(bad_WA).tolist())

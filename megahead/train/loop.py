@@ -6,24 +6,24 @@ from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import torch
 
 from megahead.config import RunConfig
 from megahead.distributed import Group
 from megahead.engine import Engine
+from megahead.errors import UserError
 from megahead.optim import learning_rate_ratio
 from megahead.pretraining import Feed, StepBatches
 from megahead.train.evaluation import Evaluation
-from megahead.train.faults import SkipLimit, StopRequest
+from megahead.train.faults import Guard
 from megahead.train.meters import Meters
+from megahead.train.preemption import Ending, StopRequest
+from megahead.train.saver import Saver
 from megahead.train.state import TrainingState
-from megahead.train.step import seed_step, train_step
+from megahead.train.step import StepReport, seed_step, train_step
 from megahead.train.stopwatch import Stopwatch
 from megahead.train.tasks import TaskEvaluation
-
-Ending = Literal["finished", "out of time", "stopped"]
 
 
 @dataclass(frozen=True)
@@ -34,11 +34,13 @@ class Training:
     engine: Engine
     feed: Feed
     state: TrainingState
+    guard: Guard
     meters: Meters
     stop: StopRequest
     evaluation: Evaluation | None
     tasks: TaskEvaluation | None
-    save: Callable[[], Path]
+    saver: Saver
+    roll_back: Callable[[], Path | None]
     device: torch.device
 
     data: Group
@@ -55,24 +57,33 @@ def train(run: Training) -> Ending:
     because who stops us has little patience.
     """
     state, plan = run.state, run.config.training
-    skips, watch = SkipLimit(), Stopwatch(state.seconds)
+    began_at, watch = state.step, Stopwatch(state.seconds)
     ending: Ending = "finished"
     run.meters.start(state)
     with closing(run.feed.steps(state.samples)) as steps:
         while state.step < plan.steps and ending == "finished":
-            applied = _advance(run, next(steps), watch, skips)
-            ending = _agreed_ending(run)
+            applied = _advance(run, next(steps), watch)
             with watch.paused():
-                _look_and_save(run, applied, ending)
+                if applied:
+                    _look_and_save(run)
+            ending = _agreed_ending(run)
+    if ending != "stopped" and not state.evaluated:
+        _evaluate(run)
+    if not run.saver.up_to_date:
+        _save(run)
+    run.saver.wait()
+    if run.tasks and ending != "stopped" and state.step > began_at and state.step % run.tasks.every:
+        _evaluate_tasks(run, run.tasks)
     return ending
 
 
-def _advance(run: Training, batches: StepBatches, watch: Stopwatch, skips: SkipLimit) -> bool:
+def _advance(run: Training, batches: StepBatches, watch: Stopwatch) -> bool:
     """One step, and its traces in the state and the meters; whether it was applied."""
-    config, state = run.config, run.state
+    config, state, first_sample = run.config, run.state, run.state.samples
     ratio = learning_rate_ratio(config.schedule, state.step, config.training.steps)
-    seed_step(config.seed, state.samples, run.data.rank)
-    report = train_step(run.engine, batches, config.optimizer.learning_rate * ratio, run.device, run.data)
+    seed_step(config.seed, first_sample, run.data.rank)
+    learning_rate = config.optimizer.learning_rate * ratio
+    report = train_step(run.engine, batches, learning_rate, run.device, run.world, run.guard, state.recent_losses)
     state.samples += config.batch.global_size
     state.tokens += config.tokens_per_step()
     state.seconds = watch.seconds()
@@ -81,41 +92,77 @@ def _advance(run: Training, batches: StepBatches, watch: Stopwatch, skips: SkipL
         state.targets += report.targets
         for micro in batches.micro_batches:
             state.count(micro.batch)
-    else:
-        state.skipped_steps += 1
+        run.guard.remember(report.loss, state.recent_losses)
+    state.skipped_steps += not report.applied
     run.meters.step(report, state)
-    skips.note(report.applied, state.step)
+    _answer(run, report, first_sample)
     return report.applied
 
 
-def _look_and_save(run: Training, applied: bool, ending: Ending) -> None:
-    """Evaluates and saves what is due after this step."""
-    state, plan, tasks = run.state, run.config.training, run.tasks
-    last = state.step >= plan.steps or ending != "finished"
+def _answer(run: Training, report: StepReport, first_sample: int) -> None:
+    """Does what the config asks for after a bad step, and says so."""
+    action = run.guard.answer(report.fault)
+    if report.fault is None:
+        return
+    state, tensor_size = run.state, run.world.size // run.data.size
+    places = [(rank, run.feed.samples(first_sample, k, rank // tensor_size)) for rank, k in report.fault.places]
+    rows = range(first_sample, first_sample + run.config.batch.global_size)
+    state.spikes += report.fault.kind == "spike"
+    told = run.meters.fault(report, places or [(None, rows)], action, state)
+    if action == "stop":
+        raise UserError(
+            f"steps must be finite and without spikes, but {told}, {run.guard.in_a_row} bad in a row; lower "
+            "optimizer.learning_rate, clip harder, use fp32 or bf16, or change `faults`, and resume."
+        )
+    if action == "rollback":
+        run.saver.wait()
+        folder = run.roll_back()
+        state.rollbacks += folder is not None
+        run.meters.say("no checkpoint to go back to yet: skipped" if folder is None else f"went back to {folder}")
 
-    def due(every: int) -> bool:
-        return last or (applied and state.step % every == 0)
 
-    if ending != "stopped" and due(plan.evaluate_every):
+def _look_and_save(run: Training) -> None:
+    """Evaluates and saves what is due after an applied step."""
+    step, plan, tasks = run.state.step, run.config.training, run.tasks
+    if step % plan.evaluate_every == 0:
         _evaluate(run)
-    evaluated = tasks is not None and ending != "stopped" and due(tasks.every)
-    if evaluated or due(plan.checkpoint_every):
-        checkpoint = run.save()
-        if tasks is not None and evaluated:
-            run.meters.tasks(tasks.run(checkpoint), state)
+    tasks_due = tasks is not None and step % tasks.every == 0
+    if tasks_due or step % plan.checkpoint_every == 0:
+        _save(run)
+    if tasks and tasks_due:
+        _evaluate_tasks(run, tasks)
 
 
 def _evaluate(run: Training) -> None:
+    """Unless a signal comes in between, which the next poll finds too."""
     if run.evaluation is not None:
-        result = run.evaluation.run(run.engine, run.state)
-        run.meters.held_out(result, run.state, run.evaluation.head)
+        result = run.evaluation.run(run.engine, run.state, lambda: run.stop.agreed(run.world))
+        if result is not None:
+            run.state.validation = {"step": run.state.step, "loss": result.loss}
+            run.meters.held_out(result, run.state, run.evaluation.head)
+
+
+def _evaluate_tasks(run: Training, tasks: TaskEvaluation) -> None:
+    """On the checkpoint that was saved last."""
+    checkpoint = run.saver.wait()
+    if checkpoint is not None:
+        run.meters.tasks(tasks.run(checkpoint), run.state)
+
+
+def _save(run: Training) -> None:
+    run.meters.saved(run.saver.save(), run.state)
+    run.guard.saved()
 
 
 def _agreed_ending(run: Training) -> Ending:
-    """Why to stop after this step, the same on every rank: a signal to any rank, or rank 0's clock."""
+    """Why to stop now, the same on every rank: a signal to any rank, or rank 0's clock. Raises what went wrong in the
+    background on any rank."""
     limit = run.config.training.max_seconds
     late = run.world.rank == 0 and limit is not None and run.state.seconds >= limit
-    votes = run.world.sum_(torch.tensor([run.stop.signal is not None, late], dtype=torch.int32)).tolist()
-    if votes[0]:
+    votes = torch.tensor([run.stop.signal is not None, late, run.saver.failed], dtype=torch.int32)
+    stopped, late, failed = run.world.sum_(votes).tolist()
+    if failed:
+        run.saver.wait()
+    if stopped:
         return "stopped"
-    return "out of time" if votes[1] else "finished"
+    return "out of time" if late else "finished"

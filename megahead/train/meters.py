@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import orjson
 
@@ -15,9 +15,14 @@ from megahead.checkpoint import Checkpoint
 from megahead.config import RunConfig
 from megahead.evaluate import HeldOut
 from megahead.evaluate.results import TaskResult
+from megahead.train.faults import Action
 from megahead.train.state import TrainingState
 from megahead.train.step import StepReport
 from megahead.train.utilization import Utilization
+
+Places = Sequence[tuple[int | None, range]]
+_DONE = {"apply": "applied all the same", "skip": "skipped", "rollback": "rolled back", "stop": "the run ends"}
+_MOST_PLACES = 4
 
 
 class Meters:
@@ -36,11 +41,12 @@ class Meters:
         if active:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._log = (self._folder / "metrics.jsonl").open("ab")
+            self._log = _open_log(self._folder / "metrics.jsonl")
             self._board = SummaryWriter(str(self._folder / "tensorboard"))
 
-    def banner(self, lines: list[tuple[str, str]], resumed: Checkpoint | None) -> None:
-        """What is about to be trained."""
+    def banner(self, lines: list[tuple[str, str]], resumed: Checkpoint | None, damage: Sequence[str]) -> None:
+        """What is about to be trained, from which checkpoint, and which were passed over."""
+        lines = [*lines, *(("damaged", sentence) for sentence in damage)]
         if resumed is not None:
             lines = [*lines, ("resumed", f"step {resumed.step:,}, {resumed.folder}")]
         self.say("\n".join(f"{name:<12}{value}" for name, value in lines))
@@ -54,15 +60,32 @@ class Meters:
         """Notes a step, and writes a line when one is due."""
         if not self._active:
             return
-        self._reports.append(report)
-        if not report.applied:
-            self.say(
-                f"step {state.step + 1:,} skipped: gradient norm {report.grad_norm} on the rows before "
-                f"{state.samples:,}; {state.skipped_steps} skipped so far"
-            )
+        if report.applied:
+            self._reports.append(report)
         due = time.monotonic() - self._last_line >= self._log_seconds
-        if due or state.step >= self._total_steps:
+        if self._reports and (due or state.step >= self._total_steps):
             self._write(state)
+
+    def fault(self, report: StepReport, places: Places, action: Action, state: TrainingState) -> str:
+        """Writes a bad step and returns its sentence. `places`: (rank, its samples), rank None where all had a part."""
+        assert report.fault is not None
+        where = [{"rank": rank, "first": rows.start, "last": rows.stop - 1} for rank, rows in places]
+        step = state.step if report.applied else state.step + 1
+        told = told_fault(report, step, places, state)
+        if self._active:
+            facts = {"kind": report.fault.kind, "action": action, "scale": report.loss_scale, "where": where}
+            values = {
+                "loss": repr(report.loss),
+                "gradient_norm": repr(report.grad_norm),
+            }  # JSON knows neither nan nor inf
+            self._record(state, {"fault": facts | values})
+            self.say(f"{told}: {_DONE[action]}")
+        return told
+
+    def saved(self, stall: float, state: TrainingState) -> None:
+        """Notes a checkpoint, and for how many seconds training stood still for it."""
+        if self._active:
+            self._record(state, {"checkpoint": {"stall_seconds": round(stall, 3)}})
 
     def held_out(self, result: HeldOut, state: TrainingState, head: str) -> None:
         """Writes an evaluation; `head` names what predicted: pmi, tied, trained."""
@@ -152,6 +175,29 @@ class Meters:
         if scalars["candidates"]:
             parts.append(f"{scalars['candidates']:,.0f} candidates")
         return "  ".join([*parts, f"ETA {duration(remaining)}"])
+
+
+def _open_log(path: Path) -> BinaryIO:
+    """Opens the log for more lines, without a last one that a killed run cut short."""
+    log = path.open("ab+")
+    log.seek(0)
+    whole = log.read().rfind(b"\n") + 1
+    log.truncate(whole)
+    return log
+
+
+def told_fault(report: StepReport, step: int, places: Places, state: TrainingState) -> str:
+    """step 12: loss not finite (nan, gradient norm nan, scale 1) on rank 1, rows 88 to 89; 3 skipped so far"""
+    told = [
+        f"{'' if rank is None else f'rank {rank}, '}rows {rows.start:,} to {rows.stop - 1:,}"
+        for rank, rows in places[:_MOST_PLACES]
+    ]
+    told += [f"{len(places) - _MOST_PLACES} more"] if len(places) > _MOST_PLACES else []
+    kind = report.fault.kind if report.fault else "good"
+    return (
+        f"step {step:,}: {kind} (loss {report.loss:.4g}, gradient norm {report.grad_norm:.4g}, scale "
+        f"{report.loss_scale:g}) on {'; '.join(told)}; {state.skipped_steps} skipped so far"
+    )
 
 
 def thousands(value: float) -> str:

@@ -1,15 +1,14 @@
-"""A run in its checkpoints: saved, resumed, or taken as another run's starting point."""
+"""A run from its checkpoints: resumed, taken back, or taken as another run's starting point."""
 
 from __future__ import annotations
 
-from itertools import chain
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from megahead.checkpoint import Checkpoint, find_checkpoint, open_checkpoint, save_checkpoint
-from megahead.config import InitConfig, RunConfig, config_from_dict, resolve_group
+from megahead.checkpoint import Checkpoint, find_checkpoint, newest_sound, open_checkpoint, together
+from megahead.config import InitConfig, RunConfig, resolve_group
 from megahead.distributed import Group
 from megahead.engine import Engine
 from megahead.errors import CheckpointError
@@ -17,66 +16,63 @@ from megahead.parallel import fill_
 from megahead.pretraining import Pretraining
 from megahead.train.state import TrainingState
 
-_SAME_WHEN_RESUMED = (
-    "seed",
-    "model",
-    "objective",
-    "batch.global_size",
-    "data.train",
-    "data.blend_temperature",
-    "data.order",
-    "data.pack",
-    "data.documents_a_row",
-    "data.sequence_length",
-    "data.end_token",
-    "data.isolate_documents",
-    "data.boundary_targets",
-)
+
+def find_resume(resume: str, folder: Path, world: Group) -> tuple[Checkpoint | None, list[str]]:
+    """The checkpoint that `--resume auto|never|DIR` asks for, opened (None: start from the beginning), and a sentence
+    for each damaged one that was passed over. Rank 0 of `world` decides for all. Collective."""
+    outcomes = together(world, lambda: _choose(resume, folder) if world.rank == 0 else None, str)
+    found = outcomes[0]
+    if found is None or found[0] is None:
+        return None, []
+    return open_checkpoint(found[0]), found[1]
 
 
-def save(engine: Engine, state: TrainingState, config: RunConfig, data: Group, world: Group) -> Path:
-    """Writes a checkpoint of the whole run into its folder. Collective over `world`."""
-    counts = {"state/target_counts": state.target_counts(data), "state/dataset_counts": state.dataset_counts}
-    return save_checkpoint(
-        Path(config.folder()) / "checkpoints",
-        state.step,
-        chain(engine.tensors(), counts.items()),
-        state=state.counters() | {"optimizer_steps": engine.optimizer_steps},
-        config=config.model_dump(mode="json"),
-        group=world,
-        keep=config.training.keep_checkpoints,
-    )
-
-
-def find_resume(resume: str, folder: Path) -> Checkpoint | None:
-    """The checkpoint that `--resume auto|never|DIR` asks for, opened; None to start from the beginning."""
-    there = find_checkpoint(folder)
-    if resume == "never":
-        if there is not None:
-            raise CheckpointError(
-                f"`--resume never` must meet an output folder without checkpoints, but {folder} has {there.name}; "
-                "choose another output_dir, or remove it."
-            )
-        return None
+def _choose(resume: str, folder: Path) -> tuple[Path | None, list[str]]:
     if resume == "auto":
-        return None if there is None else open_checkpoint(there)
-    named = find_checkpoint(Path(resume))
-    if named is None:
+        checkpoint, damage = newest_sound(folder)
+        if checkpoint is None and damage:
+            raise CheckpointError(
+                f"{folder} must hold a sound checkpoint to resume, but holds {len(damage)} damaged only; "
+                f"remove them to start anew: {' '.join(damage)}"
+            )
+        return (None if checkpoint is None else checkpoint.folder), damage
+    there = find_checkpoint(folder if resume == "never" else Path(resume))
+    if resume == "never" and there is not None:
+        raise CheckpointError(
+            f"`--resume never` must meet an output folder without checkpoints, but {folder} has {there.name}; "
+            "choose another output_dir, or remove it."
+        )
+    if resume != "never" and there is None:
         raise CheckpointError(f"`--resume` must be auto, never or a checkpoint folder, but {resume} holds none.")
-    return open_checkpoint(named)
+    return there, []
 
 
 def agreed_group(config: RunConfig, data_ranks: int, checkpoint: Checkpoint | None) -> int:
     """Samples that share candidates: what the run began with, else what its config comes to on these ranks."""
-    stored = None if checkpoint is None else checkpoint.state["group_samples"]
+    stored = None if checkpoint is None else checkpoint.stated("group_samples", int)
     return resolve_group(config.objective, config.batch, data_ranks, stored)
 
 
-def resume_from(checkpoint: Checkpoint, engine: Engine, state: TrainingState, config: RunConfig, data: Group) -> None:
-    """Continues exactly where `checkpoint` was saved; refused when it belongs to a run that computes something else."""
-    _refuse_another_run(checkpoint, config)
-    engine.load(checkpoint.read, checkpoint.state["optimizer_steps"])
-    state.restore(checkpoint.state, checkpoint.read("state/target_counts"), data)
+def resume_from(checkpoint: Checkpoint, engine: Engine, state: TrainingState, data: Group) -> None:
+    """Continues exactly where `checkpoint` was saved. Collective."""
+    _load(checkpoint, engine)
+    state.restore(checkpoint, data)
+
+
+def roll_back(engine: Engine, state: TrainingState, folder: Path, data: Group, world: Group) -> Path | None:
+    """Takes back what was learned since the newest sound checkpoint of `folder`, but not the reading: the next rows are
+    new ones. The checkpoint's folder, or None where there is none. Collective."""
+    checkpoint, _ = find_resume("auto", folder, world)
+    if checkpoint is None:
+        return None
+    _load(checkpoint, engine)
+    state.go_back(checkpoint, data)
+    return checkpoint.folder
+
+
+def _load(checkpoint: Checkpoint, engine: Engine) -> None:
+    engine.load(checkpoint.read, checkpoint.stated("optimizer_steps", int))
+    engine.set_loss_scale_state(checkpoint.stated("scale", dict, absent={}))
 
 
 def start_from(pretraining: Pretraining, init: InitConfig, tensor: Group) -> None:
@@ -111,34 +107,3 @@ def _matching(checkpoint: Checkpoint, name: str, shape: torch.Size) -> Tensor:
             "instead; give `model` the sizes of that run."
         )
     return tensor
-
-
-def _refuse_another_run(checkpoint: Checkpoint, config: RunConfig) -> None:
-    """One sentence with every setting that decides what is computed and differs."""
-    before = config_from_dict(checkpoint.config, source=f"the configuration in {checkpoint.folder}")
-    ours, theirs = config.model_dump(mode="json"), before.model_dump(mode="json")
-    for tree in (ours, theirs):
-        del tree["objective"]["group_samples"]  # `agreed_group` compares what it came to
-    differing = []
-    for field in _SAME_WHEN_RESUMED:
-        mine, saved = _at(ours, field), _at(theirs, field)
-        if mine != saved:
-            differing += _differences(field, saved, mine)
-    if differing:
-        raise CheckpointError(
-            f"{checkpoint.folder} must be of the same run to resume, but differs in {', '.join(differing)}; "
-            "set them back, or start another run with init.from_checkpoint."
-        )
-
-
-def _at(tree: object, field: str) -> object:
-    for part in field.split("."):
-        tree = tree.get(part) if isinstance(tree, dict) else None
-    return tree
-
-
-def _differences(field: str, saved: object, mine: object) -> list[str]:
-    if isinstance(saved, dict) and isinstance(mine, dict):
-        keys = [key for key in {**saved, **mine} if saved.get(key) != mine.get(key)]
-        return [f"{field}.{key} (was {saved.get(key)}, is {mine.get(key)})" for key in keys]
-    return [f"{field} (was {saved}, is {mine})"]

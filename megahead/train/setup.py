@@ -11,7 +11,7 @@ import torch
 import yaml
 
 from megahead.config import RunConfig, deepspeed_config
-from megahead.distributed import Launch, Mesh, choose_device, connect
+from megahead.distributed import Group, Launch, Mesh, choose_device, connect, naming_lost_ranks
 from megahead.engine import Engine
 from megahead.objectives import build_objective
 from megahead.optim import build_adamw
@@ -19,16 +19,21 @@ from megahead.parallel import build
 from megahead.pretraining import Feed
 from megahead.train.describe import describe_run
 from megahead.train.evaluation import Evaluation
-from megahead.train.faults import StopRequest
-from megahead.train.loop import Ending, Training, train
+from megahead.train.faults import Guard
+from megahead.train.identity import refuse_another_run, texts_behind
+from megahead.train.loop import Training, train
+from megahead.train.memory import memory_told
 from megahead.train.meters import Meters
-from megahead.train.persistence import agreed_group, find_resume, resume_from, save, start_from
+from megahead.train.persistence import agreed_group, find_resume, resume_from, roll_back, start_from
+from megahead.train.preemption import Ending, StopRequest, clear_ending, mark_ending
+from megahead.train.saver import Saver
 from megahead.train.state import TrainingState
 from megahead.train.tasks import TaskEvaluation
 from megahead.train.texts import Texts, open_texts
 from megahead.train.utilization import Utilization
 
 
+@memory_told()
 def pretrain(config: RunConfig, launch: Launch, resume: str = "auto") -> Ending:
     """Trains `config` to its end, or until it is stopped; called by every rank of `launch`.
 
@@ -38,38 +43,52 @@ def pretrain(config: RunConfig, launch: Launch, resume: str = "auto") -> Ending:
     torch.set_flush_denormal(True)  # moments of rare tokens' rows decay to numbers with which CPUs are far slower
     device = choose_device(config.engine.device, launch.local_rank)
     texts = open_texts(config)
-    mesh = Mesh.build(connect(launch, device, config.engine.timeout_seconds), config.parallel.tensor)
+    ranks = connect(launch, device, config.engine.timeout_seconds)
+    with naming_lost_ranks(ranks):
+        return _pretrain(config, texts, ranks, device, resume)
+
+
+def _pretrain(config: RunConfig, texts: Texts, ranks: Group, device: torch.device, resume: str) -> Ending:
+    mesh = Mesh.build(ranks, config.parallel.tensor)
     deepspeed = deepspeed_config(config, mesh.data.size)
-    checkpoint = find_resume(resume, Path(config.folder()))
+    world, data = mesh.world.side_channel(), mesh.data.side_channel()
+    folder = Path(config.folder())
+    checkpoint, damage = find_resume(resume, folder, world)
     state = TrainingState(config.model.padded_vocab_size(), agreed_group(config, mesh.data.size, checkpoint))
+    state.texts = texts_behind(config, texts)
     texts.note_counts(state)
+    if checkpoint is not None:
+        refuse_another_run(checkpoint, config, state.texts)
     feed = _feed(config, texts, state, mesh, device)
     engine = _engine(config, deepspeed, mesh, device)
-    world, data = mesh.world.side_channel(), mesh.data.side_channel()
     if checkpoint is not None:
-        resume_from(checkpoint, engine, state, config, data)
+        resume_from(checkpoint, engine, state, data)
 
     if world.rank == 0:
-        _prepare_folder(config)
+        _prepare_folder(config, folder)
     meters = Meters(config, active=world.rank == 0, utilization=Utilization.on(device, config, world.size))
     facts = [*describe_run(config, world.size, state.group_samples), *texts.describe(config)]
-    meters.banner([*facts, ("on", f"{world.size} x {device.type}")], resumed=checkpoint)
+    meters.banner([*facts, ("on", f"{world.size} x {device.type}")], resumed=checkpoint, damage=damage)
     run = Training(
         config=config,
         engine=engine,
         feed=feed,
         state=state,
+        guard=Guard(config.faults),
         meters=meters,
         stop=StopRequest(),
         evaluation=None if texts.held_out is None else Evaluation(config, texts.held_out, data, device),
         tasks=None if config.tasks is None else TaskEvaluation(config.tasks, world),
-        save=partial(save, engine, state, config, data, world),
+        saver=Saver(engine, state, config, data, world, checkpoint),
+        roll_back=partial(roll_back, engine, state, folder, data, world),
         device=device,
         data=data,
         world=world,
     )
     ending = train(run)
     meters.close(ending, state)
+    if world.rank == 0:
+        mark_ending(folder, ending, state.step, config.training.steps)
     return ending
 
 
@@ -97,10 +116,10 @@ def _engine(config: RunConfig, deepspeed: dict[str, Any], mesh: Mesh, device: to
     return Engine(pretraining, optimizer=optimizer, config=deepspeed, mesh=mesh, device=device)
 
 
-def _prepare_folder(config: RunConfig) -> None:
+def _prepare_folder(config: RunConfig, folder: Path) -> None:
     """RUN/config.yaml and RUN/tokenizer.json: what a reader of the checkpoints needs to know."""
-    folder = Path(config.folder())
     folder.mkdir(parents=True, exist_ok=True)
+    clear_ending(folder)
     (folder / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
     if config.data.tokenizer is not None:
         shutil.copyfile(config.data.tokenizer, folder / "tokenizer.json")

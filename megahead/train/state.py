@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megahead.checkpoint import Checkpoint
 from megahead.data import Batch, IndexedDataset
 from megahead.distributed import Group
+from megahead.errors import CheckpointError
 
-_COUNTERS = ("step", "samples", "tokens", "targets", "skipped_steps", "seconds")
+_READ = {"samples": int, "tokens": int, "skipped_steps": int, "spikes": int, "rollbacks": int, "seconds": float | int}
+_LEARNED = {"step": int, "targets": int, "recent_losses": list, "validation": dict | None}
+_ABSENT = {"spikes": 0, "rollbacks": 0, "recent_losses": []}
+"""Of checkpoints that were written before these were counted."""
 
 
 @dataclass
@@ -37,10 +44,25 @@ class TrainingState:
     """Targets trained on."""
 
     skipped_steps: int = 0
-    """Steps whose gradients were not finite: read, but not applied."""
+    """Steps that were read but not applied: not finite, or kept back as a spike."""
+
+    spikes: int = 0
+    """Steps whose loss was far above what was usual, applied or not."""
+
+    rollbacks: int = 0
+    """Returns to a checkpoint after a bad step."""
 
     seconds: float = 0.0
     """Time spent training, all sessions together."""
+
+    recent_losses: list[float] = field(default_factory=list)
+    """Losses of the last applied steps, as many as spikes are judged by."""
+
+    validation: dict[str, float] | None = None
+    """`step` and `loss` of the last evaluation."""
+
+    texts: dict[str, Any] = field(default_factory=dict)
+    """What lies behind the paths in the config, see `identity`."""
 
     local_counts: Tensor = field(init=False)
     """int64 [padded vocabulary]: how often each id was a target on this rank (what was resumed lies with rank 0)."""
@@ -68,16 +90,36 @@ class TrainingState:
         """int64 [padded vocabulary]: counts over all ranks of `group` (CPU tensors). Collective."""
         return group.sum_(self.local_counts.clone())
 
+    @property
+    def evaluated(self) -> bool:
+        """Whether the last evaluation was of the weights as they are."""
+        return self.validation is not None and self.validation.get("step") == self.step
+
     def group_targets(self) -> float:
         """Targets of a group, on average so far."""
         return self.group_samples * self.targets / max(self.samples, 1)
 
     def counters(self) -> dict[str, Any]:
-        """The counters, and the size of a group, as they stand in a checkpoint's JSON."""
-        return {name: getattr(self, name) for name in (*_COUNTERS, "group_samples")}
+        """All but the counts of targets, as it stands in a checkpoint's JSON."""
+        names = (*_READ, *_LEARNED, "group_samples", "texts")
+        return {name: copy(getattr(self, name)) for name in names}
 
-    def restore(self, counters: dict[str, Any], target_counts: Tensor, group: Group) -> None:
-        """The inverse of `counters` and `target_counts`."""
-        for name in _COUNTERS:
-            setattr(self, name, counters[name])
-        self.local_counts.copy_(target_counts if group.rank == 0 else torch.zeros_like(target_counts))
+    def restore(self, checkpoint: Checkpoint, group: Group) -> None:
+        """The inverse of `counters` and `target_counts`: goes on where `checkpoint` was saved."""
+        self._take(_READ, checkpoint)
+        self.go_back(checkpoint, group)
+
+    def go_back(self, checkpoint: Checkpoint, group: Group) -> None:
+        """What was learned since `checkpoint` is forgotten; what was read counts as read."""
+        self._take(_LEARNED, checkpoint)
+        counts = checkpoint.read("state/target_counts")
+        if counts.shape != self.local_counts.shape:
+            raise CheckpointError(
+                f"{checkpoint.folder} must count {len(self.local_counts)} ids, but has {tuple(counts.shape)} instead."
+            )
+        self.local_counts.copy_(counts if group.rank == 0 else torch.zeros_like(counts))
+
+    def _take(self, kinds: Mapping[str, Any], checkpoint: Checkpoint) -> None:
+        for name, kind in kinds.items():
+            absent = _ABSENT.get(name)
+            setattr(self, name, copy(checkpoint.stated(name, kind, absent)))

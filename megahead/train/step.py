@@ -9,6 +9,7 @@ import torch
 from megahead.distributed import Group
 from megahead.engine import Engine
 from megahead.pretraining import StepBatches
+from megahead.train.faults import Fault, Guard, found_afterwards
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,13 @@ class StepReport:
     """Global gradient norm before clipping."""
 
     applied: bool
-    """False when gradients were not finite: weights are as before."""
+    """False when the step was kept from the weights: they are as before."""
+
+    fault: Fault | None
+    """What was wrong with it, if anything."""
+
+    loss_scale: float
+    """fp16's when the step was taken; 1 otherwise."""
 
     learning_rate: float
     targets: int
@@ -30,20 +37,31 @@ class StepReport:
 
 
 def train_step(
-    engine: Engine, batches: StepBatches, learning_rate: float, device: torch.device, data: Group
+    engine: Engine,
+    batches: StepBatches,
+    learning_rate: float,
+    device: torch.device,
+    world: Group,
+    guard: Guard,
+    recent_losses: list[float],
 ) -> StepReport:
-    """Forward and backward of every micro-batch, one update, and the global loss. Collective.
+    """Forward and backward of every micro-batch, one update unless the guard is against it. Collective.
 
-    `data`: the data ranks, on a connection for CPU tensors.
+    `world`: all ranks, on a connection for CPU tensors.
     """
     losses = [engine.micro_step(micro.to(device)) for micro in batches.micro_batches]
-    result = engine.step(learning_rate)
     # each is its sum times data_ranks * accumulation / targets; the mean over both is the mean over targets
-    local = torch.stack(losses).double().mean().cpu() / data.size
+    losses_WA = world.gather(torch.stack(losses).double().cpu())
+    loss_scale = engine.loss_scale
+    fault = guard.suspects(losses_WA, recent_losses)
+    kept_back = guard.keeps_back(fault)
+    result = engine.drop() if kept_back else engine.step(learning_rate)
     return StepReport(
-        loss=float(data.sum_(local)),
+        loss=float(losses_WA.mean()),
         grad_norm=result.grad_norm,
         applied=result.applied,
+        fault=fault if kept_back else found_afterwards(result, engine.searches_loss_scale) or fault,
+        loss_scale=loss_scale,
         learning_rate=learning_rate,
         targets=batches.targets,
         candidates=batches.candidates,

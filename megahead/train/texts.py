@@ -53,4 +53,5 @@ def _open(config: RunConfig, prefix: str, field: str) -> IndexedDataset:
             f"be at least that of {field} ({dataset.info.vocab_size:,})",
             got=f"{config.model.vocab_size:,}",
         )
+    dataset.expect_ids_below(config.model.vocab_size)
     return dataset

@@ -1,0 +1,56 @@
+"""Which checkpoints stay: the newest ones, and those that are spared."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import isfinite
+from pathlib import Path
+
+from megahead.checkpoint.folders import remove, steps_in
+from megahead.checkpoint.manifest import Manifest
+from megahead.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class Spare:
+    """Checkpoints that are kept beside the newest."""
+
+    every: int | None = None
+    """Those whose step is a multiple of this."""
+
+    best: int = 0
+    """So many of those with the lowest held-out loss: `validation` in their state, evaluated at their own step."""
+
+
+NONE_SPARED = Spare()
+
+
+def retain(root: Path, newest: Path, keep: int, spare: Spare = NONE_SPARED) -> None:
+    """Removes all checkpoints but `newest` (just written), the highest `keep - 1` steps beside it, and the spared."""
+    others = [folder for folder in steps_in(root) if folder != newest]
+    best = _best([newest, *others], spare.best)
+    for folder in others[keep - 1 :]:
+        step = int(folder.name.split("-")[1])
+        if folder not in best and not (spare.every and step % spare.every == 0):
+            remove(folder)
+
+
+def _best(folders: Iterable[Path], count: int) -> set[Path]:
+    """The `count` folders with the lowest held-out loss; reads every manifest if any are asked for."""
+    if not count:
+        return set()
+    losses = {folder: loss for folder in folders if (loss := _held_out_loss(folder)) is not None}
+    return set(sorted(losses, key=losses.__getitem__)[:count])
+
+
+def _held_out_loss(folder: Path) -> float | None:
+    try:
+        manifest = Manifest.read(folder)
+    except CheckpointError:
+        return None
+    result = manifest.state.get("validation")
+    if not isinstance(result, dict) or result.get("step") != manifest.step:
+        return None
+    loss = result.get("loss")
+    return loss if isinstance(loss, float) and isfinite(loss) else None

@@ -1,0 +1,69 @@
+"""What makes a run the same run when it goes on: settings that decide what is computed, and the texts behind them."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+from megahead.checkpoint import Checkpoint
+from megahead.config import RunConfig, config_from_dict
+from megahead.errors import CheckpointError
+from megahead.train.texts import Texts
+
+FREE = (
+    "name",
+    "output_dir",
+    "training",
+    "parallel",
+    "faults",
+    "resume",
+    "batch.micro_size",
+    "data.validation",
+    "data.prefetch",
+    "data.read_ahead",
+    "engine.activation_checkpointing",
+    "engine.deepspeed",
+    "engine.device",
+    "engine.timeout_seconds",
+    "init.from_checkpoint",
+    "objective.group_samples",
+)
+"""Settings and sections that may change between two sessions of a run: how long, where, on what, and what is written.
+(What `objective.group_samples` came to is compared when it is resolved.)"""
+
+
+def texts_behind(config: RunConfig, texts: Texts) -> dict[str, Any]:
+    """What lies behind the paths `data.train` and `data.tokenizer`, told such that other content is told otherwise."""
+    parts = [
+        dataset.fingerprint if part.weight is None else f"{dataset.fingerprint}, weight {part.weight:g}"
+        for part, dataset in zip(config.data.parts(), texts.train, strict=True)
+    ]
+    tokenizer = config.data.tokenizer
+    digest = None if tokenizer is None else hashlib.sha256(Path(tokenizer).read_bytes()).hexdigest()
+    return {"data.train": parts, "data.tokenizer": digest}
+
+
+def refuse_another_run(checkpoint: Checkpoint, config: RunConfig, texts: dict[str, Any]) -> None:
+    """CheckpointError with every setting and text that differs, is not free, and is not in `resume.allow`.
+
+    `texts`: what `texts_behind` says now; the checkpoint's state has what it said then.
+    """
+    saved = config_from_dict(checkpoint.config, source=f"the configuration in {checkpoint.folder}")
+    then = saved.flat() | checkpoint.stated("texts", dict, absent=texts)
+    now = config.flat() | texts
+    allowed = (*FREE, *config.resume.allow)
+    differing = [
+        f"{name} (was {then.get(name)}, is {now.get(name)})"
+        for name in {**then, **now}
+        if then.get(name) != now.get(name) and not _within(name, allowed)
+    ]
+    if differing:
+        raise CheckpointError(
+            f"{checkpoint.folder} must be of the same run to resume, but differs in {', '.join(differing)}; set them "
+            "back, name them in resume.allow, or start another run with init.from_checkpoint."
+        )
+
+
+def _within(name: str, sections: tuple[str, ...]) -> bool:
+    return any(f"{name}.".startswith(f"{section}.") for section in sections)

@@ -1,0 +1,78 @@
+"""Saves a run's checkpoints, at once or behind the training's back."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from itertools import chain
+from pathlib import Path
+
+from megahead.checkpoint import Checkpoint, Snapshot, Spare, write_snapshot
+from megahead.config import RunConfig
+from megahead.distributed import Group
+from megahead.engine import Engine
+from megahead.train.state import TrainingState
+
+
+class Saver:
+    """Writes the whole run into its folder. Every method is collective over `world`.
+
+    In the background, training stands still only while weights are copied; a second save waits for the first, and a
+    failure is raised by `wait`, which whoever sees `failed` must call on all ranks.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        state: TrainingState,
+        config: RunConfig,
+        data: Group,
+        world: Group,
+        resumed: Checkpoint | None,
+    ) -> None:
+        plan = config.training
+        self._engine, self._state, self._data = engine, state, data
+        self._config = config.model_dump(mode="json")
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="save") if plan.save_in_background else None
+        self._world = world.side_channel() if self._pool else world
+        root, spare = Path(config.folder()) / "checkpoints", Spare(plan.keep_every, plan.keep_best)
+        self._write = partial(write_snapshot, root, group=self._world, keep=plan.keep_checkpoints, spare=spare)
+        self._pending: Future[Path] | None = None
+        ours = resumed is not None and resumed.folder.parent.resolve() == root.resolve()
+        self._saved_at = (state.step, state.samples) if ours else None
+        self._folder: Path | None = None
+
+    @property
+    def up_to_date(self) -> bool:
+        """Whether what was last saved is where the run stands."""
+        return self._saved_at == (self._state.step, self._state.samples)
+
+    @property
+    def failed(self) -> bool:
+        """Whether a save in the background has gone wrong (as far as this rank knows)."""
+        return self._pending is not None and self._pending.done() and self._pending.exception() is not None
+
+    def save(self) -> float:
+        """Saves, and returns the seconds that training stood still for it."""
+        started = time.monotonic()
+        self.wait()
+        state, engine = self._state, self._engine
+        extra = {"state/target_counts": state.target_counts(self._data), "state/dataset_counts": state.dataset_counts}
+        tensors = chain(engine.tensors(), extra.items())
+        snapshot = Snapshot.take(tensors, self._world, copied=self._pool is not None)
+        counters = state.counters() | {"optimizer_steps": engine.optimizer_steps, "scale": engine.loss_scale_state()}
+        write = partial(self._write, state.step, snapshot, state=counters, config=self._config)
+        if self._pool:
+            self._pending = self._pool.submit(write)
+        else:
+            self._folder = write()
+        self._saved_at = state.step, state.samples
+        return time.monotonic() - started
+
+    def wait(self) -> Path | None:
+        """Until what was begun is on disk; raises what went wrong with it. The folder that was saved last, if any."""
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            self._folder = pending.result()
+        return self._folder

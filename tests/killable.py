@@ -1,0 +1,74 @@
+"""Runs whose ranks are processes that may be killed, stopped or hung: forked, hence instant, joined as real ones."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+from collections.abc import Callable
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import small_engine  # noqa: F401 - these three load what every rank would load again
+import torch
+import torch._dynamo
+import torch.utils.tensorboard
+from commands import free_port
+
+from megahead.config import RunConfig
+from megahead.distributed import Group, Launch, disconnect
+from megahead.errors import run_command
+from megahead.train import pretrain
+
+Sabotage = Callable[[int], None]
+"""Called in each rank, with its number, before it starts."""
+
+
+def start_ranks(
+    config: RunConfig, count: int, folder: Path, resume: str = "auto", sabotage: Sabotage = lambda rank: None
+) -> list[BaseProcess]:
+    """`count` ranks of a run that find each other over TCP; what rank r says goes to `folder`/rank-r.log."""
+    port = int(free_port())
+    context = multiprocessing.get_context("fork")
+    launches = [Launch(rank, count, rank, "127.0.0.1", port) for rank in range(count)]
+    ranks = [context.Process(target=_rank, args=(config, launch, folder, resume, sabotage)) for launch in launches]
+    for rank in ranks:
+        rank.start()
+    return ranks
+
+
+def _rank(config: RunConfig, launch: Launch, folder: Path, resume: str, sabotage: Sabotage) -> None:
+    speak_to(folder / f"rank-{launch.rank}.log")
+    torch.set_num_threads(1)
+
+    def main() -> None:
+        sabotage(launch.rank)
+        pretrain(config, launch, resume)
+        disconnect(Group.world())
+        os._exit(0)
+
+    run_command(main, at_once=True)
+
+
+def speak_to(log: Path) -> None:
+    """From here on both outputs of this process go to `log` (and no more to pytest)."""
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for output in (1, 2):
+        os.dup2(descriptor, output)
+    sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
+
+
+def codes(ranks: list[BaseProcess], seconds: float = 60) -> list[int | None]:
+    """Exit codes, once all have ended; those that have not after `seconds` are killed and have None."""
+    for rank in ranks:
+        rank.join(seconds)
+    ended = [rank.exitcode for rank in ranks]
+    for rank in ranks:
+        rank.kill()
+        rank.join()
+    return ended
+
+
+def said(folder: Path, rank: int) -> str:
+    """What a rank said on both its outputs."""
+    return (folder / f"rank-{rank}.log").read_text(errors="replace")

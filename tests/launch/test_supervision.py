@@ -1,0 +1,73 @@
+"""What starts a run again: torchrun after a rank died, Slurm's queue after a run was stopped."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from commands import ROOT, config_file
+from killable import codes, start_ranks
+from small_run import same_tensors, small_config
+
+CRASH_ONCE = """
+import os, runpy, sys
+from megahead.train.meters import Meters
+
+note = Meters.step
+def noted(meters, report, state):
+    note(meters, report, state)
+    if state.step == 4 and os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        os._exit(9)
+Meters.step = noted
+runpy.run_path("launch/pretrain.py", run_name="__main__")
+"""
+
+
+def test_torchrun_starts_all_ranks_again_and_they_resume(tmp_path: Path) -> None:
+    """`launch/supervised.sh`, but for a training script one of whose ranks dies in the first attempt."""
+    command = (ROOT / "launch/supervised.sh").read_text()
+    script = tmp_path / "crash_once.py"
+    script.write_text(CRASH_ONCE)
+    supervised = tmp_path / "supervised.sh"
+    supervised.write_text(command.replace("launch/pretrain.py", str(script)).replace(".venv/bin/", ""))
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "RANKS": "2", "RESTARTS": "1"}
+    environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
+    environment["PYTHONPATH"] = str(ROOT)
+    config = config_file(tmp_path)
+    done = subprocess.run(
+        ["bash", supervised, config], capture_output=True, text=True, env=environment, cwd=ROOT, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "rank 1 died or hangs" in done.stderr
+    assert "resumed     step 3" in done.stdout
+    assert "finished at step 6" in done.stdout
+    undisturbed = small_config(tmp_path, {"output_dir": str(tmp_path / "undisturbed")})
+    assert codes(start_ranks(undisturbed, 2, tmp_path)) == [0, 0]
+    assert same_tensors(tmp_path / "run", tmp_path / "undisturbed")
+
+
+@pytest.mark.parametrize(
+    ("ending", "restarts", "requeued"),
+    [("finished", 0, False), ("out of time", 0, False), ("stopped", 99, True), ("", 3, True), ("", 20, False)],
+)
+def test_slurm_queues_again_what_was_stopped_or_died(
+    tmp_path: Path, ending: str, restarts: int, requeued: bool
+) -> None:
+    """With stand-ins for Slurm's commands."""
+    run = tmp_path / "run"
+    run.mkdir()
+    mark = f"""printf '{{"ending": "{ending}", "step": 3, "steps": 6}}' > {run}/ending.json""" if ending else "exit 1"
+    commands = {"srun": f'echo "$@" > {tmp_path}/given\n{mark}', "scontrol": f'echo "$@" >> {tmp_path}/asked'}
+    for name, text in commands.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_NODELIST": "a", "SLURM_JOB_ID": "17"}
+    environment |= {"SLURM_CPUS_PER_TASK": "1", "SLURM_RESTART_COUNT": str(restarts)}
+    command = ["bash", ROOT / "launch/slurm.sh", run, "configs/x.yaml", "--set", "seed=2"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == (0 if ending else 1), done.stderr
+    assert f"--config configs/x.yaml --set seed=2 --set output_dir={run}" in (tmp_path / "given").read_text()
+    assert ("requeue 17" in (tmp_path / "asked").read_text()) is requeued

@@ -1,0 +1,84 @@
+"""Signals in every phase of a run: it is saved soon, says so in a file, and goes on as if nothing had been."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from killable import codes, said, start_ranks
+from small_run import same_tensors, small_config, write_text
+
+import megahead.checkpoint.saving as saving
+from megahead.checkpoint import open_checkpoint
+from megahead.engine import Engine
+from megahead.report.metrics import read_metrics
+from megahead.train.preemption import ENDING
+
+
+def signalled(owner: Any, name: str, at_call: int, signals: int = 1) -> Callable[[int], None]:
+    """On the last rank, `signals` SIGTERMs arrive within the `at_call`th call of `owner.name`."""
+
+    def sabotage(rank: int) -> None:
+        original, calls = getattr(owner, name), 0
+
+        def act(*args: Any, **kwargs: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if rank == 1 and calls == at_call:
+                for _ in range(signals):
+                    os.kill(os.getpid(), signal.SIGTERM)
+                    time.sleep(0.01)
+            return original(*args, **kwargs)
+
+        setattr(owner, name, act)
+
+    return sabotage
+
+
+PHASES = {
+    "training": signalled(Engine, "micro_step", 5),  # two a step: the third step
+    "evaluation": signalled(Engine, "evaluate", 2),
+    "saving, twice": signalled(saving, "_write", 1, signals=2),
+}
+
+
+@pytest.mark.parametrize("background", [False, True], ids=["at once", "in the background"])
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_signal_in_any_phase_saves_and_is_forgotten_on_resume(tmp_path: Path, phase: str, background: bool) -> None:
+    write_text(tmp_path)
+    every = {"training.checkpoint_every": 4, "training.evaluate_every": 3, "training.save_in_background": background}
+    config = small_config(tmp_path, every)
+    assert codes(start_ranks(config, 2, tmp_path, sabotage=PHASES[phase])) == [0, 0], said(tmp_path, 1)
+    ending = json.loads((tmp_path / "run" / ENDING).read_text())
+    stopped_at = {"training": 3, "evaluation": 3, "saving, twice": 4 + background}[phase]
+    assert ending["ending"] == "stopped"
+    assert ending["step"] == open_checkpoint(tmp_path / "run").step
+    assert ending["step"] in (stopped_at, stopped_at - background)
+    if phase == "evaluation":
+        assert "held out" not in said(tmp_path, 0)  # who stops us has little patience
+    assert codes(start_ranks(config, 2, tmp_path)) == [0, 0], said(tmp_path, 1)
+    assert json.loads((tmp_path / "run" / ENDING).read_text()) == {"ending": "finished", "step": 6, "steps": 6}
+    undisturbed = small_config(tmp_path, every | {"output_dir": str(tmp_path / "undisturbed")})
+    assert codes(start_ranks(undisturbed, 2, tmp_path)) == [0, 0]
+    assert same_tensors(tmp_path / "run", tmp_path / "undisturbed")
+    curves = [[line["loss"] for line in read_metrics(tmp_path / name).training] for name in ("run", "undisturbed")]
+    assert curves[0] == curves[1]
+
+
+def test_a_run_that_is_killed_leaves_no_mark(tmp_path: Path) -> None:
+    write_text(tmp_path)
+    assert codes(start_ranks(small_config(tmp_path), 1, tmp_path)) == [0]
+    assert (tmp_path / "run" / ENDING).exists()
+
+    def die(rank: int) -> None:
+        Engine.micro_step = lambda *_: os._exit(9)  # type: ignore[method-assign]
+
+    longer = small_config(tmp_path, {"training.steps": 9})
+    assert codes(start_ranks(longer, 1, tmp_path, sabotage=die)) == [9]
+    assert not (tmp_path / "run" / ENDING).exists()

@@ -1,0 +1,128 @@
+"""What may and may not change between two sessions of a run, and which checkpoint is taken when some are damaged."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from on_ranks import on_ranks
+from small_checkpoint import save_tokenizer
+from small_run import same_tensors, small_config, write_text
+
+from megahead.checkpoint import open_checkpoint
+from megahead.config import RunConfig
+from megahead.distributed import Group, Launch
+from megahead.errors import ConfigErrors, UserError
+from megahead.train import pretrain
+
+
+def run(group: Group, config: RunConfig, resume: str = "auto") -> str:
+    try:
+        return pretrain(config, Launch(), resume)
+    except UserError as error:
+        return str(error)
+
+
+@pytest.fixture
+def begun(tmp_path: Path) -> Path:
+    """A folder with a text and a finished run with checkpoints at steps 3 and 6."""
+    write_text(tmp_path)
+    assert on_ranks(1, run, small_config(tmp_path)) == ["finished"]
+    return tmp_path
+
+
+def flip(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def truncate(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+@pytest.mark.parametrize(
+    ("changes", "differing"),
+    [
+        ({"optimizer.learning_rate": 1e-3}, "optimizer.learning_rate (was 0.003, is 0.001)"),
+        ({"schedule.warmup_steps": 1}, "schedule.warmup_steps (was 2, is 1)"),
+        ({"engine.precision": "bf16"}, "engine.precision (was fp32, is bf16)"),
+        ({"objective.temperature": 2.0}, "objective.temperature (was 1.0, is 2.0)"),
+    ],
+)
+def test_what_decides_the_outcome_must_be_allowed_by_name(begun: Path, changes: dict[str, Any], differing: str) -> None:
+    (sentence,) = on_ranks(1, run, small_config(begun, changes | {"training.steps": 7}))
+    assert differing in sentence
+    assert "name them in resume.allow" in sentence
+    section = next(iter(changes)).split(".")[0]
+    for allowed in (next(iter(changes)), section):
+        allowing = changes | {"training.steps": 7, "resume.allow": [allowed], "output_dir": str(begun / allowed)}
+        source = str(begun / "run/checkpoints/step-00000003")
+        assert on_ranks(1, run, small_config(begun, allowing), source) == ["finished"]
+
+
+def test_length_place_logging_and_mesh_may_change_and_the_text_may_move(begun: Path) -> None:
+    for ending in (".bin", ".idx", ".json"):
+        (begun / f"text{ending}").rename(begun / f"moved{ending}")
+    changes = {
+        "name": "other",
+        "training.steps": 8,
+        "training.log_seconds": 9.0,
+        "data.train": str(begun / "moved"),
+        "data.validation": None,
+        "data.prefetch": 0,
+        "batch.micro_size": 2,
+        "engine.deepspeed": {"zero_optimization": {"stage": 1}},
+    }
+    assert on_ranks(2, run, small_config(begun, changes)) == ["finished"] * 2
+    assert open_checkpoint(begun / "run").step == 8
+
+
+def test_another_text_or_tokenizer_behind_the_same_path_is_refused(begun: Path) -> None:
+    config = small_config(begun, {"training.steps": 7})
+    write_text(begun, seed=5)
+    (sentence,) = on_ranks(1, run, config)
+    assert "data.train (was ['" in sentence
+    assert "tokens, sha256 " in sentence
+    allowed = small_config(begun, {"training.steps": 7, "resume.allow": ["data.train"]})
+    assert on_ranks(1, run, allowed) == ["finished"]
+    save_tokenizer(begun / "tokenizer.json")
+    given = {"training.steps": 8, "data.tokenizer": str(begun / "tokenizer.json")}
+    (sentence,) = on_ranks(1, run, small_config(begun, given))
+    assert "data.tokenizer (was None, is " in sentence
+    assert "data.train" not in sentence
+
+
+def test_allowing_what_is_no_setting_is_a_mistake(tmp_path: Path) -> None:
+    with pytest.raises(ConfigErrors, match=r"`resume\.allow` must name settings or their sections, but is 'optimiser'"):
+        small_config(tmp_path, {"resume.allow": ["optimiser"]})
+
+
+@pytest.mark.parametrize("damage", [flip, truncate, Path.unlink], ids=["flipped", "truncated", "missing"])
+def test_auto_takes_the_newest_sound_checkpoint_and_names_the_damaged_file(
+    begun: Path, damage: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    source = begun / "run/checkpoints"
+    (file,) = (source / "step-00000006").glob("*.safetensors")
+    sound = small_config(begun, {"output_dir": str(begun / "sound")})
+    assert on_ranks(2, run, sound, str(source / "step-00000003")) == ["finished"] * 2
+    damage(file)
+    capfd.readouterr()
+    assert on_ranks(2, run, small_config(begun)) == ["finished"] * 2
+    told = capfd.readouterr().out
+    assert f"damaged     `{file}` must" in told
+    assert "resumed     step 3" in told
+    assert same_tensors(begun / "run", begun / "sound")
+
+
+def test_a_run_with_damaged_checkpoints_only_does_not_start_anew(begun: Path) -> None:
+    for file in (begun / "run/checkpoints").glob("*/checkpoint.json"):
+        flip(file)
+    first, second = on_ranks(2, run, small_config(begun))
+    assert first == second
+    assert "must hold a sound checkpoint to resume, but holds 2 damaged only" in first
+    assert sorted(path.name for path in (begun / "run/checkpoints").glob("step-*")) == [
+        "step-00000003",
+        "step-00000006",
+    ]

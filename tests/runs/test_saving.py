@@ -1,0 +1,144 @@
+"""How a run saves: which checkpoints stay, behind the training's back, and what happens when it cannot."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+from killable import codes, said, start_ranks
+from on_ranks import on_ranks
+from small_run import same_tensors, small_config, write_text
+
+import megahead.checkpoint.saving as saving
+from megahead.checkpoint import open_checkpoint
+from megahead.config import RunConfig
+from megahead.distributed import Group, Launch
+from megahead.errors import UserError
+from megahead.train import pretrain
+
+
+def steps_on_disk(run: Path) -> list[int]:
+    return sorted(int(folder.name.split("-")[1]) for folder in (run / "checkpoints").glob("step-*"))
+
+
+def test_the_newest_the_milestones_and_the_best_stay(tmp_path: Path) -> None:
+    write_text(tmp_path)
+    changes = {
+        "training.steps": 12,
+        "training.checkpoint_every": 1,
+        "training.evaluate_every": 1,
+        "training.keep_checkpoints": 2,
+        "training.keep_every": 5,
+        "training.keep_best": 1,
+        "optimizer.learning_rate": 0.05,
+    }
+    config = small_config(tmp_path, changes)
+    assert on_ranks(1, run, config) == ["finished"]
+    records = [orjson.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_bytes().splitlines()]
+    losses = {record["step"]: record["validation"]["loss"] for record in records if "validation" in record}
+    best = min(losses, key=losses.__getitem__)
+    assert steps_on_disk(tmp_path / "run") == sorted({5, 10, 11, 12, best})
+
+
+def run(group: Group, config: RunConfig) -> str:
+    try:
+        return pretrain(config, Launch())
+    except UserError as error:
+        return str(error)
+
+
+def run_with_slow_writes(group: Group, config: RunConfig, seconds: float) -> str:
+    write = saving._write
+
+    def slowly(*args: Any) -> Any:
+        time.sleep(seconds)
+        return write(*args)
+
+    saving._write = slowly
+    return run(group, config)
+
+
+def stalls(run: Path) -> list[float]:
+    records = [orjson.loads(line) for line in (run / "metrics.jsonl").read_bytes().splitlines()]
+    return [record["checkpoint"]["stall_seconds"] for record in records if "checkpoint" in record]
+
+
+def test_training_goes_on_while_a_checkpoint_is_written_and_a_second_one_waits(tmp_path: Path) -> None:
+    write_text(tmp_path)
+    plan = {"training.steps": 8, "training.checkpoint_every": 4, "training.evaluate_every": 100}
+    at_once = small_config(tmp_path, plan | {"output_dir": str(tmp_path / "at once")})
+    behind = small_config(tmp_path, plan | {"training.save_in_background": True})
+    for config in (at_once, behind):
+        assert on_ranks(2, run_with_slow_writes, config, 3.0) == ["finished"] * 2
+    assert min(stalls(tmp_path / "at once")) > 3
+    assert stalls(tmp_path / "run")[0] < 1.5  # the second waited for the first
+    assert same_tensors(tmp_path / "run", tmp_path / "at once")
+    for folder in (tmp_path / "run/checkpoints").glob("step-*"):
+        open_checkpoint(folder).verify()
+        assert same_tensors(folder, tmp_path / "at once/checkpoints" / folder.name)
+
+
+def run_with_a_failing_write(group: Group, config: RunConfig) -> str:
+    def fail(*_: Any) -> None:
+        raise OSError(5, "Input/output error")
+
+    if group.rank == 1:
+        saving._write = fail  # type: ignore[assignment]
+    return run(group, config)
+
+
+def test_what_goes_wrong_in_the_background_ends_the_run_soon_on_all_ranks(tmp_path: Path) -> None:
+    write_text(tmp_path)
+    changes = {"training.steps": 2000, "training.checkpoint_every": 2, "training.save_in_background": True}
+    first, second = on_ranks(2, run_with_a_failing_write, small_config(tmp_path, changes))
+    assert first == second
+    assert "must take a checkpoint, but cannot ([Errno 5] Input/output error); the older ones are unharmed" in first
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MiB: room for two checkpoints of these runs, not for three."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "none", folder], capture_output=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip("needs the right to mount a file system")
+    yield folder
+    subprocess.run(["umount", "-l", folder], check=True)
+
+
+@pytest.mark.parametrize("background", [False, True], ids=["at once", "in the background"])
+def test_a_full_disk_is_told_with_what_is_missing_and_harms_nothing(
+    tmp_path: Path, small_disk: Path, background: bool
+) -> None:
+    write_text(tmp_path)
+    changes = {
+        "output_dir": str(small_disk / "run"),
+        "training.steps": 40,
+        "training.checkpoint_every": 1,
+        "training.evaluate_every": 100,
+        "training.save_in_background": background,
+    }
+    assert codes(start_ranks(small_config(tmp_path, changes), 2, tmp_path)) == [2, 2], said(tmp_path, 0)
+    for rank in range(2):
+        assert "bytes, but" in said(tmp_path, rank)
+        assert "of them are missing; free some" in said(tmp_path, rank)
+        assert "Traceback" not in said(tmp_path, rank)
+    kept = steps_on_disk(small_disk / "run")
+    assert kept == list(range(1, len(kept) + 1))
+    for step in kept:
+        open_checkpoint(small_disk / f"run/checkpoints/step-{step:08d}").verify()
+    fewer = small_config(tmp_path, changes | {"training.keep_checkpoints": 1, "training.steps": kept[-1] + 2})
+    assert codes(start_ranks(fewer, 2, tmp_path)) == [2, 2]  # still no room for one more beside the old ones
+    for step in kept[:-1]:
+        for file in (small_disk / f"run/checkpoints/step-{step:08d}").iterdir():
+            os.unlink(file)  # noqa: PTH108
+    assert codes(start_ranks(fewer, 2, tmp_path)) == [0, 0], said(tmp_path, 0)
