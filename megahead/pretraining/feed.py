@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 
 from megahead.config import BatchConfig, DataConfig
-from megahead.data import Batch, SampleRows, causal_batch
+from megahead.data import BatchReader, Masker, SampleRows
 from megahead.distributed import Group
 from megahead.objectives import Objective
 from megahead.pretraining.batch import MicroBatch, StepBatches
@@ -25,7 +25,7 @@ class Feed:
 
     Micro-step k of the global batch is cut in rank order: rank r of R reads `micro_size` consecutive samples from
     `first + (k * R + r) * micro_size`. `group` must be free for use from another thread (`Group.side_channel`).
-    `group_samples` consecutive samples share candidates (None: those of a micro-batch); `seed` decides what is drawn.
+    `group_samples` consecutive samples share candidates (None: those of a micro-batch); `seed` decides what is drawn. `masker`: of an encoder's rows.
     """
 
     def __init__(
@@ -38,16 +38,17 @@ class Feed:
         *,
         group_samples: int | None = None,
         seed: int = 0,
+        masker: Masker | None = None,
     ) -> None:
-        self._samples = samples
+        self._reader = BatchReader(samples, data, masker)
         self._candidacy = Candidacy(objective, group_samples or batch.micro_size, batch.micro_size, seed)
-        self._data = data
+        self._prefetch = data.prefetch
         self._batch = batch
         self._group = group
 
     def steps(self, first_sample: int) -> Generator[StepBatches, None, None]:
         """The batches of optimizer steps from sample `first_sample` on, without end. Collective over the group."""
-        return prefetched(self.step, itertools.count(first_sample, self._batch.global_size), self._data.prefetch)
+        return prefetched(self.step, itertools.count(first_sample, self._batch.global_size), self._prefetch)
 
     def step(self, first_sample: int) -> StepBatches:
         """The batches of the step that begins at `first_sample`.
@@ -57,21 +58,13 @@ class Feed:
         micro_size, ranks = self._batch.micro_size, self._group.size
         accumulation = self._batch.accumulation_steps(ranks)
         starts = [first_sample + (k * ranks + self._group.rank) * micro_size for k in range(accumulation)]
-        batches = [self._read(start, micro_size) for start in starts]
+        batches = [self._reader.read(range(start, start + micro_size)) for start in starts]
         sizes_RA = self._group.gather(torch.tensor([batch.target_ids_N.numel() for batch in batches]))
         targets = int(sizes_RA.sum())
         scale = ranks * accumulation / max(targets, 1)
         candidates = self._candidacy.choose(first_sample, batches, sizes_RA, self._group)
         micro_batches = [MicroBatch(*pair, scale) for pair in zip(batches, candidates, strict=True)]
         return StepBatches(micro_batches, targets, _mean_candidates(micro_batches))
-
-    def _read(self, start: int, count: int) -> Batch:
-        return causal_batch(
-            self._samples.rows(range(start, start + count)),
-            end_token=self._data.end_token,
-            isolate_documents=self._data.isolate_documents,
-            boundary_targets=self._data.boundary_targets,
-        )
 
 
 def _mean_candidates(micro_batches: list[MicroBatch]) -> float:

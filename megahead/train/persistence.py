@@ -21,6 +21,7 @@ _SAME_WHEN_RESUMED = (
     "seed",
     "model",
     "objective",
+    "masking",
     "batch.global_size",
     "data.train",
     "data.blend_temperature",

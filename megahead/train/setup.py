@@ -11,6 +11,7 @@ import torch
 import yaml
 
 from megahead.config import RunConfig, deepspeed_config
+from megahead.data import training_masker
 from megahead.distributed import Launch, Mesh, choose_device, connect
 from megahead.engine import Engine
 from megahead.objectives import build_objective
@@ -79,6 +80,7 @@ def _feed(config: RunConfig, texts: Texts, state: TrainingState, mesh: Mesh) -> 
         mesh.data.side_channel(),
         group_samples=state.group_samples,
         seed=config.seed,
+        masker=training_masker(config),
     )
 
 
