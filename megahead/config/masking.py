@@ -28,7 +28,7 @@ class MaskingConfig(Settings):
     sep_token: int = Field(ge=0)
     """Id that ends each row's text; it may be data.end_token as well."""
 
-    special_tokens: list[int] = []
+    special_tokens: list[int] = Field(default=[])
     """Further ids that are neither selected nor put in at random, such as padding."""
 
     rate: float = Field(default=0.15, gt=0, lt=1)

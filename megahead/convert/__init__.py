@@ -4,7 +4,7 @@ from megahead.convert.embedding import input_embedding
 from megahead.convert.exporting import ExportReport, export
 from megahead.convert.heads import FoldedBias, HeadName, fold_bias
 from megahead.convert.importing import from_hf
-from megahead.convert.loading import load_backbone, load_causal, load_tokenizer_folder
+from megahead.convert.loading import load_backbone, load_causal, load_masked, load_tokenizer_folder
 from megahead.convert.resolve import hf_folder
 from megahead.convert.verify import Parity
 
@@ -20,5 +20,6 @@ __all__ = [
     "input_embedding",
     "load_backbone",
     "load_causal",
+    "load_masked",
     "load_tokenizer_folder",
 ]

@@ -105,7 +105,8 @@ class Masker:
             with np.errstate(divide="ignore"):
                 race_U = -np.log(draw_U) / weight_U
             chosen_U = _fill(row_U, size_U, np.lexsort((race_U, row_U)), count_B)
-        return (chosen_U[unit_M].reshape(rows, length)) & allowed_BT
+        chosen_BT: Array = chosen_U[unit_M].reshape(rows, length) & allowed_BT
+        return chosen_BT
 
     def _unit_weights(self, tokens_BT: Array, allowed_BT: Array, unit_M: Array, size_U: Array) -> Array:
         """Mean weight of each unit's tokens."""

@@ -49,7 +49,8 @@ class Bert(Backbone):
         if most_a_row is None:
             return super().encode_at(rows_BTD, positions_BT, index_N)
         documents = None if positions_BT is None else Documents(positions_BT)
-        targets = Targets(index_N, *rows_BTD.shape[:2], most_a_row)
+        rows, row_length, _ = rows_BTD.shape
+        targets = Targets(index_N, rows, row_length, most_a_row)
         x_BTD = self._embedded(rows_BTD, positions_BT)
         *body, last = self.blocks
         for block in body:

@@ -34,8 +34,8 @@ def attend(
 ) -> Tensor:
     """[B, T, H, d]: softmax(q k / sqrt(d)) v, each token over itself and its predecessors in its document.
 
-    Without `causal` over its whole document. Without `documents` a row is one document. Half precision on CUDA runs flash-attn's varlen kernel when it is
-    installed; a CPU goes document by document; any other device uses a mask.
+    Without `causal` over its whole document. Without `documents` a row is one document. Half precision on CUDA runs
+    flash-attn's varlen kernel when it is installed; a CPU goes document by document; any other device uses a mask.
     """
     if documents is None:
         return _attend_row(q_BTHd, k_BTHd, v_BTHd, dropout, causal)

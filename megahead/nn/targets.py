@@ -29,7 +29,8 @@ class Targets:
         slots = self.rows * self.most
         if len(self.index_N) != slots:
             x_ND = x_ND.new_zeros(slots, *x_ND.shape[1:]).index_copy(0, self._slot_N, x_ND)
-        return x_ND.unflatten(0, (self.rows, self.most))
+        spread_BMD: Tensor = x_ND.unflatten(0, (self.rows, self.most))
+        return spread_BMD
 
     def gather(self, x_BMD: Tensor) -> Tensor:
         """[N, ...]: the inverse of `spread`."""

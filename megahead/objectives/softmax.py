@@ -57,8 +57,8 @@ def candidate_loss(
 
     s_u = h_i.e_u / T; own(i) is `own_N[i]`, int64 in [0, U). outputs_ND, rows_UD: any float type; computed in float32
     (float64 for float64 inputs), largest score subtracted, so that scores of +-1e4 stay finite. bias_U: b, may hold
-    -inf for rows that no output owns, and gets a gradient if it asks for one. own_bias_U: b', where own tokens have another bias; then b may be -inf anywhere.
-    N = 0 gives 0, connected to its inputs.
+    -inf for rows that no output owns, and gets a gradient if it asks for one. own_bias_U: b', where own tokens have
+    another bias; then b may be -inf anywhere. N = 0 gives 0, connected to its inputs.
 
     Cost: three N x U x D products; both gradients are computed in the forward pass, chunk by chunk,
     and only these (N x D and U x D) are kept for the backward pass. On CUDA in half precision (or autocast to it) the

@@ -25,7 +25,8 @@ class Feed:
 
     Micro-step k of the global batch is cut in rank order: rank r of R reads `micro_size` consecutive samples from
     `first + (k * R + r) * micro_size`. `group` must be free for use from another thread (`Group.side_channel`).
-    `group_samples` consecutive samples share candidates (None: those of a micro-batch); `seed` decides what is drawn. `masker`: of an encoder's rows.
+    `group_samples` consecutive samples share candidates (None: those of a micro-batch); `seed` decides what is drawn.
+    `masker`: of an encoder's rows.
     """
 
     def __init__(
