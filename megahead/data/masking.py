@@ -45,7 +45,7 @@ class Masker:
         """Rows of T = t + 2 tokens from `text`, int64 [B, t], negative where there is none."""
         tokens_BT, closes_BT = self._framed(text)
         noise = Noise(self.seed, sample_indices)
-        allowed_BT = ~np.isin(tokens_BT, self._special_ids())
+        allowed_BT = ~np.isin(tokens_BT, special_ids(self.config, self.end_token))
         chosen_BT = self._select(tokens_BT, allowed_BT, self._budget(text, sample_indices), noise)
         index_N = np.flatnonzero(chosen_BT)
         isolated = bool((text < 0).any()) or (self.isolate_documents and bool(closes_BT[:, :-1].any()))
@@ -71,10 +71,6 @@ class Masker:
             self.isolate_documents
         )
         return tokens_BT, closes_BT
-
-    def _special_ids(self) -> list[int]:
-        config = self.config
-        return [config.mask_token, config.cls_token, config.sep_token, self.end_token, *config.special_tokens]
 
     def _budget(self, text: Array, sample_indices: Sequence[int] | Array) -> tuple[Array, Array]:
         """(share of tokens to select, number of them), both [B]."""
@@ -121,11 +117,16 @@ class Masker:
         treatment_BT = noise.uniform(_TREATMENT, tokens_BT.shape[1])
         masked_BT = chosen_BT & (treatment_BT < self.config.mask_share)
         random_BT = chosen_BT & ~masked_BT & (treatment_BT < self.config.mask_share + self.config.random_share)
-        ordinary = np.setdiff1d(np.arange(self.vocab_size), self._special_ids())
+        ordinary = np.setdiff1d(np.arange(self.vocab_size), special_ids(self.config, self.end_token))
         draw_BT = noise.uniform(_REPLACEMENT, tokens_BT.shape[1])
         read_BT = np.where(masked_BT, self.config.mask_token, tokens_BT)
         read_BT[random_BT] = ordinary[(draw_BT[random_BT] * len(ordinary)).astype(np.int64)]
         return read_BT
+
+
+def special_ids(config: MaskingConfig, end_token: int) -> list[int]:
+    """Ids that are neither selected nor put in at random."""
+    return [config.mask_token, config.cls_token, config.sep_token, end_token, *config.special_tokens]
 
 
 def _fill(row_U: Array, size_U: Array, order_U: Array, count_B: Array) -> Array:

@@ -80,7 +80,7 @@ def _feed(config: RunConfig, texts: Texts, state: TrainingState, mesh: Mesh) -> 
         mesh.data.side_channel(),
         group_samples=state.group_samples,
         seed=config.seed,
-        masker=training_masker(config),
+        masker=training_masker(config, texts.train),
     )
 
 

@@ -37,7 +37,7 @@ def config_of(objective: dict[str, Any], **masking: Any) -> RunConfig:
 
 
 def micro_batch(config: RunConfig, text: np.ndarray | None = None) -> MicroBatch:
-    masker = training_masker(config)
+    masker = training_masker(config, [])
     assert masker is not None
     text = np.random.default_rng(0).integers(2, 61, (4, 14)) if text is None else text
     batch = masker.batch(text, range(len(text)))
