@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megahead.config import RunConfig, deepspeed_config, resolve_group
 from megahead.config.deepspeed import zero_stage
-from megahead.estimate import RankMemory, count_parameters, rank_memory
+from megahead.estimate import RankMemory, rank_memory, run_parameters
 
 
 def describe_run(config: RunConfig, world_size: int, group_samples: int | None = None) -> list[tuple[str, str]]:
@@ -50,7 +50,7 @@ def _memory(memory: RankMemory) -> str:
 
 
 def _parameters(config: RunConfig) -> str:
-    counts = count_parameters(config.model, untied_head=config.objective.trains_head())
+    counts = run_parameters(config)
     parts = [f"{counts.body:,} body", f"{counts.embedding:,} embedding"]
     return f"{counts.total:,} ({', '.join([*parts, f'{counts.head:,} head'] if counts.head else parts)})"
 
