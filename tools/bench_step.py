@@ -4,8 +4,9 @@ tools/bench_step.py --preset pythia-14m --micro-batch 8 --sequence-length 512
 tools/bench_step.py --preset bert-small --micro-batch 16 --sequence-length 128
 tools/bench_step.py --config configs/demo-headless.yaml
 
-An encoder masks 15 % of its tokens; its vanilla head is BERT's own, tied. A step is forward, backward, clipping and a fused AdamW update of one micro-batch, without an engine. Tokens come from
+A step is forward, backward, clipping and a fused AdamW update of one micro-batch, without an engine. Tokens come from
 the config's dataset (or --data PREFIX), else from Zipf's law, which has about as many different tokens as real text.
+An encoder masks 15 % of its tokens; its vanilla head is BERT's own, tied.
 
 ms: median step; best: fastest; rows: candidates scored; of rate: share of the device's measured matrix rate.
 """

@@ -100,7 +100,7 @@ def test_the_tokenizer_frames_texts_with_the_ids_trained_on(tmp_path: Path) -> N
     folder = export(tmp_path / "run", tmp_path / "out", "pmi").folder
     tokenizer = AutoTokenizer.from_pretrained(folder)
     one, two = tokenizer("the cat")["input_ids"], tokenizer("the cat", "the dog")
-    assert one[0] == 2 and one[-1] == 3
+    assert (one[0], one[-1]) == (2, 3)
     assert two["input_ids"].count(3) == 2
     assert max(two["token_type_ids"]) == 1
     assert (tokenizer.mask_token_id, tokenizer.pad_token_id) == (4, 0)

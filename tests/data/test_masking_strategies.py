@@ -34,7 +34,7 @@ def texts(rows: int, length: int = 126, seed: int = 0) -> np.ndarray:
 
 def run_lengths(selected: np.ndarray) -> list[int]:
     edges = np.diff(np.pad(selected, ((0, 0), (1, 1))).astype(int), axis=1)
-    rows, begins = np.nonzero(edges == 1)
+    _, begins = np.nonzero(edges == 1)
     _, ends = np.nonzero(edges == -1)
     return (ends - begins).tolist()
 
