@@ -1,10 +1,12 @@
 """Times whole training steps, headless against vanilla, in turn: A B A B ..., so that a noisy machine hits both alike.
 
 tools/bench_step.py --preset pythia-14m --micro-batch 8 --sequence-length 512
+tools/bench_step.py --preset bert-small --micro-batch 16 --sequence-length 128
 tools/bench_step.py --config configs/demo-headless.yaml
 
 A step is forward, backward, clipping and a fused AdamW update of one micro-batch, without an engine. Tokens come from
 the config's dataset (or --data PREFIX), else from Zipf's law, which has about as many different tokens as real text.
+An encoder masks 15 % of its tokens; its vanilla head is BERT's own, tied.
 
 ms: median step; best: fastest; rows: candidates scored; of rate: share of the device's measured matrix rate.
 """
@@ -14,7 +16,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,7 +27,7 @@ from rich.console import Console
 from torch import nn
 
 from megahead.config import NAMED_SIZES, RunConfig, config_from_dict, load_config
-from megahead.data import IndexedDataset, StreamSamples, causal_batch
+from megahead.data import BatchReader, IndexedDataset, SampleRows, held_out_masker, training_samples
 from megahead.errors import run_command
 from megahead.estimate import training_flops
 from megahead.objectives import build_objective
@@ -34,6 +36,8 @@ from megahead.pretraining import MicroBatch, Pretraining, build
 from megahead.report import to_rich
 
 PYTHIA_VOCABULARY = 50277
+BERT_VOCABULARY = {"distilbert-multilingual": 119547}
+BERT_TOKENS = {"mask_token": 103, "cls_token": 101, "sep_token": 102}
 
 
 def main() -> None:
@@ -77,6 +81,7 @@ class Contender:
     def __post_init__(self) -> None:
         tree = self.config.model_dump(mode="json")
         tree["objective"]["name"] = self.objective
+        tree["objective"]["tied"] = self.config.model.is_encoder() and self.objective == "vanilla"
         self.config = config_from_dict(tree)
         self.model: Pretraining = build(self.config, self.device)
         self.rule = build_objective(self.config.objective, self.config.model.vocab_size)
@@ -104,7 +109,10 @@ class Contender:
     def flops(self) -> float:
         """Floating-point operations of a step."""
         per_token = training_flops(
-            self.config.model, self.config.data.sequence_length, round(statistics.mean(self.candidates))
+            self.config.model,
+            self.config.data.sequence_length,
+            round(statistics.mean(self.candidates)),
+            targets=self.config.targets_per_row(),
         )
         return per_token.total * self.config.batch.micro_size * self.config.data.sequence_length
 
@@ -129,13 +137,7 @@ class Contender:
         return row
 
     def _prepared(self, rows: np.ndarray[Any, Any]) -> MicroBatch:
-        data = self.config.data
-        batch = causal_batch(
-            rows,
-            end_token=data.end_token,
-            isolate_documents=data.isolate_documents,
-            boundary_targets=data.boundary_targets,
-        )
+        batch = BatchReader(_Given(rows), self.config.data, held_out_masker(self.config)).read(range(len(rows)))
         candidates = self.rule.pool(batch.target_ids_N).candidates(batch.target_ids_N)
         return MicroBatch(batch, (candidates,), 1 / batch.target_ids_N.numel()).to(self.device)
 
@@ -163,6 +165,16 @@ class Contender:
         return result, time.perf_counter() - start
 
 
+@dataclass(frozen=True)
+class _Given(SampleRows):
+    """Rows at hand, by number."""
+
+    given: np.ndarray[Any, Any]
+
+    def rows(self, sample_indices: Sequence[int] | np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        return self.given[np.asarray(sample_indices)]
+
+
 def compare(one: Contender, other: Contender) -> str:
     """Step time of `other` over `one`, pair by pair, beside what their operations alone would give."""
     ratios = [b / a for a, b in zip(one.seconds(), other.seconds(), strict=True)]
@@ -173,11 +185,12 @@ def compare(one: Contender, other: Contender) -> str:
 
 
 def token_rows(config: RunConfig, prefix: str | None, count: int) -> list[np.ndarray[Any, Any]]:
-    """`count` micro-batches of rows, int64 [B, T+1]."""
-    size, length = config.batch.micro_size, config.data.sequence_length
+    """`count` micro-batches of rows, int64 [B, T+1]; [B, T-2] for an encoder, whose rows are framed later."""
+    size, length = config.batch.micro_size, config.sample_length()
     prefix = prefix or config.data.parts()[0].prefix
     if prefix:
-        samples = StreamSamples(IndexedDataset(prefix), length, config.seed)
+        data = config.data.model_copy(update={"train": prefix})
+        samples = training_samples(data, [IndexedDataset(prefix)], config.seed, length)
         return [samples.rows(range(k * size, (k + 1) * size)) for k in range(count)]
     weights = 1 / (np.arange(config.model.vocab_size) + 2.7)  # Zipf-Mandelbrot
     generator = np.random.default_rng(config.seed)
@@ -209,11 +222,14 @@ def describe(device: torch.device) -> str:
 def _config(arguments: argparse.Namespace) -> RunConfig:
     if arguments.config:
         return load_config(arguments.config, arguments.set)
-    length = arguments.sequence_length
+    size, length = arguments.preset, arguments.sequence_length
+    encoder = NAMED_SIZES[size].get("family") == "bert"
+    vocabulary = BERT_VOCABULARY.get(size, 30522) if encoder else PYTHIA_VOCABULARY
     return config_from_dict(
         {
-            "name": arguments.preset,
-            "model": {"size": arguments.preset, "vocab_size": PYTHIA_VOCABULARY, "max_positions": max(2048, length)},
+            "name": size,
+            "model": {"size": size, "vocab_size": vocabulary, "max_positions": max(512 if encoder else 2048, length)},
+            "masking": BERT_TOKENS if encoder else None,
             "data": {"train": "", "sequence_length": length},
             "batch": {"global_size": arguments.micro_batch, "micro_size": arguments.micro_batch},
             "optimizer": {"learning_rate": 1e-3},
@@ -225,7 +241,7 @@ def _config(arguments: argparse.Namespace) -> RunConfig:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Time whole training steps, headless against vanilla.")
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--preset", choices=NAMED_SIZES, help="a named size with Pythia's vocabulary")
+    what.add_argument("--preset", choices=NAMED_SIZES, help="a named size, with Pythia's or BERT's vocabulary")
     what.add_argument("--config", help="a run's YAML file")
     parser.add_argument("--set", action="append", default=[], metavar="a.b=c", help="override a setting of --config")
     parser.add_argument("--data", metavar="PREFIX", help="indexed dataset to take tokens from")

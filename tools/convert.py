@@ -66,7 +66,13 @@ def _parser() -> argparse.ArgumentParser:
     to_hf.add_argument("--keep-padding", action="store_true", help="keep the rows that pad the vocabulary")
     to_hf.add_argument("--shard-size", type=float, default=5.0, metavar="GB", help="largest weight file (default: 5)")
     back = directions.add_parser("from-hf", help="Hugging Face folder to checkpoint")
-    back.add_argument("--model", type=Path, required=True, metavar="DIR", help="folder of a GPT-NeoX in safetensors")
+    back.add_argument(
+        "--model",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="folder of a GPT-NeoX, BERT or DistilBERT in safetensors",
+    )
     back.add_argument("--output", type=Path, required=True, metavar="DIR", help="new run folder")
     return parser
 

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from megahead.config import RunConfig, load_config
 from megahead.errors import ConfigError, run_command
-from megahead.estimate import RankMemory, candidate_rows, count_parameters, rank_memory, training_flops
+from megahead.estimate import RankMemory, candidate_rows, rank_memory, run_parameters, training_flops
 
 GIB = 2**30
 PARTS = [field.name for field in fields(RankMemory)]
@@ -40,8 +40,8 @@ def main() -> None:
 
 def parameter_lines(config: RunConfig) -> list[str]:
     """Parameters, and operations per token with their parts."""
-    counts = count_parameters(config.model, untied_head=config.objective.head() == "trained")
-    flops = training_flops(config.model, config.data.sequence_length, candidate_rows(config))
+    counts, targets = run_parameters(config), config.targets_per_row()
+    flops = training_flops(config.model, config.data.sequence_length, candidate_rows(config), targets=targets)
     parts = {"body": flops.body, "attention": flops.attention, "candidates": flops.head}
     shares = ", ".join(f"{name} {value / flops.total:.0%}" for name, value in parts.items())
     return [

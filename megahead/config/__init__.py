@@ -4,6 +4,7 @@ from megahead.config.batch import BatchConfig
 from megahead.config.data import DataConfig
 from megahead.config.deepspeed import deepspeed_config
 from megahead.config.loading import config_from_dict, load_config
+from megahead.config.masking import MaskingConfig
 from megahead.config.model import NAMED_SIZES, ModelConfig
 from megahead.config.objective import ObjectiveConfig, resolve_group
 from megahead.config.parallel import ParallelConfig
@@ -19,6 +20,7 @@ __all__ = [
     "EngineConfig",
     "FaultsConfig",
     "InitConfig",
+    "MaskingConfig",
     "ModelConfig",
     "ObjectiveConfig",
     "OptimizerConfig",

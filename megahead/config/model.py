@@ -1,4 +1,4 @@
-"""The shape of a backbone, and the named sizes of the Pythia suite."""
+"""The shape of a backbone, and named sizes: of the Pythia suite, and of BERT."""
 
 from __future__ import annotations
 
@@ -10,11 +10,15 @@ from megahead.config.base import Settings
 from megahead.errors import ConfigError
 
 
-def _size(num_layers: int, hidden_size: int, num_heads: int) -> dict[str, int]:
+def _size(num_layers: int, hidden_size: int, num_heads: int) -> dict[str, Any]:
     return {"num_layers": num_layers, "hidden_size": hidden_size, "num_heads": num_heads}
 
 
-NAMED_SIZES: dict[str, dict[str, int]] = {
+def _encoder(num_layers: int, hidden_size: int, num_heads: int, token_types: int = 2) -> dict[str, Any]:
+    return {"family": "bert", **_size(num_layers, hidden_size, num_heads), "token_types": token_types}
+
+
+NAMED_SIZES: dict[str, dict[str, Any]] = {
     "pythia-14m": _size(6, 128, 4),
     "pythia-31m": _size(6, 256, 8),
     "pythia-70m": _size(6, 512, 8),
@@ -25,17 +29,35 @@ NAMED_SIZES: dict[str, dict[str, int]] = {
     "pythia-2.8b": _size(32, 2560, 32),
     "pythia-6.9b": _size(32, 4096, 32),
     "pythia-12b": _size(36, 5120, 40),
+    "bert-base": _encoder(12, 768, 12),
+    "bert-small": _encoder(4, 512, 8),
+    "bert-mini": _encoder(4, 256, 4),
+    "bert-tiny": _encoder(2, 128, 2),
+    "distilbert-multilingual": _encoder(6, 768, 12, token_types=0),
 }
+
+_BERT_DEFAULTS: dict[str, Any] = {
+    "max_positions": 512,
+    "token_types": 2,
+    "rotary_pct": 0.0,
+    "parallel_residual": False,
+    "activation": "gelu",
+    "norm_eps": 1e-12,
+    "hidden_dropout": 0.1,
+    "attention_dropout": 0.1,
+    "init": "normal",
+}
+"""What BERT has otherwise than Pythia, unless given."""
 
 
 class ModelConfig(Settings):
-    """A GPT-NeoX decoder (Pythia's architecture): tokens to hidden states, without a head."""
+    """A decoder (GPT-NeoX, Pythia's architecture) or an encoder (BERT): tokens to hidden states, without a head."""
 
-    family: Literal["gpt_neox"] = "gpt_neox"
-    """The architecture."""
+    family: Literal["gpt_neox", "bert"] = "gpt_neox"
+    """The architecture; `bert` has other defaults (BERT's own: 512 positions, dropout 0.1, erf GELU, eps 1e-12)."""
 
     size: str | None = None
-    """A named size such as `pythia-70m`; it fills num_layers, hidden_size and num_heads unless given."""
+    """A named size such as `pythia-70m` or `bert-base`; it fills family and shape unless given."""
 
     num_layers: int = Field(gt=0, le=10_000)
     """Transformer blocks."""
@@ -58,8 +80,11 @@ class ModelConfig(Settings):
     max_positions: int = Field(default=2048, gt=0)
     """Longest sequence the model is meant for, in tokens."""
 
+    token_types: int = Field(default=0, ge=0)
+    """bert: kinds of segments that have an embedding (pretraining uses the first); 0 is DistilBERT's shape."""
+
     rotary_pct: float = Field(default=0.25, ge=0, le=1)
-    """Share of each head's dimensions that is rotated by position."""
+    """gpt_neox: share of each head's dimensions that is rotated by position."""
 
     rotary_base: float = Field(default=10000.0, gt=0)
     """Base of the rotary frequencies."""
@@ -88,8 +113,10 @@ class ModelConfig(Settings):
     @model_validator(mode="before")
     @classmethod
     def _fill_from_size(cls, given: Any) -> Any:
-        if not isinstance(given, dict) or given.get("size") is None:
+        if not isinstance(given, dict):
             return given
+        if given.get("size") is None:
+            return {**(_BERT_DEFAULTS if given.get("family") == "bert" else {}), **given}
         if given["size"] not in NAMED_SIZES:
             raise ConfigError(
                 "size",
@@ -97,7 +124,8 @@ class ModelConfig(Settings):
                 got=repr(given["size"]),
                 hint="or leave it out and give the shape",
             )
-        return {**NAMED_SIZES[given["size"]], **given}
+        filled = {**NAMED_SIZES[given["size"]], **given}
+        return {**(_BERT_DEFAULTS if filled.get("family") == "bert" else {}), **filled}
 
     @model_validator(mode="after")
     def _heads_divide(self) -> ModelConfig:
@@ -110,6 +138,18 @@ class ModelConfig(Settings):
                 got=f"{self.rotary_pct} ({self.rotary_dims()} dimensions)",
             )
         return self
+
+    @model_validator(mode="after")
+    def _is_of_its_family(self) -> ModelConfig:
+        foreign = {"rotary_pct": 0.0, "parallel_residual": False} if self.is_encoder() else {"token_types": 0}
+        for field, value in foreign.items():
+            if getattr(self, field) != value:
+                raise ConfigError(field, f"be left out of a {self.family}", got=getattr(self, field))
+        return self
+
+    def is_encoder(self) -> bool:
+        """Whether each token sees both sides, and learns by masking."""
+        return self.family == "bert"
 
     def head_size(self) -> int:
         """Dimensions of one attention head."""

@@ -77,15 +77,19 @@ class ObjectiveConfig(Settings):
 
     def trains_head(self) -> bool:
         """Whether there is an output matrix beside the input embedding."""
-        return not self.tied and (self.name == "vanilla" or self.vanilla_weight > 0)
+        return not self.tied and self.has_vocabulary_softmax()
 
     def head(self) -> HeadKind:
         """The language-model head such a run speaks with: `trained`, a matrix of its own; `tied`, the embedding as it
         is; `pmi`, the embedding and a bias that needs no training."""
         if self.trains_head():
             return "trained"
-        learns_log_p = self.name == "vanilla" or self.vanilla_weight > 0 or self.bias == "corrected"
+        learns_log_p = self.has_vocabulary_softmax() or self.bias == "corrected"
         return "tied" if learns_log_p else "pmi"
+
+    def has_vocabulary_softmax(self) -> bool:
+        """Whether all ids compete, in all of the loss or a share of it; an encoder then has BERT's transform."""
+        return self.name == "vanilla" or self.vanilla_weight > 0
 
     def needs_token_counts(self) -> bool:
         """Whether the dataset must know how often each token stands in it."""

@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 from megahead.config.base import Settings
 from megahead.config.batch import BatchConfig
 from megahead.config.data import DataConfig
+from megahead.config.masking import MaskingConfig
 from megahead.config.model import ModelConfig
 from megahead.config.objective import ObjectiveConfig
 from megahead.config.parallel import ParallelConfig
@@ -78,6 +79,9 @@ class RunConfig(Settings):
 
     model: ModelConfig
     data: DataConfig
+    masking: MaskingConfig | None = None
+    """How an encoder's rows are masked; left out for decoders, which predict the next token."""
+
     batch: BatchConfig
     objective: ObjectiveConfig = ObjectiveConfig()
     optimizer: OptimizerConfig
@@ -103,6 +107,7 @@ class RunConfig(Settings):
             raise ConfigError(
                 "data.end_token", f"be below model.vocab_size ({self.model.vocab_size})", got=self.data.end_token
             )
+        self._check_masking()
         if self.schedule.warmup_steps + (self.schedule.decay_steps or 0) > self.training.steps:
             raise ConfigError(
                 "schedule.warmup_steps",
@@ -115,6 +120,8 @@ class RunConfig(Settings):
         for name in self.resume.allow:
             if not any(f"{setting}.".startswith(f"{name}.") for setting in settings):
                 raise ConfigError("resume.allow", "name settings or their sections", got=repr(name))
+        if self.init and self.init.mode != "continue" and self.model.is_encoder():
+            raise ConfigError("init.mode", "be `continue` for an encoder", got=repr(self.init.mode))
         if self.init and self.init.mode in ("finetune", "probe") and self.objective.head() != "trained":
             raise ConfigError(
                 "init.mode",
@@ -123,6 +130,39 @@ class RunConfig(Settings):
                 hint="set objective.name=vanilla, which trains the head",
             )
         return self
+
+    def _check_masking(self) -> None:
+        masking, encoder = self.masking, self.model.is_encoder()
+        if (masking is not None) != encoder:
+            rule = "be given for an encoder" if encoder else "be left out of a decoder"
+            got, hint = ("missing", "name mask_token, cls_token and sep_token") if encoder else ("given", "")
+            raise ConfigError("masking", rule, got=got, hint=hint)
+        if masking is None:
+            return
+        ids = (masking.mask_token, masking.cls_token, masking.sep_token, *masking.special_tokens)
+        if max(ids) >= self.model.vocab_size:
+            raise ConfigError("masking", f"name ids below model.vocab_size ({self.model.vocab_size})", got=max(ids))
+        if self.data.end_token == masking.mask_token:
+            raise ConfigError("masking.mask_token", "differ from data.end_token", got=masking.mask_token)
+        if self.data.order == "stored":
+            raise ConfigError("data.order", "be `shuffled` for an encoder", got="`stored`")
+        if self.data.sequence_length < 4:
+            raise ConfigError(
+                "data.sequence_length", "have room for text between [CLS] and [SEP]", got=self.data.sequence_length
+            )
+        if masking.strategy == "whole_word" and self.data.tokenizer is None:
+            raise ConfigError("data.tokenizer", "be given to tell words apart (masking.strategy)", got="missing")
+
+    def sample_length(self) -> int:
+        """What samples call their length: they read one token more. A masked row has room for two tokens less than
+        data.sequence_length, [CLS] and [SEP]; consecutive ones share a token of text."""
+        return self.data.sequence_length - (3 if self.masking else 0)
+
+    def targets_per_row(self) -> int:
+        """Targets of a whole row, on average over the run."""
+        if self.masking is None:
+            return self.data.sequence_length
+        return max(1, round(self.masking.rate_at(0.5) * (self.data.sequence_length - 2)))
 
     def folder(self) -> str:
         """Where the run writes."""

@@ -8,19 +8,21 @@ from safetensors import safe_open
 from torch import Tensor
 
 from megahead.checkpoint import find_checkpoint
-from megahead.convert.gpt_neox import our_name
-from megahead.convert.importing import weight_files
+from megahead.convert.families import family_named
+from megahead.convert.importing import read_settings, weight_files
 from megahead.convert.source import EMBEDDING, TrainedModel
 from megahead.errors import CheckpointError
 
 
 def input_embedding(path: Path) -> tuple[Tensor, Path]:
-    """[V, D] fp32 and the tokenizer.json of a GPT-NeoX folder of Hugging Face, or of a run or checkpoint of ours.
+    """[V, D] fp32 and the tokenizer.json of a folder of Hugging Face, or of a run or checkpoint of ours.
 
     Rows of padding are left out for ours. Raises CheckpointError where there is no model or no tokenizer.
     """
     if find_checkpoint(path) is None:
-        found = next((item for item in weight_files(path).items() if our_name(item[0]) == EMBEDDING), None)
+        files = weight_files(path)
+        family = family_named(read_settings(path))
+        found = next((item for item in files.items() if family.our_name(item[0]) == EMBEDDING), None)
         if found is None:
             raise CheckpointError(f"`{path}` must hold an input embedding, but does not.")
         with safe_open(found[1], framework="pt") as file:

@@ -13,10 +13,10 @@ from typing import Any
 from torch import Tensor
 
 from megahead.checkpoint.durable import sha256_of
-from megahead.convert.card import model_card, write_tokenizer
-from megahead.convert.gpt_neox import BACKBONE_PREFIX, RENAMES, hf_config
+from megahead.convert.card import model_card, write_encoder_tokenizer, write_tokenizer
+from megahead.convert.families import Family, family_of, hf_config
 from megahead.convert.heads import Head, HeadName, make_head
-from megahead.convert.source import EMBEDDING, HEAD, TEMPERATURE, TrainedModel
+from megahead.convert.source import EMBEDDING, HEAD, MASK_HEAD, TEMPERATURE, TrainedModel
 from megahead.convert.staging import staged_folder
 from megahead.convert.stream import DTYPES, Streamed, write_shards
 from megahead.convert.verify import Parity, verify
@@ -24,6 +24,7 @@ from megahead.errors import FieldError
 
 PARITY_FILE = "parity.json"
 _NORM_BIAS = "backbone.final_norm.bias"
+_VOCABULARY_BIAS = "mask_head.bias"
 _PIECE_ROWS = 4096
 SHARD_BYTES = 5 * 10**9
 
@@ -53,13 +54,15 @@ def export(
 ) -> ExportReport:
     """Writes `output_dir` as transformers reads it: a `GPTNeoXForCausalLM`, or a `GPTNeoXModel` for the head `none`.
 
+    An encoder becomes a `BertForMaskedLM` or `BertModel`, and without token types a DistilBERT.
+
     checkpoint: a step folder, or a run (its newest). keep_padding: keep the rows that pad the vocabulary.
     shard_bytes: weights above it are written as several files.
     Ends with a comparison of outputs on random and real tokens, kept in parity.json. An earlier export in
     `output_dir` is replaced; on any error (a UserError) nothing is left of the new one.
 
     Cost: memory for the largest tensor, twice, and the logits of the comparison; neither writing nor comparing ever
-    holds the model. The comparison reads both models from disk once more.
+    holds a decoder. The comparison reads both models from disk once more.
     """
     begin = time.monotonic()
     if dtype not in DTYPES:
@@ -85,16 +88,26 @@ def fingerprint(model: TrainedModel) -> str:
 
 def _tensors(model: TrainedModel, head: Head, vocab_size: int) -> Iterator[Streamed]:
     """Every tensor of the export under its Hugging Face name, the head's last."""
+    family = family_of(model.config.model)
     for name, shape in model.shapes.items():
-        if name in (HEAD, TEMPERATURE):  # the head comes last, the temperature within it
+        if name in (HEAD, TEMPERATURE) or name.startswith(MASK_HEAD):  # the head's are last, the temperature in them
             continue
-        theirs = _hf_name(name)
-        exported = theirs.removeprefix(BACKBONE_PREFIX) if head.matrix is None else theirs
+        theirs = _hf_name(family, name)
+        exported = theirs.removeprefix(family.prefix) if head.matrix is None else theirs
         size = (vocab_size, *shape[1:]) if name == EMBEDDING else tuple(shape)
         yield Streamed(exported, size, partial(_backbone_pieces, model, head, name, size[0]))
+    for name, tensor in (head.transform or {}).items():
+        part = tensor[:vocab_size] if name == _VOCABULARY_BIAS else tensor
+        yield Streamed(_hf_name(family, name), tuple(part.shape), partial(_whole, part))
+        if name == _VOCABULARY_BIAS and family.untied_bias and not head.is_embedding():
+            yield Streamed(family.untied_bias, tuple(part.shape), partial(_whole, part))
     if head.matrix is not None and not head.is_embedding():
         size = (vocab_size, model.config.model.hidden_size)
-        yield Streamed(_hf_name(HEAD), size, partial(_head_pieces, model, head, head.matrix, vocab_size))
+        yield Streamed(_hf_name(family, HEAD), size, partial(_head_pieces, model, head, head.matrix, vocab_size))
+
+
+def _whole(tensor: Tensor) -> Iterator[Tensor]:
+    yield tensor
 
 
 def _backbone_pieces(model: TrainedModel, head: Head, name: str, rows: int) -> Iterator[Tensor]:
@@ -108,8 +121,8 @@ def _head_pieces(model: TrainedModel, head: Head, matrix: str, rows: int) -> Ite
         yield head.rows(stored_VD[first : first + _PIECE_ROWS], first)
 
 
-def _hf_name(name: str) -> str:
-    theirs = RENAMES.theirs(name)
+def _hf_name(family: Family, name: str) -> str:
+    theirs = family.their_name(name)
     if theirs is None:
         raise ValueError(f"{name} has no Hugging Face name")
     return theirs
@@ -117,18 +130,15 @@ def _hf_name(name: str) -> str:
 
 def _write_settings(folder: Path, model: TrainedModel, head: Head, dtype: str, vocab_size: int) -> Path | None:
     """config.json, generation_config.json and the tokenizer files; returns where the tokenizer came from."""
-    config, end = model.config, model.config.data.end_token
-    ids = {"bos_token_id": end, "eos_token_id": end, "pad_token_id": end}
+    config, end, family = model.config, model.config.data.end_token, family_of(model.config.model)
     tokenizer = model.tokenizer()
-    if tokenizer is not None:
-        ids |= write_tokenizer(
-            tokenizer,
-            folder,
-            vocab_size=config.model.vocab_size,
-            end_token=end,
-            max_length=config.model.max_positions,
-        )
-    architecture = "GPTNeoXModel" if head.matrix is None else "GPTNeoXForCausalLM"
+    if config.masking is not None:
+        ids = {"pad_token_id": 0}
+        ids |= {} if tokenizer is None else write_encoder_tokenizer(tokenizer, folder, config)
+    else:
+        ids = {"bos_token_id": end, "eos_token_id": end, "pad_token_id": end}
+        ids |= {} if tokenizer is None else write_tokenizer(tokenizer, folder, config)
+    architecture = family.backbone if head.matrix is None else family.with_head
     content = hf_config(
         config.model,
         vocab_size=vocab_size,
@@ -144,7 +154,7 @@ def _write_settings(folder: Path, model: TrainedModel, head: Head, dtype: str, v
         "tokens": model.checkpoint.state.get("tokens"),
     }
     _write_json(folder / "config.json", {**content, **ids, "dtype": dtype, "megahead": origin})
-    if head.matrix is not None:
+    if head.matrix is not None and not config.model.is_encoder():
         _write_json(folder / "generation_config.json", ids)
     return tokenizer
 

@@ -1,5 +1,7 @@
 """The output matrix an exported model gets, for each kind of head.
 
+An encoder's head is in `mask_heads`.
+
 A head without a bias is all that a Hugging Face GPT-NeoX has, so the training-free head `E h / T + log q` folds its
 bias into matrix and final norm. That norm gives h = w * x + b with mean(x) = 0 over D features, hence (1/w).h =
 sum(b/w) = S, the same for every token. With the exported norm bias moved by delta = +w or -w (the sign of S), the
@@ -11,19 +13,18 @@ V vocabulary, D features; lower-case v: rows of one chunk.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from megahead.convert.source import EMBEDDING, HEAD, TrainedModel
+from megahead.convert.mask_heads import PADDING_BIAS, identity_transform, trained_transform
+from megahead.convert.source import EMBEDDING, HEAD, MASK_HEAD, TrainedModel
 from megahead.errors import CheckpointError, FieldError
 
 HeadName = Literal["none", "tied", "pmi", "trained"]
-
-PADDING_BIAS = -1e4
-"""Where padding rows are kept: their log q, so that no token is lost to them."""
 
 
 @dataclass(frozen=True)
@@ -73,12 +74,18 @@ class Head:
     temperature: float = 1.0
     folded: FoldedBias | None = None
 
+    transform: Mapping[str, Tensor] | None = None
+    """An encoder's: what stands between outputs and matrix, temperature included, and its bias; by our names."""
+
     def is_embedding(self) -> bool:
         """Whether the output matrix equals the input embedding, so that it need not be stored."""
-        return self.matrix == EMBEDDING and self.temperature == 1.0 and self.folded is None
+        plain = self.transform is not None or (self.temperature == 1.0 and self.folded is None)
+        return self.matrix == EMBEDDING and plain
 
     def rows(self, stored_vD: Tensor, first: int) -> Tensor:
         """[v, D]: the exported rows, from the stored ones `first` on."""
+        if self.transform is not None:
+            return stored_vD
         rows_vD = stored_vD if self.temperature == 1.0 else stored_vD.double() / self.temperature
         return rows_vD if self.folded is None else self.folded.fold(rows_vD, first)
 
@@ -102,6 +109,8 @@ def make_head(name: HeadName, model: TrainedModel) -> Head:
     if name == "pmi" and own != "pmi":
         raise _impossible(name, "complete a headless model", "this one speaks without a bias", f"{own} or none")
     matrix = HEAD if own == "trained" else EMBEDDING
+    if model.config.model.is_encoder():
+        return Head(name, matrix, model.temperature(), transform=_transform(name, model))
     folded = _training_free(model) if name == "pmi" else None
     return Head(name, matrix, model.temperature(), folded)
 
@@ -115,7 +124,25 @@ def best_head(model: TrainedModel) -> HeadName:
     return "trained" if objective.name == "vanilla" else objective.head()
 
 
+def _transform(name: HeadName, model: TrainedModel) -> dict[str, Tensor]:
+    """An encoder's: its own where it has one, else one that changes nothing but the bias."""
+    shape = model.config.model
+    stored = {key: model.weight(key) for key in model.shapes if key.startswith(MASK_HEAD)}
+    if stored:
+        return trained_transform(stored, shape.vocab_size, model.temperature())
+    bias_V = _padded_bias(model) if name == "pmi" else torch.zeros(shape.padded_vocab_size())
+    norm = f"backbone.blocks.{shape.num_layers - 1}.mlp_norm"
+    weight_D, shift_D = model.weight(f"{norm}.weight"), model.weight(f"{norm}.bias")
+    return identity_transform(weight_D, shift_D, bias_V, model.temperature())
+
+
 def _training_free(model: TrainedModel) -> FoldedBias:
+    bias_V, norm = _padded_bias(model), "backbone.final_norm"
+    return fold_bias(model.weight(f"{norm}.weight"), model.weight(f"{norm}.bias"), bias_V)
+
+
+def _padded_bias(model: TrainedModel) -> Tensor:
+    """[padded vocabulary]: log q or the like."""
     if not model.has_target_counts():
         raise CheckpointError(
             f"`{model.checkpoint.folder}` must hold the counts of its training targets for --head pmi, "
@@ -123,8 +150,7 @@ def _training_free(model: TrainedModel) -> FoldedBias:
         )
     bias_V = model.training_free_bias()
     padding = bias_V.new_full((model.config.model.padded_vocab_size() - len(bias_V),), PADDING_BIAS)
-    norm = "backbone.final_norm"
-    return fold_bias(model.weight(f"{norm}.weight"), model.weight(f"{norm}.bias"), torch.cat([bias_V, padding]))
+    return torch.cat([bias_V, padding])
 
 
 def _impossible(name: str, rule: str, got: str, hint: str) -> FieldError:

@@ -1,4 +1,4 @@
-"""From a Hugging Face GPT-NeoX folder to a checkpoint of ours that a run can start from."""
+"""From a Hugging Face folder (GPT-NeoX, BERT, DistilBERT) to a checkpoint of ours that a run can start from."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from torch import Tensor
 
 from megahead.checkpoint import save_checkpoint
 from megahead.config import RunConfig, config_from_dict
-from megahead.convert.gpt_neox import model_settings, our_name
-from megahead.convert.source import EMBEDDING, HEAD
+from megahead.convert.families import Family, family_named
+from megahead.convert.source import EMBEDDING, HEAD, MASK_HEAD
 from megahead.convert.staging import staged_folder
+from megahead.data import load_tokenizer
 from megahead.distributed import Group
 from megahead.errors import CheckpointError
 from megahead.pretraining.build import assemble
@@ -28,15 +29,20 @@ def from_hf(model_dir: Path, output_dir: Path) -> Path:
 
     Good for `init.from_checkpoint`, for export and for evaluation: it holds no optimizer state and no text. The
     model is headless, tied or untied vanilla, as the folder is. The table is padded with zero rows to a multiple
-    of 1,024. Raises a UserError for a folder that is not a GPT-NeoX in safetensors, leaving nothing behind.
+    of 1,024. A pooler is left out. Raises a UserError for a folder that is none of these in safetensors, leaving
+    nothing behind.
     """
     files = weight_files(model_dir)
-    config = _config(model_dir, has_head=any(our_name(name) == HEAD for name in files))
+    content = read_settings(model_dir)
+    family = family_named(content)
+    theirs = {ours: name for name in files if (ours := family.our_name(name)) is not None}
+    has_head = any(name == HEAD or name.startswith(MASK_HEAD) for name in theirs)
+    config = _config(model_dir, content, family, has_head=has_head)
     with staged_folder(output_dir) as folder:
         save_checkpoint(
             folder / "checkpoints",
             0,
-            _tensors(model_dir, files, config),
+            _tensors(model_dir, files, theirs, config),
             state={"step": 0, "tokens": 0},
             config=config.model_dump(mode="json"),
             group=Group(),
@@ -70,29 +76,42 @@ def weight_files(model_dir: Path) -> dict[str, Path]:
     return found
 
 
-def _config(model_dir: Path, *, has_head: bool) -> RunConfig:
-    """A run's config around the folder's model; only model, objective and end token mean something."""
-    path = model_dir / "config.json"
-    content = _read_json(path)
-    headless = not has_head and "GPTNeoXForCausalLM" not in content.get("architectures", [])
-    tied = bool(content.get("tie_word_embeddings", False))
+def _config(model_dir: Path, content: Mapping[str, Any], family: Family, *, has_head: bool) -> RunConfig:
+    """A run's config around the folder's model; only model, objective and special tokens mean something."""
+    headless = not has_head and family.with_head not in (content.get("architectures") or [])
+    settings = family.settings(content)
+    encoder = settings.get("family") == "bert"
+    tied = bool(content.get("tie_word_embeddings", encoder))
+    masking = _masking(model_dir) if encoder else None
     tree = {
         "name": re.sub(r"[^A-Za-z0-9._-]", "-", model_dir.resolve().name) or "imported",
-        "model": model_settings(content),
+        "model": settings,
+        "masking": masking,
         "data": {
             "train": "(weights imported, no text)",
             "sequence_length": content.get("max_position_embeddings", 2048),
-            "end_token": content.get("eos_token_id") or 0,
+            "end_token": content.get("eos_token_id") or (masking["sep_token"] if masking else 0),
         },
         "batch": {"global_size": 1, "micro_size": 1},
         "objective": {"name": "headless"} if headless else {"name": "vanilla", "tied": tied},
         "optimizer": {"learning_rate": 1e-3},
         "training": {"steps": 1},
     }
-    return config_from_dict(tree, source=str(path))
+    return config_from_dict(tree, source=str(model_dir / "config.json"))
 
 
-def _read_json(path: Path) -> Mapping[str, Any]:
+def _masking(model_dir: Path) -> dict[str, int]:
+    """The ids of an encoder's special tokens, by their names in its tokenizer."""
+    path = model_dir / "tokenizer.json"
+    if not path.is_file():
+        raise CheckpointError(f"`{path}` must tell an encoder's special tokens, but there is none; put it there.")
+    vocabulary = load_tokenizer(path)
+    return {f"{name}_token": vocabulary.id_of(f"[{name.upper()}]") for name in ("mask", "cls", "sep")}
+
+
+def read_settings(model_dir: Path) -> Mapping[str, Any]:
+    """config.json; CheckpointError where there is none."""
+    path = model_dir / "config.json"
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -102,9 +121,10 @@ def _read_json(path: Path) -> Mapping[str, Any]:
     return content
 
 
-def _tensors(model_dir: Path, files: Mapping[str, Path], config: RunConfig) -> Iterator[tuple[str, Tensor]]:
+def _tensors(
+    model_dir: Path, files: Mapping[str, Path], theirs: Mapping[str, str], config: RunConfig
+) -> Iterator[tuple[str, Tensor]]:
     """Every parameter of the model, by our name. CheckpointError where the folder lacks one or its shape differs."""
-    theirs = {our_name(name): name for name in files}
     with torch.device("meta"):
         shapes = {name: parameter.shape for name, parameter in assemble(config).named_parameters()}
     for name, shape in shapes.items():
@@ -113,7 +133,7 @@ def _tensors(model_dir: Path, files: Mapping[str, Path], config: RunConfig) -> I
         stored = theirs[name]
         with safe_open(files[stored], framework="pt") as file:
             tensor = file.get_tensor(stored).float()
-        if name in (EMBEDDING, HEAD) and len(tensor) == config.model.vocab_size:
+        if name in (EMBEDDING, HEAD, f"{MASK_HEAD}bias") and len(tensor) == config.model.vocab_size:
             tensor = torch.cat([tensor, tensor.new_zeros(shape[0] - len(tensor), *tensor.shape[1:])])
         if tensor.shape != shape:
             raise CheckpointError(f"`{model_dir}` must hold {stored} as {list(shape)}, but has {list(tensor.shape)}.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from logging import getLogger
@@ -14,6 +15,8 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
     AutoModelForSequenceClassification,
+    BertModel,
+    DistilBertModel,
     GPTNeoXModel,
     PreTrainedTokenizerFast,
 )
@@ -35,13 +38,21 @@ def load_causal(folder: Path, dtype: torch.dtype = torch.float32, *, stream_to: 
 
 
 def load_backbone(folder: Path, dtype: torch.dtype = torch.float32, *, stream_to: Path | None = None) -> Any:
-    """The headless model in `folder`; CheckpointError when its weights are not exactly its own."""
+    """The headless model in `folder`; CheckpointError when its weights are not exactly its own.
+
+    stream_to: as for `load_causal`; an encoder is loaded whole.
+    """
+    kind = _model_type(folder)
+    if kind == "bert":
+        return _load(BertModel, folder, dtype, {"add_pooling_layer": False})
+    if kind == "distilbert":
+        return _load(DistilBertModel, folder, dtype, {})
     return _load(GPTNeoXModel, folder, dtype, _offload(_BACKBONE, stream_to))
 
 
-def load_masked(folder: Path) -> Any:
-    """The masked language model in `folder` in fp32; CheckpointError when its weights are not exactly its own."""
-    return _load(AutoModelForMaskedLM, folder, torch.float32, {})
+def load_masked(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+    """The encoder in `folder` with its masked-language-model head; CheckpointError when either is not its own."""
+    return _load(AutoModelForMaskedLM, folder, dtype, {})
 
 
 def load_classifier(folder: Path, outputs: int, padding_id: int, *, random_weights: bool = False) -> Any:
@@ -71,6 +82,15 @@ def load_tokenizer_folder(folder: Path) -> Any:
         raise CheckpointError(f"`{folder}` must hold a tokenizer.json, but has none; put the model's tokenizer there.")
     with _quiet():
         return PreTrainedTokenizerFast.from_pretrained(str(folder))
+
+
+def _model_type(folder: Path) -> str | None:
+    """What config.json says; None where there is none, which loading will tell."""
+    try:
+        kind: str | None = json.loads((folder / "config.json").read_text(encoding="utf-8"))["model_type"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return kind
 
 
 def _offload(places: Mapping[str, str], stream_to: Path | None) -> dict[str, Any]:

@@ -6,13 +6,16 @@ from collections.abc import Mapping
 
 
 class Renames:
-    """Pairs of module names, ours to theirs; `*` stands for a layer's number, and the leaf (`weight`) stays."""
+    """Pairs of names of modules, whose leaves (`weight`) stay as they are, or of single parameters; ours to theirs.
+
+    `*` stands for a layer's number.
+    """
 
     def __init__(self, pairs: Mapping[str, str]) -> None:
         self._theirs = dict(pairs)
         self._ours = {theirs: ours for ours, theirs in pairs.items()}
         if len(self._ours) != len(self._theirs):
-            raise ValueError("two modules of ours have one name of theirs")
+            raise ValueError("two names of ours are one name of theirs")
 
     def theirs(self, name: str) -> str | None:
         """Their name of our parameter, or None when the table does not know it."""
@@ -24,10 +27,11 @@ class Renames:
 
 
 def _translate(name: str, table: Mapping[str, str]) -> str | None:
-    *path, leaf = name.split(".")
-    pattern = ".".join("*" if part.isdigit() else part for part in path)
-    if pattern not in table:
+    parts = name.split(".")
+    pattern = ["*" if part.isdigit() else part for part in parts]
+    known = next((n for n in (len(parts), len(parts) - 1) if ".".join(pattern[:n]) in table), None)
+    if known is None:
         return None
-    numbers = iter([part for part in path if part.isdigit()])
-    module = [next(numbers) if part == "*" else part for part in table[pattern].split(".")]
-    return ".".join([*module, leaf])
+    numbers = iter([part for part in parts if part.isdigit()])
+    found = [next(numbers) if part == "*" else part for part in table[".".join(pattern[:known])].split(".")]
+    return ".".join([*found, *parts[known:]])

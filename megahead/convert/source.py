@@ -20,6 +20,7 @@ from megahead.pretraining.build import assemble
 
 EMBEDDING = "backbone.embedding.weight"
 HEAD = "head.weight"
+MASK_HEAD = "mask_head."
 TEMPERATURE = "temperature.log_value"
 _COUNTS = "state/target_counts"
 _PRIOR = "state/dataset_counts"

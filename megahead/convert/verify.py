@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from megahead.convert.heads import Head
-from megahead.convert.loading import load_backbone, load_causal
-from megahead.convert.source import TrainedModel
+from megahead.convert.loading import load_backbone, load_causal, load_masked
+from megahead.convert.source import MASK_HEAD, TrainedModel
 from megahead.convert.stream import DTYPES
 from megahead.data import IndexedDataset, SequentialSamples
 from megahead.errors import CheckpointError, DataError
@@ -54,8 +54,8 @@ class Parity:
 def verify(folder: Path, model: TrainedModel, head: Head, dtype: str) -> Parity:
     """Compares the exported `folder` with `model` computing in fp32; CheckpointError above the tolerance.
 
-    Cost: a forward pass of a few hundred tokens each, with one layer of one model in memory at a time; the source
-    once more where the export is in half precision, to see what rounding alone does to it.
+    Cost: a forward pass of a few hundred tokens each, with one layer of one model in memory at a time (an exported
+    encoder is held whole); the source once more where the export is in half precision, to see what rounding alone does.
     """
     rows_BT = _token_rows(model)
     expected = expected_outputs(model, head, rows_BT)
@@ -81,13 +81,18 @@ def expected_outputs(model: TrainedModel, head: Head, rows_BT: Tensor, dtype: to
 
     Computed in `dtype` throughout, returned in fp32.
     """
-    hidden_BTD: Tensor = model.load_streaming(dtype).backbone(rows_BT)
+    pretraining = model.load_streaming(dtype)
+    hidden_BTD: Tensor = pretraining.backbone(rows_BT)
     if head.matrix is None:
         return hidden_BTD.float()
+    bias_V = None if head.name != "pmi" else model.training_free_bias()
+    if pretraining.mask_head is not None:
+        hidden_BTD = pretraining.mask_head(hidden_BTD)
+        bias_V = model.weight(f"{MASK_HEAD}bias")[: model.config.model.vocab_size]
     matrix_VD = model.weight(head.matrix)[: model.config.model.vocab_size].to(dtype)
     logits_BTV: Tensor = (hidden_BTD @ matrix_VD.T) / head.temperature
-    if head.folded is not None:
-        logits_BTV = logits_BTV + model.training_free_bias().to(dtype)
+    if bias_V is not None:
+        logits_BTV = logits_BTV + bias_V.to(dtype)
     return logits_BTV.float()
 
 
@@ -96,6 +101,8 @@ def _exported_outputs(folder: Path, head: Head, rows_BT: Tensor, dtype: torch.dt
     with tempfile.TemporaryDirectory(dir=folder) as converted:
         if head.matrix is None:
             outputs: Tensor = load_backbone(folder, dtype, stream_to=Path(converted))(rows_BT).last_hidden_state
+        elif head.transform is not None:
+            outputs = load_masked(folder, dtype)(rows_BT).logits
         else:
             outputs = load_causal(folder, dtype, stream_to=Path(converted))(rows_BT).logits
     return outputs[..., :width].float()  # padding rows come last, if they were kept

@@ -23,17 +23,21 @@ from megahead.data.writer import IndexedDatasetWriter
 
 if TYPE_CHECKING:
     from megahead.data.batch import Batch, causal_batch
+    from megahead.data.masking import Masker
+    from megahead.data.reading import BatchReader, held_out_masker, training_masker
     from megahead.data.vocabulary import save_tokenizer, train_bpe, train_sentencepiece, train_wordpiece
 
 __all__ = [
     "Bar",
     "Batch",
+    "BatchReader",
     "Blend",
     "ByteProgress",
     "DatasetInfo",
     "FeistelOrder",
     "IndexedDataset",
     "IndexedDatasetWriter",
+    "Masker",
     "PackedSamples",
     "PreprocessReport",
     "SampleRows",
@@ -44,6 +48,7 @@ __all__ = [
     "Tokenizer",
     "causal_batch",
     "dataset_paths",
+    "held_out_masker",
     "held_out_samples",
     "load_tokenizer",
     "preprocess",
@@ -51,12 +56,15 @@ __all__ = [
     "train_bpe",
     "train_sentencepiece",
     "train_wordpiece",
+    "training_masker",
     "training_samples",
 ]
 
 
 _ON_FIRST_USE = {
     **dict.fromkeys(("Batch", "causal_batch"), "batch"),
+    "Masker": "masking",
+    **dict.fromkeys(("BatchReader", "held_out_masker", "training_masker"), "reading"),
     **dict.fromkeys(("save_tokenizer", "train_bpe", "train_sentencepiece", "train_wordpiece"), "vocabulary"),
 }
 

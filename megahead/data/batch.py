@@ -29,6 +29,9 @@ class Batch:
     target_ids_N: Tensor
     """int64: what those outputs must predict."""
 
+    most_a_row: int | None = None
+    """Most targets that one row has, where they are few (masked rows); None where about every output has one."""
+
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
         """The same batch on `device`."""
         return self._mapped(lambda tensor: tensor.to(device, non_blocking=non_blocking))
@@ -39,7 +42,8 @@ class Batch:
 
     def _mapped(self, change: Callable[[Tensor], Tensor]) -> Batch:
         positions_BT = None if self.positions_BT is None else change(self.positions_BT)
-        return Batch(change(self.input_ids_BT), positions_BT, change(self.target_index_N), change(self.target_ids_N))
+        targets = change(self.target_index_N), change(self.target_ids_N)
+        return Batch(change(self.input_ids_BT), positions_BT, *targets, self.most_a_row)
 
 
 def causal_batch(rows: Array, *, end_token: int, isolate_documents: bool, boundary_targets: bool) -> Batch:
@@ -60,7 +64,7 @@ def causal_batch(rows: Array, *, end_token: int, isolate_documents: bool, bounda
     else:
         silent = closes_BT if not boundary_targets else padding_BT
         target_index_N = np.flatnonzero(~silent.reshape(-1) & (targets >= 0))
-    positions_BT = _positions(closes_BT) if isolate_documents and closes_BT[:, :-1].any() else None
+    positions_BT = document_positions(closes_BT) if isolate_documents and closes_BT[:, :-1].any() else None
     return Batch(
         torch.from_numpy(inputs_BT),
         None if positions_BT is None else torch.from_numpy(positions_BT),
@@ -69,8 +73,8 @@ def causal_batch(rows: Array, *, end_token: int, isolate_documents: bool, bounda
     )
 
 
-def _positions(closes_BT: Array) -> Array:
-    """Distance of each token to the first of its document (or of its row), int64 [B, T]."""
+def document_positions(closes_BT: Array) -> Array:
+    """Distance of each token to the first of its document (or of its row), int64 [B, T]; `closes_BT`: last tokens."""
     place_T = np.arange(closes_BT.shape[1])
     first_BT = np.zeros(closes_BT.shape, np.int64)
     first_BT[:, 1:] = np.where(closes_BT[:, :-1], place_T[1:], 0)

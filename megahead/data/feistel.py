@@ -69,12 +69,12 @@ class FeistelOrder:
         """One pass through the network, a bijection on [0, 2^bits)."""
         low, high = numbers & self._low_mask, numbers >> self._low_bits
         for turn in range(0, ROUNDS, 2):
-            high = high ^ (_scramble(low + self._keys[turn]) & self._high_mask)
-            low = low ^ (_scramble(high + self._keys[turn + 1]) & self._low_mask)
+            high = high ^ (scramble(low + self._keys[turn]) & self._high_mask)
+            low = low ^ (scramble(high + self._keys[turn + 1]) & self._low_mask)
         return (high << self._low_bits) | low
 
 
-def _scramble(numbers: Array) -> Array:
+def scramble(numbers: Array) -> Array:
     """SplitMix64's finaliser on each of `numbers`, in place."""
     numbers ^= numbers >> np.uint64(30)
     numbers *= np.uint64(MIX_1)

@@ -68,6 +68,10 @@ class Tokenizer:
         """The text of `ids`, special tokens included."""
         return self._reference.decode([int(i) for i in ids])
 
+    def spellings(self, count: int) -> list[str | None]:
+        """How each of the ids below `count` is spelled, None where there is no such id."""
+        return [self._reference.spelling(i) if i < self.vocab_size else None for i in range(count)]
+
     def id_of(self, token: str) -> int:
         """The id of a token given by its spelling; DataError when the vocabulary lacks it."""
         found = self._reference.id_of(token)
@@ -112,6 +116,8 @@ class _Reference(Protocol):
 
     def id_of(self, token: str) -> int | None: ...
 
+    def spelling(self, id_: int) -> str | None: ...
+
 
 class _TokenizerJson:
     def __init__(self, path: Path) -> None:
@@ -132,6 +138,9 @@ class _TokenizerJson:
     def id_of(self, token: str) -> int | None:
         return self._tokenizer.token_to_id(token)
 
+    def spelling(self, id_: int) -> str | None:
+        return self._tokenizer.id_to_token(id_)
+
 
 class _SentencePieceModel:
     def __init__(self, path: Path) -> None:
@@ -151,6 +160,9 @@ class _SentencePieceModel:
     def id_of(self, token: str) -> int | None:
         found = int(self._model.piece_to_id(token))  # the unknown piece's id for what it does not know
         return found if self._model.id_to_piece(found) == token else None
+
+    def spelling(self, id_: int) -> str | None:
+        return str(self._model.id_to_piece(id_))
 
 
 @lru_cache(maxsize=4)

@@ -24,14 +24,20 @@ class SampleRows(Protocol):
         """int64 [B, T+1]; `packing.PADDING` where a row is empty."""
 
 
-def training_samples(data: DataConfig, datasets: Sequence[IndexedDataset], seed: int) -> Samples | Blend:
-    """The samples of `data.train`, whose datasets were opened in its order."""
+def training_samples(
+    data: DataConfig, datasets: Sequence[IndexedDataset], seed: int, length: int | None = None
+) -> Samples | Blend:
+    """The samples of `data.train`, whose datasets were opened in its order; rows have `length` + 1 tokens.
+
+    length: data.sequence_length when left out; less in masked rows (`RunConfig.sample_length`).
+    """
+    length = length or data.sequence_length
     if data.read_ahead == "rows" and data.order == "shuffled":
         for dataset in datasets:
             dataset.expect_scattered_reads()
     if isinstance(data.train, str):
-        return _rows_of(data, datasets[0], seed)
-    parts = [_rows_of(data, dataset, mix(seed, number, 2)) for number, dataset in enumerate(datasets)]
+        return _rows_of(data, datasets[0], seed, length)
+    parts = [_rows_of(data, dataset, mix(seed, number, 2), length) for number, dataset in enumerate(datasets)]
     weights = [part.weight or float(set_.num_tokens) for part, set_ in zip(data.train, datasets, strict=True)]
     return Blend(parts, temperature_weights(weights, data.blend_temperature).tolist())
 
@@ -58,8 +64,7 @@ def relative_passes(samples: Samples | Blend) -> list[float]:
     return [float(each) for each in passes / passes.max()]
 
 
-def _rows_of(data: DataConfig, dataset: IndexedDataset, seed: int) -> Samples:
-    length = data.sequence_length
+def _rows_of(data: DataConfig, dataset: IndexedDataset, seed: int, length: int) -> Samples:
     if data.order == "stored":
         return StoredSamples(dataset, length)
     if data.pack == "best_fit":

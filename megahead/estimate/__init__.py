@@ -2,7 +2,7 @@
 
 from megahead.estimate.flops import FlopsPerToken, training_flops
 from megahead.estimate.memory import RankMemory, candidate_rows, expected_candidates, rank_memory, rank_parameters
-from megahead.estimate.parameters import ParameterCounts, count_parameters
+from megahead.estimate.parameters import ParameterCounts, count_parameters, run_parameters
 from megahead.estimate.peaks import peak_flops
 
 __all__ = [
@@ -15,5 +15,6 @@ __all__ = [
     "peak_flops",
     "rank_memory",
     "rank_parameters",
+    "run_parameters",
     "training_flops",
 ]

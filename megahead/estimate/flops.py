@@ -32,19 +32,27 @@ class FlopsPerToken:
 
 
 def training_flops(
-    config: ModelConfig, sequence_length: int, candidate_rows: int, context: float | None = None
+    config: ModelConfig,
+    sequence_length: int,
+    candidate_rows: int,
+    context: float | None = None,
+    targets: int | None = None,
 ) -> FlopsPerToken:
-    """Operations per token of training on rows of `sequence_length` tokens, each token a target.
+    """Operations per token of training on rows of `sequence_length` tokens.
 
     `candidate_rows`: for a vanilla softmax the padded vocabulary, for a headless one the unique targets of a group.
-    `context`: mean number of tokens that a token sees, itself included; (T + 1) / 2, that of causal attention over
-    whole rows, when left out (isolated documents see less).
+    `context`: mean number of tokens that a token sees, itself included; that of whole rows when left out (isolated
+    documents see less): (T + 1) / 2 for causal attention, T for an encoder. `targets`: of a row, all T when left out;
+    an encoder's last block computes for the others keys and values only. Its transform is not counted.
     """
-    hidden, layers = config.hidden_size, config.num_layers
-    context = (sequence_length + 1) / 2 if context is None else context
-    matrices = layers * (4 * hidden**2 + 2 * hidden * config.mlp_size())
+    hidden, layers, mlp = config.hidden_size, config.num_layers, config.mlp_size()
+    whole_row = sequence_length if config.is_encoder() else (sequence_length + 1) / 2
+    context = whole_row if context is None else context
+    share = 1.0 if targets is None else targets / sequence_length
+    saved = (1 - share) if config.is_encoder() else 0.0
+    matrices = layers * (4 * hidden**2 + 2 * hidden * mlp) - saved * (2 * hidden**2 + 2 * hidden * mlp)
     return FlopsPerToken(
         body=3 * 2 * matrices,
-        attention=3 * 4 * layers * hidden * context,
-        head=3 * 2 * hidden * candidate_rows,
+        attention=3 * 4 * (layers - saved) * hidden * context,
+        head=3 * 2 * hidden * candidate_rows * share,
     )

@@ -13,7 +13,7 @@ from typing import Any
 
 from megahead.config import RunConfig, deepspeed_config
 from megahead.config.deepspeed import zero_stage
-from megahead.estimate.parameters import count_parameters
+from megahead.estimate.parameters import run_parameters
 
 _BUCKET = 500_000_000  # DeepSpeed's default `reduce_bucket_size` and `allreduce_bucket_size`, in numbers
 _LIVE = 1_000_000_000  # its default `stage3_max_live_parameters`
@@ -82,7 +82,7 @@ def _states(numbers: int, data: int, stage: int, width: int, zero: dict[str, Any
 
 def rank_parameters(config: RunConfig) -> int:
     """Numbers in the parameters of one tensor rank: norms and biases of what is summed are held by each."""
-    counts = count_parameters(config.model, untied_head=config.objective.head() == "trained")
+    counts = run_parameters(config)
     held_by_each = config.model.hidden_size * (6 * config.model.num_layers + 2)
     return held_by_each + (counts.total - held_by_each) // config.parallel.tensor
 
@@ -98,7 +98,7 @@ def candidate_rows(config: RunConfig) -> int:
     """Rows of the softmax of one micro-batch."""
     if config.objective.name == "vanilla":
         return config.model.padded_vocab_size()
-    return expected_candidates(config.batch.micro_size * config.data.sequence_length, config.model.vocab_size)
+    return expected_candidates(config.batch.micro_size * config.targets_per_row(), config.model.vocab_size)
 
 
 def _activations(config: RunConfig, compute: int) -> float:
@@ -114,6 +114,6 @@ def _activations(config: RunConfig, compute: int) -> float:
 
 def _loss(config: RunConfig) -> float:
     """Outputs and rows with their gradients in fp32, and a chunk of scores."""
-    tokens = config.batch.micro_size * config.data.sequence_length
+    targets = config.batch.micro_size * config.targets_per_row()
     rows = candidate_rows(config) / config.parallel.tensor
-    return 4 * 2 * (tokens + rows) * config.model.hidden_size + min(_CHUNK_BYTES, 4 * tokens * rows)
+    return 4 * 2 * (targets + rows) * config.model.hidden_size + min(_CHUNK_BYTES, 4 * targets * rows)

@@ -8,7 +8,7 @@ import torch
 
 from megahead.convert.heads import HeadName, make_head
 from megahead.convert.source import TrainedModel
-from megahead.data import IndexedDataset, held_out_samples
+from megahead.data import IndexedDataset, held_out_masker, held_out_samples
 from megahead.distributed import Group
 from megahead.errors import FieldError
 from megahead.evaluate.perplexity import HeldOut, HeldOutText
@@ -28,8 +28,9 @@ def evaluate_checkpoint(checkpoint: Path, head: HeadName, *, dataset: str | None
     prefix = dataset or config.data.validation
     if prefix is None:
         raise FieldError("data.validation", "name a held-out dataset", got="missing", hint="or give one to evaluate on")
-    samples = held_out_samples(IndexedDataset(prefix), config.data.sequence_length)
-    text = HeldOutText(samples, config.data, config.training.evaluate_samples, config.batch.micro_size, Group())
+    samples = held_out_samples(IndexedDataset(prefix), config.sample_length())
+    rows, masker = config.training.evaluate_samples, held_out_masker(config)
+    text = HeldOutText(samples, config.data, rows, config.batch.micro_size, Group(), masker)
     pretraining = model.load()
 
     @torch.no_grad()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megahead.config import DataConfig
-from megahead.data import Batch, Samples, causal_batch
+from megahead.data import BatchReader, Masker, Samples
 from megahead.distributed import Group
 from megahead.objectives import Scores
 from megahead.pretraining import Scoring
@@ -24,21 +24,31 @@ class HeldOut:
     """Mean negative log-probability of a target in nats."""
 
     perplexity: float
-    """exp(loss): how many equally likely tokens there were to choose from, on average."""
+    """exp(loss): how many equally likely tokens there were to choose from, on average; of an encoder, for a masked
+    token, which is not comparable with a decoder's."""
 
     accuracy: float
     """Share of targets that were the most probable token."""
 
     bits_per_byte: float | None
-    """Bits a byte of text, comparable across tokenizers; None when the dataset does not know its text's size."""
+    """Bits a byte of text, comparable across tokenizers; None when the dataset does not know its text's size, or
+    only some tokens are predicted (an encoder)."""
 
 
 class HeldOutText:
     """The first `rows` rows of a validation dataset, scored `micro_size` at a time by the ranks of `group` together."""
 
-    def __init__(self, samples: Samples, data: DataConfig, rows: int, micro_size: int, group: Group) -> None:
+    def __init__(
+        self,
+        samples: Samples,
+        data: DataConfig,
+        rows: int,
+        micro_size: int,
+        group: Group,
+        masker: Masker | None = None,
+    ) -> None:
         self._samples = samples
-        self._data = data
+        self._reader = BatchReader(samples, data, masker)
         self._rows = min(rows, samples.per_epoch)
         self._micro_size = micro_size
         self._group = group
@@ -55,25 +65,16 @@ class HeldOutText:
         for first in range(0, self._rows, stride):
             start = first + self._group.rank * self._micro_size
             mine = range(start, min(start + self._micro_size, self._rows))
-            scores = score(Scoring(self._read(mine or range(1)).to(device), bias))
+            scores = score(Scoring(self._reader.read(mine or range(1)).to(device), bias))
             if mine:
                 totals += torch.tensor([scores.loss, scores.correct, scores.targets], dtype=torch.float64)
         loss_sum, correct, targets = self._group.sum_(totals).tolist()
         return self._result(loss_sum, correct, max(targets, 1))
 
-    def _read(self, indices: range) -> Batch:
-        data = self._data
-        return causal_batch(
-            self._samples.rows(indices),
-            end_token=data.end_token,
-            isolate_documents=data.isolate_documents,
-            boundary_targets=data.boundary_targets,
-        )
-
     def _result(self, loss_sum: float, correct: float, targets: float) -> HeldOut:
         """Bytes are counted at the whole dataset's average per token: exact once all of it is read."""
         loss = loss_sum / targets
         info = self._samples.dataset.info
-        known = info is not None and info.text_bytes > 0
+        known = info is not None and info.text_bytes > 0 and self._reader.masker is None
         bits = loss / log(2) * info.tokens / info.text_bytes if info is not None and known else None
         return HeldOut(loss, exp(min(loss, 700.0)), correct / targets, bits)

@@ -42,6 +42,15 @@ class Backbone(nn.Module, ABC):
         is one document.
         """
 
+    def encode_at(
+        self, rows_BTD: Tensor, positions_BT: Tensor | None, index_N: Tensor, most_a_row: int | None = None
+    ) -> Tensor:
+        """[N, D]: `encode` at the flattened positions `index_N` (increasing), of which a row has at most `most_a_row`.
+
+        An encoder saves the last block's work elsewhere; None: about every position is asked for.
+        """
+        return self.encode(rows_BTD, positions_BT).flatten(0, 1).index_select(0, index_N)
+
     def forward(self, input_ids_BT: Tensor, positions_BT: Tensor | None = None) -> Tensor:
         """[B, T, D]: hidden states of `input_ids_BT`."""
         return self.encode(self.embed(input_ids_BT), positions_BT)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from megahead.config import ModelConfig
-from megahead.models import gpt_neox
+from megahead.models import bert, gpt_neox
 from megahead.models.backbone import Backbone
 
-_BACKBONES: dict[str, type[gpt_neox.GPTNeoX]] = {"gpt_neox": gpt_neox.GPTNeoX}
+_BACKBONES: dict[str, Callable[[ModelConfig], Backbone]] = {"gpt_neox": gpt_neox.GPTNeoX, "bert": bert.Bert}
 
-SHARDING: dict[str, dict[str, str]] = {"gpt_neox": gpt_neox.SHARDING}
+SHARDING: dict[str, dict[str, str]] = {"gpt_neox": gpt_neox.SHARDING, "bert": bert.SHARDING}
 """Per family: pattern of module names (`*` is one layer's number) -> "column", "row", "vocabulary" or "heads"."""
 
 

@@ -1,9 +1,24 @@
-"""Bricks of a backbone: attention over documents, rotary positions, the MLP, and the residual block."""
+"""Bricks of a backbone: attention over documents, rotary positions, the MLP, and residual blocks."""
 
 from megahead.nn.attention import CausalSelfAttention, attend
+from megahead.nn.bidirectional import BidirectionalSelfAttention
 from megahead.nn.block import Block
 from megahead.nn.documents import Documents
 from megahead.nn.mlp import MLP
+from megahead.nn.post_norm import PostNormBlock
 from megahead.nn.rotary import Rotation, rotate, rotation_at
+from megahead.nn.targets import Targets
 
-__all__ = ["MLP", "Block", "CausalSelfAttention", "Documents", "Rotation", "attend", "rotate", "rotation_at"]
+__all__ = [
+    "MLP",
+    "BidirectionalSelfAttention",
+    "Block",
+    "CausalSelfAttention",
+    "Documents",
+    "PostNormBlock",
+    "Rotation",
+    "Targets",
+    "attend",
+    "rotate",
+    "rotation_at",
+]

@@ -33,8 +33,12 @@ class Documents:
         return lengths
 
     @cached_property
-    def mask_BTT(self) -> Tensor:
-        """True where a token (dim 1) sees a token (dim 2): itself and what precedes it in its document."""
+    def same_BTT(self) -> Tensor:
+        """True where two tokens are of one document."""
         document_BT = self.starts_BT.cumsum(1)
-        same_BTT = document_BT[:, :, None] == document_BT[:, None, :]
-        return same_BTT.tril()
+        return document_BT[:, :, None] == document_BT[:, None, :]
+
+    @cached_property
+    def mask_BTT(self) -> Tensor:
+        """True where a token (dim 1) of a decoder sees a token (dim 2): itself and what precedes it in its document."""
+        return self.same_BTT.tril()

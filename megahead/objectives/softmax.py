@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 CHUNK_BYTES = 8 * 2**20
 """Scores held at once: small beside the gradients, large enough that each chunk's products run at full speed (measured
@@ -56,8 +57,8 @@ def candidate_loss(
 
     s_u = h_i.e_u / T; own(i) is `own_N[i]`, int64 in [0, U). outputs_ND, rows_UD: any float type; computed in float32
     (float64 for float64 inputs), largest score subtracted, so that scores of +-1e4 stay finite. bias_U: b, may hold
-    -inf for rows that no output owns. own_bias_U: b', where own tokens have another bias; then b may be -inf anywhere.
-    N = 0 gives 0, connected to its inputs.
+    -inf for rows that no output owns, and gets a gradient if it asks for one. own_bias_U: b', where own tokens have
+    another bias; then b may be -inf anywhere. N = 0 gives 0, connected to its inputs.
 
     Cost: three N x U x D products; both gradients are computed in the forward pass, chunk by chunk,
     and only these (N x D and U x D) are kept for the backward pass. On CUDA in half precision (or autocast to it) the
@@ -69,10 +70,25 @@ def candidate_loss(
     half = _fused_type(outputs_ND, rows_UD)
     if half is not None:
         fused = importlib.import_module("megahead.objectives.fused")  # triton comes with torch for CUDA alone
-        loss = fused.fused_candidate_loss(outputs_ND.to(half), rows_UD.to(half), own_N, bias_U, temperature, own_bias_U)
+        halves = outputs_ND.to(half), rows_UD.to(half)
+        if bias_U is not None and bias_U.requires_grad:
+            features = _bias_as_features(*halves, bias_U * temperature)
+            loss = fused.fused_candidate_loss(*features, own_N, None, temperature)
+            return loss + bias_U.index_select(0, own_N).sum(dtype=loss.dtype)  # which own scores now contain
+        loss = fused.fused_candidate_loss(*halves, own_N, bias_U, temperature, own_bias_U)
         return loss
     loss = _CandidateLoss.apply(outputs_ND, rows_UD, own_N, bias_U, temperature, own_bias_U)
     return loss
+
+
+def _bias_as_features(outputs_ND: Tensor, rows_UD: Tensor, bias_U: Tensor) -> tuple[Tensor, Tensor]:
+    """The same scores with the bias as one more feature, 1 in every output, for kernels that have no gradient of it.
+
+    Eight more features, of which seven are 0, keep rows aligned.
+    """
+    ones = F.pad(outputs_ND.new_ones(len(outputs_ND), 1), (0, 7))
+    column = F.pad(bias_U[:, None].to(rows_UD.dtype), (0, 7))
+    return torch.cat([outputs_ND, ones], 1), torch.cat([rows_UD, column], 1)
 
 
 def _fused_type(outputs_ND: Tensor, rows_UD: Tensor) -> torch.dtype | None:
@@ -151,29 +167,32 @@ class _CandidateLoss(torch.autograd.Function):
         with torch.autocast(outputs_ND.device.type, enabled=False):
             outputs, rows = promoted(outputs_ND, rows_UD)
             own = _Own(rows, own_N, bias_U, own_bias_U, temperature)
-            wanted = any(ctx.needs_input_grad[:2])
+            wanted = any(ctx.needs_input_grad[:4])
             grad_outputs = torch.empty_like(outputs) if wanted else None
             grad_rows = torch.zeros_like(rows) if wanted else None
+            grad_bias = rows.new_zeros(len(rows)) if ctx.needs_input_grad[3] else None
             loss = outputs.new_zeros(())
             for chunk, scores_nU in _score_chunks(outputs, rows, bias_U, temperature):
                 own_n1, own_scores_n1 = own.place(chunk, scores_nU, outputs[chunk])
                 top_n1, total_n1 = _exponentials_(scores_nU)
                 loss += (top_n1 + total_n1.log() - own_scores_n1).sum()
+                if grad_bias is not None:
+                    grad_bias.addmv_(scores_nU.T, 1 / total_n1.squeeze(1))
                 if grad_outputs is not None and grad_rows is not None:
                     scores_nU.scatter_add_(1, own_n1, -total_n1)  # total * (probability - 1 where own)
                     torch.mm(scores_nU, rows, out=grad_outputs[chunk]).div_(total_n1)
                     grad_rows.addmm_(scores_nU.T, outputs[chunk] / total_n1)
         if grad_outputs is not None and grad_rows is not None:
-            ctx.save_for_backward(grad_outputs.div_(temperature), grad_rows.div_(temperature))
+            ctx.save_for_backward(grad_outputs.div_(temperature), grad_rows.div_(temperature), grad_bias)
             ctx.dtypes = outputs_ND.dtype, rows_UD.dtype
         return loss
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        grad_outputs, grad_rows = ctx.saved_tensors
+        grad_outputs, grad_rows, grad_bias = ctx.saved_tensors
         outputs_dtype, rows_dtype = ctx.dtypes
         both = (grad_outputs * grad_loss).to(outputs_dtype), (grad_rows * grad_loss).to(rows_dtype)
-        return *both, None, None, None, None
+        return *both, None, None if grad_bias is None else grad_bias * grad_loss, None, None
 
 
 @dataclass(frozen=True)

@@ -52,4 +52,4 @@ def _assemble(config: RunConfig, group: Group) -> Pretraining:
     parallelize_(whole.backbone, SHARDING[config.model.family], group)
     rows, features = config.model.padded_vocab_size() // group.size, config.model.hidden_size
     head = None if whole.head is None else SplitOutputEmbedding(rows, features)
-    return TensorParallelPretraining(whole.backbone, whole.objective, whole.vocab_size, head, group)
+    return TensorParallelPretraining(whole.backbone, whole.objective, whole.vocab_size, head, whole.mask_head, group)

@@ -17,7 +17,7 @@ from megahead.distributed import Group
 from megahead.models import Backbone
 from megahead.objectives import Candidates, Scores
 from megahead.parallel.softmax import Share, split_candidate_loss, split_candidate_scores
-from megahead.pretraining import OutputEmbedding, Pretraining
+from megahead.pretraining import MaskHead, OutputEmbedding, Pretraining
 
 
 class SplitOutputEmbedding(OutputEmbedding):
@@ -30,7 +30,7 @@ class TensorParallelPretraining(Pretraining):
     """A `Pretraining` whose backbone was parallelised over `group`; every rank of it gets the same requests.
 
     A headless softmax splits its candidates evenly over the ranks; one over the vocabulary leaves each row with its
-    owner, which is even too.
+    owner, which is even too. An encoder's transform and bias are whole on every rank.
     """
 
     def __init__(
@@ -39,9 +39,10 @@ class TensorParallelPretraining(Pretraining):
         objective: ObjectiveConfig,
         vocab_size: int,
         head: SplitOutputEmbedding | None,
+        mask_head: MaskHead | None,
         group: Group,
     ) -> None:
-        super().__init__(backbone, objective, vocab_size, head)
+        super().__init__(backbone, objective, vocab_size, head, mask_head)
         self.group = group
 
     def _look_up(self, input_ids_BT: Tensor, groups: tuple[Candidates, ...]) -> tuple[Tensor, list[Tensor]]:

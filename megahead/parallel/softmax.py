@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from megahead.distributed import Group
+from megahead.distributed import Group, sum_backward
 from megahead.objectives import Scores
 from megahead.objectives.softmax import CHUNK_BYTES, LOWEST, promoted
 
@@ -56,10 +56,12 @@ def split_candidate_loss(
     """What `candidate_loss` gives for all ranks' rows together, on every rank; and its gradients.
 
     outputs_ND, own_N (places among all U candidates) and bias_U are the same on every rank, rows_wD is its share.
-    The gradient of outputs_ND comes summed over the ranks. Collective.
+    The gradients of outputs_ND and of bias_U, if it asks for one, come summed over the ranks. Collective.
     """
     if outputs_ND.shape[0] == 0:
         return 0.0 * (outputs_ND.float().sum() + rows_wD.float().sum())
+    if bias_U is not None and bias_U.requires_grad:  # whole on every rank, which sees its own share of it alone
+        bias_U = sum_backward(bias_U, group)
     bias_w, own_bias_w = share.bias(bias_U), share.bias(own_bias_U)
     loss: Tensor = _SplitCandidateLoss.apply(outputs_ND, rows_wD, own_N, bias_w, own_bias_w, temperature, share, group)
     return loss
@@ -164,20 +166,24 @@ class _SplitCandidateLoss(torch.autograd.Function):
         with torch.autocast(outputs_ND.device.type, enabled=False):
             outputs, rows = promoted(outputs_ND, rows_wD)
             grad_outputs, grad_rows = torch.empty_like(outputs), torch.zeros_like(rows)
+            grad_bias = rows.new_zeros(len(rows)) if ctx.needs_input_grad[3] else None
             loss = outputs.new_zeros(())
             for part in _softmax_chunks(outputs, rows, own_N, bias_w, own_bias_w, temperature, share, group):
                 loss += (part.top_n + part.total_n.log() - part.own_n).sum()
                 grad_nw = part.exponentials_nw.div_(part.total_n[:, None])
+                if grad_bias is not None:
+                    grad_bias += grad_nw.sum(0)
                 grad_nw.scatter_add_(1, part.own_index_n1, -part.mine_n1)
                 torch.mm(grad_nw, rows, out=grad_outputs[part.rows])
                 grad_rows.addmm_(grad_nw.T, outputs[part.rows])
-        ctx.save_for_backward(group.sum_(grad_outputs).div_(temperature), grad_rows.div_(temperature))
+        grad_outputs = group.sum_(grad_outputs).div_(temperature)
+        ctx.save_for_backward(grad_outputs, grad_rows.div_(temperature), grad_bias)
         ctx.dtypes = outputs_ND.dtype, rows_wD.dtype
         return loss
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        grad_outputs, grad_rows = ctx.saved_tensors
+        grad_outputs, grad_rows, grad_bias = ctx.saved_tensors
         outputs_dtype, rows_dtype = ctx.dtypes
         grads = (grad_outputs * grad_loss).to(outputs_dtype), (grad_rows * grad_loss).to(rows_dtype)
-        return *grads, None, None, None, None, None, None
+        return *grads, None, None if grad_bias is None else grad_bias * grad_loss, None, None, None, None

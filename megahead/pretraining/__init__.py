@@ -3,12 +3,14 @@
 from megahead.pretraining.batch import MicroBatch, Scoring, StepBatches
 from megahead.pretraining.build import assemble, build
 from megahead.pretraining.feed import Feed
-from megahead.pretraining.pretraining import OutputEmbedding, Pretraining
+from megahead.pretraining.heads import MaskHead, OutputEmbedding
+from megahead.pretraining.pretraining import Pretraining
 from megahead.pretraining.temperature import LearnedTemperature
 
 __all__ = [
     "Feed",
     "LearnedTemperature",
+    "MaskHead",
     "MicroBatch",
     "OutputEmbedding",
     "Pretraining",

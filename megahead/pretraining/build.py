@@ -6,14 +6,16 @@ import torch
 
 from megahead.config import RunConfig
 from megahead.models import build_backbone, initialize_
-from megahead.pretraining.pretraining import OutputEmbedding, Pretraining
+from megahead.pretraining.heads import MaskHead, OutputEmbedding
+from megahead.pretraining.pretraining import Pretraining
 
 
 def assemble(config: RunConfig) -> Pretraining:
     """The modules on torch's current default device, weights undefined; on `meta` it costs nothing."""
     model, objective = config.model, config.objective
     head = OutputEmbedding(model.padded_vocab_size(), model.hidden_size) if objective.trains_head() else None
-    return Pretraining(build_backbone(model), objective, model.vocab_size, head)
+    mask_head = MaskHead(model) if model.is_encoder() and objective.has_vocabulary_softmax() else None
+    return Pretraining(build_backbone(model), objective, model.vocab_size, head, mask_head)
 
 
 def build(config: RunConfig, device: torch.device) -> Pretraining:

@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 
 from megahead.config import BatchConfig, DataConfig
-from megahead.data import Batch, SampleRows, causal_batch
+from megahead.data import BatchReader, Masker, SampleRows
 from megahead.distributed import Group
 from megahead.objectives import Objective
 from megahead.pretraining.batch import MicroBatch, StepBatches
@@ -27,7 +27,7 @@ class Feed:
     Micro-step k of the global batch is cut in rank order: rank r of R reads `micro_size` consecutive samples from
     `first + (k * R + r) * micro_size`. `group` must be free for use from another thread (`Group.side_channel`).
     `group_samples` consecutive samples share candidates (None: those of a micro-batch); `seed` decides what is drawn;
-    what comes out lies on the CPU, staged for `device`.
+    `masker`: of an encoder's rows. What comes out lies on the CPU, staged for `device`.
     """
 
     def __init__(
@@ -41,17 +41,18 @@ class Feed:
         group_samples: int | None = None,
         seed: int = 0,
         device: torch.device = CPU,
+        masker: Masker | None = None,
     ) -> None:
-        self._samples = samples
+        self._reader = BatchReader(samples, data, masker)
         self._candidacy = Candidacy(objective, group_samples or batch.micro_size, batch.micro_size, seed)
-        self._data = data
+        self._prefetch = data.prefetch
         self._batch = batch
         self._group = group
         self._device = device
 
     def steps(self, first_sample: int) -> Generator[StepBatches, None, None]:
         """The batches of optimizer steps from sample `first_sample` on, without end. Collective over the group."""
-        return prefetched(self.step, itertools.count(first_sample, self._batch.global_size), self._data.prefetch)
+        return prefetched(self.step, itertools.count(first_sample, self._batch.global_size), self._prefetch)
 
     def step(self, first_sample: int) -> StepBatches:
         """The batches of the step that begins at `first_sample`.
@@ -60,7 +61,7 @@ class Feed:
         """
         ranks = self._group.size
         accumulation = self._batch.accumulation_steps(ranks)
-        batches = [self._read(self.samples(first_sample, k, self._group.rank)) for k in range(accumulation)]
+        batches = [self._reader.read(self.samples(first_sample, k, self._group.rank)) for k in range(accumulation)]
         sizes_RA = self._group.gather(torch.tensor([batch.target_ids_N.numel() for batch in batches]))
         targets = int(sizes_RA.sum())
         scale = ranks * accumulation / max(targets, 1)
@@ -73,14 +74,6 @@ class Feed:
         """The samples that `rank` reads for a micro-step of the step that begins at `first_sample`."""
         start = first_sample + (micro_step * self._group.size + rank) * self._batch.micro_size
         return range(start, start + self._batch.micro_size)
-
-    def _read(self, samples: range) -> Batch:
-        return causal_batch(
-            self._samples.rows(samples),
-            end_token=self._data.end_token,
-            isolate_documents=self._data.isolate_documents,
-            boundary_targets=self._data.boundary_targets,
-        )
 
 
 def _mean_candidates(micro_batches: list[MicroBatch]) -> float:

@@ -5,6 +5,7 @@ B rows, T inputs a row, D features, N targets, U candidates, V vocabulary.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import overload
 
 import torch
@@ -15,32 +16,31 @@ from megahead.data import Batch
 from megahead.models import Backbone
 from megahead.objectives import Candidates, Scores, candidate_loss, candidate_scores, vocabulary_candidates
 from megahead.pretraining.batch import MicroBatch, Scoring
+from megahead.pretraining.heads import MaskHead, OutputEmbedding
 from megahead.pretraining.temperature import LearnedTemperature
-
-
-class OutputEmbedding(nn.Module):
-    """The matrix of an untied vanilla head, [padded vocabulary, D]: a parameter only."""
-
-    def __init__(self, padded_vocab_size: int, hidden_size: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(padded_vocab_size, hidden_size))
 
 
 class Pretraining(nn.Module):
     """`backbone` learning by `objective`: a MicroBatch to its scaled loss, a Scoring to Scores.
 
     Both go through `forward`, because ZeRO-3 has the weights only there. Rows of the table from `vocab_size` on
-    are padding: never candidates.
+    are padding: never candidates. `mask_head`: what an encoder's outputs go through before the whole vocabulary.
     """
 
     def __init__(
-        self, backbone: Backbone, objective: ObjectiveConfig, vocab_size: int, head: OutputEmbedding | None = None
+        self,
+        backbone: Backbone,
+        objective: ObjectiveConfig,
+        vocab_size: int,
+        head: OutputEmbedding | None = None,
+        mask_head: MaskHead | None = None,
     ) -> None:
         super().__init__()
         self.backbone = backbone
         self.objective = objective
         self.vocab_size = vocab_size
         self.head = head
+        self.mask_head = mask_head
         self.temperature = LearnedTemperature(objective.temperature) if objective.learned_temperature else None
 
     @overload
@@ -57,15 +57,23 @@ class Pretraining(nn.Module):
     def _loss(self, micro: MicroBatch) -> Tensor:
         """Scalar, connected to every trained parameter, also when the micro-batch has no targets."""
         inputs_BTD, rows = self._look_up(micro.batch.input_ids_BT, micro.candidates)
-        outputs_ND = self._outputs(self.backbone.encode(inputs_BTD, micro.batch.positions_BT), micro.batch)
+        outputs_ND = self._outputs(inputs_BTD, micro.batch)
         parts = outputs_ND.split([group.own_N.numel() for group in micro.candidates])
-        losses = [self._group_loss(*part) for part in zip(parts, rows, micro.candidates, strict=True)]
+        losses = [self._loss_among(*part) for part in zip(parts, rows, micro.candidates, strict=True)]
         loss = torch.stack(losses).sum()
         share = self.objective.vanilla_weight
         if share:
-            vanilla = self._group_loss(outputs_ND, self._output_rows(), vocabulary_candidates(micro.batch.target_ids_N))
+            vanilla = self._loss_among(outputs_ND, self._output_rows(), vocabulary_candidates(micro.batch.target_ids_N))
             loss = (1 - share) * loss + share * vanilla
         return loss * micro.loss_scale
+
+    def _loss_among(self, outputs_ND: Tensor, rows_UD: Tensor, group: Candidates) -> Tensor:
+        """Summed over the outputs; where a bias of the vocabulary is learned, own ones count as well."""
+        queries_ND, bias_V = self._queries(outputs_ND, group.ids_U is None)
+        if bias_V is None:
+            return self._group_loss(queries_ND, rows_UD, group)
+        loss = self._group_loss(queries_ND, rows_UD, replace(group, bias_U=bias_V))
+        return loss - bias_V.index_select(0, group.own_N).sum(dtype=loss.dtype)
 
     def _group_loss(self, outputs_ND: Tensor, rows_UD: Tensor, group: Candidates) -> Tensor:
         loss = candidate_loss(outputs_ND, rows_UD, group.own_N, group.bias_U, self._divisor(), group.own_bias_U)
@@ -80,10 +88,19 @@ class Pretraining(nn.Module):
         whole = [self._output_rows() if g.ids_U is None else r for g, r in zip(groups, rows, strict=True)]
         return inputs.view(*input_ids_BT.shape, -1), whole
 
-    def _outputs(self, hidden_BTD: Tensor, batch: Batch) -> Tensor:
-        """[N, D]: those that have targets, divided by a learned temperature."""
-        outputs_ND = hidden_BTD.flatten(0, 1).index_select(0, batch.target_index_N)
-        return outputs_ND if self.temperature is None else self.temperature(outputs_ND)
+    def _outputs(self, inputs_BTD: Tensor, batch: Batch) -> Tensor:
+        """[N, D]: those that have targets."""
+        return self.backbone.encode_at(inputs_BTD, batch.positions_BT, batch.target_index_N, batch.most_a_row)
+
+    def _queries(self, outputs_ND: Tensor, vocabulary: bool) -> tuple[Tensor, Tensor | None]:
+        """What rows are scored by, [N, D], divided by a learned temperature; and a learned bias of all ids, [V].
+
+        An encoder meets the whole vocabulary through BERT's transform.
+        """
+        bias_V = None
+        if vocabulary and self.mask_head is not None:
+            outputs_ND, bias_V = self.mask_head(outputs_ND), self.mask_head.bias[: self.vocab_size]
+        return outputs_ND if self.temperature is None else self.temperature(outputs_ND), bias_V
 
     def _divisor(self) -> float:
         """What is left to divide scores by."""
@@ -91,8 +108,11 @@ class Pretraining(nn.Module):
 
     def _scores(self, scoring: Scoring) -> Scores:
         batch = scoring.batch
-        outputs_ND = self._outputs(self.backbone(batch.input_ids_BT, batch.positions_BT), batch)
-        return self._vocabulary_scores(outputs_ND, batch.target_ids_N, scoring.bias_V)
+        outputs_ND = self._outputs(self.backbone.embed(batch.input_ids_BT), batch)
+        queries_ND, learned_V = self._queries(outputs_ND, vocabulary=True)
+        return self._vocabulary_scores(
+            queries_ND, batch.target_ids_N, scoring.bias_V if learned_V is None else learned_V
+        )
 
     def _vocabulary_scores(self, outputs_ND: Tensor, target_ids_N: Tensor, bias_V: Tensor | None) -> Scores:
         return candidate_scores(outputs_ND, self._output_rows(), target_ids_N, bias_V, self._divisor())

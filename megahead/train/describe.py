@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megahead.config import RunConfig, deepspeed_config, resolve_group
 from megahead.config.deepspeed import zero_stage
-from megahead.estimate import RankMemory, count_parameters, rank_memory
+from megahead.estimate import RankMemory, rank_memory, run_parameters
 
 
 def describe_run(config: RunConfig, world_size: int, group_samples: int | None = None) -> list[tuple[str, str]]:
@@ -50,7 +50,7 @@ def _memory(memory: RankMemory) -> str:
 
 
 def _parameters(config: RunConfig) -> str:
-    counts = count_parameters(config.model, untied_head=config.objective.trains_head())
+    counts = run_parameters(config)
     parts = [f"{counts.body:,} body", f"{counts.embedding:,} embedding"]
     return f"{counts.total:,} ({', '.join([*parts, f'{counts.head:,} head'] if counts.head else parts)})"
 
@@ -61,11 +61,15 @@ def _objective(config: RunConfig, rows: int) -> str:
     if objective.name == "vanilla":
         parts.append(f"all {config.model.vocab_size:,} ids")
     else:
-        parts.append(f"candidates from {rows} rows ({rows * config.data.sequence_length:,} targets)")
+        parts.append(f"candidates from {rows} rows ({rows * config.targets_per_row():,} targets)")
         parts += [f"bias {objective.bias}"] if objective.bias != "paper" else []
         parts += [f"{objective.negatives:,} {objective.negatives_from} negatives"] if objective.negatives else []
         parts += [f"at most {objective.max_candidates:,}"] if objective.max_candidates else []
         parts += [f"{objective.vanilla_weight:g} vanilla"] if objective.vanilla_weight else []
+    if config.masking is not None:
+        parts.append(f"{config.masking.rate:.0%} of the tokens masked")
+        parts += [f"{config.masking.final_rate:.0%} at last"] if config.masking.final_rate else []
+        parts += [f"by {config.masking.strategy}"] if config.masking.strategy != "uniform" else []
     if objective.learned_temperature or objective.temperature != 1:
         parts.append(f"temperature {objective.temperature:g}{', learned' if objective.learned_temperature else ''}")
     return ", ".join(parts)

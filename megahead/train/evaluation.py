@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from megahead.config import RunConfig
-from megahead.data import IndexedDataset, held_out_samples
+from megahead.data import IndexedDataset, held_out_masker, held_out_samples
 from megahead.distributed import Group
 from megahead.engine import Engine
 from megahead.evaluate import HeldOut, HeldOutText
@@ -23,8 +23,9 @@ class Evaluation:
     def __init__(self, config: RunConfig, held_out: IndexedDataset, data: Group, device: torch.device) -> None:
         self.head = config.objective.head()
         self._objective = config.objective
-        samples = held_out_samples(held_out, config.data.sequence_length)
-        self._text = HeldOutText(samples, config.data, config.training.evaluate_samples, config.batch.micro_size, data)
+        samples = held_out_samples(held_out, config.sample_length())
+        rows, masker = config.training.evaluate_samples, held_out_masker(config)
+        self._text = HeldOutText(samples, config.data, rows, config.batch.micro_size, data, masker)
         self._data = data
         self._device = device
         self._vocab_size = config.model.vocab_size

@@ -11,6 +11,7 @@ import torch
 import yaml
 
 from megahead.config import RunConfig, deepspeed_config
+from megahead.data import training_masker
 from megahead.distributed import Group, Launch, Mesh, choose_device, connect, naming_lost_ranks
 from megahead.engine import Engine
 from megahead.objectives import build_objective
@@ -103,6 +104,7 @@ def _feed(config: RunConfig, texts: Texts, state: TrainingState, mesh: Mesh, dev
         group_samples=state.group_samples,
         seed=config.seed,
         device=device,
+        masker=training_masker(config, texts.train),
     )
 
 

@@ -41,7 +41,7 @@ def open_texts(config: RunConfig) -> Texts:
     train = [_open(config, part.prefix, "data.train") for part in config.data.parts()]
     validation = config.data.validation
     held_out = None if validation is None else _open(config, validation, "data.validation")
-    return Texts(train, training_samples(config.data, train, config.seed), held_out)
+    return Texts(train, training_samples(config.data, train, config.seed, config.sample_length()), held_out)
 
 
 def _open(config: RunConfig, prefix: str, field: str) -> IndexedDataset:

@@ -25,6 +25,27 @@ def test_equal_to_counted_matrix_products():
     assert counter.get_total_flops() == pytest.approx(20 * estimate.total)
 
 
+def test_an_encoder_is_counted_with_its_last_block_at_the_targets():
+    encoder = ModelConfig(
+        family="bert",
+        num_layers=2,
+        hidden_size=48,
+        num_heads=3,
+        intermediate_size=100,
+        vocab_size=61,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+    )
+    backbone = build_backbone(encoder)
+    rows = torch.randn(2, 10, 48, requires_grad=True)
+    candidates = torch.randn(7, 48, requires_grad=True)
+    index = torch.tensor([1, 4, 7, 12, 15, 19])
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        (backbone.encode_at(rows, None, index, 3) @ candidates.T).sum().backward()
+    estimate = training_flops(encoder, sequence_length=10, candidate_rows=7, targets=3)
+    assert counter.get_total_flops() == pytest.approx(20 * estimate.total)
+
+
 def test_a_whole_row_shows_each_token_half_of_it():
     causal, full = training_flops(CONFIG, 9, 64), training_flops(CONFIG, 9, 64, context=9)
     assert causal.attention == pytest.approx(full.attention * 5 / 9)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from small_checkpoint import small_config
 
 from megahead.config import NAMED_SIZES, ModelConfig
-from megahead.estimate import count_parameters
+from megahead.estimate import count_parameters, run_parameters
 from megahead.models import build_backbone
+from megahead.pretraining.build import assemble
 
 ODD = ModelConfig(num_layers=3, hidden_size=48, num_heads=3, intermediate_size=100, vocab_size=61, vocab_multiple=16)
 
@@ -19,6 +21,18 @@ def test_counts_equal_the_model(config):
     counts = count_parameters(config)
     assert counts.embedding == backbone.embedding.weight.numel()
     assert counts.total == sum(parameter.numel() for parameter in backbone.parameters())
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_an_encoders_transform_is_counted(tied):
+    config = small_config(
+        model={"family": "bert", "max_positions": 32},
+        masking={"mask_token": 3, "cls_token": 1, "sep_token": 2},
+        objective={"name": "vanilla", "tied": tied},
+    )
+    with torch.device("meta"):
+        parameters = sum(parameter.numel() for parameter in assemble(config).parameters())
+    assert run_parameters(config).total == parameters
 
 
 def test_an_untied_head_is_one_more_table():

@@ -1,0 +1,89 @@
+"""How rows of text become masked rows, for encoders: which tokens are targets, and what is read in their place."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from megahead.config.base import Settings
+from megahead.errors import ConfigError
+
+Strategy = Literal["uniform", "whole_word", "span", "frequency", "pmi"]
+
+
+class MaskingConfig(Settings):
+    """Masked-language modelling: some tokens of a row are replaced, and predicted from both sides.
+
+    A row is [CLS], text, [SEP]. Targets are always the tokens of the text as it was; special tokens and padding are
+    never selected. All draws depend on the seed and the sample's number alone.
+    """
+
+    mask_token: int = Field(ge=0)
+    """Id that stands for a hidden token; never the padding token, which would come to mean a word."""
+
+    cls_token: int = Field(ge=0)
+    """Id that begins each row."""
+
+    sep_token: int = Field(ge=0)
+    """Id that ends each row's text; it may be data.end_token as well."""
+
+    special_tokens: list[int] = Field(default=[])
+    """Further ids that are neither selected nor put in at random, such as padding."""
+
+    rate: float = Field(default=0.15, gt=0, lt=1)
+    """Share of the text's tokens that are targets; the paper's 15 %."""
+
+    final_rate: float | None = Field(default=None, gt=0, lt=1)
+    """The share at the last step, reached linearly from `rate`; constant when left out."""
+
+    count: Literal["fixed", "bernoulli"] = "fixed"
+    """`fixed`: each row has the same number of targets (tensors keep their shapes); `bernoulli`: each unit of text is
+    selected by a draw of its own."""
+
+    mask_share: float = Field(default=0.8, ge=0, le=1)
+    """Share of the targets that are read as the mask token."""
+
+    random_share: float = Field(default=0.1, ge=0, le=1)
+    """Share of the targets that are read as a random token; the rest is read as it is."""
+
+    strategy: Strategy = "uniform"
+    """What is selected: single tokens alike (`uniform`), whole words, spans of geometric length (`span`), rare tokens
+    more often (`frequency`), or neighbours that belong together in the training text (`pmi`)."""
+
+    span_stop: float = Field(default=0.2, gt=0, le=1)
+    """span: chance that a span ends after each of its tokens."""
+
+    longest_span: int = Field(default=10, gt=0)
+    """span, pmi: tokens a span has at most."""
+
+    frequency_power: float = Field(default=0.5, gt=0)
+    """frequency: a token is selected in proportion to its count in the training text to the power of minus this."""
+
+    least_pmi: float = Field(default=4.0)
+    """pmi: neighbours are masked together from this log p(ab) / p(a) p(b) on, in nats."""
+
+    least_count: int = Field(default=10, gt=0)
+    """pmi: of pairs that stand in the training text at least this often."""
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> MaskingConfig:
+        ids = {"mask_token": self.mask_token, "cls_token": self.cls_token, "sep_token": self.sep_token}
+        for name, value in ids.items():
+            if list(ids.values()).count(value) > 1:
+                raise ConfigError(name, "differ from the row's other special tokens", got=value)
+        if self.mask_share + self.random_share > 1:
+            raise ConfigError(
+                "random_share", f"leave the sum with mask_share ({self.mask_share}) at most 1", got=self.random_share
+            )
+        return self
+
+    def rate_at(self, progress: float) -> float:
+        """Share of targets when `progress` (0 to 1) of the run is done."""
+        last = self.rate if self.final_rate is None else self.final_rate
+        return self.rate + (last - self.rate) * min(max(progress, 0.0), 1.0)
+
+    def held_out(self) -> MaskingConfig:
+        """How held-out rows are masked, the same for every run: 15 % of single tokens, 80 / 10 / 10."""
+        ids = {name: getattr(self, name) for name in ("mask_token", "cls_token", "sep_token", "special_tokens")}
+        return MaskingConfig(**ids)

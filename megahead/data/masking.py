@@ -1,0 +1,140 @@
+"""From rows of text to masked rows: what an encoder reads, and what it must predict.
+
+A row is [CLS], T - 2 tokens of text as it comes (documents follow each other, each closed by its end token), [SEP]:
+RoBERTa's "full sentences" (Liu et al. 2019, arXiv 1907.11692), without pairs of segments. So every row is full, and
+no work goes into padding. Where documents are isolated, [CLS] belongs to a row's first document and [SEP] to its last.
+
+Targets are the tokens as they were, never as they are read. B rows, T tokens a row, U units, N targets in all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from megahead.config import MaskingConfig
+from megahead.data.batch import Batch, document_positions
+from megahead.data.noise import Noise
+from megahead.data.strategies import Strategy
+
+Array = np.ndarray[Any, Any]
+
+_ORDER, _TREATMENT, _REPLACEMENT = 1, 2, 3  # purposes of random numbers; strategies have their own
+
+
+@dataclass(frozen=True)
+class Masker:
+    """Masks rows by their sample's number: the same for any number of ranks and any micro-batch."""
+
+    config: MaskingConfig
+    strategy: Strategy
+    vocab_size: int
+    end_token: int
+    isolate_documents: bool
+    seed: int
+
+    samples_a_step: int = 1
+    steps: int = 1
+    """Of the run, for a rate that changes: it is the same for all samples of an optimizer step."""
+
+    def batch(self, text: Array, sample_indices: Sequence[int] | Array) -> Batch:
+        """Rows of T = t + 2 tokens from `text`, int64 [B, t], negative where there is none."""
+        tokens_BT, closes_BT = self._framed(text)
+        noise = Noise(self.seed, sample_indices)
+        allowed_BT = ~np.isin(tokens_BT, special_ids(self.config, self.end_token))
+        chosen_BT = self._select(tokens_BT, allowed_BT, self._budget(text, sample_indices), noise)
+        index_N = np.flatnonzero(chosen_BT)
+        isolated = bool((text < 0).any()) or (self.isolate_documents and bool(closes_BT[:, :-1].any()))
+        positions_BT = document_positions(closes_BT) if isolated else None
+        return Batch(
+            torch.from_numpy(self._read_as(tokens_BT, chosen_BT, noise)),
+            None if positions_BT is None else torch.from_numpy(positions_BT),
+            torch.from_numpy(index_N),
+            torch.from_numpy(tokens_BT.reshape(-1)[index_N]),
+            most_a_row=int(chosen_BT.sum(1).max(initial=0)),
+        )
+
+    def _framed(self, text: Array) -> tuple[Array, Array]:
+        """(tokens, where a document ends), both [B, T]; what lies behind [SEP] is one document of end tokens."""
+        rows, length = text.shape
+        tokens_BT = np.full((rows, length + 2), self.end_token, np.int64)
+        tokens_BT[:, 0] = self.config.cls_token
+        tokens_BT[:, 1:-1] = np.where(text < 0, self.end_token, text)
+        last_B = 1 + (text >= 0).sum(1)
+        tokens_BT[np.arange(rows), last_B] = self.config.sep_token
+        place_T = np.arange(length + 2)
+        closes_BT = (place_T == last_B[:, None]) | (place_T < last_B[:, None]) & (tokens_BT == self.end_token) & (
+            self.isolate_documents
+        )
+        return tokens_BT, closes_BT
+
+    def _budget(self, text: Array, sample_indices: Sequence[int] | Array) -> tuple[Array, Array]:
+        """(share of tokens to select, number of them), both [B]."""
+        step_B = np.asarray(sample_indices) // self.samples_a_step
+        rate_B = np.array([self.config.rate_at(step / max(self.steps - 1, 1)) for step in step_B.tolist()])
+        return rate_B, np.rint(rate_B * (text >= 0).sum(1)).astype(np.int64)
+
+    def _select(self, tokens_BT: Array, allowed_BT: Array, budget: tuple[Array, Array], noise: Noise) -> Array:
+        """bool [B, T]: the targets.
+
+        Units come in a random order in which the first is one of them in proportion to their weights (an exponential
+        race); with `count: fixed` those that still fit are taken, so that none is cut.
+        """
+        rows, length = tokens_BT.shape
+        starts_BT = self.strategy.starts(tokens_BT, noise) | ~allowed_BT
+        starts_BT[:, 1:] |= ~allowed_BT[:, :-1]
+        starts_BT[:, 0] = True
+        unit_M = starts_BT.reshape(-1).cumsum() - 1  # of each token of all rows
+        row_U = np.flatnonzero(starts_BT) // length
+        size_U = np.bincount(unit_M, allowed_BT.reshape(-1)).astype(np.int64)
+        weight_U = self._unit_weights(tokens_BT, allowed_BT, unit_M, size_U)
+        draw_U = noise.uniform(_ORDER, length)[starts_BT]
+        rate_B, count_B = budget
+        if self.config.count == "bernoulli":
+            mean_B = np.bincount(row_U, weight_U * size_U) / np.maximum(np.bincount(row_U, size_U), 1)
+            chosen_U = draw_U < rate_B[row_U] * weight_U / mean_B[row_U]
+        else:
+            with np.errstate(divide="ignore"):
+                race_U = -np.log(draw_U) / weight_U
+            chosen_U = _fill(row_U, size_U, np.lexsort((race_U, row_U)), count_B)
+        chosen_BT: Array = chosen_U[unit_M].reshape(rows, length) & allowed_BT
+        return chosen_BT
+
+    def _unit_weights(self, tokens_BT: Array, allowed_BT: Array, unit_M: Array, size_U: Array) -> Array:
+        """Mean weight of each unit's tokens."""
+        weights_BT = self.strategy.weights(tokens_BT)
+        if weights_BT is None:
+            return np.ones(len(size_U))
+        sums_U = np.bincount(unit_M, (weights_BT * allowed_BT).reshape(-1))
+        return sums_U / np.maximum(size_U, 1)
+
+    def _read_as(self, tokens_BT: Array, chosen_BT: Array, noise: Noise) -> Array:
+        """The tokens as they are read: of the chosen ones some as the mask, some as any other token."""
+        treatment_BT = noise.uniform(_TREATMENT, tokens_BT.shape[1])
+        masked_BT = chosen_BT & (treatment_BT < self.config.mask_share)
+        random_BT = chosen_BT & ~masked_BT & (treatment_BT < self.config.mask_share + self.config.random_share)
+        ordinary = np.setdiff1d(np.arange(self.vocab_size), special_ids(self.config, self.end_token))
+        draw_BT = noise.uniform(_REPLACEMENT, tokens_BT.shape[1])
+        read_BT = np.where(masked_BT, self.config.mask_token, tokens_BT)
+        read_BT[random_BT] = ordinary[(draw_BT[random_BT] * len(ordinary)).astype(np.int64)]
+        return read_BT
+
+
+def special_ids(config: MaskingConfig, end_token: int) -> list[int]:
+    """Ids that are neither selected nor put in at random."""
+    return [config.mask_token, config.cls_token, config.sep_token, end_token, *config.special_tokens]
+
+
+def _fill(row_U: Array, size_U: Array, order_U: Array, count_B: Array) -> Array:
+    """bool [U]: units in `order_U`, row by row, as long as they fit into what is left of their row's count."""
+    chosen_U = np.zeros(len(size_U), bool)
+    left = count_B.tolist()
+    for unit, row, size in zip(order_U.tolist(), row_U[order_U].tolist(), size_U[order_U].tolist(), strict=True):
+        if 0 < size <= left[row]:
+            chosen_U[unit] = True
+            left[row] -= size
+    return chosen_U

@@ -1,0 +1,122 @@
+"""What masking selects: the units that a row falls into, and how likely each is.
+
+Units are runs of tokens that are masked together, all or none. B rows, T tokens a row, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from megahead.data.collocations import Collocations
+from megahead.data.noise import Noise
+
+Array = np.ndarray[Any, Any]
+
+_SPANS = 17  # a purpose of random numbers, apart from the masker's
+
+
+class Strategy(Protocol):
+    """One way to cut rows into units."""
+
+    def starts(self, tokens_BT: Array, noise: Noise) -> Array:
+        """bool [B, T]: where a unit begins. Special tokens end a unit whatever is said here."""
+        ...
+
+    def weights(self, tokens_BT: Array) -> Array | None:
+        """float64 [B, T], above 0: how likely each token is selected, relative to others; None: alike."""
+        ...
+
+
+class Uniform:
+    """Single tokens, all alike (BERT)."""
+
+    def starts(self, tokens_BT: Array, noise: Noise) -> Array:
+        return np.ones(tokens_BT.shape, bool)
+
+    def weights(self, tokens_BT: Array) -> Array | None:
+        return None
+
+
+@dataclass(frozen=True)
+class Frequency(Uniform):
+    """Single tokens, rare ones more often: in proportion to (count + 1)^-power (after Zhang et al. 2023)."""
+
+    weight_V: Array
+
+    @staticmethod
+    def of(token_counts: Sequence[int], power: float) -> Frequency:
+        """By each id's count in the training text."""
+        return Frequency((np.asarray(token_counts, np.float64) + 1) ** -power)
+
+    def weights(self, tokens_BT: Array) -> Array | None:
+        weights_BT: Array = self.weight_V[tokens_BT]
+        return weights_BT
+
+
+@dataclass(frozen=True)
+class WholeWords(Uniform):
+    """All pieces of a word together (BERT's later models)."""
+
+    continues_V: Array
+    """bool [V]: whether an id goes on with the word before it."""
+
+    @staticmethod
+    def of(spellings: Sequence[str | None]) -> WholeWords:
+        """By how a tokenizer spells its tokens: WordPiece marks what continues, byte-level BPE and SentencePiece mark
+        what begins a word."""
+        known = [text or "" for text in spellings]
+        if any(text.startswith("##") for text in known):
+            return WholeWords(np.array([text.startswith("##") for text in known]))
+        return WholeWords(np.array([not text.startswith(("Ġ", "▁", "Ċ")) for text in known]))
+
+    def starts(self, tokens_BT: Array, noise: Noise) -> Array:
+        starts_BT: Array = ~self.continues_V[tokens_BT]
+        return starts_BT
+
+
+@dataclass(frozen=True)
+class Spans(Uniform):
+    """Runs of tokens whose lengths are geometric, cut at `longest` (SpanBERT, Joshi et al. 2020, arXiv 1907.10529).
+
+    Each row is laid out in such spans end to end, so that chosen ones have these lengths and never overlap.
+    """
+
+    stop: float
+    longest: int
+
+    def starts(self, tokens_BT: Array, noise: Noise) -> Array:
+        rows, length = tokens_BT.shape
+        draw_BT = noise.uniform(_SPANS, length)
+        with np.errstate(divide="ignore"):
+            tail = np.log1p(-self.stop)
+        lengths_BT = np.minimum(np.ceil(np.log(draw_BT) / tail), self.longest).astype(np.int64)
+        ends_BT = np.maximum(lengths_BT, 1).cumsum(1)
+        starts_BT = np.zeros((rows, length), bool)
+        starts_BT[:, 0] = True
+        row_B, span_B = np.nonzero(ends_BT < length)
+        starts_BT[row_B, ends_BT[row_B, span_B]] = True
+        return starts_BT
+
+
+@dataclass(frozen=True)
+class Pmi(Uniform):
+    """Neighbours that belong together, and otherwise single tokens (after Levine et al. 2021, arXiv 2010.01825).
+
+    A unit grows as long as each two neighbours are a collocation, up to `longest` tokens.
+    """
+
+    collocations: Collocations
+    longest: int
+
+    def starts(self, tokens_BT: Array, noise: Noise) -> Array:
+        starts_BT = np.ones(tokens_BT.shape, bool)
+        starts_BT[:, 1:] = ~self.collocations.contain(tokens_BT[:, :-1], tokens_BT[:, 1:])
+        length_B = np.ones(len(tokens_BT), np.int64)
+        for place in range(1, tokens_BT.shape[1]):
+            starts_BT[:, place] |= length_B >= self.longest
+            length_B = np.where(starts_BT[:, place], 1, length_B + 1)
+        return starts_BT

@@ -1,0 +1,89 @@
+"""BERT (Devlin et al. 2019, arXiv 1810.04805), an encoder without pooler and head; DistilBERT is it without types.
+
+B rows, T tokens a row, D hidden size, N targets.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from megahead.config import ModelConfig
+from megahead.models.backbone import Backbone
+from megahead.nn import MLP, BidirectionalSelfAttention, Documents, PostNormBlock, Targets
+
+
+class Bert(Backbone):
+    """Tokens, positions and types summed and normed, then post-norm blocks. All tokens have the first type.
+
+    Rows are full of packed text, so nothing is computed for padding; where a row is not full, what is left is a
+    document of its own, which no other sees.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        hidden_size = config.hidden_size
+        self.dropout = config.hidden_dropout
+        self.embedding = nn.Embedding(config.padded_vocab_size(), hidden_size)
+        self.positions = nn.Embedding(config.max_positions, hidden_size)
+        self.token_types = nn.Embedding(config.token_types, hidden_size) if config.token_types else None
+        self.embedding_norm = nn.LayerNorm(hidden_size, eps=config.norm_eps)
+        self.blocks = nn.ModuleList(_block(config) for _ in range(config.num_layers))
+
+    def encode(self, rows_BTD: Tensor, positions_BT: Tensor | None = None) -> Tensor:
+        """[B, T, D]: hidden states after the last block; see `Backbone.encode`."""
+        documents = None if positions_BT is None else Documents(positions_BT)
+        x_BTD = self._embedded(rows_BTD, positions_BT)
+        for block in self.blocks:
+            x_BTD = self.run_block(block, x_BTD, documents)
+        return x_BTD
+
+    def encode_at(
+        self, rows_BTD: Tensor, positions_BT: Tensor | None, index_N: Tensor, most_a_row: int | None = None
+    ) -> Tensor:
+        """[N, D]: the same at the flattened positions `index_N`, the last block computed for these alone.
+
+        Exact without dropout. Where every token is a target (`most_a_row` None) it is computed whole.
+        """
+        if most_a_row is None:
+            return super().encode_at(rows_BTD, positions_BT, index_N)
+        documents = None if positions_BT is None else Documents(positions_BT)
+        rows, row_length, _ = rows_BTD.shape
+        targets = Targets(index_N, rows, row_length, most_a_row)
+        x_BTD = self._embedded(rows_BTD, positions_BT)
+        *body, last = self.blocks
+        for block in body:
+            x_BTD = self.run_block(block, x_BTD, documents)
+        return self.run_block(last, x_BTD, documents, targets)
+
+    def _embedded(self, rows_BTD: Tensor, positions_BT: Tensor | None) -> Tensor:
+        device = rows_BTD.device
+        places = torch.arange(rows_BTD.shape[1], device=device) if positions_BT is None else positions_BT
+        x_BTD = rows_BTD + self.positions(places)
+        if self.token_types is not None:
+            x_BTD = x_BTD + self.token_types(torch.zeros((), dtype=torch.int64, device=device))
+        return F.dropout(self.embedding_norm(x_BTD), self.dropout, self.training)
+
+
+def _block(config: ModelConfig) -> PostNormBlock:
+    return PostNormBlock(
+        config.hidden_size,
+        BidirectionalSelfAttention(config.hidden_size, config.num_heads, config.attention_dropout),
+        MLP(config.hidden_size, config.mlp_size(), config.activation),
+        norm_eps=config.norm_eps,
+        dropout=config.hidden_dropout,
+    )
+
+
+SHARDING = {
+    "embedding": "vocabulary",  # rows of the table; positions and types are small
+    "blocks.*.attention": "heads",  # its dropout draws apart
+    "blocks.*.attention.query": "column",  # whole heads
+    "blocks.*.attention.key": "column",
+    "blocks.*.attention.value": "column",
+    "blocks.*.attention.output": "row",
+    "blocks.*.mlp.up": "column",
+    "blocks.*.mlp.down": "row",
+}
+"""How each module splits over a tensor group; what is not named here is held whole by every rank."""

@@ -1,0 +1,66 @@
+"""Self-attention of an encoder: each token sees its whole document, both sides.
+
+B rows, T tokens, H heads (of this rank), d dimensions of a head, D hidden size, N targets.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from megahead.distributed import Group, drawn_apart
+from megahead.nn.attention import attend
+from megahead.nn.documents import Documents
+from megahead.nn.targets import Targets
+
+
+class BidirectionalSelfAttention(nn.Module):
+    """Multi-head attention without positions of its own; q, k and v have a projection each (BERT's parts).
+
+    Apart, they let the last block make queries for a few tokens only. The number of heads is read from the
+    projections' width, so that a rank may hold a part.
+    """
+
+    def __init__(self, hidden_size: int, num_heads: int, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.head_size = hidden_size // num_heads
+        self.dropout = dropout
+        self.group = Group()  # of the ranks that hold the other heads: each drops weights of its own
+        self.query = nn.Linear(hidden_size, hidden_size)
+        self.key = nn.Linear(hidden_size, hidden_size)
+        self.value = nn.Linear(hidden_size, hidden_size)
+        self.output = nn.Linear(hidden_size, hidden_size)
+
+    def forward(self, x_BTD: Tensor, documents: Documents | None, targets: Targets | None = None) -> Tensor:
+        """[B, T, D], what each token reads from its document; [N, D] at `targets` alone where given."""
+        asking = x_BTD if targets is None else targets.take(x_BTD)
+        q, k, v = (
+            layer(x).unflatten(-1, (-1, self.head_size))
+            for layer, x in ((self.query, asking), (self.key, x_BTD), (self.value, x_BTD))
+        )
+        dropout = self.dropout if self.training else 0.0
+        if dropout:
+            with drawn_apart(self.group, x_BTD.device):
+                heads = _read(q, k, v, documents, targets, dropout)
+        else:
+            heads = _read(q, k, v, documents, targets, dropout)
+        mixed: Tensor = self.output(heads.flatten(-2))
+        return mixed
+
+
+def _read(
+    q: Tensor, k_BTHd: Tensor, v_BTHd: Tensor, documents: Documents | None, targets: Targets | None, dropout: float
+) -> Tensor:
+    """[B, T, H, d], or [N, H, d] for queries of targets."""
+    if targets is None:
+        return attend(q, k_BTHd, v_BTHd, documents, dropout, causal=False)
+    return targets.gather(attend_at(targets.spread(q), k_BTHd, v_BTHd, documents, targets, dropout))
+
+
+def attend_at(
+    q_BMHd: Tensor, k_BTHd: Tensor, v_BTHd: Tensor, documents: Documents | None, targets: Targets, dropout: float
+) -> Tensor:
+    """[B, M, H, d]: softmax(q k / sqrt(d)) v of M queries a row over the whole document of each."""
+    q, k, v = (x.transpose(1, 2) for x in (q_BMHd, k_BTHd, v_BTHd))
+    mask_B1MT = None if documents is None else targets.mask(documents.same_BTT)[:, None]
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask_B1MT, dropout_p=dropout).transpose(1, 2)

@@ -1,0 +1,39 @@
+"""What a vanilla objective trains beside the backbone: an output matrix, and for an encoder BERT's transform.
+
+V padded vocabulary, D features, N targets.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from megahead.config import ModelConfig
+
+
+class OutputEmbedding(nn.Module):
+    """The matrix of an untied vanilla head, [V, D]: a parameter only."""
+
+    def __init__(self, padded_vocab_size: int, hidden_size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(padded_vocab_size, hidden_size))
+
+
+class MaskHead(nn.Module):
+    """What BERT does to an output before it meets the output matrix, and the bias of each token.
+
+    scores = norm(gelu(dense h)) . e_v + bias_v. A headless encoder has none of it.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.approximate = "tanh" if config.activation == "gelu_tanh" else "none"
+        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
+        self.norm = nn.LayerNorm(config.hidden_size, eps=config.norm_eps)
+        self.bias = nn.Parameter(torch.empty(config.padded_vocab_size()))
+
+    def forward(self, outputs_ND: Tensor) -> Tensor:
+        """[N, D]: the transformed outputs; the bias is for whoever computes scores."""
+        transformed_ND: Tensor = self.norm(F.gelu(self.dense(outputs_ND), approximate=self.approximate))
+        return transformed_ND

@@ -1,0 +1,209 @@
+"""Encoders go out as BERT and DistilBERT, with any head they have, and come in again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from small_checkpoint import save_small, small_config
+from tokenizers import Tokenizer
+from torch.nn import functional as F
+from transformers import (
+    AutoModel,
+    AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    BertConfig,
+    BertForMaskedLM,
+    BertForPreTraining,
+    BertModel,
+    DistilBertConfig,
+    DistilBertForMaskedLM,
+)
+
+from megahead.config import RunConfig
+from megahead.convert import export, from_hf, hf_folder, input_embedding
+from megahead.convert.bert import BERT, DISTILBERT, Names
+from megahead.convert.source import TrainedModel
+from megahead.data import held_out_masker
+from megahead.data.vocabulary import train_wordpiece
+from megahead.errors import CheckpointError, FieldError
+from megahead.pretraining import Scoring
+from megahead.pretraining.build import assemble
+
+HEADS: list[tuple[str, dict[str, Any]]] = [
+    ("none", {}),
+    ("tied", {}),
+    ("pmi", {}),
+    ("pmi", {"temperature": 0.7}),
+    ("trained", {"name": "vanilla", "tied": True}),
+    ("trained", {"name": "vanilla", "temperature": 0.5}),
+    ("trained", {"vanilla_weight": 0.3, "learned_temperature": True}),
+]
+
+
+def encoder_config(objective: dict[str, Any] | None = None, token_types: int = 2, **model: Any) -> RunConfig:
+    shape = {"family": "bert", "token_types": token_types, "max_positions": 40, "intermediate_size": 100}
+    return small_config(
+        model={**shape, **model},
+        data={"end_token": 2},
+        masking={"mask_token": 3, "cls_token": 1, "sep_token": 2},
+        objective=objective or {},
+    )
+
+
+def write_tokenizer(path: Path, size: int = 61) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    train_wordpiece(["the cat sat on the mat and the dog saw the cat"] * 10, size).save(str(path))
+
+
+@pytest.mark.parametrize("token_types", [0, 2])
+@pytest.mark.parametrize(("head", "objective"), HEADS, ids=str)
+def test_an_export_speaks_as_its_checkpoint(tmp_path: Path, head: str, objective, token_types: int) -> None:
+    config = encoder_config(objective, token_types)
+    save_small(tmp_path / "run", config)
+    folder = export(tmp_path / "run", tmp_path / "out", head).folder
+    ours, masker = TrainedModel.open(tmp_path / "run"), held_out_masker(config)
+    assert masker is not None
+    batch = masker.batch(torch.randint(4, 61, (3, 30), generator=torch.Generator().manual_seed(1)).numpy(), range(3))
+    with torch.no_grad():
+        hidden = AutoModel.from_pretrained(folder)(batch.input_ids_BT).last_hidden_state
+        torch.testing.assert_close(hidden, ours.load().backbone(batch.input_ids_BT), rtol=1e-5, atol=1e-5)
+        if head == "none":
+            return
+        logits = AutoModelForMaskedLM.from_pretrained(folder)(batch.input_ids_BT).logits
+        scores = ours.load()(Scoring(batch, ours.training_free_bias() if head == "pmi" else None))
+    targets_NV = logits.flatten(0, 1)[batch.target_index_N]
+    loss = F.cross_entropy(targets_NV, batch.target_ids_N, reduction="sum")
+    assert loss.item() == pytest.approx(scores.loss, abs=1e-4 * scores.targets)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("head", ["none", "pmi"])
+def test_half_precision_passes_its_own_check(tmp_path: Path, head: str, dtype: str) -> None:
+    save_small(tmp_path / "run", encoder_config(), scale=0.05)
+    report = export(tmp_path / "run", tmp_path / "out", head, dtype=dtype)
+    assert report.parity.largest_error["float32"] < 0.5
+
+
+def test_the_tokenizer_frames_texts_with_the_ids_trained_on(tmp_path: Path) -> None:
+    config = encoder_config()
+    masking = {"mask_token": 4, "cls_token": 2, "sep_token": 3}
+    tree = config.model_dump(mode="json")
+    config = RunConfig.model_validate({**tree, "masking": masking, "data": {**tree["data"], "end_token": 3}})
+    save_small(tmp_path / "run", config)
+    write_tokenizer(tmp_path / "run" / "tokenizer.json")
+    folder = export(tmp_path / "run", tmp_path / "out", "pmi").folder
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    one, two = tokenizer("the cat")["input_ids"], tokenizer("the cat", "the dog")
+    assert (one[0], one[-1]) == (2, 3)
+    assert two["input_ids"].count(3) == 2
+    assert max(two["token_type_ids"]) == 1
+    assert (tokenizer.mask_token_id, tokenizer.pad_token_id) == (4, 0)
+    model = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=3)
+    assert model(**tokenizer(["the cat", "the"], padding=True, return_tensors="pt")).logits.shape == (2, 3)
+
+
+@pytest.mark.parametrize(
+    ("names", "token_types", "theirs"),
+    [
+        (BERT, 2, lambda: BertForMaskedLM(BertConfig(num_hidden_layers=2, tie_word_embeddings=False))),
+        (DISTILBERT, 0, lambda: DistilBertForMaskedLM(DistilBertConfig(n_layers=2, tie_word_embeddings=False))),
+    ],
+)
+def test_the_tables_are_bijections(names: Names, token_types: int, theirs) -> None:
+    with torch.device("meta"):
+        ours = [name for name, _ in assemble(encoder_config({"name": "vanilla"}, token_types)).named_parameters()]
+        expected = {name for name, _ in theirs().named_parameters()} - {"cls.predictions.decoder.bias"}
+    renamed = [names.table.theirs(name) for name in ours]
+    assert set(renamed) == expected
+    assert [names.table.ours(name) for name in renamed if name] == ours
+
+
+def save_theirs(folder: Path, model: torch.nn.Module) -> Path:
+    model.save_pretrained(folder)
+    write_tokenizer(folder / "tokenizer.json")
+    return folder
+
+
+@pytest.mark.parametrize(("kind", "head"), [("masked", "trained"), ("backbone", "none"), ("distil", "trained")])
+def test_there_and_back_is_bitwise(tmp_path: Path, kind: str, head: str) -> None:
+    torch.manual_seed(0)
+    shape = {"vocab_size": 61, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 3}
+    bert = BertConfig(**shape, intermediate_size=100, max_position_embeddings=64, layer_norm_eps=1e-6)
+    distil = DistilBertConfig(vocab_size=61, dim=48, n_layers=2, n_heads=3, hidden_dim=100, max_position_embeddings=64)
+    model = {
+        "masked": lambda: BertForMaskedLM(bert),
+        "backbone": lambda: BertModel(bert, add_pooling_layer=False),
+        "distil": lambda: DistilBertForMaskedLM(distil),
+    }[kind]()
+    theirs = save_theirs(tmp_path / "theirs", model)
+    back = export(from_hf(theirs, tmp_path / "run"), tmp_path / "back", head).folder
+    before, after = (load_file(folder / "model.safetensors") for folder in (theirs, back))
+    for name, tensor in after.items():
+        assert torch.equal(tensor, before.pop(name)), name
+    assert set(before) <= {"cls.predictions.decoder.weight", "cls.predictions.decoder.bias", "vocab_projector.weight"}
+    old, new = (json.loads((folder / "config.json").read_text()) for folder in (theirs, back))
+    for key in ("architectures", "model_type", "layer_norm_eps", "n_layers", "num_hidden_layers", "vocab_size"):
+        assert old.get(key) == new.get(key)
+
+
+def test_pooler_and_next_sentence_head_are_left_out(tmp_path: Path) -> None:
+    shape = {"vocab_size": 61, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 3}
+    theirs = save_theirs(tmp_path / "theirs", BertForPreTraining(BertConfig(**shape, intermediate_size=100)))
+    assert TrainedModel.open(from_hf(theirs, tmp_path / "run")).config.objective.name == "vanilla"
+    assert input_embedding(theirs)[0].shape == (61, 48)
+
+
+def test_a_run_resolves_to_a_masked_language_model(tmp_path: Path) -> None:
+    save_small(tmp_path / "run", encoder_config())
+    folder = hf_folder(tmp_path / "run")
+    assert json.loads((folder / "config.json").read_text())["architectures"] == ["BertForMaskedLM"]
+    assert "AutoModelForMaskedLM" in (folder / "README.md").read_text()
+
+
+def test_padding_rows_are_kept_without_ever_winning(tmp_path: Path) -> None:
+    save_small(tmp_path / "run", encoder_config())
+    short, full = (
+        export(tmp_path / "run", tmp_path / str(keep), "pmi", keep_padding=keep).folder for keep in (False, True)
+    )
+    ids = torch.arange(40)[None]
+    with torch.no_grad():
+        logits, padded = (AutoModelForMaskedLM.from_pretrained(folder)(ids).logits for folder in (short, full))
+    assert (logits.shape[-1], padded.shape[-1]) == (61, 64)
+    torch.testing.assert_close(padded.log_softmax(-1)[..., :61], logits.log_softmax(-1), rtol=1e-4, atol=1e-4)
+
+
+def test_a_distilbert_with_another_eps_is_refused(tmp_path: Path) -> None:
+    save_small(tmp_path / "run", encoder_config(token_types=0, norm_eps=1e-5))
+    with pytest.raises(FieldError, match=r"model\.norm_eps"):
+        export(tmp_path / "run", tmp_path / "out", "none")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_without_a_tokenizer_names_no_special_tokens(tmp_path: Path) -> None:
+    shape = {"vocab_size": 61, "hidden_size": 48, "num_hidden_layers": 1, "num_attention_heads": 3}
+    BertModel(BertConfig(**shape, intermediate_size=100)).save_pretrained(tmp_path / "theirs")
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json"):
+        from_hf(tmp_path / "theirs", tmp_path / "run")
+
+
+def test_the_extended_pythia_tokenizer_serves_an_encoder(tmp_path: Path, shared_data: Path) -> None:
+    from megahead.data.vocabulary import add_encoder_tokens
+
+    vocabulary = add_encoder_tokens(Tokenizer.from_file(str(shared_data / "tokenizers/20B_tokenizer.json")))
+    config = encoder_config(hidden_size=6, vocab_size=50280, intermediate_size=8)
+    tree = config.model_dump(mode="json")
+    masking = {"mask_token": 50279, "cls_token": 50277, "sep_token": 50278}
+    config = RunConfig.model_validate({**tree, "masking": masking, "data": {**tree["data"], "end_token": 0}})
+    save_small(tmp_path / "run", config)
+    vocabulary.save(str(tmp_path / "run" / "tokenizer.json"))
+    tokenizer = AutoTokenizer.from_pretrained(export(tmp_path / "run", tmp_path / "out", "none").folder)
+    ids = tokenizer("Hello [MASK]")["input_ids"]
+    assert (ids[0], ids[-1]) == (50277, 50278)
+    assert 50279 in ids
+    assert tokenizer.pad_token_id == 1

@@ -1,0 +1,141 @@
+"""Masked rows: what is framed, selected and read; the same for a sample wherever and with whom it is read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megahead.config import MaskingConfig
+from megahead.data import Masker
+from megahead.data.noise import Noise
+from megahead.data.strategies import Uniform
+
+CLS, SEP, MASK, END, PAD, VOCABULARY = 1, 2, 3, 4, 0, 1000
+
+
+def masker(seed: int = 7, isolate: bool = True, steps: int = 1, samples_a_step: int = 1, **settings: Any) -> Masker:
+    ids = {"cls_token": CLS, "sep_token": SEP, "mask_token": MASK, "special_tokens": [PAD]}
+    config = MaskingConfig(**ids, **settings)
+    return Masker(config, Uniform(), VOCABULARY, END, isolate, seed, samples_a_step, steps)
+
+
+def texts(rows: int, length: int = 126, ends: float = 0.0, seed: int = 0) -> np.ndarray:
+    generator = np.random.default_rng(seed)
+    text = generator.integers(5, VOCABULARY, (rows, length))
+    text[generator.random(text.shape) < ends] = END
+    return text
+
+
+def test_a_row_is_cls_text_sep_and_targets_are_the_tokens_as_they_were() -> None:
+    text = texts(50)
+    batch = masker().batch(text, range(50))
+    inputs = batch.input_ids_BT.numpy()
+    whole = np.concatenate([np.full((50, 1), CLS), text, np.full((50, 1), SEP)], 1)
+    assert np.array_equal(batch.target_ids_N.numpy(), whole.reshape(-1)[batch.target_index_N.numpy()])
+    untouched = np.ones(inputs.size, bool)
+    untouched[batch.target_index_N.numpy()] = False
+    assert np.array_equal(inputs.reshape(-1)[untouched], whole.reshape(-1)[untouched])
+
+
+def test_every_row_has_the_same_number_of_targets_fifteen_percent_of_its_text() -> None:
+    batch = masker().batch(texts(200, ends=0.05), range(200))
+    per_row = np.bincount(batch.target_index_N.numpy() // 128, minlength=200)
+    assert set(per_row) == {19} == {batch.most_a_row}  # 0.15 x 126
+
+
+def test_bernoulli_draws_each_token_by_itself() -> None:
+    batch = masker(count="bernoulli").batch(texts(4000), range(4000))
+    per_row = np.bincount(batch.target_index_N.numpy() // 128, minlength=4000)
+    assert per_row.mean() == pytest.approx(0.15 * 126, rel=0.01)
+    assert per_row.var() == pytest.approx(126 * 0.15 * 0.85, rel=0.1)
+    assert batch.most_a_row == per_row.max()
+
+
+def test_special_tokens_and_padding_are_never_selected_nor_put_in() -> None:
+    text = texts(500, ends=0.2)
+    text[:, 90:] = -1
+    text[::3, 5] = PAD
+    batch = masker(random_share=0.9, mask_share=0.0, rate=0.5).batch(text, range(500))
+    special = [CLS, SEP, MASK, END, PAD]
+    assert not np.isin(batch.target_ids_N.numpy(), special).any()
+    assert (batch.target_index_N.numpy() % 128 <= 90).all()
+    assert not np.isin(batch.input_ids_BT.numpy().reshape(-1)[batch.target_index_N.numpy()], special).any()
+
+
+@pytest.mark.parametrize(("mask", "random"), [(0.8, 0.1), (1.0, 0.0), (0.0, 0.5)])
+def test_shares_of_masked_random_and_kept_tokens(mask: float, random: float) -> None:
+    batch = masker(mask_share=mask, random_share=random).batch(texts(2000), range(2000))
+    read = batch.input_ids_BT.numpy().reshape(-1)[batch.target_index_N.numpy()]
+    target = batch.target_ids_N.numpy()
+    masked, kept = read == MASK, read == target
+    assert masked.mean() == pytest.approx(mask, abs=0.01)
+    assert kept.mean() == pytest.approx(1 - mask - random, abs=0.01)
+    drawn = read[~masked & ~kept]
+    if random:
+        assert drawn.min() >= 5
+        counts = np.bincount(drawn, minlength=VOCABULARY)[5:]
+        mean = counts.mean()
+        assert ((counts - mean) ** 2).sum() / mean == pytest.approx(len(counts), rel=0.25)  # chi-square of uniform
+
+
+def test_every_place_is_selected_alike() -> None:
+    batch = masker().batch(texts(8000), range(8000))
+    counts = np.bincount(batch.target_index_N.numpy() % 128, minlength=128)
+    assert counts[0] == counts[127] == 0
+    expected = 8000 * 19 / 126
+    assert np.abs(counts[1:127] - expected).max() < 5 * np.sqrt(expected)
+
+
+def test_a_sample_is_masked_the_same_in_any_company_and_differently_in_another_epoch() -> None:
+    text = texts(8)
+    together = masker().batch(text, range(8))
+    alone = masker().batch(text[5:6], [5])
+    assert np.array_equal(together.input_ids_BT[5:6], alone.input_ids_BT)
+    again, other_seed = masker().batch(text[5:6], [5 + 8]), masker(seed=8).batch(text[5:6], [5])
+    for another in (again, other_seed):
+        assert not np.array_equal(another.target_index_N, alone.target_index_N)
+
+
+def test_the_rate_moves_with_the_run_and_is_one_for_a_step() -> None:
+    moving = masker(rate=0.4, final_rate=0.1, steps=4, samples_a_step=2)
+    batch = moving.batch(texts(10), range(10))
+    per_row = np.bincount(batch.target_index_N.numpy() // 128, minlength=10)
+    assert per_row.tolist() == [round(126 * rate) for rate in (0.4, 0.4, 0.3, 0.3, 0.2, 0.2, 0.1, 0.1, 0.1, 0.1)]
+
+
+def test_documents_are_told_apart_where_asked() -> None:
+    text = texts(1, length=8)
+    text[0, 2] = END
+    positions = masker().batch(text, [0]).positions_BT
+    assert positions.tolist() == [[0, 1, 2, 3, 0, 1, 2, 3, 4, 5]]
+    assert masker(isolate=False).batch(text, [0]).positions_BT is None
+    assert masker().batch(texts(1, length=8), [0]).positions_BT is None
+
+
+@pytest.mark.parametrize("isolate", [True, False])
+def test_padding_is_a_document_behind_sep(isolate: bool) -> None:
+    text = texts(2, length=8)
+    text[1, 5:] = -1
+    batch = masker(isolate=isolate).batch(text, [0, 1])
+    assert batch.input_ids_BT[1, 6] == SEP
+    assert batch.positions_BT.tolist() == [list(range(10)), [*range(7), 0, 1, 2]]
+
+
+def test_a_row_without_text_has_no_targets() -> None:
+    batch = masker().batch(np.full((2, 8), -1), [0, 1])
+    assert batch.target_ids_N.numel() == batch.most_a_row == 0
+
+
+def test_noise_is_uniform_and_apart_by_sample_place_and_purpose() -> None:
+    noise = Noise(3, np.arange(2000))
+    draws = noise.uniform(1, 50)
+    assert draws.min() > 0
+    assert draws.max() < 1
+    assert draws.mean() == pytest.approx(0.5, abs=0.005)
+    assert np.histogram(draws, 20, (0, 1))[0] == pytest.approx(5000, rel=0.06)
+    assert len(np.unique(draws)) == draws.size
+    for other in (noise.uniform(2, 50), Noise(4, np.arange(2000)).uniform(1, 50), np.roll(draws, 1, 0)):
+        assert abs(np.corrcoef(draws.reshape(-1), other.reshape(-1))[0, 1]) < 0.02
+    assert np.array_equal(Noise(3, [1999]).uniform(1, 50), draws[-1:])

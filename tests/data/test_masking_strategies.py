@@ -1,0 +1,152 @@
+"""Strategies select what they say: whole words, geometric spans, rare tokens, collocations; by counting."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megahead.config import MaskingConfig, config_from_dict
+from megahead.data import IndexedDataset, IndexedDatasetWriter, Masker, training_masker
+from megahead.data.collocations import Collocations
+from megahead.data.strategies import Frequency, Pmi, Spans, Strategy, WholeWords
+from megahead.data.vocabulary import train_bpe, train_wordpiece
+from megahead.errors import ConfigError
+
+CLS, SEP, MASK, VOCABULARY = 1, 2, 3, 500
+
+
+def chosen(strategy: Strategy, text: np.ndarray, **settings: Any) -> np.ndarray:
+    """bool [B, t]: which tokens of the text are targets."""
+    config = MaskingConfig(cls_token=CLS, sep_token=SEP, mask_token=MASK, **settings)
+    batch = Masker(config, strategy, VOCABULARY, SEP, False, seed=5).batch(text, range(len(text)))
+    selected = np.zeros((len(text), text.shape[1] + 2), bool)
+    selected.reshape(-1)[batch.target_index_N.numpy()] = True
+    assert not selected[:, 0].any()
+    assert not selected[:, -1].any()
+    return selected[:, 1:-1]
+
+
+def texts(rows: int, length: int = 126, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(4, VOCABULARY, (rows, length))
+
+
+def run_lengths(selected: np.ndarray) -> list[int]:
+    edges = np.diff(np.pad(selected, ((0, 0), (1, 1))).astype(int), axis=1)
+    _, begins = np.nonzero(edges == 1)
+    _, ends = np.nonzero(edges == -1)
+    return (ends - begins).tolist()
+
+
+@pytest.mark.parametrize("count", ["fixed", "bernoulli"])
+def test_whole_words_are_selected_whole(count: str) -> None:
+    continues = np.arange(VOCABULARY) % 3 == 0
+    text = texts(500)
+    selected = chosen(WholeWords(continues), text, count=count)
+    inside = continues[text[:, 1:]]
+    assert (selected[:, 1:] == selected[:, :-1])[inside].all()
+    assert selected.mean() == pytest.approx(0.15, abs=0.01)
+    assert (selected[:, 1:] != selected[:, :-1])[~inside].any()
+
+
+@pytest.mark.parametrize("make", [train_wordpiece, train_bpe])
+def test_words_are_read_off_a_tokenizers_spelling(make) -> None:
+    tokenizer = make(["unbelievable believers believe the unbelievable " * 20], 300)
+    ids = tokenizer.encode("the unbelievable", add_special_tokens=False).ids
+    spellings = [tokenizer.id_to_token(i) for i in range(tokenizer.get_vocab_size())]
+    continues = WholeWords.of(spellings).continues_V[ids]
+    words = "".join(spellings[i].replace("##", "") for i in ids).replace("Ġ", "")
+    assert words == "theunbelievable"
+    starts = np.flatnonzero(~continues)
+    text_before = ["".join(spellings[i].replace("##", "").replace("Ġ", "") for i in ids[:at]) for at in starts]
+    assert set(text_before) <= {"", "the"}
+    assert "the" in text_before
+
+
+@pytest.mark.parametrize(("count", "length"), [("bernoulli", 126), ("fixed", 3000)])
+def test_spans_have_geometric_lengths_cut_at_the_longest(count: str, length: int) -> None:
+    """With a fixed number of targets the last spans of a row must still fit: rows are long, so that this is little."""
+    stop, longest = 0.4, 5
+    lengths = run_lengths(chosen(Spans(stop, longest), texts(800_000 // length, length), rate=0.03, count=count))
+    shares = np.bincount(lengths, minlength=longest + 1)[1 : longest + 1] / len(lengths)
+    expected = [stop * (1 - stop) ** (k - 1) for k in range(1, longest)] + [(1 - stop) ** (longest - 1)]
+    assert shares == pytest.approx(expected, abs=0.03)
+
+
+def test_rare_tokens_are_selected_in_proportion_to_their_weight() -> None:
+    counts = np.where(np.arange(VOCABULARY) < 100, 9999, 99)  # weights 0.01 and 0.1
+    text = texts(3000)
+    selected = chosen(Frequency.of(counts.tolist(), 0.5), text, rate=0.02)
+    frequent = text < 100
+    ratio = selected[~frequent].mean() / selected[frequent].mean()
+    assert ratio == pytest.approx(10, rel=0.15)
+    drawn = chosen(Frequency.of(counts.tolist(), 0.5), text, rate=0.02, count="bernoulli")
+    assert drawn[~frequent].mean() / drawn[frequent].mean() == pytest.approx(10, rel=0.15)
+    assert drawn.mean() == pytest.approx(0.02, rel=0.05)
+
+
+def test_collocations_are_pairs_of_high_pmi() -> None:
+    generator = np.random.default_rng(0)
+    run = generator.integers(10, 60, 20_000)
+    places = np.arange(0, 19_000, 40)
+    run[places], run[places + 1] = 5, 6  # always together
+    run[places[:5] + 20], run[places[:5] + 21] = 7, 8  # together too, but seldom
+    pairs = Collocations.of([run[:9000], run[9000:]], 100, least_pmi=3.0, least_count=10)
+    assert pairs.contain(np.array([5, 6, 7, 11]), np.array([6, 5, 8, 12])).tolist() == [True, False, False, False]
+    assert len(pairs.codes) == 1
+
+
+def test_excluded_ids_are_in_no_pair() -> None:
+    run = np.tile([5, 6, 9, 11, 12, 13, 14, 15, 16, 17, 18], 100)
+    every = Collocations.of([run], 100, least_pmi=1.0, least_count=5)
+    some = Collocations.of([run], 100, least_pmi=1.0, least_count=5, excluded=[6])
+    a, b = np.array([5, 6, 9]), np.array([6, 9, 11])
+    assert every.contain(a, b).tolist() == [True, True, True]
+    assert some.contain(a, b).tolist() == [False, False, True]
+
+
+def test_collocations_are_selected_whole_and_never_longer_than_asked() -> None:
+    codes = np.sort(np.array([a * VOCABULARY + b for a, b in [(10, 11), (11, 12), (12, 13), (13, 14)]]))
+    text = texts(2000) + 0
+    text[:, 40:45] = [10, 11, 12, 13, 14]
+    selected = chosen(Pmi(Collocations(codes, VOCABULARY), longest=3), text)
+    first, second = selected[:, 40:43], selected[:, 43:45]
+    assert (first.all(1) | ~first.any(1)).all()
+    assert (second.all(1) | ~second.any(1)).all()
+    assert (first[:, 0] != second[:, 0]).any()
+
+
+def run_config(folder, strategy: str, **data: Any):
+    return config_from_dict(
+        {
+            "name": "small",
+            "model": {"family": "bert", "num_layers": 1, "hidden_size": 8, "num_heads": 1, "vocab_size": VOCABULARY},
+            "data": {"train": str(folder / "text"), "sequence_length": 32, "end_token": SEP, **data},
+            "masking": {"cls_token": CLS, "sep_token": SEP, "mask_token": MASK, "strategy": strategy},
+            "batch": {"global_size": 4, "micro_size": 4},
+            "optimizer": {"learning_rate": 1e-3},
+            "training": {"steps": 3},
+        }
+    )
+
+
+@pytest.mark.parametrize("strategy", ["uniform", "whole_word", "span", "frequency", "pmi"])
+def test_a_run_gets_the_strategy_it_asks_for(tmp_path, strategy: str) -> None:
+    tokenizer = train_wordpiece(["the cat sat on the mat"] * 10, 60)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    with IndexedDatasetWriter(tmp_path / "text", vocab_size=VOCABULARY) as writer:
+        writer.add_document([*texts(1, 2000)[0].tolist(), SEP])
+    config = run_config(tmp_path, strategy, tokenizer=str(tmp_path / "tokenizer.json"))
+    masker = training_masker(config, [IndexedDataset(tmp_path / "text")])
+    assert masker is not None
+    batch = masker.batch(texts(4, 30), range(4))
+    assert 0 < batch.target_ids_N.numel() <= 4 * batch.most_a_row <= 4 * round(0.15 * 30)
+
+
+def test_frequency_needs_counts(tmp_path) -> None:
+    with IndexedDatasetWriter(tmp_path / "text", vocab_size=VOCABULARY) as writer:
+        writer.add_document([5, 6, SEP])
+    (tmp_path / "text.json").unlink(missing_ok=True)
+    with pytest.raises(ConfigError, match=r"masking\.strategy"):
+        training_masker(run_config(tmp_path, "frequency"), [IndexedDataset(tmp_path / "text")])

@@ -1,0 +1,81 @@
+"""Encoders over a tensor group: loss, gradients and scores of one rank, from the same initial weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from on_ranks import on_ranks
+from small_checkpoint import small_config
+from torch import Tensor
+
+from megahead import parallel, pretraining
+from megahead.config import RunConfig
+from megahead.data import training_masker
+from megahead.distributed import Group
+from megahead.objectives import build_objective
+from megahead.parallel import shard_dims
+from megahead.pretraining import MicroBatch, Pretraining, Scoring
+
+CPU = torch.device("cpu")
+OBJECTIVES = {
+    "headless": {"name": "headless"},
+    "untied": {"name": "vanilla"},
+    "tied": {"name": "vanilla", "tied": True},
+    "mixed": {"vanilla_weight": 0.3, "learned_temperature": True},
+}
+
+
+def config_of(objective: dict[str, Any]) -> RunConfig:
+    shape = {"hidden_size": 32, "num_heads": 4, "vocab_multiple": 32, "vocab_size": 47, "max_positions": 20}
+    return small_config(
+        model={"family": "bert", **shape, "hidden_dropout": 0.0, "attention_dropout": 0.0},
+        data={"end_token": 2, "sequence_length": 16},
+        masking={"mask_token": 3, "cls_token": 1, "sep_token": 2, "rate": 0.3},
+        objective=objective,
+    )
+
+
+def outcome(module: Pretraining, config: RunConfig) -> tuple[Tensor, tuple[float, ...]]:
+    masker = training_masker(config, [])
+    assert masker is not None
+    text = np.random.default_rng(0).integers(2, 47, (3, 14))
+    text[1, 10:] = -1
+    batch = masker.batch(text, range(3))
+    candidates = build_objective(config.objective, 47).pool(batch.target_ids_N).candidates(batch.target_ids_N)
+    module = module.double()
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            if name.startswith("mask_head"):
+                parameter += torch.linspace(-1, 1, parameter.numel(), dtype=torch.float64).view_as(parameter)
+    loss = module(MicroBatch(batch, (candidates,), 0.5))
+    loss.backward()
+    with torch.no_grad():
+        scores = module(Scoring(batch, torch.linspace(-2, 2, 47, dtype=torch.float64)))
+    return loss.detach(), (scores.loss, scores.correct, scores.targets)
+
+
+def split(group: Group, config: RunConfig) -> tuple[Tensor, tuple[float, ...], dict[str, Tensor]]:
+    module = parallel.build(config, group, CPU)
+    loss, scores = outcome(module, config)
+    dims = shard_dims(module)
+    grads = {}
+    for name, p in module.named_parameters():
+        assert p.grad is not None, name
+        grads[name] = p.grad if name not in dims else torch.cat(group.gather(p.grad).unbind(), dims[name])
+    return loss, scores, grads
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES.values(), ids=OBJECTIVES.keys())
+@pytest.mark.parametrize("size", [2, 4])
+def test_loss_gradients_and_scores_equal_one_rank(size: int, objective: dict[str, Any]) -> None:
+    config = config_of(objective)
+    module = pretraining.build(config, CPU)
+    loss, scores = outcome(module, config)
+    for split_loss, split_scores, grads in on_ranks(size, split, config):
+        torch.testing.assert_close(split_loss, loss, rtol=0, atol=1e-10)
+        assert split_scores == pytest.approx(scores, rel=1e-10)
+        for name, parameter in module.named_parameters():
+            torch.testing.assert_close(grads[name], parameter.grad, rtol=0, atol=1e-10, msg=name)

@@ -1,0 +1,120 @@
+"""Encoders learning by masking: BERT's own loss for vanilla, the last block at the targets alone, no target at all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from small_checkpoint import small_config
+from torch.nn import functional as F
+
+from megahead.config import RunConfig
+from megahead.data import training_masker
+from megahead.objectives import build_objective
+from megahead.pretraining import MicroBatch, Pretraining, Scoring, build
+
+CPU = torch.device("cpu")
+MODEL = {"family": "bert", "token_types": 2, "hidden_dropout": 0.0, "attention_dropout": 0.0, "max_positions": 32}
+MASKING = {"mask_token": 3, "cls_token": 1, "sep_token": 2, "rate": 0.3}
+OBJECTIVES = {
+    "headless": {"name": "headless"},
+    "learned": {"learned_temperature": True, "temperature": 0.5},
+    "vanilla": {"name": "vanilla", "tied": True},
+    "untied": {"name": "vanilla", "temperature": 0.5},
+    "mixed": {"vanilla_weight": 0.3, "learned_temperature": True},
+}
+
+
+def config_of(objective: dict[str, Any], **masking: Any) -> RunConfig:
+    return small_config(
+        model=MODEL,
+        data={"end_token": 2, "sequence_length": 16, "isolate_documents": True},
+        masking={**MASKING, **masking},
+        objective=objective,
+    )
+
+
+def micro_batch(config: RunConfig, text: np.ndarray | None = None) -> MicroBatch:
+    masker = training_masker(config, [])
+    assert masker is not None
+    text = np.random.default_rng(0).integers(2, 61, (4, 14)) if text is None else text
+    batch = masker.batch(text, range(len(text)))
+    objective = build_objective(config.objective, config.model.vocab_size, torch.ones(config.model.vocab_size))
+    candidates = objective.pool(batch.target_ids_N).candidates(batch.target_ids_N)
+    return MicroBatch(batch, (candidates,), 0.25)
+
+
+def random_model(config: RunConfig) -> Pretraining:
+    model, generator = build(config, CPU).double(), torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+    return model
+
+
+def whole(micro: MicroBatch) -> MicroBatch:
+    """The same without a bound on a row's targets: every block is computed for all positions."""
+    batch = micro.batch
+    unbound = type(batch)(batch.input_ids_BT, batch.positions_BT, batch.target_index_N, batch.target_ids_N)
+    return MicroBatch(unbound, micro.candidates, micro.loss_scale)
+
+
+def outcome(model: Pretraining, micro: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    model.zero_grad()
+    loss = model(micro)
+    loss.backward()
+    grads = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    return loss.detach(), grads
+
+
+@pytest.mark.parametrize("count", ["fixed", "bernoulli"])
+@pytest.mark.parametrize("padded", [True, False])
+@pytest.mark.parametrize("objective", OBJECTIVES.values(), ids=OBJECTIVES.keys())
+def test_the_last_block_at_the_targets_alone_changes_nothing(objective, padded, count) -> None:
+    config = config_of(objective, count=count)
+    text = np.random.default_rng(1).integers(2, 61, (4, 14))
+    if padded:
+        text[1, 9:] = text[2, 3:] = -1
+    micro = micro_batch(config, text)
+    model = random_model(config)
+    loss, grads = outcome(model, micro)
+    full_loss, full_grads = outcome(model, whole(micro))
+    torch.testing.assert_close(loss, full_loss, rtol=0, atol=1e-11)
+    for name, grad in grads.items():
+        torch.testing.assert_close(grad, full_grads[name], rtol=0, atol=1e-10, msg=name)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_vanilla_is_berts_own_loss(tied: bool) -> None:
+    config = config_of({"name": "vanilla", "tied": tied})
+    micro, model = micro_batch(config), random_model(config)
+    loss, grads = outcome(model, micro)
+    batch, head = micro.batch, model.mask_head
+    model.zero_grad()
+    hidden_ND = model.backbone(batch.input_ids_BT, batch.positions_BT).flatten(0, 1)[batch.target_index_N]
+    matrix = model.backbone.embedding.weight if model.head is None else model.head.weight
+    transformed = F.layer_norm(F.gelu(head.dense(hidden_ND)), (48,), head.norm.weight, head.norm.bias, 1e-12)
+    logits = (transformed @ matrix.T + head.bias)[:, :61]
+    expected = F.cross_entropy(logits, batch.target_ids_N, reduction="sum")
+    torch.testing.assert_close(loss, expected.detach() * 0.25, rtol=0, atol=1e-10)
+    (expected * 0.25).backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(grads[name], parameter.grad, rtol=0, atol=1e-10, msg=name)
+    scores = model(Scoring(batch, None))
+    assert scores.loss == pytest.approx(expected.item())
+    assert scores.correct == int((logits.argmax(1) == batch.target_ids_N).sum())
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES.values(), ids=OBJECTIVES.keys())
+def test_without_targets_the_loss_is_zero_and_reaches_every_weight(objective) -> None:
+    config = config_of(objective)
+    loss, grads = outcome(random_model(config), micro_batch(config, np.full((2, 14), -1)))
+    assert loss == 0
+    assert not any(grad.any() for grad in grads.values())
+
+
+def test_a_headless_encoder_has_no_transform() -> None:
+    names = [name for name, _ in build(config_of({}), CPU).named_parameters()]
+    assert not [name for name in names if not name.startswith("backbone.")]

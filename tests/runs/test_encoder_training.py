@@ -1,0 +1,84 @@
+"""Encoders end to end: the loss falls, resuming is bitwise, meshes and ZeRO stages agree, exports load."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from on_ranks import on_ranks
+from small_run import small_config, write_text
+from transformers import AutoModelForMaskedLM
+
+from megahead.checkpoint import open_checkpoint
+from megahead.config import RunConfig
+from megahead.convert import hf_folder
+from megahead.distributed import Group, Launch
+from megahead.report.metrics import read_metrics
+from megahead.train import describe_run, pretrain
+
+OBJECTIVES = {"headless": {}, "vanilla": {"name": "vanilla", "tied": True}}
+
+
+def encoder_config(folder: Path, objective: dict[str, Any], changes: dict[str, Any] | None = None) -> RunConfig:
+    model = {"family": "bert", "num_layers": 2, "hidden_size": 32, "num_heads": 4, "vocab_size": 63}
+    fixed = {
+        "model": {**model, "vocab_multiple": 64, "max_positions": 32, "hidden_dropout": 0.0, "attention_dropout": 0.0},
+        "masking": {"mask_token": 60, "cls_token": 61, "sep_token": 62},
+        "objective": objective,
+        "optimizer.eps": 1e-4,
+    }
+    return small_config(folder, fixed | (changes or {}))
+
+
+def run(group: Group, config: RunConfig, resume: str = "auto") -> str:
+    return pretrain(config, Launch(), resume)
+
+
+@pytest.mark.parametrize(("objective", "pack"), [("headless", "stream"), ("vanilla", "best_fit")])
+def test_it_learns_evaluates_and_exports(tmp_path: Path, objective: str, pack: str) -> None:
+    write_text(tmp_path)
+    longer = {"training.steps": 30, "training.evaluate_every": 5, "training.checkpoint_every": 30, "data.pack": pack}
+    batch = {"batch.global_size": 16, "batch.micro_size": 16, "optimizer.learning_rate": 1e-2}
+    longer["training.evaluate_samples"] = 200  # of three targets each
+    config = encoder_config(tmp_path, OBJECTIVES[objective], longer | batch)
+    assert on_ranks(1, run, config) == ["finished"]
+    first, *_, last = read_metrics(tmp_path / "run").validation
+    assert last["perplexity"] < first["perplexity"]
+    assert last["bits_per_byte"] is None
+    AutoModelForMaskedLM.from_pretrained(hf_folder(tmp_path / "run"))
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES.values(), ids=OBJECTIVES.keys())
+def test_resuming_is_bitwise(tmp_path: Path, objective) -> None:
+    write_text(tmp_path)
+    whole = encoder_config(tmp_path, objective, {"output_dir": str(tmp_path / "whole"), "model.hidden_dropout": 0.1})
+    on_ranks(1, run, whole)
+    resumed = encoder_config(tmp_path, objective, {"model.hidden_dropout": 0.1})
+    on_ranks(1, run, resumed, str(tmp_path / "whole/checkpoints/step-00000003"))
+    one, two = open_checkpoint(tmp_path / "whole"), open_checkpoint(tmp_path / "run")
+    assert one.names() == two.names()
+    assert all(one.read(name).equal(two.read(name)) for name in one.names())
+
+
+@pytest.mark.parametrize(
+    ("name", "number", "tensor", "data"),
+    [("headless", 2, 2, 1), ("headless", 3, 1, 2), ("vanilla", 1, 1, 2), ("vanilla", 3, 2, 1)],
+)
+def test_every_mesh_and_stage_takes_the_same_course(tmp_path: Path, name, number, tensor, data) -> None:
+    write_text(tmp_path)
+    objective = OBJECTIVES[name]
+    alone = encoder_config(tmp_path, objective, {"output_dir": str(tmp_path / "alone")})
+    on_ranks(1, run, alone)
+    zero = {"engine.deepspeed": {"zero_optimization": {"stage": number, "stage3_param_persistence_threshold": 0}}}
+    recomputed = {"engine.activation_checkpointing": True}
+    meshed = encoder_config(tmp_path, objective, {"parallel.tensor": tensor, **zero, **recomputed})
+    on_ranks(tensor * data, run, meshed)
+    one, two = (read_metrics(tmp_path / folder) for folder in ("alone", "run"))
+    assert [r["loss"] for r in two.training] == pytest.approx([r["loss"] for r in one.training], abs=1e-5)
+    assert two.validation[-1]["loss"] == pytest.approx(one.validation[-1]["loss"], abs=1e-5)
+
+
+def test_what_a_run_will_do_is_told_in_targets(tmp_path: Path) -> None:
+    lines = dict(describe_run(encoder_config(tmp_path, {}), 1))
+    assert lines["objective"] == "headless, candidates from 2 rows (6 targets), 15% of the tokens masked"
