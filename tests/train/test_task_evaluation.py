@@ -15,7 +15,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from megahead.config import RunConfig
 from megahead.convert import hf_folder
 from megahead.distributed import Group, Launch
-from megahead.errors import ConfigErrors, DataError
+from megahead.errors import ConfigErrors
 from megahead.evaluate.harness import evaluate_harness
 from megahead.evaluate.tasks import task_files
 from megahead.report.metrics import read_metrics
@@ -73,6 +73,6 @@ def test_mistakes_are_told_before_training(tmp_path: Path) -> None:
     with pytest.raises(ConfigErrors, match=r"`data\.tokenizer` must name the tokenizer"):
         small_config(tmp_path, {"tasks": tasks})
     (tmp_path / "eval/sciq/validation.jsonl").unlink()
-    with pytest.raises(DataError, match=r"must hold eval/sciq/validation\.jsonl for task sciq"):
-        pretrain(config_of(tmp_path, "broken", tasks), Launch())
+    with pytest.raises(AssertionError, match=r"DataError: .*must hold eval/sciq/validation\.jsonl for task sciq"):
+        on_ranks(1, run, config_of(tmp_path, "broken", tasks))
     assert not list((tmp_path / "broken").rglob("step-*"))

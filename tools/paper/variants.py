@@ -22,9 +22,9 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "corrected, group 16": ("bias=corrected", "group_samples=64"),
     "S_N 512": ("negatives=512",),
     "S_N 4096": ("negatives=4096",),
-    "capped at 512 of group 16": ("group_samples=64", "max_candidates=512"),
     "vanilla, tied": ("name=vanilla", "tied=true"),
     "vanilla": ("name=vanilla",),
+    "capped at 512 of group 16": ("group_samples=64", "max_candidates=512"),
 }
 
 SEEDS = (1,)
