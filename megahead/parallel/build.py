@@ -49,7 +49,7 @@ def fill_(module: nn.Module, group: Group, value: Callable[[str, torch.Size], Te
 
 def _assemble(config: RunConfig, group: Group) -> Pretraining:
     whole = pretraining.assemble(config)
-    parallelize_(whole.backbone, SHARDING[config.model.family], group)
+    parallelize_(whole.backbone, SHARDING[config.model.family], group, sequence=config.parallel.sequence)
     rows, features = config.model.padded_vocab_size() // group.size, config.model.hidden_size
     head = None if whole.head is None else SplitOutputEmbedding(rows, features)
     return TensorParallelPretraining(whole.backbone, whole.objective, whole.vocab_size, head, group)
