@@ -20,7 +20,7 @@ from megahead.engine.norm import clip_, global_norm
 from megahead.engine.start import start_deepspeed
 from megahead.engine.state import MOMENTS, WEIGHT, open_state
 from megahead.errors import ConfigError
-from megahead.parallel import shard_dims
+from megahead.parallel import fill_, shard_dims
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,10 @@ class Engine:
     to every trainable parameter. `optimizer` is an `AdamW` over the module's trainable parameters, `config`
     comes from `config.deepspeed_config`. At stage 3 `module`'s own parameters are empty outside of its
     forward: read them through `tensors`.
+
+    `weights` maps a parameter's name to the whole tensor it starts from, and is asked for one at a time: `module` may
+    then be hollow (see `parallel.assemble`), so that at stage 3 no rank ever holds all of it. Without it training
+    starts from the module's own weights.
     """
 
     def __init__(
@@ -51,6 +55,7 @@ class Engine:
         config: dict[str, Any],
         mesh: Mesh,
         device: torch.device,
+        weights: Callable[[str], Tensor] | None = None,
     ) -> None:
         self._stage = int(config.get("zero_optimization", {}).get("stage", 0))
         self._clipping = float(config.get("gradient_clipping", 0.0))
@@ -58,14 +63,18 @@ class Engine:
         if self._stage == 0:
             config = {**config, "gradient_clipping": 0.0}  # ours, see `_step_replicated`
         self._mesh = mesh
-        given = _exact_weights(module, config)
+        if weights is not None and self._stage < 3:
+            fill_(module, mesh.tensor, weights)
+        own = _exact_weights(module, config) if weights is None else {}
         self._deepspeed = start_deepspeed(module, optimizer, config, mesh, device)
         self._state = open_state(self._deepspeed, self._stage)
         self._shard_dims = shard_dims(module)
         self._backward_done = False
+        if weights is not None and (self._stage == 3 or _is_half(config)):
+            self.load_weights(lambda key: weights(key.removeprefix(f"{WEIGHT}/")))
         for name, parameter in module.named_parameters():
-            if name in given:
-                self._state.set(parameter, WEIGHT, given.pop(name).to(device))
+            if name in own:
+                self._state.set(parameter, WEIGHT, own.pop(name).to(device))
 
     @property
     def module(self) -> nn.Module:
@@ -175,9 +184,13 @@ class Engine:
 
 def _exact_weights(module: nn.Module, config: dict[str, Any]) -> dict[str, Tensor]:
     """The weights as given, where DeepSpeed would start its fp32 masters from their rounded half-precision copies."""
-    if not any(config.get(key, {}).get("enabled") for key in ("bf16", "fp16")):
+    if not _is_half(config):
         return {}
     return {name: parameter.detach().to("cpu", copy=True) for name, parameter in module.named_parameters()}
+
+
+def _is_half(config: dict[str, Any]) -> bool:
+    return any(config.get(key, {}).get("enabled") for key in ("bf16", "fp16"))
 
 
 def _refuse_what_trains_wrongly(config: dict[str, Any], stage: int) -> None:

@@ -1,6 +1,6 @@
 """Models split over a tensor group: sharded twins of plain layers, the plan that applies them, the shared-out loss."""
 
-from megahead.parallel.build import build, fill_
+from megahead.parallel.build import assemble, build, fill_
 from megahead.parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabularyParallelEmbedding
 from megahead.parallel.plan import parallelize_, shard_dims
 from megahead.parallel.pretraining import TensorParallelPretraining
@@ -16,6 +16,7 @@ __all__ = [
     "Share",
     "TensorParallelPretraining",
     "VocabularyParallelEmbedding",
+    "assemble",
     "build",
     "fill_",
     "parallelize_",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
 
@@ -9,12 +10,11 @@ import torch
 from torch import Tensor
 
 from megahead.checkpoint import Checkpoint, find_checkpoint, open_checkpoint, save_checkpoint
-from megahead.config import InitConfig, RunConfig, config_from_dict, resolve_group
+from megahead.config import RunConfig, config_from_dict, resolve_group
 from megahead.distributed import Group
 from megahead.engine import Engine
 from megahead.errors import CheckpointError
-from megahead.parallel import fill_
-from megahead.pretraining import Pretraining
+from megahead.pretraining import first_weights, weight_shapes
 from megahead.train.state import TrainingState
 
 _SAME_WHEN_RESUMED = (
@@ -79,24 +79,25 @@ def resume_from(checkpoint: Checkpoint, engine: Engine, state: TrainingState, co
     state.restore(checkpoint.state, checkpoint.read("state/target_counts"), data)
 
 
-def start_from(pretraining: Pretraining, init: InitConfig, tensor: Group) -> None:
-    """Takes a checkpoint's weights instead of random ones, and a head started as a copy of the embedding.
+def starting_weights(config: RunConfig) -> Callable[[str], Tensor]:
+    """From a parameter's name to the whole tensor a run starts from: random, or as `init` says from a checkpoint.
 
-    Each rank of the `tensor` group takes its slices. With `mode: probe` only the head stays trainable.
+    A head to be fine-tuned starts as a copy of the embedding.
     """
+    init = config.init
+    if init is None:
+        return first_weights(config)
     path = find_checkpoint(Path(init.from_checkpoint))
     if path is None:
         raise CheckpointError(f"`init.from_checkpoint` must hold a checkpoint, but {init.from_checkpoint} holds none.")
-    checkpoint = open_checkpoint(path)
+    checkpoint, shapes = open_checkpoint(path), weight_shapes(config)
     head_from_embedding = init.mode != "continue"
 
-    def weight(name: str, shape: torch.Size) -> Tensor:
+    def weight(name: str) -> Tensor:
         source = "backbone.embedding.weight" if head_from_embedding and name == "head.weight" else name
-        return _matching(checkpoint, f"weight/{source}", shape)
+        return _matching(checkpoint, f"weight/{source}", shapes[name])
 
-    fill_(pretraining, tensor, weight)
-    if init.mode == "probe":
-        pretraining.backbone.requires_grad_(False)
+    return weight
 
 
 def _matching(checkpoint: Checkpoint, name: str, shape: torch.Size) -> Tensor:

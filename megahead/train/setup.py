@@ -15,14 +15,14 @@ from megahead.distributed import Launch, Mesh, choose_device, connect
 from megahead.engine import Engine
 from megahead.objectives import build_objective
 from megahead.optim import build_adamw
-from megahead.parallel import build
+from megahead.parallel import assemble
 from megahead.pretraining import Feed
 from megahead.train.describe import describe_run
 from megahead.train.evaluation import Evaluation
 from megahead.train.faults import StopRequest
 from megahead.train.loop import Ending, Training, train
 from megahead.train.meters import Meters
-from megahead.train.persistence import agreed_group, find_resume, resume_from, save, start_from
+from megahead.train.persistence import agreed_group, find_resume, resume_from, save, starting_weights
 from megahead.train.state import TrainingState
 from megahead.train.texts import Texts, open_texts
 
@@ -84,12 +84,13 @@ def _feed(config: RunConfig, texts: Texts, state: TrainingState, mesh: Mesh) -> 
 
 def _engine(config: RunConfig, deepspeed: dict[str, Any], mesh: Mesh, device: torch.device) -> Engine:
     """The model, split over the mesh, with its first weights and its optimizer."""
-    pretraining = build(config, mesh.tensor, device)
+    pretraining = assemble(config, mesh.tensor, device)
     pretraining.backbone.recompute_blocks = config.engine.activation_checkpointing
-    if config.init:
-        start_from(pretraining, config.init, mesh.tensor)
+    if config.init and config.init.mode == "probe":
+        pretraining.backbone.requires_grad_(False)
     optimizer = build_adamw(pretraining, config.optimizer)
-    return Engine(pretraining, optimizer=optimizer, config=deepspeed, mesh=mesh, device=device)
+    weights = starting_weights(config)
+    return Engine(pretraining, optimizer=optimizer, config=deepspeed, mesh=mesh, device=device, weights=weights)
 
 
 def _prepare_folder(config: RunConfig) -> None:

@@ -35,7 +35,7 @@ def in_parts(group: Group, config: RunConfig, recompute: bool) -> tuple[Tensor, 
     whole = whole_backbone(config)
     backbone = build_backbone(config.model).double()
     parallelize_(backbone, SHARDING["gpt_neox"], group, sequence=True)
-    fill_(backbone, group, lambda name, shape: whole.get_parameter(name))
+    fill_(backbone, group, whole.get_parameter)
     backbone.recompute_blocks = recompute
     hidden = backbone(IDS, POSITIONS)
     hidden.cos().sum().backward()
