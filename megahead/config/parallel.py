@@ -15,8 +15,12 @@ class ParallelConfig(Settings):
     tensor: int = Field(default=1, gt=0)
     """Ranks that split every layer among them; keep it within a node."""
 
-    def check(self, model: ModelConfig) -> None:
-        """Raises ConfigError when `model` cannot be split evenly."""
+    sequence: bool = False
+    """Also split the tokens of each row over the tensor ranks where layers are not split (norms, dropout, what each
+    block is given): less memory for activations, the same traffic. Changes nothing at `tensor: 1`."""
+
+    def check(self, model: ModelConfig, sequence_length: int) -> None:
+        """Raises ConfigError when `model`, or its rows, cannot be split evenly."""
         widths = {
             "num_heads": model.num_heads,
             "intermediate_size": model.mlp_size(),
@@ -25,6 +29,12 @@ class ParallelConfig(Settings):
         for name, width in widths.items():
             if width % self.tensor:
                 raise ConfigError("parallel.tensor", f"divide the model's {name} ({width})", got=self.tensor)
+        if self.sequence and sequence_length % self.tensor:
+            raise ConfigError(
+                "data.sequence_length",
+                f"be a multiple of parallel.tensor ({self.tensor}) under parallel.sequence",
+                got=sequence_length,
+            )
 
     def data_ranks(self, world_size: int) -> int:
         """Data-parallel ranks among `world_size` ranks."""

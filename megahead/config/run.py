@@ -96,7 +96,7 @@ class RunConfig(Settings):
 
     @model_validator(mode="after")
     def _fits_together(self) -> RunConfig:
-        self.parallel.check(self.model)
+        self.parallel.check(self.model, self.data.sequence_length)
         if self.data.sequence_length > self.model.max_positions:
             raise ConfigError(
                 "data.sequence_length",

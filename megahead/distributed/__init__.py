@@ -1,6 +1,6 @@
 """Who computes with whom: groups of ranks as values, the mesh, and how ranks find each other."""
 
-from megahead.distributed.collectives import gather, sum_backward, sum_forward, sum_scatter
+from megahead.distributed.collectives import join, split, sum_backward, sum_forward, sum_scatter
 from megahead.distributed.group import Group
 from megahead.distributed.mesh import Mesh
 from megahead.distributed.randomness import drawn_apart
@@ -16,9 +16,10 @@ __all__ = [
     "connect",
     "disconnect",
     "drawn_apart",
-    "gather",
+    "join",
     "naming_lost_ranks",
     "read_launch",
+    "split",
     "sum_backward",
     "sum_forward",
     "sum_scatter",

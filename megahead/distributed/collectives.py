@@ -26,15 +26,21 @@ def sum_backward(same: Tensor, group: Group) -> Tensor:
     return given
 
 
-def sum_scatter(parts: Tensor, group: Group) -> Tensor:
-    """[n, ...]: this rank's share of the sum of all ranks' [size * n, ...]; backward gathers."""
-    share: Tensor = parts if group.size == 1 else _SumScatter.apply(parts, group)
+def sum_scatter(parts: Tensor, group: Group, dim: int = 0) -> Tensor:
+    """This rank's slice along `dim` of the sum of all ranks' parts; backward gathers."""
+    share: Tensor = parts if group.size == 1 else _SumScatter.apply(parts, group, dim)
     return share
 
 
-def gather(share: Tensor, group: Group) -> Tensor:
-    """[size * n, ...]: all ranks' [n, ...] in rank order, to be used apart; backward sums and scatters."""
-    whole: Tensor = share if group.size == 1 else _Gather.apply(share, group)
+def split(same: Tensor, group: Group, dim: int) -> Tensor:
+    """This rank's slice along `dim` of what all hold; backward gathers. Begins a region where ranks hold slices."""
+    share: Tensor = same if group.size == 1 else _Split.apply(same, group, dim)
+    return share
+
+
+def join(share: Tensor, group: Group, dim: int) -> Tensor:
+    """All ranks' slices along `dim`, on every rank, to be used alike; backward sends nothing. Inverse of `split`."""
+    whole: Tensor = share if group.size == 1 else _Join.apply(share, group, dim)
     return whole
 
 
@@ -61,21 +67,32 @@ class _SumBackward(torch.autograd.Function):
 
 class _SumScatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, parts: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return group.sum_scatter(parts)
+    def forward(ctx: Any, parts: Tensor, group: Group, dim: int) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        return group.sum_scatter(parts, dim)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return ctx.group.gather(grad).flatten(0, 1), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return ctx.group.join(grad, ctx.dim), None, None
 
 
-class _Gather(torch.autograd.Function):
+class _Split(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, share: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return group.gather(share).flatten(0, 1)
+    def forward(ctx: Any, same: Tensor, group: Group, dim: int) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        return group.shard(same, dim)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return ctx.group.sum_scatter(grad), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return ctx.group.join(grad, ctx.dim), None, None
+
+
+class _Join(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, share: Tensor, group: Group, dim: int) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        return group.join(share, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return ctx.group.shard(grad, ctx.dim), None, None

@@ -49,6 +49,10 @@ class Group:
             raise ValueError(f"dim {dim} of size {size} cannot be split evenly over {self.size} ranks")
         return full.chunk(self.size, dim)[self.rank].clone(memory_format=torch.contiguous_format)
 
+    def join(self, part: Tensor, dim: int) -> Tensor:
+        """All ranks' parts (of one shape) in rank order along `dim`: the inverse of `shard`."""
+        return part if self.size == 1 else torch.cat(self.gather(part).unbind(), dim)
+
     def sum_(self, tensor: Tensor) -> Tensor:
         """Sums `tensor` over the group in place; every rank gets the sum. Moves ~2x its bytes."""
         if self.size > 1:
@@ -69,11 +73,11 @@ class Group:
         dist.all_gather(parts, tensor.contiguous(), group=self.handle)
         return torch.stack(parts)
 
-    def sum_scatter(self, tensor: Tensor) -> Tensor:
-        """[n, *rest]: this rank's share, in rank order, of the sum of all ranks' [size * n, *rest]."""
+    def sum_scatter(self, tensor: Tensor, dim: int = 0) -> Tensor:
+        """This rank's slice along `dim`, as `shard` cuts it, of the sum of all ranks' tensors."""
         if self.size == 1:
             return tensor
-        parts = [part.contiguous() for part in tensor.chunk(self.size)]
+        parts = [part.contiguous() for part in tensor.chunk(self.size, dim)]
         share = torch.empty_like(parts[0])
         dist.reduce_scatter(share, parts, group=self.handle)
         return share

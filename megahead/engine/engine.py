@@ -20,7 +20,7 @@ from megahead.engine.norm import clip_, global_norm
 from megahead.engine.start import start_deepspeed
 from megahead.engine.state import MOMENTS, WEIGHT, open_state
 from megahead.errors import CheckpointError, ConfigError
-from megahead.parallel import shard_dims
+from megahead.parallel import fill_, shard_dims
 
 _SCALE_STATE = frozenset({"cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis"})
 """What moves in DeepSpeed's `DynamicLossScaler`."""
@@ -44,6 +44,10 @@ class Engine:
     to every trainable parameter. `optimizer` is an `AdamW` over the module's trainable parameters, `config`
     comes from `config.deepspeed_config`. At stage 3 `module`'s own parameters are empty outside of its
     forward: read them through `tensors`.
+
+    `weights` maps a parameter's name to the whole tensor it starts from, and is asked for one at a time: `module` may
+    then be hollow (see `parallel.assemble`), so that at stage 3 no rank ever holds all of it. Without it training
+    starts from the module's own weights.
     """
 
     def __init__(
@@ -54,6 +58,7 @@ class Engine:
         config: dict[str, Any],
         mesh: Mesh,
         device: torch.device,
+        weights: Callable[[str], Tensor] | None = None,
     ) -> None:
         self._stage = int(config.get("zero_optimization", {}).get("stage", 0))
         self._clipping = float(config.get("gradient_clipping", 0.0))
@@ -61,7 +66,9 @@ class Engine:
         if self._stage == 0:
             config = {**config, "gradient_clipping": 0.0}  # ours, see `_step_replicated`
         self._mesh = mesh
-        given = _exact_weights(module, config)
+        if weights is not None and self._stage < 3:
+            fill_(module, mesh.tensor, weights)
+        own = _exact_weights(module, config) if weights is None else {}
         self._deepspeed = start_deepspeed(module, optimizer, config, mesh, device)
         self._state = open_state(self._deepspeed, self._stage)
         self._shard_dims = shard_dims(module)
@@ -69,9 +76,11 @@ class Engine:
         if self.searches_loss_scale:
             self._scaler.raise_error_at_min_scale = False  # type: ignore[union-attr] # whoever counts skips decides
         self._backward_done = False
+        if weights is not None and (self._stage == 3 or _is_half(config)):
+            self.load_weights(lambda key: weights(key.removeprefix(f"{WEIGHT}/")))
         for name, parameter in module.named_parameters():
-            if name in given:
-                self._state.set(parameter, WEIGHT, given.pop(name).to(device))
+            if name in own:
+                self._state.set(parameter, WEIGHT, own.pop(name).to(device))
 
     @property
     def module(self) -> nn.Module:
@@ -208,7 +217,7 @@ class Engine:
 
     def _merge(self, name: str, part: Tensor) -> Tensor:
         dim = self._shard_dims.get(name)
-        return part if dim is None else torch.cat(self._mesh.tensor.gather(part).unbind(), dim)
+        return part if dim is None else self._mesh.tensor.join(part, dim)
 
     def _parameters(self, kind: str) -> Iterator[tuple[str, nn.Parameter]]:
         for name, parameter in self.module.named_parameters():
@@ -221,9 +230,13 @@ class Engine:
 
 def _exact_weights(module: nn.Module, config: dict[str, Any]) -> dict[str, Tensor]:
     """The weights as given, where DeepSpeed would start its fp32 masters from their rounded half-precision copies."""
-    if not any(config.get(key, {}).get("enabled") for key in ("bf16", "fp16")):
+    if not _is_half(config):
         return {}
     return {name: parameter.detach().to("cpu", copy=True) for name, parameter in module.named_parameters()}
+
+
+def _is_half(config: dict[str, Any]) -> bool:
+    return any(config.get(key, {}).get("enabled") for key in ("bf16", "fp16"))
 
 
 def _refuse_what_trains_wrongly(config: dict[str, Any], stage: int) -> None:

@@ -11,6 +11,7 @@ import io
 import logging
 import os
 import warnings
+from collections.abc import Iterator
 from contextlib import redirect_stdout
 from types import ModuleType
 from typing import Any
@@ -49,11 +50,34 @@ def start_deepspeed(
     mpu = ModelParallelUnit(mesh) if mesh.tensor.size > 1 else None
     try:
         with redirect_stdout(io.StringIO()):  # its bf16 optimizer prints memory reports; warnings still pass
+            deepspeed.init_distributed(dist.get_backend())
+            if config.get("zero_optimization", {}).get("stage") == 3:
+                parts, data = _OneByOne(module, config), mesh.data.handle
+                deepspeed.zero.Init(module=parts, data_parallel_group=data, config_dict_or_path=config, mpu=mpu)
             engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config, mpu=mpu)
     except (ValueError, TypeError, AssertionError) as error:
         told = " ".join(str(error).split()) or type(error).__name__
         raise UserError(f"`engine.deepspeed` must be what DeepSpeed accepts, but it says: {told}.") from error
     return engine
+
+
+class _OneByOne(nn.Module):
+    """A module's parameters, handed to DeepSpeed to be cut up one at a time in the format of the forward pass.
+
+    Each is given its room only when its turn comes, so that of hollow ones never more than one is there whole.
+    """
+
+    def __init__(self, module: nn.Module, config: dict[str, Any]) -> None:
+        super().__init__()
+        half = {"bf16": torch.bfloat16, "fp16": torch.float16}
+        enabled = [dtype for key, dtype in half.items() if config.get(key, {}).get("enabled")]
+        self._dtype = enabled[0] if enabled else torch.float32
+        self._of_module = module.parameters
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        for parameter in self._of_module():
+            parameter.data = parameter.data.to(self._dtype).contiguous()
+            yield parameter
 
 
 def _name_device(device: torch.device) -> None:

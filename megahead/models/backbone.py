@@ -7,6 +7,8 @@ from abc import ABC, abstractmethod
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from megahead.distributed import Group
+
 
 class Backbone(nn.Module, ABC):
     """An embedding table and an encoder over its rows: tokens to hidden states, without a head.
@@ -20,6 +22,9 @@ class Backbone(nn.Module, ABC):
     recompute_blocks: bool = False
     """Keep only each block's input for the backward pass, and compute the block again there: a third more time for
     memory of L x B x T x D instead of about 17 times that."""
+
+    tokens: Group = Group()
+    """Ranks that share out the tokens of each row between `encode`'s beginning and end; one rank has them all."""
 
     def embed(self, ids: Tensor) -> Tensor:
         """[..., D]: the table's rows of `ids`, of any shape."""

@@ -1,6 +1,6 @@
 """GPT-NeoX (Black et al. 2022, arXiv 2204.06745), the decoder of the Pythia suite, without its head.
 
-B rows, T tokens a row, D hidden size.
+B rows, T tokens a row, t those of them that this rank holds, D hidden size.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from megahead.config import ModelConfig
+from megahead.distributed import join, split
 from megahead.models.backbone import Backbone
 from megahead.nn import MLP, Block, CausalSelfAttention, Documents, rotation_at
 
@@ -29,11 +30,10 @@ class GPTNeoX(Backbone):
         documents = None if positions_BT is None else Documents(positions_BT)
         positions = torch.arange(rows_BTD.shape[1], device=rows_BTD.device) if positions_BT is None else positions_BT
         rotation = rotation_at(positions, self.rotary_dims, self.rotary_base)
-        x_BTD = rows_BTD
+        x_BtD = split(rows_BTD, self.tokens, dim=1)
         for block in self.blocks:
-            x_BTD = self.run_block(block, x_BTD, rotation, documents)
-        hidden_BTD: Tensor = self.final_norm(x_BTD)
-        return hidden_BTD
+            x_BtD = self.run_block(block, x_BtD, rotation, documents)
+        return join(self.final_norm(x_BtD), self.tokens, dim=1)
 
 
 def _block(config: ModelConfig) -> Block:
@@ -48,11 +48,17 @@ def _block(config: ModelConfig) -> Block:
 
 
 SHARDING = {
+    "": "tokens",
     "embedding": "vocabulary",  # rows of the table
+    "blocks.*": "tokens",  # its dropout draws apart
+    "blocks.*.attention_norm": "norm",
     "blocks.*.attention": "heads",  # its dropout draws apart
     "blocks.*.attention.qkv": "column",  # whole heads
     "blocks.*.attention.output": "row",
+    "blocks.*.mlp_norm": "norm",
     "blocks.*.mlp.up": "column",
     "blocks.*.mlp.down": "row",
+    "final_norm": "norm",
 }
-"""How each module splits over a tensor group; what is not named here is held whole by every rank."""
+"""How each module splits over a tensor group; "tokens" and "norm" matter under sequence parallelism only. What is not
+named here is held whole by every rank."""

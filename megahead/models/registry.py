@@ -11,7 +11,7 @@ from megahead.models.backbone import Backbone
 _BACKBONES: dict[str, Callable[[ModelConfig], Backbone]] = {"gpt_neox": gpt_neox.GPTNeoX, "bert": bert.Bert}
 
 SHARDING: dict[str, dict[str, str]] = {"gpt_neox": gpt_neox.SHARDING, "bert": bert.SHARDING}
-"""Per family: pattern of module names (`*` is one layer's number) -> "column", "row", "vocabulary" or "heads"."""
+"""Per family: pattern of module names (`*` is one layer's number) -> how it splits, in words of `parallel`."""
 
 
 def build_backbone(config: ModelConfig) -> Backbone:

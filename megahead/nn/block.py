@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from megahead.distributed import Group, drawn_apart
 from megahead.nn.attention import CausalSelfAttention
 from megahead.nn.documents import Documents
 from megahead.nn.mlp import MLP
@@ -26,6 +27,7 @@ class Block(nn.Module):
     ) -> None:
         super().__init__()
         self.parallel = parallel
+        self.tokens = Group()  # of the ranks that hold the rows' other tokens: each drops features of its own
         self.dropout = dropout
         self.attention_norm = nn.LayerNorm(hidden_size, eps=norm_eps)
         self.attention = attention
@@ -41,4 +43,7 @@ class Block(nn.Module):
         return x_BTD + self._drop(self.mlp(self.mlp_norm(x_BTD)))
 
     def _drop(self, added_BTD: Tensor) -> Tensor:
-        return F.dropout(added_BTD, self.dropout, self.training)
+        if not self.training or self.dropout == 0.0:
+            return added_BTD
+        with drawn_apart(self.tokens, added_BTD.device):
+            return F.dropout(added_BTD, self.dropout)

@@ -1,17 +1,22 @@
 """Models split over a tensor group: sharded twins of plain layers, the plan that applies them, the shared-out loss."""
 
-from megahead.parallel.build import build, fill_
+from megahead.parallel.build import assemble, build, fill_
 from megahead.parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabularyParallelEmbedding
 from megahead.parallel.plan import parallelize_, shard_dims
 from megahead.parallel.pretraining import TensorParallelPretraining
+from megahead.parallel.sequence import SequenceColumnLinear, SequenceLayerNorm, SequenceRowLinear
 from megahead.parallel.softmax import Share, split_candidate_loss, split_candidate_scores
 
 __all__ = [
     "ColumnParallelLinear",
     "RowParallelLinear",
+    "SequenceColumnLinear",
+    "SequenceLayerNorm",
+    "SequenceRowLinear",
     "Share",
     "TensorParallelPretraining",
     "VocabularyParallelEmbedding",
+    "assemble",
     "build",
     "fill_",
     "parallelize_",

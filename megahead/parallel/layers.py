@@ -92,7 +92,9 @@ class VocabularyParallelEmbedding(nn.Module):
         return rows.masked_fill(foreign[..., None], 0.0)
 
 
-TWINS: Mapping[str, tuple[type[nn.Module], Callable[..., nn.Module]]] = {
+Twins = Mapping[str, tuple[type[nn.Module], Callable[..., nn.Module]]]
+
+TWINS: Twins = {
     "column": (nn.Linear, ColumnParallelLinear),
     "row": (nn.Linear, RowParallelLinear),
     "vocabulary": (nn.Embedding, VocabularyParallelEmbedding),

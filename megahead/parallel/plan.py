@@ -8,22 +8,33 @@ from collections.abc import Iterator, Mapping
 from torch import nn
 
 from megahead.distributed import Group
-from megahead.parallel.layers import TWINS
+from megahead.errors import ConfigError
+from megahead.parallel.layers import TWINS, Twins
+from megahead.parallel.sequence import SEQUENCE_TWINS
+
+_MARKS = {"heads": "group", "tokens": "tokens"}
+"""The attribute by which a module that stays as it is learns of the group."""
 
 
-def parallelize_(module: nn.Module, sharding: Mapping[str, str], group: Group) -> None:
+def parallelize_(module: nn.Module, sharding: Mapping[str, str], group: Group, *, sequence: bool = False) -> None:
     """Replaces every layer that a pattern of `sharding` names by its twin over `group`; sends nothing.
 
-    `*` in a pattern stands for one part of a dotted name; "heads" marks an attention layer, which stays as it is but
-    learns that other ranks hold other heads. Raises ValueError for a pattern that matches no layer, or a
-    layer it cannot split: a table that lies about its model would train slices as if they were whole.
+    `*` in a pattern stands for one part of a dotted name, "" for `module` itself. "heads" marks an attention layer,
+    which stays as it is but learns that other ranks hold other heads. With `sequence` tokens are split as well:
+    "tokens" marks modules that learn that other ranks hold other tokens, "norm" the norms between them.
+    Raises ValueError for a pattern that matches no layer, or a layer it cannot split: a table that lies about its
+    model would train slices as if they were whole.
     """
+    if sequence and "tokens" not in sharding.values():
+        raise ConfigError("parallel.sequence", f"be false for a {type(module).__name__}", got="true")
+    twins = SEQUENCE_TWINS if sequence else TWINS
     for pattern, kind in sharding.items():
         matched = list(_matching(module, pattern))
         if not matched:
             raise ValueError(f"the sharding table's pattern {pattern!r} must match a layer of {type(module).__name__}")
-        for name in matched:
-            _replace_(module, name, kind, group)
+        if sequence or kind not in ("tokens", "norm"):
+            for name in matched:
+                _apply_(module, name, kind, twins, group)
 
 
 def shard_dims(module: nn.Module) -> dict[str, int]:
@@ -40,12 +51,12 @@ def _matching(module: nn.Module, pattern: str) -> Iterator[str]:
     return (name for name, _ in module.named_modules() if expression.fullmatch(name))
 
 
-def _replace_(module: nn.Module, name: str, kind: str, group: Group) -> None:
+def _apply_(module: nn.Module, name: str, kind: str, twins: Twins, group: Group) -> None:
     layer = module.get_submodule(name)
-    if kind == "heads":
-        layer.group = group  # type: ignore[assignment]
+    if kind in _MARKS:
+        setattr(layer, _MARKS[kind], group)
         return
-    plain, twin = TWINS[kind]
+    plain, twin = twins[kind]
     if type(layer) is not plain:
         raise ValueError(f"{name} must be a {plain.__name__} to be split by {kind}, but is a {type(layer).__name__}")
     parent, _, child = name.rpartition(".")

@@ -1,7 +1,7 @@
 """Backbone + objective: from rows of tokens to a loss, and to scores for evaluation."""
 
 from megahead.pretraining.batch import MicroBatch, Scoring, StepBatches
-from megahead.pretraining.build import assemble, build
+from megahead.pretraining.build import assemble, build, first_weights, weight_shapes
 from megahead.pretraining.feed import Feed
 from megahead.pretraining.heads import MaskHead, OutputEmbedding
 from megahead.pretraining.pretraining import Pretraining
@@ -18,4 +18,6 @@ __all__ = [
     "StepBatches",
     "assemble",
     "build",
+    "first_weights",
+    "weight_shapes",
 ]

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
+from torch import Tensor
 
 from megahead.config import RunConfig
-from megahead.models import build_backbone, initialize_
+from megahead.models import build_backbone, initial_value, initialize_
 from megahead.pretraining.heads import MaskHead, OutputEmbedding
 from megahead.pretraining.pretraining import Pretraining
+from megahead.pretraining.temperature import LearnedTemperature
 
 
 def assemble(config: RunConfig) -> Pretraining:
@@ -27,3 +31,21 @@ def build(config: RunConfig, device: torch.device) -> Pretraining:
     if pretraining.temperature is not None:
         pretraining.temperature.reset_()
     return pretraining
+
+
+def weight_shapes(config: RunConfig) -> dict[str, torch.Size]:
+    """Of every parameter of `build`, by name."""
+    with torch.device("meta"):
+        return {name: parameter.shape for name, parameter in assemble(config).named_parameters()}
+
+
+def first_weights(config: RunConfig) -> Callable[[str], Tensor]:
+    """From a parameter's name to the whole fp32 CPU tensor it starts from in `build`, drawn when it is asked for."""
+    shapes = weight_shapes(config)
+
+    def weight(name: str) -> Tensor:
+        if name == "temperature.log_value":
+            return LearnedTemperature(config.objective.temperature).first_value()
+        return initial_value(name, shapes[name], config.seed, config.model)
+
+    return weight

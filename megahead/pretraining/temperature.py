@@ -20,7 +20,11 @@ class LearnedTemperature(nn.Module):
     def reset_(self) -> None:
         """Back to where it starts."""
         with torch.no_grad():
-            self.log_value.fill_(math.log(self.start))
+            self.log_value.copy_(self.first_value())
+
+    def first_value(self) -> Tensor:
+        """What `log_value` starts from."""
+        return torch.tensor([math.log(self.start)])
 
     def forward(self, outputs_ND: Tensor) -> Tensor:
         """Outputs divided by the temperature, so that whatever they are scored against is as well."""

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from megahead.checkpoint import Checkpoint, find_checkpoint, newest_sound, open_checkpoint, together
-from megahead.config import InitConfig, RunConfig, resolve_group
+from megahead.config import RunConfig, resolve_group
 from megahead.distributed import Group
 from megahead.engine import Engine
 from megahead.errors import CheckpointError
-from megahead.parallel import fill_
-from megahead.pretraining import Pretraining
+from megahead.pretraining import first_weights, weight_shapes
 from megahead.train.state import TrainingState
 
 
@@ -75,24 +75,25 @@ def _load(checkpoint: Checkpoint, engine: Engine) -> None:
     engine.set_loss_scale_state(checkpoint.stated("scale", dict, absent={}))
 
 
-def start_from(pretraining: Pretraining, init: InitConfig, tensor: Group) -> None:
-    """Takes a checkpoint's weights instead of random ones, and a head started as a copy of the embedding.
+def starting_weights(config: RunConfig) -> Callable[[str], Tensor]:
+    """From a parameter's name to the whole tensor a run starts from: random, or as `init` says from a checkpoint.
 
-    Each rank of the `tensor` group takes its slices. With `mode: probe` only the head stays trainable.
+    A head to be fine-tuned starts as a copy of the embedding.
     """
+    init = config.init
+    if init is None:
+        return first_weights(config)
     path = find_checkpoint(Path(init.from_checkpoint))
     if path is None:
         raise CheckpointError(f"`init.from_checkpoint` must hold a checkpoint, but {init.from_checkpoint} holds none.")
-    checkpoint = open_checkpoint(path)
+    checkpoint, shapes = open_checkpoint(path), weight_shapes(config)
     head_from_embedding = init.mode != "continue"
 
-    def weight(name: str, shape: torch.Size) -> Tensor:
+    def weight(name: str) -> Tensor:
         source = "backbone.embedding.weight" if head_from_embedding and name == "head.weight" else name
-        return _matching(checkpoint, f"weight/{source}", shape)
+        return _matching(checkpoint, f"weight/{source}", shapes[name])
 
-    fill_(pretraining, tensor, weight)
-    if init.mode == "probe":
-        pretraining.backbone.requires_grad_(False)
+    return weight
 
 
 def _matching(checkpoint: Checkpoint, name: str, shape: torch.Size) -> Tensor:

@@ -16,7 +16,7 @@ from megahead.distributed import Group, Launch, Mesh, choose_device, connect, na
 from megahead.engine import Engine
 from megahead.objectives import build_objective
 from megahead.optim import build_adamw
-from megahead.parallel import build
+from megahead.parallel import assemble
 from megahead.pretraining import Feed
 from megahead.train.describe import describe_run
 from megahead.train.evaluation import Evaluation
@@ -25,7 +25,7 @@ from megahead.train.identity import refuse_another_run, texts_behind
 from megahead.train.loop import Training, train
 from megahead.train.memory import memory_told
 from megahead.train.meters import Meters
-from megahead.train.persistence import agreed_group, find_resume, resume_from, roll_back, start_from
+from megahead.train.persistence import agreed_group, find_resume, resume_from, roll_back, starting_weights
 from megahead.train.preemption import Ending, StopRequest, clear_ending, mark_ending
 from megahead.train.saver import Saver
 from megahead.train.state import TrainingState
@@ -110,12 +110,13 @@ def _feed(config: RunConfig, texts: Texts, state: TrainingState, mesh: Mesh, dev
 
 def _engine(config: RunConfig, deepspeed: dict[str, Any], mesh: Mesh, device: torch.device) -> Engine:
     """The model, split over the mesh, with its first weights and its optimizer."""
-    pretraining = build(config, mesh.tensor, device)
+    pretraining = assemble(config, mesh.tensor, device)
     pretraining.backbone.recompute_blocks = config.engine.activation_checkpointing
-    if config.init:
-        start_from(pretraining, config.init, mesh.tensor)
+    if config.init and config.init.mode == "probe":
+        pretraining.backbone.requires_grad_(False)
     optimizer = build_adamw(pretraining, config.optimizer)
-    return Engine(pretraining, optimizer=optimizer, config=deepspeed, mesh=mesh, device=device)
+    weights = starting_weights(config)
+    return Engine(pretraining, optimizer=optimizer, config=deepspeed, mesh=mesh, device=device, weights=weights)
 
 
 def _prepare_folder(config: RunConfig, folder: Path) -> None:

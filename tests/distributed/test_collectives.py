@@ -13,7 +13,8 @@ from megahead.distributed import (
     Group,
     Mesh,
     drawn_apart,
-    gather,
+    join,
+    split,
     sum_backward,
     sum_forward,
     sum_scatter,
@@ -49,17 +50,41 @@ def test_sum_backward(size: int) -> None:
         torch.testing.assert_close(grad, sum(numbers(r, 2, seed=5) for r in range(size)))
 
 
+def along(group: Group, collective: Callable[[Tensor, Group, int], Tensor], dim: int, whole: bool) -> list[Tensor]:
+    """Given, taken, and their gradients, of a [2, 4, 3] value that is whole where `whole`, else a rank's slice."""
+    shape = [2 * group.size, 4 * group.size, 3]
+    shape[dim] //= 1 if whole else group.size
+    generator = torch.Generator().manual_seed(group.rank)
+    x = torch.randn(shape, dtype=torch.float64, generator=generator).requires_grad_()
+    y = collective(x, group, dim)
+    grad = torch.randn(y.shape, dtype=torch.float64, generator=generator)
+    y.backward(grad)
+    assert x.grad is not None
+    return [x.detach(), y.detach(), grad, x.grad]
+
+
+@pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize("size", SIZES)
-def test_sum_scatter_and_gather_are_each_other_backwards(size: int) -> None:
-    scattered = on_ranks(size, both_ways, sum_scatter, 2 * size)
-    gathered = on_ranks(size, both_ways, gather, 2)
-    total = sum(numbers(r, 2 * size) for r in range(size)).chunk(size)
-    total_grad = sum(numbers(r, 2 * size, seed=5) for r in range(size)).chunk(size)
-    for rank in range(size):
-        torch.testing.assert_close(scattered[rank][0], total[rank])
-        assert torch.equal(scattered[rank][1], torch.cat([numbers(r, 2, seed=5) for r in range(size)]))
-        assert torch.equal(gathered[rank][0], torch.cat([numbers(r, 2) for r in range(size)]))
-        torch.testing.assert_close(gathered[rank][1], total_grad[rank])
+def test_sum_scatter(size: int, dim: int) -> None:
+    given, taken, grads, returned = zip(*on_ranks(size, along, sum_scatter, dim, True), strict=True)
+    torch.testing.assert_close(torch.cat(taken, dim), sum(given))
+    assert all(torch.equal(grad, torch.cat(grads, dim)) for grad in returned)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("size", SIZES)
+def test_split_gives_slices_and_gathers_backward(size: int, dim: int) -> None:
+    for rank, (given, taken, _, returned) in enumerate(results := on_ranks(size, along, split, dim, True)):
+        assert torch.equal(taken, given.chunk(size, dim)[rank])
+        assert torch.equal(returned, torch.cat([grad for _, _, grad, _ in results], dim))
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("size", SIZES)
+def test_join_gathers_and_gives_each_its_slice_of_a_gradient_that_all_have(size: int, dim: int) -> None:
+    for rank, (_, taken, grad, returned) in enumerate(results := on_ranks(size, along, join, dim, False)):
+        assert torch.equal(taken, torch.cat([given for given, *_ in results], dim))
+        assert torch.equal(returned, grad.chunk(size, dim)[rank])
 
 
 def draws(group: Group) -> tuple[list[Tensor], list[Tensor]]:

@@ -12,7 +12,7 @@ import torch
 from megahead.config import RunConfig, load_config
 from megahead.distributed import Group
 from megahead.estimate import expected_candidates, rank_memory, rank_parameters
-from megahead.parallel.build import _assemble
+from megahead.parallel import assemble
 
 ROOT = Path(__file__).parents[2]
 PYTHIA_12B = str(ROOT / "configs/pythia-12b-headless.yaml")
@@ -25,8 +25,7 @@ def pythia(*overrides: str) -> RunConfig:
 @pytest.mark.parametrize("tensor", [1, 2, 8])
 def test_parameters_of_a_tensor_rank_are_those_of_the_split_model(tensor: int) -> None:
     config = pythia(f"parallel.tensor={tensor}", "model.num_layers=3", "objective.name=vanilla")
-    with torch.device("meta"):
-        split = _assemble(config, Group(0, tensor))
+    split = assemble(config, Group(0, tensor), torch.device("meta"))
     assert rank_parameters(config) == sum(p.numel() for p in split.parameters())
 
 

@@ -140,11 +140,14 @@ def test_parameter_names_are_the_checkpoints_names():
 _BLOCK_PARTS = ("attention_norm", "attention.qkv", "attention.output", "mlp_norm", "mlp.up", "mlp.down")
 
 
-def test_sharding_table_names_every_matrix_of_the_model():
-    modules = {name for name, module in build_backbone(TINY).named_modules() if _holds_matrix(module)}
-    patterns = [pattern for pattern, kind in SHARDING["gpt_neox"].items() if kind != "heads"]
-    assert modules == {name for name in modules if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)}
-    assert all(fnmatch.filter(modules, pattern) for pattern in patterns)
+def test_sharding_table_names_every_matrix_and_every_norm_of_the_model():
+    modules = dict(build_backbone(TINY).named_modules())
+    named = {"norm": set(), "matrix": set()}
+    for pattern, kind in SHARDING["gpt_neox"].items():
+        if kind not in ("heads", "tokens"):
+            named["norm" if kind == "norm" else "matrix"].update(fnmatch.filter(modules, pattern))
+    assert named["norm"] == {name for name, module in modules.items() if isinstance(module, torch.nn.LayerNorm)}
+    assert named["matrix"] == {name for name, module in modules.items() if _holds_matrix(module)}
 
 
 def _holds_matrix(module: torch.nn.Module) -> bool:

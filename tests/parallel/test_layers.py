@@ -97,7 +97,7 @@ def test_a_backbone_in_parts_gives_the_hidden_states_of_the_whole(size: int) -> 
     def in_parts(group: Group) -> Tensor:
         backbone = build_backbone(config.model).double()
         parallelize_(backbone, SHARDING["gpt_neox"], group)
-        fill_(backbone, group, lambda name, shape: whole.get_parameter(name))
+        fill_(backbone, group, whole.get_parameter)
         hidden: Tensor = backbone(ids, positions)
         return hidden.detach()
 

@@ -32,16 +32,18 @@ OBJECTIVES = {
 MODEL = {"hidden_size": 32, "num_heads": 4, "vocab_multiple": 32, "vocab_size": 47}
 
 
-def config_of(objective: dict[str, Any], **model: Any) -> RunConfig:
-    return small_config(model={**MODEL, **model}, objective={**objective, "temperature": 0.5})
+def config_of(objective: dict[str, Any], sequence: int | None = None, **model: Any) -> RunConfig:
+    """`sequence`: the tensor ranks over which tokens are split too."""
+    mesh = {"tensor": sequence, "sequence": True} if sequence else {}
+    return small_config(model={**MODEL, **model}, objective={**objective, "temperature": 0.5}, parallel=mesh)
 
 
 def micro_batch(config: RunConfig, targets: int | None = None) -> MicroBatch:
     g = torch.Generator().manual_seed(4)
-    rows = torch.randint(config.model.vocab_size, (2, 12), generator=g)
-    index = torch.arange(22)[:targets]
+    rows = torch.randint(config.model.vocab_size, (2, 13), generator=g)
+    index = torch.arange(24)[:targets]
     ids = torch.randint(config.model.vocab_size, (len(index),), generator=g)
-    positions = torch.tensor([[*range(5), *range(6)], [*range(11)]])
+    positions = torch.tensor([[*range(5), *range(7)], [*range(12)]])
     batch = Batch(rows[:, :-1], positions, index, ids)
     objective = build_objective(config.objective, config.model.vocab_size, torch.arange(config.model.vocab_size))
     groups = ids.tensor_split([len(ids) // 3]) if config.objective.name == "headless" else (ids,)
@@ -79,7 +81,17 @@ def split(group: Group, config: RunConfig, targets: int | None) -> tuple[Tensor,
 @pytest.mark.parametrize("objective", OBJECTIVES.values(), ids=OBJECTIVES.keys())
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_loss_gradients_and_scores_equal_one_rank(size: int, objective: dict[str, Any], targets: int | None) -> None:
-    config = config_of(objective)
+    assert_equal_to_one_rank(size, config_of(objective), targets)
+
+
+@pytest.mark.parametrize("targets", [None, 0])
+@pytest.mark.parametrize("objective", ["headless", "corrected", "mixed", "untied"])
+@pytest.mark.parametrize("size", [2, 4])
+def test_sequence_parallelism_equals_one_rank(size: int, objective: str, targets: int | None) -> None:
+    assert_equal_to_one_rank(size, config_of(OBJECTIVES[objective], sequence=size), targets)
+
+
+def assert_equal_to_one_rank(size: int, config: RunConfig, targets: int | None) -> None:
     loss, scores, grads = one_rank(config, targets)
     for split_loss, split_scores, split_grads in on_ranks(size, split, config, targets):
         torch.testing.assert_close(split_loss, loss, rtol=0, atol=1e-10)

@@ -9,6 +9,8 @@ import torch
 from plain_course import OBJECTIVES, Course, config_of, distance, initial, on_mesh, plain_torch
 from small_run import write_text
 
+from megahead.config import RunConfig
+
 ROOT = Path(__file__).parents[2]
 MESHES = [(1, 1), (1, 2), (2, 1), (2, 2)]
 
@@ -28,6 +30,13 @@ def assert_equal(ours: Course, reference: Course) -> None:
         torch.testing.assert_close(ours.weights[name], weight, rtol=0, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
 
 
+def assert_near(ours: Course, reference: Course, config: RunConfig) -> None:
+    """Losses within 0.2 %, norms within 1 %, weights within 2 % of the way they went (measured: 0.05, 0.15, 0.8 %)."""
+    assert ours.losses == pytest.approx(reference.losses, rel=2e-3)
+    assert ours.norms == pytest.approx(reference.norms, rel=1e-2)
+    assert distance(ours, reference, initial(config)) < 0.02
+
+
 MATRIX = [(o, stage, *mesh) for o in ("headless", "vanilla") for stage in (0, 1, 2, 3) for mesh in MESHES]
 MATRIX += [("tied", stage, 2, 2) for stage in (0, 1, 2, 3)]
 
@@ -42,16 +51,38 @@ def test_fp32_equals_plain_torch(
     assert_equal(ours, reference)
 
 
+SEQUENCE = {"parallel.sequence": True}
+
+
+@pytest.mark.parametrize(
+    ("objective", "stage", "tensor", "data", "recompute"),
+    [("headless", stage, 2, 2, stage % 2 == 0) for stage in (0, 1, 2, 3)]
+    + [("vanilla", 1, 2, 2, True), ("vanilla", 3, 2, 2, True), ("headless", 0, 2, 1, True), ("headless", 3, 2, 1, True)]
+    + [("headless", 0, 1, 1, False)],
+)
+def test_sequence_parallelism_equals_plain_torch(
+    tmp_path: Path, references: dict[str, Course], objective: str, stage: int, tensor: int, data: int, recompute: bool
+) -> None:
+    write_text(tmp_path)
+    changes = SEQUENCE | {"engine.activation_checkpointing": recompute}
+    assert_equal(on_mesh(tmp_path, objective, stage, tensor, data, **changes), references[objective])
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_sequence_parallelism_in_bf16_stays_near_plain_torch(
+    tmp_path: Path, references: dict[str, Course], stage: int
+) -> None:
+    write_text(tmp_path)
+    ours = on_mesh(tmp_path, "headless", stage, 2, 2, **SEQUENCE | {"engine.precision": "bf16"})
+    assert_near(ours, references["headless"], config_of(tmp_path, "headless"))
+
+
 @pytest.mark.parametrize("objective", ["headless", "vanilla"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_bf16_stays_near_plain_torch(tmp_path: Path, references: dict[str, Course], objective: str, stage: int) -> None:
-    """Losses within 0.2 %, norms within 1 %, weights within 2 % of the way they went (measured: 0.05, 0.15, 0.8 %)."""
     write_text(tmp_path)
     ours = on_mesh(tmp_path, objective, stage, 2, 2, **{"engine.precision": "bf16"})
-    reference = references[objective]
-    assert ours.losses == pytest.approx(reference.losses, rel=2e-3)
-    assert ours.norms == pytest.approx(reference.norms, rel=1e-2)
-    assert distance(ours, reference, initial(config_of(tmp_path, objective))) < 0.02
+    assert_near(ours, references[objective], config_of(tmp_path, objective))
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

@@ -18,8 +18,8 @@ from megahead.engine import Engine
 from megahead.estimate import rank_memory
 from megahead.objectives import build_objective
 from megahead.optim import build_adamw
-from megahead.parallel import build
-from megahead.pretraining import Feed
+from megahead.parallel import assemble
+from megahead.pretraining import Feed, first_weights
 from megahead.train.step import train_step
 
 
@@ -33,9 +33,10 @@ def peak(world: Group, config: RunConfig) -> int:
     """Bytes beyond those of the process before there was a model, over two steps."""
     ctypes.CDLL(None).malloc_trim(0)  # what earlier tests left on the heap would hide what is taken here
     mesh, before = Mesh.build(world, config.parallel.tensor), status("VmRSS")
-    module = build(config, mesh.tensor, CPU)
+    module = assemble(config, mesh.tensor, CPU)
     optimizer, content = build_adamw(module, config.optimizer), deepspeed_config(config, mesh.data.size)
-    engine = Engine(module, optimizer=optimizer, config=content, mesh=mesh, device=CPU)
+    weights = first_weights(config)
+    engine = Engine(module, optimizer=optimizer, config=content, mesh=mesh, device=CPU, weights=weights)
     samples = StreamSamples(IndexedDataset(config.data.train), config.data.sequence_length, config.seed)
     objective = build_objective(config.objective, config.model.vocab_size)
     feed = Feed(samples, objective, config.data, config.batch, mesh.data)

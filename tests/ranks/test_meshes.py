@@ -14,10 +14,10 @@ from small_run import small_config, stage, write_text
 from megahead.checkpoint import Checkpoint, open_checkpoint
 from megahead.config import RunConfig
 from megahead.distributed import Group, Launch, Mesh
-from megahead.parallel import build
+from megahead.parallel import assemble, fill_
 from megahead.report.metrics import read_metrics
 from megahead.train import pretrain
-from megahead.train.persistence import start_from
+from megahead.train.persistence import starting_weights
 
 
 def run(group: Group, config: RunConfig, resume: str = "auto") -> str:
@@ -71,9 +71,9 @@ def test_tokens_and_held_out_text_are_counted_once(tmp_path: Path) -> None:
 def started(world: Group, config: RunConfig) -> dict[str, bool]:
     """Which of this rank's parameters are its slice of what the checkpoint holds for them."""
     mesh = Mesh.build(world, config.parallel.tensor)
-    module = build(config, mesh.tensor, CPU)
     assert config.init is not None
-    start_from(module, config.init, mesh.tensor)
+    module = assemble(config, mesh.tensor, CPU)
+    fill_(module, mesh.tensor, starting_weights(config))
     checkpoint: Checkpoint = open_checkpoint(Path(config.init.from_checkpoint))
     source = {"head.weight": "backbone.embedding.weight"}
     outcome = {}

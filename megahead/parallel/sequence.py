@@ -1,0 +1,94 @@
+"""Sequence parallelism: between the split layers of a block, each tensor rank holds a share of every row's tokens.
+
+Norms, dropout and the residual stream, which tensor parallelism alone has every rank compute and keep in whole, are
+split along the tokens. An all-gather before a column layer and a reduce-scatter after a row layer take the place of
+the all-reduces and move as many bytes. After Korthikanti et al. 2022, arXiv 2205.05198.
+
+B rows, T tokens, t of one rank, D hidden size, f features of one rank.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from megahead.distributed import Group, sum_backward, sum_scatter
+from megahead.parallel.layers import TWINS, ColumnParallelLinear, RowParallelLinear, Twins
+
+
+class SequenceColumnLinear(ColumnParallelLinear):
+    """Reads this rank's tokens, returns its features of all tokens.
+
+    Costs an all-gather of [B, T, D] forward, and backward another, so that only [B, t, D] is kept, and a
+    reduce-scatter.
+    """
+
+    def forward(self, x_BtD: Tensor) -> Tensor:
+        """[B, T, f]: this rank's output features."""
+        inputs = _in_autocast_type(x_BtD, self.weight, self.bias)
+        output_BTf: Tensor = _GatheredLinear.apply(*inputs, self.group)
+        return output_BTf
+
+
+class SequenceRowLinear(RowParallelLinear):
+    """Reads its features of all tokens, returns its tokens: a reduce-scatter forward, an all-gather backward."""
+
+    def forward(self, x_BTf: Tensor) -> Tensor:
+        """[B, t, D]: this rank's tokens."""
+        summed_BtD = sum_scatter(F.linear(x_BTf, self.weight), self.group, dim=1)
+        return summed_BtD + sum_backward(self.bias, self.group)
+
+
+class SequenceLayerNorm(nn.Module):
+    """A norm of this rank's tokens; the gradients of its weights are summed over the ranks, whose copies stay alike.
+
+    The sum is part of autograd, because DeepSpeed takes gradients as soon as they are there.
+    """
+
+    def __init__(self, full: nn.LayerNorm, group: Group) -> None:
+        super().__init__()
+        self.group = group
+        self.normalized_shape, self.eps = full.normalized_shape, full.eps
+        self.weight, self.bias = full.weight, full.bias
+
+    def forward(self, x_BtD: Tensor) -> Tensor:
+        """[B, t, D]; an all-reduce of [2, D] backward."""
+        weight, bias = sum_backward(torch.stack([self.weight, self.bias]), self.group)
+        return F.layer_norm(x_BtD, self.normalized_shape, weight, bias, self.eps)
+
+
+SEQUENCE_TWINS: Twins = {
+    **TWINS,
+    "column": (nn.Linear, SequenceColumnLinear),
+    "row": (nn.Linear, SequenceRowLinear),
+    "norm": (nn.LayerNorm, SequenceLayerNorm),
+}
+"""What a sharding table's words stand for where tokens are split too."""
+
+
+class _GatheredLinear(torch.autograd.Function):
+    """`linear` of all ranks' tokens that keeps this rank's and gathers the others' again in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x_BtD: Tensor, weight_fD: Tensor, bias_f: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        ctx.save_for_backward(x_BtD, weight_fD)
+        return F.linear(group.join(x_BtD, dim=1), weight_fD, bias_f)
+
+    @staticmethod
+    def backward(ctx: Any, grad_BTf: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:  # type: ignore[override]
+        x_BtD, weight_fD = ctx.saved_tensors
+        grad_Nf, x_ND = grad_BTf.flatten(0, 1), ctx.group.join(x_BtD, dim=1).flatten(0, 1)
+        grad_BtD = ctx.group.sum_scatter(grad_BTf @ weight_fD, dim=1)
+        return grad_BtD, grad_Nf.T @ x_ND, grad_Nf.sum(0), None
+
+
+def _in_autocast_type(*tensors: Tensor) -> list[Tensor]:
+    """As autocast would give them to `linear`; as they are outside of it."""
+    kind = tensors[0].device.type
+    if not torch.is_autocast_enabled(kind):
+        return list(tensors)
+    return [tensor.to(torch.get_autocast_dtype(kind)) for tensor in tensors]

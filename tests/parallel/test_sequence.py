@@ -1,0 +1,154 @@
+"""Sequence parallelism: a backbone whose tokens are shared out is the whole one, in less memory per rank."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from on_ranks import on_ranks
+from small_checkpoint import small_config
+from torch import Tensor, nn
+
+from megahead import parallel
+from megahead.config import RunConfig
+from megahead.distributed import Group
+from megahead.errors import ConfigError, ConfigErrors
+from megahead.estimate import rank_memory
+from megahead.models import SHARDING, Backbone, build_backbone
+from megahead.parallel import parallelize_, shard_dims
+from megahead.parallel.build import fill_
+
+CPU = torch.device("cpu")
+IDS = torch.randint(61, (2, 8), generator=torch.Generator().manual_seed(2))
+POSITIONS = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 5, 6, 7]])
+
+
+def whole_backbone(config: RunConfig) -> Backbone:
+    torch.manual_seed(1)
+    backbone = build_backbone(config.model).double()
+    for parameter in backbone.parameters():
+        parameter.data.normal_(std=0.3)
+    return backbone
+
+
+def in_parts(group: Group, config: RunConfig, recompute: bool) -> tuple[Tensor, dict[str, Tensor]]:
+    """Hidden states and whole gradients."""
+    whole = whole_backbone(config)
+    backbone = build_backbone(config.model).double()
+    parallelize_(backbone, SHARDING["gpt_neox"], group, sequence=True)
+    fill_(backbone, group, whole.get_parameter)
+    backbone.recompute_blocks = recompute
+    hidden = backbone(IDS, POSITIONS)
+    hidden.cos().sum().backward()
+    dims = shard_dims(backbone)
+    grads = {}
+    for name, p in backbone.named_parameters():
+        assert p.grad is not None, name
+        grads[name] = p.grad if name not in dims else group.join(p.grad, dims[name])
+    return hidden.detach(), grads
+
+
+@pytest.mark.parametrize("residual", ["parallel", "sequential"])
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_hidden_states_and_gradients_are_those_of_one_rank(size: int, recompute: bool, residual: str) -> None:
+    model = {"hidden_size": 32, "num_heads": 4, "parallel_residual": residual == "parallel"}
+    config = small_config(model=model, parallel={"tensor": size, "sequence": True})
+    whole = whole_backbone(config)
+    hidden = whole(IDS, POSITIONS)
+    hidden.cos().sum().backward()
+    for its_hidden, grads in on_ranks(size, in_parts, config, recompute):
+        torch.testing.assert_close(its_hidden, hidden.detach(), rtol=0, atol=1e-10)
+        for name, parameter in whole.named_parameters():
+            torch.testing.assert_close(
+                grads[name], parameter.grad, rtol=0, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}"
+            )
+
+
+def dropped(group: Group, config: RunConfig, recompute: bool) -> list[Tensor]:
+    """Where the first block's sublayers were dropped, hidden states, and two gradients of norms."""
+    module = parallel.build(config, group, CPU)
+    module.backbone.recompute_blocks = recompute
+    added: list[Tensor] = []
+    norm = module.backbone.get_submodule("blocks.1.attention_norm")
+    norm.register_forward_pre_hook(lambda _, inputs: added.append(inputs[0].detach()))
+    torch.manual_seed(9)
+    hidden: Tensor = module.backbone(torch.zeros(4, 8, dtype=torch.int64))
+    hidden.square().sum().backward()
+    norms = [module.backbone.get_submodule(name) for name in ("final_norm", "blocks.0.attention_norm")]
+    return [added[0] == added[0][0, 0], hidden.detach(), *(norm.weight.grad for norm in norms)]
+
+
+def test_dropout_of_the_residual_stream_is_apart_where_tokens_are_and_recomputed_alike() -> None:
+    """All tokens are equal, hence all values: what differs between them is what was dropped."""
+    model = {"hidden_size": 32, "num_heads": 4, "hidden_dropout": 0.4, "attention_dropout": 0.3}
+    config = small_config(model=model, parallel={"tensor": 2, "sequence": True})
+    mine, theirs = on_ranks(2, dropped, config, False)
+    assert not torch.equal(mine[0], theirs[0])
+    for alike in (1, 2, 3):
+        assert torch.equal(mine[alike], theirs[alike])
+    for kept, recomputed in zip(mine, on_ranks(2, dropped, config, True)[0], strict=True):
+        torch.testing.assert_close(kept, recomputed)
+
+
+def kept_bytes(group: Group, config: RunConfig) -> int:
+    """What the blocks keep for the backward pass, weights apart."""
+    backbone = parallel.build(config, group, CPU).backbone
+    kept: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        hidden = backbone(torch.zeros(2, 32, dtype=torch.int64))
+    weights = {p.untyped_storage().data_ptr() for p in backbone.parameters()}
+    assert hidden.requires_grad
+    return sum(size for place, size in kept.items() if place not in weights)
+
+
+def test_a_rank_keeps_its_share_of_all_activations_as_estimated() -> None:
+    """Tensor parallelism alone leaves each rank every block's inputs."""
+    model = {"num_layers": 6, "hidden_size": 64, "num_heads": 4}
+    kept = []
+    for mesh in ({}, {"tensor": 4}, {"tensor": 4, "sequence": True}):
+        config = small_config(model=model, parallel=mesh, batch={"global_size": 2, "micro_size": 2})
+        ranks = config.parallel.tensor
+        kept.append(on_ranks(ranks, kept_bytes, config)[0])
+        assert kept[-1] == pytest.approx(rank_memory(config, ranks).activations, rel=0.1)
+    one, tensor, sequence = kept
+    assert sequence < 0.27 * one < 0.35 * one < tensor
+
+
+def autocast(group: Group, config: RunConfig) -> tuple[Tensor, Tensor]:
+    module = parallel.build(config, group, CPU)
+    with torch.autocast("cpu", torch.bfloat16):
+        hidden = module.backbone(IDS)
+    hidden.float().square().sum().backward()
+    grad = module.backbone.get_parameter("blocks.0.mlp.up.weight").grad
+    assert grad is not None
+    return hidden.detach(), grad if group.size == 1 else group.join(grad, 0)
+
+
+def test_autocast_computes_in_half_precision_as_on_one_rank() -> None:
+    model = {"hidden_size": 32, "num_heads": 4}
+    ((expected, expected_grad),) = on_ranks(1, autocast, small_config(model=model))
+    config = small_config(model=model, parallel={"tensor": 2, "sequence": True})
+    for hidden, grad in on_ranks(2, autocast, config):
+        assert hidden.dtype == expected.dtype
+        torch.testing.assert_close(hidden, expected, rtol=0, atol=0.05)
+        assert 0 < float((grad - expected_grad).norm() / expected_grad.norm()) < 0.02
+
+
+def test_rows_that_do_not_split_evenly_are_refused() -> None:
+    sentence = (
+        r"`data\.sequence_length` must be a multiple of parallel\.tensor \(4\) under parallel\.sequence, but is 30"
+    )
+    model = {"hidden_size": 32, "num_heads": 4}
+    with pytest.raises(ConfigErrors, match=sentence):
+        small_config(model=model, parallel={"tensor": 4, "sequence": True}, data={"sequence_length": 30})
+
+
+def test_a_model_that_does_not_say_where_tokens_split_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"`parallel\.sequence` must be false for a Linear"):
+        parallelize_(nn.Linear(2, 2), {"": "column"}, Group(), sequence=True)
