@@ -13,6 +13,7 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from megahead.distributed.group import Group
 from megahead.errors import UserError
@@ -29,6 +30,9 @@ class Launch:
     local_rank: int = 0
     address: str = "127.0.0.1"
     port: int = 29500
+
+    attempt: int = 0
+    """How often the launcher has started all ranks anew."""
 
 
 def read_launch(environment: Mapping[str, str]) -> Launch:
@@ -56,7 +60,8 @@ def read_launch(environment: Mapping[str, str]) -> Launch:
     rank, world_size, local_rank, port = (int(numbers[n]) for n in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"))
     if rank >= world_size:
         raise UserError(f"`RANK` must be below WORLD_SIZE ({world_size}), but is {rank} instead.")
-    return Launch(rank, world_size, local_rank, source["MASTER_ADDR"], port)
+    attempt = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return Launch(rank, world_size, local_rank, source["MASTER_ADDR"], port, int(attempt) if attempt.isdecimal() else 0)
 
 
 def choose_device(asked: Literal["auto", "cpu", "cuda"], local_rank: int) -> torch.device:
@@ -82,13 +87,14 @@ def connect(launch: Launch, device: torch.device, timeout_seconds: float) -> Gro
     """Brings all ranks together (nccl for CUDA, gloo else) and returns them as a Group. Collective."""
     if launch.world_size > 1 and not dist.is_initialized():
         try:
-            dist.init_process_group(
-                "nccl" if device.type == "cuda" else "gloo",
-                init_method=f"tcp://{launch.address}:{launch.port}",
-                rank=launch.rank,
-                world_size=launch.world_size,
-                timeout=timedelta(seconds=timeout_seconds),
-            )
+            patience = timedelta(seconds=timeout_seconds)
+            method = f"tcp://{launch.address}:{launch.port}"
+            store, rank, size = next(rendezvous(method, launch.rank, launch.world_size, timeout=patience))
+            store.set_timeout(patience)
+            # a supervisor's store outlives the ranks, and remembers where those of an earlier attempt were
+            store = dist.PrefixStore(f"attempt {launch.attempt}", store)  # type: ignore[attr-defined]
+            backend = "nccl" if device.type == "cuda" else "gloo"
+            dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=patience)
         except (RuntimeError, OSError, ValueError) as error:
             raise UserError(
                 f"{launch.world_size} ranks must meet at {launch.address}:{launch.port} within {timeout_seconds:g} s, "
