@@ -20,6 +20,7 @@ from megahead.objectives import build_objective
 from megahead.optim import build_adamw
 from megahead.parallel import assemble
 from megahead.pretraining import Feed, first_weights
+from megahead.train.faults import Guard
 from megahead.train.step import train_step
 
 
@@ -43,7 +44,8 @@ def peak(world: Group, config: RunConfig) -> int:
     for step in range(3):
         if step == 1:
             Path("/proc/self/clear_refs").write_text("5")
-        train_step(engine, feed.step(step * config.batch.global_size), 1e-3, CPU, mesh.data)
+        batches = feed.step(step * config.batch.global_size)
+        train_step(engine, batches, 1e-3, CPU, mesh.world, Guard(config.faults), [])
     return status("VmHWM") - before
 
 
