@@ -76,7 +76,7 @@ class _OneByOne(nn.Module):
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         for parameter in self._of_module():
-            # a copy: of a single number expanded to one, `contiguous` would keep the stride 0, of which there are no bytes
+            # a copy, because of one number expanded to [1] `contiguous` keeps the stride 0
             parameter.data = parameter.data.to(self._dtype).clone(memory_format=torch.contiguous_format)
             yield parameter
 

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 WEIGHT = "weight"
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -99,14 +100,10 @@ class PartitionedState:
         return whole
 
     def set(self, parameter: nn.Parameter, kind: str, value: Tensor) -> None:
-        from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
-
-        if kind != WEIGHT:
-            safe_set_full_optimizer_state(parameter, value, kind)
-            return
         if parameter.requires_grad:
-            safe_set_full_fp32_param(parameter, value)
-        self._set_copy(parameter, value)
+            self._set_slice(parameter, kind, value)
+        if kind == WEIGHT:
+            self._set_copy(parameter, value)
 
     def spoil_gradient(self, parameter: nn.Parameter) -> None:
         mapping = parameter._hp_mapping  # type: ignore[attr-defined] # None where the rank has no part of it
@@ -118,6 +115,14 @@ class PartitionedState:
 
     def _set_copy(self, parameter: nn.Parameter, value: Tensor) -> None:
         parameter.data.copy_(value)
+
+    def _set_slice(self, parameter: nn.Parameter, kind: str, value: Tensor) -> None:
+        from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
+
+        if kind == WEIGHT:
+            safe_set_full_fp32_param(parameter, value)
+        else:
+            safe_set_full_optimizer_state(parameter, value, kind)
 
 
 class ShardedState(PartitionedState):
@@ -135,7 +140,21 @@ class ShardedState(PartitionedState):
         with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
             parameter.data.copy_(value)
 
-    def spoil_gradient(self, parameter: nn.Parameter) -> None:
-        from deepspeed.utils import safe_set_full_grad
+    def _set_slice(self, parameter: nn.Parameter, kind: str, value: Tensor) -> None:
+        """DeepSpeed's accessors of whole tensors fail where the last ranks' slices reach beyond the tensor's end."""
+        from deepspeed.utils import safe_set_local_fp32_param, safe_set_local_optimizer_state
 
-        safe_set_full_grad(parameter, torch.full(parameter.ds_shape, torch.nan, device=parameter.device))  # type: ignore[attr-defined]
+        length = parameter.ds_tensor.numel()  # type: ignore[attr-defined]
+        start = length * parameter._z3_optimizer._get_param_partition_rank(parameter)  # type: ignore[attr-defined]
+        part = value.flatten()[start : start + length]
+        part = functional.pad(part, (0, length - len(part)))
+        if kind == WEIGHT:
+            safe_set_local_fp32_param(parameter, part)
+        else:
+            safe_set_local_optimizer_state(parameter, part, kind)
+
+    def spoil_gradient(self, parameter: nn.Parameter) -> None:
+        from deepspeed.utils import safe_set_local_grad
+
+        length = parameter.ds_tensor.numel()  # type: ignore[attr-defined]
+        safe_set_local_grad(parameter, torch.full((length,), torch.nan, device=parameter.device))
