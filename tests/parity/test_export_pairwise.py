@@ -23,7 +23,7 @@ from megahead.convert import export, load_backbone, load_causal
 from megahead.distributed import Group, Mesh
 from megahead.engine import Engine
 from megahead.objectives import log_unigram
-from megahead.parallel import build, fill_
+from megahead.parallel import assemble
 from megahead.pretraining import Pretraining
 from megahead.pretraining import build as build_whole
 
@@ -96,10 +96,16 @@ def random_model(config: RunConfig) -> Pretraining:
 def save(group: Group, config: RunConfig, run: str) -> None:
     mesh = Mesh.build(group, config.parallel.tensor)
     weights = dict(random_model(config).named_parameters())
-    module = build(config, mesh.tensor, CPU)
-    fill_(module, mesh.tensor, lambda name, _: weights[name].detach())
+    module = assemble(config, mesh.tensor, CPU)
     settings = deepspeed_config(config, mesh.data.size)
-    engine = Engine(module, optimizer=small_optimizer(module), config=settings, mesh=mesh, device=CPU)
+    engine = Engine(
+        module,
+        optimizer=small_optimizer(module),
+        config=settings,
+        mesh=mesh,
+        device=CPU,
+        weights=lambda name: weights[name].detach(),
+    )
     tensors = [*engine.tensors(), ("state/target_counts", COUNTS)]
     state, plain = {"step": 1, "tokens": 9}, config.model_dump(mode="json")
     save_checkpoint(Path(run) / "checkpoints", 1, tensors, state=state, config=plain, group=group, keep=1)
