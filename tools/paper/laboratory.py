@@ -12,10 +12,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import yaml
 from rich.console import Console
 
-from megahead.config import load_config
+from megahead.config import RunConfig, load_config
 from megahead.errors import UserError
 from megahead.report import RunMetrics, read_metrics, to_markdown, to_rich
 
@@ -37,8 +36,7 @@ class Laboratory:
         """
         run, source = self.folder / name, f"configs/{config}.yaml"
         given = [*self.settings, *overrides, f"output_dir={run}", f"name={run.name}"]
-        settings = load_config(source, given)
-        if not _finished(run, settings.model_dump(mode="json")):
+        if not _finished(run, load_config(source, given)):
             run.mkdir(parents=True, exist_ok=True)
             with self.console.status(f"training {name}"), (run / "log.txt").open("a") as log:
                 command = [sys.executable, "launch/pretrain.py", "--config", source]
@@ -66,14 +64,17 @@ class Laboratory:
         self.console.print(to_rich(rows))
 
 
-def _finished(run: Path, settings: dict[str, Any]) -> bool:
-    """Whether the folder holds a run of just these settings that reached its last step."""
+def _finished(run: Path, config: RunConfig) -> bool:
+    """Whether the folder holds a run of just these settings that reached its last step.
+
+    What settings did not exist yet when it ran has its default.
+    """
     try:
-        same = yaml.safe_load((run / "config.yaml").read_text()) == settings
         latest = (run / "checkpoints/latest").read_text().strip()
     except OSError:
         return False
-    return same and latest == f"step-{settings['training']['steps']:08d}"
+    same = load_config(run / "config.yaml").model_dump() == config.model_dump()
+    return same and latest == f"step-{config.training.steps:08d}"
 
 
 def _commit() -> str:
