@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import random
+import shutil
 import tempfile
 import time
 from dataclasses import dataclass
@@ -17,12 +18,13 @@ from killable import codes, said, start_ranks
 from small_run import same_tensors, small_config, stage, write_text
 
 from megahead.checkpoint import newest_sound
+from megahead.config import RunConfig
 from megahead.report.metrics import read_metrics
 
 
 @dataclass
 class Toll:
-    """What was done to a run."""
+    """What was done to the runs."""
 
     kills: int = 0
     of_one_rank: int = 0
@@ -34,11 +36,14 @@ class Toll:
     while_starting: int = 0
     """Kills before a step of the session was logged."""
 
+    runs: int = 0
+    """Runs that reached their end and were compared; a run that does so early is followed by another."""
+
     seconds: float = 0.0
 
 
 def torture(folder: Path, kills: int, seed: int, zero: int = 1, background: bool = False) -> Toll:
-    """AssertionError when a checkpoint is lost or the end differs."""
+    """AssertionError when a checkpoint is lost or an end differs."""
     write_text(folder, documents=40)
     changes = stage(zero) | {
         "model.num_layers": 1,
@@ -56,27 +61,44 @@ def torture(folder: Path, kills: int, seed: int, zero: int = 1, background: bool
     config, chance, toll = small_config(folder, changes), random.Random(seed), Toll()
     run, started, newest = folder / "run", time.monotonic(), 0
     while toll.kills < kills:
-        lines = _lines(run)
-        ranks = start_ranks(config, 2, folder)
-        _wait_for_a_moment(run, ranks, chance)
-        one_only = chance.random() < 0.2
-        for rank in [chance.choice(ranks)] if one_only else ranks:
-            rank.kill()
-        assert None not in codes(ranks, 90), f"a rank survived the other: {said(folder, 0)} {said(folder, 1)}"
-        toll.kills += 1
-        toll.of_one_rank += one_only
-        toll.while_starting += _lines(run) == lines
-        toll.in_a_save += any((run / "checkpoints").glob(".step-*.partial"))
-        checkpoint, damage = newest_sound(run)
-        step = 0 if checkpoint is None else checkpoint.step
-        assert step >= newest, f"the checkpoint of step {newest} is lost"
-        assert not damage, damage
-        newest = step
-    assert newest < config.training.steps, "the run ended before all kills"
+        if _killed(config, folder, chance, toll):
+            newest = _kept(run, newest)
+        else:
+            _compare(run, folder / "undisturbed")
+            shutil.rmtree(run)
+            toll.runs, newest = toll.runs + 1, 0
     assert codes(start_ranks(config, 2, folder), 600) == [0, 0], said(folder, 0)
-    toll.seconds = time.monotonic() - started
     _compare(run, folder / "undisturbed")
+    toll.runs, toll.seconds = toll.runs + 1, time.monotonic() - started
     return toll
+
+
+def _killed(config: RunConfig, folder: Path, chance: random.Random, toll: Toll) -> bool:
+    """Starts or resumes the run and kills it at some moment; False when it reached its end before that moment."""
+    run = folder / "run"
+    lines, ranks = _lines(run), start_ranks(config, 2, folder)
+    _wait_for_a_moment(run, ranks, chance)
+    one_only = chance.random() < 0.2
+    for rank in [chance.choice(ranks)] if one_only else ranks:
+        rank.kill()
+    ended = codes(ranks, 90)
+    assert None not in ended, f"a rank survived the other: {said(folder, 0)} {said(folder, 1)}"
+    if ended == [0, 0]:
+        return False
+    toll.kills += 1
+    toll.of_one_rank += one_only
+    toll.while_starting += _lines(run) == lines
+    toll.in_a_save += any((run / "checkpoints").glob(".step-*.partial"))
+    return True
+
+
+def _kept(run: Path, newest: int) -> int:
+    """The step of the newest checkpoint, which is sound and not older than `newest`."""
+    checkpoint, damage = newest_sound(run)
+    step = 0 if checkpoint is None else checkpoint.step
+    assert step >= newest, f"the checkpoint of step {newest} is lost"
+    assert not damage, damage
+    return step
 
 
 def _wait_for_a_moment(run: Path, ranks: list[BaseProcess], chance: random.Random) -> None:
