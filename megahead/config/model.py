@@ -117,7 +117,7 @@ class ModelConfig(Settings):
             return given
         if given.get("size") is None:
             return {**(_BERT_DEFAULTS if given.get("family") == "bert" else {}), **given}
-        if given["size"] not in NAMED_SIZES:
+        if not isinstance(given["size"], str) or given["size"] not in NAMED_SIZES:
             raise ConfigError(
                 "size",
                 f"be one of {', '.join(NAMED_SIZES)}",

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 
 from megahead.config import RunConfig, deepspeed_config
 from megahead.data import training_masker
@@ -21,6 +19,7 @@ from megahead.pretraining import Feed
 from megahead.train.describe import describe_run
 from megahead.train.evaluation import Evaluation
 from megahead.train.faults import Guard
+from megahead.train.folder import fill, must_be_shared
 from megahead.train.identity import refuse_another_run, texts_behind
 from megahead.train.loop import Training, train
 from megahead.train.memory import memory_told
@@ -54,6 +53,7 @@ def _pretrain(config: RunConfig, texts: Texts, ranks: Group, device: torch.devic
     deepspeed = deepspeed_config(config, mesh.data.size)
     world, data = mesh.world.side_channel(), mesh.data.side_channel()
     folder = Path(config.folder())
+    must_be_shared(folder, world)
     checkpoint, damage = find_resume(resume, folder, world)
     state = TrainingState(config.model.padded_vocab_size(), agreed_group(config, mesh.data.size, checkpoint))
     state.texts = texts_behind(config, texts)
@@ -66,7 +66,8 @@ def _pretrain(config: RunConfig, texts: Texts, ranks: Group, device: torch.devic
         resume_from(checkpoint, engine, state, data)
 
     if world.rank == 0:
-        _prepare_folder(config, folder)
+        clear_ending(folder)
+        fill(folder, config)
     meters = Meters(config, active=world.rank == 0, utilization=Utilization.on(device, config, world.size))
     facts = [*describe_run(config, world.size, state.group_samples), *texts.describe(config)]
     meters.banner([*facts, ("on", f"{world.size} x {device.type}")], resumed=checkpoint, damage=damage)
@@ -117,12 +118,3 @@ def _engine(config: RunConfig, deepspeed: dict[str, Any], mesh: Mesh, device: to
     optimizer = build_adamw(pretraining, config.optimizer)
     weights = starting_weights(config)
     return Engine(pretraining, optimizer=optimizer, config=deepspeed, mesh=mesh, device=device, weights=weights)
-
-
-def _prepare_folder(config: RunConfig, folder: Path) -> None:
-    """RUN/config.yaml and RUN/tokenizer.json: what a reader of the checkpoints needs to know."""
-    folder.mkdir(parents=True, exist_ok=True)
-    clear_ending(folder)
-    (folder / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
-    if config.data.tokenizer is not None:
-        shutil.copyfile(config.data.tokenizer, folder / "tokenizer.json")

@@ -75,6 +75,7 @@ def test_all_mistakes_are_told_at_once_each_in_a_sentence() -> None:
 @pytest.mark.parametrize(
     ("sections", "sentence"),
     [
+        ({"model": {"size": {"a": 1}}}, "`model.size` must be one of pythia-14m"),
         ({"model": {"size": "pythia-15m"}}, "`model.size` must be one of pythia-14m"),
         ({"model": {"num_heads": 3}}, "`model.hidden_size` must be a multiple of num_heads (3), but is 128 instead."),
         ({"model": {"rotary_pct": 0.1}}, "`model.rotary_pct` must rotate an even number"),

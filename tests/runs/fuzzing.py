@@ -10,6 +10,7 @@ the model is built, one in `TRAINED` trains.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import hashlib
 import json
@@ -34,7 +35,7 @@ from small_run import small_config, write_text
 
 from megahead.config import load_config
 from megahead.distributed import Launch
-from megahead.errors import UserError, run_command
+from megahead.errors import run_command
 from megahead.train import pretrain, setup
 
 MEMORY = 6 << 30
@@ -182,10 +183,9 @@ def _make_fresh(folder: Path) -> None:
 
 
 def _run_folder(sandbox: Path) -> Path:
-    try:
+    with contextlib.suppress(Exception):  # what is wrong with it the run itself has to say
         return (sandbox / load_config(sandbox / "run.yaml").folder()).resolve()
-    except (UserError, OSError, ValueError):
-        return sandbox / "run"
+    return sandbox / "run"
 
 
 def _listing(folder: Path, run: Path) -> set[tuple[str, int, int]]:

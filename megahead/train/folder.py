@@ -1,0 +1,66 @@
+"""The run's folder: one and the same for all ranks, with what a reader of its checkpoints needs."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import shutil
+import time
+from pathlib import Path
+
+import yaml
+
+from megahead.checkpoint import together
+from megahead.config import RunConfig
+from megahead.distributed import Group
+from megahead.errors import CheckpointError
+
+PATIENCE = 10.0
+"""Seconds that a network file system may take to show one rank what another wrote."""
+
+
+def must_be_shared(folder: Path, world: Group) -> None:
+    """Makes the folder; a CheckpointError on all ranks when one of them does not see what rank 0 wrote. Collective.
+
+    Checkpoints are written by all ranks together: with a folder on each node, none could be put together.
+    """
+    token = world.gather_objects(secrets.token_hex(8) if world.rank == 0 else "")[0]
+    mark = folder / f".seen-by-all-{token}"
+
+    def write() -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        mark.touch()
+
+    try:
+        together(world, write if world.rank == 0 else _nothing, lambda error: _cannot_write(folder, error))
+        together(world, lambda: _see(mark, world.rank), str)
+    finally:
+        if world.rank == 0:
+            with contextlib.suppress(OSError):
+                mark.unlink()
+
+
+def fill(folder: Path, config: RunConfig) -> None:
+    """Writes RUN/config.yaml and RUN/tokenizer.json."""
+    (folder / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
+    if config.data.tokenizer is not None:
+        shutil.copyfile(config.data.tokenizer, folder / "tokenizer.json")
+
+
+def _see(mark: Path, rank: int) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not mark.exists():
+        if time.monotonic() > deadline:
+            raise CheckpointError(
+                f"output_dir must be one folder for all ranks, but rank {rank} does not see in {mark.parent} what rank "
+                "0 wrote there; put it on a file system that all nodes share."
+            )
+        time.sleep(0.05)
+
+
+def _cannot_write(folder: Path, error: Exception) -> str:
+    return f"output_dir must be a folder that can be written, but {folder} cannot be ({error}); choose another."
+
+
+def _nothing() -> None:
+    pass
