@@ -156,12 +156,12 @@ def _start(sandbox: Path, trains: bool = True) -> tuple[int | None, str]:
     code = child.exitcode
     child.kill()
     child.join()
-    return code, (sandbox / "run.log").read_text(errors="replace")
+    return code, (sandbox.parent / "run.log").read_text(errors="replace")
 
 
 def _train(sandbox: Path, trains: bool) -> None:
     os.chdir(sandbox)
-    speak_to(Path("run.log"))
+    speak_to(Path("../run.log"))
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     torch.set_num_threads(1)
 
