@@ -73,5 +73,9 @@ class EngineConfig(Settings):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to run; `auto` takes CUDA when it is there."""
 
+    deterministic: bool = False
+    """Only algorithms that give the same bits each time: a run resumed on CUDA then equals the undisturbed one, but is
+    slower. On CPUs a run is deterministic without."""
+
     timeout_seconds: float = Field(default=600, gt=0, le=1e7)
     """How long ranks wait for each other before they give up."""
