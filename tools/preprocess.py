@@ -16,6 +16,8 @@ import time
 from fractions import Fraction
 from pathlib import Path
 
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # threads that nothing here uses cost 0.05 s a process
+
 from megahead.data import Bar
 from megahead.data.encoding import suitable_workers
 from megahead.data.preprocess import END_TOKEN, PreprocessReport, Recipe, held_out_share, preprocess_one
