@@ -3,38 +3,39 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 
 import pytest
 from rich.console import Console
-from small_checkpoint import save_tokenizer
-from small_run import write_text
 
 from megahead.errors import UserError
 from megahead.report import read_metrics
 from paper.laboratory import Laboratory
+from paper.negatives import compare_negatives
 from paper.variants import compare_variants
+from paper.vocabularies import compare_vocabularies
 
 TINY = [
     "model.num_layers=1",
     "model.hidden_size=16",
-    "model.vocab_size=60",
     "data.sequence_length=16",
     "batch.global_size=16",
     "training.evaluate_samples=4",
     "schedule.warmup_steps=1",
+    "training.steps=2",
 ]
 
 
 @pytest.fixture
 def laboratory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Laboratory:
     monkeypatch.chdir(Path(__file__).parents[2])
-    write_text(tmp_path)
-    save_tokenizer(tmp_path / "tokenizer.json")
-    data = {"train": tmp_path / "text", "validation": tmp_path / "text", "tokenizer": tmp_path / "tokenizer.json"}
-    settings = [*TINY, *(f"data.{name}={path}" for name, path in data.items()), "training.steps=2"]
+    chance = random.Random(0)
+    words = ["".join(chance.choices("aeioulnrst", k=chance.randrange(2, 9))) for _ in range(300)]
+    texts = [" ".join(chance.choices(words, k=60)) for _ in range(400)]
+    (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     (tmp_path / "lab").mkdir()
-    return Laboratory(tmp_path / "lab", settings, Console(quiet=True))
+    return Laboratory(tmp_path / "lab", tmp_path / "text.jsonl", TINY, Console(quiet=True), vocabulary=320)
 
 
 def test_a_variant_is_trained_once_scored_with_both_heads_and_recorded(laboratory: Laboratory) -> None:
@@ -45,7 +46,9 @@ def test_a_variant_is_trained_once_scored_with_both_heads_and_recorded(laborator
     assert row["run"] == "paper, group 4"
     assert row["own head: perplexity"] == read_metrics(run).validation[-1]["perplexity"]
     assert row["trained head: perplexity"] == read_metrics(head).validation[-1]["perplexity"]
-    assert record["settings"] == list(laboratory.settings)
+    assert record["settings"] == TINY
+    assert record["runs"]["paper-group-4"]["tokens"] == 2 * 16 * 16
+    assert record["runs"]["paper-group-4-head"]["config"]["objective"]["name"] == "vanilla"
     assert "| paper, group 4 |" in (laboratory.folder / "variants.md").read_text()
 
     logs = [(folder / "log.txt").read_text() for folder in (run, head)]
@@ -54,6 +57,20 @@ def test_a_variant_is_trained_once_scored_with_both_heads_and_recorded(laborator
     assert json.loads((laboratory.folder / "variants.json").read_text())["results"] == [row]
 
 
+def test_groups_in_batches_and_pairs_of_vocabularies(laboratory: Laboratory, monkeypatch: pytest.MonkeyPatch) -> None:
+    compare_negatives(laboratory, ["batch-4-group-1"])
+    (row,) = json.loads((laboratory.folder / "negatives.json").read_text())["results"]
+    assert (row["batch"], row["group"]) == (4, 1)
+    assert 1 < row["candidates"] <= 16
+    monkeypatch.setattr("paper.vocabularies.SIZES", (300,))
+    compare_vocabularies(laboratory, [])
+    headless, vanilla = json.loads((laboratory.folder / "vocabularies.json").read_text())["results"]
+    assert (headless["objective"], vanilla["objective"]) == ("headless", "vanilla")
+    assert headless["vocabulary"] == vanilla["vocabulary"] == 300
+    assert headless["headless is faster"] == headless["tokens/s"] / vanilla["tokens/s"]
+    assert 0 < headless["bits per byte"] < 20
+
+
 def test_a_run_that_fails_is_told_with_the_end_of_its_log(laboratory: Laboratory) -> None:
-    with pytest.raises(UserError, match=r"(?s)broken must train to its end, but failed.*init\.from_checkpoint"):
-        laboratory.train("small-head", "broken", f"init.from_checkpoint={laboratory.folder / 'nowhere'}")
+    with pytest.raises(UserError, match=r"(?s)training broken must come to its end, but failed.*data\.tokenizer"):
+        laboratory.train("small-headless", "broken")

@@ -7,7 +7,7 @@ import platform
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -19,15 +19,33 @@ from megahead.errors import UserError
 from megahead.report import RunMetrics, read_metrics, to_markdown, to_rich
 
 ROOT = Path(__file__).resolve().parents[2]
+TOKENIZER_BYTES = "3e7"
+HELD_OUT = "100"
 
 
 @dataclass(frozen=True)
 class Laboratory:
-    """Trains named runs in `folder`, all with the overrides `settings`."""
+    """Trains named runs on `text` in `folder`; the overrides `settings` have the last word in all of them."""
 
     folder: Path
+    text: Path
     settings: Sequence[str]
     console: Console
+    vocabulary: int = 8_192
+    runs: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """What each run was: its seed, tokens, seconds and settings."""
+
+    def data(self, vocabulary: int | None = None) -> list[str]:
+        """The settings that name the text in so many ids of byte-level BPE; made where it is missing."""
+        vocabulary = vocabulary or self.vocabulary
+        folder = self.folder.parent / f"vocabulary-{vocabulary}"
+        tokenizer, dataset, text = folder / "tokenizer.json", folder / "text", str(self.text)
+        size = ["--vocab-size", str(vocabulary), "--max-bytes", TOKENIZER_BYTES]
+        self._make(tokenizer, "train_tokenizer.py", "--input", text, *size, "--output", str(tokenizer))
+        index = ["--tokenizer", str(tokenizer), "--output", str(dataset), "--holdout", HELD_OUT]
+        self._make(dataset.with_suffix(".idx"), "preprocess.py", "--input", text, *index)
+        paths = [f"data.train={dataset}", f"data.validation={dataset}-validation", f"data.tokenizer={tokenizer}"]
+        return [*paths, f"model.vocab_size={vocabulary}"]
 
     def train(self, config: str, name: str, *overrides: str) -> RunMetrics:
         """`configs/CONFIG.yaml` trained to its end in `folder/NAME`, or read when it already was.
@@ -35,19 +53,33 @@ class Laboratory:
         Raises UserError with the end of its log when it fails.
         """
         run, source = self.folder / name, f"configs/{config}.yaml"
-        given = [*self.settings, *overrides, f"output_dir={run}", f"name={run.name}"]
-        if not _finished(run, load_config(source, given)):
+        given = [*overrides, *self.settings, f"output_dir={run}", f"name={run.name}"]
+        config = load_config(source, given)
+        if not _finished(run, config):
             run.mkdir(parents=True, exist_ok=True)
-            with self.console.status(f"training {name}"), (run / "log.txt").open("a") as log:
-                command = [sys.executable, "launch/pretrain.py", "--config", source]
-                command += [part for override in given for part in ("--set", override)]
-                code = subprocess.run(command, cwd=ROOT, stdout=log, stderr=log).returncode
-            if code:
-                last = "\n".join((run / "log.txt").read_text().splitlines()[-15:])
-                raise UserError(f"{name} must train to its end, but failed; its last lines:\n{last}")
+            command = ["launch/pretrain.py", "--config", source]
+            command += [part for override in given for part in ("--set", override)]
+            self._do(f"training {name}", command, run / "log.txt")
         metrics = read_metrics(run)
+        last = metrics.training[-1]
+        self.runs[name] = {"seed": config.seed, "tokens": last["tokens"], "seconds": last["seconds"]}
+        self.runs[name]["config"] = config.model_dump(mode="json")
         self.console.print(f"{name}: perplexity {metrics.validation[-1]['perplexity']:,.1f}", soft_wrap=True)
         return metrics
+
+    def _make(self, output: Path, tool: str, *arguments: str) -> None:
+        """Runs tools/TOOL unless `output`, which it writes whole or not at all, is there. UserError when it fails."""
+        if not output.exists():
+            output.parent.mkdir(parents=True, exist_ok=True)
+            command = [f"tools/{tool}", *arguments]
+            self._do(f"making {output.name}", command, output.with_name(f"{output.name}.log"))
+
+    def _do(self, what: str, command: Sequence[str], log: Path) -> None:
+        with self.console.status(what), log.open("a") as output:
+            code = subprocess.run([sys.executable, *command], cwd=ROOT, stdout=output, stderr=output).returncode
+        if code:
+            last = "\n".join(log.read_text().splitlines()[-15:])
+            raise UserError(f"{what} must come to its end, but failed; its last lines:\n{last}")
 
     def record(self, name: str, rows: Sequence[dict[str, Any]]) -> None:
         """Prints the rows; `folder/NAME.json` holds them with how they were made, NAME.md as a table for a page."""
@@ -57,6 +89,7 @@ class Laboratory:
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "machine": f"{platform.machine()}, {platform.python_implementation()} {platform.python_version()}",
             "settings": list(self.settings),
+            "runs": self.runs,
             "results": list(rows),
         }
         (self.folder / f"{name}.json").write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from megahead.report import RunMetrics
 from paper.laboratory import Laboratory
+from paper.measures import candidates, scores, speed
 
 VARIANTS: dict[str, tuple[str, ...]] = {
     "paper": (),
@@ -44,26 +44,11 @@ def compare_variants(laboratory: Laboratory, only: Sequence[str]) -> None:
 
 def _variant(laboratory: Laboratory, name: str, overrides: Sequence[str]) -> dict[str, Any]:
     folder = name.replace(", ", "-").replace(" ", "-").replace("/", "_")
-    run = laboratory.train("small-headless", folder, *overrides)
-    row = {"run": name, **_scores(run, "own"), "tokens/s": _speed(run), "candidates": _candidates(run)}
+    data = laboratory.data()
+    run = laboratory.train("small-headless", folder, *data, *overrides)
+    row = {"run": name, **scores(run, "own"), "tokens/s": speed(run), "candidates": candidates(run)}
     if run.validation[-1]["head"] == "trained":
         return row
     origin = f"init.from_checkpoint={laboratory.folder / folder}"
-    head = laboratory.train("small-head", f"{folder}-head", origin, *(one for one in overrides if "seed" in one))
-    return row | _scores(head, "trained")
-
-
-def _scores(run: RunMetrics, head: str) -> dict[str, Any]:
-    last = run.validation[-1]
-    return {f"{head} head: perplexity": last["perplexity"], f"{head} head: accuracy": last["accuracy"]}
-
-
-def _speed(run: RunMetrics) -> int:
-    """Tokens a second of the median step."""
-    speeds = sorted(record["tokens_per_second"] for record in run.training)
-    return round(speeds[len(speeds) // 2])
-
-
-def _candidates(run: RunMetrics) -> int | None:
-    counts = [record["candidates"] for record in run.training if record.get("candidates")]
-    return round(sum(counts) / len(counts)) if counts else None
+    head = laboratory.train("small-head", f"{folder}-head", *data, origin, *(one for one in overrides if "seed" in one))
+    return row | scores(head, "trained")

@@ -1,0 +1,45 @@
+"""More negatives, or larger batches? (the paper's Fig. 8): groups of 1 to 64 rows in batches of 4, 16 and 64 rows.
+
+Every run reads the same tokens. In a column of the table the optimizer's batch is constant and the number of negatives
+grows; along a diagonal (group = batch) both do, which is what the paper varied. The learning rate follows the root of
+the batch, as is usual for Adam.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import sqrt
+
+from paper.laboratory import Laboratory
+from paper.measures import candidates, scores
+
+ROWS = 20_480
+BATCHES: dict[int, tuple[int, ...]] = {64: (1, 4, 16, 64), 16: (1, 4, 16), 4: (1, 4)}
+LARGEST = 64
+LEARNING_RATE = 3e-3
+WARMUP = 0.1
+
+
+def compare_negatives(laboratory: Laboratory, only: Sequence[str]) -> None:
+    """Trains a small decoder for each pair (or those of `only`, `batch-B-group-G`)."""
+    data, rows = laboratory.data(), []
+    for batch, groups in BATCHES.items():
+        for group in groups:
+            name = f"batch-{batch}-group-{group}"
+            if not only or name in only:
+                run = laboratory.train("small-headless", name, *data, *_overrides(batch, group))
+                rows.append({"batch": batch, "group": group, "candidates": candidates(run), **scores(run, "pmi")})
+    laboratory.record("negatives", rows)
+
+
+def _overrides(batch: int, group: int) -> list[str]:
+    steps = ROWS // batch
+    return [
+        f"batch.global_size={batch}",
+        f"objective.group_samples={group}",
+        f"optimizer.learning_rate={LEARNING_RATE * sqrt(batch / LARGEST):g}",
+        f"schedule.warmup_steps={max(1, round(WARMUP * steps))}",
+        f"training.steps={steps}",
+        f"training.evaluate_every={max(1, steps // 4)}",
+        f"training.checkpoint_every={steps}",
+    ]
