@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import runpy
+import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TextIO
 
 import pytest
 from rich.console import Console
 
 from megahead.errors import UserError
 from megahead.report import read_metrics
-from paper.laboratory import Laboratory
+from paper.decoders import compare_decoders
+from paper.laboratory import ROOT, Laboratory
 from paper.negatives import compare_negatives
 from paper.variants import compare_variants
 from paper.vocabularies import compare_vocabularies
@@ -27,14 +33,35 @@ TINY = [
 ]
 
 
+def forked(command: Sequence[str], output: TextIO) -> int:
+    """What a Python command does, in a process that has all modules already."""
+    child = os.fork()
+    if child == 0:
+        os.chdir(ROOT)
+        for stream in (1, 2):
+            os.dup2(output.fileno(), stream)
+        sys.argv, sys.stdout, sys.stderr = list(command), os.fdopen(1, "w"), os.fdopen(2, "w")
+        code = 1
+        try:
+            runpy.run_path(command[0], run_name="__main__")
+            code = 0
+        except SystemExit as leaving:
+            code = leaving.code if isinstance(leaving.code, int) else 0
+        finally:
+            sys.stdout.flush()
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
 @pytest.fixture
 def laboratory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Laboratory:
-    monkeypatch.chdir(Path(__file__).parents[2])
+    monkeypatch.chdir(ROOT)
     chance = random.Random(0)
     words = ["".join(chance.choices("aeioulnrst", k=chance.randrange(2, 9))) for _ in range(300)]
     texts = [" ".join(chance.choices(words, k=60)) for _ in range(400)]
     (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     (tmp_path / "lab").mkdir()
+    monkeypatch.setattr("paper.laboratory.run_python", forked)
     return Laboratory(tmp_path / "lab", tmp_path / "text.jsonl", TINY, Console(quiet=True), vocabulary=320)
 
 
@@ -69,6 +96,24 @@ def test_groups_in_batches_and_pairs_of_vocabularies(laboratory: Laboratory, mon
     assert headless["vocabulary"] == vanilla["vocabulary"] == 300
     assert headless["headless is faster"] == headless["tokens/s"] / vanilla["tokens/s"]
     assert 0 < headless["bits per byte"] < 20
+
+
+def test_decoders_along_training_and_with_a_trained_head(
+    laboratory: Laboratory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"SEEDS": (0,), "STEPS": 2, "POINTS": 2, "HEAD_STEPS": 2}.items():
+        monkeypatch.setattr(f"paper.decoders.{name}", value)
+    compare_decoders(laboratory, [])
+    rows = json.loads((laboratory.folder / "decoders.json").read_text())["results"]
+    assert [(row["objective"], row["head"], row["step"]) for row in rows] == [
+        *(("headless", head, step) for step in (1, 2) for head in ("tied", "pmi")),
+        *(("vanilla", "trained", step) for step in (1, 2)),
+        ("headless", "trained", 2),
+    ]
+    (pmi,) = (row for row in rows if row["head"] == "pmi" and row["step"] == 2)
+    assert pmi["perplexity"] == pytest.approx(
+        read_metrics(laboratory.folder / "headless-0").validation[-1]["perplexity"]
+    )
 
 
 def test_a_run_that_fails_is_told_with_the_end_of_its_log(laboratory: Laboratory) -> None:

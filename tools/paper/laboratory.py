@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from rich.console import Console
 
@@ -32,6 +32,9 @@ class Laboratory:
     settings: Sequence[str]
     console: Console
     vocabulary: int = 8_192
+    tasks_data: Path | None = None
+    """Files of the harness's tasks, as tools/eval_harness.py takes them; what needs them is left out without."""
+
     runs: dict[str, dict[str, Any]] = field(default_factory=dict)
     """What each run was: its seed, tokens, seconds and settings."""
 
@@ -67,6 +70,10 @@ class Laboratory:
         self.console.print(f"{name}: perplexity {metrics.validation[-1]['perplexity']:,.1f}", soft_wrap=True)
         return metrics
 
+    def run(self, tool: str, *arguments: str) -> None:
+        """Runs tools/TOOL, whose output goes to `folder`/TOOL.log. UserError when it fails."""
+        self._do(f"running {tool}", [f"tools/{tool}", *arguments], self.folder / f"{tool}.log")
+
     def _make(self, output: Path, tool: str, *arguments: str) -> None:
         """Runs tools/TOOL unless `output`, which it writes whole or not at all, is there. UserError when it fails."""
         if not output.exists():
@@ -76,7 +83,7 @@ class Laboratory:
 
     def _do(self, what: str, command: Sequence[str], log: Path) -> None:
         with self.console.status(what), log.open("a") as output:
-            code = subprocess.run([sys.executable, *command], cwd=ROOT, stdout=output, stderr=output).returncode
+            code = run_python(command, output)
         if code:
             last = "\n".join(log.read_text().splitlines()[-15:])
             raise UserError(f"{what} must come to its end, but failed; its last lines:\n{last}")
@@ -95,6 +102,11 @@ class Laboratory:
         (self.folder / f"{name}.json").write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
         (self.folder / f"{name}.md").write_text(to_markdown(rows), encoding="utf-8")
         self.console.print(to_rich(rows))
+
+
+def run_python(command: Sequence[str], output: TextIO) -> int:
+    """Exit code of `python COMMAND ...`, run where the project is."""
+    return subprocess.run([sys.executable, *command], cwd=ROOT, stdout=output, stderr=output).returncode
 
 
 def _finished(run: Path, config: RunConfig) -> bool:
