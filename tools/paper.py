@@ -14,6 +14,7 @@ from rich.console import Console
 
 from megahead.errors import run_command
 from paper.decoders import compare_decoders
+from paper.encoders import compare_encoders
 from paper.laboratory import ROOT, Laboratory
 from paper.negatives import compare_negatives
 from paper.variants import compare_variants
@@ -22,6 +23,7 @@ from paper.vocabularies import compare_vocabularies
 EXPERIMENTS = {
     "variants": compare_variants,
     "decoders": compare_decoders,
+    "encoders": compare_encoders,
     "negatives": compare_negatives,
     "vocabularies": compare_vocabularies,
 }

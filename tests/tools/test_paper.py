@@ -8,15 +8,19 @@ import random
 import runpy
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TextIO
 
+import numpy as np
 import pytest
 from rich.console import Console
 
+from megahead.data import IndexedDataset
 from megahead.errors import UserError
 from megahead.report import read_metrics
 from paper.decoders import compare_decoders
+from paper.encoders import compare_encoders
 from paper.laboratory import ROOT, Laboratory
 from paper.negatives import compare_negatives
 from paper.variants import compare_variants
@@ -114,6 +118,18 @@ def test_decoders_along_training_and_with_a_trained_head(
     assert pmi["perplexity"] == pytest.approx(
         read_metrics(laboratory.folder / "headless-0").validation[-1]["perplexity"]
     )
+
+
+def test_encoders_with_clean_and_with_wrong_labels(laboratory: Laboratory) -> None:
+    laboratory = replace(laboratory, settings=[*TINY, "batch.micro_size=16"])
+    compare_encoders(laboratory, [])
+    rows = json.loads((laboratory.folder / "encoders.json").read_text())["results"]
+    assert [row["run"] for row in rows] == ["headless", "vanilla", "wrong-labels"]
+    data = laboratory.folder.parent / "wordpiece-320"
+    clean, wrong = (IndexedDataset(data / name) for name in ("text", "text-wrong"))
+    same = [np.mean(clean[i] == wrong[i]) for i in range(len(clean))]
+    assert 0.87 < np.mean(same) < 0.93
+    assert all(clean[i][-1] == wrong[i][-1] for i in range(len(clean)))
 
 
 def test_a_run_that_fails_is_told_with_the_end_of_its_log(laboratory: Laboratory) -> None:

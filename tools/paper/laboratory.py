@@ -15,6 +15,7 @@ from typing import Any, TextIO
 from rich.console import Console
 
 from megahead.config import RunConfig, load_config
+from megahead.data import load_tokenizer
 from megahead.errors import UserError
 from megahead.report import RunMetrics, read_metrics, to_markdown, to_rich
 
@@ -40,15 +41,26 @@ class Laboratory:
 
     def data(self, vocabulary: int | None = None) -> list[str]:
         """The settings that name the text in so many ids of byte-level BPE; made where it is missing."""
-        vocabulary = vocabulary or self.vocabulary
-        folder = self.folder.parent / f"vocabulary-{vocabulary}"
-        tokenizer, dataset, text = folder / "tokenizer.json", folder / "text", str(self.text)
-        size = ["--vocab-size", str(vocabulary), "--max-bytes", TOKENIZER_BYTES]
-        self._make(tokenizer, "train_tokenizer.py", "--input", text, *size, "--output", str(tokenizer))
-        index = ["--tokenizer", str(tokenizer), "--output", str(dataset), "--holdout", HELD_OUT]
+        size = vocabulary or self.vocabulary
+        return [*self._indexed(f"bpe-{size}", size, [], []), f"model.vocab_size={size}"]
+
+    def encoder_data(self) -> list[str]:
+        """The same in WordPiece, with the ids that masking needs."""
+        size, words = self.vocabulary, f"wordpiece-{self.vocabulary}"
+        settings = self._indexed(words, size, ["--type", "wordpiece", "--encoder"], ["--end-token", "[SEP]"])
+        tokenizer = load_tokenizer(self.folder.parent / words / "tokenizer.json")
+        ids = {f"masking.{name}_token": tokenizer.id_of(f"[{name.upper()}]") for name in ("cls", "sep", "mask")}
+        ids |= {"data.end_token": ids["masking.sep_token"], "model.vocab_size": tokenizer.vocab_size}
+        return [*settings, *(f"{name}={value}" for name, value in ids.items()), "masking.special_tokens=[]"]
+
+    def _indexed(self, name: str, size: int, kind: Sequence[str], ends: Sequence[str]) -> list[str]:
+        folder, text = self.folder.parent / name, str(self.text)
+        tokenizer, dataset = folder / "tokenizer.json", folder / "text"
+        vocabulary = [*kind, "--vocab-size", str(size), "--max-bytes", TOKENIZER_BYTES, "--output", str(tokenizer)]
+        self._make(tokenizer, "train_tokenizer.py", "--input", text, *vocabulary)
+        index = [*ends, "--tokenizer", str(tokenizer), "--output", str(dataset), "--holdout", HELD_OUT]
         self._make(dataset.with_suffix(".idx"), "preprocess.py", "--input", text, *index)
-        paths = [f"data.train={dataset}", f"data.validation={dataset}-validation", f"data.tokenizer={tokenizer}"]
-        return [*paths, f"model.vocab_size={vocabulary}"]
+        return [f"data.train={dataset}", f"data.validation={dataset}-validation", f"data.tokenizer={tokenizer}"]
 
     def train(self, config: str, name: str, *overrides: str) -> RunMetrics:
         """`configs/CONFIG.yaml` trained to its end in `folder/NAME`, or read when it already was.
