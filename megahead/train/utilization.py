@@ -27,10 +27,11 @@ class Utilization:
     def of(self, tokens_per_second: float, candidates: float) -> dict[str, float]:
         """{"flops_per_second": a device's, and where its peak is known "mfu": its share of that}.
 
-        Operations that the model needs (body, attention over whole rows, candidates); what is computed again for
-        activation checkpointing does not count. `candidates` 0: the whole vocabulary.
+        Operations that the model needs (body, attention over whole rows, candidates of the targets: an encoder masks
+        few tokens); what is computed again for activation checkpointing does not count. `candidates` 0: the whole vocabulary.
         """
         rows = round(candidates) or self.config.model.padded_vocab_size()
-        per_token = training_flops(self.config.model, self.config.data.sequence_length, rows).total
+        length, targets = self.config.data.sequence_length, self.config.targets_per_row()
+        per_token = training_flops(self.config.model, length, rows, targets=targets).total
         speed = per_token * tokens_per_second / self.devices
         return {"flops_per_second": speed} | ({"mfu": speed / self.device_peak} if self.device_peak else {})

@@ -33,3 +33,13 @@ def test_a_cpu_has_no_stated_peak_and_vanilla_scores_every_row(tmp_path: Path) -
     told = Utilization.on(torch.device("cpu"), config, 1).of(1.0, 0)
     rows = config.model.padded_vocab_size()
     assert told == {"flops_per_second": training_flops(config.model, config.data.sequence_length, rows).total}
+
+
+def test_an_encoder_scores_the_masked_tokens_only(tmp_path: Path) -> None:
+    model = {"family": "bert", "num_layers": 2, "hidden_size": 32, "num_heads": 4, "vocab_size": 60}
+    masking = {"mask_token": 57, "cls_token": 58, "sep_token": 59}
+    config = small_config(tmp_path, {"model": model, "masking": masking})
+    told = Utilization(config, devices=1, device_peak=None).of(1.0, 50)["flops_per_second"]
+    length = config.data.sequence_length
+    assert told == training_flops(config.model, length, 50, targets=3).total  # 15 % of the 22 between [CLS] and [SEP]
+    assert told < 0.8 * training_flops(config.model, length, 50).total
