@@ -89,7 +89,7 @@ class Contender:
 
     def step(self, index: int) -> None:
         """One whole step; the first is a warm-up and is not counted."""
-        micro = self._prepared(self.rows[index])
+        micro, candidates = self._prepared(self.rows[index])
         before = self._allocated()
         loss, forward = self._timed(lambda: self._loss(micro))
         _, backward = self._timed(loss.backward)
@@ -99,8 +99,7 @@ class Contender:
         if index:
             for name, seconds in zip(self.times, (forward, backward, optimizer), strict=True):
                 self.times[name].append(seconds)
-            (group,) = micro.candidates
-            self.candidates.append(self.config.model.vocab_size if group.ids_U is None else group.ids_U.numel())
+            self.candidates.append(candidates)
 
     def seconds(self) -> list[float]:
         """Of each whole step."""
@@ -136,10 +135,13 @@ class Contender:
             row[name] = f"{statistics.median(times) / median:.0%}"
         return row
 
-    def _prepared(self, rows: np.ndarray[Any, Any]) -> MicroBatch:
+    def _prepared(self, rows: np.ndarray[Any, Any]) -> tuple[MicroBatch, int]:
+        """A micro-batch on the device, as a run's feed would bring it there, and how many candidates it has."""
         batch = BatchReader(_Given(rows), self.config.data, held_out_masker(self.config)).read(range(len(rows)))
         candidates = self.rule.pool(batch.target_ids_N).candidates(batch.target_ids_N)
-        return MicroBatch(batch, (candidates,), 1 / batch.target_ids_N.numel()).to(self.device)
+        count = self.config.model.vocab_size if candidates.ids_U is None else candidates.ids_U.numel()
+        micro = MicroBatch(batch, (candidates,), 1 / batch.target_ids_N.numel())
+        return micro.staged(self.device).to(self.device), count
 
     def _loss(self, micro: MicroBatch) -> torch.Tensor:
         half = self.precision == "bf16"

@@ -32,6 +32,10 @@ class Batch:
     most_a_row: int | None = None
     """Most targets that one row has, where they are few (masked rows); None where about every output has one."""
 
+    borders: Tensor | None = None
+    """int32: the first token of each document of `positions_BT`, rows back to back, then B * T; None where nobody has
+    looked for them yet."""
+
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
         """The same batch on `device`."""
         return self._mapped(lambda tensor: tensor.to(device, non_blocking=non_blocking))
@@ -41,9 +45,9 @@ class Batch:
         return self._mapped(Tensor.pin_memory)
 
     def _mapped(self, change: Callable[[Tensor], Tensor]) -> Batch:
-        positions_BT = None if self.positions_BT is None else change(self.positions_BT)
+        positions_BT, borders = (None if x is None else change(x) for x in (self.positions_BT, self.borders))
         targets = change(self.target_index_N), change(self.target_ids_N)
-        return Batch(change(self.input_ids_BT), positions_BT, *targets, self.most_a_row)
+        return Batch(change(self.input_ids_BT), positions_BT, *targets, self.most_a_row, borders)
 
 
 def causal_batch(rows: Array, *, end_token: int, isolate_documents: bool, boundary_targets: bool) -> Batch:

@@ -31,24 +31,29 @@ class Bert(Backbone):
         self.embedding_norm = nn.LayerNorm(hidden_size, eps=config.norm_eps)
         self.blocks = nn.ModuleList(_block(config) for _ in range(config.num_layers))
 
-    def encode(self, rows_BTD: Tensor, positions_BT: Tensor | None = None) -> Tensor:
+    def encode(self, rows_BTD: Tensor, positions_BT: Tensor | None = None, borders: Tensor | None = None) -> Tensor:
         """[B, T, D]: hidden states after the last block; see `Backbone.encode`."""
-        documents = None if positions_BT is None else Documents(positions_BT)
+        documents = None if positions_BT is None else Documents(positions_BT, borders)
         x_BTD = self._embedded(rows_BTD, positions_BT)
         for block in self.blocks:
             x_BTD = self.run_block(block, x_BTD, documents)
         return x_BTD
 
     def encode_at(
-        self, rows_BTD: Tensor, positions_BT: Tensor | None, index_N: Tensor, most_a_row: int | None = None
+        self,
+        rows_BTD: Tensor,
+        positions_BT: Tensor | None,
+        index_N: Tensor,
+        most_a_row: int | None = None,
+        borders: Tensor | None = None,
     ) -> Tensor:
         """[N, D]: the same at the flattened positions `index_N`, the last block computed for these alone.
 
         Exact without dropout. Where every token is a target (`most_a_row` None) it is computed whole.
         """
         if most_a_row is None:
-            return super().encode_at(rows_BTD, positions_BT, index_N)
-        documents = None if positions_BT is None else Documents(positions_BT)
+            return super().encode_at(rows_BTD, positions_BT, index_N, None, borders)
+        documents = None if positions_BT is None else Documents(positions_BT, borders)
         rows, row_length, _ = rows_BTD.shape
         targets = Targets(index_N, rows, row_length, most_a_row)
         x_BTD = self._embedded(rows_BTD, positions_BT)

@@ -25,9 +25,9 @@ class GPTNeoX(Backbone):
         self.blocks = nn.ModuleList(_block(config) for _ in range(config.num_layers))
         self.final_norm = nn.LayerNorm(config.hidden_size, eps=config.norm_eps)
 
-    def encode(self, rows_BTD: Tensor, positions_BT: Tensor | None = None) -> Tensor:
+    def encode(self, rows_BTD: Tensor, positions_BT: Tensor | None = None, borders: Tensor | None = None) -> Tensor:
         """[B, T, D]: hidden states after the final norm; see `Backbone.encode`."""
-        documents = None if positions_BT is None else Documents(positions_BT)
+        documents = None if positions_BT is None else Documents(positions_BT, borders)
         positions = torch.arange(rows_BTD.shape[1], device=rows_BTD.device) if positions_BT is None else positions_BT
         rotation = rotation_at(positions, self.rotary_dims, self.rotary_base)
         x_BtD = split(rows_BTD, self.tokens, dim=1)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from megahead.distributed import Group, drawn_apart
-from megahead.nn.attention import attend
+from megahead.nn.backends import Attend, attend
 from megahead.nn.documents import Documents
 from megahead.nn.targets import Targets
 
@@ -26,6 +26,7 @@ class BidirectionalSelfAttention(nn.Module):
         self.head_size = hidden_size // num_heads
         self.dropout = dropout
         self.group = Group()  # of the ranks that hold the other heads: each drops weights of its own
+        self.attend: Attend = attend
         self.query = nn.Linear(hidden_size, hidden_size)
         self.key = nn.Linear(hidden_size, hidden_size)
         self.value = nn.Linear(hidden_size, hidden_size)
@@ -41,20 +42,25 @@ class BidirectionalSelfAttention(nn.Module):
         dropout = self.dropout if self.training else 0.0
         if dropout:
             with drawn_apart(self.group, x_BTD.device):
-                heads = _read(q, k, v, documents, targets, dropout)
+                heads = self._read(q, k, v, documents, targets, dropout)
         else:
-            heads = _read(q, k, v, documents, targets, dropout)
+            heads = self._read(q, k, v, documents, targets, dropout)
         mixed: Tensor = self.output(heads.flatten(-2))
         return mixed
 
-
-def _read(
-    q: Tensor, k_BTHd: Tensor, v_BTHd: Tensor, documents: Documents | None, targets: Targets | None, dropout: float
-) -> Tensor:
-    """[B, T, H, d], or [N, H, d] for queries of targets."""
-    if targets is None:
-        return attend(q, k_BTHd, v_BTHd, documents, dropout, causal=False)
-    return targets.gather(attend_at(targets.spread(q), k_BTHd, v_BTHd, documents, targets, dropout))
+    def _read(
+        self,
+        q: Tensor,
+        k_BTHd: Tensor,
+        v_BTHd: Tensor,
+        documents: Documents | None,
+        targets: Targets | None,
+        dropout: float,
+    ) -> Tensor:
+        """[B, T, H, d], or [N, H, d] for queries of targets."""
+        if targets is None:
+            return self.attend(q, k_BTHd, v_BTHd, documents, dropout, causal=False)
+        return targets.gather(attend_at(targets.spread(q), k_BTHd, v_BTHd, documents, targets, dropout))
 
 
 def attend_at(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from megahead.data import Batch
+from megahead.nn import Documents
 from megahead.objectives import Candidates
 
 CANDIDATE_MULTIPLE = 512
@@ -31,11 +32,16 @@ class MicroBatch:
         return MicroBatch(self.batch.to(device, non_blocking=True), candidates, self.loss_scale)
 
     def staged(self, device: torch.device) -> MicroBatch:
-        """The same loss, still on the CPU, made ready for `device`: for CUDA pinned, with candidates in few shapes."""
+        """The same loss, still on the CPU, made ready for `device`.
+
+        For CUDA pinned, with candidates in few shapes, and with what the device would have to tell the host otherwise.
+        """
         if device.type != "cuda":
             return self
         candidates = tuple(group.padded(CANDIDATE_MULTIPLE).pinned() for group in self.candidates)
-        return MicroBatch(self.batch.pinned(), candidates, self.loss_scale)
+        positions_BT = self.batch.positions_BT
+        borders = None if positions_BT is None else Documents(positions_BT).borders
+        return MicroBatch(replace(self.batch, borders=borders).pinned(), candidates, self.loss_scale)
 
 
 @dataclass(frozen=True)

@@ -90,7 +90,8 @@ class Pretraining(nn.Module):
 
     def _outputs(self, inputs_BTD: Tensor, batch: Batch) -> Tensor:
         """[N, D]: those that have targets."""
-        return self.backbone.encode_at(inputs_BTD, batch.positions_BT, batch.target_index_N, batch.most_a_row)
+        index_N, most = batch.target_index_N, batch.most_a_row
+        return self.backbone.encode_at(inputs_BTD, batch.positions_BT, index_N, most, batch.borders)
 
     def _queries(self, outputs_ND: Tensor, vocabulary: bool) -> tuple[Tensor, Tensor | None]:
         """What rows are scored by, [N, D], divided by a learned temperature; and a learned bias of all ids, [V].

@@ -1,73 +1,71 @@
-"""Every way to compute attention gives what the formula gives, values and gradients."""
+"""Every way to compute attention gives what the formula gives, values and gradients; a layer's own promises."""
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
+from exact_attention import POSITIONS, random_qkv, relative_errors
 from torch import Tensor
 
-from megahead.nn import CausalSelfAttention, Documents, attend, rotation_at
-from megahead.nn.attention import attend_each, attend_masked, attend_varlen, flash_attn_varlen_func
+from megahead.errors import ConfigError
+from megahead.nn import BACKENDS, CausalSelfAttention, Documents, Use, attend, choose_backend, rotation_at
 
-POSITIONS = torch.tensor([[0, 1, 2, 3, 0, 1, 2], [0, 0, 0, 1, 2, 3, 4]])
-
-
-def formula(q_BTHd: Tensor, k_BTHd: Tensor, v_BTHd: Tensor, mask_BTT: Tensor) -> Tensor:
-    scores_BHTT = torch.einsum("bqhd,bkhd->bhqk", q_BTHd, k_BTHd) / math.sqrt(q_BTHd.shape[-1])
-    weights_BHTT = scores_BHTT.masked_fill(~mask_BTT[:, None], -math.inf).softmax(-1)
-    return torch.einsum("bhqk,bkhd->bqhd", weights_BHTT, v_BTHd)
+CPU = Use(torch.device("cpu"), torch.float64, head_size=8)
+HERE = [backend.attend for backend in BACKENDS.values() if not backend.obstacle(CPU)]
 
 
-def random_qkv(device: str = "cpu", dtype: torch.dtype = torch.float64) -> Tensor:
-    generator = torch.Generator().manual_seed(0)
-    qkv = torch.randn(3, 2, 7, 3, 8, generator=generator, dtype=torch.float64)
-    return qkv.to(device, dtype).requires_grad_()
+@pytest.mark.parametrize("way", [attend, *HERE])
+@pytest.mark.parametrize("positions", [None, POSITIONS])
+@pytest.mark.parametrize("causal", [True, False])
+def test_every_way_equals_the_formula(way, positions: Tensor | None, causal: bool) -> None:
+    assert max(relative_errors(way, random_qkv(), positions, causal)) < 1e-12
 
 
-def value_and_gradient(output: Tensor, qkv: Tensor) -> tuple[Tensor, Tensor]:
-    weights = torch.linspace(-1, 1, output.numel(), dtype=output.dtype, device=output.device).view_as(output)
-    (gradient,) = torch.autograd.grad((output * weights).sum(), qkv)
-    return output.detach(), gradient
+@pytest.mark.parametrize("way", HERE)
+def test_every_way_is_within_half_precisions_rounding(way) -> None:
+    assert (
+        max(relative_errors(way, random_qkv(dtype=torch.bfloat16), POSITIONS, True)) < torch.finfo(torch.bfloat16).eps
+    )
 
 
-@pytest.mark.parametrize("way", [attend, attend_each, attend_masked])
-def test_documents_equal_the_formula(way):
-    qkv = random_qkv()
-    documents = Documents(POSITIONS)
-    expected = value_and_gradient(formula(*qkv, documents.mask_BTT), qkv)
-    torch.testing.assert_close(value_and_gradient(way(*qkv, documents), qkv), expected)
+def test_a_cpu_goes_document_by_document_and_refuses_kernels() -> None:
+    assert choose_backend("auto", CPU).name == "documents"
+    assert choose_backend("sdpa", CPU).name == "sdpa"
+    sentence = (
+        "`engine.attention` must serve this run, but is `varlen` instead; it needs a CUDA device, not cpu; try `auto`."
+    )
+    with pytest.raises(ConfigError) as told:
+        choose_backend("varlen", CPU)
+    assert str(told.value) == sentence
 
 
-def test_without_documents_a_row_is_one():
-    qkv = random_qkv()
-    expected = value_and_gradient(formula(*qkv, torch.ones(2, 7, 7, dtype=torch.bool).tril()), qkv)
-    torch.testing.assert_close(value_and_gradient(attend(*qkv, None), qkv), expected)
+@pytest.mark.parametrize(
+    ("capability", "installed", "half", "dropout", "best"),
+    [
+        ((9, 0), {"flash_attn", "flash_attn_interface", "flash_attn.cute"}, True, 0.0, "flash3"),
+        ((10, 0), {"flash_attn", "flash_attn_interface", "flash_attn.cute"}, True, 0.0, "flash4"),
+        ((9, 0), {"flash_attn", "flash_attn_interface"}, True, 0.1, "flash2"),
+        ((9, 0), set(), True, 0.0, "varlen"),
+        ((8, 0), {"flash_attn_interface"}, True, 0.0, "varlen"),
+        ((9, 0), set(), True, 0.1, "sdpa"),
+        ((9, 0), {"flash_attn"}, False, 0.0, "sdpa"),
+        ((7, 5), {"flash_attn"}, True, 0.0, "sdpa"),
+    ],
+)
+def test_the_best_way_for_a_gpu(monkeypatch, capability, installed: set[str], half: bool, dropout: float, best: str):
+    from megahead.nn import backends
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    there = {*installed, "torch.nn.attention.varlen"}
+    monkeypatch.setattr(backends, "_missing", lambda module, name: "" if module in there else f"no {module}")
+    use = Use(torch.device("cuda"), torch.bfloat16 if half else torch.float32, 64, dropout)
+    assert choose_backend.__wrapped__("auto", use).name == best
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(flash_attn_varlen_func is None, reason="needs flash-attn")
-def test_flash_varlen_errs_no_more_than_the_masked_way():
-    exact = random_qkv("cuda")
-    documents = Documents(POSITIONS.cuda())
-    truth = value_and_gradient(formula(*exact, documents.mask_BTT), exact)
-
-    def errors(way) -> list[float]:
-        half = random_qkv("cuda", torch.bfloat16)
-        found = value_and_gradient(way(*half, documents), half)
-        return [float((f.double() - t).abs().max()) for f, t in zip(found, truth, strict=True)]
-
-    for flash, masked in zip(errors(attend_varlen), errors(attend_masked), strict=True):
-        assert flash <= 1.5 * masked
-
-
-@pytest.mark.gpu
-def test_cuda_without_flash_equals_the_cpu():
-    on_cpu, on_gpu = random_qkv(dtype=torch.float32), random_qkv("cuda", torch.float32)
-    expected = value_and_gradient(attend(*on_cpu, Documents(POSITIONS)), on_cpu)
-    found = value_and_gradient(attend(*on_gpu, Documents(POSITIONS.cuda())), on_gpu)
-    torch.testing.assert_close([x.cpu() for x in found], list(expected), rtol=1e-4, atol=1e-5)
+def test_a_kernel_that_is_not_installed_is_named(monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    told = BACKENDS["flash3"].obstacle(Use(torch.device("cuda"), torch.bfloat16, 64))
+    assert "flash_attn_interface.flash_attn_varlen_func cannot be imported (No module named" in told
 
 
 @pytest.mark.parametrize("documents", [None, Documents(POSITIONS)])

@@ -34,3 +34,13 @@ def test_mask_shows_a_token_its_own_document_up_to_itself():
             for i in range(start, end):
                 expected[row, i, start : i + 1] = True
     assert torch.equal(Documents(POSITIONS).mask_BTT, expected)
+
+
+def test_borders_that_are_known_are_not_looked_for():
+    borders = torch.tensor([0, 3, 5, 6, 10], dtype=torch.int32)
+    assert Documents(POSITIONS, borders).borders is borders
+    assert torch.equal(Documents(POSITIONS).borders, borders)
+
+
+def test_borders_of_whole_rows():
+    assert Documents.of_rows(3, 5, torch.device("cpu")).tolist() == [0, 5, 10, 15]

@@ -156,3 +156,14 @@ def test_groups_within_a_micro_batch_share_nothing() -> None:
     table = pretraining.backbone.embedding.weight
     expected = sum(16 * cwt_loss(part, ids, table) for part, ids in zip(outputs, halves, strict=True))
     torch.testing.assert_close(pretraining(micro), expected)
+
+
+def test_staging_for_a_gpu_finds_the_documents_and_pads_candidates_without_changing_the_loss(monkeypatch) -> None:
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+    pretraining = build(tiny({}), torch.device("cpu"))
+    micro = prepared(pretraining)
+    staged = micro.staged(torch.device("cuda"))
+    assert staged.batch.borders is not None
+    assert staged.batch.borders.tolist()[-1] == 4 * 8
+    assert len(staged.candidates[0].ids_U) == 512
+    torch.testing.assert_close(pretraining(staged), pretraining(micro))

@@ -1,0 +1,52 @@
+"""Attention as the formula says, in float64, and tensors to try it on."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from megahead.nn import Attend, Documents
+
+POSITIONS = torch.tensor([[0, 1, 2, 3, 0, 1, 2], [0, 0, 0, 1, 2, 3, 4]])
+"""Of two rows; the second begins with documents of one token."""
+
+
+def formula(q_BTHd: Tensor, k_BTHd: Tensor, v_BTHd: Tensor, mask_BTT: Tensor) -> Tensor:
+    scores_BHTT = torch.einsum("bqhd,bkhd->bhqk", q_BTHd, k_BTHd) / math.sqrt(q_BTHd.shape[-1])
+    weights_BHTT = scores_BHTT.masked_fill(~mask_BTT[:, None], -math.inf).softmax(-1)
+    return torch.einsum("bhqk,bkhd->bqhd", weights_BHTT, v_BTHd)
+
+
+def seen(rows: int, length: int, documents: Documents | None, causal: bool) -> Tensor:
+    """[B, T, T] bool: which tokens each token reads."""
+    if documents is not None:
+        return documents.mask_BTT if causal else documents.same_BTT
+    whole_BTT = torch.ones(rows, length, length, dtype=torch.bool)
+    return whole_BTT.tril() if causal else whole_BTT
+
+
+def random_qkv(
+    device: str = "cpu", dtype: torch.dtype = torch.float64, shape: tuple[int, ...] = (2, 7, 3, 8)
+) -> Tensor:
+    """[3, B, T, H, d], the same numbers on every device, that want a gradient."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(3, *shape, generator=generator, dtype=torch.float64).to(device, dtype).requires_grad_()
+
+
+def value_and_gradient(output: Tensor, qkv: Tensor) -> tuple[Tensor, Tensor]:
+    weights = torch.linspace(-1, 1, output.numel(), dtype=output.dtype, device=output.device).view_as(output)
+    (gradient,) = torch.autograd.grad((output * weights).sum(), qkv)
+    return output.detach(), gradient
+
+
+def relative_errors(attend: Attend, qkv: Tensor, positions: Tensor | None, causal: bool) -> list[float]:
+    """|| found - exact || / || exact || of value and gradient; exact is the formula in float64 on the same qkv."""
+    exact_qkv = qkv.detach().double().cpu().requires_grad_()
+    rows, length = qkv.shape[1:3]
+    on_cpu = None if positions is None else Documents(positions)
+    exact = value_and_gradient(formula(*exact_qkv, seen(rows, length, on_cpu, causal)), exact_qkv)
+    documents = None if positions is None else Documents(positions.to(qkv.device))
+    found = value_and_gradient(attend(*qkv, documents, causal=causal), qkv)
+    return [float((f.double().cpu() - e).norm() / e.norm()) for f, e in zip(found, exact, strict=True)]

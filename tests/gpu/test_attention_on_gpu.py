@@ -1,0 +1,51 @@
+"""Every attention kernel that is there, in half precision, against the formula in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from exact_attention import POSITIONS, random_qkv, relative_errors
+from torch import Tensor
+
+from megahead.nn import BACKENDS, Documents, Use, attend
+
+LONG = torch.cat([torch.arange(200), torch.arange(1), torch.arange(129), torch.arange(182)]).repeat(2, 1)
+LONG[1] = torch.arange(512)
+"""Documents of more and less than a kernel's block, and a row that is one."""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("head_size", [64, 80])
+@pytest.mark.parametrize("name", BACKENDS)
+def test_every_kernel_is_within_rounding(
+    name: str, head_size: int, packed: bool, causal: bool, dtype: torch.dtype
+) -> None:
+    obstacle = BACKENDS[name].obstacle(Use(torch.device("cuda"), dtype, head_size))
+    if obstacle:
+        pytest.skip(obstacle)
+    qkv = random_qkv("cuda", dtype, (2, 512, 3, head_size))
+    assert max(relative_errors(BACKENDS[name].attend, qkv, LONG if packed else None, causal)) < torch.finfo(dtype).eps
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", BACKENDS)
+def test_documents_do_not_feel_each_other(name: str) -> None:
+    obstacle = BACKENDS[name].obstacle(Use(torch.device("cuda"), torch.bfloat16, 64))
+    if obstacle:
+        pytest.skip(obstacle)
+    qkv = random_qkv("cuda", torch.bfloat16, (2, 512, 3, 64))
+    output = BACKENDS[name].attend(*qkv, Documents(LONG.cuda()), causal=False)
+    (gradient,) = torch.autograd.grad(output[0, 201:330].sum(), qkv)
+    assert gradient[:, 0, 201:330].any()
+    assert not gradient[:, 0, :201].any()
+    assert not gradient[:, 0, 330:].any()
+    assert not gradient[:, 1].any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("positions", [None, POSITIONS])
+def test_float32_equals_the_cpu(positions: Tensor | None) -> None:
+    assert max(relative_errors(attend, random_qkv("cuda", torch.float32), positions, True)) < 1e-5
