@@ -18,6 +18,12 @@ def deepspeed_config(run: RunConfig, data_ranks: int) -> dict[str, Any]:
     given = _read(run.engine.deepspeed)
     _refuse_what_writes(given)
     stage = zero_stage(given)
+    if stage == 3 and run.engine.activation_checkpointing == "selective":
+        raise ConfigError(
+            "engine.activation_checkpointing",
+            "be true or false at ZeRO stage 3, where DeepSpeed adds to products that would be kept",
+            got="`selective`",
+        )
     derived: dict[str, Any] = {
         "train_batch_size": run.batch.global_size,
         "train_micro_batch_size_per_gpu": run.batch.micro_size,

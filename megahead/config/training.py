@@ -66,9 +66,9 @@ class EngineConfig(Settings):
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Number format of the forward and backward passes; weights are always updated in fp32."""
 
-    activation_checkpointing: bool = False
+    activation_checkpointing: bool | Literal["selective"] = False
     """Keep only each block's input for the backward pass and compute the block again there: less memory, a third
-    more time."""
+    more time. `selective` also keeps what matrix products and attention gave, and computes again what is cheap."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to run; `auto` takes CUDA when it is there."""

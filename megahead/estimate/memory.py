@@ -104,15 +104,18 @@ def candidate_rows(config: RunConfig) -> int:
 def _activations(config: RunConfig, compute: int) -> float:
     """A block keeps its input, two normed inputs and (7 D + 2 F) / t; recomputed, all inputs and one block whole.
 
-    Sequence parallelism divides the inputs by t too, and has one layer's gathered at a time.
+    Recomputed selectively, also 2 D + (4 D + F) / t of products and attention. Sequence parallelism divides the inputs
+    by t too, and has one layer's gathered at a time.
     """
     model, tensor = config.model, config.parallel.tensor
     tokens = config.batch.micro_size * config.data.sequence_length
     held = model.hidden_size / (tensor if config.parallel.sequence else 1)
     block = 3 * held + (7 * model.hidden_size + 2 * model.mlp_size()) / tensor
-    kept = model.num_layers * (held if config.engine.activation_checkpointing else block)
-    working = (block if config.engine.activation_checkpointing else 0) + model.hidden_size - held
-    return compute * tokens * (kept + working)
+    recompute = config.engine.activation_checkpointing
+    dear = held + 2 * model.hidden_size + (4 * model.hidden_size + model.mlp_size()) / tensor
+    kept = {False: block, True: held, "selective": dear}[recompute]
+    working = (block if recompute else 0) + model.hidden_size - held
+    return compute * tokens * (model.num_layers * kept + working)
 
 
 def _loss(config: RunConfig) -> float:

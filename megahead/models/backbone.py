@@ -5,9 +5,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from megahead.distributed import Group
+from megahead.nn.recomputation import Recompute, recomputed
 
 
 class Backbone(nn.Module, ABC):
@@ -19,9 +19,9 @@ class Backbone(nn.Module, ABC):
     embedding: nn.Embedding
     """[padded vocabulary, D]; also what outputs are scored against."""
 
-    recompute_blocks: bool = False
-    """Keep only each block's input for the backward pass, and compute the block again there: a third more time for
-    memory of L x B x T x D instead of about 17 times that."""
+    recompute_blocks: Recompute = False
+    """True: keep only each block's input for the backward pass, and compute the block again there: a third more time
+    for memory of L x B x T x D instead of about 17 times that; "selective": 11 times that, for little more time."""
 
     tokens: Group = Group()
     """Ranks that share out the tokens of each row between `encode`'s beginning and end; one rank has them all."""
@@ -34,27 +34,31 @@ class Backbone(nn.Module, ABC):
     def run_block(self, block: nn.Module, *inputs: object) -> Tensor:
         """`block(*inputs)`, recomputed in the backward pass where `recompute_blocks`; dropout draws the same again."""
         if self.recompute_blocks and self.training:
-            output: Tensor = checkpoint(block, *inputs, use_reentrant=False)
-        else:
-            output = block(*inputs)
+            return recomputed(block, *inputs, keep_dear=self.recompute_blocks == "selective")
+        output: Tensor = block(*inputs)
         return output
 
     @abstractmethod
-    def encode(self, rows_BTD: Tensor, positions_BT: Tensor | None = None) -> Tensor:
+    def encode(self, rows_BTD: Tensor, positions_BT: Tensor | None = None, borders: Tensor | None = None) -> Tensor:
         """[B, T, D]: hidden states after the final norm.
 
         `positions_BT` restart at 0 with each document of a row, and documents do not see each other; None: each row
-        is one document.
+        is one document. `borders`: of the documents, as `Batch` has them; else looked for where they are needed.
         """
 
     def encode_at(
-        self, rows_BTD: Tensor, positions_BT: Tensor | None, index_N: Tensor, most_a_row: int | None = None
+        self,
+        rows_BTD: Tensor,
+        positions_BT: Tensor | None,
+        index_N: Tensor,
+        most_a_row: int | None = None,
+        borders: Tensor | None = None,
     ) -> Tensor:
         """[N, D]: `encode` at the flattened positions `index_N` (increasing), of which a row has at most `most_a_row`.
 
         An encoder saves the last block's work elsewhere; None: about every position is asked for.
         """
-        return self.encode(rows_BTD, positions_BT).flatten(0, 1).index_select(0, index_N)
+        return self.encode(rows_BTD, positions_BT, borders).flatten(0, 1).index_select(0, index_N)
 
     def forward(self, input_ids_BT: Tensor, positions_BT: Tensor | None = None) -> Tensor:
         """[B, T, D]: hidden states of `input_ids_BT`."""

@@ -28,7 +28,8 @@ class Utilization:
         """{"flops_per_second": a device's, and where its peak is known "mfu": its share of that}.
 
         Operations that the model needs (body, attention over whole rows, candidates of the targets: an encoder masks
-        few tokens); what is computed again for activation checkpointing does not count. `candidates` 0: the whole vocabulary.
+        few tokens); what is computed again for activation checkpointing does not count. `candidates` 0: the whole
+        vocabulary.
         """
         rows = round(candidates) or self.config.model.padded_vocab_size()
         length, targets = self.config.data.sequence_length, self.config.targets_per_row()

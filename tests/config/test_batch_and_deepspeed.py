@@ -79,6 +79,10 @@ def test_precision_by_stage(tmp_path: Path, zero: int, precision: str, keys: set
         ({"deepspeed": "nowhere.json"}, "`engine.deepspeed` must name a DeepSpeed JSON file, but is nowhere.json"),
         ({"deepspeed": {"zero_optimization": {"stage": 4}}}, "stage` must be 0, 1, 2 or 3, but is 4 instead."),
         ({"deepspeed": {}, "precision": "fp16"}, "`engine.precision` must be fp32 or bf16 at ZeRO stage 0"),
+        (
+            {"deepspeed": {"zero_optimization": {"stage": 3}}, "activation_checkpointing": "selective"},
+            "`engine.activation_checkpointing` must be true or false at ZeRO stage 3",
+        ),
     ],
 )
 def test_engines_that_cannot_run(tmp_path: Path, engine: dict[str, Any], sentence: str) -> None:

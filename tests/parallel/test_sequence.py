@@ -14,6 +14,7 @@ from megahead.distributed import Group
 from megahead.errors import ConfigError, ConfigErrors
 from megahead.estimate import rank_memory
 from megahead.models import SHARDING, Backbone, build_backbone
+from megahead.nn.recomputation import Recompute
 from megahead.parallel import parallelize_, shard_dims
 from megahead.parallel.build import fill_
 
@@ -30,7 +31,7 @@ def whole_backbone(config: RunConfig) -> Backbone:
     return backbone
 
 
-def in_parts(group: Group, config: RunConfig, recompute: bool) -> tuple[Tensor, dict[str, Tensor]]:
+def in_parts(group: Group, config: RunConfig, recompute: Recompute) -> tuple[Tensor, dict[str, Tensor]]:
     """Hidden states and whole gradients."""
     whole = whole_backbone(config)
     backbone = build_backbone(config.model).double()
@@ -48,9 +49,9 @@ def in_parts(group: Group, config: RunConfig, recompute: bool) -> tuple[Tensor, 
 
 
 @pytest.mark.parametrize("residual", ["parallel", "sequential"])
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("recompute", [False, True, "selective"])
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_hidden_states_and_gradients_are_those_of_one_rank(size: int, recompute: bool, residual: str) -> None:
+def test_hidden_states_and_gradients_are_those_of_one_rank(size: int, recompute: Recompute, residual: str) -> None:
     model = {"hidden_size": 32, "num_heads": 4, "parallel_residual": residual == "parallel"}
     config = small_config(model=model, parallel={"tensor": size, "sequence": True})
     whole = whole_backbone(config)

@@ -106,8 +106,12 @@ def test_offloading_to_the_host_equals_plain_torch(tmp_path: Path, references: d
     assert_equal(ours, references["headless"])
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_activation_checkpointing_equals_plain_torch(tmp_path: Path, references: dict[str, Course], stage: int) -> None:
+@pytest.mark.parametrize(
+    ("recompute", "stage"), [(True, 0), (True, 1), (True, 2), (True, 3), ("selective", 0), ("selective", 2)]
+)
+def test_activation_checkpointing_equals_plain_torch(
+    tmp_path: Path, references: dict[str, Course], recompute: bool | str, stage: int
+) -> None:
     write_text(tmp_path)
-    ours = on_mesh(tmp_path, "headless", stage, 2, 2, **{"engine.activation_checkpointing": True})
+    ours = on_mesh(tmp_path, "headless", stage, 2, 2, **{"engine.activation_checkpointing": recompute})
     assert_equal(ours, references["headless"])
