@@ -3,6 +3,7 @@
 tools/bench_step.py --preset pythia-14m --micro-batch 8 --sequence-length 512
 tools/bench_step.py --preset bert-small --micro-batch 16 --sequence-length 128
 tools/bench_step.py --config configs/demo-headless.yaml
+tools/bench_step.py --preset pythia-70m --micro-batch 8 --sequence-length 2048 --precision bf16 --compile
 
 A step is forward, backward, clipping and a fused AdamW update of one micro-batch, without an engine. Tokens come from
 the config's dataset (or --data PREFIX), else from Zipf's law, which has about as many different tokens as real text.
@@ -34,6 +35,7 @@ from megahead.objectives import build_objective
 from megahead.optim import build_adamw
 from megahead.pretraining import MicroBatch, Pretraining, build
 from megahead.report import to_rich
+from megahead.train.acceleration import accelerate_
 
 PYTHIA_VOCABULARY = 50277
 BERT_VOCABULARY = {"distilbert-multilingual": 119547}
@@ -48,7 +50,9 @@ def main() -> None:
     config = _config(arguments)
     rows = token_rows(config, arguments.data, count=arguments.steps + 1)
     contenders = [
-        Contender(config, name, device, arguments.precision, rows) for name in arguments.objectives.split(",")
+        Contender(config, name, device, arguments.precision, rows, compiled)
+        for compiled in ([False, True] if arguments.compile else [False])
+        for name in arguments.objectives.split(",")
     ]
     for index in range(arguments.steps + 1):
         for contender in contenders:
@@ -59,6 +63,8 @@ def main() -> None:
     console.print(
         f"{config.name}, {shape}, {arguments.precision} on {describe(device)}, {rate / 1e9:,.0f} GFLOP/s matrix rate"
     )
+    for name, way in contenders[-1].ways:
+        console.print(f"{name}: {way}")
     console.print(to_rich([contender.row(rate) for contender in contenders]))
     for other in contenders[1:]:
         console.print(compare(contenders[0], other))
@@ -73,6 +79,7 @@ class Contender:
     device: torch.device
     precision: str
     rows: list[np.ndarray[Any, Any]]
+    compiled: bool = False
     times: dict[str, list[float]] = field(default_factory=lambda: {"fwd": [], "bwd": [], "opt": []})
     candidates: list[int] = field(default_factory=list)
     extra_bytes: int = 0
@@ -80,10 +87,12 @@ class Contender:
 
     def __post_init__(self) -> None:
         tree = self.config.model_dump(mode="json")
+        tree["engine"] |= {"precision": self.precision, "compile": self.compiled}
         tree["objective"]["name"] = self.objective
         tree["objective"]["tied"] = self.config.model.is_encoder() and self.objective == "vanilla"
         self.config = config_from_dict(tree)
         self.model: Pretraining = build(self.config, self.device)
+        self.ways = accelerate_(self.model.backbone, self.config, self.device)
         self.rule = build_objective(self.config.objective, self.config.model.vocab_size)
         self.optimizer = build_adamw(self.model, self.config.optimizer)
 
@@ -100,6 +109,10 @@ class Contender:
             for name, seconds in zip(self.times, (forward, backward, optimizer), strict=True):
                 self.times[name].append(seconds)
             self.candidates.append(candidates)
+
+    def name(self) -> str:
+        """The objective, and what is unusual about how it is computed."""
+        return f"{self.objective}, compiled" if self.compiled else self.objective
 
     def seconds(self) -> list[float]:
         """Of each whole step."""
@@ -120,7 +133,7 @@ class Contender:
         median = statistics.median(self.seconds())
         tokens = self.config.batch.micro_size * self.config.data.sequence_length
         row: dict[str, object] = {
-            "objective": self.objective,
+            "objective": self.name(),
             "ms": round(median * 1e3),
             "best": round(min(self.seconds()) * 1e3),
             "tokens/s": round(tokens / median),
@@ -181,7 +194,7 @@ def compare(one: Contender, other: Contender) -> str:
     """Step time of `other` over `one`, pair by pair, beside what their operations alone would give."""
     ratios = [b / a for a, b in zip(one.seconds(), other.seconds(), strict=True)]
     return (
-        f"{one.objective} is {statistics.median(ratios):.2f} times as fast as {other.objective} "
+        f"{one.name()} is {statistics.median(ratios):.2f} times as fast as {other.name()} "
         f"(pairs {min(ratios):.2f} to {max(ratios):.2f}); by operations alone {other.flops() / one.flops():.2f}"
     )
 
@@ -250,6 +263,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--micro-batch", type=int, default=8, help="rows of --preset (default: 8)")
     parser.add_argument("--sequence-length", type=int, default=512, help="targets a row of --preset (default: 512)")
     parser.add_argument("--objectives", default="headless,vanilla", help="what to compare (default: headless,vanilla)")
+    parser.add_argument("--compile", action="store_true", help="time each with compiled blocks, too")
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--steps", type=int, default=5, help="counted steps of each (default: 5)")
     parser.add_argument("--device", choices=("cpu", "cuda"))

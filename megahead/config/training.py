@@ -70,6 +70,14 @@ class EngineConfig(Settings):
     """Keep only each block's input for the backward pass and compute the block again there: less memory, a third
     more time. `selective` also keeps what matrix products and attention gave, and computes again what is cheap."""
 
+    attention: Literal["auto", "flash2", "flash3", "flash4", "varlen", "sdpa", "documents"] = "auto"
+    """How attention is computed: flash-attn 2, 3 or 4, torch's kernel for sequences of differing lengths, torch's
+    scaled dot product with a mask, or the same document by document; `auto` takes the best that serves the run."""
+
+    compile: bool = False
+    """Put blocks through `torch.compile`, one for all layers; where that cannot be done it is said, and they run as
+    they are. Takes from seconds to minutes at the start."""
+
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to run; `auto` takes CUDA when it is there."""
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from functools import partial
 
 from torch import Tensor, nn
 
 from megahead.distributed import Group
+from megahead.models.compilation import CompiledBlocks
+from megahead.nn import Attend, BidirectionalSelfAttention, CausalSelfAttention
 from megahead.nn.recomputation import Recompute, recomputed
 
 
@@ -23,6 +26,9 @@ class Backbone(nn.Module, ABC):
     """True: keep only each block's input for the backward pass, and compute the block again there: a third more time
     for memory of L x B x T x D instead of about 17 times that; "selective": 11 times that, for little more time."""
 
+    compiled: CompiledBlocks | None = None
+    """Through which blocks are called, where they are to be compiled."""
+
     tokens: Group = Group()
     """Ranks that share out the tokens of each row between `encode`'s beginning and end; one rank has them all."""
 
@@ -31,11 +37,21 @@ class Backbone(nn.Module, ABC):
         rows: Tensor = self.embedding(ids)
         return rows
 
-    def run_block(self, block: nn.Module, *inputs: object) -> Tensor:
-        """`block(*inputs)`, recomputed in the backward pass where `recompute_blocks`; dropout draws the same again."""
+    def use_attention(self, attend: Attend) -> None:
+        """Has every layer compute attention by `attend`, which must serve this backbone's device and precision."""
+        for layer in self.modules():
+            if isinstance(layer, CausalSelfAttention | BidirectionalSelfAttention):
+                layer.attend = attend
+
+    def run_block(self, block: nn.Module, *inputs: object, steady: bool = True) -> Tensor:
+        """`block(*inputs)`, recomputed in the backward pass where `recompute_blocks`; dropout draws the same again.
+
+        `steady`: shapes are the same in every batch, so that compiling for them pays.
+        """
+        call = block if self.compiled is None or not steady else partial(self.compiled, block)
         if self.recompute_blocks and self.training:
-            return recomputed(block, *inputs, keep_dear=self.recompute_blocks == "selective")
-        output: Tensor = block(*inputs)
+            return recomputed(call, *inputs, keep_dear=self.recompute_blocks == "selective")
+        output: Tensor = call(*inputs)
         return output
 
     @abstractmethod

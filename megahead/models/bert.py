@@ -60,7 +60,7 @@ class Bert(Backbone):
         *body, last = self.blocks
         for block in body:
             x_BTD = self.run_block(block, x_BTD, documents)
-        return self.run_block(last, x_BTD, documents, targets)
+        return self.run_block(last, x_BTD, documents, targets, steady=False)
 
     def _embedded(self, rows_BTD: Tensor, positions_BT: Tensor | None) -> Tensor:
         device = rows_BTD.device

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 Recompute = bool | Literal["selective"]
@@ -27,7 +28,7 @@ _DEAR = frozenset(
 """Products with weights, and attention where it is one operator: nearly all of a block's operations."""
 
 
-def recomputed(block: nn.Module, *inputs: object, keep_dear: bool = False) -> Tensor:
+def recomputed(block: Callable[..., Tensor], *inputs: object, keep_dear: bool = False) -> Tensor:
     """`block(*inputs)`, computed again in the backward pass; dropout draws the same again.
 
     With `keep_dear` results of products and of attention are kept, and only what lies between them is done again:

@@ -23,6 +23,8 @@ FREE = (
     "data.prefetch",
     "data.read_ahead",
     "engine.activation_checkpointing",
+    "engine.attention",
+    "engine.compile",
     "engine.deepspeed",
     "engine.device",
     "engine.timeout_seconds",

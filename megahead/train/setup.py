@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from megahead.config import RunConfig, deepspeed_config
+from megahead.config.deepspeed import zero_stage
 from megahead.data import training_masker
 from megahead.distributed import Group, Launch, Mesh, choose_device, connect, naming_lost_ranks
 from megahead.engine import Engine
@@ -17,6 +18,7 @@ from megahead.objectives import build_objective
 from megahead.optim import build_adamw
 from megahead.parallel import assemble
 from megahead.pretraining import Feed
+from megahead.train.acceleration import accelerate_
 from megahead.train.describe import describe_run
 from megahead.train.evaluation import Evaluation
 from megahead.train.faults import Guard
@@ -71,7 +73,7 @@ def _pretrain(config: RunConfig, texts: Texts, ranks: Group, device: torch.devic
     if checkpoint is not None:
         refuse_another_run(checkpoint, config, state.texts)
     feed = _feed(config, texts, state, mesh, device)
-    engine = _engine(config, deepspeed, mesh, device)
+    engine, ways = _engine(config, deepspeed, mesh, device)
     if checkpoint is not None:
         resume_from(checkpoint, engine, state, data)
 
@@ -80,7 +82,7 @@ def _pretrain(config: RunConfig, texts: Texts, ranks: Group, device: torch.devic
         fill(folder, config)
     meters = Meters(config, active=world.rank == 0, utilization=Utilization.on(device, config, world.size))
     facts = [*describe_run(config, world.size, state.group_samples), *texts.describe(config)]
-    meters.banner([*facts, ("on", f"{world.size} x {device.type}")], resumed=checkpoint, damage=damage)
+    meters.banner([*facts, ("on", f"{world.size} x {device.type}"), *ways], resumed=checkpoint, damage=damage)
     run = Training(
         config=config,
         engine=engine,
@@ -119,12 +121,15 @@ def _feed(config: RunConfig, texts: Texts, state: TrainingState, mesh: Mesh, dev
     )
 
 
-def _engine(config: RunConfig, deepspeed: dict[str, Any], mesh: Mesh, device: torch.device) -> Engine:
-    """The model, split over the mesh, with its first weights and its optimizer."""
+def _engine(
+    config: RunConfig, deepspeed: dict[str, Any], mesh: Mesh, device: torch.device
+) -> tuple[Engine, list[tuple[str, str]]]:
+    """The model, split over the mesh, with its first weights and its optimizer; and how its blocks are computed."""
     pretraining = assemble(config, mesh.tensor, device)
-    pretraining.backbone.recompute_blocks = config.engine.activation_checkpointing
+    ways = accelerate_(pretraining.backbone, config, device, zero_stage(deepspeed))
     if config.init and config.init.mode == "probe":
         pretraining.backbone.requires_grad_(False)
     optimizer = build_adamw(pretraining, config.optimizer)
     weights = starting_weights(config)
-    return Engine(pretraining, optimizer=optimizer, config=deepspeed, mesh=mesh, device=device, weights=weights)
+    engine = Engine(pretraining, optimizer=optimizer, config=deepspeed, mesh=mesh, device=device, weights=weights)
+    return engine, ways

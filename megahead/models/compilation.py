@@ -1,0 +1,41 @@
+"""Blocks through `torch.compile`, one by one: what is compiled for the first serves all, which differ in weights alone.
+
+Where that fails blocks run as they are, and it is said why.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class CompiledBlocks:
+    """Calls blocks compiled; after the first failure to compile one, as they are.
+
+    Results are rounded otherwise than those of the plain block, and dropout draws other numbers.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        """`options`: of `torch.compile`."""
+        self.obstacle = ""
+        self._compiled = torch.compile(_call, **options)
+        self._failure = torch._dynamo.exc.TorchDynamoException  # imported by now, and slow to import before
+
+    def __call__(self, block: nn.Module, *inputs: object) -> Tensor:
+        """`block(*inputs)`."""
+        if not self.obstacle:
+            try:
+                output: Tensor = self._compiled(block, *inputs)
+                return output
+            except self._failure as error:
+                self.obstacle = " ".join(str(error).split("\n")[:2])
+                warnings.warn(f"blocks are not compiled: {self.obstacle}", stacklevel=2)
+        return _call(block, *inputs)
+
+
+def _call(block: nn.Module, *inputs: object) -> Tensor:
+    output: Tensor = block(*inputs)
+    return output

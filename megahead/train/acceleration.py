@@ -1,0 +1,56 @@
+"""How a run's blocks are computed: by which attention back end, and whether compiled."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+
+import torch
+
+from megahead.config import RunConfig
+from megahead.models import Backbone, CompiledBlocks
+from megahead.nn import Backend, Use, choose_backend
+
+_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def accelerate_(
+    backbone: Backbone, config: RunConfig, device: torch.device, zero_stage: int = 0
+) -> list[tuple[str, str]]:
+    """Sets `backbone` up as `config.engine` says; returns what was chosen, as (name, value) lines.
+
+    ConfigError for an attention back end that cannot serve here.
+    """
+    model, engine = config.model, config.engine
+    use = Use(device, _TYPES[engine.precision], model.head_size(), model.attention_dropout)
+    backend = choose_backend(engine.attention, use)
+    backbone.recompute_blocks = engine.activation_checkpointing
+    backbone.use_attention(backend.attend)
+    told = [("attention", f"{backend.name} ({backend.about})")]
+    if engine.compile:
+        obstacle = _obstacle_to_compiling(config, device, zero_stage)
+        told.append(("compiled", f"no, {obstacle}" if obstacle else "one block for all layers"))
+        if not obstacle:
+            _compile_(backbone, backend)
+    return told
+
+
+def _compile_(backbone: Backbone, backend: Backend) -> None:
+    backbone.compiled = CompiledBlocks()
+    if not backend.traceable:
+        backbone.use_attention(torch.compiler.disable(backend.attend))
+
+
+def _obstacle_to_compiling(config: RunConfig, device: torch.device, zero_stage: int) -> str:
+    """Why blocks cannot be compiled, as far as it is known beforehand; empty where nothing is in the way."""
+    if config.parallel.tensor > 1:
+        return "tensor ranks speak to each other within a block"
+    if zero_stage == 3:
+        return "ZeRO 3 gathers weights within a block"
+    if config.engine.activation_checkpointing == "selective":
+        return "selective checkpointing looks at operations that a compiled block no longer has"
+    if device.type == "cuda" and importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    if device.type == "cpu" and not (shutil.which("g++") or shutil.which("clang++")):
+        return "there is no C++ compiler"
+    return ""

@@ -1,0 +1,104 @@
+"""Compiled blocks: what plain ones compute, one compilation for all layers, and a way on where it fails."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megahead.config import ModelConfig
+from megahead.models import Backbone, CompiledBlocks, build_backbone, initialize_
+from megahead.nn import BACKENDS
+
+IDS = torch.arange(2 * 24).view(2, 24) % 50
+POSITIONS = torch.cat([torch.arange(24), torch.arange(9), torch.arange(15)]).view(2, 24)
+
+
+@pytest.fixture(autouse=True)
+def _afresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def tiny(family: str = "gpt_neox", dropout: float = 0.0) -> Backbone:
+    shape = {"num_layers": 4, "hidden_size": 32, "num_heads": 2, "vocab_size": 50}
+    config = ModelConfig(family=family, **shape, hidden_dropout=dropout, attention_dropout=dropout)
+    backbone = build_backbone(config)
+    initialize_(backbone, 1, config)
+    return backbone
+
+
+def trained(backbone: Backbone, positions: Tensor | None = None) -> list[Tensor]:
+    """Hidden states and all gradients."""
+    torch.manual_seed(3)
+    backbone.zero_grad()
+    hidden = backbone(IDS, positions)
+    hidden.square().sum().backward()
+    return [hidden.detach(), *(p.grad for p in backbone.parameters() if p.grad is not None)]
+
+
+class Counting:
+    """Compiles nothing, and counts what it is given."""
+
+    def __init__(self) -> None:
+        self.graphs = 0
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: list[Tensor]) -> nn.Module:
+        self.graphs += 1
+        return graph
+
+
+@pytest.mark.parametrize("family", ["gpt_neox", "bert"])
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_one_graph_serves_all_layers_and_computes_the_same(family: str, dropout: float, recompute: bool) -> None:
+    backbone, counting = tiny(family, dropout), Counting()
+    backbone.recompute_blocks = recompute
+    backbone.use_attention(BACKENDS["sdpa"].attend)
+    expected = trained(backbone)
+    backbone.compiled = CompiledBlocks(backend=counting, fullgraph=True)
+    for found, tensor in zip(trained(backbone), expected, strict=True):
+        torch.testing.assert_close(found, tensor)
+    assert counting.graphs == 1
+
+
+def test_documents_of_other_lengths_are_not_compiled_for() -> None:
+    backbone, counting = tiny(), Counting()
+    expected = [trained(backbone, POSITIONS), trained(backbone, POSITIONS.flip(0))]
+    backbone.use_attention(torch.compiler.disable(BACKENDS["documents"].attend))
+    backbone.compiled = CompiledBlocks(backend=counting)
+    for tensor, found in zip(expected[0], trained(backbone, POSITIONS), strict=True):
+        torch.testing.assert_close(found, tensor)
+    graphs = counting.graphs
+    for tensor, found in zip(expected[1], trained(backbone, POSITIONS.flip(0)), strict=True):
+        torch.testing.assert_close(found, tensor)
+    assert counting.graphs == graphs
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+def test_generated_code_computes_the_same() -> None:
+    backbone = tiny()
+    backbone.use_attention(BACKENDS["sdpa"].attend)
+    expected = trained(backbone)
+    backbone.compiled = CompiledBlocks()
+    for found, tensor in zip(trained(backbone), expected, strict=True):
+        torch.testing.assert_close(found, tensor, rtol=1e-4, atol=1e-4)
+    assert not backbone.compiled.obstacle
+
+
+def test_what_cannot_be_compiled_runs_as_it_is_and_says_why() -> None:
+    def broken(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> nn.Module:
+        raise OSError("no space for kernels")
+
+    backbone = tiny()
+    backbone.use_attention(BACKENDS["sdpa"].attend)
+    expected = trained(backbone)
+    backbone.compiled = CompiledBlocks(backend=broken)
+    with pytest.warns(UserWarning, match="blocks are not compiled: .*no space for kernels"):
+        found = trained(backbone)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    assert trained(backbone)[0].equal(expected[0])  # and does not try again

@@ -1,0 +1,82 @@
+"""How a run's blocks are computed: chosen, said, refused; and compiled runs learn what plain ones do."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from on_ranks import on_ranks
+from small_run import small_config, stage, write_text
+
+from megahead.config import RunConfig
+from megahead.distributed import Group, Launch
+from megahead.errors import ConfigError
+from megahead.models import CompiledBlocks, build_backbone
+from megahead.report.metrics import read_metrics
+from megahead.train import acceleration, pretrain
+from megahead.train.acceleration import accelerate_
+
+CPU = torch.device("cpu")
+COMPILE = {"engine.compile": True}
+
+
+def told(config: RunConfig, zero: int = 0) -> dict[str, str]:
+    return dict(accelerate_(build_backbone(config.model), config, CPU, zero))
+
+
+def test_the_attention_back_end_is_said_and_can_be_set(tmp_path: Path) -> None:
+    assert told(small_config(tmp_path)) == {"attention": "documents (torch's scaled dot product, document by document)"}
+    assert told(small_config(tmp_path, {"engine.attention": "sdpa"}))["attention"].startswith("sdpa (")
+    with pytest.raises(ConfigError, match="must serve this run, but is `flash3` instead; it needs a CUDA device"):
+        told(small_config(tmp_path, {"engine.attention": "flash3"}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "zero", "reason"),
+    [
+        ({"parallel.tensor": 2}, 0, "tensor ranks speak to each other within a block"),
+        ({}, 3, "ZeRO 3 gathers weights within a block"),
+        ({"engine.activation_checkpointing": "selective"}, 0, "selective checkpointing looks at operations"),
+    ],
+)
+def test_why_blocks_are_not_compiled_is_said(tmp_path: Path, changes: dict[str, Any], zero: int, reason: str) -> None:
+    assert told(small_config(tmp_path, COMPILE | changes), zero)["compiled"].startswith(f"no, {reason}")
+
+
+def test_without_a_compiler_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert told(small_config(tmp_path, COMPILE))["compiled"] == "no, there is no C++ compiler"
+
+
+def run(group: Group, config: RunConfig) -> str:
+    return pretrain(config, Launch())
+
+
+def curve(folder: Path, changes: dict[str, Any]) -> list[float]:
+    write_text(folder)
+    on_ranks(1, run, small_config(folder, changes))
+    return [record["loss"] for record in read_metrics(folder / "run").training]
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    return curve(tmp_path_factory.mktemp("plain"), {})
+
+
+@pytest.mark.parametrize(("zero", "recompute"), [(0, False), (1, True), (2, False)])
+def test_a_compiled_run_learns_what_a_plain_one_does(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    plain: list[float],
+    zero: int,
+    recompute: bool,
+) -> None:
+    """Traced and differentiated as for generated code, which is then the operators themselves."""
+    monkeypatch.setattr(acceleration, "CompiledBlocks", partial(CompiledBlocks, backend="aot_eager"))
+    changes = stage(zero) | COMPILE | {"engine.activation_checkpointing": recompute}
+    assert curve(tmp_path, changes) == pytest.approx(plain, abs=1e-5)
+    assert "compiled    one block for all layers" in capfd.readouterr().out
