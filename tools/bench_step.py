@@ -208,6 +208,7 @@ def token_rows(config: RunConfig, prefix: str | None, count: int) -> list[np.nda
         samples = training_samples(data, [IndexedDataset(prefix)], config.seed, length)
         return [samples.rows(range(k * size, (k + 1) * size)) for k in range(count)]
     weights = 1 / (np.arange(config.model.vocab_size) + 2.7)  # Zipf-Mandelbrot
+    weights[config.data.end_token] = 0.0  # rows are one document each
     generator = np.random.default_rng(config.seed)
     draw = generator.choice(config.model.vocab_size, (count, size, length + 1), p=weights / weights.sum())
     return list(draw)
