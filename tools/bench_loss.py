@@ -2,10 +2,13 @@
 
 tools/bench_loss.py --data docs.jsonl.zst --tokenizer 20B_tokenizer.json
 tools/bench_loss.py --data PREFIX --sizes 1024,4096 --hidden 512
+tools/bench_loss.py --device cuda --precision bf16 --sizes 4096,16384,65536
 
-All begin with outputs [N, D], targets [N] and the table [V, D], and end with the gradients of outputs and table. Each
-measurement runs in a forked process of its own, in turn (A B C D A B C D ...), so that a noisy machine hits all alike
-and no memory is shared. Without --data, targets come from Zipf's law.
+All begin with outputs [N, D], targets [N] and the table [V, D], and end with the gradients of outputs and table. They
+are measured in turn (A B C D A B C D ...), so that a noisy machine hits all alike; on a CPU each time in a forked
+process of its own, so that no memory is shared. On CUDA Liger's fused linear cross-entropy and Apple's
+cut-cross-entropy take part where they are installed. Errors against float64 follow at the end. Without --data, targets
+come from Zipf's law.
 """
 
 from __future__ import annotations
@@ -24,75 +27,55 @@ import numpy as np
 import orjson
 import torch
 import zstandard
+from bench_step import describe, matrix_rate
+from loss_forms import FORMS, Form, Problem, errors, with_others
 from rich.console import Console
 from torch import Tensor
-from torch.nn import functional as F
 
 from megahead.data import IndexedDataset, load_tokenizer
 from megahead.errors import DataError, run_command
-from megahead.objectives import candidate_loss, cwt_loss
 from megahead.report import to_rich
 
 VOCABULARY = 50304
 TOKENS = 1_000_000
 ROW = 512
-
-Form = Callable[[Tensor, Tensor, Tensor], Tensor]
-
-
-def paper(outputs_ND: Tensor, targets_N: Tensor, table_VD: Tensor) -> Tensor:
-    """N x N scores against the targets' embeddings, duplicates and all."""
-    scores_NN = outputs_ND @ table_VD[targets_N].T
-    return F.cross_entropy(scores_NN, torch.arange(len(targets_N), device=targets_N.device))
-
-
-def plain_softmax(outputs_ND: Tensor, targets_N: Tensor, table_VD: Tensor) -> Tensor:
-    """N x V scores."""
-    return F.cross_entropy(outputs_ND @ table_VD.T, targets_N)
-
-
-def our_softmax(outputs_ND: Tensor, targets_N: Tensor, table_VD: Tensor) -> Tensor:
-    """The same, by the path that the headless loss takes."""
-    return candidate_loss(outputs_ND, table_VD, targets_N) / len(targets_N)
-
-
-FORMS: dict[str, Form] = {
-    "ours": cwt_loss,
-    "paper": paper,
-    "softmax, ours": our_softmax,
-    "softmax, plain": plain_softmax,
-}
+ERROR_SIZE = 1024
 
 
 def main() -> None:
     arguments = _parser().parse_args()
     torch.set_num_threads(arguments.threads)
-    tokens = read_tokens(arguments.data, arguments.tokenizer)
-    console = Console(highlight=False)
+    device = torch.device(arguments.device)
+    forms, absent = with_others() if device.type == "cuda" else (FORMS, [])
+    targets = torch.from_numpy(read_tokens(arguments.data, arguments.tokenizer)).to(device)
+    rate = device_rate(device, arguments.precision)
+    console = Console(highlight=False, width=160)
+    console.print(f"{arguments.precision} on {describe(device)}, {rate / 1e9:,.0f} GFLOP/s matrix rate")
     source = arguments.data or "Zipf's law"
-    console.print(f"{arguments.threads} CPU threads, fp32, vocabulary {VOCABULARY:,}, targets from {source}")
+    console.print("\n".join([f"vocabulary {VOCABULARY:,}, targets from {source}", *absent]))
+    dtype = torch.bfloat16 if arguments.precision == "bf16" else torch.float32
     for hidden in arguments.hidden:
-        console.print(
-            f"\nhidden {hidden}: our seconds forward + backward and peak extra MiB; others as multiples of both"
-        )
-        rows = [row(tokens, size, hidden, arguments) for size in arguments.sizes]
-        console.print(to_rich(rows))
+        console.print(f"\nhidden {hidden}: ours forward + backward; time and memory of others as multiples of ours")
+        problems = (Problem.drawn(targets[:size], VOCABULARY, hidden, dtype) for size in arguments.sizes)
+        console.print(to_rich([row(problem, forms, rate, arguments) for problem in problems]))
+    problem = Problem.drawn(targets[:ERROR_SIZE], VOCABULARY, arguments.hidden[0], dtype)
+    console.print(f"\nrelative errors against float64, N = {ERROR_SIZE:,}, hidden {arguments.hidden[0]}")
+    console.print(to_rich(list(errors(forms, problem))))
 
 
-def row(tokens: np.ndarray, size: int, hidden: int, arguments: argparse.Namespace) -> dict[str, object]:
-    """One N: every form's median time and memory, and its ratio to ours."""
-    targets = torch.from_numpy(tokens[:size])
-    generator = torch.Generator().manual_seed(size)
-    outputs = torch.randn(size, hidden, generator=generator, requires_grad=True)
-    table = (torch.randn(VOCABULARY, hidden, generator=generator) * hidden**-0.5).requires_grad_()
-    forms = {name: form for name, form in FORMS.items() if name != "softmax, plain" or size <= arguments.plain_up_to}
+def row(problem: Problem, forms: dict[str, Form], rate: float, arguments: argparse.Namespace) -> dict[str, object]:
+    """One N: our median time, its share of the matrix rate by three products of N x U x D, our memory; and every other
+    form's ratio to ours."""
+    size, hidden = problem.outputs.shape
+    forms = {name: form for name, form in forms.items() if name != "softmax, plain" or size <= arguments.plain_up_to}
     measured: dict[str, list[tuple[float, float]]] = {name: [] for name in forms}
     for _ in range(arguments.rounds):
         for name, form in forms.items():
-            measured[name].append(in_child(lambda form=form: measure(form, outputs, targets, table)))
-    line: dict[str, object] = {"N": size, "U": len(targets.unique())}
+            measured[name].append(observe(form, problem))
+    candidates = len(problem.targets.unique())
     ours = [statistics.median(column) for column in zip(*measured["ours"], strict=True)]
-    line |= {"s": f"{ours[0]:.3f}", "MiB": f"{ours[1]:,.0f}"}
+    line: dict[str, object] = {"N": size, "U": candidates, "s": f"{ours[0]:.3g}"}
+    line |= {"of rate": f"{6 * size * candidates * hidden / ours[0] / rate:.0%}", "MiB": f"{ours[1]:,.0f}"}
     for name, results in measured.items():
         if name != "ours":
             seconds, mebibytes = (statistics.median(column) for column in zip(*results, strict=True))
@@ -100,8 +83,33 @@ def row(tokens: np.ndarray, size: int, hidden: int, arguments: argparse.Namespac
     return line
 
 
+def observe(form: Form, problem: Problem) -> tuple[float, float]:
+    """(seconds, peak MiB above what was there before) of one forward and backward pass, wherever the problem lies."""
+    if problem.outputs.is_cuda:
+        return measure_on_gpu(form, problem)
+    return in_child(lambda: measure(form, *problem))
+
+
+def measure_on_gpu(form: Form, problem: Problem) -> tuple[float, float]:
+    """After a pass that is not measured, in which kernels are compiled and tuned."""
+    problem.solved(form)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before, start = torch.cuda.memory_allocated(), time.perf_counter()
+    problem.solved(form)
+    torch.cuda.synchronize()
+    return time.perf_counter() - start, (torch.cuda.max_memory_allocated() - before) / 2**20
+
+
+def device_rate(device: torch.device, precision: str) -> float:
+    """What `matrix_rate` finds; on a CPU in a child, as threads that have computed do not survive a fork."""
+    if device.type == "cuda":
+        return matrix_rate(device, precision)
+    return in_child(lambda: (matrix_rate(device, precision), 0.0))[0]
+
+
 def measure(form: Form, outputs: Tensor, targets: Tensor, table: Tensor) -> tuple[float, float]:
-    """(seconds, peak MiB above what was there before) of one forward and backward pass."""
+    """(seconds, peak MiB) of one pass on the CPU, in a process that does nothing else."""
     small = outputs[:64].detach().requires_grad_()
     torch.autograd.grad(form(small, targets[:64], table[:, : small.shape[1]]), [small])  # threads and libraries awake
     ctypes.CDLL(None).malloc_trim(0)  # memory that was freed before would hide what is taken now
@@ -179,6 +187,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--sizes", type=_numbers, default=[2**k for k in range(10, 15)], help="N, comma-separated")
     parser.add_argument("--hidden", type=_numbers, default=[512, 768], help="D, comma-separated")
     parser.add_argument("--rounds", type=int, default=3, help="measurements of each; their median is shown")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="of outputs and table")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads")
     parser.add_argument("--plain-up-to", type=int, default=2**14, help="largest N for the plain full softmax")
     return parser

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+from types import SimpleNamespace
+
 import bench_loss
+import loss_forms
 import torch
+from loss_forms import Problem
 from torch import Tensor
+from torch.nn import functional as F
 
 
 def drawn() -> tuple[Tensor, Tensor, Tensor]:
@@ -17,7 +23,7 @@ def drawn() -> tuple[Tensor, Tensor, Tensor]:
 def test_forms_that_are_compared_compute_the_same() -> None:
     outputs, targets, table = drawn()
     for fast, slow in (("ours", "paper"), ("softmax, ours", "softmax, plain")):
-        losses = [bench_loss.FORMS[name](outputs, targets, table) for name in (fast, slow)]
+        losses = [loss_forms.FORMS[name](outputs, targets, table) for name in (fast, slow)]
         torch.testing.assert_close(*losses)
         gradients = [torch.autograd.grad(loss, [outputs, table]) for loss in losses]
         torch.testing.assert_close(*gradients)
@@ -32,3 +38,31 @@ def test_a_measurement_sees_the_memory_a_form_takes() -> None:
     seconds, mebibytes = bench_loss.in_child(lambda: bench_loss.measure(wasteful, outputs, targets, table))
     assert seconds > 0
     assert 60 < mebibytes < 100
+
+
+def cross_entropy(outputs: Tensor, rows: Tensor, own: Tensor, bias: Tensor | None = None) -> Tensor:
+    """What other people's kernels compute."""
+    scores = outputs @ rows.T
+    return F.cross_entropy(scores if bias is None else scores + bias, own)
+
+
+def test_other_peoples_kernels_are_asked_for_the_same(monkeypatch) -> None:
+    monkeypatch.setattr(loss_forms, "OTHERS", {"theirs": (__name__, "cross_entropy"), "gone": ("not_installed", "f")})
+    monkeypatch.setitem(
+        sys.modules, __name__, sys.modules.get(__name__) or SimpleNamespace(cross_entropy=cross_entropy)
+    )
+    forms, absent = loss_forms.with_others()
+    assert list(forms) == ["ours", "paper", "theirs", "softmax, ours", "softmax, plain", "softmax, theirs"]
+    assert absent == ["without gone: No module named 'not_installed'"]
+    targets = drawn()[1]
+    problem = Problem.drawn(targets, 40, 6, torch.float32)
+    for line in loss_forms.errors(forms, problem):
+        assert 0 <= max(float(line[part]) for part in ("loss", "gradient of outputs", "of the table")) < 1e-6, line
+
+
+def test_errors_see_what_is_wrong() -> None:
+    def twice(outputs: Tensor, targets: Tensor, table: Tensor) -> Tensor:
+        return 2 * loss_forms.paper(outputs, targets, table)
+
+    (line,) = loss_forms.errors({"twice": twice}, Problem.drawn(drawn()[1], 40, 6, torch.float32))
+    assert [float(line[part]) for part in ("loss", "gradient of outputs", "of the table")] == [1.0, 1.0, 1.0]
