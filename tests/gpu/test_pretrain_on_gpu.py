@@ -2,32 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
-from small_run import same_tensors, small_config, stage, write_text
-
-from megahead.report.metrics import read_metrics
-
-SCRIPT = str(Path(__file__).parents[2] / "launch/pretrain.py")
-
-
-def curve(folder: Path, device: str, changes: dict[str, Any], name: str = "", resume: str = "auto") -> list[float]:
-    """Losses of the run `folder`/NAME (else the device's name)."""
-    run = folder / (name or device)
-    given = {"engine.device": device, "output_dir": str(run), "training.steps": 20} | changes
-    path = folder / f"{run.name}.yaml"
-    path.write_text(yaml.safe_dump(small_config(folder, given).model_dump(mode="json")))
-    command = [sys.executable, SCRIPT, "--config", str(path), "--resume", resume]
-    environment = {name: value for name, value in os.environ.items() if name != "DS_ACCELERATOR"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return [record["loss"] for record in read_metrics(run).training]
+from gpu_run import curve
+from small_run import same_tensors, stage, write_text
 
 
 @pytest.mark.gpu

@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import sys
+import warnings
+from collections import Counter
+from pathlib import Path
 from traceback import FrameSummary
 
+import torch
 from commands import ROOT, call
-from count_waits import place
+from count_waits import counted, noted, place
+from on_ranks import on_ranks
+from small_run import small_config, write_text
+
+from megahead.config import RunConfig
+from megahead.distributed import Group
 
 OURS = FrameSummary("/src/megahead/megahead/train/step.py", 52, "train_step")
 THEIRS = FrameSummary("/venv/lib/deepspeed/runtime/engine.py", 9, "backward")
@@ -27,3 +36,30 @@ def test_without_a_gpu_it_says_so() -> None:
     done = call(sys.executable, "tools/count_waits.py", "--config", f"{ROOT}/configs/pythia-70m-headless.yaml")
     assert done.returncode == 2
     assert done.stderr == "error: counting waits needs a CUDA device, but this machine has none.\n"
+
+
+def test_warnings_and_explicit_waits_are_noted_inside_alone(monkeypatch) -> None:
+    modes: list[str] = []
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    waits: Counter[tuple[str, str]] = Counter()
+    with noted(waits):
+        for _ in range(2):
+            warnings.warn("called a synchronizing CUDA operation (Triggered internally)", stacklevel=1)
+        warnings.warn("something else", stacklevel=1)
+        torch.cuda.synchronize()
+    torch.cuda.synchronize()
+    assert sum(waits.values()) == 3
+    assert modes == ["warn", "default"]
+
+
+def steps_counted(group: Group, config: RunConfig) -> tuple[int, list[str]]:
+    modes: list[str] = []
+    torch.cuda.set_sync_debug_mode = modes.append
+    return counted(config, 2).total(), modes
+
+
+def test_steps_are_those_of_a_run(tmp_path: Path) -> None:
+    write_text(tmp_path)
+    assert on_ranks(1, steps_counted, small_config(tmp_path)) == [(0, ["warn", "default"] * 2)]
+    assert not (tmp_path / "run").exists()

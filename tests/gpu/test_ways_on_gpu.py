@@ -1,0 +1,53 @@
+"""Every way to compute a block trains what the CPU trains; and who makes the host wait for the device."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from commands import ROOT
+from gpu_run import curve, said
+from small_run import stage, write_text
+
+from megahead.nn import BACKENDS, Use
+
+BF16 = {"engine.precision": "bf16"}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"engine.compile": True},
+        {"engine.compile": True, "engine.activation_checkpointing": True},
+        {"engine.compile": True, "engine.attention": "varlen"},
+        {"engine.activation_checkpointing": "selective"},
+        *({"engine.attention": name} for name in BACKENDS),
+    ],
+)
+def test_every_way_to_compute_a_block_gives_the_curve_of_the_cpu(tmp_path: Path, changes: dict[str, Any]) -> None:
+    wanted = BACKENDS.get(changes.get("engine.attention", ""))
+    obstacle = wanted.obstacle(Use(torch.device("cuda"), torch.bfloat16, head_size=8)) if wanted else ""
+    if obstacle:
+        pytest.skip(obstacle)
+    write_text(tmp_path)
+    cpu = curve(tmp_path, "cpu", stage(1))
+    assert curve(tmp_path, "cuda", stage(1) | BF16 | changes) == pytest.approx(cpu, abs=0.1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_a_step_of_ours_waits_for_its_losses_and_its_norm_alone(tmp_path: Path, zero: int) -> None:
+    """How often DeepSpeed's waits is printed."""
+    write_text(tmp_path)
+    told = said(
+        str(ROOT / "tools/count_waits.py"), tmp_path / "counted", stage(zero) | BF16 | {"engine.device": "cuda"}
+    )
+    waits = {who: float(count) for who, count in re.findall(r"^([\w ]+): ([\d.]+) waits a step", told, re.MULTILINE)}
+    print(waits)
+    assert waits["megahead"] <= 2, told
+    assert waits["backward pass"] == 0, told
+    assert not re.search(r"megahead/(data|models|nn|objectives|pretraining)/", told), told
