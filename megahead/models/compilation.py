@@ -5,6 +5,7 @@ Where that fails blocks run as they are, and it is said why.
 
 from __future__ import annotations
 
+import importlib
 import warnings
 from typing import Any
 
@@ -15,13 +16,18 @@ from torch import Tensor, nn
 class CompiledBlocks:
     """Calls blocks compiled; after the first failure to compile one, as they are.
 
-    Results are rounded otherwise than those of the plain block, and dropout draws other numbers.
+    Shapes should differ little from call to call: each is compiled for. Results are rounded otherwise than those of the
+    plain block, and dropout draws other numbers.
     """
 
     def __init__(self, **options: Any) -> None:
         """`options`: of `torch.compile`."""
         self.obstacle = ""
-        self._compiled = torch.compile(_call, **options)
+        self._compiled = torch.compile(_call, dynamic=False, **options)
+        functorch: Any = importlib.import_module("torch._functorch.config")
+        functorch.force_non_lazy_backward_lowering = (
+            True  # else a backward that cannot be compiled fails when it is run
+        )
         self._failure = torch._dynamo.exc.TorchDynamoException  # imported by now, and slow to import before
 
     def __call__(self, block: nn.Module, *inputs: object) -> Tensor:
@@ -31,9 +37,15 @@ class CompiledBlocks:
                 output: Tensor = self._compiled(block, *inputs)
                 return output
             except self._failure as error:
-                self.obstacle = " ".join(str(error).split("\n")[:2])
+                self.obstacle = _summary(str(error))
                 warnings.warn(f"blocks are not compiled: {self.obstacle}", stacklevel=2)
         return _call(block, *inputs)
+
+
+def _summary(error: str) -> str:
+    """The first line of a long message, and the first after it that names an error."""
+    first, *rest = error.splitlines()
+    return " ".join([first, *[line for line in rest if "error" in line.lower()][:1]])
 
 
 def _call(block: nn.Module, *inputs: object) -> Tensor:

@@ -215,6 +215,7 @@ BACKENDS = {
             "torch's kernel for sequences of differing lengths",
             ("torch.nn.attention.varlen", "varlen_attn"),
             drops=False,
+            traceable=False,
         ),
         Backend("sdpa", attend_masked, "torch's scaled dot product, documents by a mask"),
         Backend("documents", attend_each, "torch's scaled dot product, document by document", traceable=False),

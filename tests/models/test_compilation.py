@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
 
 from megahead.config import ModelConfig
 from megahead.models import Backbone, CompiledBlocks, build_backbone, initialize_
@@ -90,14 +92,18 @@ def test_generated_code_computes_the_same() -> None:
     assert not backbone.compiled.obstacle
 
 
-def test_what_cannot_be_compiled_runs_as_it_is_and_says_why() -> None:
-    def broken(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> nn.Module:
-        raise OSError("no space for kernels")
+def broken(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> nn.Module:
+    raise OSError("no space for kernels")
 
+
+@pytest.mark.parametrize(
+    "backend", [broken, aot_autograd(fw_compiler=lambda graph, inputs: graph, bw_compiler=broken)], ids=["fwd", "bwd"]
+)
+def test_what_cannot_be_compiled_runs_as_it_is_and_says_why(backend: Any) -> None:
     backbone = tiny()
     backbone.use_attention(BACKENDS["sdpa"].attend)
     expected = trained(backbone)
-    backbone.compiled = CompiledBlocks(backend=broken)
+    backbone.compiled = CompiledBlocks(backend=backend)
     with pytest.warns(UserWarning, match="blocks are not compiled: .*no space for kernels"):
         found = trained(backbone)
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
