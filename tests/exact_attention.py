@@ -36,7 +36,8 @@ def random_qkv(
 
 
 def value_and_gradient(output: Tensor, qkv: Tensor) -> tuple[Tensor, Tensor]:
-    weights = torch.linspace(-1, 1, output.numel(), dtype=output.dtype, device=output.device).view_as(output)
+    weights = torch.linspace(-1, 1, output.numel(), dtype=torch.float64).bfloat16()  # the same in every precision
+    weights = weights.to(output.device, output.dtype).view_as(output)
     (gradient,) = torch.autograd.grad((output * weights).sum(), qkv)
     return output.detach(), gradient
 

@@ -214,8 +214,9 @@ def token_rows(config: RunConfig, prefix: str | None, count: int) -> list[np.nda
     return list(draw)
 
 
-def matrix_rate(device: torch.device, precision: str, size: int = 2048) -> float:
+def matrix_rate(device: torch.device, precision: str, size: int | None = None) -> float:
     """Operations a second of a square product, the best of five: what the device can reach."""
+    size = size or (8192 if device.type == "cuda" else 2048)
     a = torch.randn(size, size, device=device, dtype=torch.bfloat16 if precision == "bf16" else torch.float32)
     best = float("inf")
     for _ in range(6):

@@ -48,4 +48,4 @@ def test_documents_do_not_feel_each_other(name: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("positions", [None, POSITIONS])
 def test_float32_equals_the_cpu(positions: Tensor | None) -> None:
-    assert max(relative_errors(attend, random_qkv("cuda", torch.float32), positions, True)) < 1e-5
+    assert max(relative_errors(attend, random_qkv("cuda", torch.float32), positions, True)) < 1e-4
