@@ -24,10 +24,8 @@ class CompiledBlocks:
         """`options`: of `torch.compile`."""
         self.obstacle = ""
         self._compiled = torch.compile(_call, dynamic=False, **options)
-        functorch: Any = importlib.import_module("torch._functorch.config")
-        functorch.force_non_lazy_backward_lowering = (
-            True  # else a backward that cannot be compiled fails when it is run
-        )
+        settings: Any = importlib.import_module("torch._functorch.config")
+        settings.force_non_lazy_backward_lowering = True  # else a backward that cannot be compiled fails when it runs
         self._failure = torch._dynamo.exc.TorchDynamoException  # imported by now, and slow to import before
 
     def __call__(self, block: nn.Module, *inputs: object) -> Tensor:
