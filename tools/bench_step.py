@@ -9,7 +9,9 @@ A step is forward, backward, clipping and a fused AdamW update of one micro-batc
 the config's dataset (or --data PREFIX), else from Zipf's law, which has about as many different tokens as real text.
 An encoder masks 15 % of its tokens; its vanilla head is BERT's own, tied.
 
-ms: median step; best: fastest; rows: candidates scored; of rate: share of the device's measured matrix rate.
+ms: median step; best: fastest; rows: candidates scored; of rate: share of the device's measured matrix rate; body,
+loss, opt: shares of the step in the backbone, in the look-up and the loss (both forward and backward), and in clipping
+and the optimizer. The device is waited for between them.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -80,7 +82,7 @@ class Contender:
     precision: str
     rows: list[np.ndarray[Any, Any]]
     compiled: bool = False
-    times: dict[str, list[float]] = field(default_factory=lambda: {"fwd": [], "bwd": [], "opt": []})
+    times: dict[str, list[float]] = field(default_factory=lambda: {"body": [], "loss": [], "opt": []})
     candidates: list[int] = field(default_factory=list)
     extra_bytes: int = 0
     """Largest memory a step took beside weights and moments (CUDA only): gradients, activations, scores."""
@@ -95,18 +97,23 @@ class Contender:
         self.ways = accelerate_(self.model.backbone, self.config, self.device)
         self.rule = build_objective(self.config.objective, self.config.model.vocab_size)
         self.optimizer = build_adamw(self.model, self.config.optimizer)
+        self._watch_body()
 
     def step(self, index: int) -> None:
         """One whole step; the first is a warm-up and is not counted."""
         micro, candidates = self._prepared(self.rows[index])
         before = self._allocated()
-        loss, forward = self._timed(lambda: self._loss(micro))
-        _, backward = self._timed(loss.backward)
-        _, optimizer = self._timed(self._update)
+        start = self._now()
+        self._loss(micro).backward()
+        backward_done = self._now()
+        self._update()
+        step_done = self._now()
+        body = self._encoded[1] - self._encoded[0] + backward_done - self._loss_done
+        parts = (body, backward_done - start - body, step_done - backward_done)
         if index and self.device.type == "cuda":
             self.extra_bytes = max(self.extra_bytes, torch.cuda.max_memory_allocated() - before)
         if index:
-            for name, seconds in zip(self.times, (forward, backward, optimizer), strict=True):
+            for name, seconds in zip(self.times, parts, strict=True):
                 self.times[name].append(seconds)
             self.candidates.append(candidates)
 
@@ -172,12 +179,27 @@ class Contender:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def _timed(self, work: Callable[[], Any]) -> tuple[Any, float]:
-        start = time.perf_counter()
-        result = work()
+    def _watch_body(self) -> None:
+        """Notes when the backbone's forward pass begins and ends, and when its backward pass begins."""
+        encode_at = self.model.backbone.encode_at
+
+        def watched(*arguments: Any) -> torch.Tensor:
+            begin = self._now()
+            outputs_ND = encode_at(*arguments)
+            self._encoded = begin, self._now()
+            outputs_ND.register_hook(self._note_loss_done)
+            return outputs_ND
+
+        self.model.backbone.encode_at = watched  # type: ignore[method-assign]
+
+    def _note_loss_done(self, _: torch.Tensor) -> None:
+        self._loss_done = self._now()
+
+    def _now(self) -> float:
+        """Seconds, once the device has done all that it was given."""
         if self.device.type == "cuda":
             torch.cuda.synchronize()
-        return result, time.perf_counter() - start
+        return time.perf_counter()
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,8 @@ def test_both_objectives_take_real_steps_on_the_same_tokens(tmp_path: Path) -> N
         for contender in contenders:
             contender.step(index)
     headless, vanilla = contenders
+    for parts in zip(*headless.times.values(), strict=True):
+        assert min(parts) > 0  # body, loss and optimizer
     assert len(headless.seconds()) == 3  # the first is a warm-up
     assert vanilla.candidates == [60] * 3
     assert max(headless.candidates) < 48
