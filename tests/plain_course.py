@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ from megahead.report.metrics import read_metrics
 from megahead.train import pretrain
 
 STEPS = 10
+SETTINGS = Path(__file__).parents[1] / "configs/deepspeed"
 OBJECTIVES = {
     "headless": {"name": "headless"},
     "vanilla": {"name": "vanilla"},
@@ -77,8 +79,12 @@ def run(group: Group, config: RunConfig) -> str:
 
 
 def on_mesh(folder: Path, objective: str, stage: int, tensor: int, data: int, **changes: Any) -> Course:
-    """The same under DeepSpeed at `stage`, at stage 3 with even the smallest parameter cut up."""
-    zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
+    """The same under DeepSpeed with the settings we ship for `stage`, at the size of a small model.
+
+    Some gradients are bundled and some sent by themselves; at stage 3 even the smallest parameter is cut up.
+    """
+    zero = json.loads((SETTINGS / f"zero{stage}.json").read_text())["zero_optimization"]
+    zero |= {"reduce_bucket_size": 2000, "stage3_param_persistence_threshold": 0}
     meshed = {"parallel.tensor": tensor, "engine.deepspeed": {"zero_optimization": zero}}
     on_ranks(tensor * data, run, config_of(folder, objective, **(meshed | changes)))
     records, checkpoint = read_metrics(folder / "run").training, open_checkpoint(folder / "run")

@@ -33,7 +33,7 @@ from megahead.config import NAMED_SIZES, RunConfig, config_from_dict, load_confi
 from megahead.data import BatchReader, IndexedDataset, SampleRows, held_out_masker, training_samples
 from megahead.errors import run_command
 from megahead.estimate import training_flops
-from megahead.objectives import build_objective
+from megahead.objectives import Objective, build_objective
 from megahead.optim import build_adamw
 from megahead.pretraining import MicroBatch, Pretraining, build
 from megahead.report import to_rich
@@ -157,10 +157,9 @@ class Contender:
 
     def _prepared(self, rows: np.ndarray[Any, Any]) -> tuple[MicroBatch, int]:
         """A micro-batch on the device, as a run's feed would bring it there, and how many candidates it has."""
-        batch = BatchReader(_Given(rows), self.config.data, held_out_masker(self.config)).read(range(len(rows)))
-        candidates = self.rule.pool(batch.target_ids_N).candidates(batch.target_ids_N)
+        micro = micro_batch(self.config, self.rule, rows)
+        (candidates,) = micro.candidates
         count = self.config.model.vocab_size if candidates.ids_U is None else candidates.ids_U.numel()
-        micro = MicroBatch(batch, (candidates,), 1 / batch.target_ids_N.numel())
         return micro.staged(self.device).to(self.device), count
 
     def _loss(self, micro: MicroBatch) -> torch.Tensor:
@@ -200,6 +199,13 @@ class Contender:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
         return time.perf_counter()
+
+
+def micro_batch(config: RunConfig, rule: Objective, rows: np.ndarray[Any, Any]) -> MicroBatch:
+    """`rows` with their candidates, as the only micro-batch of its step."""
+    batch = BatchReader(_Given(rows), config.data, held_out_masker(config)).read(range(len(rows)))
+    candidates = rule.pool(batch.target_ids_N).candidates(batch.target_ids_N)
+    return MicroBatch(batch, (candidates,), 1 / batch.target_ids_N.numel())
 
 
 @dataclass(frozen=True)

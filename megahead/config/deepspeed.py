@@ -63,16 +63,17 @@ def _refuse_what_writes(content: dict[str, Any]) -> None:
 
 
 def _precision(precision: str, stage: int) -> dict[str, Any]:
-    """At stage 0 DeepSpeed's own 16-bit wrappers take a stray first step: bf16 goes through autocast there."""
+    """Gradients of micro-batches are summed up in fp32 in every precision, and sent in the run's.
+
+    At stage 0 DeepSpeed's own 16-bit wrappers take a stray first step: bf16 goes through autocast there.
+    """
     if precision == "fp32":
         return {}
-    if precision == "fp16":
-        if stage == 0:
-            raise ConfigError("engine.precision", "be fp32 or bf16 at ZeRO stage 0", got="fp16", hint="or use stage 1")
-        return {"fp16": {"enabled": True}}
+    if stage == 0 and precision == "fp16":
+        raise ConfigError("engine.precision", "be fp32 or bf16 at ZeRO stage 0", got="fp16", hint="or use stage 1")
     if stage == 0:
         return {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
-    return {"bf16": {"enabled": True}, **({"data_types": {"grad_accum_dtype": "fp32"}} if stage == 1 else {})}
+    return {precision: {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
 
 
 def _read(source: str | dict[str, Any]) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from megahead.engine.state import MOMENTS, WEIGHT, open_state
 from megahead.errors import CheckpointError, ConfigError
 from megahead.parallel import fill_, shard_dims
 
+_REDUCED_TOGETHER = 500_000
 _SCALE_STATE = frozenset({"cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis"})
 """What moves in DeepSpeed's `DynamicLossScaler`."""
 
@@ -70,6 +71,8 @@ class Engine:
             fill_(module, mesh.tensor, weights)
         own = _exact_weights(module, config) if weights is None else {}
         self._deepspeed = start_deepspeed(module, optimizer, config, mesh, device)
+        if self._stage == 0:
+            self._deepspeed.enable_backward_allreduce = False  # of all gradients in one copy; ours, see `micro_step`
         self._state = open_state(self._deepspeed, self._stage)
         self._shard_dims = shard_dims(module)
         self._scaler = getattr(self._deepspeed.optimizer, "loss_scaler", None)
@@ -93,6 +96,8 @@ class Engine:
         loss: Tensor = self._deepspeed(batch)
         self._deepspeed.backward(loss)
         self._backward_done = self._deepspeed.is_gradient_accumulation_boundary()
+        if self._backward_done and self._stage == 0:
+            self._deepspeed.allreduce_gradients(bucket_size=_REDUCED_TOGETHER)
         if not self._backward_done:
             self._deepspeed.step()  # only counts the micro step
         return loss.detach()

@@ -30,6 +30,8 @@ def load_deepspeed(device: torch.device) -> ModuleType:
     os.environ.setdefault("DS_ACCELERATOR", device.type)  # read once, by the import
     deepspeed = importlib.import_module("deepspeed")
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else built by g++ when ranks connect (CPU)
+    # norms of gradients in fp32, as torch has them: in fp64 each is a copy twice the size
+    deepspeed.accelerator.get_accelerator().is_fp64_supported = lambda: False
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", r".*torch\.distributed\.\w+. is deprecated", FutureWarning)  # its calls, not ours
     return deepspeed

@@ -63,8 +63,8 @@ def test_what_the_file_says_otherwise_is_a_conflict(tmp_path: Path) -> None:
         (0, "fp32", set()),
         (0, "bf16", {"torch_autocast"}),
         (1, "bf16", {"bf16", "data_types"}),
-        (3, "bf16", {"bf16"}),
-        (2, "fp16", {"fp16"}),
+        (3, "bf16", {"bf16", "data_types"}),
+        (2, "fp16", {"fp16", "data_types"}),
     ],
 )
 def test_precision_by_stage(tmp_path: Path, zero: int, precision: str, keys: set[str]) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from on_ranks import on_ranks
 from small_engine import SmallBatch, SmallModel, differing, small_batches, small_engine, small_optimizer, whole
-from torch import Tensor
+from torch import Tensor, nn
 
 from megahead.distributed import Group
 
@@ -58,6 +58,32 @@ def test_training_equals_plain_torch_with_ragged_targets_and_active_clipping(sta
         assert engine_norms == pytest.approx(norms, rel=1e-5)
         for name, weight in weights.items():
             torch.testing.assert_close(engine_tensors[name], weight, rtol=0, atol=2e-6)
+
+
+class Weighed(nn.Module):
+    """A loss whose gradient is the batch itself, for each of 64 weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8, 8))
+
+    def forward(self, batch: Tensor) -> Tensor:
+        return (self.weight * batch.to(self.weight.dtype)).float().sum()
+
+
+def one_large_and_many_small(group: Group, stage: int, precision: str, count: int) -> float:
+    engine = small_engine(group, stage, precision, accumulation=count, clipping=1e9, module=Weighed())
+    for share in [0.25, *[0.25 / 4096] * (count - 1)]:
+        engine.micro_step(torch.full((8, 8), share * count))
+    return engine.step(0.01).grad_norm
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_gradients_too_small_for_half_precision_add_up(stage: int, precision: str) -> None:
+    """1 + 1/4096 is 1 in both formats; 63 times that much is 1.5 %, of which sending it rounds off 0.4 at most."""
+    for norm in on_ranks(2, one_large_and_many_small, stage, precision, 64):
+        assert norm == pytest.approx(8 * 0.25 * (1 + 63 / 4096), rel=4e-3)
 
 
 def one_bad_step(group: Group, stage: int, precision: str) -> dict[str, Any]:
