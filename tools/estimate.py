@@ -13,7 +13,7 @@ from rich.table import Table
 
 from megahead.config import RunConfig, load_config
 from megahead.errors import ConfigError, run_command
-from megahead.estimate import RankMemory, candidate_rows, rank_memory, run_parameters, training_flops
+from megahead.estimate import RankMemory, candidate_rows, rank_memory, run_parameters, training_flops, ways_to_need_less
 
 GIB = 2**30
 PARTS = [field.name for field in fields(RankMemory)]
@@ -75,10 +75,7 @@ def verdict(config: RunConfig, world_size: int, budget: float) -> str:
     fitting = [s for s in stages(config) if rank_memory(config, world_size, s).total <= budget * GIB]
     if fitting:
         return f"ZeRO {fitting[0]} is enough."
-    return (
-        "No stage fits: lower batch.micro_size, set engine.activation_checkpointing, raise parallel.tensor, or take "
-        "more devices."
-    )
+    return f"No stage fits: {', or '.join(ways_to_need_less(config, 3))}."
 
 
 def duration(config: RunConfig, speed: float) -> str:

@@ -41,16 +41,15 @@ def read_launch(environment: Mapping[str, str]) -> Launch:
     Raises UserError naming the variable that is missing or not a number.
     """
     source = {name: environment.get(name, environment.get(_SLURM[name], "")) for name in _SLURM}
+    if not source["WORLD_SIZE"] and environment.get("RANK"):
+        raise UserError(_missing("WORLD_SIZE", f"RANK is {environment['RANK']}"))
     if not source["WORLD_SIZE"] or source["WORLD_SIZE"] == "1":
         return Launch()
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         source[name] = environment.get(name, "")
     missing = [name for name, value in source.items() if not value]
     if missing:
-        raise UserError(
-            f"`{missing[0]}` must be set in the environment when WORLD_SIZE is {source['WORLD_SIZE']}, but is missing; "
-            "start through deepspeed, torchrun or srun, or export it."
-        )
+        raise UserError(_missing(missing[0], f"WORLD_SIZE is {source['WORLD_SIZE']}"))
     numbers = {name: value for name, value in source.items() if name != "MASTER_ADDR"}
     wrong = [name for name, value in numbers.items() if not value.isdecimal()]
     if wrong:
@@ -62,6 +61,13 @@ def read_launch(environment: Mapping[str, str]) -> Launch:
         raise UserError(f"`RANK` must be below WORLD_SIZE ({world_size}), but is {rank} instead.")
     attempt = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
     return Launch(rank, world_size, local_rank, source["MASTER_ADDR"], port, int(attempt) if attempt.isdecimal() else 0)
+
+
+def _missing(name: str, when: str) -> str:
+    return (
+        f"`{name}` must be set in the environment when {when}, but is missing; start through deepspeed, torchrun or "
+        "srun, or export it."
+    )
 
 
 def choose_device(asked: Literal["auto", "cpu", "cuda"], local_rank: int) -> torch.device:

@@ -22,7 +22,8 @@ from megahead.engine.state import MOMENTS, WEIGHT, open_state
 from megahead.errors import CheckpointError, ConfigError
 from megahead.parallel import fill_, shard_dims
 
-_REDUCED_TOGETHER = 500_000
+_COPIED_TOGETHER = 500_000
+"""Numbers that are copied together to be reduced over ranks at stage 0; a gradient of more is reduced where it lies."""
 _SCALE_STATE = frozenset({"cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis"})
 """What moves in DeepSpeed's `DynamicLossScaler`."""
 
@@ -68,11 +69,14 @@ class Engine:
             config = {**config, "gradient_clipping": 0.0}  # ours, see `_step_replicated`
         self._mesh = mesh
         if weights is not None and self._stage < 3:
-            fill_(module, mesh.tensor, weights)
+            if _is_half(config):  # what DeepSpeed would round off is set once its fp32 masters are there
+                _make_room(module)
+            else:
+                fill_(module, mesh.tensor, weights)
         own = _exact_weights(module, config) if weights is None else {}
         self._deepspeed = start_deepspeed(module, optimizer, config, mesh, device)
-        if self._stage == 0:
-            self._deepspeed.enable_backward_allreduce = False  # of all gradients in one copy; ours, see `micro_step`
+        self._reduces = self._stage < 2 and not hasattr(self._deepspeed.optimizer, "reduce_gradients")
+        self._deepspeed.enable_backward_allreduce = not self._reduces  # of a copy of all gradients: see `micro_step`
         self._state = open_state(self._deepspeed, self._stage)
         self._shard_dims = shard_dims(module)
         self._scaler = getattr(self._deepspeed.optimizer, "loss_scaler", None)
@@ -96,8 +100,8 @@ class Engine:
         loss: Tensor = self._deepspeed(batch)
         self._deepspeed.backward(loss)
         self._backward_done = self._deepspeed.is_gradient_accumulation_boundary()
-        if self._backward_done and self._stage == 0:
-            self._deepspeed.allreduce_gradients(bucket_size=_REDUCED_TOGETHER)
+        if self._backward_done and self._reduces:
+            self._deepspeed.allreduce_gradients(bucket_size=_COPIED_TOGETHER)
         if not self._backward_done:
             self._deepspeed.step()  # only counts the micro step
         return loss.detach()
@@ -238,6 +242,12 @@ def _exact_weights(module: nn.Module, config: dict[str, Any]) -> dict[str, Tenso
     if not _is_half(config):
         return {}
     return {name: parameter.detach().to("cpu", copy=True) for name, parameter in module.named_parameters()}
+
+
+def _make_room(module: nn.Module) -> None:
+    """Memory for hollow parameters, without their values."""
+    for parameter in module.parameters():
+        parameter.data = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
 
 
 def _is_half(config: dict[str, Any]) -> bool:

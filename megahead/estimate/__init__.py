@@ -1,7 +1,14 @@
 """What a model costs, from its config alone: parameters, floating-point operations, memory. Imports no torch."""
 
 from megahead.estimate.flops import FlopsPerToken, training_flops
-from megahead.estimate.memory import RankMemory, candidate_rows, expected_candidates, rank_memory, rank_parameters
+from megahead.estimate.memory import (
+    RankMemory,
+    candidate_rows,
+    expected_candidates,
+    rank_memory,
+    rank_parameters,
+    ways_to_need_less,
+)
 from megahead.estimate.parameters import ParameterCounts, count_parameters, run_parameters
 from megahead.estimate.peaks import peak_flops
 
@@ -17,4 +24,5 @@ __all__ = [
     "rank_parameters",
     "run_parameters",
     "training_flops",
+    "ways_to_need_less",
 ]

@@ -2,8 +2,10 @@
 
 P parameters of one tensor rank, d data ranks, t tensor ranks, c bytes of a number in forward and backward;
 B rows of a micro-batch, T tokens a row, D hidden size, F width of the MLP, L blocks, U candidates.
-What DeepSpeed keeps at each stage was read off its optimizers; what the allocator and the collectives take comes on
-top: measured peaks of 49 M parameters on a CPU (two ranks, fp32 and bf16) were 1.0 to 1.4 times what is told here.
+What DeepSpeed keeps at each stage was read off its optimizers and measured, phase by phase, on a CPU: the peaks of 21 M
+parameters on two ranks are 1.02 to 1.09 times what is told here, in fp32 and bf16. What comes on top is
+the process itself, and memory that an allocator keeps (glibc's: up to all gradients, unless MALLOC_MMAP_THRESHOLD_ is
+set).
 """
 
 from __future__ import annotations
@@ -15,8 +17,9 @@ from megahead.config import RunConfig, deepspeed_config
 from megahead.config.deepspeed import zero_stage
 from megahead.estimate.parameters import run_parameters
 
-_BUCKET = 500_000_000  # DeepSpeed's default `reduce_bucket_size` and `allreduce_bucket_size`, in numbers
+_BUCKET = 500_000_000  # DeepSpeed's default `reduce_bucket_size`, in numbers
 _LIVE = 1_000_000_000  # its default `stage3_max_live_parameters`
+_AHEAD = 50_000_000  # its default `stage3_prefetch_bucket_size`
 _CHUNK_BYTES = 32 * 2**20  # of scores that the loss holds at once
 
 
@@ -55,8 +58,8 @@ def rank_memory(config: RunConfig, world_size: int, stage: int | None = None) ->
     content = deepspeed_config(config, data)
     zero = content.get("zero_optimization", {})
     stage = zero_stage(content) if stage is None else stage
-    numbers, half = rank_parameters(config), config.engine.precision != "fp32" and stage > 0
-    weights, gradients, optimizer, buffers = _states(numbers, data, stage, 2 if half else 4, zero)
+    parts = _states(rank_parameters(config), data, stage, config.engine.precision, zero)
+    weights, gradients, optimizer, buffers = parts
     host = optimizer if "offload_optimizer" in zero else 0
     if "offload_param" in zero:
         host, weights = host + weights, 0
@@ -65,19 +68,40 @@ def rank_memory(config: RunConfig, world_size: int, stage: int | None = None) ->
     return RankMemory(weights, gradients, optimizer, buffers, _activations(config, compute), _loss(config), host)
 
 
-def _states(numbers: int, data: int, stage: int, width: int, zero: dict[str, Any]) -> tuple[float, float, float, float]:
-    """Weights, gradients, optimizer, buffers; buckets are never larger than the model."""
-    bucket = width * min(numbers, _BUCKET)
-    share = numbers / data
-    if stage == 0:
-        return 4 * numbers, 4 * numbers, 8 * numbers, bucket
-    if stage == 1:
-        whole = 6 if width == 2 else 4  # bf16 gradients are summed up in fp32
-        return width * numbers, whole * numbers, 12 * share, 4 * share + bucket
-    if stage == 2:
-        return width * numbers, 4 * share, 12 * share, 2 * bucket
-    live = width * min(numbers, zero.get("stage3_max_live_parameters", _LIVE))
-    return width * share, 4 * share, 12 * share, live + 3 * bucket
+def _states(
+    numbers: int, data: int, stage: int, precision: str, zero: dict[str, Any]
+) -> tuple[float, float, float, float]:
+    """Weights, gradients, optimizer, buffers; what takes turns at the peak counts once, buckets whole."""
+    share, width = numbers / data, 4 if precision == "fp32" else 2
+    bundled = width * zero.get("reduce_bucket_size", _BUCKET) if zero.get("contiguous_gradients", True) else 0
+    if stage == 0:  # autocast keeps weights in bf16 from the forward to the backward pass
+        return 4 * numbers, 4 * numbers, 8 * numbers, 0 if precision == "fp32" else 2 * numbers
+    if stage == 1 and precision == "bf16":  # gradients, their fp32 sum, and a copy of that in bf16 while it is sent
+        return 2 * numbers, 6 * numbers, 12 * share, 2 * numbers
+    if stage == 1:  # the rank's own gradients are copied for the optimizer; in fp32 once the others' are gone
+        copy = 4 * share if precision == "fp16" else max(0, 8 * share - 4 * numbers)
+        return width * numbers, 4 * numbers, 12 * share, copy + bundled
+    if stage == 2:  # a micro-batch's gradients beside their sum; later the weights, while they are gathered
+        return width * numbers, 4 * share, 12 * share, max(width * share, width * numbers - 4 * share) + bundled
+    live = min(numbers, zero.get("stage3_max_live_parameters", _LIVE))
+    ahead = min(numbers, zero.get("stage3_prefetch_bucket_size", _AHEAD))  # gathered twice, once as it is received
+    return width * share, 4 * share, 12 * share, max(width * (live + ahead), 4 * share) + bundled
+
+
+def ways_to_need_less(config: RunConfig, stage: int) -> list[str]:
+    """Settings that would make a rank at ZeRO `stage` need less memory, the cheapest first."""
+    engine, batch, mesh = config.engine, config.batch, config.parallel
+    ways = [f"take a higher ZeRO stage in engine.deepspeed (now {stage})"] if stage < 3 else ["take more ranks"]
+    if batch.micro_size > 1:
+        ways.append(f"lower batch.micro_size (now {batch.micro_size})")
+    if not engine.activation_checkpointing:
+        ways.append("set engine.activation_checkpointing")
+    if mesh.tensor > 1 and not mesh.sequence:
+        ways.append("set parallel.sequence")
+    ways.append(f"raise parallel.tensor (now {mesh.tensor})")
+    if not deepspeed_config(config, data_ranks=1).get("zero_optimization", {}).get("offload_optimizer"):
+        ways.append("offload to the host with an *_offload.json")
+    return ways
 
 
 def rank_parameters(config: RunConfig) -> int:

@@ -36,7 +36,6 @@ from megahead.train.texts import Texts, open_texts
 from megahead.train.utilization import Utilization
 
 
-@memory_told()
 def pretrain(config: RunConfig, launch: Launch, resume: str = "auto") -> Ending:
     """Trains `config` to its end, or until it is stopped; called by every rank of `launch`.
 
@@ -47,13 +46,14 @@ def pretrain(config: RunConfig, launch: Launch, resume: str = "auto") -> Ending:
     device = choose_device(config.engine.device, launch.local_rank)
     texts = open_texts(config)
     ranks = connect(launch, device, config.engine.timeout_seconds)
-    with naming_lost_ranks(ranks):
+    with naming_lost_ranks(ranks), memory_told(config, ranks.size):
         return _pretrain(config, texts, ranks, device, resume)
 
 
 def _set_arithmetic(deterministic: bool) -> None:
-    """For this process. Moments of rare tokens' rows decay to denormal numbers, with which AdamW on a CPU was measured
-    to take 3.5 times as long: they count as zero."""
+    """For this process. Moments of rare tokens' rows decay to denormal numbers, which count as zero: with them CPUs are
+    slower. Measured, one thread: 20 steps of a fused AdamW on [8192, 128], all first moments denormal, 1.23 s instead
+    of 0.35 s."""
     torch.set_flush_denormal(True)
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts

@@ -81,6 +81,9 @@ def test_launchers_are_understood() -> None:
     [
         ({"MASTER_ADDR": ""}, "`MASTER_ADDR` must be set in the environment when WORLD_SIZE is 4, but is missing"),
         ({"RANK": ""}, "`RANK` must be set"),
+        ({"LOCAL_RANK": ""}, "`LOCAL_RANK` must be set"),
+        ({"MASTER_PORT": ""}, "`MASTER_PORT` must be set"),
+        ({"WORLD_SIZE": ""}, "`WORLD_SIZE` must be set in the environment when RANK is 3, but is missing; start"),
         ({"MASTER_PORT": "http"}, "`MASTER_PORT` must be a whole number in the environment, but is 'http' instead."),
         ({"RANK": "4"}, "`RANK` must be below WORLD_SIZE (4), but is 4 instead."),
     ],

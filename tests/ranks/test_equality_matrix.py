@@ -99,11 +99,18 @@ def test_fp16_with_loss_scaling_stays_near_plain_torch(
     assert distance(ours, reference, initial(config_of(tmp_path, "headless"))) < 5e-3
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", ["zero1_offload", "zero2_offload", "zero3_offload"])
-def test_offloading_to_the_host_equals_plain_torch(tmp_path: Path, references: dict[str, Course], name: str) -> None:
+def test_offloading_to_the_host_equals_plain_torch(
+    tmp_path: Path, references: dict[str, Course], name: str, precision: str
+) -> None:
     write_text(tmp_path)
-    ours = on_mesh(tmp_path, "headless", 0, 2, 2, **{"engine.deepspeed": f"{ROOT}/configs/deepspeed/{name}.json"})
-    assert_equal(ours, references["headless"])
+    changes = {"engine.deepspeed": f"{ROOT}/configs/deepspeed/{name}.json", "engine.precision": precision}
+    ours = on_mesh(tmp_path, "headless", 0, 2, 2, **changes)
+    if precision == "fp32":
+        assert_equal(ours, references["headless"])
+    else:
+        assert_near(ours, references["headless"], config_of(tmp_path, "headless"))
 
 
 @pytest.mark.parametrize(

@@ -10,14 +10,16 @@ import torch
 from on_ranks import on_ranks
 from small_engine import CPU
 from small_run import small_config, stage, write_text
+from torch import Tensor
 
 from megahead.checkpoint import Checkpoint, open_checkpoint
 from megahead.config import RunConfig
 from megahead.distributed import Group, Launch, Mesh
-from megahead.parallel import assemble, fill_
+from megahead.parallel import assemble, build, fill_
 from megahead.report.metrics import read_metrics
 from megahead.train import pretrain
 from megahead.train.persistence import starting_weights
+from megahead.train.step import seed_step
 
 
 def run(group: Group, config: RunConfig, resume: str = "auto") -> str:
@@ -54,6 +56,28 @@ def test_resume_over_tensor_and_data_ranks_is_bitwise_under_dropout(tmp_path: Pa
     ours, theirs = open_checkpoint(tmp_path / "resumed"), open_checkpoint(tmp_path / "run")
     assert list(ours.names()) == list(theirs.names())
     assert all(torch.equal(ours.read(name), theirs.read(name)) for name in ours.names())
+
+
+def dropped(world: Group, config: RunConfig) -> list[Tensor]:
+    """Hidden states of the same rows under dropout: at a step, at that step once more, and at the next."""
+    mesh = Mesh.build(world, config.parallel.tensor)
+    backbone = build(config, mesh.tensor, CPU).backbone
+    ids = torch.arange(24).reshape(2, 12)
+    states = []
+    for first_sample in (0, 0, 8):
+        seed_step(config.seed, first_sample, mesh.data.rank)
+        states.append(backbone(ids).detach())
+    return states
+
+
+def test_dropout_is_alike_over_tensor_ranks_and_apart_over_data_ranks_and_steps(tmp_path: Path) -> None:
+    changes = {"model.hidden_dropout": 0.3, "model.attention_dropout": 0.3, "parallel.tensor": 2}
+    (a, again, later), a_too, (b, *_), b_too = on_ranks(4, dropped, small_config(tmp_path, changes))
+    assert torch.equal(a, again)
+    assert torch.equal(a, a_too[0])
+    assert torch.equal(b, b_too[0])
+    assert not torch.equal(a, b)
+    assert not torch.equal(a, later)
 
 
 def test_tokens_and_held_out_text_are_counted_once(tmp_path: Path) -> None:

@@ -63,7 +63,7 @@ def test_resuming_is_bitwise(tmp_path: Path, objective) -> None:
 
 @pytest.mark.parametrize(
     ("name", "number", "tensor", "data"),
-    [("headless", 2, 2, 1), ("headless", 3, 1, 2), ("vanilla", 1, 1, 2), ("vanilla", 3, 2, 1)],
+    [("headless", 2, 2, 1), ("headless", 3, 1, 2), ("vanilla", 1, 1, 2), ("vanilla", 3, 2, 2)],
 )
 def test_every_mesh_and_stage_takes_the_same_course(tmp_path: Path, name, number, tensor, data) -> None:
     write_text(tmp_path)
