@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from on_ranks import on_ranks
 from small_engine import CPU
-from small_run import small_config
+from small_run import shipped, small_config
 from torch import Tensor, nn
 
 from megahead.checkpoint import open_checkpoint
@@ -23,7 +22,6 @@ from megahead.report.metrics import read_metrics
 from megahead.train import pretrain
 
 STEPS = 10
-SETTINGS = Path(__file__).parents[1] / "configs/deepspeed"
 OBJECTIVES = {
     "headless": {"name": "headless"},
     "vanilla": {"name": "vanilla"},
@@ -83,8 +81,7 @@ def on_mesh(folder: Path, objective: str, stage: int, tensor: int, data: int, **
 
     Some gradients are bundled and some sent by themselves; at stage 3 even the smallest parameter is cut up.
     """
-    zero = json.loads((SETTINGS / f"zero{stage}.json").read_text())["zero_optimization"]
-    zero |= {"reduce_bucket_size": 2000, "stage3_param_persistence_threshold": 0}
+    zero = shipped(stage) | {"reduce_bucket_size": 2000, "stage3_param_persistence_threshold": 0}
     meshed = {"parallel.tensor": tensor, "engine.deepspeed": {"zero_optimization": zero}}
     on_ranks(tensor * data, run, config_of(folder, objective, **(meshed | changes)))
     records, checkpoint = read_metrics(folder / "run").training, open_checkpoint(folder / "run")

@@ -7,6 +7,7 @@ import importlib
 from typing import Any, NamedTuple
 
 import torch
+from small_run import shipped
 from torch import Tensor, nn
 
 from megahead.config import RunConfig, deepspeed_config
@@ -91,10 +92,13 @@ def small_engine(
     tensor_size: int = 1,
     persistence_threshold: int = 0,
 ) -> Engine:
-    """An engine as a run would get it; at stage 3 even the smallest parameter is cut up unless told otherwise."""
+    """An engine as a run would get it with the settings we ship.
+
+    At stage 3 even the smallest parameter is cut up unless told otherwise.
+    """
     module = SmallModel() if module is None else module
     mesh = Mesh.build(group, tensor_size)
-    zero = {"stage": stage, "stage3_param_persistence_threshold": persistence_threshold}
+    zero = shipped(stage) | {"stage3_param_persistence_threshold": persistence_threshold}
     run = RunConfig.model_validate(
         {
             "name": "small",

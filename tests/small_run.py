@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,13 @@ def small_config(folder: Path, changes: dict[str, Any] | None = None) -> RunConf
 def stage(number: int) -> dict[str, Any]:
     """The change that asks for a ZeRO stage."""
     return {"engine.deepspeed": {"zero_optimization": {"stage": number}}}
+
+
+def shipped(number: int) -> dict[str, Any]:
+    """What `configs/deepspeed` says of a ZeRO stage."""
+    content = json.loads((Path(__file__).parents[1] / f"configs/deepspeed/zero{number}.json").read_text())
+    settings: dict[str, Any] = content["zero_optimization"]
+    return settings
 
 
 def same_tensors(mine: Path, theirs: Path) -> bool:

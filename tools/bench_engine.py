@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -39,6 +40,7 @@ CPU = torch.device("cpu")
 Step = Callable[[], None]
 Place = tuple[int, int, str]
 """Rank, number of ranks, and a file at which they meet."""
+SETTINGS = Path(__file__).resolve().parents[1] / "configs/deepspeed"
 SHAPE = {"num_layers": 6, "hidden_size": 512, "num_heads": 8, "vocab_size": 12288}
 
 
@@ -75,6 +77,7 @@ class Contender:
         for maker, arguments in makers:
             ours, theirs = context.Pipe()
             context.Process(target=_serve, args=(theirs, maker, arguments), daemon=True).start()
+            theirs.close()  # so that the end of a process ends what waits for it
             self._pipes.append(ours)
         for pipe in self._pipes:
             pipe.recv()  # ready
@@ -154,7 +157,7 @@ def engine_step(config: RunConfig, stage: int, place: Place | None = None) -> St
         dist.init_process_group("gloo", store=dist.FileStore(store, count), rank=rank, world_size=count)
     tree = config.model_dump(mode="json")
     tree["batch"]["global_size"] *= count
-    tree["engine"]["deepspeed"] = f"configs/deepspeed/zero{stage}.json"
+    tree["engine"]["deepspeed"] = str(SETTINGS / f"zero{stage}.json")
     config = config_from_dict(tree)
     module, mesh = build(config, CPU), Mesh.build(Group.world())
     optimizer = build_adamw(module, config.optimizer)

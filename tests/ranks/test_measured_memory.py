@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import json
 import resource
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import numpy as np
 import pytest
 from on_ranks import on_ranks
 from small_engine import CPU
-from small_run import small_config
+from small_run import shipped, small_config
 
 from megahead.config import RunConfig, deepspeed_config
 from megahead.data import IndexedDataset, IndexedDatasetWriter, StreamSamples
@@ -28,7 +27,6 @@ from megahead.train.faults import Guard
 from megahead.train.memory import memory_told
 from megahead.train.step import train_step
 
-SETTINGS = Path(__file__).parents[2] / "configs/deepspeed"
 VOCABULARY = 4096
 TINY = {"num_layers": 1, "hidden_size": 64, "num_heads": 2, "vocab_size": VOCABULARY}
 LARGE = {"num_layers": 6, "hidden_size": 512, "num_heads": 8, "vocab_size": VOCABULARY}
@@ -46,12 +44,11 @@ def text(tmp_path: Path) -> Path:
 
 def config_of(folder: Path, stage: int, changes: dict[str, Any], **zero: int) -> RunConfig:
     """A large model and small batches, with the settings we ship for `stage`."""
-    settings = json.loads((SETTINGS / f"zero{stage}.json").read_text())["zero_optimization"]
     fixed = {
         "model": LARGE,
         "data.sequence_length": 32,
         "batch": {"global_size": 4, "micro_size": 1},
-        "engine.deepspeed": {"zero_optimization": settings | zero},
+        "engine.deepspeed": {"zero_optimization": shipped(stage) | zero},
     }
     return small_config(folder, fixed | changes)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 from bench_engine import Contender, make_config, on_one_rank, on_ranks, summary
 
 SHAPE = {"num_layers": 1, "hidden_size": 32, "num_heads": 2, "vocab_size": 100}
@@ -17,8 +16,7 @@ def timed(field: list[Contender], count: int) -> list[list[tuple[float, float]]]
     return rounds
 
 
-def test_stages_are_timed_beside_a_loop_without_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(Path(__file__).parents[2])
+def test_stages_are_timed_beside_a_loop_without_an_engine() -> None:
     field = on_one_rank(make_config(2, 16, SHAPE), [1])
     rounds = timed(field, 3)
     bare, engine = summary(field, rounds)
@@ -29,8 +27,7 @@ def test_stages_are_timed_beside_a_loop_without_an_engine(monkeypatch: pytest.Mo
     assert "efficiency" not in engine
 
 
-def test_ranks_are_timed_together_and_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(Path(__file__).parents[2])
+def test_ranks_are_timed_together_and_apart(tmp_path: Path) -> None:
     field = on_ranks(make_config(2, 16, SHAPE), [0], 2, str(tmp_path))
     lines = summary(field, timed(field, 2))
     assert [line[""] for line in lines] == ["1 rank", "2 apart", "2 ranks, ZeRO 0"]
