@@ -1,0 +1,46 @@
+"""A run starts from its first weights to the last bit, at every stage and precision, and asks for each of them once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from on_ranks import on_ranks
+from small_engine import CPU
+from small_run import small_config, stage
+from torch import Tensor
+
+from megahead.config import RunConfig, deepspeed_config
+from megahead.distributed import Group, Mesh
+from megahead.engine import Engine
+from megahead.optim import build_adamw
+from megahead.parallel import assemble
+from megahead.pretraining import first_weights
+
+
+def started(world: Group, config: RunConfig) -> tuple[bool, set[int]]:
+    """Whether the engine holds the run's first weights, and how often each was asked for."""
+    mesh, first, asked = Mesh.build(world, config.parallel.tensor), first_weights(config), Counter[str]()
+
+    def weights(name: str) -> Tensor:
+        asked[name] += 1
+        return first(name)
+
+    module = assemble(config, mesh.tensor, CPU)
+    optimizer, content = build_adamw(module, config.optimizer), deepspeed_config(config, mesh.data.size)
+    engine = Engine(module, optimizer=optimizer, config=content, mesh=mesh, device=CPU, weights=weights)
+    held = {key.removeprefix("weight/"): value for key, value in engine.tensors() if key.startswith("weight/")}
+    return all(torch.equal(value, first(name)) for name, value in held.items()), set(asked.values())
+
+
+@pytest.mark.parametrize(
+    ("number", "precision"),
+    [(0, "fp32"), (0, "bf16"), (1, "fp32"), (1, "bf16"), (1, "fp16"), (2, "bf16"), (3, "fp32"), (3, "bf16")],
+)
+def test_first_weights_are_exact_and_drawn_once(tmp_path: Path, number: int, precision: str) -> None:
+    changes = stage(number) | {"engine.precision": precision, "parallel.tensor": 2}
+    for exact, asked in on_ranks(4, started, small_config(tmp_path, changes)):
+        assert exact
+        assert asked == {1}
