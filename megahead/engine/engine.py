@@ -22,8 +22,6 @@ from megahead.engine.state import MOMENTS, WEIGHT, open_state
 from megahead.errors import CheckpointError, ConfigError
 from megahead.parallel import fill_, shard_dims
 
-_COPIED_TOGETHER = 500_000
-"""Numbers that are copied together to be reduced over ranks at stage 0; a gradient of more is reduced where it lies."""
 _SCALE_STATE = frozenset({"cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis"})
 """What moves in DeepSpeed's `DynamicLossScaler`."""
 
@@ -76,7 +74,7 @@ class Engine:
         own = _exact_weights(module, config) if weights is None else {}
         self._deepspeed = start_deepspeed(module, optimizer, config, mesh, device)
         self._reduces = self._stage < 2 and not hasattr(self._deepspeed.optimizer, "reduce_gradients")
-        self._deepspeed.enable_backward_allreduce = not self._reduces  # of a copy of all gradients: see `micro_step`
+        self._deepspeed.enable_backward_allreduce = not self._reduces  # it has no regard for the bucket's size there
         self._state = open_state(self._deepspeed, self._stage)
         self._shard_dims = shard_dims(module)
         self._scaler = getattr(self._deepspeed.optimizer, "loss_scaler", None)
@@ -101,7 +99,7 @@ class Engine:
         self._deepspeed.backward(loss)
         self._backward_done = self._deepspeed.is_gradient_accumulation_boundary()
         if self._backward_done and self._reduces:
-            self._deepspeed.allreduce_gradients(bucket_size=_COPIED_TOGETHER)
+            self._deepspeed.allreduce_gradients(self._deepspeed.zero_reduce_bucket_size())
         if not self._backward_done:
             self._deepspeed.step()  # only counts the micro step
         return loss.detach()

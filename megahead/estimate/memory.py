@@ -17,9 +17,12 @@ from megahead.config import RunConfig, deepspeed_config
 from megahead.config.deepspeed import zero_stage
 from megahead.estimate.parameters import run_parameters
 
-_BUCKET = 500_000_000  # DeepSpeed's default `reduce_bucket_size`, in numbers
-_LIVE = 1_000_000_000  # its default `stage3_max_live_parameters`
-_AHEAD = 50_000_000  # its default `stage3_prefetch_bucket_size`
+_DEFAULTS = {
+    "reduce_bucket_size": 500_000_000,
+    "stage3_max_live_parameters": 1_000_000_000,
+    "stage3_prefetch_bucket_size": 50_000_000,
+}
+"""DeepSpeed's, in numbers."""
 _CHUNK_BYTES = 32 * 2**20  # of scores that the loss holds at once
 
 
@@ -72,20 +75,28 @@ def _states(
     numbers: int, data: int, stage: int, precision: str, zero: dict[str, Any]
 ) -> tuple[float, float, float, float]:
     """Weights, gradients, optimizer, buffers; what takes turns at the peak counts once, buckets whole."""
-    share, width = numbers / data, 4 if precision == "fp32" else 2
-    bundled = width * zero.get("reduce_bucket_size", _BUCKET) if zero.get("contiguous_gradients", True) else 0
+    share, width, bucket = numbers / data, 4 if precision == "fp32" else 2, _size(zero, "reduce_bucket_size")
+    bundled = (4 if stage == 1 else width) * bucket if zero.get("contiguous_gradients", True) else 0
+    copied = 4 * min(numbers, bucket)  # of gradients that are sent together
     if stage == 0:  # autocast keeps weights in bf16 from the forward to the backward pass
-        return 4 * numbers, 4 * numbers, 8 * numbers, 0 if precision == "fp32" else 2 * numbers
-    if stage == 1 and precision == "bf16":  # gradients, their fp32 sum, and a copy of that in bf16 while it is sent
-        return 2 * numbers, 6 * numbers, 12 * share, 2 * numbers
+        return 4 * numbers, 4 * numbers, 8 * numbers, copied + (0 if precision == "fp32" else 2 * numbers)
+    summed_apart = precision == "bf16" and "offload_optimizer" not in zero
+    if stage == 1 and summed_apart:  # gradients, their fp32 sum, and a copy of that in bf16 while it is sent
+        return 2 * numbers, 6 * numbers, 12 * share, 2 * numbers + copied
     if stage == 1:  # the rank's own gradients are copied for the optimizer; in fp32 once the others' are gone
-        copy = 4 * share if precision == "fp16" else max(0, 8 * share - 4 * numbers)
+        copy = 4 * share if width == 2 else max(0, 8 * share - 4 * numbers)
         return width * numbers, 4 * numbers, 12 * share, copy + bundled
     if stage == 2:  # a micro-batch's gradients beside their sum; later the weights, while they are gathered
         return width * numbers, 4 * share, 12 * share, max(width * share, width * numbers - 4 * share) + bundled
-    live = min(numbers, zero.get("stage3_max_live_parameters", _LIVE))
-    ahead = min(numbers, zero.get("stage3_prefetch_bucket_size", _AHEAD))  # gathered twice, once as it is received
+    live = min(numbers, _size(zero, "stage3_max_live_parameters"))
+    ahead = min(numbers, _size(zero, "stage3_prefetch_bucket_size"))  # there twice, once as it is received
     return width * share, 4 * share, 12 * share, max(width * (live + ahead), 4 * share) + bundled
+
+
+def _size(zero: dict[str, Any], name: str) -> float:
+    """A setting in numbers; DeepSpeed itself refuses what is none."""
+    given = zero.get(name)
+    return given if isinstance(given, int | float) else _DEFAULTS[name]
 
 
 def ways_to_need_less(config: RunConfig, stage: int) -> list[str]:

