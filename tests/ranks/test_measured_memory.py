@@ -93,7 +93,7 @@ def peak(world: Group, config: RunConfig) -> int:
 
 @pytest.mark.parametrize(
     ("stage", "precision", "tensor"),
-    [(stage, "bf16", 1) for stage in range(4)] + [(2, "fp32", 1), (3, "fp32", 1), (0, "fp32", 2)],
+    [(stage, "bf16", 1) for stage in range(4)] + [(3, "fp32", 1), (0, "fp32", 2)],
 )
 def test_the_estimate_is_near_the_measured_peak(text: Path, stage: int, precision: str, tensor: int) -> None:
     """Measured: 1.02 to 1.09 times the estimate."""
