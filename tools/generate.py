@@ -3,11 +3,14 @@
 tools/generate.py --model runs/headless --prompt "The capital of France" "Once upon a time"
 tools/generate.py --model runs/headless --file prompts.txt    # a prompt a line
 tools/generate.py --model runs/headless --interactive         # a prompt at a time, until an empty line
+
+`--output runs/headless/samples.jsonl` keeps them where tools/report.py finds them.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,7 +36,11 @@ def main() -> None:
     for prompt in prompts:
         if not arguments.interactive:
             console.print(prompt, style="bold", end="")
-        console.print(continuation(model, tokenizer, prompt, arguments.max_tokens, sampling), end="\n\n")
+        text = continuation(model, tokenizer, prompt, arguments.max_tokens, sampling)
+        console.print(text, end="\n\n")
+        if arguments.output is not None:
+            with arguments.output.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"prompt": prompt, "text": text}, ensure_ascii=False) + "\n")
 
 
 def given(prompts: Sequence[str] | None, file: Path | None) -> list[str]:
@@ -102,6 +109,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest token (default: 0.8)")
     parser.add_argument("--top-k", type=int, default=50, metavar="K", help="draw among the K likeliest; 0: all")
     parser.add_argument("--top-p", type=float, default=0.95, metavar="P", help="draw among the likeliest P of mass")
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help="adds prompts and texts to it, a JSON object a line"
+    )
     parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same text (default: 0)")
     return parser
 

@@ -27,6 +27,10 @@ class RunMetrics:
     tasks: Sequence[Record] = ()
     """{"step", "tokens", "seconds", "tasks": {task: {metric: {"value", "stderr"}}}}, where lm-eval's tasks were run"""
 
+    events: Sequence[Record] = ()
+    """{"step", "tokens", "seconds", "session": {...}} where a session began, {..., "fault": {...}} where a step went
+    wrong; as they happened, those that a resumed run went through again included"""
+
 
 def read_metrics(run: Path) -> RunMetrics:
     """The metrics of a run folder (or of a metrics.jsonl itself).
@@ -38,6 +42,7 @@ def read_metrics(run: Path) -> RunMetrics:
     training: dict[int, Record] = {}
     validation: dict[int, Record] = {}
     tasks: dict[int, Record] = {}
+    events: list[Record] = []
     for record in _records(path):
         if "validation" in record:
             where = {key: record[key] for key in ("step", "tokens", "seconds")}
@@ -46,10 +51,12 @@ def read_metrics(run: Path) -> RunMetrics:
             tasks[record["step"]] = record
         elif "loss" in record:
             training[record["step"]] = record
+        elif "session" in record or "fault" in record:
+            events.append(record)
     if not training and not validation:
         raise UserError(f"{path} must hold metrics of a run, but holds no line yet; try again after the first step.")
     name = path.parent.name or path.parent.resolve().name
-    return RunMetrics(name, _in_order(training), _in_order(validation), _in_order(tasks))
+    return RunMetrics(name, _in_order(training), _in_order(validation), _in_order(tasks), events)
 
 
 def _records(path: Path) -> list[dict[str, Any]]:

@@ -44,12 +44,17 @@ class Meters:
             self._log = _open_log(self._folder / "metrics.jsonl")
             self._board = SummaryWriter(str(self._folder / "tensorboard"))
 
-    def banner(self, lines: list[tuple[str, str]], resumed: Checkpoint | None, damage: Sequence[str]) -> None:
+    def banner(
+        self, lines: list[tuple[str, str]], state: TrainingState, resumed: Checkpoint | None, damage: Sequence[str]
+    ) -> None:
         """What is about to be trained, from which checkpoint, and which were passed over."""
         lines = [*lines, *(("damaged", sentence) for sentence in damage)]
         if resumed is not None:
             lines = [*lines, ("resumed", f"step {resumed.step:,}, {resumed.folder}")]
         self.say("\n".join(f"{name:<12}{value}" for name, value in lines))
+        if self._active:
+            facts = {"resumed": None if resumed is None else resumed.folder.name, "damaged": list(damage)}
+            self._record(state, {"session": facts})
 
     def start(self, state: TrainingState) -> None:
         """Speed is measured from here."""

@@ -82,7 +82,8 @@ def _pretrain(config: RunConfig, texts: Texts, ranks: Group, device: torch.devic
         fill(folder, config)
     meters = Meters(config, active=world.rank == 0, utilization=Utilization.on(device, config, world.size))
     facts = [*describe_run(config, world.size, state.group_samples), *texts.describe(config)]
-    meters.banner([*facts, ("on", f"{world.size} x {device.type}"), *ways], resumed=checkpoint, damage=damage)
+    on = ("on", f"{world.size} x {device.type}")
+    meters.banner([*facts, on, *ways], state, resumed=checkpoint, damage=damage)
     run = Training(
         config=config,
         engine=engine,

@@ -1,0 +1,54 @@
+"""What happened to a run beside its steps: sessions that began or went on, checkpoints passed over, bad steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megahead.report.metrics import Record
+from megahead.report.runs import Run
+
+_DONE = {"apply": "applied all the same", "skip": "skipped", "rollback": "rolled back", "stop": "ended the run"}
+
+
+@dataclass(frozen=True)
+class Event:
+    """A moment of a run, and a sentence about it."""
+
+    step: int
+    tokens: int
+    seconds: float
+    text: str
+
+    wrong: bool
+    """Something to look at, rather than what just happens."""
+
+
+def events_of(run: Run) -> list[Event]:
+    """In the order they happened; the beginning of a run that never stopped is none."""
+    return [
+        Event(record["step"], record["tokens"], record["seconds"], text, wrong)
+        for record in run.metrics.events
+        for text, wrong in (_session(record["session"]) if "session" in record else _fault(record["fault"]))
+    ]
+
+
+def _session(session: Record) -> Iterator[tuple[str, bool]]:
+    for sentence in session.get("damaged", ()):
+        yield f"passed over a damaged checkpoint: {sentence}", True
+    if session.get("resumed") is not None:
+        yield f"resumed from {session['resumed']}", False
+
+
+def _fault(fault: Record) -> Iterator[tuple[str, bool]]:
+    where = fault.get("where", ())
+    ranks = sorted({place["rank"] for place in where if place["rank"] is not None})
+    rows = ", ".join(f"{place['first']:,} to {place['last']:,}" for place in where[:3])
+    on = f" on rank {', '.join(map(str, ranks))}" if ranks else ""
+    yield (
+        (
+            f"{fault['kind']} (loss {fault['loss']}, gradient norm {fault['gradient_norm']}){on}, rows {rows}: "
+            f"{_DONE[fault['action']]}"
+        ),
+        fault["kind"] != "overflow",
+    )

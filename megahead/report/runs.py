@@ -1,0 +1,81 @@
+"""Everything a run folder tells about its run: metrics, configuration, generated samples, how it ended."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megahead.report.metrics import Record, RunMetrics, read_metrics
+
+Config = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run as its folder shows it; what is not there is empty."""
+
+    folder: Path
+    metrics: RunMetrics
+
+    config: Config
+    """RUN/config.yaml as it was written, section by section; not checked, so that runs of any age can be read."""
+
+    samples: Sequence[Record]
+    """{"prompt", "text", ...} a line of RUN/samples.jsonl, which `tools/generate.py --output` writes"""
+
+    ending: str | None
+    """finished, out of time or stopped; None while a session runs, or after one that was killed"""
+
+    @property
+    def name(self) -> str:
+        return self.metrics.name
+
+    def setting(self, path: str, default: Any = None) -> Any:
+        """The value of `section.field`, where the configuration has it."""
+        value: Any = self.config
+        for part in path.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
+        return default if value is None else value
+
+
+def read_runs(folders: Sequence[Path]) -> list[Run]:
+    """The runs of `folders`; those that share a name are called by their paths. Raises UserError as `read_metrics`."""
+    runs = [_read(folder) for folder in folders]
+    names = [run.name for run in runs]
+    return [
+        replace(run, metrics=replace(run.metrics, name=str(run.folder))) if names.count(run.name) > 1 else run
+        for run in runs
+    ]
+
+
+def _read(folder: Path) -> Run:
+    return Run(folder, read_metrics(folder), _config(folder), _samples(folder), _ending(folder))
+
+
+def _config(folder: Path) -> Config:
+    try:
+        tree = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+    return tree if isinstance(tree, dict) else {}
+
+
+def _samples(folder: Path) -> list[Record]:
+    try:
+        lines = (folder / "samples.jsonl").read_text(encoding="utf-8").splitlines()
+        found = [json.loads(line) for line in lines if line.strip()]
+    except (OSError, ValueError):
+        return []
+    return [sample for sample in found if isinstance(sample, dict) and {"prompt", "text"} <= sample.keys()]
+
+
+def _ending(folder: Path) -> str | None:
+    try:
+        return str(json.loads((folder / "ending.json").read_text(encoding="utf-8"))["ending"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None

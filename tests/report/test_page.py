@@ -1,0 +1,128 @@
+"""The HTML page of runs: what it tells of a real run, of several, and of runs that went wrong."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import report
+import yaml
+from logged_run import evaluation, training, write_run
+from on_ranks import on_ranks
+from small_run import small_config, write_text
+
+from megahead.config import RunConfig
+from megahead.distributed import Group, Launch
+from megahead.report import read_runs, render_page
+from megahead.report.series import MOST_POINTS
+from megahead.train import pretrain
+
+
+def page_of(*folders: Path) -> tuple[str, dict[str, Any]]:
+    """The page, and the data of its charts; every element is closed and nothing is fetched."""
+    page = render_page(read_runs(folders))
+    Balanced().check(page)
+    assert not re.search(r"(src|href)=|https?://(?!www\.w3\.org/2000/svg)|@import|url\(", page)
+    (data,) = re.findall(r'<script id="data" type="application/json">(.*?)</script>', page, re.DOTALL)
+    return page, json.loads(data, parse_constant=lambda name: pytest.fail(f"{name} in JSON"))
+
+
+def trained(_: Group, config: RunConfig) -> str:
+    return pretrain(config, Launch())
+
+
+class Balanced(HTMLParser):
+    """Fails for an element that is not closed, or closed twice."""
+
+    def check(self, page: str) -> None:
+        self.open: list[str] = []
+        self.feed(page)
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        if tag not in ("meta",):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def titles(data: dict[str, Any]) -> list[str]:
+    return [panel["title"] for panel in data["panels"]]
+
+
+def test_a_run_that_was_resumed_past_a_damaged_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_text(tmp_path)
+    config = small_config(tmp_path)
+    on_ranks(1, trained, config)
+    (damaged,) = (tmp_path / "run/checkpoints/step-00000006").glob("tensors-*")
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    on_ranks(1, trained, small_config(tmp_path, {"training.steps": 8}))
+    sample = {"prompt": "<b>5 & 7", "text": " 9 </script><script>alert(1)"}
+    (tmp_path / "run/samples.jsonl").write_text(json.dumps(sample) + "\n")
+
+    monkeypatch.setattr(sys, "argv", ["report.py", str(tmp_path / "run")])
+    report.main()
+    page, data = page_of(tmp_path / "run")
+    assert (tmp_path / "run/report.html").read_text() == page
+    assert titles(data)[0] == "Held-out perplexity"
+    assert {"Training loss", "Gradient norm", "Learning rate", "Tokens per second", "Candidates"} <= {*titles(data)}
+    (loss,) = (panel["series"] for panel in data["panels"] if panel["key"] == "loss")
+    assert loss[0]["x"]["step"] == list(range(1, 9))
+    texts = [event["text"] for event in data["runs"][0]["events"]]
+    assert "passed over a damaged checkpoint" in texts[0]
+    assert texts[1:] == ["resumed from step-00000003"]
+    assert all(text in page for text in ("resumed from step-00000003", "steps of 8", "<b>finished</b>", "(pmi head)"))
+    assert "<b>&lt;b&gt;5 &amp; 7</b> 9 &lt;/script&gt;" in page
+    assert "learning_rate</span><span class=setting>0.003" in page
+
+
+def test_several_runs_share_charts_and_their_differences_are_listed(tmp_path: Path) -> None:
+    folders = [
+        write_run(tmp_path / "a/run", training(1), evaluation(2, 80.0)),
+        write_run(tmp_path / "b/run", training(1), training(2, loss=7.5), evaluation(2, 70.0)),
+    ]
+    for rate, folder in enumerate(folders, 1):
+        config = {"name": "x", "optimizer": {"learning_rate": rate}, "training": {"steps": 4}}
+        (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    page, data = page_of(*folders)
+    assert [run["name"] for run in data["runs"]] == [str(folder) for folder in folders]  # their names are the same
+    (loss,) = (panel["series"] for panel in data["panels"] if panel["key"] == "loss")
+    assert [(line["run"], line["y"]) for line in loss] == [(0, [9.0]), (1, [9.0, 7.5])]
+    assert "<td class='number best'>70</td>" in page
+    differing = page[page.index("differing") : page.index("<details")]
+    assert "optimizer.learning_rate" in differing
+    assert "training.steps" not in differing
+
+
+def test_losses_that_are_not_finite_break_the_line_and_stand_among_the_events(tmp_path: Path) -> None:
+    where = [{"rank": 1, "first": 16, "last": 17}]
+    fault = {"kind": "loss not finite", "action": "skip", "scale": 1.0, "where": where}
+    bad = {"step": 1, "tokens": 200, "seconds": 4.0, "fault": fault | {"loss": "nan", "gradient_norm": "nan"}}
+    records = [training(1), bad, training(2, loss=math.nan), training(3, gradient_norm=math.inf)]
+    page, data = page_of(write_run(tmp_path / "bad", *records))
+    assert titles(data) == ["Training loss", "Gradient norm", "Learning rate", "Tokens per second"]  # nothing held out
+    loss, norm = (panel["series"][0] for panel in data["panels"][:2])
+    assert loss["y"][1] is None
+    assert loss["mean"][1] is None
+    assert norm["y"][2] is None
+    told = "loss not finite (loss nan, gradient norm nan) on rank 1, rows 16 to 17: skipped"
+    assert f"<td class=wrong>{told}</td>" in page
+
+
+def test_long_logs_are_thinned_to_means_and_tasks_get_panels(tmp_path: Path) -> None:
+    found = {"lambada": {"perplexity": {"value": 30.0, "stderr": 1.0}}}
+    task = {"step": 9, "tokens": 900, "seconds": 18.0, "tasks": found}
+    records = [training(step, loss=float(step % 2)) for step in range(1, 4 * MOST_POINTS + 3)]
+    _, data = page_of(write_run(tmp_path / "long", *records, task))
+    (loss,) = data["panels"][0]["series"]
+    assert len(loss["y"]) == len(loss["mean"]) == len(loss["x"]["seconds"]) <= MOST_POINTS
+    assert set(loss["y"][:-1]) <= {0.4, 0.5, 0.6}
+    assert data["panels"][-1]["title"] == "lambada  ·  perplexity"
+    assert data["panels"][-1]["series"][0]["y"] == [30.0]
