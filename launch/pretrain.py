@@ -12,7 +12,7 @@ import argparse
 import os
 
 from megahead.config import load_config
-from megahead.errors import run_command
+from megahead.errors import UserError, run_command, tell
 
 
 def main() -> None:
@@ -39,5 +39,17 @@ def main() -> None:
     disconnect(Group.world())
 
 
+def say(sentence: str) -> None:
+    """What went wrong, from one of the ranks that found it."""
+    from megahead.distributed import read_launch, tell_once
+
+    try:
+        launch = read_launch(os.environ)
+    except UserError:
+        tell(sentence)
+    else:
+        tell_once(launch, sentence)
+
+
 if __name__ == "__main__":
-    run_command(main, at_once=True)
+    run_command(main, at_once=True, say=say)

@@ -46,15 +46,21 @@ class CheckpointError(UserError):
     """A checkpoint that is missing, damaged, or made by another run."""
 
 
-def run_command(main: Callable[[], int | None], *, at_once: bool = False) -> None:
+def tell(sentence: str) -> None:
+    """Says what went wrong."""
+    print(f"error: {sentence}", file=sys.stderr, flush=True)
+
+
+def run_command(main: Callable[[], int | None], *, at_once: bool = False, say: Callable[[str], None] = tell) -> None:
     """Runs a command's `main` and exits: its code (0 for None), 2 after a UserError's or the system's sentence.
 
     `at_once`: after an error the process ends without waiting for its threads, which may wait for other processes.
+    `say` prints the sentence, or leaves that to another process.
     """
     try:
         sys.exit(main() or 0)
     except (UserError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        say(str(error))
         _leave(2) if at_once else sys.exit(2)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr, flush=True)

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -16,7 +17,7 @@ import torch.utils.tensorboard
 from commands import free_port
 
 from megahead.config import RunConfig
-from megahead.distributed import Group, Launch, disconnect
+from megahead.distributed import Group, Launch, disconnect, tell_once
 from megahead.errors import run_command
 from megahead.train import pretrain
 
@@ -47,7 +48,7 @@ def _rank(config: RunConfig, launch: Launch, folder: Path, resume: str, sabotage
         disconnect(Group.world())
         os._exit(0)
 
-    run_command(main, at_once=True)
+    run_command(main, at_once=True, say=partial(tell_once, launch))
 
 
 def speak_to(log: Path) -> None:

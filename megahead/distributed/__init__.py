@@ -6,6 +6,7 @@ from megahead.distributed.mesh import Mesh
 from megahead.distributed.randomness import drawn_apart
 from megahead.distributed.rendezvous import Launch, choose_device, connect, disconnect, read_launch
 from megahead.distributed.rollcall import LostRankError, naming_lost_ranks
+from megahead.distributed.telling import tell_once
 
 __all__ = [
     "Group",
@@ -23,4 +24,5 @@ __all__ = [
     "sum_backward",
     "sum_forward",
     "sum_scatter",
+    "tell_once",
 ]
