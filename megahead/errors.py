@@ -22,7 +22,8 @@ class FieldError(UserError):
     def __init__(self, field: str, rule: str, *, got: Any, hint: str = "") -> None:
         self.field, self.rule, self.got, self.hint = field, rule, got, hint
         fix = f"; {hint}" if hint else ""
-        super().__init__(f"`{field}` must {rule}, but is {got} instead{fix}.")
+        instead = "" if got == "missing" else " instead"
+        super().__init__(f"`{field}` must {rule}, but is {got}{instead}{fix}.")
 
 
 class ConfigError(FieldError, ValueError):

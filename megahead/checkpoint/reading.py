@@ -22,6 +22,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
     """
     folder = find_checkpoint(path)
     if folder is None:
+        for damaged in candidates(path):
+            _opened(damaged)
         raise CheckpointError(
             f"`{path}` must be a checkpoint (a folder with {MANIFEST}) or hold complete ones (step-*), but does not."
         )

@@ -21,9 +21,10 @@ class _Loader(yaml.SafeLoader):
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        for key in keys:
-            if keys.count(key) > 1:
-                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is given twice", node.start_mark)
+        for k, key in enumerate(keys):
+            if key in keys[:k]:
+                mark = node.value[k][0].start_mark
+                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is given twice", mark)
         return super().construct_mapping(node, deep)
 
 
@@ -50,8 +51,7 @@ def config_from_dict(tree: Mapping[str, Any], source: str = "the configuration")
     try:
         return RunConfig.model_validate(tree)
     except ValidationError as error:
-        problems = [_sentence(details) for details in error.errors()]
-        raise ConfigErrors(source, problems) from None
+        raise ConfigErrors(source, _sentences(error.errors())) from None
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
@@ -61,9 +61,13 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise UserError(f"`--config` must name a readable YAML file, but is {path} instead ({reason}).") from None
     except yaml.YAMLError as error:
-        raise UserError(f"{path} must be YAML, but is not: {' '.join(str(error).split())}.") from None
+        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+        place = "" if mark is None else f" in line {mark.line + 1}"
+        raise UserError(
+            f"`{path}` must be YAML, but is not{place}: {problem or ' '.join(str(error).split())}."
+        ) from None
     if not isinstance(tree, dict):
-        raise UserError(f"{path} must hold settings as `key: value`, but holds {type(tree).__name__} instead.")
+        raise UserError(f"`{path}` must hold settings as `key: value`, but holds {type(tree).__name__} instead.")
     return tree
 
 
@@ -86,21 +90,60 @@ def _apply(tree: dict[str, Any], override: str) -> None:
     section[leaf] = value
 
 
-def _sentence(details: ErrorDetails) -> str:
-    """One pydantic error as our sentence."""
-    location = [str(part) for part in details["loc"] if not str(part).startswith("<")]  # which kind of a union it is
+_RULES = {
+    "int": "be a whole number",
+    "float": "be a number",
+    "bool": "be true or false",
+    "string": "be text",
+    "model": "be a section of settings",
+    "dict": "be a section of settings",
+    "tuple": "be a list",
+    "list": "be a list",
+}
+"""By the first word of pydantic's name for an error about a value's type."""
+
+
+def _sentences(errors: Sequence[ErrorDetails]) -> list[str]:
+    """Pydantic's errors as our sentences, one a field: a field of several types has an error for each."""
+    by_field: dict[str, list[ErrorDetails]] = {}
+    for details in errors:
+        by_field.setdefault(".".join(_location(details)), []).append(details)
+    return [_sentence(_location(found[0]), found) for found in by_field.values()]
+
+
+def _location(details: ErrorDetails) -> list[str]:
+    """The way to a field, without the names of a union's types."""
+    parts = [str(part) for part in details["loc"]]
+    return [part for part in parts if not part.startswith(("<", "literal[", "dict[")) and part not in ("str", "int")]
+
+
+def _sentence(location: list[str], errors: Sequence[ErrorDetails]) -> str:
+    details, field = errors[0], ".".join(location)
     inner = details.get("ctx", {}).get("error")
     if isinstance(inner, ConfigError):
-        field = ".".join([*location, inner.field]) if inner.field not in location else ".".join(location)
+        field = ".".join([*location, inner.field]) if inner.field not in location else field
         return str(ConfigError(field, inner.rule, got=inner.got, hint=inner.hint))
-    field = ".".join(location)
     if details["type"] == "extra_forbidden":
         return _unknown_key(location)
     if details["type"] == "missing":
         return f"`{field}` must be given, but is missing{_purpose(location)}."
-    message = details["msg"].removeprefix("Input should be ").removeprefix("String should ")
-    rule = message if message.startswith(("have", "match")) else f"be {message}"
-    return str(ConfigError(field, rule, got=repr(details["input"])))
+    rules = [_rule(each) for each in errors]
+    rule = " or ".join([rules[0], *(rule.removeprefix("be ") for rule in rules[1:])])
+    return str(ConfigError(field, rule, got="empty" if details["input"] is None else repr(details["input"])))
+
+
+def _rule(details: ErrorDetails) -> str:
+    kind, _, error = details["type"].partition("_")
+    if kind in _RULES and error in ("type", "parsing", "from_float"):
+        return _RULES[kind]
+    if details["type"] == "string_pattern_mismatch":
+        return "consist of letters, digits, dots, dashes and underscores, and not of dots alone"
+    if details["type"] in ("too_short", "string_too_short"):
+        return "not be empty"
+    message = details["msg"].removeprefix("Input should be ")
+    for theirs, ours in (("greater than or equal to", "at least"), ("less than or equal to", "at most")):
+        message = message.replace(theirs, ours)
+    return f"be {message}"
 
 
 def _unknown_key(location: list[str]) -> str:

@@ -27,7 +27,7 @@ class FaultsConfig(Settings):
     """When a loss or the gradient norm is not finite on any rank. (An overflow that only lowers fp16's loss scale is
     always skipped.)"""
 
-    spike: Literal["note"] | Policy = "note"
+    spike: Literal["note", "skip", "rollback", "stop"] = "note"
     """When the loss is far above what was usual; `note` applies the step and says so."""
 
     spike_score: float = Field(default=8.0, gt=0)

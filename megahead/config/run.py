@@ -119,7 +119,8 @@ class RunConfig(Settings):
         settings = self.flat()
         for name in self.resume.allow:
             if not any(f"{setting}.".startswith(f"{name}.") for setting in settings):
-                raise ConfigError("resume.allow", "name settings or their sections", got=repr(name))
+                hint = "write optimizer.learning_rate, or schedule"
+                raise ConfigError("resume.allow", "name settings or their sections", got=repr(name), hint=hint)
         if self.init and self.init.mode != "continue" and self.model.is_encoder():
             raise ConfigError("init.mode", "be `continue` for an encoder", got=repr(self.init.mode))
         if self.init and self.init.mode in ("finetune", "probe") and self.objective.head() != "trained":

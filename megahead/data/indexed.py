@@ -49,7 +49,10 @@ class IndexedDataset:
         size, offset = self._entry(position)
         first = offset // self.dtype.itemsize
         if size < 0 or offset % self.dtype.itemsize or not 0 <= first <= self.num_tokens - size:
-            raise DataError(f"`{self.idx_path}` is damaged: sequence {position} lies outside `{self.bin_path.name}`.")
+            raise DataError(
+                f"`{self.idx_path}` must point into `{self.bin_path.name}`, but sequence {position} lies outside it; "
+                "it was damaged, make the dataset again."
+            )
         return self._checked(first, self._tokens[first : first + size])
 
     @property

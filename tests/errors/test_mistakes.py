@@ -1,0 +1,267 @@
+"""What else a user can do wrong, and the sentence each mistake prints, word for word; F stands for the test's folder."""
+
+# ruff: noqa: E501 - a sentence stands on one line, as it is printed
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import small_checkpoint
+import torch
+from commands import ROOT
+from safetensors.torch import save_file
+from small_checkpoint import save_small, save_tokenizer
+from small_run import small_config, write_text
+
+from megahead.checkpoint import open_checkpoint
+from megahead.config import deepspeed_config, load_config, resolve_group
+from megahead.convert import export, from_hf, hf_folder, load_causal
+from megahead.data import IndexedDataset, IndexedDatasetWriter, load_tokenizer, preprocess
+from megahead.distributed import Group, choose_device, read_launch
+from megahead.errors import UserError
+from megahead.evaluate.tasks import task_files
+from megahead.report import read_metrics
+from megahead.train.identity import refuse_another_run
+from megahead.train.persistence import find_resume, starting_weights
+from megahead.train.texts import open_texts
+
+CONFIG = (("a: [1", [], "`F/run.yaml` must be YAML, but is not in line 1: expected ',' or ']', but got '<stream end>'."),
+          ("- 1", [], "`F/run.yaml` must hold settings as `key: value`, but holds list instead."),
+          ("name: a\nname: b", [], "`F/run.yaml` must be YAML, but is not in line 2: key 'name' is given twice."),
+          ("name: a", ["training.steps"], "`--set` must look like section.field=value, but is 'training.steps' instead; try --set training.steps=100."),
+          (None, [], "`--config` must name a readable YAML file, but is F/run.yaml instead (No such file or directory)."))  # fmt: skip
+
+ENGINE: tuple[tuple[dict[str, Any], int, str], ...] = (
+    ({"engine.deepspeed": "no.json"}, 1, "`engine.deepspeed` must name a DeepSpeed JSON file, but is no.json instead (No such file or directory)."),
+    ({"engine.deepspeed": {"zero_optimization": {"stage": 4}}}, 1, "`engine.deepspeed.zero_optimization.stage` must be 0, 1, 2 or 3, but is 4 instead."),
+    ({"engine.deepspeed": {"gradient_clipping": 0.5}}, 1, "`engine.deepspeed['gradient_clipping']` must be left out or agree with the run (1.0), but is 0.5 instead; remove it there."),
+    ({"engine.deepspeed": {"wandb": {}}}, 1, "`engine.deepspeed['wandb']` must be left out (runs log into their own folder), but is {} instead."),
+    ({"engine.deepspeed": {}, "engine.precision": "fp16"}, 1, "`engine.precision` must be fp32 or bf16 at ZeRO stage 0, but is fp16 instead; or use stage 1."),
+    ({}, 3, "`batch.global_size` must be a multiple of micro_size x data ranks (2 x 3), but is 8 instead; try 6 or 12."),
+    ({}, 8, "`batch.global_size` must be a multiple of micro_size x data ranks (2 x 8), but is 8 instead; try 16."),
+)  # fmt: skip
+
+LAUNCH = (
+    ({"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "MASTER_PORT": "1"}, "`MASTER_ADDR` must be set in the environment when WORLD_SIZE is 2, but is missing; start through deepspeed, torchrun or srun, or export it."),
+    ({"SLURM_NTASKS": "2", "SLURM_LOCALID": "0"}, "`RANK` must be set in the environment when WORLD_SIZE is 2, but is missing; start through deepspeed, torchrun or srun, or export it."),
+    ({"WORLD_SIZE": "2", "RANK": "one", "LOCAL_RANK": "0", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, "`RANK` must be a whole number in the environment, but is 'one' instead."),
+    ({"WORLD_SIZE": "2", "RANK": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, "`RANK` must be below WORLD_SIZE (2), but is 2 instead."),
+)  # fmt: skip
+
+
+def shorten(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-3])
+
+
+def model(folder: Path, **sections: Any) -> Path:
+    """A checkpoint of step 3; returns its one file of tensors."""
+    (file,) = save_small(folder / "model", small_checkpoint.small_config(**sections)).glob("*.safetensors")
+    return file
+
+
+def shorten_and(file: str, action: Callable[[Path], Any]) -> Callable[[Path], Any]:
+    def act(folder: Path) -> None:
+        shorten(folder / file)
+        action(folder)
+
+    return act
+
+
+def flipped(folder: Path) -> None:
+    file = model(folder)
+    content = bytearray(file.read_bytes())
+    content[-5] ^= 4
+    file.write_bytes(content)
+    open_checkpoint(folder / "model").verify()
+
+
+def edited(folder: Path) -> None:
+    file = model(folder).with_name("checkpoint.json")
+    file.write_text(file.read_text().replace("384", "385"))
+    open_checkpoint(folder / "model")
+
+
+def shortened(folder: Path) -> None:
+    shorten(model(folder))
+    open_checkpoint(folder / "model")
+
+
+def only_damaged(folder: Path) -> None:
+    shorten(model(folder))
+    find_resume("auto", folder / "model", Group())
+
+
+def resumed_never(folder: Path) -> None:
+    model(folder)
+    find_resume("never", folder / "model", Group())
+
+
+def resumed_otherwise(folder: Path) -> None:
+    model(folder)
+    config = small_checkpoint.small_config(optimizer={"learning_rate": 2e-3})
+    refuse_another_run(open_checkpoint(folder / "model"), config, {})
+
+
+def started_from(checkpoint: str) -> Callable[[Path], Any]:
+    def act(folder: Path) -> None:
+        model(folder)
+        init = {"from_checkpoint": str(folder / checkpoint), "mode": "continue"}
+        starting_weights(small_config(folder, {"init": init}))("backbone.embedding.weight")
+
+    return act
+
+
+def wrong_tokenizer(folder: Path) -> None:
+    save_tokenizer(folder / "t.json")
+    model(folder, data={"tokenizer": str(folder / "t.json")})
+    export(folder / "model", folder / "out", "pmi")
+
+
+def wrong_head(folder: Path) -> None:
+    model(folder)
+    export(folder / "model", folder / "out", "trained")
+
+
+def spoken_without_a_head(folder: Path) -> None:
+    model(folder)
+    load_causal(export(folder / "model", folder / "out", "none").folder)
+
+
+def foreign_model(folder: Path) -> None:
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    save_file({"x": torch.ones(1)}, folder / "model.safetensors")
+    from_hf(folder, folder / "out")
+
+
+def id_too_large(folder: Path) -> None:
+    with IndexedDatasetWriter(folder / "x", vocab_size=5) as writer:
+        writer.add_document([9])
+
+
+def no_tokenizer(folder: Path) -> None:
+    (folder / "t.json").write_text("{}")
+    load_tokenizer(folder / "t.json")
+
+
+def text_of(line: str, name: str = "a.jsonl") -> Callable[[Path], Any]:
+    def act(folder: Path) -> None:
+        save_tokenizer(folder / "t.json")
+        (folder / name).write_text(line)
+        preprocess([str(folder / name)], folder / "t.json", folder / "o")
+
+    return act
+
+
+def texts(**changes: Any) -> Callable[[Path], Any]:
+    named = {name.replace("__", "."): value for name, value in changes.items()}
+    return lambda folder: open_texts(small_config(folder, named))
+
+
+def group_of_three(folder: Path) -> None:
+    config = small_config(folder, {"objective.group_samples": 3})
+    resolve_group(config.objective, config.batch, 1)
+
+
+STEP = "F/model/checkpoints/step-00000003"
+TENSORS = f"{STEP}/tensors-00000-of-00001.safetensors"
+FILES: tuple[tuple[Callable[[Path], Any], str], ...] = (
+    (lambda folder: small_config(folder, {"parallel.tensor": 4}).parallel.data_ranks(6), "`parallel.tensor` must divide the number of ranks (6), but is 4 instead."),
+    (group_of_three, "`objective.group_samples` must divide batch.micro_size (2) or be a multiple, but is 3 instead."),
+    (texts(data__tokenizer="no.json"), "`data.tokenizer` must name a readable file, but is no.json instead; or leave it out."),
+    (texts(model__vocab_size=50), "`model.vocab_size` must be at least that of data.train (60), but is 50 instead."),
+    (texts(data__train="nowhere"), "`nowhere.idx` must exist, but does not; give the prefix of a `.bin` and `.idx` pair, without ending."),
+    (texts(data__sequence_length=100_000, model__max_positions=100_000), "`F/text` must hold at least 200,000 tokens for rows of 100,000 targets, but holds 185 instead; add text or shorten data.sequence_length."),
+    (shorten_and("text.idx", texts()), "`F/text.idx` must be 142 bytes long for 5 sequences and 6 document boundaries, but is 139 instead; it was cut short or is damaged."),
+    (shorten_and("text.bin", lambda folder: IndexedDataset(folder / "text")), "`F/text.bin` must be 370 bytes long by its index, but is 367 instead; it was cut short or belongs to another index."),
+    (flipped, f"`{TENSORS}` must match its checksum, but does not; it was damaged, use another checkpoint."),
+    (shortened, f"`{TENSORS}` must have 242256 bytes, but has 242253 instead; use another checkpoint."),
+    (edited, f"`{STEP}/checkpoint.json` must match its own checksum, but does not; it was damaged or edited, use another checkpoint."),
+    (only_damaged, f"F/model must hold a sound checkpoint to resume, but holds 1 damaged only; remove them to start anew: `{TENSORS}` must have 242256 bytes, but has 242253 instead; use another checkpoint."),
+    (open_checkpoint, "`F` must be a checkpoint (a folder with checkpoint.json) or hold complete ones (step-*), but does not."),
+    (resumed_never, "`--resume never` must meet an output folder without checkpoints, but F/model has step-00000003; choose another output_dir, or remove it."),
+    (resumed_otherwise, f"{STEP} must be of the same run to resume, but differs in optimizer.learning_rate (was 0.001, is 0.002); set them back, name them in resume.allow, or start another run with init.from_checkpoint."),
+    (lambda folder: find_resume("nowhere", folder, Group()), "`--resume` must be auto, never or a checkpoint folder, but nowhere holds none."),
+    (started_from("none"), "`init.from_checkpoint` must hold a checkpoint, but F/none holds none."),
+    (started_from("model"), f"{STEP} must hold weight/backbone.embedding.weight of shape (64, 32), but has (64, 48) instead; give `model` the sizes of that run."),
+    (wrong_tokenizer, "`F/t.json` must have at most 61 ids (model.vocab_size), but has 278 instead."),
+    (wrong_head, "`--head` must be a head that was trained, but is trained where this run was headless instead; use pmi, tied or none."),
+    (spoken_without_a_head, "`F/out` must hold a head (missing keys: lm_head.weight), but is a backbone alone; export its checkpoint with --head pmi, or name the run itself."),
+    (foreign_model, "`config.json: model_type` must be one of gpt_neox, bert, distilbert, but is llama instead."),
+    (hf_folder, "`F` must be a Hugging Face model folder, a run or a checkpoint, but is none."),
+    (id_too_large, "token ids must lie below the vocabulary size 5, but one near document 0 is 9 instead; use the tokenizer the ids were made with."),
+    (no_tokenizer, "`F/t.json` must be a tokenizer.json file, but cannot be read as one: Model missing. at line 1 column 2."),
+    (lambda folder: load_tokenizer(folder / "t.json"), "`F/t.json` must be a tokenizer.json file or a .model, but there is none; check the path."),
+    (text_of('{"text": 3}\n'), "`F/a.jsonl:1` must have a string in `text`, but has int instead."),
+    (text_of("nope"), "`F/a.jsonl:1` must be one JSON object in UTF-8, but is not (invalid literal, expected 'null': line 1 column 1 (char 0))."),
+    (text_of("", "a.doc"), "`F/a.doc` must end in one of .jsonl, .jsonl.gz, .jsonl.zst, .txt, .txt.gz, .txt.zst, .parquet, .arrow, but does not; convert or rename it."),
+    (lambda folder: preprocess([f"{folder}/*.jsonl"], folder / "t.json", folder / "o"), "`F/*.jsonl` must match a file, but matches none; check the pattern."),
+    (lambda folder: read_metrics(folder / "run"), "F/run/metrics.jsonl must be the metrics of a run, but cannot be read (No such file or directory); name a run folder such as runs/NAME."),
+    (lambda folder: task_files(["sciq"], folder), "`F` must hold eval/sciq/validation.jsonl for task sciq, but lacks it; get it or leave the task out."),
+)  # fmt: skip
+
+
+def sentence_of(folder: Path, action: Callable[[], Any]) -> str:
+    with pytest.raises(UserError) as caught:
+        action()
+    return str(caught.value).replace(str(folder), "F")
+
+
+@pytest.mark.parametrize(("text", "overrides", "sentence"), CONFIG)
+def test_a_config_that_cannot_be_read(tmp_path: Path, text: str | None, overrides: list[str], sentence: str) -> None:
+    if text is not None:
+        (tmp_path / "run.yaml").write_text(text)
+    assert sentence_of(tmp_path, lambda: load_config(tmp_path / "run.yaml", overrides)) == sentence
+
+
+@pytest.mark.parametrize(("changes", "ranks", "sentence"), ENGINE)
+def test_an_engine_or_batch_that_cannot_run(tmp_path: Path, changes: dict[str, Any], ranks: int, sentence: str) -> None:
+    assert sentence_of(tmp_path, lambda: deepspeed_config(small_config(tmp_path, changes), ranks)) == sentence
+
+
+@pytest.mark.parametrize(("environment", "sentence"), LAUNCH)
+def test_a_launcher_that_says_too_little(tmp_path: Path, environment: dict[str, str], sentence: str) -> None:
+    assert sentence_of(tmp_path, lambda: read_launch(environment)) == sentence
+
+
+def test_cuda_where_there_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    expected = "`engine.device` must be cpu or auto on this machine, but is cuda instead; torch sees no CUDA device."
+    assert sentence_of(tmp_path, lambda: choose_device("cuda", 0)) == expected
+
+
+@pytest.mark.parametrize(("action", "sentence"), FILES)
+def test_files_that_are_missing_damaged_or_of_another_kind(
+    tmp_path: Path, action: Callable[[Path], Any], sentence: str
+) -> None:
+    write_text(tmp_path, documents=5)
+    assert sentence_of(tmp_path, lambda: action(tmp_path)) == sentence
+
+
+def test_every_error_that_is_raised_says_what_must_be_and_what_is() -> None:
+    """Over the whole source: also the sentences that are not listed above."""
+    sentences = list(raised_sentences())
+    assert len(sentences) > 100
+    wrong = [f"{place}: {text}" for place, text in sentences if " must " not in text or ", but " not in text]
+    assert not wrong, "\n".join(wrong)
+
+
+def raised_sentences() -> Iterator[tuple[str, str]]:
+    """(place, literal parts) of each error built from a text; those that pass on another's sentence have none."""
+    for path in sorted(path for part in ("megahead", "tools", "launch") for path in (ROOT / part).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.args:
+                text = literal(node.args[0])
+                if node.func.id in ("UserError", "DataError", "CheckpointError") and text:
+                    yield f"{path.relative_to(ROOT)}:{node.lineno}", text
+
+
+def literal(node: ast.expr) -> str:
+    if isinstance(node, ast.Constant):
+        return str(node.value)
+    if isinstance(node, ast.JoinedStr):
+        return "".join(literal(part) if isinstance(part, ast.Constant) else "X" for part in node.values)
+    return literal(node.left) + literal(node.right) if isinstance(node, ast.BinOp) else ""

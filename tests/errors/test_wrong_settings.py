@@ -1,0 +1,197 @@
+"""The settings a user can get wrong, and the sentence each mistake prints, word for word."""
+
+# ruff: noqa: E501 - a sentence stands on one line, as it is printed
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+
+from megahead.config import config_from_dict
+from megahead.errors import ConfigErrors
+
+GOOD: dict[str, Any] = {
+    "name": "good",
+    "model": {"size": "pythia-14m", "vocab_size": 50277},
+    "data": {"train": "text", "sequence_length": 128},
+    "batch": {"global_size": 8, "micro_size": 2},
+    "optimizer": {"learning_rate": 1e-3},
+    "training": {"steps": 100},
+}
+BERT: dict[str, Any] = {
+    "model.size": "bert-tiny",
+    "model.vocab_size": 50,
+    "data.sequence_length": 16,
+    "data.end_token": 2,
+}
+MASKS: dict[str, Any] = {"mask_token": 3, "cls_token": 1, "sep_token": 2}
+
+MISTAKES: list[tuple[dict[str, Any], str]] = [
+    ({"model.hiden_size": 3}, "`model.hiden_size` is not a setting; did you mean `model.hidden_size`?"),
+    ({"modle.size": "x"}, "`modle` is not a setting; did you mean `model`?"),
+    ({"training.steps": None}, "`training.steps` must be a whole number, but is empty instead."),
+    ({"training.steps": 1.5}, "`training.steps` must be a whole number, but is 1.5 instead."),
+    ({"training.steps": 0}, "`training.steps` must be greater than 0, but is 0 instead."),
+    ({"optimizer.learning_rate": "fast"}, "`optimizer.learning_rate` must be a number, but is 'fast' instead."),
+    (
+        {"optimizer.learning_rate": float("nan")},
+        "`optimizer.learning_rate` must be a finite number, but is nan instead.",
+    ),
+    ({"optimizer.betas": 0.9}, "`optimizer.betas` must be a list, but is 0.9 instead."),
+    (
+        {"data.isolate_documents": "perhaps"},
+        "`data.isolate_documents` must be true or false, but is 'perhaps' instead.",
+    ),
+    ({"data.train": 7}, "`data.train` must be text, but is 7 instead."),
+    ({"data.validation": "a\x00b"}, "`data.validation` must have no zero byte, but is 'a\\x00b' instead."),
+    ({"engine.deepspeed": 7}, "`engine.deepspeed` must be text or a section of settings, but is 7 instead."),
+    (
+        {"faults.spike": "ignore"},
+        "`faults.spike` must be 'note', 'skip', 'rollback' or 'stop', but is 'ignore' instead.",
+    ),
+    ({"model": 7}, "`model` must be a section of settings, but is 7 instead."),
+    (
+        {"name": "a/b"},
+        "`name` must consist of letters, digits, dots, dashes and underscores, and not of dots alone, but is 'a/b' instead.",
+    ),
+    (
+        {"name": ".."},
+        "`name` must consist of letters, digits, dots, dashes and underscores, and not of dots alone, but is '..' instead.",
+    ),
+    ({"name": ""}, "`name` must not be empty, but is '' instead."),
+    ({"seed": -1}, "`seed` must be at least 0, but is -1 instead."),
+    (
+        {"model.size": "pythia-15m"},
+        "`model.size` must be one of pythia-14m, pythia-31m, pythia-70m, pythia-160m, pythia-410m, pythia-1b, pythia-1.4b, pythia-2.8b, pythia-6.9b, pythia-12b, bert-base, bert-small, bert-mini, bert-tiny, distilbert-multilingual, but is 'pythia-15m' instead; or leave it out and give the shape.",
+    ),
+    ({"model.num_heads": 3}, "`model.hidden_size` must be a multiple of num_heads (3), but is 128 instead."),
+    (
+        {"model.rotary_pct": 0.1},
+        "`model.rotary_pct` must rotate an even number of each head's 32 dimensions, but is 0.1 (3 dimensions) instead.",
+    ),
+    ({"model.token_types": 2}, "`model.token_types` must be left out of a gpt_neox, but is 2 instead."),
+    ({"model.vocab_size": 1}, "`model.vocab_size` must be greater than 1, but is 1 instead."),
+    (
+        {"data.sequence_length": 4096},
+        "`data.sequence_length` must be at most model.max_positions (2048), but is 4096 instead.",
+    ),
+    ({"data.end_token": 60000}, "`data.end_token` must be below model.vocab_size (50277), but is 60000 instead."),
+    ({"data.train": []}, "`data.train` must name at least one dataset, but is an empty list instead."),
+    ({"data.train": [{"prefix": "a", "weight": 0}]}, "`data.train.0.weight` must be greater than 0, but is 0 instead."),
+    (
+        {"data.train": [{"prefix": "a", "weight": 1}, {"prefix": "b"}]},
+        "`data.train` must give every dataset a weight, or none, but is a mixture of both instead.",
+    ),
+    ({"data.train": [{"weight": 1}]}, "`data.train.0.prefix` must be given, but is missing."),
+    (
+        {"data.order": "stored", "data.pack": "best_fit"},
+        "`data.pack` must be `stream` with order: stored, whose rows are ready, but is `best_fit` instead.",
+    ),
+    (
+        {"data.documents_a_row": 4},
+        "`data.documents_a_row` must be left out unless pack is `best_fit`, but is 4 instead.",
+    ),
+    ({"masking": MASKS}, "`masking` must be left out of a decoder, but is given instead."),
+    (BERT, "`masking` must be given for an encoder, but is missing; name mask_token, cls_token and sep_token."),
+    (
+        BERT | {"masking": MASKS | {"cls_token": 3}},
+        "`masking.mask_token` must differ from the row's other special tokens, but is 3 instead.",
+    ),
+    (
+        BERT | {"masking": MASKS | {"mask_token": 50}},
+        "`masking` must name ids below model.vocab_size (50), but is 50 instead.",
+    ),
+    (
+        BERT | {"masking": MASKS | {"mask_token": 2, "sep_token": 4}},
+        "`masking.mask_token` must differ from data.end_token, but is 2 instead.",
+    ),
+    (
+        BERT | {"masking": MASKS | {"mask_share": 0.95}},
+        "`masking.random_share` must leave the sum with mask_share (0.95) at most 1, but is 0.1 instead.",
+    ),
+    (
+        BERT | {"masking": MASKS | {"strategy": "whole_word"}},
+        "`data.tokenizer` must be given to tell words apart (masking.strategy), but is missing.",
+    ),
+    (
+        BERT | {"masking": MASKS} | {"data.order": "stored"},
+        "`data.order` must be `shuffled` for an encoder, but is `stored` instead.",
+    ),
+    (
+        BERT | {"masking": MASKS} | {"data.sequence_length": 3},
+        "`data.sequence_length` must have room for text between [CLS] and [SEP], but is 3 instead.",
+    ),
+    (
+        BERT | {"masking": MASKS} | {"init": {"from_checkpoint": "x", "mode": "probe"}},
+        "`init.mode` must be `continue` for an encoder, but is 'probe' instead.",
+    ),
+    ({"objective.temperature": 0}, "`objective.temperature` must be greater than 0, but is 0 instead."),
+    (
+        {"objective.group_samples": "everything"},
+        "`objective.group_samples` must be a positive number of samples or micro_batch, data_parallel, global_batch, but is everything instead.",
+    ),
+    (
+        {"objective.tied": True},
+        "`objective.tied` must be left out of a headless objective without vanilla_weight, but is True instead.",
+    ),
+    (
+        {"objective.negatives_from": "uniform"},
+        "`objective.negatives_from` must be left out without negatives, but is uniform instead; set negatives.",
+    ),
+    ({"objective.vanilla_weight": 1}, "`objective.vanilla_weight` must be less than 1, but is 1 instead."),
+    (
+        {"objective.name": "vanilla", "objective.bias": "once"},
+        "`objective.bias` must be left out of a vanilla objective, but is once instead; use name: headless.",
+    ),
+    (
+        {"objective.name": "vanilla", "objective.negatives": 5},
+        "`objective.negatives` must be left out of a vanilla objective, but is 5 instead; use name: headless.",
+    ),
+    (
+        {"schedule.name": "wsd"},
+        "`schedule.decay_steps` must be given for the wsd schedule, but is missing; try a tenth of all steps.",
+    ),
+    ({"schedule.decay_steps": 3}, "`schedule.decay_steps` must be left out for the cosine schedule, but is 3 instead."),
+    (
+        {"schedule.warmup_steps": 101},
+        "`schedule.warmup_steps` must leave its warm-up and decay within training.steps (100), but is 101 + 0 instead.",
+    ),
+    ({"parallel.tensor": 3}, "`parallel.tensor` must divide the model's num_heads (4), but is 3 instead."),
+    (
+        {"parallel.tensor": 4, "parallel.sequence": True, "data.sequence_length": 126},
+        "`data.sequence_length` must be a multiple of parallel.tensor (4) under parallel.sequence, but is 126 instead.",
+    ),
+    (
+        {"init": {"mode": "probe"}},
+        "`init.from_checkpoint` must be given, but is missing (A checkpoint folder of ours (or a run folder: its newest one)).",
+    ),
+    (
+        {"init.from_checkpoint": "runs/x"},
+        "`init.mode` must be `continue` unless the objective is an untied vanilla softmax, but is 'finetune' instead; set objective.name=vanilla, which trains the head.",
+    ),
+    (
+        {"resume.allow": ["learning_rate"]},
+        "`resume.allow` must name settings or their sections, but is 'learning_rate' instead; write optimizer.learning_rate, or schedule.",
+    ),
+    (
+        {"tasks": {"names": ["sciq"], "data": "data", "every": 5}},
+        "`data.tokenizer` must name the tokenizer that `tasks` are read with, but is missing.",
+    ),
+    ({"tasks": {"names": [], "data": "data", "every": 5}}, "`tasks.names` must not be empty, but is [] instead."),
+    ({"engine.precision": "fp8"}, "`engine.precision` must be 'fp32', 'bf16' or 'fp16', but is 'fp8' instead."),
+]
+
+
+@pytest.mark.parametrize(("changes", "sentence"), MISTAKES)
+def test_a_wrong_setting_earns_one_sentence(changes: dict[str, Any], sentence: str) -> None:
+    tree = copy.deepcopy(GOOD)
+    for path, value in changes.items():
+        *sections, field = path.split(".")
+        section = tree
+        for name in sections:
+            section = section.setdefault(name, {})
+        section[field] = value
+    with pytest.raises(ConfigErrors) as caught:
+        config_from_dict(tree, source="run.yaml")
+    assert str(caught.value) == f"run.yaml has 1 mistake:\n  {sentence}"
