@@ -30,7 +30,11 @@ class TrainingConfig(Settings):
     """Stop (saved, evaluated) after this many seconds of training, whatever the step."""
 
     log_seconds: float = Field(default=5.0, ge=0)
-    """Seconds between lines on the console; 0 prints every step."""
+    """Seconds between lines of metrics.jsonl and of the console, ten times as many where that is a file or a pipe; 0
+    writes every step."""
+
+    wandb: str | None = None
+    """Project of Weights & Biases that curves go to as well (`pip install 'megahead[wandb]'`); none when left out."""
 
     evaluate_every: int = Field(default=500, gt=0)
     """Optimizer steps between evaluations; also evaluated at the end."""

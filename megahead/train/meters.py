@@ -1,8 +1,9 @@
-"""What is seen of a run: a console line now and then, `metrics.jsonl`, TensorBoard. Only rank 0 writes."""
+"""What is seen of a run: a console line now and then, `metrics.jsonl`, boards of curves. Only rank 0 writes."""
 
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -15,6 +16,7 @@ from megahead.checkpoint import Checkpoint
 from megahead.config import RunConfig
 from megahead.evaluate import HeldOut
 from megahead.evaluate.results import TaskResult
+from megahead.train.boards import Boards
 from megahead.train.faults import Action
 from megahead.train.state import TrainingState
 from megahead.train.step import StepReport
@@ -23,6 +25,8 @@ from megahead.train.utilization import Utilization
 Places = Sequence[tuple[int | None, range]]
 _DONE = {"apply": "applied all the same", "skip": "skipped", "rollback": "rolled back", "stop": "the run ends"}
 _MOST_PLACES = 4
+_QUIETER = 10
+"""A log file or a pipe gets a line of progress so many times more seldom than a terminal."""
 
 
 class Meters:
@@ -32,17 +36,18 @@ class Meters:
         self._folder = Path(config.folder())
         self._total_steps = config.training.steps
         self._log_seconds = config.training.log_seconds
+        self._say_seconds = self._log_seconds * (1 if sys.stdout.isatty() else _QUIETER)
         self._active = active
         self._utilization = utilization
         self._reports: list[StepReport] = []
         self._tokens_logged: int | None = None
         self._seconds_logged = 0.0
         self._last_line = 0.0
+        self._last_said = -math.inf
+        self._perplexity: float | None = None
         if active:
-            from torch.utils.tensorboard import SummaryWriter
-
             self._log = _open_log(self._folder / "metrics.jsonl")
-            self._board = SummaryWriter(str(self._folder / "tensorboard"))
+            self._boards = Boards(config)
 
     def banner(
         self, lines: list[tuple[str, str]], state: TrainingState, resumed: Checkpoint | None, damage: Sequence[str]
@@ -97,10 +102,9 @@ class Meters:
         if not self._active:
             return
         self._record(state, {"validation": asdict(result) | {"head": head}})
-        for name in ("perplexity", "bits_per_byte", "accuracy", "loss"):
-            value = getattr(result, name)
-            if value is not None:
-                self._board.add_scalar(f"validation/{name}", value, state.step)
+        self._perplexity = result.perplexity
+        found = {name: value for name, value in asdict(result).items() if value is not None}
+        self._boards.add("validation", found, state.step)
         bits = "" if result.bits_per_byte is None else f", {result.bits_per_byte:.3f} bits per byte"
         self.say(
             f"held out at step {state.step:,}: perplexity {result.perplexity:,.1f}{bits}, "
@@ -115,8 +119,8 @@ class Meters:
         record: dict[str, dict[str, Any]] = {result.task: {} for result in results}
         for task, score in scores:
             record[task][score.metric] = {"value": score.value, "stderr": score.stderr}
-            self._board.add_scalar(f"tasks/{task}/{score.metric}", score.value, state.step)
         self._record(state, {"tasks": record})
+        self._boards.add("tasks", {f"{task}/{score.metric}": score.value for task, score in scores}, state.step)
         told = ", ".join(f"{task} {score.metric} {score.value:.4g}" for task, score in scores)
         self.say(f"tasks at step {state.step:,}: {told}")
 
@@ -133,14 +137,15 @@ class Meters:
                 f"{duration(state.seconds)} of training: {self._folder}"
             )
             self._log.close()
-            self._board.close()
+            self._boards.close()
 
     def _write(self, state: TrainingState) -> None:
         scalars = self._scalars(state)
         self._record(state, scalars)
-        for name, value in scalars.items():
-            self._board.add_scalar(f"train/{name}", value, state.step)
-        self.say(self._line(scalars, state))
+        self._boards.add("train", scalars, state.step)
+        if time.monotonic() - self._last_said >= self._say_seconds or state.step >= self._total_steps:
+            self.say(self._line(scalars, state))
+            self._last_said = time.monotonic()
         self._reports.clear()
         self.start(state)
 
@@ -179,6 +184,10 @@ class Meters:
             parts.append(f"MFU {scalars['mfu']:.1%}")
         if scalars["candidates"]:
             parts.append(f"{scalars['candidates']:,.0f} candidates")
+        if self._perplexity is not None:
+            parts.append(f"held out {self._perplexity:,.1f}")
+        if state.skipped_steps:
+            parts.append(f"{state.skipped_steps:,} skipped")
         return "  ".join([*parts, f"ETA {duration(remaining)}"])
 
 

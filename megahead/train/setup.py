@@ -19,6 +19,7 @@ from megahead.optim import build_adamw
 from megahead.parallel import assemble
 from megahead.pretraining import Feed
 from megahead.train.acceleration import accelerate_
+from megahead.train.boards import require_boards
 from megahead.train.describe import describe_run
 from megahead.train.evaluation import Evaluation
 from megahead.train.faults import Guard
@@ -33,7 +34,7 @@ from megahead.train.saver import Saver
 from megahead.train.state import TrainingState
 from megahead.train.tasks import TaskEvaluation
 from megahead.train.texts import Texts, open_texts
-from megahead.train.utilization import Utilization
+from megahead.train.utilization import Utilization, device_name
 
 
 def pretrain(config: RunConfig, launch: Launch, resume: str = "auto") -> Ending:
@@ -43,6 +44,7 @@ def pretrain(config: RunConfig, launch: Launch, resume: str = "auto") -> Ending:
     folder that has one, anything else is the checkpoint to continue from.
     """
     _set_arithmetic(config.engine.deterministic)
+    require_boards(config)
     device = choose_device(config.engine.device, launch.local_rank)
     texts = open_texts(config)
     ranks = connect(launch, device, config.engine.timeout_seconds)
@@ -82,7 +84,7 @@ def _pretrain(config: RunConfig, texts: Texts, ranks: Group, device: torch.devic
         fill(folder, config)
     meters = Meters(config, active=world.rank == 0, utilization=Utilization.on(device, config, world.size))
     facts = [*describe_run(config, world.size, state.group_samples), *texts.describe(config)]
-    on = ("on", f"{world.size} x {device.type}")
+    on = ("on", f"{world.size} x {device_name(device)}")
     meters.banner([*facts, on, *ways], state, resumed=checkpoint, damage=damage)
     run = Training(
         config=config,

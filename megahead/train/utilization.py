@@ -21,8 +21,7 @@ class Utilization:
     @classmethod
     def on(cls, device: torch.device, config: RunConfig, world_size: int) -> Utilization:
         """That of a run on `world_size` devices like this one; CPUs have no stated peak."""
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-        return cls(config, world_size, peak_flops(name, config.engine.precision))
+        return cls(config, world_size, peak_flops(device_name(device), config.engine.precision))
 
     def of(self, tokens_per_second: float, candidates: float) -> dict[str, float]:
         """{"flops_per_second": a device's, and where its peak is known "mfu": its share of that}.
@@ -36,3 +35,8 @@ class Utilization:
         per_token = training_flops(self.config.model, length, rows, targets=targets).total
         speed = per_token * tokens_per_second / self.devices
         return {"flops_per_second": speed} | ({"mfu": speed / self.device_peak} if self.device_peak else {})
+
+
+def device_name(device: torch.device) -> str:
+    """What it is called by its maker; cpu for all CPUs."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"

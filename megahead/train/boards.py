@@ -1,0 +1,56 @@
+"""Where curves are watched while a run trains: TensorBoard, and Weights & Biases where asked for."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from megahead.config import RunConfig
+from megahead.errors import ConfigError
+
+
+def require_boards(config: RunConfig) -> None:
+    """ConfigError where the run asks for a board that is not installed."""
+    if config.training.wandb is not None and find_spec("wandb") is None:
+        hint = "pip install 'megahead[wandb]'"
+        raise ConfigError("training.wandb", "be left out where wandb is not installed", got="given", hint=hint)
+
+
+class Boards:
+    """Scalars by step. A run that resumes goes on in the same W&B run: its folder is its identity."""
+
+    def __init__(self, config: RunConfig) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        folder = Path(config.folder())
+        self._tensorboard = SummaryWriter(str(folder / "tensorboard"))
+        self._wandb: Any = None
+        if config.training.wandb is not None:
+            import wandb
+
+            self._wandb = wandb.init(
+                project=config.training.wandb,
+                name=config.name,
+                id=hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16],
+                resume="allow",
+                dir=str(folder),
+                config=config.model_dump(mode="json"),
+            )
+            self._wandb.define_metric("*", step_metric="step")  # which goes back after a rollback
+
+    def add(self, group: str, values: Mapping[str, float], step: int) -> None:
+        """Values under `group`/NAME."""
+        named = {f"{group}/{name}": value for name, value in values.items()}
+        for name, value in named.items():
+            self._tensorboard.add_scalar(name, value, step)
+        if self._wandb is not None:
+            self._wandb.log({**named, "step": step})
+
+    def close(self) -> None:
+        """Writes what is left."""
+        self._tensorboard.close()
+        if self._wandb is not None:
+            self._wandb.finish()

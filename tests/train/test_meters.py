@@ -1,0 +1,113 @@
+"""What a run says while it trains: to a terminal, to a file, to Weights & Biases."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import io
+import math
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from on_ranks import on_ranks
+from small_run import small_config, write_text
+
+from megahead.config import RunConfig
+from megahead.distributed import Group, Launch
+from megahead.errors import ConfigError
+from megahead.pretraining import Feed, StepBatches
+from megahead.report import read_metrics
+from megahead.train import pretrain
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def said(_: Group, config: RunConfig, terminal: bool) -> str:
+    sys.stdout = Terminal() if terminal else io.StringIO()
+    pretrain(config, Launch())
+    return sys.stdout.getvalue()
+
+
+def test_a_terminal_is_told_more_often_than_a_file_and_the_log_gets_all(tmp_path: Path) -> None:
+    write_text(tmp_path)
+    for name, terminal, lines in (("terminal", True, 6), ("file", False, 2)):
+        every_step = {"training.log_seconds": 1e-9, "output_dir": str(tmp_path / name)}
+        config = small_config(tmp_path, every_step)
+        (output,) = on_ranks(1, patiently_said, config, terminal)
+        told = [line for line in output.splitlines() if line.startswith("step ")]
+        assert len(told) == lines, output
+        assert len(read_metrics(tmp_path / name).training) == 6
+        assert "ETA" in told[0]
+
+
+def patiently_said(group: Group, config: RunConfig, terminal: bool) -> str:
+    """A file's patience is made to outlast the run."""
+    import megahead.train.meters as meters
+
+    meters._QUIETER = 10**12
+    return said(group, config, terminal)
+
+
+def test_the_line_of_progress_has_what_was_held_out_and_skipped(tmp_path: Path) -> None:
+    write_text(tmp_path)
+    (output,) = on_ranks(1, said_with_a_bad_step, small_config(tmp_path, {"training.evaluate_every": 2}))
+    last = [line for line in output.splitlines() if line.startswith("step 6/6")][-1]
+    assert "tokens/s" in last
+    assert "candidates" in last
+    assert "held out " in last
+    assert last.endswith("1 skipped  ETA 0s")
+
+
+def said_with_a_bad_step(group: Group, config: RunConfig) -> str:
+    step = Feed.step
+
+    def bad_step(feed: Feed, first_sample: int) -> StepBatches:
+        batches = step(feed, first_sample)
+        if first_sample == config.batch.global_size:
+            micro = batches.micro_batches[0]
+            batches.micro_batches[0] = replace(micro, loss_scale=micro.loss_scale * math.inf)
+        return batches
+
+    Feed.step = bad_step  # type: ignore[method-assign]
+    return said(group, config, terminal=True)
+
+
+def logged(_: Group, config: RunConfig) -> tuple[dict[str, Any], list[dict[str, float]]]:
+    """What W&B is given, by a stand-in for it."""
+    begun: dict[str, Any] = {}
+    lines: list[dict[str, float]] = []
+    wandb = ModuleType("wandb")
+    wandb.__spec__ = importlib.machinery.ModuleSpec("wandb", None)
+    board = SimpleNamespace(
+        log=lines.append, define_metric=lambda *_, **__: None, finish=lambda: begun.update(done=True)
+    )
+    wandb.init = lambda **options: begun.update(options) or board  # type: ignore[attr-defined]
+    sys.modules["wandb"] = wandb
+    pretrain(config, Launch())
+    return begun, lines
+
+
+def test_weights_and_biases_gets_the_curves_where_asked_for(tmp_path: Path) -> None:
+    write_text(tmp_path)
+    ((begun, lines),) = on_ranks(1, logged, small_config(tmp_path, {"training.wandb": "heads"}))
+    assert (begun["project"], begun["name"], begun["resume"], begun["done"]) == ("heads", "small", "allow", True)
+    assert [line["step"] for line in lines if "train/loss" in line] == [1, 2, 3, 4, 5, 6]
+    assert lines[-1].keys() >= {"validation/perplexity", "validation/loss"}
+
+
+def test_weights_and_biases_that_is_not_installed_is_told_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megahead.train.boards.find_spec", lambda name: None)
+    with pytest.raises(ConfigError) as caught:
+        pretrain(small_config(tmp_path, {"training.wandb": "heads"}), Launch())
+    assert str(caught.value) == (
+        "`training.wandb` must be left out where wandb is not installed, but is given instead; "
+        "pip install 'megahead[wandb]'."
+    )
