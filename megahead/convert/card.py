@@ -72,7 +72,10 @@ def write_encoder_tokenizer(source: Path, folder: Path, config: RunConfig) -> di
 
 
 def _opened(source: Path, vocab_size: int) -> tokenizers.Tokenizer:
-    vocabulary = tokenizers.Tokenizer.from_file(str(source))
+    try:
+        vocabulary = tokenizers.Tokenizer.from_file(str(source))
+    except Exception as error:  # the library raises nothing narrower
+        raise DataError(f"`{source}` must be a tokenizer.json, but cannot be read as one: {error}.") from None
     ids = max(vocabulary.get_vocab(with_added_tokens=True).values()) + 1
     if ids > vocab_size:
         raise DataError(f"`{source}` must have at most {vocab_size} ids (model.vocab_size), but has {ids} instead.")

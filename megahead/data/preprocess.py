@@ -19,7 +19,7 @@ from megahead.data.selection import Selection
 from megahead.data.sources import find_inputs, read_chunks, total_bytes
 from megahead.data.tokenizer import Tokenizer, load_tokenizer
 from megahead.data.writer import IndexedDatasetWriter
-from megahead.errors import FieldError
+from megahead.errors import DataError, FieldError
 
 END_TOKEN = "<|endoftext|>"
 PROBE_DOCUMENTS = 64
@@ -139,6 +139,11 @@ def write_dataset(
     chunks: Iterator[Chunk], recipe: Recipe, output: str | Path, pool: EncodingPool, progress: ByteProgress
 ) -> PreprocessReport:
     """One dataset (and its held-out part) of all `chunks`: whole, or not at all."""
+    if recipe.tokenizer.absolute() in {Path(f"{output}{part}.json").absolute() for part in ("", "-validation")}:
+        raise DataError(
+            f"`{recipe.tokenizer}` must not be named like the dataset's description, but `{output}` would write over "
+            "it; give one of them another name."
+        )
     loaded, chunks = _choose_tokenizer(recipe.tokenizer, chunks)
     encoder = Encoder(loaded.path, loaded.engine, loaded.id_of(recipe.end_token), recipe.on_error)
     report = PreprocessReport(engine=loaded.engine)

@@ -199,6 +199,7 @@ FILES: tuple[tuple[Callable[[Path], Any], str], ...] = (
     (text_of("nope"), "`F/a.jsonl:1` must be one JSON object in UTF-8, but is not (invalid literal, expected 'null': line 1 column 1 (char 0))."),
     (text_of("", "a.doc"), "`F/a.doc` must end in one of .jsonl, .jsonl.gz, .jsonl.zst, .txt, .txt.gz, .txt.zst, .parquet, .arrow, but does not; convert or rename it."),
     (lambda folder: preprocess([f"{folder}/*.jsonl"], folder / "t.json", folder / "o"), "`F/*.jsonl` must match a file, but matches none; check the pattern."),
+    (lambda folder: text_of('{"text": "a"}')(folder) or preprocess([str(folder / "a.jsonl")], folder / "t.json", folder / "t"), "`F/t.json` must not be named like the dataset's description, but `F/t` would write over it; give one of them another name."),
     (lambda folder: read_metrics(folder / "run"), "F/run/metrics.jsonl must be the metrics of a run, but cannot be read (No such file or directory); name a run folder such as runs/NAME."),
     (lambda folder: task_files(["sciq"], folder), "`F` must hold eval/sciq/validation.jsonl for task sciq, but lacks it; get it or leave the task out."),
 )  # fmt: skip

@@ -1,0 +1,201 @@
+"""The commands of README and docs: each is run by a test or marked with why not, and each names what exists.
+
+Commands stand in fences named `bash`, or behind `$` in `console` ones. A comment `<!-- not run: WHY -->` on the line
+above a fence marks all of it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from commands import ROOT
+
+from megahead.config import RunConfig, load_config
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+JOURNEY = ROOT / "docs/own-text.md"
+
+RUN_BY = {
+    r"python tools/(train_tokenizer|preprocess|inspect_dataset|convert|generate)\.py": "docs/test_pages.py",
+    r"python tools/(report|estimate)\.py": "docs/test_pages.py",
+    r"(python|deepspeed|torchrun) .*launch/pretrain\.py": "launch/test_pretrain_command.py",
+    r"deepspeed --hostfile|torchrun --nnodes": "launch/test_two_nodes.py",
+    r"python tools/merge_datasets\.py": "data/test_merging.py",
+    r"python tools/doctor\.py": "tools/test_doctor.py",
+    r"python tools/plot\.py": "report/test_curves.py",
+    r"python tools/eval_harness\.py": "convert/test_convert_commands.py",
+    r"python tools/finetune\.py": "tools/test_finetune.py",
+    r"python tools/bench_step\.py": "tools/test_bench_step.py",
+    r"(source|export|cat|for|done) ?|tensorboard --logdir": "",
+}
+"""From a command's beginning to the test file that runs it in tiny form; "" for what is not ours."""
+
+PROGRAM = re.compile(
+    r"^(\$ )?((python|deepspeed|torchrun|make|git|sbatch|kubectl) |(tools|launch)/\w+\.)", re.MULTILINE
+)
+
+
+@dataclass(frozen=True)
+class Command:
+    page: Path
+    text: str
+    why_not: str | None
+
+    def __str__(self) -> str:
+        return f"{self.page.name}: {self.text}"
+
+
+def commands(page: Path, text: str) -> Iterator[Command]:
+    """The commands of a page; a fence that hides some under another name fails."""
+    fences = re.finditer(r"(?:^<!-- not run: (.*?) -->\n)?^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    for why_not, kind, body in (fence.groups() for fence in fences):
+        if kind not in ("bash", "console"):
+            hidden = None if kind else PROGRAM.search(body)
+            assert hidden is None, f"{page.name}: commands must stand in a `bash` fence, but {hidden[0]!r} does not"
+            continue
+        for line in body.replace("\\\n", " ").splitlines():
+            if kind == "console" and not line.startswith("$ "):
+                continue
+            bare = " ".join(re.sub(r"(^|\s)#.*", "", line).removeprefix("$ ").split())
+            if bare:
+                yield Command(page, bare, why_not)
+
+
+def all_commands() -> list[Command]:
+    return [command for page in PAGES for command in commands(page, page.read_text())]
+
+
+def runner(command: Command) -> str | None:
+    """The test file that runs it; None when there is none."""
+    return next((test for pattern, test in RUN_BY.items() if re.match(pattern, command.text)), None)
+
+
+def mistakes(command: Command) -> list[str]:
+    """Files, options and settings that the command names and that do not exist."""
+    scripts = re.findall(r"(?:tools|launch)/\w+\.(?:py|sh|txt)|configs/[\w-]+\.yaml", command.text)
+    wrong = [path for path in scripts if "NAME" not in path and not (ROOT / path).is_file()]
+    script = next((ROOT / path for path in scripts if path.endswith(".py") and path not in wrong), None)
+    if script is not None:
+        source = script.read_text()
+        own = command.text.split(script.name, 1)[1]
+        wrong += [option for option in re.findall(r" (--[\w-]+)", own) if f'"{option}"' not in source]
+    for setting in re.findall(r"--set '?([\w.]+)=", command.text):
+        section: type = RunConfig
+        for name in setting.split("."):
+            fields = getattr(section, "model_fields", {})
+            wrong += [] if name in fields else [setting]
+            kinds = (
+                [fields[name].annotation, *getattr(fields[name].annotation, "__args__", ())] if name in fields else []
+            )
+            section = next((kind for kind in kinds if hasattr(kind, "model_fields")), object)
+    return wrong
+
+
+def test_every_command_is_run_by_a_test_or_says_why_not() -> None:
+    found = all_commands()
+    assert len(found) > 40
+    unknown = [str(command) for command in found if command.why_not is None and runner(command) is None]
+    assert not unknown, "neither run by a test nor marked:\n" + "\n".join(unknown)
+    for pattern, test in RUN_BY.items():
+        assert not test or (ROOT / "tests" / test).is_file(), test
+        assert any(re.match(pattern, command.text) for command in found), f"no page has {pattern}"
+
+
+def test_every_command_names_files_options_and_settings_that_exist() -> None:
+    wrong = [f"{command}: {', '.join(found)}" for command in all_commands() if (found := mistakes(command))]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_what_is_neither_run_nor_marked_is_found() -> None:
+    def first(text: str) -> Command:
+        return next(commands(Path("page.md"), text))
+
+    assert runner(first("```bash\npython tools/unheard_of.py --x\n```\n")) is None
+    assert first("<!-- not run: a reason -->\n```bash\nmake demo\n```\n").why_not == "a reason"
+    assert first("text\n```console\nan answer\n$ ls -l # all\n```\n").text == "ls -l"
+    assert mistakes(first("```bash\npython tools/plot.py runs/x --colour red\n```\n")) == ["--colour"]
+    assert mistakes(
+        first("```bash\npython launch/pretrain.py --config configs/no.yaml --set model.width=3\n```\n")
+    ) == [
+        "configs/no.yaml",
+        "model.width",
+    ]
+    with pytest.raises(AssertionError, match="must stand in a `bash` fence"):
+        first("```\n$ python tools/plot.py runs/x\n```\n")
+
+
+def test_links_between_pages_lead_somewhere() -> None:
+    for page in PAGES:
+        for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_the_readme_stays_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 200
+
+
+@pytest.mark.slow
+def test_own_text_from_its_first_to_its_last_command(tmp_path: Path) -> None:
+    """In their order, in a folder with this checkout's commands, on little text and with a tiny model."""
+    for name in ("tools", "launch", "configs"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    stories = [f"the cat {verb} the {noun} and the dog saw it {k} times" for k in range(60) for verb, noun in STORY]
+    (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": story * 3}) + "\n" for story in stories))
+    text = JOURNEY.read_text()
+    (config,) = re.findall(r"^```yaml\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    (tmp_path / "mine.yaml").write_text(tiny(config))
+    load_config(tmp_path / "mine.yaml")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    for command in commands(JOURNEY, text):
+        if command.text.startswith("tensorboard"):
+            continue
+        words = re.sub(r"^(deepspeed|python)", sys.executable, tiny(command.text), count=1)
+        done = subprocess.run(words, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, f"{words}\n{done.stdout}{done.stderr}"
+    assert {"report.html", "runs", "models", "data", "text.jsonl"} <= {path.name for path in tmp_path.iterdir()}
+    assert "2 runs compared" in (tmp_path / "report.html").read_text()
+    assert (tmp_path / "models/mine-head/model.safetensors").is_file()
+
+
+STORY = [("saw", "rat"), ("sat on", "mat"), ("met", "bird")]
+TINY = {
+    "vocab-size 16384": "vocab-size 300",
+    "vocab_size: 16384": "vocab_size: 300",
+    "size: pythia-70m": "num_layers: 1, hidden_size: 32, num_heads: 2",
+    "sequence_length: 512": "sequence_length: 16",
+    "global_size: 64, micro_size: 8": "global_size: 8, micro_size: 2",
+    "steps: 5000, evaluate_every: 250, checkpoint_every: 500": "steps: 6, evaluate_every: 3, checkpoint_every: 3",
+    "warmup_steps: 100": "warmup_steps: 2",
+    "precision: bf16": "precision: fp32",
+    "training.steps=300": "training.steps=4",
+    "world-size 4": "world-size 2",
+}
+"""What is made smaller; each stands somewhere on the page."""
+
+
+def tiny(text: str) -> str:
+    for large, small in TINY.items():
+        text = text.replace(large, small)
+    return text
+
+
+def test_what_is_made_smaller_stands_on_the_page() -> None:
+    assert not [large for large in TINY if large not in JOURNEY.read_text()]
+
+
+def test_the_code_for_other_trainers_runs_and_learns(capsys: pytest.CaptureFixture[str]) -> None:
+    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs/trainer.md").read_text(), re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 2
+    exec(compile("\n".join(blocks), "docs/trainer.md", "exec"), {"__name__": "page"})
+    losses, perplexity = capsys.readouterr().out.splitlines()
+    before, after = map(float, losses.split(" -> "))
+    assert after < before - 0.5
+    assert float(perplexity.split()[1]) < 60
