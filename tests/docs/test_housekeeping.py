@@ -1,0 +1,60 @@
+"""Files for contributors and machines name what exists."""
+
+from __future__ import annotations
+
+import re
+
+import yaml
+from commands import ROOT
+
+CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
+
+
+def test_contributing_names_files_that_exist() -> None:
+    paths = re.findall(r"`((?:megahead|tests|tools|docs)/[\w/]+(?:\.(?:py|md))?)[ `]", CONTRIBUTING)
+    assert len(paths) > 20
+    assert not [path for path in paths if "NAME" not in path and not (ROOT / path).exists()]
+
+
+def test_contributing_names_parts_that_stand_where_it_says() -> None:
+    """A name in backticks, and the file that the same step names."""
+    named = {
+        "NAMED_SIZES": "config/model.py",
+        "_is_of_its_family": "config/model.py",
+        "Backbone": "models/backbone.py",
+        "encode": "models/backbone.py",
+        "SHARDING": "models/gpt_neox.py",
+        "_BACKBONES": "models/registry.py",
+        "Family": "convert/families.py",
+        "weigh": "objectives/weights.py",
+        "Objective": "objectives/contrastive.py",
+        "build_objective": "objectives/contrastive.py",
+        "training_free_bias": "objectives/heads.py",
+        "ObjectiveConfig.head": "config/objective.py",
+        "starts": "data/strategies.py",
+        "Noise": "data/noise.py",
+        "Strategy": "config/masking.py",
+        "_strategy": "data/reading.py",
+    }
+    for name, path in named.items():
+        assert f"`{name}`" in CONTRIBUTING, name
+        source, bare = (ROOT / "megahead" / path).read_text(), name.split(".")[-1]
+        assert re.search(rf"^\s*(def|class) {bare}\b|^{bare}\b.* = ", source, re.MULTILINE), f"{name} in {path}"
+
+
+def test_the_image_has_what_the_cluster_starts() -> None:
+    dockerfile = (ROOT / "Dockerfile").read_text()
+    copied = [source for line in re.findall(r"^COPY (.*) \S+$", dockerfile, re.MULTILINE) for source in line.split()]
+    assert {"megahead", "launch", "configs", "Makefile"} <= {*copied}
+    assert all((ROOT / source).exists() for source in copied)
+    _, job = yaml.safe_load_all((ROOT / "launch/kubernetes.yaml").read_text())
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    assert f"WORKDIR {container['workingDir']}\n" in dockerfile
+
+
+def test_hooks_are_what_make_check_runs() -> None:
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"]
+    recipe = re.search(r"^check:.*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert recipe is not None
+    checked = [line.strip().removeprefix("$(BIN)/").removesuffix(" .") for line in recipe[1].splitlines()]
+    assert [hook["entry"].removeprefix(".venv/bin/") for hook in hooks] == checked
