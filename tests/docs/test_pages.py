@@ -73,6 +73,13 @@ def all_commands() -> list[Command]:
     return [command for page in PAGES for command in commands(page, page.read_text())]
 
 
+def inline_commands() -> Iterator[Command]:
+    """Those inside sentences."""
+    for page in PAGES:
+        for found in re.finditer(r"`((?:python )?(?:tools|launch)/\w+\.py [^`]+)`", page.read_text()):
+            yield Command(page, " ".join(found[1].split()), "in a sentence")
+
+
 def runner(command: Command) -> str | None:
     """The test file that runs it; None when there is none."""
     return next((test for pattern, test in RUN_BY.items() if re.match(pattern, command.text)), None)
@@ -110,7 +117,8 @@ def test_every_command_is_run_by_a_test_or_says_why_not() -> None:
 
 
 def test_every_command_names_files_options_and_settings_that_exist() -> None:
-    wrong = [f"{command}: {', '.join(found)}" for command in all_commands() if (found := mistakes(command))]
+    named = [*all_commands(), *inline_commands()]
+    wrong = [f"{command}: {', '.join(found)}" for command in named if (found := mistakes(command))]
     assert not wrong, "\n".join(wrong)
 
 

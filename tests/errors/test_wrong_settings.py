@@ -65,6 +65,10 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
         {"model.size": "pythia-15m"},
         "`model.size` must be one of pythia-14m, pythia-31m, pythia-70m, pythia-160m, pythia-410m, pythia-1b, pythia-1.4b, pythia-2.8b, pythia-6.9b, pythia-12b, bert-base, bert-small, bert-mini, bert-tiny, distilbert-multilingual, but is 'pythia-15m' instead; or leave it out and give the shape.",
     ),
+    (
+        {"model.size": {"a": 1}},
+        "`model.size` must be one of pythia-14m, pythia-31m, pythia-70m, pythia-160m, pythia-410m, pythia-1b, pythia-1.4b, pythia-2.8b, pythia-6.9b, pythia-12b, bert-base, bert-small, bert-mini, bert-tiny, distilbert-multilingual, but is {'a': 1} instead; or leave it out and give the shape.",
+    ),
     ({"model.num_heads": 3}, "`model.hidden_size` must be a multiple of num_heads (3), but is 128 instead."),
     (
         {"model.rotary_pct": 0.1},
