@@ -38,7 +38,7 @@ Place = tuple[str, str]
 def main() -> None:
     arguments = _parser().parse_args()
     if not torch.cuda.is_available():
-        raise UserError("counting waits needs a CUDA device, but this machine has none.")
+        raise UserError("the machine must have a CUDA device to count waits on, but has none.")
     waits = counted(load_config(arguments.config, arguments.set), arguments.steps)
     console = Console(highlight=False, width=160)
     rows = [{"who": who, "a step": n / arguments.steps, "where": line} for (who, line), n in waits.most_common()]

@@ -41,6 +41,7 @@ ENGINE: tuple[tuple[dict[str, Any], int, str], ...] = (
     ({"engine.deepspeed": {"gradient_clipping": 0.5}}, 1, "`engine.deepspeed['gradient_clipping']` must be left out or agree with the run (1.0), but is 0.5 instead; remove it there."),
     ({"engine.deepspeed": {"wandb": {}}}, 1, "`engine.deepspeed['wandb']` must be left out (runs log into their own folder), but is {} instead."),
     ({"engine.deepspeed": {}, "engine.precision": "fp16"}, 1, "`engine.precision` must be fp32 or bf16 at ZeRO stage 0, but is fp16 instead; or use stage 1."),
+    ({"engine.deepspeed": {"zero_optimization": {"stage": 3}}, "engine.activation_checkpointing": "selective"}, 1, "`engine.activation_checkpointing` must be true or false at ZeRO stage 3, where DeepSpeed adds to products that would be kept, but is `selective` instead."),
     ({}, 3, "`batch.global_size` must be a multiple of micro_size x data ranks (2 x 3), but is 8 instead; try 6 or 12."),
     ({}, 8, "`batch.global_size` must be a multiple of micro_size x data ranks (2 x 8), but is 8 instead; try 16."),
 )  # fmt: skip

@@ -35,7 +35,7 @@ def test_the_innermost_package_that_can_be_asked_waited() -> None:
 def test_without_a_gpu_it_says_so() -> None:
     done = call(sys.executable, "tools/count_waits.py", "--config", f"{ROOT}/configs/pythia-70m-headless.yaml")
     assert done.returncode == 2
-    assert done.stderr == "error: counting waits needs a CUDA device, but this machine has none.\n"
+    assert done.stderr == "error: the machine must have a CUDA device to count waits on, but has none.\n"
 
 
 def test_warnings_and_explicit_waits_are_noted_inside_alone(monkeypatch) -> None:
