@@ -18,13 +18,16 @@ from megahead.train.state import TrainingState
 
 
 def find_resume(resume: str, folder: Path, world: Group) -> tuple[Checkpoint | None, list[str]]:
-    """The checkpoint that `--resume auto|never|DIR` asks for, opened (None: start from the beginning), and a sentence
-    for each damaged one that was passed over. Rank 0 of `world` decides for all. Collective."""
-    outcomes = together(world, lambda: _choose(resume, folder) if world.rank == 0 else None, str)
-    found = outcomes[0]
-    if found is None or found[0] is None:
-        return None, []
-    return open_checkpoint(found[0]), found[1]
+    """What `choose_resume` says, opened."""
+    found, damage = choose_resume(resume, folder, world)
+    return (None if found is None else open_checkpoint(found)), damage
+
+
+def choose_resume(resume: str, folder: Path, world: Group) -> tuple[Path | None, list[str]]:
+    """The checkpoint that `--resume auto|never|DIR` asks for (None: start from the beginning), and a sentence for each
+    damaged one that was passed over. Rank 0 of `world` decides for all; nothing is written. Collective."""
+    chosen = together(world, lambda: _choose(resume, folder) if world.rank == 0 else None, str)[0]
+    return (None, []) if chosen is None else chosen
 
 
 def _choose(resume: str, folder: Path) -> tuple[Path | None, list[str]]:

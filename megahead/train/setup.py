@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from megahead.checkpoint import open_checkpoint
 from megahead.config import RunConfig, deepspeed_config
 from megahead.config.deepspeed import zero_stage
 from megahead.data import training_masker
@@ -28,7 +29,7 @@ from megahead.train.identity import refuse_another_run, texts_behind
 from megahead.train.loop import Training, train
 from megahead.train.memory import memory_told
 from megahead.train.meters import Meters
-from megahead.train.persistence import agreed_group, find_resume, resume_from, roll_back, starting_weights
+from megahead.train.persistence import agreed_group, choose_resume, resume_from, roll_back, starting_weights
 from megahead.train.preemption import Ending, StopRequest, clear_ending, mark_ending
 from megahead.train.saver import Saver
 from megahead.train.state import TrainingState
@@ -67,8 +68,9 @@ def _pretrain(config: RunConfig, texts: Texts, ranks: Group, device: torch.devic
     deepspeed = deepspeed_config(config, mesh.data.size)
     world, data = mesh.world.side_channel(), mesh.data.side_channel()
     folder = Path(config.folder())
+    found, damage = choose_resume(resume, folder, world)
     must_be_shared(folder, world)
-    checkpoint, damage = find_resume(resume, folder, world)
+    checkpoint = None if found is None else open_checkpoint(found)
     state = TrainingState(config.model.padded_vocab_size(), agreed_group(config, mesh.data.size, checkpoint))
     state.texts = texts_behind(config, texts)
     texts.note_counts(state)
