@@ -20,10 +20,12 @@ PATIENCE = 10.0
 
 
 def must_be_shared(folder: Path, world: Group) -> None:
-    """Makes the folder; a CheckpointError on all ranks when one of them does not see what rank 0 wrote. Collective.
+    """CheckpointError on all ranks when one of them does not see what rank 0 writes there. Collective.
 
-    Checkpoints are written by all ranks together: with a folder on each node, none could be put together.
+    Checkpoints are written by all ranks together: with a folder on each node, none could be put together. What is made
+    for this is removed again: a run that is refused later leaves nothing.
     """
+    missing = [place for place in (folder, *folder.parents) if not place.exists()]
     token = world.gather_objects(secrets.token_hex(8) if world.rank == 0 else "")[0]
     mark = folder / f".seen-by-all-{token}"
 
@@ -38,10 +40,13 @@ def must_be_shared(folder: Path, world: Group) -> None:
         if world.rank == 0:
             with contextlib.suppress(OSError):
                 mark.unlink()
+                for place in missing:
+                    place.rmdir()
 
 
 def fill(folder: Path, config: RunConfig) -> None:
     """Writes RUN/config.yaml and RUN/tokenizer.json."""
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
     if config.data.tokenizer is not None:
         shutil.copyfile(config.data.tokenizer, folder / "tokenizer.json")

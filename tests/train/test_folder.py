@@ -21,9 +21,12 @@ def ask(group: Group, folders: list[Path]) -> str:
     return "shared"
 
 
-def test_a_folder_that_all_see_is_left_empty(tmp_path: Path) -> None:
+def test_a_folder_that_all_see_is_left_as_it_was(tmp_path: Path) -> None:
     assert on_ranks(2, ask, [tmp_path / "a/run"] * 2) == ["shared"] * 2
-    assert list((tmp_path / "a/run").iterdir()) == []
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "there").mkdir()
+    assert on_ranks(2, ask, [tmp_path / "there"] * 2) == ["shared"] * 2
+    assert list(tmp_path.rglob("*")) == [tmp_path / "there"]
 
 
 def test_a_folder_on_each_node_is_refused_before_anything_is_trained(tmp_path: Path) -> None:
