@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from bench_step import micro_batch, token_rows
 from rich.console import Console
 from torch import nn
 
@@ -35,6 +34,7 @@ from megahead.objectives import build_objective
 from megahead.optim import build_adamw
 from megahead.pretraining import MicroBatch, build
 from megahead.report import to_rich
+from steps.tokens import micro_batch, token_rows
 
 CPU = torch.device("cpu")
 Step = Callable[[], None]

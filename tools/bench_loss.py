@@ -27,7 +27,6 @@ import numpy as np
 import orjson
 import torch
 import zstandard
-from bench_step import describe, matrix_rate
 from loss_forms import FORMS, Form, Problem, errors, with_others
 from rich.console import Console
 from torch import Tensor
@@ -35,6 +34,7 @@ from torch import Tensor
 from megahead.data import IndexedDataset, load_tokenizer
 from megahead.errors import DataError, run_command
 from megahead.report import to_rich
+from steps.device import describe, matrix_rate
 
 VOCABULARY = 50304
 TOKENS = 1_000_000

@@ -12,13 +12,14 @@ import argparse
 from pathlib import Path
 
 import torch
-from bench_step import Contender, token_rows
 from rich.console import Console
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from megahead.config import load_config
 from megahead.errors import run_command
 from megahead.report import to_rich
+from steps.contender import Contender
+from steps.tokens import token_rows
 
 WARM_UP = 2
 

@@ -6,8 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from bench_step import Contender, compare, matrix_rate, token_rows
 from small_run import small_config, write_text
+
+from steps.contender import Contender, compare
+from steps.device import matrix_rate
+from steps.tokens import token_rows
 
 
 def test_both_objectives_take_real_steps_on_the_same_tokens(tmp_path: Path) -> None:
