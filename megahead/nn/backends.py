@@ -11,6 +11,7 @@ B rows, T tokens, H heads (of this rank), d dimensions of a head, N = B * T toke
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple, Protocol
@@ -65,38 +66,11 @@ def attend(
     return backend.attend(q_BTHd, k_BTHd, v_BTHd, documents, dropout, causal=causal)
 
 
-def attend_masked(
-    q_BTHd: Tensor,
-    k_BTHd: Tensor,
-    v_BTHd: Tensor,
-    documents: Documents | None,
-    dropout: float = 0.0,
-    *,
-    causal: bool = True,
-) -> Tensor:
-    """The plain way: every pair of a row is scored, then hidden by a boolean mask (the other ways' reference)."""
-    if documents is None:
-        return attend_rows(q_BTHd, k_BTHd, v_BTHd, dropout, causal)
-    q, k, v = (x.transpose(1, 2) for x in (q_BTHd, k_BTHd, v_BTHd))
-    mask_B1TT = (documents.mask_BTT if causal else documents.same_BTT)[:, None]
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask_B1TT, dropout_p=dropout).transpose(1, 2)
+Whole = Callable[[Tensor, Tensor, Tensor, float, bool], Tensor]
+"""Of q, k, v, dropout and causal, where each row is one document."""
 
-
-def attend_each(
-    q_BTHd: Tensor,
-    k_BTHd: Tensor,
-    v_BTHd: Tensor,
-    documents: Documents | None,
-    dropout: float = 0.0,
-    *,
-    causal: bool = True,
-) -> Tensor:
-    """One call per document: pairs across documents cost nothing. Split and joined once, so backward copies once."""
-    if documents is None:
-        return attend_rows(q_BTHd, k_BTHd, v_BTHd, dropout, causal)
-    parts = zip(*(x.flatten(0, 1).split(documents.lengths) for x in (q_BTHd, k_BTHd, v_BTHd)), strict=True)
-    outputs = [attend_rows(q[None], k[None], v[None], dropout, causal)[0] for q, k, v in parts]
-    return torch.cat(outputs).view_as(q_BTHd)
+Packed = Callable[[Tensor, Tensor, Tensor, Documents, float, bool], Tensor]
+"""Of q, k, v, documents, dropout and causal."""
 
 
 def attend_rows(q_BTHd: Tensor, k_BTHd: Tensor, v_BTHd: Tensor, dropout: float, causal: bool) -> Tensor:
@@ -105,18 +79,28 @@ def attend_rows(q_BTHd: Tensor, k_BTHd: Tensor, v_BTHd: Tensor, dropout: float, 
     return F.scaled_dot_product_attention(q, k, v, is_causal=causal, dropout_p=dropout).transpose(1, 2)
 
 
-def attend_varlen(
-    q_BTHd: Tensor,
-    k_BTHd: Tensor,
-    v_BTHd: Tensor,
-    documents: Documents | None,
-    dropout: float = 0.0,
-    *,
-    causal: bool = True,
+def attend_masked(
+    q_BTHd: Tensor, k_BTHd: Tensor, v_BTHd: Tensor, documents: Documents, dropout: float, causal: bool
 ) -> Tensor:
-    """torch's own kernel for documents; whole rows go where torch sends them."""
-    if documents is None:
-        return attend_rows(q_BTHd, k_BTHd, v_BTHd, dropout, causal)
+    """The plain way: every pair of a row is scored, then hidden by a boolean mask (the other ways' reference)."""
+    q, k, v = (x.transpose(1, 2) for x in (q_BTHd, k_BTHd, v_BTHd))
+    mask_B1TT = (documents.mask_BTT if causal else documents.same_BTT)[:, None]
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask_B1TT, dropout_p=dropout).transpose(1, 2)
+
+
+def attend_each(
+    q_BTHd: Tensor, k_BTHd: Tensor, v_BTHd: Tensor, documents: Documents, dropout: float, causal: bool
+) -> Tensor:
+    """One call per document: pairs across documents cost nothing. Split and joined once, so backward copies once."""
+    parts = zip(*(x.flatten(0, 1).split(documents.lengths) for x in (q_BTHd, k_BTHd, v_BTHd)), strict=True)
+    outputs = [attend_rows(q[None], k[None], v[None], dropout, causal)[0] for q, k, v in parts]
+    return torch.cat(outputs).view_as(q_BTHd)
+
+
+def attend_varlen(
+    q_BTHd: Tensor, k_BTHd: Tensor, v_BTHd: Tensor, documents: Documents, dropout: float, causal: bool
+) -> Tensor:
+    """torch's own kernel for documents, which drops nothing."""
     from torch.nn.attention.varlen import varlen_attn
 
     q, k, v = (x.flatten(0, 1) for x in (q_BTHd, k_BTHd, v_BTHd))
@@ -134,18 +118,21 @@ class _FlashAttention:
     module: str
     drops: bool = False
 
-    def __call__(
-        self,
-        q_BTHd: Tensor,
-        k_BTHd: Tensor,
-        v_BTHd: Tensor,
-        documents: Documents | None,
-        dropout: float = 0.0,
-        *,
-        causal: bool = True,
+    def whole(self, q_BTHd: Tensor, k_BTHd: Tensor, v_BTHd: Tensor, dropout: float, causal: bool) -> Tensor:
+        rows, length = q_BTHd.shape[:2]
+        return self._between(
+            Documents.borders_of_rows(rows, length, q_BTHd.device), q_BTHd, k_BTHd, v_BTHd, dropout, causal
+        )
+
+    def packed(
+        self, q_BTHd: Tensor, k_BTHd: Tensor, v_BTHd: Tensor, documents: Documents, dropout: float, causal: bool
     ) -> Tensor:
-        rows, longest = q_BTHd.shape[:2]
-        borders = Documents.of_rows(rows, longest, q_BTHd.device) if documents is None else documents.borders
+        return self._between(documents.borders, q_BTHd, k_BTHd, v_BTHd, dropout, causal)
+
+    def _between(
+        self, borders: Tensor, q_BTHd: Tensor, k_BTHd: Tensor, v_BTHd: Tensor, dropout: float, causal: bool
+    ) -> Tensor:
+        longest = q_BTHd.shape[1]
         flash_attn_varlen_func = importlib.import_module(self.module).flash_attn_varlen_func
         found = flash_attn_varlen_func(
             *(x.flatten(0, 1) for x in (q_BTHd, k_BTHd, v_BTHd)),
@@ -166,8 +153,9 @@ class Backend:
     """One way to compute attention, and where it can be used."""
 
     name: str
-    attend: Attend
+    packed: Packed
     about: str
+    whole: Whole = attend_rows
     kernel: tuple[str, str] | None = None
     """Module and function; None where torch's own operators are all it takes."""
     generations: range = range(8, 100)
@@ -178,6 +166,21 @@ class Backend:
     traceable: bool = True
     """Whether `torch.compile` can look into it: not where lengths differ from batch to batch, or where operators are
     none of torch's."""
+
+    def attend(
+        self,
+        q_BTHd: Tensor,
+        k_BTHd: Tensor,
+        v_BTHd: Tensor,
+        documents: Documents | None,
+        dropout: float = 0.0,
+        *,
+        causal: bool = True,
+    ) -> Tensor:
+        """As `Attend` says."""
+        if documents is None:
+            return self.whole(q_BTHd, k_BTHd, v_BTHd, dropout, causal)
+        return self.packed(q_BTHd, k_BTHd, v_BTHd, documents, dropout, causal)
 
     def obstacle(self, use: Use) -> str:
         """Why it cannot serve `use`; empty where it can."""
@@ -199,8 +202,8 @@ class Backend:
 
 def _flash(name: str, about: str, module: str, **where: Any) -> Backend:
     drops = where.setdefault("drops", False)
-    kernel = (module, "flash_attn_varlen_func")
-    return Backend(name, _FlashAttention(module, drops), about, kernel, traceable=False, **where)
+    flash, kernel = _FlashAttention(module, drops), (module, "flash_attn_varlen_func")
+    return Backend(name, flash.packed, about, flash.whole, kernel, traceable=False, **where)
 
 
 BACKENDS = {
@@ -213,7 +216,7 @@ BACKENDS = {
             "varlen",
             attend_varlen,
             "torch's kernel for sequences of differing lengths",
-            ("torch.nn.attention.varlen", "varlen_attn"),
+            kernel=("torch.nn.attention.varlen", "varlen_attn"),
             drops=False,
             traceable=False,
         ),

@@ -26,7 +26,7 @@ class Documents:
             self.borders = borders
 
     @staticmethod
-    def of_rows(rows: int, length: int, device: torch.device) -> Tensor:
+    def borders_of_rows(rows: int, length: int, device: torch.device) -> Tensor:
         """`borders` where each row is one document."""
         return torch.arange(0, rows * length + 1, length, dtype=torch.int32, device=device)
 

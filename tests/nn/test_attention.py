@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+import types
+
 import pytest
 import torch
 from exact_attention import POSITIONS, random_qkv, relative_errors
@@ -66,6 +69,24 @@ def test_a_kernel_that_is_not_installed_is_named(monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     told = BACKENDS["flash3"].obstacle(Use(torch.device("cuda"), torch.bfloat16, 64))
     assert "flash_attn_interface.flash_attn_varlen_func cannot be imported (No module named" in told
+
+
+def stand_in(q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, deterministic, **_):
+    """What flash-attn's function computes, sequence by sequence, with a second result as some generations have."""
+    assert torch.equal(cu_seqlens_q, cu_seqlens_k)
+    assert max_seqlen_q == max_seqlen_k >= max(cu_seqlens_q.diff())
+    parts = zip(*(x.split(cu_seqlens_q.diff().tolist()) for x in (q, k, v)), strict=True)
+    outputs = [BACKENDS["sdpa"].attend(*(x[None] for x in part), None, causal=causal)[0] for part in parts]
+    return torch.cat(outputs), None
+
+
+@pytest.mark.parametrize("name", ["flash2", "flash3", "flash4"])
+@pytest.mark.parametrize("positions", [None, POSITIONS])
+@pytest.mark.parametrize("causal", [True, False])
+def test_flash_attention_is_told_where_documents_begin(monkeypatch, name: str, positions: Tensor | None, causal: bool):
+    module, function = BACKENDS[name].kernel
+    monkeypatch.setitem(sys.modules, module, types.SimpleNamespace(**{function: stand_in}))
+    assert max(relative_errors(BACKENDS[name].attend, random_qkv(), positions, causal)) < 1e-12
 
 
 @pytest.mark.parametrize("documents", [None, Documents(POSITIONS)])

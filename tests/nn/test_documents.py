@@ -43,4 +43,4 @@ def test_borders_that_are_known_are_not_looked_for():
 
 
 def test_borders_of_whole_rows():
-    assert Documents.of_rows(3, 5, torch.device("cpu")).tolist() == [0, 5, 10, 15]
+    assert Documents.borders_of_rows(3, 5, torch.device("cpu")).tolist() == [0, 5, 10, 15]
