@@ -20,8 +20,7 @@ from megahead.errors import UserError
 from megahead.report import RunMetrics, read_metrics, to_markdown, to_rich
 
 ROOT = Path(__file__).resolve().parents[2]
-TOKENIZER_BYTES = "3e7"
-HELD_OUT = "100"
+HELD_OUT = "50"
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,7 @@ class Laboratory:
     def _indexed(self, name: str, size: int, kind: Sequence[str], ends: Sequence[str]) -> list[str]:
         folder, text = self.folder.parent / name, str(self.text)
         tokenizer, dataset = folder / "tokenizer.json", folder / "text"
-        vocabulary = [*kind, "--vocab-size", str(size), "--max-bytes", TOKENIZER_BYTES, "--output", str(tokenizer)]
+        vocabulary = [*kind, "--vocab-size", str(size), "--output", str(tokenizer)]
         self._make(tokenizer, "train_tokenizer.py", "--input", text, *vocabulary)
         index = [*ends, "--tokenizer", str(tokenizer), "--output", str(dataset), "--holdout", HELD_OUT]
         self._make(dataset.with_suffix(".idx"), "preprocess.py", "--input", text, *index)
