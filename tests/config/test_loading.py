@@ -9,19 +9,11 @@ from typing import Any
 
 import pytest
 import yaml
+from good_settings import GOOD
 from pydantic import BaseModel
 
 from megahead.config import RunConfig, config_from_dict, load_config
 from megahead.errors import ConfigErrors
-
-GOOD: dict[str, Any] = {
-    "name": "good",
-    "model": {"size": "pythia-14m", "vocab_size": 50277},
-    "data": {"train": "text", "sequence_length": 128},
-    "batch": {"global_size": 8, "micro_size": 2},
-    "optimizer": {"learning_rate": 1e-3},
-    "training": {"steps": 100},
-}
 
 
 def written(folder: Path, tree: Any) -> Path:

@@ -7,18 +7,11 @@ import copy
 from typing import Any
 
 import pytest
+from good_settings import GOOD
 
 from megahead.config import config_from_dict
 from megahead.errors import ConfigErrors
 
-GOOD: dict[str, Any] = {
-    "name": "good",
-    "model": {"size": "pythia-14m", "vocab_size": 50277},
-    "data": {"train": "text", "sequence_length": 128},
-    "batch": {"global_size": 8, "micro_size": 2},
-    "optimizer": {"learning_rate": 1e-3},
-    "training": {"steps": 100},
-}
 BERT: dict[str, Any] = {
     "model.size": "bert-tiny",
     "model.vocab_size": 50,
