@@ -17,7 +17,7 @@ from megahead.report import RunMetrics
 from paper.laboratory import Laboratory
 
 SEEDS = (0, 1, 2)
-STEPS, POINTS, HEAD_STEPS = 640, 5, 80
+STEPS, POINTS, HEAD_STEPS = 320, 4, 40
 HEADS: dict[str, tuple[HeadName, ...]] = {"headless": ("tied", "pmi"), "vanilla": ("trained",)}
 ALONG, AT_THE_END = "lambada_openai", "arc_easy,arc_challenge,boolq,crows_pairs_english,race,sciq,pubmedqa"
 LIMIT = "300"

@@ -18,9 +18,10 @@ from megahead.data import IndexedDataset, IndexedDatasetWriter
 from paper.laboratory import Laboratory
 from paper.measures import scores, speed
 
+STEPS = 1_500
 WRONG = 0.1
 LOSSES = ("balanced", "regular")
-FINE_TUNING = ["--max-train-rows", "10000", "--epochs", "3", "--learning-rate", "3e-4", "--seeds", "2"]
+FINE_TUNING = ["--max-train-rows", "3000", "--epochs", "3", "--learning-rate", "3e-4", "--seeds", "2"]
 
 
 def compare_encoders(laboratory: Laboratory, only: Sequence[str]) -> None:
@@ -32,7 +33,7 @@ def compare_encoders(laboratory: Laboratory, only: Sequence[str]) -> None:
     for name in names:
         config = "encoder-small-headless" if name == "headless" else "encoder-small-vanilla"
         given = [*data, f"data.train={_with_wrong_tokens(prefix)}"] if name == "wrong-labels" else data
-        run = laboratory.train(config, name, *given)
+        run = laboratory.train(config, name, *given, f"training.steps={STEPS}")
         rows.append({"run": name, **scores(run, run.validation[-1]["head"]), "tokens/s": speed(run)})
     laboratory.record("encoders", rows)
     if laboratory.tasks_data is not None:

@@ -13,7 +13,7 @@ from math import sqrt
 from paper.laboratory import Laboratory
 from paper.measures import candidates, scores
 
-ROWS = 20_480
+ROWS = 10_240
 BATCHES: dict[int, tuple[int, ...]] = {64: (1, 4, 16, 64), 16: (1, 4, 16), 4: (1, 4)}
 LARGEST = 64
 LEARNING_RATE = 3e-3
