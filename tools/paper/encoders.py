@@ -21,7 +21,7 @@ from paper.measures import scores, speed
 STEPS = 1_500
 WRONG = 0.1
 LOSSES = ("balanced", "regular")
-FINE_TUNING = ["--max-train-rows", "3000", "--epochs", "3", "--learning-rate", "3e-4", "--seeds", "2"]
+FINE_TUNING = ["--max-train-rows", "10000", "--epochs", "3", "--learning-rate", "3e-4", "--seeds", "2"]
 
 
 def compare_encoders(laboratory: Laboratory, only: Sequence[str]) -> None:

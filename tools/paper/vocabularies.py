@@ -12,8 +12,8 @@ from typing import Any
 from paper.laboratory import Laboratory
 from paper.measures import speed
 
-SIZES = (8_192, 32_768, 131_072)
-STEPS = 80
+SIZES = (8_192, 16_384, 32_768, 65_536, 131_072)
+STEPS = 100
 
 
 def compare_vocabularies(laboratory: Laboratory, only: Sequence[str]) -> None:
