@@ -14,13 +14,10 @@ come from Zipf's law.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import io
-import os
-import pickle
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -35,6 +32,7 @@ from megahead.data import IndexedDataset, load_tokenizer
 from megahead.errors import DataError, run_command
 from megahead.report import to_rich
 from steps.device import describe, matrix_rate
+from steps.memory import Cost, cost, in_child
 
 VOCABULARY = 50304
 TOKENS = 1_000_000
@@ -83,14 +81,14 @@ def row(problem: Problem, forms: dict[str, Form], rate: float, arguments: argpar
     return line
 
 
-def observe(form: Form, problem: Problem) -> tuple[float, float]:
+def observe(form: Form, problem: Problem) -> Cost:
     """(seconds, peak MiB above what was there before) of one forward and backward pass, wherever the problem lies."""
     if problem.outputs.is_cuda:
         return measure_on_gpu(form, problem)
     return in_child(lambda: measure(form, *problem))
 
 
-def measure_on_gpu(form: Form, problem: Problem) -> tuple[float, float]:
+def measure_on_gpu(form: Form, problem: Problem) -> Cost:
     """After a pass that is not measured, in which kernels are compiled and tuned."""
     problem.solved(form)
     torch.cuda.synchronize()
@@ -105,46 +103,14 @@ def device_rate(device: torch.device, precision: str) -> float:
     """What `matrix_rate` finds; on a CPU in a child, as threads that have computed do not survive a fork."""
     if device.type == "cuda":
         return matrix_rate(device, precision)
-    return in_child(lambda: (matrix_rate(device, precision), 0.0))[0]
+    return in_child(lambda: matrix_rate(device, precision))
 
 
-def measure(form: Form, outputs: Tensor, targets: Tensor, table: Tensor) -> tuple[float, float]:
-    """(seconds, peak MiB) of one pass on the CPU, in a process that does nothing else."""
+def measure(form: Form, outputs: Tensor, targets: Tensor, table: Tensor) -> Cost:
+    """One pass on the CPU, in a process that does nothing else."""
     small = outputs[:64].detach().requires_grad_()
     torch.autograd.grad(form(small, targets[:64], table[:, : small.shape[1]]), [small])  # threads and libraries awake
-    ctypes.CDLL(None).malloc_trim(0)  # memory that was freed before would hide what is taken now
-    before = _status("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew
-    start = time.perf_counter()
-    gradients = torch.autograd.grad(form(outputs, targets, table), [outputs, table])
-    seconds = time.perf_counter() - start
-    del gradients
-    return seconds, (_status("VmHWM") - before) / 1024
-
-
-def _status(name: str) -> int:
-    """A line of /proc/self/status, in KiB."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(name + ":"))
-
-
-def in_child(work: Callable[[], tuple[float, float]]) -> tuple[float, float]:
-    """`work()` in a forked process."""
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.close(reader)
-        with os.fdopen(writer, "wb") as pipe:
-            pickle.dump(work(), pipe)
-        os._exit(0)
-    os.close(writer)
-    with os.fdopen(reader, "rb") as pipe:
-        content = pipe.read()
-    os.waitpid(child, 0)
-    if not content:
-        raise MemoryError("a measurement was killed, most likely for its memory; use smaller --sizes")
-    result: tuple[float, float] = pickle.loads(content)
-    return result
+    return cost(lambda: torch.autograd.grad(form(outputs, targets, table), [outputs, table]))
 
 
 def read_tokens(source: str | None, tokenizer: str | None) -> np.ndarray:

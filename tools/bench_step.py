@@ -9,7 +9,8 @@ A step is forward, backward, clipping and a fused AdamW update of one micro-batc
 the config's dataset (or --data PREFIX), else from Zipf's law, which has about as many different tokens as real text.
 An encoder masks 15 % of its tokens; its vanilla head is BERT's own, tied.
 
-ms: median step; best: fastest; rows: candidates scored; of rate: share of the device's measured matrix rate; body,
+ms: median step; best: fastest; rows: candidates scored; of rate: share of the device's measured matrix rate; peak MB:
+weights, gradients, moments and activations (on a CPU of one step in a process of its own, not when compiled); body,
 loss, opt: shares of the step in the backbone, in the look-up and the loss (both forward and backward), and in clipping
 and the optimizer. The device is waited for between them.
 """
@@ -17,6 +18,9 @@ and the optimizer. The device is waited for between them.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
 
 import torch
 from rich.console import Console
@@ -24,8 +28,10 @@ from rich.console import Console
 from megahead.config import NAMED_SIZES, RunConfig, config_from_dict, load_config
 from megahead.errors import run_command
 from megahead.report import to_rich
+from megahead.report.tables import to_json
 from steps.contender import Contender, compare
 from steps.device import describe, matrix_rate
+from steps.memory import cost, in_child
 from steps.tokens import token_rows
 
 PYTHIA_VOCABULARY = 50277
@@ -40,25 +46,50 @@ def main() -> None:
         torch.set_num_threads(arguments.threads)
     config = _config(arguments)
     rows = token_rows(config, arguments.data, count=arguments.steps + 1)
-    contenders = [
-        Contender(config, name, device, arguments.precision, rows, compiled)
+    plans = [
+        (name, compiled)
         for compiled in ([False, True] if arguments.compile else [False])
         for name in arguments.objectives.split(",")
     ]
+
+    def contender(name: str, compiled: bool) -> Contender:
+        return Contender(config, name, device, arguments.precision, rows, compiled)
+
+    memory = [None if device.type == "cuda" or plan[1] else peak_of_a_step(partial(contender, *plan)) for plan in plans]
+    contenders = [contender(*plan) for plan in plans]
     for index in range(arguments.steps + 1):
-        for contender in contenders:
-            contender.step(index)
+        for one in contenders:
+            one.step(index)
     rate = matrix_rate(device, arguments.precision)
-    console = Console(highlight=False)
-    shape = f"{config.batch.micro_size} x {config.data.sequence_length} tokens"
-    console.print(
-        f"{config.name}, {shape}, {arguments.precision} on {describe(device)}, {rate / 1e9:,.0f} GFLOP/s matrix rate"
-    )
+    peaks = [measured or one.peak_megabytes() for measured, one in zip(memory, contenders, strict=True)]
+    lines = [one.row(rate, peak) for one, peak in zip(contenders, peaks, strict=True)]
+    tell(contenders, lines, rate)
+    if arguments.output:
+        arguments.output.write_text(to_json(lines), encoding="utf-8")
+
+
+def peak_of_a_step(build: Callable[[], Contender]) -> float:
+    """MB that a contender and its first step take on a CPU, in a process of its own."""
+    _, mebibytes = in_child(lambda: cost(lambda: _stepped(build())))
+    return mebibytes * 2**20 / 1e6
+
+
+def _stepped(contender: Contender) -> Contender:
+    contender.step(0)
+    return contender
+
+
+def tell(contenders: Sequence[Contender], lines: Sequence[dict[str, object]], rate: float) -> None:
+    """What was timed, the table, and the ratios."""
+    first, console = contenders[0], Console(highlight=False)
+    shape = f"{first.config.batch.micro_size} x {first.config.data.sequence_length} tokens"
+    machine = f"{first.precision} on {describe(first.device)}, {rate / 1e9:,.0f} GFLOP/s matrix rate"
+    console.print(f"{first.config.name}, {shape}, {machine}")
     for name, way in contenders[-1].ways:
         console.print(f"{name}: {way}")
-    console.print(to_rich([contender.row(rate) for contender in contenders]))
+    console.print(to_rich(lines))
     for other in contenders[1:]:
-        console.print(compare(contenders[0], other))
+        console.print(compare(first, other))
 
 
 def _config(arguments: argparse.Namespace) -> RunConfig:
@@ -95,6 +126,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, default=5, help="counted steps of each (default: 5)")
     parser.add_argument("--device", choices=("cpu", "cuda"))
     parser.add_argument("--threads", type=int, help="CPU threads")
+    parser.add_argument("--output", type=Path, metavar="JSON", help="also write the table's lines there")
     return parser
 
 

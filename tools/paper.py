@@ -1,4 +1,4 @@
-"""Regenerates a table of docs/ on a text: `python tools/paper.py EXPERIMENT --text english.jsonl.zst`.
+"""Regenerates a table or figure of docs/paper.md: `python tools/paper.py EXPERIMENT --text english.jsonl.zst`.
 
 Tokenizers, datasets, runs, logs and results lie in --folder; a second call reuses what is finished and resumes what is
 not.
@@ -16,23 +16,30 @@ from megahead.errors import run_command
 from paper.decoders import compare_decoders
 from paper.encoders import compare_encoders
 from paper.laboratory import ROOT, Laboratory
+from paper.latency import compare_latency
+from paper.multilingual import compare_multilingual
 from paper.negatives import compare_negatives
+from paper.synonyms import compare_synonyms
 from paper.variants import compare_variants
 from paper.vocabularies import compare_vocabularies
 
 EXPERIMENTS = {
-    "variants": compare_variants,
+    "latency": compare_latency,
     "decoders": compare_decoders,
     "encoders": compare_encoders,
-    "negatives": compare_negatives,
+    "multilingual": compare_multilingual,
     "vocabularies": compare_vocabularies,
+    "negatives": compare_negatives,
+    "synonyms": compare_synonyms,
+    "variants": compare_variants,
 }
+"""In the order of docs/paper.md."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("experiment", choices=EXPERIMENTS)
-    parser.add_argument("--text", type=Path, required=True, metavar="F", help="text, as tools/preprocess.py takes it")
+    parser.add_argument("--text", type=Path, metavar="F", help="what to read, as tools/preprocess.py takes it")
     parser.add_argument(
         "--tasks-data", type=Path, metavar="DIR", help="task files, as tools/eval_harness.py takes them"
     )
@@ -40,7 +47,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=[], metavar="RUN", help="these runs alone")
     parser.add_argument("--set", action="append", default=[], metavar="a.b=c", help="override a setting of every run")
     arguments = parser.parse_args()
-    text, folder = arguments.text.absolute(), (arguments.folder / arguments.experiment).absolute()
+    folder, text = (arguments.folder / arguments.experiment).absolute(), arguments.text and arguments.text.absolute()
     tasks = arguments.tasks_data and arguments.tasks_data.absolute()
     os.chdir(ROOT)
     laboratory = Laboratory(folder, text, arguments.set, Console(highlight=False), tasks_data=tasks)

@@ -23,6 +23,11 @@ class Kept:
         if path is not None and path.exists():
             self._entries = _read(path)
 
+    @property
+    def entries(self) -> Sequence[dict[str, Any]]:
+        """All that is kept, in the order it was added."""
+        return self._entries
+
     def find(self, key: Mapping[str, Any]) -> dict[str, Any] | None:
         """The entry that agrees with `key` in all its values, if there is one."""
         return next((entry for entry in self._entries if _agree(entry, key, key)), None)

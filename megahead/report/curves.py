@@ -13,29 +13,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from megahead.report.metrics import Record, RunMetrics
+from megahead.report.style import PALETTE, STYLE, save_figure
 
-INK, QUIET, GRID = "#22272e", "#6b7280", "#e7e9ec"
-PALETTE = ("#2563b0", "#d9730d", "#1a8a6b", "#a3386f", "#7a5bc0", "#8a6d1d")  # told apart by colour-blind readers too
-STYLE: Any = {
-    "font.family": "DejaVu Sans",
-    "font.size": 9,
-    "text.color": INK,
-    "axes.labelcolor": QUIET,
-    "axes.edgecolor": "#c6cad0",
-    "axes.titlesize": 10,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.color": GRID,
-    "xtick.color": QUIET,
-    "ytick.color": QUIET,
-    "lines.linewidth": 1.6,
-    "lines.solid_capstyle": "round",
-    "legend.frameon": False,
-}
 LEFT, MIDDLE = ["loss"] * 3 + ["perplexity"] * 3, ["loss_time"] * 3 + ["perplexity_time"] * 3
 RIGHT = ["rate"] * 2 + ["norm"] * 2 + ["speed"] * 2
 LAYOUT: Any = [list(row) for row in zip(LEFT, MIDDLE, RIGHT, strict=True)]
@@ -53,14 +32,7 @@ UNITS = ((86400 * 2, 86400, "days"), (7200, 3600, "hours"), (120, 60, "minutes")
 
 def save_curves(runs: Sequence[RunMetrics], output: Path) -> Path:
     """Writes the figure as a PNG (1980 x 1200 pixels), whole or not at all."""
-    output.parent.mkdir(parents=True, exist_ok=True)
-    partial = output.with_name(output.name + ".partial")
-    try:
-        draw_curves(runs).savefig(partial, format="png", dpi=150)
-        partial.replace(output)
-    finally:
-        partial.unlink(missing_ok=True)
-    return output
+    return save_figure(draw_curves(runs), output)
 
 
 def draw_curves(runs: Sequence[RunMetrics]) -> Figure:

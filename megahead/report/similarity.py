@@ -12,21 +12,14 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from megahead.evaluate.synonyms import Similarities
-from megahead.report.curves import PALETTE, QUIET, STYLE
+from megahead.report.style import PALETTE, QUIET, STYLE, save_figure
 
 BINS = np.linspace(-1, 1, 81)
 
 
 def save_similarities(models: Mapping[str, Similarities], output: Path) -> Path:
     """Writes the figure as a PNG, whole or not at all."""
-    output.parent.mkdir(parents=True, exist_ok=True)
-    partial = output.with_name(output.name + ".partial")
-    try:
-        draw_similarities(models).savefig(partial, format="png", dpi=150)
-        partial.replace(output)
-    finally:
-        partial.unlink(missing_ok=True)
-    return output
+    return save_figure(draw_similarities(models), output)
 
 
 def draw_similarities(models: Mapping[str, Similarities]) -> Figure:

@@ -12,8 +12,8 @@ import matplotlib as mpl
 from matplotlib.figure import Figure
 
 from megahead.evaluate.results import Score, TaskResult
-from megahead.report.curves import PALETTE, STYLE
 from megahead.report.metrics import RunMetrics
+from megahead.report.style import PALETTE, STYLE, save_figure
 
 _ACROSS = 3
 
@@ -37,14 +37,7 @@ def logged_points(run: RunMetrics) -> list[TaskPoint]:
 
 def save_task_curves(points: Sequence[TaskPoint], output: Path) -> Path:
     """Writes the figure as a PNG, whole or not at all."""
-    output.parent.mkdir(parents=True, exist_ok=True)
-    partial = output.with_name(output.name + ".partial")
-    try:
-        draw_task_curves(points).savefig(partial, format="png", dpi=150)
-        partial.replace(output)
-    finally:
-        partial.unlink(missing_ok=True)
-    return output
+    return save_figure(draw_task_curves(points), output)
 
 
 def draw_task_curves(points: Sequence[TaskPoint]) -> Figure:

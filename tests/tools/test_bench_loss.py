@@ -12,6 +12,8 @@ from loss_forms import Problem
 from torch import Tensor
 from torch.nn import functional as F
 
+from steps.memory import in_child
+
 
 def drawn() -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
@@ -35,7 +37,7 @@ def test_a_measurement_sees_the_memory_a_form_takes() -> None:
         return (outputs.sum() + table.sum()) * waste[0]
 
     outputs, targets, table = drawn()
-    seconds, mebibytes = bench_loss.in_child(lambda: bench_loss.measure(wasteful, outputs, targets, table))
+    seconds, mebibytes = in_child(lambda: bench_loss.measure(wasteful, outputs, targets, table))
     assert seconds > 0
     assert 60 < mebibytes < 100
 

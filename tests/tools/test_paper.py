@@ -18,10 +18,14 @@ from rich.console import Console
 
 from megahead.data import IndexedDataset
 from megahead.errors import UserError
-from megahead.report import read_metrics
+from megahead.report import read_metrics, read_runs
+from paper.charts import Chart, draw_charts
 from paper.decoders import compare_decoders
 from paper.encoders import compare_encoders
 from paper.laboratory import ROOT, Laboratory
+from paper.latency import compare_latency
+from paper.measures import Row, lines, over_seeds, percent
+from paper.multilingual import compare_multilingual
 from paper.negatives import compare_negatives
 from paper.variants import compare_variants
 from paper.vocabularies import compare_vocabularies
@@ -105,19 +109,103 @@ def test_groups_in_batches_and_pairs_of_vocabularies(laboratory: Laboratory, mon
 def test_decoders_along_training_and_with_a_trained_head(
     laboratory: Laboratory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in {"SEEDS": (0,), "STEPS": 2, "POINTS": 2, "HEAD_STEPS": 2}.items():
+    sizes = {"SEEDS": (0,), "STEPS": 2, "POINTS": 2, "HEAD_STEPS": 2, "LONG_HEAD_STEPS": 2, "HEAD_POINTS": 2}
+    for name, value in sizes.items():
         monkeypatch.setattr(f"paper.decoders.{name}", value)
     compare_decoders(laboratory, [])
-    rows = json.loads((laboratory.folder / "decoders.json").read_text())["results"]
+    rows = results(laboratory, "decoders")
     assert [(row["objective"], row["head"], row["step"]) for row in rows] == [
         *(("headless", head, step) for step in (1, 2) for head in ("tied", "pmi")),
         *(("vanilla", "trained", step) for step in (1, 2)),
-        ("headless", "trained", 2),
+        *(("headless", "trained", step) for step in (1, 2)),
     ]
+    assert rows[-1]["tokens"] == rows[3]["tokens"] + 2 * 16 * 16  # those of the body, and of the head
     (pmi,) = (row for row in rows if row["head"] == "pmi" and row["step"] == 2)
-    assert pmi["perplexity"] == pytest.approx(
-        read_metrics(laboratory.folder / "headless-0").validation[-1]["perplexity"]
-    )
+    held_out = read_metrics(laboratory.folder / "headless-0").validation[-1]["perplexity"]
+    assert pmi["perplexity"] == pytest.approx(held_out)
+    assert (laboratory.folder / "decoders.png").stat().st_size > 5_000
+    ends = results(laboratory, "decoders-ends")
+    assert [(row["objective"], row["head"], row["seeds"]) for row in ends] == [
+        *(("headless", head, 1) for head in ("tied", "pmi")),
+        ("vanilla", "trained", 1),
+        ("headless", "trained", 1),
+    ]
+    assert ends[1]["perplexity"] == pmi["perplexity"]
+
+
+def results(laboratory: Laboratory, name: str) -> list[Row]:
+    record: dict[str, list[Row]] = json.loads((laboratory.folder / f"{name}.json").read_text())
+    return record["results"]
+
+
+def test_rows_over_seeds_and_lines() -> None:
+    rows = [{"run": "a", "seed": seed, "x": seed, "loss": loss} for seed, loss in enumerate((1.0, 3.0))]
+    rows.append({"run": "b", "seed": 0, "x": 0, "loss": 5.0})
+    assert over_seeds(rows, ("run",), ("loss",)) == [
+        {"run": "a", "seeds": 2, "loss": 2.0, "± loss": pytest.approx(2**0.5)},
+        {"run": "b", "seeds": 1, "loss": 5.0, "± loss": None},
+    ]
+    assert lines(rows, "run", "x", "loss") == {"a": [(0, 1.0), (1, 3.0)], "b": [(0, 5.0)]}
+    assert [percent(values) for values in ([0.5], [0.25, 0.75])] == ["50.0", "50.0 ± 35.4"]
+
+
+def test_charts_have_one_colour_a_name_and_mark_the_points() -> None:
+    two = {"headless": [(1, 2.0), (4, 3.0)], "vanilla": [(4, 9.0), (1, 8.0)]}
+    figure = draw_charts([Chart("one", "rows", two, log_across=True, from_zero=True), Chart("two", "rows", two)])
+    first, second = figure.axes
+    assert [line.get_color() for line in first.get_lines()] == [line.get_color() for line in second.get_lines()]
+    assert list(first.get_lines()[1].get_xdata()) == [1, 4]  # from left to right, however the rows came
+    assert [label.get_text() for label in first.get_xticklabels()] == ["1", "4"]
+    assert first.get_ylim()[0] == 0 < second.get_ylim()[0]
+
+
+def test_steps_are_timed_once_for_each_batch(laboratory: Laboratory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paper.latency.SHAPES", (("bert-tiny", 16),))
+    monkeypatch.setattr("paper.latency.TOKENS", (8, 16, 32))
+    compare_latency(laboratory, [])
+    rows = results(laboratory, "latency")
+    assert [(row["batch"], row["objective"]) for row in rows] == [
+        (batch, objective) for batch in (1, 2) for objective in ("headless", "vanilla")
+    ]
+    assert all(row["times headless"] == row["ms"] / rows[k // 2 * 2]["ms"] for k, row in enumerate(rows))
+    assert all(20 < row["peak MB"] < 2_000 for row in rows)  # 30,522 x 128 weights, gradients and moments: 62 MB
+    compare_latency(laboratory, [])
+    assert results(laboratory, "latency") == rows
+
+
+def test_languages_and_xnli(laboratory: Laboratory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    settings = laboratory.encoder_data()
+    made = laboratory.folder.parent / "wordpiece-320"
+    folder = tmp_path / "languages"
+    folder.mkdir()
+    for name, source in {"de": "text", "en": "text", "validation": "text-validation"}.items():
+        for ending in ("bin", "idx", "json"):
+            (folder / f"{name}.{ending}").write_bytes((made / f"{source}.{ending}").read_bytes())
+    (tmp_path / "xnli").mkdir()
+    for language in ("de", "en"):
+        pairs = [(word, label) for word in ("man", "dog", "sea", "sun") for label in LABELS]
+        rows = [f"a {word}\tthe {word} in {language}\t{label}\n" for word, label in pairs]
+        (tmp_path / f"xnli/dev-{language}.tsv").write_text("".join(rows))
+    monkeypatch.setattr("paper.multilingual.LANGUAGES", ("de", "en"))
+    monkeypatch.setattr("paper.multilingual.STEPS", 2)
+    given = [part for part in settings if not part.startswith(("data.train=", "data.validation="))]
+    sizes = [part for part in TINY if "training.steps" not in part]
+    several = replace(laboratory, text=folder, settings=[*sizes, *given, "batch.micro_size=16"], tasks_data=tmp_path)
+    compare_multilingual(several, [])
+    assert [row["run"] for row in results(laboratory, "multilingual")] == ["headless", "vanilla"]
+    config = read_runs([laboratory.folder / "headless"])[0].config
+    assert [Path(part["prefix"]).name for part in config["data"]["train"]] == ["de", "en"]
+    rows = results(laboratory, "xnli")
+    assert [row["model"] for row in rows] == ["headless", "vanilla", "random weights"]
+    assert all("±" in row[column] for row in rows for column in ("English only", "target language", "de", "en"))
+
+
+LABELS = ("entailment", "neutral", "contradiction")
+
+
+def test_an_experiment_says_that_it_needs_a_text(laboratory: Laboratory) -> None:
+    with pytest.raises(UserError, match="`--text` must name what this experiment reads, but is missing"):
+        compare_negatives(replace(laboratory, text=None), [])
 
 
 def test_encoders_with_clean_and_with_wrong_labels(laboratory: Laboratory) -> None:

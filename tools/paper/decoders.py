@@ -1,65 +1,88 @@
 """A small decoder, headless and vanilla, on the same tokens (the paper's Tables 3 and 4, and Fig. 5).
 
 Along training: held-out perplexity with the heads that need no training (tied, pmi) and the vanilla one, and LAMBADA,
-against tokens and against seconds. At the end, over seeds: the same, with a head fine-tuned for an eighth of the
-training; and the harness's tasks beside a model that has learned nothing.
+against tokens and against seconds; and how far a head must be trained to be worth more than the one that needs none. At
+the end, over seeds: the same, with a head fine-tuned for an eighth of the training; and the harness's tasks beside a
+model that has learned nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from megahead.convert.heads import HeadName
 from megahead.evaluate.offline import evaluate_checkpoint
 from megahead.report import RunMetrics
+from paper.charts import Chart
 from paper.laboratory import Laboratory
+from paper.measures import Row, lines, over_seeds
 
 SEEDS = (0, 1, 2)
-STEPS, POINTS, HEAD_STEPS = 320, 4, 40
+STEPS, POINTS = 320, 4
+HEAD_STEPS, LONG_HEAD_STEPS, HEAD_POINTS = 40, 160, 8
 HEADS: dict[str, tuple[HeadName, ...]] = {"headless": ("tied", "pmi"), "vanilla": ("trained",)}
 ALONG, AT_THE_END = "lambada_openai", "arc_easy,arc_challenge,boolq,crows_pairs_english,race,sciq,pubmedqa"
-LIMIT = "300"
+ALONG_LIMIT, LIMIT = "1000", "300"
 
 
 def compare_decoders(laboratory: Laboratory, only: Sequence[str]) -> None:
     """Trains both objectives with every seed; `only`: seeds. Tasks are scored where --tasks-data is given."""
     seeds = [seed for seed in SEEDS if not only or str(seed) in only]
-    rows: list[dict[str, Any]] = []
+    along = [row for objective in HEADS for row in _along(laboratory, objective, seeds[0])]
+    along += _head_along(laboratory, seeds[0], f"head-{seeds[0]}-long", LONG_HEAD_STEPS, HEAD_POINTS)
+    laboratory.record("decoders", along, *_charts(along))
+    ends = []
     for seed in seeds:
         for objective in HEADS:
-            rows += _along(laboratory, objective, seed, every_point=seed == seeds[0])
-        rows.append(_with_trained_head(laboratory, seed))
-    laboratory.record("decoders", rows)
+            last = STEPS // POINTS * POINTS
+            ends += [row for row in _along(laboratory, objective, seed) if row["step"] == last]
+        ends += _head_along(laboratory, seed, f"head-{seed}", HEAD_STEPS, 1)
+    values = ("seconds", "perplexity", "accuracy", "bits per byte")
+    laboratory.record("decoders-ends", over_seeds(ends, ("objective", "head", "tokens"), values))
     _tasks(laboratory, seeds[0])
 
 
-def _along(laboratory: Laboratory, objective: str, seed: int, *, every_point: bool) -> list[dict[str, Any]]:
-    """Rows of the run's checkpoints (or its last one): what each of its heads reaches, after how much."""
+def _along(laboratory: Laboratory, objective: str, seed: int) -> list[Row]:
+    """What each head of the run's checkpoints reaches, after how much."""
     run = _train(laboratory, objective, seed, [f"training.steps={STEPS}", f"objective.name={objective}"])
-    seconds = {record["step"]: record["seconds"] for record in run.training}
-    folders = _checkpoints(laboratory, f"{objective}-{seed}")
+    rows = []
+    for folder in _checkpoints(laboratory, f"{objective}-{seed}"):
+        step = int(folder.name.split("-")[1])
+        spent = next(record for record in run.training if record["step"] >= step)
+        for head in HEADS[objective]:
+            scored = evaluate_checkpoint(folder, head)
+            row = {"objective": objective, "head": head, "seed": seed, "step": step}
+            row |= {"tokens": spent["tokens"], "seconds": spent["seconds"], "perplexity": scored.perplexity}
+            rows.append(row | {"accuracy": scored.accuracy, "bits per byte": scored.bits_per_byte})
+    return rows
+
+
+def _head_along(laboratory: Laboratory, seed: int, name: str, steps: int, points: int) -> list[Row]:
+    """What a head trained on top of the headless run reaches; tokens and seconds are those of both runs."""
+    body = laboratory.runs[f"headless-{seed}"]
+    given = [f"init.from_checkpoint={laboratory.folder / f'headless-{seed}'}", f"seed={seed}"]
+    course = [f"training.steps={steps}", f"training.evaluate_every={max(1, steps // points)}"]
+    run = laboratory.train(
+        "small-head", name, *laboratory.data(), *given, *course, f"training.checkpoint_every={steps}"
+    )
+    rows = []
+    for record in run.validation:
+        spent = next(one for one in run.training if one["step"] >= record["step"])
+        row = {"objective": "headless", "head": "trained", "seed": seed, "step": record["step"]}
+        row |= {name: body[name] + spent[name] for name in ("tokens", "seconds")}
+        row |= {"perplexity": record["perplexity"], "accuracy": record["accuracy"]}
+        rows.append(row | {"bits per byte": record["bits_per_byte"]})
+    return rows
+
+
+def _charts(rows: Sequence[Row]) -> list[Chart]:
+    named = [row | {"run": f"{row['objective']}, {row['head']} head"} for row in rows]
+    across = {"tokens": "tokens", "seconds": "seconds of training"}
     return [
-        _row(objective, seed, head, folder, seconds)
-        for folder in (folders if every_point else folders[-1:])
-        for head in HEADS[objective]
+        Chart("Held-out perplexity", label, lines(named, "run", key, "perplexity"), log_up=True)
+        for key, label in across.items()
     ]
-
-
-def _row(objective: str, seed: int, head: HeadName, folder: Path, seconds: dict[int, float]) -> dict[str, Any]:
-    step, scored = int(folder.name.split("-")[1]), evaluate_checkpoint(folder, head)
-    names = {"objective": objective, "head": head, "seed": seed, "step": step, "seconds": seconds.get(step)}
-    return names | {"perplexity": scored.perplexity, "accuracy": scored.accuracy, "bits per byte": scored.bits_per_byte}
-
-
-def _with_trained_head(laboratory: Laboratory, seed: int) -> dict[str, Any]:
-    origin = f"init.from_checkpoint={laboratory.folder / f'headless-{seed}'}"
-    given = [*laboratory.data(), origin, f"seed={seed}", f"training.steps={HEAD_STEPS}"]
-    run = laboratory.train("small-head", f"head-{seed}", *given, f"training.checkpoint_every={HEAD_STEPS}")
-    (folder,) = _checkpoints(laboratory, f"head-{seed}")
-    last = run.training[-1]
-    return _row("headless", seed, "trained", folder, {last["step"]: last["seconds"]})
 
 
 def _train(laboratory: Laboratory, name: str, seed: int, overrides: Sequence[str]) -> RunMetrics:
@@ -78,14 +101,13 @@ def _tasks(laboratory: Laboratory, seed: int) -> None:
         return
     untrained = ["training.steps=1", "schedule.warmup_steps=0", "optimizer.learning_rate=1e-12"]
     _train(laboratory, "random", seed, [*untrained, "objective.name=vanilla"])
-    runs = [f"headless-{seed}", f"vanilla-{seed}"]
-    points = [str(folder) for run in runs for folder in _checkpoints(laboratory, run)]
-    shared = ["--data", str(laboratory.tasks_data), "--limit", LIMIT]
-    curve = ["--curve", str(laboratory.folder / "curves.png"), "--output", str(laboratory.folder / "along.json")]
-    laboratory.run("eval_harness.py", "--tasks", ALONG, *shared, *curve, "--model", *points)
-    ends = [
-        str(laboratory.folder / run)
-        for run in (f"headless-{seed}", f"head-{seed}", f"vanilla-{seed}", f"random-{seed}")
-    ]
-    output = ["--output", str(laboratory.folder / "end.json")]
-    laboratory.run("eval_harness.py", "--tasks", AT_THE_END, *shared, *output, "--model", *ends)
+    ends = [laboratory.folder / f"{name}-{seed}" for name in ("headless", "head", "vanilla", "random")]
+    points = [folder for end in ends for folder in _checkpoints(laboratory, end.name)]
+    curve = ["--curve", str(laboratory.folder / "curves.png")]
+    for name, tasks, limit, models, more in (
+        ("along", ALONG, ALONG_LIMIT, points, curve),
+        ("end", AT_THE_END, LIMIT, ends, []),
+    ):
+        what = ["--tasks", tasks, "--data", str(laboratory.tasks_data), "--limit", limit, *more]
+        output = ["--output", str(laboratory.folder / f"{name}.json")]
+        laboratory.run("eval_harness.py", *what, *output, "--model", *map(str, models))

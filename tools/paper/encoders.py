@@ -10,17 +10,17 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from megahead.data import IndexedDataset, IndexedDatasetWriter
+from megahead.evaluate.finetuning import Outcomes, summarise
 from paper.laboratory import Laboratory
-from paper.measures import scores, speed
+from paper.measures import Row, percent, scores, speed
 
-STEPS = 1_500
 WRONG = 0.1
 LOSSES = ("balanced", "regular")
+SUITES = ("glue", "superglue")
 FINE_TUNING = ["--max-train-rows", "10000", "--epochs", "3", "--learning-rate", "3e-4", "--seeds", "2"]
 
 
@@ -29,11 +29,11 @@ def compare_encoders(laboratory: Laboratory, only: Sequence[str]) -> None:
     data = laboratory.encoder_data()
     prefix = Path(data[0].removeprefix("data.train="))
     names = [name for name in ("headless", "vanilla", "wrong-labels") if not only or name in only]
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     for name in names:
         config = "encoder-small-headless" if name == "headless" else "encoder-small-vanilla"
         given = [*data, f"data.train={_with_wrong_tokens(prefix)}"] if name == "wrong-labels" else data
-        run = laboratory.train(config, name, *given, f"training.steps={STEPS}")
+        run = laboratory.train(config, name, *given)
         rows.append({"run": name, **scores(run, run.validation[-1]["head"]), "tokens/s": speed(run)})
     laboratory.record("encoders", rows)
     if laboratory.tasks_data is not None:
@@ -43,9 +43,18 @@ def compare_encoders(laboratory: Laboratory, only: Sequence[str]) -> None:
 
 def _fine_tune(laboratory: Laboratory, names: Sequence[str], loss: str, data: Path) -> None:
     models = [str(laboratory.folder / name) for name in names]
-    output = str(laboratory.folder / f"glue-{loss}.json")
+    output = laboratory.folder / f"glue-{loss}.json"
     tasks = ["--task", "glue", "superglue", "--data", str(data), "--floor", "--loss", loss]
-    laboratory.run("finetune.py", "--model", *models, *tasks, *FINE_TUNING, "--output", output)
+    laboratory.run("finetune.py", "--model", *models, *tasks, *FINE_TUNING, "--output", str(output))
+    rows: dict[str, Row] = {}
+    outcomes = Outcomes(output).all()
+    for model in dict.fromkeys(outcome.model for outcome in outcomes):
+        mine = [outcome for outcome in outcomes if outcome.model == model]
+        for summary in summarise(mine):
+            suite = f"{summary.task} ({summary.test})" if summary.task in SUITES else summary.task
+            shown = rows.setdefault(f"{suite} {summary.metric}".strip(), {"task": suite, "metric": summary.metric})
+            shown |= {Path(model).name: percent(summary.values)}
+    laboratory.record(f"encoders-{loss}", list(rows.values()))
 
 
 def _with_wrong_tokens(prefix: Path) -> Path:

@@ -16,8 +16,9 @@ from rich.console import Console
 
 from megahead.config import RunConfig, load_config
 from megahead.data import load_tokenizer
-from megahead.errors import UserError
+from megahead.errors import FieldError, UserError
 from megahead.report import RunMetrics, read_metrics, to_markdown, to_rich
+from paper.charts import Chart, save_charts
 
 ROOT = Path(__file__).resolve().parents[2]
 HELD_OUT = "50"
@@ -28,7 +29,7 @@ class Laboratory:
     """Trains named runs on `text` in `folder`; the overrides `settings` have the last word in all of them."""
 
     folder: Path
-    text: Path
+    text: Path | None
     settings: Sequence[str]
     console: Console
     vocabulary: int = 8_192
@@ -52,8 +53,14 @@ class Laboratory:
         ids |= {"data.end_token": ids["masking.sep_token"], "model.vocab_size": tokenizer.vocab_size}
         return [*settings, *(f"{name}={value}" for name, value in ids.items()), "masking.special_tokens=[]"]
 
+    def given_text(self) -> Path:
+        """What --text names. UserError when it is missing."""
+        if self.text is None:
+            raise FieldError("--text", "name what this experiment reads", got="missing")
+        return self.text
+
     def _indexed(self, name: str, size: int, kind: Sequence[str], ends: Sequence[str]) -> list[str]:
-        folder, text = self.folder.parent / name, str(self.text)
+        folder, text = self.folder.parent / name, str(self.given_text())
         tokenizer, dataset = folder / "tokenizer.json", folder / "text"
         vocabulary = [*kind, "--vocab-size", str(size), "--output", str(tokenizer)]
         self._make(tokenizer, "train_tokenizer.py", "--input", text, *vocabulary)
@@ -83,6 +90,7 @@ class Laboratory:
 
     def run(self, tool: str, *arguments: str) -> None:
         """Runs tools/TOOL, whose output goes to `folder`/TOOL.log. UserError when it fails."""
+        self.folder.mkdir(parents=True, exist_ok=True)
         self._do(f"running {tool}", [f"tools/{tool}", *arguments], self.folder / f"{tool}.log")
 
     def _make(self, output: Path, tool: str, *arguments: str) -> None:
@@ -99,8 +107,9 @@ class Laboratory:
             last = "\n".join(log.read_text().splitlines()[-15:])
             raise UserError(f"{what} must come to its end, but failed; its last lines:\n{last}")
 
-    def record(self, name: str, rows: Sequence[dict[str, Any]]) -> None:
-        """Prints the rows; `folder/NAME.json` holds them with how they were made, NAME.md as a table for a page."""
+    def record(self, name: str, rows: Sequence[dict[str, Any]], *charts: Chart) -> None:
+        """Prints the rows and writes them to `folder`: NAME.json with how they were made, NAME.md as a table for a page,
+        NAME.png as charts."""
         made = {
             "command": [Path(sys.executable).name, *sys.argv],
             "commit": _commit(),
@@ -110,8 +119,11 @@ class Laboratory:
             "runs": self.runs,
             "results": list(rows),
         }
+        self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / f"{name}.json").write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
         (self.folder / f"{name}.md").write_text(to_markdown(rows), encoding="utf-8")
+        if charts:
+            save_charts(charts, self.folder / f"{name}.png")
         self.console.print(to_rich(rows))
 
 

@@ -1,14 +1,17 @@
-"""What an experiment reads off a run's log."""
+"""What an experiment reads off its runs, and how their rows are put together."""
 
 from __future__ import annotations
 
-from statistics import median
+from collections.abc import Sequence
+from statistics import mean, median, stdev
 from typing import Any
 
 from megahead.report import RunMetrics
 
+Row = dict[str, Any]
 
-def scores(run: RunMetrics, head: str) -> dict[str, Any]:
+
+def scores(run: RunMetrics, head: str) -> Row:
     """Held-out scores at the end, with the head that the run evaluates with."""
     last = run.validation[-1]
     return {f"{head} head: perplexity": last["perplexity"], f"{head} head: accuracy": last["accuracy"]}
@@ -23,3 +26,36 @@ def candidates(run: RunMetrics) -> int | None:
     """Different ids that competed, on average over the run; None for a vanilla one."""
     counts = [record["candidates"] for record in run.training if record.get("candidates")]
     return round(sum(counts) / len(counts)) if counts else None
+
+
+def over_seeds(rows: Sequence[Row], by: Sequence[str], values: Sequence[str]) -> list[Row]:
+    """One row for all that agree in `by`: how many they are, mean and standard deviation of each of `values`."""
+    groups: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row[name] for name in by), []).append(row)
+    return [
+        {**dict(zip(by, key, strict=True)), "seeds": len(group), **_spread(group, values)}
+        for key, group in groups.items()
+    ]
+
+
+def _spread(rows: Sequence[Row], values: Sequence[str]) -> Row:
+    spread: Row = {}
+    for name in values:
+        found = [row[name] for row in rows]
+        spread |= {name: mean(found), f"± {name}": stdev(found) if len(found) > 1 else None}
+    return spread
+
+
+def percent(shares: Sequence[float]) -> str:
+    """Mean ± standard deviation of several runs, as a cell."""
+    spread = f" ± {100 * stdev(shares):.1f}" if len(shares) > 1 else ""
+    return f"{100 * mean(shares):.1f}{spread}"
+
+
+def lines(rows: Sequence[Row], name: str, across: str, up: str) -> dict[str, list[tuple[float, float]]]:
+    """A chart's lines: for each value of the column `name` the points (`across`, `up`)."""
+    found: dict[str, list[tuple[float, float]]] = {}
+    for row in rows:
+        found.setdefault(str(row[name]), []).append((row[across], row[up]))
+    return found

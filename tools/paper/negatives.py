@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import sqrt
 
+from paper.charts import Chart
 from paper.laboratory import Laboratory
-from paper.measures import candidates, scores
+from paper.measures import Row, candidates, lines, scores
 
 ROWS = 10_240
 BATCHES: dict[int, tuple[int, ...]] = {64: (1, 4, 16, 64), 16: (1, 4, 16), 4: (1, 4)}
@@ -22,14 +23,24 @@ WARMUP = 0.1
 
 def compare_negatives(laboratory: Laboratory, only: Sequence[str]) -> None:
     """Trains a small decoder for each pair (or those of `only`, `batch-B-group-G`)."""
-    data, rows = laboratory.data(), []
+    data = laboratory.data()
+    rows: list[Row] = []
     for batch, groups in BATCHES.items():
         for group in groups:
             name = f"batch-{batch}-group-{group}"
             if not only or name in only:
                 run = laboratory.train("small-headless", name, *data, *_overrides(batch, group))
                 rows.append({"batch": batch, "group": group, "candidates": candidates(run), **scores(run, "pmi")})
-    laboratory.record("negatives", rows)
+    laboratory.record("negatives", rows, *_charts(rows))
+
+
+def _charts(rows: Sequence[Row]) -> list[Chart]:
+    named = [{**row, "run": f"batches of {row['batch']} rows"} for row in rows]
+    titles = {"pmi head: perplexity": "Held-out perplexity", "pmi head: accuracy": "Next token right"}
+    return [
+        Chart(title, "rows of a group", lines(named, "run", "group", column), log_across=True)
+        for column, title in titles.items()
+    ]
 
 
 def _overrides(batch: int, group: int) -> list[str]:

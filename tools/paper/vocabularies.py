@@ -7,10 +7,10 @@ headless and vanilla. Texts of different vocabularies are compared in bits per b
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
+from paper.charts import Chart
 from paper.laboratory import Laboratory
-from paper.measures import speed
+from paper.measures import Row, lines, speed
 
 SIZES = (8_192, 16_384, 32_768, 65_536, 131_072)
 STEPS = 100
@@ -18,16 +18,22 @@ STEPS = 100
 
 def compare_vocabularies(laboratory: Laboratory, only: Sequence[str]) -> None:
     """Trains a pair for each size (or those of `only`, numbers)."""
-    rows = []
+    rows: list[Row] = []
     for size in SIZES:
         if not only or str(size) in only:
             runs = {name: _train(laboratory, name, size) for name in ("headless", "vanilla")}
             ratio = runs["headless"]["tokens/s"] / runs["vanilla"]["tokens/s"]
             rows += [{**row, "headless is faster": ratio} for row in runs.values()]
-    laboratory.record("vocabularies", rows)
+    charts = [
+        Chart(
+            "Tokens a second", "vocabulary", lines(rows, "objective", "vocabulary", "tokens/s"), True, from_zero=True
+        ),
+        Chart("Bits per byte", "vocabulary", lines(rows, "objective", "vocabulary", "bits per byte"), True),
+    ]
+    laboratory.record("vocabularies", rows, *charts)
 
 
-def _train(laboratory: Laboratory, objective: str, size: int) -> dict[str, Any]:
+def _train(laboratory: Laboratory, objective: str, size: int) -> Row:
     length = [f"training.steps={STEPS}", f"training.checkpoint_every={STEPS}", f"training.evaluate_every={STEPS}"]
     given = [*laboratory.data(size), f"objective.name={objective}"]
     run = laboratory.train("small-headless", f"{objective}-{size}", *given, *length)

@@ -34,7 +34,7 @@ class Contender:
     times: dict[str, list[float]] = field(default_factory=lambda: {"body": [], "loss": [], "opt": []})
     candidates: list[int] = field(default_factory=list)
     extra_bytes: int = 0
-    """Largest memory a step took beside weights and moments (CUDA only): gradients, activations, scores."""
+    """Largest memory that a step took beside weights and moments: gradients, activations, scores (CUDA only)."""
 
     def __post_init__(self) -> None:
         tree = self.config.model_dump(mode="json")
@@ -84,7 +84,14 @@ class Contender:
         )
         return per_token.total * self.config.batch.micro_size * self.config.data.sequence_length
 
-    def row(self, rate: float) -> dict[str, object]:
+    def peak_megabytes(self) -> float | None:
+        """Weights, moments and what steps took beside them; None on a CPU, where a child must find out."""
+        if self.device.type == "cpu":
+            return None
+        weights_and_moments = 12 * sum(parameter.numel() for parameter in self.model.parameters())
+        return (weights_and_moments + self.extra_bytes) / 1e6
+
+    def row(self, rate: float, peak_megabytes: float | None) -> dict[str, object]:
         """Its line of the table; shares are of the median step."""
         median = statistics.median(self.seconds())
         tokens = self.config.batch.micro_size * self.config.data.sequence_length
@@ -97,9 +104,8 @@ class Contender:
             "GFLOP": self.flops() / 1e9,
             "of rate": f"{self.flops() / median / rate:.0%}",
         }
-        if self.device.type == "cuda":
-            weights_and_moments = 12 * sum(parameter.numel() for parameter in self.model.parameters())
-            row["peak MB"] = round((weights_and_moments + self.extra_bytes) / 1e6)
+        if peak_megabytes is not None:
+            row["peak MB"] = round(peak_megabytes)
         for name, times in self.times.items():
             row[name] = f"{statistics.median(times) / median:.0%}"
         return row

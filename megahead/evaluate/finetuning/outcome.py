@@ -53,18 +53,20 @@ class Outcomes:
     def __init__(self, path: Path | None) -> None:
         self._kept = Kept(path)
 
+    def all(self) -> list[Outcome]:
+        """Every outcome of the file, whichever settings it was made with."""
+        return [_outcome(entry, entry["model"], entry["task"], entry["seed"]) for entry in self._kept.entries]
+
     def find(self, start: Starting, data: TaskData, settings: FineTuning, seed: int) -> Outcome | None:
         """The outcome kept of this very run, if there is one."""
         entry = self._kept.find(_key(start, data, settings, seed))
-        if entry is None:
-            return None
-        return _outcome(start, data, seed, [EpochScores(**epoch) for epoch in entry["epochs"]])
+        return None if entry is None else _outcome(entry, start.name, data.name, seed)
 
     def add(
         self, start: Starting, data: TaskData, settings: FineTuning, seed: int, epochs: Sequence[EpochScores]
     ) -> Outcome:
         """Keeps a finished run, in place of an earlier one with the same settings."""
-        outcome = _outcome(start, data, seed, list(epochs))
+        outcome = Outcome(start.name, data.name, seed, len(data.train), data.halved, list(epochs))
         facts = {"train_rows": outcome.train_rows, "halved": data.halved, "metric": data.task.metric}
         values = {**facts, "best_epoch": outcome.best() + 1, "epochs": [asdict(epoch) for epoch in epochs]}
         key = _key(start, data, settings, seed)
@@ -129,8 +131,9 @@ def _suite_mean(suite: str, rows: Sequence[Summary]) -> Summary | None:
     return Summary(members[0].model, suite, f"mean of {len(members)}", "", [fmean(values) for values in seeds], [])
 
 
-def _outcome(start: Starting, data: TaskData, seed: int, epochs: list[EpochScores]) -> Outcome:
-    return Outcome(start.name, data.name, seed, len(data.train), data.halved, epochs)
+def _outcome(entry: Mapping[str, Any], model: str, task: str, seed: int) -> Outcome:
+    epochs = [EpochScores(**epoch) for epoch in entry["epochs"]]
+    return Outcome(model, task, seed, entry["train_rows"], entry["halved"], epochs)
 
 
 def _key(start: Starting, data: TaskData, settings: FineTuning, seed: int) -> dict[str, Any]:
