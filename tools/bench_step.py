@@ -29,7 +29,7 @@ from megahead.config import NAMED_SIZES, RunConfig, config_from_dict, load_confi
 from megahead.errors import run_command
 from megahead.report import to_rich
 from megahead.report.tables import to_json
-from steps.contender import Contender, compare
+from steps.contender import Contender, How, compare
 from steps.device import describe, matrix_rate
 from steps.memory import cost, in_child
 from steps.tokens import token_rows
@@ -46,16 +46,18 @@ def main() -> None:
         torch.set_num_threads(arguments.threads)
     config = _config(arguments)
     rows = token_rows(config, arguments.data, count=arguments.steps + 1)
-    plans = [
-        (name, compiled)
-        for compiled in ([False, True] if arguments.compile else [False])
-        for name in arguments.objectives.split(",")
+    hows: list[How] = ["as it is"]
+    hows += ["compiled"] if arguments.compile else []
+    hows += ["whole last block"] if arguments.whole else []
+    plans = [(name, how) for how in hows for name in arguments.objectives.split(",")]
+
+    def contender(name: str, how: How) -> Contender:
+        return Contender(config, name, device, arguments.precision, rows, how)
+
+    memory = [
+        None if device.type == "cuda" or plan[1] == "compiled" else peak_of_a_step(partial(contender, *plan))
+        for plan in plans
     ]
-
-    def contender(name: str, compiled: bool) -> Contender:
-        return Contender(config, name, device, arguments.precision, rows, compiled)
-
-    memory = [None if device.type == "cuda" or plan[1] else peak_of_a_step(partial(contender, *plan)) for plan in plans]
     contenders = [contender(*plan) for plan in plans]
     for index in range(arguments.steps + 1):
         for one in contenders:
@@ -122,6 +124,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--sequence-length", type=int, default=512, help="targets a row of --preset (default: 512)")
     parser.add_argument("--objectives", default="headless,vanilla", help="what to compare (default: headless,vanilla)")
     parser.add_argument("--compile", action="store_true", help="time each with compiled blocks, too")
+    parser.add_argument("--whole", action="store_true", help="time an encoder's last block of all tokens, too")
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--steps", type=int, default=5, help="counted steps of each (default: 5)")
     parser.add_argument("--device", choices=("cpu", "cuda"))

@@ -8,7 +8,8 @@ import pytest
 import torch
 from small_run import small_config, write_text
 
-from steps.contender import Contender, compare
+from megahead.config import config_from_dict
+from steps.contender import Contender, How, compare
 from steps.device import matrix_rate
 from steps.tokens import token_rows
 
@@ -32,6 +33,29 @@ def test_both_objectives_take_real_steps_on_the_same_tokens(tmp_path: Path) -> N
     assert not torch.equal(before, headless.model.backbone.embedding.weight)
     ratios = sorted(b / a for a, b in zip(headless.seconds(), vanilla.seconds(), strict=True))
     assert f"headless is {ratios[1]:.2f} times as fast as vanilla" in compare(headless, vanilla)
+
+
+def test_a_whole_last_block_gives_the_same_step(tmp_path: Path) -> None:
+    config = config_from_dict(
+        {
+            "name": "encoder",
+            "model": {"size": "bert-tiny", "vocab_size": 200, "hidden_dropout": 0, "attention_dropout": 0},
+            "masking": {"mask_token": 4, "cls_token": 1, "sep_token": 2},
+            "data": {"train": "", "sequence_length": 32},
+            "batch": {"global_size": 4, "micro_size": 4},
+            "optimizer": {"learning_rate": 1e-3},
+            "training": {"steps": 1},
+        }
+    )
+    rows = token_rows(config, None, count=2)
+    hows: tuple[How, ...] = ("as it is", "whole last block")
+    short, whole = (Contender(config, "headless", torch.device("cpu"), "fp32", rows, how) for how in hows)
+    for index in range(2):
+        for contender in (short, whole):
+            contender.step(index)
+    assert [short.name(), whole.name()] == ["headless", "headless, whole last block"]
+    for one, other in zip(short.model.parameters(), whole.model.parameters(), strict=True):
+        assert (one - other).abs().mean() < 1e-6  # after two steps of 1e-3, some of them along a gradient of rounding
 
 
 def test_presets_without_data_draw_by_zipfs_law(tmp_path: Path) -> None:

@@ -108,8 +108,7 @@ class Laboratory:
             raise UserError(f"{what} must come to its end, but failed; its last lines:\n{last}")
 
     def record(self, name: str, rows: Sequence[dict[str, Any]], *charts: Chart) -> None:
-        """Prints the rows and writes them to `folder`: NAME.json with how they were made, NAME.md as a table for a page,
-        NAME.png as charts."""
+        """Prints the rows; `folder` gets NAME.json with how they were made, NAME.md as a table, NAME.png as charts."""
         made = {
             "command": [Path(sys.executable).name, *sys.argv],
             "commit": _commit(),

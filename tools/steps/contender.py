@@ -6,7 +6,7 @@ import statistics
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -20,6 +20,9 @@ from megahead.pretraining import MicroBatch, Pretraining, build
 from megahead.train.acceleration import accelerate_
 from steps.tokens import micro_batch
 
+How = Literal["as it is", "compiled", "whole last block"]
+"""The last: an encoder's last block computed for every token, not only for targets."""
+
 
 @dataclass
 class Contender:
@@ -30,7 +33,7 @@ class Contender:
     device: torch.device
     precision: str
     rows: list[np.ndarray[Any, Any]]
-    compiled: bool = False
+    how: How = "as it is"
     times: dict[str, list[float]] = field(default_factory=lambda: {"body": [], "loss": [], "opt": []})
     candidates: list[int] = field(default_factory=list)
     extra_bytes: int = 0
@@ -38,7 +41,7 @@ class Contender:
 
     def __post_init__(self) -> None:
         tree = self.config.model_dump(mode="json")
-        tree["engine"] |= {"precision": self.precision, "compile": self.compiled}
+        tree["engine"] |= {"precision": self.precision, "compile": self.how == "compiled"}
         tree["objective"]["name"] = self.objective
         tree["objective"]["tied"] = self.config.model.is_encoder() and self.objective == "vanilla"
         self.config = config_from_dict(tree)
@@ -68,7 +71,7 @@ class Contender:
 
     def name(self) -> str:
         """The objective, and what is unusual about how it is computed."""
-        return f"{self.objective}, compiled" if self.compiled else self.objective
+        return self.objective if self.how == "as it is" else f"{self.objective}, {self.how}"
 
     def seconds(self) -> list[float]:
         """Of each whole step."""
@@ -139,6 +142,9 @@ class Contender:
 
         def watched(*arguments: Any) -> torch.Tensor:
             begin = self._now()
+            if self.how == "whole last block":
+                rows_BTD, positions_BT, index_N, _, *borders = arguments
+                arguments = rows_BTD, positions_BT, index_N, None, *borders
             outputs_ND = encode_at(*arguments)
             self._encoded = begin, self._now()
             outputs_ND.register_hook(self._note_loss_done)
