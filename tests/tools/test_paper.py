@@ -107,12 +107,16 @@ def test_groups_in_batches_and_pairs_of_vocabularies(laboratory: Laboratory, mon
 
 
 def test_decoders_along_training_and_with_a_trained_head(
-    laboratory: Laboratory, monkeypatch: pytest.MonkeyPatch
+    laboratory: Laboratory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     sizes = {"SEEDS": (0,), "STEPS": 2, "POINTS": 2, "HEAD_STEPS": 2, "LONG_HEAD_STEPS": 2, "HEAD_POINTS": 2}
     for name, value in sizes.items():
         monkeypatch.setattr(f"paper.decoders.{name}", value)
-    compare_decoders(laboratory, [])
+    monkeypatch.setattr("paper.decoders.AT_THE_END", "lambada_openai")
+    (tmp_path / "lambada").mkdir()
+    texts = ["The sea is as deep as the sea", "A dog is not a cat, nor is a cat a dog"]
+    (tmp_path / "lambada/lambada_test.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    compare_decoders(replace(laboratory, tasks_data=tmp_path), [])
     rows = results(laboratory, "decoders")
     assert [(row["objective"], row["head"], row["step"]) for row in rows] == [
         *(("headless", head, step) for step in (1, 2) for head in ("tied", "pmi")),
@@ -131,6 +135,18 @@ def test_decoders_along_training_and_with_a_trained_head(
         ("headless", "trained", 1),
     ]
     assert ends[1]["perplexity"] == pmi["perplexity"]
+    scored = results(laboratory, "decoders-lambada")
+    assert [(row["objective"], row["head"]) for row in scored] == [
+        *(("headless", "pmi"),) * 2,
+        *(("vanilla", "trained"),) * 2,
+        *(("headless", "trained"),) * 2,
+    ]
+    assert scored[-1]["tokens"] == rows[-1]["tokens"]
+    assert all(row["perplexity"] > 1 and row["± acc"] is not None for row in scored)
+    perplexity, _ = results(laboratory, "decoders-tasks")
+    models = ["headless-0", "head-0", "vanilla-0", "random-0"]
+    assert list(perplexity) == ["task", "metric", *models]
+    assert perplexity["head-0"].startswith(f"{scored[-1]['perplexity']:.4g} ± ")
 
 
 def results(laboratory: Laboratory, name: str) -> list[Row]:

@@ -15,6 +15,7 @@ from megahead.convert.heads import HeadName
 from megahead.evaluate.offline import evaluate_checkpoint
 from megahead.report import RunMetrics
 from paper.charts import Chart
+from paper.harness import beside, score, scores_of
 from paper.laboratory import Laboratory
 from paper.measures import Row, lines, over_seeds
 
@@ -31,7 +32,7 @@ def compare_decoders(laboratory: Laboratory, only: Sequence[str]) -> None:
     seeds = [seed for seed in SEEDS if not only or str(seed) in only]
     along = [row for objective in HEADS for row in _along(laboratory, objective, seeds[0])]
     along += _head_along(laboratory, seeds[0], f"head-{seeds[0]}-long", LONG_HEAD_STEPS, HEAD_POINTS)
-    laboratory.record("decoders", along, *_charts(along))
+    laboratory.record("decoders", _without_model(along), *_charts(along))
     ends = []
     for seed in seeds:
         for objective in HEADS:
@@ -40,7 +41,8 @@ def compare_decoders(laboratory: Laboratory, only: Sequence[str]) -> None:
         ends += _head_along(laboratory, seed, f"head-{seed}", HEAD_STEPS, 1)
     values = ("seconds", "perplexity", "accuracy", "bits per byte")
     laboratory.record("decoders-ends", over_seeds(ends, ("objective", "head", "tokens"), values))
-    _tasks(laboratory, seeds[0])
+    if laboratory.tasks_data is not None:
+        _tasks(laboratory, seeds[0], along + ends, laboratory.tasks_data)
 
 
 def _along(laboratory: Laboratory, objective: str, seed: int) -> list[Row]:
@@ -52,7 +54,7 @@ def _along(laboratory: Laboratory, objective: str, seed: int) -> list[Row]:
         spent = next(record for record in run.training if record["step"] >= step)
         for head in HEADS[objective]:
             scored = evaluate_checkpoint(folder, head)
-            row = {"objective": objective, "head": head, "seed": seed, "step": step}
+            row = {"model": str(folder), "objective": objective, "head": head, "seed": seed, "step": step}
             row |= {"tokens": spent["tokens"], "seconds": spent["seconds"], "perplexity": scored.perplexity}
             rows.append(row | {"accuracy": scored.accuracy, "bits per byte": scored.bits_per_byte})
     return rows
@@ -69,20 +71,27 @@ def _head_along(laboratory: Laboratory, seed: int, name: str, steps: int, points
     rows = []
     for record in run.validation:
         spent = next(one for one in run.training if one["step"] >= record["step"])
-        row = {"objective": "headless", "head": "trained", "seed": seed, "step": record["step"]}
-        row |= {name: body[name] + spent[name] for name in ("tokens", "seconds")}
+        folder = laboratory.folder / name / f"checkpoints/step-{record['step']:08d}"
+        row = {"model": str(folder), "objective": "headless", "head": "trained", "seed": seed, "step": record["step"]}
+        row |= {both: body[both] + spent[both] for both in ("tokens", "seconds")}
         row |= {"perplexity": record["perplexity"], "accuracy": record["accuracy"]}
         rows.append(row | {"bits per byte": record["bits_per_byte"]})
     return rows
 
 
 def _charts(rows: Sequence[Row]) -> list[Chart]:
-    named = [row | {"run": f"{row['objective']}, {row['head']} head"} for row in rows]
-    across = {"tokens": "tokens", "seconds": "seconds of training"}
     return [
-        Chart("Held-out perplexity", label, lines(named, "run", key, "perplexity"), log_up=True)
-        for key, label in across.items()
+        Chart("Held-out perplexity", across, lines(_named(rows), "run", across, "perplexity"), log_up=True)
+        for across in ("tokens", "seconds")
     ]
+
+
+def _without_model(rows: Sequence[Row]) -> list[Row]:
+    return [{name: value for name, value in row.items() if name != "model"} for row in rows]
+
+
+def _named(rows: Sequence[Row]) -> list[Row]:
+    return [row | {"run": f"{row['objective']}, {row['head']} head"} for row in rows]
 
 
 def _train(laboratory: Laboratory, name: str, seed: int, overrides: Sequence[str]) -> RunMetrics:
@@ -95,19 +104,20 @@ def _checkpoints(laboratory: Laboratory, run: str) -> list[Path]:
     return sorted((laboratory.folder / run / "checkpoints").glob("step-*"))
 
 
-def _tasks(laboratory: Laboratory, seed: int) -> None:
-    """LAMBADA along training, and all tasks at the end beside random weights: curves.png, along.json, end.json."""
-    if laboratory.tasks_data is None:
-        return
+def _tasks(laboratory: Laboratory, seed: int, rows: Sequence[Row], data: Path) -> None:
+    """LAMBADA along training (decoders-lambada), and all tasks at the end beside random weights (tasks.json)."""
     untrained = ["training.steps=1", "schedule.warmup_steps=0", "optimizer.learning_rate=1e-12"]
     _train(laboratory, "random", seed, [*untrained, "objective.name=vanilla"])
-    ends = [laboratory.folder / f"{name}-{seed}" for name in ("headless", "head", "vanilla", "random")]
-    points = [folder for end in ends for folder in _checkpoints(laboratory, end.name)]
-    curve = ["--curve", str(laboratory.folder / "curves.png")]
-    for name, tasks, limit, models, more in (
-        ("along", ALONG, ALONG_LIMIT, points, curve),
-        ("end", AT_THE_END, LIMIT, ends, []),
-    ):
-        what = ["--tasks", tasks, "--data", str(laboratory.tasks_data), "--limit", limit, *more]
-        output = ["--output", str(laboratory.folder / f"{name}.json")]
-        laboratory.run("eval_harness.py", *what, *output, "--model", *map(str, models))
+    exported = {row["model"]: row for row in rows if row["head"] != "tied" and row["seed"] == seed}
+    points = [model for model in exported if Path(model).exists()]
+    scored = score(laboratory, "lambada", ["--tasks", ALONG, "--data", str(data), "--limit", ALONG_LIMIT], points)
+    along = [{**exported[entry["model"]], **scores_of(entry)} for entry in scored]
+    charts = [
+        Chart(f"LAMBADA {metric}", across, lines(_named(along), "run", across, metric), log_up=metric == "perplexity")
+        for metric in ("perplexity", "acc")
+        for across in ("tokens", "seconds")
+    ]
+    laboratory.record("decoders-lambada", _without_model(along), *charts)
+    ends = [str(laboratory.folder / f"{name}-{seed}") for name in ("headless", "head", "vanilla", "random")]
+    scored = score(laboratory, "tasks", ["--tasks", AT_THE_END, "--data", str(data), "--limit", LIMIT], ends)
+    laboratory.record("decoders-tasks", beside(scored))
