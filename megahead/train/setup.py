@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from megahead.checkpoint import open_checkpoint
+from megahead.checkpoint import Checkpoint, open_checkpoint
 from megahead.config import RunConfig, deepspeed_config
 from megahead.config.deepspeed import zero_stage
 from megahead.data import training_masker
@@ -71,23 +71,18 @@ def _pretrain(config: RunConfig, texts: Texts, ranks: Group, device: torch.devic
     found, damage = choose_resume(resume, folder, world)
     must_be_shared(folder, world)
     checkpoint = None if found is None else open_checkpoint(found)
-    state = TrainingState(config.model.padded_vocab_size(), agreed_group(config, mesh.data.size, checkpoint))
-    state.texts = texts_behind(config, texts)
-    texts.note_counts(state)
-    if checkpoint is not None:
-        refuse_another_run(checkpoint, config, state.texts)
+    state = _state(config, texts, mesh, checkpoint)
     feed = _feed(config, texts, state, mesh, device)
     engine, ways = _engine(config, deepspeed, mesh, device)
     if checkpoint is not None:
         resume_from(checkpoint, engine, state, data)
-
     if world.rank == 0:
         clear_ending(folder)
         fill(folder, config)
     meters = Meters(config, active=world.rank == 0, utilization=Utilization.on(device, config, world.size))
     facts = [*describe_run(config, world.size, state.group_samples), *texts.describe(config)]
-    on = ("on", f"{world.size} x {device_name(device)}")
-    meters.banner([*facts, on, *ways], state, resumed=checkpoint, damage=damage)
+    facts += [("on", f"{world.size} x {device_name(device)}"), *ways]
+    meters.banner(facts, state, resumed=checkpoint, damage=damage)
     run = Training(
         config=config,
         engine=engine,
@@ -109,6 +104,16 @@ def _pretrain(config: RunConfig, texts: Texts, ranks: Group, device: torch.devic
     if world.rank == 0:
         mark_ending(folder, ending, state.step, config.training.steps)
     return ending
+
+
+def _state(config: RunConfig, texts: Texts, mesh: Mesh, checkpoint: Checkpoint | None) -> TrainingState:
+    """The counters of a run that begins; refuses a checkpoint of another run, whose own are loaded with its weights."""
+    state = TrainingState(config.model.padded_vocab_size(), agreed_group(config, mesh.data.size, checkpoint))
+    state.texts = texts_behind(config, texts)
+    texts.note_counts(state)
+    if checkpoint is not None:
+        refuse_another_run(checkpoint, config, state.texts)
+    return state
 
 
 def _feed(config: RunConfig, texts: Texts, state: TrainingState, mesh: Mesh, device: torch.device) -> Feed:

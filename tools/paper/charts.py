@@ -10,7 +10,7 @@ from typing import Any
 import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, NullLocator
+from matplotlib.ticker import EngFormatter, FuncFormatter, NullLocator
 
 from megahead.report.style import PALETTE, STYLE, save_figure
 from megahead.report.tables import show
@@ -58,6 +58,7 @@ def _draw(axes: Axes, chart: Chart, names: Sequence[str]) -> None:
     axes.set_title(chart.title)
     axes.set_xlabel(chart.across)
     axes.tick_params(which="both", length=0)
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     if chart.log_across:
         _mark_points(axes, sorted({x for line in chart.lines.values() for x, _ in line}))
     if chart.log_up:
