@@ -75,16 +75,16 @@ class Laboratory:
         """
         run, source = self.folder / name, f"configs/{config}.yaml"
         given = [*overrides, *self.settings, f"output_dir={run}", f"name={run.name}"]
-        config = load_config(source, given)
-        if not _finished(run, config):
+        wanted = load_config(source, given)
+        if not _finished(run, wanted):
             run.mkdir(parents=True, exist_ok=True)
             command = ["launch/pretrain.py", "--config", source]
             command += [part for override in given for part in ("--set", override)]
             self._do(f"training {name}", command, run / "log.txt")
         metrics = read_metrics(run)
         last = metrics.training[-1]
-        self.runs[name] = {"seed": config.seed, "tokens": last["tokens"], "seconds": last["seconds"]}
-        self.runs[name]["config"] = config.model_dump(mode="json")
+        self.runs[name] = {"seed": wanted.seed, "tokens": last["tokens"], "seconds": last["seconds"]}
+        self.runs[name]["config"] = wanted.model_dump(mode="json")
         self.console.print(f"{name}: perplexity {metrics.validation[-1]['perplexity']:,.1f}", soft_wrap=True)
         return metrics
 

@@ -19,7 +19,7 @@ def scores(run: RunMetrics, head: str) -> Row:
 
 def speed(run: RunMetrics) -> int:
     """Tokens a second of the median log line."""
-    return round(median(record["tokens_per_second"] for record in run.training))
+    return round(float(median(record["tokens_per_second"] for record in run.training)))
 
 
 def candidates(run: RunMetrics) -> int | None:

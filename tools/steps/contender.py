@@ -150,7 +150,7 @@ class Contender:
             outputs_ND.register_hook(self._note_loss_done)
             return outputs_ND
 
-        self.model.backbone.encode_at = watched  # type: ignore[method-assign]
+        self.model.backbone.encode_at = watched  # type: ignore[method-assign, assignment]
 
     def _note_loss_done(self, _: torch.Tensor) -> None:
         self._loss_done = self._now()

@@ -43,4 +43,5 @@ class _Given(SampleRows):
     given: np.ndarray[Any, Any]
 
     def rows(self, sample_indices: Sequence[int] | np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        return self.given[np.asarray(sample_indices)]
+        rows: np.ndarray[Any, Any] = self.given[np.asarray(sample_indices)]
+        return rows
