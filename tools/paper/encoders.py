@@ -19,9 +19,9 @@ from paper.laboratory import Laboratory
 from paper.measures import Row, percent, scores, speed
 
 WRONG = 0.1
-LOSSES = ("balanced", "regular")
+SEEDS = {"balanced": "2", "regular": "1"}
 SUITES = ("glue", "superglue")
-FINE_TUNING = ["--max-train-rows", "10000", "--epochs", "3", "--learning-rate", "3e-4", "--seeds", "2"]
+FINE_TUNING = ["--max-train-rows", "3000", "--epochs", "3", "--learning-rate", "3e-4"]
 
 
 def compare_encoders(laboratory: Laboratory, only: Sequence[str]) -> None:
@@ -37,7 +37,7 @@ def compare_encoders(laboratory: Laboratory, only: Sequence[str]) -> None:
         rows.append({"run": name, **scores(run, run.validation[-1]["head"]), "tokens/s": speed(run)})
     laboratory.record("encoders", rows)
     if laboratory.tasks_data is not None:
-        for loss in LOSSES:
+        for loss in SEEDS:
             _fine_tune(laboratory, names, loss, laboratory.tasks_data)
 
 
@@ -45,7 +45,9 @@ def _fine_tune(laboratory: Laboratory, names: Sequence[str], loss: str, data: Pa
     models = [str(laboratory.folder / name) for name in names]
     output = laboratory.folder / f"glue-{loss}.json"
     tasks = ["--task", "glue", "superglue", "--data", str(data), "--floor", "--loss", loss]
-    laboratory.run("finetune.py", "--model", *models, *tasks, *FINE_TUNING, "--output", str(output))
+    laboratory.run(
+        "finetune.py", "--model", *models, *tasks, *FINE_TUNING, "--seeds", SEEDS[loss], "--output", str(output)
+    )
     rows: dict[str, Row] = {}
     outcomes = Outcomes(output).all()
     for model in dict.fromkeys(outcome.model for outcome in outcomes):
