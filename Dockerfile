@@ -5,13 +5,15 @@
 #       deepspeed launch/pretrain.py --config configs/pythia-70m-headless.yaml
 FROM python:3.11-slim-bookworm
 
-# g++ for Triton, torch.compile and DeepSpeed's CPU Adam; pdsh and ssh for hostfiles.
+# g++ for Triton and torch.compile; pdsh and ssh for hostfiles.
 RUN apt-get update \
     && apt-get install -y --no-install-recommends g++ git make openssh-client pdsh \
     && rm -rf /var/lib/apt/lists/*
 
 WORKDIR /megahead
-COPY Makefile pyproject.toml README.md ./
+COPY Makefile ./
+RUN make .venv/.torch
+COPY pyproject.toml README.md ./
 COPY megahead megahead
 RUN make install
 COPY configs configs

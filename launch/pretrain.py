@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 
 from megahead.config import load_config
 from megahead.errors import UserError, run_command, tell
@@ -22,6 +23,9 @@ def main() -> None:
     parser.add_argument("--resume", default="auto", help="auto (default), never, or a checkpoint folder")
     parser.add_argument("--dry-run", action="store_true", help="print the resolved run and stop")
     parser.add_argument("--world-size", type=int, default=1, help="ranks to assume with --dry-run")
+    parser.add_argument(
+        "--stopped-code", type=int, default=0, metavar="N", help="exit code after a signal (default: 0)"
+    )
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # given by the deepspeed launcher
     arguments = parser.parse_args()
     config = load_config(arguments.config, arguments.set)
@@ -35,8 +39,10 @@ def main() -> None:
     from megahead.distributed import Group, disconnect, read_launch
     from megahead.train import pretrain
 
-    pretrain(config, read_launch(os.environ), arguments.resume)
+    ending = pretrain(config, read_launch(os.environ), arguments.resume)
     disconnect(Group.world())
+    if ending == "stopped":
+        sys.exit(arguments.stopped_code)
 
 
 def say(sentence: str) -> None:

@@ -58,7 +58,7 @@ def main() -> int:
         port(arguments.port),
         *([] if arguments.hostfile is None else hosts(arguments.hostfile)),
     ]
-    Console(highlight=False).print(table(findings))
+    Console(highlight=False, width=None if sys.stdout.isatty() else 140).print(table(findings))
     problems = sum(finding.state == "problem" for finding in findings)
     print("\nready to train" if not problems else f"\n{problems} to repair before training")
     return int(problems > 0)
@@ -114,10 +114,10 @@ def devices() -> Iterator[Finding]:
 
 
 def compiler() -> Finding:
-    """DeepSpeed builds its CPU Adam (offload) and torch.compile its kernels with it."""
+    """torch.compile and Triton build their kernels with it."""
     found = shutil.which("g++") or shutil.which("clang++")
     if found is None:
-        return Finding("C++ compiler", "note", "none", "apt install g++: for host offload and torch.compile")
+        return Finding("C++ compiler", "note", "none", "apt install g++: for engine.compile and Triton kernels")
     return Finding("C++ compiler", "ok", found)
 
 

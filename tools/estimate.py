@@ -11,7 +11,8 @@ from dataclasses import fields
 from rich.console import Console
 from rich.table import Table
 
-from megahead.config import RunConfig, load_config
+from megahead.config import RunConfig, deepspeed_config, load_config
+from megahead.config.deepspeed import zero_stage
 from megahead.errors import ConfigError, run_command
 from megahead.estimate import RankMemory, candidate_rows, rank_memory, run_parameters, training_flops, ways_to_need_less
 
@@ -74,7 +75,8 @@ def verdict(config: RunConfig, world_size: int, budget: float) -> str:
     """The lowest stage that fits, or what to change."""
     fitting = [s for s in stages(config) if rank_memory(config, world_size, s).total <= budget * GIB]
     if fitting:
-        return f"ZeRO {fitting[0]} is enough."
+        chosen = zero_stage(deepspeed_config(config, config.parallel.data_ranks(world_size)))
+        return f"ZeRO {fitting[0]} is enough (the config has {chosen})."
     return f"No stage fits: {', or '.join(ways_to_need_less(config, 3))}."
 
 
@@ -84,8 +86,15 @@ def duration(config: RunConfig, speed: float) -> str:
         raise ConfigError("--peak x --utilization", "be above 0", got=speed)
     flops = training_flops(config.model, config.data.sequence_length, candidate_rows(config))
     tokens = config.training.steps * config.tokens_per_step()
-    days = flops.total * tokens / speed / 86400
-    return f"{tokens:,} tokens at {speed / 1e12:,.4g} TFLOP/s: {days:,.3g} days."
+    hours = flops.total * tokens / speed / 3600
+    told = (
+        f"{hours / 24:,.3g} days"
+        if hours >= 48
+        else f"{hours:,.3g} hours"
+        if hours >= 2
+        else f"{60 * hours:,.3g} minutes"
+    )
+    return f"{tokens:,} tokens at {speed / 1e12:,.4g} TFLOP/s (--peak x --utilization): {told}."
 
 
 if __name__ == "__main__":

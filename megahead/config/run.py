@@ -34,7 +34,7 @@ class TrainingConfig(Settings):
     writes every step."""
 
     wandb: str | None = None
-    """Project of Weights & Biases that curves go to as well (`pip install 'megahead[wandb]'`); none when left out."""
+    """Project of Weights & Biases that curves go to as well (`pip install -e '.[wandb]'`); none when left out."""
 
     evaluate_every: int = Field(default=500, gt=0)
     """Optimizer steps between evaluations; also evaluated at the end."""

@@ -41,6 +41,8 @@ def read_launch(environment: Mapping[str, str]) -> Launch:
     Raises UserError naming the variable that is missing or not a number.
     """
     source = {name: environment.get(name, environment.get(_SLURM[name], "")) for name in _SLURM}
+    if "LOCAL_RANK" not in environment and _has_a_device_of_its_own(environment):
+        source["LOCAL_RANK"] = "0"
     if not source["WORLD_SIZE"] and environment.get("RANK"):
         raise UserError(_missing("WORLD_SIZE", f"RANK is {environment['RANK']}"))
     if not source["WORLD_SIZE"] or source["WORLD_SIZE"] == "1":
@@ -61,6 +63,11 @@ def read_launch(environment: Mapping[str, str]) -> Launch:
         raise UserError(f"`RANK` must be below WORLD_SIZE ({world_size}), but is {rank} instead.")
     attempt = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
     return Launch(rank, world_size, local_rank, source["MASTER_ADDR"], port, int(attempt) if attempt.isdecimal() else 0)
+
+
+def _has_a_device_of_its_own(environment: Mapping[str, str]) -> bool:
+    """Whether srun gave this task one GPU (`--gpus-per-task`, `--gpu-bind`), which is its first then."""
+    return "SLURM_PROCID" in environment and "," not in environment.get("CUDA_VISIBLE_DEVICES", ",")
 
 
 def _missing(name: str, when: str) -> str:

@@ -15,7 +15,7 @@ from megahead.errors import ConfigError
 def require_boards(config: RunConfig) -> None:
     """ConfigError where the run asks for a board that is not installed."""
     if config.training.wandb is not None and find_spec("wandb") is None:
-        hint = "pip install 'megahead[wandb]'"
+        hint = "pip install -e '.[wandb]'"
         raise ConfigError("training.wandb", "be left out where wandb is not installed", got="given", hint=hint)
 
 

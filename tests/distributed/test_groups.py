@@ -74,6 +74,8 @@ def test_launchers_are_understood() -> None:
     assert read_launch(torchrun) == Launch(3, 4, 1, "node0", 1234)
     slurm = {"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_LOCALID": "1", "MASTER_ADDR": "n", "MASTER_PORT": "1"}
     assert read_launch(slurm) == Launch(3, 4, 1, "n", 1)
+    assert read_launch(slurm | {"CUDA_VISIBLE_DEVICES": "0,1"}) == Launch(3, 4, 1, "n", 1)
+    assert read_launch(slurm | {"CUDA_VISIBLE_DEVICES": "1"}) == Launch(3, 4, 0, "n", 1)  # --gpus-per-task
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ def test_the_command_names_the_stage_that_is_needed() -> None:
     fits = call("tools/estimate.py", *options, "--memory", "20")
     assert fits.returncode == 0, fits.stderr
     assert "11,589,171,200 parameters" in fits.stdout
-    assert "ZeRO 1 is enough." in fits.stdout
+    assert "ZeRO 1 is enough (the config has 1)." in fits.stdout
     assert "299,892,736,000 tokens" in fits.stdout
     assert (
         "No stage fits: take more ranks, or lower batch.micro_size (now 4), or"

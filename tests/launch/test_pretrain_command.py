@@ -40,7 +40,10 @@ def test_sigterm_saves_and_the_same_command_goes_on(tmp_path: Path) -> None:
     config = config_file(tmp_path, {"training.steps": 100_000, "training.evaluate_every": 100_000})
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONUNBUFFERED": "1"}
     with subprocess.Popen(
-        [sys.executable, SCRIPT, "--config", config], stdout=subprocess.PIPE, text=True, env=environment
+        [sys.executable, SCRIPT, "--config", config, "--stopped-code", "75"],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
     ) as process:
         assert process.stdout is not None
         for line in process.stdout:
@@ -49,7 +52,7 @@ def test_sigterm_saves_and_the_same_command_goes_on(tmp_path: Path) -> None:
         sent = time.monotonic()
         process.send_signal(signal.SIGTERM)
         output = process.communicate(timeout=60)[0]
-    assert process.returncode == 0
+    assert process.returncode == 75
     assert "stopped at step" in output
     assert time.monotonic() - sent < 20
     step = open_checkpoint(tmp_path / "run").step

@@ -50,24 +50,48 @@ def test_torchrun_starts_all_ranks_again_and_they_resume(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("ending", "restarts", "requeued"),
-    [("finished", 0, False), ("out of time", 0, False), ("stopped", 99, True), ("", 3, True), ("", 20, False)],
+    ("ending", "saved", "state", "requeued"),
+    [
+        ("finished", True, "RUNNING", False),
+        ("out of time", True, "RUNNING", False),
+        ("stopped", True, "RUNNING", True),  # the time limit comes near
+        ("stopped", True, "COMPLETING", False),  # scancel
+        ("", True, "RUNNING", True),  # died on its way
+        ("", False, "RUNNING", False),  # a wrong setting, for one
+    ],
 )
-def test_slurm_queues_again_what_was_stopped_or_died(
-    tmp_path: Path, ending: str, restarts: int, requeued: bool
+@pytest.mark.parametrize("task", ["", "3"])
+def test_slurm_queues_again_what_the_time_limit_stopped_or_what_died_on_its_way(
+    tmp_path: Path, ending: str, saved: bool, state: str, requeued: bool, task: str
 ) -> None:
     """With stand-ins for Slurm's commands."""
     run = tmp_path / "run"
-    run.mkdir()
+    (run / "checkpoints").mkdir(parents=True)
+    (run / "checkpoints/latest").write_text("step-00000001")
     mark = f"""printf '{{"ending": "{ending}", "step": 3, "steps": 6}}' > {run}/ending.json""" if ending else "exit 1"
-    commands = {"srun": f'echo "$@" > {tmp_path}/given\n{mark}', "scontrol": f'echo "$@" >> {tmp_path}/asked'}
+    save = f"echo step-00000003 > {run}/checkpoints/latest" if saved else ""
+    commands = {
+        "srun": f'echo "$@" > {tmp_path}/given\n{save}\n{mark}',
+        "scontrol": f'echo "$@" >> {tmp_path}/asked',
+        "squeue": f'echo "$@" >> {tmp_path}/asked; echo {state}',
+    }
     for name, text in commands.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
         (tmp_path / name).chmod(0o755)
     environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_NODELIST": "a", "SLURM_JOB_ID": "17"}
-    environment |= {"SLURM_CPUS_PER_TASK": "1", "SLURM_RESTART_COUNT": str(restarts)}
+    environment |= {"SLURM_CPUS_PER_TASK": "1"}
+    environment |= {"SLURM_ARRAY_JOB_ID": "15", "SLURM_ARRAY_TASK_ID": task} if task else {}
     command = ["bash", ROOT / "launch/slurm.sh", run, "configs/x.yaml", "--set", "seed=2"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == (0 if ending else 1), done.stderr
     assert f"--config configs/x.yaml --set seed=2 --set output_dir={run}" in (tmp_path / "given").read_text()
-    assert ("requeue 17" in (tmp_path / "asked").read_text()) is requeued
+    asked = (tmp_path / "asked").read_text()
+    assert ("requeue" in asked) is requeued
+    assert (f"requeue {'15_3' if task else '17'}\n" in asked) is requeued
+
+
+@pytest.mark.parametrize("script", ["slurm.sh", "sweep.sh"])
+def test_a_job_without_arguments_says_how_it_is_called(script: str) -> None:
+    done = subprocess.run(["bash", ROOT / "launch" / script], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("usage: sbatch ")

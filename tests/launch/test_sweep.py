@@ -13,11 +13,11 @@ from megahead.config import load_config
 
 
 def sweep(folder: Path, task: int) -> subprocess.CompletedProcess[str]:
-    for name, text in {"srun": f'echo "$@" > {folder}/given', "scontrol": "echo node"}.items():
+    for name, text in {"srun": f'echo "$@" > {folder}/given', "scontrol": "echo node", "squeue": ""}.items():
         (folder / name).write_text(f"#!/bin/bash\n{text}\n")
         (folder / name).chmod(0o755)
     environment = {"PATH": f"{folder}:{os.environ['PATH']}", "SLURM_JOB_NODELIST": "a", "SLURM_JOB_ID": "17"}
-    environment |= {"SLURM_CPUS_PER_TASK": "1", "SLURM_RESTART_COUNT": "99", "SLURM_ARRAY_TASK_ID": str(task)}
+    environment |= {"SLURM_CPUS_PER_TASK": "1", "SLURM_ARRAY_JOB_ID": "17", "SLURM_ARRAY_TASK_ID": str(task)}
     command = ["bash", "launch/sweep.sh", "configs/small-headless.yaml", "launch/sweep.txt"]
     return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
 

@@ -109,5 +109,5 @@ def test_weights_and_biases_that_is_not_installed_is_told_before_anything_starts
         pretrain(small_config(tmp_path, {"training.wandb": "heads"}), Launch())
     assert str(caught.value) == (
         "`training.wandb` must be left out where wandb is not installed, but is given instead; "
-        "pip install 'megahead[wandb]'."
+        "pip install -e '.[wandb]'."
     )

@@ -111,13 +111,14 @@ def _tasks(laboratory: Laboratory, seed: int, rows: Sequence[Row], data: Path) -
     exported = {row["model"]: row for row in rows if row["head"] != "tied" and row["seed"] == seed}
     points = [model for model in exported if Path(model).exists()]
     scored = score(laboratory, "lambada", ["--tasks", ALONG, "--data", str(data), "--limit", ALONG_LIMIT], points)
-    along = [{**exported[entry["model"]], **scores_of(entry)} for entry in scored]
+    known = ("objective", "head", "step", "tokens", "seconds")
+    along = [{**{name: exported[entry["model"]][name] for name in known}, **scores_of(entry)} for entry in scored]
     charts = [
         Chart(f"LAMBADA {metric}", across, lines(_named(along), "run", across, metric), log_up=metric == "perplexity")
         for metric in ("perplexity", "acc")
         for across in ("tokens", "seconds")
     ]
-    laboratory.record("decoders-lambada", _without_model(along), *charts)
+    laboratory.record("decoders-lambada", along, *charts)
     ends = [str(laboratory.folder / f"{name}-{seed}") for name in ("headless", "head", "vanilla", "random")]
     scored = score(laboratory, "tasks", ["--tasks", AT_THE_END, "--data", str(data), "--limit", LIMIT], ends)
     laboratory.record("decoders-tasks", beside(scored))
