@@ -2,6 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 ARGS ?=
+TORCH_INDEX ?=
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 .PHONY: help install demo test check test-gpu format clean
@@ -12,8 +13,9 @@ help:
 	@echo "make test-gpu   the tests that need a CUDA device"
 
 .venv/.torch:
+	@echo "installing into .venv: some minutes, on Linux some GB (TORCH_INDEX=https://download.pytorch.org/whl/cpu: torch without CUDA)"
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install -q torch==2.13.0
+	$(BIN)/pip install -q torch==2.13.0 $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 	@touch $@
 
 .venv/.installed: pyproject.toml .venv/.torch

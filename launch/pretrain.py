@@ -31,9 +31,10 @@ def main() -> None:
     config = load_config(arguments.config, arguments.set)
 
     if arguments.dry_run:
-        from megahead.train.describe import describe_run
+        from megahead.train.describe import describe_run, files_of
 
-        print("\n".join(f"{name:<12}{value}" for name, value in describe_run(config, arguments.world_size)))
+        lines = [*describe_run(config, arguments.world_size), files_of(config)]
+        print("\n".join(f"{name:<12}{value}" for name, value in lines))
         return
 
     from megahead.distributed import Group, disconnect, read_launch

@@ -20,12 +20,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import psutil
-import torch
-from rich.console import Console
-from rich.table import Table
+try:
+    import psutil
+    import torch
+    from rich.console import Console
+    from rich.table import Table
 
-from megahead.errors import run_command
+    from megahead.errors import run_command
+except ModuleNotFoundError as missing:
+    sys.exit(
+        f"error: {missing.name} must be installed, but is not; run `make install`, then `source .venv/bin/activate`."
+    )
 
 GIB = 2**30
 STYLES = {"ok": "green", "note": "yellow", "problem": "bold red"}

@@ -43,7 +43,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     tree = _read_yaml(Path(path))
     for override in overrides:
         _apply(tree, override)
-    return config_from_dict(tree, source=str(path))
+    return config_from_dict(tree, source=f"{path} with --set" if overrides else str(path))
 
 
 def config_from_dict(tree: Mapping[str, Any], source: str = "the configuration") -> RunConfig:

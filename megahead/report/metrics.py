@@ -35,8 +35,8 @@ class RunMetrics:
 def read_metrics(run: Path) -> RunMetrics:
     """The metrics of a run folder (or of a metrics.jsonl itself).
 
-    A last line cut short by a killed run is left out, and so are lines that a resumed run wrote again: of two lines for
-    one step the later counts. Raises UserError when there is no log, or when another line is broken.
+    Left out are a last line cut short by a killed run, and what lies beyond the step at which a later session began. Raises
+    UserError when there is no log, or when another line is broken.
     """
     path = run if run.suffix == ".jsonl" else run / "metrics.jsonl"
     training: dict[int, Record] = {}
@@ -53,6 +53,8 @@ def read_metrics(run: Path) -> RunMetrics:
             training[record["step"]] = record
         elif "session" in record or "fault" in record:
             events.append(record)
+        if "session" in record:
+            training, validation, tasks = (_up_to(record["step"], lines) for lines in (training, validation, tasks))
     if not training and not validation:
         raise UserError(f"{path} must hold metrics of a run, but holds no line yet; try again after the first step.")
     name = path.parent.name or path.parent.resolve().name
@@ -82,6 +84,10 @@ def _records(path: Path) -> list[dict[str, Any]]:
             ) from None
         records.append(record)
     return records
+
+
+def _up_to(step: int, by_step: Mapping[int, Record]) -> dict[int, Record]:
+    return {at: record for at, record in by_step.items() if at <= step}
 
 
 def _in_order(by_step: Mapping[int, Record]) -> list[Record]:

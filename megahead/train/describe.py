@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from megahead.config import RunConfig, deepspeed_config, resolve_group
 from megahead.config.deepspeed import zero_stage
 from megahead.estimate import RankMemory, rank_memory, run_parameters
@@ -39,6 +41,15 @@ def describe_run(config: RunConfig, world_size: int, group_samples: int | None =
         ("engine", f"ZeRO {zero_stage(engine)}, {config.engine.precision}"),
         ("memory", _memory(rank_memory(config, world_size))),
     ]
+
+
+def files_of(config: RunConfig) -> tuple[str, str]:
+    """(name, value): which files a run would read that are not there; only looked for, not opened."""
+    texts = [part.prefix for part in config.data.parts()] + [config.data.validation or ""]
+    named = [f"{prefix}{ending}" for prefix in texts if prefix for ending in (".bin", ".idx")]
+    named += [config.data.tokenizer] if config.data.tokenizer else []
+    missing = [name for name in named if not Path(name).exists()]
+    return "files", f"not there: {', '.join(missing)}" if missing else f"{len(named)} there, not opened"
 
 
 def _memory(memory: RankMemory) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 from pathlib import Path
 from types import FrameType
@@ -18,11 +19,15 @@ ENDING = "ending.json"
 
 
 class StopRequest:
-    """Remembers SIGTERM and SIGUSR1 (preemption, Slurm's `--signal`) until someone asks; more change nothing."""
+    """Remembers SIGTERM and SIGUSR1 (preemption, Slurm's `--signal`) until someone asks; more change nothing.
 
-    def __init__(self) -> None:
+    So it does a first Ctrl-C, and says so where it `tells`; a second one ends the process at once.
+    """
+
+    def __init__(self, tells: bool = True) -> None:
         self.signal: str | None = None
-        for number in (signal.SIGTERM, signal.SIGUSR1):
+        self._tells = tells
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
             signal.signal(number, self._note)
 
     def agreed(self, world: Group) -> bool:
@@ -31,6 +36,10 @@ class StopRequest:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.signal = signal.Signals(number).name
+        if number == signal.SIGINT:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            if self._tells:
+                os.write(2, b"\nsaving after this step, then stopping; Ctrl-C again ends at once\n")
 
 
 def mark_ending(folder: Path, ending: Ending, step: int, steps: int) -> None:

@@ -90,7 +90,7 @@ def _pretrain(config: RunConfig, texts: Texts, ranks: Group, device: torch.devic
         state=state,
         guard=Guard(config.faults),
         meters=meters,
-        stop=StopRequest(),
+        stop=StopRequest(tells=world.rank == 0),
         evaluation=None if texts.held_out is None else Evaluation(config, texts.held_out, data, device),
         tasks=None if config.tasks is None else TaskEvaluation(config.tasks, world),
         saver=Saver(engine, state, config, data, world, checkpoint),

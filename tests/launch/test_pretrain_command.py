@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -36,7 +37,8 @@ def test_deepspeed_torchrun_and_bare_python_train_alike(tmp_path: Path) -> None:
     assert curves["torchrun"] == curves["deepspeed"]
 
 
-def test_sigterm_saves_and_the_same_command_goes_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_the_same_command_goes_on(tmp_path: Path, number: signal.Signals) -> None:
     config = config_file(tmp_path, {"training.steps": 100_000, "training.evaluate_every": 100_000})
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONUNBUFFERED": "1"}
     with subprocess.Popen(
@@ -50,7 +52,7 @@ def test_sigterm_saves_and_the_same_command_goes_on(tmp_path: Path) -> None:
             if line.startswith("step"):
                 break
         sent = time.monotonic()
-        process.send_signal(signal.SIGTERM)
+        process.send_signal(number)
         output = process.communicate(timeout=60)[0]
     assert process.returncode == 75
     assert "stopped at step" in output
@@ -67,6 +69,7 @@ def test_dry_run_resolves_and_writes_nothing(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "8 rows x 24 = 192 tokens a step; 2 rows x 1 accumulation x 4 data ranks" in done.stdout
     assert "6 steps, 1,152 tokens" in done.stdout
+    assert re.search(r"^files       \d there, not opened$", done.stdout, re.MULTILINE)
     assert not (tmp_path / "run").exists()
 
 

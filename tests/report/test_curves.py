@@ -32,6 +32,21 @@ def test_steps_done_again_after_a_resume_count_once(tmp_path: Path) -> None:
     assert [(record["step"], record["loss"]) for record in run.training] == [(1, 9.0), (2, 4.5), (3, 5.0)]
 
 
+def test_a_session_counts_from_where_it_began(tmp_path: Path) -> None:
+    """A longer run in the same folder that left no checkpoint, and one killed beyond its last."""
+    began = {"step": 0, "tokens": 0, "seconds": 0.0, "session": {"resumed": None, "damaged": []}}
+    resumed = {**began, "step": 2, "session": {"resumed": "step-00000002", "damaged": []}}
+    earlier = [began, training(1), training(5), evaluation(5, 80.0)]
+    run = read_metrics(
+        write_run(
+            tmp_path / "run", *earlier, began, training(2), training(4), evaluation(4, 90.0), resumed, training(3)
+        )
+    )
+    assert [record["step"] for record in run.training] == [2, 3]
+    assert not run.validation
+    assert len(run.events) == 3
+
+
 def test_no_run_a_broken_one_and_an_empty_one_are_told(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"nothing/metrics\.jsonl must be the metrics of a run"):
         read_metrics(tmp_path / "nothing")

@@ -24,6 +24,12 @@ def test_this_machine_is_ready_to_train(tmp_path: Path) -> None:
     assert torch.__version__ in done.stdout
 
 
+def test_outside_of_the_environment_it_says_how_to_get_in() -> None:
+    done = call(sys.executable, "-S", "tools/doctor.py")  # -S: without site-packages
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: psutil must be installed, but is not; run `make install`")
+
+
 def test_a_port_that_is_taken() -> None:
     with socket.socket() as holder:
         holder.bind(("", 0))
