@@ -177,7 +177,7 @@ def test_charts_have_one_colour_a_name_and_mark_the_points() -> None:
 
 def test_steps_are_timed_once_for_each_batch(laboratory: Laboratory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("paper.latency.SHAPES", (("bert-tiny", 16),))
-    monkeypatch.setattr("paper.latency.TOKENS", (8, 16, 32))
+    monkeypatch.setattr("paper.latency.TOKENS", {"bert-tiny": (8, 16, 32)})
     compare_latency(laboratory, [])
     rows = results(laboratory, "latency")
     assert [(row["batch"], row["objective"]) for row in rows] == [
@@ -213,7 +213,7 @@ def test_languages_and_xnli(laboratory: Laboratory, monkeypatch: pytest.MonkeyPa
     assert [Path(part["prefix"]).name for part in config["data"]["train"]] == ["de", "en"]
     rows = results(laboratory, "xnli")
     assert [row["model"] for row in rows] == ["headless", "vanilla", "random weights"]
-    assert all("±" in row[column] for row in rows for column in ("English only", "target language", "de", "en"))
+    assert all(float(row[column]) > 0 for row in rows for column in ("English only", "target language", "de", "en"))
 
 
 LABELS = ("entailment", "neutral", "contradiction")

@@ -36,8 +36,7 @@ def compare_decoders(laboratory: Laboratory, only: Sequence[str]) -> None:
     ends = []
     for seed in seeds:
         for objective in HEADS:
-            last = STEPS // POINTS * POINTS
-            ends += [row for row in _along(laboratory, objective, seed) if row["step"] == last]
+            ends += _along(laboratory, objective, seed, slice(-1, None))
         ends += _head_along(laboratory, seed, f"head-{seed}", HEAD_STEPS, 1)
     values = ("seconds", "perplexity", "accuracy", "bits per byte")
     laboratory.record("decoders-ends", over_seeds(ends, ("objective", "head", "tokens"), values))
@@ -45,11 +44,11 @@ def compare_decoders(laboratory: Laboratory, only: Sequence[str]) -> None:
         _tasks(laboratory, seeds[0], along + ends, laboratory.tasks_data)
 
 
-def _along(laboratory: Laboratory, objective: str, seed: int) -> list[Row]:
-    """What each head of the run's checkpoints reaches, after how much."""
+def _along(laboratory: Laboratory, objective: str, seed: int, points: slice = slice(None)) -> list[Row]:
+    """What each head of the run's checkpoints, those at `points`, reaches after how much."""
     run = _train(laboratory, objective, seed, [f"training.steps={STEPS}", f"objective.name={objective}"])
     rows = []
-    for folder in _checkpoints(laboratory, f"{objective}-{seed}"):
+    for folder in _checkpoints(laboratory, f"{objective}-{seed}")[points]:
         step = int(folder.name.split("-")[1])
         spent = next(record for record in run.training if record["step"] >= step)
         for head in HEADS[objective]:
@@ -116,6 +115,7 @@ def _tasks(laboratory: Laboratory, seed: int, rows: Sequence[Row], data: Path) -
     charts = [
         Chart(f"LAMBADA {metric}", across, lines(_named(along), "run", across, metric), log_up=metric == "perplexity")
         for metric in ("perplexity", "acc")
+        if len({row[metric] for row in along}) > 1
         for across in ("tokens", "seconds")
     ]
     laboratory.record("decoders-lambada", along, *charts)

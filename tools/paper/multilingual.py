@@ -18,7 +18,7 @@ from paper.measures import Row, lines, percent, scores, speed
 
 LANGUAGES = ("ar", "de", "en", "es", "fr", "hi", "zh")
 STEPS = 600
-FINE_TUNING = ["--epochs", "5", "--learning-rate", "3e-4", "--batch-size", "32", "--seeds", "2"]
+FINE_TUNING = ["--epochs", "3", "--learning-rate", "3e-4", "--batch-size", "32", "--seeds", "1"]
 OBJECTIVES = ("headless", "vanilla")
 
 

@@ -13,7 +13,7 @@ from paper.laboratory import Laboratory
 from paper.measures import Row, lines, speed
 
 SIZES = (8_192, 32_768, 131_072)
-STEPS = 80
+STEPS = 50
 
 
 def compare_vocabularies(laboratory: Laboratory, only: Sequence[str]) -> None:
