@@ -93,9 +93,9 @@ def test_a_variant_is_trained_once_scored_with_both_heads_and_recorded(laborator
 
 
 def test_groups_in_batches_and_pairs_of_vocabularies(laboratory: Laboratory, monkeypatch: pytest.MonkeyPatch) -> None:
-    compare_negatives(laboratory, ["batch-4-group-1"])
+    compare_negatives(laboratory, ["batch-16-group-1"])
     (row,) = json.loads((laboratory.folder / "negatives.json").read_text())["results"]
-    assert (row["batch"], row["group"]) == (4, 1)
+    assert (row["batch"], row["group"]) == (16, 1)
     assert 1 < row["candidates"] <= 16
     monkeypatch.setattr("paper.vocabularies.SIZES", (300,))
     compare_vocabularies(laboratory, [])
