@@ -56,6 +56,7 @@ class Meters:
         lines = [*lines, *(("damaged", sentence) for sentence in damage)]
         if resumed is not None:
             lines = [*lines, ("resumed", f"step {resumed.step:,}, {resumed.folder}")]
+        lines = [*lines, ("progress", f"at most a line every {self._say_seconds:g} s; the first step takes longest")]
         self.say("\n".join(f"{name:<12}{value}" for name, value in lines))
         if self._active:
             facts = {"resumed": None if resumed is None else resumed.folder.name, "damaged": list(damage)}

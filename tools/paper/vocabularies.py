@@ -12,7 +12,7 @@ from paper.charts import Chart
 from paper.laboratory import Laboratory
 from paper.measures import Row, lines, speed
 
-SIZES = (8_192, 32_768, 65_536)
+SIZES = (8_192, 16_384, 32_768, 65_536, 131_072)
 STEPS = 50
 
 
