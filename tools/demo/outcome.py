@@ -53,7 +53,7 @@ def _narrow(row: dict[str, Any]) -> dict[str, object]:
         "perplexity": row["perplexity"],
         "bits/byte": row["bits_per_byte"],
         "next token": f"{row['next_token']:.1%}",
-        "last word": f"{100 * row['last_word']:.1f} ± {100 * row['last_word_stderr']:.1f} %",
+        "last word": f"{100 * row['last_word']:.1f}±{100 * row['last_word_stderr']:.1f}%",
         "tokens/s": round(row["tokens"] / row["seconds"]),
         "trained": duration(row["seconds"]),
     }
