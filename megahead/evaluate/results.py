@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -56,15 +57,23 @@ class ResultsFile:
     def find(self, model: Path, folder: Path, task: str, file: Path, limit: int | None) -> TaskResult | None:
         """The result kept of this very evaluation, if there is one."""
         entry = self._kept.find(_key(model, folder, task, file, limit))
-        if entry is None:
-            return None
-        return TaskResult(task, entry["samples"], [Score(**score) for score in entry["scores"]], limit)
+        return None if entry is None else _result(entry)
+
+    def of(self, model: Path, limit: int | None) -> list[TaskResult]:
+        """Every result kept of a model's folder with that limit."""
+        mine = [entry for entry in self._kept.entries if (entry["model"], entry["limit"]) == (str(model), limit)]
+        return [_result(entry) for entry in mine]
 
     def add(self, model: Path, folder: Path, file: Path, result: TaskResult) -> None:
         """Keeps `result`, in place of what the model reached before on that task with that limit."""
         values = {"samples": result.samples, "scores": [asdict(score) for score in result.scores]}
         key = _key(model, folder, result.task, file, result.limit)
         self._kept.add(key, values, replaces=("model", "task", "limit"))
+
+
+def _result(entry: Mapping[str, Any]) -> TaskResult:
+    scores = [Score(**score) for score in entry["scores"]]
+    return TaskResult(entry["task"], entry["samples"], scores, entry["limit"])
 
 
 def _key(model: Path, folder: Path, task: str, file: Path, limit: int | None) -> dict[str, Any]:

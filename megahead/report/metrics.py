@@ -35,8 +35,8 @@ class RunMetrics:
 def read_metrics(run: Path) -> RunMetrics:
     """The metrics of a run folder (or of a metrics.jsonl itself).
 
-    Left out are a last line cut short by a killed run, and what lies beyond the step at which a later session began.
-    Raises UserError when there is no log, or when another line is broken.
+    Left out are a last line cut short by a killed run, and what lies beyond the step at which a later session began; of
+    two lines for one step the later counts. Raises UserError when there is no log, or when another line is broken.
     """
     path = run if run.suffix == ".jsonl" else run / "metrics.jsonl"
     training: dict[int, Record] = {}

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import finetune
 import pytest
 from small_encoder import save_small_encoder
 
+import finetune
 from megahead.errors import FieldError
 
 XNLI = "the cat sat\tit is true\tentailment\nthe cat sat\tno\tcontradiction\nthe cat sat\tthe dog\tneutral\n"

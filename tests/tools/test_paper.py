@@ -224,9 +224,21 @@ def test_an_experiment_says_that_it_needs_a_text(laboratory: Laboratory) -> None
         compare_negatives(replace(laboratory, text=None), [])
 
 
-def test_encoders_with_clean_and_with_wrong_labels(laboratory: Laboratory) -> None:
-    laboratory = replace(laboratory, settings=[*TINY, "batch.micro_size=16"])
+def test_encoders_with_clean_and_with_wrong_labels(laboratory: Laboratory, tmp_path: Path) -> None:
+    texts = [(word, label) for word in ("man", "dog", "sea") for label in ("entailment", "not_entailment")]
+    for part in ("train", "dev"):
+        (tmp_path / "glue/RTE").mkdir(parents=True, exist_ok=True)
+        rows = [f"{k}\ta {word}\tthe {word}\t{label}\n" for k, (word, label) in enumerate(texts)]
+        (tmp_path / f"glue/RTE/{part}.tsv").write_text("index\tsentence1\tsentence2\tlabel\n" + "".join(rows))
+    for part in ("train", "val"):
+        (tmp_path / "superglue/CB").mkdir(parents=True, exist_ok=True)
+        pairs = [{"premise": f"a {w}", "hypothesis": w, "label": label} for w in ("man", "sea") for label in LABELS]
+        (tmp_path / f"superglue/CB/{part}.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    laboratory = replace(laboratory, settings=[*TINY, "batch.micro_size=16"], tasks_data=tmp_path)
     compare_encoders(laboratory, [])
+    scored = {row["task"]: row for row in results(laboratory, "encoders-balanced")}
+    assert {"glue/rte", "superglue/cb", "training"} <= {*scored}
+    assert list(scored["glue/rte"])[-4:] == ["headless", "vanilla", "wrong-labels", "random weights"]
     rows = json.loads((laboratory.folder / "encoders.json").read_text())["results"]
     assert [row["run"] for row in rows] == ["headless", "vanilla", "wrong-labels"]
     data = laboratory.folder.parent / "wordpiece-320"

@@ -24,7 +24,7 @@ STEPS, POINTS = 320, 4
 HEAD_STEPS, LONG_HEAD_STEPS, HEAD_POINTS = 40, 160, 8
 HEADS: dict[str, tuple[HeadName, ...]] = {"headless": ("tied", "pmi"), "vanilla": ("trained",)}
 ALONG, AT_THE_END = "lambada_openai", "arc_easy,arc_challenge,boolq,crows_pairs_english,race,sciq,pubmedqa"
-ALONG_LIMIT, LIMIT = "1000", "300"
+ALONG_LIMIT, LIMIT = 1_000, 300
 
 
 def compare_decoders(laboratory: Laboratory, only: Sequence[str]) -> None:
@@ -107,11 +107,14 @@ def _tasks(laboratory: Laboratory, seed: int, rows: Sequence[Row], data: Path) -
     """LAMBADA along training (decoders-lambada), and all tasks at the end beside random weights (tasks.json)."""
     untrained = ["training.steps=1", "schedule.warmup_steps=0", "optimizer.learning_rate=1e-12"]
     _train(laboratory, "random", seed, [*untrained, "objective.name=vanilla"])
-    exported = {row["model"]: row for row in rows if row["head"] != "tied" and row["seed"] == seed}
-    points = [model for model in exported if Path(model).exists()]
-    scored = score(laboratory, "lambada", ["--tasks", ALONG, "--data", str(data), "--limit", ALONG_LIMIT], points)
+    exported = {Path(row["model"]): row for row in rows if row["head"] != "tied" and row["seed"] == seed}
+    points = [model for model in exported if model.exists()]
     known = ("objective", "head", "step", "tokens", "seconds")
-    along = [{**{name: exported[entry["model"]][name] for name in known}, **scores_of(entry)} for entry in scored]
+    along = [
+        {**{name: exported[model][name] for name in known}, **scores_of(result)}
+        for model, results in score(laboratory, "lambada", ALONG, ALONG_LIMIT, data, points).items()
+        for result in results
+    ]
     charts = [
         Chart(f"LAMBADA {metric}", across, lines(_named(along), "run", across, metric), log_up=metric == "perplexity")
         for metric in ("perplexity", "acc")
@@ -119,6 +122,5 @@ def _tasks(laboratory: Laboratory, seed: int, rows: Sequence[Row], data: Path) -
         for across in ("tokens", "seconds")
     ]
     laboratory.record("decoders-lambada", along, *charts)
-    ends = [str(laboratory.folder / f"{name}-{seed}") for name in ("headless", "head", "vanilla", "random")]
-    scored = score(laboratory, "tasks", ["--tasks", AT_THE_END, "--data", str(data), "--limit", LIMIT], ends)
-    laboratory.record("decoders-tasks", beside(scored))
+    ends = [laboratory.folder / f"{name}-{seed}" for name in ("headless", "head", "vanilla", "random")]
+    laboratory.record("decoders-tasks", beside(score(laboratory, "tasks", AT_THE_END, LIMIT, data, ends)))

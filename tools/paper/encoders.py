@@ -1,8 +1,8 @@
 """A small encoder, headless and vanilla, on GLUE and SuperGLUE (the paper's Tables 1, 2 and 12).
 
 The vanilla twin has clean labels; a third run learns from a text a tenth of whose tokens were replaced at random before
-anything was masked, labels included, as in the published code's vanilla runs (its headless targets were clean). All are
-fine-tuned with balanced and with regular cross-entropy, beside the same shape with random weights.
+anything was masked, inputs and labels, as in the published code's vanilla runs (of its headless runs the inputs alone).
+All are fine-tuned with balanced and with regular cross-entropy, beside the same shape with random weights.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from pathlib import Path
 
 import numpy as np
 
+from finetune import table
 from megahead.data import IndexedDataset, IndexedDatasetWriter
-from megahead.evaluate.finetuning import Outcomes, summarise
+from megahead.evaluate.finetuning import Outcomes
 from paper.laboratory import Laboratory
-from paper.measures import Row, percent, scores, speed
+from paper.measures import Row, scores, speed
 
 WRONG = 0.1
 SEEDS = {"balanced": "2", "regular": "1"}
-SUITES = ("glue", "superglue")
 FINE_TUNING = ["--max-train-rows", "3000", "--epochs", "3", "--learning-rate", "3e-4"]
 
 
@@ -48,15 +48,8 @@ def _fine_tune(laboratory: Laboratory, names: Sequence[str], loss: str, data: Pa
     laboratory.run(
         "finetune.py", "--model", *models, *tasks, *FINE_TUNING, "--seeds", SEEDS[loss], "--output", str(output)
     )
-    rows: dict[str, Row] = {}
-    outcomes = Outcomes(output).all()
-    for model in dict.fromkeys(outcome.model for outcome in outcomes):
-        mine = [outcome for outcome in outcomes if outcome.model == model]
-        for summary in summarise(mine):
-            suite = f"{summary.task} ({summary.test})" if summary.task in SUITES else summary.task
-            shown = rows.setdefault(f"{suite} {summary.metric}".strip(), {"task": suite, "metric": summary.metric})
-            shown |= {Path(model).name: percent(summary.values)}
-    laboratory.record(f"encoders-{loss}", list(rows.values()))
+    rows = table(Outcomes(output).newest())
+    laboratory.record(f"encoders-{loss}", [{Path(name).name: cell for name, cell in row.items()} for row in rows])
 
 
 def _with_wrong_tokens(prefix: Path) -> Path:

@@ -2,34 +2,37 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from megahead.evaluate.results import ResultsFile, TaskResult
 from paper.laboratory import Laboratory
 from paper.measures import Row
 
+Scored = Mapping[Path, Sequence[TaskResult]]
 
-def score(laboratory: Laboratory, name: str, what: Sequence[str], models: Sequence[str]) -> list[Row]:
-    """The entries of `folder`/NAME.json for `models`, by the harness where they are missing."""
+
+def score(laboratory: Laboratory, name: str, tasks: str, limit: int, data: Path, models: Sequence[Path]) -> Scored:
+    """What each model reaches on the first `limit` examples; `folder`/NAME.json keeps it."""
     output = laboratory.folder / f"{name}.json"
-    laboratory.run("eval_harness.py", *what, "--output", str(output), "--model", *models)
-    entries: list[Row] = json.loads(output.read_text())["results"]
-    return [entry for model in models for entry in entries if entry["model"] == model]
+    what = ["--tasks", tasks, "--data", str(data), "--limit", str(limit), "--output", str(output)]
+    laboratory.run("eval_harness.py", *what, "--model", *map(str, models))
+    kept = ResultsFile(output)
+    return {model: kept.of(model, limit) for model in models}
 
 
-def scores_of(entry: Row) -> Row:
+def scores_of(result: TaskResult) -> Row:
     """Metric to value, and `± METRIC` to its standard error."""
-    values = {score["metric"]: score["value"] for score in entry["scores"]}
-    return values | {f"± {score['metric']}": score["stderr"] for score in entry["scores"]}
+    values = {score.metric: score.value for score in result.scores}
+    return values | {f"± {score.metric}": score.stderr for score in result.scores}
 
 
-def beside(entries: Sequence[Row]) -> list[Row]:
+def beside(scored: Scored) -> list[Row]:
     """A row for each metric of a task, a column for each model."""
     rows: dict[tuple[str, str], Row] = {}
-    for entry in entries:
-        for score in entry["scores"]:
-            names = {"task": entry["task"], "metric": score["metric"]}
-            row = rows.setdefault((entry["task"], score["metric"]), names)
-            row[Path(entry["model"]).name] = f"{score['value']:.4g} ± {score['stderr']:.2g}"
+    for model, results in scored.items():
+        for result in results:
+            for score in result.scores:
+                row = rows.setdefault((result.task, score.metric), {"task": result.task, "metric": score.metric})
+                row[model.name] = f"{score.value:.4g} ± {score.stderr:.2g}"
     return list(rows.values())

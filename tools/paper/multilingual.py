@@ -48,7 +48,7 @@ def _fine_tune(laboratory: Laboratory, names: Sequence[str], data: Path) -> None
     output = laboratory.folder / "xnli-seeds.json"
     tasks = ["--task", *(f"xnli/{one}" for one in LANGUAGES), "--languages", ",".join(LANGUAGES), "--data", str(data)]
     laboratory.run("finetune.py", "--model", *models, *tasks, "--floor", *FINE_TUNING, "--output", str(output))
-    outcomes = Outcomes(output).all()
+    outcomes = Outcomes(output).newest()
     laboratory.record("xnli", [_row(model, outcomes) for model in dict.fromkeys(one.model for one in outcomes)])
 
 

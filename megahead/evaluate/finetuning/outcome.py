@@ -53,9 +53,10 @@ class Outcomes:
     def __init__(self, path: Path | None) -> None:
         self._kept = Kept(path)
 
-    def all(self) -> list[Outcome]:
-        """Every outcome of the file, whichever settings it was made with."""
-        return [_outcome(entry, entry["model"], entry["task"], entry["seed"]) for entry in self._kept.entries]
+    def newest(self) -> list[Outcome]:
+        """The outcome last kept of each model, task and seed, whichever settings it was made with."""
+        runs = {(entry["model"], entry["task"], entry["seed"]): entry for entry in self._kept.entries}
+        return [_outcome(entry, *run) for run, entry in runs.items()]
 
     def find(self, start: Starting, data: TaskData, settings: FineTuning, seed: int) -> Outcome | None:
         """The outcome kept of this very run, if there is one."""
