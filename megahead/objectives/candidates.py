@@ -20,8 +20,8 @@ class Candidates:
     """int64 token ids, each once; None stands for all rows of the output matrix, in order."""
 
     bias_U: Tensor | None
-    """float64 (rounded to the type of the scores when used), added to them; None stands for zeros.
-    -inf for a row that only the outputs compete with whose own it is."""
+    """float64 (rounded to the type of the scores when used), added to them; None, for all rows,
+    stands for zeros. -inf for a row that only the outputs compete with whose own it is."""
 
     own_N: Tensor
     """int64, the place of each target among the candidates."""
@@ -53,12 +53,11 @@ class Candidates:
 
     def padded(self, multiple: int) -> Candidates:
         """As many rows as the next multiple, those added with the bias -inf: fewer shapes for a device to meet."""
-        missing = 0 if self.ids_U is None else -self.ids_U.numel() % multiple
-        if self.ids_U is None or missing == 0:
+        if self.ids_U is None or self.bias_U is None:
             return self
-        bias_U = torch.zeros(self.ids_U.numel(), dtype=torch.float64) if self.bias_U is None else self.bias_U
+        missing = -self.ids_U.numel() % multiple
         own_bias_U = None if self.own_bias_U is None else F.pad(self.own_bias_U, (0, missing))
-        ids_U, bias_U = F.pad(self.ids_U, (0, missing)), F.pad(bias_U, (0, missing), value=-torch.inf)
+        ids_U, bias_U = F.pad(self.ids_U, (0, missing)), F.pad(self.bias_U, (0, missing), value=-torch.inf)
         return Candidates(ids_U, bias_U, self.own_N, own_bias_U, self.constant)
 
 

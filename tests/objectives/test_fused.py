@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megahead.objectives import candidate_loss, candidate_loss_reference
+from megahead.objectives import candidate_loss, candidate_loss_reference, softmax
 
 pytest.importorskip("triton", reason="needs triton (the `test` extra, or torch for CUDA)")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -50,6 +50,20 @@ def test_float32_equals_the_reference(fused, n: int, u: int, d: int, own_apart: 
     gradients = torch.autograd.grad(3 * loss, [outputs, rows])
     for mine, exact in zip((loss, *gradients), truth(outputs, rows, *arguments), strict=True):
         torch.testing.assert_close(mine.double(), exact, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("learned", [True, False])
+def test_the_loss_is_the_same_where_the_kernels_serve(fused, monkeypatch: pytest.MonkeyPatch, learned: bool) -> None:
+    monkeypatch.setattr(softmax, "_fused_type", lambda *_: torch.float32)
+    outputs, rows, own, bias, own_bias = drawn(5, 18, 7, torch.float32)
+    wanted = [outputs, rows, own_bias.requires_grad_()] if learned else [outputs, rows]
+    biases = (own_bias, 0.7) if learned else (bias, 0.7, own_bias)
+    results = []
+    for loss in (candidate_loss, candidate_loss_reference):
+        value = loss(outputs, rows, own, *biases)
+        results.append([value, *torch.autograd.grad(3 * value, wanted)])
+    for mine, reference in zip(*results, strict=True):
+        torch.testing.assert_close(mine, reference, rtol=2e-5, atol=2e-5, check_dtype=False)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -124,6 +124,12 @@ def test_capped_candidates_are_few_always_hold_the_own_token_and_are_right_on_av
     assert error.max() < 4.5  # standard errors, the largest of 30
 
 
+def test_a_cap_holds_where_every_id_is_a_target() -> None:
+    candidates = objective(max_candidates=4).pool(torch.arange(V)).candidates(torch.arange(V))
+    assert candidates.bias_U is not None
+    assert int((candidates.bias_U > -torch.inf).sum()) == 4
+
+
 def test_a_cap_that_is_not_reached_changes_nothing() -> None:
     _, _, targets = drawn()
     capped, plain = (objective(max_candidates=most).pool(targets).candidates(targets) for most in (V, None))
@@ -205,8 +211,11 @@ def test_the_training_free_head_recovers_what_training_aims_at(fields: dict[str,
 
 
 def test_token_counts_are_asked_for_where_they_are_needed() -> None:
-    for fields in ({"bias": "corrected"}, {"negatives": 5}):
-        with pytest.raises(ConfigError, match="knows its token counts"):
+    for fields, asked in (
+        ({"bias": "corrected"}, "`objective.bias` must .* its token counts .* is corrected instead; preprocess"),
+        ({"negatives": 5}, "`objective.negatives_from` must .* its token counts .* is unigram instead; preprocess"),
+    ):
+        with pytest.raises(ConfigError, match=asked):
             build_objective(ObjectiveConfig(**fields), V, torch.zeros(V, dtype=torch.int64))  # type: ignore[arg-type]
     build_objective(ObjectiveConfig(negatives=5, negatives_from="uniform"), V)
 
