@@ -86,9 +86,8 @@ def survivor(folder: Path, victim: int, sabotage: Sabotage, seconds: float, chan
     write_text(folder)
     ranks = start_ranks(small_config(folder, changes), 2, folder, sabotage=sabotage)
     ranks[1 - victim].join(seconds)
-    ended = ranks[1 - victim].exitcode
-    codes(ranks, 0)
-    assert ended == 2, said(folder, 1 - victim)
+    ranks[victim].kill()
+    assert codes(ranks, 1)[1 - victim] == 2, said(folder, 1 - victim)
     return said(folder, 1 - victim)
 
 
