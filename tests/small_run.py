@@ -71,6 +71,12 @@ def shipped(number: int) -> dict[str, Any]:
     return settings
 
 
+def offloaded(number: int) -> dict[str, Any]:
+    """The change that asks for a ZeRO stage as `configs/deepspeed` ships it with the optimizer in the host's memory."""
+    path = Path(__file__).parents[1] / f"configs/deepspeed/zero{number}_offload.json"
+    return {"engine.deepspeed": json.loads(path.read_text())}
+
+
 def same_tensors(mine: Path, theirs: Path) -> bool:
     """Whether two runs' newest checkpoints hold the same weights and optimizer state, bit for bit."""
     ours, others = open_checkpoint(mine), open_checkpoint(theirs)

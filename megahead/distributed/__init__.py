@@ -1,12 +1,13 @@
 """Who computes with whom: groups of ranks as values, the mesh, and how ranks find each other."""
 
 from megahead.distributed.collectives import join, split, sum_backward, sum_forward, sum_scatter
+from megahead.distributed.connection import connected, disconnect
 from megahead.distributed.group import Group
 from megahead.distributed.mesh import Mesh
 from megahead.distributed.randomness import drawn_apart
-from megahead.distributed.rendezvous import Launch, choose_device, connect, disconnect, read_launch
-from megahead.distributed.rollcall import LostRankError, naming_lost_ranks
+from megahead.distributed.rendezvous import Launch, choose_device, read_launch
 from megahead.distributed.telling import tell_once
+from megahead.distributed.watch import LostRankError
 
 __all__ = [
     "Group",
@@ -14,11 +15,10 @@ __all__ = [
     "LostRankError",
     "Mesh",
     "choose_device",
-    "connect",
+    "connected",
     "disconnect",
     "drawn_apart",
     "join",
-    "naming_lost_ranks",
     "read_launch",
     "split",
     "sum_backward",

@@ -13,6 +13,8 @@ import os
 import warnings
 from collections.abc import Iterator
 from contextlib import redirect_stdout
+from datetime import timedelta
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -53,6 +55,7 @@ def start_deepspeed(
     try:
         with redirect_stdout(io.StringIO()):  # its bf16 optimizer prints memory reports; warnings still pass
             deepspeed.init_distributed(dist.get_backend())
+            _limit_waits(deepspeed, mesh.world.timeout_seconds)
             if config.get("zero_optimization", {}).get("stage") == 3:
                 parts, data = _OneByOne(module, config), mesh.data.handle
                 deepspeed.zero.Init(module=parts, data_parallel_group=data, config_dict_or_path=config, mpu=mpu)
@@ -81,6 +84,11 @@ class _OneByOne(nn.Module):
             # a copy, because of one number expanded to [1] `contiguous` keeps the stride 0
             parameter.data = parameter.data.to(self._dtype).clone(memory_format=torch.contiguous_format)
             yield parameter
+
+
+def _limit_waits(deepspeed: ModuleType, timeout_seconds: float) -> None:
+    """Ranks wait in its groups as long as in ours; of itself it takes torch's default, half an hour with gloo."""
+    deepspeed.comm.comm.cdb.new_group = partial(dist.new_group, timeout=timedelta(seconds=timeout_seconds))
 
 
 def _name_device(device: torch.device) -> None:

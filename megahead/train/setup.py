@@ -13,7 +13,7 @@ from megahead.checkpoint import Checkpoint, open_checkpoint
 from megahead.config import RunConfig, deepspeed_config
 from megahead.config.deepspeed import zero_stage
 from megahead.data import training_masker
-from megahead.distributed import Group, Launch, Mesh, choose_device, connect, naming_lost_ranks
+from megahead.distributed import Group, Launch, Mesh, choose_device, connected
 from megahead.engine import Engine
 from megahead.objectives import build_objective
 from megahead.optim import build_adamw
@@ -48,8 +48,7 @@ def pretrain(config: RunConfig, launch: Launch, resume: str = "auto") -> Ending:
     require_boards(config)
     device = choose_device(config.engine.device, launch.local_rank)
     texts = open_texts(config)
-    ranks = connect(launch, device, config.engine.timeout_seconds)
-    with naming_lost_ranks(ranks), memory_told(config, ranks.size):
+    with connected(launch, device, config.engine.timeout_seconds) as ranks, memory_told(config, ranks.size):
         return _pretrain(config, texts, ranks, device, resume)
 
 
