@@ -33,8 +33,9 @@ def small_config(**sections: Any) -> RunConfig:
     return config_from_dict({**defaults, **{key: {**defaults.get(key, {}), **sections[key]} for key in sections}})
 
 
-def save_small(run: Path, config: RunConfig, seed: int = 0, step: int = 3, scale: float = 0.3) -> Path:
-    """Saves random weights as RUN/checkpoints/step-0000000N, a headless one with counts of its targets."""
+def save_small(run: Path, config: RunConfig, seed: int = 0, step: int = 3, scale: float = 0.3, **state: Any) -> Path:
+    """Saves random weights as RUN/checkpoints/step-0000000N, a headless one with counts of its targets; `state`: more
+    of what it remembers."""
     generator = torch.Generator().manual_seed(seed)
     pretraining = build(config, torch.device("cpu"))
     tensors = {}
@@ -48,7 +49,7 @@ def save_small(run: Path, config: RunConfig, seed: int = 0, step: int = 3, scale
         run / "checkpoints",
         step,
         tensors.items(),
-        state={"step": step, "tokens": 384},
+        state={"step": step, "tokens": 384, **state},
         config=config.model_dump(mode="json"),
         group=Group(),
         keep=2,

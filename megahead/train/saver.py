@@ -8,10 +8,11 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 
-from megahead.checkpoint import Checkpoint, Snapshot, Spare, write_snapshot
+from megahead.checkpoint import Snapshot, Spare, write_snapshot
 from megahead.config import RunConfig
 from megahead.distributed import Group
 from megahead.engine import Engine
+from megahead.train.history import History
 from megahead.train.state import TrainingState
 
 
@@ -29,18 +30,17 @@ class Saver:
         config: RunConfig,
         data: Group,
         world: Group,
-        resumed: Checkpoint | None,
+        history: History,
     ) -> None:
         plan = config.training
         self._engine, self._state, self._data = engine, state, data
         self._config = config.model_dump(mode="json")
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="save") if plan.save_in_background else None
         self._world = world.side_channel() if self._pool else world
-        root, spare = Path(config.folder()) / "checkpoints", Spare(plan.keep_every, plan.keep_best)
-        self._write = partial(write_snapshot, root, group=self._world, keep=plan.keep_checkpoints, spare=spare)
+        spare, self._history = Spare(plan.keep_every, plan.keep_best), history
+        self._write = partial(write_snapshot, history.root, group=self._world, keep=plan.keep_checkpoints, spare=spare)
         self._pending: Future[Path] | None = None
-        ours = resumed is not None and resumed.folder.parent.resolve() == root.resolve()
-        self._saved_at = (state.step, state.samples) if ours else None
+        self._saved_at = (state.step, state.samples) if history.newest == state.step else None
         self._folder: Path | None = None
 
     @property
@@ -62,7 +62,8 @@ class Saver:
         tensors = chain(engine.tensors(), extra.items())
         snapshot = Snapshot.take(tensors, self._world, copied=self._pool is not None)
         counters = state.counters() | {"optimizer_steps": engine.optimizer_steps, "scale": engine.loss_scale_state()}
-        write = partial(self._write, state.step, snapshot, state=counters, config=self._config)
+        after = self._history.goes_on(state.step)
+        write = partial(self._write, state.step, snapshot, state=counters, config=self._config, after=after)
         if self._pool:
             self._pending = self._pool.submit(write)
         else:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from dying import die_at
 from on_ranks import on_ranks
 
 import megahead.checkpoint.saving as saving
@@ -119,24 +120,6 @@ def test_a_process_killed_anywhere_in_a_save_leaves_a_sound_checkpoint(replace: 
             break
     assert survived
     assert point > 8
-
-
-def die_at(point: int) -> None:
-    """Ends this process, without any clean-up, right before its `point`-th act that touches names or disk."""
-    acts = 0
-
-    def counted(function: Callable[..., Any]) -> Callable[..., Any]:
-        def act(*args: Any, **kwargs: Any) -> Any:
-            nonlocal acts
-            if acts == point:
-                os._exit(9)
-            acts += 1
-            return function(*args, **kwargs)
-
-        return act
-
-    for name in ("fsync", "rename", "replace", "mkdir", "unlink", "rmdir"):
-        setattr(os, name, counted(getattr(os, name)))
 
 
 def test_bytes_and_names_are_on_disk_before_the_folder_gets_its_name(

@@ -61,6 +61,19 @@ def test_the_card_tells_data_and_the_last_evaluation_before_the_checkpoint(tmp_p
     assert f"| Exported by | megahead {megahead.__version__}" in card
 
 
+def test_what_was_set_aside_is_exported_by_its_name_and_tells_its_own_evaluation(tmp_path: Path) -> None:
+    """The run went back to step 1 since, and was evaluated again at other weights."""
+    folder = save_small(tmp_path / "run", small_config(), step=3, validation={"step": 2, "loss": 2.5})
+    folder = folder.rename(folder.with_name("abandoned-step-00000003"))
+    records = [
+        {"step": step, "validation": {"loss": loss, "perplexity": 10 * loss, "accuracy": 0.25, "head": "pmi"}}
+        for step, loss in ((2, 2.5), (2, 7.0), (3, 6.0))
+    ]
+    (tmp_path / "run" / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    card = (export(folder, tmp_path / "out", "tied").folder / "README.md").read_text()
+    assert "| Held-out text | perplexity 25, accuracy 25.0% (pmi head, step 2) |" in card
+
+
 def test_tokenizer_files_give_the_ids_we_trained_on(tmp_path: Path) -> None:
     save_small(tmp_path / "run", small_config(model={"vocab_size": 300}))
     save_tokenizer(tmp_path / "run" / "tokenizer.json")

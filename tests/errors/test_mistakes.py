@@ -96,6 +96,12 @@ def only_damaged(folder: Path) -> None:
     find_resume("auto", folder / "model", Group())
 
 
+def only_set_aside(folder: Path) -> None:
+    step = model(folder).parent
+    step.rename(step.with_name(f"abandoned-{step.name}"))
+    find_resume("auto", folder / "model", Group())
+
+
 def resumed_never(folder: Path) -> None:
     model(folder)
     find_resume("never", folder / "model", Group())
@@ -111,7 +117,7 @@ def started_from(checkpoint: str) -> Callable[[Path], Any]:
     def act(folder: Path) -> None:
         model(folder)
         init = {"from_checkpoint": str(folder / checkpoint), "mode": "continue"}
-        starting_weights(small_config(folder, {"init": init}))("backbone.embedding.weight")
+        starting_weights(small_config(folder, {"init": init}), Group())("backbone.embedding.weight")
 
     return act
 
@@ -183,6 +189,7 @@ FILES: tuple[tuple[Callable[[Path], Any], str], ...] = (
     (edited, f"`{STEP}/checkpoint.json` must match its own checksum, but does not; it was damaged or edited, use another checkpoint."),
     (only_damaged, f"F/model must hold a sound checkpoint to resume, but holds 1 damaged only; remove them to start anew: `{TENSORS}` must have 242256 bytes, but has 242253 instead; use another checkpoint."),
     (open_checkpoint, "`F` must be a checkpoint (a folder with checkpoint.json) or hold complete ones (step-*), but does not."),
+    (only_set_aside, "F/model must hold a checkpoint to resume, but holds abandoned-step-00000003 only; name the one to go on from with --resume, or start anew with --resume never."),
     (resumed_never, "`--resume never` must meet an output folder without checkpoints, but F/model has step-00000003; choose another output_dir, or remove it."),
     (resumed_otherwise, f"{STEP} must be of the same run to resume, but differs in optimizer.learning_rate (was 0.001, is 0.002); set them back, name them in resume.allow, or start another run with init.from_checkpoint."),
     (lambda folder: find_resume("nowhere", folder, Group()), "`--resume` must be auto, never or a checkpoint folder, but nowhere holds none."),

@@ -23,7 +23,9 @@ BAD = 24
 """First sample of the fourth step, whose second micro-batch is bad on the last rank."""
 
 
-def run_with(group: Group, config: RunConfig, factor: float, bad: tuple[int, ...] = (BAD,)) -> str:
+def run_with(
+    group: Group, config: RunConfig, factor: float, bad: tuple[int, ...] = (BAD,), resume: str = "auto"
+) -> str:
     """A run in which the losses of some micro-batches of the last rank come out `factor` times as high."""
     step = Feed.step
 
@@ -36,7 +38,7 @@ def run_with(group: Group, config: RunConfig, factor: float, bad: tuple[int, ...
 
     Feed.step = bad_step  # type: ignore[method-assign]
     try:
-        return pretrain(config, Launch())
+        return pretrain(config, Launch(), resume)
     except UserError as error:
         return str(error)
 
@@ -85,6 +87,33 @@ def test_rollback_before_the_first_checkpoint_skips(tmp_path: Path, capfd: pytes
     config = small_config(tmp_path, {"faults.bad_step": "rollback", "training.checkpoint_every": 6})
     assert on_ranks(1, run_with, config, math.nan) == ["finished"]
     assert "no checkpoint to go back to yet: skipped" in capfd.readouterr().out
+
+
+def test_a_line_after_a_rollback_is_the_mean_of_the_steps_that_count(tmp_path: Path) -> None:
+    """Step 3 was taken back, steps 1 and 2 were not; one line is written, at the end."""
+    write_text(tmp_path)
+    changes = {"training.checkpoint_every": 2, "training.steps": 4, "faults.bad_step": "rollback"}
+    for name, seconds in (("run", 1e9), ("every step", 0)):
+        config = small_config(tmp_path, changes | {"training.log_seconds": seconds, "output_dir": str(tmp_path / name)})
+        assert on_ranks(1, run_with, config, math.nan) == ["finished"]
+    (line,), every = (read_metrics(tmp_path / name).training for name in ("run", "every step"))
+    assert [record["step"] for record in every] == [1, 2, 3, 4]
+    assert line["loss"] == pytest.approx(sum(record["loss"] for record in every) / 4)
+
+
+def test_rollback_never_goes_on_to_a_history_that_the_run_turned_away_from(tmp_path: Path) -> None:
+    """Resumed from step 2 with steps 4 and 6 beside it, the next step is bad: back to 2, and not on to 6."""
+    write_text(tmp_path)
+    every_two = {"training.checkpoint_every": 2, "faults.bad_step": "rollback"}
+    assert on_ranks(1, run_with, small_config(tmp_path, every_two), 1.0) == ["finished"]
+    older = str(tmp_path / "run/checkpoints/step-00000002")
+    assert on_ranks(1, run_with, small_config(tmp_path, every_two), math.nan, (16,), older) == ["finished"]
+    (fault,) = faults(tmp_path / "run")
+    assert fault["action"] == "rollback"
+    curve = read_metrics(tmp_path / "run").training
+    assert [(record["step"], record["tokens"] // (8 * 24)) for record in curve] == [
+        (1, 1), (2, 2), (3, 4), (4, 5), (5, 6), (6, 7),
+    ]  # fmt: skip
 
 
 def test_stop_ends_all_ranks_with_the_sentence_and_harms_nothing(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -193,6 +194,21 @@ def test_a_head_is_trained_from_a_copy_of_the_embedding(tmp_path: Path, mode: st
     assert not torch.equal(after["weight/head.weight"], before["weight/backbone.embedding.weight"])
     first = tensors(tmp_path / "head/checkpoints/step-00000003")["weight/head.weight"]
     assert (first - before["weight/backbone.embedding.weight"]).abs().max() < 0.05  # three steps away from its start
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_a_run_that_began_from_another_goes_on_without_it(tmp_path: Path, zero: int) -> None:
+    write_text(tmp_path)
+    on_ranks(1, run, small_config(tmp_path))
+    init = {"from_checkpoint": str(tmp_path / "run"), "mode": "finetune"}
+    changes = stage(zero) | {"init": init, "objective.name": "vanilla", "output_dir": str(tmp_path / "head")}
+    on_ranks(2, run, small_config(tmp_path, changes))
+    undisturbed = tensors(tmp_path / "head")
+    shutil.rmtree(tmp_path / "run")
+    shutil.rmtree(tmp_path / "head/checkpoints/step-00000006")
+    assert on_ranks(2, run, small_config(tmp_path, changes)) == ["finished"] * 2
+    resumed = tensors(tmp_path / "head")
+    assert all(torch.equal(tensor, undisturbed[name]) for name, tensor in resumed.items())
 
 
 @pytest.mark.parametrize(
