@@ -30,11 +30,12 @@ class BatchReader:
 
     def read(self, sample_indices: Sequence[int]) -> Batch:
         """The batch of these samples, in their order."""
-        rows = self.samples.rows(sample_indices)
+        rows, begins = self.samples.rows(sample_indices), self.samples.beginnings(sample_indices)
         if self.masker is not None:
-            return self.masker.batch(rows, sample_indices)
+            return self.masker.batch(rows, sample_indices, begins)
         return causal_batch(
             rows,
+            begins,
             end_token=self.data.end_token,
             isolate_documents=self.data.isolate_documents,
             boundary_targets=self.data.boundary_targets,
