@@ -24,7 +24,7 @@ from megahead.data.writer import IndexedDatasetWriter
 if TYPE_CHECKING:
     from megahead.data.batch import Batch, causal_batch
     from megahead.data.masking import Masker
-    from megahead.data.reading import BatchReader, held_out_masker, training_masker
+    from megahead.data.reading import BatchReader, asked_counts, held_out_masker, training_masker
     from megahead.data.vocabulary import save_tokenizer, train_bpe, train_sentencepiece, train_wordpiece
 
 __all__ = [
@@ -46,6 +46,7 @@ __all__ = [
     "StoredSamples",
     "StreamSamples",
     "Tokenizer",
+    "asked_counts",
     "causal_batch",
     "dataset_paths",
     "held_out_masker",
@@ -64,7 +65,7 @@ __all__ = [
 _ON_FIRST_USE = {
     **dict.fromkeys(("Batch", "causal_batch"), "batch"),
     "Masker": "masking",
-    **dict.fromkeys(("BatchReader", "held_out_masker", "training_masker"), "reading"),
+    **dict.fromkeys(("BatchReader", "asked_counts", "held_out_masker", "training_masker"), "reading"),
     **dict.fromkeys(("save_tokenizer", "train_bpe", "train_sentencepiece", "train_wordpiece"), "vocabulary"),
 }
 

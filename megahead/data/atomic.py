@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -12,23 +13,22 @@ from typing import BinaryIO
 from megahead.errors import DataError
 
 
-class InUseError(DataError):
-    """Another process is writing that file."""
-
-
 class StagedFile:
     """`PATH.partial`, which becomes `PATH` on `publish` and vanishes on `discard`.
 
     A leftover of a killed run is overwritten; one that another process is still writing is refused (DataError), and so
-    is every failed write (a full disk, a folder that may not be written).
+    is every failed write (a full disk, a folder that may not be written). `rivals`: others may be writing the same at
+    the same time; each does so under a name of its own, and the last one to publish stays. So it is, too, where the
+    file system has no locks to tell.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, rivals: bool = False) -> None:
         self.path = path
-        self.partial = path.with_name(path.name + ".partial")
         with _told_as_data_error(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = _open_locked(self.partial)
+            file = None if rivals else _open_locked(path.with_name(f"{path.name}.partial"))
+            self._file = file or _open_own(path)
+        self.partial = Path(self._file.name)
 
     def write(self, data: bytes) -> None:
         """Appends `data`."""
@@ -56,11 +56,12 @@ class StagedFile:
                 self._file.close()
 
 
-def write_atomically(path: Path, data: bytes) -> None:
-    """Puts a whole small file in place of `path`."""
-    staged = StagedFile(path)
+def write_atomically(path: Path, *parts: bytes) -> None:
+    """Puts a whole file in place of `path`; of several processes that do so at once, the last one's stays."""
+    staged = StagedFile(path, rivals=True)
     try:
-        staged.write(data)
+        for part in parts:
+            staged.write(part)
         staged.sync()
         staged.publish()
     finally:
@@ -76,19 +77,40 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def _open_locked(path: Path) -> BinaryIO:
-    file = path.open("ab")
+def _open_locked(partial: Path) -> BinaryIO | None:
+    """An empty file that no other process writes; None on a file system without locks (ENOSYS, ENOLCK, ENOTSUP)."""
+    while True:
+        file = partial.open("ab")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.close()
+            raise DataError(
+                f"`{partial}` must not be in use, but another process is writing it; wait for it to end."
+            ) from None
+        except OSError:
+            file.close()
+            with suppress(FileNotFoundError):
+                if partial.stat().st_size == 0:  # made by this attempt
+                    partial.unlink()
+            return None
+        if _still_named(file, partial):
+            file.truncate(0)
+            return file
+        file.close()  # between opening and locking it was published, or removed: this is not ours to change
+
+
+def _still_named(file: BinaryIO, path: Path) -> bool:
+    """Whether `path` is this very file."""
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.close()
-        raise InUseError(
-            f"`{path}` must not be in use, but another process is writing it; wait for it to end."
-        ) from None
-    except OSError:  # a file system without locks
-        pass
-    file.truncate(0)
-    return file
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _open_own(path: Path) -> BinaryIO:
+    """A new file beside `path`, whose name no other process has."""
+    return path.with_name(f"{path.name}.{secrets.token_hex(8)}.partial").open("xb")
 
 
 @contextmanager

@@ -50,9 +50,8 @@ def pretrain(config: RunConfig, launch: Launch, resume: str = "auto") -> Ending:
     _set_arithmetic(config.engine.deterministic)
     require_boards(config)
     device = choose_device(config.engine.device, launch.local_rank)
-    texts = open_texts(config)
     with connected(launch, device, config.engine.timeout_seconds) as ranks, memory_told(config, ranks.size):
-        return _pretrain(config, texts, ranks, device, resume)
+        return _pretrain(config, ranks, device, resume)
 
 
 def _set_arithmetic(deterministic: bool) -> None:
@@ -65,10 +64,11 @@ def _set_arithmetic(deterministic: bool) -> None:
         torch.use_deterministic_algorithms(True)
 
 
-def _pretrain(config: RunConfig, texts: Texts, ranks: Group, device: torch.device, resume: str) -> Ending:
+def _pretrain(config: RunConfig, ranks: Group, device: torch.device, resume: str) -> Ending:
     mesh = Mesh.build(ranks, config.parallel.tensor)
     deepspeed = deepspeed_config(config, mesh.data.size)
     world, data = mesh.world.side_channel(), mesh.data.side_channel()
+    texts = open_texts(config, world)
     folder = Path(config.folder())
     must_be_shared(folder, world)
     checkpoint, damage = find_resume(resume, folder, world)

@@ -12,7 +12,7 @@ from small_checkpoint import save_small, save_tokenizer, small_config
 from transformers import AutoTokenizer, GPTNeoXConfig
 
 import megahead
-from megahead.convert import Origin, export, exporting, hf_folder, load_causal, origin
+from megahead.convert import Origin, export, exporting, heads, hf_folder, load_causal, origin
 from megahead.convert.gpt_neox import hf_config
 from megahead.data import IndexedDatasetWriter, load_tokenizer
 from megahead.errors import CheckpointError, DataError, FieldError
@@ -115,6 +115,24 @@ def test_padding_rows_are_dropped_or_kept_without_ever_winning(tmp_path: Path) -
     assert short.shape[-1] == 61
     assert full.shape[-1] == 64
     torch.testing.assert_close(full.log_softmax(-1)[..., :61], short.log_softmax(-1), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("objective", "head"), [({}, "tied"), ({}, "pmi"), (VANILLA, "trained")])
+def test_padding_rows_that_would_be_probable_are_refused(tmp_path, monkeypatch, objective, head) -> None:
+    save_small(tmp_path / "run", small_config(objective=objective))
+    monkeypatch.setattr(heads, "PADDING_BIAS", -2.0)
+    with pytest.raises(CheckpointError, match="padding rows must take at most 1e-06 of the exported probability, but"):
+        export(tmp_path / "run", tmp_path / "out", head, keep_padding=True)
+    assert export(tmp_path / "run", tmp_path / "out", head).parity.padding == 0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_kept_padding_rows_are_silent_in_any_dtype(tmp_path: Path, dtype: str) -> None:
+    save_small(tmp_path / "run", small_config(objective=TIED, model={"vocab_multiple": 256}))
+    report = export(tmp_path / "run", tmp_path / "out", "trained", dtype=dtype, keep_padding=True)
+    assert report.parity.padding == 0
+    assert "never probable" in (report.folder / "README.md").read_text()
+    assert GPTNeoXConfig.from_pretrained(report.folder).tie_word_embeddings is False
 
 
 @pytest.mark.parametrize(

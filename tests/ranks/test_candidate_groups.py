@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.nn import functional as collectives
 
 from megahead.config import DataConfig, RunConfig
-from megahead.data import Batch, causal_batch
+from megahead.data import Batch, SampleRows, causal_batch
 from megahead.distributed import Group, Launch
 from megahead.objectives import Candidates, build_objective
 from megahead.pretraining import Feed, Pretraining, StepBatches, build
@@ -27,7 +27,7 @@ LENGTH = 12
 TOKEN_COUNTS = torch.arange(60)
 
 
-class Rows:
+class Rows(SampleRows):
     """Eight rows of random text with documents of all lengths; the last two hold no targets at all."""
 
     def rows(self, indices: range) -> np.ndarray[Any, Any]:
@@ -45,7 +45,7 @@ def ragged_config(**objective: Any) -> RunConfig:
 def fed(group: Group, config: RunConfig, group_samples: int) -> StepBatches:
     objective = build_objective(config.objective, 60, TOKEN_COUNTS)
     channel = group.side_channel()
-    feed = Feed(Rows(), objective, config.data, config.batch, channel, group_samples=group_samples, seed=3)  # type: ignore[arg-type]
+    feed = Feed(Rows(), objective, config.data, config.batch, channel, group_samples=group_samples, seed=3)
     return feed.step(0)
 
 

@@ -1,0 +1,180 @@
+"""Weights and Adam's state as whole tensors, whatever ZeRO has cut them into.
+
+DeepSpeed keeps up to three things per parameter: the model's own copy (in the format of the forward
+pass), an fp32 master copy, and the optimizer's state, the last two in slices of a flat buffer per rank.
+`open_state` hides where they are: `get` and `set` speak of one parameter, whole and in fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+
+from megahead.distributed import Group
+from megahead.engine.frozen import FrozenWeights
+
+WEIGHT = "weight"
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class State(Protocol):
+    """Reads and writes one parameter at a time; `kind` is WEIGHT or one of MOMENTS. Every call is collective."""
+
+    def get(self, parameter: nn.Parameter, kind: str) -> Tensor: ...
+
+    def set(self, parameter: nn.Parameter, kind: str, value: Tensor) -> None: ...
+
+
+def open_state(engine: Any, stage: int, data: Group) -> State:
+    """The state of a `DeepSpeedEngine` over the ranks of `data`, with Adam's moments there (zero) before the first step.
+
+    Making them now moves no memory peak, and DeepSpeed needs it: at stages 1 and 2 it looks for the
+    state of all parameter groups after the first group's first step, and never sees the others'.
+    """
+    optimizer = engine.optimizer
+    if stage == 0:
+        _make_moments(optimizer, _parameters(optimizer))
+        return ReplicatedState(optimizer)
+    frozen = FrozenWeights(data, engine.device)
+    if stage == 3:
+        _make_moments(optimizer.optimizer, optimizer.fp32_partitioned_groups_flat)
+        return ShardedState(frozen)
+    _make_moments(optimizer.optimizer, _parameters(optimizer))
+    if getattr(optimizer, "round_robin_gradients", False):
+        _link_where_they_lie(optimizer)
+    optimizer._lazy_init_hp_params_optimizer_state()
+    return PartitionedState(frozen)
+
+
+def _parameters(optimizer: Any) -> Iterator[Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def _make_moments(adam: torch.optim.Optimizer, tensors: Iterable[Tensor]) -> None:
+    """What Adam itself would make at its first step, under the names of its `state_dict`."""
+    group = adam.param_groups[0]
+    on_device = group.get("capturable") or group.get("fused")
+    for tensor in tensors:
+        adam.state[tensor] = {
+            "step": torch.zeros((), device=tensor.device if on_device else "cpu"),
+            **{kind: torch.zeros_like(tensor, requires_grad=False) for kind in MOMENTS},
+        }
+
+
+def _link_where_they_lie(optimizer: Any) -> None:
+    """DeepSpeed looks for slices in the order of the optimizer's parameters, but `round_robin_gradients` lays them out in
+    another: on two ranks and more its accessors would read and write other parameters' numbers."""
+    from deepspeed.utils import link_hp_params
+
+    for index, parameters in enumerate(optimizer.bit16_groups):
+        laid_out = zip(
+            optimizer.round_robin_bit16_groups[index], optimizer.round_robin_bit16_offsets[index], strict=True
+        )
+        offsets = {id(parameter): offset for parameter, offset in laid_out}
+        ranks, size = optimizer.real_dp_process_group[index], optimizer.partition_size[index]
+        link_hp_params(
+            lp_param_list=parameters,
+            flat_hp_partition=optimizer.single_partition_of_fp32_groups[index],
+            gradient_dict=optimizer.averaged_gradients,
+            offload_gradient_dict=optimizer.offload_gradient_dict,
+            use_offload=optimizer.cpu_offload,
+            param_group_index=index,
+            partition_start=dist.get_rank(ranks) * size,
+            partition_size=size,
+            dp_group=ranks,
+            param_offsets=[offsets[id(parameter)] for parameter in parameters],
+        )
+
+
+class ReplicatedState:
+    """Stage 0: every rank holds everything; nothing is sent."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._states = optimizer.state
+
+    def get(self, parameter: nn.Parameter, kind: str) -> Tensor:
+        whole: Tensor = parameter.detach() if kind == WEIGHT else self._states[parameter][kind]
+        return whole
+
+    def set(self, parameter: nn.Parameter, kind: str, value: Tensor) -> None:
+        self.get(parameter, kind).copy_(value)
+
+
+class PartitionedState:
+    """Stages 1 and 2: masters and moments in slices, the model's copy whole on every rank.
+
+    DeepSpeed's accessors read a slice set by an all-reduce of the whole tensor, and write without sending.
+    They say nothing about frozen parameters, which have no master, and leave the model's copy alone.
+    """
+
+    def __init__(self, frozen: FrozenWeights) -> None:
+        self._frozen = frozen
+
+    def get(self, parameter: nn.Parameter, kind: str) -> Tensor:
+        from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+        if not parameter.requires_grad:
+            kept = self._frozen.read(parameter)
+            return self._get_copy(parameter) if kept is None else kept
+        if kind == WEIGHT:
+            whole: Tensor = safe_get_full_fp32_param(parameter)
+        else:
+            whole = safe_get_full_optimizer_state(parameter, kind)
+        return whole
+
+    def set(self, parameter: nn.Parameter, kind: str, value: Tensor) -> None:
+        if parameter.requires_grad:
+            self._set_slice(parameter, kind, value)
+        elif parameter.dtype != torch.float32:
+            self._frozen.keep(parameter, value)
+        if kind == WEIGHT:
+            self._set_copy(parameter, value)
+
+    def _get_copy(self, parameter: nn.Parameter) -> Tensor:
+        return parameter.detach()
+
+    def _set_copy(self, parameter: nn.Parameter, value: Tensor) -> None:
+        parameter.data.copy_(value)
+
+    def _set_slice(self, parameter: nn.Parameter, kind: str, value: Tensor) -> None:
+        from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
+
+        if kind == WEIGHT:
+            safe_set_full_fp32_param(parameter, value)
+        else:
+            safe_set_full_optimizer_state(parameter, value, kind)
+
+
+class ShardedState(PartitionedState):
+    """Stage 3: the model's copy is in slices too, and gathered (or sent out by the first rank) to touch it."""
+
+    def _get_copy(self, parameter: nn.Parameter) -> Tensor:
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters([parameter]):
+            return parameter.detach().clone()
+
+    def _set_copy(self, parameter: nn.Parameter, value: Tensor) -> None:
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
+            parameter.data.copy_(value)
+
+    def _set_slice(self, parameter: nn.Parameter, kind: str, value: Tensor) -> None:
+        """DeepSpeed's accessors of whole tensors fail where the last ranks' slices reach beyond the tensor's end."""
+        from deepspeed.utils import safe_set_local_fp32_param, safe_set_local_optimizer_state
+
+        length = parameter.ds_tensor.numel()  # type: ignore[attr-defined]
+        start = length * parameter._z3_optimizer._get_param_partition_rank(parameter)  # type: ignore[attr-defined]
+        part = value.flatten()[start : start + length]
+        part = functional.pad(part, (0, length - len(part)))
+        if kind == WEIGHT:
+            safe_set_local_fp32_param(parameter, part)
+        else:
+            safe_set_local_optimizer_state(parameter, part, kind)
