@@ -19,7 +19,7 @@ from megahead.distributed.switchboard import Switchboard
 from megahead.distributed.telling import tell_once
 from megahead.distributed.waiting import within
 from megahead.distributed.watch import Watch
-from megahead.errors import UserError
+from megahead.errors import UserError, leave
 
 _SWITCHBOARD = "megahead/switchboard"
 _DESTROY_SECONDS = 10.0
@@ -37,7 +37,7 @@ def connected(launch: Launch, device: torch.device, timeout_seconds: float) -> I
         return
     with _failing_to(launch, timeout_seconds, "be found" if launch.rank == 0 else "find rank 0 there"):
         store, line = within(timeout_seconds + 1, lambda: _call(launch, timeout_seconds))
-    watch = Watch(line, launch.rank, timeout_seconds, partial(tell_once, launch))
+    watch = Watch(line, launch.rank, timeout_seconds, partial(_end_process, launch))
     watch.meet()
     with _failing_to(launch, timeout_seconds, "connect to the others"), watch.naming_lost_ranks():
         _connect(store, launch, device, timeout_seconds)
@@ -51,6 +51,11 @@ def disconnect() -> None:
     if dist.is_initialized():
         with suppress(TimeoutError):
             within(_DESTROY_SECONDS, dist.destroy_process_group)
+
+
+def _end_process(launch: Launch, why: str) -> None:
+    tell_once(launch, why)
+    leave(2)
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from typing import Any
 from megahead.distributed.lines import Line, Pulse
 from megahead.distributed.switchboard import GRACE_SECONDS
 from megahead.distributed.waiting import is_waiting_error
-from megahead.errors import UserError, leave
+from megahead.errors import UserError
 
 
 class LostRankError(UserError):
@@ -32,10 +32,10 @@ class LostRankError(UserError):
 
 
 class Watch:
-    """Rank `rank`'s end of its line to rank 0; `say` tells why when the process is ended from within the thread."""
+    """Rank `rank`'s end of its line to rank 0; `end_process` is called from the thread, with the reason."""
 
-    def __init__(self, line: Line, rank: int, limit_seconds: float, say: Callable[[str], None]) -> None:
-        self._line, self._rank, self._limit, self._say = line, rank, limit_seconds, say
+    def __init__(self, line: Line, rank: int, limit_seconds: float, end_process: Callable[[str], None]) -> None:
+        self._line, self._rank, self._limit, self._end_process = line, rank, limit_seconds, end_process
         self._told: SimpleQueue[str | dict[int, str]] = SimpleQueue()
         self._ends = threading.Event()
         threading.Thread(target=self._listen, name="watch", daemon=True).start()
@@ -116,8 +116,7 @@ class Watch:
         if not self._ends.wait(GRACE_SECONDS):
             if self._rank in faults:
                 traceback.print_stack(sys._current_frames()[threading.main_thread().ident or 0])
-            self._say(str(LostRankError(faults)))
-            leave(2)
+            self._end_process(str(LostRankError(faults)))
 
 
 def _told(faults: Mapping[int, str]) -> str:
