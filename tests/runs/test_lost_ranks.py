@@ -108,7 +108,7 @@ PLACES = {
     "before its first weight": (engine, "fill_"),
     "before DeepSpeed's groups": (groups, "_clone_world_group"),
     "inside of DeepSpeed's start": (DeepSpeedEngine, "_configure_optimizer"),
-    "before it looks for checkpoints": (setup, "choose_resume"),
+    "before it looks for checkpoints": (setup, "find_resume"),
     "before the first step": (Engine, "micro_step"),
     "before it leaves": (Watch, "leave"),
 }
