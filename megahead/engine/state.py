@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -24,9 +25,6 @@ class State(Protocol):
     def get(self, parameter: nn.Parameter, kind: str) -> Tensor: ...
 
     def set(self, parameter: nn.Parameter, kind: str, value: Tensor) -> None: ...
-
-    def spoil_gradient(self, parameter: nn.Parameter) -> None:
-        """Makes the gathered gradient of `parameter` not finite, so that the step will not be applied."""
 
 
 def open_state(engine: Any, stage: int) -> State:
@@ -43,6 +41,8 @@ def open_state(engine: Any, stage: int) -> State:
         _make_moments(optimizer.optimizer, optimizer.fp32_partitioned_groups_flat)
         return ShardedState()
     _make_moments(optimizer.optimizer, _parameters(optimizer))
+    if getattr(optimizer, "round_robin_gradients", False):
+        _link_where_they_lie(optimizer)
     optimizer._lazy_init_hp_params_optimizer_state()
     return PartitionedState()
 
@@ -63,6 +63,29 @@ def _make_moments(adam: torch.optim.Optimizer, tensors: Iterable[Tensor]) -> Non
         }
 
 
+def _link_where_they_lie(optimizer: Any) -> None:
+    """Under `round_robin_gradients` slices lie in another order than DeepSpeed's accessors take them to: on two ranks
+    and more they would read and write other parameters' numbers."""
+    from deepspeed.utils import link_hp_params
+
+    for index, parameters in enumerate(optimizer.bit16_groups):
+        laid_out, starts = optimizer.round_robin_bit16_groups[index], optimizer.round_robin_bit16_offsets[index]
+        start_of = {id(parameter): start for parameter, start in zip(laid_out, starts, strict=True)}
+        ranks, size = optimizer.real_dp_process_group[index], optimizer.partition_size[index]
+        link_hp_params(
+            lp_param_list=parameters,
+            flat_hp_partition=optimizer.single_partition_of_fp32_groups[index],
+            gradient_dict=optimizer.averaged_gradients,
+            offload_gradient_dict=optimizer.offload_gradient_dict,
+            use_offload=optimizer.cpu_offload,
+            param_group_index=index,
+            partition_start=dist.get_rank(ranks) * size,
+            partition_size=size,
+            dp_group=ranks,
+            param_offsets=[start_of[id(parameter)] for parameter in parameters],
+        )
+
+
 class ReplicatedState:
     """Stage 0: every rank holds everything; nothing is sent."""
 
@@ -75,10 +98,6 @@ class ReplicatedState:
 
     def set(self, parameter: nn.Parameter, kind: str, value: Tensor) -> None:
         self.get(parameter, kind).copy_(value)
-
-    def spoil_gradient(self, parameter: nn.Parameter) -> None:
-        if parameter.grad is not None:
-            parameter.grad.fill_(torch.nan)
 
 
 class PartitionedState:
@@ -104,11 +123,6 @@ class PartitionedState:
             self._set_slice(parameter, kind, value)
         if kind == WEIGHT:
             self._set_copy(parameter, value)
-
-    def spoil_gradient(self, parameter: nn.Parameter) -> None:
-        mapping = parameter._hp_mapping  # type: ignore[attr-defined] # None where the rank has no part of it
-        if mapping is not None:
-            mapping.get_lp_grad_fragment(parameter._index_in_param_group).fill_(torch.nan)  # type: ignore[attr-defined]
 
     def _get_copy(self, parameter: nn.Parameter) -> Tensor:
         return parameter.detach()
@@ -152,9 +166,3 @@ class ShardedState(PartitionedState):
             safe_set_local_fp32_param(parameter, part)
         else:
             safe_set_local_optimizer_state(parameter, part, kind)
-
-    def spoil_gradient(self, parameter: nn.Parameter) -> None:
-        from deepspeed.utils import safe_set_local_grad
-
-        length = parameter.ds_tensor.numel()  # type: ignore[attr-defined]
-        safe_set_local_grad(parameter, torch.full((length,), torch.nan, device=parameter.device))
