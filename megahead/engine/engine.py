@@ -75,7 +75,7 @@ class Engine:
         self._deepspeed = start_deepspeed(module, optimizer, config, mesh, device)
         self._reduces = self._stage < 2 and not hasattr(self._deepspeed.optimizer, "reduce_gradients")
         self._deepspeed.enable_backward_allreduce = not self._reduces  # it has no regard for the bucket's size there
-        self._state = open_state(self._deepspeed, self._stage)
+        self._state = open_state(self._deepspeed, self._stage, mesh.data)
         self._shard_dims = shard_dims(module)
         self._scaler = getattr(self._deepspeed.optimizer, "loss_scaler", None)
         if self.searches_loss_scale:

@@ -15,6 +15,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
+from megahead.distributed import Group
+from megahead.engine.frozen import FrozenWeights
+
 WEIGHT = "weight"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -27,8 +30,8 @@ class State(Protocol):
     def set(self, parameter: nn.Parameter, kind: str, value: Tensor) -> None: ...
 
 
-def open_state(engine: Any, stage: int) -> State:
-    """The state of a `DeepSpeedEngine`, with Adam's moments there (zero) before the first step.
+def open_state(engine: Any, stage: int, data: Group) -> State:
+    """The state of a `DeepSpeedEngine`, with Adam's moments there (zero) before the first step. `data`: who share it.
 
     Making them now moves no memory peak, and DeepSpeed needs it: at stages 1 and 2 it looks for the
     state of all parameter groups after the first group's first step, and never sees the others'.
@@ -37,14 +40,15 @@ def open_state(engine: Any, stage: int) -> State:
     if stage == 0:
         _make_moments(optimizer, _parameters(optimizer))
         return ReplicatedState(optimizer)
+    frozen = FrozenWeights(data, engine.device)
     if stage == 3:
         _make_moments(optimizer.optimizer, optimizer.fp32_partitioned_groups_flat)
-        return ShardedState()
+        return ShardedState(frozen)
     _make_moments(optimizer.optimizer, _parameters(optimizer))
     if getattr(optimizer, "round_robin_gradients", False):
         _link_where_they_lie(optimizer)
     optimizer._lazy_init_hp_params_optimizer_state()
-    return PartitionedState()
+    return PartitionedState(frozen)
 
 
 def _parameters(optimizer: Any) -> Iterator[Tensor]:
@@ -107,11 +111,15 @@ class PartitionedState:
     They say nothing about frozen parameters, which have no master, and leave the model's copy alone.
     """
 
+    def __init__(self, frozen: FrozenWeights) -> None:
+        self._frozen = frozen
+
     def get(self, parameter: nn.Parameter, kind: str) -> Tensor:
         from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
         if not parameter.requires_grad:
-            return self._get_copy(parameter)
+            kept = self._frozen.read(parameter)
+            return self._get_copy(parameter) if kept is None else kept
         if kind == WEIGHT:
             whole: Tensor = safe_get_full_fp32_param(parameter)
         else:
@@ -121,6 +129,8 @@ class PartitionedState:
     def set(self, parameter: nn.Parameter, kind: str, value: Tensor) -> None:
         if parameter.requires_grad:
             self._set_slice(parameter, kind, value)
+        elif parameter.dtype != torch.float32:
+            self._frozen.keep(parameter, value)
         if kind == WEIGHT:
             self._set_copy(parameter, value)
 
