@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megahead.distributed import Mesh
+from megahead.engine.half import half_format
 from megahead.engine.mpu import ModelParallelUnit
 from megahead.errors import UserError
 
@@ -47,6 +48,7 @@ def start_deepspeed(
     Without a process group one is made that holds only this process and asks nobody.
     """
     deepspeed = load_deepspeed(device)
+    own_errors = deepspeed.DeepSpeedConfigError, deepspeed.runtime.zero.utils.ZeRORuntimeException
     _name_device(device)
     if not dist.is_initialized():
         backend = "nccl" if device.type == "cuda" else "gloo"
@@ -60,7 +62,7 @@ def start_deepspeed(
                 parts, data = _OneByOne(module, config), mesh.data.handle
                 deepspeed.zero.Init(module=parts, data_parallel_group=data, config_dict_or_path=config, mpu=mpu)
             engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config, mpu=mpu)
-    except (ValueError, TypeError, AssertionError) as error:
+    except (ValueError, TypeError, AssertionError, *own_errors) as error:
         told = " ".join(str(error).split()) or type(error).__name__
         raise UserError(f"`engine.deepspeed` must be what DeepSpeed accepts, but it says: {told}.") from error
     return engine
@@ -74,9 +76,7 @@ class _OneByOne(nn.Module):
 
     def __init__(self, module: nn.Module, config: dict[str, Any]) -> None:
         super().__init__()
-        half = {"bf16": torch.bfloat16, "fp16": torch.float16}
-        enabled = [dtype for key, dtype in half.items() if config.get(key, {}).get("enabled")]
-        self._dtype = enabled[0] if enabled else torch.float32
+        self._dtype = half_format(config) or torch.float32
         self._of_module = module.parameters
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -101,9 +101,8 @@ def _fused_type(outputs_ND: Tensor, rows_UD: Tensor) -> torch.dtype | None:
     return outputs_ND.dtype if half else None
 
 
-@dataclass(frozen=True)
-class Scores:
-    """How well outputs predict their targets, summed over N of them."""
+class Scores(NamedTuple):
+    """How well outputs predict their targets, summed over N of them. A tuple, into which ZeRO-3 can look."""
 
     loss: float
     """Negative log-probability in nats."""
