@@ -56,6 +56,7 @@ def test_float32_equals_the_reference(fused, n: int, u: int, d: int, own_apart: 
 def test_the_loss_is_the_same_where_the_kernels_serve(fused, monkeypatch: pytest.MonkeyPatch, learned: bool) -> None:
     monkeypatch.setattr(softmax, "_fused_type", lambda *_: torch.float32)
     outputs, rows, own, bias, own_bias = drawn(5, 18, 7, torch.float32)
+    own[0] = 17  # the one that is a candidate for nobody else
     wanted = [outputs, rows, own_bias.requires_grad_()] if learned else [outputs, rows]
     biases = (own_bias, 0.7) if learned else (bias, 0.7, own_bias)
     results = []
