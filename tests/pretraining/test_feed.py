@@ -76,7 +76,7 @@ def test_every_way_of_reading_gives_the_same_samples_on_more_ranks_and_smaller_m
         assert parts[0][step][1] == parts[1][step][1] == reference[step][1]
 
 
-class SameText:
+class SameText(SampleRows):
     """Rows that are all alike, whatever their numbers."""
 
     def rows(self, indices: range) -> np.ndarray[Any, Any]:
