@@ -22,7 +22,7 @@ class Evaluation:
 
     def __init__(self, config: RunConfig, held_out: IndexedDataset, data: Group, device: torch.device) -> None:
         self.head = config.objective.head()
-        self._objective = config.objective
+        self._objective, self._per_row = config.objective, config.targets_per_row()
         samples = held_out_samples(held_out, config.sample_length())
         rows, masker = config.training.evaluate_samples, held_out_masker(config)
         self._text = HeldOutText(samples, config.data, rows, config.batch.micro_size, data, masker)
@@ -36,7 +36,7 @@ class Evaluation:
         if self.head == "pmi":
             counts_V = state.target_counts(self._data)
             bias_V = training_free_bias(
-                self._objective, self._vocab_size, counts_V, state.dataset_counts, state.group_targets()
+                self._objective, self._vocab_size, counts_V, state.dataset_counts, state.group_targets(self._per_row)
             )
 
         def score(scoring: Scoring) -> Scores:

@@ -3,44 +3,16 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import orjson
 import pytest
+from bad_rows import BAD, run_with
 from on_ranks import on_ranks
 from small_run import same_tensors, small_config, stage, write_text
 
-from megahead.config import RunConfig
-from megahead.distributed import Group, Launch
-from megahead.errors import UserError
-from megahead.pretraining import Feed, StepBatches
 from megahead.report.metrics import read_metrics
-from megahead.train import pretrain
-
-BAD = 24
-"""First sample of the fourth step, whose second micro-batch is bad on the last rank."""
-
-
-def run_with(
-    group: Group, config: RunConfig, factor: float, bad: tuple[int, ...] = (BAD,), resume: str = "auto"
-) -> str:
-    """A run in which the losses of some micro-batches of the last rank come out `factor` times as high."""
-    step = Feed.step
-
-    def bad_step(feed: Feed, first_sample: int) -> StepBatches:
-        batches = step(feed, first_sample)
-        if first_sample in bad and group.rank == group.size - 1:
-            micro = batches.micro_batches[1]
-            batches.micro_batches[1] = replace(micro, loss_scale=micro.loss_scale * factor)
-        return batches
-
-    Feed.step = bad_step  # type: ignore[method-assign]
-    try:
-        return pretrain(config, Launch(), resume)
-    except UserError as error:
-        return str(error)
 
 
 def faults(folder: Path) -> list[dict[str, Any]]:
