@@ -34,6 +34,7 @@ from megahead.objectives import build_objective
 from megahead.optim import build_adamw
 from megahead.pretraining import MicroBatch, build
 from megahead.report import to_rich
+from megahead.wording import counted
 from steps.tokens import micro_batch, token_rows
 
 CPU = torch.device("cpu")
@@ -62,7 +63,7 @@ def main() -> None:
         for contender in field:
             contender.stop()
     console = Console(width=100, highlight=False)
-    shape = f"{arguments.rows} x {arguments.sequence_length} tokens a rank"
+    shape = f"{arguments.rows} x {counted(arguments.sequence_length, 'token')} a rank"
     console.print(f"{count_parameters(config.model).total / 1e6:.1f} M parameters, {shape}, one thread a rank")
     console.print(to_rich(summary(field, rounds)))
 
@@ -111,7 +112,7 @@ def on_ranks(config: RunConfig, stages: list[int], count: int, folder: str) -> l
     for stage in stages:
         places = [(rank, count, f"{folder}/store-{stage}") for rank in range(count)]
         together = [(engine_step, (config, stage, place)) for place in places]
-        field.append(Contender(f"{count} ranks, ZeRO {stage}", together))
+        field.append(Contender(f"{counted(count, 'rank')}, ZeRO {stage}", together))
     return field
 
 

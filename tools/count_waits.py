@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from megahead import wording
 from megahead.config import RunConfig, config_from_dict, load_config
 from megahead.distributed import Launch
 from megahead.errors import UserError, run_command
@@ -45,7 +46,7 @@ def main() -> None:
     console.print(to_rich(rows))
     for who in (*OWNERS.values(), BACKWARD):
         total = sum(n for (owner, _), n in waits.items() if owner == who)
-        console.print(f"{who}: {total / arguments.steps:g} waits a step")
+        console.print(f"{who}: {wording.counted(total / arguments.steps, 'wait', 'g')} a step")
 
 
 def counted(config: RunConfig, steps: int) -> Counter[Place]:

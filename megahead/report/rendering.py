@@ -18,6 +18,7 @@ from megahead.report.runs import Run
 from megahead.report.series import build_panels
 from megahead.report.tables import show
 from megahead.train.meters import duration, thousands
+from megahead.wording import counted
 
 _PARTS = Path(__file__).parent / "page"
 _AXES = {"tokens": "tokens", "step": "steps", "seconds": "time"}
@@ -68,7 +69,7 @@ def _what(run: Run) -> str:
     size, layers, width = (run.setting(f"model.{name}") for name in ("size", "num_layers", "hidden_size"))
     parts = [
         run.setting("objective.name"),
-        size or (f"{run.setting('model.family', 'model')}, {layers} layers x {width}" if layers else None),
+        size or (f"{run.setting('model.family', 'model')}, {counted(layers, 'layer')} x {width}" if layers else None),
         f"vocabulary {run.setting('model.vocab_size'):,}" if run.setting("model.vocab_size") else None,
         f"{run.setting('batch.global_size')} x {run.setting('data.sequence_length')} tokens a step"
         if run.setting("batch.global_size")

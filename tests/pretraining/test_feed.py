@@ -14,7 +14,7 @@ from on_ranks import on_ranks
 from small_run import VOCABULARY, small_config, write_text
 
 from megahead.config import RunConfig
-from megahead.data import IndexedDataset, IndexedDatasetWriter, StreamSamples, training_samples
+from megahead.data import IndexedDataset, IndexedDatasetWriter, SampleRows, StreamSamples, training_samples
 from megahead.distributed import Group
 from megahead.objectives import build_objective
 from megahead.pretraining import Feed
