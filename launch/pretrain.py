@@ -48,6 +48,9 @@ def main() -> None:
 
 def say(sentence: str) -> None:
     """What went wrong, from one of the ranks that found it."""
+    if os.environ.get("WORLD_SIZE", os.environ.get("SLURM_NTASKS", "1")) == "1":
+        tell(sentence)  # alone, without waiting for torch
+        return
     from megahead.distributed import read_launch, tell_once
 
     try:

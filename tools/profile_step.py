@@ -10,16 +10,18 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
 from rich.console import Console
-from torch.profiler import ProfilerActivity, profile, record_function
 
 from megahead.config import load_config
+from megahead.data import IndexedDataset
 from megahead.errors import run_command
 from megahead.report import to_rich
-from steps.contender import Contender
-from steps.tokens import token_rows
+
+if TYPE_CHECKING:
+    import torch
+    from torch.profiler import profile
 
 WARM_UP = 2
 
@@ -27,9 +29,17 @@ WARM_UP = 2
 def main() -> None:
     arguments = _parser().parse_args()
     config = load_config(arguments.config, arguments.set)
+    if arguments.data:
+        IndexedDataset(arguments.data)  # what is wrong is told before torch is imported
+    import torch
+    from torch.profiler import ProfilerActivity, profile, record_function
+
+    from steps.contender import Contender
+    from steps.tokens import token_rows
+
     device = torch.device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     rows = token_rows(config, arguments.data, count=WARM_UP + arguments.steps)
-    run = Contender(config, config.objective.name, device, config.engine.precision, rows)
+    run = Contender(config, config.objective.name, device, rows)
     for index in range(WARM_UP):
         run.step(index)
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device.type == "cuda" else [])

@@ -6,9 +6,9 @@ first use, so that the worker processes and commands that turn text into tokens 
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from megahead import on_first_use
 from megahead.data.blending import Blend
 from megahead.data.feistel import FeistelOrder
 from megahead.data.indexed import IndexedDataset, dataset_paths
@@ -62,15 +62,10 @@ __all__ = [
 ]
 
 
-_ON_FIRST_USE = {
-    **dict.fromkeys(("Batch", "causal_batch"), "batch"),
-    "Masker": "masking",
-    **dict.fromkeys(("BatchReader", "asked_counts", "held_out_masker", "training_masker"), "reading"),
-    **dict.fromkeys(("save_tokenizer", "train_bpe", "train_sentencepiece", "train_wordpiece"), "vocabulary"),
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _ON_FIRST_USE:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_ON_FIRST_USE[name]}"), name)
+__getattr__ = on_first_use(
+    __name__,
+    batch=("Batch", "causal_batch"),
+    masking=("Masker",),
+    reading=("BatchReader", "asked_counts", "held_out_masker", "training_masker"),
+    vocabulary=("save_tokenizer", "train_bpe", "train_sentencepiece", "train_wordpiece"),
+)

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import torch
 
-from megahead.convert.heads import HeadName, make_head
+from megahead.config import HeadName
+from megahead.convert.heads import make_head
 from megahead.convert.source import TrainedModel
 from megahead.data import IndexedDataset, held_out_masker, held_out_samples
 from megahead.data.endings import require_end_tokens

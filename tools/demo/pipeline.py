@@ -13,9 +13,8 @@ from demo.cloze import build_cloze
 from demo.corpus import build_corpus
 from demo.stages import Stages
 from demo.training import ranks, seconds_a_step, train
-from megahead.config import load_config
+from megahead.config import HeadName, load_config
 from megahead.convert import export
-from megahead.convert.heads import HeadName
 from megahead.data import Bar, preprocess
 from megahead.data.vocabulary import sample_texts, save_tokenizer, train_bpe
 from megahead.evaluate.harness import evaluate_harness
