@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from megahead.checkpoint import open_checkpoint
 from megahead.config import RunConfig, resolve_group
-from megahead.data import IndexedDataset, StreamSamples
+from megahead.corpus import IndexedDataset
+from megahead.data import StreamSamples
 from megahead.distributed import Group, Launch
 from megahead.objectives import build_objective
 from megahead.optim import build_adamw, learning_rate_ratio

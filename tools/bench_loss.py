@@ -28,7 +28,7 @@ from loss_forms import FORMS, Form, Problem, errors, with_others
 from rich.console import Console
 from torch import Tensor
 
-from megahead.data import IndexedDataset, load_tokenizer
+from megahead.corpus import IndexedDataset, load_tokenizer
 from megahead.errors import DataError, run_command
 from megahead.report import to_rich
 from steps.device import describe, matrix_rate

@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from megahead.data import Bar, Tokenizer, load_tokenizer
-from megahead.data.inspection import Inspection, inspect_dataset
+from megahead.corpus import Bar, Tokenizer, load_tokenizer
+from megahead.corpus.inspection import Inspection, inspect_dataset
 from megahead.errors import run_command
 
 BAR_WIDTH = 40

@@ -12,7 +12,7 @@ from pathlib import Path
 from rich.console import Console
 
 from megahead.convert import hf_folder
-from megahead.data.vocabulary import sample_texts
+from megahead.corpus.vocabulary import sample_texts
 from megahead.errors import FieldError, run_command
 from megahead.evaluate.pseudo import pseudo_perplexity
 from megahead.report import to_rich

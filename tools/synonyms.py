@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megahead.convert import input_embedding
-from megahead.data import load_tokenizer
+from megahead.corpus import load_tokenizer
 from megahead.errors import run_command
 from megahead.evaluate.synonyms import Similarities, similarities, synonym_pairs
 from megahead.report.similarity import save_similarities

@@ -13,9 +13,9 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from megahead.checkpoint.durable import flush, write_atomically
 from megahead.checkpoint.manifest import MANIFEST, Manifest
 from megahead.errors import CheckpointError
+from megahead.files import flush, write_atomically
 
 _STEP = re.compile(r"step-(\d{8,})(\.replaced)?")
 _LATEST = "latest"

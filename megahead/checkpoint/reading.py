@@ -8,10 +8,10 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megahead.checkpoint.durable import sha256_of
 from megahead.checkpoint.folders import candidates, check_lengths, find_checkpoint
 from megahead.checkpoint.manifest import FORMAT, MANIFEST, FileEntry, Manifest, TensorEntry
 from megahead.errors import CheckpointError
+from megahead.files import sha256_of
 
 
 def open_checkpoint(path: Path) -> Checkpoint:

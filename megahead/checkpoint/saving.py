@@ -20,12 +20,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megahead.checkpoint.agreement import together
-from megahead.checkpoint.durable import flush, sha256_of
 from megahead.checkpoint.folders import check_lengths, clear_remains, partial_folder, publish, step_folder
 from megahead.checkpoint.manifest import FileEntry, Manifest, TensorEntry
 from megahead.checkpoint.retention import NONE_SPARED, Spare, retain
 from megahead.distributed import Group
 from megahead.errors import CheckpointError
+from megahead.files import flush, sha256_of
 
 
 def save_checkpoint(

@@ -12,15 +12,14 @@ from typing import Any
 
 from torch import Tensor
 
-from megahead.checkpoint.durable import sha256_of
 from megahead.convert.card import model_card, write_encoder_tokenizer, write_tokenizer
 from megahead.convert.families import Family, family_of, hf_config
 from megahead.convert.heads import Head, HeadName, make_head
 from megahead.convert.source import EMBEDDING, HEAD, MASK_HEAD, TEMPERATURE, TrainedModel
-from megahead.convert.staging import staged_folder
 from megahead.convert.stream import DTYPES, Streamed, write_shards
 from megahead.convert.verify import Parity, verify
 from megahead.errors import FieldError
+from megahead.files import sha256_of, staged_folder
 
 PARITY_FILE = "parity.json"
 _NORM_BIAS = "backbone.final_norm.bias"

@@ -17,10 +17,10 @@ from megahead.checkpoint import save_checkpoint
 from megahead.config import RunConfig, config_from_dict
 from megahead.convert.families import Family, family_named
 from megahead.convert.source import EMBEDDING, HEAD, MASK_HEAD
-from megahead.convert.staging import staged_folder
-from megahead.data import load_tokenizer
+from megahead.corpus import load_tokenizer
 from megahead.distributed import Group
 from megahead.errors import CheckpointError
+from megahead.files import staged_folder
 from megahead.pretraining.build import assemble
 
 

@@ -1,75 +1,32 @@
-"""Text to tokens to rows: indexed files, tokenizing, sample order, batches.
+"""Indexed text to batches: the order of samples, packing, blending, masking."""
 
-Only batches need torch, whose import costs a second, and few need the trainers of vocabularies: both are imported on
-first use, so that the worker processes and commands that turn text into tokens never pay for them.
-"""
-
-from __future__ import annotations
-
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
+from megahead.corpus import IndexedDataset, IndexedDatasetWriter
+from megahead.data.batch import Batch, causal_batch
 from megahead.data.blending import Blend
 from megahead.data.feistel import FeistelOrder
-from megahead.data.indexed import IndexedDataset, dataset_paths
-from megahead.data.info import DatasetInfo
+from megahead.data.masking import Masker
 from megahead.data.packing import PackedSamples
-from megahead.data.preprocess import PreprocessReport, preprocess
-from megahead.data.progress import Bar, ByteProgress
+from megahead.data.reading import BatchReader, held_out_masker, training_masker
 from megahead.data.samples import Samples, SequentialSamples, StoredSamples, StreamSamples, held_out_samples
-from megahead.data.tokenizer import Tokenizer, load_tokenizer
 from megahead.data.training import SampleRows, training_samples
-from megahead.data.writer import IndexedDatasetWriter
-
-if TYPE_CHECKING:
-    from megahead.data.batch import Batch, causal_batch
-    from megahead.data.masking import Masker
-    from megahead.data.reading import BatchReader, held_out_masker, training_masker
-    from megahead.data.vocabulary import save_tokenizer, train_bpe, train_sentencepiece, train_wordpiece
 
 __all__ = [
-    "Bar",
     "Batch",
     "BatchReader",
     "Blend",
-    "ByteProgress",
-    "DatasetInfo",
     "FeistelOrder",
     "IndexedDataset",
     "IndexedDatasetWriter",
     "Masker",
     "PackedSamples",
-    "PreprocessReport",
     "SampleRows",
     "Samples",
     "SequentialSamples",
     "StoredSamples",
     "StreamSamples",
-    "Tokenizer",
     "causal_batch",
-    "dataset_paths",
     "held_out_masker",
     "held_out_samples",
-    "load_tokenizer",
-    "preprocess",
-    "save_tokenizer",
-    "train_bpe",
-    "train_sentencepiece",
-    "train_wordpiece",
     "training_masker",
     "training_samples",
 ]
-
-
-_ON_FIRST_USE = {
-    **dict.fromkeys(("Batch", "causal_batch"), "batch"),
-    "Masker": "masking",
-    **dict.fromkeys(("BatchReader", "held_out_masker", "training_masker"), "reading"),
-    **dict.fromkeys(("save_tokenizer", "train_bpe", "train_sentencepiece", "train_wordpiece"), "vocabulary"),
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _ON_FIRST_USE:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_ON_FIRST_USE[name]}"), name)

@@ -24,11 +24,11 @@ from typing import Any
 import numpy as np
 import orjson
 
-from megahead.data.atomic import InUseError, StagedFile
+from megahead.corpus.indexed import IndexedDataset
 from megahead.data.feistel import FeistelOrder, mix
-from megahead.data.indexed import IndexedDataset
 from megahead.data.samples import Samples
 from megahead.errors import DataError
+from megahead.files import InUseError, StagedFile
 
 FORMAT = "megahead-rows/1"
 HEADER_BYTES = 256

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from megahead.config import DataConfig, MaskingConfig, RunConfig
+from megahead.corpus.indexed import IndexedDataset
+from megahead.corpus.tokenizer import load_tokenizer
 from megahead.data.batch import Batch, causal_batch
 from megahead.data.collocations import Collocations, runs_of
-from megahead.data.indexed import IndexedDataset
 from megahead.data.masking import Masker, special_ids
 from megahead.data.strategies import Frequency, Pmi, Spans, Strategy, Uniform, WholeWords
-from megahead.data.tokenizer import load_tokenizer
 from megahead.data.training import SampleRows
 from megahead.errors import ConfigError
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from megahead.corpus.indexed import IndexedDataset
 from megahead.data.feistel import FeistelOrder, mix
-from megahead.data.indexed import IndexedDataset
 from megahead.errors import DataError
 
 Array = np.ndarray[Any, Any]

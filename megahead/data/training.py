@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from megahead.corpus.indexed import IndexedDataset
 from megahead.data.blending import Blend, temperature_weights
 from megahead.data.feistel import mix
-from megahead.data.indexed import IndexedDataset
 from megahead.data.packing import PackedSamples, pack_table
 from megahead.data.samples import Samples, StoredSamples, StreamSamples
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megahead.errors import DataError
+from megahead.files import write_atomically
 
 
 class Kept:
@@ -37,10 +38,7 @@ class Kept:
         self._entries = [entry for entry in self._entries if not _agree(entry, key, replaces)]
         self._entries.append({**key, **values})
         if self._path is not None:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            partial = self._path.with_name(f"{self._path.name}.partial")
-            partial.write_text(json.dumps({"results": self._entries}, indent=2) + "\n", encoding="utf-8")
-            partial.replace(self._path)
+            write_atomically(self._path, json.dumps({"results": self._entries}, indent=2) + "\n")
 
 
 def stamp_model(folder: Path) -> str:

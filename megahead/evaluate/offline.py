@@ -8,7 +8,8 @@ import torch
 
 from megahead.convert.heads import HeadName, make_head
 from megahead.convert.source import TrainedModel
-from megahead.data import IndexedDataset, held_out_masker, held_out_samples
+from megahead.corpus import IndexedDataset
+from megahead.data import held_out_masker, held_out_samples
 from megahead.distributed import Group
 from megahead.errors import FieldError
 from megahead.evaluate.perplexity import HeldOut, HeldOutText

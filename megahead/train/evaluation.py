@@ -7,7 +7,8 @@ from collections.abc import Callable
 import torch
 
 from megahead.config import RunConfig
-from megahead.data import IndexedDataset, held_out_masker, held_out_samples
+from megahead.corpus import IndexedDataset
+from megahead.data import held_out_masker, held_out_samples
 from megahead.distributed import Group
 from megahead.engine import Engine
 from megahead.evaluate import HeldOut, HeldOutText

@@ -11,8 +11,8 @@ from typing import Literal
 
 import torch
 
-from megahead.checkpoint.durable import write_atomically
 from megahead.distributed import Group
+from megahead.files import write_atomically
 
 Ending = Literal["finished", "out of time", "stopped"]
 ENDING = "ending.json"

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from megahead.checkpoint import Checkpoint
-from megahead.data import Batch, IndexedDataset
+from megahead.corpus import IndexedDataset
+from megahead.data import Batch
 from megahead.distributed import Group
 from megahead.errors import CheckpointError
 

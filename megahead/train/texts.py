@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megahead.config import RunConfig
-from megahead.data import IndexedDataset, training_samples
+from megahead.corpus import IndexedDataset
+from megahead.data import training_samples
 from megahead.data.blending import Blend
 from megahead.data.samples import Samples
 from megahead.data.training import describe_samples, relative_passes

@@ -163,7 +163,7 @@ def test_bytes_and_names_are_on_disk_before_the_folder_gets_its_name(
     save(tmp_path, 1)
     root = tmp_path.name
     files = ["tensors-00000-of-00001.safetensors", "checkpoint.json", ".step-00000001.partial"]
-    named = ["name step-00000001", f"flush {root}", "flush .latest.partial", "name latest", f"flush {root}"]
+    named = ["name step-00000001", f"flush {root}", "flush latest.partial", "name latest", f"flush {root}"]
     assert acts == [f"flush {name}" for name in files] + named
 
 

@@ -29,8 +29,8 @@ from megahead.config import RunConfig
 from megahead.convert import export, from_hf, hf_folder, input_embedding
 from megahead.convert.bert import BERT, DISTILBERT, Names
 from megahead.convert.source import TrainedModel
+from megahead.corpus.vocabulary import train_wordpiece
 from megahead.data import held_out_masker
-from megahead.data.vocabulary import train_wordpiece
 from megahead.errors import CheckpointError, FieldError
 from megahead.pretraining import Scoring
 from megahead.pretraining.build import assemble
@@ -193,7 +193,7 @@ def test_a_folder_without_a_tokenizer_names_no_special_tokens(tmp_path: Path) ->
 
 
 def test_the_extended_pythia_tokenizer_serves_an_encoder(tmp_path: Path, shared_data: Path) -> None:
-    from megahead.data.vocabulary import add_encoder_tokens
+    from megahead.corpus.vocabulary import add_encoder_tokens
 
     vocabulary = add_encoder_tokens(Tokenizer.from_file(str(shared_data / "tokenizers/20B_tokenizer.json")))
     config = encoder_config(hidden_size=6, vocab_size=50280, intermediate_size=8)

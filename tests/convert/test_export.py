@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, GPTNeoXConfig
 import megahead
 from megahead.convert import Origin, export, exporting, hf_folder, load_causal, origin
 from megahead.convert.gpt_neox import hf_config
-from megahead.data import IndexedDatasetWriter, load_tokenizer
+from megahead.corpus import IndexedDatasetWriter, load_tokenizer
 from megahead.errors import CheckpointError, DataError, FieldError
 
 VANILLA = {"name": "vanilla"}

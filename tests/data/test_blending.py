@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megahead.config import DataConfig
-from megahead.data import Blend, IndexedDataset, IndexedDatasetWriter, StreamSamples, training_samples
+from megahead.corpus import IndexedDataset, IndexedDatasetWriter
+from megahead.data import Blend, StreamSamples, training_samples
 from megahead.data.blending import PERIOD, round_shares, schedule, temperature_weights
 from megahead.data.training import describe_samples, relative_passes
 

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 from megahead.config import MaskingConfig, config_from_dict
-from megahead.data import IndexedDataset, IndexedDatasetWriter, Masker, training_masker
+from megahead.corpus import IndexedDataset, IndexedDatasetWriter
+from megahead.corpus.vocabulary import train_bpe, train_wordpiece
+from megahead.data import Masker, training_masker
 from megahead.data.collocations import Collocations
 from megahead.data.strategies import Frequency, Pmi, Spans, Strategy, WholeWords
-from megahead.data.vocabulary import train_bpe, train_wordpiece
 from megahead.errors import ConfigError
 
 CLS, SEP, MASK, VOCABULARY = 1, 2, 3, 500

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megahead.data import IndexedDataset, IndexedDatasetWriter, PackedSamples, causal_batch
+from megahead.corpus import IndexedDataset, IndexedDatasetWriter
+from megahead.data import PackedSamples, causal_batch
 from megahead.data.packing import PADDING, best_fit, pack_table
 from megahead.errors import DataError
 

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megahead.data import IndexedDataset, SequentialSamples, StreamSamples
-from megahead.data.layout import HEADER, MAGIC
+from megahead.corpus import IndexedDataset
+from megahead.corpus.layout import HEADER, MAGIC
+from megahead.data import SequentialSamples, StreamSamples
 from megahead.errors import DataError
 
 Flat = Callable[[int], Path]

@@ -20,7 +20,7 @@ from small_run import small_config, write_text
 from megahead.checkpoint import open_checkpoint
 from megahead.config import deepspeed_config, load_config, resolve_group
 from megahead.convert import export, from_hf, hf_folder, load_causal
-from megahead.data import IndexedDataset, IndexedDatasetWriter, load_tokenizer, preprocess
+from megahead.corpus import IndexedDataset, IndexedDatasetWriter, load_tokenizer, preprocess
 from megahead.distributed import Group, choose_device, read_launch
 from megahead.errors import UserError
 from megahead.evaluate.tasks import task_files

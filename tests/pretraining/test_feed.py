@@ -12,7 +12,8 @@ from on_ranks import on_ranks
 from small_run import VOCABULARY, small_config, write_text
 
 from megahead.config import RunConfig
-from megahead.data import IndexedDataset, IndexedDatasetWriter, StreamSamples, training_samples
+from megahead.corpus import IndexedDataset, IndexedDatasetWriter
+from megahead.data import StreamSamples, training_samples
 from megahead.distributed import Group
 from megahead.objectives import build_objective
 from megahead.pretraining import Feed

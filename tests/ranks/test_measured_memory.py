@@ -14,7 +14,8 @@ from small_engine import CPU
 from small_run import shipped, small_config
 
 from megahead.config import RunConfig, deepspeed_config
-from megahead.data import IndexedDataset, IndexedDatasetWriter, StreamSamples
+from megahead.corpus import IndexedDataset, IndexedDatasetWriter
+from megahead.data import StreamSamples
 from megahead.distributed import Group, Launch, Mesh
 from megahead.engine import Engine
 from megahead.estimate import rank_memory

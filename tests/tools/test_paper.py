@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from megahead.data import IndexedDataset
+from megahead.corpus import IndexedDataset
 from megahead.errors import UserError
 from megahead.report import read_metrics, read_runs
 from paper.charts import Chart, draw_charts

@@ -16,8 +16,8 @@ from demo.training import ranks, seconds_a_step, train
 from megahead.config import load_config
 from megahead.convert import export
 from megahead.convert.heads import HeadName
-from megahead.data import Bar, preprocess
-from megahead.data.vocabulary import sample_texts, save_tokenizer, train_bpe
+from megahead.corpus import Bar, preprocess
+from megahead.corpus.vocabulary import sample_texts, save_tokenizer, train_bpe
 from megahead.evaluate.harness import evaluate_harness
 from megahead.evaluate.offline import evaluate_checkpoint
 from megahead.report import read_metrics

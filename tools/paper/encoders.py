@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from finetune import table
-from megahead.data import IndexedDataset, IndexedDatasetWriter
+from megahead.corpus import IndexedDataset, IndexedDatasetWriter
 from megahead.evaluate.finetuning import Outcomes
 from paper.laboratory import Laboratory
 from paper.measures import Row, scores, speed

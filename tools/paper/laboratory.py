@@ -15,7 +15,7 @@ from typing import Any, TextIO
 from rich.console import Console
 
 from megahead.config import RunConfig, load_config
-from megahead.data import load_tokenizer
+from megahead.corpus import load_tokenizer
 from megahead.errors import FieldError, UserError
 from megahead.report import RunMetrics, read_metrics, to_markdown, to_rich
 from paper.charts import Chart, save_charts

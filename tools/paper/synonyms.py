@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megahead.convert import input_embedding
-from megahead.data import load_tokenizer
+from megahead.corpus import load_tokenizer
 from megahead.evaluate.synonyms import similarities, synonym_pairs
 from megahead.report.similarity import save_similarities
 from paper.laboratory import Laboratory

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from megahead.config import RunConfig
-from megahead.data import BatchReader, IndexedDataset, SampleRows, held_out_masker, training_samples
+from megahead.corpus import IndexedDataset
+from megahead.data import BatchReader, SampleRows, held_out_masker, training_samples
 from megahead.objectives import Objective
 from megahead.pretraining import MicroBatch
 
