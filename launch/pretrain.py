@@ -13,7 +13,7 @@ import os
 import sys
 
 from megahead.config import load_config
-from megahead.errors import UserError, run_command, tell
+from megahead.errors import UserError, run_command, print_error
 
 
 def main() -> None:
@@ -48,14 +48,14 @@ def main() -> None:
 
 def say(sentence: str) -> None:
     """What went wrong, from one of the ranks that found it."""
-    from megahead.distributed import read_launch, tell_once
+    from megahead.distributed import read_launch, print_error_once
 
     try:
         launch = read_launch(os.environ)
     except UserError:
-        tell(sentence)
+        print_error(sentence)
     else:
-        tell_once(launch, sentence)
+        print_error_once(launch, sentence)
 
 
 if __name__ == "__main__":

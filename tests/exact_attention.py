@@ -13,16 +13,16 @@ POSITIONS = torch.tensor([[0, 1, 2, 3, 0, 1, 2], [0, 0, 0, 1, 2, 3, 4]])
 """Of two rows; the second begins with documents of one token."""
 
 
-def formula(q_BTHd: Tensor, k_BTHd: Tensor, v_BTHd: Tensor, mask_BTT: Tensor) -> Tensor:
+def formula(q_BTHd: Tensor, k_BTHd: Tensor, v_BTHd: Tensor, causal_mask_BTT: Tensor) -> Tensor:
     scores_BHTT = torch.einsum("bqhd,bkhd->bhqk", q_BTHd, k_BTHd) / math.sqrt(q_BTHd.shape[-1])
-    weights_BHTT = scores_BHTT.masked_fill(~mask_BTT[:, None], -math.inf).softmax(-1)
+    weights_BHTT = scores_BHTT.masked_fill(~causal_mask_BTT[:, None], -math.inf).softmax(-1)
     return torch.einsum("bhqk,bkhd->bqhd", weights_BHTT, v_BTHd)
 
 
 def seen(rows: int, length: int, documents: Documents | None, causal: bool) -> Tensor:
     """[B, T, T] bool: which tokens each token reads."""
     if documents is not None:
-        return documents.mask_BTT if causal else documents.same_BTT
+        return documents.causal_mask_BTT if causal else documents.same_document_BTT
     whole_BTT = torch.ones(rows, length, length, dtype=torch.bool)
     return whole_BTT.tril() if causal else whole_BTT
 

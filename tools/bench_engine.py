@@ -110,8 +110,8 @@ def on_ranks(config: RunConfig, stages: list[int], count: int, folder: str) -> l
     field = [Contender("1 rank", [alone]), Contender(f"{count} apart", [alone] * count)]
     for stage in stages:
         places = [(rank, count, f"{folder}/store-{stage}") for rank in range(count)]
-        together = [(engine_step, (config, stage, place)) for place in places]
-        field.append(Contender(f"{count} ranks, ZeRO {stage}", together))
+        run_on_all_ranks = [(engine_step, (config, stage, place)) for place in places]
+        field.append(Contender(f"{count} ranks, ZeRO {stage}", run_on_all_ranks))
     return field
 
 

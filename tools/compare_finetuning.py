@@ -22,7 +22,7 @@ from transformers import DataCollatorWithPadding, PrinterCallback, Trainer, Trai
 
 from megahead.convert import load_classifier, load_tokenizer_folder
 from megahead.errors import run_command
-from megahead.evaluate.finetuning import Contest, FineTuning, Sources, Starting, TaskData, load_task, paper_settings
+from megahead.evaluate.finetuning import FineTuningRun, FineTuning, Sources, StartModel, TaskData, load_task, paper_settings
 from megahead.evaluate.finetuning.examples import Example
 from megahead.evaluate.finetuning.scoring import measure
 from megahead.report.tables import to_rich
@@ -36,7 +36,7 @@ def main() -> None:
         data = load_task(name, Sources(arguments.data), max_train_rows=arguments.max_train_rows)
         changes = {"epochs": arguments.epochs, "learning_rate": arguments.learning_rate}
         settings = paper_settings(name, "regular", **changes)
-        contest = Contest(Starting(str(arguments.model), arguments.model), data, settings)
+        contest = FineTuningRun(StartModel(str(arguments.model), arguments.model), data, settings)
         ours, theirs = [], []
         for seed in range(arguments.seeds):
             ours.append(max(next(iter(epoch.scores.values()))[data.task.metric] for epoch in contest.run(seed)))

@@ -23,10 +23,10 @@ from megahead.evaluate.finetuning import (
     XNLI_LANGUAGES,
     Comparison,
     FineTuning,
-    Outcome,
-    Outcomes,
+    FineTuningResult,
+    FineTuningResults,
     Sources,
-    Starting,
+    StartModel,
     Summary,
     TaskData,
     expand,
@@ -49,11 +49,11 @@ def main() -> None:
         torch.set_num_threads(arguments.threads)
     sources = Sources(arguments.data)
     tasks = [load(name, sources, arguments) for name in expand(arguments.task, sources)]
-    starts = [Starting(str(model), hf_folder(model)) for model in arguments.model]
+    starts = [StartModel(str(model), hf_folder(model)) for model in arguments.model]
     if arguments.floor:
-        starts.append(Starting("random weights", starts[0].folder, random_weights=True))
+        starts.append(StartModel("random weights", starts[0].folder, random_weights=True))
     console = Console(highlight=False, soft_wrap=True)
-    outcomes = Comparison(starts, tasks, range(arguments.seeds), Outcomes(arguments.output)).run(console.print)
+    outcomes = Comparison(starts, tasks, range(arguments.seeds), FineTuningResults(arguments.output)).run(console.print)
     console.print(to_rich(table(outcomes), title="percent, mean ± deviation over seeds (best epochs)"))
     console.print(f"\nwrote {arguments.output}")
 
@@ -69,7 +69,7 @@ def load(name: str, sources: Sources, arguments: argparse.Namespace) -> tuple[Ta
     return load_task(name, sources, max_train_rows=arguments.max_train_rows, languages=languages), settings
 
 
-def table(outcomes: Sequence[Outcome]) -> list[dict[str, object]]:
+def table(outcomes: Sequence[FineTuningResult]) -> list[dict[str, object]]:
     """A row for each metric of a task, a column for each model, and a last row of training time."""
     rows: dict[tuple[str, str, str], dict[str, object]] = {}
     for model in dict.fromkeys(outcome.model for outcome in outcomes):

@@ -66,8 +66,8 @@ def headless_by(kernel: Callable[..., Tensor], outputs_ND: Tensor, targets_N: Te
     chosen = unique_candidates(targets_N)
     assert chosen.ids_U is not None
     assert chosen.bias_U is not None
-    loss = kernel(outputs_ND, table_VD[chosen.ids_U], chosen.own_N, bias=chosen.bias_U.to(outputs_ND.dtype))
-    return loss + chosen.bias_U[chosen.own_N].mean().float()
+    loss = kernel(outputs_ND, table_VD[chosen.ids_U], chosen.positive_N, bias=chosen.bias_U.to(outputs_ND.dtype))
+    return loss + chosen.bias_U[chosen.positive_N].mean().float()
 
 
 def softmax_by(kernel: Callable[..., Tensor], outputs_ND: Tensor, targets_N: Tensor, table_VD: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """Step folders of whole named tensors: written atomically, verified when read, loadable on any mesh."""
 
-from megahead.checkpoint.agreement import together
+from megahead.checkpoint.all_ranks import run_on_all_ranks
 from megahead.checkpoint.folders import find_checkpoint
 from megahead.checkpoint.reading import Checkpoint, newest_sound, open_checkpoint
 from megahead.checkpoint.retention import Spare
@@ -14,6 +14,6 @@ __all__ = [
     "newest_sound",
     "open_checkpoint",
     "save_checkpoint",
-    "together",
+    "run_on_all_ranks",
     "write_snapshot",
 ]

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from megahead.config.base import Settings
 from megahead.errors import ConfigError
 
-Share = Annotated[float, Field(ge=0, lt=1)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 
 class OptimizerConfig(Settings):
@@ -18,7 +18,7 @@ class OptimizerConfig(Settings):
     learning_rate: float = Field(gt=0)
     """Peak learning rate."""
 
-    betas: tuple[Share, Share] = (0.9, 0.95)
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
     """Decay of the running mean and of the running square of gradients."""
 
     eps: float = Field(default=1e-8, gt=0)

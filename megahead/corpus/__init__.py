@@ -4,7 +4,7 @@ The trainers of tokenizers (`vocabulary`) and preprocessing in shards (`shards`)
 """
 
 from megahead.corpus.indexed import IndexedDataset, dataset_paths
-from megahead.corpus.info import DatasetInfo
+from megahead.corpus.dataset_info import DatasetInfo
 from megahead.corpus.preprocess import PreprocessReport, preprocess
 from megahead.corpus.progress import Bar, ByteProgress
 from megahead.corpus.tokenizer import Tokenizer, load_tokenizer

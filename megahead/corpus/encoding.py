@@ -17,8 +17,8 @@ from typing import Any, Literal
 import numpy as np
 
 from megahead.corpus.chunks import Chunk
-from megahead.corpus.layout import token_dtype
-from megahead.corpus.pieces import PIECE
+from megahead.corpus.index_layout import token_dtype
+from megahead.corpus.long_texts import PIECE
 from megahead.corpus.tokenizer import Engine, Tokenizer, opened
 from megahead.errors import DataError
 
@@ -29,7 +29,7 @@ Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True)
-class Encoder:
+class ChunkTokenizer:
     """How a chunk becomes ids: the tokenizer's file, the engine found exact, the id that closes each document."""
 
     path: Path
@@ -110,7 +110,7 @@ class EncodingPool:
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
 
-    def encode(self, chunks: Iterable[Chunk], encoder: Encoder) -> Iterator[EncodedChunk]:
+    def encode(self, chunks: Iterable[Chunk], encoder: ChunkTokenizer) -> Iterator[EncodedChunk]:
         """Each chunk encoded, in order; the workers stay a few chunks ahead of the reader.
 
         An error of a chunk surfaces at its turn. DataError when a worker dies.

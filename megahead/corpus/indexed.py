@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from megahead.corpus.info import DatasetInfo
-from megahead.corpus.layout import HEADER, IndexLayout
+from megahead.corpus.dataset_info import DatasetInfo
+from megahead.corpus.index_layout import HEADER, IndexLayout
 from megahead.errors import DataError
 
 Array = np.ndarray[Any, Any]

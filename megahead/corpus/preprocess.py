@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from megahead.corpus.chunks import Chunk
-from megahead.corpus.encoding import EncodedChunk, Encoder, EncodingPool, OnError
+from megahead.corpus.encoding import EncodedChunk, ChunkTokenizer, EncodingPool, OnError
 from megahead.corpus.progress import ByteProgress, Silent
 from megahead.corpus.selection import Selection
 from megahead.corpus.sources import find_inputs, read_chunks, total_bytes
@@ -145,7 +145,7 @@ def write_dataset(
             "it; give one of them another name."
         )
     loaded, chunks = _choose_tokenizer(recipe.tokenizer, chunks)
-    encoder = Encoder(loaded.path, loaded.engine, loaded.id_of(recipe.end_token), recipe.on_error)
+    encoder = ChunkTokenizer(loaded.path, loaded.engine, loaded.id_of(recipe.end_token), recipe.on_error)
     report = PreprocessReport(engine=loaded.engine)
     share = recipe.holdout
     with ExitStack() as stack:

@@ -22,7 +22,7 @@ from megahead.corpus.indexed import IndexedDataset
 from megahead.corpus.preprocess import PreprocessReport, Recipe, write_dataset
 from megahead.corpus.progress import ByteProgress, Silent
 from megahead.corpus.sources import Input, find_inputs, total_bytes
-from megahead.corpus.unpacking import STANDARD_INPUT
+from megahead.corpus.decompression import STANDARD_INPUT
 from megahead.errors import DataError
 from megahead.files import StagedFile, write_atomically
 
@@ -47,7 +47,7 @@ def preprocess_shards(
     folder = Path(folder)
     lock = StagedFile(folder / "in-use")
     try:
-        manifest = Manifest.open(folder, recipe)
+        manifest = ShardManifest.open(folder, recipe)
         progress = progress or Silent()
         progress.begin(total_bytes(shards))
         with EncodingPool(workers) as pool:
@@ -63,18 +63,18 @@ def preprocess_shards(
     return manifest.total(shards)
 
 
-class Manifest:
+class ShardManifest:
     """What was made in a folder so far, by which recipe."""
 
     def __init__(self, folder: Path, recipe: dict[str, Any], shards: dict[str, Any]) -> None:
         self._folder, self._recipe, self._shards = folder, recipe, shards
 
     @staticmethod
-    def open(folder: Path, recipe: Recipe) -> Manifest:
+    def open(folder: Path, recipe: Recipe) -> ShardManifest:
         """The manifest in `folder`, or a new one; DataError when it is of another recipe."""
         ours, path = _plain(recipe), folder / MANIFEST
         if not path.exists():
-            return Manifest(folder, ours, {})
+            return ShardManifest(folder, ours, {})
         try:
             noted = orjson.loads(path.read_bytes())
             if noted["format"] != FORMAT:
@@ -88,7 +88,7 @@ class Manifest:
                 f"`{folder}` must have been begun with the same settings, but differs in {', '.join(differing)}; "
                 "give another folder, or remove this one."
             )
-        return Manifest(folder, ours, shards)
+        return ShardManifest(folder, ours, shards)
 
     def report(self, shard: Input) -> PreprocessReport | None:
         """What was noted of a shard; None when its input changed since, or its files are not whole."""

@@ -9,7 +9,7 @@ import orjson
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from megahead.corpus import unpacking
+from megahead.corpus import decompression as unpacking
 from megahead.corpus.chunks import Chunk, Rows
 from megahead.corpus.selection import Selection
 from megahead.errors import DataError

@@ -16,8 +16,8 @@ import numpy as np
 import sentencepiece
 import tokenizers
 
-from megahead.corpus.layout import token_dtype
-from megahead.corpus.pieces import PIECE, pieces
+from megahead.corpus.index_layout import token_dtype
+from megahead.corpus.long_texts import PIECE, pieces
 from megahead.errors import DataError
 
 Engine = Literal["fastokens", "tokenizers", "sentencepiece"]

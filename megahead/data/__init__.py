@@ -3,12 +3,12 @@
 from megahead.corpus import IndexedDataset, IndexedDatasetWriter
 from megahead.data.batch import Batch, causal_batch
 from megahead.data.blending import Blend
-from megahead.data.feistel import FeistelOrder
+from megahead.data.shuffle import FeistelOrder
 from megahead.data.masking import Masker
 from megahead.data.packing import PackedSamples
-from megahead.data.reading import BatchReader, held_out_masker, training_masker
+from megahead.data.batch_reader import BatchReader, held_out_masker, training_masker
 from megahead.data.samples import Samples, SequentialSamples, StoredSamples, StreamSamples, held_out_samples
-from megahead.data.training import SampleRows, training_samples
+from megahead.data.training_samples import RowSource, training_samples
 
 __all__ = [
     "Batch",
@@ -19,7 +19,7 @@ __all__ = [
     "IndexedDatasetWriter",
     "Masker",
     "PackedSamples",
-    "SampleRows",
+    "RowSource",
     "Samples",
     "SequentialSamples",
     "StoredSamples",

@@ -23,7 +23,7 @@ Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True)
-class Share:
+class BlendShare:
     """What one dataset of a blend has of a run's samples."""
 
     name: str
@@ -39,7 +39,7 @@ class Share:
     epochs: float
     """How often its own rows are read in these samples."""
 
-    def told(self) -> str:
+    def describe(self) -> str:
         """One line; says when the dataset is read more than once."""
         again = f", REPEATED: {self.epochs:.2f} epochs" if self.epochs > 1 else f", {self.epochs:.2g} epochs"
         return f"{self.name}: asked {self.asked:.4%}, rounded {self.rounded:.4%}, achieved {self.achieved:.4%}{again}"
@@ -72,12 +72,12 @@ class Blend:
         part_B = self._part_P[places_B].astype(np.int64)
         return part_B, periods_B * self.quotas[part_B] + self._ordinal_P[places_B]
 
-    def shares(self, samples: int) -> list[Share]:
+    def shares(self, samples: int) -> list[BlendShare]:
         """What each dataset has of the first `samples` samples."""
         periods, rest = divmod(samples, PERIOD)
         taken = periods * self.quotas + np.bincount(self._part_P[:rest], minlength=len(self.parts))
         return [
-            Share(
+            BlendShare(
                 str(part.dataset.prefix),
                 float(self.asked[i]),
                 float(self.quotas[i]) / PERIOD,

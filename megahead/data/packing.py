@@ -25,7 +25,7 @@ import numpy as np
 import orjson
 
 from megahead.corpus.indexed import IndexedDataset
-from megahead.data.feistel import FeistelOrder, mix
+from megahead.data.shuffle import FeistelOrder, mix
 from megahead.data.samples import Samples
 from megahead.errors import DataError
 from megahead.files import InUseError, StagedFile

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from megahead.corpus.indexed import IndexedDataset
-from megahead.data.feistel import FeistelOrder, mix
+from megahead.data.shuffle import FeistelOrder, mix
 from megahead.errors import DataError
 
 Array = np.ndarray[Any, Any]

@@ -224,7 +224,7 @@ class Engine:
 
     def _merge(self, name: str, part: Tensor) -> Tensor:
         dim = self._shard_dims.get(name)
-        return part if dim is None else self._mesh.tensor.join(part, dim)
+        return part if dim is None else self._mesh.tensor.unshard(part, dim)
 
     def _parameters(self, kind: str) -> Iterator[tuple[str, nn.Parameter]]:
         for name, parameter in self.module.named_parameters():

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from megahead.convert.heads import HeadName, make_head
+from megahead.convert.export_heads import HeadName, make_head
 from megahead.convert.source import TrainedModel
 from megahead.corpus import IndexedDataset
 from megahead.data import held_out_masker, held_out_samples
@@ -14,7 +14,7 @@ from megahead.distributed import Group
 from megahead.errors import FieldError
 from megahead.evaluate.perplexity import HeldOut, HeldOutText
 from megahead.objectives import Scores
-from megahead.pretraining import Scoring
+from megahead.pretraining import ScoreRequest
 
 
 def evaluate_checkpoint(checkpoint: Path, head: HeadName, *, dataset: str | None = None) -> HeldOut:
@@ -35,7 +35,7 @@ def evaluate_checkpoint(checkpoint: Path, head: HeadName, *, dataset: str | None
     pretraining = model.load()
 
     @torch.no_grad()
-    def score(scoring: Scoring) -> Scores:
+    def score(scoring: ScoreRequest) -> Scores:
         return pretraining(scoring)
 
     return text.evaluate(score, model.training_free_bias() if head == "pmi" else None, torch.device("cpu"))

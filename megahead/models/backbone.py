@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from megahead.distributed import Group
 from megahead.models.compilation import CompiledBlocks
 from megahead.nn import Attend, BidirectionalSelfAttention, CausalSelfAttention
-from megahead.nn.recomputation import Recompute, recomputed
+from megahead.nn.activation_checkpointing import Recompute, checkpointed
 
 
 class Backbone(nn.Module, ABC):
@@ -50,16 +50,16 @@ class Backbone(nn.Module, ABC):
         """
         call = block if self.compiled is None or not steady else partial(self.compiled, block)
         if self.recompute_blocks and self.training:
-            return recomputed(call, *inputs, keep_dear=self.recompute_blocks == "selective")
+            return checkpointed(call, *inputs, selective=self.recompute_blocks == "selective")
         output: Tensor = call(*inputs)
         return output
 
     @abstractmethod
-    def encode(self, rows_BTD: Tensor, positions_BT: Tensor | None = None, borders: Tensor | None = None) -> Tensor:
+    def encode(self, rows_BTD: Tensor, positions_BT: Tensor | None = None, cu_seqlens: Tensor | None = None) -> Tensor:
         """[B, T, D]: hidden states after the final norm.
 
         `positions_BT` restart at 0 with each document of a row, and documents do not see each other; None: each row
-        is one document. `borders`: of the documents, as `Batch` has them; else looked for where they are needed.
+        is one document. `cu_seqlens`: of the documents, as `Batch` has them; else looked for where they are needed.
         """
 
     def encode_at(
@@ -67,14 +67,14 @@ class Backbone(nn.Module, ABC):
         rows_BTD: Tensor,
         positions_BT: Tensor | None,
         index_N: Tensor,
-        most_a_row: int | None = None,
-        borders: Tensor | None = None,
+        max_targets_per_row: int | None = None,
+        cu_seqlens: Tensor | None = None,
     ) -> Tensor:
-        """[N, D]: `encode` at the flattened positions `index_N` (increasing), of which a row has at most `most_a_row`.
+        """[N, D]: `encode` at the flattened positions `index_N` (increasing), of which a row has at most `max_targets_per_row`.
 
         An encoder saves the last block's work elsewhere; None: about every position is asked for.
         """
-        return self.encode(rows_BTD, positions_BT, borders).flatten(0, 1).index_select(0, index_N)
+        return self.encode(rows_BTD, positions_BT, cu_seqlens).flatten(0, 1).index_select(0, index_N)
 
     def forward(self, input_ids_BT: Tensor, positions_BT: Tensor | None = None) -> Tensor:
         """[B, T, D]: hidden states of `input_ids_BT`."""

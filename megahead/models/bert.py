@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from megahead.config import ModelConfig
 from megahead.models.backbone import Backbone
-from megahead.nn import MLP, BidirectionalSelfAttention, Documents, PostNormBlock, Targets
+from megahead.nn import MLP, BidirectionalSelfAttention, Documents, PostNormBlock, TargetPositions
 
 
 class Bert(Backbone):
@@ -31,9 +31,9 @@ class Bert(Backbone):
         self.embedding_norm = nn.LayerNorm(hidden_size, eps=config.norm_eps)
         self.blocks = nn.ModuleList(_block(config) for _ in range(config.num_layers))
 
-    def encode(self, rows_BTD: Tensor, positions_BT: Tensor | None = None, borders: Tensor | None = None) -> Tensor:
+    def encode(self, rows_BTD: Tensor, positions_BT: Tensor | None = None, cu_seqlens: Tensor | None = None) -> Tensor:
         """[B, T, D]: hidden states after the last block; see `Backbone.encode`."""
-        documents = None if positions_BT is None else Documents(positions_BT, borders)
+        documents = None if positions_BT is None else Documents(positions_BT, cu_seqlens)
         x_BTD = self._embedded(rows_BTD, positions_BT)
         for block in self.blocks:
             x_BTD = self.run_block(block, x_BTD, documents)
@@ -44,18 +44,18 @@ class Bert(Backbone):
         rows_BTD: Tensor,
         positions_BT: Tensor | None,
         index_N: Tensor,
-        most_a_row: int | None = None,
-        borders: Tensor | None = None,
+        max_targets_per_row: int | None = None,
+        cu_seqlens: Tensor | None = None,
     ) -> Tensor:
         """[N, D]: the same at the flattened positions `index_N`, the last block computed for these alone.
 
-        Exact without dropout. Where every token is a target (`most_a_row` None) it is computed whole.
+        Exact without dropout. Where every token is a target (`max_targets_per_row` None) it is computed whole.
         """
-        if most_a_row is None:
-            return super().encode_at(rows_BTD, positions_BT, index_N, None, borders)
-        documents = None if positions_BT is None else Documents(positions_BT, borders)
+        if max_targets_per_row is None:
+            return super().encode_at(rows_BTD, positions_BT, index_N, None, cu_seqlens)
+        documents = None if positions_BT is None else Documents(positions_BT, cu_seqlens)
         rows, row_length, _ = rows_BTD.shape
-        targets = Targets(index_N, rows, row_length, most_a_row)
+        targets = TargetPositions(index_N, rows, row_length, max_targets_per_row)
         x_BTD = self._embedded(rows_BTD, positions_BT)
         *body, last = self.blocks
         for block in body:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from megahead.config import ModelConfig
-from megahead.distributed import join, split
+from megahead.distributed import gather_from_group, scatter_to_group
 from megahead.models.backbone import Backbone
-from megahead.nn import MLP, Block, CausalSelfAttention, Documents, rotation_at
+from megahead.nn import MLP, Block, CausalSelfAttention, Documents, rotary_at
 
 
 class GPTNeoX(Backbone):
@@ -25,15 +25,15 @@ class GPTNeoX(Backbone):
         self.blocks = nn.ModuleList(_block(config) for _ in range(config.num_layers))
         self.final_norm = nn.LayerNorm(config.hidden_size, eps=config.norm_eps)
 
-    def encode(self, rows_BTD: Tensor, positions_BT: Tensor | None = None, borders: Tensor | None = None) -> Tensor:
+    def encode(self, rows_BTD: Tensor, positions_BT: Tensor | None = None, cu_seqlens: Tensor | None = None) -> Tensor:
         """[B, T, D]: hidden states after the final norm; see `Backbone.encode`."""
-        documents = None if positions_BT is None else Documents(positions_BT, borders)
+        documents = None if positions_BT is None else Documents(positions_BT, cu_seqlens)
         positions = torch.arange(rows_BTD.shape[1], device=rows_BTD.device) if positions_BT is None else positions_BT
-        rotation = rotation_at(positions, self.rotary_dims, self.rotary_base)
-        x_BtD = split(rows_BTD, self.tokens, dim=1)
+        rotation = rotary_at(positions, self.rotary_dims, self.rotary_base)
+        x_BtD = scatter_to_group(rows_BTD, self.tokens, dim=1)
         for block in self.blocks:
             x_BtD = self.run_block(block, x_BtD, rotation, documents)
-        return join(self.final_norm(x_BtD), self.tokens, dim=1)
+        return gather_from_group(self.final_norm(x_BtD), self.tokens, dim=1)
 
 
 def _block(config: ModelConfig) -> Block:

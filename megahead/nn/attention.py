@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from megahead.distributed import Group, drawn_apart
+from megahead.distributed import Group, per_rank_rng
 from megahead.nn.backends import Attend, attend
 from megahead.nn.documents import Documents
-from megahead.nn.rotary import Rotation, rotate
+from megahead.nn.rotary import Rotation, apply_rotary
 
 
 class CausalSelfAttention(nn.Module):
@@ -32,7 +32,7 @@ class CausalSelfAttention(nn.Module):
     def forward(self, x_BTD: Tensor, rotation: Rotation, documents: Documents | None) -> Tensor:
         """[B, T, D]: what each token reads from its document's past."""
         q, k, v = self.qkv(x_BTD).unflatten(-1, (-1, 3, self.head_size)).unbind(-2)
-        q, k = rotate(q, rotation), rotate(k, rotation)
+        q, k = apply_rotary(q, rotation), apply_rotary(k, rotation)
         heads_BTHd = self._attend(q, k, v, documents)
         mixed_BTD: Tensor = self.output(heads_BTHd.flatten(2))
         return mixed_BTD
@@ -40,5 +40,5 @@ class CausalSelfAttention(nn.Module):
     def _attend(self, q_BTHd: Tensor, k_BTHd: Tensor, v_BTHd: Tensor, documents: Documents | None) -> Tensor:
         if not self.training or self.dropout == 0.0:
             return self.attend(q_BTHd, k_BTHd, v_BTHd, documents)
-        with drawn_apart(self.group, q_BTHd.device):
+        with per_rank_rng(self.group, q_BTHd.device):
             return self.attend(q_BTHd, k_BTHd, v_BTHd, documents, self.dropout)

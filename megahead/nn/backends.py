@@ -42,7 +42,7 @@ class Attend(Protocol):
     ) -> Tensor: ...
 
 
-class Use(NamedTuple):
+class AttentionSpec(NamedTuple):
     """What attention is to be computed for, as far as back ends differ."""
 
     device: torch.device
@@ -62,14 +62,14 @@ def attend(
     causal: bool = True,
 ) -> Tensor:
     """As `Attend` says, by whatever serves these tensors best."""
-    backend = choose_backend("auto", Use(q_BTHd.device, q_BTHd.dtype, q_BTHd.shape[-1], dropout))
+    backend = choose_backend("auto", AttentionSpec(q_BTHd.device, q_BTHd.dtype, q_BTHd.shape[-1], dropout))
     return backend.attend(q_BTHd, k_BTHd, v_BTHd, documents, dropout, causal=causal)
 
 
-Whole = Callable[[Tensor, Tensor, Tensor, float, bool], Tensor]
+DenseAttention = Callable[[Tensor, Tensor, Tensor, float, bool], Tensor]
 """Of q, k, v, dropout and causal, where each row is one document."""
 
-Packed = Callable[[Tensor, Tensor, Tensor, Documents, float, bool], Tensor]
+VarlenAttention = Callable[[Tensor, Tensor, Tensor, Documents, float, bool], Tensor]
 """Of q, k, v, documents, dropout and causal."""
 
 
@@ -84,11 +84,11 @@ def attend_masked(
 ) -> Tensor:
     """The plain way: every pair of a row is scored, then hidden by a boolean mask (the other ways' reference)."""
     q, k, v = (x.transpose(1, 2) for x in (q_BTHd, k_BTHd, v_BTHd))
-    mask_B1TT = (documents.mask_BTT if causal else documents.same_BTT)[:, None]
+    mask_B1TT = (documents.causal_mask_BTT if causal else documents.same_document_BTT)[:, None]
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask_B1TT, dropout_p=dropout).transpose(1, 2)
 
 
-def attend_each(
+def attend_per_document(
     q_BTHd: Tensor, k_BTHd: Tensor, v_BTHd: Tensor, documents: Documents, dropout: float, causal: bool
 ) -> Tensor:
     """One call per document: pairs across documents cost nothing. Split and joined once, so backward copies once."""
@@ -104,9 +104,9 @@ def attend_varlen(
     from torch.nn.attention.varlen import varlen_attn
 
     q, k, v = (x.flatten(0, 1) for x in (q_BTHd, k_BTHd, v_BTHd))
-    borders, longest = documents.borders, q_BTHd.shape[1]
+    cu_seqlens, longest = documents.cu_seqlens, q_BTHd.shape[1]
     window = (-1, 0) if causal else (-1, -1)
-    output = varlen_attn(q, k, v, borders, borders, longest, longest, window_size=window)
+    output = varlen_attn(q, k, v, cu_seqlens, cu_seqlens, longest, longest, window_size=window)
     assert isinstance(output, Tensor)
     return output.view_as(q_BTHd)
 
@@ -121,23 +121,23 @@ class _FlashAttention:
     def whole(self, q_BTHd: Tensor, k_BTHd: Tensor, v_BTHd: Tensor, dropout: float, causal: bool) -> Tensor:
         rows, length = q_BTHd.shape[:2]
         return self._between(
-            Documents.borders_of_rows(rows, length, q_BTHd.device), q_BTHd, k_BTHd, v_BTHd, dropout, causal
+            Documents.cu_seqlens_of_rows(rows, length, q_BTHd.device), q_BTHd, k_BTHd, v_BTHd, dropout, causal
         )
 
     def packed(
         self, q_BTHd: Tensor, k_BTHd: Tensor, v_BTHd: Tensor, documents: Documents, dropout: float, causal: bool
     ) -> Tensor:
-        return self._between(documents.borders, q_BTHd, k_BTHd, v_BTHd, dropout, causal)
+        return self._between(documents.cu_seqlens, q_BTHd, k_BTHd, v_BTHd, dropout, causal)
 
     def _between(
-        self, borders: Tensor, q_BTHd: Tensor, k_BTHd: Tensor, v_BTHd: Tensor, dropout: float, causal: bool
+        self, cu_seqlens: Tensor, q_BTHd: Tensor, k_BTHd: Tensor, v_BTHd: Tensor, dropout: float, causal: bool
     ) -> Tensor:
         longest = q_BTHd.shape[1]
         flash_attn_varlen_func = importlib.import_module(self.module).flash_attn_varlen_func
         found = flash_attn_varlen_func(
             *(x.flatten(0, 1) for x in (q_BTHd, k_BTHd, v_BTHd)),
-            cu_seqlens_q=borders,
-            cu_seqlens_k=borders,
+            cu_seqlens_q=cu_seqlens,
+            cu_seqlens_k=cu_seqlens,
             max_seqlen_q=longest,
             max_seqlen_k=longest,
             causal=causal,
@@ -153,9 +153,9 @@ class Backend:
     """One way to compute attention, and where it can be used."""
 
     name: str
-    packed: Packed
+    packed: VarlenAttention
     about: str
-    whole: Whole = attend_rows
+    whole: DenseAttention = attend_rows
     kernel: tuple[str, str] | None = None
     """Module and function; None where torch's own operators are all it takes."""
     generations: range = range(8, 100)
@@ -182,7 +182,7 @@ class Backend:
             return self.whole(q_BTHd, k_BTHd, v_BTHd, dropout, causal)
         return self.packed(q_BTHd, k_BTHd, v_BTHd, documents, dropout, causal)
 
-    def obstacle(self, use: Use) -> str:
+    def obstacle(self, use: AttentionSpec) -> str:
         """Why it cannot serve `use`; empty where it can."""
         if self.kernel is None:
             return ""
@@ -221,14 +221,14 @@ BACKENDS = {
             traceable=False,
         ),
         Backend("sdpa", attend_masked, "torch's scaled dot product, documents by a mask"),
-        Backend("documents", attend_each, "torch's scaled dot product, document by document", traceable=False),
+        Backend("documents", attend_per_document, "torch's scaled dot product, document by document", traceable=False),
     )
 }
 """By name; on a device with kernels `auto` takes the first of them that can serve."""
 
 
 @cache
-def choose_backend(wanted: str, use: Use) -> Backend:
+def choose_backend(wanted: str, use: AttentionSpec) -> Backend:
     """The back end called `wanted`, or the best one that serves `use` for `auto`; ConfigError with the reason why not.
 
     `auto` on a CPU is document by document, which would wait for any other device.

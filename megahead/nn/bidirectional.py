@@ -8,10 +8,10 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from megahead.distributed import Group, drawn_apart
+from megahead.distributed import Group, per_rank_rng
 from megahead.nn.backends import Attend, attend
 from megahead.nn.documents import Documents
-from megahead.nn.targets import Targets
+from megahead.nn.target_positions import TargetPositions
 
 
 class BidirectionalSelfAttention(nn.Module):
@@ -32,7 +32,7 @@ class BidirectionalSelfAttention(nn.Module):
         self.value = nn.Linear(hidden_size, hidden_size)
         self.output = nn.Linear(hidden_size, hidden_size)
 
-    def forward(self, x_BTD: Tensor, documents: Documents | None, targets: Targets | None = None) -> Tensor:
+    def forward(self, x_BTD: Tensor, documents: Documents | None, targets: TargetPositions | None = None) -> Tensor:
         """[B, T, D], what each token reads from its document; [N, D] at `targets` alone where given."""
         asking = x_BTD if targets is None else targets.take(x_BTD)
         q, k, v = (
@@ -41,7 +41,7 @@ class BidirectionalSelfAttention(nn.Module):
         )
         dropout = self.dropout if self.training else 0.0
         if dropout:
-            with drawn_apart(self.group, x_BTD.device):
+            with per_rank_rng(self.group, x_BTD.device):
                 heads = self._read(q, k, v, documents, targets, dropout)
         else:
             heads = self._read(q, k, v, documents, targets, dropout)
@@ -54,7 +54,7 @@ class BidirectionalSelfAttention(nn.Module):
         k_BTHd: Tensor,
         v_BTHd: Tensor,
         documents: Documents | None,
-        targets: Targets | None,
+        targets: TargetPositions | None,
         dropout: float,
     ) -> Tensor:
         """[B, T, H, d], or [N, H, d] for queries of targets."""
@@ -64,9 +64,9 @@ class BidirectionalSelfAttention(nn.Module):
 
 
 def attend_at(
-    q_BMHd: Tensor, k_BTHd: Tensor, v_BTHd: Tensor, documents: Documents | None, targets: Targets, dropout: float
+    q_BMHd: Tensor, k_BTHd: Tensor, v_BTHd: Tensor, documents: Documents | None, targets: TargetPositions, dropout: float
 ) -> Tensor:
     """[B, M, H, d]: softmax(q k / sqrt(d)) v of M queries a row over the whole document of each."""
     q, k, v = (x.transpose(1, 2) for x in (q_BMHd, k_BTHd, v_BTHd))
-    mask_B1MT = None if documents is None else targets.mask(documents.same_BTT)[:, None]
+    mask_B1MT = None if documents is None else targets.mask(documents.same_document_BTT)[:, None]
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask_B1MT, dropout_p=dropout).transpose(1, 2)

@@ -16,22 +16,22 @@ from torch.nn import functional as F
 class Documents:
     """The documents of a batch, read from positions that restart at 0 with each of them.
 
-    `borders`, where they are known already, save a GPU from telling the host how many there are.
+    `cu_seqlens`, where they are known already, save a GPU from telling the host how many there are.
     """
 
-    def __init__(self, positions_BT: Tensor, borders: Tensor | None = None) -> None:
+    def __init__(self, positions_BT: Tensor, cu_seqlens: Tensor | None = None) -> None:
         self.starts_BT = positions_BT == 0
         self.starts_BT[:, 0] = True
-        if borders is not None:
-            self.borders = borders
+        if cu_seqlens is not None:
+            self.cu_seqlens = cu_seqlens
 
     @staticmethod
-    def borders_of_rows(rows: int, length: int, device: torch.device) -> Tensor:
-        """`borders` where each row is one document."""
+    def cu_seqlens_of_rows(rows: int, length: int, device: torch.device) -> Tensor:
+        """`cu_seqlens` where each row is one document."""
         return torch.arange(0, rows * length + 1, length, dtype=torch.int32, device=device)
 
     @cached_property
-    def borders(self) -> Tensor:
+    def cu_seqlens(self) -> Tensor:
         """[S + 1] int32: first token of each document in the flattened B*T tokens, then B*T.
 
         Synchronises a GPU unless given.
@@ -42,16 +42,16 @@ class Documents:
     @cached_property
     def lengths(self) -> list[int]:
         """Tokens of each document, in order; they sum to B*T. Synchronises a GPU."""
-        lengths: list[int] = self.borders.diff().tolist()
+        lengths: list[int] = self.cu_seqlens.diff().tolist()
         return lengths
 
     @cached_property
-    def same_BTT(self) -> Tensor:
+    def same_document_BTT(self) -> Tensor:
         """True where two tokens are of one document."""
         document_BT = self.starts_BT.cumsum(1)
         return document_BT[:, :, None] == document_BT[:, None, :]
 
     @cached_property
-    def mask_BTT(self) -> Tensor:
+    def causal_mask_BTT(self) -> Tensor:
         """True where a token (dim 1) of a decoder sees a token (dim 2): itself and what precedes it in its document."""
-        return self.same_BTT.tril()
+        return self.same_document_BTT.tril()

@@ -2,8 +2,8 @@
 
 from megahead.objectives.candidates import Candidates, unique_candidates, vocabulary_candidates
 from megahead.objectives.contrastive import Headless, Objective, Pool, Vanilla, build_objective, cwt_loss
-from megahead.objectives.heads import log_unigram, training_free_bias
-from megahead.objectives.softmax import Scores, candidate_loss, candidate_loss_reference, candidate_scores
+from megahead.objectives.training_free_head import log_unigram, training_free_bias
+from megahead.objectives.candidate_softmax import Scores, candidate_loss, candidate_loss_reference, candidate_scores
 
 __all__ = [
     "Candidates",

@@ -23,10 +23,10 @@ class Candidates:
     """float64 (rounded to the type of the scores when used), added to them; None stands for zeros.
     -inf for a row that only the outputs compete with whose own it is."""
 
-    own_N: Tensor
+    positive_N: Tensor
     """int64, the place of each target among the candidates."""
 
-    own_bias_U: Tensor | None = None
+    positive_bias_U: Tensor | None = None
     """What is added to a row's score for outputs whose own it is; None: the same as for all others."""
 
     constant: float = 0.0
@@ -38,8 +38,8 @@ class Candidates:
         def move(tensor: Tensor | None) -> Tensor | None:
             return None if tensor is None else tensor.to(device, non_blocking=True)
 
-        own_N = self.own_N.to(device, non_blocking=True)
-        return Candidates(move(self.ids_U), move(self.bias_U), own_N, move(self.own_bias_U), self.constant)
+        positive_N = self.positive_N.to(device, non_blocking=True)
+        return Candidates(move(self.ids_U), move(self.bias_U), positive_N, move(self.positive_bias_U), self.constant)
 
     def pinned(self) -> Candidates:
         """The same in page-locked memory, from which a CUDA device copies while the host goes on."""
@@ -48,7 +48,7 @@ class Candidates:
             return None if tensor is None else tensor.pin_memory()
 
         return Candidates(
-            pin(self.ids_U), pin(self.bias_U), self.own_N.pin_memory(), pin(self.own_bias_U), self.constant
+            pin(self.ids_U), pin(self.bias_U), self.positive_N.pin_memory(), pin(self.positive_bias_U), self.constant
         )
 
     def padded(self, multiple: int) -> Candidates:
@@ -57,9 +57,9 @@ class Candidates:
         if self.ids_U is None or missing == 0:
             return self
         bias_U = torch.zeros(self.ids_U.numel(), dtype=torch.float64) if self.bias_U is None else self.bias_U
-        own_bias_U = None if self.own_bias_U is None else F.pad(self.own_bias_U, (0, missing))
+        positive_bias_U = None if self.positive_bias_U is None else F.pad(self.positive_bias_U, (0, missing))
         ids_U, bias_U = F.pad(self.ids_U, (0, missing)), F.pad(bias_U, (0, missing), value=-torch.inf)
-        return Candidates(ids_U, bias_U, self.own_N, own_bias_U, self.constant)
+        return Candidates(ids_U, bias_U, self.positive_N, positive_bias_U, self.constant)
 
 
 def unique_candidates(target_ids_N: Tensor) -> Candidates:
@@ -67,8 +67,8 @@ def unique_candidates(target_ids_N: Tensor) -> Candidates:
 
     sum_k exp(o.e(x_k)) over N targets = sum_u exp(o.e_u + log c_u) over the U <= N unique ones. O(N log N).
     """
-    ids_U, own_N, counts_U = torch.unique(target_ids_N, return_inverse=True, return_counts=True)
-    return Candidates(ids_U, counts_U.double().log(), own_N)
+    ids_U, positive_N, counts_U = torch.unique(target_ids_N, return_inverse=True, return_counts=True)
+    return Candidates(ids_U, counts_U.double().log(), positive_N)
 
 
 def vocabulary_candidates(target_ids_N: Tensor) -> Candidates:

@@ -5,7 +5,7 @@ from megahead.parallel.layers import ColumnParallelLinear, RowParallelLinear, Vo
 from megahead.parallel.plan import parallelize_, shard_dims
 from megahead.parallel.pretraining import TensorParallelPretraining
 from megahead.parallel.sequence import SequenceColumnLinear, SequenceLayerNorm, SequenceRowLinear
-from megahead.parallel.softmax import Share, split_candidate_loss, split_candidate_scores
+from megahead.parallel.candidate_softmax import CandidateShard, parallel_candidate_loss, parallel_candidate_scores
 
 __all__ = [
     "ColumnParallelLinear",
@@ -13,7 +13,7 @@ __all__ = [
     "SequenceColumnLinear",
     "SequenceLayerNorm",
     "SequenceRowLinear",
-    "Share",
+    "CandidateShard",
     "TensorParallelPretraining",
     "VocabularyParallelEmbedding",
     "assemble",
@@ -21,6 +21,6 @@ __all__ = [
     "fill_",
     "parallelize_",
     "shard_dims",
-    "split_candidate_loss",
-    "split_candidate_scores",
+    "parallel_candidate_loss",
+    "parallel_candidate_scores",
 ]

@@ -16,7 +16,7 @@ from megahead.config import ObjectiveConfig
 from megahead.distributed import Group
 from megahead.models import Backbone
 from megahead.objectives import Candidates, Scores
-from megahead.parallel.softmax import Share, split_candidate_loss, split_candidate_scores
+from megahead.parallel.candidate_softmax import CandidateShard, parallel_candidate_loss, parallel_candidate_scores
 from megahead.pretraining import MaskHead, OutputEmbedding, Pretraining
 
 
@@ -61,20 +61,20 @@ class TensorParallelPretraining(Pretraining):
 
     def _group_loss(self, outputs_ND: Tensor, rows_wD: Tensor, group: Candidates) -> Tensor:
         share = self._share(None if group.ids_U is None else group.ids_U.numel())
-        loss = split_candidate_loss(
+        loss = parallel_candidate_loss(
             outputs_ND,
             rows_wD,
-            group.own_N,
+            group.positive_N,
             group.bias_U,
             self._divisor(),
             share,
             self.group,
-            group.own_bias_U,
+            group.positive_bias_U,
         )
         return loss + group.constant
 
     def _vocabulary_scores(self, outputs_ND: Tensor, target_ids_N: Tensor, bias_V: Tensor | None) -> Scores:
-        return split_candidate_scores(
+        return parallel_candidate_scores(
             outputs_ND, self._output_rows(), target_ids_N, bias_V, self._divisor(), self._share(None), self.group
         )
 
@@ -82,11 +82,11 @@ class TensorParallelPretraining(Pretraining):
         """This rank's rows of the output matrix; padding has no share, see `_share`."""
         return self._output_matrix().weight
 
-    def _share(self, candidates: int | None) -> Share:
+    def _share(self, candidates: int | None) -> CandidateShard:
         """This rank's share of that many candidates; of the vocabulary's rows for None."""
         if candidates is None:
-            return Share.of(self.vocab_size, self._output_matrix().weight.shape[0], self.group)
-        return Share.of(candidates, self._even(candidates), self.group)
+            return CandidateShard.of(self.vocab_size, self._output_matrix().weight.shape[0], self.group)
+        return CandidateShard.of(candidates, self._even(candidates), self.group)
 
     def _even(self, candidates: int) -> int:
         return max(1, -(-candidates // self.group.size))

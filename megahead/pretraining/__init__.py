@@ -1,9 +1,9 @@
 """Backbone + objective: from rows of tokens to a loss, and to scores for evaluation."""
 
-from megahead.pretraining.batch import MicroBatch, Scoring, StepBatches
+from megahead.pretraining.batch import MicroBatch, ScoreRequest, StepBatches
 from megahead.pretraining.build import assemble, build, first_weights, weight_shapes
 from megahead.pretraining.feed import Feed
-from megahead.pretraining.heads import MaskHead, OutputEmbedding
+from megahead.pretraining.output_layers import MaskHead, OutputEmbedding
 from megahead.pretraining.pretraining import Pretraining
 from megahead.pretraining.temperature import LearnedTemperature
 
@@ -14,7 +14,7 @@ __all__ = [
     "MicroBatch",
     "OutputEmbedding",
     "Pretraining",
-    "Scoring",
+    "ScoreRequest",
     "StepBatches",
     "assemble",
     "build",

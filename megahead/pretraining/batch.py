@@ -23,13 +23,13 @@ class MicroBatch:
     candidates: tuple[Candidates, ...]
     """Of each group that the batch holds a part of, in the order of its targets; they share no candidates."""
 
-    loss_scale: float
+    loss_weight: float
     """Turns the sum over this micro-batch's targets into its share of the mean over the global batch's, given that
     the engine averages over accumulation steps and data ranks: data_ranks * accumulation / global_targets."""
 
     def to(self, device: torch.device) -> MicroBatch:
         candidates = tuple(group.to(device) for group in self.candidates)
-        return MicroBatch(self.batch.to(device, non_blocking=True), candidates, self.loss_scale)
+        return MicroBatch(self.batch.to(device, non_blocking=True), candidates, self.loss_weight)
 
     def staged(self, device: torch.device) -> MicroBatch:
         """The same loss, still on the CPU, made ready for `device`.
@@ -40,8 +40,8 @@ class MicroBatch:
             return self
         candidates = tuple(group.padded(CANDIDATE_MULTIPLE).pinned() for group in self.candidates)
         positions_BT = self.batch.positions_BT
-        borders = None if positions_BT is None else Documents(positions_BT).borders
-        return MicroBatch(replace(self.batch, borders=borders).pinned(), candidates, self.loss_scale)
+        cu_seqlens = None if positions_BT is None else Documents(positions_BT).cu_seqlens
+        return MicroBatch(replace(self.batch, cu_seqlens=cu_seqlens).pinned(), candidates, self.loss_weight)
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class StepBatches:
 
 
 @dataclass(frozen=True)
-class Scoring:
+class ScoreRequest:
     """A request for the probabilities that a head gives to a batch's targets, over the whole vocabulary."""
 
     batch: Batch

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megahead.config import RunConfig
 from megahead.models import build_backbone, initial_value, initialize_
-from megahead.pretraining.heads import MaskHead, OutputEmbedding
+from megahead.pretraining.output_layers import MaskHead, OutputEmbedding
 from megahead.pretraining.pretraining import Pretraining
 from megahead.pretraining.temperature import LearnedTemperature
 

@@ -11,11 +11,11 @@ from typing import TypeVar
 import torch
 
 from megahead.config import BatchConfig, DataConfig
-from megahead.data import BatchReader, Masker, SampleRows
+from megahead.data import BatchReader, Masker, RowSource
 from megahead.distributed import Group
 from megahead.objectives import Objective
 from megahead.pretraining.batch import MicroBatch, StepBatches
-from megahead.pretraining.groups import Candidacy
+from megahead.pretraining.candidate_groups import CandidateGroups
 
 T = TypeVar("T")
 CPU = torch.device("cpu")
@@ -32,7 +32,7 @@ class Feed:
 
     def __init__(
         self,
-        samples: SampleRows,
+        samples: RowSource,
         objective: Objective,
         data: DataConfig,
         batch: BatchConfig,
@@ -44,7 +44,7 @@ class Feed:
         masker: Masker | None = None,
     ) -> None:
         self._reader = BatchReader(samples, data, masker)
-        self._candidacy = Candidacy(objective, group_samples or batch.micro_size, batch.micro_size, seed)
+        self._candidacy = CandidateGroups(objective, group_samples or batch.micro_size, batch.micro_size, seed)
         self._prefetch = data.prefetch
         self._batch = batch
         self._group = group
@@ -62,7 +62,7 @@ class Feed:
         ranks = self._group.size
         accumulation = self._batch.accumulation_steps(ranks)
         batches = [self._reader.read(self.samples(first_sample, k, self._group.rank)) for k in range(accumulation)]
-        sizes_RA = self._group.gather(torch.tensor([batch.target_ids_N.numel() for batch in batches]))
+        sizes_RA = self._group.all_gather(torch.tensor([batch.target_ids_N.numel() for batch in batches]))
         targets = int(sizes_RA.sum())
         scale = ranks * accumulation / max(targets, 1)
         candidates = self._candidacy.choose(first_sample, batches, sizes_RA, self._group)

@@ -15,8 +15,8 @@ from megahead.config import ObjectiveConfig
 from megahead.data import Batch
 from megahead.models import Backbone
 from megahead.objectives import Candidates, Scores, candidate_loss, candidate_scores, vocabulary_candidates
-from megahead.pretraining.batch import MicroBatch, Scoring
-from megahead.pretraining.heads import MaskHead, OutputEmbedding
+from megahead.pretraining.batch import MicroBatch, ScoreRequest
+from megahead.pretraining.output_layers import MaskHead, OutputEmbedding
 from megahead.pretraining.temperature import LearnedTemperature
 
 
@@ -46,26 +46,26 @@ class Pretraining(nn.Module):
     @overload
     def __call__(self, request: MicroBatch) -> Tensor: ...
     @overload
-    def __call__(self, request: Scoring) -> Scores: ...
-    def __call__(self, request: MicroBatch | Scoring) -> Tensor | Scores:
+    def __call__(self, request: ScoreRequest) -> Scores: ...
+    def __call__(self, request: MicroBatch | ScoreRequest) -> Tensor | Scores:
         result: Tensor | Scores = super().__call__(request)
         return result
 
-    def forward(self, request: MicroBatch | Scoring) -> Tensor | Scores:
+    def forward(self, request: MicroBatch | ScoreRequest) -> Tensor | Scores:
         return self._loss(request) if isinstance(request, MicroBatch) else self._scores(request)
 
     def _loss(self, micro: MicroBatch) -> Tensor:
         """Scalar, connected to every trained parameter, also when the micro-batch has no targets."""
         inputs_BTD, rows = self._look_up(micro.batch.input_ids_BT, micro.candidates)
         outputs_ND = self._outputs(inputs_BTD, micro.batch)
-        parts = outputs_ND.split([group.own_N.numel() for group in micro.candidates])
+        parts = outputs_ND.split([group.positive_N.numel() for group in micro.candidates])
         losses = [self._loss_among(*part) for part in zip(parts, rows, micro.candidates, strict=True)]
         loss = torch.stack(losses).sum()
         share = self.objective.vanilla_weight
         if share:
             vanilla = self._loss_among(outputs_ND, self._output_rows(), vocabulary_candidates(micro.batch.target_ids_N))
             loss = (1 - share) * loss + share * vanilla
-        return loss * micro.loss_scale
+        return loss * micro.loss_weight
 
     def _loss_among(self, outputs_ND: Tensor, rows_UD: Tensor, group: Candidates) -> Tensor:
         """Summed over the outputs; where a bias of the vocabulary is learned, own ones count as well."""
@@ -73,10 +73,10 @@ class Pretraining(nn.Module):
         if bias_V is None:
             return self._group_loss(queries_ND, rows_UD, group)
         loss = self._group_loss(queries_ND, rows_UD, replace(group, bias_U=bias_V))
-        return loss - bias_V.index_select(0, group.own_N).sum(dtype=loss.dtype)
+        return loss - bias_V.index_select(0, group.positive_N).sum(dtype=loss.dtype)
 
     def _group_loss(self, outputs_ND: Tensor, rows_UD: Tensor, group: Candidates) -> Tensor:
-        loss = candidate_loss(outputs_ND, rows_UD, group.own_N, group.bias_U, self._divisor(), group.own_bias_U)
+        loss = candidate_loss(outputs_ND, rows_UD, group.positive_N, group.bias_U, self._divisor(), group.positive_bias_U)
         return loss + group.constant
 
     def _look_up(self, input_ids_BT: Tensor, groups: tuple[Candidates, ...]) -> tuple[Tensor, list[Tensor]]:
@@ -90,8 +90,8 @@ class Pretraining(nn.Module):
 
     def _outputs(self, inputs_BTD: Tensor, batch: Batch) -> Tensor:
         """[N, D]: those that have targets."""
-        index_N, most = batch.target_index_N, batch.most_a_row
-        return self.backbone.encode_at(inputs_BTD, batch.positions_BT, index_N, most, batch.borders)
+        index_N, most = batch.target_index_N, batch.max_targets_per_row
+        return self.backbone.encode_at(inputs_BTD, batch.positions_BT, index_N, most, batch.cu_seqlens)
 
     def _queries(self, outputs_ND: Tensor, vocabulary: bool) -> tuple[Tensor, Tensor | None]:
         """What rows are scored by, [N, D], divided by a learned temperature; and a learned bias of all ids, [V].
@@ -107,7 +107,7 @@ class Pretraining(nn.Module):
         """What is left to divide scores by."""
         return self.objective.temperature if self.temperature is None else 1.0
 
-    def _scores(self, scoring: Scoring) -> Scores:
+    def _scores(self, scoring: ScoreRequest) -> Scores:
         batch = scoring.batch
         outputs_ND = self._outputs(self.backbone.embed(batch.input_ids_BT), batch)
         queries_ND, learned_V = self._queries(outputs_ND, vocabulary=True)

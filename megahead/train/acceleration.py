@@ -9,7 +9,7 @@ import torch
 
 from megahead.config import RunConfig
 from megahead.models import Backbone, CompiledBlocks
-from megahead.nn import Backend, Use, choose_backend
+from megahead.nn import Backend, AttentionSpec, choose_backend
 
 _TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -22,7 +22,7 @@ def accelerate_(
     ConfigError for an attention back end that cannot serve here.
     """
     model, engine = config.model, config.engine
-    use = Use(device, _TYPES[engine.precision], model.head_size(), model.attention_dropout)
+    use = AttentionSpec(device, _TYPES[engine.precision], model.head_size(), model.attention_dropout)
     backend = choose_backend(engine.attention, use)
     backbone.recompute_blocks = engine.activation_checkpointing
     backbone.use_attention(backend.attend)

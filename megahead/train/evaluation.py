@@ -13,7 +13,7 @@ from megahead.distributed import Group
 from megahead.engine import Engine
 from megahead.evaluate import HeldOut, HeldOutText
 from megahead.objectives import Scores, training_free_bias
-from megahead.pretraining import Scoring
+from megahead.pretraining import ScoreRequest
 from megahead.train.state import TrainingState
 
 
@@ -40,7 +40,7 @@ class Evaluation:
                 self._objective, self._vocab_size, counts_V, state.dataset_counts, state.group_targets()
             )
 
-        def score(scoring: Scoring) -> Scores:
+        def score(scoring: ScoreRequest) -> Scores:
             if interrupted():
                 raise _InterruptedError
             scores: Scores = engine.evaluate(scoring)

@@ -82,7 +82,7 @@ class Meters:
         assert report.fault is not None
         where = [{"rank": rank, "first": rows.start, "last": rows.stop - 1} for rank, rows in places]
         step = state.step if report.applied else state.step + 1
-        told = told_fault(report, step, places, state)
+        told = describe_fault(report, step, places, state)
         if self._active:
             facts = {"kind": report.fault.kind, "action": action, "scale": report.loss_scale, "where": where}
             values = {
@@ -201,7 +201,7 @@ def _open_log(path: Path) -> BinaryIO:
     return log
 
 
-def told_fault(report: StepReport, step: int, places: Places, state: TrainingState) -> str:
+def describe_fault(report: StepReport, step: int, places: Places, state: TrainingState) -> str:
     """step 12: loss not finite (nan, gradient norm nan, scale 1) on rank 1, rows 88 to 89; 3 skipped so far"""
     told = [
         f"{'' if rank is None else f'rank {rank}, '}rows {rows.start:,} to {rows.stop - 1:,}"

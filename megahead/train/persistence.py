@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megahead.checkpoint import Checkpoint, find_checkpoint, newest_sound, open_checkpoint, together
+from megahead.checkpoint import Checkpoint, find_checkpoint, newest_sound, open_checkpoint, run_on_all_ranks
 from megahead.config import RunConfig, resolve_group
 from megahead.distributed import Group
 from megahead.engine import Engine
@@ -26,7 +26,7 @@ def find_resume(resume: str, folder: Path, world: Group) -> tuple[Checkpoint | N
 def choose_resume(resume: str, folder: Path, world: Group) -> tuple[Path | None, list[str]]:
     """The checkpoint that `--resume auto|never|DIR` asks for (None: start from the beginning), and a sentence for each
     damaged one that was passed over. Rank 0 of `world` decides for all; nothing is written. Collective."""
-    chosen = together(world, lambda: _choose(resume, folder) if world.rank == 0 else None, str)[0]
+    chosen = run_on_all_ranks(world, lambda: _choose(resume, folder) if world.rank == 0 else None, str)[0]
     return (None, []) if chosen is None else chosen
 
 

@@ -32,7 +32,7 @@ class StopRequest:
 
     def agreed(self, world: Group) -> bool:
         """Whether any rank was asked to stop, the same answer on all. Collective."""
-        return bool(world.max_(torch.tensor(int(self.signal is not None))))
+        return bool(world.all_reduce_max_(torch.tensor(int(self.signal is not None))))
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.signal = signal.Signals(number).name

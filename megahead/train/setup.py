@@ -25,16 +25,16 @@ from megahead.train.describe import describe_run
 from megahead.train.evaluation import Evaluation
 from megahead.train.faults import Guard
 from megahead.train.folder import fill, must_be_shared
-from megahead.train.identity import refuse_another_run, texts_behind
+from megahead.train.identity import refuse_another_run, data_fingerprints
 from megahead.train.loop import Training, train
-from megahead.train.memory import memory_told
+from megahead.train.out_of_memory import explain_out_of_memory
 from megahead.train.meters import Meters
 from megahead.train.persistence import agreed_group, choose_resume, resume_from, roll_back, starting_weights
 from megahead.train.preemption import Ending, StopRequest, clear_ending, mark_ending
 from megahead.train.saver import Saver
 from megahead.train.state import TrainingState
-from megahead.train.tasks import TaskEvaluation
-from megahead.train.texts import Texts, open_texts
+from megahead.train.task_evaluation import TaskEvaluation
+from megahead.train.datasets import RunDatasets, open_datasets
 from megahead.train.utilization import Utilization, device_name
 
 
@@ -47,9 +47,9 @@ def pretrain(config: RunConfig, launch: Launch, resume: str = "auto") -> Ending:
     _set_arithmetic(config.engine.deterministic)
     require_boards(config)
     device = choose_device(config.engine.device, launch.local_rank)
-    texts = open_texts(config)
+    texts = open_datasets(config)
     ranks = connect(launch, device, config.engine.timeout_seconds)
-    with naming_lost_ranks(ranks), memory_told(config, ranks.size):
+    with naming_lost_ranks(ranks), explain_out_of_memory(config, ranks.size):
         return _pretrain(config, texts, ranks, device, resume)
 
 
@@ -63,7 +63,7 @@ def _set_arithmetic(deterministic: bool) -> None:
         torch.use_deterministic_algorithms(True)
 
 
-def _pretrain(config: RunConfig, texts: Texts, ranks: Group, device: torch.device, resume: str) -> Ending:
+def _pretrain(config: RunConfig, texts: RunDatasets, ranks: Group, device: torch.device, resume: str) -> Ending:
     mesh = Mesh.build(ranks, config.parallel.tensor)
     deepspeed = deepspeed_config(config, mesh.data.size)
     world, data = mesh.world.side_channel(), mesh.data.side_channel()
@@ -106,17 +106,17 @@ def _pretrain(config: RunConfig, texts: Texts, ranks: Group, device: torch.devic
     return ending
 
 
-def _state(config: RunConfig, texts: Texts, mesh: Mesh, checkpoint: Checkpoint | None) -> TrainingState:
+def _state(config: RunConfig, texts: RunDatasets, mesh: Mesh, checkpoint: Checkpoint | None) -> TrainingState:
     """The counters of a run that begins; refuses a checkpoint of another run, whose own are loaded with its weights."""
     state = TrainingState(config.model.padded_vocab_size(), agreed_group(config, mesh.data.size, checkpoint))
-    state.texts = texts_behind(config, texts)
+    state.texts = data_fingerprints(config, texts)
     texts.note_counts(state)
     if checkpoint is not None:
         refuse_another_run(checkpoint, config, state.texts)
     return state
 
 
-def _feed(config: RunConfig, texts: Texts, state: TrainingState, mesh: Mesh, device: torch.device) -> Feed:
+def _feed(config: RunConfig, texts: RunDatasets, state: TrainingState, mesh: Mesh, device: torch.device) -> Feed:
     """Micro-batches with their candidates, prepared over a connection of its own."""
     return Feed(
         texts.samples,

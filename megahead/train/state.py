@@ -89,7 +89,7 @@ class TrainingState:
 
     def target_counts(self, group: Group) -> Tensor:
         """int64 [padded vocabulary]: counts over all ranks of `group` (CPU tensors). Collective."""
-        return group.sum_(self.local_counts.clone())
+        return group.all_reduce_(self.local_counts.clone())
 
     @property
     def evaluated(self) -> bool:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megahead.corpus import IndexedDataset, IndexedDatasetWriter
-from megahead.corpus.layout import HEADER, MAGIC
+from megahead.corpus.index_layout import HEADER, MAGIC
 from megahead.errors import DataError
 
 GOLDEN = bytes.fromhex(

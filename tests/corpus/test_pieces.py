@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from megahead.corpus import Tokenizer
-from megahead.corpus import pieces as pieces_module
-from megahead.corpus.pieces import pieces
+from megahead.corpus import long_texts as pieces_module
+from megahead.corpus.long_texts import pieces
 from megahead.corpus.vocabulary import save_tokenizer, train_bpe, train_sentencepiece, train_wordpiece
 
 TEXT = "".join(

@@ -14,7 +14,7 @@ import orjson
 import pytest
 import sentencepiece
 
-from megahead.corpus import IndexedDataset, load_tokenizer, preprocess, unpacking
+from megahead.corpus import IndexedDataset, load_tokenizer, preprocess, decompression as unpacking
 from megahead.corpus.selection import Selection
 from megahead.corpus.sources import find_inputs, read_chunks
 from megahead.errors import DataError, FieldError

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from megahead.corpus import unpacking
+from megahead.corpus import decompression as unpacking
 from megahead.corpus.selection import Selection
 from megahead.corpus.sources import find_inputs, read_chunks, total_bytes
 from megahead.errors import DataError

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from megahead.corpus import unpacking
+from megahead.corpus import decompression as unpacking
 from megahead.corpus.selection import Selection
 from megahead.corpus.sources import find_inputs, read_chunks, total_bytes
 from megahead.errors import DataError

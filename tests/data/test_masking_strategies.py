@@ -142,7 +142,7 @@ def test_a_run_gets_the_strategy_it_asks_for(tmp_path, strategy: str) -> None:
     masker = training_masker(config, [IndexedDataset(tmp_path / "text")])
     assert masker is not None
     batch = masker.batch(texts(4, 30), range(4))
-    assert 0 < batch.target_ids_N.numel() <= 4 * batch.most_a_row <= 4 * round(0.15 * 30)
+    assert 0 < batch.target_ids_N.numel() <= 4 * batch.max_targets_per_row <= 4 * round(0.15 * 30)
 
 
 def test_frequency_needs_counts(tmp_path) -> None:

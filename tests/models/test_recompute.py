@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megahead.config import ModelConfig
 from megahead.models import build_backbone, initialize_
-from megahead.nn.recomputation import Recompute
+from megahead.nn.activation_checkpointing import Recompute
 
 IDS = torch.arange(2 * 40).view(2, 40) % 50
 

@@ -11,9 +11,9 @@ from exact_attention import POSITIONS, random_qkv, relative_errors
 from torch import Tensor
 
 from megahead.errors import ConfigError
-from megahead.nn import BACKENDS, CausalSelfAttention, Documents, Use, attend, choose_backend, rotation_at
+from megahead.nn import BACKENDS, CausalSelfAttention, Documents, AttentionSpec, attend, choose_backend, rotary_at
 
-CPU = Use(torch.device("cpu"), torch.float64, head_size=8)
+CPU = AttentionSpec(torch.device("cpu"), torch.float64, head_size=8)
 HERE = [backend.attend for backend in BACKENDS.values() if not backend.obstacle(CPU)]
 
 
@@ -61,13 +61,13 @@ def test_the_best_way_for_a_gpu(monkeypatch, capability, installed: set[str], ha
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     there = {*installed, "torch.nn.attention.varlen"}
     monkeypatch.setattr(backends, "_missing", lambda module, name: "" if module in there else f"no {module}")
-    use = Use(torch.device("cuda"), torch.bfloat16 if half else torch.float32, 64, dropout)
+    use = AttentionSpec(torch.device("cuda"), torch.bfloat16 if half else torch.float32, 64, dropout)
     assert choose_backend.__wrapped__("auto", use).name == best
 
 
 def test_a_kernel_that_is_not_installed_is_named(monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    told = BACKENDS["flash3"].obstacle(Use(torch.device("cuda"), torch.bfloat16, 64))
+    told = BACKENDS["flash3"].obstacle(AttentionSpec(torch.device("cuda"), torch.bfloat16, 64))
     assert "flash_attn_interface.flash_attn_varlen_func cannot be imported (No module named" in told
 
 
@@ -92,7 +92,7 @@ def test_flash_attention_is_told_where_documents_begin(monkeypatch, name: str, p
 @pytest.mark.parametrize("documents", [None, Documents(POSITIONS)])
 def test_dropout_acts_in_training_only(documents):
     layer = CausalSelfAttention(24, 3, dropout=0.5)
-    x_BTD, rotation = torch.randn(2, 7, 24), rotation_at(POSITIONS, 4, 10000.0)
+    x_BTD, rotation = torch.randn(2, 7, 24), rotary_at(POSITIONS, 4, 10000.0)
     assert not torch.equal(layer(x_BTD, rotation, documents), layer(x_BTD, rotation, documents))
     layer.eval()
     assert torch.equal(layer(x_BTD, rotation, documents), layer(x_BTD, rotation, documents))
@@ -111,5 +111,5 @@ def test_a_run_of_heads_alone_computes_its_part():
     with torch.no_grad():
         silenced.output.weight[:, :8] = 0
         part.output.bias.copy_(whole.output.bias)
-    x_BTD, rotation = torch.randn(2, 7, 24), rotation_at(torch.arange(7), 4, 10000.0)
+    x_BTD, rotation = torch.randn(2, 7, 24), rotary_at(torch.arange(7), 4, 10000.0)
     torch.testing.assert_close(part(x_BTD, rotation, None), silenced(x_BTD, rotation, None))

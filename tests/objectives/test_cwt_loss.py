@@ -58,7 +58,7 @@ def test_chunks_do_not_change_it(monkeypatch: pytest.MonkeyPatch) -> None:
     outputs, targets, embedding = drawn(33, 5, 20)
     candidates = unique_candidates(targets)
     rows = embedding[candidates.ids_U].detach().requires_grad_()
-    args = (outputs, rows, candidates.own_N, candidates.bias_U, 0.7)
+    args = (outputs, rows, candidates.positive_N, candidates.bias_U, 0.7)
     expected = candidate_loss_reference(*args)
     expected_grads = torch.autograd.grad(expected, [outputs, rows])
     for chunk_bytes in (1, 700, 10**9):  # one output at a time, a ragged few, all at once
@@ -109,8 +109,8 @@ def test_a_candidate_with_bias_minus_infinity_is_no_candidate() -> None:
     rows = embedding[candidates.ids_U].detach()
     padded_rows = torch.cat([rows, torch.full((3, 4), 50.0)])
     padded_bias = torch.cat([candidates.bias_U, torch.full((3,), -torch.inf)])
-    plain = candidate_loss(outputs, rows, candidates.own_N, candidates.bias_U)
-    padded = candidate_loss(outputs, padded_rows, candidates.own_N, padded_bias)
+    plain = candidate_loss(outputs, rows, candidates.positive_N, candidates.bias_U)
+    padded = candidate_loss(outputs, padded_rows, candidates.positive_N, padded_bias)
     torch.testing.assert_close(padded, plain)
     assert torch.autograd.grad(padded, [outputs])[0].isfinite().all()
 
@@ -120,7 +120,7 @@ def test_own_candidates_point_at_own_targets() -> None:
     candidates = unique_candidates(targets)
     assert candidates.ids_U is not None
     assert candidates.bias_U is not None
-    assert torch.equal(candidates.ids_U[candidates.own_N], targets)
+    assert torch.equal(candidates.ids_U[candidates.positive_N], targets)
     torch.testing.assert_close(candidates.bias_U.exp(), torch.tensor([1.0, 3.0, 1.0], dtype=torch.float64))
 
 

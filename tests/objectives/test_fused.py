@@ -30,9 +30,9 @@ def drawn(n: int, u: int, d: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, T
     rows = torch.randn(u, d, generator=generator).to(DEVICE, dtype).requires_grad_()
     own = torch.randint(u, (n,), generator=generator).to(DEVICE)
     bias = torch.randn(u, generator=generator, dtype=torch.float64).to(DEVICE)
-    own_bias = bias.clone()
+    positive_bias = bias.clone()
     bias[-1] = -torch.inf
-    return outputs, rows, own, bias, own_bias
+    return outputs, rows, own, bias, positive_bias
 
 
 def truth(outputs: Tensor, rows: Tensor, *rest: object) -> tuple[Tensor, Tensor, Tensor]:
@@ -44,8 +44,8 @@ def truth(outputs: Tensor, rows: Tensor, *rest: object) -> tuple[Tensor, Tensor,
 @pytest.mark.parametrize(("n", "u", "d"), [(1, 2, 1), (16, 16, 16), (19, 37, 23), (33, 18, 40)])
 @pytest.mark.parametrize("own_apart", [False, True])
 def test_float32_equals_the_reference(fused, n: int, u: int, d: int, own_apart: bool) -> None:
-    outputs, rows, own, bias, own_bias = drawn(n, u, d, torch.float32)
-    arguments = (own, bias if own_apart else own_bias, 0.7, own_bias if own_apart else None)
+    outputs, rows, own, bias, positive_bias = drawn(n, u, d, torch.float32)
+    arguments = (own, bias if own_apart else positive_bias, 0.7, positive_bias if own_apart else None)
     loss = fused.fused_candidate_loss(outputs, rows, *arguments)
     gradients = torch.autograd.grad(3 * loss, [outputs, rows])
     for mine, exact in zip((loss, *gradients), truth(outputs, rows, *arguments), strict=True):
@@ -54,10 +54,10 @@ def test_float32_equals_the_reference(fused, n: int, u: int, d: int, own_apart: 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_rounds_probabilities_and_results_and_nothing_else(fused, dtype: torch.dtype) -> None:
-    outputs, rows, own, bias, own_bias = drawn(21, 35, 24, dtype)
-    loss = fused.fused_candidate_loss(outputs, rows, own, bias, 1.0, own_bias)
+    outputs, rows, own, bias, positive_bias = drawn(21, 35, 24, dtype)
+    loss = fused.fused_candidate_loss(outputs, rows, own, bias, 1.0, positive_bias)
     gradients = torch.autograd.grad(3 * loss, [outputs, rows])
-    exact_loss, *exact_gradients = truth(outputs, rows, own, bias, 1.0, own_bias)
+    exact_loss, *exact_gradients = truth(outputs, rows, own, bias, 1.0, positive_bias)
     assert loss.dtype == torch.float32
     torch.testing.assert_close(loss.double(), exact_loss, rtol=1e-5, atol=1e-5)
     for mine, exact in zip(gradients, exact_gradients, strict=True):

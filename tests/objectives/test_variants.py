@@ -45,7 +45,7 @@ def objective(**fields: Any) -> Headless:
 
 def loss_of(candidates: Candidates, outputs: Tensor, table: Tensor, temperature: float = 1.0) -> Tensor:
     rows = table[candidates.ids_U]
-    arguments = (candidates.own_N, candidates.bias_U, temperature, candidates.own_bias_U)
+    arguments = (candidates.positive_N, candidates.bias_U, temperature, candidates.positive_bias_U)
     loss = candidate_loss(outputs, rows, *arguments)
     torch.testing.assert_close(loss, candidate_loss_reference(outputs, rows, *arguments), rtol=1e-12, atol=1e-12)
     return loss + candidates.constant
@@ -84,16 +84,16 @@ def test_equals_its_formula_in_value_and_both_gradients(bias: str, negatives: in
 def test_the_papers_pool_is_its_unique_targets() -> None:
     _, _, targets = drawn()
     pooled, plain = objective().pool(targets).candidates(targets), unique_candidates(targets)
-    assert pooled.own_bias_U is None
+    assert pooled.positive_bias_U is None
     assert pooled.constant == 0
-    for mine, theirs in ((pooled.ids_U, plain.ids_U), (pooled.bias_U, plain.bias_U), (pooled.own_N, plain.own_N)):
+    for mine, theirs in ((pooled.ids_U, plain.ids_U), (pooled.bias_U, plain.bias_U), (pooled.positive_N, plain.positive_N)):
         torch.testing.assert_close(mine, theirs)
 
 
 def test_own_biases_do_not_depend_on_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     outputs, table, targets = drawn()
     candidates = objective(max_candidates=3).pool(targets).candidates(targets)
-    assert candidates.own_bias_U is not None
+    assert candidates.positive_bias_U is not None
     losses, gradients = [], []
     for chunk_bytes in (1, 300, 10**9):
         monkeypatch.setattr(softmax, "CHUNK_BYTES", chunk_bytes)
@@ -114,11 +114,11 @@ def test_capped_candidates_are_few_always_hold_the_own_token_and_are_right_on_av
         assert group.ids_U is not None
         assert group.bias_U is not None
         assert int((group.bias_U > -torch.inf).sum()) == most
-        assert torch.equal(group.ids_U[group.own_N], targets)
-        own_bias = group.bias_U if group.own_bias_U is None else group.own_bias_U
+        assert torch.equal(group.ids_U[group.positive_N], targets)
+        positive_bias = group.bias_U if group.positive_bias_U is None else group.positive_bias_U
         scores = (outputs @ table[group.ids_U].T).detach()
-        own = group.own_N[:, None]
-        sums[seed] = (scores + group.bias_U).scatter(1, own, scores.gather(1, own) + own_bias[own]).exp().sum(1)
+        own = group.positive_N[:, None]
+        sums[seed] = (scores + group.bias_U).scatter(1, own, scores.gather(1, own) + positive_bias[own]).exp().sum(1)
     error = (sums.mean(0) - exact).abs() / (sums.std(0) / draws**0.5)
     assert sums.std(0).min() > 0
     assert error.max() < 4.5  # standard errors, the largest of 30
@@ -128,7 +128,7 @@ def test_a_cap_that_is_not_reached_changes_nothing() -> None:
     _, _, targets = drawn()
     capped, plain = (objective(max_candidates=most).pool(targets).candidates(targets) for most in (V, None))
     torch.testing.assert_close(capped.bias_U, plain.bias_U)
-    assert capped.own_bias_U is None
+    assert capped.positive_bias_U is None
 
 
 def test_samples_have_their_size_and_each_member_its_chance() -> None:

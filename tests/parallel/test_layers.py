@@ -53,7 +53,7 @@ def sharded(group: Group) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     (output.square().sum() + (shared * weights).sum()).backward()
     dims = shard_dims(layers)
     grads = {
-        name: p.grad if name not in dims else torch.cat(group.gather(p.grad).unbind(), dims[name])
+        name: p.grad if name not in dims else torch.cat(group.all_gather(p.grad).unbind(), dims[name])
         for name, p in layers.named_parameters()
     }
     assert {name for name, p in layers.named_parameters() if hasattr(p, "model_parallel")} == set(dims)

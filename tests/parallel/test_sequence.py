@@ -14,7 +14,7 @@ from megahead.distributed import Group
 from megahead.errors import ConfigError, ConfigErrors
 from megahead.estimate import rank_memory
 from megahead.models import SHARDING, Backbone, build_backbone
-from megahead.nn.recomputation import Recompute
+from megahead.nn.activation_checkpointing import Recompute
 from megahead.parallel import parallelize_, shard_dims
 from megahead.parallel.build import fill_
 
@@ -44,7 +44,7 @@ def in_parts(group: Group, config: RunConfig, recompute: Recompute) -> tuple[Ten
     grads = {}
     for name, p in backbone.named_parameters():
         assert p.grad is not None, name
-        grads[name] = p.grad if name not in dims else group.join(p.grad, dims[name])
+        grads[name] = p.grad if name not in dims else group.unshard(p.grad, dims[name])
     return hidden.detach(), grads
 
 
@@ -128,7 +128,7 @@ def autocast(group: Group, config: RunConfig) -> tuple[Tensor, Tensor]:
     hidden.float().square().sum().backward()
     grad = module.backbone.get_parameter("blocks.0.mlp.up.weight").grad
     assert grad is not None
-    return hidden.detach(), grad if group.size == 1 else group.join(grad, 0)
+    return hidden.detach(), grad if group.size == 1 else group.unshard(grad, 0)
 
 
 def test_autocast_computes_in_half_precision_as_on_one_rank() -> None:

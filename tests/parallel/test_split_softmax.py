@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megahead.distributed import Group
 from megahead.objectives import candidate_loss_reference, candidate_scores
-from megahead.parallel import Share, softmax, split_candidate_loss, split_candidate_scores
+from megahead.parallel import CandidateShard, softmax, parallel_candidate_loss, parallel_candidate_scores
 
 OUTPUTS, FEATURES, TEMPERATURE = 23, 5, 0.7
 
@@ -24,10 +24,10 @@ def problem(candidates: int, biased: bool, scale: float = 1.0) -> tuple[Tensor, 
     return outputs, rows, own, torch.randn(candidates, dtype=torch.float64, generator=g) if biased else None
 
 
-def share_of(rows_UD: Tensor, group: Group) -> tuple[Share, Tensor]:
+def share_of(rows_UD: Tensor, group: Group) -> tuple[CandidateShard, Tensor]:
     """The rank's share, in a table whose last rows hold nonsense where candidates do not divide evenly."""
     width = -(-rows_UD.shape[0] // group.size)
-    share = Share.of(rows_UD.shape[0], width, group)
+    share = CandidateShard.of(rows_UD.shape[0], width, group)
     table = rows_UD.new_full((width, FEATURES), 77.0)
     table[: share.count] = rows_UD[share.first : share.first + share.count]
     return share, table
@@ -39,7 +39,7 @@ def split(group: Group, candidates: int, biased: bool, scale: float) -> tuple[Te
     outputs.requires_grad_()
     table.requires_grad_()
     with mock.patch.object(softmax, "CHUNK_BYTES", 8 * 4 * table.shape[0]):  # four outputs a chunk
-        loss = split_candidate_loss(outputs, table, own, bias, TEMPERATURE, share, group)
+        loss = parallel_candidate_loss(outputs, table, own, bias, TEMPERATURE, share, group)
     (3 * loss).backward()
     assert outputs.grad is not None
     assert table.grad is not None
@@ -67,7 +67,7 @@ def test_value_and_gradients_equal_the_reference(size: int, candidates: int, bia
 def scores(group: Group, candidates: int) -> tuple[float, int, int]:
     outputs, rows, own, bias = problem(candidates, True)
     share, table = share_of(rows, group)
-    result = split_candidate_scores(outputs, table, own, bias, TEMPERATURE, share, group)
+    result = parallel_candidate_scores(outputs, table, own, bias, TEMPERATURE, share, group)
     return result.loss, result.correct, result.targets
 
 
@@ -83,7 +83,7 @@ def test_scores_equal_one_rank(size: int) -> None:
 def without_targets(group: Group) -> tuple[float, bool]:
     outputs, rows = torch.zeros(0, FEATURES, requires_grad=True), torch.ones(2, FEATURES, requires_grad=True)
     none = torch.zeros(0, dtype=torch.int64)
-    loss = split_candidate_loss(outputs, rows, none, None, 1.0, Share.of(0, 2, group), group)
+    loss = parallel_candidate_loss(outputs, rows, none, None, 1.0, CandidateShard.of(0, 2, group), group)
     loss.backward()
     return float(loss), rows.grad is not None and not rows.grad.any()
 

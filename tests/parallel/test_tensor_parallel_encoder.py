@@ -17,7 +17,7 @@ from megahead.data import training_masker
 from megahead.distributed import Group
 from megahead.objectives import build_objective
 from megahead.parallel import shard_dims
-from megahead.pretraining import MicroBatch, Pretraining, Scoring
+from megahead.pretraining import MicroBatch, Pretraining, ScoreRequest
 
 CPU = torch.device("cpu")
 OBJECTIVES = {
@@ -53,7 +53,7 @@ def outcome(module: Pretraining, config: RunConfig) -> tuple[Tensor, tuple[float
     loss = module(MicroBatch(batch, (candidates,), 0.5))
     loss.backward()
     with torch.no_grad():
-        scores = module(Scoring(batch, torch.linspace(-2, 2, 47, dtype=torch.float64)))
+        scores = module(ScoreRequest(batch, torch.linspace(-2, 2, 47, dtype=torch.float64)))
     return loss.detach(), (scores.loss, scores.correct, scores.targets)
 
 
@@ -64,7 +64,7 @@ def split(group: Group, config: RunConfig) -> tuple[Tensor, tuple[float, ...], d
     grads = {}
     for name, p in module.named_parameters():
         assert p.grad is not None, name
-        grads[name] = p.grad if name not in dims else torch.cat(group.gather(p.grad).unbind(), dims[name])
+        grads[name] = p.grad if name not in dims else torch.cat(group.all_gather(p.grad).unbind(), dims[name])
     return loss, scores, grads
 
 

@@ -17,7 +17,7 @@ from megahead.distributed import Group
 from megahead.errors import ConfigErrors
 from megahead.objectives import build_objective
 from megahead.parallel import shard_dims
-from megahead.pretraining import MicroBatch, Pretraining, Scoring
+from megahead.pretraining import MicroBatch, Pretraining, ScoreRequest
 
 CPU = torch.device("cpu")
 OBJECTIVES = {
@@ -56,7 +56,7 @@ def outcome(module: Pretraining, config: RunConfig, targets: int | None) -> tupl
     loss.backward()
     bias = torch.linspace(-2, 2, config.model.vocab_size, dtype=torch.float64)
     with torch.no_grad():
-        scores = module(Scoring(micro.batch, bias))
+        scores = module(ScoreRequest(micro.batch, bias))
     return loss.detach(), (scores.loss, scores.correct, scores.targets)
 
 
@@ -73,7 +73,7 @@ def split(group: Group, config: RunConfig, targets: int | None) -> tuple[Tensor,
     grads = {}
     for name, p in module.named_parameters():
         assert p.grad is not None, name
-        grads[name] = p.grad if name not in dims else torch.cat(group.gather(p.grad).unbind(), dims[name])
+        grads[name] = p.grad if name not in dims else torch.cat(group.all_gather(p.grad).unbind(), dims[name])
     return loss, scores, grads
 
 
@@ -107,7 +107,7 @@ def initial_weights(group: Group, config: RunConfig) -> dict[str, Tensor]:
     whole = {}
     for name, p in module.named_parameters():
         assert hasattr(p, "model_parallel") is (name in dims)
-        whole[name] = p.detach() if name not in dims else torch.cat(group.gather(p.detach()).unbind(), dims[name])
+        whole[name] = p.detach() if name not in dims else torch.cat(group.all_gather(p.detach()).unbind(), dims[name])
     return whole
 
 

@@ -29,7 +29,7 @@ def fed(group: Group, config: RunConfig) -> list[tuple[list[list[int]], int, flo
         (
             [micro.batch.input_ids_BT.flatten().tolist() for micro in step.micro_batches],
             step.targets,
-            step.micro_batches[0].loss_scale,
+            step.micro_batches[0].loss_weight,
         )
         for step, _ in zip(steps, range(3), strict=False)
     ]

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from megahead.config import RunConfig
 from megahead.data import training_masker
 from megahead.objectives import build_objective
-from megahead.pretraining import MicroBatch, Pretraining, Scoring, build
+from megahead.pretraining import MicroBatch, Pretraining, ScoreRequest, build
 
 CPU = torch.device("cpu")
 MODEL = {"family": "bert", "token_types": 2, "hidden_dropout": 0.0, "attention_dropout": 0.0, "max_positions": 32}
@@ -58,7 +58,7 @@ def whole(micro: MicroBatch) -> MicroBatch:
     """The same without a bound on a row's targets: every block is computed for all positions."""
     batch = micro.batch
     unbound = type(batch)(batch.input_ids_BT, batch.positions_BT, batch.target_index_N, batch.target_ids_N)
-    return MicroBatch(unbound, micro.candidates, micro.loss_scale)
+    return MicroBatch(unbound, micro.candidates, micro.loss_weight)
 
 
 def outcome(model: Pretraining, micro: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -102,7 +102,7 @@ def test_vanilla_is_berts_own_loss(tied: bool) -> None:
     (expected * 0.25).backward()
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(grads[name], parameter.grad, rtol=0, atol=1e-10, msg=name)
-    scores = model(Scoring(batch, None))
+    scores = model(ScoreRequest(batch, None))
     assert scores.loss == pytest.approx(expected.item())
     assert scores.correct == int((logits.argmax(1) == batch.target_ids_N).sum())
 

@@ -12,7 +12,7 @@ from megahead.config import RunConfig, config_from_dict
 from megahead.data import Batch, causal_batch
 from megahead.objectives import Candidates, build_objective, cwt_loss, log_unigram
 from megahead.optim import decay_groups
-from megahead.pretraining import MicroBatch, Pretraining, Scoring, build
+from megahead.pretraining import MicroBatch, Pretraining, ScoreRequest, build
 
 
 def tiny(objective: dict[str, object]) -> RunConfig:
@@ -35,15 +35,15 @@ def candidates(pretraining: Pretraining, batch: Batch) -> tuple[Candidates, ...]
     return (objective.pool(batch.target_ids_N).candidates(batch.target_ids_N),)
 
 
-def prepared(pretraining: Pretraining, rows: int = 4, loss_scale: float = 1.0) -> MicroBatch:
+def prepared(pretraining: Pretraining, rows: int = 4, loss_weight: float = 1.0) -> MicroBatch:
     tokens = default_rng(0).integers(0, 50, (rows, 9))
     batch = causal_batch(tokens, end_token=0, isolate_documents=True, boundary_targets=True)
-    return MicroBatch(batch, candidates(pretraining, batch), loss_scale)
+    return MicroBatch(batch, candidates(pretraining, batch), loss_weight)
 
 
 def test_headless_loss_is_the_public_function_on_the_backbones_outputs() -> None:
     pretraining = build(tiny({}), torch.device("cpu"))
-    micro = prepared(pretraining, loss_scale=1 / 32)
+    micro = prepared(pretraining, loss_weight=1 / 32)
     batch = micro.batch
     outputs = pretraining.backbone(batch.input_ids_BT, batch.positions_BT).flatten(0, 1)
     expected = cwt_loss(outputs, batch.target_ids_N, pretraining.backbone.embedding.weight)
@@ -69,7 +69,7 @@ def test_vanilla_is_cross_entropy_over_the_vocabulary_without_its_padding(tied: 
     pretraining = build(tiny({"name": "vanilla", "tied": tied, "temperature": 0.5}), torch.device("cpu"))
     names = [name for name, _ in pretraining.named_parameters()]
     assert ("head.weight" in names) is not tied
-    micro = prepared(pretraining, loss_scale=1 / 32)
+    micro = prepared(pretraining, loss_weight=1 / 32)
     batch = micro.batch
     outputs = pretraining.backbone(batch.input_ids_BT, batch.positions_BT).flatten(0, 1)
     matrix = pretraining.backbone.embedding.weight if tied else pretraining.head.weight  # type: ignore[union-attr]
@@ -81,7 +81,7 @@ def test_scoring_is_the_log_probability_under_the_training_free_head() -> None:
     pretraining = build(tiny({}), torch.device("cpu"))
     batch = prepared(pretraining).batch
     bias = log_unigram(torch.arange(64), 50)
-    scores = pretraining(Scoring(batch, bias))
+    scores = pretraining(ScoreRequest(batch, bias))
     outputs = pretraining.backbone(batch.input_ids_BT, batch.positions_BT).flatten(0, 1)
     logits = outputs @ pretraining.backbone.embedding.weight[:50].T + bias
     expected = torch.nn.functional.cross_entropy(logits, batch.target_ids_N, reduction="sum")
@@ -131,7 +131,7 @@ def test_a_learned_temperature_starts_where_it_is_told_gets_gradient_and_never_d
     learned = build(tiny({"temperature": 0.5, "learned_temperature": True, **objective}), torch.device("cpu"))
     micro = prepared(fixed)
     torch.testing.assert_close(learned(micro), fixed(micro))
-    assert learned(Scoring(micro.batch, None)).loss == pytest.approx(fixed(Scoring(micro.batch, None)).loss, rel=1e-5)
+    assert learned(ScoreRequest(micro.batch, None)).loss == pytest.approx(fixed(ScoreRequest(micro.batch, None)).loss, rel=1e-5)
     learned(micro).backward()
     parameter = learned.get_parameter("temperature.log_value")
     assert parameter.grad is not None
@@ -163,7 +163,7 @@ def test_staging_for_a_gpu_finds_the_documents_and_pads_candidates_without_chang
     pretraining = build(tiny({}), torch.device("cpu"))
     micro = prepared(pretraining)
     staged = micro.staged(torch.device("cuda"))
-    assert staged.batch.borders is not None
-    assert staged.batch.borders.tolist()[-1] == 4 * 8
+    assert staged.batch.cu_seqlens is not None
+    assert staged.batch.cu_seqlens.tolist()[-1] == 4 * 8
     assert len(staged.candidates[0].ids_U) == 512
     torch.testing.assert_close(pretraining(staged), pretraining(micro))

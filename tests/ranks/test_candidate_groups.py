@@ -68,7 +68,7 @@ def test_candidates_belong_to_the_samples_not_to_the_ranks(
     assert [len(groups) for groups in merged] == [max(1, 2 // group_samples)] * 4
     for ours, theirs in zip(merged, expected, strict=True):
         for mine, other in zip(ours, theirs, strict=True):
-            for name in ("ids_U", "bias_U", "own_N", "own_bias_U"):
+            for name in ("ids_U", "bias_U", "positive_N", "positive_bias_U"):
                 a, b = getattr(mine, name), getattr(other, name)
                 assert (a is None and b is None) or torch.equal(a, b), name
 
@@ -85,7 +85,7 @@ def test_a_group_holds_the_targets_of_its_samples_with_their_counts() -> None:
             assert candidates.bias_U is not None
             assert torch.equal(candidates.ids_U, ids)
             torch.testing.assert_close(candidates.bias_U.exp(), counts.double())
-    assert groups[3][0].own_N.numel() == 0
+    assert groups[3][0].positive_N.numel() == 0
 
 
 def whole_batch(data: DataConfig, indices: range = range(8)) -> Batch:
@@ -115,7 +115,7 @@ def engine_gradients(group: Group, config: RunConfig, stage: int) -> tuple[float
     losses = [engine.micro_step(micro) for micro in step.micro_batches]
     engine.step(0.0)
     moments = {name: t.clone() / 0.1 for name, t in engine.tensors() if name.startswith("exp_avg/")}
-    return float(group.sum_(torch.stack(losses).mean())) / group.size, moments
+    return float(group.all_reduce_(torch.stack(losses).mean())) / group.size, moments
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -134,7 +134,7 @@ def classic(group: Group, config: RunConfig) -> dict[str, Tensor]:
     pretraining = build(config, torch.device("cpu"))
     share = 8 // group.size
     batch = whole_batch(config.data, range(group.rank * share, (group.rank + 1) * share))
-    sizes = group.gather(torch.tensor(batch.target_ids_N.numel()))
+    sizes = group.all_gather(torch.tensor(batch.target_ids_N.numel()))
     own_rows, start = pretraining.backbone.embed(batch.target_ids_N), int(sizes[: group.rank].sum())
     padded = torch.nn.functional.pad(own_rows, (0, 0, 0, int(sizes.max()) - len(own_rows)))
     gathered = collectives.all_gather(padded)
@@ -143,7 +143,7 @@ def classic(group: Group, config: RunConfig) -> dict[str, Tensor]:
     scores = outputs @ rows.T
     own = scores.diagonal(offset=start)[: len(outputs)]
     ((scores.logsumexp(dim=1) - own).sum() / sizes.sum()).backward()
-    return {name: group.sum_(gradient) for name, gradient in gradients_of(pretraining).items()}
+    return {name: group.all_reduce_(gradient) for name, gradient in gradients_of(pretraining).items()}
 
 
 def ids_only(group: Group, config: RunConfig) -> dict[str, Tensor]:
@@ -151,7 +151,7 @@ def ids_only(group: Group, config: RunConfig) -> dict[str, Tensor]:
     step = fed(group, config, group_samples=8)
     for micro in step.micro_batches:
         (pretraining(micro) / group.size / len(step.micro_batches)).backward()
-    return {name: group.sum_(gradient) for name, gradient in gradients_of(pretraining).items()}
+    return {name: group.all_reduce_(gradient) for name, gradient in gradients_of(pretraining).items()}
 
 
 def test_exchanging_ids_equals_exchanging_embeddings_with_gradients() -> None:

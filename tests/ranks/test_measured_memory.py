@@ -25,7 +25,7 @@ from megahead.parallel import assemble
 from megahead.pretraining import Feed, first_weights
 from megahead.train import pretrain
 from megahead.train.faults import Guard
-from megahead.train.memory import memory_told
+from megahead.train.out_of_memory import explain_out_of_memory
 from megahead.train.step import train_step
 
 VOCABULARY = 4096
@@ -124,7 +124,7 @@ def run_limited(world: Group, config: RunConfig) -> str:
 
 def step_limited(world: Group, config: RunConfig) -> int:
     limit()
-    with memory_told(config, world.size):
+    with explain_out_of_memory(config, world.size):
         return trained(world, config, 1).optimizer_steps
 
 

@@ -17,7 +17,7 @@ from megahead.convert import hf_folder
 from megahead.distributed import Group, Launch
 from megahead.errors import ConfigErrors
 from megahead.evaluate.harness import evaluate_harness
-from megahead.evaluate.tasks import task_files
+from megahead.evaluate.harness_tasks import task_files
 from megahead.report.metrics import read_metrics
 from megahead.train import pretrain
 

@@ -15,7 +15,7 @@ from demo.stages import Stages
 from demo.training import ranks, seconds_a_step, train
 from megahead.config import load_config
 from megahead.convert import export
-from megahead.convert.heads import HeadName
+from megahead.convert.export_heads import HeadName
 from megahead.corpus import Bar, preprocess
 from megahead.corpus.vocabulary import sample_texts, save_tokenizer, train_bpe
 from megahead.evaluate.harness import evaluate_harness

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from megahead.convert.heads import HeadName
+from megahead.convert.export_heads import HeadName
 from megahead.evaluate.offline import evaluate_checkpoint
 from megahead.report import RunMetrics
 from paper.charts import Chart

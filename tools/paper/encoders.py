@@ -15,7 +15,7 @@ import numpy as np
 
 from finetune import table
 from megahead.corpus import IndexedDataset, IndexedDatasetWriter
-from megahead.evaluate.finetuning import Outcomes
+from megahead.evaluate.finetuning import FineTuningResults
 from paper.laboratory import Laboratory
 from paper.measures import Row, scores, speed
 
@@ -48,7 +48,7 @@ def _fine_tune(laboratory: Laboratory, names: Sequence[str], loss: str, data: Pa
     laboratory.run(
         "finetune.py", "--model", *models, *tasks, *FINE_TUNING, "--seeds", SEEDS[loss], "--output", str(output)
     )
-    rows = table(Outcomes(output).newest())
+    rows = table(FineTuningResults(output).newest())
     laboratory.record(f"encoders-{loss}", [{Path(name).name: cell for name, cell in row.items()} for row in rows])
 
 

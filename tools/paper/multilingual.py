@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean
 
-from megahead.evaluate.finetuning import Outcome, Outcomes
+from megahead.evaluate.finetuning import FineTuningResult, FineTuningResults
 from paper.charts import Chart
 from paper.laboratory import Laboratory
 from paper.measures import Row, lines, percent, scores, speed
@@ -48,11 +48,11 @@ def _fine_tune(laboratory: Laboratory, names: Sequence[str], data: Path) -> None
     output = laboratory.folder / "xnli-seeds.json"
     tasks = ["--task", *(f"xnli/{one}" for one in LANGUAGES), "--languages", ",".join(LANGUAGES), "--data", str(data)]
     laboratory.run("finetune.py", "--model", *models, *tasks, "--floor", *FINE_TUNING, "--output", str(output))
-    outcomes = Outcomes(output).newest()
+    outcomes = FineTuningResults(output).newest()
     laboratory.record("xnli", [_row(model, outcomes) for model in dict.fromkeys(one.model for one in outcomes)])
 
 
-def _row(model: str, outcomes: Sequence[Outcome]) -> Row:
+def _row(model: str, outcomes: Sequence[FineTuningResult]) -> Row:
     """Accuracies of a model, means over languages for each seed: its table cells."""
     mine = [outcome for outcome in outcomes if outcome.model == model]
     english: list[float] = []

@@ -143,8 +143,8 @@ class Contender:
         def watched(*arguments: Any) -> torch.Tensor:
             begin = self._now()
             if self.how == "whole last block":
-                rows_BTD, positions_BT, index_N, _, *borders = arguments
-                arguments = rows_BTD, positions_BT, index_N, None, *borders
+                rows_BTD, positions_BT, index_N, _, *cu_seqlens = arguments
+                arguments = rows_BTD, positions_BT, index_N, None, *cu_seqlens
             outputs_ND = encode_at(*arguments)
             self._encoded = begin, self._now()
             outputs_ND.register_hook(self._note_loss_done)

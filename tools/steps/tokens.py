@@ -10,7 +10,7 @@ import numpy as np
 
 from megahead.config import RunConfig
 from megahead.corpus import IndexedDataset
-from megahead.data import BatchReader, SampleRows, held_out_masker, training_samples
+from megahead.data import BatchReader, RowSource, held_out_masker, training_samples
 from megahead.objectives import Objective
 from megahead.pretraining import MicroBatch
 
@@ -38,7 +38,7 @@ def micro_batch(config: RunConfig, rule: Objective, rows: np.ndarray[Any, Any]) 
 
 
 @dataclass(frozen=True)
-class _Given(SampleRows):
+class _Given(RowSource):
     """Rows at hand, by number."""
 
     given: np.ndarray[Any, Any]

@@ -6,22 +6,22 @@ Needs transformers, whose import costs seconds: imported by name, not with `mega
 from megahead.evaluate.finetuning.comparison import Comparison
 from megahead.evaluate.finetuning.loading import Sources, TaskData, expand, load_task
 from megahead.evaluate.finetuning.loop import EpochScores
-from megahead.evaluate.finetuning.outcome import Outcome, Outcomes, Summary, summarise
-from megahead.evaluate.finetuning.run import Contest, Starting
+from megahead.evaluate.finetuning.results import FineTuningResult, FineTuningResults, Summary, summarise
+from megahead.evaluate.finetuning.run import FineTuningRun, StartModel
 from megahead.evaluate.finetuning.settings import FineTuning, paper_settings
-from megahead.evaluate.finetuning.tasks import TASKS, XNLI_LANGUAGES
+from megahead.evaluate.finetuning.task_table import TASKS, XNLI_LANGUAGES
 
 __all__ = [
     "TASKS",
     "XNLI_LANGUAGES",
     "Comparison",
-    "Contest",
+    "FineTuningRun",
     "EpochScores",
     "FineTuning",
-    "Outcome",
-    "Outcomes",
+    "FineTuningResult",
+    "FineTuningResults",
     "Sources",
-    "Starting",
+    "StartModel",
     "Summary",
     "TaskData",
     "expand",

@@ -24,7 +24,7 @@ _SIGNS = (
 
 
 @contextmanager
-def memory_told(config: RunConfig, world_size: int) -> Iterator[None]:
+def explain_out_of_memory(config: RunConfig, world_size: int) -> Iterator[None]:
     """Inside, running out of memory (the host's or the device's) is a UserError."""
     try:
         yield

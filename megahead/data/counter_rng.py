@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from megahead.data.feistel import GOLDEN, mix, scramble
+from megahead.data.shuffle import GOLDEN, mix, scramble
 
 Array = np.ndarray[Any, Any]
 
 
-class Noise:
+class CounterRng:
     """The random numbers of some samples; rows are independent of each other, and so are purposes."""
 
     def __init__(self, seed: int, sample_indices: Sequence[int] | Array) -> None:

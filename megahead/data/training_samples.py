@@ -9,7 +9,7 @@ import numpy as np
 
 from megahead.corpus.indexed import IndexedDataset
 from megahead.data.blending import Blend, temperature_weights
-from megahead.data.feistel import mix
+from megahead.data.shuffle import mix
 from megahead.data.packing import PackedSamples, pack_table
 from megahead.data.samples import Samples, StoredSamples, StreamSamples
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from megahead.config import DataConfig
 
 
-class SampleRows(Protocol):
+class RowSource(Protocol):
     """Rows of tokens by number, from 0 without end: a pure function of the number."""
 
     def rows(self, sample_indices: Sequence[int] | np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
@@ -46,7 +46,7 @@ def describe_samples(samples: Samples | Blend, count: int) -> list[tuple[str, st
     """(name, value) lines of what a run of `count` samples reads: shares of a blend, epochs, empty parts of rows."""
     lines = []
     if isinstance(samples, Blend):
-        lines += [("blend", share.told()) for share in samples.shares(count)]
+        lines += [("blend", share.describe()) for share in samples.shares(count)]
     else:
         lines.append(("data", f"{samples.per_epoch:,} rows, {count / samples.per_epoch:.2g} epochs"))
     for part in samples.parts if isinstance(samples, Blend) else [samples]:

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from megahead.distributed import Group, sum_backward
+from megahead.distributed import Group, copy_to_group
 from megahead.objectives import Scores
-from megahead.objectives.softmax import CHUNK_BYTES, LOWEST, promoted
+from megahead.objectives.candidate_softmax import CHUNK_BYTES, LOWEST, promoted
 
 
 @dataclass(frozen=True)
-class Share:
+class CandidateShard:
     """This rank's candidates: `count` of them from number `first` on, in a table of `width` rows on every rank."""
 
     first: int
@@ -31,10 +31,10 @@ class Share:
     width: int
 
     @staticmethod
-    def of(total: int, width: int, group: Group) -> Share:
+    def of(total: int, width: int, group: Group) -> CandidateShard:
         """The share of `group`'s rank in `total` candidates, `width` for each rank until there are no more."""
         first = group.rank * width
-        return Share(first, min(max(total - first, 0), width), width)
+        return CandidateShard(first, min(max(total - first, 0), width), width)
 
     def bias(self, bias_U: Tensor | None) -> Tensor | None:
         """[w]: this share of all candidates' biases, zeros where the table has no candidate."""
@@ -43,38 +43,38 @@ class Share:
         return F.pad(bias_U[self.first : self.first + self.count], (0, self.width - self.count))
 
 
-def split_candidate_loss(
+def parallel_candidate_loss(
     outputs_ND: Tensor,
     rows_wD: Tensor,
-    own_N: Tensor,
+    positive_N: Tensor,
     bias_U: Tensor | None,
     temperature: float,
-    share: Share,
+    share: CandidateShard,
     group: Group,
-    own_bias_U: Tensor | None = None,
+    positive_bias_U: Tensor | None = None,
 ) -> Tensor:
     """What `candidate_loss` gives for all ranks' rows together, on every rank; and its gradients.
 
-    outputs_ND, own_N (places among all U candidates) and bias_U are the same on every rank, rows_wD is its share.
+    outputs_ND, positive_N (places among all U candidates) and bias_U are the same on every rank, rows_wD is its share.
     The gradients of outputs_ND and of bias_U, if it asks for one, come summed over the ranks. Collective.
     """
     if outputs_ND.shape[0] == 0:
         return 0.0 * (outputs_ND.float().sum() + rows_wD.float().sum())
     if bias_U is not None and bias_U.requires_grad:  # whole on every rank, which sees its own share of it alone
-        bias_U = sum_backward(bias_U, group)
-    bias_w, own_bias_w = share.bias(bias_U), share.bias(own_bias_U)
-    loss: Tensor = _SplitCandidateLoss.apply(outputs_ND, rows_wD, own_N, bias_w, own_bias_w, temperature, share, group)
+        bias_U = copy_to_group(bias_U, group)
+    bias_w, positive_bias_w = share.bias(bias_U), share.bias(positive_bias_U)
+    loss: Tensor = _ParallelCandidateLoss.apply(outputs_ND, rows_wD, positive_N, bias_w, positive_bias_w, temperature, share, group)
     return loss
 
 
 @torch.no_grad()
-def split_candidate_scores(
+def parallel_candidate_scores(
     outputs_ND: Tensor,
     rows_wD: Tensor,
-    own_N: Tensor,
+    positive_N: Tensor,
     bias_U: Tensor | None,
     temperature: float,
-    share: Share,
+    share: CandidateShard,
     group: Group,
 ) -> Scores:
     """What `candidate_scores` gives for all ranks' rows together, on every rank. Collective.
@@ -83,10 +83,10 @@ def split_candidate_scores(
     """
     loss, correct = 0.0, 0
     outputs, rows = promoted(outputs_ND, rows_wD)
-    for part in _softmax_chunks(outputs, rows, own_N, share.bias(bias_U), None, temperature, share, group):
-        loss += float((part.top_n + part.total_n.log() - part.own_biased_n).double().sum())
-        correct += int((part.own_biased_n >= part.top_n).sum())
-    return Scores(loss, correct, own_N.numel())
+    for part in _softmax_chunks(outputs, rows, positive_N, share.bias(bias_U), None, temperature, share, group):
+        loss += float((part.top_n + part.total_n.log() - part.positive_biased_n).double().sum())
+        correct += int((part.positive_biased_n >= part.top_n).sum())
+    return Scores(loss, correct, positive_N.numel())
 
 
 class _Chunk(NamedTuple):
@@ -99,10 +99,10 @@ class _Chunk(NamedTuple):
     """Largest biased score."""
     total_n: Tensor
     """Sum of all ranks' exponentials."""
-    own_n: Tensor
+    positive_n: Tensor
     """Score of the own candidate without its bias."""
-    own_biased_n: Tensor
-    own_index_n1: Tensor
+    positive_biased_n: Tensor
+    positive_index_n1: Tensor
     """Place of the own candidate in this rank's table, where this rank holds it."""
     mine_n1: Tensor
     """1 where it does, else 0."""
@@ -111,11 +111,11 @@ class _Chunk(NamedTuple):
 def _softmax_chunks(
     outputs_ND: Tensor,
     rows_wD: Tensor,
-    own_N: Tensor,
+    positive_N: Tensor,
     bias_w: Tensor | None,
-    own_bias_w: Tensor | None,
+    positive_bias_w: Tensor | None,
     temperature: float,
-    share: Share,
+    share: CandidateShard,
     group: Group,
 ) -> Iterator[_Chunk]:
     """Chunks of the same outputs on every rank, at most CHUNK_BYTES of scores each."""
@@ -128,27 +128,27 @@ def _softmax_chunks(
         scores_nw = buffer[: rows.stop - start]
         torch.addmm(bias, outputs_ND[rows], rows_wD.T, alpha=1 / temperature, out=scores_nw)
         scores_nw[:, share.count :] = -torch.inf
-        local_n1 = own_N[rows, None] - share.first
+        local_n1 = positive_N[rows, None] - share.first
         mine_n1 = ((local_n1 >= 0) & (local_n1 < share.count)).to(scores_nw.dtype)
         index_n1 = local_n1.clamp(0, share.width - 1)
         held_n1 = scores_nw.gather(1, index_n1)
-        if own_bias_w is None:
-            own_n1 = held_n1 - bias[index_n1]
+        if positive_bias_w is None:
+            positive_n1 = held_n1 - bias[index_n1]
         else:
-            own_n1 = (outputs_ND[rows] * rows_wD[index_n1[:, 0]]).sum(1, keepdim=True) / temperature
-            own_biased_n1 = own_n1 + own_bias_w.to(own_n1.dtype)[index_n1]
-            held_n1 = own_biased_n1.where(mine_n1 > 0, held_n1)
+            positive_n1 = (outputs_ND[rows] * rows_wD[index_n1[:, 0]]).sum(1, keepdim=True) / temperature
+            positive_biased_n1 = positive_n1 + positive_bias_w.to(positive_n1.dtype)[index_n1]
+            held_n1 = positive_biased_n1.where(mine_n1 > 0, held_n1)
             scores_nw.scatter_(1, index_n1, held_n1)
-        top_n1 = group.max_(scores_nw.amax(dim=1, keepdim=True))
+        top_n1 = group.all_reduce_max_(scores_nw.amax(dim=1, keepdim=True))
         scores_nw.sub_(top_n1).clamp_min_(LOWEST).exp_()
         scores_nw[:, share.count :] = 0.0
-        of_own = [score_n1.where(mine_n1 > 0, 0.0) for score_n1 in (own_n1, held_n1)]
-        sums_n3 = group.sum_(torch.cat([scores_nw.sum(1, keepdim=True), *of_own], 1))
-        total_n, own_n, own_biased_n = sums_n3.unbind(1)
-        yield _Chunk(rows, scores_nw, top_n1[:, 0], total_n, own_n, own_biased_n, index_n1, mine_n1)
+        of_own = [score_n1.where(mine_n1 > 0, 0.0) for score_n1 in (positive_n1, held_n1)]
+        sums_n3 = group.all_reduce_(torch.cat([scores_nw.sum(1, keepdim=True), *of_own], 1))
+        total_n, positive_n, positive_biased_n = sums_n3.unbind(1)
+        yield _Chunk(rows, scores_nw, top_n1[:, 0], total_n, positive_n, positive_biased_n, index_n1, mine_n1)
 
 
-class _SplitCandidateLoss(torch.autograd.Function):
+class _ParallelCandidateLoss(torch.autograd.Function):
     """Both gradients are computed while a chunk's scores are at hand, as in one process."""
 
     @staticmethod
@@ -156,11 +156,11 @@ class _SplitCandidateLoss(torch.autograd.Function):
         ctx: Any,
         outputs_ND: Tensor,
         rows_wD: Tensor,
-        own_N: Tensor,
+        positive_N: Tensor,
         bias_w: Tensor | None,
-        own_bias_w: Tensor | None,
+        positive_bias_w: Tensor | None,
         temperature: float,
-        share: Share,
+        share: CandidateShard,
         group: Group,
     ) -> Tensor:
         with torch.autocast(outputs_ND.device.type, enabled=False):
@@ -168,15 +168,15 @@ class _SplitCandidateLoss(torch.autograd.Function):
             grad_outputs, grad_rows = torch.empty_like(outputs), torch.zeros_like(rows)
             grad_bias = rows.new_zeros(len(rows)) if ctx.needs_input_grad[3] else None
             loss = outputs.new_zeros(())
-            for part in _softmax_chunks(outputs, rows, own_N, bias_w, own_bias_w, temperature, share, group):
-                loss += (part.top_n + part.total_n.log() - part.own_n).sum()
+            for part in _softmax_chunks(outputs, rows, positive_N, bias_w, positive_bias_w, temperature, share, group):
+                loss += (part.top_n + part.total_n.log() - part.positive_n).sum()
                 grad_nw = part.exponentials_nw.div_(part.total_n[:, None])
                 if grad_bias is not None:
                     grad_bias += grad_nw.sum(0)
-                grad_nw.scatter_add_(1, part.own_index_n1, -part.mine_n1)
+                grad_nw.scatter_add_(1, part.positive_index_n1, -part.mine_n1)
                 torch.mm(grad_nw, rows, out=grad_outputs[part.rows])
                 grad_rows.addmm_(grad_nw.T, outputs[part.rows])
-        grad_outputs = group.sum_(grad_outputs).div_(temperature)
+        grad_outputs = group.all_reduce_(grad_outputs).div_(temperature)
         ctx.save_for_backward(grad_outputs, grad_rows.div_(temperature), grad_bias)
         ctx.dtypes = outputs_ND.dtype, rows_wD.dtype
         return loss

@@ -12,7 +12,7 @@ from megahead.errors import DataError
 from megahead.files import write_atomically
 
 
-class Kept:
+class ResultCache:
     """Results by what decides them: read when opened, written anew after each, whole or not at all.
 
     `path` None keeps them in memory only. Raises DataError for a file that is something else.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 
-class Targets:
+class TargetPositions:
     """N of the B * T positions, in increasing order, at most M of each row."""
 
     def __init__(self, index_N: Tensor, rows: int, row_length: int, most: int) -> None:

@@ -10,7 +10,7 @@ from megahead.config import TasksConfig
 from megahead.distributed import Group
 from megahead.errors import UserError
 from megahead.evaluate.results import TaskResult
-from megahead.evaluate.tasks import task_files
+from megahead.evaluate.harness_tasks import task_files
 
 
 class TaskEvaluation:
@@ -31,11 +31,11 @@ class TaskEvaluation:
         from megahead.evaluate.harness import evaluate_tasks  # imports lm-eval and transformers: seconds
 
         folder = checkpoint.parent.parent / "exports" / "evaluated"
-        problem = self._world.from_first(_export(checkpoint, folder) if self._world.rank == 0 else None)
+        problem = self._world.broadcast_object(_export(checkpoint, folder) if self._world.rank == 0 else None)
         if problem is not None:
             raise UserError(problem)
         mine = dict(list(self._files.items())[self._world.rank :: self._world.size])
-        shares = self._world.gather_objects(list(evaluate_tasks(folder, mine, limit=self._limit)) if mine else [])
+        shares = self._world.all_gather_objects(list(evaluate_tasks(folder, mine, limit=self._limit)) if mine else [])
         if self._world.rank == 0:
             shutil.rmtree(folder)
         found = {result.task: result for result in chain.from_iterable(shares)}
@@ -45,7 +45,7 @@ class TaskEvaluation:
 def _export(checkpoint: Path, folder: Path) -> str | None:
     """What went wrong, in a sentence; None when the export is there."""
     from megahead.convert import export
-    from megahead.convert.heads import best_head
+    from megahead.convert.export_heads import best_head
     from megahead.convert.source import TrainedModel
 
     try:

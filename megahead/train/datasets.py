@@ -11,13 +11,13 @@ from megahead.corpus import IndexedDataset
 from megahead.data import training_samples
 from megahead.data.blending import Blend
 from megahead.data.samples import Samples
-from megahead.data.training import describe_samples, relative_passes
+from megahead.data.training_samples import describe_samples, relative_passes
 from megahead.errors import ConfigError
 from megahead.train.state import TrainingState
 
 
 @dataclass(frozen=True)
-class Texts:
+class RunDatasets:
     """Training datasets in the config's order, the samples drawn from them, and the held-out dataset."""
 
     train: Sequence[IndexedDataset]
@@ -34,7 +34,7 @@ class Texts:
         return describe_samples(self.samples, config.training.steps * config.batch.global_size)
 
 
-def open_texts(config: RunConfig) -> Texts:
+def open_datasets(config: RunConfig) -> RunDatasets:
     """Opens what the run reads; ConfigError or DataError for what is missing, too short or of another vocabulary."""
     path = config.data.tokenizer
     if path is not None and not Path(path).is_file():
@@ -42,7 +42,7 @@ def open_texts(config: RunConfig) -> Texts:
     train = [_open(config, part.prefix, "data.train") for part in config.data.parts()]
     validation = config.data.validation
     held_out = None if validation is None else _open(config, validation, "data.validation")
-    return Texts(train, training_samples(config.data, train, config.seed, config.sample_length()), held_out)
+    return RunDatasets(train, training_samples(config.data, train, config.seed, config.sample_length()), held_out)
 
 
 def _open(config: RunConfig, prefix: str, field: str) -> IndexedDataset:

@@ -11,18 +11,18 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from megahead.distributed.rendezvous import Launch
-from megahead.errors import tell
+from megahead.errors import print_error
 
 PATIENCE_SECONDS = 5.0
 """How long a rank looks for the others before it speaks for itself: better twice than never."""
 
 
-def tell_once(launch: Launch, sentence: str) -> None:
+def print_error_once(launch: Launch, sentence: str) -> None:
     """Says `sentence` unless another rank of `launch` has said the same. Ranks call it when they fail, connected or not
     yet, and leave afterwards."""
     store = _store(launch)
     if store is None or _claims(store, sentence):
-        tell(sentence)
+        print_error(sentence)
     if store is not None and launch.rank == 0:
         _wait_for_others(store, launch.world_size)
 

@@ -14,7 +14,7 @@ from megahead.data.batch import Batch, causal_batch
 from megahead.data.collocations import Collocations, runs_of
 from megahead.data.masking import Masker, special_ids
 from megahead.data.strategies import Frequency, Pmi, Spans, Strategy, Uniform, WholeWords
-from megahead.data.training import SampleRows
+from megahead.data.training_samples import RowSource
 from megahead.errors import ConfigError
 
 
@@ -22,7 +22,7 @@ from megahead.errors import ConfigError
 class BatchReader:
     """Reads batches; a pure function of the samples' numbers."""
 
-    samples: SampleRows
+    samples: RowSource
     data: DataConfig
     masker: Masker | None = None
     """None: each token predicts the next."""

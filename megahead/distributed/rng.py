@@ -11,7 +11,7 @@ from megahead.distributed.group import Group
 
 
 @contextmanager
-def drawn_apart(group: Group, device: torch.device) -> Iterator[None]:
+def per_rank_rng(group: Group, device: torch.device) -> Iterator[None]:
     """Inside, every rank of `group` draws numbers of its own; afterwards all go on alike. Sends nothing.
 
     The ranks must be alike on entry. What is drawn follows from torch's CPU generator on entry, so that a forward

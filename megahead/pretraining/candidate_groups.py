@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megahead.data import Batch
-from megahead.data.feistel import mix
+from megahead.data.shuffle import mix
 from megahead.distributed import Group
 from megahead.objectives import Candidates, Objective, Pool
 
@@ -20,7 +20,7 @@ _PURPOSE = 0xCA4D1DA7E5  # keeps these draws apart from all others of the run's 
 
 
 @dataclass(frozen=True)
-class Candidacy:
+class CandidateGroups:
     """Makes the candidates of a rank's micro-batches; the same for the same samples on any number of ranks."""
 
     objective: Objective
@@ -72,6 +72,6 @@ def gather_targets(mine: list[Tensor], sizes_RA: Tensor, ranks: Group) -> list[T
     padded = torch.zeros(int(sizes_RA.sum(1).max()), dtype=torch.int32)
     local = torch.cat(mine)
     padded[: len(local)] = local
-    gathered_R = ranks.gather(padded)
+    gathered_R = ranks.all_gather(padded)
     by_rank = [row[: sum(sizes)].long().split(sizes) for row, sizes in zip(gathered_R, sizes_RA.tolist(), strict=True)]
     return [parts[k] for k in range(sizes_RA.shape[1]) for parts in by_rank]

@@ -19,7 +19,7 @@ from megahead.evaluate.finetuning.examples import (
     tsv,
     word_in_context,
 )
-from megahead.evaluate.rows import lines
+from megahead.evaluate.harness_rows import lines
 
 XNLI_LANGUAGES = ("en", "ar", "bg", "de", "el", "es", "fr", "hi", "ru", "sw", "th", "tr", "ur", "vi", "zh")
 

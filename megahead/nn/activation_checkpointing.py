@@ -12,7 +12,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 Recompute = bool | Literal["selective"]
 """False: everything is kept. True: of a block its input alone. "selective": its input, and what was dear."""
 
-_DEAR = frozenset(
+_SAVED_OPERATORS = frozenset(
     {
         "aten::mm",
         "aten::addmm",
@@ -28,14 +28,14 @@ _DEAR = frozenset(
 """Products with weights, and attention where it is one operator: nearly all of a block's operations."""
 
 
-def recomputed(block: Callable[..., Tensor], *inputs: object, keep_dear: bool = False) -> Tensor:
+def checkpointed(block: Callable[..., Tensor], *inputs: object, selective: bool = False) -> Tensor:
     """`block(*inputs)`, computed again in the backward pass; dropout draws the same again.
 
-    With `keep_dear` results of products and of attention are kept, and only what lies between them is done again:
+    With `selective` results of products and of attention are kept, and only what lies between them is done again:
     norms, activations, rotations. Nobody may write into such a result (DeepSpeed's linear layers at ZeRO 3 do).
     """
     contexts: dict[str, Any] = {"context_fn": partial(create_selective_checkpoint_contexts, _policy)}
-    output: Tensor = checkpoint(block, *inputs, use_reentrant=False, **(contexts if keep_dear else {}))
+    output: Tensor = checkpoint(block, *inputs, use_reentrant=False, **(contexts if selective else {}))
     return output
 
 
@@ -43,5 +43,5 @@ def _policy(_: Any, operator: Any, *arguments: Any, **named: Any) -> CheckpointP
     """Attention that drops weights is done again: to pass over it would shift what is drawn after it."""
     schema = operator._schema
     given = {argument.name: value for argument, value in zip(schema.arguments, arguments, strict=False)} | named
-    keep = schema.name in _DEAR and not given.get("dropout_p")
+    keep = schema.name in _SAVED_OPERATORS and not given.get("dropout_p")
     return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE

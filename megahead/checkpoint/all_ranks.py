@@ -17,7 +17,7 @@ class _Failure:
     sentence: str
 
 
-def together(group: Group, action: Callable[[], T], tell: Callable[[Exception], str]) -> list[T]:
+def run_on_all_ranks(group: Group, action: Callable[[], T], tell: Callable[[Exception], str]) -> list[T]:
     """`action` on every rank; its (small) results in rank order on all of them.
 
     Where it fails on any rank, all ranks raise a CheckpointError with the first failing rank's `tell(error)`:
@@ -29,7 +29,7 @@ def together(group: Group, action: Callable[[], T], tell: Callable[[Exception], 
         outcome = action()
     except Exception as error:
         cause, outcome = error, _Failure(tell(error))
-    outcomes = group.gather_objects(outcome)
+    outcomes = group.all_gather_objects(outcome)
     failures = [each for each in outcomes if isinstance(each, _Failure)]
     if failures:
         raise CheckpointError(failures[0].sentence) from cause

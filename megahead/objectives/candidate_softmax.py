@@ -30,34 +30,34 @@ that e^-90 leaves behind make the products after it 13 times slower on a CPU (me
 def candidate_loss_reference(
     outputs_ND: Tensor,
     rows_UD: Tensor,
-    own_N: Tensor,
+    positive_N: Tensor,
     bias_U: Tensor | None = None,
     temperature: float = 1.0,
-    own_bias_U: Tensor | None = None,
+    positive_bias_U: Tensor | None = None,
 ) -> Tensor:
     """`sum_i [ log( exp(s_own + b'_own) + sum_{u != own} exp(s_u + b_u) ) - s_own ]` as it is written down, with
     s_u = h_i.e_u / T; b' = b unless given. Holds N x U scores."""
     scores_NU = outputs_ND @ rows_UD.T / temperature
-    own_scores_N1 = scores_NU.gather(1, own_N[:, None])
+    positive_scores_N1 = scores_NU.gather(1, positive_N[:, None])
     biased_NU = scores_NU if bias_U is None else scores_NU + bias_U
-    if own_bias_U is not None:
-        biased_NU = biased_NU.scatter(1, own_N[:, None], own_scores_N1 + own_bias_U[own_N, None])
-    return (biased_NU.logsumexp(dim=1) - own_scores_N1.squeeze(1)).sum()
+    if positive_bias_U is not None:
+        biased_NU = biased_NU.scatter(1, positive_N[:, None], positive_scores_N1 + positive_bias_U[positive_N, None])
+    return (biased_NU.logsumexp(dim=1) - positive_scores_N1.squeeze(1)).sum()
 
 
 def candidate_loss(
     outputs_ND: Tensor,
     rows_UD: Tensor,
-    own_N: Tensor,
+    positive_N: Tensor,
     bias_U: Tensor | None = None,
     temperature: float = 1.0,
-    own_bias_U: Tensor | None = None,
+    positive_bias_U: Tensor | None = None,
 ) -> Tensor:
     """`sum_i [ log( exp(s_own + b'_own) + sum_{u != own} exp(s_u + b_u) ) - s_own ]`, a scalar, in bounded memory.
 
-    s_u = h_i.e_u / T; own(i) is `own_N[i]`, int64 in [0, U). outputs_ND, rows_UD: any float type; computed in float32
+    s_u = h_i.e_u / T; own(i) is `positive_N[i]`, int64 in [0, U). outputs_ND, rows_UD: any float type; computed in float32
     (float64 for float64 inputs), largest score subtracted, so that scores of +-1e4 stay finite. bias_U: b, may hold
-    -inf for rows that no output owns, and gets a gradient if it asks for one. own_bias_U: b', where own tokens have
+    -inf for rows that no output owns, and gets a gradient if it asks for one. positive_bias_U: b', where own tokens have
     another bias; then b may be -inf anywhere. N = 0 gives 0, connected to its inputs.
 
     Cost: three N x U x D products; both gradients are computed in the forward pass, chunk by chunk,
@@ -73,11 +73,11 @@ def candidate_loss(
         halves = outputs_ND.to(half), rows_UD.to(half)
         if bias_U is not None and bias_U.requires_grad:
             features = _bias_as_features(*halves, bias_U * temperature)
-            loss = fused.fused_candidate_loss(*features, own_N, None, temperature)
-            return loss + bias_U.index_select(0, own_N).sum(dtype=loss.dtype)  # which own scores now contain
-        loss = fused.fused_candidate_loss(*halves, own_N, bias_U, temperature, own_bias_U)
+            loss = fused.fused_candidate_loss(*features, positive_N, None, temperature)
+            return loss + bias_U.index_select(0, positive_N).sum(dtype=loss.dtype)  # which own scores now contain
+        loss = fused.fused_candidate_loss(*halves, positive_N, bias_U, temperature, positive_bias_U)
         return loss
-    loss = _CandidateLoss.apply(outputs_ND, rows_UD, own_N, bias_U, temperature, own_bias_U)
+    loss = _CandidateLoss.apply(outputs_ND, rows_UD, positive_N, bias_U, temperature, positive_bias_U)
     return loss
 
 
@@ -117,16 +117,16 @@ class Scores:
 
 @torch.no_grad()
 def candidate_scores(
-    outputs_ND: Tensor, rows_UD: Tensor, own_N: Tensor, bias_U: Tensor | None = None, temperature: float = 1.0
+    outputs_ND: Tensor, rows_UD: Tensor, positive_N: Tensor, bias_U: Tensor | None = None, temperature: float = 1.0
 ) -> Scores:
     """Scores of the distribution `softmax_u(h_i.e_u / T + b_u)`; unlike the loss, the own bias counts."""
     loss, correct = 0.0, 0
     for chunk, scores_nU in _score_chunks(*promoted(outputs_ND, rows_UD), bias_U, temperature):
-        own_n = own_N[chunk]
-        own_scores_n = scores_nU.gather(1, own_n[:, None]).squeeze(1)
-        loss += float((scores_nU.logsumexp(dim=1) - own_scores_n).double().sum())
-        correct += int((scores_nU.argmax(dim=1) == own_n).sum())
-    return Scores(loss, correct, own_N.numel())
+        positive_n = positive_N[chunk]
+        positive_scores_n = scores_nU.gather(1, positive_n[:, None]).squeeze(1)
+        loss += float((scores_nU.logsumexp(dim=1) - positive_scores_n).double().sum())
+        correct += int((scores_nU.argmax(dim=1) == positive_n).sum())
+    return Scores(loss, correct, positive_N.numel())
 
 
 def promoted(outputs_ND: Tensor, rows_UD: Tensor) -> tuple[Tensor, Tensor]:
@@ -159,27 +159,27 @@ class _CandidateLoss(torch.autograd.Function):
         ctx: Any,
         outputs_ND: Tensor,
         rows_UD: Tensor,
-        own_N: Tensor,
+        positive_N: Tensor,
         bias_U: Tensor | None,
         temperature: float,
-        own_bias_U: Tensor | None,
+        positive_bias_U: Tensor | None,
     ) -> Tensor:
         with torch.autocast(outputs_ND.device.type, enabled=False):
             outputs, rows = promoted(outputs_ND, rows_UD)
-            own = _Own(rows, own_N, bias_U, own_bias_U, temperature)
+            own = _Positives(rows, positive_N, bias_U, positive_bias_U, temperature)
             wanted = any(ctx.needs_input_grad[:4])
             grad_outputs = torch.empty_like(outputs) if wanted else None
             grad_rows = torch.zeros_like(rows) if wanted else None
             grad_bias = rows.new_zeros(len(rows)) if ctx.needs_input_grad[3] else None
             loss = outputs.new_zeros(())
             for chunk, scores_nU in _score_chunks(outputs, rows, bias_U, temperature):
-                own_n1, own_scores_n1 = own.place(chunk, scores_nU, outputs[chunk])
+                positive_n1, positive_scores_n1 = own.place(chunk, scores_nU, outputs[chunk])
                 top_n1, total_n1 = _exponentials_(scores_nU)
-                loss += (top_n1 + total_n1.log() - own_scores_n1).sum()
+                loss += (top_n1 + total_n1.log() - positive_scores_n1).sum()
                 if grad_bias is not None:
                     grad_bias.addmv_(scores_nU.T, 1 / total_n1.squeeze(1))
                 if grad_outputs is not None and grad_rows is not None:
-                    scores_nU.scatter_add_(1, own_n1, -total_n1)  # total * (probability - 1 where own)
+                    scores_nU.scatter_add_(1, positive_n1, -total_n1)  # total * (probability - 1 where own)
                     torch.mm(scores_nU, rows, out=grad_outputs[chunk]).div_(total_n1)
                     grad_rows.addmm_(scores_nU.T, outputs[chunk] / total_n1)
         if grad_outputs is not None and grad_rows is not None:
@@ -196,24 +196,24 @@ class _CandidateLoss(torch.autograd.Function):
 
 
 @dataclass(frozen=True)
-class _Own:
+class _Positives:
     """Own tokens among the candidates."""
 
     rows_UD: Tensor
-    own_N: Tensor
+    positive_N: Tensor
     bias_U: Tensor | None
-    own_bias_U: Tensor | None
+    positive_bias_U: Tensor | None
     temperature: float
 
     def place(self, chunk: slice, scores_nU: Tensor, outputs_nD: Tensor) -> tuple[Tensor, Tensor]:
         """(own places, own unbiased scores), both [n, 1], of a chunk; `scores_nU` gets the own biases in place."""
-        own_n1, dtype = self.own_N[chunk, None], scores_nU.dtype
-        if self.own_bias_U is None:
-            own_scores_n1 = scores_nU.gather(1, own_n1)
-            return own_n1, own_scores_n1 if self.bias_U is None else own_scores_n1 - self.bias_U.to(dtype)[own_n1]
-        own_scores_n1 = (outputs_nD * self.rows_UD[own_n1.squeeze(1)]).sum(1, keepdim=True) / self.temperature
-        scores_nU.scatter_(1, own_n1, own_scores_n1 + self.own_bias_U.to(dtype)[own_n1])
-        return own_n1, own_scores_n1
+        positive_n1, dtype = self.positive_N[chunk, None], scores_nU.dtype
+        if self.positive_bias_U is None:
+            positive_scores_n1 = scores_nU.gather(1, positive_n1)
+            return positive_n1, positive_scores_n1 if self.bias_U is None else positive_scores_n1 - self.bias_U.to(dtype)[positive_n1]
+        positive_scores_n1 = (outputs_nD * self.rows_UD[positive_n1.squeeze(1)]).sum(1, keepdim=True) / self.temperature
+        scores_nU.scatter_(1, positive_n1, positive_scores_n1 + self.positive_bias_U.to(dtype)[positive_n1])
+        return positive_n1, positive_scores_n1
 
 
 def _exponentials_(scores_nU: Tensor) -> tuple[Tensor, Tensor]:

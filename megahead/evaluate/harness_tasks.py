@@ -14,7 +14,7 @@ from pathlib import Path
 import yaml
 
 from megahead.errors import DataError, FieldError
-from megahead.evaluate.rows import Reader, Row, arc, boolq, crows_pairs, lines, pubmedqa, qasper, race
+from megahead.evaluate.harness_rows import Reader, Row, arc, boolq, crows_pairs, lines, pubmedqa, qasper, race
 
 
 @dataclass(frozen=True)

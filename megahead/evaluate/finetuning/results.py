@@ -10,14 +10,14 @@ from typing import Any
 
 from megahead.evaluate.finetuning.loading import TaskData
 from megahead.evaluate.finetuning.loop import EpochScores
-from megahead.evaluate.finetuning.run import Starting
+from megahead.evaluate.finetuning.run import StartModel
 from megahead.evaluate.finetuning.settings import FineTuning
-from megahead.evaluate.finetuning.tasks import TASKS
-from megahead.evaluate.kept import Kept, stamp_model
+from megahead.evaluate.finetuning.task_table import TASKS
+from megahead.evaluate.result_cache import ResultCache, stamp_model
 
 
 @dataclass(frozen=True)
-class Outcome:
+class FineTuningResult:
     """One run: a model on a task with a seed."""
 
     model: str
@@ -44,30 +44,30 @@ class Outcome:
         return sum(epoch.seconds for epoch in self.epochs)
 
 
-class Outcomes:
-    """Outcomes in one JSON file, as `Kept` keeps them.
+class FineTuningResults:
+    """Outcomes in one JSON file, as `ResultCache` keeps them.
 
     One is found again for the same model, weights, task, examples, settings and seed.
     """
 
     def __init__(self, path: Path | None) -> None:
-        self._kept = Kept(path)
+        self._kept = ResultCache(path)
 
-    def newest(self) -> list[Outcome]:
+    def newest(self) -> list[FineTuningResult]:
         """The outcome last kept of each model, task and seed, whichever settings it was made with."""
         runs = {(entry["model"], entry["task"], entry["seed"]): entry for entry in self._kept.entries}
         return [_outcome(entry, *run) for run, entry in runs.items()]
 
-    def find(self, start: Starting, data: TaskData, settings: FineTuning, seed: int) -> Outcome | None:
+    def find(self, start: StartModel, data: TaskData, settings: FineTuning, seed: int) -> FineTuningResult | None:
         """The outcome kept of this very run, if there is one."""
         entry = self._kept.find(_key(start, data, settings, seed))
         return None if entry is None else _outcome(entry, start.name, data.name, seed)
 
     def add(
-        self, start: Starting, data: TaskData, settings: FineTuning, seed: int, epochs: Sequence[EpochScores]
-    ) -> Outcome:
+        self, start: StartModel, data: TaskData, settings: FineTuning, seed: int, epochs: Sequence[EpochScores]
+    ) -> FineTuningResult:
         """Keeps a finished run, in place of an earlier one with the same settings."""
-        outcome = Outcome(start.name, data.name, seed, len(data.train), data.halved, list(epochs))
+        outcome = FineTuningResult(start.name, data.name, seed, len(data.train), data.halved, list(epochs))
         facts = {"train_rows": outcome.train_rows, "halved": data.halved, "metric": data.task.metric}
         values = {**facts, "best_epoch": outcome.best() + 1, "epochs": [asdict(epoch) for epoch in epochs]}
         key = _key(start, data, settings, seed)
@@ -98,7 +98,7 @@ class Summary:
         return stdev(self.values) if len(self.values) > 1 else None
 
 
-def summarise(outcomes: Sequence[Outcome]) -> list[Summary]:
+def summarise(outcomes: Sequence[FineTuningResult]) -> list[Summary]:
     """Every metric of every test set of one model's tasks, then the means over several."""
     rows = []
     for task in dict.fromkeys(outcome.task for outcome in outcomes):
@@ -132,12 +132,12 @@ def _suite_mean(suite: str, rows: Sequence[Summary]) -> Summary | None:
     return Summary(members[0].model, suite, f"mean of {len(members)}", "", [fmean(values) for values in seeds], [])
 
 
-def _outcome(entry: Mapping[str, Any], model: str, task: str, seed: int) -> Outcome:
+def _outcome(entry: Mapping[str, Any], model: str, task: str, seed: int) -> FineTuningResult:
     epochs = [EpochScores(**epoch) for epoch in entry["epochs"]]
-    return Outcome(model, task, seed, entry["train_rows"], entry["halved"], epochs)
+    return FineTuningResult(model, task, seed, entry["train_rows"], entry["halved"], epochs)
 
 
-def _key(start: Starting, data: TaskData, settings: FineTuning, seed: int) -> dict[str, Any]:
+def _key(start: StartModel, data: TaskData, settings: FineTuning, seed: int) -> dict[str, Any]:
     return {
         "model": start.name,
         "task": data.name,
