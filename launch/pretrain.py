@@ -13,7 +13,7 @@ import os
 import sys
 
 from megahead.config import load_config
-from megahead.errors import UserError, run_command, print_error
+from megahead.errors import UserError, print_error, run_command
 
 
 def main() -> None:
@@ -48,7 +48,7 @@ def main() -> None:
 
 def say(sentence: str) -> None:
     """What went wrong, from one of the ranks that found it."""
-    from megahead.distributed import read_launch, print_error_once
+    from megahead.distributed import print_error_once, read_launch
 
     try:
         launch = read_launch(os.environ)

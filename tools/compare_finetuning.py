@@ -22,7 +22,15 @@ from transformers import DataCollatorWithPadding, PrinterCallback, Trainer, Trai
 
 from megahead.convert import load_classifier, load_tokenizer_folder
 from megahead.errors import run_command
-from megahead.evaluate.finetuning import FineTuningRun, FineTuning, Sources, StartModel, TaskData, load_task, paper_settings
+from megahead.evaluate.finetuning import (
+    FineTuning,
+    FineTuningRun,
+    Sources,
+    StartModel,
+    TaskData,
+    load_task,
+    paper_settings,
+)
 from megahead.evaluate.finetuning.examples import Example
 from megahead.evaluate.finetuning.scoring import measure
 from megahead.report.tables import to_rich

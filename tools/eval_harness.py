@@ -23,8 +23,8 @@ from rich.table import Table
 from megahead.convert import hf_folder, origin
 from megahead.errors import FieldError, run_command
 from megahead.evaluate.harness import evaluate_tasks
-from megahead.evaluate.results import HarnessResult, ResultsFile, Score
 from megahead.evaluate.harness_tasks import TASKS, task_files, write_tasks
+from megahead.evaluate.results import HarnessResult, ResultsFile, Score
 from megahead.report.task_curves import TaskPoint, save_task_curves
 
 PAPER = [

@@ -13,7 +13,7 @@ __all__ = [
     "find_checkpoint",
     "newest_sound",
     "open_checkpoint",
-    "save_checkpoint",
     "run_on_all_ranks",
+    "save_checkpoint",
     "write_snapshot",
 ]

@@ -1,8 +1,8 @@
 """Hugging Face folders out and in; nothing else knows Hugging Face's names."""
 
 from megahead.convert.embedding import input_embedding
-from megahead.convert.exporting import ExportReport, export
 from megahead.convert.export_heads import FoldedBias, HeadName, fold_bias
+from megahead.convert.exporting import ExportReport, export
 from megahead.convert.importing import from_hf
 from megahead.convert.loading import load_backbone, load_causal, load_classifier, load_masked, load_tokenizer_folder
 from megahead.convert.resolve import Origin, hf_folder, origin

@@ -3,8 +3,8 @@
 The trainers of tokenizers (`vocabulary`) and preprocessing in shards (`shards`) are imported by name: few need them.
 """
 
-from megahead.corpus.indexed import IndexedDataset, dataset_paths
 from megahead.corpus.dataset_info import DatasetInfo
+from megahead.corpus.indexed import IndexedDataset, dataset_paths
 from megahead.corpus.preprocess import PreprocessReport, preprocess
 from megahead.corpus.progress import Bar, ByteProgress
 from megahead.corpus.tokenizer import Tokenizer, load_tokenizer

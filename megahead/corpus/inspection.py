@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from megahead.corpus.indexed import IndexedDataset
 from megahead.corpus.dataset_info import verify_file
+from megahead.corpus.indexed import IndexedDataset
 from megahead.corpus.progress import ByteProgress, Silent
 from megahead.errors import DataError, FieldError
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from megahead.corpus.index_layout import LARGEST_UINT16_VOCABULARY
 from megahead.corpus.indexed import IndexedDataset, dataset_paths
 from megahead.corpus.inspection import check_back_to_back, count_tokens
-from megahead.corpus.index_layout import LARGEST_UINT16_VOCABULARY
 from megahead.corpus.progress import ByteProgress, Silent
 from megahead.corpus.writer import IndexedDatasetWriter
 from megahead.errors import DataError

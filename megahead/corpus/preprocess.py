@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from megahead.corpus.chunks import Chunk
-from megahead.corpus.encoding import EncodedChunk, ChunkTokenizer, EncodingPool, OnError
+from megahead.corpus.encoding import ChunkTokenizer, EncodedChunk, EncodingPool, OnError
 from megahead.corpus.progress import ByteProgress, Silent
 from megahead.corpus.selection import Selection
 from megahead.corpus.sources import find_inputs, read_chunks, total_bytes

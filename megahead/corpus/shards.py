@@ -17,12 +17,12 @@ from typing import Any
 
 import orjson
 
+from megahead.corpus.decompression import STANDARD_INPUT
 from megahead.corpus.encoding import EncodingPool
 from megahead.corpus.indexed import IndexedDataset
 from megahead.corpus.preprocess import PreprocessReport, Recipe, write_dataset
 from megahead.corpus.progress import ByteProgress, Silent
 from megahead.corpus.sources import Input, find_inputs, total_bytes
-from megahead.corpus.decompression import STANDARD_INPUT
 from megahead.errors import DataError
 from megahead.files import StagedFile, write_atomically
 

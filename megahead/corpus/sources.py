@@ -13,8 +13,8 @@ from pathlib import Path
 from types import ModuleType
 
 from megahead.corpus.chunks import Chunk, JsonLines, TextFile
-from megahead.corpus.selection import Selection
 from megahead.corpus.decompression import STANDARD_INPUT, read_blocks
+from megahead.corpus.selection import Selection
 from megahead.errors import DataError
 
 LONGEST_TEXT = 1 << 30

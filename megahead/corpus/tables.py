@@ -9,7 +9,7 @@ import orjson
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from megahead.corpus import decompression as unpacking
+from megahead.corpus import decompression
 from megahead.corpus.chunks import Chunk, Rows
 from megahead.corpus.selection import Selection
 from megahead.errors import DataError
@@ -71,7 +71,7 @@ def _chunks(path: Path, batches: Iterable[pa.RecordBatch], selection: Selection,
     first, waiting = 0, list[pa.RecordBatch]()
     for batch in batches:
         waiting.append(batch)
-        if sum(part.get_total_buffer_size() for part in waiting) >= unpacking.BLOCK_BYTES:
+        if sum(part.get_total_buffer_size() for part in waiting) >= decompression.BLOCK_BYTES:
             yield _rows(path, first, waiting, selection, row_bytes)
             first, waiting = first + sum(map(len, waiting)), []
     if waiting:

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from megahead.corpus.indexed import dataset_paths
 from megahead.corpus.dataset_info import DatasetInfo, FileStamp
 from megahead.corpus.index_layout import IndexLayout, token_dtype
+from megahead.corpus.indexed import dataset_paths
 from megahead.errors import DataError
 from megahead.files import StagedFile
 

@@ -2,12 +2,12 @@
 
 from megahead.corpus import IndexedDataset, IndexedDatasetWriter
 from megahead.data.batch import Batch, causal_batch
+from megahead.data.batch_reader import BatchReader, held_out_masker, training_masker
 from megahead.data.blending import Blend
-from megahead.data.shuffle import FeistelOrder
 from megahead.data.masking import Masker
 from megahead.data.packing import PackedSamples
-from megahead.data.batch_reader import BatchReader, held_out_masker, training_masker
 from megahead.data.samples import Samples, SequentialSamples, StoredSamples, StreamSamples, held_out_samples
+from megahead.data.shuffle import FeistelOrder
 from megahead.data.training_samples import RowSource, training_samples
 
 __all__ = [

@@ -25,8 +25,8 @@ import numpy as np
 import orjson
 
 from megahead.corpus.indexed import IndexedDataset
-from megahead.data.shuffle import FeistelOrder, mix
 from megahead.data.samples import Samples
+from megahead.data.shuffle import FeistelOrder, mix
 from megahead.errors import DataError
 from megahead.files import InUseError, StagedFile
 

@@ -9,9 +9,9 @@ import numpy as np
 
 from megahead.corpus.indexed import IndexedDataset
 from megahead.data.blending import Blend, temperature_weights
-from megahead.data.shuffle import mix
 from megahead.data.packing import PackedSamples, pack_table
 from megahead.data.samples import Samples, StoredSamples, StreamSamples
+from megahead.data.shuffle import mix
 
 if TYPE_CHECKING:
     from megahead.config import DataConfig

@@ -1,7 +1,7 @@
 """Bricks of a backbone: attention over documents, rotary positions, the MLP, and residual blocks."""
 
 from megahead.nn.attention import CausalSelfAttention
-from megahead.nn.backends import BACKENDS, Attend, Backend, AttentionSpec, attend, choose_backend
+from megahead.nn.backends import BACKENDS, Attend, AttentionSpec, Backend, attend, choose_backend
 from megahead.nn.bidirectional import BidirectionalSelfAttention
 from megahead.nn.block import Block
 from megahead.nn.documents import Documents
@@ -14,6 +14,7 @@ __all__ = [
     "BACKENDS",
     "MLP",
     "Attend",
+    "AttentionSpec",
     "Backend",
     "BidirectionalSelfAttention",
     "Block",
@@ -22,9 +23,8 @@ __all__ = [
     "PostNormBlock",
     "Rotation",
     "TargetPositions",
-    "AttentionSpec",
+    "apply_rotary",
     "attend",
     "choose_backend",
-    "apply_rotary",
     "rotary_at",
 ]

@@ -64,7 +64,12 @@ class BidirectionalSelfAttention(nn.Module):
 
 
 def attend_at(
-    q_BMHd: Tensor, k_BTHd: Tensor, v_BTHd: Tensor, documents: Documents | None, targets: TargetPositions, dropout: float
+    q_BMHd: Tensor,
+    k_BTHd: Tensor,
+    v_BTHd: Tensor,
+    documents: Documents | None,
+    targets: TargetPositions,
+    dropout: float,
 ) -> Tensor:
     """[B, M, H, d]: softmax(q k / sqrt(d)) v of M queries a row over the whole document of each."""
     q, k, v = (x.transpose(1, 2) for x in (q_BMHd, k_BTHd, v_BTHd))

@@ -210,7 +210,9 @@ class _Positives:
         positive_n1, dtype = self.positive_N[chunk, None], scores_nU.dtype
         if self.positive_bias_U is None:
             positive_scores_n1 = scores_nU.gather(1, positive_n1)
-            return positive_n1, positive_scores_n1 if self.bias_U is None else positive_scores_n1 - self.bias_U.to(dtype)[positive_n1]
+            return positive_n1, positive_scores_n1 if self.bias_U is None else positive_scores_n1 - self.bias_U.to(
+                dtype
+            )[positive_n1]
         positive_scores_n1 = (outputs_nD * self.rows_UD[positive_n1.squeeze(1)]).sum(1, keepdim=True) / self.temperature
         scores_nU.scatter_(1, positive_n1, positive_scores_n1 + self.positive_bias_U.to(dtype)[positive_n1])
         return positive_n1, positive_scores_n1

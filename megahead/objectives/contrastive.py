@@ -14,10 +14,10 @@ from torch import Tensor
 
 from megahead.config import ObjectiveConfig
 from megahead.errors import ConfigError
-from megahead.objectives.candidates import Candidates, unique_candidates, vocabulary_candidates
-from megahead.objectives.training_free_head import log_negatives, log_unigram
-from megahead.objectives.sampling import draw_counts, inclusion_probabilities, systematic_sample
 from megahead.objectives.candidate_softmax import candidate_loss
+from megahead.objectives.candidates import Candidates, unique_candidates, vocabulary_candidates
+from megahead.objectives.sampling import draw_counts, inclusion_probabilities, systematic_sample
+from megahead.objectives.training_free_head import log_negatives, log_unigram
 from megahead.objectives.weights import Weighting, log_inclusion, weigh
 
 

@@ -51,7 +51,13 @@ def fused_candidate_loss(
 class _FusedLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, outputs_ND: Tensor, rows_UD: Tensor, positive_N: Tensor, bias_U: Tensor, positive_bias_N: Tensor, scale: float
+        ctx: Any,
+        outputs_ND: Tensor,
+        rows_UD: Tensor,
+        positive_N: Tensor,
+        bias_U: Tensor,
+        positive_bias_N: Tensor,
+        scale: float,
     ) -> Tensor:
         outputs_ND, rows_UD = outputs_ND.contiguous(), rows_UD.contiguous()
         (count, width), candidates = outputs_ND.shape, len(rows_UD)
@@ -154,7 +160,9 @@ def _to_outputs(  # type: ignore[no-untyped-def]
     total = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     for first in range(0, U, BLOCK_U):
         u = (first + tl.arange(0, BLOCK_U)).to(tl.int64)
-        residuals = _residuals(h, e, positive_n, bias, positive_bias_n, lse_n, n, u, scale, N, U, D, BLOCK_N, BLOCK_U, BLOCK_K)
+        residuals = _residuals(
+            h, e, positive_n, bias, positive_bias_n, lse_n, n, u, scale, N, U, D, BLOCK_N, BLOCK_U, BLOCK_K
+        )
         rows = tl.load(e + u[:, None] * D + d[None, :], mask=(u[:, None] < U) & (d[None, :] < D), other=0.0)
         total = _add_product(residuals.to(rows.dtype), rows, total)
     total *= tl.load(slope)
@@ -176,7 +184,9 @@ def _to_rows(  # type: ignore[no-untyped-def]
         positive_n = tl.load(own + n, mask=n < N, other=-1)
         positive_bias_n = tl.load(positive_bias + n, mask=n < N, other=0.0)
         lse_n = tl.load(lse + n, mask=n < N, other=float("inf"))
-        residuals = _residuals(h, e, positive_n, bias, positive_bias_n, lse_n, n, u, scale, N, U, D, BLOCK_N, BLOCK_U, BLOCK_K)
+        residuals = _residuals(
+            h, e, positive_n, bias, positive_bias_n, lse_n, n, u, scale, N, U, D, BLOCK_N, BLOCK_U, BLOCK_K
+        )
         outputs = tl.load(h + n[:, None] * D + d[None, :], mask=(n[:, None] < N) & (d[None, :] < D), other=0.0)
         total = _add_product(tl.trans(residuals.to(outputs.dtype)), outputs, total)
     total *= tl.load(slope)

@@ -63,7 +63,9 @@ def parallel_candidate_loss(
     if bias_U is not None and bias_U.requires_grad:  # whole on every rank, which sees its own share of it alone
         bias_U = copy_to_group(bias_U, group)
     bias_w, positive_bias_w = share.bias(bias_U), share.bias(positive_bias_U)
-    loss: Tensor = _ParallelCandidateLoss.apply(outputs_ND, rows_wD, positive_N, bias_w, positive_bias_w, temperature, share, group)
+    loss: Tensor = _ParallelCandidateLoss.apply(
+        outputs_ND, rows_wD, positive_N, bias_w, positive_bias_w, temperature, share, group
+    )
     return loss
 
 

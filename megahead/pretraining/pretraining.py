@@ -76,7 +76,9 @@ class Pretraining(nn.Module):
         return loss - bias_V.index_select(0, group.positive_N).sum(dtype=loss.dtype)
 
     def _group_loss(self, outputs_ND: Tensor, rows_UD: Tensor, group: Candidates) -> Tensor:
-        loss = candidate_loss(outputs_ND, rows_UD, group.positive_N, group.bias_U, self._divisor(), group.positive_bias_U)
+        loss = candidate_loss(
+            outputs_ND, rows_UD, group.positive_N, group.bias_U, self._divisor(), group.positive_bias_U
+        )
         return loss + group.constant
 
     def _look_up(self, input_ids_BT: Tensor, groups: tuple[Candidates, ...]) -> tuple[Tensor, list[Tensor]]:

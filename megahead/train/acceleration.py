@@ -9,7 +9,7 @@ import torch
 
 from megahead.config import RunConfig
 from megahead.models import Backbone, CompiledBlocks
-from megahead.nn import Backend, AttentionSpec, choose_backend
+from megahead.nn import AttentionSpec, Backend, choose_backend
 
 _TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

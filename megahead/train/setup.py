@@ -21,20 +21,20 @@ from megahead.parallel import assemble
 from megahead.pretraining import Feed
 from megahead.train.acceleration import accelerate_
 from megahead.train.boards import require_boards
+from megahead.train.datasets import RunDatasets, open_datasets
 from megahead.train.describe import describe_run
 from megahead.train.evaluation import Evaluation
 from megahead.train.faults import Guard
 from megahead.train.folder import fill, must_be_shared
-from megahead.train.identity import refuse_another_run, data_fingerprints
+from megahead.train.identity import data_fingerprints, refuse_another_run
 from megahead.train.loop import Training, train
-from megahead.train.out_of_memory import explain_out_of_memory
 from megahead.train.meters import Meters
+from megahead.train.out_of_memory import explain_out_of_memory
 from megahead.train.persistence import agreed_group, choose_resume, resume_from, roll_back, starting_weights
 from megahead.train.preemption import Ending, StopRequest, clear_ending, mark_ending
 from megahead.train.saver import Saver
 from megahead.train.state import TrainingState
 from megahead.train.task_evaluation import TaskEvaluation
-from megahead.train.datasets import RunDatasets, open_datasets
 from megahead.train.utilization import Utilization, device_name
 
 

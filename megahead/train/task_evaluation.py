@@ -9,8 +9,8 @@ from pathlib import Path
 from megahead.config import TasksConfig
 from megahead.distributed import Group
 from megahead.errors import UserError
-from megahead.evaluate.results import TaskResult
 from megahead.evaluate.harness_tasks import task_files
+from megahead.evaluate.results import TaskResult
 
 
 class TaskEvaluation:

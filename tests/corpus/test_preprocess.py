@@ -14,7 +14,7 @@ import orjson
 import pytest
 import sentencepiece
 
-from megahead.corpus import IndexedDataset, load_tokenizer, preprocess, decompression as unpacking
+from megahead.corpus import IndexedDataset, decompression, load_tokenizer, preprocess
 from megahead.corpus.selection import Selection
 from megahead.corpus.sources import find_inputs, read_chunks
 from megahead.errors import DataError, FieldError
@@ -57,7 +57,7 @@ def test_empty_documents_are_counted_and_left_out(
 def test_every_tenth_document_is_held_out(
     tokenizer_path: Path, json_lines: JsonLines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, holdout: Fraction
 ) -> None:
-    monkeypatch.setattr(unpacking, "BLOCK_BYTES", 500)  # the count goes on over chunks
+    monkeypatch.setattr(decompression, "BLOCK_BYTES", 500)  # the count goes on over chunks
     report = preprocess([json_lines(["", *TEXTS])], tokenizer_path, tmp_path / "out", holdout=holdout)
     assert (report.documents, report.held_out) == (95, 9)
     assert documents(tmp_path / "out-validation") == expected(tokenizer_path, TEXTS[9::10])
@@ -75,7 +75,7 @@ def test_a_holdout_that_is_none_is_refused(json_lines: JsonLines, tmp_path: Path
 def test_workers_do_not_change_the_result(
     tokenizer_path: Path, json_lines: JsonLines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(unpacking, "BLOCK_BYTES", 300)
+    monkeypatch.setattr(decompression, "BLOCK_BYTES", 300)
     path = json_lines(TEXTS)
     for workers in (1, 2):
         preprocess([path], tokenizer_path, tmp_path / f"out{workers}", holdout=7, workers=workers)
@@ -130,7 +130,7 @@ def test_real_text_equals_the_reference_tokenizer(shared_data: Path, tmp_path: P
 def test_broken_lines_can_be_skipped_and_are_told(
     tokenizer_path: Path, json_lines: JsonLines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(unpacking, "BLOCK_BYTES", 300)
+    monkeypatch.setattr(decompression, "BLOCK_BYTES", 300)
     path = json_lines([*TEXTS, ""])
     lines = path.read_bytes().splitlines()
     lines[10:10], lines[50:50] = [b'{"text": "\xff"}'], [b"{", b'{"body": "x"}']

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from megahead.corpus import decompression as unpacking
+from megahead.corpus import decompression
 from megahead.corpus.selection import Selection
 from megahead.corpus.sources import find_inputs, read_chunks, total_bytes
 from megahead.errors import DataError
@@ -38,7 +38,7 @@ def pack(path: Path, ending: str) -> Path:
 def test_reads_every_document(
     json_lines: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, ending: str, block: int
 ) -> None:
-    monkeypatch.setattr(unpacking, "BLOCK_BYTES", block)
+    monkeypatch.setattr(decompression, "BLOCK_BYTES", block)
     path = pack(json_lines(TEXTS, key="body"), ending)
     assert read(path, "body") == TEXTS[:-1]  # the last is empty
     assert sum(chunk.consumed for chunk in read_chunks(find_inputs([path]), Selection("body"))) == path.stat().st_size
@@ -79,7 +79,7 @@ def test_blank_lines_line_ends_and_byte_order_marks_are_no_text(tmp_path: Path) 
 def test_names_file_and_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: bytes, says: str, block: int
 ) -> None:
-    monkeypatch.setattr(unpacking, "BLOCK_BYTES", block)
+    monkeypatch.setattr(decompression, "BLOCK_BYTES", block)
     path = tmp_path / "text.jsonl"
     path.write_bytes(b'{"text": "fine"}\n\n' * 20 + line + b'\n{"text": "fine"}\n')
     with pytest.raises(DataError, match=rf"text\.jsonl:41` {says}"):

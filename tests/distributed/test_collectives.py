@@ -12,12 +12,12 @@ from torch import Tensor
 from megahead.distributed import (
     Group,
     Mesh,
-    per_rank_rng,
-    gather_from_group,
-    scatter_to_group,
     copy_to_group,
+    gather_from_group,
+    per_rank_rng,
     reduce_from_group,
     reduce_scatter_to_group,
+    scatter_to_group,
 )
 
 SIZES = [1, 2, 4]

@@ -25,9 +25,9 @@ from megahead.distributed import Group, choose_device, read_launch
 from megahead.errors import UserError
 from megahead.evaluate.harness_tasks import task_files
 from megahead.report import read_metrics
+from megahead.train.datasets import open_datasets
 from megahead.train.identity import refuse_another_run
 from megahead.train.persistence import find_resume, starting_weights
-from megahead.train.datasets import open_datasets
 
 CONFIG = (("a: [1", [], "`F/run.yaml` must be YAML, but is not in line 1: expected ',' or ']', but got '<stream end>'."),
           ("- 1", [], "`F/run.yaml` must hold settings as `key: value`, but holds list instead."),

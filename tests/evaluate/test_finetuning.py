@@ -19,10 +19,10 @@ from megahead.errors import CheckpointError, UserError
 from megahead.evaluate.finetuning import (
     TASKS,
     Comparison,
-    FineTuningRun,
     EpochScores,
     FineTuningResult,
     FineTuningResults,
+    FineTuningRun,
     StartModel,
     TaskData,
     paper_settings,

@@ -38,7 +38,9 @@ def test_texts_are_joined_and_cut_as_the_tokenizer_does(tmp_path: Path, max_leng
 
 def test_a_batch_is_padded_to_its_longest_and_choices_are_rows(tmp_path: Path) -> None:
     tokenizer = load_tokenizer_folder(save_small_encoder(tmp_path / "model"))
-    examples = ExampleEncoder(tokenizer, 32).encode([Example("cat", ("the dog", "it"), 1), Example("the", ("yes", "no"), 0)])
+    examples = ExampleEncoder(tokenizer, 32).encode(
+        [Example("cat", ("the dog", "it"), 1), Example("the", ("yes", "no"), 0)]
+    )
     batch = collate(examples, tokenizer.pad_token_id, torch.device("cpu"))
     firsts, seconds = ["cat", "cat", "the", "the"], ["the dog", "it", "yes", "no"]
     expected = tokenizer(firsts, seconds, padding=True, return_token_type_ids=True, return_tensors="pt")

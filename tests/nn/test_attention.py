@@ -11,7 +11,7 @@ from exact_attention import POSITIONS, random_qkv, relative_errors
 from torch import Tensor
 
 from megahead.errors import ConfigError
-from megahead.nn import BACKENDS, CausalSelfAttention, Documents, AttentionSpec, attend, choose_backend, rotary_at
+from megahead.nn import BACKENDS, AttentionSpec, CausalSelfAttention, Documents, attend, choose_backend, rotary_at
 
 CPU = AttentionSpec(torch.device("cpu"), torch.float64, head_size=8)
 HERE = [backend.attend for backend in BACKENDS.values() if not backend.obstacle(CPU)]

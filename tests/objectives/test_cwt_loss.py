@@ -12,9 +12,9 @@ from megahead.objectives import (
     candidate_loss,
     candidate_loss_reference,
     candidate_scores,
+    candidate_softmax,
     cwt_loss,
     log_unigram,
-    softmax,
     unique_candidates,
 )
 
@@ -62,8 +62,8 @@ def test_chunks_do_not_change_it(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = candidate_loss_reference(*args)
     expected_grads = torch.autograd.grad(expected, [outputs, rows])
     for chunk_bytes in (1, 700, 10**9):  # one output at a time, a ragged few, all at once
-        monkeypatch.setattr(softmax, "CHUNK_BYTES", chunk_bytes)
-        monkeypatch.setattr(softmax, "LEAST_ROWS", 1)
+        monkeypatch.setattr(candidate_softmax, "CHUNK_BYTES", chunk_bytes)
+        monkeypatch.setattr(candidate_softmax, "LEAST_ROWS", 1)
         loss = candidate_loss(*args)
         torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)
         for mine, theirs in zip(torch.autograd.grad(loss, [outputs, rows]), expected_grads, strict=True):

@@ -18,8 +18,8 @@ from megahead.objectives import (
     build_objective,
     candidate_loss,
     candidate_loss_reference,
+    candidate_softmax,
     log_unigram,
-    softmax,
     training_free_bias,
     unique_candidates,
 )
@@ -86,7 +86,11 @@ def test_the_papers_pool_is_its_unique_targets() -> None:
     pooled, plain = objective().pool(targets).candidates(targets), unique_candidates(targets)
     assert pooled.positive_bias_U is None
     assert pooled.constant == 0
-    for mine, theirs in ((pooled.ids_U, plain.ids_U), (pooled.bias_U, plain.bias_U), (pooled.positive_N, plain.positive_N)):
+    for mine, theirs in (
+        (pooled.ids_U, plain.ids_U),
+        (pooled.bias_U, plain.bias_U),
+        (pooled.positive_N, plain.positive_N),
+    ):
         torch.testing.assert_close(mine, theirs)
 
 
@@ -96,8 +100,8 @@ def test_own_biases_do_not_depend_on_chunks(monkeypatch: pytest.MonkeyPatch) -> 
     assert candidates.positive_bias_U is not None
     losses, gradients = [], []
     for chunk_bytes in (1, 300, 10**9):
-        monkeypatch.setattr(softmax, "CHUNK_BYTES", chunk_bytes)
-        monkeypatch.setattr(softmax, "LEAST_ROWS", 1)
+        monkeypatch.setattr(candidate_softmax, "CHUNK_BYTES", chunk_bytes)
+        monkeypatch.setattr(candidate_softmax, "LEAST_ROWS", 1)
         losses.append(loss_of(candidates, outputs, table, 0.7))
         gradients.append(torch.autograd.grad(losses[-1], [table])[0])
     torch.testing.assert_close(losses, [losses[0]] * 3)

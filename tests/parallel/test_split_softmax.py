@@ -11,7 +11,8 @@ from torch import Tensor
 
 from megahead.distributed import Group
 from megahead.objectives import candidate_loss_reference, candidate_scores
-from megahead.parallel import CandidateShard, softmax, parallel_candidate_loss, parallel_candidate_scores
+from megahead.parallel import CandidateShard, parallel_candidate_loss, parallel_candidate_scores
+from megahead.parallel import candidate_softmax as candidate_softmax
 
 OUTPUTS, FEATURES, TEMPERATURE = 23, 5, 0.7
 
@@ -38,7 +39,7 @@ def split(group: Group, candidates: int, biased: bool, scale: float) -> tuple[Te
     share, table = share_of(rows, group)
     outputs.requires_grad_()
     table.requires_grad_()
-    with mock.patch.object(softmax, "CHUNK_BYTES", 8 * 4 * table.shape[0]):  # four outputs a chunk
+    with mock.patch.object(candidate_softmax, "CHUNK_BYTES", 8 * 4 * table.shape[0]):  # four outputs a chunk
         loss = parallel_candidate_loss(outputs, table, own, bias, TEMPERATURE, share, group)
     (3 * loss).backward()
     assert outputs.grad is not None

@@ -131,7 +131,9 @@ def test_a_learned_temperature_starts_where_it_is_told_gets_gradient_and_never_d
     learned = build(tiny({"temperature": 0.5, "learned_temperature": True, **objective}), torch.device("cpu"))
     micro = prepared(fixed)
     torch.testing.assert_close(learned(micro), fixed(micro))
-    assert learned(ScoreRequest(micro.batch, None)).loss == pytest.approx(fixed(ScoreRequest(micro.batch, None)).loss, rel=1e-5)
+    assert learned(ScoreRequest(micro.batch, None)).loss == pytest.approx(
+        fixed(ScoreRequest(micro.batch, None)).loss, rel=1e-5
+    )
     learned(micro).backward()
     parameter = learned.get_parameter("temperature.log_value")
     assert parameter.grad is not None
