@@ -27,12 +27,12 @@ try:
     from rich.table import Table
 
     from megahead.errors import run_command
+    from megahead.readable import GIB
 except ModuleNotFoundError as missing:
     sys.exit(
         f"error: {missing.name} must be installed, but is not; run `make install`, then `source .venv/bin/activate`."
     )
 
-GIB = 2**30
 STYLES = {"ok": "green", "note": "yellow", "problem": "bold red"}
 
 

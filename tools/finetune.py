@@ -34,8 +34,8 @@ from megahead.evaluate.finetuning import (
     paper_settings,
     summarise,
 )
-from megahead.evaluate.finetuning.comparison import told
 from megahead.evaluate.finetuning.settings import LossName
+from megahead.readable import duration
 from megahead.report.tables import to_rich
 
 
@@ -81,7 +81,7 @@ def table(outcomes: Sequence[FineTuningResult]) -> list[dict[str, object]]:
             names = {"task": task, "test": test, "metric": summary.metric}
             rows.setdefault((task, test, summary.metric), {**names})[model] = cell(summary)
         time_row = rows.setdefault(("training", "", ""), {"task": "training"})
-        time_row[model] = told(sum(outcome.seconds() for outcome in mine))
+        time_row[model] = duration(sum(outcome.seconds() for outcome in mine))
     rows["training", "", ""] = rows.pop(("training", "", ""))
     return list(rows.values())
 

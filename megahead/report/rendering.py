@@ -14,11 +14,11 @@ from string import Template
 from typing import Any
 
 from megahead.files import write_atomically
+from megahead.readable import duration, thousands
 from megahead.report.events import Event, events_of
 from megahead.report.runs import Run
 from megahead.report.series import build_panels
 from megahead.report.tables import show
-from megahead.train.meters import duration, thousands
 
 _PARTS = Path(__file__).parent / "page"
 _AXES = {"tokens": "tokens", "step": "steps", "seconds": "time"}

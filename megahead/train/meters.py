@@ -16,6 +16,7 @@ from megahead.checkpoint import Checkpoint
 from megahead.config import RunConfig
 from megahead.evaluate import HeldOut
 from megahead.evaluate.results import TaskResult
+from megahead.readable import duration, thousands
 from megahead.train.boards import Boards
 from megahead.train.faults import Action
 from megahead.train.state import TrainingState
@@ -213,22 +214,3 @@ def describe_fault(report: StepReport, step: int, places: Places, state: Trainin
         f"step {step:,}: {kind} (loss {report.loss:.4g}, gradient norm {report.grad_norm:.4g}, scale "
         f"{report.loss_scale:g}) on {'; '.join(told)}; {state.skipped_steps} skipped so far"
     )
-
-
-def thousands(value: float) -> str:
-    """12345 -> 12.3k."""
-    for limit, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if value >= limit:
-            return f"{value / limit:.1f}{unit}"
-    return f"{value:.0f}"
-
-
-def duration(seconds: float) -> str:
-    """75 -> 1m15s."""
-    if not math.isfinite(seconds):
-        return "?"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours}h{minutes:02d}m"
-    return f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"

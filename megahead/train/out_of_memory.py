@@ -1,4 +1,4 @@
-"""Too little memory, told in a sentence that names what to change."""
+"""Too little memory, explained in a sentence that names what to change."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from megahead.config import RunConfig, deepspeed_config
 from megahead.config.deepspeed import zero_stage
 from megahead.errors import UserError
 from megahead.estimate import rank_memory, ways_to_need_less
+from megahead.readable import gib
 
 _SIGNS = (
     "not enough memory",
@@ -33,9 +34,9 @@ def explain_out_of_memory(config: RunConfig, world_size: int) -> Iterator[None]:
             raise
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         stage = zero_stage(deepspeed_config(config, config.parallel.data_ranks(world_size)))
-        needed = rank_memory(config, world_size).total / 2**30
+        needed = rank_memory(config, world_size).total
         raise UserError(
-            f"memory must hold a rank's share of the run, at ZeRO {stage} about {needed:,.2f} GiB, but does not "
+            f"memory must hold a rank's share of the run, at ZeRO {stage} about {gib(needed)}, but does not "
             f"({reason}); {', or '.join(ways_to_need_less(config, stage))}."
         ) from error
 

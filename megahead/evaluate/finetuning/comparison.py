@@ -11,6 +11,7 @@ from megahead.evaluate.finetuning.loop import EpochScores
 from megahead.evaluate.finetuning.results import FineTuningResult, FineTuningResults
 from megahead.evaluate.finetuning.run import FineTuningRun, StartModel
 from megahead.evaluate.finetuning.settings import FineTuning
+from megahead.readable import duration
 
 _TRAINING_COST = 3  # a row that is trained on costs as much as three that are tested
 _CHARACTERS_PER_TOKEN = 4  # about; only for the time that is left
@@ -63,14 +64,8 @@ class Comparison:
         return (
             f"{contest.start.name}: {data.name}, seed {seed}, epoch {len(epochs)}/{contest.settings.epochs}: "
             f"loss {last.loss:.3f}, {metric} {100 * score:.1f}, {len(data.train) / last.seconds:,.0f} rows/s; "
-            f"{self._done / self._work:.0%} of all runs done, {told(left)} left"
+            f"{self._done / self._work:.0%} of all runs done, {duration(left)} left"
         )
-
-
-def told(seconds: float) -> str:
-    """A duration for people."""
-    whole = round(seconds)
-    return f"{whole} s" if whole < 100 else f"{whole // 60} min {whole % 60} s"
 
 
 def _epoch_cost(data: TaskData, settings: FineTuning) -> int:
