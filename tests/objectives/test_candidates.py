@@ -17,7 +17,7 @@ def test_padded_candidates_give_the_same_loss_and_gradients(multiple: int) -> No
     results = []
     for candidates in (unique_candidates(targets), unique_candidates(targets).padded(multiple)):
         assert candidates.ids_U is not None
-        loss = candidate_loss(outputs, table[candidates.ids_U], candidates.positive_N, candidates.bias_U)
+        loss = candidate_loss(outputs, table[candidates.ids_U], candidates)
         results.append((loss, *torch.autograd.grad(loss, [outputs, table])))
         rows = candidates.ids_U.numel()
     assert rows % multiple == 0
