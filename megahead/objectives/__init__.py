@@ -1,4 +1,4 @@
-"""What is learned: one softmax over candidate rows of the embedding table (headless) or over all of it (vanilla)."""
+"""Objectives: one softmax over candidate rows of the embedding table (headless) or over all of it (vanilla)."""
 
 from megahead.objectives.candidate_shard import CandidateShard
 from megahead.objectives.candidate_softmax import Scores, candidate_loss, candidate_loss_reference, candidate_scores

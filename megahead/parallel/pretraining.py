@@ -55,7 +55,7 @@ class TensorParallelPretraining(Pretraining):
         return inputs_BTD, list(shares_WD.split([table.shape[1] for table in tables]))
 
     def _even_table(self, ids_U: Tensor) -> Tensor:
-        """[ranks, w]: the ids shared out evenly, -1 where there are no more."""
+        """[ranks, w]: the ids split evenly, -1 where there are no more."""
         width = self._even(ids_U.numel())
         return F.pad(ids_U, (0, width * self.group.size - ids_U.numel()), value=-1).view(self.group.size, width)
 
