@@ -36,7 +36,7 @@ def test_contributing_names_parts_that_stand_where_it_says() -> None:
         "training_free_bias": "objectives/training_free_head.py",
         "ObjectiveConfig.head": "config/objective.py",
         "starts": "data/strategies.py",
-        "Noise": "data/counter_rng.py",
+        "CounterRng": "data/counter_rng.py",
         "Strategy": "config/masking.py",
         "_strategy": "data/batch_reader.py",
     }
