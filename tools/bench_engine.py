@@ -32,7 +32,8 @@ from megahead.errors import run_command
 from megahead.estimate import count_parameters
 from megahead.objectives import build_objective
 from megahead.optim import build_adamw
-from megahead.pretraining import MicroBatch, build
+from megahead.parallel import assemble, fill_
+from megahead.pretraining import MicroBatch, first_weights
 from megahead.report import to_rich
 from steps.tokens import micro_batch, token_rows
 
@@ -136,7 +137,8 @@ def summary(field: list[Contender], rounds: list[list[tuple[float, float]]]) -> 
 
 def bare_step(config: RunConfig) -> Step:
     """Forward, backward, clipping, AdamW."""
-    module, micro = build(config, CPU), one_micro_batch(config, 0)
+    module, micro = assemble(config, Group(), CPU), one_micro_batch(config, 0)
+    fill_(module, Group(), first_weights(config))
     optimizer = build_adamw(module, config.optimizer)
 
     def step() -> None:
@@ -159,9 +161,11 @@ def engine_step(config: RunConfig, stage: int, place: Place | None = None) -> St
     tree["batch"]["global_size"] *= count
     tree["engine"]["deepspeed"] = str(SETTINGS / f"zero{stage}.json")
     config = config_from_dict(tree)
-    module, mesh = build(config, CPU), Mesh.build(Group.world())
+    mesh = Mesh.build(Group.world())
+    module = assemble(config, mesh.tensor, CPU)
     optimizer = build_adamw(module, config.optimizer)
-    engine = Engine(module, optimizer=optimizer, config=deepspeed_config(config, count), mesh=mesh, device=CPU)
+    settings, weights = deepspeed_config(config, count), first_weights(config)
+    engine = Engine(module, optimizer=optimizer, config=settings, mesh=mesh, device=CPU, weights=weights)
     micro = one_micro_batch(config, rank)
 
     def step() -> None:

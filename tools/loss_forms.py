@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from megahead.objectives import candidate_loss, cwt_loss, unique_candidates
+from megahead.objectives import candidate_loss, cwt_loss, unique_candidates, vocabulary_candidates
 
 Form = Callable[[Tensor, Tensor, Tensor], Tensor]
 """From outputs [N, D], targets [N] and the table [V, D] to the mean loss."""
@@ -33,7 +33,7 @@ def plain_softmax(outputs_ND: Tensor, targets_N: Tensor, table_VD: Tensor) -> Te
 
 def our_softmax(outputs_ND: Tensor, targets_N: Tensor, table_VD: Tensor) -> Tensor:
     """The same, by the path that the headless loss takes."""
-    return candidate_loss(outputs_ND, table_VD, targets_N) / len(targets_N)
+    return candidate_loss(outputs_ND, table_VD, vocabulary_candidates(targets_N)) / len(targets_N)
 
 
 HEADLESS: dict[str, Form] = {"ours": cwt_loss, "paper": paper}

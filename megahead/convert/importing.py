@@ -21,7 +21,7 @@ from megahead.corpus import load_tokenizer
 from megahead.distributed import Group
 from megahead.errors import CheckpointError
 from megahead.files import staged_folder
-from megahead.pretraining.build import assemble
+from megahead.pretraining import weight_shapes
 
 
 def from_hf(model_dir: Path, output_dir: Path) -> Path:
@@ -125,9 +125,7 @@ def _tensors(
     model_dir: Path, files: Mapping[str, Path], theirs: Mapping[str, str], config: RunConfig
 ) -> Iterator[tuple[str, Tensor]]:
     """Every parameter of the model, by our name. CheckpointError where the folder lacks one or its shape differs."""
-    with torch.device("meta"):
-        shapes = {name: parameter.shape for name, parameter in assemble(config).named_parameters()}
-    for name, shape in shapes.items():
+    for name, shape in weight_shapes(config).items():
         if name not in theirs:
             raise CheckpointError(f"`{model_dir}` must hold the weights of {name}, but lacks them.")
         stored = theirs[name]

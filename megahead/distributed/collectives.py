@@ -39,7 +39,10 @@ def scatter_to_group(same: Tensor, group: Group, dim: int) -> Tensor:
 
 
 def gather_from_group(share: Tensor, group: Group, dim: int) -> Tensor:
-    """All ranks' slices along `dim`, on every rank, to be used alike; backward sends nothing. Inverse of `scatter_to_group`."""
+    """All ranks' slices along `dim`, on every rank, to be used alike; backward sends nothing.
+
+    The inverse of `scatter_to_group`.
+    """
     whole: Tensor = share if group.size == 1 else _GatherFromGroup.apply(share, group, dim)
     return whole
 

@@ -46,8 +46,7 @@ class Engine:
     forward: read them through `tensors`.
 
     `weights` maps a parameter's name to the whole tensor it starts from, and is asked for one at a time: `module` may
-    then be hollow (see `parallel.assemble`), so that at stage 3 no rank ever holds all of it. Without it training
-    starts from the module's own weights.
+    be hollow (see `parallel.assemble`), so that at stage 3 no rank ever holds all of it.
     """
 
     def __init__(
@@ -58,7 +57,7 @@ class Engine:
         config: dict[str, Any],
         mesh: Mesh,
         device: torch.device,
-        weights: Callable[[str], Tensor] | None = None,
+        weights: Callable[[str], Tensor],
     ) -> None:
         self._stage = int(config.get("zero_optimization", {}).get("stage", 0))
         self._clipping = float(config.get("gradient_clipping", 0.0))
@@ -66,12 +65,11 @@ class Engine:
         if self._stage == 0:
             config = {**config, "gradient_clipping": 0.0}  # ours, see `_step_replicated`
         self._mesh = mesh
-        if weights is not None and self._stage < 3:
+        if self._stage < 3:
             if _is_half(config):  # what DeepSpeed would round off is set once its fp32 masters are there
                 _make_room(module)
             else:
                 fill_(module, mesh.tensor, weights)
-        own = _exact_weights(module, config) if weights is None else {}
         self._deepspeed = start_deepspeed(module, optimizer, config, mesh, device)
         self._reduces = self._stage < 2 and not hasattr(self._deepspeed.optimizer, "reduce_gradients")
         self._deepspeed.enable_backward_allreduce = not self._reduces  # it has no regard for the bucket's size there
@@ -81,11 +79,8 @@ class Engine:
         if self.searches_loss_scale:
             self._scaler.raise_error_at_min_scale = False  # type: ignore[union-attr] # whoever counts skips decides
         self._backward_done = False
-        if weights is not None and (self._stage == 3 or _is_half(config)):
+        if self._stage == 3 or _is_half(config):
             self.load_weights(lambda key: weights(key.removeprefix(f"{WEIGHT}/")))
-        for name, parameter in module.named_parameters():
-            if name in own:
-                self._state.set(parameter, WEIGHT, own.pop(name).to(device))
 
     @property
     def module(self) -> nn.Module:
@@ -233,13 +228,6 @@ class Engine:
 
     def _counters(self) -> list[Tensor]:
         return [state["step"] for state in self._deepspeed.optimizer.state.values()]
-
-
-def _exact_weights(module: nn.Module, config: dict[str, Any]) -> dict[str, Tensor]:
-    """The weights as given, where DeepSpeed would start its fp32 masters from their rounded half-precision copies."""
-    if not _is_half(config):
-        return {}
-    return {name: parameter.detach().to("cpu", copy=True) for name, parameter in module.named_parameters()}
 
 
 def _make_room(module: nn.Module) -> None:

@@ -31,43 +31,30 @@ class Bert(Backbone):
         self.embedding_norm = nn.LayerNorm(hidden_size, eps=config.norm_eps)
         self.blocks = nn.ModuleList(_block(config) for _ in range(config.num_layers))
 
-    def encode(self, rows_BTD: Tensor, positions_BT: Tensor | None = None, cu_seqlens: Tensor | None = None) -> Tensor:
+    def encode(self, rows_BTD: Tensor, documents: Documents) -> Tensor:
         """[B, T, D]: hidden states after the last block; see `Backbone.encode`."""
-        documents = None if positions_BT is None else Documents(positions_BT, cu_seqlens)
-        x_BTD = self._embedded(rows_BTD, positions_BT)
+        x_BTD = self._embedded(rows_BTD, documents)
         for block in self.blocks:
             x_BTD = self.run_block(block, x_BTD, documents)
         return x_BTD
 
-    def encode_at(
-        self,
-        rows_BTD: Tensor,
-        positions_BT: Tensor | None,
-        index_N: Tensor,
-        max_targets_per_row: int | None = None,
-        cu_seqlens: Tensor | None = None,
-    ) -> Tensor:
-        """[N, D]: the same at the flattened positions `index_N`, the last block computed for these alone.
+    def encode_at(self, rows_BTD: Tensor, documents: Documents, targets: TargetPositions) -> Tensor:
+        """[N, D]: the same at `targets`; where these are few, the last block is computed for them alone.
 
-        Exact without dropout. Where every token is a target (`max_targets_per_row` None) it is computed whole.
+        Equal to `encode` at these positions; dropout draws other numbers.
         """
-        if max_targets_per_row is None:
-            return super().encode_at(rows_BTD, positions_BT, index_N, None, cu_seqlens)
-        documents = None if positions_BT is None else Documents(positions_BT, cu_seqlens)
-        rows, row_length, _ = rows_BTD.shape
-        targets = TargetPositions(index_N, rows, row_length, max_targets_per_row)
-        x_BTD = self._embedded(rows_BTD, positions_BT)
+        if targets.max_per_row is None:
+            return super().encode_at(rows_BTD, documents, targets)
+        x_BTD = self._embedded(rows_BTD, documents)
         *body, last = self.blocks
         for block in body:
             x_BTD = self.run_block(block, x_BTD, documents)
-        return self.run_block(last, x_BTD, documents, targets, steady=False)
+        return self.run_block(last, x_BTD, documents, targets, static_shapes=False)
 
-    def _embedded(self, rows_BTD: Tensor, positions_BT: Tensor | None) -> Tensor:
-        device = rows_BTD.device
-        places = torch.arange(rows_BTD.shape[1], device=device) if positions_BT is None else positions_BT
-        x_BTD = rows_BTD + self.positions(places)
+    def _embedded(self, rows_BTD: Tensor, documents: Documents) -> Tensor:
+        x_BTD = rows_BTD + self.positions(documents.positions_BT)
         if self.token_types is not None:
-            x_BTD = x_BTD + self.token_types(torch.zeros((), dtype=torch.int64, device=device))
+            x_BTD = x_BTD + self.token_types(torch.zeros((), dtype=torch.int64, device=rows_BTD.device))
         return F.dropout(self.embedding_norm(x_BTD), self.dropout, self.training)
 
 

@@ -5,7 +5,6 @@ B rows, T tokens a row, t those of them that this rank holds, D hidden size.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
 from megahead.config import ModelConfig
@@ -25,11 +24,9 @@ class GPTNeoX(Backbone):
         self.blocks = nn.ModuleList(_block(config) for _ in range(config.num_layers))
         self.final_norm = nn.LayerNorm(config.hidden_size, eps=config.norm_eps)
 
-    def encode(self, rows_BTD: Tensor, positions_BT: Tensor | None = None, cu_seqlens: Tensor | None = None) -> Tensor:
+    def encode(self, rows_BTD: Tensor, documents: Documents) -> Tensor:
         """[B, T, D]: hidden states after the final norm; see `Backbone.encode`."""
-        documents = None if positions_BT is None else Documents(positions_BT, cu_seqlens)
-        positions = torch.arange(rows_BTD.shape[1], device=rows_BTD.device) if positions_BT is None else positions_BT
-        rotation = rotary_at(positions, self.rotary_dims, self.rotary_base)
+        rotation = rotary_at(documents.positions_BT, self.rotary_dims, self.rotary_base)
         x_BtD = scatter_to_group(rows_BTD, self.tokens, dim=1)
         for block in self.blocks:
             x_BtD = self.run_block(block, x_BtD, rotation, documents)

@@ -1,4 +1,4 @@
-"""Bricks of a backbone: attention over documents, rotary positions, the MLP, and residual blocks."""
+"""Layers of a backbone: attention over documents, rotary positions, the MLP, and residual blocks."""
 
 from megahead.nn.attention import CausalSelfAttention
 from megahead.nn.backends import BACKENDS, Attend, AttentionSpec, Backend, attend, choose_backend

@@ -1,4 +1,4 @@
-"""Activations that are not kept for the backward pass but computed again there."""
+"""Activation checkpointing: what is not kept for the backward pass is computed again there."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 Recompute = bool | Literal["selective"]
-"""False: everything is kept. True: of a block its input alone. "selective": its input, and what was dear."""
+"""False: all activations are kept. True: of a block its input alone. "selective": also what was costly to compute."""
 
 _SAVED_OPERATORS = frozenset(
     {
@@ -31,8 +31,8 @@ _SAVED_OPERATORS = frozenset(
 def checkpointed(block: Callable[..., Tensor], *inputs: object, selective: bool = False) -> Tensor:
     """`block(*inputs)`, computed again in the backward pass; dropout draws the same again.
 
-    With `selective` results of products and of attention are kept, and only what lies between them is done again:
-    norms, activations, rotations. Nobody may write into such a result (DeepSpeed's linear layers at ZeRO 3 do).
+    With `selective` results of matrix products and of attention are kept, and only what lies between them is computed
+    again: norms, activations, rotations. Nothing may write into a kept result (DeepSpeed's linear layers at ZeRO 3 do).
     """
     contexts: dict[str, Any] = {"context_fn": partial(create_selective_checkpoint_contexts, _policy)}
     output: Tensor = checkpoint(block, *inputs, use_reentrant=False, **(contexts if selective else {}))
@@ -40,7 +40,7 @@ def checkpointed(block: Callable[..., Tensor], *inputs: object, selective: bool 
 
 
 def _policy(_: Any, operator: Any, *arguments: Any, **named: Any) -> CheckpointPolicy:
-    """Attention that drops weights is done again: to pass over it would shift what is drawn after it."""
+    """Attention with dropout is computed again: to skip it would shift the random numbers that are drawn after it."""
     schema = operator._schema
     given = {argument.name: value for argument, value in zip(schema.arguments, arguments, strict=False)} | named
     keep = schema.name in _SAVED_OPERATORS and not given.get("dropout_p")

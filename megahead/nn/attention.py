@@ -17,7 +17,8 @@ class CausalSelfAttention(nn.Module):
     """Multi-head attention with rotary positions; one projection makes q, k and v.
 
     Rows of `qkv.weight` are ordered head by head, within a head q, k, v: any contiguous run of heads is a
-    contiguous run of rows. The number of heads is read from the projection's width, so that a rank may hold a part.
+    contiguous run of rows. The number of heads is read from the projection's width, so that a rank may hold a part of
+    them.
     """
 
     def __init__(self, hidden_size: int, num_heads: int, dropout: float = 0.0) -> None:
@@ -29,7 +30,7 @@ class CausalSelfAttention(nn.Module):
         self.qkv = nn.Linear(hidden_size, 3 * hidden_size)
         self.output = nn.Linear(hidden_size, hidden_size)
 
-    def forward(self, x_BTD: Tensor, rotation: Rotation, documents: Documents | None) -> Tensor:
+    def forward(self, x_BTD: Tensor, rotation: Rotation, documents: Documents) -> Tensor:
         """[B, T, D]: what each token reads from its document's past."""
         q, k, v = self.qkv(x_BTD).unflatten(-1, (-1, 3, self.head_size)).unbind(-2)
         q, k = apply_rotary(q, rotation), apply_rotary(k, rotation)
@@ -37,7 +38,7 @@ class CausalSelfAttention(nn.Module):
         mixed_BTD: Tensor = self.output(heads_BTHd.flatten(2))
         return mixed_BTD
 
-    def _attend(self, q_BTHd: Tensor, k_BTHd: Tensor, v_BTHd: Tensor, documents: Documents | None) -> Tensor:
+    def _attend(self, q_BTHd: Tensor, k_BTHd: Tensor, v_BTHd: Tensor, documents: Documents) -> Tensor:
         if not self.training or self.dropout == 0.0:
             return self.attend(q_BTHd, k_BTHd, v_BTHd, documents)
         with per_rank_rng(self.group, q_BTHd.device):

@@ -34,7 +34,7 @@ class Block(nn.Module):
         self.mlp_norm = nn.LayerNorm(hidden_size, eps=norm_eps)
         self.mlp = mlp
 
-    def forward(self, x_BTD: Tensor, rotation: Rotation, documents: Documents | None) -> Tensor:
+    def forward(self, x_BTD: Tensor, rotation: Rotation, documents: Documents) -> Tensor:
         """[B, T, D]: the residual stream after this block."""
         attended_BTD = self._drop(self.attention(self.attention_norm(x_BTD), rotation, documents))
         if self.parallel:

@@ -1,24 +1,37 @@
-"""Positions of a batch whose outputs are wanted, also as a table with the same number of slots for each row.
+"""Which of a batch's positions have a target; also as a table with the same number of slots for each row.
 
 B rows, T tokens a row, N targets, M slots a row.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
 
+@dataclass(frozen=True)
 class TargetPositions:
-    """N of the B * T positions, in increasing order, at most M of each row."""
+    """N of the B * T positions: those whose outputs are wanted."""
 
-    def __init__(self, index_N: Tensor, rows: int, row_length: int, most: int) -> None:
-        self.index_N = index_N
-        self.rows = rows
-        self.row_length = row_length
-        self.most = most
+    index_N: Tensor
+    """int64, increasing: positions in the B rows back to back."""
+
+    rows: int
+    """B."""
+
+    row_length: int
+    """T."""
+
+    max_per_row: int | None = None
+    """Most targets that one row has, where they are few (an encoder's masked tokens); None: about every position."""
+
+    @property
+    def slots_per_row(self) -> int:
+        """M: every row's targets fit in as many slots."""
+        return self.row_length if self.max_per_row is None else self.max_per_row
 
     def take(self, x_BTD: Tensor) -> Tensor:
         """[N, D]: `x_BTD` at the targets."""
@@ -26,10 +39,10 @@ class TargetPositions:
 
     def spread(self, x_ND: Tensor) -> Tensor:
         """[B, M, ...]: each row's targets in its first slots, zeros in those that are left."""
-        slots = self.rows * self.most
+        slots = self.rows * self.slots_per_row
         if len(self.index_N) != slots:
             x_ND = x_ND.new_zeros(slots, *x_ND.shape[1:]).index_copy(0, self._slot_N, x_ND)
-        spread_BMD: Tensor = x_ND.unflatten(0, (self.rows, self.most))
+        spread_BMD: Tensor = x_ND.unflatten(0, (self.rows, self.slots_per_row))
         return spread_BMD
 
     def gather(self, x_BMD: Tensor) -> Tensor:
@@ -38,7 +51,7 @@ class TargetPositions:
         return x_SD if len(self.index_N) == len(x_SD) else x_SD.index_select(0, self._slot_N)
 
     def mask(self, mask_BTT: Tensor) -> Tensor:
-        """[B, M, T]: the lines of `mask_BTT` that belong to the targets; left slots see all."""
+        """[B, M, T]: the lines of `mask_BTT` that belong to the targets; unused slots see everything."""
         lines_BMT = self.spread(mask_BTT.flatten(0, 1).index_select(0, self.index_N).to(torch.uint8)).bool()
         return lines_BMT | ~lines_BMT.any(-1, keepdim=True)
 
@@ -47,4 +60,4 @@ class TargetPositions:
         row_N = self.index_N // self.row_length
         starts_B = torch.searchsorted(row_N, torch.arange(self.rows, device=row_N.device))
         place_N = torch.arange(len(row_N), device=row_N.device) - starts_B[row_N]
-        return row_N * self.most + place_N
+        return row_N * self.slots_per_row + place_N

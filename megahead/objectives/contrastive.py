@@ -134,5 +134,5 @@ def cwt_loss(outputs_ND: Tensor, target_ids_N: Tensor, embedding_VD: Tensor, *, 
     rows_UD = embedding_VD.index_select(0, candidates.ids_U)
     if target_ids_N.numel() == 0:
         return 0.0 * (outputs_ND.float().sum() + embedding_VD.float().sum())
-    total = candidate_loss(outputs_ND, rows_UD, candidates.positive_N, candidates.bias_U, temperature)
+    total = candidate_loss(outputs_ND, rows_UD, candidates, temperature)
     return total / target_ids_N.numel()

@@ -10,12 +10,16 @@ the environment before this module is imported, the kernels run on the CPU, for 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.nn import functional as F
+
+from megahead.objectives.candidates import Candidates
 
 BLOCKS = {"BLOCK_N": 64, "BLOCK_U": 64, "BLOCK_K": 64}
 """Outputs and candidates of a block of scores, and features multiplied at once."""
@@ -30,22 +34,32 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 def fused_candidate_loss(
-    outputs_ND: Tensor,
-    rows_UD: Tensor,
-    positive_N: Tensor,
-    bias_U: Tensor | None = None,
-    temperature: float = 1.0,
-    positive_bias_U: Tensor | None = None,
+    outputs_ND: Tensor, rows_UD: Tensor, candidates: Candidates, temperature: float = 1.0
 ) -> Tensor:
-    """`candidate_loss` for N > 0: the same promise, on half-precision inputs of one type (or float32).
+    """`candidate_loss` for N > 0, without its constant, on half-precision inputs of one type (or float32).
 
     Extra memory: the gradients and a few numbers for each output and candidate. Gradients round probabilities to the
     type of the inputs. Cost: 3 + 2 ceil(D / BLOCK_D) products of N x U x D.
     """
+    positive_N, bias_U, positive_bias_U = candidates.positive_N, candidates.bias_U, candidates.positive_bias_U
+    if bias_U is not None and bias_U.requires_grad:
+        outputs_ND, rows_UD = _bias_as_feature(outputs_ND, rows_UD, bias_U * temperature)
+        biased = fused_candidate_loss(outputs_ND, rows_UD, replace(candidates, bias_U=None), temperature)
+        return biased + bias_U.index_select(0, positive_N).sum(dtype=biased.dtype)  # which own scores now contain
     bias = rows_UD.new_zeros(len(rows_UD), dtype=torch.float32) if bias_U is None else bias_U.float()
     positive_bias_N = (bias if positive_bias_U is None else positive_bias_U.float())[positive_N]
     loss: Tensor = _FusedLoss.apply(outputs_ND, rows_UD, positive_N, bias, positive_bias_N, 1 / temperature)
     return loss
+
+
+def _bias_as_feature(outputs_ND: Tensor, rows_UD: Tensor, bias_U: Tensor) -> tuple[Tensor, Tensor]:
+    """The same scores with the bias as one more feature, 1 in every output: the kernels have no gradient of a bias.
+
+    Eight more features, of which seven are 0, keep rows aligned.
+    """
+    ones = F.pad(outputs_ND.new_ones(len(outputs_ND), 1), (0, 7))
+    column = F.pad(bias_U[:, None].to(rows_UD.dtype), (0, 7))
+    return torch.cat([outputs_ND, ones], 1), torch.cat([rows_UD, column], 1)
 
 
 class _FusedLoss(torch.autograd.Function):

@@ -1,7 +1,7 @@
 """Backbone + objective: from rows of tokens to a loss, and to scores for evaluation."""
 
-from megahead.pretraining.batch import MicroBatch, ScoreRequest, StepBatches
-from megahead.pretraining.build import assemble, build, first_weights, weight_shapes
+from megahead.pretraining.batch import MicroBatch, ScoreRequest, StepBatches, documents_of, target_positions_of
+from megahead.pretraining.build import build_pretraining, first_weights, weight_shapes
 from megahead.pretraining.feed import Feed
 from megahead.pretraining.output_layers import MaskHead, OutputEmbedding
 from megahead.pretraining.pretraining import Pretraining
@@ -16,8 +16,9 @@ __all__ = [
     "Pretraining",
     "ScoreRequest",
     "StepBatches",
-    "assemble",
-    "build",
+    "build_pretraining",
+    "documents_of",
     "first_weights",
+    "target_positions_of",
     "weight_shapes",
 ]

@@ -44,7 +44,7 @@ class Feed:
         masker: Masker | None = None,
     ) -> None:
         self._reader = BatchReader(samples, data, masker)
-        self._candidacy = CandidateGroups(objective, group_samples or batch.micro_size, batch.micro_size, seed)
+        self._candidate_groups = CandidateGroups(objective, group_samples or batch.micro_size, batch.micro_size, seed)
         self._prefetch = data.prefetch
         self._batch = batch
         self._group = group
@@ -65,7 +65,7 @@ class Feed:
         sizes_RA = self._group.all_gather(torch.tensor([batch.target_ids_N.numel() for batch in batches]))
         targets = int(sizes_RA.sum())
         scale = ranks * accumulation / max(targets, 1)
-        candidates = self._candidacy.choose(first_sample, batches, sizes_RA, self._group)
+        candidates = self._candidate_groups.choose(first_sample, batches, sizes_RA, self._group)
         micro_batches = [MicroBatch(*pair, scale) for pair in zip(batches, candidates, strict=True)]
         staged = [micro.staged(self._device) for micro in micro_batches]
         return StepBatches(staged, targets, _mean_candidates(micro_batches))

@@ -42,5 +42,12 @@ def test_borders_that_are_known_are_not_looked_for():
     assert torch.equal(Documents(POSITIONS).cu_seqlens, cu_seqlens)
 
 
-def test_borders_of_whole_rows():
-    assert Documents.cu_seqlens_of_rows(3, 5, torch.device("cpu")).tolist() == [0, 5, 10, 15]
+def test_whole_rows_are_documents_without_a_mask_of_their_own():
+    whole, spelled_out = Documents.whole_rows(3, 5), Documents(torch.arange(5).expand(3, 5))
+    assert whole.one_per_row
+    assert not spelled_out.one_per_row
+    assert whole.cu_seqlens.tolist() == spelled_out.cu_seqlens.tolist() == [0, 5, 10, 15]
+    assert whole.cu_seqlens.dtype == spelled_out.cu_seqlens.dtype
+    assert whole.lengths == [5, 5, 5]
+    assert torch.equal(whole.causal_mask_BTT.expand(3, 5, 5), spelled_out.causal_mask_BTT)
+    assert torch.equal(whole.positions_BT.expand(3, 5), spelled_out.positions_BT)

@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from initialized import initialized
 from on_ranks import on_ranks
 from small_checkpoint import small_config
 from torch import Tensor
 
-from megahead import parallel, pretraining
 from megahead.config import RunConfig
 from megahead.data import training_masker
 from megahead.distributed import Group
@@ -58,7 +58,7 @@ def outcome(module: Pretraining, config: RunConfig) -> tuple[Tensor, tuple[float
 
 
 def split(group: Group, config: RunConfig) -> tuple[Tensor, tuple[float, ...], dict[str, Tensor]]:
-    module = parallel.build(config, group, CPU)
+    module = initialized(config, group)
     loss, scores = outcome(module, config)
     dims = shard_dims(module)
     grads = {}
@@ -72,7 +72,7 @@ def split(group: Group, config: RunConfig) -> tuple[Tensor, tuple[float, ...], d
 @pytest.mark.parametrize("size", [2, 4])
 def test_loss_gradients_and_scores_equal_one_rank(size: int, objective: dict[str, Any]) -> None:
     config = config_of(objective)
-    module = pretraining.build(config, CPU)
+    module = initialized(config)
     loss, scores = outcome(module, config)
     for split_loss, split_scores, grads in on_ranks(size, split, config):
         torch.testing.assert_close(split_loss, loss, rtol=0, atol=1e-10)

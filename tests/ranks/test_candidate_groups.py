@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from initialized import initialized
 from on_ranks import on_ranks
 from small_engine import small_engine
 from small_run import small_config, stage, write_text
@@ -19,7 +20,7 @@ from megahead.config import DataConfig, RunConfig
 from megahead.data import Batch, causal_batch
 from megahead.distributed import Group, Launch
 from megahead.objectives import Candidates, build_objective
-from megahead.pretraining import Feed, Pretraining, StepBatches, build
+from megahead.pretraining import Feed, Pretraining, StepBatches, documents_of
 from megahead.report.metrics import read_metrics
 from megahead.train import pretrain
 
@@ -94,8 +95,8 @@ def whole_batch(data: DataConfig, indices: range = range(8)) -> Batch:
 
 def paper_gradients(config: RunConfig) -> tuple[float, dict[str, Tensor]]:
     """One process, all targets of the global batch at once, N x N scores with duplicates."""
-    pretraining, batch = build(config, torch.device("cpu")), whole_batch(config.data)
-    outputs = pretraining.backbone(batch.input_ids_BT, batch.positions_BT).flatten(0, 1)[batch.target_index_N]
+    pretraining, batch = initialized(config), whole_batch(config.data)
+    outputs = pretraining.backbone(batch.input_ids_BT, documents_of(batch)).flatten(0, 1)[batch.target_index_N]
     scores = outputs @ pretraining.backbone.embed(batch.target_ids_N).T
     loss = (scores.logsumexp(dim=1) - scores.diagonal()).mean()
     loss.backward()
@@ -109,9 +110,7 @@ def gradients_of(pretraining: Pretraining) -> dict[str, Tensor]:
 def engine_gradients(group: Group, config: RunConfig, stage: int) -> tuple[float, dict[str, Tensor]]:
     """Mean loss, and the gradient as Adam's first moment after its first step has it."""
     step = fed(group, config, group_samples=8)
-    engine = small_engine(
-        group, stage, accumulation=len(step.micro_batches), clipping=0.0, module=build(config, torch.device("cpu"))
-    )
+    engine = small_engine(group, stage, accumulation=len(step.micro_batches), clipping=0.0, module=initialized(config))
     losses = [engine.micro_step(micro) for micro in step.micro_batches]
     engine.step(0.0)
     moments = {name: t.clone() / 0.1 for name, t in engine.tensors() if name.startswith("exp_avg/")}
@@ -131,7 +130,7 @@ def test_gradients_equal_one_process_with_the_same_candidates(stage: int, ranks:
 
 def classic(group: Group, config: RunConfig) -> dict[str, Tensor]:
     """The usual way: embeddings of the targets gathered from all ranks, gradients flowing back through the gather."""
-    pretraining = build(config, torch.device("cpu"))
+    pretraining = initialized(config)
     share = 8 // group.size
     batch = whole_batch(config.data, range(group.rank * share, (group.rank + 1) * share))
     sizes = group.all_gather(torch.tensor(batch.target_ids_N.numel()))
@@ -139,7 +138,7 @@ def classic(group: Group, config: RunConfig) -> dict[str, Tensor]:
     padded = torch.nn.functional.pad(own_rows, (0, 0, 0, int(sizes.max()) - len(own_rows)))
     gathered = collectives.all_gather(padded)
     rows = torch.cat([part[:size] for part, size in zip(gathered, sizes.tolist(), strict=True)])
-    outputs = pretraining.backbone(batch.input_ids_BT, batch.positions_BT).flatten(0, 1)[batch.target_index_N]
+    outputs = pretraining.backbone(batch.input_ids_BT, documents_of(batch)).flatten(0, 1)[batch.target_index_N]
     scores = outputs @ rows.T
     own = scores.diagonal(offset=start)[: len(outputs)]
     ((scores.logsumexp(dim=1) - own).sum() / sizes.sum()).backward()
@@ -147,7 +146,7 @@ def classic(group: Group, config: RunConfig) -> dict[str, Tensor]:
 
 
 def ids_only(group: Group, config: RunConfig) -> dict[str, Tensor]:
-    pretraining = build(config, torch.device("cpu"))
+    pretraining = initialized(config)
     step = fed(group, config, group_samples=8)
     for micro in step.micro_batches:
         (pretraining(micro) / group.size / len(step.micro_batches)).backward()

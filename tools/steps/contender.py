@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -13,10 +13,13 @@ import torch
 from torch import nn
 
 from megahead.config import RunConfig, config_from_dict
+from megahead.distributed import Group
 from megahead.estimate import training_flops
+from megahead.nn import Documents, TargetPositions
 from megahead.objectives import build_objective
 from megahead.optim import build_adamw
-from megahead.pretraining import MicroBatch, Pretraining, build
+from megahead.parallel import assemble, fill_
+from megahead.pretraining import MicroBatch, Pretraining, first_weights
 from megahead.train.acceleration import accelerate_
 from steps.tokens import micro_batch
 
@@ -45,7 +48,8 @@ class Contender:
         tree["objective"]["name"] = self.objective
         tree["objective"]["tied"] = self.config.model.is_encoder() and self.objective == "vanilla"
         self.config = config_from_dict(tree)
-        self.model: Pretraining = build(self.config, self.device)
+        self.model: Pretraining = assemble(self.config, Group(), self.device)
+        fill_(self.model, Group(), first_weights(self.config))
         self.ways = accelerate_(self.model.backbone, self.config, self.device)
         self.rule = build_objective(self.config.objective, self.config.model.vocab_size)
         self.optimizer = build_adamw(self.model, self.config.optimizer)
@@ -140,12 +144,11 @@ class Contender:
         """Notes when the backbone's forward pass begins and ends, and when its backward pass begins."""
         encode_at = self.model.backbone.encode_at
 
-        def watched(*arguments: Any) -> torch.Tensor:
+        def watched(rows_BTD: torch.Tensor, documents: Documents, targets: TargetPositions) -> torch.Tensor:
             begin = self._now()
             if self.how == "whole last block":
-                rows_BTD, positions_BT, index_N, _, *cu_seqlens = arguments
-                arguments = rows_BTD, positions_BT, index_N, None, *cu_seqlens
-            outputs_ND = encode_at(*arguments)
+                targets = replace(targets, max_per_row=None)
+            outputs_ND = encode_at(rows_BTD, documents, targets)
             self._encoded = begin, self._now()
             outputs_ND.register_hook(self._note_loss_done)
             return outputs_ND

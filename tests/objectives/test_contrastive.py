@@ -18,7 +18,7 @@ from megahead.objectives import (
     build_objective,
     candidate_loss,
     candidate_loss_reference,
-    candidate_softmax,
+    chunked,
     log_unigram,
     training_free_bias,
     unique_candidates,
@@ -45,10 +45,10 @@ def objective(**fields: Any) -> Headless:
 
 def loss_of(candidates: Candidates, outputs: Tensor, table: Tensor, temperature: float = 1.0) -> Tensor:
     rows = table[candidates.ids_U]
-    arguments = (candidates.positive_N, candidates.bias_U, temperature, candidates.positive_bias_U)
-    loss = candidate_loss(outputs, rows, *arguments)
-    torch.testing.assert_close(loss, candidate_loss_reference(outputs, rows, *arguments), rtol=1e-12, atol=1e-12)
-    return loss + candidates.constant
+    loss = candidate_loss(outputs, rows, candidates, temperature)
+    expected = candidate_loss_reference(outputs, rows, candidates, temperature)
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)
+    return loss
 
 
 def formula(bias: str, outputs: Tensor, table: Tensor, targets: list[int], negatives: list[int]) -> Tensor:
@@ -100,8 +100,8 @@ def test_own_biases_do_not_depend_on_chunks(monkeypatch: pytest.MonkeyPatch) -> 
     assert candidates.positive_bias_U is not None
     losses, gradients = [], []
     for chunk_bytes in (1, 300, 10**9):
-        monkeypatch.setattr(candidate_softmax, "CHUNK_BYTES", chunk_bytes)
-        monkeypatch.setattr(candidate_softmax, "LEAST_ROWS", 1)
+        monkeypatch.setattr(chunked, "CHUNK_BYTES", chunk_bytes)
+        monkeypatch.setattr(chunked, "LEAST_ROWS", 1)
         losses.append(loss_of(candidates, outputs, table, 0.7))
         gradients.append(torch.autograd.grad(losses[-1], [table])[0])
     torch.testing.assert_close(losses, [losses[0]] * 3)

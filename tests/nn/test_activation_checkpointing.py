@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from initialized import initialized_backbone
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from megahead.config import ModelConfig
-from megahead.models import build_backbone, initialize_
+from megahead.models import build_backbone
 from megahead.nn.activation_checkpointing import Recompute
 
 IDS = torch.arange(2 * 40).view(2, 40) % 50
@@ -54,8 +55,7 @@ def trained(
         hidden_dropout=dropout,
         attention_dropout=dropout,
     )
-    backbone = build_backbone(config)
-    initialize_(backbone, 1, config)
+    backbone = initialized_backbone(config, 1)
     backbone.recompute_blocks = recompute
     torch.manual_seed(2)
     with Held() as held:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,10 +14,11 @@ from megahead.objectives import (
     candidate_loss,
     candidate_loss_reference,
     candidate_scores,
-    candidate_softmax,
+    chunked,
     cwt_loss,
     log_unigram,
     unique_candidates,
+    vocabulary_candidates,
 )
 
 
@@ -58,12 +61,12 @@ def test_chunks_do_not_change_it(monkeypatch: pytest.MonkeyPatch) -> None:
     outputs, targets, embedding = drawn(33, 5, 20)
     candidates = unique_candidates(targets)
     rows = embedding[candidates.ids_U].detach().requires_grad_()
-    args = (outputs, rows, candidates.positive_N, candidates.bias_U, 0.7)
+    args = (outputs, rows, candidates, 0.7)
     expected = candidate_loss_reference(*args)
     expected_grads = torch.autograd.grad(expected, [outputs, rows])
     for chunk_bytes in (1, 700, 10**9):  # one output at a time, a ragged few, all at once
-        monkeypatch.setattr(candidate_softmax, "CHUNK_BYTES", chunk_bytes)
-        monkeypatch.setattr(candidate_softmax, "LEAST_ROWS", 1)
+        monkeypatch.setattr(chunked, "CHUNK_BYTES", chunk_bytes)
+        monkeypatch.setattr(chunked, "LEAST_ROWS", 1)
         loss = candidate_loss(*args)
         torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)
         for mine, theirs in zip(torch.autograd.grad(loss, [outputs, rows]), expected_grads, strict=True):
@@ -109,8 +112,8 @@ def test_a_candidate_with_bias_minus_infinity_is_no_candidate() -> None:
     rows = embedding[candidates.ids_U].detach()
     padded_rows = torch.cat([rows, torch.full((3, 4), 50.0)])
     padded_bias = torch.cat([candidates.bias_U, torch.full((3,), -torch.inf)])
-    plain = candidate_loss(outputs, rows, candidates.positive_N, candidates.bias_U)
-    padded = candidate_loss(outputs, padded_rows, candidates.positive_N, padded_bias)
+    plain = candidate_loss(outputs, rows, candidates)
+    padded = candidate_loss(outputs, padded_rows, replace(candidates, bias_U=padded_bias))
     torch.testing.assert_close(padded, plain)
     assert torch.autograd.grad(padded, [outputs])[0].isfinite().all()
 
@@ -128,7 +131,7 @@ def test_scores_are_those_of_the_softmax() -> None:
     outputs, targets, embedding = drawn(20, 4, 9)
     bias = torch.randn(9)
     log_probs = (outputs @ embedding.T / 0.5 + bias).log_softmax(dim=1)
-    scores = candidate_scores(outputs, embedding, targets, bias, 0.5)
+    scores = candidate_scores(outputs, embedding, vocabulary_candidates(targets, bias), 0.5)
     assert scores.loss == pytest.approx(-log_probs.gather(1, targets[:, None]).sum().item(), rel=1e-9)
     assert scores.correct == int((log_probs.argmax(1) == targets).sum())
     assert scores.targets == 20
