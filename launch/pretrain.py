@@ -37,11 +37,11 @@ def main() -> None:
         print("\n".join(f"{name:<12}{value}" for name, value in lines))
         return
 
-    from megahead.distributed import Group, disconnect, read_launch
+    from megahead.distributed import disconnect, read_launch
     from megahead.train import pretrain
 
     ending = pretrain(config, read_launch(os.environ), arguments.resume)
-    disconnect(Group.world())
+    disconnect()
     if ending == "stopped":
         sys.exit(arguments.stopped_code)
 

@@ -64,18 +64,18 @@ def run_command(
         sys.exit(main() or 0)
     except (UserError, OSError) as error:
         say(str(error))
-        _leave(2) if at_once else sys.exit(2)
+        leave(2) if at_once else sys.exit(2)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr, flush=True)
         sys.exit(130)
     except Exception:
         if at_once:
             traceback.print_exc()
-            _leave(1)
+            leave(1)
         raise
 
 
-def _leave(code: int) -> None:
+def leave(code: int) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
+import signal
 import sys
+import time
 from collections.abc import Callable
 from functools import partial
 from multiprocessing.process import BaseProcess
@@ -17,7 +20,7 @@ import torch.utils.tensorboard
 from commands import free_port
 
 from megahead.config import RunConfig
-from megahead.distributed import Group, Launch, disconnect, print_error_once
+from megahead.distributed import Launch, disconnect, print_error_once
 from megahead.errors import run_command
 from megahead.train import pretrain
 
@@ -40,12 +43,13 @@ def start_ranks(
 
 def _rank(config: RunConfig, launch: Launch, folder: Path, resume: str, sabotage: Sabotage) -> None:
     speak_to(folder / f"rank-{launch.rank}.log")
+    faulthandler.register(signal.SIGUSR2, all_threads=True)
     torch.set_num_threads(1)
 
     def main() -> None:
         sabotage(launch.rank)
         pretrain(config, launch, resume)
-        disconnect(Group.world())
+        disconnect()
         os._exit(0)
 
     run_command(main, at_once=True, say=partial(print_error_once, launch))
@@ -60,11 +64,16 @@ def speak_to(log: Path) -> None:
 
 
 def codes(ranks: list[BaseProcess], seconds: float = 60) -> list[int | None]:
-    """Exit codes, once all have ended; those that have not after `seconds` are killed and have None."""
+    """Exit codes, once all have ended; those that have not after `seconds` say where they stand, are killed and have
+    None."""
+    deadline = time.monotonic() + seconds
     for rank in ranks:
-        rank.join(seconds)
+        rank.join(max(0.0, deadline - time.monotonic()))
     ended = [rank.exitcode for rank in ranks]
     for rank in ranks:
+        if rank.is_alive() and rank.pid:
+            os.kill(rank.pid, signal.SIGUSR2)
+            time.sleep(0.5)
         rank.kill()
         rank.join()
     return ended

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -40,6 +42,9 @@ def on_ranks(count: int, function: Callable[..., Any], *args: Any, timeout: floa
 
 def _rank(rank: int, count: int, folder: str, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
     try:
+        for handler in logging.getLogger("DeepSpeed").handlers:
+            if type(handler) is logging.StreamHandler:  # opened by the parent, before the test's capture
+                handler.setStream(sys.stdout)
         torch.set_num_threads(1)
         store = dist.FileStore(f"{folder}/store", count)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=count, timeout=timedelta(seconds=60))

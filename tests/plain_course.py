@@ -82,7 +82,10 @@ def on_mesh(folder: Path, objective: str, stage: int, tensor: int, data: int, **
 
     Some gradients are bundled and some sent by themselves; at stage 3 even the smallest parameter is cut up.
     """
-    zero = shipped(stage) | {"reduce_bucket_size": 2000, "stage3_param_persistence_threshold": 0}
+    zero = shipped(f"zero{stage}")["zero_optimization"] | {
+        "reduce_bucket_size": 2000,
+        "stage3_param_persistence_threshold": 0,
+    }
     meshed = {"parallel.tensor": tensor, "engine.deepspeed": {"zero_optimization": zero}}
     on_ranks(tensor * data, run, config_of(folder, objective, **(meshed | changes)))
     records, checkpoint = read_metrics(folder / "run").training, open_checkpoint(folder / "run")

@@ -33,8 +33,17 @@ def small_config(**sections: Any) -> RunConfig:
     return config_from_dict({**defaults, **{key: {**defaults.get(key, {}), **sections[key]} for key in sections}})
 
 
-def save_small(run: Path, config: RunConfig, seed: int = 0, step: int = 3, scale: float = 0.3) -> Path:
-    """Saves random weights as RUN/checkpoints/step-0000000N, a headless one with counts of its targets."""
+def save_small(
+    run: Path,
+    config: RunConfig,
+    seed: int = 0,
+    step: int = 3,
+    scale: float = 0.3,
+    counts: torch.Tensor | None = None,
+    **state: Any,
+) -> Path:
+    """Saves random weights as RUN/checkpoints/step-0000000N, a headless one with counts of its targets; `counts`: of
+    the text's tokens, `state`: more of what it remembers."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for name, shape in weight_shapes(config).items():
@@ -43,11 +52,13 @@ def save_small(run: Path, config: RunConfig, seed: int = 0, step: int = 3, scale
     if config.objective.name == "headless":
         rows = config.model.padded_vocab_size()
         tensors["state/target_counts"] = torch.randint(1000, (rows,), generator=generator) ** 2
+    if counts is not None:
+        tensors["state/dataset_counts"] = counts
     return save_checkpoint(
         run / "checkpoints",
         step,
         tensors.items(),
-        state={"step": step, "tokens": 384},
+        state={"step": step, "tokens": 384, **state},
         config=config.model_dump(mode="json"),
         group=Group(),
         keep=2,

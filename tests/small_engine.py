@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import gc
-import importlib
 from typing import Any, NamedTuple
 
+import heavy_imports  # noqa: F401
 import torch
 from small_run import shipped
 from torch import Tensor, nn
@@ -13,15 +12,9 @@ from torch import Tensor, nn
 from megahead.config import RunConfig, deepspeed_config
 from megahead.distributed import Group, Mesh
 from megahead.engine import Engine
-from megahead.engine.start import load_deepspeed
 from megahead.parallel import shard_dims
 
 CPU = torch.device("cpu")
-load_deepspeed(CPU)
-importlib.import_module("deepspeed.runtime.zero.muon.original_muon")  # 3 s, once here instead of in every forked rank
-importlib.import_module("deepspeed.module_inject.auto_ep_layer")
-gc.freeze()  # DeepSpeed collects garbage whenever it starts: forked ranks need not walk through all of torch for it
-
 VOCAB, WIDTH = 37, 12
 
 
@@ -92,14 +85,18 @@ def small_engine(
     module: nn.Module | None = None,
     tensor_size: int = 1,
     persistence_threshold: int = 0,
+    offload: bool = False,
+    zero: dict[str, Any] | None = None,
+    deepspeed: dict[str, Any] | None = None,
 ) -> Engine:
-    """An engine as a run would get it with the settings we ship.
+    """An engine as a run would get it with the settings we ship, those of `zero` and of `deepspeed` changed.
 
     At stage 3 even the smallest parameter is cut up unless told otherwise.
     """
     module = SmallModel() if module is None else module
     mesh = Mesh.build(group, tensor_size)
-    zero = shipped(stage) | {"stage3_param_persistence_threshold": persistence_threshold}
+    content = shipped(f"zero{stage}_offload" if offload else f"zero{stage}") | (deepspeed or {})
+    content["zero_optimization"] |= {"stage3_param_persistence_threshold": persistence_threshold} | (zero or {})
     run = RunConfig.model_validate(
         {
             "name": "small",
@@ -108,7 +105,7 @@ def small_engine(
             "batch": {"global_size": accumulation * mesh.data.size, "micro_size": 1},
             "optimizer": {"learning_rate": 1.0, "gradient_clipping": clipping},
             "training": {"steps": 1},
-            "engine": {"deepspeed": {"zero_optimization": zero}, "precision": precision},
+            "engine": {"deepspeed": content, "precision": precision},
         }
     )
     config = deepspeed_config(run, mesh.data.size)

@@ -64,11 +64,16 @@ def stage(number: int) -> dict[str, Any]:
     return {"engine.deepspeed": {"zero_optimization": {"stage": number}}}
 
 
-def shipped(number: int) -> dict[str, Any]:
-    """What `configs/deepspeed` says of a ZeRO stage."""
-    content = json.loads((Path(__file__).parents[1] / f"configs/deepspeed/zero{number}.json").read_text())
-    settings: dict[str, Any] = content["zero_optimization"]
-    return settings
+def shipped(name: str) -> dict[str, Any]:
+    """A file of `configs/deepspeed`."""
+    content: dict[str, Any] = json.loads((Path(__file__).parents[1] / f"configs/deepspeed/{name}.json").read_text())
+    return content
+
+
+def offloaded(number: int) -> dict[str, Any]:
+    """The change that asks for a ZeRO stage as `configs/deepspeed` ships it with the optimizer in the host's memory."""
+    path = Path(__file__).parents[1] / f"configs/deepspeed/zero{number}_offload.json"
+    return {"engine.deepspeed": json.loads(path.read_text())}
 
 
 def same_tensors(mine: Path, theirs: Path) -> bool:

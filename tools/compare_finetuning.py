@@ -42,6 +42,8 @@ def main() -> None:
     rows = []
     for name in arguments.task:
         data = load_task(name, Sources(arguments.data), max_train_rows=arguments.max_train_rows)
+        if data.short:
+            console.print(f"{name}: {data.short:,} lines lack a column and were left out")
         changes = {"epochs": arguments.epochs, "learning_rate": arguments.learning_rate}
         settings = paper_settings(name, "regular", **changes)
         contest = FineTuningRun(StartModel(str(arguments.model), arguments.model), data, settings)

@@ -63,7 +63,9 @@ def _parser() -> argparse.ArgumentParser:
         help="none: the backbone alone; tied: E h; pmi: E h + log q, training-free; trained: a vanilla model's own",
     )
     to_hf.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
-    to_hf.add_argument("--keep-padding", action="store_true", help="keep the rows that pad the vocabulary")
+    to_hf.add_argument(
+        "--keep-padding", action="store_true", help="keep the rows that pad the vocabulary, never probable"
+    )
     to_hf.add_argument("--shard-size", type=float, default=5.0, metavar="GB", help="largest weight file (default: 5)")
     back = directions.add_parser("from-hf", help="Hugging Face folder to checkpoint")
     back.add_argument(

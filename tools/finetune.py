@@ -48,11 +48,14 @@ def main() -> None:
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     sources = Sources(arguments.data)
+    console = Console(highlight=False, soft_wrap=True)
     tasks = [load(name, sources, arguments) for name in expand(arguments.task, sources)]
+    for data, _ in tasks:
+        if data.short:
+            console.print(f"{data.name}: {data.short:,} lines lack a column and were left out")
     starts = [StartModel(str(model), hf_folder(model)) for model in arguments.model]
     if arguments.floor:
         starts.append(StartModel("random weights", starts[0].folder, random_weights=True))
-    console = Console(highlight=False, soft_wrap=True)
     outcomes = Comparison(starts, tasks, range(arguments.seeds), FineTuningResults(arguments.output)).run(console.print)
     console.print(to_rich(table(outcomes), title="percent, mean ± deviation over seeds (best epochs)"))
     console.print(f"\nwrote {arguments.output}")

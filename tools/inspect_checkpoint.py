@@ -6,7 +6,7 @@ import argparse
 import json
 from pathlib import Path
 
-from megahead.checkpoint import Checkpoint, open_checkpoint
+from megahead.checkpoint import Checkpoint, abandoned_in, open_checkpoint
 from megahead.errors import run_command
 
 
@@ -18,6 +18,8 @@ def main() -> None:
     arguments = parser.parse_args()
     checkpoint = open_checkpoint(arguments.folder)
     describe(checkpoint, arguments.tensors)
+    for folder in abandoned_in(arguments.folder):
+        print(f"set aside  {folder}")
     checkpoint.verify()
     print("integrity  sound: every file has its length and checksum")
 

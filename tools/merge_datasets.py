@@ -19,11 +19,12 @@ def main() -> None:
     parser.add_argument(
         "--input", nargs="+", required=True, metavar="PREFIX", help="datasets, or folders of them (without -validation)"
     )
-    parser.add_argument("--output", required=True, metavar="PREFIX")
+    parser.add_argument("--output", required=True, metavar="PREFIX", help="a new dataset")
+    parser.add_argument("--overwrite", action="store_true", help="replace an --output that is there already")
     arguments = parser.parse_args()
     prefixes = [prefix for given in arguments.input for prefix in datasets_of(Path(given))]
     with Bar("Merging") as bar:
-        merged = merge_datasets(prefixes, arguments.output, progress=bar)
+        merged = merge_datasets(prefixes, arguments.output, overwrite=arguments.overwrite, progress=bar)
     print(
         f"{arguments.output}: {len(prefixes)} datasets, {len(merged):,} sequences, {merged.num_documents:,} documents, "
         f"{merged.num_tokens:,} tokens"

@@ -1,8 +1,8 @@
 """Step folders of whole named tensors: written atomically, verified when read, loadable on any mesh."""
 
 from megahead.checkpoint.all_ranks import run_on_all_ranks
-from megahead.checkpoint.folders import find_checkpoint
-from megahead.checkpoint.reading import Checkpoint, newest_sound, open_checkpoint
+from megahead.checkpoint.folders import abandoned_in, find_checkpoint, is_step_folder, step_of, steps_in
+from megahead.checkpoint.reading import Checkpoint, newest_sound, open_checkpoint, open_together
 from megahead.checkpoint.retention import Spare
 from megahead.checkpoint.saving import Snapshot, save_checkpoint, write_snapshot
 
@@ -10,10 +10,15 @@ __all__ = [
     "Checkpoint",
     "Snapshot",
     "Spare",
+    "abandoned_in",
     "find_checkpoint",
+    "is_step_folder",
     "newest_sound",
     "open_checkpoint",
+    "open_together",
     "run_on_all_ranks",
     "save_checkpoint",
+    "step_of",
+    "steps_in",
     "write_snapshot",
 ]

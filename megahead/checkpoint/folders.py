@@ -4,13 +4,15 @@ step-00001000/            a complete checkpoint, always: it appears under this n
 latest                    text: the name of the newest one, switched last
 .step-00001000.partial    being written, or being removed; worthless after a crash
 step-00001000.replaced    complete, while a new one takes its name
+abandoned-step-00001000   set aside: of a history that the run turned away from; found by its own name only
 """
 
 from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import count
 from pathlib import Path
 
 from megahead.checkpoint.manifest import MANIFEST, Manifest
@@ -19,6 +21,7 @@ from megahead.files import flush, write_atomically
 
 _STEP = re.compile(r"step-(\d{8,})(\.replaced)?")
 _LATEST = "latest"
+_ABANDONED = "abandoned-"
 
 
 def step_folder(root: Path, step: int) -> Path:
@@ -44,8 +47,7 @@ def find_checkpoint(path: Path) -> Path | None:
 
 def candidates(path: Path) -> list[Path]:
     """Step folders of a run or checkpoints folder, sound or not: the one `latest` names, then the highest steps."""
-    root = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    return list(dict.fromkeys(_by_preference(root)))
+    return list(dict.fromkeys(_by_preference(_checkpoints_of(path))))
 
 
 def is_complete(folder: Path) -> bool:
@@ -74,6 +76,8 @@ def clear_remains(root: Path) -> None:
     """Removes what a crash left in the middle of an earlier save."""
     for folder in root.glob(".step-*.partial"):
         shutil.rmtree(folder)
+    for file in root.glob(f"{_LATEST}.*.partial"):
+        file.unlink()
     for folder in root.glob("step-*.replaced"):
         successor = folder.with_suffix("")
         if is_complete(successor):
@@ -93,9 +97,25 @@ def publish(partial: Path, final: Path) -> None:
         final.rename(replaced)
     partial.rename(final)
     flush(root)
-    write_atomically(root / _LATEST, f"{final.name}\n")
+    point_to(final)
     if replaced.exists():
         remove(replaced)
+
+
+def point_to(folder: Path) -> None:
+    """Makes `folder` the newest one."""
+    write_atomically(folder.parent / _LATEST, f"{folder.name}\n")
+
+
+def set_aside(folders: Iterable[Path]) -> None:
+    """Renames checkpoints such that they are never counted or found again but by their own names."""
+    for folder in folders:
+        folder.rename(_free_name(folder.with_name(f"{_ABANDONED}{folder.name}")))
+
+
+def abandoned_in(path: Path) -> list[Path]:
+    """What was set aside in a run or checkpoints folder, by name."""
+    return sorted(_checkpoints_of(path).glob(f"{_ABANDONED}step-*"))
 
 
 def remove(folder: Path) -> None:
@@ -103,6 +123,16 @@ def remove(folder: Path) -> None:
     hidden = folder.with_name(f".{folder.name}.partial")
     folder.rename(hidden)
     shutil.rmtree(hidden)
+
+
+def _checkpoints_of(path: Path) -> Path:
+    return path / "checkpoints" if (path / "checkpoints").is_dir() else path
+
+
+def _free_name(path: Path) -> Path:
+    """`path`, or with a number behind where that is taken."""
+    names = (path if k == 1 else path.with_name(f"{path.name}-{k}") for k in count(1))
+    return next(name for name in names if not name.exists())
 
 
 def _by_preference(root: Path) -> Iterator[Path]:
@@ -117,6 +147,15 @@ def _by_preference(root: Path) -> Iterator[Path]:
 
 def steps_in(root: Path) -> list[Path]:
     """Step folders, highest step first; of two of one step the one that keeps its name."""
-    found = [(match, folder) for folder in root.glob("step-*") if (match := _STEP.fullmatch(folder.name))]
-    found.sort(key=lambda pair: (int(pair[0][1]), pair[0][2] is None), reverse=True)
-    return [folder for _, folder in found]
+    found = filter(is_step_folder, root.glob("step-*"))
+    return sorted(found, key=lambda folder: (step_of(folder), not folder.suffix), reverse=True)
+
+
+def is_step_folder(folder: Path) -> bool:
+    """Whether its name is one under which checkpoints are counted."""
+    return _STEP.fullmatch(folder.name) is not None
+
+
+def step_of(folder: Path) -> int:
+    """The step in a step folder's name."""
+    return int(folder.name.removeprefix("step-").split(".")[0])

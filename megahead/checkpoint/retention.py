@@ -1,4 +1,4 @@
-"""Which checkpoints stay: the newest ones, and those that are spared."""
+"""Which checkpoints stay: of the history that led to the newest one the last few, and those that are spared."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
 
-from megahead.checkpoint.folders import remove, steps_in
+from megahead.checkpoint.folders import point_to, remove, set_aside, step_folder, step_of, steps_in
 from megahead.checkpoint.manifest import Manifest
 from megahead.errors import CheckpointError
 
@@ -26,13 +26,24 @@ class Spare:
 NONE_SPARED = Spare()
 
 
+def turn_away(final: Path, after: int) -> None:
+    """Before `final` appears: sets aside the other steps above `after`, the step that its history goes on from.
+
+    `latest` goes back to that one first, so that a crash on the way leaves this history and no other.
+    """
+    root = final.parent
+    above, origin = [folder for folder in steps_in(root) if step_of(folder) > after], step_folder(root, after)
+    if above and origin.is_dir():
+        point_to(origin)
+    set_aside(folder for folder in reversed(above) if folder != final)
+
+
 def retain(root: Path, newest: Path, keep: int, spare: Spare = NONE_SPARED) -> None:
     """Removes all checkpoints but `newest` (just written), the highest `keep - 1` steps beside it, and the spared."""
     others = [folder for folder in steps_in(root) if folder != newest]
     best = _best([newest, *others], spare.best)
     for folder in others[keep - 1 :]:
-        step = int(folder.name.split("-")[1])
-        if folder not in best and not (spare.every and step % spare.every == 0):
+        if folder not in best and not (spare.every and step_of(folder) % spare.every == 0):
             remove(folder)
 
 

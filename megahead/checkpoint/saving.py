@@ -22,7 +22,7 @@ from torch import Tensor
 from megahead.checkpoint.all_ranks import run_on_all_ranks
 from megahead.checkpoint.folders import check_lengths, clear_remains, partial_folder, publish, step_folder
 from megahead.checkpoint.manifest import FileEntry, Manifest, TensorEntry
-from megahead.checkpoint.retention import NONE_SPARED, Spare, retain
+from megahead.checkpoint.retention import NONE_SPARED, Spare, retain, turn_away
 from megahead.distributed import Group
 from megahead.errors import CheckpointError
 from megahead.files import flush, sha256_of
@@ -38,15 +38,20 @@ def save_checkpoint(
     group: Group,
     keep: int,
     spare: Spare = NONE_SPARED,
+    after: int | None = None,
 ) -> Path:
     """Saves whole named tensors as `root`/step-NNNNNNNN and keeps the `keep` newest checkpoints. Collective.
 
     Every rank iterates the same names in the same order and holds only its share (about 1 / `group.size` of
-    all bytes) until it is written. An existing folder of this step is replaced. Raises a CheckpointError on
-    all ranks alike if one of them fails, with the old checkpoints intact and nothing half-written left.
+    all bytes) until it is written. An existing folder of this step is replaced. `after`: the step in `root` that
+    this one goes on from, -1 for none of them, None for all below it; others above that are set aside. Raises a
+    CheckpointError on all ranks alike if one of them fails, with the old checkpoints intact and nothing half-written
+    left.
     """
     snapshot = Snapshot.take(tensors, group)
-    return write_snapshot(root, step, snapshot, state=state, config=config, group=group, keep=keep, spare=spare)
+    return write_snapshot(
+        root, step, snapshot, state=state, config=config, group=group, keep=keep, spare=spare, after=after
+    )
 
 
 def write_snapshot(
@@ -59,6 +64,7 @@ def write_snapshot(
     group: Group,
     keep: int,
     spare: Spare = NONE_SPARED,
+    after: int | None = None,
 ) -> Path:
     """The second half of `save_checkpoint`; touches nothing but the snapshot, so it may run in another thread with a
     `group` of its own."""
@@ -69,7 +75,10 @@ def write_snapshot(
 
     def finish() -> None:
         if group.rank == 0:
-            _finish(partial, final, manifest)
+            manifest.write(partial)
+            check_lengths(partial, manifest)  # also that this rank sees what the others wrote
+            turn_away(final, step if after is None else min(after, step))
+            publish(partial, final)
             retain(root, final, keep, spare)
 
     try:
@@ -144,12 +153,6 @@ def _write(partial: Path, snapshot: Snapshot) -> FileEntry:
 
 def _same_bytes(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
-
-
-def _finish(partial: Path, final: Path, manifest: Manifest) -> None:
-    manifest.write(partial)
-    check_lengths(partial, manifest)  # also that this rank sees what the others wrote
-    publish(partial, final)
 
 
 def _sentence(error: Exception, partial: Path, needed: int) -> str:

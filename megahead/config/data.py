@@ -50,16 +50,17 @@ class DataConfig(Settings):
 
     pack: Literal["stream", "best_fit"] = "stream"
     """`stream`: the text is cut every T tokens; `best_fit`: whole documents are put together to rows (only longer ones
-    are cut), the rest of a row stays empty."""
+    are cut), the rest of a row stays empty. Which ones is kept beside the dataset, made once by rank 0."""
 
     documents_a_row: int | None = Field(default=None, gt=0)
     """Most documents that `best_fit` puts in a row; no limit when left out."""
 
     end_token: int = Field(default=0, ge=0)
-    """Id that closes each document."""
+    """Id that closes each document; checked against the text where the run depends on it."""
 
     isolate_documents: bool = True
-    """Documents that share a row never see each other, and positions restart at each."""
+    """Documents that share a row never see each other, and positions restart at each: after each `end_token`, and with
+    `best_fit` at each document that the dataset names."""
 
     boundary_targets: bool = True
     """Also predict each document's first token, from the end token before it."""

@@ -9,14 +9,24 @@ from typing import Any
 from megahead.config.run import RunConfig
 from megahead.errors import ConfigError, UserError
 
+_OWN_LOG = "runs log into their own folder"
+_OTHERS_DECIDE = {
+    **dict.fromkeys(("tensorboard", "csv_monitor", "wandb", "comet", "flops_profiler"), _OWN_LOG),
+    "optimizer": "the run's own `optimizer` is used",
+    "scheduler": "the run's own `schedule` is used",
+    "bfloat16": "engine.precision decides",
+}
+"""Keys whose subject is not DeepSpeed's, and why."""
+
 
 def deepspeed_config(run: RunConfig, data_ranks: int) -> dict[str, Any]:
     """The content DeepSpeed gets: the file of `engine.deepspeed` plus batch triad, clipping and precision.
 
-    Raises ConfigError where the file already says something else.
+    Of the sections on number formats the file may say what the run does not: fp16's search for a loss scale, say.
+    Raises ConfigError where it says something else than the run.
     """
     given = _read(run.engine.deepspeed)
-    _refuse_what_writes(given)
+    _refuse_what_others_decide(given)
     stage = zero_stage(given)
     if stage == 3 and run.engine.activation_checkpointing == "selective":
         raise ConfigError(
@@ -28,52 +38,68 @@ def deepspeed_config(run: RunConfig, data_ranks: int) -> dict[str, Any]:
         "train_batch_size": run.batch.global_size,
         "train_micro_batch_size_per_gpu": run.batch.micro_size,
         "gradient_accumulation_steps": run.batch.accumulation_steps(data_ranks),
+        "managed_gradient_accumulation": True,
         "gradient_clipping": run.optimizer.gradient_clipping,
-        **_precision(run.engine.precision, stage),
+        "data_types": {"grad_accum_dtype": "fp32"},
     }
-    for key, value in derived.items():
-        if given.get(key, value) != value:
-            raise ConfigError(
-                f"engine.deepspeed[{key!r}]",
-                f"be left out or agree with the run ({value})",
-                got=given[key],
-                hint="remove it there",
-            )
+    _must_agree("", given, derived, "the run")
+    _must_agree("['zero_optimization']", _section(given, "zero_optimization"), {"compute_grad_norm": True}, "the run")
+    for name, wanted in _formats(run.engine.precision, stage).items():
+        section = _section(given, name)
+        _must_agree(f"[{name!r}]", section, wanted, f"engine.precision={run.engine.precision}")
+        derived[name] = section | wanted
     return {"zero_allow_untested_optimizer": True, "steps_per_print": 10**9, **given, **derived}
 
 
 def zero_stage(content: dict[str, Any]) -> int:
     """ZeRO stage of a DeepSpeed configuration: 0, 1, 2 or 3."""
-    zero = content.get("zero_optimization", {})
-    if not isinstance(zero, dict):
-        raise ConfigError("engine.deepspeed.zero_optimization", "be settings of ZeRO", got=repr(zero))
-    stage = zero.get("stage", 0)
+    stage = _section(content, "zero_optimization").get("stage", 0)
     if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
         raise ConfigError("engine.deepspeed.zero_optimization.stage", "be 0, 1, 2 or 3", got=stage)
     return int(stage)
 
 
-def _refuse_what_writes(content: dict[str, Any]) -> None:
-    """Sections that make DeepSpeed write files wherever they say."""
-    for key in ("tensorboard", "csv_monitor", "wandb", "comet", "flops_profiler"):
+def _section(content: dict[str, Any], name: str) -> dict[str, Any]:
+    section = content.get(name, {})
+    if not isinstance(section, dict):
+        raise ConfigError(f"engine.deepspeed[{name!r}]", "be a section of settings", got=repr(section))
+    return section
+
+
+def _refuse_what_others_decide(content: dict[str, Any]) -> None:
+    for key, who in _OTHERS_DECIDE.items():
         if key in content:
+            raise ConfigError(f"engine.deepspeed[{key!r}]", f"be left out ({who})", got=content[key])
+
+
+def _must_agree(section: str, given: dict[str, Any], wanted: dict[str, Any], with_what: str) -> None:
+    for key, value in wanted.items():
+        if given.get(key, value) != value:
             raise ConfigError(
-                f"engine.deepspeed[{key!r}]", "be left out (runs log into their own folder)", got=content[key]
+                f"engine.deepspeed{section}[{key!r}]",
+                f"be left out or agree with {with_what} ({value})",
+                got=given[key],
+                hint="remove it there",
             )
 
 
-def _precision(precision: str, stage: int) -> dict[str, Any]:
-    """Gradients of micro-batches are summed up in fp32 in every precision, and sent in the run's.
+def _formats(precision: str, stage: int) -> dict[str, dict[str, Any]]:
+    """What sections of number formats must say, by name. Gradients of micro-batches are summed up in fp32 in every
+    precision, and sent in the run's; what is not finite is noticed; weights and moments are kept in fp32.
 
     At stage 0 DeepSpeed's own 16-bit wrappers take a stray first step: bf16 goes through autocast there.
     """
-    if precision == "fp32":
-        return {}
     if stage == 0 and precision == "fp16":
         raise ConfigError("engine.precision", "be fp32 or bf16 at ZeRO stage 0", got="fp16", hint="or use stage 1")
-    if stage == 0:
-        return {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
-    return {precision: {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
+    formats: dict[str, dict[str, Any]] = {name: {"enabled": False} for name in ("bf16", "fp16", "torch_autocast")}
+    if precision == "bf16" and stage == 0:
+        formats["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}
+    elif precision == "bf16":
+        whole = {"bf16_master_weights_and_grads": False, "bf16_optimizer_states": False}
+        formats["bf16"] = {"enabled": True, "check_grad_overflow": True, **whole}
+    elif precision == "fp16":
+        formats["fp16"] = {"enabled": True, "fp16_master_weights_and_grads": False}
+    return formats
 
 
 def _read(source: str | dict[str, Any]) -> dict[str, Any]:

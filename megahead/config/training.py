@@ -61,7 +61,8 @@ class EngineConfig(Settings):
     """DeepSpeed's half of the run."""
 
     deepspeed: str | dict[str, Any] = "configs/deepspeed/zero0.json"
-    """DeepSpeed JSON file, or its content; batch sizes, clipping and precision are added to it from this config."""
+    """DeepSpeed JSON file, or its content; batch sizes, clipping and precision are added to it from this config, and
+    what contradicts them is refused. fp16's search for a loss scale is set there (`fp16.initial_scale_power`)."""
 
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Number format of the forward and backward passes; weights are always updated in fp32."""

@@ -27,6 +27,7 @@ _HEADS = {
     "objective has others), folded into the head's own weights",
     "trained": "the one that was trained",
 }
+_PADDED = ", and rows of padding that are never probable: their bias is folded into the head's own weights"
 
 
 def write_tokenizer(source: Path, folder: Path, config: RunConfig) -> dict[str, int]:
@@ -112,7 +113,7 @@ def model_card(model: TrainedModel, head: Head, dtype: str, parity: Parity) -> s
         "Trained for": f"{model.checkpoint.step:,} steps" + (f", {tokens:,} tokens" if tokens is not None else ""),
         "Data": dataset_names(config.data),
         "Held-out text": held_out(model) or "not evaluated",
-        "Head": _HEADS[head.name],
+        "Head": _HEADS[head.name] + ("" if head.folded is None or head.name == "pmi" else _PADDED),
         "Stored as": dtype,
         "Largest error": f"{errors}, of {parity.compared} up to {parity.largest_output:.1f}, against the checkpoint",
         "Exported by": code_version(),

@@ -6,7 +6,8 @@ A head without a bias is all that a Hugging Face GPT-NeoX has, so the training-f
 bias into matrix and final norm. That norm gives h = w * x + b with mean(x) = 0 over D features, hence (1/w).h =
 sum(b/w) = S, the same for every token. With the exported norm bias moved by delta = +w or -w (the sign of S), the
 output h' = h + delta has (1/w).h' = S' = S + D or S - D, never near 0; with u = (1/w) / S', u.h' = 1, and
-`W = E / T + (log q - E delta / T) (outer) u` gives W h' = E h / T + log q exactly.
+`W = E / T + (log q - E delta / T) (outer) u` gives W h' = E h / T + log q exactly. Any other head whose padding rows
+are kept has a bias in the same way, 0 but for those rows: without one they would take a share of the probability.
 
 V vocabulary, D features; lower-case v: rows of one chunk.
 """
@@ -51,10 +52,10 @@ def fold_bias(norm_weight_D: Tensor, norm_bias_D: Tensor, bias_V: Tensor) -> Fol
     zeros = int((weight_D == 0).sum())
     if zeros:
         raise FieldError(
-            "--head pmi",
-            "find no zero among the final norm's weights",
+            "--head",
+            "find no zero among the final norm's weights where it has a bias",
             got=f"impossible with {zeros} of {len(weight_D)} zero",
-            hint="export with --head tied or none",
+            hint="export with --head tied or none, without --keep-padding",
         )
     constant = (norm_bias_D / weight_D).sum()
     sign = 1.0 if constant >= 0 else -1.0
@@ -94,8 +95,11 @@ class Head:
         return stored_D if self.folded is None else stored_D.double() + self.folded.delta_D
 
 
-def make_head(name: HeadName, model: TrainedModel) -> Head:
-    """The head `name` of a trained model. Raises FieldError, or CheckpointError, where the model cannot have it."""
+def make_head(name: HeadName, model: TrainedModel, *, keep_padding: bool = False) -> Head:
+    """The head `name` of a trained model, over the padding rows too with `keep_padding`.
+
+    Raises FieldError, or CheckpointError, where the model cannot have it.
+    """
     objective = model.config.objective
     if name == "none":
         return Head(name)
@@ -111,7 +115,8 @@ def make_head(name: HeadName, model: TrainedModel) -> Head:
     matrix = HEAD if own == "trained" else EMBEDDING
     if model.config.model.is_encoder():
         return Head(name, matrix, model.temperature(), transform=_transform(name, model))
-    folded = _training_free(model) if name == "pmi" else None
+    padded = keep_padding and model.config.model.padded_vocab_size() > model.config.model.vocab_size
+    folded = _folded(name, model) if name == "pmi" or padded else None
     return Head(name, matrix, model.temperature(), folded)
 
 
@@ -130,27 +135,31 @@ def _transform(name: HeadName, model: TrainedModel) -> dict[str, Tensor]:
     stored = {key: model.weight(key) for key in model.shapes if key.startswith(MASK_HEAD)}
     if stored:
         return trained_transform(stored, shape.vocab_size, model.temperature())
-    bias_V = _padded_bias(model) if name == "pmi" else torch.zeros(shape.padded_vocab_size())
     norm = f"backbone.blocks.{shape.num_layers - 1}.mlp_norm"
     weight_D, shift_D = model.weight(f"{norm}.weight"), model.weight(f"{norm}.bias")
-    return identity_transform(weight_D, shift_D, bias_V, model.temperature())
+    return identity_transform(weight_D, shift_D, _padded_bias(name, model), model.temperature())
 
 
-def _training_free(model: TrainedModel) -> FoldedBias:
-    bias_V, norm = _padded_bias(model), "backbone.final_norm"
-    return fold_bias(model.weight(f"{norm}.weight"), model.weight(f"{norm}.bias"), bias_V)
+def _folded(name: HeadName, model: TrainedModel) -> FoldedBias:
+    norm = "backbone.final_norm"
+    return fold_bias(model.weight(f"{norm}.weight"), model.weight(f"{norm}.bias"), _padded_bias(name, model))
 
 
-def _padded_bias(model: TrainedModel) -> Tensor:
-    """[padded vocabulary]: log q or the like."""
+def _padded_bias(name: HeadName, model: TrainedModel) -> Tensor:
+    """[padded vocabulary]: log q or the like for the head `pmi`, else 0; and what keeps padding rows silent."""
+    shape = model.config.model
+    bias_V = _training_free_bias(model) if name == "pmi" else torch.zeros(shape.vocab_size)
+    padding = bias_V.new_full((shape.padded_vocab_size() - shape.vocab_size,), PADDING_BIAS)
+    return torch.cat([bias_V, padding])
+
+
+def _training_free_bias(model: TrainedModel) -> Tensor:
     if not model.has_target_counts():
         raise CheckpointError(
             f"`{model.checkpoint.folder}` must hold the counts of its training targets for --head pmi, "
             "but lacks them; export with --head tied or none."
         )
-    bias_V = model.training_free_bias()
-    padding = bias_V.new_full((model.config.model.padded_vocab_size() - len(bias_V),), PADDING_BIAS)
-    return torch.cat([bias_V, padding])
+    return model.training_free_bias()
 
 
 def _impossible(name: str, rule: str, got: str, hint: str) -> FieldError:

@@ -55,7 +55,8 @@ def export(
 
     An encoder becomes a `BertForMaskedLM` or `BertModel`, and without token types a DistilBERT.
 
-    checkpoint: a step folder, or a run (its newest). keep_padding: keep the rows that pad the vocabulary.
+    checkpoint: a step folder, or a run (its newest). keep_padding: keep the rows that pad the vocabulary; they take no
+    probability, for which a decoder's head is stored apart from its embedding, with a bias folded in.
     shard_bytes: weights above it are written as several files.
     Ends with a comparison of outputs on random and real tokens, kept in parity.json. An earlier export in
     `output_dir` is replaced; on any error (a UserError) nothing is left of the new one.
@@ -69,7 +70,7 @@ def export(
     if shard_bytes < 1:
         raise FieldError("--shard-size", "be above 0", got=shard_bytes)
     model = TrainedModel.open(checkpoint)
-    made = make_head(head, model)
+    made = make_head(head, model, keep_padding=keep_padding)
     with staged_folder(output_dir, replaceable=PARITY_FILE) as folder:
         vocab_size = model.config.model.padded_vocab_size() if keep_padding else model.config.model.vocab_size
         write_shards(folder, list(_tensors(model, made, vocab_size)), DTYPES[dtype], shard_bytes)

@@ -7,6 +7,7 @@ import subprocess
 from pathlib import Path
 
 import megahead
+from megahead.checkpoint import Checkpoint
 from megahead.config import DataConfig
 from megahead.convert.source import TrainedModel
 
@@ -28,7 +29,8 @@ def code_version() -> str:
 
 
 def held_out(model: TrainedModel) -> str | None:
-    """The run's last evaluation up to the checkpoint, as its metrics.jsonl has it; None where there is none."""
+    """The evaluation that the checkpoint knows as its last, as the run's metrics.jsonl has it (which may hold those of
+    other histories, too); None where there is none."""
     try:
         lines = (model.run_folder() / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -37,11 +39,18 @@ def held_out(model: TrainedModel) -> str | None:
     for line in lines:
         try:
             record = json.loads(line)
-            if record["step"] <= model.checkpoint.step:
+            if _is_known(record["step"], record["validation"].get("loss"), model.checkpoint):
                 told = _sentence(record["step"], record["validation"])
         except (ValueError, KeyError, TypeError):  # another kind of record, or a line cut short
             continue
     return told
+
+
+def _is_known(step: int, loss: float, checkpoint: Checkpoint) -> bool:
+    if "validation" not in checkpoint.state:  # what the first version did not write
+        return step <= checkpoint.step
+    known = checkpoint.state["validation"]
+    return known is not None and (step, loss) == (known["step"], known["loss"])
 
 
 def _sentence(step: int, found: dict[str, float]) -> str:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from megahead.checkpoint import Checkpoint, open_checkpoint
 from megahead.config import RunConfig, config_from_dict
+from megahead.data import asked_counts
 from megahead.distributed import Group
 from megahead.errors import CheckpointError
 from megahead.objectives import training_free_bias
@@ -63,12 +64,18 @@ class TrainedModel:
         return _COUNTS in self.checkpoint.names()
 
     def training_free_bias(self) -> Tensor:
-        """[V] fp32: what `E h / T` lacks to be log p; log q of the targets trained on for the paper's objective."""
+        """[V] fp32: what `E h / T` lacks to be log p; log q of the targets trained on for the paper's objective,
+        or of the text's tokens where masking drew rare ones more often."""
         names, model = self.checkpoint.names(), self.config.model
         token_counts_V = self.checkpoint.read(_PRIOR) if _PRIOR in names else None
         counts_V = self.checkpoint.read(_COUNTS)
         bias_V = training_free_bias(
-            self.config.objective, model.vocab_size, counts_V, token_counts_V, self._group_targets()
+            self.config.objective,
+            model.vocab_size,
+            counts_V,
+            token_counts_V,
+            self._group_targets(),
+            asked_counts(self.config, token_counts_V),
         )
         return torch.zeros(model.vocab_size) if bias_V is None else bias_V
 

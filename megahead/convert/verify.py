@@ -21,6 +21,9 @@ from megahead.errors import CheckpointError, DataError
 TOLERANCE = 1e-5
 """Largest error of an fp32 export, as a share of the largest output (of 10, when all are smaller)."""
 
+MOST_PADDING = 1e-6
+"""Largest probability that padding rows may take together, where they were kept."""
+
 _OWN_ROUNDINGS = 4  # of the source, that an export in half precision may be off by
 
 _ROWS, _TOKENS = 2, 64
@@ -43,6 +46,9 @@ class Parity:
     own_rounding: float
     """What the source itself is off by when it computes in the stored dtype; 0 for float32."""
 
+    padding: float
+    """Largest probability that padding rows take together, after any token and in any dtype."""
+
     def tolerance(self) -> float:
         """The largest error allowed in the stored dtype."""
         return TOLERANCE * max(self.largest_output, 10.0) + _OWN_ROUNDINGS * self.own_rounding
@@ -60,18 +66,25 @@ def verify(folder: Path, model: TrainedModel, head: Head, dtype: str) -> Parity:
     """
     rows_BT = _token_rows(model)
     expected = expected_outputs(model, head, rows_BT)
-    errors = {
-        kind: _distance(_exported_outputs(folder, head, rows_BT, DTYPES[kind], expected.shape[-1]), expected)
-        for kind in dict.fromkeys(["float32", dtype])
-    }
+    width = expected.shape[-1]
+    errors, padding = {}, 0.0
+    for kind in dict.fromkeys(["float32", dtype]):
+        outputs = _exported_outputs(folder, head, rows_BT, DTYPES[kind])
+        errors[kind] = _distance(outputs[..., :width], expected)  # padding rows come last
+        padding = max(padding, _probability_from(width, outputs))
     rounded = expected if dtype == "float32" else expected_outputs(model, head, rows_BT, DTYPES[dtype])
     compared = "hidden states" if head.matrix is None else "logits"
     scale = float(expected.abs().max())
-    parity = Parity(compared, rows_BT.numel(), scale, errors, _distance(rounded, expected))
+    parity = Parity(compared, rows_BT.numel(), scale, errors, _distance(rounded, expected), padding)
     if not errors[dtype] <= parity.tolerance():  # also when one of them is not a number
         raise CheckpointError(
             f"the exported {compared} must be within {parity.tolerance():.1e} of the checkpoint's, but are off by "
             f"{errors[dtype]:.1e} in {dtype}; nothing was written."
+        )
+    if padding > MOST_PADDING:
+        raise CheckpointError(
+            f"padding rows must take at most {MOST_PADDING:.0e} of the exported probability, but take {padding:.1e}; "
+            "nothing was written."
         )
     return parity
 
@@ -98,7 +111,7 @@ def expected_outputs(model: TrainedModel, head: Head, rows_BT: Tensor, dtype: to
 
 
 @torch.no_grad()
-def _exported_outputs(folder: Path, head: Head, rows_BT: Tensor, dtype: torch.dtype, width: int) -> Tensor:
+def _exported_outputs(folder: Path, head: Head, rows_BT: Tensor, dtype: torch.dtype) -> Tensor:
     with tempfile.TemporaryDirectory(dir=folder) as converted:
         if head.matrix is None:
             outputs: Tensor = load_backbone(folder, dtype, stream_to=Path(converted))(rows_BT).last_hidden_state
@@ -106,7 +119,12 @@ def _exported_outputs(folder: Path, head: Head, rows_BT: Tensor, dtype: torch.dt
             outputs = load_masked(folder, dtype)(rows_BT).logits
         else:
             outputs = load_causal(folder, dtype, stream_to=Path(converted))(rows_BT).logits
-    return outputs[..., :width].float()  # padding rows come last, if they were kept
+    return outputs.float()
+
+
+def _probability_from(first: int, logits_BTV: Tensor) -> float:
+    """The largest sum of probabilities from column `first` on; 0 without such columns."""
+    return float(logits_BTV.softmax(-1)[..., first:].sum(-1).max())
 
 
 def _distance(outputs: Tensor, expected: Tensor) -> float:

@@ -65,6 +65,11 @@ class IndexedDataset:
         """Documents named by the index; 0 in preshuffled files (D = 1), whose rows belong to none."""
         return self.layout.num_boundaries - 1
 
+    def document(self, i: int) -> Array:
+        """Document i as a read-only view; neither its ids nor its borders are checked, and nothing else is read."""
+        first, end = (self._first_token(self._boundary(i + k)) for k in (0, 1))
+        return self._tokens[first:end]
+
     def read(self, first_token: int, count: int) -> Array:
         """The tokens [first_token, first_token + count) of the whole run of text, over sequence borders; a view."""
         if not 0 <= first_token <= first_token + count <= self.num_tokens:
@@ -122,6 +127,12 @@ class IndexedDataset:
         """First sequence of each document, then L; int64 [D]."""
         return self._array("<i8", self.layout.num_boundaries, self.layout.documents_at)
 
+    def document_borders(self) -> Array:
+        """First token of each document, then the number of all; int64 [D]. Reads the whole index."""
+        ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(self.sizes, dtype=np.int64)])
+        borders: Array = ends[self.document_index]
+        return borders
+
     @cached_property
     def info(self) -> DatasetInfo | None:
         """What preprocessing noted in `PREFIX.json`, if it lies there. DataError when it tells of other files."""
@@ -147,6 +158,14 @@ class IndexedDataset:
         offset: int = struct.unpack_from("<q", self._index, self.layout.offsets_at + 8 * i)[0]
         return size, offset
 
+    def _first_token(self, sequence: int) -> int:
+        """Where a sequence begins in the whole run of text, or where the last one ends."""
+        return self.num_tokens if sequence == len(self) else self._entry(sequence)[1] // self.dtype.itemsize
+
+    def _boundary(self, i: int) -> int:
+        first_sequence: int = struct.unpack_from("<q", self._index, self.layout.documents_at + 8 * i)[0]
+        return first_sequence
+
     def _array(self, dtype: str, count: int, offset: int) -> Array:
         array = np.frombuffer(self._index, dtype, count, offset).copy()  # unaligned in the file, aligned in the copy
         array.flags.writeable = False
@@ -164,10 +183,7 @@ class IndexedDataset:
         return tokens
 
     def _check_documents(self) -> None:
-        ends = [
-            struct.unpack_from("<q", self._index, self.layout.documents_at + 8 * i)[0]
-            for i in (0, self.num_documents)[: self.layout.num_boundaries]
-        ]
+        ends = [self._boundary(i) for i in (0, self.num_documents)[: self.layout.num_boundaries]]
         if not ends or ends[0] != 0 or (self.num_documents and ends[1] != len(self)):
             raise DataError(
                 f"the documents in `{self.idx_path}` must begin at sequence 0 and end at {len(self)}, "

@@ -40,17 +40,22 @@ class Inspection:
             raise FieldError("--sequence", f"lie below the {len(self.dataset)} sequences there are", got=i)
         return self.dataset[i]
 
+    def ends(self, end_token: int) -> int:
+        """How many tokens close a document."""
+        return int(self.counts[end_token]) if 0 <= end_token < len(self.counts) else 0
+
     def end_rate(self, end_token: int) -> float:
         """Share of the tokens that close a document."""
-        ends = int(self.counts[end_token]) if 0 <= end_token < len(self.counts) else 0
-        return ends / max(self.dataset.num_tokens, 1)
+        return self.ends(end_token) / max(self.dataset.num_tokens, 1)
 
     def warnings(self, end_token: int, vocab_size: int | None = None) -> list[str]:
         """A sentence for whatever would spoil training unnoticed; `vocab_size` is the tokenizer's, where known."""
         said = []
-        if self.dataset.num_tokens and not self.end_rate(end_token):
+        ends = self.ends(end_token)
+        if self.dataset.num_tokens and ends < max(self.dataset.num_documents, 1):
+            often = f"occurs {ends:,} times in {self.dataset.num_documents:,} documents" if ends else "never occurs"
             said.append(
-                f"the end token {end_token} never occurs: documents that share a row cannot be told apart "
+                f"the end token {end_token} {often}: documents that share a row cannot be told apart "
                 "(tokenized without end tokens, or another id closes them)."
             )
         if vocab_size is not None and len(self.used_ids) and self.used_ids[-1] >= vocab_size:

@@ -20,16 +20,21 @@ Array = np.ndarray[Any, Any]
 
 
 def merge_datasets(
-    prefixes: Sequence[str | Path], output: str | Path, *, progress: ByteProgress | None = None
+    prefixes: Sequence[str | Path],
+    output: str | Path,
+    *,
+    overwrite: bool = False,
+    progress: ByteProgress | None = None,
 ) -> IndexedDataset:
     """Writes the sequences and documents of all `prefixes`, in order, to `output`; whole, or not at all.
 
     Document borders are kept as they are, also where a document has several sequences, or where there are none at
     all (preshuffled rows). Memory: some 100 MB, and the index arrays. DataError when token types, vocabularies or the
-    naming of documents differ, or when `output` is one of `prefixes`.
+    naming of documents differ, when `output` is one of `prefixes`, or (unless `overwrite`) when it is there already.
     """
     datasets = [IndexedDataset(prefix) for prefix in prefixes]
     _check_alike(datasets, output)
+    _check_new(output, overwrite)
     progress = progress or Silent()
     progress.begin(sum(dataset.num_tokens * dataset.dtype.itemsize for dataset in datasets))
     names = {None if dataset.info is None else dataset.info.tokenizer for dataset in datasets}
@@ -63,6 +68,12 @@ def _check_alike(datasets: Sequence[IndexedDataset], output: str | Path) -> None
                     f"datasets to merge must have equal {what}, but `{known[0][1].prefix}` has {known[0][0]} and "
                     f"`{dataset.prefix}` {value}; make them the same way."
                 )
+
+
+def _check_new(output: str | Path, overwrite: bool) -> None:
+    there = next((path for path in dataset_paths(output) if path.exists()), None)
+    if there is not None and not overwrite:
+        raise DataError(f"`{there}` must not exist yet, but does; name another --output, or add --overwrite.")
 
 
 def _vocabulary(dataset: IndexedDataset) -> int:

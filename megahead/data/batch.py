@@ -50,19 +50,24 @@ class Batch:
         return Batch(change(self.input_ids_BT), positions_BT, *targets, self.max_targets_per_row, cu_seqlens)
 
 
-def causal_batch(rows: Array, *, end_token: int, isolate_documents: bool, boundary_targets: bool) -> Batch:
+def causal_batch(
+    rows: Array, begins: Array | None = None, *, end_token: int, isolate_documents: bool, boundary_targets: bool
+) -> Batch:
     """Next-token prediction over `rows`, int64 [B, T+1]: the target of token t is token t + 1.
 
-    A document begins after each end token, which belongs to the document it closes. With `isolate_documents` positions
-    restart there. Without `boundary_targets` an end token predicts nothing (what follows it is another document's).
-    Negative tokens are padding: read as end tokens, each a document of its own, and neither predicted nor predicting.
+    A document begins after each end token, which belongs to the document it closes, and where `begins` (bool [B, T+1])
+    says so. With `isolate_documents` positions restart there. Without `boundary_targets` the last token of a document
+    predicts nothing (what follows it is another's). Negative tokens are padding: read as end tokens, each a document of
+    its own, and neither predicted nor predicting.
     """
     inputs_BT = np.ascontiguousarray(rows[:, :-1])
     targets = rows[:, 1:].reshape(-1)
     padding_BT = inputs_BT < 0
     if padded := bool(padding_BT.any()) or bool((targets < 0).any()):
         inputs_BT = np.where(padding_BT, end_token, inputs_BT)
-    closes_BT = inputs_BT == end_token
+    closes_BT = (inputs_BT == end_token) | (rows[:, 1:] < 0)
+    if begins is not None:
+        closes_BT |= begins[:, 1:]
     if boundary_targets and not padded:
         target_index_N = np.arange(inputs_BT.size)
     else:

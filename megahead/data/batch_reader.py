@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from torch import Tensor
 
 from megahead.config import DataConfig, MaskingConfig, RunConfig
 from megahead.corpus.indexed import IndexedDataset
@@ -29,11 +30,12 @@ class BatchReader:
 
     def read(self, sample_indices: Sequence[int]) -> Batch:
         """The batch of these samples, in their order."""
-        rows = self.samples.rows(sample_indices)
+        rows, begins = self.samples.rows(sample_indices), self.samples.beginnings(sample_indices)
         if self.masker is not None:
-            return self.masker.batch(rows, sample_indices)
+            return self.masker.batch(rows, sample_indices, begins)
         return causal_batch(
             rows,
+            begins,
             end_token=self.data.end_token,
             isolate_documents=self.data.isolate_documents,
             boundary_targets=self.data.boundary_targets,
@@ -92,6 +94,17 @@ def _token_counts(datasets: Sequence[IndexedDataset], vocab_size: int) -> np.nda
             )
         known = np.asarray(dataset.info.token_counts, np.int64)
         counts_V[: len(known)] += known
+    return counts_V
+
+
+def asked_counts(config: RunConfig, token_counts_V: Tensor | None) -> Tensor | None:
+    """int64 [V]: how often each id would be a target if all tokens of the training text were so alike, as those of
+    held-out rows are; None where training draws them alike, or the text's `token_counts_V` are not known."""
+    if config.masking is None or config.masking.strategy != "frequency" or token_counts_V is None:
+        return None
+    special = special_ids(config.masking, config.data.end_token)
+    counts_V = token_counts_V[: config.model.vocab_size].clone()
+    counts_V[[id_ for id_ in special if id_ < len(counts_V)]] = 0
     return counts_V
 
 

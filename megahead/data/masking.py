@@ -41,9 +41,12 @@ class Masker:
     steps: int = 1
     """Of the run, for a rate that changes: it is the same for all samples of an optimizer step."""
 
-    def batch(self, text: Array, sample_indices: Sequence[int] | Array) -> Batch:
-        """Rows of T = t + 2 tokens from `text`, int64 [B, t], negative where there is none."""
-        tokens_BT, closes_BT = self._framed(text)
+    def batch(self, text: Array, sample_indices: Sequence[int] | Array, begins: Array | None = None) -> Batch:
+        """Rows of T = t + 2 tokens from `text`, int64 [B, t], negative where there is none.
+
+        begins: bool [B, t], where documents begin besides after end tokens.
+        """
+        tokens_BT, closes_BT = self._framed(text, begins)
         noise = CounterRng(self.seed, sample_indices)
         allowed_BT = ~np.isin(tokens_BT, special_ids(self.config, self.end_token))
         chosen_BT = self._select(tokens_BT, allowed_BT, self._budget(text, sample_indices), noise)
@@ -58,7 +61,7 @@ class Masker:
             max_targets_per_row=int(chosen_BT.sum(1).max(initial=0)),
         )
 
-    def _framed(self, text: Array) -> tuple[Array, Array]:
+    def _framed(self, text: Array, begins: Array | None) -> tuple[Array, Array]:
         """(tokens, where a document ends), both [B, T]; what lies behind [SEP] is one document of end tokens."""
         rows, length = text.shape
         tokens_BT = np.full((rows, length + 2), self.end_token, np.int64)
@@ -67,9 +70,11 @@ class Masker:
         last_B = 1 + (text >= 0).sum(1)
         tokens_BT[np.arange(rows), last_B] = self.config.sep_token
         place_T = np.arange(length + 2)
-        closes_BT = (place_T == last_B[:, None]) | (place_T < last_B[:, None]) & (tokens_BT == self.end_token) & (
-            self.isolate_documents
-        )
+        ends_BT = tokens_BT == self.end_token
+        if begins is not None:
+            ends_BT[:, 1:length] |= begins[:, 1:]  # the token before one that begins a document
+        inside_BT = place_T < last_B[:, None]
+        closes_BT = (place_T == last_B[:, None]) | (inside_BT & ends_BT & self.isolate_documents)
         return tokens_BT, closes_BT
 
     def _budget(self, text: Array, sample_indices: Sequence[int] | Array) -> tuple[Array, Array]:

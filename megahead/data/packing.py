@@ -3,7 +3,8 @@
 Documents longer than a row are cut into full rows that overlap by one token, so that every target is kept, and a rest.
 Windows of 65,536 pieces are packed best-fit decreasing: the longest first, each into the row with the least room that
 still fits it. The table lies beside the dataset as `PREFIX.pack-KEY.rows`, made once; its key depends on the lengths of
-the documents and on the settings, so that it can never belong to other data.
+the documents and on the settings, so that it can never belong to other data. It appears there whole, by one renaming of
+a file that one process alone has written: processes that make it at once need no lock.
 
     one line of JSON, 256 bytes     starts  R+1 x i64     first tokens  P x i64     lengths  P x i32
 
@@ -13,9 +14,9 @@ Row r is the pieces starts[r] to starts[r + 1], each a run of the dataset's toke
 from __future__ import annotations
 
 import hashlib
-import time
 import zlib
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -28,7 +29,7 @@ from megahead.corpus.indexed import IndexedDataset
 from megahead.data.samples import Samples
 from megahead.data.shuffle import FeistelOrder, mix
 from megahead.errors import DataError
-from megahead.files import InUseError, StagedFile
+from megahead.files import write_atomically
 
 FORMAT = "megahead-rows/1"
 HEADER_BYTES = 256
@@ -63,6 +64,16 @@ class PackedSamples(Samples):
         self.table, self.seed = table, seed
         self._order = lru_cache(maxsize=4)(self._epoch_order)
 
+    def beginnings(self, sample_indices: Sequence[int] | Array) -> Array:
+        """bool [B, T+1]: where the pieces of each row begin, also in a text without end tokens."""
+        epochs_B, places_B = np.divmod(np.asarray(sample_indices, np.int64), self.per_epoch)
+        begins = np.zeros((len(places_B), self.sequence_length + 1), bool)
+        for member, (epoch, place) in enumerate(zip(epochs_B.tolist(), places_B.tolist(), strict=True)):
+            (row,) = self._order(epoch).take(np.array([place]))
+            lengths = self.table.lengths_P[self.table.starts_R1[row] : self.table.starts_R1[row + 1]]
+            begins[member, np.cumsum(lengths) - lengths] = True
+        return begins
+
     def _epoch_order(self, epoch: int) -> FeistelOrder:
         return FeistelOrder(self.per_epoch, mix(self.seed, epoch, 0))
 
@@ -85,8 +96,9 @@ class PackedSamples(Samples):
 def pack_table(dataset: IndexedDataset, sequence_length: int, most_documents: int | None = None) -> PackTable:
     """The table for rows of `sequence_length` + 1 tokens, from disk; made first where there is none.
 
-    Making one takes about 2 us a document. Any number of processes may ask at once: one makes it, the others wait.
-    DataError when the dataset names no documents, or its folder cannot be written.
+    Making one takes about 2 us a document. Any number of processes may ask at once, and each makes the same where it
+    finds none: ranks of a run had better let one go first. DataError when the dataset names no documents, or its folder
+    cannot be written.
     """
     if not dataset.num_documents:
         raise DataError(
@@ -95,23 +107,14 @@ def pack_table(dataset: IndexedDataset, sequence_length: int, most_documents: in
     key = zlib.crc32(repr((FORMAT, WINDOW, sequence_length, most_documents)).encode())
     key = zlib.crc32(dataset.document_index.data, zlib.crc32(dataset.sizes.data, key))
     path = Path(f"{dataset.prefix}.pack-{key:08x}.rows")
-    while not path.exists():
-        try:
-            staged = StagedFile(path)
-        except InUseError:
-            time.sleep(0.2)
-            continue
-        try:
-            _write(staged, best_fit_rows(dataset, sequence_length + 1, most_documents))
-        finally:
-            staged.discard()
+    if not path.exists():
+        write_atomically(path, *_content(best_fit_rows(dataset, sequence_length + 1, most_documents)))
     return read_table(path)
 
 
 def best_fit_rows(dataset: IndexedDataset, capacity: int, most: int | None) -> PackTable:
     """Packs the whole dataset into rows of at most `capacity` tokens and `most` documents."""
-    ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(dataset.sizes, dtype=np.int64)])
-    borders = ends[dataset.document_index]
+    borders = dataset.document_borders()
     firsts_P, lengths_P = cut_documents(borders[:-1], np.diff(borders), capacity)
     starts, chosen = array("q", [0]), array("q")
     for low in range(0, len(firsts_P), WINDOW):
@@ -172,13 +175,12 @@ def read_table(path: Path) -> PackTable:
     return PackTable(starts_R1, firsts_P, np.frombuffer(body, "<i4", pieces, 8 * (rows + 1 + pieces)))
 
 
-def _write(staged: StagedFile, table: PackTable) -> None:
-    body = b"".join(
-        part.astype(dtype).tobytes()
-        for part, dtype in ((table.starts_R1, "<i8"), (table.firsts_P, "<i8"), (table.lengths_P, "<i4"))
-    )
-    sums = {"rows": len(table), "pieces": len(table.firsts_P), "sha256": hashlib.sha256(body).hexdigest()}
-    staged.write(orjson.dumps({"format": FORMAT, **sums}).ljust(HEADER_BYTES - 1) + b"\n")
-    staged.write(body)
-    staged.sync()
-    staged.publish()
+def _content(table: PackTable) -> list[bytes]:
+    """The parts of a table's file."""
+    columns = ((table.starts_R1, "<i8"), (table.firsts_P, "<i8"), (table.lengths_P, "<i4"))
+    body = [column.astype(dtype).tobytes() for column, dtype in columns]
+    digest = hashlib.sha256()
+    for part in body:
+        digest.update(part)
+    sums = {"rows": len(table), "pieces": len(table.firsts_P), "sha256": digest.hexdigest()}
+    return [orjson.dumps({"format": FORMAT, **sums}).ljust(HEADER_BYTES - 1) + b"\n", *body]

@@ -45,6 +45,10 @@ class Samples(ABC):
             self._fill(rows, members, epoch, places_B[members])
         return rows
 
+    def beginnings(self, sample_indices: Sequence[int] | Array) -> Array | None:
+        """bool [B, T+1]: where a document is known to begin; None where only end tokens tell."""
+        return None
+
     def _fill(self, rows: Array, members: Array, epoch: int, places: Array) -> None:
         """Writes the samples at `places` of this epoch into `rows[members]`."""
         length = self.sequence_length + 1

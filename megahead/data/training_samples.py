@@ -22,6 +22,12 @@ class RowSource(Protocol):
 
     def rows(self, sample_indices: Sequence[int] | np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """int64 [B, T+1]; `packing.PADDING` where a row is empty."""
+        ...
+
+    def beginnings(self, sample_indices: Sequence[int] | np.ndarray[Any, Any]) -> np.ndarray[Any, Any] | None:
+        """bool [B, T+1]: where a document is known to begin, whatever stands before it; None where only end tokens
+        tell."""
+        return None
 
 
 def training_samples(

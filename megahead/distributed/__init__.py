@@ -7,12 +7,13 @@ from megahead.distributed.collectives import (
     reduce_scatter_to_group,
     scatter_to_group,
 )
+from megahead.distributed.connection import connected, disconnect
 from megahead.distributed.group import Group
 from megahead.distributed.mesh import Mesh
 from megahead.distributed.print_once import print_error_once
-from megahead.distributed.rendezvous import Launch, choose_device, connect, disconnect, read_launch
+from megahead.distributed.rendezvous import Launch, choose_device, read_launch
 from megahead.distributed.rng import per_rank_rng
-from megahead.distributed.rollcall import LostRankError, naming_lost_ranks
+from megahead.distributed.watch import LostRankError
 
 __all__ = [
     "Group",
@@ -20,11 +21,10 @@ __all__ = [
     "LostRankError",
     "Mesh",
     "choose_device",
-    "connect",
+    "connected",
     "copy_to_group",
     "disconnect",
     "gather_from_group",
-    "naming_lost_ranks",
     "per_rank_rng",
     "print_error_once",
     "read_launch",

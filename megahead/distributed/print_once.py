@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import time
-from datetime import timedelta
-from typing import Any
+from contextlib import suppress
 
 import torch.distributed as dist
-from torch.distributed.rendezvous import rendezvous
+from torch.distributed.distributed_c10d import Store
 
-from megahead.distributed.rendezvous import Launch
+from megahead.distributed.rendezvous import Launch, open_store
+from megahead.distributed.waiting import within
 from megahead.errors import print_error
 
 PATIENCE_SECONDS = 5.0
@@ -19,42 +19,29 @@ PATIENCE_SECONDS = 5.0
 
 def print_error_once(launch: Launch, sentence: str) -> None:
     """Says `sentence` unless another rank of `launch` has said the same. Ranks call it when they fail, connected or not
-    yet, and leave afterwards."""
-    store = _store(launch)
-    if store is None or _claims(store, sentence):
-        print_error(sentence)
-    if store is not None and launch.rank == 0:
-        _wait_for_others(store, launch.world_size)
-
-
-def _store(launch: Launch) -> Any:
-    """Where the ranks of `launch` meet; None for a single process, and where the others do not come."""
+    yet, from whichever thread, and leave afterwards."""
     if launch.world_size == 1:
-        return None
+        return print_error(sentence)
     try:
-        if dist.is_initialized():
-            return dist.distributed_c10d._get_default_store()
-        method, patience = f"tcp://{launch.address}:{launch.port}", timedelta(seconds=PATIENCE_SECONDS)
-        store, _, _ = next(rendezvous(method, launch.rank, launch.world_size, timeout=patience))
-        return dist.PrefixStore(f"attempt {launch.attempt}", store)  # type: ignore[attr-defined]
+        store, first = within(PATIENCE_SECONDS, lambda: _claim(launch, sentence))
     except (RuntimeError, OSError, ValueError):
-        return None
+        return print_error(sentence)
+    if first:
+        print_error(sentence)
+    if launch.rank == 0:  # it may keep the store
+        with suppress(RuntimeError, TimeoutError):
+            within(PATIENCE_SECONDS, lambda: _until_all_asked(store, launch.world_size))
 
 
-def _claims(store: Any, sentence: str) -> bool:
-    try:
-        first: bool = store.add(f"megahead/told/{hashlib.sha256(sentence.encode()).hexdigest()}", 1) == 1
-        store.add("megahead/asked", 1)
-    except RuntimeError:
-        return True
-    return first
+def _claim(launch: Launch, sentence: str) -> tuple[Store, bool]:
+    """Where the ranks meet, and whether nobody has said `sentence` there."""
+    # over a connection of its own: what another one asked may have no answer yet
+    store = open_store(launch, 0 if dist.is_initialized() else PATIENCE_SECONDS)
+    first = store.add(f"megahead/told/{hashlib.sha256(sentence.encode()).hexdigest()}", 1) == 1
+    store.add("megahead/asked", 1)
+    return store, first
 
 
-def _wait_for_others(store: Any, world_size: int) -> None:
-    """Rank 0 may keep the store: it stays until all have asked, or a moment."""
-    deadline = time.monotonic() + PATIENCE_SECONDS / 2
-    try:
-        while time.monotonic() < deadline and store.add("megahead/asked", 0) < world_size:
-            time.sleep(0.02)
-    except RuntimeError:
-        return
+def _until_all_asked(store: Store, world_size: int) -> None:
+    while store.add("megahead/asked", 0) < world_size:
+        time.sleep(0.02)

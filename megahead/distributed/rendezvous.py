@@ -1,4 +1,4 @@
-"""How ranks find each other: one place reads what a launcher says, one place connects.
+"""How ranks find each other: one place reads what a launcher says, one opens the store where they leave word.
 
 `deepspeed`, `torchrun` and `srun` tell a process its rank through environment variables; `read_launch`
 takes them as a mapping, so that nothing below `launch/` reads the environment itself.
@@ -6,16 +6,17 @@ takes them as a mapping, so that nothing below `launch/` reads the environment i
 
 from __future__ import annotations
 
+import socket
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal
 
 import torch
-import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from megahead.distributed.group import Group
 from megahead.errors import UserError
 
 _SLURM = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_NTASKS", "LOCAL_RANK": "SLURM_LOCALID"}
@@ -96,28 +97,28 @@ def choose_device(asked: Literal["auto", "cpu", "cuda"], local_rank: int) -> tor
     return torch.device("cuda", local_rank)
 
 
-def connect(launch: Launch, device: torch.device, timeout_seconds: float) -> Group:
-    """Brings all ranks together (nccl for CUDA, gloo else) and returns them as a Group. Collective."""
-    if launch.world_size > 1 and not dist.is_initialized():
+def open_store(launch: Launch, seconds: float) -> Store:
+    """The store through which the ranks of `launch` find each other, kept by rank 0 or by a supervisor that started it.
+
+    Waits `seconds` for it to be there, but not for the other ranks; RuntimeError, OSError or ValueError when it is not.
+    """
+    if launch.rank > 0:
+        _until_someone_listens(launch, seconds)
+    url = f"tcp://{launch.address}:{launch.port}?rank={launch.rank}&world_size=-1"
+    store, _, _ = next(rendezvous(url, timeout=timedelta(seconds=max(seconds, 1))))
+    # a supervisor's store outlives the ranks, and remembers where those of an earlier attempt were
+    return PrefixStore(f"attempt {launch.attempt}", store)
+
+
+def _until_someone_listens(launch: Launch, seconds: float) -> None:
+    """Before torch looks for the store, which would fill the screen until it gave up."""
+    deadline = time.monotonic() + seconds
+    while True:
         try:
-            patience = timedelta(seconds=timeout_seconds)
-            method = f"tcp://{launch.address}:{launch.port}"
-            store, rank, size = next(rendezvous(method, launch.rank, launch.world_size, timeout=patience))
-            store.set_timeout(patience)
-            # a supervisor's store outlives the ranks, and remembers where those of an earlier attempt were
-            store = dist.PrefixStore(f"attempt {launch.attempt}", store)  # type: ignore[attr-defined]
-            backend = "nccl" if device.type == "cuda" else "gloo"
-            dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=patience)
-        except (RuntimeError, OSError, ValueError) as error:
-            raise UserError(
-                f"{launch.world_size} ranks must meet at {launch.address}:{launch.port} within {timeout_seconds:g} s, "
-                f"but rank {launch.rank} could not ({str(error).splitlines()[0]}); check MASTER_ADDR and MASTER_PORT."
-            ) from error
-    return Group.world(timeout_seconds)
-
-
-def disconnect(world: Group) -> None:
-    """Ends what `connect` began, all ranks together: a rank that leaves early may abort in its connection threads."""
-    if dist.is_initialized():
-        world.barrier()
-        dist.destroy_process_group()
+            socket.create_connection((launch.address, launch.port), max(seconds, 1)).close()
+        except OSError:
+            if time.monotonic() >= deadline:
+                raise
+            time.sleep(0.1)
+        else:
+            return

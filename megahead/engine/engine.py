@@ -9,17 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from math import isfinite
+from math import isfinite, nan
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from megahead.distributed import Mesh
+from megahead.engine.gradients import forget_gradients
+from megahead.engine.half import half_format, make_room, refuse_half_without_zero
 from megahead.engine.norm import clip_, global_norm
 from megahead.engine.start import start_deepspeed
 from megahead.engine.state import MOMENTS, WEIGHT, open_state
-from megahead.errors import CheckpointError, ConfigError
+from megahead.errors import CheckpointError
 from megahead.parallel import fill_, shard_dims
 
 _SCALE_STATE = frozenset({"cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis"})
@@ -61,25 +63,23 @@ class Engine:
     ) -> None:
         self._stage = int(config.get("zero_optimization", {}).get("stage", 0))
         self._clipping = float(config.get("gradient_clipping", 0.0))
-        _refuse_what_trains_wrongly(config, self._stage)
+        refuse_half_without_zero(config, self._stage)
         if self._stage == 0:
             config = {**config, "gradient_clipping": 0.0}  # ours, see `_step_replicated`
         self._mesh = mesh
+        half = half_format(config) is not None  # what DeepSpeed would round off is set once it has started
         if self._stage < 3:
-            if _is_half(config):  # what DeepSpeed would round off is set once its fp32 masters are there
-                _make_room(module)
-            else:
-                fill_(module, mesh.tensor, weights)
+            make_room(module) if half else fill_(module, mesh.tensor, weights)
         self._deepspeed = start_deepspeed(module, optimizer, config, mesh, device)
         self._reduces = self._stage < 2 and not hasattr(self._deepspeed.optimizer, "reduce_gradients")
         self._deepspeed.enable_backward_allreduce = not self._reduces  # it has no regard for the bucket's size there
-        self._state = open_state(self._deepspeed, self._stage)
+        self._state = open_state(self._deepspeed, self._stage, mesh.data)
         self._shard_dims = shard_dims(module)
         self._scaler = getattr(self._deepspeed.optimizer, "loss_scaler", None)
         if self.searches_loss_scale:
             self._scaler.raise_error_at_min_scale = False  # type: ignore[union-attr] # whoever counts skips decides
         self._backward_done = False
-        if self._stage == 3 or _is_half(config):
+        if self._stage == 3 or half:
             self.load_weights(lambda key: weights(key.removeprefix(f"{WEIGHT}/")))
 
     @property
@@ -104,38 +104,46 @@ class Engine:
 
         Collective, and waits for the device: whether to apply is decided from the gradient norm.
         """
-        if not self._backward_done:
-            raise RuntimeError("step() must follow the last micro step of its accumulation")
-        self._backward_done = False
+        self._end_accumulation()
         for group in self._deepspeed.optimizer.param_groups:
             group["lr"] = learning_rate
         return self._step_replicated() if self._stage == 0 else self._step_zero()
 
     def drop(self) -> StepResult:
-        """Instead of `step`: throws the gathered gradients away, weights and state (also fp16's loss scale) stay.
+        """Instead of `step`: throws the gathered gradients away; weights and state (also fp16's loss scale) stay.
 
-        Collective. DeepSpeed offers no such thing at stages 1 to 3, but leaves everything alone when gradients are
-        not finite: so they are made that first.
+        Sends nothing, but every rank must call it. The gradient norm is nan: nobody computed it.
         """
-        for _, parameter in self._parameters(MOMENTS[0]):  # all, so that every rank's part is
-            self._state.spoil_gradient(parameter)
-        scale = self.loss_scale_state()
-        result = self.step(0.0)
-        self.set_loss_scale_state(scale)
-        return result
+        self._end_accumulation()
+        self._deepspeed.set_gradient_accumulation_boundary(False)
+        self._deepspeed.step()  # only counts the micro step
+        self._deepspeed.set_gradient_accumulation_boundary(None)  # by its own count again
+        self._forget_gradients()
+        return StepResult(nan, applied=False)
+
+    def _end_accumulation(self) -> None:
+        if not self._backward_done:
+            raise RuntimeError("step() and drop() must follow the last micro step of their accumulation")
+        self._backward_done = False
 
     def _step_replicated(self) -> StepResult:
         norm = global_norm(self.module.parameters(), self._mesh.tensor)
         if isfinite(norm):
             clip_(self.module.parameters(), norm, self._clipping)
         else:
-            self._deepspeed.zero_grad()  # Adam passes over parameters without gradients
+            self._forget_gradients()  # Adam passes over parameters without gradients
         self._deepspeed.step()
         return StepResult(norm, isfinite(norm))
 
     def _step_zero(self) -> StepResult:
         self._deepspeed.step()
-        return StepResult(float(self._deepspeed.get_global_grad_norm()), self._deepspeed.was_step_applied())
+        applied = self._deepspeed.was_step_applied()
+        if not applied:
+            self._forget_gradients()
+        return StepResult(float(self._deepspeed.get_global_grad_norm()), applied)
+
+    def _forget_gradients(self) -> None:
+        forget_gradients(self._deepspeed.optimizer, self._stage)
 
     @property
     def loss_scale(self) -> float:
@@ -228,24 +236,3 @@ class Engine:
 
     def _counters(self) -> list[Tensor]:
         return [state["step"] for state in self._deepspeed.optimizer.state.values()]
-
-
-def _make_room(module: nn.Module) -> None:
-    """Memory for hollow parameters, without their values."""
-    for parameter in module.parameters():
-        parameter.data = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
-
-
-def _is_half(config: dict[str, Any]) -> bool:
-    return any(config.get(key, {}).get("enabled") for key in ("bf16", "fp16"))
-
-
-def _refuse_what_trains_wrongly(config: dict[str, Any], stage: int) -> None:
-    for key in ("fp16", "bf16"):
-        if stage == 0 and config.get(key, {}).get("enabled"):
-            raise ConfigError(
-                "engine.deepspeed.zero_optimization.stage",
-                f"be at least 1 with {key}.enabled (at stage 0 DeepSpeed takes a step too many)",
-                got=0,
-                hint="use stage 1, or torch_autocast",
-            )

@@ -13,6 +13,8 @@ import os
 import warnings
 from collections.abc import Iterator
 from contextlib import redirect_stdout
+from datetime import timedelta
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -21,6 +23,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megahead.distributed import Mesh
+from megahead.engine.half import half_format
 from megahead.engine.mpu import ModelParallelUnit
 from megahead.errors import UserError
 
@@ -45,6 +48,7 @@ def start_deepspeed(
     Without a process group one is made that holds only this process and asks nobody.
     """
     deepspeed = load_deepspeed(device)
+    own_errors = deepspeed.DeepSpeedConfigError, deepspeed.runtime.zero.utils.ZeRORuntimeException
     _name_device(device)
     if not dist.is_initialized():
         backend = "nccl" if device.type == "cuda" else "gloo"
@@ -53,11 +57,12 @@ def start_deepspeed(
     try:
         with redirect_stdout(io.StringIO()):  # its bf16 optimizer prints memory reports; warnings still pass
             deepspeed.init_distributed(dist.get_backend())
+            _limit_waits(deepspeed, mesh.world.timeout_seconds)
             if config.get("zero_optimization", {}).get("stage") == 3:
                 parts, data = _OneByOne(module, config), mesh.data.handle
                 deepspeed.zero.Init(module=parts, data_parallel_group=data, config_dict_or_path=config, mpu=mpu)
             engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config, mpu=mpu)
-    except (ValueError, TypeError, AssertionError) as error:
+    except (ValueError, TypeError, AssertionError, *own_errors) as error:
         told = " ".join(str(error).split()) or type(error).__name__
         raise UserError(f"`engine.deepspeed` must be what DeepSpeed accepts, but it says: {told}.") from error
     return engine
@@ -71,9 +76,7 @@ class _OneByOne(nn.Module):
 
     def __init__(self, module: nn.Module, config: dict[str, Any]) -> None:
         super().__init__()
-        half = {"bf16": torch.bfloat16, "fp16": torch.float16}
-        enabled = [dtype for key, dtype in half.items() if config.get(key, {}).get("enabled")]
-        self._dtype = enabled[0] if enabled else torch.float32
+        self._dtype = half_format(config) or torch.float32
         self._of_module = module.parameters
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
@@ -81,6 +84,11 @@ class _OneByOne(nn.Module):
             # a copy, because of one number expanded to [1] `contiguous` keeps the stride 0
             parameter.data = parameter.data.to(self._dtype).clone(memory_format=torch.contiguous_format)
             yield parameter
+
+
+def _limit_waits(deepspeed: ModuleType, timeout_seconds: float) -> None:
+    """Ranks wait in its groups as long as in ours; of itself it takes torch's default, half an hour with gloo."""
+    deepspeed.comm.comm.cdb.new_group = partial(dist.new_group, timeout=timedelta(seconds=timeout_seconds))
 
 
 def _name_device(device: torch.device) -> None:

@@ -11,8 +11,12 @@ from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
+
+from megahead.distributed import Group
+from megahead.engine.frozen import FrozenWeights
 
 WEIGHT = "weight"
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -25,12 +29,9 @@ class State(Protocol):
 
     def set(self, parameter: nn.Parameter, kind: str, value: Tensor) -> None: ...
 
-    def spoil_gradient(self, parameter: nn.Parameter) -> None:
-        """Makes the gathered gradient of `parameter` not finite, so that the step will not be applied."""
 
-
-def open_state(engine: Any, stage: int) -> State:
-    """The state of a `DeepSpeedEngine`, with Adam's moments there (zero) before the first step.
+def open_state(engine: Any, stage: int, data: Group) -> State:
+    """The state of a `DeepSpeedEngine`, with Adam's moments there (zero) before the first step. `data`: who share it.
 
     Making them now moves no memory peak, and DeepSpeed needs it: at stages 1 and 2 it looks for the
     state of all parameter groups after the first group's first step, and never sees the others'.
@@ -39,12 +40,15 @@ def open_state(engine: Any, stage: int) -> State:
     if stage == 0:
         _make_moments(optimizer, _parameters(optimizer))
         return ReplicatedState(optimizer)
+    frozen = FrozenWeights(data, engine.device)
     if stage == 3:
         _make_moments(optimizer.optimizer, optimizer.fp32_partitioned_groups_flat)
-        return ShardedState()
+        return ShardedState(frozen)
     _make_moments(optimizer.optimizer, _parameters(optimizer))
+    if getattr(optimizer, "round_robin_gradients", False):
+        _link_where_they_lie(optimizer)
     optimizer._lazy_init_hp_params_optimizer_state()
-    return PartitionedState()
+    return PartitionedState(frozen)
 
 
 def _parameters(optimizer: Any) -> Iterator[Tensor]:
@@ -63,6 +67,29 @@ def _make_moments(adam: torch.optim.Optimizer, tensors: Iterable[Tensor]) -> Non
         }
 
 
+def _link_where_they_lie(optimizer: Any) -> None:
+    """Under `round_robin_gradients` slices lie in another order than DeepSpeed's accessors take them to: on two ranks
+    and more they would read and write other parameters' numbers."""
+    from deepspeed.utils import link_hp_params
+
+    for index, parameters in enumerate(optimizer.bit16_groups):
+        laid_out, starts = optimizer.round_robin_bit16_groups[index], optimizer.round_robin_bit16_offsets[index]
+        start_of = {id(parameter): start for parameter, start in zip(laid_out, starts, strict=True)}
+        ranks, size = optimizer.real_dp_process_group[index], optimizer.partition_size[index]
+        link_hp_params(
+            lp_param_list=parameters,
+            flat_hp_partition=optimizer.single_partition_of_fp32_groups[index],
+            gradient_dict=optimizer.averaged_gradients,
+            offload_gradient_dict=optimizer.offload_gradient_dict,
+            use_offload=optimizer.cpu_offload,
+            param_group_index=index,
+            partition_start=dist.get_rank(ranks) * size,
+            partition_size=size,
+            dp_group=ranks,
+            param_offsets=[start_of[id(parameter)] for parameter in parameters],
+        )
+
+
 class ReplicatedState:
     """Stage 0: every rank holds everything; nothing is sent."""
 
@@ -76,10 +103,6 @@ class ReplicatedState:
     def set(self, parameter: nn.Parameter, kind: str, value: Tensor) -> None:
         self.get(parameter, kind).copy_(value)
 
-    def spoil_gradient(self, parameter: nn.Parameter) -> None:
-        if parameter.grad is not None:
-            parameter.grad.fill_(torch.nan)
-
 
 class PartitionedState:
     """Stages 1 and 2: masters and moments in slices, the model's copy whole on every rank.
@@ -88,11 +111,15 @@ class PartitionedState:
     They say nothing about frozen parameters, which have no master, and leave the model's copy alone.
     """
 
+    def __init__(self, frozen: FrozenWeights) -> None:
+        self._frozen = frozen
+
     def get(self, parameter: nn.Parameter, kind: str) -> Tensor:
         from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
         if not parameter.requires_grad:
-            return self._get_copy(parameter)
+            kept = self._frozen.read(parameter)
+            return self._get_copy(parameter) if kept is None else kept
         if kind == WEIGHT:
             whole: Tensor = safe_get_full_fp32_param(parameter)
         else:
@@ -102,13 +129,10 @@ class PartitionedState:
     def set(self, parameter: nn.Parameter, kind: str, value: Tensor) -> None:
         if parameter.requires_grad:
             self._set_slice(parameter, kind, value)
+        elif parameter.dtype != torch.float32:
+            self._frozen.keep(parameter, value)
         if kind == WEIGHT:
             self._set_copy(parameter, value)
-
-    def spoil_gradient(self, parameter: nn.Parameter) -> None:
-        mapping = parameter._hp_mapping  # type: ignore[attr-defined] # None where the rank has no part of it
-        if mapping is not None:
-            mapping.get_lp_grad_fragment(parameter._index_in_param_group).fill_(torch.nan)  # type: ignore[attr-defined]
 
     def _get_copy(self, parameter: nn.Parameter) -> Tensor:
         return parameter.detach()
@@ -152,9 +176,3 @@ class ShardedState(PartitionedState):
             safe_set_local_fp32_param(parameter, part)
         else:
             safe_set_local_optimizer_state(parameter, part, kind)
-
-    def spoil_gradient(self, parameter: nn.Parameter) -> None:
-        from deepspeed.utils import safe_set_local_grad
-
-        length = parameter.ds_tensor.numel()  # type: ignore[attr-defined]
-        safe_set_local_grad(parameter, torch.full((length,), torch.nan, device=parameter.device))

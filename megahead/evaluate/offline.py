@@ -10,6 +10,7 @@ from megahead.convert.export_heads import HeadName, make_head
 from megahead.convert.source import TrainedModel
 from megahead.corpus import IndexedDataset
 from megahead.data import held_out_masker, held_out_samples
+from megahead.data.endings import require_end_tokens
 from megahead.distributed import Group
 from megahead.errors import FieldError
 from megahead.evaluate.perplexity import HeldOut, HeldOutText
@@ -29,13 +30,15 @@ def evaluate_checkpoint(checkpoint: Path, head: HeadName, *, dataset: str | None
     prefix = dataset or config.data.validation
     if prefix is None:
         raise FieldError("data.validation", "name a held-out dataset", got="missing", hint="or give one to evaluate on")
-    samples = held_out_samples(IndexedDataset(prefix), config.sample_length())
+    text = IndexedDataset(prefix)
+    require_end_tokens(config.data, text)
+    samples = held_out_samples(text, config.sample_length())
     rows, masker = config.training.evaluate_samples, held_out_masker(config)
-    text = HeldOutText(samples, config.data, rows, config.batch.micro_size, Group(), masker)
+    held_out = HeldOutText(samples, config.data, rows, config.batch.micro_size, Group(), masker)
     pretraining = model.load()
 
     @torch.no_grad()
     def score(scoring: ScoreRequest) -> Scores:
         return pretraining(scoring)
 
-    return text.evaluate(score, model.training_free_bias() if head == "pmi" else None, torch.device("cpu"))
+    return held_out.evaluate(score, model.training_free_bias() if head == "pmi" else None, torch.device("cpu"))

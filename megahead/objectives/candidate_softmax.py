@@ -9,7 +9,7 @@ N outputs, D features, U candidates.
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -63,9 +63,8 @@ def _half_type(outputs_ND: Tensor, rows_UD: Tensor) -> torch.dtype | None:
     return outputs_ND.dtype if half else None
 
 
-@dataclass(frozen=True)
-class Scores:
-    """How well outputs predict their targets, summed over N of them."""
+class Scores(NamedTuple):
+    """How well outputs predict their targets, summed over N of them. A tuple, into which ZeRO-3 can look."""
 
     loss: float
     """Negative log-probability in nats."""

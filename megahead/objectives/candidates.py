@@ -22,9 +22,9 @@ class Candidates:
     """int64 token ids, each once; None stands for all rows of the output matrix, in order."""
 
     bias_U: Tensor | None
-    """Added to their scores; None stands for zeros. float64, rounded to the type of the scores when used. -inf for a
-    row that only the outputs compete with whose own it is; for one that no output owns it removes the row. A learned
-    bias gets a gradient."""
+    """Added to their scores; None, for all rows, stands for zeros. float64, rounded to the type of the scores when
+    used. -inf for a row that only the outputs compete with whose own it is; for one that no output owns it removes the
+    row. A learned bias gets a gradient."""
 
     positive_N: Tensor
     """int64: the place of each output's own target among the candidates."""
@@ -45,14 +45,13 @@ class Candidates:
 
     def padded(self, multiple: int) -> Candidates:
         """As many rows as the next multiple, those added with the bias -inf: fewer shapes for a device to meet."""
-        missing = 0 if self.ids_U is None else -self.ids_U.numel() % multiple
-        if self.ids_U is None or missing == 0:
+        if self.ids_U is None or self.bias_U is None:
             return self
-        bias_U = torch.zeros(self.ids_U.numel(), dtype=torch.float64) if self.bias_U is None else self.bias_U
+        missing = -self.ids_U.numel() % multiple
         return replace(
             self,
             ids_U=F.pad(self.ids_U, (0, missing)),
-            bias_U=F.pad(bias_U, (0, missing), value=-torch.inf),
+            bias_U=F.pad(self.bias_U, (0, missing), value=-torch.inf),
             positive_bias_U=None if self.positive_bias_U is None else F.pad(self.positive_bias_U, (0, missing)),
         )
 

@@ -3,6 +3,11 @@
 The contrastive optimum is o.e_v = log p(v | context) - bias(v) + const(context), where bias is the log of how much
 id v weighs among the candidates on average: log q, pointwise mutual information (PMI), for the paper's objective,
 q being the distribution of the targets it was trained against. Adding it back gives log p(v | context).
+
+That p is of targets drawn as in training. Where an id was the likelier to be a target the rarer it is (a chance s_v,
+masking by frequency), p is in proportion to s_v times what stands there in text, whose unigram distribution is q / s:
+`log (q / s) - log q` more makes it that of the text, which masks all tokens alike. For the paper's objective the whole
+is log (q / s).
 """
 
 from __future__ import annotations
@@ -40,18 +45,27 @@ def training_free_bias(
     counts_V: Tensor,
     token_counts_V: Tensor | None,
     group_targets: float,
+    asked_counts_V: Tensor | None = None,
 ) -> Tensor | None:
     """[V] float32, the bias that makes `E h / T` log p; None where it is that already (or has a trained head).
 
     counts_V: of the targets trained on. token_counts_V: of the training text. group_targets: targets of a group on
-    average, which only separate negatives and `once` depend on. For `own_once`, which is not a proper scoring rule
-    and has no exact head, that of the paper's.
+    average, which only separate negatives and `once` depend on. asked_counts_V: of what p is asked for, where targets
+    were drawn otherwise. For `own_once`, which is not a proper scoring rule and has no exact head, that of the paper's.
     """
     if config.head() != "pmi":
         return None
     log_q_V = log_unigram(counts_V, vocab_size, token_counts_V)
+    weight_V = _log_weight(config, log_q_V, token_counts_V, group_targets)
+    return weight_V if asked_counts_V is None else weight_V + log_unigram(asked_counts_V, vocab_size) - log_q_V
+
+
+def _log_weight(
+    config: ObjectiveConfig, log_q_V: Tensor, token_counts_V: Tensor | None, group_targets: float
+) -> Tensor:
+    """[V] float32: how much each id weighs among the candidates on average, up to a constant."""
     draws = config.negatives
-    log_r_V = log_negatives(config, vocab_size, token_counts_V) if draws else None
+    log_r_V = log_negatives(config, len(log_q_V), token_counts_V) if draws else None
     if config.bias == "once":
         return log_inclusion(log_q_V, group_targets, log_r_V, draws).float()
     if log_r_V is None:

@@ -54,6 +54,6 @@ def weigh(bias: Bias, multiplicity_V: Tensor, log_inclusion_V: Tensor | None) ->
 def log_inclusion(log_q_V: Tensor, targets: float, log_r_V: Tensor | None = None, draws: int = 0) -> Tensor:
     """log pi, float64: pi_u = 1 - (1 - q_u)^N (1 - r_u)^M, the probability that id u is among a group's candidates."""
     log_absent_V = targets * torch.log1p(-log_q_V.double().exp())
-    if log_r_V is not None and draws:
+    if log_r_V is not None:
         log_absent_V = log_absent_V + draws * torch.log1p(-log_r_V.double().exp())
     return torch.log(-torch.expm1(log_absent_V))

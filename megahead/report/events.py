@@ -29,7 +29,9 @@ def events_of(run: Run) -> list[Event]:
     return [
         Event(record["step"], record["tokens"], record["seconds"], text, wrong)
         for record in run.metrics.events
-        for text, wrong in (_session(record["session"]) if "session" in record else _fault(record["fault"]))
+        for kind, tell in _TOLD.items()
+        if kind in record
+        for text, wrong in tell(record[kind])
     ]
 
 
@@ -52,3 +54,10 @@ def _fault(fault: Record) -> Iterator[tuple[str, bool]]:
         ),
         fault["kind"] != "overflow",
     )
+
+
+def _rollback(rollback: Record) -> Iterator[tuple[str, bool]]:
+    yield f"went back to {rollback['checkpoint']}", False
+
+
+_TOLD = {"session": _session, "fault": _fault, "rollback": _rollback}

@@ -12,6 +12,11 @@ from megahead.errors import UserError
 
 Record = Mapping[str, Any]
 
+_TURNS = {"session", "rollback"}
+"""Where a run goes on from an earlier step than it had reached."""
+
+_TOLD = {*_TURNS, "fault"}
+
 
 @dataclass(frozen=True)
 class RunMetrics:
@@ -29,14 +34,15 @@ class RunMetrics:
 
     events: Sequence[Record] = ()
     """{"step", "tokens", "seconds", "session": {...}} where a session began, {..., "fault": {...}} where a step went
-    wrong; as they happened, those that a resumed run went through again included"""
+    wrong, {..., "rollback": {...}} where it went back; as they happened, those that a run went through again included
+    """
 
 
 def read_metrics(run: Path) -> RunMetrics:
     """The metrics of a run folder (or of a metrics.jsonl itself).
 
-    Left out are a last line cut short by a killed run, and what lies beyond the step at which a later session began; of
-    two lines for one step the later counts. Raises UserError when there is no log, or when another line is broken.
+    Left out are a last line cut short by a killed run, and what a later session or a rollback turned away from; of two
+    lines for one step the later counts. Raises UserError when there is no log, or when another line is broken.
     """
     path = run if run.suffix == ".jsonl" else run / "metrics.jsonl"
     training: dict[int, Record] = {}
@@ -44,17 +50,19 @@ def read_metrics(run: Path) -> RunMetrics:
     tasks: dict[int, Record] = {}
     events: list[Record] = []
     for record in _records(path):
+        step = record["step"]
+        if _TURNS & record.keys():
+            past = record.get("session", {}).get("continues", step)
+            training, validation, tasks = (_up_to(past, lines) for lines in (training, validation, tasks))
         if "validation" in record:
             where = {key: record[key] for key in ("step", "tokens", "seconds")}
-            validation[record["step"]] = where | record["validation"]
+            validation[step] = where | record["validation"]
         elif "tasks" in record:
-            tasks[record["step"]] = record
+            tasks[step] = record
         elif "loss" in record:
-            training[record["step"]] = record
-        elif "session" in record or "fault" in record:
+            training[step] = record
+        elif _TOLD & record.keys():
             events.append(record)
-        if "session" in record:
-            training, validation, tasks = (_up_to(record["step"], lines) for lines in (training, validation, tasks))
     if not training and not validation:
         raise UserError(f"{path} must hold metrics of a run, but holds no line yet; try again after the first step.")
     name = path.parent.name or path.parent.resolve().name

@@ -6,13 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megahead.checkpoint import run_on_all_ranks
 from megahead.config import RunConfig
 from megahead.corpus import IndexedDataset
 from megahead.data import training_samples
 from megahead.data.blending import Blend
+from megahead.data.endings import require_end_tokens, without_borders
 from megahead.data.samples import Samples
 from megahead.data.training_samples import describe_samples, relative_passes
-from megahead.errors import ConfigError
+from megahead.distributed import Group
+from megahead.errors import ConfigError, UserError
 from megahead.train.state import TrainingState
 
 
@@ -30,12 +33,32 @@ class RunDatasets:
             state.note_dataset(dataset, passes)
 
     def describe(self, config: RunConfig) -> list[tuple[str, str]]:
-        """Lines of the banner: epochs, shares of a blend."""
-        return describe_samples(self.samples, config.training.steps * config.batch.global_size)
+        """Lines of the banner: epochs, shares of a blend, and where documents are not kept apart though they should."""
+        apart = [
+            (
+                "documents",
+                f"{dataset.prefix}: kept apart nowhere, as its rows hold no end token {config.data.end_token}",
+            )
+            for dataset in self.train
+            if without_borders(config.data, dataset)
+        ]
+        return describe_samples(self.samples, config.training.steps * config.batch.global_size) + apart
 
 
-def open_datasets(config: RunConfig) -> RunDatasets:
-    """Opens what the run reads; ConfigError or DataError for what is missing, too short or of another vocabulary."""
+def open_datasets(config: RunConfig, world: Group | None = None) -> RunDatasets:
+    """Opens what the run reads: rank 0 of `world` first, which packs rows where that is still to do, then the others.
+
+    UserError on all ranks for what is missing, too short, of another vocabulary or closed by another end token on any.
+    Collective; packing must end within the group's timeout.
+    """
+    opened: list[RunDatasets] = []
+    group = world or Group()
+    for turn in (group.rank == 0, group.rank > 0):
+        run_on_all_ranks(group, (lambda: opened.append(_opened(config))) if turn else _nothing, _sentence)
+    return opened[0]
+
+
+def _opened(config: RunConfig) -> RunDatasets:
     path = config.data.tokenizer
     if path is not None and not Path(path).is_file():
         raise ConfigError("data.tokenizer", "name a readable file", got=path, hint="or leave it out")
@@ -55,4 +78,14 @@ def _open(config: RunConfig, prefix: str, field: str) -> IndexedDataset:
             got=f"{config.model.vocab_size:,}",
         )
     dataset.expect_ids_below(config.model.vocab_size)
+    packed = field == "data.train" and config.data.pack == "best_fit"
+    require_end_tokens(config.data, dataset, borders_known=packed)
     return dataset
+
+
+def _sentence(error: Exception) -> str:
+    return str(error) if isinstance(error, UserError) else repr(error)
+
+
+def _nothing() -> None:
+    pass

@@ -57,6 +57,7 @@ def train(run: Training) -> Ending:
     because who stops us has little patience.
     """
     state, plan = run.state, run.config.training
+    _make_up(run)
     began_at, watch = state.step, Stopwatch(state.seconds)
     ending: Ending = "finished"
     run.meters.start(state)
@@ -116,9 +117,9 @@ def _answer(run: Training, report: StepReport, first_sample: int) -> None:
         )
     if action == "rollback":
         run.saver.wait()
-        folder = run.roll_back()
+        reached, folder = state.step, run.roll_back()
         state.rollbacks += folder is not None
-        run.meters.say("no checkpoint to go back to yet: skipped" if folder is None else f"went back to {folder}")
+        run.meters.went_back(folder, reached - state.step, state)
 
 
 def _look_and_save(run: Training) -> None:
@@ -131,6 +132,17 @@ def _look_and_save(run: Training) -> None:
         _save(run)
     if tasks and tasks_due:
         _evaluate_tasks(run, tasks)
+
+
+def _make_up(run: Training) -> None:
+    """The evaluation that was due where a session goes on, if a signal came in between; a checkpoint that was due there
+    too is written again, with what it gave."""
+    state, plan = run.state, run.config.training
+    if not state.step or state.evaluated or state.step % plan.evaluate_every:
+        return
+    _evaluate(run)
+    if state.evaluated and state.step % plan.checkpoint_every == 0:
+        _save(run)
 
 
 def _evaluate(run: Training) -> None:

@@ -19,6 +19,7 @@ from megahead.evaluate.results import TaskResult
 from megahead.readable import duration, thousands
 from megahead.train.boards import Boards
 from megahead.train.faults import Action
+from megahead.train.history import History
 from megahead.train.state import TrainingState
 from megahead.train.step import StepReport
 from megahead.train.utilization import Utilization
@@ -51,17 +52,26 @@ class Meters:
             self._boards = Boards(config)
 
     def banner(
-        self, lines: list[tuple[str, str]], state: TrainingState, resumed: Checkpoint | None, damage: Sequence[str]
+        self,
+        lines: list[tuple[str, str]],
+        state: TrainingState,
+        resumed: Checkpoint | None,
+        history: History,
+        damage: Sequence[str],
     ) -> None:
         """What is about to be trained, from which checkpoint, and which were passed over."""
+        if not self._active:
+            return
+        strangers, source = history.strangers(), None if resumed is None else history.name_of(resumed)
         lines = [*lines, *(("damaged", sentence) for sentence in damage)]
         if resumed is not None:
-            lines = [*lines, ("resumed", f"step {resumed.step:,}, {resumed.folder}")]
-        lines = [*lines, ("progress", f"at most a line every {self._say_seconds:g} s; the first step takes longest")]
+            lines += [("resumed", f"step {resumed.step:,}, {resumed.folder}")]
+        if strangers:
+            lines += [("set aside", f"at the next save: {', '.join(strangers)}, of a history this run turns away from")]
+        lines += [("progress", f"at most a line every {self._say_seconds:g} s; the first step takes longest")]
         self.say("\n".join(f"{name:<12}{value}" for name, value in lines))
-        if self._active:
-            facts = {"resumed": None if resumed is None else resumed.folder.name, "damaged": list(damage)}
-            self._record(state, {"session": facts})
+        facts = {"resumed": source, "continues": max(history.newest, 0), "damaged": list(damage)}
+        self._record(state, {"session": facts})
 
     def start(self, state: TrainingState) -> None:
         """Speed is measured from here."""
@@ -93,6 +103,19 @@ class Meters:
             self._record(state, {"fault": facts | values})
             self.say(f"{told}: {_DONE[action]}")
         return told
+
+    def went_back(self, checkpoint: Path | None, steps: int, state: TrainingState) -> None:
+        """Notes a return to a checkpoint, over so many steps, which do not count in the next line. None: there was no
+        checkpoint to return to."""
+        if checkpoint is None:
+            self.say("no checkpoint to go back to yet: skipped")
+            return
+        del self._reports[max(len(self._reports) - steps, 0) :]
+        if not self._reports:
+            self.start(state)
+        if self._active:
+            self._record(state, {"rollback": {"checkpoint": checkpoint.name}})
+            self.say(f"went back to {checkpoint}")
 
     def saved(self, stall: float, state: TrainingState) -> None:
         """Notes a checkpoint, and for how many seconds training stood still for it."""

@@ -8,37 +8,55 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megahead.checkpoint import Checkpoint, find_checkpoint, newest_sound, open_checkpoint, run_on_all_ranks
+from megahead.checkpoint import (
+    Checkpoint,
+    abandoned_in,
+    find_checkpoint,
+    newest_sound,
+    open_together,
+    run_on_all_ranks,
+)
 from megahead.config import RunConfig, resolve_group
 from megahead.distributed import Group
 from megahead.engine import Engine
 from megahead.errors import CheckpointError
 from megahead.pretraining import first_weights, weight_shapes
+from megahead.train.history import History
 from megahead.train.state import TrainingState
 
 
 def find_resume(resume: str, folder: Path, world: Group) -> tuple[Checkpoint | None, list[str]]:
-    """What `choose_resume` says, opened."""
-    found, damage = choose_resume(resume, folder, world)
-    return (None if found is None else open_checkpoint(found)), damage
-
-
-def choose_resume(resume: str, folder: Path, world: Group) -> tuple[Path | None, list[str]]:
-    """The checkpoint that `--resume auto|never|DIR` asks for (None: start from the beginning), and a sentence for each
-    damaged one that was passed over. Rank 0 of `world` decides for all; nothing is written. Collective."""
-    chosen = run_on_all_ranks(world, lambda: _choose(resume, folder) if world.rank == 0 else None, str)[0]
-    return (None, []) if chosen is None else chosen
-
-
-def _choose(resume: str, folder: Path) -> tuple[Path | None, list[str]]:
+    """The checkpoint that `--resume auto|never|DIR` asks for (None: start from the beginning), sound in every byte, and
+    a sentence for each damaged one that was passed over. Nothing is written. Collective."""
     if resume == "auto":
-        checkpoint, damage = newest_sound(folder)
-        if checkpoint is None and damage:
-            raise CheckpointError(
-                f"{folder} must hold a sound checkpoint to resume, but holds {len(damage)} damaged only; "
-                f"remove them to start anew: {' '.join(damage)}"
-            )
-        return (None if checkpoint is None else checkpoint.folder), damage
+        checkpoint, damage = _newest_sound(folder, world)
+        if checkpoint is None:
+            run_on_all_ranks(world, lambda: _refuse_abandoned(folder) if world.rank == 0 else None, str)
+        return checkpoint, damage
+    named = run_on_all_ranks(world, lambda: _named(resume, folder) if world.rank == 0 else None, str)[0]
+    return (None if named is None else open_together(named, world)), []
+
+
+def _newest_sound(folder: Path, world: Group, up_to: int | None = None) -> tuple[Checkpoint | None, list[str]]:
+    checkpoint, damage = newest_sound(folder, world, up_to=up_to)
+    if checkpoint is None and damage:
+        raise CheckpointError(
+            f"{folder} must hold a sound checkpoint to resume, but holds {len(damage)} damaged only; "
+            f"remove them to start anew: {' '.join(damage)}"
+        )
+    return checkpoint, damage
+
+
+def _refuse_abandoned(folder: Path) -> None:
+    abandoned = abandoned_in(folder)
+    if abandoned:
+        raise CheckpointError(
+            f"{folder} must hold a checkpoint to resume, but holds {', '.join(path.name for path in abandoned)} only; "
+            "name the one to go on from with --resume, or start anew with --resume never."
+        )
+
+
+def _named(resume: str, folder: Path) -> Path | None:
     there = find_checkpoint(folder if resume == "never" else Path(resume))
     if resume == "never" and there is not None:
         raise CheckpointError(
@@ -47,7 +65,7 @@ def _choose(resume: str, folder: Path) -> tuple[Path | None, list[str]]:
         )
     if resume != "never" and there is None:
         raise CheckpointError(f"`--resume` must be auto, never or a checkpoint folder, but {resume} holds none.")
-    return there, []
+    return there
 
 
 def agreed_group(config: RunConfig, data_ranks: int, checkpoint: Checkpoint | None) -> int:
@@ -62,14 +80,15 @@ def resume_from(checkpoint: Checkpoint, engine: Engine, state: TrainingState, da
     state.restore(checkpoint, data)
 
 
-def roll_back(engine: Engine, state: TrainingState, folder: Path, data: Group, world: Group) -> Path | None:
-    """Takes back what was learned since the newest sound checkpoint of `folder`, but not the reading: the next rows are
-    new ones. The checkpoint's folder, or None where there is none. Collective."""
-    checkpoint, _ = find_resume("auto", folder, world)
+def roll_back(engine: Engine, state: TrainingState, history: History, data: Group, world: Group) -> Path | None:
+    """Takes back what was learned since the newest sound checkpoint of `history`, but not the reading: the next rows
+    are new ones. The checkpoint's folder, or None where there is none. Collective."""
+    checkpoint, _ = _newest_sound(history.root, world, up_to=history.newest)
     if checkpoint is None:
         return None
     _load(checkpoint, engine)
     state.go_back(checkpoint, data)
+    history.newest = checkpoint.step
     return checkpoint.folder
 
 
@@ -78,25 +97,32 @@ def _load(checkpoint: Checkpoint, engine: Engine) -> None:
     engine.set_loss_scale_state(checkpoint.stated("scale", dict, absent={}))
 
 
-def starting_weights(config: RunConfig) -> Callable[[str], Tensor]:
-    """From a parameter's name to the whole tensor a run starts from: random, or as `init` says from a checkpoint.
+def starting_weights(config: RunConfig, world: Group, resumed: Checkpoint | None = None) -> Callable[[str], Tensor]:
+    """From a parameter's name to the whole tensor a session starts from: that of the checkpoint it goes on from; for a
+    run that begins random, or as `init` says from another run's, which is not needed later. Collective.
 
     A head to be fine-tuned starts as a copy of the embedding.
     """
-    init = config.init
+    init, shapes = config.init, weight_shapes(config)
+    if resumed is not None:
+        return lambda name: _matching(resumed, f"weight/{name}", shapes[name])
     if init is None:
         return first_weights(config)
-    path = find_checkpoint(Path(init.from_checkpoint))
-    if path is None:
-        raise CheckpointError(f"`init.from_checkpoint` must hold a checkpoint, but {init.from_checkpoint} holds none.")
-    checkpoint, shapes = open_checkpoint(path), weight_shapes(config)
-    head_from_embedding = init.mode != "continue"
+    source, head_from_embedding = _source(init.from_checkpoint, world), init.mode != "continue"
 
     def weight(name: str) -> Tensor:
-        source = "backbone.embedding.weight" if head_from_embedding and name == "head.weight" else name
-        return _matching(checkpoint, f"weight/{source}", shapes[name])
+        origin = "backbone.embedding.weight" if head_from_embedding and name == "head.weight" else name
+        return _matching(source, f"weight/{origin}", shapes[name])
 
     return weight
+
+
+def _source(path: str, world: Group) -> Checkpoint:
+    """The checkpoint at `init.from_checkpoint`."""
+    found = run_on_all_ranks(world, lambda: find_checkpoint(Path(path)) if world.rank == 0 else None, str)[0]
+    if found is None:
+        raise CheckpointError(f"`init.from_checkpoint` must hold a checkpoint, but {path} holds none.")
+    return open_together(found, world)
 
 
 def _matching(checkpoint: Checkpoint, name: str, shape: torch.Size) -> Tensor:

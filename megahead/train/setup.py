@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from megahead.checkpoint import Checkpoint, open_checkpoint
+from megahead.checkpoint import Checkpoint
 from megahead.config import RunConfig, deepspeed_config
 from megahead.config.deepspeed import zero_stage
 from megahead.data import training_masker
-from megahead.distributed import Group, Launch, Mesh, choose_device, connect, naming_lost_ranks
+from megahead.distributed import Group, Launch, Mesh, choose_device, connected
 from megahead.engine import Engine
 from megahead.objectives import build_objective
 from megahead.optim import build_adamw
@@ -26,11 +28,12 @@ from megahead.train.describe import describe_run
 from megahead.train.evaluation import Evaluation
 from megahead.train.faults import Guard
 from megahead.train.folder import fill, must_be_shared
+from megahead.train.history import History
 from megahead.train.identity import data_fingerprints, refuse_another_run
 from megahead.train.loop import Training, train
 from megahead.train.meters import Meters
 from megahead.train.out_of_memory import explain_out_of_memory
-from megahead.train.persistence import agreed_group, choose_resume, resume_from, roll_back, starting_weights
+from megahead.train.persistence import agreed_group, find_resume, resume_from, roll_back, starting_weights
 from megahead.train.preemption import Ending, StopRequest, clear_ending, mark_ending
 from megahead.train.saver import Saver
 from megahead.train.state import TrainingState
@@ -47,10 +50,8 @@ def pretrain(config: RunConfig, launch: Launch, resume: str = "auto") -> Ending:
     _set_arithmetic(config.engine.deterministic)
     require_boards(config)
     device = choose_device(config.engine.device, launch.local_rank)
-    texts = open_datasets(config)
-    ranks = connect(launch, device, config.engine.timeout_seconds)
-    with naming_lost_ranks(ranks), explain_out_of_memory(config, ranks.size):
-        return _pretrain(config, texts, ranks, device, resume)
+    with connected(launch, device, config.engine.timeout_seconds) as ranks, explain_out_of_memory(config, ranks.size):
+        return _pretrain(config, ranks, device, resume)
 
 
 def _set_arithmetic(deterministic: bool) -> None:
@@ -63,17 +64,18 @@ def _set_arithmetic(deterministic: bool) -> None:
         torch.use_deterministic_algorithms(True)
 
 
-def _pretrain(config: RunConfig, texts: RunDatasets, ranks: Group, device: torch.device, resume: str) -> Ending:
+def _pretrain(config: RunConfig, ranks: Group, device: torch.device, resume: str) -> Ending:
     mesh = Mesh.build(ranks, config.parallel.tensor)
     deepspeed = deepspeed_config(config, mesh.data.size)
     world, data = mesh.world.side_channel(), mesh.data.side_channel()
+    texts = open_datasets(config, world)
     folder = Path(config.folder())
-    found, damage = choose_resume(resume, folder, world)
     must_be_shared(folder, world)
-    checkpoint = None if found is None else open_checkpoint(found)
+    checkpoint, damage = find_resume(resume, folder, world)
+    history = History.behind(checkpoint, folder)
     state = _state(config, texts, mesh, checkpoint)
     feed = _feed(config, texts, state, mesh, device)
-    engine, ways = _engine(config, deepspeed, mesh, device)
+    engine, ways = _engine(config, deepspeed, mesh, device, starting_weights(config, world, checkpoint))
     if checkpoint is not None:
         resume_from(checkpoint, engine, state, data)
     if world.rank == 0:
@@ -82,7 +84,7 @@ def _pretrain(config: RunConfig, texts: RunDatasets, ranks: Group, device: torch
     meters = Meters(config, active=world.rank == 0, utilization=Utilization.on(device, config, world.size))
     facts = [*describe_run(config, world.size, state.group_samples), *texts.describe(config)]
     facts += [("on", f"{world.size} x {device_name(device)}"), *ways]
-    meters.banner(facts, state, resumed=checkpoint, damage=damage)
+    meters.banner(facts, state, resumed=checkpoint, history=history, damage=damage)
     run = Training(
         config=config,
         engine=engine,
@@ -93,8 +95,8 @@ def _pretrain(config: RunConfig, texts: RunDatasets, ranks: Group, device: torch
         stop=StopRequest(tells=world.rank == 0),
         evaluation=None if texts.held_out is None else Evaluation(config, texts.held_out, data, device),
         tasks=None if config.tasks is None else TaskEvaluation(config.tasks, world),
-        saver=Saver(engine, state, config, data, world, checkpoint),
-        roll_back=partial(roll_back, engine, state, folder, data, world),
+        saver=Saver(engine, state, config, data, world, history),
+        roll_back=partial(roll_back, engine, state, history, data, world),
         device=device,
         data=data,
         world=world,
@@ -132,14 +134,17 @@ def _feed(config: RunConfig, texts: RunDatasets, state: TrainingState, mesh: Mes
 
 
 def _engine(
-    config: RunConfig, deepspeed: dict[str, Any], mesh: Mesh, device: torch.device
+    config: RunConfig,
+    deepspeed: dict[str, Any],
+    mesh: Mesh,
+    device: torch.device,
+    weights: Callable[[str], Tensor],
 ) -> tuple[Engine, list[tuple[str, str]]]:
-    """The model, split over the mesh, with its first weights and its optimizer; and how its blocks are computed."""
+    """The model, split over the mesh and filled with `weights`, and its optimizer; and how its blocks are computed."""
     pretraining = assemble(config, mesh.tensor, device)
     ways = accelerate_(pretraining.backbone, config, device, zero_stage(deepspeed))
     if config.init and config.init.mode == "probe":
         pretraining.backbone.requires_grad_(False)
     optimizer = build_adamw(pretraining, config.optimizer)
-    weights = starting_weights(config)
     engine = Engine(pretraining, optimizer=optimizer, config=deepspeed, mesh=mesh, device=device, weights=weights)
     return engine, ways

@@ -104,12 +104,13 @@ def test_more_ranks_than_tensors(tmp_path: Path) -> None:
     assert len(checkpoint.names()) == 2
 
 
-def test_the_newest_are_kept_and_never_the_one_just_written_is_removed(tmp_path: Path) -> None:
+def test_the_newest_are_kept_and_what_lies_above_one_just_written_is_set_aside(tmp_path: Path) -> None:
     for step in (10, 20, 30):
         save(tmp_path, step, some_tensors(1), keep=2)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step-00000020", "step-00000030"]
     save(tmp_path, 15, some_tensors(1), keep=1)  # a run that went back
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step-00000015"]
+    aside = ["abandoned-step-00000020", "abandoned-step-00000030"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [*aside, "latest", "step-00000015"]
     assert open_checkpoint(tmp_path).step == 15
 
 
@@ -155,10 +156,12 @@ def inspect(folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_inspector_tells_contents_and_verdict(tmp_path: Path) -> None:
+    save(tmp_path, 5, some_tensors(1))
     folder = save(tmp_path, 4, some_tensors(2))
     sound = inspect(tmp_path)
     assert sound.returncode == 0, sound.stderr
     assert "step 4" in sound.stdout
+    assert f"set aside  {tmp_path / 'abandoned-step-00000005'}" in sound.stdout
     assert "weight/1  float32 [8, 3]" in sound.stdout
     assert "sound" in sound.stdout
     file = next(folder.glob("tensors-*"))

@@ -26,19 +26,34 @@ def test_the_triad_and_clipping_are_written_for_deepspeed(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("zero", "precision", "keys"),
+    ("zero", "precision", "enabled"),
     [
         (0, "fp32", set()),
+        (3, "fp32", set()),
         (0, "bf16", {"torch_autocast"}),
-        (1, "bf16", {"bf16", "data_types"}),
-        (3, "bf16", {"bf16", "data_types"}),
-        (2, "fp16", {"fp16", "data_types"}),
+        (1, "bf16", {"bf16"}),
+        (3, "bf16", {"bf16"}),
+        (2, "fp16", {"fp16"}),
     ],
 )
-def test_precision_by_stage(tmp_path: Path, zero: int, precision: str, keys: set[str]) -> None:
+def test_precision_by_stage(tmp_path: Path, zero: int, precision: str, enabled: set[str]) -> None:
     config = small_config(tmp_path, {**stage(zero), "engine.precision": precision})
     content = deepspeed_config(config, data_ranks=1)
-    assert content.keys() & {"torch_autocast", "bf16", "fp16", "data_types"} == keys
+    formats = ("torch_autocast", "bf16", "fp16")
+    assert {name for name in formats if content[name]["enabled"]} == enabled
+    assert content["data_types"] == {"grad_accum_dtype": "fp32"}
+
+
+def test_sections_of_number_formats_are_merged_key_by_key(tmp_path: Path) -> None:
+    search = {"initial_scale_power": 12, "loss_scale_window": 100, "hysteresis": 4, "min_loss_scale": 2}
+    given = {"zero_optimization": {"stage": 2}, "fp16": search, "bf16": {"enabled": False}}
+    config = small_config(tmp_path, {"engine.deepspeed": given, "engine.precision": "fp16"})
+    content = deepspeed_config(config, data_ranks=1)
+    assert content["fp16"].items() >= {"enabled": True, **search}.items()
+    assert "enabled" not in search  # what was given stays as it was
+    safe = {"lower_precision_safe_modules": ["torch.nn.Linear"]}
+    config = small_config(tmp_path, {"engine.deepspeed": {"torch_autocast": safe}, "engine.precision": "bf16"})
+    assert deepspeed_config(config, data_ranks=1)["torch_autocast"] == {"enabled": True, "dtype": "bfloat16", **safe}
 
 
 def test_the_shipped_stages_are_what_they_are_called() -> None:

@@ -60,12 +60,12 @@ def write_tokenizer(path: Path, size: int = 61) -> None:
     train_wordpiece(["the cat sat on the mat and the dog saw the cat"] * 10, size).save(str(path))
 
 
-@pytest.mark.parametrize("token_types", [0, 2])
+@pytest.mark.parametrize(("token_types", "rows"), [(0, 61), (2, 61), (2, 256)])
 @pytest.mark.parametrize(("head", "objective"), HEADS, ids=str)
-def test_an_export_speaks_as_its_checkpoint(tmp_path: Path, head: str, objective, token_types: int) -> None:
-    config = encoder_config(objective, token_types)
+def test_an_export_speaks_as_its_checkpoint(tmp_path: Path, head: str, objective, token_types: int, rows: int) -> None:
+    config = encoder_config(objective, token_types, vocab_multiple=256)
     save_small(tmp_path / "run", config)
-    folder = export(tmp_path / "run", tmp_path / "out", head).folder
+    folder = export(tmp_path / "run", tmp_path / "out", head, keep_padding=rows == 256).folder
     ours, masker = TrainedModel.open(tmp_path / "run"), held_out_masker(config)
     assert masker is not None
     batch = masker.batch(torch.randint(4, 61, (3, 30), generator=torch.Generator().manual_seed(1)).numpy(), range(3))

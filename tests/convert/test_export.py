@@ -12,7 +12,7 @@ from small_checkpoint import save_small, save_tokenizer, small_config
 from transformers import AutoTokenizer, GPTNeoXConfig
 
 import megahead
-from megahead.convert import Origin, export, exporting, hf_folder, load_causal, origin
+from megahead.convert import Origin, export, exporting, heads, hf_folder, load_causal, origin
 from megahead.convert.gpt_neox import hf_config
 from megahead.corpus import IndexedDatasetWriter, load_tokenizer
 from megahead.errors import CheckpointError, DataError, FieldError
@@ -61,6 +61,19 @@ def test_the_card_tells_data_and_the_last_evaluation_before_the_checkpoint(tmp_p
     assert f"| Exported by | megahead {megahead.__version__}" in card
 
 
+def test_what_was_set_aside_is_exported_by_its_name_and_tells_its_own_evaluation(tmp_path: Path) -> None:
+    """The run went back to step 1 since, and was evaluated again at other weights."""
+    folder = save_small(tmp_path / "run", small_config(), step=3, validation={"step": 2, "loss": 2.5})
+    folder = folder.rename(folder.with_name("abandoned-step-00000003"))
+    records = [
+        {"step": step, "validation": {"loss": loss, "perplexity": 10 * loss, "accuracy": 0.25, "head": "pmi"}}
+        for step, loss in ((2, 2.5), (2, 7.0), (3, 6.0))
+    ]
+    (tmp_path / "run" / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    card = (export(folder, tmp_path / "out", "tied").folder / "README.md").read_text()
+    assert "| Held-out text | perplexity 25, accuracy 25.0% (pmi head, step 2) |" in card
+
+
 def test_tokenizer_files_give_the_ids_we_trained_on(tmp_path: Path) -> None:
     save_small(tmp_path / "run", small_config(model={"vocab_size": 300}))
     save_tokenizer(tmp_path / "run" / "tokenizer.json")
@@ -102,6 +115,24 @@ def test_padding_rows_are_dropped_or_kept_without_ever_winning(tmp_path: Path) -
     assert short.shape[-1] == 61
     assert full.shape[-1] == 64
     torch.testing.assert_close(full.log_softmax(-1)[..., :61], short.log_softmax(-1), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("objective", "head"), [({}, "tied"), ({}, "pmi"), (VANILLA, "trained")])
+def test_padding_rows_that_would_be_probable_are_refused(tmp_path, monkeypatch, objective, head) -> None:
+    save_small(tmp_path / "run", small_config(objective=objective))
+    monkeypatch.setattr(heads, "PADDING_BIAS", -2.0)
+    with pytest.raises(CheckpointError, match="padding rows must take at most 1e-06 of the exported probability, but"):
+        export(tmp_path / "run", tmp_path / "out", head, keep_padding=True)
+    assert export(tmp_path / "run", tmp_path / "out", head).parity.padding == 0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_kept_padding_rows_are_silent_in_any_dtype(tmp_path: Path, dtype: str) -> None:
+    save_small(tmp_path / "run", small_config(objective=TIED, model={"vocab_multiple": 256}))
+    report = export(tmp_path / "run", tmp_path / "out", "trained", dtype=dtype, keep_padding=True)
+    assert report.parity.padding == 0
+    assert "never probable" in (report.folder / "README.md").read_text()
+    assert GPTNeoXConfig.from_pretrained(report.folder).tie_word_embeddings is False
 
 
 @pytest.mark.parametrize(

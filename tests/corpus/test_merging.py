@@ -74,3 +74,11 @@ def test_what_does_not_belong_together_is_refused(tmp_path: Path, write_dataset:
     with pytest.raises(DataError, match="is one of those to merge"):
         merge_datasets([other, small], tmp_path / "x" / ".." / "small")
     assert len(IndexedDataset(small)) == 1
+
+
+def test_an_output_that_is_there_is_replaced_only_when_told(tmp_path: Path, write_dataset: Write) -> None:
+    part, valuable = write_dataset([[1, 2]], name="part"), write_dataset([[3, 4, 5]], name="valuable")
+    with pytest.raises(DataError, match=r"valuable\.bin` must not exist yet, but does; .* --overwrite"):
+        merge_datasets([part], valuable)
+    assert IndexedDataset(valuable)[0].tolist() == [3, 4, 5]
+    assert merge_datasets([part], valuable, overwrite=True)[0].tolist() == [1, 2]

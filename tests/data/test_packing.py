@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import multiprocessing
 from collections.abc import Callable
 from itertools import pairwise
@@ -9,12 +11,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from megahead.config import DataConfig, MaskingConfig
+from megahead.config.data import BlendPart
 from megahead.corpus import IndexedDataset, IndexedDatasetWriter
-from megahead.data import PackedSamples, causal_batch
+from megahead.data import BatchReader, Masker, PackedSamples, causal_batch, training_samples
 from megahead.data.packing import PADDING, best_fit, pack_table
+from megahead.data.strategies import Uniform
 from megahead.errors import DataError
 
 Write = Callable[..., Path]
@@ -114,13 +120,77 @@ def test_documents_must_be_known(tmp_path: Path) -> None:
         pack_table(IndexedDataset(tmp_path / "rows"), 9)
 
 
-def test_many_processes_make_one_table(write_dataset: Write) -> None:
+@pytest.mark.parametrize("locks", [True, False])
+def test_many_processes_make_one_table(write_dataset: Write, monkeypatch: pytest.MonkeyPatch, locks: bool) -> None:
+    """Also where the file system has no locks: on many network file systems `flock` is not implemented."""
+    if not locks:
+        monkeypatch.setattr(fcntl, "flock", unimplemented)
     prefix = write_dataset(documents([7] * 2000), vocab_size=20_000)
-    with multiprocessing.get_context("fork").Pool(3) as pool:
-        tables = pool.map(rows_of, [prefix] * 3)
-    assert len(set(tables)) == 1
+    context = multiprocessing.get_context("fork")
+    start, tables = context.Barrier(4), context.Queue()
+
+    def work() -> None:
+        start.wait()
+        table = pack_table(IndexedDataset(prefix), 50)
+        tables.put((len(table), table.lengths_P.sum()))
+
+    for process in [context.Process(target=work) for _ in range(4)]:
+        process.start()
+    assert {tables.get(timeout=30) for _ in range(4)} == {(286, 14_000)}
     assert sorted(path.suffix for path in prefix.parent.iterdir()) == [".bin", ".idx", ".json", ".rows"]
 
 
-def rows_of(prefix: Path) -> int:
-    return len(pack_table(IndexedDataset(prefix), 50))
+def unimplemented(*_: object) -> None:
+    raise OSError(errno.ENOSYS, "Function not implemented")
+
+
+@quick
+@given(lengths=st.lists(st.integers(0, 40), min_size=1, max_size=30), seed=st.integers(0, 3))
+def test_documents_without_end_tokens_never_see_each_other(
+    tmp_path_factory: pytest.TempPathFactory, lengths: list[int], seed: int
+) -> None:
+    """Nor does one predict the next: it is the same as with end tokens, less those."""
+    prefix = tmp_path_factory.mktemp("packing") / "data"
+    texts = [[number + 1] * length for number, length in enumerate(lengths)]
+    with IndexedDatasetWriter(prefix, vocab_size=100) as writer:
+        for text in texts:
+            writer.add_document(text)
+    if not any(lengths):
+        return
+    data = DataConfig(train=str(prefix), sequence_length=15, pack="best_fit", boundary_targets=False)
+    samples = training_samples(data, [IndexedDataset(prefix)], seed)
+    batch = BatchReader(samples, data).read(range(samples.per_epoch))
+    inputs, positions = batch.input_ids_BT, batch.positions_BT
+    if positions is None:
+        positions = torch.arange(inputs.shape[1]).expand_as(inputs)
+    begins = positions == 0
+    assert begins[:, 0].all()
+    assert torch.equal(begins[:, 1:], (inputs[:, 1:] != inputs[:, :-1]) | (inputs[:, 1:] == 0))
+    met = zip(inputs.flatten()[batch.target_index_N].tolist(), batch.target_ids_N.tolist(), strict=True)
+    assert sorted(met) == sorted((text[0], text[0]) for text in texts for _ in text[1:])
+
+
+def test_a_blend_keeps_what_its_parts_know(write_dataset: Write) -> None:
+    packed, closed = write_dataset([[5, 5, 5]] * 39, name="packed"), write_dataset([[6, 6, 0]] * 39, name="closed")
+    parts = [BlendPart(prefix=str(packed)), BlendPart(prefix=str(closed))]
+    data = DataConfig(train=parts, sequence_length=9, pack="best_fit")
+    blend = training_samples(data, [IndexedDataset(packed), IndexedDataset(closed)], 1)
+    positions = BatchReader(blend, data).read(range(12)).positions_BT
+    assert positions is not None
+    assert positions.tolist() == [[0, 1, 2] * 3] * 12
+    stream = training_samples(data.model_copy(update={"pack": "stream"}), [IndexedDataset(packed)] * 2, 1)
+    assert stream.beginnings(range(5)) is None
+
+
+def test_an_encoders_rows_keep_what_is_known_of_documents(write_dataset: Write) -> None:
+    prefix = write_dataset([[5, 6, 7]] * 12)
+    data = DataConfig(train=str(prefix), sequence_length=9, pack="best_fit", end_token=9)
+    samples = training_samples(data, [IndexedDataset(prefix)], 1, 6)
+    masking = MaskingConfig(mask_token=1, cls_token=2, sep_token=3)
+    for isolate, expected in ((True, [0, 1, 2, 3, 0, 1, 2, 3, 0]), (False, None)):
+        masker = Masker(masking, Uniform(), 20, 9, isolate, seed=0)
+        rows, begins = samples.rows([0]), samples.beginnings([0])
+        assert rows.tolist() == [[5, 6, 7, 5, 6, 7, -1]]
+        found = masker.batch(rows, [0], begins).positions_BT
+        assert found is not None
+        assert found[0].tolist() == (expected or [0, 1, 2, 3, 4, 5, 6, 7, 0])

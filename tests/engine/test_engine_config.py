@@ -1,14 +1,18 @@
-"""Settings that DeepSpeed accepts but trains wrongly with are refused before anything starts."""
+"""Settings that DeepSpeed refuses, or accepts but trains wrongly with, are refused in a sentence."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from on_ranks import on_ranks
+from small_engine import small_engine
 from torch import nn
 
-from megahead.distributed import Mesh
+from megahead.distributed import Group, Mesh
 from megahead.engine import Engine
-from megahead.errors import ConfigError
+from megahead.errors import ConfigError, UserError
 
 
 @pytest.mark.parametrize("key", ["bf16", "fp16"])
@@ -25,3 +29,22 @@ def test_half_precision_without_zero_is_refused_with_a_way_out(key: str) -> None
             device=torch.device("cpu"),
             weights=module.state_dict().__getitem__,
         )
+
+
+def refused(group: Group, chosen: dict[str, Any]) -> str:
+    with pytest.raises(UserError) as caught:
+        small_engine(group, 1, **chosen)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "because"),
+    [
+        ({"deepspeed": {"amp": {"enabled": True}}}, "NVIDIA Apex AMP integration has been removed"),
+        ({"offload": True, "deepspeed": {"zero_force_ds_cpu_optimizer": True}}, "You are using ZeRO-Offload with"),
+        ({"zero": {"nonsense": 1}}, "1 validation error for DeepSpeedZeroConfig nonsense"),
+    ],
+)
+def test_what_deepspeed_says_of_its_json_is_told_in_a_sentence(chosen: dict[str, Any], because: str) -> None:
+    (sentence,) = on_ranks(1, refused, chosen)
+    assert sentence.startswith(f"`engine.deepspeed` must be what DeepSpeed accepts, but it says: {because}")

@@ -40,6 +40,19 @@ ENGINE: tuple[tuple[dict[str, Any], int, str], ...] = (
     ({"engine.deepspeed": {"zero_optimization": {"stage": 4}}}, 1, "`engine.deepspeed.zero_optimization.stage` must be 0, 1, 2 or 3, but is 4 instead."),
     ({"engine.deepspeed": {"gradient_clipping": 0.5}}, 1, "`engine.deepspeed['gradient_clipping']` must be left out or agree with the run (1.0), but is 0.5 instead; remove it there."),
     ({"engine.deepspeed": {"wandb": {}}}, 1, "`engine.deepspeed['wandb']` must be left out (runs log into their own folder), but is {} instead."),
+    ({"engine.deepspeed": {"bf16": {"enabled": True}}}, 1, "`engine.deepspeed['bf16']['enabled']` must be left out or agree with engine.precision=fp32 (False), but is True instead; remove it there."),
+    ({"engine.deepspeed": {"zero_optimization": {"stage": 2}, "fp16": {"enabled": True}}}, 1, "`engine.deepspeed['fp16']['enabled']` must be left out or agree with engine.precision=fp32 (False), but is True instead; remove it there."),
+    ({"engine.deepspeed": {"zero_optimization": {"stage": 1}, "fp16": {"enabled": False}}, "engine.precision": "fp16"}, 1, "`engine.deepspeed['fp16']['enabled']` must be left out or agree with engine.precision=fp16 (True), but is False instead; remove it there."),
+    ({"engine.deepspeed": {"zero_optimization": {"stage": 1}, "bf16": {"check_grad_overflow": False}}, "engine.precision": "bf16"}, 1, "`engine.deepspeed['bf16']['check_grad_overflow']` must be left out or agree with engine.precision=bf16 (True), but is False instead; remove it there."),
+    ({"engine.deepspeed": {"zero_optimization": {"stage": 1}, "bf16": {"bf16_master_weights_and_grads": True}}, "engine.precision": "bf16"}, 1, "`engine.deepspeed['bf16']['bf16_master_weights_and_grads']` must be left out or agree with engine.precision=bf16 (False), but is True instead; remove it there."),
+    ({"engine.deepspeed": {"torch_autocast": {"enabled": True, "dtype": "float16"}}}, 1, "`engine.deepspeed['torch_autocast']['enabled']` must be left out or agree with engine.precision=fp32 (False), but is True instead; remove it there."),
+    ({"engine.deepspeed": {"torch_autocast": {"enabled": True, "dtype": "float16"}}, "engine.precision": "bf16"}, 1, "`engine.deepspeed['torch_autocast']['dtype']` must be left out or agree with engine.precision=bf16 (bfloat16), but is float16 instead; remove it there."),
+    ({"engine.deepspeed": {"data_types": {"grad_accum_dtype": "bf16"}}}, 1, "`engine.deepspeed['data_types']` must be left out or agree with the run ({'grad_accum_dtype': 'fp32'}), but is {'grad_accum_dtype': 'bf16'} instead; remove it there."),
+    ({"engine.deepspeed": {"bf16": True}}, 1, "`engine.deepspeed['bf16']` must be a section of settings, but is True instead."),
+    ({"engine.deepspeed": {"bfloat16": {"enabled": True}}}, 1, "`engine.deepspeed['bfloat16']` must be left out (engine.precision decides), but is {'enabled': True} instead."),
+    ({"engine.deepspeed": {"scheduler": {"type": "WarmupLR"}}}, 1, "`engine.deepspeed['scheduler']` must be left out (the run's own `schedule` is used), but is {'type': 'WarmupLR'} instead."),
+    ({"engine.deepspeed": {"managed_gradient_accumulation": False}}, 1, "`engine.deepspeed['managed_gradient_accumulation']` must be left out or agree with the run (True), but is False instead; remove it there."),
+    ({"engine.deepspeed": {"zero_optimization": {"stage": 2, "compute_grad_norm": False}}}, 1, "`engine.deepspeed['zero_optimization']['compute_grad_norm']` must be left out or agree with the run (True), but is False instead; remove it there."),
     ({"engine.deepspeed": {}, "engine.precision": "fp16"}, 1, "`engine.precision` must be fp32 or bf16 at ZeRO stage 0, but is fp16 instead; or use stage 1."),
     ({"engine.deepspeed": {"zero_optimization": {"stage": 3}}, "engine.activation_checkpointing": "selective"}, 1, "`engine.activation_checkpointing` must be true or false at ZeRO stage 3, where DeepSpeed adds to products that would be kept, but is `selective` instead."),
     ({}, 3, "`batch.global_size` must be a multiple of micro_size x data ranks (2 x 3), but is 8 instead; try 6 or 12."),
@@ -96,6 +109,12 @@ def only_damaged(folder: Path) -> None:
     find_resume("auto", folder / "model", Group())
 
 
+def only_set_aside(folder: Path) -> None:
+    step = model(folder).parent
+    step.rename(step.with_name(f"abandoned-{step.name}"))
+    find_resume("auto", folder / "model", Group())
+
+
 def resumed_never(folder: Path) -> None:
     model(folder)
     find_resume("never", folder / "model", Group())
@@ -111,7 +130,7 @@ def started_from(checkpoint: str) -> Callable[[Path], Any]:
     def act(folder: Path) -> None:
         model(folder)
         init = {"from_checkpoint": str(folder / checkpoint), "mode": "continue"}
-        starting_weights(small_config(folder, {"init": init}))("backbone.embedding.weight")
+        starting_weights(small_config(folder, {"init": init}), Group())("backbone.embedding.weight")
 
     return act
 
@@ -174,6 +193,7 @@ FILES: tuple[tuple[Callable[[Path], Any], str], ...] = (
     (group_of_three, "`objective.group_samples` must divide batch.micro_size (2) or be a multiple, but is 3 instead."),
     (texts(data__tokenizer="no.json"), "`data.tokenizer` must name a readable file, but is no.json instead; or leave it out."),
     (texts(model__vocab_size=50), "`model.vocab_size` must be at least that of data.train (60), but is 50 instead."),
+    (texts(data__end_token=1), "`data.end_token` must be the id that closes the documents of F/text, but is 1 (5 of 5 documents looked at neither end nor begin with it) instead; set it to theirs (tools/inspect_dataset.py shows them), or leave documents unseparated (isolate_documents: false, boundary_targets: true)."),
     (texts(data__train="nowhere"), "`nowhere.idx` must exist, but does not; give the prefix of a `.bin` and `.idx` pair, without ending."),
     (texts(data__sequence_length=100_000, model__max_positions=100_000), "`F/text` must hold at least 200,000 tokens for rows of 100,000 targets, but holds 185 instead; add text or shorten data.sequence_length."),
     (shorten_and("text.idx", texts()), "`F/text.idx` must be 142 bytes long for 5 sequences and 6 document boundaries, but is 139 instead; it was cut short or is damaged."),
@@ -183,6 +203,7 @@ FILES: tuple[tuple[Callable[[Path], Any], str], ...] = (
     (edited, f"`{STEP}/checkpoint.json` must match its own checksum, but does not; it was damaged or edited, use another checkpoint."),
     (only_damaged, f"F/model must hold a sound checkpoint to resume, but holds 1 damaged only; remove them to start anew: `{TENSORS}` must have 242256 bytes, but has 242253 instead; use another checkpoint."),
     (open_checkpoint, "`F` must be a checkpoint (a folder with checkpoint.json) or hold complete ones (step-*), but does not."),
+    (only_set_aside, "F/model must hold a checkpoint to resume, but holds abandoned-step-00000003 only; name the one to go on from with --resume, or start anew with --resume never."),
     (resumed_never, "`--resume never` must meet an output folder without checkpoints, but F/model has step-00000003; choose another output_dir, or remove it."),
     (resumed_otherwise, f"{STEP} must be of the same run to resume, but differs in optimizer.learning_rate (was 0.001, is 0.002); set them back, name them in resume.allow, or start another run with init.from_checkpoint."),
     (lambda folder: find_resume("nowhere", folder, Group()), "`--resume` must be auto, never or a checkpoint folder, but nowhere holds none."),

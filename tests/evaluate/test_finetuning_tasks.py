@@ -104,10 +104,40 @@ def test_the_hub_gives_the_same_examples_as_files(tmp_path: Path) -> None:
     assert from_hub == load_task("superglue/cb", Sources(tmp_path))
 
 
+def test_lines_that_lack_columns_are_left_out_and_counted(tmp_path: Path) -> None:
+    """QQP as published: a question with a line break in it has become two lines, of which neither has all columns."""
+    header, row = "id\tqid1\tqid2\tquestion1\tquestion2\tis_duplicate\n", "1\t2\t3\tWhy {}?\tWhy so?\t1\n"
+    broken = "4\t5\t6\tWhy not\nat all?\tWhy?\t0\n"
+    put(tmp_path, "glue/QQP/train.tsv", header + row.format("me") + broken + row.format("you") + row.format("us"))
+    put(tmp_path, "glue/QQP/dev.tsv", header + row.format("now"))
+    data = load_task("glue/qqp", Sources(tmp_path))
+    assert [example.first for example in data.train] == ["Why me?", "Why you?", "Why us?"]
+    assert (data.short, len(data.tests["qqp"])) == (2, 1)
+    put(tmp_path, "glue/QQP/dev.tsv", header + row.format("now") * 2 + "7\t8\n")
+    assert load_task("glue/qqp", Sources(tmp_path)).short == 3
+
+
 @pytest.mark.parametrize(
     ("name", "file", "content", "sentence"),
     [
-        ("glue/rte", "glue/RTE/dev.tsv", "index\tsentence1\n0\tx\n", "tab-separated columns sentence1, sentence2"),
+        (
+            "glue/rte",
+            "glue/RTE/dev.tsv",
+            "index\tsentence1\n0\tx\n",
+            "must begin with tab-separated columns sentence1, sen",
+        ),
+        (
+            "glue/rte",
+            "glue/RTE/dev.tsv",
+            "sentence1\tsentence2\tlabel\nx\nx\ny\tz\tentailment\n",
+            "but 2 of 3 lines lack",
+        ),
+        (
+            "xnli/fr",
+            "xnli/dev-fr.tsv",
+            "a\tb\tneutral\n" * 5 + "a\tb\n",
+            "whole to be cut in halves, but lack a column in 1 lines",
+        ),
         ("glue/rte", "glue/RTE/dev.tsv", "sentence1\tsentence2\tlabel\nx\ty\tperhaps\n", "must be as published"),
         ("glue/rte", "glue/RTE/dev.tsv", "sentence1\tsentence2\tlabel\n", "one of them is empty"),
         ("superglue/cb", "superglue/CB/val.jsonl", '{"premise": "x"}\n', "JSON objects with a `hypothesis`"),

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from megahead.objectives import (
+    Candidates,
+    Scores,
     candidate_loss,
     candidate_loss_reference,
     candidate_scores,
@@ -57,6 +62,7 @@ def test_equals_the_papers_form_in_value_and_both_gradients(
         torch.testing.assert_close(mine, expected, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.filterwarnings("error")  # torch's, should the buffer of scores not fit
 def test_chunks_do_not_change_it(monkeypatch: pytest.MonkeyPatch) -> None:
     outputs, targets, embedding = drawn(33, 5, 20)
     candidates = unique_candidates(targets)
@@ -71,6 +77,40 @@ def test_chunks_do_not_change_it(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)
         for mine, theirs in zip(torch.autograd.grad(loss, [outputs, rows]), expected_grads, strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+
+
+class LargestTensor(TorchDispatchMode):
+    """Bytes of the largest result of any operation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.bytes = max(self.bytes, *(each.nbytes for each in tree_leaves(result) if isinstance(each, Tensor)), 0)
+        return result
+
+
+def test_memory_does_not_grow_with_outputs_times_candidates() -> None:
+    outputs, rows = torch.randn(3000, 2, requires_grad=True), torch.randn(2000, 2, requires_grad=True)
+    candidates = vocabulary_candidates(torch.randint(2000, (3000,)))
+    with LargestTensor() as largest:
+        candidate_loss(outputs, rows, candidates).backward()
+        candidate_scores(outputs, rows, candidates)
+    assert largest.bytes <= chunked.CHUNK_BYTES < 4 * 3000 * 2000
+
+
+@pytest.mark.parametrize("others_learn", [True, False])
+def test_a_bias_that_is_learned_gets_its_gradient(others_learn: bool) -> None:
+    outputs, targets, embedding = drawn(12, 4, 9)
+    bias = torch.randn(9, dtype=torch.float64, requires_grad=True)
+    arguments = (outputs, embedding) if others_learn else (outputs.detach(), embedding.detach())
+    among = Candidates(None, bias, targets)
+    ours, reference = (loss(*arguments, among, 0.7) for loss in (candidate_loss, candidate_loss_reference))
+    wanted = [bias, outputs, embedding] if others_learn else [bias]
+    for mine, exact in zip(torch.autograd.grad(ours, wanted), torch.autograd.grad(reference, wanted), strict=True):
+        torch.testing.assert_close(mine, exact)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -94,9 +134,17 @@ def test_half_precision_is_no_worse_than_its_inputs_rounding() -> None:
     assert abs(rounded - exact) < 0.05
 
 
+def test_autocast_does_not_round_what_is_given_in_full() -> None:
+    outputs, targets, embedding = drawn(64, 16, 30)
+    arguments = (outputs.float(), targets, embedding.float())
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = cwt_loss(*arguments)
+    torch.testing.assert_close(cast, cwt_loss(*arguments), rtol=0, atol=0)
+
+
 def test_no_targets_is_legal_and_connected() -> None:
     outputs = torch.randn(0, 4, requires_grad=True)
-    embedding = torch.randn(7, 4, requires_grad=True)
+    embedding = torch.zeros(7, 4, requires_grad=True)
     loss = cwt_loss(outputs, torch.zeros(0, dtype=torch.int64), embedding)
     assert loss.item() == 0
     loss.backward()
@@ -135,6 +183,11 @@ def test_scores_are_those_of_the_softmax() -> None:
     assert scores.loss == pytest.approx(-log_probs.gather(1, targets[:, None]).sum().item(), rel=1e-9)
     assert scores.correct == int((log_probs.argmax(1) == targets).sum())
     assert scores.targets == 20
+
+
+def test_no_targets_score_nothing() -> None:
+    scores = candidate_scores(torch.randn(0, 4), torch.randn(7, 4), torch.zeros(0, dtype=torch.int64))
+    assert scores == Scores(0.0, 0, 0)
 
 
 def test_pmi_head_recovers_the_distribution_that_training_aims_at() -> None:

@@ -128,6 +128,12 @@ def test_capped_candidates_are_few_always_hold_the_own_token_and_are_right_on_av
     assert error.max() < 4.5  # standard errors, the largest of 30
 
 
+def test_a_cap_holds_where_every_id_is_a_target() -> None:
+    candidates = objective(max_candidates=4).pool(torch.arange(V)).candidates(torch.arange(V))
+    assert candidates.bias_U is not None
+    assert int((candidates.bias_U > -torch.inf).sum()) == 4
+
+
 def test_a_cap_that_is_not_reached_changes_nothing() -> None:
     _, _, targets = drawn()
     capped, plain = (objective(max_candidates=most).pool(targets).candidates(targets) for most in (V, None))
@@ -159,6 +165,7 @@ def test_draws_belong_to_their_seed_and_follow_their_distribution() -> None:
     assert not torch.equal(again, other)
 
 
+@pytest.mark.parametrize("preferred", [False, True])
 @pytest.mark.parametrize(
     "fields",
     [
@@ -172,11 +179,14 @@ def test_draws_belong_to_their_seed_and_follow_their_distribution() -> None:
     ],
     ids=str,
 )
-def test_the_training_free_head_recovers_what_training_aims_at(fields: dict[str, Any]) -> None:
-    """Free scores per (context, token), trained to their optimum on many groups, plus the head's bias: log p."""
+def test_the_training_free_head_recovers_what_training_aims_at(fields: dict[str, Any], preferred: bool) -> None:
+    """Free scores per (context, token), trained to their optimum on many groups, plus the head's bias: log p.
+
+    Also where some tokens were `preferred` as targets: then p of the text, which prefers none."""
     generator = torch.Generator().manual_seed(0)
-    joint = torch.rand(2, 4, generator=generator) ** 2 + 0.03
-    joint /= joint.sum()
+    text = torch.rand(2, 4, generator=generator) ** 2 + 0.03
+    joint = text * (torch.tensor([1.0, 2.0, 4.0, 0.5]) if preferred else 1.0)
+    text, joint = text / text.sum(), joint / joint.sum()
     config, size, groups = ObjectiveConfig(**fields), 200 if "bias" not in fields else 12, 1500
     q_counts = (joint.sum(0) * 1e9).long()
     rule = build_objective(config, 4, q_counts)
@@ -197,10 +207,12 @@ def test_the_training_free_head_recovers_what_training_aims_at(fields: dict[str,
         return loss
 
     optimizer.step(closure)
-    head = training_free_bias(config, 4, q_counts, q_counts, group_targets=size)
+    asked = (text.sum(0) * 1e9).long() if preferred else None
+    head = training_free_bias(config, 4, q_counts, q_counts, size, asked)
     assert (head is None) == (config.head() == "tied")
     learned = (scores.detach() + (0.0 if head is None else head)).softmax(dim=1)
-    truth = joint / joint.sum(1, keepdim=True)
+    truth = joint if head is None else text  # without a bias it speaks of targets as they are drawn
+    truth = truth / truth.sum(1, keepdim=True)
     divergence = (truth * (truth / learned).log()).sum(1).max()
     assert divergence < 5e-4  # nats
     if head is not None:
@@ -209,8 +221,11 @@ def test_the_training_free_head_recovers_what_training_aims_at(fields: dict[str,
 
 
 def test_token_counts_are_asked_for_where_they_are_needed() -> None:
-    for fields in ({"bias": "corrected"}, {"negatives": 5}):
-        with pytest.raises(ConfigError, match="knows its token counts"):
+    for fields, asked in (
+        ({"bias": "corrected"}, "`objective.bias` must .* its token counts .* is corrected instead; preprocess"),
+        ({"negatives": 5}, "`objective.negatives_from` must .* its token counts .* is unigram instead; preprocess"),
+    ):
+        with pytest.raises(ConfigError, match=asked):
             build_objective(ObjectiveConfig(**fields), V, torch.zeros(V, dtype=torch.int64))  # type: ignore[arg-type]
     build_objective(ObjectiveConfig(negatives=5, negatives_from="uniform"), V)
 

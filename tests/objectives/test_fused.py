@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megahead.objectives import Candidates, candidate_loss, candidate_loss_reference
+from megahead.objectives import Candidates, candidate_loss, candidate_loss_reference, candidate_softmax
 
 pytest.importorskip("triton", reason="needs triton (the `test` extra, or torch for CUDA)")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -53,6 +53,23 @@ def test_float32_equals_the_reference(fused, n: int, u: int, d: int, own_apart: 
     gradients = torch.autograd.grad(3 * loss, [outputs, rows])
     for mine, exact in zip((loss, *gradients), truth(outputs, rows, candidates, 0.7), strict=True):
         torch.testing.assert_close(mine.double(), exact, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("learned", [True, False])
+def test_the_loss_is_the_same_where_the_kernels_serve(fused, monkeypatch: pytest.MonkeyPatch, learned: bool) -> None:
+    monkeypatch.setattr(candidate_softmax, "_half_type", lambda *_: torch.float32)
+    outputs, rows, candidates = drawn(5, 18, 7, torch.float32)
+    wanted = [outputs, rows]
+    if learned:
+        assert candidates.positive_bias_U is not None
+        wanted.append(candidates.positive_bias_U.requires_grad_())
+        candidates = replace(candidates, bias_U=candidates.positive_bias_U, positive_bias_U=None)
+    results = []
+    for loss in (candidate_loss, candidate_loss_reference):
+        value = loss(outputs, rows, candidates, 0.7)
+        results.append([value, *torch.autograd.grad(3 * value, wanted)])
+    for mine, reference in zip(*results, strict=True):
+        torch.testing.assert_close(mine, reference, rtol=2e-5, atol=2e-5, check_dtype=False)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -18,6 +18,7 @@ from megahead.data import causal_batch
 from megahead.pretraining import ScoreRequest
 
 
+@pytest.mark.parametrize("padding", ["trimmed", "kept"])
 @pytest.mark.parametrize(
     ("objective", "head"),
     [
@@ -31,9 +32,11 @@ from megahead.pretraining import ScoreRequest
     ],
     ids=str,
 )
-def test_every_variant_exports_the_head_it_is_evaluated_with(tmp_path: Path, objective, head) -> None:
-    save_small(tmp_path / "run", small_config(objective=objective))
-    folder = export(tmp_path / "run", tmp_path / "out", head).folder
+def test_every_variant_exports_the_head_it_is_evaluated_with(tmp_path: Path, objective, head, padding: str) -> None:
+    """With 195 rows of padding, too, which would take most of the probability if they could."""
+    model = {"vocab_multiple": 256 if padding == "kept" else 16}
+    save_small(tmp_path / "run", small_config(objective=objective, model=model))
+    folder = export(tmp_path / "run", tmp_path / "out", head, keep_padding=padding == "kept").folder
     ours = TrainedModel.open(tmp_path / "run")
     assert best_head(ours) == head
     batch = causal_batch(
@@ -42,5 +45,6 @@ def test_every_variant_exports_the_head_it_is_evaluated_with(tmp_path: Path, obj
     with torch.no_grad():
         logits = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(batch.input_ids_BT).logits
         scores = ours.load()(ScoreRequest(batch, ours.training_free_bias() if head == "pmi" else None))
+    assert logits.shape[-1] == (256 if padding == "kept" else 61)
     loss = F.cross_entropy(logits.flatten(0, 1), batch.target_ids_N, reduction="sum")
     assert loss.item() / scores.targets == pytest.approx(scores.loss / scores.targets, abs=1e-5)

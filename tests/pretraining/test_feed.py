@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -74,6 +75,31 @@ def test_every_way_of_reading_gives_the_same_samples_on_more_ranks_and_smaller_m
         whole = [token for micro in reference[step][0] for token in micro]
         assert [token for k in range(4) for r in range(2) for token in parts[r][step][0][k]] == whole
         assert parts[0][step][1] == parts[1][step][1] == reference[step][1]
+
+
+class SameText:
+    """Rows that are all alike, whatever their numbers."""
+
+    def rows(self, indices: range) -> np.ndarray[Any, Any]:
+        return np.tile(np.arange(1, 26), (len(indices), 1))
+
+
+@pytest.mark.parametrize("group_samples", [1, 4, 8])
+@pytest.mark.parametrize("objective", [{"negatives": 40, "negatives_from": "uniform"}, {"max_candidates": 12}], ids=str)
+def test_the_same_text_meets_other_candidates_in_every_group_and_step_and_run(
+    tmp_path: Path, objective: dict[str, Any], group_samples: int
+) -> None:
+    config = small_config(tmp_path, {"objective": objective})
+    rule = build_objective(config.objective, VOCABULARY)
+
+    def drawn(seed: int) -> set[tuple[float, ...]]:
+        feed = Feed(SameText(), rule, config.data, config.batch, Group(), group_samples=group_samples, seed=seed)  # type: ignore[arg-type]
+        micro_batches = [micro for step in (0, 8, 16) for micro in feed.step(step).micro_batches]
+        groups = [group for micro in micro_batches for group in micro.candidates]
+        return {(*group.ids_U.tolist(), *group.bias_U.tolist()) for group in groups}  # type: ignore[union-attr]
+
+    assert drawn(0) == drawn(0)
+    assert len(drawn(0) | drawn(1)) == 2 * 3 * 8 // group_samples
 
 
 def test_preparing_ahead_depends_on_what_was_taken_and_nothing_else() -> None:

@@ -161,12 +161,27 @@ def test_groups_within_a_micro_batch_share_nothing() -> None:
     torch.testing.assert_close(pretraining(micro), expected)
 
 
-def test_staging_for_a_gpu_finds_the_documents_and_pads_candidates_without_changing_the_loss(monkeypatch) -> None:
+@pytest.mark.parametrize("objective", [{}, {"max_candidates": 4}, {"bias": "corrected"}], ids=str)
+def test_staging_for_a_gpu_finds_the_documents_and_pads_candidates_without_changing_the_loss(
+    monkeypatch: pytest.MonkeyPatch, objective: dict[str, object]
+) -> None:
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
-    pretraining = initialized(tiny({}))
+    pretraining = initialized(tiny(objective))
     micro = prepared(pretraining)
     staged = micro.staged(torch.device("cuda"))
     assert staged.batch.cu_seqlens is not None
     assert staged.batch.cu_seqlens.tolist()[-1] == 4 * 8
     assert len(staged.candidates[0].ids_U) == 512
     torch.testing.assert_close(pretraining(staged), pretraining(micro))
+
+
+def test_a_micro_batch_moves_to_its_device_whole() -> None:
+    micro = prepared(initialized(tiny({"bias": "corrected", "max_candidates": 4})), loss_weight=0.5)
+    moved = micro.to(torch.device("meta"))
+    assert moved.loss_weight == 0.5
+    pairs = [(micro.batch, moved.batch), *zip(micro.candidates, moved.candidates, strict=True)]
+    for here, there in pairs:
+        for name, value in vars(here).items():
+            other = getattr(there, name)
+            same = other.device.type == "meta" if isinstance(value, torch.Tensor) else other == value
+            assert same, name

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.nn import functional as collectives
 
 from megahead.config import DataConfig, RunConfig
-from megahead.data import Batch, causal_batch
+from megahead.data import Batch, RowSource, causal_batch
 from megahead.distributed import Group, Launch
 from megahead.objectives import Candidates, build_objective
 from megahead.pretraining import Feed, Pretraining, StepBatches, documents_of
@@ -28,7 +28,7 @@ LENGTH = 12
 TOKEN_COUNTS = torch.arange(60)
 
 
-class Rows:
+class Rows(RowSource):
     """Eight rows of random text with documents of all lengths; the last two hold no targets at all."""
 
     def rows(self, indices: range) -> np.ndarray[Any, Any]:
@@ -46,7 +46,7 @@ def ragged_config(**objective: Any) -> RunConfig:
 def fed(group: Group, config: RunConfig, group_samples: int) -> StepBatches:
     objective = build_objective(config.objective, 60, TOKEN_COUNTS)
     channel = group.side_channel()
-    feed = Feed(Rows(), objective, config.data, config.batch, channel, group_samples=group_samples, seed=3)  # type: ignore[arg-type]
+    feed = Feed(Rows(), objective, config.data, config.batch, channel, group_samples=group_samples, seed=3)
     return feed.step(0)
 
 

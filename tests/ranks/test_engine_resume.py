@@ -38,12 +38,15 @@ def test_weights_start_as_given_in_full_precision(stage: int, precision: str) ->
     assert on_ranks(2, started, stage, precision) == [[], []]
 
 
-def resumed(group: Group, stage: int, precision: str, threshold: int = 0) -> dict[str, Any]:
-    first = small_engine(group, stage, precision, persistence_threshold=threshold)
+CAME_BACK = {"loaded": [], "same_log": True, "later": [], "steps": [3, 6, 6]}
+
+
+def resumed(group: Group, stage: int, precision: str, chosen: dict[str, Any]) -> dict[str, Any]:
+    first = small_engine(group, stage, precision, **chosen)
     train(first, group, range(3))
     saved, steps = whole(first), first.optimizer_steps
     log = train(first, group, range(3, 6))
-    second = small_engine(group, stage, precision, persistence_threshold=threshold)
+    second = small_engine(group, stage, precision, **chosen)
     second.load(saved.__getitem__, steps)
     loaded = differing(saved, whole(second))
     same_log = train(second, group, range(3, 6)) == log
@@ -54,13 +57,26 @@ def resumed(group: Group, stage: int, precision: str, threshold: int = 0) -> dic
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_resumed_run_is_the_uninterrupted_run_bit_for_bit(stage: int, precision: str) -> None:
-    for outcome in on_ranks(2, resumed, stage, precision):
-        assert outcome == {"loaded": [], "same_log": True, "later": [], "steps": [3, 6, 6]}
+    for outcome in on_ranks(2, resumed, stage, precision, {}):
+        assert outcome == CAME_BACK
 
 
-def test_parameters_that_stay_whole_at_stage_3_come_back_too() -> None:
-    for outcome in on_ranks(2, resumed, 3, "fp32", 10**5):
-        assert outcome == {"loaded": [], "same_log": True, "later": [], "steps": [3, 6, 6]}
+OTHERWISE: dict[str, dict[str, Any]] = {
+    "in turn": {"zero": {"round_robin_gradients": True}},
+    "offloaded": {"offload": True},
+    "offloaded in turn": {"offload": True, "zero": {"round_robin_gradients": True}},
+    "whole": {"persistence_threshold": 10**5},
+}
+
+
+@pytest.mark.parametrize(
+    ("stage", "way"),
+    [(stage, way) for stage in (1, 2) for way in ("in turn", "offloaded", "offloaded in turn")]
+    + [(3, "offloaded"), (3, "whole")],
+)
+def test_however_parameters_are_laid_out_they_come_back(stage: int, way: str) -> None:
+    for outcome in on_ranks(2, resumed, stage, "bf16", OTHERWISE[way]):
+        assert outcome == CAME_BACK
 
 
 def hand_on(group: Group, stage: int, given: dict[str, Tensor] | None, steps: int) -> tuple[dict[str, Tensor], ...]:
@@ -92,27 +108,30 @@ def probe() -> SmallModel:
     return model
 
 
-def probed(group: Group, stage: int) -> dict[str, Any]:
-    engine = small_engine(group, stage, module=probe())
+def probed(group: Group, stage: int, precision: str) -> dict[str, Any]:
+    engine = small_engine(group, stage, precision, module=probe())
     start = whole(engine)
+    given = {f"weight/{name}": parameter for name, parameter in probe().state_dict().items()}
     train(engine, group, range(2))
     saved = whole(engine)
     fresh = probe()
     with torch.no_grad():
         for parameter in fresh.parameters():
             parameter.zero_()
-    second = small_engine(group, stage, module=fresh)
+    second = small_engine(group, stage, precision, module=fresh)
     second.load(saved.__getitem__, engine.optimizer_steps)
     loaded = differing(saved, whole(second))
     same_log = train(engine, group, range(2, 4)) == train(second, group, range(2, 4))
-    return {"moved": sorted(differing(start, saved)), "loaded": loaded, "same_log": same_log}
+    begun = differing(given, {name: start[name] for name in given})
+    return {"begun": begun, "moved": sorted(differing(start, saved)), "loaded": loaded, "same_log": same_log}
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_frozen_body_stays_and_comes_back(stage: int) -> None:
+def test_a_frozen_body_is_kept_as_it_came(stage: int, precision: str) -> None:
     trained = ["exp_avg/head.weight", "exp_avg_sq/head.weight", "weight/head.weight"]
-    for outcome in on_ranks(2, probed, stage):
-        assert outcome == {"moved": trained, "loaded": [], "same_log": True}
+    for outcome in on_ranks(2, probed, stage, precision):
+        assert outcome == {"begun": [], "moved": trained, "loaded": [], "same_log": True}
 
 
 def weights_alone(group: Group, stage: int) -> dict[str, Any]:

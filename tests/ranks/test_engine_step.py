@@ -38,9 +38,9 @@ def plain_torch(steps: int) -> tuple[dict[str, Tensor], list[float]]:
     return {f"weight/{name}": p.detach() for name, p in module.named_parameters()}, norms
 
 
-def engine_steps(group: Group, stage: int, steps: int) -> tuple[dict[str, Tensor], list[float]]:
+def engine_steps(group: Group, stage: int, steps: int, chosen: dict[str, Any]) -> tuple[dict[str, Tensor], list[float]]:
     accumulation = len(COUNTS) // group.size
-    engine = small_engine(group, stage, accumulation=accumulation, clipping=CLIPPING)
+    engine = small_engine(group, stage, accumulation=accumulation, clipping=CLIPPING, **chosen)
     norms = []
     for step in range(steps):
         for batch in micro_batches(step, group.size, accumulation)[group.rank :: group.size]:
@@ -49,15 +49,25 @@ def engine_steps(group: Group, stage: int, steps: int) -> tuple[dict[str, Tensor
     return whole(engine), norms
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize("stage", STAGES)
-def test_training_equals_plain_torch_with_ragged_targets_and_active_clipping(stage: int, ranks: int) -> None:
+def assert_equal_to_plain_torch(ranks: int, stage: int, chosen: dict[str, Any]) -> None:
     weights, norms = plain_torch(5)
     assert min(norms) > CLIPPING
-    for engine_tensors, engine_norms in on_ranks(ranks, engine_steps, stage, 5):
+    for engine_tensors, engine_norms in on_ranks(ranks, engine_steps, stage, 5, chosen):
         assert engine_norms == pytest.approx(norms, rel=1e-5)
         for name, weight in weights.items():
             torch.testing.assert_close(engine_tensors[name], weight, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("stage", STAGES)
+def test_training_equals_plain_torch_with_ragged_targets_and_active_clipping(stage: int, ranks: int) -> None:
+    assert_equal_to_plain_torch(ranks, stage, {})
+
+
+@pytest.mark.parametrize("offload", [False, True], ids=["on the device", "offloaded"])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_slices_laid_out_in_turn_are_read_where_they_lie(stage: int, offload: bool) -> None:
+    assert_equal_to_plain_torch(2, stage, {"offload": offload, "zero": {"round_robin_gradients": True}})
 
 
 class Weighed(nn.Module):

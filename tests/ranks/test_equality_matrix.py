@@ -12,6 +12,7 @@ from small_run import write_text
 from megahead.config import RunConfig
 
 ROOT = Path(__file__).parents[2]
+NEEDS_FP16 = pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_fp16_supported(), reason="no fp16 arithmetic here")
 MESHES = [(1, 1), (1, 2), (2, 1), (2, 2)]
 
 
@@ -85,13 +86,12 @@ def test_bf16_stays_near_plain_torch(tmp_path: Path, references: dict[str, Cours
     assert_near(ours, references[objective], config_of(tmp_path, objective))
 
 
+@NEEDS_FP16
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_fp16_with_loss_scaling_stays_near_plain_torch(
     tmp_path: Path, references: dict[str, Course], stage: int
 ) -> None:
     """fp16 keeps 11 bits (measured: losses 0.01 %, norms 0.02 %)."""
-    if not torch.ops.mkldnn._is_mkldnn_fp16_supported():
-        pytest.skip("this processor has no fp16 arithmetic")
     write_text(tmp_path)
     ours, reference = on_mesh(tmp_path, "headless", stage, 2, 2, **{"engine.precision": "fp16"}), references["headless"]
     assert ours.losses == pytest.approx(reference.losses, rel=2e-4)
@@ -99,7 +99,7 @@ def test_fp16_with_loss_scaling_stays_near_plain_torch(
     assert distance(ours, reference, initial(config_of(tmp_path, "headless"))) < 5e-3
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", pytest.param("fp16", marks=NEEDS_FP16)])
 @pytest.mark.parametrize("name", ["zero1_offload", "zero2_offload", "zero3_offload"])
 def test_offloading_to_the_host_equals_plain_torch(
     tmp_path: Path, references: dict[str, Course], name: str, precision: str

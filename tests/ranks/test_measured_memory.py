@@ -49,7 +49,7 @@ def config_of(folder: Path, stage: int, changes: dict[str, Any], **zero: int) ->
         "model": LARGE,
         "data.sequence_length": 32,
         "batch": {"global_size": 4, "micro_size": 1},
-        "engine.deepspeed": {"zero_optimization": shipped(stage) | zero},
+        "engine.deepspeed": {"zero_optimization": shipped(f"zero{stage}")["zero_optimization"] | zero},
     }
     return small_config(folder, fixed | changes)
 

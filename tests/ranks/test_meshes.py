@@ -98,7 +98,7 @@ def started(world: Group, config: RunConfig) -> dict[str, bool]:
     mesh = Mesh.build(world, config.parallel.tensor)
     assert config.init is not None
     module = assemble(config, mesh.tensor, CPU)
-    fill_(module, mesh.tensor, starting_weights(config))
+    fill_(module, mesh.tensor, starting_weights(config, world))
     checkpoint: Checkpoint = open_checkpoint(Path(config.init.from_checkpoint))
     source = {"head.weight": "backbone.embedding.weight"}
     outcome = {}

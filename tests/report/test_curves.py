@@ -47,6 +47,24 @@ def test_a_session_counts_from_where_it_began(tmp_path: Path) -> None:
     assert len(run.events) == 3
 
 
+def test_what_was_taken_back_by_a_rollback_does_not_count(tmp_path: Path) -> None:
+    """Lines are sparse: none of those written later is of a step that was taken back."""
+    back = {"step": 8, "tokens": 1200, "seconds": 30.0, "rollback": {"checkpoint": "step-00000008"}}
+    records = [training(5), training(8), training(10), evaluation(10, 80.0), back, training(12), evaluation(12, 60.0)]
+    run = read_metrics(write_run(tmp_path / "run", *records))
+    assert [record["step"] for record in run.training] == [5, 8, 12]
+    assert [record["perplexity"] for record in run.validation] == [60.0]
+    assert run.events == [back]
+
+
+def test_a_session_that_went_on_from_elsewhere_has_no_part_in_what_stood_here(tmp_path: Path) -> None:
+    session = {"resumed": "elsewhere/checkpoints/step-00000003", "continues": 0, "damaged": []}
+    began = {"step": 3, "tokens": 300, "seconds": 6.0, "session": session}
+    run = read_metrics(write_run(tmp_path / "run", training(2), evaluation(2, 9.0), began, training(4)))
+    assert [record["step"] for record in run.training] == [4]
+    assert not run.validation
+
+
 def test_no_run_a_broken_one_and_an_empty_one_are_told(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"nothing/metrics\.jsonl must be the metrics of a run"):
         read_metrics(tmp_path / "nothing")

@@ -105,7 +105,8 @@ def test_losses_that_are_not_finite_break_the_line_and_stand_among_the_events(tm
     where = [{"rank": 1, "first": 16, "last": 17}]
     fault = {"kind": "loss not finite", "action": "skip", "scale": 1.0, "where": where}
     bad = {"step": 1, "tokens": 200, "seconds": 4.0, "fault": fault | {"loss": "nan", "gradient_norm": "nan"}}
-    records = [training(1), bad, training(2, loss=math.nan), training(3, gradient_norm=math.inf)]
+    back = {"step": 1, "tokens": 300, "seconds": 5.0, "rollback": {"checkpoint": "step-00000001"}}
+    records = [training(1), bad, back, training(2, loss=math.nan), training(3, gradient_norm=math.inf)]
     page, data = page_of(write_run(tmp_path / "bad", *records))
     assert titles(data) == ["Training loss", "Gradient norm", "Learning rate", "Tokens per second"]  # nothing held out
     loss, norm = (panel["series"][0] for panel in data["panels"][:2])
@@ -114,6 +115,7 @@ def test_losses_that_are_not_finite_break_the_line_and_stand_among_the_events(tm
     assert norm["y"][2] is None
     told = "loss not finite (loss nan, gradient norm nan) on rank 1, rows 16 to 17: skipped"
     assert f"<td class=wrong>{told}</td>" in page
+    assert "<td class=calm>went back to step-00000001</td>" in page
 
 
 def test_long_logs_are_thinned_to_means_and_tasks_get_panels(tmp_path: Path) -> None:

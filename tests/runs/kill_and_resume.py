@@ -1,6 +1,9 @@
 """Kills a run of two ranks at random moments, resumes it each time, and compares the end with an undisturbed run.
 
-PYTHONPATH=.:tests python tests/runs/kill_and_resume.py [--kills 100] [--seed 0] [--background]
+PYTHONPATH=.:tests python tests/runs/kill_and_resume.py [--kills 100] [--seed 0] [--zero 1] [--offload] [--background]
+
+Where only one rank is killed the other must end by itself: `engine.timeout_seconds` after it began to wait for one that
+was not even there, and a few more. When it does not, the stacks of all its threads are shown.
 """
 
 from __future__ import annotations
@@ -13,13 +16,17 @@ import time
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 from killable import codes, said, start_ranks
-from small_run import same_tensors, small_config, stage, write_text
+from small_run import offloaded, same_tensors, small_config, stage, write_text
 
 from megahead.checkpoint import newest_sound
 from megahead.config import RunConfig
 from megahead.report.metrics import read_metrics
+
+TIMEOUT_SECONDS = 30
+SURVIVAL_SECONDS = TIMEOUT_SECONDS + 15
 
 
 @dataclass
@@ -29,6 +36,9 @@ class Toll:
     kills: int = 0
     of_one_rank: int = 0
     """Kills of one rank only; the other had to end by itself."""
+
+    outlived: float = 0.0
+    """How many seconds it took for it, at most."""
 
     in_a_save: int = 0
     """Kills that left a checkpoint half written."""
@@ -42,10 +52,10 @@ class Toll:
     seconds: float = 0.0
 
 
-def torture(folder: Path, kills: int, seed: int, zero: int = 1, background: bool = False) -> Toll:
-    """AssertionError when a checkpoint is lost or an end differs."""
+def torture(folder: Path, kills: int, seed: int, changes: dict[str, Any] | None = None) -> Toll:
+    """AssertionError when a checkpoint is lost, an end differs, or a rank outlives the other for too long."""
     write_text(folder, documents=40)
-    changes = stage(zero) | {
+    small: dict[str, Any] = {
         "model.num_layers": 1,
         "model.hidden_size": 16,
         "model.num_heads": 2,
@@ -53,40 +63,52 @@ def torture(folder: Path, kills: int, seed: int, zero: int = 1, background: bool
         "batch.global_size": 4,
         "training.steps": 8 * kills + 10,
         "training.checkpoint_every": 2,
-        "training.save_in_background": background,
-        "engine.timeout_seconds": 30,
+        "engine.timeout_seconds": TIMEOUT_SECONDS,
     }
-    undisturbed = small_config(folder, changes | {"output_dir": str(folder / "undisturbed")})
-    assert codes(start_ranks(undisturbed, 2, folder), 600) == [0, 0], said(folder, 0)
-    config, chance, toll = small_config(folder, changes), random.Random(seed), Toll()
+    small |= changes or {}
+    undisturbed = small_config(folder, small | {"output_dir": str(folder / "undisturbed")})
+    start_seconds = _finish(undisturbed, folder)
+    config, chance, toll = small_config(folder, small), random.Random(seed), Toll()
     run, started, newest = folder / "run", time.monotonic(), 0
     while toll.kills < kills:
-        if _killed(config, folder, chance, toll):
+        if _killed(config, folder, start_seconds, chance, toll):
             newest = _kept(run, newest)
         else:
             _compare(run, folder / "undisturbed")
             shutil.rmtree(run)
             toll.runs, newest = toll.runs + 1, 0
-    assert codes(start_ranks(config, 2, folder), 600) == [0, 0], said(folder, 0)
+    _finish(config, folder)
     _compare(run, folder / "undisturbed")
     toll.runs, toll.seconds = toll.runs + 1, time.monotonic() - started
     return toll
 
 
-def _killed(config: RunConfig, folder: Path, chance: random.Random, toll: Toll) -> bool:
+def _finish(config: RunConfig, folder: Path) -> float:
+    """Lets a run end by itself; the seconds until its first step was logged."""
+    run, started = Path(config.output_dir or ""), time.monotonic()
+    lines, ranks = _lines(run), start_ranks(config, 2, folder)
+    while _lines(run) == lines and any(rank.is_alive() for rank in ranks):
+        time.sleep(0.001)
+    start_seconds = time.monotonic() - started
+    assert codes(ranks, 600) == [0, 0], said(folder, 0)
+    return start_seconds
+
+
+def _killed(config: RunConfig, folder: Path, start_seconds: float, chance: random.Random, toll: Toll) -> bool:
     """Starts or resumes the run and kills it at some moment; False when it reached its end before that moment."""
     run = folder / "run"
     lines, ranks = _lines(run), start_ranks(config, 2, folder)
-    _wait_for_a_moment(run, ranks, chance)
-    one_only = chance.random() < 0.2
+    _wait_for_a_moment(run, ranks, start_seconds, chance)
+    one_only, died = chance.random() < 1 / 2, time.monotonic()
     for rank in [chance.choice(ranks)] if one_only else ranks:
         rank.kill()
-    ended = codes(ranks, 90)
+    ended = codes(ranks, SURVIVAL_SECONDS)
     assert None not in ended, f"a rank survived the other: {said(folder, 0)} {said(folder, 1)}"
     if ended == [0, 0]:
         return False
     toll.kills += 1
     toll.of_one_rank += one_only
+    toll.outlived = max(toll.outlived, one_only * (time.monotonic() - died))
     toll.while_starting += _lines(run) == lines
     toll.in_a_save += any((run / "checkpoints").glob(".step-*.partial"))
     return True
@@ -101,11 +123,11 @@ def _kept(run: Path, newest: int) -> int:
     return step
 
 
-def _wait_for_a_moment(run: Path, ranks: list[BaseProcess], chance: random.Random) -> None:
-    """One time in six some moment of the start; else until a few more steps are logged and a moment more, half of
+def _wait_for_a_moment(run: Path, ranks: list[BaseProcess], start_seconds: float, chance: random.Random) -> None:
+    """One time in three some moment of the start; else until a few more steps are logged and a moment more, half of
     these times within the save that comes next."""
-    if chance.random() < 1 / 6:
-        time.sleep(chance.uniform(0, 2))
+    if chance.random() < 1 / 3:
+        time.sleep(chance.uniform(0, start_seconds))
         return
     target, deadline = _lines(run) + chance.randrange(1, 9), time.monotonic() + 60
     saving = chance.random() < 1 / 2
@@ -134,10 +156,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--zero", type=int, default=1, help="ZeRO stage")
+    parser.add_argument("--offload", action="store_true", help="the optimizer in the host's memory")
     parser.add_argument("--background", action="store_true", help="save in the background")
     arguments = parser.parse_args()
+    changes = offloaded(arguments.zero) if arguments.offload else stage(arguments.zero)
+    changes["training.save_in_background"] = arguments.background
     with tempfile.TemporaryDirectory() as folder:
-        toll = torture(Path(folder), arguments.kills, arguments.seed, background=arguments.background)
+        toll = torture(Path(folder), arguments.kills, arguments.seed, changes)
     print(f"{toll}: weights, optimizer state and curve as undisturbed, no checkpoint lost")
 
 

@@ -7,11 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import heavy_imports  # noqa: F401
 import orjson
 import pytest
+import torch
 from on_ranks import on_ranks
-from small_run import same_tensors, small_config, stage, write_text
+from small_run import same_tensors, shipped, small_config, stage, write_text
 
+from megahead.checkpoint import open_checkpoint
 from megahead.config import RunConfig
 from megahead.distributed import Group, Launch
 from megahead.errors import UserError
@@ -19,11 +22,14 @@ from megahead.pretraining import Feed, StepBatches
 from megahead.report.metrics import read_metrics
 from megahead.train import pretrain
 
+NEEDS_FP16 = pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_fp16_supported(), reason="no fp16 arithmetic here")
 BAD = 24
 """First sample of the fourth step, whose second micro-batch is bad on the last rank."""
 
 
-def run_with(group: Group, config: RunConfig, factor: float, bad: tuple[int, ...] = (BAD,)) -> str:
+def run_with(
+    group: Group, config: RunConfig, factor: float, bad: tuple[int, ...] = (BAD,), resume: str = "auto"
+) -> str:
     """A run in which the losses of some micro-batches of the last rank come out `factor` times as high."""
     step = Feed.step
 
@@ -36,7 +42,7 @@ def run_with(group: Group, config: RunConfig, factor: float, bad: tuple[int, ...
 
     Feed.step = bad_step  # type: ignore[method-assign]
     try:
-        return pretrain(config, Launch())
+        return pretrain(config, Launch(), resume)
     except UserError as error:
         return str(error)
 
@@ -47,23 +53,83 @@ def faults(folder: Path) -> list[dict[str, Any]]:
     return [record["fault"] for record in records if "fault" in record]
 
 
-@pytest.mark.parametrize("zero", [0, 2])
+def all_finite(run: Path) -> bool:
+    """Whether the newest checkpoint is."""
+    newest = open_checkpoint(run)
+    return all(newest.read(name).isfinite().all() for name in newest.names())
+
+
+def on(settings: str, precision: str = "fp32") -> dict[str, Any]:
+    """The change that asks for a file of `configs/deepspeed`; fp16 with a loss scale that fits from the first step."""
+    content = shipped(settings) | ({"fp16": {"initial_scale_power": 4}} if precision == "fp16" else {})
+    return {"engine.deepspeed": content, "engine.precision": precision}
+
+
+@pytest.mark.parametrize(
+    ("settings", "precision"),
+    [
+        ("zero0", "fp32"),
+        ("zero2", "fp32"),
+        ("zero1_offload", "fp32"),
+        ("zero2_offload", "bf16"),
+        pytest.param("zero3_offload", "fp16", marks=NEEDS_FP16),
+    ],
+)
 def test_nan_in_one_ranks_batch_is_skipped_and_told_with_rank_and_rows(
-    tmp_path: Path, zero: int, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, settings: str, precision: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     write_text(tmp_path)
-    config = small_config(tmp_path, stage(zero))
+    config = small_config(tmp_path, on(settings, precision))
     assert on_ranks(2, run_with, config, math.nan) == ["finished"] * 2
     (fault,) = faults(tmp_path / "run")
     assert fault["where"] == [{"rank": 1, "first": BAD + 6, "last": BAD + 7}]
-    assert (fault["kind"], fault["action"], fault["scale"]) == ("loss not finite", "skip", 1.0)
+    scale = 16.0 if precision == "fp16" else 1.0
+    assert (fault["kind"], fault["action"], fault["scale"]) == ("loss not finite", "skip", scale)
     told = capfd.readouterr().out
     assert "step 4: loss not finite" in told
     assert "rank 1, rows 30 to 31; 1 skipped so far: skipped" in told
+    assert "OVERFLOW" not in told  # DeepSpeed's word, which would be wrong
     curve = read_metrics(tmp_path / "run").training
     assert [record["step"] for record in curve] == [1, 2, 3, 4, 5, 6]
     assert all(math.isfinite(record["loss"]) for record in curve)
     assert curve[-1]["skipped_steps"] == 1
+    assert all_finite(tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("settings", "precision"),
+    [
+        ("zero0", "fp32"),
+        ("zero2_offload", "fp32"),
+        ("zero1_offload", "bf16"),
+        ("zero2_offload", "bf16"),
+        pytest.param("zero1_offload", "fp16", marks=NEEDS_FP16),
+        pytest.param("zero3_offload", "fp16", marks=NEEDS_FP16),
+    ],
+)
+def test_gradients_that_are_not_finite_once_are_skipped_once(tmp_path: Path, settings: str, precision: str) -> None:
+    """The loss is, but not the sum of the squares of its gradients."""
+    write_text(tmp_path)
+    assert on_ranks(2, run_with, small_config(tmp_path, on(settings, precision)), 1e36) == ["finished"] * 2
+    (fault,) = faults(tmp_path / "run")
+    kind = "overflow" if precision == "fp16" else "gradients not finite"
+    assert (fault["kind"], fault["action"], fault["where"]) == (kind, "skip", [{"rank": None, "first": 24, "last": 31}])
+    last = read_metrics(tmp_path / "run").training[-1]
+    assert (last["step"], last["skipped_steps"]) == (6, 1)
+    assert all_finite(tmp_path / "run")
+
+
+@NEEDS_FP16
+@pytest.mark.parametrize("settings", ["zero1", "zero1_offload", "zero2_offload"])
+def test_fp16_finds_its_loss_scale_and_trains(tmp_path: Path, settings: str) -> None:
+    """From a scale that overflows at first."""
+    write_text(tmp_path)
+    changes = on(settings, "fp16") | {"engine.deepspeed": shipped(settings) | {"fp16": {"initial_scale_power": 24}}}
+    assert on_ranks(2, run_with, small_config(tmp_path, changes), 1.0) == ["finished"] * 2
+    assert {fault["kind"] for fault in faults(tmp_path / "run")} == {"overflow"}
+    curve = read_metrics(tmp_path / "run").training
+    assert curve[-1]["loss"] < curve[0]["loss"] - 0.2
+    assert all_finite(tmp_path / "run")
 
 
 @pytest.mark.parametrize("zero", [0, 2])
@@ -87,6 +153,33 @@ def test_rollback_before_the_first_checkpoint_skips(tmp_path: Path, capfd: pytes
     assert "no checkpoint to go back to yet: skipped" in capfd.readouterr().out
 
 
+def test_a_line_after_a_rollback_is_the_mean_of_the_steps_that_count(tmp_path: Path) -> None:
+    """Step 3 was taken back, steps 1 and 2 were not; one line is written, at the end."""
+    write_text(tmp_path)
+    changes = {"training.checkpoint_every": 2, "training.steps": 4, "faults.bad_step": "rollback"}
+    for name, seconds in (("run", 1e9), ("every step", 0)):
+        config = small_config(tmp_path, changes | {"training.log_seconds": seconds, "output_dir": str(tmp_path / name)})
+        assert on_ranks(1, run_with, config, math.nan) == ["finished"]
+    (line,), every = (read_metrics(tmp_path / name).training for name in ("run", "every step"))
+    assert [record["step"] for record in every] == [1, 2, 3, 4]
+    assert line["loss"] == pytest.approx(sum(record["loss"] for record in every) / 4)
+
+
+def test_rollback_never_goes_on_to_a_history_that_the_run_turned_away_from(tmp_path: Path) -> None:
+    """Resumed from step 2 with steps 4 and 6 beside it, the next step is bad: back to 2, and not on to 6."""
+    write_text(tmp_path)
+    every_two = {"training.checkpoint_every": 2, "faults.bad_step": "rollback"}
+    assert on_ranks(1, run_with, small_config(tmp_path, every_two), 1.0) == ["finished"]
+    older = str(tmp_path / "run/checkpoints/step-00000002")
+    assert on_ranks(1, run_with, small_config(tmp_path, every_two), math.nan, (16,), older) == ["finished"]
+    (fault,) = faults(tmp_path / "run")
+    assert fault["action"] == "rollback"
+    curve = read_metrics(tmp_path / "run").training
+    assert [(record["step"], record["tokens"] // (8 * 24)) for record in curve] == [
+        (1, 1), (2, 2), (3, 4), (4, 5), (5, 6), (6, 7),
+    ]  # fmt: skip
+
+
 def test_stop_ends_all_ranks_with_the_sentence_and_harms_nothing(tmp_path: Path) -> None:
     write_text(tmp_path)
     config = small_config(tmp_path, {"faults.bad_step": "stop"})
@@ -101,16 +194,20 @@ def test_stop_ends_all_ranks_with_the_sentence_and_harms_nothing(tmp_path: Path)
 SPIKY = {"faults.spike_window": 16, "faults.spike_score": 5, "training.steps": 12, "training.checkpoint_every": 4}
 
 
-@pytest.mark.parametrize(("policy", "skipped"), [("note", 0), ("skip", 1), ("rollback", 1)])
-def test_a_spike_is_seen_and_answered(tmp_path: Path, policy: str, skipped: int) -> None:
+@pytest.mark.parametrize(
+    ("policy", "settings"),
+    [("note", "zero0"), ("skip", "zero0"), ("rollback", "zero0"), ("skip", "zero1_offload"), ("skip", "zero2_offload")],
+)
+def test_a_spike_is_seen_and_answered(tmp_path: Path, policy: str, settings: str) -> None:
     write_text(tmp_path)
-    config = small_config(tmp_path, SPIKY | {"faults.spike": policy})
+    config = small_config(tmp_path, SPIKY | {"faults.spike": policy} | on(settings))
     assert on_ranks(2, run_with, config, 50.0, (80,)) == ["finished"] * 2
     (fault,) = faults(tmp_path / "run")
     assert fault["where"] == [{"rank": 1, "first": 86, "last": 87}]
     assert (fault["kind"], fault["action"]) == ("spike", "apply" if policy == "note" else policy)
     last = read_metrics(tmp_path / "run").training[-1]
-    assert (last["step"], last["skipped_steps"]) == (12, skipped)
+    assert (last["step"], last["skipped_steps"]) == (12, 0 if policy == "note" else 1)
+    assert all_finite(tmp_path / "run")
 
 
 def test_bad_step_after_bad_step_ends_the_run(tmp_path: Path) -> None:

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from runs.kill_and_resume import torture
+from small_run import offloaded, stage
+
+VARIANTS = {
+    "at once": stage(1),
+    "in the background": stage(1) | {"training.save_in_background": True},
+    "with offload": offloaded(2),
+}
 
 
-@pytest.mark.parametrize("background", [False, True], ids=["at once", "in the background"])
-def test_kills_at_random_moments_leave_no_trace(tmp_path: Path, background: bool) -> None:
-    assert torture(tmp_path, kills=3, seed=1, background=background).kills == 3
+@pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS)
+def test_kills_at_random_moments_leave_no_trace(tmp_path: Path, changes: dict[str, Any]) -> None:
+    assert torture(tmp_path, kills=3, seed=1, changes=changes).kills == 3

@@ -6,7 +6,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from small_run import same_tensors, small_config, write_text
 import megahead.checkpoint.saving as saving
 from megahead.checkpoint import open_checkpoint
 from megahead.engine import Engine
-from megahead.report.metrics import read_metrics
+from megahead.report.metrics import Record, read_metrics
 from megahead.train.preemption import ENDING
 
 
@@ -67,8 +67,32 @@ def test_a_signal_in_any_phase_saves_and_is_forgotten_on_resume(tmp_path: Path, 
     undisturbed = small_config(tmp_path, every | {"output_dir": str(tmp_path / "undisturbed")})
     assert codes(start_ranks(undisturbed, 2, tmp_path)) == [0, 0]
     assert same_tensors(tmp_path / "run", tmp_path / "undisturbed")
-    curves = [[line["loss"] for line in read_metrics(tmp_path / name).training] for name in ("run", "undisturbed")]
-    assert curves[0] == curves[1]
+    mine, theirs = (read_metrics(tmp_path / name) for name in ("run", "undisturbed"))
+    assert losses(mine.training) == losses(theirs.training)
+    assert losses(mine.validation) == losses(theirs.validation)
+    assert [step for step, _ in losses(mine.validation)] == [3, 6]
+
+
+def losses(records: Sequence[Record]) -> list[tuple[int, float]]:
+    return [(record["step"], record["loss"]) for record in records]
+
+
+def test_a_checkpoint_knows_the_evaluation_that_was_made_up_for(tmp_path: Path) -> None:
+    """The best are chosen by it, as in the undisturbed run."""
+    write_text(tmp_path)
+    changes = {"training.evaluate_every": 3}
+    config = small_config(tmp_path, changes)
+    undisturbed = small_config(tmp_path, changes | {"output_dir": str(tmp_path / "undisturbed")})
+    assert codes(start_ranks(config, 2, tmp_path, sabotage=PHASES["evaluation"])) == [0, 0], said(tmp_path, 1)
+    for either in (config, undisturbed):
+        assert codes(start_ranks(either, 2, tmp_path)) == [0, 0], said(tmp_path, 1)
+    for step in (3, 6):
+        mine, theirs = (
+            open_checkpoint(tmp_path / name / f"checkpoints/step-{step:08d}").state["validation"]
+            for name in ("run", "undisturbed")
+        )
+        assert mine == theirs
+        assert mine["step"] == step
 
 
 def test_a_run_that_is_killed_leaves_no_mark(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,12 @@ from on_ranks import on_ranks
 from small_checkpoint import save_tokenizer
 from small_run import same_tensors, small_config, write_text
 
+import megahead.checkpoint.integrity as integrity
 from megahead.checkpoint import open_checkpoint
 from megahead.config import RunConfig
 from megahead.distributed import Group, Launch
 from megahead.errors import ConfigErrors, UserError
+from megahead.report.metrics import read_metrics
 from megahead.train import pretrain
 
 
@@ -126,3 +129,83 @@ def test_a_run_with_damaged_checkpoints_only_does_not_start_anew(begun: Path) ->
         "step-00000003",
         "step-00000006",
     ]
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name.replace("-0000000", "-") for path in (folder / "run/checkpoints").glob("*step-*"))
+
+
+EVERY_TWO = {"training.steps": 8, "training.checkpoint_every": 2, "training.keep_checkpoints": 2}
+
+
+def test_an_older_checkpoint_that_is_named_begins_another_history(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """What was saved after it is set aside at the first save, found by its own name only, and not counted."""
+    write_text(tmp_path)
+    steps = {**EVERY_TWO, "training.keep_checkpoints": 9}
+    assert on_ranks(2, run, small_config(tmp_path, steps)) == ["finished"] * 2
+    other = {**EVERY_TWO, "training.steps": 5, "optimizer.learning_rate": 1e-3, "resume.allow": ["optimizer"]}
+    older = str(tmp_path / "run/checkpoints/step-00000002")
+    capfd.readouterr()
+    assert on_ranks(2, run, small_config(tmp_path, other), older) == ["finished"] * 2
+    told = capfd.readouterr().out
+    assert "set aside   at the next save: step-00000008, step-00000006, step-00000004" in told
+    assert names(tmp_path) == ["abandoned-step-6", "abandoned-step-8", "step-4", "step-5"]
+    assert [record["step"] for record in read_metrics(tmp_path / "run").training] == [1, 2, 3, 4, 5]
+    assert on_ranks(2, run, small_config(tmp_path, other | {"training.steps": 6})) == ["finished"] * 2
+    assert "resumed     step 5" in capfd.readouterr().out
+    assert open_checkpoint(tmp_path / "run").step == 6
+
+    abandoned = tmp_path / "run/checkpoints/abandoned-step-00000008"
+    longer = small_config(tmp_path, EVERY_TWO | {"training.steps": 9})
+    assert on_ranks(2, run, longer, str(abandoned)) == ["finished"] * 2
+    undisturbed = {**EVERY_TWO, "training.steps": 9, "output_dir": str(tmp_path / "undisturbed")}
+    source = open_checkpoint(abandoned)
+    assert source.step == 8
+    assert on_ranks(2, run, small_config(tmp_path, undisturbed), str(abandoned)) == ["finished"] * 2
+    assert same_tensors(tmp_path / "run", tmp_path / "undisturbed")
+    aside = ["abandoned-step-5", "abandoned-step-6", "abandoned-step-6-2", "abandoned-step-8"]
+    assert names(tmp_path) == [*aside, "step-9"]
+
+
+def test_training_past_a_damaged_checkpoint_does_not_count_it(begun: Path) -> None:
+    (file,) = (begun / "run/checkpoints/step-00000006").glob("*.safetensors")
+    flip(file)
+    config = small_config(begun, {"training.steps": 5, "training.keep_checkpoints": 2})
+    assert on_ranks(1, run, config) == ["finished"]
+    assert names(begun) == ["abandoned-step-6", "step-3", "step-5"]
+    assert on_ranks(1, run, small_config(begun)) == ["finished"]
+    assert open_checkpoint(begun / "run").step == 6
+
+
+def test_a_folder_with_nothing_but_what_was_set_aside_does_not_start_anew(begun: Path) -> None:
+    root = begun / "run/checkpoints"
+    for folder in list(root.glob("step-*")):
+        folder.rename(root / f"abandoned-{folder.name}")
+    (sentence,) = on_ranks(1, run, small_config(begun))
+    assert "holds abandoned-step-00000003, abandoned-step-00000006 only; name the one to go on from" in sentence
+    assert on_ranks(1, run, small_config(begun), str(root / "abandoned-step-00000003")) == ["finished"]
+    assert names(begun) == ["abandoned-step-3", "abandoned-step-6", "step-6"]
+
+
+def resumed_and_checked(group: Group, config: RunConfig) -> list[str]:
+    """The files of which this rank read the checksum when the run resumed."""
+    read: list[str] = []
+    check = integrity._check
+
+    def noted(path: Path, sha256: str) -> Iterator[None]:
+        read.append(path.name)
+        yield from check(path, sha256)
+
+    integrity._check = noted
+    assert run(group, config) == "finished"
+    return read
+
+
+def test_ranks_share_the_reading_of_checksums_when_they_resume(tmp_path: Path) -> None:
+    write_text(tmp_path)
+    assert on_ranks(2, run, small_config(tmp_path)) == ["finished"] * 2
+    first, second = on_ranks(2, resumed_and_checked, small_config(tmp_path, {"training.steps": 7}))
+    assert len(first) == len(second) == 1
+    assert first != second

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
 
+import heavy_imports  # noqa: F401
 import pytest
 import torch
 from on_ranks import on_ranks
-from small_run import small_config, stage, write_text
+from small_run import shipped, small_config, stage, write_text
 from torch import Tensor
 
 from megahead.checkpoint import open_checkpoint
@@ -63,6 +65,24 @@ def test_deterministic_algorithms_are_demanded_and_enough(tmp_path: Path) -> Non
     assert on_ranks(1, run_and_ask, small_config(tmp_path, demanding)) == [True]
     assert on_ranks(1, run_and_ask, small_config(tmp_path)) == [False]
     assert losses(tmp_path / "demanding") == losses(tmp_path / "run")
+
+
+def run_telling(group: Group, config: RunConfig) -> str:
+    """A run whose own lines begin with `run: `."""
+    Meters.say = lambda meters, text: print(*(f"run: {line}" for line in text.splitlines()), sep="\n", flush=True)  # type: ignore[method-assign]
+    return run(group, config)
+
+
+@pytest.mark.parametrize("settings", ["zero0", "zero1_offload", "zero2", "zero3", "zero3_offload"])
+def test_training_and_evaluating_print_the_runs_own_lines_only(
+    tmp_path: Path, settings: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    write_text(tmp_path)
+    on_ranks(1, run_telling, small_config(tmp_path, {"engine.deepspeed": shipped(settings)}))
+    told = capfd.readouterr()
+    assert "run: held out at step 6" in told.out
+    assert [line for line in told.out.splitlines() if not line.startswith("run: ")] == []
+    assert told.err == ""
 
 
 @pytest.mark.parametrize("objective", [{"name": "headless"}, {"name": "vanilla"}, {"name": "vanilla", "tied": True}])
@@ -172,6 +192,24 @@ def test_time_limit_ends_a_run_saved_and_evaluated(tmp_path: Path) -> None:
     assert read_metrics(tmp_path / "run").validation[-1]["step"] == step
 
 
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_a_probe_in_bf16_saves_the_body_it_was_given_and_after_resuming_too(tmp_path: Path, zero: int) -> None:
+    write_text(tmp_path)
+    on_ranks(1, run, small_config(tmp_path))
+    changes = {
+        "init": {"from_checkpoint": str(tmp_path / "run"), "mode": "probe"},
+        "objective.name": "vanilla",
+        "output_dir": str(tmp_path / "head"),
+        "engine.precision": "bf16",
+    }
+    given = {name: value for name, value in tensors(tmp_path / "run").items() if name.startswith("weight/")}
+    for steps in (3, 6):
+        config = small_config(tmp_path, changes | stage(zero) | {"training.steps": steps})
+        assert on_ranks(2, run, config) == ["finished"] * 2
+        saved = tensors(tmp_path / "head")
+        assert [name for name, value in given.items() if not torch.equal(value, saved[name])] == []
+
+
 @pytest.mark.parametrize("mode", ["finetune", "probe"])
 def test_a_head_is_trained_from_a_copy_of_the_embedding(tmp_path: Path, mode: str) -> None:
     write_text(tmp_path)
@@ -193,6 +231,21 @@ def test_a_head_is_trained_from_a_copy_of_the_embedding(tmp_path: Path, mode: st
     assert not torch.equal(after["weight/head.weight"], before["weight/backbone.embedding.weight"])
     first = tensors(tmp_path / "head/checkpoints/step-00000003")["weight/head.weight"]
     assert (first - before["weight/backbone.embedding.weight"]).abs().max() < 0.05  # three steps away from its start
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_a_run_that_began_from_another_goes_on_without_it(tmp_path: Path, zero: int) -> None:
+    write_text(tmp_path)
+    on_ranks(1, run, small_config(tmp_path))
+    init = {"from_checkpoint": str(tmp_path / "run"), "mode": "finetune"}
+    changes = stage(zero) | {"init": init, "objective.name": "vanilla", "output_dir": str(tmp_path / "head")}
+    on_ranks(2, run, small_config(tmp_path, changes))
+    undisturbed = tensors(tmp_path / "head")
+    shutil.rmtree(tmp_path / "run")
+    shutil.rmtree(tmp_path / "head/checkpoints/step-00000006")
+    assert on_ranks(2, run, small_config(tmp_path, changes)) == ["finished"] * 2
+    resumed = tensors(tmp_path / "head")
+    assert all(torch.equal(tensor, undisturbed[name]) for name, tensor in resumed.items())
 
 
 @pytest.mark.parametrize(

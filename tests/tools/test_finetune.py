@@ -16,12 +16,16 @@ XNLI = "the cat sat\tit is true\tentailment\nthe cat sat\tno\tcontradiction\nthe
 
 @pytest.fixture
 def arguments(tmp_path: Path) -> list[str]:
-    """A model, and the data of two tasks."""
+    """A model, and the data of three tasks."""
     rows = [{"premise": "the cat sat", "hypothesis": "it is true", "label": "entailment"}] * 9
     for split in ("train", "val"):
         file = tmp_path / f"data/superglue/CB/{split}.jsonl"
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "data/glue/RTE").mkdir(parents=True)
+    for split, more in (("train", "8\tIt rained,\nmostly.\tWet.\tentailment\n"), ("dev", "")):
+        rows = "index\tsentence1\tsentence2\tlabel\n" + "7\tthe cat sat\tit is true\tentailment\n" * 9
+        (tmp_path / f"data/glue/RTE/{split}.tsv").write_text(rows + more)
     (tmp_path / "data/xnli").mkdir()
     for language in ("en", "fr", "de"):
         (tmp_path / f"data/xnli/dev-{language}.tsv").write_text(XNLI * 4)
@@ -55,6 +59,14 @@ def test_a_table_of_models_tasks_and_languages(
         ("random weights", "superglue/cb", 1),
     ]
     assert list(entries[-1]["epochs"][0]["scores"]) == ["fr", "en"]
+
+
+def test_lines_that_were_left_out_are_told(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(monkeypatch, *arguments, "--task", "glue/rte", "superglue/cb", "--seeds", "1", "--epochs", "1")
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if "left out" in line] == ["glue/rte: 2 lines lack a column and were left out"]
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,22 @@ from pathlib import Path
 from typing import Any
 
 from megahead.errors import DataError
-from megahead.evaluate.harness_rows import Row, text_of
+from megahead.evaluate.harness_rows import Row, lines, text_of
 
-Reader = Callable[[Path], list[Row]]
 Builder = Callable[[Row, Sequence[str]], "Example"]
+
+
+@dataclass(frozen=True)
+class Published:
+    """What a file, or a copy of it on the hub, holds."""
+
+    rows: list[Row]
+
+    short: int = 0
+    """Lines that lack a column and were left out, as every loader of GLUE does: QQP was published with some."""
+
+
+Reader = Callable[[Path], Published]
 
 
 @dataclass(frozen=True)
@@ -31,37 +43,55 @@ class Example:
         return sum(min(len(self.first) + len(second or ""), at_most) for second in self.seconds)
 
 
-def tsv(**columns: str | int) -> Reader:
-    """Tab-separated lines without quoting; our name of each field to its column's name, or its number (no header)."""
+def objects(*fields: str) -> Reader:
+    """A JSON object a line, with all of `fields`."""
+    read = lines(*fields)
+    return lambda file: Published(read(file))
 
-    def read(file: Path) -> list[Row]:
-        rows = [line.rstrip("\r").split("\t") for line in text_of(file).split("\n") if line]
+
+def tsv(**columns: str | int) -> Reader:
+    """Tab-separated lines without quoting; our name of each field to its column's name, or its number (no header).
+
+    Lines that lack one of the columns are left out and counted; DataError where most lines do.
+    """
+
+    def read(file: Path) -> Published:
+        table = [line.rstrip("\r").split("\t") for line in text_of(file).split("\n") if line]
         headed = any(isinstance(column, str) for column in columns.values())
-        header = rows.pop(0) if headed and rows else []
+        header = table.pop(0) if headed and table else []
+        wanted = ", ".join(map(str, columns.values()))
         try:
             places = {ours: header.index(it) if isinstance(it, str) else it for ours, it in columns.items()}
-            return [{name: row[place] for name, place in places.items()} for row in rows]
-        except (ValueError, IndexError):
-            wanted = ", ".join(map(str, columns.values()))
-            raise DataError(f"`{file}` must have tab-separated columns {wanted} in each line, but has not.") from None
+        except ValueError:
+            raise DataError(f"`{file}` must begin with tab-separated columns {wanted}, but does not.") from None
+        whole = [line for line in table if len(line) > max(places.values())]
+        short = len(table) - len(whole)
+        if short > len(whole):
+            raise DataError(
+                f"`{file}` must have tab-separated columns {wanted} in each line, but {short:,} of {len(table):,} "
+                "lines lack one; get it anew."
+            )
+        return Published([{name: line[place] for name, place in places.items()} for line in whole], short)
 
     return read
 
 
-def word_in_context(file: Path) -> list[Row]:
+def word_in_context(file: Path) -> Published:
     """WiC in its own form: `X.data.txt` (word, part of speech, places, two sentences), its labels in `X.gold.txt`."""
-    rows = tsv(word=0, sentence1=3, sentence2=4)(file)
+    rows = tsv(word=0, sentence1=3, sentence2=4)(file).rows
     gold = text_of(file.with_name(file.name.replace(".data.", ".gold."))).split()
     if len(gold) != len(rows):
         raise DataError(f"`{file}` must have a label for each of its {len(rows)} lines, but has {len(gold)}.")
-    return [{**row, "label": {"T": "true", "F": "false"}[label]} for row, label in zip(rows, gold, strict=True)]
+    named = {"T": "true", "F": "false"}
+    return Published([{**row, "label": named[label]} for row, label in zip(rows, gold, strict=True)])
 
 
-def translated(file: Path) -> list[Row]:
+def translated(file: Path) -> Published:
     """XNLI: premise, hypothesis and label; its machine-translated training files begin with a header."""
-    rows = tsv(premise=0, hypothesis=1, label=2)(file)
+    found = tsv(premise=0, hypothesis=1, label=2)(file)
     labels = {"contradictory": "contradiction"}
-    return [{**row, "label": labels.get(row["label"], row["label"])} for row in rows if row["label"] != "label"]
+    rows = [{**row, "label": labels.get(row["label"], row["label"])} for row in found.rows if row["label"] != "label"]
+    return Published(rows, found.short)
 
 
 def texts(first: str, second: str | None = None) -> Builder:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
 from megahead.errors import DataError, FieldError
-from megahead.evaluate.finetuning.examples import Example
+from megahead.evaluate.finetuning.examples import Example, Published
 from megahead.evaluate.finetuning.task_table import TASKS, XNLI_LANGUAGES, Task
 from megahead.evaluate.harness_rows import Row
 
@@ -29,6 +29,9 @@ class TaskData:
     halved: bool
     """Whether there was no training split, so that half of the test split trained."""
 
+    short: int = 0
+    """Lines of the files that lacked a column and were left out."""
+
     @cached_property
     def stamp(self) -> str:
         """Changes with any example."""
@@ -46,8 +49,8 @@ class Sources:
     hub: str = ""
     """Begins every repository's name, for copies of them in a folder."""
 
-    def splits(self, name: str) -> tuple[list[Row] | None, list[Row]]:
-        """Rows to train and to test on; None where there is no training split. DataError where there is nothing."""
+    def splits(self, name: str) -> tuple[Published | None, Published]:
+        """What to train and to test on; None where there is no training split. DataError where there is nothing."""
         task = TASKS[name]
         if self.folder is None:
             repository, configuration, test = task.hub
@@ -59,7 +62,8 @@ class Sources:
             wanted = " or ".join(form.test.replace("+", " and ") for form in task.files)
             raise DataError(f"`{self.folder}` must hold {wanted} for task {name}, but lacks it.")
         train = form.read(self.folder / form.train) if self._have(form.train) else None
-        return train, [row for path in form.test.split("+") for row in form.read(self.folder / path)]
+        tests = [form.read(self.folder / path) for path in form.test.split("+")]
+        return train, Published([row for test in tests for row in test.rows], sum(test.short for test in tests))
 
     def have(self, name: str) -> bool:
         """Whether the task's test split is at hand."""
@@ -89,26 +93,31 @@ def load_task(
     max_train_rows: so many at most, the same ones for every model and seed, drawn at random.
     Raises DataError for files that are missing or not as published.
     """
-    train, test, halved = _examples(name, sources)
-    tests = {name.split("/")[1]: test}
+    data = _examples(name, sources)
+    train, tests, short = data.train, dict(data.tests), data.short
     for language in languages if name.startswith("xnli/") else ():
         if language not in tests and sources.have(f"xnli/{language}"):
-            tests[language] = _examples(f"xnli/{language}", sources)[1]
+            other = _examples(f"xnli/{language}", sources)
+            tests, short = {**tests, **other.tests}, short + other.short
     if max_train_rows is not None and len(train) > max_train_rows:
         train = random.Random(0).sample(train, max_train_rows)
-    return TaskData(name, TASKS[name], train, tests, halved)
+    return replace(data, train=train, tests=tests, short=short)
 
 
-def _examples(name: str, sources: Sources) -> tuple[list[Example], list[Example], bool]:
-    """Examples to train on, to test on, and whether they are halves of one split, taken in turn."""
+def _examples(name: str, sources: Sources) -> TaskData:
+    """Examples to train on and to test on: of two splits, or halves of one, taken in turn."""
     train, test = sources.splits(name)
-    examples = _build(name, test)
+    task, examples, split = TASKS[name], _build(name, test.rows), name.split("/")[1]
     if train is not None:
-        return _build(name, train), examples, False
-    unit = TASKS[name].unit
-    units = [examples[k : k + unit] for k in range(0, len(examples), unit)]
+        return TaskData(name, task, _build(name, train.rows), {split: examples}, False, train.short + test.short)
+    if test.short and task.unit > 1:
+        raise DataError(
+            f"The files of {name} must be whole to be cut in halves, but lack a column in {test.short:,} lines; "
+            "get them anew."
+        )
+    units = [examples[k : k + task.unit] for k in range(0, len(examples), task.unit)]
     halves = [[example for part in units[first::2] for example in part] for first in (0, 1)]
-    return halves[0], halves[1], True
+    return TaskData(name, task, halves[0], {split: halves[1]}, True, test.short)
 
 
 def _build(name: str, rows: Sequence[Row]) -> list[Example]:
@@ -122,11 +131,11 @@ def _build(name: str, rows: Sequence[Row]) -> list[Example]:
     return examples
 
 
-def _hub_rows(repository: str, configuration: str, split: str) -> list[Row]:
+def _hub_rows(repository: str, configuration: str, split: str) -> Published:
     import datasets
 
     try:
-        return [dict(row) for row in datasets.load_dataset(repository, configuration, split=split)]
+        return Published([dict(row) for row in datasets.load_dataset(repository, configuration, split=split)])
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())[:160]
         raise DataError(

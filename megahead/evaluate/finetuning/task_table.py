@@ -12,6 +12,7 @@ from megahead.evaluate.finetuning.examples import (
     Builder,
     Reader,
     alternatives,
+    objects,
     same_sense,
     similarity,
     texts,
@@ -19,7 +20,6 @@ from megahead.evaluate.finetuning.examples import (
     tsv,
     word_in_context,
 )
-from megahead.evaluate.harness_rows import lines
 
 XNLI_LANGUAGES = ("en", "ar", "bg", "de", "el", "es", "fr", "hi", "ru", "sw", "th", "tr", "ur", "vi", "zh")
 
@@ -75,7 +75,7 @@ def _glue(folder: str, read: Reader, test: str = "dev.tsv") -> tuple[Files]:
 
 
 def _superglue(folder: str, *fields: str) -> Files:
-    return Files(f"superglue/{folder}/train.jsonl", f"superglue/{folder}/val.jsonl", lines(*fields, "label"))
+    return Files(f"superglue/{folder}/train.jsonl", f"superglue/{folder}/val.jsonl", objects(*fields, "label"))
 
 
 def _xnli(language: str) -> Task:

@@ -1,0 +1,144 @@
+"""Where the lines of all ranks end, on rank 0: finds out who is lost, and tells the others.
+
+A rank that dies is known at once, because its line breaks; one that is stopped, or whose machine is gone, once it was
+not heard for the limit. A rank that hangs is heard all the same: it is who does not answer when others gave up waiting.
+"""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable
+from selectors import EVENT_READ, DefaultSelector
+from typing import Any
+
+from megahead.distributed.lines import Line, Pulse
+
+GRACE_SECONDS = 5.0
+"""How long ranks have to answer once one gave up, and to end by themselves once they know why."""
+
+_MORE_SECONDS = 1.0
+"""Ranks seldom die alone: how long to look for others after the first."""
+
+
+class Switchboard:
+    """Expects `size` ranks within `limit_seconds`, listens until all have left or one is lost."""
+
+    def __init__(self, size: int, limit_seconds: float) -> None:
+        self._all, self._limit = frozenset(range(size)), limit_seconds
+        self._door, self._token = _listen(size), secrets.token_hex(8)
+        self._lines: dict[int, Line] = {}
+        self._waited: set[int] = set()
+        self._left: set[int] = set()
+        self._faults: dict[int, str] = {}
+        self._pulse, self._beats = Pulse(limit_seconds), -1
+        self._doubt_since, self._over = 0.0, False
+        self._selector = DefaultSelector()
+        self._selector.register(self._door, EVENT_READ, self._admit)
+
+    @property
+    def address(self) -> str:
+        """Port and password for the other ranks."""
+        return f"{self._door.getsockname()[1]} {self._token}"
+
+    def start(self) -> Line:
+        """Begins to listen, in a thread; returns rank 0's own line."""
+        here, mine = socket.socketpair()
+        self._hear_from(0, Line(here))
+        threading.Thread(target=self._serve, name="switchboard", daemon=True).start()
+        return Line(mine)
+
+    def _serve(self) -> None:
+        while not self._over:
+            pause = self._pulse.pause()
+            for key, _ in self._selector.select(min(pause, 0.1) if self._in_doubt() else pause):
+                key.data()
+            if self._pulse.due():
+                self._beat()
+            self._conclude()
+
+    def _admit(self) -> None:
+        connection, _ = self._door.accept()
+        line = Line(connection)
+        self._selector.register(line, EVENT_READ, lambda: self._greet(line))
+
+    def _greet(self, line: Line) -> None:
+        """The first words of a rank; whoever else found the door is sent away."""
+        self._selector.unregister(line)
+        try:
+            (_, token, rank), *_ = line.hear()
+        except (EOFError, ValueError, TypeError):
+            token, rank = "", 0
+        if token == self._token and rank in self._all - self._lines.keys():
+            self._hear_from(rank, line)
+        else:
+            line.close()
+
+    def _hear_from(self, rank: int, line: Line) -> None:
+        self._lines[rank] = line
+        self._selector.register(line, EVENT_READ, lambda: self._listen_to(rank))
+        if self._lines.keys() == self._all:
+            self._selector.unregister(self._door)
+            self._door.close()
+            self._tell_all("here")
+
+    def _listen_to(self, rank: int) -> None:
+        answers: dict[str, Callable[..., Any]] = {
+            "beat": lambda: None,
+            "waited": lambda: self._waited.add(rank),
+            "ended": lambda error: self._accuse(rank, f"ended with {error}"),
+            "left": lambda: self._left.add(rank),
+        }
+        try:
+            for word, *more in self._lines[rank].hear():
+                answers[word](*more)
+        except EOFError:
+            self._selector.unregister(self._lines[rank])
+            self._accuse(rank, "died")
+
+    def _beat(self) -> None:
+        self._tell_all("beat")
+        self._beats += 1
+        for rank, line in self._lines.items():
+            line.unheard += 1
+            if line.unheard > self._pulse.beats + 1:
+                self._accuse(rank, f"died or hangs (silent for {self._limit:g} s)")
+        if self._beats >= self._pulse.beats:
+            for rank in self._all - self._lines.keys():
+                self._accuse(rank, f"did not come within {self._limit:g} s")
+
+    def _accuse(self, rank: int, fate: str) -> None:
+        """What was known of a rank first counts; who has left is not missed."""
+        if rank not in self._left:
+            self._faults.setdefault(rank, fate)
+
+    def _in_doubt(self) -> bool:
+        return bool(self._faults or self._waited)
+
+    def _conclude(self) -> None:
+        """Tells all ranks how it ends, as soon as that is known."""
+        if self._left == self._all:
+            self._end_with("left")
+        elif self._in_doubt():
+            self._doubt_since = self._doubt_since or time.monotonic()
+            silent = self._all - self._faults.keys() - self._waited - self._left
+            patience = _MORE_SECONDS if self._faults else GRACE_SECONDS
+            if not silent or time.monotonic() - self._doubt_since >= patience:
+                unanswered = dict.fromkeys(silent, f"died or hangs (no answer within {GRACE_SECONDS:g} s)")
+                self._end_with("lost", sorted((self._faults or unanswered).items()))
+
+    def _end_with(self, *words: Any) -> None:
+        self._over = True
+        self._tell_all(*words)
+
+    def _tell_all(self, *words: Any) -> None:
+        for rank in sorted(self._lines, reverse=True):  # rank 0 last: then it may end, and the board with it
+            self._lines[rank].say(*words)
+
+
+def _listen(size: int) -> socket.socket:
+    dual = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if dual else socket.AF_INET
+    return socket.create_server(("", 0), family=family, backlog=size, dualstack_ipv6=dual)

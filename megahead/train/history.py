@@ -1,0 +1,42 @@
+"""Which of the checkpoints in a run's folder led to its weights, when it may go back to older ones."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from megahead.checkpoint import Checkpoint, is_step_folder, step_of, steps_in
+
+
+@dataclass
+class History:
+    """All checkpoints up to step `newest` led to the run's weights. What lies above belongs to a history it turned
+    away from (by an older one named to `--resume`, or past damaged ones), and is set aside when it saves."""
+
+    root: Path
+    """RUN/checkpoints."""
+
+    newest: int = -1
+    """Step of what the run last saved here, or went on from; -1 where that is none of these."""
+
+    @staticmethod
+    def behind(resumed: Checkpoint | None, folder: Path) -> History:
+        """That of a session of the run in `folder`, which may go on from a checkpoint elsewhere or from none."""
+        root = folder / "checkpoints"
+        if resumed is None or resumed.folder.parent.resolve() != root.resolve() or not is_step_folder(resumed.folder):
+            return History(root)
+        return History(root, resumed.step)
+
+    def name_of(self, checkpoint: Checkpoint) -> str:
+        """What a reader of this folder calls it."""
+        inside = checkpoint.folder.parent.resolve() == self.root.resolve()
+        return checkpoint.folder.name if inside else str(checkpoint.folder)
+
+    def goes_on(self, step: int) -> int:
+        """A checkpoint of `step` is saved; returns the step before it."""
+        before, self.newest = self.newest, step
+        return before
+
+    def strangers(self) -> list[str]:
+        """Names of the checkpoints that the next save sets aside."""
+        return [folder.name for folder in steps_in(self.root) if step_of(folder) > self.newest]

@@ -1,0 +1,184 @@
+"""The watch over ranks: who is named when some are lost, who is not, and that strangers do no harm."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+
+import pytest
+
+from megahead.distributed import LostRankError, lines, switchboard, watch
+from megahead.distributed.lines import Line, Pulse
+from megahead.distributed.switchboard import Switchboard
+from megahead.distributed.waiting import within
+from megahead.distributed.watch import Watch
+
+WAITED = RuntimeError("[gloo] timed out waiting")
+
+
+class Ranks:
+    """Ranks that are threads; `ended` holds what was said when a process would have been ended from within."""
+
+    def __init__(self, size: int, limit_seconds: float = 60, absent: int = 0) -> None:
+        self.ended: list[str] = []
+        board = Switchboard(size, limit_seconds)
+        self.port, self.token = board.address.split()
+        self.lines = [board.start()]
+        for rank in range(1, size - absent):
+            self.lines.append(self.call())
+            self.lines[-1].say("hello", self.token, rank)
+        self.watches = [Watch(line, rank, limit_seconds, self.ended.append) for rank, line in enumerate(self.lines)]
+        self._pool = ThreadPoolExecutor(size)
+
+    def call(self) -> Line:
+        return Line(socket.create_connection(("127.0.0.1", int(self.port))))
+
+    def each(self, act: Callable[[Watch], None], *ranks: int) -> list[Future[None]]:
+        return [self._pool.submit(act, self.watches[rank]) for rank in ranks]
+
+    def met(self) -> Ranks:
+        for meeting in self.each(Watch.meet, *range(len(self.lines))):
+            meeting.result(10)
+        return self
+
+
+def raising(error: Exception) -> Callable[[Watch], None]:
+    def act(watch: Watch) -> None:
+        with watch.naming_lost_ranks():
+            raise error
+
+    return act
+
+
+def outcome(future: Future[None]) -> str:
+    error = future.exception(10)
+    return f"{type(error).__name__}: {error}"
+
+
+def lost(who: str) -> str:
+    return f"LostRankError: all ranks must take part in the run, but {who}; start again to resume."
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(switchboard, "GRACE_SECONDS", 0.5)
+    monkeypatch.setattr(switchboard, "_MORE_SECONDS", 0.2)
+    monkeypatch.setattr(watch, "GRACE_SECONDS", 0.5)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_nobody_leaves_before_all_do(size: int) -> None:
+    ranks = Ranks(size).met()
+    early = ranks.each(Watch.leave, *range(size - 1))
+    time.sleep(0.2)
+    assert not any(future.done() for future in early)
+    assert [future.result(10) for future in (*early, *ranks.each(Watch.leave, size - 1))] == [None] * size
+    assert not ranks.ended
+
+
+def test_who_does_not_come_is_named_by_who_came() -> None:
+    ranks = Ranks(4, limit_seconds=0.5, absent=2)
+    for meeting in ranks.each(Watch.meet, 0, 1):
+        assert outcome(meeting) == lost("ranks 2, 3 did not come within 0.5 s")
+
+
+def test_who_dies_is_named_and_not_who_waits_for_it() -> None:
+    ranks = Ranks(4).met()
+    for rank in (2, 3):
+        ranks.lines[rank]._connection.shutdown(socket.SHUT_RDWR)
+    for waiting in ranks.each(raising(WAITED), 0, 1):
+        assert outcome(waiting) == lost("ranks 2, 3 died")
+
+
+def test_who_does_not_answer_is_named() -> None:
+    ranks = Ranks(4).met()
+    for waiting in ranks.each(raising(WAITED), 0, 1, 3):
+        assert outcome(waiting) == lost("rank 2 died or hangs (no answer within 0.5 s)")
+
+
+def test_who_is_not_heard_is_named_although_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = Ranks(3, limit_seconds=0.5).met()
+    monkeypatch.setattr(ranks.lines[2], "say", lambda *words: None)
+    deadline = time.monotonic() + 10
+    while len(ranks.ended) < 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert "rank 2 died or hangs (silent for 0.5 s)" in ranks.ended[0]
+
+
+def test_who_fails_keeps_its_error_and_the_others_learn_it() -> None:
+    ranks = Ranks(3).met()
+    (failing,) = ranks.each(raising(ValueError("too small")), 1)
+    assert outcome(failing) == "ValueError: too small"
+    for waiting in ranks.each(raising(WAITED), 0, 2):
+        assert outcome(waiting) == lost("rank 1 ended with ValueError: too small")
+
+
+def test_all_that_fail_alike_keep_their_error() -> None:
+    ranks = Ranks(3).met()
+    for failing in ranks.each(raising(ValueError("too small")), 0, 1, 2):
+        assert outcome(failing) == "ValueError: too small"
+
+
+def test_an_error_of_the_network_that_all_have_stays_what_it_is() -> None:
+    ranks = Ranks(2).met()
+    for waiting in ranks.each(raising(WAITED), 0, 1):
+        assert outcome(waiting) == f"RuntimeError: {WAITED}"
+
+
+def test_when_rank_0_dies_it_is_named() -> None:
+    ranks = Ranks(2).met()
+    ranks.lines[1]._connection.shutdown(socket.SHUT_RD)  # as when the other end is gone
+    (waiting,) = ranks.each(raising(WAITED), 1)
+    assert outcome(waiting) == lost("rank 0 died")
+
+
+def test_a_wait_that_does_not_end_ends_the_process() -> None:
+    ranks = Ranks(2).met()
+    ranks.lines[1]._connection.shutdown(socket.SHUT_RDWR)
+    time.sleep(2)
+    assert lost("rank 1 died") in [f"LostRankError: {sentence}" for sentence in ranks.ended]
+
+
+@pytest.mark.parametrize(
+    "words", [b"GET / HTTP/1.1\r\n\r\n", b"7\n", b'["hello", "guessed", 1]\n', b"[" * 50_000 + b"\n"]
+)
+def test_strangers_are_sent_away(words: bytes) -> None:
+    ranks = Ranks(2, absent=1)
+    with socket.create_connection(("127.0.0.1", int(ranks.port))) as stranger:
+        stranger.sendall(words)
+        stranger.settimeout(10)
+        with suppress(ConnectionResetError):
+            assert stranger.recv(1) == b""
+    late = ranks.call()
+    late.say("hello", ranks.token, 1)
+    (meeting,) = ranks.each(Watch.meet, 0)
+    assert meeting.result(10) is None
+
+
+def test_a_pause_of_ones_own_is_one_beat(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a rank that was stopped does not hold its own pause against the others."""
+    now = 0.0
+    monkeypatch.setattr(lines.time, "monotonic", lambda: now)
+    pulse = Pulse(60)
+    assert (pulse.beats, pulse.due(), pulse.due(), pulse.pause()) == (10, True, False, 6)
+    now = 1000.0
+    assert (pulse.due(), pulse.due(), pulse.pause()) == (True, False, 6)
+
+
+def test_within_gives_the_result_the_error_or_up() -> None:
+    assert within(10, lambda: 3) == 3
+    with pytest.raises(ZeroDivisionError):
+        within(10, lambda: 1 // 0)
+    forever = threading.Event()
+    with pytest.raises(TimeoutError, match="no answer within"):
+        within(0.1, forever.wait)
+    forever.set()
+
+
+def test_lost_ranks_are_told_with_like_fates_together() -> None:
+    error = LostRankError({0: "died", 1: "ended with ValueError: x", 3: "died"})
+    assert "but ranks 0, 3 died; rank 1 ended with ValueError: x; start again" in str(error)

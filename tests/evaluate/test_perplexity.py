@@ -1,0 +1,81 @@
+"""Held-out numbers in the units that they are reported in, each row counted once."""
+
+from __future__ import annotations
+
+from math import log, log2
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from on_ranks import on_ranks
+from small_checkpoint import small_config
+
+from megahead.corpus import IndexedDataset, IndexedDatasetWriter
+from megahead.data import held_out_masker, held_out_samples
+from megahead.distributed import Group
+from megahead.evaluate import HeldOut, HeldOutText
+from megahead.objectives import Scores
+from megahead.pretraining import ScoreRequest
+
+CPU = torch.device("cpu")
+DECODER = small_config(data={"sequence_length": 8})
+
+
+def text(folder: Path, text_bytes: int = 0) -> Path:
+    """A dataset of 81 tokens out of 50, ten rows of 8 targets."""
+    with IndexedDatasetWriter(folder / "text", vocab_size=50) as writer:
+        writer.add_document(np.random.default_rng(0).integers(1, 50, 81), text_bytes)
+    return folder / "text"
+
+
+def held_out(prefix: Path, rows: int = 10, micro_size: int = 4, group: Group | None = None) -> HeldOutText:
+    samples = held_out_samples(IndexedDataset(prefix), 8)
+    return HeldOutText(samples, DECODER.data, rows, micro_size, group or Group())
+
+
+def evenly(scoring: ScoreRequest) -> Scores:
+    """A model that finds 32 tokens equally likely each time, and has the right one first at every even target."""
+    targets = scoring.batch.target_ids_N
+    return Scores(targets.numel() * log(32), int((targets % 2 == 0).sum()), targets.numel())
+
+
+@pytest.mark.parametrize("bytes_a_token", [1, 4])
+def test_bits_are_of_a_byte_of_text_whatever_a_token_spans(tmp_path: Path, bytes_a_token: int) -> None:
+    result = held_out(text(tmp_path, 81 * bytes_a_token)).evaluate(evenly, None, CPU)
+    assert result.loss == pytest.approx(log(32))
+    assert result.perplexity == pytest.approx(32)
+    assert result.bits_per_byte == pytest.approx(log2(32) / bytes_a_token)
+
+
+def test_bits_per_byte_are_left_out_where_nobody_counted_bytes_or_only_some_tokens_are_predicted(
+    tmp_path: Path,
+) -> None:
+    assert held_out(text(tmp_path)).evaluate(evenly, None, CPU).bits_per_byte is None
+    encoder = small_config(
+        model={"family": "bert", "token_types": 2, "max_positions": 32},
+        data={"sequence_length": 16, "end_token": 2},
+        masking={"mask_token": 3, "cls_token": 1, "sep_token": 2, "rate": 0.3},
+    )
+    samples = held_out_samples(IndexedDataset(text(tmp_path, 81)), encoder.sample_length())
+    masked = HeldOutText(samples, encoder.data, 5, 4, Group(), held_out_masker(encoder))
+    assert masked.evaluate(evenly, None, CPU).bits_per_byte is None
+
+
+def scored(group: Group, prefix: Path, rows: int) -> HeldOut:
+    return held_out(prefix, rows, group=group).evaluate(uneven, None, CPU)
+
+
+def uneven(scoring: ScoreRequest) -> Scores:
+    """Worse at larger ids, so that each row counts differently."""
+    return Scores(float(scoring.batch.target_ids_N.sum()), evenly(scoring).correct, scoring.batch.target_ids_N.numel())
+
+
+@pytest.mark.parametrize("rows", [3, 99])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_every_row_asked_for_counts_once_on_any_number_of_ranks(tmp_path: Path, ranks: int, rows: int) -> None:
+    prefix = text(tmp_path)
+    targets = IndexedDataset(prefix).read(0, 81)[1 : 1 + 8 * min(rows, 10)]
+    for result in on_ranks(ranks, scored, prefix, rows):
+        assert result.loss == pytest.approx(targets.mean())
+        assert result.accuracy == pytest.approx((targets % 2 == 0).mean())

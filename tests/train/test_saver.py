@@ -1,0 +1,103 @@
+"""What is not finite is never saved, whatever let it through: the run ends, the checkpoint before stays the newest."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import heavy_imports  # noqa: F401
+import pytest
+import torch
+from on_ranks import on_ranks
+from small_run import small_config, stage, write_text
+
+from megahead.checkpoint import newest_sound
+from megahead.config import RunConfig
+from megahead.distributed import Group, Launch
+from megahead.engine import Engine, StepResult
+from megahead.errors import CheckpointError
+from megahead.evaluate import HeldOut
+from megahead.train import pretrain
+from megahead.train.evaluation import Evaluation
+
+SENTENCE = (
+    "a checkpoint must hold finite numbers only, but at step 4 {} does not; it was not saved, the older ones are "
+    "unharmed: clip gradients or lower optimizer.learning_rate, and resume."
+)
+
+
+def ended(config: RunConfig) -> str:
+    try:
+        return pretrain(config, Launch())
+    except CheckpointError as error:
+        return str(error)
+
+
+def run_and_spoil(group: Group, config: RunConfig, name: str, value: float) -> str:
+    """A run whose last number of tensor `name` becomes `value` in the fourth step."""
+    take = Engine.step
+
+    def step(engine: Engine, learning_rate: float) -> StepResult:
+        result = take(engine, learning_rate)
+        if engine.optimizer_steps == 4:
+            tensors = {name: tensor.clone() for name, tensor in engine.tensors()}
+            tensors[name].view(-1)[-1] = value
+            engine.load(tensors.__getitem__, 4)
+        return result
+
+    Engine.step = step  # type: ignore[method-assign]
+    return ended(config)
+
+
+EVERY_OTHER = {"training.checkpoint_every": 2, "training.evaluate_every": 4}
+
+
+def assert_the_one_before_is_the_newest(run: Path) -> None:
+    newest, damage = newest_sound(run)
+    assert newest is not None
+    assert (newest.step, damage) == (2, [])
+    assert sorted(folder.name for folder in (run / "checkpoints").glob("*step*")) == ["step-00000002"]
+    assert all(newest.read(name).isfinite().all() for name in newest.names())
+
+
+@pytest.mark.parametrize("background", [False, True], ids=["at once", "in the background"])
+@pytest.mark.parametrize(
+    ("zero", "name", "value"),
+    [
+        (0, "weight/backbone.blocks.1.mlp.up.bias", math.nan),
+        (1, "exp_avg/backbone.embedding.weight", -math.inf),
+        (3, "exp_avg_sq/backbone.final_norm.weight", math.inf),
+    ],
+)
+def test_tensors_that_are_not_finite_end_the_run_on_all_ranks(
+    tmp_path: Path, zero: int, name: str, value: float, background: bool
+) -> None:
+    write_text(tmp_path)
+    changes = EVERY_OTHER | stage(zero) | {"training.save_in_background": background}
+    assert on_ranks(2, run_and_spoil, small_config(tmp_path, changes), name, value) == [SENTENCE.format(name)] * 2
+    assert_the_one_before_is_the_newest(tmp_path / "run")
+
+
+def run_and_misjudge(group: Group, config: RunConfig) -> str:
+    Evaluation.run = lambda *_: HeldOut(math.nan, math.nan, 0.0, None)  # type: ignore[method-assign]
+    return ended(config)
+
+
+def test_counters_that_are_not_finite_end_the_run_as_well(tmp_path: Path) -> None:
+    write_text(tmp_path)
+    config = small_config(tmp_path, EVERY_OTHER)
+    assert on_ranks(2, run_and_misjudge, config) == [SENTENCE.format("state/validation")] * 2
+    assert_the_one_before_is_the_newest(tmp_path / "run")
+
+
+def run_with_huge_weights(group: Group, config: RunConfig) -> str:
+    """Finite ones whose sum is not."""
+    tensors = Engine.tensors
+    huge = torch.full((2,), torch.finfo(torch.float32).max)
+    Engine.tensors = lambda engine: iter([*tensors(engine), ("weight/huge", huge)])  # type: ignore[method-assign]
+    return ended(config)
+
+
+def test_finite_numbers_of_any_size_are_saved(tmp_path: Path) -> None:
+    write_text(tmp_path)
+    assert on_ranks(1, run_with_huge_weights, small_config(tmp_path)) == ["finished"]
