@@ -31,7 +31,7 @@ def run_with(group: Group, config: RunConfig, factor: float, bad: tuple[int, ...
         batches = step(feed, first_sample)
         if first_sample in bad and group.rank == group.size - 1:
             micro = batches.micro_batches[1]
-            batches.micro_batches[1] = replace(micro, loss_scale=micro.loss_scale * factor)
+            batches.micro_batches[1] = replace(micro, loss_weight=micro.loss_weight * factor)
         return batches
 
     Feed.step = bad_step  # type: ignore[method-assign]
