@@ -26,6 +26,7 @@ import torch.distributed as dist
 from rich.console import Console
 from torch import nn
 
+from benchmarks.tokens import micro_batch, token_rows
 from megahead.config import RunConfig, config_from_dict, deepspeed_config
 from megahead.distributed import Group, Mesh
 from megahead.errors import run_command
@@ -35,7 +36,6 @@ from megahead.optim import build_adamw
 from megahead.parallel import assemble, fill_
 from megahead.pretraining import MicroBatch, first_weights
 from megahead.report import to_rich
-from steps.tokens import micro_batch, token_rows
 
 CPU = torch.device("cpu")
 Step = Callable[[], None]
@@ -156,7 +156,7 @@ def engine_step(config: RunConfig, stage: int, place: Place | None = None) -> St
 
     rank, count, store = place or (0, 1, "")
     if place:
-        dist.init_process_group("gloo", store=dist.FileStore(store, count), rank=rank, world_size=count)
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=count)
     tree = config.model_dump(mode="json")
     tree["batch"]["global_size"] *= count
     tree["engine"]["deepspeed"] = str(SETTINGS / f"zero{stage}.json")

@@ -24,15 +24,15 @@ import numpy as np
 import orjson
 import torch
 import zstandard
-from loss_forms import FORMS, Form, Problem, errors, with_others
 from rich.console import Console
 from torch import Tensor
 
+from benchmarks.device import describe, matrix_rate
+from benchmarks.loss_forms import FORMS, Form, Problem, errors, with_others
+from benchmarks.memory import Cost, cost, in_child
 from megahead.corpus import IndexedDataset, load_tokenizer
 from megahead.errors import DataError, run_command
 from megahead.report import to_rich
-from steps.device import describe, matrix_rate
-from steps.memory import Cost, cost, in_child
 
 VOCABULARY = 50304
 TOKENS = 1_000_000

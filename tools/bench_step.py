@@ -25,14 +25,14 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
+from benchmarks.contender import Contender, How, compare
+from benchmarks.device import describe, matrix_rate
+from benchmarks.memory import cost, in_child
+from benchmarks.tokens import token_rows
 from megahead.config import NAMED_SIZES, RunConfig, config_from_dict, load_config
 from megahead.errors import run_command
 from megahead.report import to_rich
 from megahead.report.tables import to_json
-from steps.contender import Contender, How, compare
-from steps.device import describe, matrix_rate
-from steps.memory import cost, in_child
-from steps.tokens import token_rows
 
 PYTHIA_VOCABULARY = 50277
 BERT_VOCABULARY = {"distilbert-multilingual": 119547}

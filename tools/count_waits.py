@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from rich.console import Console
@@ -27,6 +28,7 @@ from megahead.distributed import Launch
 from megahead.errors import UserError, run_command
 from megahead.report import to_rich
 from megahead.train import loop, pretrain
+from megahead.train.step import train_step
 
 WARM_UP = 3
 OWNERS = {"megahead": "megahead", "deepspeed": "DeepSpeed"}
@@ -51,20 +53,16 @@ def main() -> None:
 def counted(config: RunConfig, steps: int) -> Counter[Place]:
     """How often each place waited in `steps` steps of `config`, after a few that are not counted."""
     waits: Counter[Place] = Counter()
-    step, taken = loop.train_step, 0
+    taken = 0
 
     def watched(*arguments: Any) -> Any:
         nonlocal taken
         taken += 1
         with noted(waits) if taken > WARM_UP else torch.autograd.set_multithreading_enabled(False):
-            return step(*arguments)
+            return train_step(*arguments)
 
-    with tempfile.TemporaryDirectory() as folder:
-        loop.train_step = watched
-        try:
-            pretrain(_short(config, folder, WARM_UP + steps), Launch())
-        finally:
-            loop.train_step = step
+    with tempfile.TemporaryDirectory() as folder, patch.object(loop, "train_step", watched):
+        pretrain(_short(config, folder, WARM_UP + steps), Launch())
     return waits
 
 

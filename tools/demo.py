@@ -12,9 +12,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from demo.outcome import show
-from demo.pipeline import Pipeline
-from demo.training import ROOT
+from demo_pipeline.outcome import show
+from demo_pipeline.pipeline import Pipeline
+from demo_pipeline.training import ROOT
 from megahead.errors import run_command
 
 

@@ -12,16 +12,16 @@ from pathlib import Path
 
 from rich.console import Console
 
+from experiments.decoders import compare_decoders
+from experiments.encoders import compare_encoders
+from experiments.laboratory import ROOT, Laboratory
+from experiments.latency import compare_latency
+from experiments.multilingual import compare_multilingual
+from experiments.negatives import compare_negatives
+from experiments.synonyms import compare_synonyms
+from experiments.variants import compare_variants
+from experiments.vocabularies import compare_vocabularies
 from megahead.errors import run_command
-from paper.decoders import compare_decoders
-from paper.encoders import compare_encoders
-from paper.laboratory import ROOT, Laboratory
-from paper.latency import compare_latency
-from paper.multilingual import compare_multilingual
-from paper.negatives import compare_negatives
-from paper.synonyms import compare_synonyms
-from paper.variants import compare_variants
-from paper.vocabularies import compare_vocabularies
 
 EXPERIMENTS = {
     "latency": compare_latency,

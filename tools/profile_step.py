@@ -15,11 +15,11 @@ import torch
 from rich.console import Console
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from benchmarks.contender import Contender
+from benchmarks.tokens import token_rows
 from megahead.config import load_config
 from megahead.errors import run_command
 from megahead.report import to_rich
-from steps.contender import Contender
-from steps.tokens import token_rows
 
 WARM_UP = 2
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import yaml
 from commands import ROOT
 
+TOOLS = ROOT / "tools"
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
 
 
@@ -44,6 +46,19 @@ def test_contributing_names_parts_that_stand_where_it_says() -> None:
         assert f"`{name}`" in CONTRIBUTING, name
         source, bare = (ROOT / "megahead" / path).read_text(), name.split(".")[-1]
         assert re.search(rf"^\s*(def|class) {bare}\b|^{bare}\b.* = ", source, re.MULTILINE), f"{name} in {path}"
+
+
+def test_the_readme_lists_every_command_once() -> None:
+    table = (ROOT / "README.md").read_text().partition("| `python tools/NAME.py` |")[2].partition("\n\n")[0]
+    listed = [name for row in table.splitlines()[2:] for name in row.split("|")[2].strip().split(", ")]
+    assert sorted(listed) == sorted(path.stem for path in TOOLS.glob("*.py"))
+
+
+def test_what_commands_are_made_of_is_not_called_as_a_command() -> None:
+    """A folder and a file of one name would shadow each other where both are imported."""
+    packages = [path.parent.name for path in TOOLS.glob("*/__init__.py")]
+    assert packages
+    assert not [name for name in packages if Path(TOOLS, f"{name}.py").exists()]
 
 
 def test_the_image_has_what_the_cluster_starts() -> None:

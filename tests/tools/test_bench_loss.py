@@ -6,13 +6,13 @@ import sys
 from types import SimpleNamespace
 
 import bench_loss
-import loss_forms
 import torch
-from loss_forms import Problem
 from torch import Tensor
 from torch.nn import functional as F
 
-from steps.memory import in_child
+from benchmarks import loss_forms
+from benchmarks.loss_forms import Problem
+from benchmarks.memory import in_child
 
 
 def drawn() -> tuple[Tensor, Tensor, Tensor]:

@@ -8,10 +8,10 @@ import pytest
 import torch
 from small_run import small_config, write_text
 
+from benchmarks.contender import Contender, How, compare
+from benchmarks.device import matrix_rate
+from benchmarks.tokens import token_rows
 from megahead.config import config_from_dict
-from steps.contender import Contender, How, compare
-from steps.device import matrix_rate
-from steps.tokens import token_rows
 
 
 def test_both_objectives_take_real_steps_on_the_same_tokens(tmp_path: Path) -> None:

@@ -11,9 +11,9 @@ import numpy
 import pytest
 from rich.console import Console
 
-from demo.outcome import show
-from demo.pipeline import Pipeline
-from demo.training import ROOT
+from demo_pipeline.outcome import show
+from demo_pipeline.pipeline import Pipeline
+from demo_pipeline.training import ROOT
 
 LITTLE = [
     "model.vocab_size=1024",

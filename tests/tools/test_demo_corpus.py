@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from demo.cloze import build_cloze, is_answerable, passages_of
-from demo.corpus import Corpus, build_corpus, find_sources
-from demo.overlap import SeenRuns, runs_of
-from demo.pages import pages_of
+from demo_pipeline.cloze import build_cloze, is_answerable, passages_of
+from demo_pipeline.corpus import Corpus, build_corpus, find_sources
+from demo_pipeline.overlap import SeenRuns, runs_of
+from demo_pipeline.pages import pages_of
 from megahead.errors import DataError
 
 WORDS = [

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from demo.stages import Stages, duration
+from demo_pipeline.stages import Stages, duration
 from generate import continuation, sampling_options
 from megahead.convert import load_causal, load_tokenizer_folder
 from megahead.report import read_metrics, save_curves, to_rich

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from benchmarks.tokens import micro_batch
 from megahead.config import RunConfig, config_from_dict
 from megahead.distributed import Group
 from megahead.estimate import training_flops
@@ -21,7 +22,6 @@ from megahead.optim import build_adamw
 from megahead.parallel import assemble, fill_
 from megahead.pretraining import MicroBatch, Pretraining, first_weights
 from megahead.train.acceleration import accelerate_
-from steps.tokens import micro_batch
 
 How = Literal["as it is", "compiled", "whole last block"]
 """The last: an encoder's last block computed for every token, not only for targets."""

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from paper.charts import Chart
-from paper.laboratory import Laboratory
-from paper.measures import Row, lines, speed
+from experiments.charts import Chart
+from experiments.laboratory import Laboratory
+from experiments.measures import Row, lines, speed
 
 SIZES = (8_192, 16_384, 32_768, 65_536, 131_072)
 STEPS = 50

@@ -11,13 +11,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from experiments.charts import Chart
+from experiments.harness import beside, score, scores_of
+from experiments.laboratory import Laboratory
+from experiments.measures import Row, lines, over_seeds
 from megahead.convert.export_heads import HeadName
 from megahead.evaluate.offline import evaluate_checkpoint
 from megahead.report import RunMetrics
-from paper.charts import Chart
-from paper.harness import beside, score, scores_of
-from paper.laboratory import Laboratory
-from paper.measures import Row, lines, over_seeds
 
 SEEDS = (0, 1, 2)
 STEPS, POINTS = 320, 4

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from paper.laboratory import Laboratory
-from paper.measures import candidates, scores, speed
+from experiments.laboratory import Laboratory
+from experiments.measures import candidates, scores, speed
 
 VARIANTS: dict[str, tuple[str, ...]] = {
     "paper": (),

@@ -57,7 +57,7 @@ def seconds_a_step(config: str, overrides: Sequence[str], console: Console) -> f
     trial = ["training.steps=16", "training.log_seconds=0", "schedule.warmup_steps=0", "data.validation=null"]
     scratch = Path(load_config(f"configs/{config}.yaml", overrides).folder())
     train(config, [*overrides, *trial], console)
-    steps = [record["step_seconds"] for record in read_metrics(scratch).training]
+    steps: list[float] = [record["step_seconds"] for record in read_metrics(scratch).training]
     shutil.rmtree(scratch)
     return sorted(steps)[len(steps) // 2]
 

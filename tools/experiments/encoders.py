@@ -13,11 +13,11 @@ from pathlib import Path
 
 import numpy as np
 
+from experiments.laboratory import Laboratory
+from experiments.measures import Row, scores, speed
 from finetune import table
 from megahead.corpus import IndexedDataset, IndexedDatasetWriter
 from megahead.evaluate.finetuning import FineTuningResults
-from paper.laboratory import Laboratory
-from paper.measures import Row, scores, speed
 
 WRONG = 0.1
 SEEDS = {"balanced": "2", "regular": "1"}

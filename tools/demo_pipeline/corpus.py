@@ -1,7 +1,8 @@
 """Builds a text corpus from the documentation that comes with this Python and its installed packages.
 
-Documents are the pages of `demo.pages`; a page that mostly repeats earlier ones is dropped (`demo.overlap`). Whole
-source files are held out, so that a held-out page never has its neighbours in the training text.
+Documents are the pages of `demo_pipeline.pages`; a page that mostly repeats earlier ones is dropped
+(`demo_pipeline.overlap`). Whole source files are held out, so that a held-out page never has its neighbours in the
+training text.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ import numpy.typing as npt
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from demo.jsonl import write_jsonl
-from demo.overlap import SeenRuns, runs_of
-from demo.pages import Page, page, pages_of, reads_well
+from demo_pipeline.jsonl import write_jsonl
+from demo_pipeline.overlap import SeenRuns, runs_of
+from demo_pipeline.pages import Page, page, pages_of, reads_well
 from megahead.errors import DataError
 
 REPEATED = 0.3  # a page is dropped when this share of its eight-word runs was read before

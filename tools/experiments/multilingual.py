@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean
 
+from experiments.charts import Chart
+from experiments.laboratory import Laboratory
+from experiments.measures import Row, lines, percent, scores, speed
 from megahead.evaluate.finetuning import FineTuningResult, FineTuningResults
-from paper.charts import Chart
-from paper.laboratory import Laboratory
-from paper.measures import Row, lines, percent, scores, speed
 
 LANGUAGES = ("ar", "de", "en", "es", "fr", "hi", "zh")
 STEPS = 600

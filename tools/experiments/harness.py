@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from experiments.laboratory import Laboratory
+from experiments.measures import Row
 from megahead.evaluate.results import ResultsFile, TaskResult
-from paper.laboratory import Laboratory
-from paper.measures import Row
 
 Scored = Mapping[Path, Sequence[TaskResult]]
 

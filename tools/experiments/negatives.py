@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import sqrt
 
-from paper.charts import Chart
-from paper.laboratory import Laboratory
-from paper.measures import Row, candidates, lines, scores
+from experiments.charts import Chart
+from experiments.laboratory import Laboratory
+from experiments.measures import Row, candidates, lines, scores
 
 ROWS = 10_240
 BATCHES: dict[int, tuple[int, ...]] = {64: (1, 4, 16, 64), 16: (1, 4, 16)}

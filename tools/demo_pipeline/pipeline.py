@@ -9,10 +9,10 @@ from typing import Any
 
 from rich.console import Console
 
-from demo.cloze import build_cloze
-from demo.corpus import build_corpus
-from demo.stages import Stages
-from demo.training import ranks, seconds_a_step, train
+from demo_pipeline.cloze import build_cloze
+from demo_pipeline.corpus import build_corpus
+from demo_pipeline.stages import Stages
+from demo_pipeline.training import ranks, seconds_a_step, train
 from megahead.config import load_config
 from megahead.convert import export
 from megahead.convert.export_heads import HeadName

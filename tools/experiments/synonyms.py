@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from experiments.laboratory import Laboratory
 from megahead.convert import input_embedding
 from megahead.corpus import load_tokenizer
 from megahead.evaluate.synonyms import similarities, synonym_pairs
 from megahead.report.similarity import save_similarities
-from paper.laboratory import Laboratory
 
 MODELS = ("encoders/headless", "encoders/vanilla", "decoders/headless-0", "decoders/vanilla-0", "decoders/random-0")
 WORDNET = Path("/usr/share/wordnet")

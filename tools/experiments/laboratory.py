@@ -14,11 +14,11 @@ from typing import Any, TextIO
 
 from rich.console import Console
 
+from experiments.charts import Chart, save_charts
 from megahead.config import RunConfig, load_config
 from megahead.corpus import load_tokenizer
 from megahead.errors import FieldError, UserError
 from megahead.report import RunMetrics, read_metrics, to_markdown, to_rich
-from paper.charts import Chart, save_charts
 
 ROOT = Path(__file__).resolve().parents[2]
 HELD_OUT = "50"

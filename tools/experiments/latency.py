@@ -8,9 +8,9 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from paper.charts import Chart
-from paper.laboratory import Laboratory
-from paper.measures import Row, lines
+from experiments.charts import Chart
+from experiments.laboratory import Laboratory
+from experiments.measures import Row, lines
 
 SHAPES = (("bert-small", 128), ("bert-small", 512), ("bert-base", 128), ("bert-base", 512))
 TOKENS = {"bert-small": (512, 1_024, 2_048, 4_096), "bert-base": (512, 1_024, 2_048)}
