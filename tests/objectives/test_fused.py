@@ -59,6 +59,7 @@ def test_float32_equals_the_reference(fused, n: int, u: int, d: int, own_apart: 
 def test_the_loss_is_the_same_where_the_kernels_serve(fused, monkeypatch: pytest.MonkeyPatch, learned: bool) -> None:
     monkeypatch.setattr(candidate_softmax, "_half_type", lambda *_: torch.float32)
     outputs, rows, candidates = drawn(5, 18, 7, torch.float32)
+    candidates.positive_N[0] = 17  # the one that is a candidate for nobody else
     wanted = [outputs, rows]
     if learned:
         assert candidates.positive_bias_U is not None

@@ -12,7 +12,7 @@ import orjson
 import pytest
 import torch
 from on_ranks import on_ranks
-from small_run import same_tensors, shipped, small_config, stage, write_text
+from small_run import same_tensors, shipped, small_config, write_text
 
 from megahead.checkpoint import open_checkpoint
 from megahead.config import RunConfig
@@ -132,11 +132,16 @@ def test_fp16_finds_its_loss_scale_and_trains(tmp_path: Path, settings: str) -> 
     assert all_finite(tmp_path / "run")
 
 
-@pytest.mark.parametrize("zero", [0, 2])
-def test_rollback_takes_back_what_was_learned_and_goes_on_with_new_rows(tmp_path: Path, zero: int) -> None:
+@pytest.mark.parametrize(
+    ("settings", "precision"),
+    [("zero0", "fp32"), ("zero2", "fp32"), ("zero1_offload", "bf16"), ("zero2_offload", "fp32")],
+)
+def test_rollback_takes_back_what_was_learned_and_goes_on_with_new_rows(
+    tmp_path: Path, settings: str, precision: str
+) -> None:
     """The bad step is the fourth, the checkpoint of step 2: step 3 is taken again with the fifth's rows."""
     write_text(tmp_path)
-    changes = stage(zero) | {"training.checkpoint_every": 2, "training.steps": 4}
+    changes = on(settings, precision) | {"training.checkpoint_every": 2, "training.steps": 4}
     rolled = small_config(tmp_path, changes | {"faults.bad_step": "rollback"})
     assert on_ranks(2, run_with, rolled, math.nan) == ["finished"] * 2
     assert faults(tmp_path / "run")[0]["action"] == "rollback"
