@@ -10,7 +10,7 @@ from megahead.distributed.collectives import (
 from megahead.distributed.group import Group
 from megahead.distributed.mesh import Mesh
 from megahead.distributed.print_once import print_error_once
-from megahead.distributed.rendezvous import Launch, choose_device, connect, disconnect, read_launch
+from megahead.distributed.rendezvous import Launch, choose_device, connect, connected, disconnect, read_launch
 from megahead.distributed.rng import per_rank_rng
 from megahead.distributed.rollcall import LostRankError, naming_lost_ranks
 
@@ -21,6 +21,7 @@ __all__ = [
     "Mesh",
     "choose_device",
     "connect",
+    "connected",
     "copy_to_group",
     "disconnect",
     "gather_from_group",

@@ -6,7 +6,8 @@ takes them as a mapping, so that nothing below `launch/` reads the environment i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal
@@ -121,3 +122,20 @@ def disconnect(world: Group) -> None:
     if dist.is_initialized():
         world.barrier()
         dist.destroy_process_group()
+
+
+@contextmanager
+def connected(launch: Launch, device: torch.device, timeout_seconds: float) -> Iterator[Group]:
+    """`connect` and, in the end, `disconnect`, unless the ranks were connected before: then they stay so. Collective.
+
+    After an error ranks that have others stay connected, as nobody knows where those are: the process is to end.
+    """
+    before = dist.is_initialized()
+    world = connect(launch, device, timeout_seconds)
+    failed = True
+    try:
+        yield world
+        failed = False
+    finally:
+        if not before and (world.size == 1 or not failed):
+            disconnect(world)

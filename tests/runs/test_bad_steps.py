@@ -36,7 +36,7 @@ def run_with(group: Group, config: RunConfig, factor: float, bad: tuple[int, ...
 
     Feed.step = bad_step  # type: ignore[method-assign]
     try:
-        return pretrain(config, Launch())
+        return pretrain(config, Launch()).ending
     except UserError as error:
         return str(error)
 
