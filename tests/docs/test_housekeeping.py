@@ -45,7 +45,7 @@ def test_contributing_names_parts_that_stand_where_it_says() -> None:
 def test_the_image_has_what_the_cluster_starts() -> None:
     dockerfile = (ROOT / "Dockerfile").read_text()
     copied = [source for line in re.findall(r"^COPY (.*) \S+$", dockerfile, re.MULTILINE) for source in line.split()]
-    assert {"megahead", "launch", "configs", "Makefile"} <= {*copied}
+    assert {"megahead", "launch", "configs", "setup.py", "Makefile"} <= {*copied}
     assert all((ROOT / source).exists() for source in copied)
     _, job = yaml.safe_load_all((ROOT / "launch/kubernetes.yaml").read_text())
     (container,) = job["spec"]["template"]["spec"]["containers"]
