@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 
 from megahead.config import load_config
@@ -37,12 +38,13 @@ def main() -> None:
         print("\n".join(f"{name:<12}{value}" for name, value in lines))
         return
 
-    from megahead.distributed import disconnect, read_launch
+    from megahead.distributed import read_launch
     from megahead.train import pretrain
 
-    ending = pretrain(config, read_launch(os.environ), arguments.resume)
-    disconnect()
-    if ending == "stopped":
+    run = pretrain(config, read_launch(os.environ), arguments.resume)
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)  # a launcher's second one comes too late to change how it ended
+    if run.ending == "stopped":
         sys.exit(arguments.stopped_code)
 
 

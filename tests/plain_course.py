@@ -74,7 +74,7 @@ def plain_torch(config: RunConfig) -> Course:
 
 
 def run(group: Group, config: RunConfig) -> str:
-    return pretrain(config, Launch())
+    return pretrain(config, Launch()).ending
 
 
 def on_mesh(folder: Path, objective: str, stage: int, tensor: int, data: int, **changes: Any) -> Course:

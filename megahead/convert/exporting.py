@@ -43,8 +43,8 @@ class ExportReport:
 
 
 def export(
-    checkpoint: Path,
-    output_dir: Path,
+    checkpoint: str | Path,
+    output_dir: str | Path,
     head: HeadName,
     *,
     dtype: str = "float32",
@@ -69,7 +69,7 @@ def export(
         raise FieldError("--dtype", f"be one of {', '.join(DTYPES)}", got=dtype)
     if shard_bytes < 1:
         raise FieldError("--shard-size", "be above 0", got=shard_bytes)
-    model = TrainedModel.open(checkpoint)
+    model, output_dir = TrainedModel.open(Path(checkpoint)), Path(output_dir)
     made = make_head(head, model, keep_padding=keep_padding)
     with staged_folder(output_dir, replaceable=PARITY_FILE) as folder:
         vocab_size = model.config.model.padded_vocab_size() if keep_padding else model.config.model.vocab_size

@@ -7,7 +7,7 @@ from megahead.distributed.collectives import (
     reduce_scatter_to_group,
     scatter_to_group,
 )
-from megahead.distributed.connection import connected, disconnect
+from megahead.distributed.connection import connected
 from megahead.distributed.group import Group
 from megahead.distributed.mesh import Mesh
 from megahead.distributed.print_once import print_error_once
@@ -23,7 +23,6 @@ __all__ = [
     "choose_device",
     "connected",
     "copy_to_group",
-    "disconnect",
     "gather_from_group",
     "per_rank_rng",
     "print_error_once",

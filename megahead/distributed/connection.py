@@ -30,10 +30,17 @@ def connected(launch: Launch, device: torch.device, timeout_seconds: float) -> I
     """All ranks of `launch` as one Group (nccl for CUDA, gloo else), from their meeting until none needs another any
     more. Collective. No wait in between is longer than `timeout_seconds` and a few more.
 
-    UserError where ranks do not find each other, LostRankError where one dies, hangs or fails afterwards.
+    Where the ranks were connected before they stay so. UserError where ranks do not find each other, LostRankError
+    where one dies, hangs or fails afterwards.
     """
-    if launch.world_size == 1 or dist.is_initialized():
+    if dist.is_initialized():
         yield Group.world(timeout_seconds)
+        return
+    if launch.world_size == 1:
+        try:
+            yield Group()
+        finally:
+            _disconnect()  # the engine makes a group of one
         return
     with _failing_to(launch, timeout_seconds, "be found" if launch.rank == 0 else "find rank 0 there"):
         store, line = within(timeout_seconds + 1, lambda: _call(launch, timeout_seconds))
@@ -44,9 +51,10 @@ def connected(launch: Launch, device: torch.device, timeout_seconds: float) -> I
     with watch.naming_lost_ranks():
         yield Group.world(timeout_seconds)
         watch.leave()
+    _disconnect()
 
 
-def disconnect() -> None:
+def _disconnect() -> None:
     """Ends this process's connections, once no rank needs them any more."""
     if dist.is_initialized():
         with suppress(TimeoutError):

@@ -212,6 +212,10 @@ class Engine:
         """Sets the weights alone (keys `weight/NAME`); the optimizer stays as it is. Collective."""
         self._set(WEIGHT, read)
 
+    def close(self) -> None:
+        """Lets the model go, which DeepSpeed's hooks on gradients hold at stages 1 to 3. Nothing works afterwards."""
+        self._deepspeed.destroy()
+
     def _set(self, kind: str, read: Callable[[str], Tensor]) -> None:
         for name, parameter in self._parameters(kind):
             whole = read(f"{kind}/{name}")

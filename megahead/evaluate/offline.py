@@ -18,13 +18,13 @@ from megahead.objectives import Scores
 from megahead.pretraining import ScoreRequest
 
 
-def evaluate_checkpoint(checkpoint: Path, head: HeadName, *, dataset: str | None = None) -> HeldOut:
+def evaluate_checkpoint(checkpoint: str | Path, head: HeadName, *, dataset: str | None = None) -> HeldOut:
     """Scores the run's validation text (or `dataset`, a prefix), as many rows as the run's own evaluations read.
 
     checkpoint: a step folder or a run (its newest). head: `tied` scores by the embedding alone, `pmi` adds log q,
     `trained` uses the head's own matrix. In fp32 on the CPU.
     """
-    model = TrainedModel.open(checkpoint)
+    model = TrainedModel.open(Path(checkpoint))
     make_head(head, model)  # says so when this model cannot have it
     config = model.config
     prefix = dataset or config.data.validation

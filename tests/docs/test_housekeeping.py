@@ -64,7 +64,7 @@ def test_what_commands_are_made_of_is_not_called_as_a_command() -> None:
 def test_the_image_has_what_the_cluster_starts() -> None:
     dockerfile = (ROOT / "Dockerfile").read_text()
     copied = [source for line in re.findall(r"^COPY (.*) \S+$", dockerfile, re.MULTILINE) for source in line.split()]
-    assert {"megahead", "launch", "configs", "Makefile"} <= {*copied}
+    assert {"megahead", "launch", "configs", "setup.py", "Makefile"} <= {*copied}
     assert all((ROOT / source).exists() for source in copied)
     _, job = yaml.safe_load_all((ROOT / "launch/kubernetes.yaml").read_text())
     (container,) = job["spec"]["template"]["spec"]["containers"]

@@ -189,7 +189,7 @@ def test_ids_are_a_fraction_of_the_bytes_of_embeddings() -> None:
 
 
 def run(group: Group, config: RunConfig, resume: str = "auto") -> str:
-    return pretrain(config, Launch(), resume)
+    return pretrain(config, Launch(), resume).ending
 
 
 EVERYTHING = {

@@ -119,7 +119,7 @@ def limit() -> None:
 
 def run_limited(world: Group, config: RunConfig) -> str:
     limit()
-    return pretrain(config, Launch())
+    return pretrain(config, Launch()).ending
 
 
 def step_limited(world: Group, config: RunConfig) -> int:

@@ -24,7 +24,7 @@ from megahead.train.step import seed_step
 
 
 def run(group: Group, config: RunConfig, resume: str = "auto") -> str:
-    return pretrain(config, Launch(), resume)
+    return pretrain(config, Launch(), resume).ending
 
 
 def losses(folder: Path) -> list[float]:

@@ -42,7 +42,7 @@ def run_with(
 
     Feed.step = bad_step  # type: ignore[method-assign]
     try:
-        return pretrain(config, Launch(), resume)
+        return pretrain(config, Launch(), resume).ending
     except UserError as error:
         return str(error)
 

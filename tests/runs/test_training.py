@@ -25,7 +25,7 @@ from megahead.train.meters import Meters
 
 
 def run(group: Group, config: RunConfig, resume: str = "auto") -> str:
-    return pretrain(config, Launch(), resume)
+    return pretrain(config, Launch(), resume).ending
 
 
 def losses(folder: Path) -> list[float]:
@@ -148,7 +148,7 @@ def interrupted(group: Group, config: RunConfig, at_step: int) -> str:
             os.kill(os.getpid(), signal.SIGTERM)
 
     Meters.step = step_then_signal  # type: ignore[method-assign]
-    return pretrain(config, Launch(), "auto")
+    return pretrain(config, Launch(), "auto").ending
 
 
 def test_sigterm_on_one_rank_saves_and_auto_resume_is_bitwise(tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ def write_data(folder: Path) -> Path:
 
 
 def run(group: Group, config: RunConfig) -> str:
-    return pretrain(config, Launch())
+    return pretrain(config, Launch()).ending
 
 
 def test_two_ranks_share_the_tasks_and_the_training_does_not_notice(tmp_path: Path) -> None:
