@@ -14,7 +14,7 @@ from small_run import VOCABULARY, small_config, write_text
 
 from megahead.config import RunConfig
 from megahead.corpus import IndexedDataset, IndexedDatasetWriter
-from megahead.data import StreamSamples, training_samples
+from megahead.data import RowSource, StreamSamples, training_samples
 from megahead.distributed import Group
 from megahead.objectives import build_objective
 from megahead.pretraining import Feed
@@ -77,7 +77,7 @@ def test_every_way_of_reading_gives_the_same_samples_on_more_ranks_and_smaller_m
         assert parts[0][step][1] == parts[1][step][1] == reference[step][1]
 
 
-class SameText:
+class SameText(RowSource):
     """Rows that are all alike, whatever their numbers."""
 
     def rows(self, indices: range) -> np.ndarray[Any, Any]:
