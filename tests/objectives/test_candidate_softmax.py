@@ -186,7 +186,9 @@ def test_scores_are_those_of_the_softmax() -> None:
 
 
 def test_no_targets_score_nothing() -> None:
-    scores = candidate_scores(torch.randn(0, 4), torch.randn(7, 4), vocabulary_candidates(torch.zeros(0, dtype=torch.int64)))
+    scores = candidate_scores(
+        torch.randn(0, 4), torch.randn(7, 4), vocabulary_candidates(torch.zeros(0, dtype=torch.int64))
+    )
     assert scores == Scores(0.0, 0, 0)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,19 @@ def test_preparing_ahead_depends_on_what_was_taken_and_nothing_else() -> None:
     assert prepared == [0, 1, 2, 3, 4]
 
 
+def test_it_prepares_one_after_the_other_and_nothing_ahead_when_told_so() -> None:
+    at_work = threading.Lock()
+
+    def prepare(key: int) -> str:
+        assert at_work.acquire(blocking=False)
+        time.sleep(0.005)
+        at_work.release()
+        return threading.current_thread().name
+
+    assert len(list(prefetched(prepare, range(6), depth=3))) == 6
+    assert set(prefetched(prepare, range(3), depth=0)) == {threading.current_thread().name}
+
+
 def test_it_prepares_in_another_thread_and_hands_on_errors() -> None:
     def prepare(key: int) -> str:
         if key == 1:
@@ -125,6 +139,29 @@ def test_it_prepares_in_another_thread_and_hands_on_errors() -> None:
     assert next(stream).startswith("prefetch")
     with pytest.raises(RuntimeError, match="broken row"):
         next(stream)
+
+
+class FewTargets:
+    """Rows of which only the first, the sample 0, holds as many targets as asked for: all else is end tokens."""
+
+    def __init__(self, targets: int) -> None:
+        self.targets = targets
+
+    def rows(self, indices: range) -> np.ndarray[Any, Any]:
+        rows = np.zeros((len(indices), 25), np.int64)
+        if 0 in indices:
+            rows[indices.index(0), : self.targets] = 7
+        return rows
+
+
+@pytest.mark.parametrize("targets", [0, 1, 2])
+def test_a_step_of_hardly_any_targets_is_averaged_over_those_and_may_have_none(tmp_path: Path, targets: int) -> None:
+    config = small_config(tmp_path, {"objective.name": "vanilla", "data.boundary_targets": False})
+    rule = build_objective(config.objective, VOCABULARY)
+    step = Feed(FewTargets(targets), rule, config.data, config.batch, Group()).step(0)  # type: ignore[arg-type]
+    assert step.targets == targets
+    assert {micro.loss_weight for micro in step.micro_batches} == {4 / max(targets, 1)}
+    assert step.candidates == 0  # the whole vocabulary
 
 
 def test_targets_are_what_was_counted(tmp_path: Path) -> None:

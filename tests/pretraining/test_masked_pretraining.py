@@ -28,9 +28,9 @@ OBJECTIVES = {
 }
 
 
-def config_of(objective: dict[str, Any], **masking: Any) -> RunConfig:
+def config_of(objective: dict[str, Any], activation: str = "gelu", **masking: Any) -> RunConfig:
     return small_config(
-        model=MODEL,
+        model={**MODEL, "activation": activation},
         data={"end_token": 2, "sequence_length": 16, "isolate_documents": True},
         masking={**MASKING, **masking},
         objective=objective,
@@ -87,16 +87,17 @@ def test_the_last_block_at_the_targets_alone_changes_nothing(objective, padded, 
         torch.testing.assert_close(grad, full_grads[name], rtol=0, atol=1e-10, msg=name)
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_vanilla_is_berts_own_loss(tied: bool) -> None:
-    config = config_of({"name": "vanilla", "tied": tied})
+@pytest.mark.parametrize(("tied", "activation"), [(True, "gelu"), (False, "gelu_tanh")])
+def test_vanilla_is_berts_own_loss(tied: bool, activation: str) -> None:
+    config = config_of({"name": "vanilla", "tied": tied}, activation)
     micro, model = micro_batch(config), random_model(config)
     loss, grads = outcome(model, micro)
     batch, head = micro.batch, model.mask_head
     model.zero_grad()
     hidden_ND = model.backbone(batch.input_ids_BT, documents_of(batch)).flatten(0, 1)[batch.target_index_N]
     matrix = model.backbone.embedding.weight if model.head is None else model.head.weight
-    transformed = F.layer_norm(F.gelu(head.dense(hidden_ND)), (48,), head.norm.weight, head.norm.bias, 1e-12)
+    bent_ND = F.gelu(head.dense(hidden_ND), approximate="tanh" if activation == "gelu_tanh" else "none")
+    transformed = F.layer_norm(bent_ND, (48,), head.norm.weight, head.norm.bias, 1e-12)
     logits = (transformed @ matrix.T + head.bias)[:, :61]
     expected = F.cross_entropy(logits, batch.target_ids_N, reduction="sum")
     torch.testing.assert_close(loss, expected.detach() * 0.25, rtol=0, atol=1e-10)
