@@ -141,7 +141,7 @@ def test_it_prepares_in_another_thread_and_hands_on_errors() -> None:
         next(stream)
 
 
-class FewTargets:
+class FewTargets(RowSource):
     """Rows of which only the first, the sample 0, holds as many targets as asked for: all else is end tokens."""
 
     def __init__(self, targets: int) -> None:
