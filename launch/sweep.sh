@@ -1,6 +1,7 @@
 #!/bin/bash
 # Several runs that differ in some settings, one a task: sbatch --array=1-3 launch/sweep.sh configs/NAME.yaml launch/sweep.txt
-# Each task is one node; a task that was stopped by the time limit queues itself again and resumes.
+# Each task is one node; a task that was stopped by the time limit queues itself again and resumes. Another sweep's run of
+# the same name is refused.
 #SBATCH --job-name=megahead-sweep
 #SBATCH --nodes=1
 #SBATCH --ntasks-per-node=8
@@ -14,7 +15,26 @@
 set -euo pipefail
 [[ $# -eq 2 ]] || { echo "usage: sbatch --array=1-N launch/sweep.sh configs/NAME.yaml launch/sweep.txt" >&2; exit 2; }
 
+refuse() { echo "error: $1" >&2; exit 2; }
+
 config=$1
-read -r -a line <<<"$(grep -vE '^(#|[[:space:]]*$)' "$2" | sed -n "${SLURM_ARRAY_TASK_ID}p")"
+lines=$(grep -vE '^(#|[[:space:]]*$)' "$2" || true)
+read -r -a line <<<"$(sed -n "${SLURM_ARRAY_TASK_ID}p" <<<"$lines")"
 name=${line[0]:?line $SLURM_ARRAY_TASK_ID of $2 must hold a run, but is missing}
-exec bash launch/slurm.sh "runs/$name" "$config" --set name="$name" "${line[@]:1}"
+times=$(awk '{print $1}' <<<"$lines" | grep -cxF -- "$name")
+[[ $times == 1 ]] || refuse "runs of $2 must have names of their own, but $name is there $times times; rename all but one."
+
+# RUN/sweep.txt says which line of which array trains there: of two that begin at once only one makes it.
+run=runs/$name task=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
+claim() { printf '%s\n' "$config ${line[*]}" "$task" >"$run/sweep.txt"; }
+mkdir -p "$run"
+if ! (set -o noclobber && claim) 2>/dev/null; then
+    { read -r begun && read -r other; } <"$run/sweep.txt"
+    if [[ $other != "$task" && -n $(squeue --noheader --jobs "$other" --format %T 2>/dev/null) ]]; then
+        refuse "$run must be trained by one job, but $other is at it; wait for it, scancel it, or rename this run."
+    elif [[ $begun != "$config ${line[*]}" && -d $run/checkpoints ]]; then
+        refuse "$run must be trained as it was begun ($begun), but is given $config ${line[*]} instead; rename this run."
+    fi
+    claim
+fi
+exec bash launch/slurm.sh "$run" "$config" --set name="$name" "${line[@]:1}"

@@ -11,6 +11,8 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from megahead.wording import counted
+
 
 class UserError(Exception):
     """A mistake in what the user gave (settings, files, checkpoints), told in one sentence."""
@@ -35,8 +37,7 @@ class ConfigErrors(UserError):
 
     def __init__(self, source: str, problems: Sequence[str]) -> None:
         self.problems = list(problems)
-        count = "1 mistake" if len(problems) == 1 else f"{len(problems)} mistakes"
-        super().__init__("\n  ".join([f"{source} has {count}:", *problems]))
+        super().__init__("\n  ".join([f"{source} has {counted(len(problems), 'mistake')}:", *problems]))
 
 
 class DataError(UserError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megahead.readable import duration, gib, plural, thousands
+from megahead.wording import duration, gib, plural, thousands
 
 
 @pytest.mark.parametrize(

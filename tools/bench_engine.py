@@ -36,6 +36,7 @@ from megahead.optim import build_adamw
 from megahead.parallel import assemble, fill_
 from megahead.pretraining import MicroBatch, first_weights
 from megahead.report import to_rich
+from megahead.wording import counted
 
 CPU = torch.device("cpu")
 Step = Callable[[], None]
@@ -63,7 +64,7 @@ def main() -> None:
         for contender in field:
             contender.stop()
     console = Console(width=100, highlight=False)
-    shape = f"{arguments.rows} x {arguments.sequence_length} tokens a rank"
+    shape = f"{arguments.rows} x {counted(arguments.sequence_length, 'token')} a rank"
     console.print(f"{count_parameters(config.model).total / 1e6:.1f} M parameters, {shape}, one thread a rank")
     console.print(to_rich(summary(field, rounds)))
 
@@ -112,7 +113,7 @@ def on_ranks(config: RunConfig, stages: list[int], count: int, folder: str) -> l
     for stage in stages:
         places = [(rank, count, f"{folder}/store-{stage}") for rank in range(count)]
         run_on_all_ranks = [(engine_step, (config, stage, place)) for place in places]
-        field.append(Contender(f"{count} ranks, ZeRO {stage}", run_on_all_ranks))
+        field.append(Contender(f"{counted(count, 'rank')}, ZeRO {stage}", run_on_all_ranks))
     return field
 
 

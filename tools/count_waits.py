@@ -23,6 +23,7 @@ from unittest.mock import patch
 import torch
 from rich.console import Console
 
+from megahead import wording
 from megahead.config import RunConfig, config_from_dict, load_config
 from megahead.distributed import Launch
 from megahead.errors import UserError, run_command
@@ -47,7 +48,7 @@ def main() -> None:
     console.print(to_rich(rows))
     for who in (*OWNERS.values(), BACKWARD):
         total = sum(n for (owner, _), n in waits.items() if owner == who)
-        console.print(f"{who}: {total / arguments.steps:g} waits a step")
+        console.print(f"{who}: {wording.counted(total / arguments.steps, 'wait', 'g')} a step")
 
 
 def counted(config: RunConfig, steps: int) -> Counter[Place]:

@@ -27,7 +27,7 @@ try:
     from rich.table import Table
 
     from megahead.errors import run_command
-    from megahead.readable import GIB
+    from megahead.wording import GIB, counted
 except ModuleNotFoundError as missing:
     sys.exit(
         f"error: {missing.name} must be installed, but is not; run `make install`, then `source .venv/bin/activate`."
@@ -128,7 +128,7 @@ def compiler() -> Finding:
 
 def memory() -> Iterator[Finding]:
     there = psutil.virtual_memory()
-    found = f"{there.available / GIB:.1f} of {there.total / GIB:.1f} GiB free, {os.cpu_count()} cores"
+    found = f"{there.available / GIB:.1f} of {there.total / GIB:.1f} GiB free, {counted(os.cpu_count() or 1, 'core')}"
     low = there.available < 2 * GIB
     yield Finding("memory", "note" if low else "ok", found, "close other programs: the demo takes 2 GiB" if low else "")
     shared = Path("/dev/shm")

@@ -15,7 +15,7 @@ from megahead.config import RunConfig, deepspeed_config, load_config
 from megahead.config.deepspeed import zero_stage
 from megahead.errors import ConfigError, run_command
 from megahead.estimate import RankMemory, candidate_rows, rank_memory, run_parameters, training_flops, ways_to_need_less
-from megahead.readable import GIB
+from megahead.wording import GIB, counted
 
 PARTS = [field.name for field in fields(RankMemory)]
 
@@ -59,7 +59,7 @@ def stages(config: RunConfig) -> list[int]:
 def memory_table(config: RunConfig, world_size: int, budget: float) -> Table:
     """GiB a rank by part, a line for each stage."""
     data = config.parallel.data_ranks(world_size)
-    title = f"GiB a rank on {config.parallel.tensor} tensor x {data} data ranks, {config.engine.precision}"
+    title = f"GiB a rank on {config.parallel.tensor} tensor x {counted(data, 'data rank')}, {config.engine.precision}"
     table = Table(title=title)
     for name in ["ZeRO", *PARTS, "total", f"fits {budget:g}"]:
         table.add_column(name, justify="right")
@@ -92,7 +92,7 @@ def time_taken(config: RunConfig, speed: float) -> str:
         if hours >= 48
         else f"{hours:,.3g} hours"
         if hours >= 2
-        else f"{60 * hours:,.3g} minutes"
+        else counted(60 * hours, "minute", ",.3g")
     )
     return f"{tokens:,} tokens at {speed / 1e12:,.4g} TFLOP/s (--peak x --utilization): {told}."
 

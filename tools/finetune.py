@@ -35,8 +35,8 @@ from megahead.evaluate.finetuning import (
     summarise,
 )
 from megahead.evaluate.finetuning.settings import LossName
-from megahead.readable import duration
 from megahead.report.tables import to_rich
+from megahead.wording import duration
 
 
 def main() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from megahead.checkpoint import Checkpoint, abandoned_in, open_checkpoint
 from megahead.errors import run_command
+from megahead.wording import counted
 
 
 def main() -> None:
@@ -27,10 +28,11 @@ def main() -> None:
 def describe(checkpoint: Checkpoint, list_tensors: bool) -> None:
     """Prints step, settings, state, sizes and (if asked) tensors."""
     size = sum(entry.bytes for entry in checkpoint.files.values())
+    tensors, files = counted(len(checkpoint.tensors), "tensor"), counted(len(checkpoint.files), "file")
     print(f"checkpoint {checkpoint.folder}")
     print(f"run        {checkpoint.config.get('name', '(unnamed)')}, step {checkpoint.step}, {checkpoint.format}")
     print(f"state      {json.dumps(checkpoint.state)}")
-    print(f"size       {len(checkpoint.tensors)} tensors, {size:,} bytes in {len(checkpoint.files)} files")
+    print(f"size       {tensors}, {size:,} bytes in {files}")
     for file, entry in checkpoint.files.items():
         print(f"  {file}  {entry.bytes:,} bytes  sha256 {entry.sha256[:16]}...")
     if list_tensors:

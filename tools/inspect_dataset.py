@@ -14,6 +14,7 @@ from rich.table import Table
 from megahead.corpus import Bar, Tokenizer, load_tokenizer
 from megahead.corpus.inspection import Inspection, inspect_dataset
 from megahead.errors import run_command
+from megahead.wording import counted
 
 BAR_WIDTH = 40
 TOKENS_SHOWN = 128
@@ -62,7 +63,7 @@ def lengths(inspection: Inspection) -> Table:
 def show(console: Console, inspection: Inspection, i: int, tokenizer: Tokenizer | None) -> None:
     """How sequence `i` begins, as ids and as text."""
     tokens = inspection.sequence(i)
-    console.print(f"sequence {i:,} ({len(tokens):,} tokens) begins: {tokens[:16].tolist()}")
+    console.print(f"sequence {i:,} ({counted(len(tokens), 'token')}) begins: {tokens[:16].tolist()}")
     if tokenizer is not None:
         known = tokens[:TOKENS_SHOWN][tokens[:TOKENS_SHOWN] < tokenizer.vocab_size]
         console.print(escape(tokenizer.decode(known)), highlight=False)

@@ -12,6 +12,7 @@ from pathlib import Path
 from megahead.corpus import Bar
 from megahead.corpus.merging import merge_datasets
 from megahead.errors import DataError, run_command
+from megahead.wording import counted
 
 
 def main() -> None:
@@ -26,8 +27,8 @@ def main() -> None:
     with Bar("Merging") as bar:
         merged = merge_datasets(prefixes, arguments.output, overwrite=arguments.overwrite, progress=bar)
     print(
-        f"{arguments.output}: {len(prefixes)} datasets, {len(merged):,} sequences, {merged.num_documents:,} documents, "
-        f"{merged.num_tokens:,} tokens"
+        f"{arguments.output}: {counted(len(prefixes), 'dataset')}, {counted(len(merged), 'sequence')}, "
+        f"{counted(merged.num_documents, 'document')}, {counted(merged.num_tokens, 'token')}"
     )
 
 

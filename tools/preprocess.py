@@ -25,6 +25,7 @@ from megahead.corpus.selection import Selection, conditions
 from megahead.corpus.shards import preprocess_shards
 from megahead.corpus.sources import find_inputs, total_bytes
 from megahead.errors import FieldError, run_command
+from megahead.wording import counted
 
 PLACES_SHOWN = 10
 
@@ -87,12 +88,12 @@ def told(output: str, report: PreprocessReport, seconds: float) -> str:
     """The final report: counts first, then where something was left out."""
     per_token = report.text_bytes / max(report.tokens - report.documents, 1)
     lines = [
-        f"{output}: {report.documents:,} documents ({report.held_out:,} of them held out, {report.skipped:,} "
-        f"empty ones skipped), {report.tokens:,} tokens from {report.text_bytes / 1e6:,.1f} MB of text "
+        f"{output}: {counted(report.documents, 'document')} ({report.held_out:,} of them held out, {report.skipped:,} "
+        f"empty skipped), {counted(report.tokens, 'token')} from {report.text_bytes / 1e6:,.1f} MB of text "
         f"({per_token:.2f} bytes a token) in {seconds:.1f} s with {report.engine}"
     ]
     if report.left_out:
-        lines.append(f"  {report.left_out:,} documents were not wanted (--keep, --drop)")
+        lines.append(f"  {counted(report.left_out, 'document')} not wanted (--keep, --drop)")
     lines += shown("empty", report.skipped, report.empty_places)
     lines += shown("broken, skipped", report.broken, report.problems)
     return "\n".join(lines)

@@ -16,6 +16,7 @@ from megahead.convert.provenance import code_version, dataset_names, held_out
 from megahead.convert.source import TrainedModel
 from megahead.convert.verify import Parity
 from megahead.errors import DataError
+from megahead.wording import counted
 
 PADDING_TOKEN = "<|padding|>"
 PADDING_TOKENS = ("[PAD]", PADDING_TOKEN, "<pad>")
@@ -102,15 +103,16 @@ def _write_settings(folder: Path, special: dict[str, str], more: dict[str, objec
 def model_card(model: TrainedModel, head: Head, dtype: str, parity: Parity) -> str:
     """README.md of an export."""
     config, objective = model.config, model.config.objective
-    tokens = model.checkpoint.state.get("tokens")
+    tokens, shape = model.checkpoint.state.get("tokens"), config.model
     learned = "contrastive weight tying (headless)" if objective.name == "headless" else "vanilla softmax"
     errors = ", ".join(f"{error:.1e} in {kind}" for kind, error in parity.largest_error.items())
     family = family_of(config.model)
     loader = "AutoModel" if head.matrix is None else family.auto_with_head
     facts = {
         "Objective": f"{learned}, temperature {model.temperature():g}",
-        "Shape": f"{config.model.num_layers} layers, width {config.model.hidden_size}, {config.model.num_heads} heads",
-        "Trained for": f"{model.checkpoint.step:,} steps" + (f", {tokens:,} tokens" if tokens is not None else ""),
+        "Shape": f"{counted(shape.num_layers, 'layer')}, width {shape.hidden_size}, {counted(shape.num_heads, 'head')}",
+        "Trained for": counted(model.checkpoint.step, "step")
+        + (f", {counted(tokens, 'token')}" if tokens is not None else ""),
         "Data": dataset_names(config.data),
         "Held-out text": held_out(model) or "not evaluated",
         "Head": _HEADS[head.name] + ("" if head.folded is None or head.name == "pmi" else _PADDED),

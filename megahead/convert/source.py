@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megahead.checkpoint import Checkpoint, open_checkpoint
+from megahead.checkpoint import Checkpoint, open_checkpoint, target_samples
 from megahead.config import RunConfig, config_from_dict
 from megahead.data import asked_counts
 from megahead.distributed import Group
@@ -85,9 +85,10 @@ class TrainedModel:
         return self.weight(TEMPERATURE).exp().item() if objective.learned_temperature else objective.temperature
 
     def _group_targets(self) -> float:
-        """Targets of a group, on average over the run."""
+        """Targets of a group, on average over the run; as its settings have it where none was counted."""
         state, config = self.checkpoint.state, self.config
-        per_sample = state.get("targets", 0) / max(state.get("samples", 0), 1) or config.data.sequence_length
+        samples = target_samples(self.checkpoint)
+        per_sample = state.get("targets", 0) / max(samples, 1) or config.targets_per_row()
         return float(per_sample * state.get("group_samples", config.batch.micro_size))
 
     def load(self) -> Pretraining:

@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from megahead.errors import DataError
+from megahead.wording import counted
 
 MAGIC = b"MMIDIDX\0\0"
 VERSION = 1
@@ -82,7 +83,7 @@ class IndexLayout:
         layout = IndexLayout(DTYPES[code], sequences, boundaries)
         if file_bytes not in (layout.end, layout.end + sequences):
             raise DataError(
-                f"`{path}` must be {layout.end:,} bytes long for {sequences:,} sequences and {boundaries:,} document "
-                f"boundaries, but is {file_bytes:,} instead; it was cut short or is damaged."
+                f"`{path}` must be {layout.end:,} bytes long for {counted(sequences, 'sequence')} and "
+                f"{boundaries:,} document boundaries, but is {file_bytes:,} instead; it was cut short or is damaged."
             )
         return layout

@@ -14,6 +14,7 @@ import numpy as np
 from megahead.corpus.dataset_info import DatasetInfo
 from megahead.corpus.index_layout import HEADER, IndexLayout
 from megahead.errors import DataError
+from megahead.wording import counted
 
 Array = np.ndarray[Any, Any]
 
@@ -112,7 +113,7 @@ class IndexedDataset:
         total = int(sizes.sum(dtype=np.int64))
         if total != self.num_tokens or (sizes < 0).any():
             raise DataError(
-                f"the sequence lengths in `{self.idx_path}` must add up to the {self.num_tokens:,} tokens of "
+                f"the sequence lengths in `{self.idx_path}` must add up to the {counted(self.num_tokens, 'token')} of "
                 f"`{self.bin_path.name}`, but give {total:,} instead; make the dataset again."
             )
         return sizes

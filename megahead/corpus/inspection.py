@@ -13,6 +13,7 @@ from megahead.corpus.dataset_info import verify_file
 from megahead.corpus.indexed import IndexedDataset
 from megahead.corpus.progress import ByteProgress, Silent
 from megahead.errors import DataError, FieldError
+from megahead.wording import counted
 
 BLOCK_TOKENS = 1 << 22
 Array = np.ndarray[Any, Any]
@@ -37,7 +38,7 @@ class Inspection:
     def sequence(self, i: int) -> Array:
         """Sequence i; FieldError when there is none."""
         if not 0 <= i < len(self.dataset):
-            raise FieldError("--sequence", f"lie below the {len(self.dataset)} sequences there are", got=i)
+            raise FieldError("--sequence", f"be below their number ({counted(len(self.dataset), 'sequence')})", got=i)
         return self.dataset[i]
 
     def ends(self, end_token: int) -> int:
@@ -63,8 +64,9 @@ class Inspection:
                 f"id {self.used_ids[-1]} occurs, but the tokenizer ends at {vocab_size - 1}: "
                 "the dataset was made with another one."
             )
-        if (self.dataset.sizes == 0).any():
-            said.append(f"{int((self.dataset.sizes == 0).sum()):,} sequences are empty.")
+        empty = int((self.dataset.sizes == 0).sum())
+        if empty:
+            said.append(f"{counted(empty, 'sequence')} without a token.")
         return said
 
     def histogram(self) -> list[tuple[str, int]]:
@@ -88,7 +90,7 @@ class Inspection:
         ]
         if info is not None:
             per_token = info.text_bytes / max(info.tokens, 1)
-            rows.append(("text", f"{info.text_bytes:,} bytes, {per_token:.2f} a token"))
+            rows.append(("text", f"{counted(info.text_bytes, 'byte')}, {per_token:.2f} a token"))
             rows.append(("tokenizer", f"{info.tokenizer or 'unknown'}, {info.vocab_size:,} ids"))
         return rows
 

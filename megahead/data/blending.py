@@ -17,6 +17,7 @@ import numpy as np
 
 from megahead.data.samples import Samples
 from megahead.errors import ConfigError
+from megahead.wording import counted
 
 PERIOD = 65_536
 Array = np.ndarray[Any, Any]
@@ -41,7 +42,9 @@ class BlendShare:
 
     def describe(self) -> str:
         """One line; says when the dataset is read more than once."""
-        again = f", REPEATED: {self.epochs:.2f} epochs" if self.epochs > 1 else f", {self.epochs:.2g} epochs"
+        again = (
+            f", REPEATED: {self.epochs:.2f} epochs" if self.epochs > 1 else f", {counted(self.epochs, 'epoch', '.2g')}"
+        )
         return f"{self.name}: asked {self.asked:.4%}, rounded {self.rounded:.4%}, achieved {self.achieved:.4%}{again}"
 
 

@@ -15,6 +15,7 @@ import numpy as np
 from megahead.corpus.indexed import IndexedDataset
 from megahead.data.shuffle import FeistelOrder, mix
 from megahead.errors import DataError
+from megahead.wording import counted
 
 Array = np.ndarray[Any, Any]
 
@@ -25,8 +26,9 @@ class Samples(ABC):
     def __init__(self, dataset: IndexedDataset, sequence_length: int, per_epoch: int, least_tokens: int) -> None:
         if per_epoch < 1:
             raise DataError(
-                f"`{dataset.prefix}` must hold at least {least_tokens:,} tokens for rows of {sequence_length:,} "
-                f"targets, but holds {dataset.num_tokens:,} instead; add text or shorten data.sequence_length."
+                f"`{dataset.prefix}` must hold at least {least_tokens:,} tokens for rows of "
+                f"{counted(sequence_length, 'target')}, but holds {dataset.num_tokens:,} instead; add text or shorten "
+                "data.sequence_length."
             )
         self.dataset, self.sequence_length, self.per_epoch = dataset, sequence_length, per_epoch
 

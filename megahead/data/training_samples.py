@@ -12,6 +12,7 @@ from megahead.data.blending import Blend, temperature_weights
 from megahead.data.packing import PackedSamples, pack_table
 from megahead.data.samples import Samples, StoredSamples, StreamSamples
 from megahead.data.shuffle import mix
+from megahead.wording import counted
 
 if TYPE_CHECKING:
     from megahead.config import DataConfig
@@ -54,7 +55,9 @@ def describe_samples(samples: Samples | Blend, count: int) -> list[tuple[str, st
     if isinstance(samples, Blend):
         lines += [("blend", share.describe()) for share in samples.shares(count)]
     else:
-        lines.append(("data", f"{samples.per_epoch:,} rows, {count / samples.per_epoch:.2g} epochs"))
+        lines.append(
+            ("data", f"{counted(samples.per_epoch, 'row')}, {counted(count / samples.per_epoch, 'epoch', '.2g')}")
+        )
     for part in samples.parts if isinstance(samples, Blend) else [samples]:
         if isinstance(part, PackedSamples):
             empty = part.table.empty_share(part.sequence_length + 1)

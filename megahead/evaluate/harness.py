@@ -105,7 +105,7 @@ def _result(task: str, found: Mapping[str, Any], limit: int | None) -> TaskResul
 
 
 def _progress(name: str) -> Progress:
-    columns = TextColumn("{task.description}"), TextColumn("{task.completed} sequences")
+    columns = TextColumn("{task.description}"), TextColumn("sequence {task.completed}")
     progress = Progress(*columns, console=Console(file=sys.stderr), transient=True, disable=not sys.stderr.isatty())
     progress.add_task(name, total=None)
     return progress

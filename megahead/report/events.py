@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from megahead.report.metrics import Record
 from megahead.report.runs import Run
+from megahead.wording import listed, span
 
 _DONE = {"apply": "applied all the same", "skip": "skipped", "rollback": "rolled back", "stop": "ended the run"}
 
@@ -45,11 +46,11 @@ def _session(session: Record) -> Iterator[tuple[str, bool]]:
 def _fault(fault: Record) -> Iterator[tuple[str, bool]]:
     where = fault.get("where", ())
     ranks = sorted({place["rank"] for place in where if place["rank"] is not None})
-    rows = ", ".join(f"{place['first']:,} to {place['last']:,}" for place in where[:3])
-    on = f" on rank {', '.join(map(str, ranks))}" if ranks else ""
+    rows = ", ".join(span("row", range(place["first"], place["last"] + 1)) for place in where[:3])
+    on = f" on {listed('rank', ranks)}" if ranks else ""
     yield (
         (
-            f"{fault['kind']} (loss {fault['loss']}, gradient norm {fault['gradient_norm']}){on}, rows {rows}: "
+            f"{fault['kind']} (loss {fault['loss']}, gradient norm {fault['gradient_norm']}){on}, {rows}: "
             f"{_DONE[fault['action']]}"
         ),
         fault["kind"] != "overflow",

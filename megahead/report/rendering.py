@@ -14,11 +14,11 @@ from string import Template
 from typing import Any
 
 from megahead.files import write_atomically
-from megahead.readable import duration, thousands
 from megahead.report.events import Event, events_of
 from megahead.report.runs import Run
 from megahead.report.series import build_panels
 from megahead.report.tables import show
+from megahead.wording import counted, duration, thousands
 
 _PARTS = Path(__file__).parent / "page"
 _AXES = {"tokens": "tokens", "step": "steps", "seconds": "time"}
@@ -63,7 +63,7 @@ def _what(run: Run) -> str:
     size, layers, width = (run.setting(f"model.{name}") for name in ("size", "num_layers", "hidden_size"))
     parts = [
         run.setting("objective.name"),
-        size or (f"{run.setting('model.family', 'model')}, {layers} layers x {width}" if layers else None),
+        size or (f"{run.setting('model.family', 'model')}, {counted(layers, 'layer')} x {width}" if layers else None),
         f"vocabulary {run.setting('model.vocab_size'):,}" if run.setting("model.vocab_size") else None,
         f"{run.setting('batch.global_size')} x {run.setting('data.sequence_length')} tokens a step"
         if run.setting("batch.global_size")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megahead.config import RunConfig, deepspeed_config, resolve_group
+from megahead.config import ModelConfig, RunConfig, deepspeed_config, resolve_group
 from megahead.config.deepspeed import zero_stage
 from megahead.estimate import RankMemory, rank_memory, run_parameters
-from megahead.readable import GIB, gib
+from megahead.wording import GIB, counted, gib
 
 
 def describe_run(config: RunConfig, world_size: int, group_samples: int | None = None) -> list[tuple[str, str]]:
@@ -20,25 +20,22 @@ def describe_run(config: RunConfig, world_size: int, group_samples: int | None =
     engine = deepspeed_config(config, data_ranks)
     rows = group_samples or resolve_group(config.objective, batch, data_ranks)
     total = plan.steps * config.tokens_per_step()
-    warm_up = f"{schedule.warmup_steps:,} steps of warm-up" if schedule.warmup_steps else "no warm-up"
+    warm_up = f"{counted(schedule.warmup_steps, 'step')} of warm-up" if schedule.warmup_steps else "no warm-up"
     ending = "" if schedule.name == "constant" else f", to {schedule.final_ratio:.0%} of it"
     return [
         ("run", f"{config.name} -> {config.folder()}"),
-        (
-            "model",
-            f"{model.family}, {model.num_layers} layers x {model.hidden_size}, {model.num_heads} heads, "
-            f"vocabulary {model.vocab_size:,} (table of {model.padded_vocab_size():,})",
-        ),
+        ("model", _shape(model)),
         ("parameters", _parameters(config)),
         ("objective", _objective(config, rows)),
         (
             "batch",
-            f"{batch.global_size} rows x {config.data.sequence_length} = {config.tokens_per_step():,} tokens a step; "
-            f"{batch.micro_size} rows x {engine['gradient_accumulation_steps']} accumulation x {data_ranks} data ranks",
+            f"{counted(batch.global_size, 'row')} x {config.data.sequence_length} = "
+            f"{counted(config.tokens_per_step(), 'token')} a step; {counted(batch.micro_size, 'row')} x "
+            f"{engine['gradient_accumulation_steps']} accumulation x {counted(data_ranks, 'data rank')}",
         ),
-        ("length", f"{plan.steps:,} steps, {total:,} tokens"),
+        ("length", f"{counted(plan.steps, 'step')}, {counted(total, 'token')}"),
         ("schedule", f"{schedule.name}, {warm_up}, peak {config.optimizer.learning_rate:g}{ending}"),
-        ("mesh", f"{config.parallel.tensor} tensor x {data_ranks} data ranks"),
+        ("mesh", f"{config.parallel.tensor} tensor x {counted(data_ranks, 'data rank')}"),
         ("engine", f"ZeRO {zero_stage(engine)}, {config.engine.precision}"),
         ("memory", _memory(rank_memory(config, world_size))),
     ]
@@ -51,6 +48,12 @@ def files_of(config: RunConfig) -> tuple[str, str]:
     named += [config.data.tokenizer] if config.data.tokenizer else []
     missing = [name for name in named if not Path(name).exists()]
     return "files", f"not there: {', '.join(missing)}" if missing else f"{len(named)} there, not opened"
+
+
+def _shape(model: ModelConfig) -> str:
+    layers, heads = counted(model.num_layers, "layer"), counted(model.num_heads, "head")
+    table = f"vocabulary {model.vocab_size:,} (table of {model.padded_vocab_size():,})"
+    return f"{model.family}, {layers} x {model.hidden_size}, {heads}, {table}"
 
 
 def _memory(memory: RankMemory) -> str:
@@ -73,9 +76,9 @@ def _objective(config: RunConfig, rows: int) -> str:
     if objective.name == "vanilla":
         parts.append(f"all {config.model.vocab_size:,} ids")
     else:
-        parts.append(f"candidates from {rows} rows ({rows * config.targets_per_row():,} targets)")
+        parts.append(f"candidates from {counted(rows, 'row')} ({counted(rows * config.targets_per_row(), 'target')})")
         parts += [f"bias {objective.bias}"] if objective.bias != "paper" else []
-        parts += [f"{objective.negatives:,} {objective.negatives_from} negatives"] if objective.negatives else []
+        parts += [counted(objective.negatives, f"{objective.negatives_from} negative")] if objective.negatives else []
         parts += [f"at most {objective.max_candidates:,}"] if objective.max_candidates else []
         parts += [f"{objective.vanilla_weight:g} vanilla"] if objective.vanilla_weight else []
     if config.masking is not None:

@@ -41,7 +41,7 @@ class Evaluation:
                 self._config.model.vocab_size,
                 counts_V,
                 state.dataset_counts,
-                state.group_targets(),
+                state.group_targets(self._config.targets_per_row()),
                 asked_V,
             )
 

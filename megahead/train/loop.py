@@ -89,8 +89,7 @@ def _advance(run: Training, batches: StepBatches, watch: Stopwatch) -> bool:
     state.tokens += config.tokens_per_step()
     state.seconds = watch.seconds()
     if report.applied:
-        state.step += 1
-        state.targets += report.targets
+        state.learned(config.batch.global_size, report.targets)
         for micro in batches.micro_batches:
             state.count(micro.batch)
         run.guard.remember(report.loss, state.recent_losses)

@@ -16,13 +16,13 @@ from megahead.checkpoint import Checkpoint
 from megahead.config import RunConfig
 from megahead.evaluate import HeldOut
 from megahead.evaluate.results import TaskResult
-from megahead.readable import duration, thousands
 from megahead.train.boards import Boards
 from megahead.train.faults import Action
 from megahead.train.history import History
 from megahead.train.state import TrainingState
 from megahead.train.step import StepReport
 from megahead.train.utilization import Utilization
+from megahead.wording import counted, duration, span, thousands
 
 Places = Sequence[tuple[int | None, range]]
 _DONE = {"apply": "applied all the same", "skip": "skipped", "rollback": "rolled back", "stop": "the run ends"}
@@ -208,7 +208,7 @@ class Meters:
         if "mfu" in scalars:
             parts.append(f"MFU {scalars['mfu']:.1%}")
         if scalars["candidates"]:
-            parts.append(f"{scalars['candidates']:,.0f} candidates")
+            parts.append(counted(scalars["candidates"], "candidate", ",.0f"))
         if self._perplexity is not None:
             parts.append(f"held out {self._perplexity:,.1f}")
         if state.skipped_steps:
@@ -227,10 +227,7 @@ def _open_log(path: Path) -> BinaryIO:
 
 def describe_fault(report: StepReport, step: int, places: Places, state: TrainingState) -> str:
     """step 12: loss not finite (nan, gradient norm nan, scale 1) on rank 1, rows 88 to 89; 3 skipped so far"""
-    told = [
-        f"{'' if rank is None else f'rank {rank}, '}rows {rows.start:,} to {rows.stop - 1:,}"
-        for rank, rows in places[:_MOST_PLACES]
-    ]
+    told = [f"{'' if rank is None else f'rank {rank}, '}{span('row', rows)}" for rank, rows in places[:_MOST_PLACES]]
     told += [f"{len(places) - _MOST_PLACES} more"] if len(places) > _MOST_PLACES else []
     kind = report.fault.kind if report.fault else "good"
     return (

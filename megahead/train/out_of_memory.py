@@ -12,7 +12,7 @@ from megahead.config import RunConfig, deepspeed_config
 from megahead.config.deepspeed import zero_stage
 from megahead.errors import UserError
 from megahead.estimate import rank_memory, ways_to_need_less
-from megahead.readable import gib
+from megahead.wording import gib
 
 _SIGNS = (
     "not enough memory",

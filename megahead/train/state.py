@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megahead.checkpoint import Checkpoint
+from megahead.checkpoint import Checkpoint, target_samples
 from megahead.corpus import IndexedDataset
 from megahead.data import Batch
 from megahead.distributed import Group
@@ -43,6 +43,9 @@ class TrainingState:
 
     targets: int = 0
     """Targets trained on."""
+
+    target_samples: int = 0
+    """Rows these came from: fewer than were read, where steps were skipped or taken back."""
 
     skipped_steps: int = 0
     """Steps that were read but not applied: not finite, or kept back as a spike."""
@@ -82,6 +85,12 @@ class TrainingState:
             counts = torch.tensor(dataset.info.token_counts)
             self.dataset_counts[: len(counts)] += (counts * passes).ceil().long()
 
+    def learned(self, samples: int, targets: int) -> None:
+        """A step over so many rows with so many targets was applied."""
+        self.step += 1
+        self.target_samples += samples
+        self.targets += targets
+
     def count(self, batch: Batch) -> None:
         """Adds a batch's targets to the counts."""
         ids_N = batch.target_ids_N
@@ -96,13 +105,14 @@ class TrainingState:
         """Whether the last evaluation was of the weights as they are."""
         return self.validation is not None and self.validation.get("step") == self.step
 
-    def group_targets(self) -> float:
-        """Targets of a group, on average so far."""
-        return self.group_samples * self.targets / max(self.samples, 1)
+    def group_targets(self, expected: int) -> float:
+        """Targets of a group, on average so far; before the first step by what is `expected` of a row."""
+        per_row = self.targets / self.target_samples if self.target_samples else expected
+        return self.group_samples * per_row
 
     def counters(self) -> dict[str, Any]:
         """All but the counts of targets, as it stands in a checkpoint's JSON."""
-        names = (*_READ, *_LEARNED, "group_samples", "texts")
+        names = (*_READ, *_LEARNED, "target_samples", "group_samples", "texts")
         return {name: copy(getattr(self, name)) for name in names}
 
     def restore(self, checkpoint: Checkpoint, group: Group) -> None:
@@ -113,6 +123,7 @@ class TrainingState:
     def go_back(self, checkpoint: Checkpoint, group: Group) -> None:
         """What was learned since `checkpoint` is forgotten; what was read counts as read."""
         self._take(_LEARNED, checkpoint)
+        self.target_samples = target_samples(checkpoint)
         counts = checkpoint.read("state/target_counts")
         if counts.shape != self.local_counts.shape:
             raise CheckpointError(

@@ -52,7 +52,7 @@ def test_shards_are_merged_and_warned_of(
     out = tmp_path / "out"
     files = ("--input", tmp_path / "part*.jsonl", "--tokenizer", tokenizer_path, "--output", out, "--per-file")
     code, printed, _ = command("preprocess.py", *files, "--on-error", "skip", "--holdout", 2)
-    assert (code, "6 documents (3 of them held out, 3 empty ones skipped)" in printed) == (0, True)
+    assert (code, "6 documents (3 of them held out, 3 empty skipped)" in printed) == (0, True)
     assert "broken, skipped: 1\n" in printed
     assert "part2.jsonl:4` must be one JSON object" in printed
     assert "part0.jsonl:2\n" in printed

@@ -71,4 +71,4 @@ def test_what_would_spoil_training_is_said(write_dataset: Callable[..., Path]) -
     never, beyond, empty = poor.warnings(end_token=0, vocab_size=9)
     assert never.startswith("the end token 0 never occurs")
     assert beyond.startswith("id 9 occurs, but the tokenizer ends at 8")
-    assert empty == "1 sequences are empty."
+    assert empty == "1 sequence without a token."

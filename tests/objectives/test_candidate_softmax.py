@@ -224,3 +224,13 @@ def test_unigram_is_smooth_finite_and_normalised() -> None:
     informed = log_unigram(counts, 4, prior_counts_V=torch.tensor([9, 90, 0, 0, 0]))
     assert informed.isfinite().all()
     assert informed[1] > informed[2]
+
+
+def test_the_unigram_is_smoothed_by_as_many_observations_as_there_are_ids() -> None:
+    """Spread evenly, or as the whole text has them, each id there once more."""
+    counts = torch.tensor([7, 0, 1, 0, 99])
+    even = torch.tensor([8, 1, 2, 1]) / 12
+    torch.testing.assert_close(log_unigram(counts, 4).exp(), even)
+    text = torch.tensor([5, 2, 0, 1, 99])
+    spread = (torch.tensor([7, 0, 1, 0]) + 4 * torch.tensor([6, 3, 1, 2]) / 12) / 12
+    torch.testing.assert_close(log_unigram(counts, 4, prior_counts_V=text).exp(), spread)

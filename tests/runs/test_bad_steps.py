@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,40 +10,14 @@ import heavy_imports  # noqa: F401
 import orjson
 import pytest
 import torch
+from bad_rows import BAD, run_with
 from on_ranks import on_ranks
 from small_run import same_tensors, shipped, small_config, write_text
 
 from megahead.checkpoint import open_checkpoint
-from megahead.config import RunConfig
-from megahead.distributed import Group, Launch
-from megahead.errors import UserError
-from megahead.pretraining import Feed, StepBatches
 from megahead.report.metrics import read_metrics
-from megahead.train import pretrain
 
 NEEDS_FP16 = pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_fp16_supported(), reason="no fp16 arithmetic here")
-BAD = 24
-"""First sample of the fourth step, whose second micro-batch is bad on the last rank."""
-
-
-def run_with(
-    group: Group, config: RunConfig, factor: float, bad: tuple[int, ...] = (BAD,), resume: str = "auto"
-) -> str:
-    """A run in which the losses of some micro-batches of the last rank come out `factor` times as high."""
-    step = Feed.step
-
-    def bad_step(feed: Feed, first_sample: int) -> StepBatches:
-        batches = step(feed, first_sample)
-        if first_sample in bad and group.rank == group.size - 1:
-            micro = batches.micro_batches[1]
-            batches.micro_batches[1] = replace(micro, loss_weight=micro.loss_weight * factor)
-        return batches
-
-    Feed.step = bad_step  # type: ignore[method-assign]
-    try:
-        return pretrain(config, Launch(), resume).ending
-    except UserError as error:
-        return str(error)
 
 
 def faults(folder: Path) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ from megahead.evaluate.finetuning.loop import EpochScores
 from megahead.evaluate.finetuning.results import FineTuningResult, FineTuningResults
 from megahead.evaluate.finetuning.run import FineTuningRun, StartModel
 from megahead.evaluate.finetuning.settings import FineTuning
-from megahead.readable import duration
+from megahead.wording import duration
 
 _TRAINING_COST = 3  # a row that is trained on costs as much as three that are tested
 _CHARACTERS_PER_TOKEN = 4  # about; only for the time that is left

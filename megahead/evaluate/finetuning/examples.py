@@ -9,6 +9,7 @@ from typing import Any
 
 from megahead.errors import DataError
 from megahead.evaluate.harness_rows import Row, lines, text_of
+from megahead.wording import counted
 
 Builder = Callable[[Row, Sequence[str]], "Example"]
 
@@ -81,7 +82,9 @@ def word_in_context(file: Path) -> Published:
     rows = tsv(word=0, sentence1=3, sentence2=4)(file).rows
     gold = text_of(file.with_name(file.name.replace(".data.", ".gold."))).split()
     if len(gold) != len(rows):
-        raise DataError(f"`{file}` must have a label for each of its {len(rows)} lines, but has {len(gold)}.")
+        raise DataError(
+            f"`{file}` must have a label for each of its {counted(len(rows), 'line')}, but has {len(gold)}."
+        )
     named = {"T": "true", "F": "false"}
     return Published([{**row, "label": named[label]} for row, label in zip(rows, gold, strict=True)])
 

@@ -1,10 +1,28 @@
-"""Numbers as people read them: durations, counts, sizes. The one place for each."""
+"""Numbers as people read them: 1 step, 2,000 steps; row 7, rows 7 to 9; 2h05m; 1.50 GiB. The one place for each."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 GIB = 2**30
+
+
+def counted(number: float, thing: str, form: str = ",") -> str:
+    """`number` as `form` writes it, and the thing there is one or several of: `counted(1, "data rank")`."""
+    shown = format(number, form)
+    return f"{shown} {thing}" if shown == "1" else f"{shown} {thing}s"
+
+
+def span(thing: str, numbers: range) -> str:
+    """Which consecutive ones: `span("row", range(7, 10))` is rows 7 to 9."""
+    first, last = numbers.start, numbers.stop - 1
+    return f"{thing} {first:,}" if first == last else f"{thing}s {first:,} to {last:,}"
+
+
+def listed(thing: str, numbers: Sequence[int]) -> str:
+    """Which ones, by their numbers: rank 3, ranks 0, 3."""
+    return f"{thing}{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
 
 
 def duration(seconds: float) -> str:
@@ -34,8 +52,3 @@ def thousands(value: float) -> str:
 def gib(size: float, decimals: int = 2) -> str:
     """Bytes as GiB: 1,610,612,736 -> 1.50 GiB."""
     return f"{size / GIB:,.{decimals}f} GiB"
-
-
-def plural(count: int, noun: str) -> str:
-    """1 step, 2 steps."""
-    return f"{count:,} {noun if count == 1 else noun + 's'}"

@@ -1,0 +1,34 @@
+"""Whole runs, some of whose rows are bad."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megahead.config import RunConfig
+from megahead.distributed import Group, Launch
+from megahead.errors import UserError
+from megahead.pretraining import Feed, StepBatches
+from megahead.train import pretrain
+
+BAD = 24
+"""First sample of the fourth step of a small run."""
+
+
+def run_with(
+    group: Group, config: RunConfig, factor: float, bad: tuple[int, ...] = (BAD,), resume: str = "auto"
+) -> str:
+    """A run in which the losses of some micro-batches of the last rank come out `factor` times as high."""
+    step = Feed.step
+
+    def bad_step(feed: Feed, first_sample: int) -> StepBatches:
+        batches = step(feed, first_sample)
+        if first_sample in bad and group.rank == group.size - 1:
+            micro = batches.micro_batches[1]
+            batches.micro_batches[1] = replace(micro, loss_weight=micro.loss_weight * factor)
+        return batches
+
+    Feed.step = bad_step  # type: ignore[method-assign]
+    try:
+        return pretrain(config, Launch(), resume).ending
+    except UserError as error:
+        return str(error)

@@ -1,0 +1,37 @@
+"""One of a thing, or several, in what people read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_run import small_config
+
+from megahead.train import describe_run
+from megahead.wording import counted, listed, span
+
+
+def test_one_is_one_as_it_is_written() -> None:
+    assert [counted(number, "data rank") for number in (0, 1, 2, 12345)] == [
+        "0 data ranks",
+        "1 data rank",
+        "2 data ranks",
+        "12,345 data ranks",
+    ]
+    assert [counted(number, "epoch", ".2g") for number in (0.999, 1.04, 0.5)] == ["1 epoch", "1 epoch", "0.5 epochs"]
+    assert [span("row", range(7, stop)) for stop in (8, 2009)] == ["row 7", "rows 7 to 2,008"]
+    assert [listed("rank", ranks) for ranks in ([3], [0, 3])] == ["rank 3", "ranks 0, 3"]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_described_run_has_one_step_or_two_steps(tmp_path: Path, size: int) -> None:
+    sizes: dict[str, Any] = {"batch.global_size": size, "batch.micro_size": size, "training.steps": size}
+    model = {"model.num_layers": size, "model.num_heads": size, "schedule.warmup_steps": size}
+    lines = dict(describe_run(small_config(tmp_path, sizes | model | {"objective.negatives": size}), world_size=1))
+    s = "s" if size > 1 else ""
+    assert lines["model"].startswith(f"gpt_neox, {size} layer{s} x 32, {size} head{s}, ")
+    assert lines["length"] == f"{size} step{s}, {size * size * 24} tokens"
+    assert lines["schedule"].startswith(f"cosine, {size} step{s} of warm-up")
+    assert lines["batch"].endswith(f"{size} row{s} x 1 accumulation x 1 data rank")
+    assert f"candidates from {size} row{s} ({size * 24} targets), {size} unigram negative{s}" in lines["objective"]
