@@ -28,7 +28,7 @@ RUN_BY = {
     r"python tools/(report|estimate)\.py": "docs/test_pages.py",
     r"(python|deepspeed|torchrun) .*launch/pretrain\.py": "launch/test_pretrain_command.py",
     r"deepspeed --hostfile|torchrun --nnodes": "launch/test_two_nodes.py",
-    r"python tools/merge_datasets\.py": "data/test_merging.py",
+    r"python tools/merge_datasets\.py": "corpus/test_merging.py",
     r"python tools/doctor\.py": "tools/test_doctor.py",
     r"python tools/plot\.py": "report/test_curves.py",
     r"python tools/eval_harness\.py": "convert/test_convert_commands.py",

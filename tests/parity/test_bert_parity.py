@@ -100,9 +100,9 @@ def test_documents_and_padding_of_a_row_equal_each_document_alone(token_types: i
     model, names = theirs(config)
     documents = [torch.randint(0, 61, (1, length)) for length in (9, 1, 20)]
     padded = [*documents, torch.zeros(1, 7, dtype=torch.int64)]
-    documents = Documents(torch.cat([torch.arange(ids.shape[1]) for ids in padded])[None])
+    positions = torch.cat([torch.arange(ids.shape[1]) for ids in padded])[None]
     with torch.no_grad():
-        packed = ours_from(model, names, config)(torch.cat(padded, 1), documents)[:, :30]
+        packed = ours_from(model, names, config)(torch.cat(padded, 1), Documents(positions))[:, :30]
         expected = torch.cat([model(ids).last_hidden_state for ids in documents], 1)
     torch.testing.assert_close(packed, expected, rtol=1e-4, atol=1e-4)
 
