@@ -30,7 +30,7 @@ def duration(seconds: float) -> str:
     if not math.isfinite(seconds):
         return "?"
     if seconds < 9.95:
-        return f"{seconds:.1f}s"
+        return f"{seconds:.1f}s" if seconds >= 0.05 else "0s"
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     days, hours = divmod(hours, 24)

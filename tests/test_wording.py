@@ -40,7 +40,7 @@ def test_a_described_run_has_one_step_or_two_steps(tmp_path: Path, size: int) ->
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [
-        (0, "0.0s"),
+        (0, "0s"),
         (0.42, "0.4s"),
         (9.96, "10s"),
         (59.6, "1m00s"),

@@ -7,8 +7,8 @@ from megahead.data.blending import Blend
 from megahead.data.masking import Masker
 from megahead.data.packing import PackedSamples
 from megahead.data.samples import Samples, SequentialSamples, StoredSamples, StreamSamples, held_out_samples
+from megahead.data.sampling import RowSource, training_samples
 from megahead.data.shuffle import FeistelOrder
-from megahead.data.training_samples import RowSource, training_samples
 
 __all__ = [
     "Batch",

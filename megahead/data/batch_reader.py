@@ -14,8 +14,8 @@ from megahead.corpus.tokenizer import load_tokenizer
 from megahead.data.batch import Batch, causal_batch
 from megahead.data.collocations import Collocations, runs_of
 from megahead.data.masking import Masker, special_ids
+from megahead.data.sampling import RowSource
 from megahead.data.strategies import Frequency, Pmi, Spans, Strategy, Uniform, WholeWords
-from megahead.data.training_samples import RowSource
 from megahead.errors import ConfigError
 
 

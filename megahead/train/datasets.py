@@ -13,7 +13,7 @@ from megahead.data import training_samples
 from megahead.data.blending import Blend
 from megahead.data.endings import require_end_tokens, without_borders
 from megahead.data.samples import Samples
-from megahead.data.training_samples import describe_samples, relative_passes
+from megahead.data.sampling import describe_samples, relative_passes
 from megahead.distributed import Group
 from megahead.errors import ConfigError, UserError
 from megahead.train.state import TrainingState

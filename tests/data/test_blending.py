@@ -14,7 +14,7 @@ from megahead.config import DataConfig
 from megahead.corpus import IndexedDataset, IndexedDatasetWriter
 from megahead.data import Blend, StreamSamples, training_samples
 from megahead.data.blending import PERIOD, round_shares, schedule, temperature_weights
-from megahead.data.training_samples import describe_samples, relative_passes
+from megahead.data.sampling import describe_samples, relative_passes
 
 
 def shares(weights: list[float]) -> np.ndarray:

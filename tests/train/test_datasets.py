@@ -13,8 +13,7 @@ from on_ranks import on_ranks
 from small_run import small_config, write_text
 
 from megahead.corpus import IndexedDatasetWriter
-from megahead.data import packing
-from megahead.data import training_samples as training
+from megahead.data import packing, sampling
 from megahead.distributed import Group
 from megahead.errors import UserError
 from megahead.train.datasets import open_datasets
@@ -51,7 +50,7 @@ def test_one_rank_packs_and_all_read_the_same_rows(tmp_path: Path) -> None:
 
 def sentence(group: Group, folder: Path, broken: int) -> str:
     if group.rank == broken:
-        training.pack_table = refuse  # type: ignore[assignment]
+        sampling.pack_table = refuse  # type: ignore[assignment]
     with pytest.raises(UserError) as caught:
         open_datasets(small_config(folder, PACKED), group)
     return str(caught.value)
