@@ -28,7 +28,8 @@ _DESTROY_SECONDS = 10.0
 @contextmanager
 def connected(launch: Launch, device: torch.device, timeout_seconds: float) -> Iterator[Group]:
     """All ranks of `launch` as one Group (nccl for CUDA, gloo else), from their meeting until none needs another any
-    more. Collective. No wait in between is longer than `timeout_seconds` and a few more.
+    more; what is connected already is taken as it is. Collective. Ranks wait for each other `timeout_seconds` at most,
+    and a moment to find out who is missing.
 
     Where the ranks were connected before they stay so. UserError where ranks do not find each other, LostRankError
     where one dies, hangs or fails afterwards.
@@ -86,7 +87,7 @@ def _call(launch: Launch, seconds: float) -> tuple[Store, Line]:
         store.set(_SWITCHBOARD, board.address)
         return store, board.start()
     port, token = store.get(_SWITCHBOARD).decode().split()
-    line = Line(socket.create_connection((launch.address, int(port)), seconds))
+    line = Line(socket.create_connection((launch.address, int(port)), min(seconds, 60)))
     line.say("hello", token, launch.rank)
     return store, line
 

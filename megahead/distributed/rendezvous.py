@@ -115,7 +115,7 @@ def _until_someone_listens(launch: Launch, seconds: float) -> None:
     deadline = time.monotonic() + seconds
     while True:
         try:
-            socket.create_connection((launch.address, launch.port), max(seconds, 1)).close()
+            socket.create_connection((launch.address, launch.port), min(max(seconds, 1), 60)).close()
         except OSError:
             if time.monotonic() >= deadline:
                 raise

@@ -27,7 +27,7 @@ def inclusion_probabilities(weights_V: Tensor, size: int) -> Tensor:
     while True:
         rest_V = weights_V.double().masked_fill(certain_V, 0.0)
         left, total = size - int(certain_V.sum()), rest_V.sum()
-        if left <= 0 or total == 0:
+        if total == 0:
             return certain_V.double()
         chances_V = rest_V * (left / total)
         over_V = chances_V >= 1.0

@@ -153,6 +153,12 @@ def test_samples_have_their_size_and_each_member_its_chance() -> None:
     torch.testing.assert_close(samples.double().mean(0), chances, atol=0.03, rtol=0)
 
 
+def test_all_that_weigh_anything_are_in_where_no_fewer_are_asked_for() -> None:
+    weights = torch.tensor([0.0, 4.0, 1.0])
+    for size in (2, 3):
+        assert inclusion_probabilities(weights, size).tolist() == [0, 1, 1]
+
+
 def test_draws_belong_to_their_seed_and_follow_their_distribution() -> None:
     probabilities = torch.tensor([0.5, 0.0, 0.2, 0.3])
     counts = draw_counts(probabilities, 20_000, torch.Generator().manual_seed(1))
