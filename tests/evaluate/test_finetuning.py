@@ -142,7 +142,7 @@ def test_finished_runs_are_not_made_again_unless_something_changed(tmp_path: Pat
     first, lines = run(1)
     assert len(lines) == 2
     assert lines[1].startswith("small: glue/rte, seed 0, epoch 2/2: loss ")
-    assert lines[1].endswith("100% of all runs done, 0 s left")
+    assert lines[1].endswith("100% of all runs done, 0s left")
     both, lines = run(2)
     assert [outcome.seed for outcome in both] == [0, 1]
     assert (both[0], len(lines)) == (first[0], 2)
