@@ -50,6 +50,9 @@ def main() -> None:
 
 def say(sentence: str) -> None:
     """What went wrong, from one of the ranks that found it."""
+    if os.environ.get("WORLD_SIZE", os.environ.get("SLURM_NTASKS", "1")) == "1":
+        print_error(sentence)  # alone, without waiting for torch
+        return
     from megahead.distributed import print_error_once, read_launch
 
     try:

@@ -9,6 +9,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from megahead.wording import counted
@@ -46,6 +47,14 @@ class DataError(UserError):
 
 class CheckpointError(UserError):
     """A checkpoint that is missing, damaged, or made by another run."""
+
+
+def existing(text: str) -> Path:
+    """A path on a command line that must be there (argparse's `type`): told before anything is imported to open it."""
+    path = Path(text)
+    if not path.exists():
+        raise UserError(f"`{path}` must exist, but does not; check the path.")
+    return path
 
 
 def print_error(sentence: str) -> None:

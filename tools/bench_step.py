@@ -18,21 +18,16 @@ and the optimizer. The device is waited for between them.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-from rich.console import Console
-
-from benchmarks.contender import Contender, How, compare
-from benchmarks.device import describe, matrix_rate
-from benchmarks.memory import cost, in_child
-from benchmarks.tokens import token_rows
 from megahead.config import NAMED_SIZES, RunConfig, config_from_dict, load_config
-from megahead.errors import run_command
-from megahead.report import to_rich
-from megahead.report.tables import to_json
+from megahead.corpus import IndexedDataset
+from megahead.errors import FieldError, run_command
+from megahead.report import to_json
+
+if TYPE_CHECKING:
+    from benchmarks.contest import Plan
 
 PYTHIA_VOCABULARY = 50277
 BERT_VOCABULARY = {"distilbert-multilingual": 119547}
@@ -41,63 +36,46 @@ BERT_TOKENS = {"mask_token": 103, "cls_token": 101, "sep_token": 102}
 
 def main() -> None:
     arguments = _parser().parse_args()
+    config = _config(arguments)
+    plans = _plans(arguments, config)
+    if arguments.data:
+        IndexedDataset(arguments.data)  # what is wrong is told before torch is imported
+    import torch
+
+    from benchmarks.contest import hold
+
     device = torch.device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
-    config = _config(arguments)
-    rows = token_rows(config, arguments.data, count=arguments.steps + 1)
-    hows: list[How] = ["as it is"]
-    hows += ["compiled"] if arguments.compile else []
-    hows += ["whole last block"] if arguments.whole else []
-    plans = [(name, how) for how in hows for name in arguments.objectives.split(",")]
-
-    def contender(name: str, how: How) -> Contender:
-        return Contender(config, name, device, arguments.precision, rows, how)
-
-    memory = [
-        None if device.type == "cuda" or plan[1] == "compiled" else peak_of_a_step(partial(contender, *plan))
-        for plan in plans
-    ]
-    contenders = [contender(*plan) for plan in plans]
-    for index in range(arguments.steps + 1):
-        for one in contenders:
-            one.step(index)
-    rate = matrix_rate(device, arguments.precision)
-    peaks = [measured or one.peak_megabytes() for measured, one in zip(memory, contenders, strict=True)]
-    lines = [one.row(rate, peak) for one, peak in zip(contenders, peaks, strict=True)]
-    tell(contenders, lines, rate)
+    lines = hold(config, plans, arguments.data, arguments.steps, device)
     if arguments.output:
         arguments.output.write_text(to_json(lines), encoding="utf-8")
 
 
-def peak_of_a_step(build: Callable[[], Contender]) -> float:
-    """MB that a contender and its first step take on a CPU, in a process of its own."""
-    _, mebibytes = in_child(lambda: cost(lambda: _stepped(build())))
-    return mebibytes * 2**20 / 1e6
-
-
-def _stepped(contender: Contender) -> Contender:
-    contender.step(0)
-    return contender
-
-
-def tell(contenders: Sequence[Contender], lines: Sequence[dict[str, object]], rate: float) -> None:
-    """What was timed, the table, and the ratios."""
-    first, console = contenders[0], Console(highlight=False)
-    shape = f"{first.config.batch.micro_size} x {first.config.data.sequence_length} tokens"
-    machine = f"{first.precision} on {describe(first.device)}, {rate / 1e9:,.0f} GFLOP/s matrix rate"
-    console.print(f"{first.config.name}, {shape}, {machine}")
-    for name, way in contenders[-1].ways:
-        console.print(f"{name}: {way}")
-    console.print(to_rich(lines))
-    for other in contenders[1:]:
-        console.print(compare(first, other))
+def _plans(arguments: argparse.Namespace, config: RunConfig) -> list[Plan]:
+    """Every objective as it is, then every one compiled (where it is not), then with a whole last block."""
+    names = arguments.objectives.split(",")
+    plans: list[Plan] = [(name, "as it is") for name in names]
+    plans += [(name, "compiled") for name in names if arguments.compile and not config.engine.compile]
+    plans += [(name, "whole last block") for name in names if arguments.whole]
+    return plans
 
 
 def _config(arguments: argparse.Namespace) -> RunConfig:
+    """Of the file or the preset; --precision and --set change either, the latter last."""
+    overrides = [f"engine.precision={arguments.precision}"] if arguments.precision else []
+    overrides += arguments.set
     if arguments.config:
-        return load_config(arguments.config, arguments.set)
-    size, length = arguments.preset, arguments.sequence_length
+        for option, setting in (("micro_batch", "batch.micro_size"), ("sequence_length", "data.sequence_length")):
+            if getattr(arguments, option) is not None:
+                raise FieldError(
+                    f"--{option.replace('_', '-')}",
+                    "go with --preset",
+                    got="given with --config",
+                    hint=f"use --set {setting}=N",
+                )
+        return load_config(arguments.config, overrides)
+    size, length, rows = arguments.preset, arguments.sequence_length or 512, arguments.micro_batch or 8
     encoder = NAMED_SIZES[size].get("family") == "bert"
     vocabulary = BERT_VOCABULARY.get(size, 30522) if encoder else PYTHIA_VOCABULARY
     return config_from_dict(
@@ -106,10 +84,12 @@ def _config(arguments: argparse.Namespace) -> RunConfig:
             "model": {"size": size, "vocab_size": vocabulary, "max_positions": max(512 if encoder else 2048, length)},
             "masking": BERT_TOKENS if encoder else None,
             "data": {"train": "", "sequence_length": length},
-            "batch": {"global_size": arguments.micro_batch, "micro_size": arguments.micro_batch},
+            "batch": {"global_size": rows, "micro_size": rows},
             "optimizer": {"learning_rate": 1e-3},
             "training": {"steps": 1},
-        }
+        },
+        f"--preset {size}",
+        overrides,
     )
 
 
@@ -118,14 +98,14 @@ def _parser() -> argparse.ArgumentParser:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--preset", choices=NAMED_SIZES, help="a named size, with Pythia's or BERT's vocabulary")
     what.add_argument("--config", help="a run's YAML file")
-    parser.add_argument("--set", action="append", default=[], metavar="a.b=c", help="override a setting of --config")
+    parser.add_argument("--set", action="append", default=[], metavar="a.b=c", help="override a setting")
     parser.add_argument("--data", metavar="PREFIX", help="indexed dataset to take tokens from")
-    parser.add_argument("--micro-batch", type=int, default=8, help="rows of --preset (default: 8)")
-    parser.add_argument("--sequence-length", type=int, default=512, help="targets a row of --preset (default: 512)")
+    parser.add_argument("--micro-batch", type=int, help="rows of --preset (default: 8)")
+    parser.add_argument("--sequence-length", type=int, help="targets a row of --preset (default: 512)")
     parser.add_argument("--objectives", default="headless,vanilla", help="what to compare (default: headless,vanilla)")
     parser.add_argument("--compile", action="store_true", help="time each with compiled blocks, too")
     parser.add_argument("--whole", action="store_true", help="time an encoder's last block of all tokens, too")
-    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
+    parser.add_argument("--precision", choices=("fp32", "bf16"), help="default: the config's; of --preset, fp32")
     parser.add_argument("--steps", type=int, default=5, help="counted steps of each (default: 5)")
     parser.add_argument("--device", choices=("cpu", "cuda"))
     parser.add_argument("--threads", type=int, help="CPU threads")

@@ -13,27 +13,20 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from rich.console import Console
-from transformers import DataCollatorWithPadding, PrinterCallback, Trainer, TrainingArguments
 
-from megahead.convert import load_classifier, load_tokenizer_folder
-from megahead.errors import run_command
-from megahead.evaluate.finetuning import (
-    FineTuning,
-    FineTuningRun,
-    Sources,
-    StartModel,
-    TaskData,
-    load_task,
-    paper_settings,
-)
+from megahead import convert
+from megahead.errors import existing, run_command
+from megahead.evaluate import finetuning
+from megahead.evaluate.finetuning import FineTuning, Sources, TaskData, load_task, paper_settings
 from megahead.evaluate.finetuning.examples import Example
-from megahead.evaluate.finetuning.scoring import measure
-from megahead.report.tables import to_rich
+from megahead.report import to_rich
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
 
 
 def main() -> None:
@@ -46,7 +39,7 @@ def main() -> None:
             console.print(f"{name}: {data.short:,} lines lack a column and were left out")
         changes = {"epochs": arguments.epochs, "learning_rate": arguments.learning_rate}
         settings = paper_settings(name, "regular", **changes)
-        contest = FineTuningRun(StartModel(str(arguments.model), arguments.model), data, settings)
+        contest = finetuning.FineTuningRun(finetuning.StartModel(str(arguments.model), arguments.model), data, settings)
         ours, theirs = [], []
         for seed in range(arguments.seeds):
             ours.append(max(next(iter(epoch.scores.values()))[data.task.metric] for epoch in contest.run(seed)))
@@ -58,19 +51,22 @@ def main() -> None:
 
 def trainer_score(model: Path, data: TaskData, settings: FineTuning, seed: int) -> float:
     """The best epoch's score of a run by transformers' Trainer."""
+    import torch
+    from transformers import DataCollatorWithPadding, PrinterCallback, Trainer
+
     torch.manual_seed(seed)
-    tokenizer = load_tokenizer_folder(model)
+    tokenizer = convert.load_tokenizer_folder(model)
     (test,) = data.tests.values()
     regression = not data.task.labels
 
     def metrics(predicted: Any) -> dict[str, float]:
         outputs, right = predicted
         said = outputs[:, 0] if regression else outputs.argmax(1)
-        return {"score": measure(data.task.metric, np.asarray(right, np.float64), said.astype(np.float64))}
+        return {"score": finetuning.measure(data.task.metric, np.asarray(right, np.float64), said.astype(np.float64))}
 
     with tempfile.TemporaryDirectory() as folder:
         trainer = Trainer(
-            load_classifier(model, data.task.outputs(), tokenizer.pad_token_id),
+            convert.load_classifier(model, data.task.outputs(), tokenizer.pad_token_id),
             training_arguments(Path(folder), settings, seed),
             train_dataset=tokenized(data.train, tokenizer, settings, regression),
             eval_dataset=tokenized(test, tokenizer, settings, regression),
@@ -84,6 +80,9 @@ def trainer_score(model: Path, data: TaskData, settings: FineTuning, seed: int) 
 
 def training_arguments(folder: Path, settings: FineTuning, seed: int) -> TrainingArguments:
     """The Trainer's names for our settings."""
+    import torch
+    from transformers import TrainingArguments
+
     return TrainingArguments(
         output_dir=str(folder),
         num_train_epochs=settings.epochs,
@@ -140,9 +139,13 @@ def deviation(values: Sequence[float]) -> float:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Hold our fine-tuning against transformers' Trainer.")
-    parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="Hugging Face folder of an encoder")
+    parser.add_argument(
+        "--model", type=existing, required=True, metavar="DIR", help="Hugging Face folder of an encoder"
+    )
     parser.add_argument("--task", nargs="+", required=True, metavar="T", help="glue/mrpc, superglue/cb ...")
-    parser.add_argument("--data", type=Path, metavar="DIR", help="folder with glue/ and superglue/ (default: the hub)")
+    parser.add_argument(
+        "--data", type=existing, metavar="DIR", help="folder with glue/ and superglue/ (default: the hub)"
+    )
     parser.add_argument("--seeds", type=int, default=3, metavar="N")
     parser.add_argument("--epochs", type=int, default=3, metavar="N")
     parser.add_argument("--learning-rate", type=float, default=5e-5, metavar="X")

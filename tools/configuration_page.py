@@ -5,6 +5,7 @@ python tools/configuration_page.py
 
 from __future__ import annotations
 
+import argparse
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,6 +29,7 @@ SIGNS = {Gt: "above", Ge: "at least", Lt: "below", Le: "at most"}
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     PAGE.write_text(render(), encoding="utf-8")
     print(f"wrote {PAGE}")
 

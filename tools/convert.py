@@ -12,18 +12,19 @@ from typing import get_args
 
 from rich.console import Console
 
-from megahead.convert import ExportReport, HeadName, export, from_hf
-from megahead.errors import run_command
+from megahead import convert
+from megahead.config import HeadName
+from megahead.errors import existing, run_command
 
 
 def main() -> None:
     arguments = _parser().parse_args()
     console = Console(highlight=False, soft_wrap=True)
     if arguments.direction == "from-hf":
-        output = from_hf(arguments.model, arguments.output)
+        output = convert.from_hf(arguments.model, arguments.output)
         console.print(f"wrote {output}: a checkpoint for init.from_checkpoint")
         return
-    report = export(
+    report = convert.export(
         arguments.checkpoint,
         arguments.output,
         arguments.head,
@@ -34,7 +35,7 @@ def main() -> None:
     console.print(summary(report))
 
 
-def summary(report: ExportReport) -> str:
+def summary(report: convert.ExportReport) -> str:
     """What a user wants to know of an export, in two lines or three."""
     parity = report.parity
     errors = ", ".join(f"{error:.1e} in {kind}" for kind, error in parity.largest_error.items())
@@ -53,7 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     directions = parser.add_subparsers(dest="direction", required=True)
     to_hf = directions.add_parser("to-hf", help="checkpoint to Hugging Face folder")
     to_hf.add_argument(
-        "--checkpoint", type=Path, required=True, metavar="DIR", help="step folder, or a run: its newest"
+        "--checkpoint", type=existing, required=True, metavar="DIR", help="step folder, or a run: its newest"
     )
     to_hf.add_argument("--output", type=Path, required=True, metavar="DIR", help="new folder, or an earlier export")
     to_hf.add_argument(
@@ -70,7 +71,7 @@ def _parser() -> argparse.ArgumentParser:
     back = directions.add_parser("from-hf", help="Hugging Face folder to checkpoint")
     back.add_argument(
         "--model",
-        type=Path,
+        type=existing,
         required=True,
         metavar="DIR",
         help="folder of a GPT-NeoX, BERT or DistilBERT in safetensors",

@@ -12,10 +12,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from demo_pipeline.outcome import show
-from demo_pipeline.pipeline import Pipeline
-from demo_pipeline.training import ROOT
 from megahead.errors import run_command
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def main() -> None:
@@ -27,6 +26,9 @@ def main() -> None:
     folder = arguments.folder.absolute()
     os.chdir(ROOT)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    from demo_pipeline.outcome import show  # these need transformers
+    from demo_pipeline.pipeline import Pipeline
+
     pipeline = Pipeline(folder, Console(highlight=False), overrides=arguments.set)
     rows = pipeline.run(with_vanilla=arguments.with_vanilla)
     show(folder, rows, pipeline.stages)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.metadata
+import importlib.util
 import os
 import shutil
 import socket
@@ -22,12 +23,14 @@ from typing import Literal
 
 try:
     import psutil
-    import torch
     from rich.console import Console
     from rich.table import Table
 
     from megahead.errors import run_command
     from megahead.wording import GIB, counted
+
+    if importlib.util.find_spec("torch") is None:  # imported when it is looked at: that takes a second
+        raise ModuleNotFoundError(name="torch")
 except ModuleNotFoundError as missing:
     sys.exit(
         f"error: {missing.name} must be installed, but is not; run `make install`, then `source .venv/bin/activate`."
@@ -86,6 +89,8 @@ def python() -> Finding:
 
 def packages() -> Iterator[Finding]:
     """What is imported to train, then what makes it faster."""
+    import torch
+
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns that it must guess
     for name in ("torch", "deepspeed", "transformers", "lm_eval", "datasets"):
@@ -106,6 +111,8 @@ def package(name: str, lack: Literal["note", "problem"], advice: str) -> Finding
 
 
 def devices() -> Iterator[Finding]:
+    import torch
+
     if not torch.cuda.is_available():
         advice = "small models only; check the driver with nvidia-smi if there is a GPU"
         built = f"torch built for CUDA {torch.version.cuda}" if torch.version.cuda else "torch built for CPUs"
@@ -151,6 +158,8 @@ def disk(folder: Path) -> Finding:
 
 def connections() -> Finding:
     """What ranks can talk through."""
+    import torch
+
     backends = {"nccl": torch.distributed.is_nccl_available, "gloo": torch.distributed.is_gloo_available}
     there = [name for name, available in backends.items() if available()]
     needed = "nccl" if torch.cuda.is_available() else "gloo"

@@ -20,12 +20,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from megahead.convert import hf_folder, origin
-from megahead.errors import FieldError, run_command
-from megahead.evaluate.harness import evaluate_tasks
+from megahead import convert, evaluate, report
+from megahead.errors import FieldError, existing, run_command
 from megahead.evaluate.harness_tasks import TASKS, task_files, write_tasks
 from megahead.evaluate.results import HarnessResult, ResultsFile, Score
-from megahead.report.task_curves import TaskPoint, save_task_curves
 
 PAPER = [
     "lambada_openai",
@@ -51,8 +49,8 @@ def main() -> None:
     if arguments.write_tasks:
         console.print(f"wrote {write_tasks(files, arguments.write_tasks)}", soft_wrap=True)
     kept = ResultsFile(arguments.output)
-    folders = {model: hf_folder(model) for model in arguments.model}
-    curve = [origin(folder) for folder in folders.values()] if arguments.curve else []
+    folders = {model: convert.hf_folder(model) for model in arguments.model}
+    curve = [convert.origin(folder) for folder in folders.values()] if arguments.curve else []
     results = [
         evaluate_model(model, folder, files, kept, arguments.limit, arguments.batch_size)
         for model, folder in folders.items()
@@ -63,9 +61,10 @@ def main() -> None:
         console.print(f"wrote {arguments.output}", soft_wrap=True)
     if curve:
         points = [
-            TaskPoint(place.run, place.tokens, result.tasks) for place, result in zip(curve, results, strict=True)
+            report.TaskPoint(place.run, place.tokens, result.tasks)
+            for place, result in zip(curve, results, strict=True)
         ]
-        console.print(f"wrote {save_task_curves(points, arguments.curve)}", soft_wrap=True)
+        console.print(f"wrote {report.save_task_curves(points, arguments.curve)}", soft_wrap=True)
 
 
 def evaluate_model(
@@ -81,7 +80,7 @@ def evaluate_model(
     found = {task: kept.find(model, folder, task, file, limit) for task, file in files.items()}
     missing = {task: file for task, file in files.items() if found[task] is None}
     if missing:
-        for result in evaluate_tasks(folder, missing, limit=limit, batch_size=batch_size):
+        for result in evaluate.evaluate_tasks(folder, missing, limit=limit, batch_size=batch_size):
             kept.add(model, folder, files[result.task], result)
             found[result.task] = result
     return HarnessResult(str(model), [result for result in found.values() if result], time.monotonic() - begin)
@@ -109,12 +108,17 @@ def cell(score: Score) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Score models with lm-eval on local task files.")
-    parser.add_argument("--model", type=Path, nargs="+", default=[], metavar="DIR", help="HF folder, run, checkpoint")
+    parser.add_argument(
+        "--model", type=existing, nargs="+", default=[], metavar="DIR", help="HF folder, run, checkpoint"
+    )
     parser.add_argument("--tasks", default=",".join(PAPER), metavar="A,B", help=f"of {', '.join(TASKS)}")
     parser.add_argument(
-        "--data", type=Path, metavar="DIR", help="folder of task files as published (DIR/lambada/lambada_test.jsonl)"
+        "--data",
+        type=existing,
+        metavar="DIR",
+        help="folder of task files as published (DIR/lambada/lambada_test.jsonl)",
     )
-    parser.add_argument("--cloze", type=Path, metavar="FILE", help='jsonl of {"text"}: its last word is predicted')
+    parser.add_argument("--cloze", type=existing, metavar="FILE", help='jsonl of {"text"}: its last word is predicted')
     parser.add_argument("--limit", type=int, metavar="N", help="only the first N examples of each task")
     parser.add_argument("--batch-size", type=int, metavar="N", help="examples at once (default: what fits memory)")
     parser.add_argument("--output", type=Path, metavar="JSON", help="keep results there, and go on from them")

@@ -12,31 +12,28 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import get_args
+from typing import TYPE_CHECKING, get_args
 
-import torch
 from rich.console import Console
 
-from megahead.convert import hf_folder
-from megahead.errors import FieldError, run_command
+from megahead import convert
+from megahead.errors import FieldError, existing, run_command
+from megahead.evaluate import finetuning
 from megahead.evaluate.finetuning import (
     XNLI_LANGUAGES,
-    Comparison,
     FineTuning,
-    FineTuningResult,
-    FineTuningResults,
+    LossName,
     Sources,
-    StartModel,
-    Summary,
     TaskData,
     expand,
     load_task,
     paper_settings,
-    summarise,
 )
-from megahead.evaluate.finetuning.settings import LossName
-from megahead.report.tables import to_rich
+from megahead.report import to_rich
 from megahead.wording import duration
+
+if TYPE_CHECKING:
+    from megahead.evaluate.finetuning import FineTuningResult, Summary
 
 
 def main() -> None:
@@ -45,20 +42,27 @@ def main() -> None:
         value = getattr(arguments, name)
         if value is not None and value < 1:
             raise FieldError(f"--{name.replace('_', '-')}", "be at least 1", got=value)
-    if arguments.threads:
-        torch.set_num_threads(arguments.threads)
     sources = Sources(arguments.data)
     console = Console(highlight=False, soft_wrap=True)
     tasks = [load(name, sources, arguments) for name in expand(arguments.task, sources)]
     for data, _ in tasks:
         if data.short:
             console.print(f"{data.name}: {data.short:,} lines lack a column and were left out")
-    starts = [StartModel(str(model), hf_folder(model)) for model in arguments.model]
+    if arguments.threads:
+        use_threads(arguments.threads)
+    starts = [finetuning.StartModel(str(model), convert.hf_folder(model)) for model in arguments.model]
     if arguments.floor:
-        starts.append(StartModel("random weights", starts[0].folder, random_weights=True))
-    outcomes = Comparison(starts, tasks, range(arguments.seeds), FineTuningResults(arguments.output)).run(console.print)
+        starts.append(finetuning.StartModel("random weights", starts[0].folder, random_weights=True))
+    kept = finetuning.FineTuningResults(arguments.output)
+    outcomes = finetuning.Comparison(starts, tasks, range(arguments.seeds), kept).run(console.print)
     console.print(to_rich(table(outcomes), title="percent, mean ± deviation over seeds (best epochs)"))
     console.print(f"\nwrote {arguments.output}")
+
+
+def use_threads(count: int) -> None:
+    import torch
+
+    torch.set_num_threads(count)
 
 
 def load(name: str, sources: Sources, arguments: argparse.Namespace) -> tuple[TaskData, FineTuning]:
@@ -78,7 +82,7 @@ def table(outcomes: Sequence[FineTuningResult]) -> list[dict[str, object]]:
     for model in dict.fromkeys(outcome.model for outcome in outcomes):
         mine = [outcome for outcome in outcomes if outcome.model == model]
         halved = {outcome.task for outcome in mine if outcome.halved}
-        for summary in summarise(mine):
+        for summary in finetuning.summarise(mine):
             task = summary.task + (" (half of dev)" if summary.task in halved else "")
             test = "" if summary.test == summary.task.split("/")[-1] else summary.test
             names = {"task": task, "test": test, "metric": summary.metric}
@@ -100,7 +104,7 @@ def cell(summary: Summary) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Fine-tune models on GLUE, SuperGLUE and XNLI.")
     parser.add_argument(
-        "--model", type=Path, nargs="+", required=True, metavar="DIR", help="HF folder, run, checkpoint"
+        "--model", type=existing, nargs="+", required=True, metavar="DIR", help="HF folder, run, checkpoint"
     )
     parser.add_argument(
         "--task",
@@ -110,7 +114,7 @@ def _parser() -> argparse.ArgumentParser:
         help="glue/cola, superglue/boolq, xnli/en ..., or a whole suite",
     )
     parser.add_argument(
-        "--data", type=Path, metavar="DIR", help="folder with glue/, superglue/, xnli/ (default: the hub)"
+        "--data", type=existing, metavar="DIR", help="folder with glue/, superglue/, xnli/ (default: the hub)"
     )
     parser.add_argument(
         "--output", type=Path, default=Path("finetuning.json"), metavar="JSON", help="keep results there"

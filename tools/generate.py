@@ -15,11 +15,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 
-from megahead.convert import hf_folder, load_causal, load_tokenizer_folder
-from megahead.errors import DataError, FieldError, run_command
+from megahead import convert
+from megahead.errors import DataError, FieldError, existing, run_command
 
 
 def main() -> None:
@@ -29,10 +28,7 @@ def main() -> None:
     sampling = sampling_options(arguments.temperature, arguments.top_k, arguments.top_p)
     console = Console(highlight=False, soft_wrap=True, markup=False)
     prompts = typed(console) if arguments.interactive else given(arguments.prompt, arguments.file)
-    folder = hf_folder(arguments.model)
-    model, tokenizer = load_causal(folder), load_tokenizer_folder(folder)
-    model = model.to("cuda" if torch.cuda.is_available() else "cpu")
-    torch.manual_seed(arguments.seed)
+    model, tokenizer = opened(arguments.model, arguments.seed)
     for prompt in prompts:
         if not arguments.interactive:
             console.print(prompt, style="bold", end="")
@@ -41,6 +37,16 @@ def main() -> None:
         if arguments.output is not None:
             with arguments.output.open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"prompt": prompt, "text": text}, ensure_ascii=False) + "\n")
+
+
+def opened(model: Path, seed: int) -> tuple[Any, Any]:
+    """The model, on a GPU where there is one, and its tokenizer; what is drawn follows from `seed`."""
+    import torch
+
+    folder = convert.hf_folder(model)
+    loaded = convert.load_causal(folder).to("cuda" if torch.cuda.is_available() else "cpu")
+    torch.manual_seed(seed)
+    return loaded, convert.load_tokenizer_folder(folder)
 
 
 def given(prompts: Sequence[str] | None, file: Path | None) -> list[str]:
@@ -68,12 +74,13 @@ def typed(console: Console) -> Iterator[str]:
         yield prompt
 
 
-@torch.no_grad()
 def continuation(model: Any, tokenizer: Any, prompt: str, max_tokens: int, sampling: dict[str, Any]) -> str:
     """Up to `max_tokens` tokens after `prompt`, up to the end of the document; an empty prompt begins one.
 
     A prompt longer than the model's context less `max_tokens` loses its beginning.
     """
+    import torch
+
     room = model.config.max_position_embeddings - max_tokens
     if room < 1:
         raise FieldError("--max-tokens", f"be below the model's context ({room + max_tokens})", got=max_tokens)
@@ -100,10 +107,12 @@ def sampling_options(temperature: float, top_k: int, top_p: float) -> dict[str, 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Continue prompts with a model.")
-    parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="Hugging Face folder, run, checkpoint")
+    parser.add_argument(
+        "--model", type=existing, required=True, metavar="DIR", help="Hugging Face folder, run, checkpoint"
+    )
     prompts = parser.add_mutually_exclusive_group(required=True)
     prompts.add_argument("--prompt", nargs="+", metavar="TEXT", help="each is continued by itself")
-    prompts.add_argument("--file", type=Path, metavar="FILE", help="a prompt a line")
+    prompts.add_argument("--file", type=existing, metavar="FILE", help="a prompt a line")
     prompts.add_argument("--interactive", action="store_true", help="ask for prompts, until an empty line")
     parser.add_argument("--max-tokens", type=int, default=64, metavar="N", help="longest continuation (default: 64)")
     parser.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest token (default: 0.8)")

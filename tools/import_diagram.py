@@ -7,6 +7,7 @@ An arrow from a package to another that it imports; what follows from other arro
 
 from __future__ import annotations
 
+import argparse
 import ast
 from pathlib import Path
 
@@ -16,6 +17,7 @@ BEGIN, END = "<!-- drawn by tools/import_diagram.py -->\n", "<!-- end of the dra
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     PAGE.write_text(redrawn(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
     print(f"wrote {PAGE}")
 

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
+from typing import TYPE_CHECKING
 
-from megahead.checkpoint import Checkpoint, abandoned_in, open_checkpoint
-from megahead.errors import run_command
+from megahead.errors import existing, run_command
 from megahead.wording import counted
+
+if TYPE_CHECKING:
+    from megahead.checkpoint import Checkpoint
 
 
 def main() -> None:
     """Prints the contents, then verifies every checksum; a damaged checkpoint ends with exit code 2."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", type=Path, help="a step folder, a checkpoints folder, or a run folder")
+    parser.add_argument("folder", type=existing, help="a step folder, a checkpoints folder, or a run folder")
     parser.add_argument("--tensors", action="store_true", help="list every tensor with its shape and file")
     arguments = parser.parse_args()
+    from megahead.checkpoint import abandoned_in, open_checkpoint  # needs torch
+
     checkpoint = open_checkpoint(arguments.folder)
     describe(checkpoint, arguments.tensors)
     for folder in abandoned_in(arguments.folder):

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from rich.console import Console
 
+from megahead import report
 from megahead.errors import run_command
-from megahead.report import RunMetrics, read_metrics, save_curves, to_rich
-from megahead.report.task_curves import logged_points, save_task_curves
+from megahead.report import RunMetrics, read_metrics, to_rich
 
 
 def main() -> None:
@@ -25,13 +25,13 @@ def main() -> None:
     runs = [read_metrics(run) for run in arguments.runs]
     first = arguments.runs[0]
     output = arguments.output or (first.parent if first.suffix == ".jsonl" else first) / "curves.png"
-    save_curves(runs, output)
+    report.save_curves(runs, output)
     console = Console()
     console.print(to_rich([last_values(run) for run in runs]))
     console.print(f"wrote {output}", soft_wrap=True, highlight=False)
-    points = [point for run in runs for point in logged_points(run)]
+    points = [point for run in runs for point in report.logged_points(run)]
     if points:
-        drawn = save_task_curves(points, output.with_name(f"{output.stem}-tasks{output.suffix}"))
+        drawn = report.save_task_curves(points, output.with_name(f"{output.stem}-tasks{output.suffix}"))
         console.print(f"wrote {drawn}", soft_wrap=True, highlight=False)
 
 

@@ -10,16 +10,20 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
 from rich.console import Console
-from torch.profiler import ProfilerActivity, profile, record_function
 
 from benchmarks.contender import Contender
 from benchmarks.tokens import token_rows
 from megahead.config import load_config
+from megahead.corpus import IndexedDataset
 from megahead.errors import run_command
 from megahead.report import to_rich
+
+if TYPE_CHECKING:
+    import torch
+    from torch.profiler import profile
 
 WARM_UP = 2
 
@@ -27,9 +31,14 @@ WARM_UP = 2
 def main() -> None:
     arguments = _parser().parse_args()
     config = load_config(arguments.config, arguments.set)
+    if arguments.data:
+        IndexedDataset(arguments.data)  # what is wrong is told before torch is imported
+    import torch
+    from torch.profiler import ProfilerActivity, profile, record_function
+
     device = torch.device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     rows = token_rows(config, arguments.data, count=WARM_UP + arguments.steps)
-    run = Contender(config, config.objective.name, device, config.engine.precision, rows)
+    run = Contender(config, config.objective.name, device, rows)
     for index in range(WARM_UP):
         run.step(index)
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device.type == "cuda" else [])

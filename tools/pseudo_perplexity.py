@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import argparse
 from itertools import islice
-from pathlib import Path
 
 from rich.console import Console
 
-from megahead.convert import hf_folder
+from megahead import convert, evaluate
 from megahead.corpus.vocabulary import sample_texts
-from megahead.errors import FieldError, run_command
-from megahead.evaluate.pseudo import pseudo_perplexity
+from megahead.errors import FieldError, existing, run_command
 from megahead.report import to_rich
 
 
@@ -26,8 +24,8 @@ def main() -> None:
     texts = list(islice(sample_texts(arguments.input), arguments.texts))
     rows: list[dict[str, object]] = []
     for model in arguments.model:
-        found = pseudo_perplexity(
-            hf_folder(model), texts, max_length=arguments.max_length, batch_size=arguments.batch_size
+        found = evaluate.pseudo_perplexity(
+            convert.hf_folder(model), texts, max_length=arguments.max_length, batch_size=arguments.batch_size
         )
         rows.append({"model": str(model), "tokens": found.tokens, "pseudo-perplexity": found.perplexity()})
     Console(highlight=False).print(to_rich(rows))
@@ -35,7 +33,9 @@ def main() -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Compare encoders by pseudo-perplexity.")
-    parser.add_argument("--model", type=Path, nargs="+", required=True, metavar="DIR", help="masked language models")
+    parser.add_argument(
+        "--model", type=existing, nargs="+", required=True, metavar="DIR", help="masked language models"
+    )
     parser.add_argument("--input", nargs="+", required=True, metavar="F", help="text, as tools/preprocess.py takes it")
     parser.add_argument("--texts", type=int, default=100, metavar="N", help="the first N documents (default: 100)")
     parser.add_argument("--max-length", type=int, default=128, metavar="N", help="tokens of a document (default: 128)")

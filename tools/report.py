@@ -11,8 +11,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from megahead import report
 from megahead.errors import run_command
-from megahead.report import read_runs, save_page
 
 
 def main() -> None:
@@ -20,8 +20,9 @@ def main() -> None:
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR", help="run folder")
     parser.add_argument("--output", type=Path, metavar="FILE", help="default: report.html in the first run's folder")
     arguments = parser.parse_args()
+    runs = report.read_runs(arguments.runs)
     output = arguments.output or arguments.runs[0] / "report.html"
-    print(f"wrote {save_page(read_runs(arguments.runs), output)}")
+    print(f"wrote {report.save_page(runs, output)}")
 
 
 if __name__ == "__main__":

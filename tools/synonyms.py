@@ -11,27 +11,25 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from megahead.convert import input_embedding
+from megahead import convert, evaluate, report
 from megahead.corpus import load_tokenizer
-from megahead.errors import run_command
-from megahead.evaluate.synonyms import Similarities, similarities, synonym_pairs
-from megahead.report.similarity import save_similarities
+from megahead.errors import existing, run_command
 
 
 def main() -> None:
     arguments = _parser().parse_args()
-    pairs = synonym_pairs(arguments.wordnet)
-    found: dict[str, Similarities] = {}
+    pairs = evaluate.synonym_pairs(arguments.wordnet)
+    found: dict[str, evaluate.Similarities] = {}
     for model in arguments.model:
-        weight_VD, tokenizer = input_embedding(model)
-        found[str(model)] = similarities(weight_VD, load_tokenizer(tokenizer), pairs)
+        weight_VD, tokenizer = convert.input_embedding(model)
+        found[str(model)] = evaluate.similarities(weight_VD, load_tokenizer(tokenizer), pairs)
     console = Console(highlight=False)
     console.print(table(found))
     if arguments.output:
-        console.print(f"wrote {save_similarities(found, arguments.output)}", soft_wrap=True)
+        console.print(f"wrote {report.save_similarities(found, arguments.output)}", soft_wrap=True)
 
 
-def table(found: dict[str, Similarities]) -> Table:
+def table(found: dict[str, evaluate.Similarities]) -> Table:
     """Means of each model with their standard errors."""
     shown = Table(box=None, header_style="bold", pad_edge=False)
     shown.add_column("model", overflow="fold")
@@ -48,12 +46,12 @@ def table(found: dict[str, Similarities]) -> Table:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Compare how close synonyms lie in models' input embeddings.")
     parser.add_argument(
-        "--model", type=Path, nargs="+", required=True, metavar="DIR", help="HF folder, run, checkpoint"
+        "--model", type=existing, nargs="+", required=True, metavar="DIR", help="HF folder, run, checkpoint"
     )
     parser.add_argument(
         "--wordnet",
-        type=Path,
-        default=Path("/usr/share/wordnet"),
+        type=existing,
+        default="/usr/share/wordnet",
         metavar="DIR",
         help="folder of WordNet's data.* files (default: /usr/share/wordnet, Debian's wordnet-base)",
     )

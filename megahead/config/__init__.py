@@ -6,7 +6,7 @@ from megahead.config.deepspeed import deepspeed_config
 from megahead.config.loading import config_from_dict, load_config
 from megahead.config.masking import MaskingConfig
 from megahead.config.model import NAMED_SIZES, ModelConfig
-from megahead.config.objective import ObjectiveConfig, resolve_group
+from megahead.config.objective import HeadName, ObjectiveConfig, resolve_group
 from megahead.config.parallel import ParallelConfig
 from megahead.config.resilience import FaultsConfig, ResumeConfig
 from megahead.config.run import InitConfig, RunConfig, TrainingConfig
@@ -19,6 +19,7 @@ __all__ = [
     "DataConfig",
     "EngineConfig",
     "FaultsConfig",
+    "HeadName",
     "InitConfig",
     "MaskingConfig",
     "ModelConfig",

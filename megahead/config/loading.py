@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -44,20 +45,23 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     Raises ConfigErrors with every mistake at once, or UserError when a file cannot be read.
     """
     file = find_config(Path(path))
-    tree = _read_yaml(file)
-    for override in overrides:
-        _apply(tree, override)
-    config = config_from_dict(tree, source=f"{path} with --set" if overrides else str(path))
+    config = config_from_dict(_read_yaml(file), str(path), overrides)
     if isinstance(config.engine.deepspeed, dict):
         return config
     engine = config.engine.model_copy(update={"deepspeed": read_deepspeed(config.engine.deepspeed, by=file)})
     return config.model_copy(update={"engine": engine})
 
 
-def config_from_dict(tree: Mapping[str, Any], source: str = "the configuration") -> RunConfig:
-    """A checked RunConfig from plain nested dicts, as they stand in YAML or in a checkpoint's JSON."""
+def config_from_dict(
+    tree: Mapping[str, Any], source: str = "the configuration", overrides: Sequence[str] = ()
+) -> RunConfig:
+    """A checked RunConfig from plain nested dicts, as they stand in YAML or in a checkpoint's JSON, and overrides."""
+    settings = deepcopy(dict(tree))
+    for override in overrides:
+        _apply(settings, override)
+    source += " with --set" if overrides else ""
     try:
-        return RunConfig.model_validate(tree)
+        return RunConfig.model_validate(settings)
     except ValidationError as error:
         raise ConfigErrors(source, _sentences(error.errors())) from None
 

@@ -13,6 +13,8 @@ from megahead.errors import ConfigError
 GROUPS = ("micro_batch", "data_parallel", "global_batch")
 
 HeadKind = Literal["pmi", "tied", "trained"]
+HeadName = Literal["none", "tied", "pmi", "trained"]
+"""Of an export, which may be the backbone alone."""
 
 
 class ObjectiveConfig(Settings):

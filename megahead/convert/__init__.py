@@ -1,17 +1,24 @@
-"""Hugging Face folders out and in; nothing else knows Hugging Face's names."""
+"""Hugging Face folders out and in; nothing else knows Hugging Face's names.
 
-from megahead.convert.embedding import input_embedding
-from megahead.convert.export_heads import FoldedBias, HeadName, fold_bias
-from megahead.convert.exporting import ExportReport, export
-from megahead.convert.importing import from_hf
-from megahead.convert.loading import load_backbone, load_causal, load_classifier, load_masked, load_tokenizer_folder
-from megahead.convert.resolve import Origin, hf_folder, origin
-from megahead.convert.verify import Parity
+Needs transformers, whose import costs seconds: it begins with the first use of a name, not with the package.
+"""
+
+from typing import TYPE_CHECKING
+
+from megahead.on_first_use import on_first_use
+
+if TYPE_CHECKING:
+    from megahead.convert.embedding import input_embedding
+    from megahead.convert.export_heads import FoldedBias, fold_bias
+    from megahead.convert.exporting import ExportReport, export
+    from megahead.convert.importing import from_hf
+    from megahead.convert.loading import load_backbone, load_causal, load_classifier, load_masked, load_tokenizer_folder
+    from megahead.convert.resolve import Origin, hf_folder, origin
+    from megahead.convert.verify import Parity
 
 __all__ = [
     "ExportReport",
     "FoldedBias",
-    "HeadName",
     "Origin",
     "Parity",
     "export",
@@ -26,3 +33,14 @@ __all__ = [
     "load_tokenizer_folder",
     "origin",
 ]
+
+__getattr__ = on_first_use(
+    __name__,
+    embedding=("input_embedding",),
+    exporting=("ExportReport", "export"),
+    export_heads=("FoldedBias", "fold_bias"),
+    importing=("from_hf",),
+    loading=("load_backbone", "load_causal", "load_classifier", "load_masked", "load_tokenizer_folder"),
+    resolve=("Origin", "hf_folder", "origin"),
+    verify=("Parity",),
+)

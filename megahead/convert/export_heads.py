@@ -16,16 +16,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
+from megahead.config import HeadName
 from megahead.convert.mask_heads import PADDING_BIAS, identity_transform, trained_transform
 from megahead.convert.source import EMBEDDING, HEAD, MASK_HEAD, TrainedModel
 from megahead.errors import CheckpointError, FieldError
-
-HeadName = Literal["none", "tied", "pmi", "trained"]
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,9 @@ from typing import Any
 
 from torch import Tensor
 
+from megahead.config import HeadName
 from megahead.convert.card import model_card, write_encoder_tokenizer, write_tokenizer
-from megahead.convert.export_heads import Head, HeadName, make_head
+from megahead.convert.export_heads import Head, make_head
 from megahead.convert.families import Family, family_of, hf_config
 from megahead.convert.source import EMBEDDING, HEAD, MASK_HEAD, TEMPERATURE, TrainedModel
 from megahead.convert.stream import DTYPES, Streamed, write_shards

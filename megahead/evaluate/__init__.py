@@ -1,8 +1,37 @@
-"""How good a model is: held-out text during training (here), a checkpoint's heads (`offline`), tasks (`harness`).
+"""How good a model is: held-out text during training, a checkpoint's heads, tasks, and other looks at a model.
 
-The latter two need transformers, whose import costs seconds: import them by name.
+Most of it needs torch, some of it transformers: imported with the first use of a name, not with the package.
 """
 
-from megahead.evaluate.perplexity import HeldOut, HeldOutText
+from typing import TYPE_CHECKING
 
-__all__ = ["HeldOut", "HeldOutText"]
+from megahead.on_first_use import on_first_use
+
+if TYPE_CHECKING:
+    from megahead.evaluate.harness import evaluate_harness, evaluate_tasks
+    from megahead.evaluate.offline import evaluate_checkpoint
+    from megahead.evaluate.perplexity import HeldOut, HeldOutText
+    from megahead.evaluate.pseudo import PseudoPerplexity, pseudo_perplexity
+    from megahead.evaluate.synonyms import Similarities, similarities, synonym_pairs
+
+__all__ = [
+    "HeldOut",
+    "HeldOutText",
+    "PseudoPerplexity",
+    "Similarities",
+    "evaluate_checkpoint",
+    "evaluate_harness",
+    "evaluate_tasks",
+    "pseudo_perplexity",
+    "similarities",
+    "synonym_pairs",
+]
+
+__getattr__ = on_first_use(
+    __name__,
+    harness=("evaluate_harness", "evaluate_tasks"),
+    offline=("evaluate_checkpoint",),
+    perplexity=("HeldOut", "HeldOutText"),
+    pseudo=("PseudoPerplexity", "pseudo_perplexity"),
+    synonyms=("Similarities", "similarities", "synonym_pairs"),
+)

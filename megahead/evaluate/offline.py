@@ -6,7 +6,8 @@ from pathlib import Path
 
 import torch
 
-from megahead.convert.export_heads import HeadName, make_head
+from megahead.config import HeadName
+from megahead.convert.export_heads import make_head
 from megahead.convert.source import TrainedModel
 from megahead.corpus import IndexedDataset
 from megahead.data import held_out_masker, held_out_samples

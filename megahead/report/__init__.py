@@ -1,21 +1,43 @@
-"""What a run looks like from outside: its metrics as curves, tables and a page."""
+"""What a run looks like from outside: its metrics as curves, tables and a page.
 
-from megahead.report.curves import draw_curves, save_curves
+Drawing needs matplotlib: imported with the first use of a name, not with the package.
+"""
+
+from typing import TYPE_CHECKING
+
+from megahead.on_first_use import on_first_use
 from megahead.report.metrics import RunMetrics, read_metrics
-from megahead.report.rendering import render_page, save_page
 from megahead.report.runs import Run, read_runs
 from megahead.report.tables import to_json, to_markdown, to_rich
+
+if TYPE_CHECKING:
+    from megahead.report.curves import draw_curves, save_curves
+    from megahead.report.rendering import render_page, save_page
+    from megahead.report.similarity import save_similarities
+    from megahead.report.task_curves import TaskPoint, logged_points, save_task_curves
 
 __all__ = [
     "Run",
     "RunMetrics",
+    "TaskPoint",
     "draw_curves",
+    "logged_points",
     "read_metrics",
     "read_runs",
     "render_page",
     "save_curves",
     "save_page",
+    "save_similarities",
+    "save_task_curves",
     "to_json",
     "to_markdown",
     "to_rich",
 ]
+
+__getattr__ = on_first_use(
+    __name__,
+    curves=("draw_curves", "save_curves"),
+    rendering=("render_page", "save_page"),
+    similarity=("save_similarities",),
+    task_curves=("TaskPoint", "logged_points", "save_task_curves"),
+)

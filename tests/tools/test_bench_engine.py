@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from bench_engine import Contender, make_config, on_one_rank, on_ranks, summary
+from bench_engine import make_config, summary
+
+from benchmarks.engines import Contender, on_one_rank, on_ranks
 
 SHAPE = {"num_layers": 1, "hidden_size": 32, "num_heads": 2, "vocab_size": 100}
 

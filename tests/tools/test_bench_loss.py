@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import bench_loss
+import numpy as np
+import pytest
 import torch
+from small_checkpoint import save_tokenizer
 from torch import Tensor
 from torch.nn import functional as F
 
-from benchmarks import loss_forms
+from benchmarks import loss_forms, losses
 from benchmarks.loss_forms import Problem
 from benchmarks.memory import in_child
+from benchmarks.targets import read_targets
+from megahead.corpus import IndexedDatasetWriter
+from megahead.errors import DataError
 
 
 def drawn() -> tuple[Tensor, Tensor, Tensor]:
@@ -37,9 +44,39 @@ def test_a_measurement_sees_the_memory_a_form_takes() -> None:
         return (outputs.sum() + table.sum()) * waste[0]
 
     outputs, targets, table = drawn()
-    seconds, mebibytes = in_child(lambda: bench_loss.measure(wasteful, outputs, targets, table))
+    seconds, mebibytes = in_child(lambda: losses.measure(wasteful, outputs, targets, table))
     assert seconds > 0
     assert 60 < mebibytes < 100
+
+
+def test_as_many_targets_are_drawn_as_are_asked_for(tmp_path: Path) -> None:
+    assert len(read_targets(None, None, least=70_000)) == 70_000
+    assert np.array_equal(read_targets(None, None, 70_000)[: 2**15], read_targets(None, None, 1_000))
+    with IndexedDatasetWriter(tmp_path / "text", vocab_size=60) as writer:
+        writer.add_document(np.arange(5_000) % 60)
+    assert len(read_targets(str(tmp_path / "text"), None, least=4_000)) == 4_608  # whole rows
+    with pytest.raises(
+        DataError, match=r"text` must hold 4,700 tokens in rows of 512, as --sizes asks, but holds 4,608"
+    ):
+        read_targets(str(tmp_path / "text"), None, least=4_700)
+
+
+def test_the_command_has_targets_for_its_largest_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    monkeypatch.setattr(losses, "compare", lambda targets, arguments: sizes.append(len(targets)))
+    monkeypatch.setattr(sys, "argv", ["bench_loss.py", "--sizes", "65536,1024"])
+    bench_loss.main()
+    assert sizes == [65536]
+
+
+def test_a_text_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
+    save_tokenizer(tmp_path / "t.json")
+    (tmp_path / "a.jsonl").write_text('{"text": "the cat saw the dog"}\n' * 300)
+    source = str(tmp_path / "a.jsonl"), str(tmp_path / "t.json")
+    found = len(read_targets(*source, least=512))
+    assert found >= 512
+    with pytest.raises(DataError, match=f"but holds {found:,}; name smaller sizes or a longer text"):
+        read_targets(*source, least=found + 1)
 
 
 def cross_entropy(outputs: Tensor, rows: Tensor, own: Tensor, bias: Tensor | None = None) -> Tensor:

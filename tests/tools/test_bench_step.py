@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import bench_step
 import pytest
 import torch
+from commands import config_file
 from small_run import small_config, write_text
 
-from benchmarks.contender import Contender, How, compare
+from benchmarks.contender import Contender, How, compare, contending
 from benchmarks.device import matrix_rate
 from benchmarks.tokens import token_rows
-from megahead.config import config_from_dict
+from megahead.config import RunConfig, config_from_dict
+from megahead.errors import FieldError
 
 
 def test_both_objectives_take_real_steps_on_the_same_tokens(tmp_path: Path) -> None:
@@ -19,7 +22,7 @@ def test_both_objectives_take_real_steps_on_the_same_tokens(tmp_path: Path) -> N
     config = small_config(tmp_path)
     rows = token_rows(config, None, count=4)
     assert [row.shape for row in rows] == [(2, 25)] * 4
-    contenders = [Contender(config, name, torch.device("cpu"), "fp32", rows) for name in ("headless", "vanilla")]
+    contenders = [Contender(config, name, torch.device("cpu"), rows) for name in ("headless", "vanilla")]
     before = contenders[0].model.backbone.embedding.weight.clone()
     for index in range(4):
         for contender in contenders:
@@ -49,7 +52,7 @@ def test_a_whole_last_block_gives_the_same_step(tmp_path: Path) -> None:
     )
     rows = token_rows(config, None, count=2)
     hows: tuple[How, ...] = ("as it is", "whole last block")
-    short, whole = (Contender(config, "headless", torch.device("cpu"), "fp32", rows, how) for how in hows)
+    short, whole = (Contender(config, "headless", torch.device("cpu"), rows, how) for how in hows)
     for index in range(2):
         for contender in (short, whole):
             contender.step(index)
@@ -63,6 +66,49 @@ def test_presets_without_data_draw_by_zipfs_law(tmp_path: Path) -> None:
     (rows,) = token_rows(config, None, count=1)
     assert rows.shape == (2, 25)
     assert 0 < rows.min() <= rows.max() < 60  # 0 would end a document
+
+
+def asked(*arguments: str) -> RunConfig:
+    return bench_step._config(bench_step._parser().parse_args(arguments))
+
+
+def test_precision_is_the_configs_unless_it_is_asked_for(tmp_path: Path) -> None:
+    config = ("--config", config_file(tmp_path, {"engine.precision": "bf16"}))
+    assert asked(*config).engine.precision == "bf16"
+    assert asked(*config, "--set", "engine.precision=fp32").engine.precision == "fp32"
+    assert asked(*config, "--precision", "fp32").engine.precision == "fp32"
+    preset = ("--preset", "pythia-14m")
+    assert asked(*preset).engine.precision == "fp32"
+    assert asked(*preset, "--set", "engine.precision=bf16").engine.precision == "bf16"
+    assert asked(*preset, "--precision", "bf16", "--micro-batch", "3").batch.micro_size == 3
+
+
+def test_what_a_step_cannot_obey_is_told(tmp_path: Path) -> None:
+    path = config_file(tmp_path)
+    with pytest.raises(FieldError, match=r"`--micro-batch` must go with --preset, .*; use --set batch\.micro_size=N"):
+        asked("--config", path, "--micro-batch", "4")
+    half = {"engine.precision": "fp16", "engine.deepspeed": {"zero_optimization": {"stage": 1}}}
+    with pytest.raises(FieldError, match=r"`engine\.precision` must be fp32 or bf16"):
+        contending(small_config(tmp_path, half), "headless", "as it is")
+
+
+def test_settings_of_a_config_are_kept_where_objectives_are_compared(tmp_path: Path) -> None:
+    tied = small_config(tmp_path, {"objective": {"name": "vanilla", "tied": True}, "engine.compile": True})
+    kept = contending(tied, "vanilla", "as it is")
+    assert (kept.objective.tied, kept.engine.compile) == (True, True)
+    assert contending(tied, "headless", "as it is").objective.tied is False
+    plain = small_config(tmp_path)
+    assert [contending(plain, "headless", how).engine.compile for how in ("as it is", "compiled")] == [False, True]
+
+
+def test_a_step_is_taken_in_the_configs_precision(tmp_path: Path) -> None:
+    write_text(tmp_path)
+    config = small_config(tmp_path, {"engine.precision": "bf16"})
+    contender = Contender(config, "headless", torch.device("cpu"), token_rows(config, None, count=1))
+    kinds = []
+    contender.model.backbone.blocks[0].mlp.up.register_forward_hook(lambda _, __, output: kinds.append(output.dtype))
+    contender.step(0)
+    assert kinds == [torch.bfloat16]
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

@@ -10,10 +10,10 @@ from traceback import FrameSummary
 
 import torch
 from commands import ROOT, call
-from count_waits import counted, noted, place
 from on_ranks import on_ranks
 from small_run import small_config, write_text
 
+from benchmarks.waits import counted, noted, place
 from megahead.config import RunConfig
 from megahead.distributed import Group
 

@@ -15,6 +15,7 @@ from torch import nn
 from benchmarks.tokens import micro_batch
 from megahead.config import RunConfig, config_from_dict
 from megahead.distributed import Group
+from megahead.errors import FieldError
 from megahead.estimate import training_flops
 from megahead.nn import Documents, TargetPositions
 from megahead.objectives import build_objective
@@ -24,7 +25,7 @@ from megahead.pretraining import MicroBatch, Pretraining, first_weights
 from megahead.train.acceleration import accelerate_
 
 How = Literal["as it is", "compiled", "whole last block"]
-"""The last: an encoder's last block computed for every token, not only for targets."""
+"""As the config says; compiled besides; an encoder's last block computed for every token, not only for targets."""
 
 
 @dataclass
@@ -34,7 +35,6 @@ class Contender:
     config: RunConfig
     objective: str
     device: torch.device
-    precision: str
     rows: list[np.ndarray[Any, Any]]
     how: How = "as it is"
     times: dict[str, list[float]] = field(default_factory=lambda: {"body": [], "loss": [], "opt": []})
@@ -43,11 +43,8 @@ class Contender:
     """Largest memory that a step took beside weights and moments: gradients, activations, scores (CUDA only)."""
 
     def __post_init__(self) -> None:
-        tree = self.config.model_dump(mode="json")
-        tree["engine"] |= {"precision": self.precision, "compile": self.how == "compiled"}
-        tree["objective"]["name"] = self.objective
-        tree["objective"]["tied"] = self.config.model.is_encoder() and self.objective == "vanilla"
-        self.config = config_from_dict(tree)
+        self.config = contending(self.config, self.objective, self.how)
+        self.precision = self.config.engine.precision
         self.model: Pretraining = assemble(self.config, Group(), self.device)
         fill_(self.model, Group(), first_weights(self.config))
         self.ways = accelerate_(self.model.backbone, self.config, self.device)
@@ -163,6 +160,19 @@ class Contender:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
         return time.perf_counter()
+
+
+def contending(config: RunConfig, objective: str, how: How) -> RunConfig:
+    """`config` with another objective, whose vanilla head is its own where it has one, else tied for an encoder."""
+    if config.engine.precision == "fp16":
+        rule = "be fp32 or bf16 for steps without an engine, which scales fp16's loss"
+        raise FieldError("engine.precision", rule, got="fp16")
+    tree = config.model_dump(mode="json")
+    tree["engine"]["compile"] |= how == "compiled"
+    if objective != config.objective.name:
+        tied = objective == "vanilla" and (config.objective.tied or config.model.is_encoder())
+        tree["objective"] |= {"name": objective, "tied": tied}
+    return config_from_dict(tree)
 
 
 def compare(one: Contender, other: Contender) -> str:

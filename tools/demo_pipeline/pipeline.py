@@ -13,9 +13,8 @@ from demo_pipeline.cloze import build_cloze
 from demo_pipeline.corpus import build_corpus
 from demo_pipeline.stages import Stages
 from demo_pipeline.training import ranks, seconds_a_step, train
-from megahead.config import load_config
+from megahead.config import HeadName, load_config
 from megahead.convert import export
-from megahead.convert.export_heads import HeadName
 from megahead.corpus import Bar, preprocess
 from megahead.corpus.vocabulary import sample_texts, save_tokenizer, train_bpe
 from megahead.evaluate.harness import evaluate_harness

@@ -15,7 +15,7 @@ from experiments.charts import Chart
 from experiments.harness import beside, score, scores_of
 from experiments.laboratory import Laboratory
 from experiments.measures import Row, lines, over_seeds
-from megahead.convert.export_heads import HeadName
+from megahead.config import HeadName
 from megahead.evaluate.offline import evaluate_checkpoint
 from megahead.report import RunMetrics
 

@@ -1,15 +1,21 @@
 """Fine-tuning on GLUE, SuperGLUE and XNLI: tasks and their files, encoding, a plain loop, results over seeds.
 
-Needs transformers, whose import costs seconds: imported by name, not with `megahead.evaluate`.
+What trains needs transformers: imported with the first use of a name, not with the package.
 """
 
-from megahead.evaluate.finetuning.comparison import Comparison
+from typing import TYPE_CHECKING
+
 from megahead.evaluate.finetuning.loading import Sources, TaskData, expand, load_task
-from megahead.evaluate.finetuning.loop import EpochScores
-from megahead.evaluate.finetuning.results import FineTuningResult, FineTuningResults, Summary, summarise
-from megahead.evaluate.finetuning.run import FineTuningRun, StartModel
-from megahead.evaluate.finetuning.settings import FineTuning, paper_settings
+from megahead.evaluate.finetuning.settings import FineTuning, LossName, paper_settings
 from megahead.evaluate.finetuning.task_table import TASKS, XNLI_LANGUAGES
+from megahead.on_first_use import on_first_use
+
+if TYPE_CHECKING:
+    from megahead.evaluate.finetuning.comparison import Comparison
+    from megahead.evaluate.finetuning.loop import EpochScores
+    from megahead.evaluate.finetuning.results import FineTuningResult, FineTuningResults, Summary, summarise
+    from megahead.evaluate.finetuning.run import FineTuningRun, StartModel
+    from megahead.evaluate.finetuning.scoring import measure
 
 __all__ = [
     "TASKS",
@@ -20,12 +26,23 @@ __all__ = [
     "FineTuningResult",
     "FineTuningResults",
     "FineTuningRun",
+    "LossName",
     "Sources",
     "StartModel",
     "Summary",
     "TaskData",
     "expand",
     "load_task",
+    "measure",
     "paper_settings",
     "summarise",
 ]
+
+__getattr__ = on_first_use(
+    __name__,
+    comparison=("Comparison",),
+    loop=("EpochScores",),
+    results=("FineTuningResult", "FineTuningResults", "Summary", "summarise"),
+    run=("FineTuningRun", "StartModel"),
+    scoring=("measure",),
+)
