@@ -54,16 +54,25 @@ def test_a_headless_run_learns_and_its_training_free_head_beats_the_unigram(tmp_
     assert evaluation["perplexity"] < 15  # 60 equally likely ids, about 50 by frequency, 3 to 4 in truth
 
 
-def run_and_ask(group: Group, config: RunConfig) -> bool:
+def run_and_ask(group: Group, config: RunConfig) -> set[bool]:
+    """Whether deterministic algorithms were demanded in its steps."""
+    demanded: set[bool] = set()
+    step = Meters.step
+
+    def asking(meters: Meters, report: Any, state: Any) -> None:
+        demanded.add(torch.are_deterministic_algorithms_enabled())
+        step(meters, report, state)
+
+    Meters.step = asking  # type: ignore[method-assign]
     run(group, config)
-    return torch.are_deterministic_algorithms_enabled()
+    return demanded
 
 
 def test_deterministic_algorithms_are_demanded_and_enough(tmp_path: Path) -> None:
     write_text(tmp_path)
     demanding = {"engine.deterministic": True, "output_dir": str(tmp_path / "demanding")}
-    assert on_ranks(1, run_and_ask, small_config(tmp_path, demanding)) == [True]
-    assert on_ranks(1, run_and_ask, small_config(tmp_path)) == [False]
+    assert on_ranks(1, run_and_ask, small_config(tmp_path, demanding)) == [{True}]
+    assert on_ranks(1, run_and_ask, small_config(tmp_path)) == [{False}]
     assert losses(tmp_path / "demanding") == losses(tmp_path / "run")
 
 
