@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 
+from megahead import train
 from megahead.config import load_config
 from megahead.errors import UserError, print_error, run_command
 
@@ -32,16 +33,13 @@ def main() -> None:
     config = load_config(arguments.config, arguments.set)
 
     if arguments.dry_run:
-        from megahead.train.describe import describe_run, files_of
-
-        lines = [*describe_run(config, arguments.world_size), files_of(config)]
+        lines = [*train.describe_run(config, arguments.world_size), train.files_of(config)]
         print("\n".join(f"{name:<12}{value}" for name, value in lines))
         return
 
     from megahead.distributed import read_launch
-    from megahead.train import pretrain
 
-    run = pretrain(config, read_launch(os.environ), arguments.resume)
+    run = train.pretrain(config, read_launch(os.environ), arguments.resume)
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)  # a launcher's second one comes too late to change how it ended
     if run.ending == "stopped":

@@ -34,11 +34,9 @@ class RunDatasets:
 
     def describe(self, config: RunConfig) -> list[tuple[str, str]]:
         """Lines of the banner: epochs, shares of a blend, and where documents are not kept apart though they should."""
+        end = config.data.end_token
         apart = [
-            (
-                "documents",
-                f"{dataset.prefix}: kept apart nowhere, as its rows hold no end token {config.data.end_token}",
-            )
+            ("documents", f"{dataset.prefix}: not kept apart, no row looked at has an end token ({end})")
             for dataset in self.train
             if without_borders(config.data, dataset)
         ]
