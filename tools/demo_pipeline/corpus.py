@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import itertools
 import os
 import pydoc_data.topics
 import sysconfig
@@ -76,6 +77,7 @@ def build_corpus(
     folder: Path,
     *,
     roots: Sequence[Path] = (),
+    source_bytes: int | None = None,
     held_out: float = 0.04,
     seed: int = 1234,
     workers: int | None = None,
@@ -83,11 +85,12 @@ def build_corpus(
 ) -> Corpus:
     """Writes `folder/train.jsonl` and `folder/held_out.jsonl`, a {"title", "text"} object a line, shuffled.
 
-    The same packages, seed and share give the same bytes, whatever the number of workers. `roots` defaults to the
-    standard library and site-packages. Raises DataError when either file would hold no document.
+    The same packages, seed and shares give the same bytes, whatever the number of workers. `roots` defaults to the
+    standard library and site-packages; of the files there, as many are read as make `source_bytes`, or all. Raises
+    DataError when either file would hold no document.
     """
     start = time.monotonic()
-    sources = sorted(find_sources(roots or installed_roots()), key=lambda source: source.module)
+    sources = drawn(find_sources(roots or installed_roots()), source_bytes, seed)
     fresh, repeated = without_repeats(_read(sources, workers or os.cpu_count() or 1, console or Console()))
     fresh.sort(key=lambda item: _draw(seed, item[0].title))
     kept = [item for item in fresh if _draw(seed, item[0].module) >= held_out]
@@ -123,6 +126,17 @@ def find_sources(roots: Iterable[Path]) -> Iterator[Source]:
                     path = Path(parent, name)
                     module = ".".join(path.relative_to(root).with_suffix("").parts)
                     yield Source(path, module, path.stat().st_size)
+
+
+def drawn(sources: Iterable[Source], most: int | None, seed: int) -> list[Source]:
+    """As many of `sources` as have `most` bytes together, drawn by hash, or all of them; in order of their names."""
+    found = sorted(sources, key=lambda source: source.module)
+    if most is None:
+        return found
+    by_chance = sorted(found, key=lambda source: _draw(seed + 1, source.module))  # not the draw of what is held out
+    totals = itertools.accumulate(source.size for source in by_chance)
+    taken = {source.path for source, total in zip(by_chance, totals, strict=True) if total <= most}
+    return [source for source in found if source.path in taken]
 
 
 def without_repeats(pages: Iterable[tuple[Page, Runs]]) -> tuple[list[tuple[Page, Runs]], int]:

@@ -9,42 +9,53 @@ from typing import Any
 
 from rich.console import Console
 
-from demo_pipeline.cloze import build_cloze
-from demo_pipeline.corpus import build_corpus
+from demo_pipeline.sizes import FULL, Size
 from demo_pipeline.stages import Stages
+from demo_pipeline.text import Text
 from demo_pipeline.training import ranks, seconds_a_step, train
 from megahead.config import HeadName, load_config
 from megahead.convert import export
-from megahead.corpus import Bar, preprocess
-from megahead.corpus.vocabulary import sample_texts, save_tokenizer, train_bpe
 from megahead.evaluate.harness import evaluate_harness
 from megahead.evaluate.offline import evaluate_checkpoint
 from megahead.report import read_metrics
 
-TOKENIZER_BYTES = 20_000_000
-
 
 class Pipeline:
-    """Everything happens in `folder`; `roots` are searched for documentation (default: all that is installed)."""
+    """Everything happens in `folder`; `roots` are searched for documentation (default: all that is installed).
+
+    `overrides` are `a.b=c`, for every run, and count before what `size` says.
+    """
 
     def __init__(
-        self, folder: Path, console: Console, *, overrides: Sequence[str] = (), roots: Sequence[Path] = ()
+        self,
+        folder: Path,
+        console: Console,
+        *,
+        size: Size = FULL,
+        overrides: Sequence[str] = (),
+        roots: Sequence[Path] = (),
     ) -> None:
-        self.folder, self.console, self.roots = folder, console, roots
+        self.folder, self.console, self.size, self.overrides = folder, console, size, overrides
         self.stages = Stages(folder / "stages", console)
-        self.corpus = folder / "corpus"
-        self.tokenizer = folder / "tokenizer.json"
-        self.cloze = folder / "cloze.jsonl"
-        self.overrides = [
-            f"data.train={folder}/data/train",
-            f"data.validation={folder}/data/held_out",
-            f"data.tokenizer={self.tokenizer}",
-            *overrides,
+        self.text = Text(folder, size, roots)
+
+    def settings(self, name: str, *extra: str) -> list[str]:
+        """Of the run `name`, over its config; the later counts."""
+        return [
+            f"data.train={self.text.data}/train",
+            f"data.validation={self.text.data}/held_out",
+            f"data.tokenizer={self.text.tokenizer}",
+            *self.size.settings,
+            *self.size.settings_of.get(name, ()),
+            *self.overrides,
+            f"output_dir={self.folder}/runs/{name}",
+            *extra,
         ]
 
     def run(self, *, with_vanilla: bool) -> list[dict[str, Any]]:
         """All stages; a row of figures for each model."""
-        self._text()
+        headless = load_config("configs/demo-headless.yaml", self.settings("headless"))
+        self.text.make(self.stages, headless.model.vocab_size)
         self._train("headless")
         base = self.folder / "runs/headless"
         self._train("head", [f"init.from_checkpoint={base}"], inputs=[base / "checkpoints/latest"])
@@ -60,45 +71,9 @@ class Pipeline:
         _write(self.folder / "results.json", rows)
         return rows
 
-    def _text(self) -> None:
-        files = [self.corpus / "train.jsonl", self.corpus / "held_out.jsonl"]
-        self.stages.run(
-            "corpus",
-            lambda: build_corpus(self.corpus, roots=self.roots, console=self.console).summary(),
-            settings={"roots": [str(root) for root in self.roots]},
-            outputs=files,
-        )
-        self.stages.run("tokenizer", self._train_tokenizer, inputs=files[:1], outputs=[self.tokenizer])
-        self.stages.run("index", self._index, inputs=[*files, self.tokenizer], outputs=[self.folder / "data"])
-        self.stages.run(
-            "cloze",
-            lambda: f"{build_cloze(files[1], self.cloze)} passages whose last word is to be guessed",
-            inputs=files[1:],
-            outputs=[self.cloze],
-        )
-
-    def _train_tokenizer(self) -> str:
-        vocab_size = load_config("configs/demo-headless.yaml", self.overrides).model.vocab_size
-        with Bar("Reading") as bar:
-            texts = sample_texts([self.corpus / "train.jsonl"], max_bytes=TOKENIZER_BYTES, progress=bar)
-            tokenizer = train_bpe(texts, vocab_size)
-        save_tokenizer(tokenizer, self.tokenizer)
-        return f"byte-level BPE, {tokenizer.get_vocab_size():,} ids"
-
-    def _index(self) -> str:
-        (self.folder / "data").mkdir(parents=True, exist_ok=True)
-        reports = []
-        for split in ("train", "held_out"):
-            with Bar(f"Tokenizing {split}") as bar:
-                source, target = self.corpus / f"{split}.jsonl", self.folder / "data" / split
-                reports.append(preprocess([source], self.tokenizer, target, progress=bar))
-        train_tokens, held_tokens = (report.tokens for report in reports)
-        bytes_each = sum(report.text_bytes for report in reports) / (train_tokens + held_tokens)
-        return f"{train_tokens:,} tokens and {held_tokens:,} held out, {bytes_each:.2f} bytes a token"
-
     def _train(self, name: str, extra: Sequence[str] = (), inputs: Sequence[Path] = ()) -> None:
         run = self.folder / "runs" / name
-        overrides = [*self.overrides, f"output_dir={run}", *extra]
+        overrides = self.settings(name, *extra)
         settings = load_config(f"configs/demo-{name}.yaml", overrides).model_dump(mode="json")
 
         def work() -> str:
@@ -111,7 +86,7 @@ class Pipeline:
             f"train {name}",
             work,
             settings={"run": settings, "ranks": ranks()},
-            inputs=[self.folder / "data", *inputs],
+            inputs=[self.text.data, *inputs],
             outputs=[run / "checkpoints"],
         )
 
@@ -121,7 +96,8 @@ class Pipeline:
         found, scratch = self.folder / "stages/vanilla-steps.txt", self.folder / "runs/vanilla-trial"
 
         def work() -> str:
-            step_seconds = seconds_a_step("demo-vanilla", [*self.overrides, f"output_dir={scratch}"], self.console)
+            settings = self.settings("vanilla", f"output_dir={scratch}")
+            step_seconds = seconds_a_step("demo-vanilla", settings, self.console)
             found.write_text(str(max(20, int(seconds / step_seconds))))
             return f"{step_seconds:.2f} s a step"
 
@@ -143,7 +119,7 @@ class Pipeline:
         self.stages.run(
             f"evaluate {name} {head}",
             lambda: self._score(run, model, head, scores),
-            inputs=[latest, model, self.cloze],
+            inputs=[latest, model, self.text.cloze],
             outputs=[scores],
         )
         last = read_metrics(run).training[-1]
@@ -152,7 +128,7 @@ class Pipeline:
 
     def _score(self, run: Path, model: Path, head: HeadName, output: Path) -> str:
         held_out = evaluate_checkpoint(run, head)
-        (cloze,) = evaluate_harness(model, {"cloze": self.cloze}, batch_size=16).tasks
+        (cloze,) = evaluate_harness(model, {"cloze": self.text.cloze}, batch_size=16).tasks
         accuracy = next(score for score in cloze.scores if score.metric == "acc")
         figures = {
             "perplexity": held_out.perplexity,
