@@ -13,10 +13,10 @@ RUN apt-get update \
 WORKDIR /megahead
 COPY Makefile ./
 RUN make .venv/.torch
-COPY pyproject.toml README.md ./
+COPY pyproject.toml setup.py README.md ./
 COPY megahead megahead
-RUN make install
 COPY configs configs
+RUN make install
 COPY launch launch
 COPY tools tools
 COPY tests tests

@@ -7,10 +7,11 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 .PHONY: help install demo test check test-gpu format clean
 help:
-	@echo "make demo       from the text on this machine to a speaking headless model (about 15 minutes)"
-	@echo "make test       the checks and all tests"
-	@echo "make check      format, lint, types, direction of imports"
-	@echo "make test-gpu   the tests that need a CUDA device"
+	@echo "make demo                from the text on this machine to a speaking headless model (about 15 minutes)"
+	@echo "make demo ARGS=--quick   the same with less text and fewer steps, to see it first (about 3 minutes)"
+	@echo "make test                the checks and all tests"
+	@echo "make check               format, lint, types, direction of imports"
+	@echo "make test-gpu            the tests that need a CUDA device"
 
 .venv/.torch:
 	@echo "installing into .venv: some minutes, on Linux some GB (TORCH_INDEX=https://download.pytorch.org/whl/cpu: torch without CUDA)"
@@ -48,4 +49,4 @@ format: .venv/.installed-test
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf .venv runs demo
+	rm -rf .venv runs demo demo-quick

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 
+from megahead import train
 from megahead.config import load_config
-from megahead.errors import UserError, run_command, tell
+from megahead.errors import UserError, print_error, run_command
 
 
 def main() -> None:
@@ -31,34 +33,32 @@ def main() -> None:
     config = load_config(arguments.config, arguments.set)
 
     if arguments.dry_run:
-        from megahead.train.describe import describe_run, files_of
-
-        lines = [*describe_run(config, arguments.world_size), files_of(config)]
+        lines = [*train.describe_run(config, arguments.world_size), train.files_of(config)]
         print("\n".join(f"{name:<12}{value}" for name, value in lines))
         return
 
-    from megahead.distributed import disconnect, read_launch
-    from megahead.train import pretrain
+    from megahead.distributed import read_launch
 
-    ending = pretrain(config, read_launch(os.environ), arguments.resume)
-    disconnect()
-    if ending == "stopped":
+    run = train.pretrain(config, read_launch(os.environ), arguments.resume)
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)  # a launcher's second one comes too late to change how it ended
+    if run.ending == "stopped":
         sys.exit(arguments.stopped_code)
 
 
 def say(sentence: str) -> None:
     """What went wrong, from one of the ranks that found it."""
     if os.environ.get("WORLD_SIZE", os.environ.get("SLURM_NTASKS", "1")) == "1":
-        tell(sentence)  # alone, without waiting for torch
+        print_error(sentence)  # alone, without waiting for torch
         return
-    from megahead.distributed import read_launch, tell_once
+    from megahead.distributed import print_error_once, read_launch
 
     try:
         launch = read_launch(os.environ)
     except UserError:
-        tell(sentence)
+        print_error(sentence)
     else:
-        tell_once(launch, sentence)
+        print_error_once(launch, sentence)
 
 
 if __name__ == "__main__":

@@ -1,23 +1,46 @@
-"""megahead: headless language models at scale (contrastive weight tying on DeepSpeed)."""
+"""megahead: headless language models at scale (contrastive weight tying on DeepSpeed).
 
-from collections.abc import Callable, Sequence
-from importlib import import_module
-from typing import Any
+What scripts and notebooks need is here by name, imported when first asked for: `import megahead` needs no torch.
+"""
+
+from typing import TYPE_CHECKING
+
+from megahead.on_first_use import on_first_use as _on_first_use
+
+if TYPE_CHECKING:
+    from megahead.config import RunConfig, load_config
+    from megahead.convert import export, load_backbone
+    from megahead.corpus import IndexedDataset, IndexedDatasetWriter, preprocess
+    from megahead.evaluate import evaluate_checkpoint
+    from megahead.objectives import cwt_loss
+    from megahead.train import Run, pretrain
 
 __version__ = "0.1.0"
 
+__all__ = [
+    "IndexedDataset",
+    "IndexedDatasetWriter",
+    "Run",
+    "RunConfig",
+    "cwt_loss",
+    "evaluate_checkpoint",
+    "export",
+    "load_backbone",
+    "load_config",
+    "preprocess",
+    "pretrain",
+]
 
-def on_first_use(package: str, **names: Sequence[str]) -> Callable[[str], Any]:
-    """The `__getattr__` of a package that imports a module of its own when one of the module's `names` is asked for.
+__getattr__ = _on_first_use(
+    __name__,
+    config=("RunConfig", "load_config"),
+    convert=("export", "load_backbone"),
+    corpus=("IndexedDataset", "IndexedDatasetWriter", "preprocess"),
+    evaluate=("evaluate_checkpoint",),
+    objectives=("cwt_loss",),
+    train=("Run", "pretrain"),
+)
 
-    torch takes a second to import and transformers three more: what needs neither (telling a command's options, or that
-    a path is wrong) does not wait for them.
-    """
-    modules = {name: module for module, exported in names.items() for name in exported}
 
-    def look_up(name: str) -> Any:
-        if name not in modules:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        return getattr(import_module(f"{package}.{modules[name]}"), name)
-
-    return look_up
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -57,12 +57,14 @@ def existing(text: str) -> Path:
     return path
 
 
-def tell(sentence: str) -> None:
+def print_error(sentence: str) -> None:
     """Says what went wrong."""
     print(f"error: {sentence}", file=sys.stderr, flush=True)
 
 
-def run_command(main: Callable[[], int | None], *, at_once: bool = False, say: Callable[[str], None] = tell) -> None:
+def run_command(
+    main: Callable[[], int | None], *, at_once: bool = False, say: Callable[[str], None] = print_error
+) -> None:
     """Runs a command's `main` and exits: its code (0 for None), 2 after a UserError's or the system's sentence.
 
     `at_once`: after an error the process ends without waiting for its threads, which may wait for other processes.

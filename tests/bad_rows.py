@@ -24,11 +24,11 @@ def run_with(
         batches = step(feed, first_sample)
         if first_sample in bad and group.rank == group.size - 1:
             micro = batches.micro_batches[1]
-            batches.micro_batches[1] = replace(micro, loss_scale=micro.loss_scale * factor)
+            batches.micro_batches[1] = replace(micro, loss_weight=micro.loss_weight * factor)
         return batches
 
     Feed.step = bad_step  # type: ignore[method-assign]
     try:
-        return pretrain(config, Launch(), resume)
+        return pretrain(config, Launch(), resume).ending
     except UserError as error:
         return str(error)

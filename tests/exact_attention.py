@@ -13,18 +13,17 @@ POSITIONS = torch.tensor([[0, 1, 2, 3, 0, 1, 2], [0, 0, 0, 1, 2, 3, 4]])
 """Of two rows; the second begins with documents of one token."""
 
 
-def formula(q_BTHd: Tensor, k_BTHd: Tensor, v_BTHd: Tensor, mask_BTT: Tensor) -> Tensor:
-    scores_BHTT = torch.einsum("bqhd,bkhd->bhqk", q_BTHd, k_BTHd) / math.sqrt(q_BTHd.shape[-1])
-    weights_BHTT = scores_BHTT.masked_fill(~mask_BTT[:, None], -math.inf).softmax(-1)
-    return torch.einsum("bhqk,bkhd->bqhd", weights_BHTT, v_BTHd)
-
-
-def seen(rows: int, length: int, documents: Documents | None, causal: bool) -> Tensor:
+def seen(positions_BT: Tensor, causal: bool) -> Tensor:
     """[B, T, T] bool: which tokens each token reads."""
-    if documents is not None:
-        return documents.mask_BTT if causal else documents.same_BTT
-    whole_BTT = torch.ones(rows, length, length, dtype=torch.bool)
-    return whole_BTT.tril() if causal else whole_BTT
+    document_BT = (positions_BT == 0).cumsum(1)
+    same_BTT = document_BT[:, :, None] == document_BT[:, None, :]
+    return same_BTT.tril() if causal else same_BTT
+
+
+def formula(q_BTHd: Tensor, k_BTHd: Tensor, v_BTHd: Tensor, causal_mask_BTT: Tensor) -> Tensor:
+    scores_BHTT = torch.einsum("bqhd,bkhd->bhqk", q_BTHd, k_BTHd) / math.sqrt(q_BTHd.shape[-1])
+    weights_BHTT = scores_BHTT.masked_fill(~causal_mask_BTT[:, None], -math.inf).softmax(-1)
+    return torch.einsum("bhqk,bkhd->bqhd", weights_BHTT, v_BTHd)
 
 
 def random_qkv(
@@ -43,11 +42,16 @@ def value_and_gradient(output: Tensor, qkv: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def relative_errors(attend: Attend, qkv: Tensor, positions: Tensor | None, causal: bool) -> list[float]:
-    """|| found - exact || / || exact || of value and gradient; exact is the formula in float64 on the same qkv."""
+    """|| found - exact || / || exact || of value and gradient; exact is the formula in float64 on the same qkv.
+
+    Without `positions` each row is one document.
+    """
     exact_qkv = qkv.detach().double().cpu().requires_grad_()
     rows, length = qkv.shape[1:3]
-    on_cpu = None if positions is None else Documents(positions)
-    exact = value_and_gradient(formula(*exact_qkv, seen(rows, length, on_cpu, causal)), exact_qkv)
-    documents = None if positions is None else Documents(positions.to(qkv.device))
+    whole = torch.arange(length).expand(rows, length)
+    mask_BTT = seen(whole if positions is None else positions, causal)
+    exact = value_and_gradient(formula(*exact_qkv, mask_BTT), exact_qkv)
+    whole_rows = Documents.whole_rows(rows, length, qkv.device)
+    documents = whole_rows if positions is None else Documents(positions.to(qkv.device))
     found = value_and_gradient(attend(*qkv, documents, causal=causal), qkv)
     return [float((f.double().cpu() - e).norm() / e.norm()) for f, e in zip(found, exact, strict=True)]

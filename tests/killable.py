@@ -20,7 +20,7 @@ import torch.utils.tensorboard
 from commands import free_port
 
 from megahead.config import RunConfig
-from megahead.distributed import Launch, disconnect, tell_once
+from megahead.distributed import Launch, print_error_once
 from megahead.errors import run_command
 from megahead.train import pretrain
 
@@ -49,10 +49,9 @@ def _rank(config: RunConfig, launch: Launch, folder: Path, resume: str, sabotage
     def main() -> None:
         sabotage(launch.rank)
         pretrain(config, launch, resume)
-        disconnect()
         os._exit(0)
 
-    run_command(main, at_once=True, say=partial(tell_once, launch))
+    run_command(main, at_once=True, say=partial(print_error_once, launch))
 
 
 def speak_to(log: Path) -> None:

@@ -6,18 +6,19 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from initialized import initialized
 from on_ranks import on_ranks
-from small_engine import CPU
 from small_run import shipped, small_config
 from torch import Tensor, nn
 
 from megahead.checkpoint import open_checkpoint
 from megahead.config import RunConfig, resolve_group
-from megahead.data import IndexedDataset, StreamSamples
+from megahead.corpus import IndexedDataset
+from megahead.data import StreamSamples
 from megahead.distributed import Group, Launch
 from megahead.objectives import build_objective
 from megahead.optim import build_adamw, learning_rate_ratio
-from megahead.pretraining import Feed, build
+from megahead.pretraining import Feed
 from megahead.report.metrics import read_metrics
 from megahead.train import pretrain
 
@@ -52,7 +53,7 @@ def config_of(folder: Path, objective: str, **changes: Any) -> RunConfig:
 
 def plain_torch(config: RunConfig) -> Course:
     """No DeepSpeed, no ranks: micro-batches, clipping, AdamW."""
-    module = build(config, CPU)
+    module = initialized(config)
     optimizer = build_adamw(module, config.optimizer)
     samples = StreamSamples(IndexedDataset(config.data.train), config.data.sequence_length, config.seed)
     objective = build_objective(config.objective, config.model.vocab_size, torch.ones(config.model.vocab_size))
@@ -73,7 +74,7 @@ def plain_torch(config: RunConfig) -> Course:
 
 
 def run(group: Group, config: RunConfig) -> str:
-    return pretrain(config, Launch())
+    return pretrain(config, Launch()).ending
 
 
 def on_mesh(folder: Path, objective: str, stage: int, tensor: int, data: int, **changes: Any) -> Course:
@@ -101,4 +102,4 @@ def distance(course: Course, reference: Course, start: dict[str, Tensor]) -> flo
 
 def initial(config: RunConfig) -> dict[str, Tensor]:
     """The weights a run of `config` starts from."""
-    return {f"weight/{name}": p.detach() for name, p in build(config, CPU).named_parameters()}
+    return {f"weight/{name}": p.detach() for name, p in initialized(config).named_parameters()}

@@ -15,7 +15,7 @@ from tokenizers.trainers import BpeTrainer
 from megahead.checkpoint import save_checkpoint
 from megahead.config import RunConfig, config_from_dict
 from megahead.distributed import Group
-from megahead.pretraining import build
+from megahead.pretraining import weight_shapes
 
 MODEL = {"num_layers": 2, "hidden_size": 48, "num_heads": 3, "vocab_size": 61, "vocab_multiple": 16}
 
@@ -45,10 +45,9 @@ def save_small(
     """Saves random weights as RUN/checkpoints/step-0000000N, a headless one with counts of its targets; `counts`: of
     the text's tokens, `state`: more of what it remembers."""
     generator = torch.Generator().manual_seed(seed)
-    pretraining = build(config, torch.device("cpu"))
     tensors = {}
-    for name, parameter in pretraining.named_parameters():
-        spread = scale * torch.randn(parameter.shape, generator=generator)
+    for name, shape in weight_shapes(config).items():
+        spread = scale * torch.randn(shape, generator=generator)
         tensors[f"weight/{name}"] = spread + (1.0 if name.endswith("norm.weight") else 0.0)
     if config.objective.name == "headless":
         rows = config.model.padded_vocab_size()

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from megahead.config import RunConfig, deepspeed_config
 from megahead.distributed import Group, Mesh
 from megahead.engine import Engine
+from megahead.parallel import shard_dims
 
 CPU = torch.device("cpu")
 VOCAB, WIDTH = 37, 12
@@ -108,7 +109,19 @@ def small_engine(
         }
     )
     config = deepspeed_config(run, mesh.data.size)
-    return Engine(module, optimizer=small_optimizer(module), config=config, mesh=mesh, device=CPU)
+    weights = own_weights(module, mesh.tensor)
+    return Engine(
+        module, optimizer=small_optimizer(module), config=config, mesh=mesh, device=CPU, weights=weights.__getitem__
+    )
+
+
+def own_weights(module: nn.Module, group: Group) -> dict[str, Tensor]:
+    """The whole of each of the module's parameters, copied. Collective where they are split over `group`."""
+    dims, own = shard_dims(module), {}
+    for name, parameter in module.named_parameters():
+        part = parameter.detach().clone()
+        own[name] = group.unshard(part, dims[name]) if name in dims else part
+    return own
 
 
 def whole(engine: Engine) -> dict[str, Tensor]:

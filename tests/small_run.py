@@ -11,7 +11,7 @@ import torch
 
 from megahead.checkpoint import open_checkpoint
 from megahead.config import RunConfig, config_from_dict
-from megahead.data import IndexedDatasetWriter
+from megahead.corpus import IndexedDatasetWriter
 
 VOCABULARY = 60
 

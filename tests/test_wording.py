@@ -1,4 +1,4 @@
-"""One of a thing, or several, in what people read."""
+"""Numbers in what people read: one of a thing or several, durations, counts, sizes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from small_run import small_config
 
 from megahead.train import describe_run
-from megahead.wording import counted, listed, span
+from megahead.wording import counted, duration, gib, listed, span, thousands
 
 
 def test_one_is_one_as_it_is_written() -> None:
@@ -35,3 +35,26 @@ def test_a_described_run_has_one_step_or_two_steps(tmp_path: Path, size: int) ->
     assert lines["schedule"].startswith(f"cosine, {size} step{s} of warm-up")
     assert lines["batch"].endswith(f"{size} row{s} x 1 accumulation x 1 data rank")
     assert f"candidates from {size} row{s} ({size * 24} targets), {size} unigram negative{s}" in lines["objective"]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "0s"),
+        (0.42, "0.4s"),
+        (9.96, "10s"),
+        (59.6, "1m00s"),
+        (75, "1m15s"),
+        (3599.7, "1h00m"),
+        (7500, "2h05m"),
+        (200_000, "2d07h"),
+        (float("inf"), "?"),
+    ],
+)
+def test_a_duration_is_short_at_any_length(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+def test_counts_and_sizes() -> None:
+    assert [thousands(n) for n in (999, 12_345, 2_000_000, 3e9)] == ["999", "12.3k", "2.0M", "3.0G"]
+    assert gib(3 * 2**29) == "1.50 GiB"

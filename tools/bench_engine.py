@@ -25,7 +25,7 @@ from megahead.report import to_rich
 from megahead.wording import counted
 
 if TYPE_CHECKING:
-    from steps.engines import Contender
+    from benchmarks.engines import Contender
 
 SHAPE = {"num_layers": 6, "hidden_size": 512, "num_heads": 8, "vocab_size": 12288}
 
@@ -40,7 +40,7 @@ def main() -> None:
     arguments = parser.parse_args()
     config = make_config(arguments.rows, arguments.sequence_length, SHAPE)
     stages = [int(stage) for stage in arguments.stages.split(",")]
-    from steps.engines import on_one_rank, on_ranks
+    from benchmarks.engines import on_one_rank, on_ranks
 
     with tempfile.TemporaryDirectory() as folder:
         field = (

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import argparse
 
+from benchmarks.targets import ERROR_SIZE, read_targets
 from megahead.errors import run_command
-from steps.targets import ERROR_SIZE, read_targets
 
 
 def main() -> None:
@@ -24,7 +24,7 @@ def main() -> None:
     targets = read_targets(arguments.data, arguments.tokenizer, max(*arguments.sizes, ERROR_SIZE))
     import torch  # what is wrong with the text is told before
 
-    from steps.losses import compare
+    from benchmarks.losses import compare
 
     torch.set_num_threads(arguments.threads)
     compare(torch.from_numpy(targets).to(arguments.device), arguments)

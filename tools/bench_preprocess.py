@@ -118,7 +118,8 @@ def watched(process: subprocess.Popen[bytes]) -> tuple[float, float]:
 
 def children(root: psutil.Process) -> list[psutil.Process]:
     try:
-        return root.children(recursive=True)
+        found: list[psutil.Process] = root.children(recursive=True)
+        return found
     except psutil.Error:
         return []
 

@@ -22,12 +22,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megahead.config import NAMED_SIZES, RunConfig, config_from_dict, load_config
-from megahead.data import IndexedDataset
+from megahead.corpus import IndexedDataset
 from megahead.errors import FieldError, run_command
 from megahead.report import to_json
 
 if TYPE_CHECKING:
-    from steps.contest import Plan
+    from benchmarks.contest import Plan
 
 PYTHIA_VOCABULARY = 50277
 BERT_VOCABULARY = {"distilbert-multilingual": 119547}
@@ -42,7 +42,7 @@ def main() -> None:
         IndexedDataset(arguments.data)  # what is wrong is told before torch is imported
     import torch
 
-    from steps.contest import hold
+    from benchmarks.contest import hold
 
     device = torch.device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if arguments.threads:

@@ -39,7 +39,7 @@ def main() -> None:
             console.print(f"{name}: {data.short:,} lines lack a column and were left out")
         changes = {"epochs": arguments.epochs, "learning_rate": arguments.learning_rate}
         settings = paper_settings(name, "regular", **changes)
-        contest = finetuning.Contest(finetuning.Starting(str(arguments.model), arguments.model), data, settings)
+        contest = finetuning.FineTuningRun(finetuning.StartModel(str(arguments.model), arguments.model), data, settings)
         ours, theirs = [], []
         for seed in range(arguments.seeds):
             ours.append(max(next(iter(epoch.scores.values()))[data.task.metric] for epoch in contest.run(seed)))

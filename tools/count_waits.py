@@ -13,6 +13,7 @@ import argparse
 
 from rich.console import Console
 
+from megahead import wording
 from megahead.config import load_config
 from megahead.errors import UserError, run_command
 from megahead.report import to_rich
@@ -23,7 +24,7 @@ def main() -> None:
     config = load_config(arguments.config, arguments.set)
     import torch
 
-    from steps.waits import BACKWARD, OWNERS, counted
+    from benchmarks.waits import BACKWARD, OWNERS, counted
 
     if not torch.cuda.is_available():
         raise UserError("the machine must have a CUDA device to count waits on, but has none.")
@@ -33,7 +34,7 @@ def main() -> None:
     console.print(to_rich(rows))
     for who in (*OWNERS.values(), BACKWARD):
         total = sum(n for (owner, _), n in waits.items() if owner == who)
-        console.print(f"{who}: {counted(total / arguments.steps, 'wait', 'g')} a step")
+        console.print(f"{who}: {wording.counted(total / arguments.steps, 'wait', 'g')} a step")
 
 
 def _parser() -> argparse.ArgumentParser:

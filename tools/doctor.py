@@ -27,7 +27,7 @@ try:
     from rich.table import Table
 
     from megahead.errors import run_command
-    from megahead.wording import counted
+    from megahead.wording import GIB, counted
 
     if importlib.util.find_spec("torch") is None:  # imported when it is looked at: that takes a second
         raise ModuleNotFoundError(name="torch")
@@ -36,7 +36,6 @@ except ModuleNotFoundError as missing:
         f"error: {missing.name} must be installed, but is not; run `make install`, then `source .venv/bin/activate`."
     )
 
-GIB = 2**30
 STYLES = {"ok": "green", "note": "yellow", "problem": "bold red"}
 
 

@@ -15,9 +15,8 @@ from megahead.config import RunConfig, deepspeed_config, load_config
 from megahead.config.deepspeed import zero_stage
 from megahead.errors import ConfigError, run_command
 from megahead.estimate import RankMemory, candidate_rows, rank_memory, run_parameters, training_flops, ways_to_need_less
-from megahead.wording import counted
+from megahead.wording import GIB, counted
 
-GIB = 2**30
 PARTS = [field.name for field in fields(RankMemory)]
 
 
@@ -37,7 +36,7 @@ def main() -> None:
     console.print(memory_table(config, arguments.world_size, arguments.memory))
     console.print(verdict(config, arguments.world_size, arguments.memory))
     speed = arguments.world_size * arguments.peak * 1e12 * arguments.utilization
-    console.print(duration(config, speed))
+    console.print(time_taken(config, speed))
 
 
 def parameter_lines(config: RunConfig) -> list[str]:
@@ -81,7 +80,7 @@ def verdict(config: RunConfig, world_size: int, budget: float) -> str:
     return f"No stage fits: {', or '.join(ways_to_need_less(config, 3))}."
 
 
-def duration(config: RunConfig, speed: float) -> str:
+def time_taken(config: RunConfig, speed: float) -> str:
     """How long the run takes at `speed` operations a second."""
     if speed <= 0:
         raise ConfigError("--peak x --utilization", "be above 0", got=speed)

@@ -22,8 +22,8 @@ from rich.table import Table
 
 from megahead import convert, evaluate, report
 from megahead.errors import FieldError, existing, run_command
+from megahead.evaluate.harness_tasks import TASKS, task_files, write_tasks
 from megahead.evaluate.results import HarnessResult, ResultsFile, Score
-from megahead.evaluate.tasks import TASKS, task_files, write_tasks
 
 PAPER = [
     "lambada_openai",

@@ -30,9 +30,10 @@ from megahead.evaluate.finetuning import (
     paper_settings,
 )
 from megahead.report import to_rich
+from megahead.wording import duration
 
 if TYPE_CHECKING:
-    from megahead.evaluate.finetuning import Outcome, Summary
+    from megahead.evaluate.finetuning import FineTuningResult, Summary
 
 
 def main() -> None:
@@ -49,10 +50,10 @@ def main() -> None:
             console.print(f"{data.name}: {data.short:,} lines lack a column and were left out")
     if arguments.threads:
         use_threads(arguments.threads)
-    starts = [finetuning.Starting(str(model), convert.hf_folder(model)) for model in arguments.model]
+    starts = [finetuning.StartModel(str(model), convert.hf_folder(model)) for model in arguments.model]
     if arguments.floor:
-        starts.append(finetuning.Starting("random weights", starts[0].folder, random_weights=True))
-    kept = finetuning.Outcomes(arguments.output)
+        starts.append(finetuning.StartModel("random weights", starts[0].folder, random_weights=True))
+    kept = finetuning.FineTuningResults(arguments.output)
     outcomes = finetuning.Comparison(starts, tasks, range(arguments.seeds), kept).run(console.print)
     console.print(to_rich(table(outcomes), title="percent, mean ± deviation over seeds (best epochs)"))
     console.print(f"\nwrote {arguments.output}")
@@ -75,7 +76,7 @@ def load(name: str, sources: Sources, arguments: argparse.Namespace) -> tuple[Ta
     return load_task(name, sources, max_train_rows=arguments.max_train_rows, languages=languages), settings
 
 
-def table(outcomes: Sequence[Outcome]) -> list[dict[str, object]]:
+def table(outcomes: Sequence[FineTuningResult]) -> list[dict[str, object]]:
     """A row for each metric of a task, a column for each model, and a last row of training time."""
     rows: dict[tuple[str, str, str], dict[str, object]] = {}
     for model in dict.fromkeys(outcome.model for outcome in outcomes):
@@ -87,7 +88,7 @@ def table(outcomes: Sequence[Outcome]) -> list[dict[str, object]]:
             names = {"task": task, "test": test, "metric": summary.metric}
             rows.setdefault((task, test, summary.metric), {**names})[model] = cell(summary)
         time_row = rows.setdefault(("training", "", ""), {"task": "training"})
-        time_row[model] = finetuning.told(sum(outcome.seconds() for outcome in mine))
+        time_row[model] = duration(sum(outcome.seconds() for outcome in mine))
     rows["training", "", ""] = rows.pop(("training", "", ""))
     return list(rows.values())
 

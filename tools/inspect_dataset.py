@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from megahead.data import Bar, Tokenizer, load_tokenizer
-from megahead.data.inspection import Inspection, inspect_dataset
+from megahead.corpus import Bar, Tokenizer, load_tokenizer
+from megahead.corpus.inspection import Inspection, inspect_dataset
 from megahead.errors import run_command
 from megahead.wording import counted
 
@@ -35,7 +35,7 @@ def main() -> None:
     spread = [count * k // arguments.samples for k in range(arguments.samples)] if count else []
     for i in sorted(set(arguments.sequence or spread)):
         show(console, inspection, i, tokenizer)
-    for warning in inspection.warnings(arguments.end_token, tokenizer and tokenizer.vocab_size):
+    for warning in inspection.warnings(arguments.end_token, None if tokenizer is None else tokenizer.vocab_size):
         console.print(f"warning: {warning}", style="bold yellow", highlight=False, soft_wrap=True)
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from megahead.data import Bar
-from megahead.data.merging import merge_datasets
+from megahead.corpus import Bar
+from megahead.corpus.merging import merge_datasets
 from megahead.errors import DataError, run_command
 from megahead.wording import counted
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from megahead.corpus.sources import find_inputs
 from megahead.errors import existing, run_command
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -26,13 +27,13 @@ EXPERIMENTS = (
     "synonyms",
     "variants",
 )
-"""In the order of docs/paper.md; each is `compare_NAME` of `paper/NAME.py`."""
+"""In the order of docs/paper.md; each is `compare_NAME` of `experiments/NAME.py`."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("experiment", choices=EXPERIMENTS)
-    parser.add_argument("--text", type=existing, metavar="F", help="what to read, as tools/preprocess.py takes it")
+    parser.add_argument("--text", type=Path, metavar="F", help="what to read, as tools/preprocess.py takes it")
     parser.add_argument(
         "--tasks-data", type=existing, metavar="DIR", help="task files, as tools/eval_harness.py takes them"
     )
@@ -40,11 +41,13 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=[], metavar="RUN", help="these runs alone")
     parser.add_argument("--set", action="append", default=[], metavar="a.b=c", help="override a setting of every run")
     arguments = parser.parse_args()
+    if arguments.text is not None:
+        find_inputs([arguments.text])  # what is wrong with it is told before torch is imported
     folder, text = (arguments.folder / arguments.experiment).absolute(), arguments.text and arguments.text.absolute()
     tasks = arguments.tasks_data and arguments.tasks_data.absolute()
     os.chdir(ROOT)
-    experiment = getattr(import_module(f"paper.{arguments.experiment}"), f"compare_{arguments.experiment}")
-    from paper.laboratory import Laboratory
+    experiment = getattr(import_module(f"experiments.{arguments.experiment}"), f"compare_{arguments.experiment}")
+    from experiments.laboratory import Laboratory
 
     laboratory = Laboratory(folder, text, arguments.set, Console(highlight=False), tasks_data=tasks)
     experiment(laboratory, arguments.only)

@@ -18,12 +18,12 @@ from pathlib import Path
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # threads that nothing here uses cost 0.05 s a process
 
-from megahead.data import Bar
-from megahead.data.encoding import suitable_workers
-from megahead.data.preprocess import END_TOKEN, PreprocessReport, Recipe, held_out_share, preprocess_one
-from megahead.data.selection import Selection, conditions
-from megahead.data.shards import preprocess_shards
-from megahead.data.sources import find_inputs, total_bytes
+from megahead.corpus import Bar
+from megahead.corpus.encoding import suitable_workers
+from megahead.corpus.preprocess import END_TOKEN, PreprocessReport, Recipe, held_out_share, preprocess_one
+from megahead.corpus.selection import Selection, conditions
+from megahead.corpus.shards import preprocess_shards
+from megahead.corpus.sources import find_inputs, total_bytes
 from megahead.errors import FieldError, run_command
 from megahead.wording import counted
 

@@ -11,7 +11,7 @@ from itertools import islice
 from rich.console import Console
 
 from megahead import convert, evaluate
-from megahead.data.vocabulary import sample_texts
+from megahead.corpus.vocabulary import sample_texts
 from megahead.errors import FieldError, existing, run_command
 from megahead.report import to_rich
 

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megahead import convert, evaluate, report
-from megahead.data import load_tokenizer
+from megahead.corpus import load_tokenizer
 from megahead.errors import existing, run_command
 
 

@@ -10,9 +10,9 @@ import argparse
 
 from tokenizers import Tokenizer
 
-from megahead.data import Bar, load_tokenizer
-from megahead.data.selection import Selection
-from megahead.data.vocabulary import TRAINERS, add_encoder_tokens, sample_texts, save_tokenizer
+from megahead.corpus import Bar, load_tokenizer
+from megahead.corpus.selection import Selection
+from megahead.corpus.vocabulary import TRAINERS, add_encoder_tokens, sample_texts, save_tokenizer
 from megahead.errors import run_command
 
 

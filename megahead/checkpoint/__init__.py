@@ -1,6 +1,6 @@
 """Step folders of whole named tensors: written atomically, verified when read, loadable on any mesh."""
 
-from megahead.checkpoint.agreement import together
+from megahead.checkpoint.all_ranks import run_on_all_ranks
 from megahead.checkpoint.counters import target_samples
 from megahead.checkpoint.folders import abandoned_in, find_checkpoint, is_step_folder, step_of, steps_in
 from megahead.checkpoint.reading import Checkpoint, newest_sound, open_checkpoint, open_together
@@ -17,10 +17,10 @@ __all__ = [
     "newest_sound",
     "open_checkpoint",
     "open_together",
+    "run_on_all_ranks",
     "save_checkpoint",
     "step_of",
     "steps_in",
     "target_samples",
-    "together",
     "write_snapshot",
 ]

@@ -15,9 +15,9 @@ from collections.abc import Iterable, Iterator
 from itertools import count
 from pathlib import Path
 
-from megahead.checkpoint.durable import flush, write_atomically
 from megahead.checkpoint.manifest import MANIFEST, Manifest
 from megahead.errors import CheckpointError
+from megahead.files import flush, write_atomically
 
 _STEP = re.compile(r"step-(\d{8,})(\.replaced)?")
 _LATEST = "latest"
@@ -76,6 +76,8 @@ def clear_remains(root: Path) -> None:
     """Removes what a crash left in the middle of an earlier save."""
     for folder in root.glob(".step-*.partial"):
         shutil.rmtree(folder)
+    for file in root.glob(f"{_LATEST}.*.partial"):
+        file.unlink()
     for folder in root.glob("step-*.replaced"):
         successor = folder.with_suffix("")
         if is_complete(successor):

@@ -13,8 +13,8 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from megahead.checkpoint.durable import write_durably
 from megahead.errors import CheckpointError
+from megahead.files import write_durably
 
 MANIFEST = "checkpoint.json"
 FORMAT = "megahead-checkpoint/1"

@@ -8,7 +8,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megahead.checkpoint.agreement import at_length, together
+from megahead.checkpoint.all_ranks import at_length, run_on_all_ranks
 from megahead.checkpoint.folders import candidates, check_lengths, find_checkpoint, step_of
 from megahead.checkpoint.integrity import check_files, share_of
 from megahead.checkpoint.manifest import FORMAT, MANIFEST, FileEntry, Manifest, TensorEntry
@@ -38,7 +38,7 @@ def newest_sound(path: Path, group: Group = _ALONE, *, up_to: int | None = None)
     """The newest checkpoint of a run or checkpoints folder (none above step `up_to`) that is sound in every byte, and a
     sentence for each newer one that is not. Collective; reads all of it."""
     damage: list[str] = []
-    for folder in together(group, lambda: _listed(path, up_to) if group.rank == 0 else [], str)[0]:
+    for folder in run_on_all_ranks(group, lambda: _listed(path, up_to) if group.rank == 0 else [], str)[0]:
         try:
             return open_together(folder, group), damage
         except CheckpointError as error:
@@ -53,7 +53,7 @@ def _listed(path: Path, up_to: int | None) -> list[Path]:
 def open_together(folder: Path, group: Group) -> Checkpoint:
     """The checkpoint in a step folder, verified byte for byte: each rank reads a share of its files, at about 1 GB a
     second. Collective; CheckpointError on all ranks alike."""
-    together(group, lambda: check_lengths(folder, Manifest.read(folder)), str)
+    run_on_all_ranks(group, lambda: check_lengths(folder, Manifest.read(folder)), str)
     checkpoint = Checkpoint(folder, Manifest.read(folder))
     checkpoint.verify(group)
     return checkpoint

@@ -19,13 +19,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megahead.checkpoint.agreement import together
-from megahead.checkpoint.durable import flush, sha256_of
+from megahead.checkpoint.all_ranks import run_on_all_ranks
 from megahead.checkpoint.folders import check_lengths, clear_remains, partial_folder, publish, step_folder
 from megahead.checkpoint.manifest import FileEntry, Manifest, TensorEntry
 from megahead.checkpoint.retention import NONE_SPARED, Spare, retain, turn_away
 from megahead.distributed import Group
 from megahead.errors import CheckpointError
+from megahead.files import flush, sha256_of
 
 
 def save_checkpoint(
@@ -82,11 +82,11 @@ def write_snapshot(
             retain(root, final, keep, spare)
 
     try:
-        together(group, lambda: _prepare(partial, snapshot.total_bytes) if group.rank == 0 else None, tell)
-        written = together(group, lambda: _write(partial, snapshot), tell)
+        run_on_all_ranks(group, lambda: _prepare(partial, snapshot.total_bytes) if group.rank == 0 else None, tell)
+        written = run_on_all_ranks(group, lambda: _write(partial, snapshot), tell)
         files = dict(zip(snapshot.file_names, written, strict=True))
         manifest = Manifest(step=step, state=state, config=config, tensors=snapshot.entries, files=files)
-        together(group, finish, tell)
+        run_on_all_ranks(group, finish, tell)
     except CheckpointError:
         if group.rank == 0:
             shutil.rmtree(partial, ignore_errors=True)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megahead.config.run import RunConfig
+from megahead.config.shipped import find_named
 from megahead.errors import ConfigError, UserError
 
 _OWN_LOG = "runs log into their own folder"
@@ -25,7 +26,8 @@ def deepspeed_config(run: RunConfig, data_ranks: int) -> dict[str, Any]:
     Of the sections on number formats the file may say what the run does not: fp16's search for a loss scale, say.
     Raises ConfigError where it says something else than the run.
     """
-    given = _read(run.engine.deepspeed)
+    given = run.engine.deepspeed
+    given = read_deepspeed(given) if isinstance(given, str) else given
     _refuse_what_others_decide(given)
     stage = zero_stage(given)
     if stage == 3 and run.engine.activation_checkpointing == "selective":
@@ -49,6 +51,23 @@ def deepspeed_config(run: RunConfig, data_ranks: int) -> dict[str, Any]:
         _must_agree(f"[{name!r}]", section, wanted, f"engine.precision={run.engine.precision}")
         derived[name] = section | wanted
     return {"zero_allow_untested_optimizer": True, "steps_per_print": 10**9, **given, **derived}
+
+
+def read_deepspeed(name: str, by: Path | None = None) -> dict[str, Any]:
+    """The content of the JSON file that the config in `by` calls `name`; UserError where it cannot be read."""
+    try:
+        content = json.loads(find_named(name, by).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(
+            f"`engine.deepspeed` must name a DeepSpeed JSON file, but is {name} instead ({error.strerror})."
+        ) from None
+    except ValueError as error:
+        raise UserError(f"`engine.deepspeed` must name a JSON file, but {name} is not JSON ({error}).") from None
+    if not isinstance(content, dict):
+        raise UserError(
+            f"`engine.deepspeed` must hold a JSON object, but {name} holds {type(content).__name__} instead."
+        )
+    return content
 
 
 def zero_stage(content: dict[str, Any]) -> int:
@@ -100,21 +119,3 @@ def _formats(precision: str, stage: int) -> dict[str, dict[str, Any]]:
     elif precision == "fp16":
         formats["fp16"] = {"enabled": True, "fp16_master_weights_and_grads": False}
     return formats
-
-
-def _read(source: str | dict[str, Any]) -> dict[str, Any]:
-    if isinstance(source, dict):
-        return source
-    try:
-        content = json.loads(Path(source).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(
-            f"`engine.deepspeed` must name a DeepSpeed JSON file, but is {source} instead ({error.strerror})."
-        ) from None
-    except ValueError as error:
-        raise UserError(f"`engine.deepspeed` must name a JSON file, but {source} is not JSON ({error}).") from None
-    if not isinstance(content, dict):
-        raise UserError(
-            f"`engine.deepspeed` must hold a JSON object, but {source} holds {type(content).__name__} instead."
-        )
-    return content

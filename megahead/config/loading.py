@@ -13,7 +13,9 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from megahead.config.deepspeed import read_deepspeed
 from megahead.config.run import RunConfig
+from megahead.config.shipped import find_config, may_be_shipped, shipped_configs
 from megahead.errors import ConfigError, ConfigErrors, UserError
 
 
@@ -37,11 +39,17 @@ _Loader.add_implicit_resolver(
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Reads a run's YAML file and applies overrides such as `optimizer.learning_rate=1e-3`.
+    """Reads a run's YAML file, or a shipped one by its name, and applies overrides such as
+    `optimizer.learning_rate=1e-3`. A DeepSpeed file that it names is read as well: the config holds its content.
 
-    Raises ConfigErrors with every mistake at once, or UserError when the file cannot be read.
+    Raises ConfigErrors with every mistake at once, or UserError when a file cannot be read.
     """
-    return config_from_dict(_read_yaml(Path(path)), str(path), overrides)
+    file = find_config(Path(path))
+    config = config_from_dict(_read_yaml(file), str(path), overrides)
+    if isinstance(config.engine.deepspeed, dict):
+        return config
+    engine = config.engine.model_copy(update={"deepspeed": read_deepspeed(config.engine.deepspeed, by=file)})
+    return config.model_copy(update={"engine": engine})
 
 
 def config_from_dict(
@@ -63,7 +71,10 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         tree = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        raise UserError(f"`--config` must name a readable YAML file, but is {path} instead ({reason}).") from None
+        known = f"; megahead comes with {', '.join(shipped_configs())}" if may_be_shipped(path) else ""
+        raise UserError(
+            f"`--config` must name a readable YAML file, but is {path} instead ({reason}){known}."
+        ) from None
     except yaml.YAMLError as error:
         mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
         place = "" if mark is None else f" in line {mark.line + 1}"

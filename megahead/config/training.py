@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from megahead.config.base import Settings
 from megahead.errors import ConfigError
 
-Share = Annotated[float, Field(ge=0, lt=1)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 
 class OptimizerConfig(Settings):
@@ -18,7 +18,7 @@ class OptimizerConfig(Settings):
     learning_rate: float = Field(gt=0)
     """Peak learning rate."""
 
-    betas: tuple[Share, Share] = (0.9, 0.95)
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
     """Decay of the running mean and of the running square of gradients."""
 
     eps: float = Field(default=1e-8, gt=0)
@@ -57,12 +57,18 @@ class ScheduleConfig(Settings):
         return self
 
 
+REPLICATED = {"zero_optimization": {"stage": 0, "reduce_bucket_size": 500_000}}
+"""DeepSpeed's settings where none are given, those of `configs/deepspeed/zero0.json`: every rank has all weights."""
+
+
 class EngineConfig(Settings):
     """DeepSpeed's half of the run."""
 
-    deepspeed: str | dict[str, Any] = "configs/deepspeed/zero0.json"
-    """DeepSpeed JSON file, or its content; batch sizes, clipping and precision are added to it from this config, and
-    what contradicts them is refused. fp16's search for a loss scale is set there (`fp16.initial_scale_power`)."""
+    deepspeed: str | dict[str, Any] = REPLICATED
+    """DeepSpeed's settings, or a JSON file that holds them: looked for from the working directory, then from this
+    config's folder and those above it, then among those that ship (`configs/deepspeed/zero1.json`). Batch sizes,
+    clipping and precision are added from this config, and what contradicts them is refused. fp16's search for a loss
+    scale is set there (`fp16.initial_scale_power`)."""
 
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Number format of the forward and backward passes; weights are always updated in fp32."""

@@ -5,12 +5,12 @@ Needs transformers, whose import costs seconds: it begins with the first use of 
 
 from typing import TYPE_CHECKING
 
-from megahead import on_first_use
+from megahead.on_first_use import on_first_use
 
 if TYPE_CHECKING:
     from megahead.convert.embedding import input_embedding
+    from megahead.convert.export_heads import FoldedBias, fold_bias
     from megahead.convert.exporting import ExportReport, export
-    from megahead.convert.heads import FoldedBias, fold_bias
     from megahead.convert.importing import from_hf
     from megahead.convert.loading import load_backbone, load_causal, load_classifier, load_masked, load_tokenizer_folder
     from megahead.convert.resolve import Origin, hf_folder, origin
@@ -38,7 +38,7 @@ __getattr__ = on_first_use(
     __name__,
     embedding=("input_embedding",),
     exporting=("ExportReport", "export"),
-    heads=("FoldedBias", "fold_bias"),
+    export_heads=("FoldedBias", "fold_bias"),
     importing=("from_hf",),
     loading=("load_backbone", "load_causal", "load_classifier", "load_masked", "load_tokenizer_folder"),
     resolve=("Origin", "hf_folder", "origin"),

@@ -10,8 +10,8 @@ import tokenizers
 from tokenizers.processors import TemplateProcessing
 
 from megahead.config import RunConfig
+from megahead.convert.export_heads import Head
 from megahead.convert.families import family_of
-from megahead.convert.heads import Head
 from megahead.convert.provenance import code_version, dataset_names, held_out
 from megahead.convert.source import TrainedModel
 from megahead.convert.verify import Parity

@@ -12,16 +12,15 @@ from typing import Any
 
 from torch import Tensor
 
-from megahead.checkpoint.durable import sha256_of
 from megahead.config import HeadName
 from megahead.convert.card import model_card, write_encoder_tokenizer, write_tokenizer
+from megahead.convert.export_heads import Head, make_head
 from megahead.convert.families import Family, family_of, hf_config
-from megahead.convert.heads import Head, make_head
 from megahead.convert.source import EMBEDDING, HEAD, MASK_HEAD, TEMPERATURE, TrainedModel
-from megahead.convert.staging import staged_folder
 from megahead.convert.stream import DTYPES, Streamed, write_shards
 from megahead.convert.verify import Parity, verify
 from megahead.errors import FieldError
+from megahead.files import sha256_of, staged_folder
 
 PARITY_FILE = "parity.json"
 _NORM_BIAS = "backbone.final_norm.bias"
@@ -45,8 +44,8 @@ class ExportReport:
 
 
 def export(
-    checkpoint: Path,
-    output_dir: Path,
+    checkpoint: str | Path,
+    output_dir: str | Path,
     head: HeadName,
     *,
     dtype: str = "float32",
@@ -71,7 +70,7 @@ def export(
         raise FieldError("--dtype", f"be one of {', '.join(DTYPES)}", got=dtype)
     if shard_bytes < 1:
         raise FieldError("--shard-size", "be above 0", got=shard_bytes)
-    model = TrainedModel.open(checkpoint)
+    model, output_dir = TrainedModel.open(Path(checkpoint)), Path(output_dir)
     made = make_head(head, model, keep_padding=keep_padding)
     with staged_folder(output_dir, replaceable=PARITY_FILE) as folder:
         vocab_size = model.config.model.padded_vocab_size() if keep_padding else model.config.model.vocab_size

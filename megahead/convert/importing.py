@@ -17,11 +17,11 @@ from megahead.checkpoint import save_checkpoint
 from megahead.config import RunConfig, config_from_dict
 from megahead.convert.families import Family, family_named
 from megahead.convert.source import EMBEDDING, HEAD, MASK_HEAD
-from megahead.convert.staging import staged_folder
-from megahead.data import load_tokenizer
+from megahead.corpus import load_tokenizer
 from megahead.distributed import Group
 from megahead.errors import CheckpointError
-from megahead.pretraining.build import assemble
+from megahead.files import staged_folder
+from megahead.pretraining import weight_shapes
 
 
 def from_hf(model_dir: Path, output_dir: Path) -> Path:
@@ -125,9 +125,7 @@ def _tensors(
     model_dir: Path, files: Mapping[str, Path], theirs: Mapping[str, str], config: RunConfig
 ) -> Iterator[tuple[str, Tensor]]:
     """Every parameter of the model, by our name. CheckpointError where the folder lacks one or its shape differs."""
-    with torch.device("meta"):
-        shapes = {name: parameter.shape for name, parameter in assemble(config).named_parameters()}
-    for name, shape in shapes.items():
+    for name, shape in weight_shapes(config).items():
         if name not in theirs:
             raise CheckpointError(f"`{model_dir}` must hold the weights of {name}, but lacks them.")
         stored = theirs[name]

@@ -37,11 +37,12 @@ def load_causal(folder: Path, dtype: torch.dtype = torch.float32, *, stream_to: 
     return _load(AutoModelForCausalLM, folder, dtype, _offload(_CAUSAL, stream_to))
 
 
-def load_backbone(folder: Path, dtype: torch.dtype = torch.float32, *, stream_to: Path | None = None) -> Any:
+def load_backbone(folder: str | Path, dtype: torch.dtype = torch.float32, *, stream_to: Path | None = None) -> Any:
     """The headless model in `folder`; CheckpointError when its weights are not exactly its own.
 
     stream_to: as for `load_causal`; an encoder is loaded whole.
     """
+    folder = Path(folder)
     kind = _model_type(folder)
     if kind == "bert":
         return _load(BertModel, folder, dtype, {"add_pooling_layer": False})

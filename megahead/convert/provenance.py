@@ -19,8 +19,12 @@ def dataset_names(data: DataConfig) -> str:
 
 
 def code_version() -> str:
-    """The version that exports, with its commit where it runs from a checkout."""
-    command = ["git", "-C", str(Path(megahead.__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
+    """The version that exports, with its commit where it runs from a checkout: an installed package may lie in the
+    repository of another project."""
+    checkout = Path(megahead.__file__).parents[1]
+    if not (checkout / ".git").exists():
+        return f"megahead {megahead.__version__}"
+    command = ["git", "-C", str(checkout), "describe", "--always", "--dirty", "--abbrev=12"]
     try:
         commit = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
     except (OSError, subprocess.SubprocessError):

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megahead.checkpoint import find_checkpoint
+from megahead.convert.export_heads import best_head
 from megahead.convert.exporting import PARITY_FILE, export, fingerprint
-from megahead.convert.heads import best_head
 from megahead.convert.source import TrainedModel
 from megahead.errors import CheckpointError
 

@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from megahead.checkpoint import Checkpoint, open_checkpoint, target_samples
 from megahead.config import RunConfig, config_from_dict
 from megahead.data import asked_counts
+from megahead.distributed import Group
 from megahead.errors import CheckpointError
 from megahead.objectives import training_free_bias
-from megahead.pretraining import Pretraining
-from megahead.pretraining.build import assemble
+from megahead.parallel import assemble, fill_
+from megahead.pretraining import Pretraining, weight_shapes
 
 EMBEDDING = "backbone.embedding.weight"
 HEAD = "head.weight"
@@ -41,8 +42,7 @@ class TrainedModel:
         """The model of a step folder, or the newest of a run; CheckpointError when it lacks a parameter."""
         checkpoint = open_checkpoint(path)
         config = config_from_dict(checkpoint.config, source=f"the configuration in {checkpoint.folder}")
-        with torch.device("meta"):
-            shapes = {name: parameter.shape for name, parameter in assemble(config).named_parameters()}
+        shapes = weight_shapes(config)
         stored = set(checkpoint.names())
         for name in shapes:
             if f"weight/{name}" not in stored:
@@ -93,12 +93,8 @@ class TrainedModel:
 
     def load(self) -> Pretraining:
         """The model itself, in fp32 on the CPU, ready to score."""
-        with torch.device("meta"):
-            pretraining = assemble(self.config)
-        pretraining = pretraining.to_empty(device="cpu")
-        with torch.no_grad():
-            for name, parameter in pretraining.named_parameters():
-                parameter.copy_(self.weight(name))
+        pretraining = assemble(self.config, Group(), torch.device("cpu"))
+        fill_(pretraining, Group(), self.weight)
         return pretraining.eval()
 
     def load_streaming(self, dtype: torch.dtype) -> Pretraining:
@@ -106,8 +102,7 @@ class TrainedModel:
 
         Memory holds the weights of one module at a time; a matrix that is never called stays on `meta`.
         """
-        with torch.device("meta"):
-            pretraining = assemble(self.config)
+        pretraining = assemble(self.config, Group(), torch.device("meta"))
         for prefix, module in pretraining.named_modules():
             names = [name for name, _ in module.named_parameters(recurse=False)]
             if names:

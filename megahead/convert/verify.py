@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megahead.convert.heads import Head
+from megahead.convert.export_heads import Head
 from megahead.convert.loading import load_backbone, load_causal, load_masked
 from megahead.convert.source import MASK_HEAD, TrainedModel
 from megahead.convert.stream import DTYPES
-from megahead.data import IndexedDataset, SequentialSamples
+from megahead.corpus import IndexedDataset
+from megahead.data import SequentialSamples
 from megahead.errors import CheckpointError, DataError
 
 TOLERANCE = 1e-5

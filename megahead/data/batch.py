@@ -29,10 +29,10 @@ class Batch:
     target_ids_N: Tensor
     """int64: what those outputs must predict."""
 
-    most_a_row: int | None = None
+    max_targets_per_row: int | None = None
     """Most targets that one row has, where they are few (masked rows); None where about every output has one."""
 
-    borders: Tensor | None = None
+    cu_seqlens: Tensor | None = None
     """int32: the first token of each document of `positions_BT`, rows back to back, then B * T; None where nobody has
     looked for them yet."""
 
@@ -45,9 +45,9 @@ class Batch:
         return self._mapped(Tensor.pin_memory)
 
     def _mapped(self, change: Callable[[Tensor], Tensor]) -> Batch:
-        positions_BT, borders = (None if x is None else change(x) for x in (self.positions_BT, self.borders))
+        positions_BT, cu_seqlens = (None if x is None else change(x) for x in (self.positions_BT, self.cu_seqlens))
         targets = change(self.target_index_N), change(self.target_ids_N)
-        return Batch(change(self.input_ids_BT), positions_BT, *targets, self.most_a_row, borders)
+        return Batch(change(self.input_ids_BT), positions_BT, *targets, self.max_targets_per_row, cu_seqlens)
 
 
 def causal_batch(

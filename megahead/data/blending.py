@@ -24,7 +24,7 @@ Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True)
-class Share:
+class BlendShare:
     """What one dataset of a blend has of a run's samples."""
 
     name: str
@@ -40,7 +40,7 @@ class Share:
     epochs: float
     """How often its own rows are read in these samples."""
 
-    def told(self) -> str:
+    def describe(self) -> str:
         """One line; says when the dataset is read more than once."""
         again = (
             f", REPEATED: {self.epochs:.2f} epochs" if self.epochs > 1 else f", {counted(self.epochs, 'epoch', '.2g')}"
@@ -86,12 +86,12 @@ class Blend:
         part_B = self._part_P[places_B].astype(np.int64)
         return part_B, periods_B * self.quotas[part_B] + self._ordinal_P[places_B]
 
-    def shares(self, samples: int) -> list[Share]:
+    def shares(self, samples: int) -> list[BlendShare]:
         """What each dataset has of the first `samples` samples."""
         periods, rest = divmod(samples, PERIOD)
         taken = periods * self.quotas + np.bincount(self._part_P[:rest], minlength=len(self.parts))
         return [
-            Share(
+            BlendShare(
                 str(part.dataset.prefix),
                 float(self.asked[i]),
                 float(self.quotas[i]) / PERIOD,

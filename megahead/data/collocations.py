@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from megahead.data.indexed import IndexedDataset
+from megahead.corpus.indexed import IndexedDataset
 
 Array = np.ndarray[Any, Any]
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megahead.data.indexed import IndexedDataset
+from megahead.corpus.indexed import IndexedDataset
 from megahead.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ import torch
 
 from megahead.config import MaskingConfig
 from megahead.data.batch import Batch, document_positions
-from megahead.data.noise import Noise
+from megahead.data.counter_rng import CounterRng
 from megahead.data.strategies import Strategy
 
 Array = np.ndarray[Any, Any]
@@ -47,7 +47,7 @@ class Masker:
         begins: bool [B, t], where documents begin besides after end tokens.
         """
         tokens_BT, closes_BT = self._framed(text, begins)
-        noise = Noise(self.seed, sample_indices)
+        noise = CounterRng(self.seed, sample_indices)
         allowed_BT = ~np.isin(tokens_BT, special_ids(self.config, self.end_token))
         chosen_BT = self._select(tokens_BT, allowed_BT, self._budget(text, sample_indices), noise)
         index_N = np.flatnonzero(chosen_BT)
@@ -58,7 +58,7 @@ class Masker:
             None if positions_BT is None else torch.from_numpy(positions_BT),
             torch.from_numpy(index_N),
             torch.from_numpy(tokens_BT.reshape(-1)[index_N]),
-            most_a_row=int(chosen_BT.sum(1).max(initial=0)),
+            max_targets_per_row=int(chosen_BT.sum(1).max(initial=0)),
         )
 
     def _framed(self, text: Array, begins: Array | None) -> tuple[Array, Array]:
@@ -83,7 +83,7 @@ class Masker:
         rate_B = np.array([self.config.rate_at(step / max(self.steps - 1, 1)) for step in step_B.tolist()])
         return rate_B, np.rint(rate_B * (text >= 0).sum(1)).astype(np.int64)
 
-    def _select(self, tokens_BT: Array, allowed_BT: Array, budget: tuple[Array, Array], noise: Noise) -> Array:
+    def _select(self, tokens_BT: Array, allowed_BT: Array, budget: tuple[Array, Array], noise: CounterRng) -> Array:
         """bool [B, T]: the targets.
 
         Units come in a random order in which the first is one of them in proportion to their weights (an exponential
@@ -117,7 +117,7 @@ class Masker:
         sums_U = np.bincount(unit_M, (weights_BT * allowed_BT).reshape(-1))
         return sums_U / np.maximum(size_U, 1)
 
-    def _read_as(self, tokens_BT: Array, chosen_BT: Array, noise: Noise) -> Array:
+    def _read_as(self, tokens_BT: Array, chosen_BT: Array, noise: CounterRng) -> Array:
         """The tokens as they are read: of the chosen ones some as the mask, some as any other token."""
         treatment_BT = noise.uniform(_TREATMENT, tokens_BT.shape[1])
         masked_BT = chosen_BT & (treatment_BT < self.config.mask_share)

@@ -25,11 +25,11 @@ from typing import Any
 import numpy as np
 import orjson
 
-from megahead.data.atomic import write_atomically
-from megahead.data.feistel import FeistelOrder, mix
-from megahead.data.indexed import IndexedDataset
+from megahead.corpus.indexed import IndexedDataset
 from megahead.data.samples import Samples
+from megahead.data.shuffle import FeistelOrder, mix
 from megahead.errors import DataError
+from megahead.files import write_atomically
 
 FORMAT = "megahead-rows/1"
 HEADER_BYTES = 256

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from megahead.data.feistel import FeistelOrder, mix
-from megahead.data.indexed import IndexedDataset
+from megahead.corpus.indexed import IndexedDataset
+from megahead.data.shuffle import FeistelOrder, mix
 from megahead.errors import DataError
 from megahead.wording import counted
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from megahead.data.collocations import Collocations
-from megahead.data.noise import Noise
+from megahead.data.counter_rng import CounterRng
 
 Array = np.ndarray[Any, Any]
 
@@ -22,7 +22,7 @@ _SPANS = 17  # a purpose of random numbers, apart from the masker's
 class Strategy(Protocol):
     """One way to cut rows into units."""
 
-    def starts(self, tokens_BT: Array, noise: Noise) -> Array:
+    def starts(self, tokens_BT: Array, noise: CounterRng) -> Array:
         """bool [B, T]: where a unit begins. Special tokens end a unit whatever is said here."""
         ...
 
@@ -34,7 +34,7 @@ class Strategy(Protocol):
 class Uniform:
     """Single tokens, all alike (BERT)."""
 
-    def starts(self, tokens_BT: Array, noise: Noise) -> Array:
+    def starts(self, tokens_BT: Array, noise: CounterRng) -> Array:
         return np.ones(tokens_BT.shape, bool)
 
     def weights(self, tokens_BT: Array) -> Array | None:
@@ -73,7 +73,7 @@ class WholeWords(Uniform):
             return WholeWords(np.array([text.startswith("##") for text in known]))
         return WholeWords(np.array([not text.startswith(("Ġ", "▁", "Ċ")) for text in known]))
 
-    def starts(self, tokens_BT: Array, noise: Noise) -> Array:
+    def starts(self, tokens_BT: Array, noise: CounterRng) -> Array:
         starts_BT: Array = ~self.continues_V[tokens_BT]
         return starts_BT
 
@@ -88,7 +88,7 @@ class Spans(Uniform):
     stop: float
     longest: int
 
-    def starts(self, tokens_BT: Array, noise: Noise) -> Array:
+    def starts(self, tokens_BT: Array, noise: CounterRng) -> Array:
         rows, length = tokens_BT.shape
         draw_BT = noise.uniform(_SPANS, length)
         with np.errstate(divide="ignore"):
@@ -112,7 +112,7 @@ class Pmi(Uniform):
     collocations: Collocations
     longest: int
 
-    def starts(self, tokens_BT: Array, noise: Noise) -> Array:
+    def starts(self, tokens_BT: Array, noise: CounterRng) -> Array:
         starts_BT = np.ones(tokens_BT.shape, bool)
         starts_BT[:, 1:] = ~self.collocations.contain(tokens_BT[:, :-1], tokens_BT[:, 1:])
         length_B = np.ones(len(tokens_BT), np.int64)

@@ -1,12 +1,18 @@
 """Who computes with whom: groups of ranks as values, the mesh, and how ranks find each other."""
 
-from megahead.distributed.collectives import join, split, sum_backward, sum_forward, sum_scatter
-from megahead.distributed.connection import connected, disconnect
+from megahead.distributed.collectives import (
+    copy_to_group,
+    gather_from_group,
+    reduce_from_group,
+    reduce_scatter_to_group,
+    scatter_to_group,
+)
+from megahead.distributed.connection import connected
 from megahead.distributed.group import Group
 from megahead.distributed.mesh import Mesh
-from megahead.distributed.randomness import drawn_apart
+from megahead.distributed.print_once import print_error_once
 from megahead.distributed.rendezvous import Launch, choose_device, read_launch
-from megahead.distributed.telling import tell_once
+from megahead.distributed.rng import per_rank_rng
 from megahead.distributed.watch import LostRankError
 
 __all__ = [
@@ -16,13 +22,12 @@ __all__ = [
     "Mesh",
     "choose_device",
     "connected",
-    "disconnect",
-    "drawn_apart",
-    "join",
+    "copy_to_group",
+    "gather_from_group",
+    "per_rank_rng",
+    "print_error_once",
     "read_launch",
-    "split",
-    "sum_backward",
-    "sum_forward",
-    "sum_scatter",
-    "tell_once",
+    "reduce_from_group",
+    "reduce_scatter_to_group",
+    "scatter_to_group",
 ]

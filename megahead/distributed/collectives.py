@@ -14,47 +14,50 @@ from torch import Tensor
 from megahead.distributed.group import Group
 
 
-def sum_forward(part: Tensor, group: Group) -> Tensor:
+def reduce_from_group(part: Tensor, group: Group) -> Tensor:
     """The sum of all ranks' parts, on every rank; backward sends nothing. Ends a region where ranks compute apart."""
-    summed: Tensor = part if group.size == 1 else _SumForward.apply(part, group)
+    summed: Tensor = part if group.size == 1 else _ReduceFromGroup.apply(part, group)
     return summed
 
 
-def sum_backward(same: Tensor, group: Group) -> Tensor:
+def copy_to_group(same: Tensor, group: Group) -> Tensor:
     """`same` as it is; backward sums its gradient over the ranks. Begins a region where ranks compute apart."""
-    given: Tensor = same if group.size == 1 else _SumBackward.apply(same, group)
+    given: Tensor = same if group.size == 1 else _CopyToGroup.apply(same, group)
     return given
 
 
-def sum_scatter(parts: Tensor, group: Group, dim: int = 0) -> Tensor:
+def reduce_scatter_to_group(parts: Tensor, group: Group, dim: int = 0) -> Tensor:
     """This rank's slice along `dim` of the sum of all ranks' parts; backward gathers."""
-    share: Tensor = parts if group.size == 1 else _SumScatter.apply(parts, group, dim)
+    share: Tensor = parts if group.size == 1 else _ReduceScatterToGroup.apply(parts, group, dim)
     return share
 
 
-def split(same: Tensor, group: Group, dim: int) -> Tensor:
+def scatter_to_group(same: Tensor, group: Group, dim: int) -> Tensor:
     """This rank's slice along `dim` of what all hold; backward gathers. Begins a region where ranks hold slices."""
-    share: Tensor = same if group.size == 1 else _Split.apply(same, group, dim)
+    share: Tensor = same if group.size == 1 else _ScatterToGroup.apply(same, group, dim)
     return share
 
 
-def join(share: Tensor, group: Group, dim: int) -> Tensor:
-    """All ranks' slices along `dim`, on every rank, to be used alike; backward sends nothing. Inverse of `split`."""
-    whole: Tensor = share if group.size == 1 else _Join.apply(share, group, dim)
+def gather_from_group(share: Tensor, group: Group, dim: int) -> Tensor:
+    """All ranks' slices along `dim`, on every rank, to be used alike; backward sends nothing.
+
+    The inverse of `scatter_to_group`.
+    """
+    whole: Tensor = share if group.size == 1 else _GatherFromGroup.apply(share, group, dim)
     return whole
 
 
-class _SumForward(torch.autograd.Function):
+class _ReduceFromGroup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: Tensor, group: Group) -> Tensor:
-        return group.sum_(part.clone(memory_format=torch.contiguous_format))
+        return group.all_reduce_(part.clone(memory_format=torch.contiguous_format))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         return grad, None
 
 
-class _SumBackward(torch.autograd.Function):
+class _CopyToGroup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, same: Tensor, group: Group) -> Tensor:
         ctx.group = group
@@ -62,21 +65,21 @@ class _SumBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return ctx.group.sum_(grad.clone(memory_format=torch.contiguous_format)), None
+        return ctx.group.all_reduce_(grad.clone(memory_format=torch.contiguous_format)), None
 
 
-class _SumScatter(torch.autograd.Function):
+class _ReduceScatterToGroup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, parts: Tensor, group: Group, dim: int) -> Tensor:
         ctx.group, ctx.dim = group, dim
-        return group.sum_scatter(parts, dim)
+        return group.reduce_scatter(parts, dim)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        return ctx.group.join(grad, ctx.dim), None, None
+        return ctx.group.unshard(grad, ctx.dim), None, None
 
 
-class _Split(torch.autograd.Function):
+class _ScatterToGroup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, same: Tensor, group: Group, dim: int) -> Tensor:
         ctx.group, ctx.dim = group, dim
@@ -84,14 +87,14 @@ class _Split(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        return ctx.group.join(grad, ctx.dim), None, None
+        return ctx.group.unshard(grad, ctx.dim), None, None
 
 
-class _Join(torch.autograd.Function):
+class _GatherFromGroup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, share: Tensor, group: Group, dim: int) -> Tensor:
         ctx.group, ctx.dim = group, dim
-        return group.join(share, dim)
+        return group.unshard(share, dim)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]

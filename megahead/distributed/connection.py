@@ -14,9 +14,9 @@ from torch.distributed.distributed_c10d import Store
 
 from megahead.distributed.group import Group
 from megahead.distributed.lines import Line
+from megahead.distributed.print_once import print_error_once
 from megahead.distributed.rendezvous import Launch, open_store
 from megahead.distributed.switchboard import Switchboard
-from megahead.distributed.telling import tell_once
 from megahead.distributed.waiting import within
 from megahead.distributed.watch import Watch
 from megahead.errors import UserError, leave
@@ -31,10 +31,17 @@ def connected(launch: Launch, device: torch.device, timeout_seconds: float) -> I
     more; what is connected already is taken as it is. Collective. Ranks wait for each other `timeout_seconds` at most,
     and a moment to find out who is missing.
 
-    UserError where ranks do not find each other, LostRankError where one dies, hangs or fails afterwards.
+    Where the ranks were connected before they stay so. UserError where ranks do not find each other, LostRankError
+    where one dies, hangs or fails afterwards.
     """
-    if launch.world_size == 1 or dist.is_initialized():
+    if dist.is_initialized():
         yield Group.world(timeout_seconds)
+        return
+    if launch.world_size == 1:
+        try:
+            yield Group()
+        finally:
+            _disconnect()  # the engine makes a group of one
         return
     with _failing_to(launch, timeout_seconds, "be found" if launch.rank == 0 else "find rank 0 there"):
         store, line = within(timeout_seconds + 1, lambda: _call(launch, timeout_seconds))
@@ -45,9 +52,10 @@ def connected(launch: Launch, device: torch.device, timeout_seconds: float) -> I
     with watch.naming_lost_ranks():
         yield Group.world(timeout_seconds)
         watch.leave()
+    _disconnect()
 
 
-def disconnect() -> None:
+def _disconnect() -> None:
     """Ends this process's connections, once no rank needs them any more."""
     if dist.is_initialized():
         with suppress(TimeoutError):
@@ -55,7 +63,7 @@ def disconnect() -> None:
 
 
 def _end_process(launch: Launch, why: str) -> None:
-    tell_once(launch, why)
+    print_error_once(launch, why)
     leave(2)
 
 

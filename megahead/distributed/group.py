@@ -49,23 +49,23 @@ class Group:
             raise ValueError(f"dim {dim} of size {size} cannot be split evenly over {self.size} ranks")
         return full.chunk(self.size, dim)[self.rank].clone(memory_format=torch.contiguous_format)
 
-    def join(self, part: Tensor, dim: int) -> Tensor:
+    def unshard(self, part: Tensor, dim: int) -> Tensor:
         """All ranks' parts (of one shape) in rank order along `dim`: the inverse of `shard`."""
-        return part if self.size == 1 else torch.cat(self.gather(part).unbind(), dim)
+        return part if self.size == 1 else torch.cat(self.all_gather(part).unbind(), dim)
 
-    def sum_(self, tensor: Tensor) -> Tensor:
+    def all_reduce_(self, tensor: Tensor) -> Tensor:
         """Sums `tensor` over the group in place; every rank gets the sum. Moves ~2x its bytes."""
         if self.size > 1:
             dist.all_reduce(tensor, group=self.handle)
         return tensor
 
-    def max_(self, tensor: Tensor) -> Tensor:
+    def all_reduce_max_(self, tensor: Tensor) -> Tensor:
         """Largest value over the group, elementwise and in place."""
         if self.size > 1:
             dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.handle)
         return tensor
 
-    def gather(self, tensor: Tensor) -> Tensor:
+    def all_gather(self, tensor: Tensor) -> Tensor:
         """[size, *shape]: every rank's tensor (all of one shape) in rank order."""
         if self.size == 1:
             return tensor.unsqueeze(0)
@@ -73,7 +73,7 @@ class Group:
         dist.all_gather(parts, tensor.contiguous(), group=self.handle)
         return torch.stack(parts)
 
-    def sum_scatter(self, tensor: Tensor, dim: int = 0) -> Tensor:
+    def reduce_scatter(self, tensor: Tensor, dim: int = 0) -> Tensor:
         """This rank's slice along `dim`, as `shard` cuts it, of the sum of all ranks' tensors."""
         if self.size == 1:
             return tensor
@@ -82,7 +82,7 @@ class Group:
         dist.reduce_scatter(share, parts, group=self.handle)
         return share
 
-    def gather_objects(self, value: T) -> list[T]:
+    def all_gather_objects(self, value: T) -> list[T]:
         """Every rank's (small, picklable) value in rank order; for settings and messages, not for tensors."""
         if self.size == 1:
             return [value]
@@ -90,7 +90,7 @@ class Group:
         dist.all_gather_object(values, value, group=self.handle)
         return values
 
-    def from_first(self, value: T) -> T:
+    def broadcast_object(self, value: T) -> T:
         """Rank 0's (small, picklable) value on every rank."""
         if self.size == 1:
             return value

@@ -1,5 +1,6 @@
 """The optimizer step on DeepSpeed, ZeRO 0 to 3: the only package that imports it."""
 
 from megahead.engine.engine import Engine, StepResult
+from megahead.engine.stop import deepspeed_session
 
-__all__ = ["Engine", "StepResult"]
+__all__ = ["Engine", "StepResult", "deepspeed_session"]

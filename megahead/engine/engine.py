@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from megahead.distributed import Mesh
 from megahead.engine.gradients import forget_gradients
-from megahead.engine.half import exact_weights, half_format, make_room, refuse_half_without_zero
+from megahead.engine.half import half_format, make_room, refuse_half_without_zero
 from megahead.engine.norm import clip_, global_norm
 from megahead.engine.start import start_deepspeed
 from megahead.engine.state import MOMENTS, WEIGHT, open_state
@@ -48,8 +48,7 @@ class Engine:
     forward: read them through `tensors`.
 
     `weights` maps a parameter's name to the whole tensor it starts from, and is asked for one at a time: `module` may
-    then be hollow (see `parallel.assemble`), so that at stage 3 no rank ever holds all of it. Without it training
-    starts from the module's own weights.
+    be hollow (see `parallel.assemble`), so that at stage 3 no rank ever holds all of it.
     """
 
     def __init__(
@@ -60,7 +59,7 @@ class Engine:
         config: dict[str, Any],
         mesh: Mesh,
         device: torch.device,
-        weights: Callable[[str], Tensor] | None = None,
+        weights: Callable[[str], Tensor],
     ) -> None:
         self._stage = int(config.get("zero_optimization", {}).get("stage", 0))
         self._clipping = float(config.get("gradient_clipping", 0.0))
@@ -69,9 +68,8 @@ class Engine:
             config = {**config, "gradient_clipping": 0.0}  # ours, see `_step_replicated`
         self._mesh = mesh
         half = half_format(config) is not None  # what DeepSpeed would round off is set once it has started
-        if weights is not None and self._stage < 3:
+        if self._stage < 3:
             make_room(module) if half else fill_(module, mesh.tensor, weights)
-        own = exact_weights(module) if half and weights is None else {}
         self._deepspeed = start_deepspeed(module, optimizer, config, mesh, device)
         self._reduces = self._stage < 2 and not hasattr(self._deepspeed.optimizer, "reduce_gradients")
         self._deepspeed.enable_backward_allreduce = not self._reduces  # it has no regard for the bucket's size there
@@ -81,11 +79,8 @@ class Engine:
         if self.searches_loss_scale:
             self._scaler.raise_error_at_min_scale = False  # type: ignore[union-attr] # whoever counts skips decides
         self._backward_done = False
-        if weights is not None and (self._stage == 3 or half):
+        if self._stage == 3 or half:
             self.load_weights(lambda key: weights(key.removeprefix(f"{WEIGHT}/")))
-        for name, parameter in module.named_parameters():
-            if name in own:
-                self._state.set(parameter, WEIGHT, own.pop(name).to(device))
 
     @property
     def module(self) -> nn.Module:
@@ -217,6 +212,10 @@ class Engine:
         """Sets the weights alone (keys `weight/NAME`); the optimizer stays as it is. Collective."""
         self._set(WEIGHT, read)
 
+    def close(self) -> None:
+        """Lets the model go, which DeepSpeed's hooks on gradients hold at stages 1 to 3. Nothing works afterwards."""
+        self._deepspeed.destroy()
+
     def _set(self, kind: str, read: Callable[[str], Tensor]) -> None:
         for name, parameter in self._parameters(kind):
             whole = read(f"{kind}/{name}")
@@ -232,7 +231,7 @@ class Engine:
 
     def _merge(self, name: str, part: Tensor) -> Tensor:
         dim = self._shard_dims.get(name)
-        return part if dim is None else self._mesh.tensor.join(part, dim)
+        return part if dim is None else self._mesh.tensor.unshard(part, dim)
 
     def _parameters(self, kind: str) -> Iterator[tuple[str, nn.Parameter]]:
         for name, parameter in self.module.named_parameters():

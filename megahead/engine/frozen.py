@@ -27,4 +27,4 @@ class FrozenWeights:
         if parameter not in self._kept:
             return None
         part, shape = self._kept[parameter]
-        return self._data.join(part.to(self._device), 0)[: shape.numel()].view(shape)
+        return self._data.unshard(part.to(self._device), 0)[: shape.numel()].view(shape)

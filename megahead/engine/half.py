@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from megahead.errors import ConfigError
 
@@ -28,11 +28,6 @@ def refuse_half_without_zero(config: dict[str, Any], stage: int) -> None:
                 got=0,
                 hint="use stage 1, or torch_autocast",
             )
-
-
-def exact_weights(module: nn.Module) -> dict[str, Tensor]:
-    """The weights by name, copied to the host."""
-    return {name: parameter.detach().to("cpu", copy=True) for name, parameter in module.named_parameters()}
 
 
 def make_room(module: nn.Module) -> None:

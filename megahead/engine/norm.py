@@ -26,7 +26,7 @@ def global_norm(parameters: Iterable[nn.Parameter], tensor_group: Group) -> floa
             (slices if getattr(parameter, "model_parallel", False) else copies).append(parameter.grad)
     counted = slices + copies if tensor_group.rank == 0 else slices
     squared = get_total_norm(counted).square() if counted else torch.zeros(())
-    return float(tensor_group.sum_(squared).sqrt())
+    return float(tensor_group.all_reduce_(squared).sqrt())
 
 
 def clip_(parameters: Iterable[nn.Parameter], norm: float, largest: float) -> None:

@@ -29,9 +29,17 @@ from megahead.errors import UserError
 
 
 def load_deepspeed(device: torch.device) -> ModuleType:
-    """DeepSpeed, imported for `device`, silent below warnings, and never reaching for a compiler."""
+    """DeepSpeed, imported for `device`, silent below warnings, and never reaching for a compiler.
+
+    UserError where it was imported for another kind of device before.
+    """
     os.environ.setdefault("DS_ACCELERATOR", device.type)  # read once, by the import
     deepspeed = importlib.import_module("deepspeed")
+    if (kind := deepspeed.accelerator.get_accelerator().device_name()) != device.type:
+        raise UserError(
+            f"`engine.device` must be {kind} in this process, where DeepSpeed was started for it, but is {device.type} "
+            "instead; start another process (a notebook: restart its kernel), without DS_ACCELERATOR."
+        )
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else built by g++ when ranks connect (CPU)
     # norms of gradients in fp32, as torch has them: in fp64 each is a copy twice the size
     deepspeed.accelerator.get_accelerator().is_fp64_supported = lambda: False

@@ -5,7 +5,7 @@ Most of it needs torch, some of it transformers: imported with the first use of 
 
 from typing import TYPE_CHECKING
 
-from megahead import on_first_use
+from megahead.on_first_use import on_first_use
 
 if TYPE_CHECKING:
     from megahead.evaluate.harness import evaluate_harness, evaluate_tasks

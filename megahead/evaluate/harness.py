@@ -23,8 +23,8 @@ from rich.console import Console
 from rich.progress import Progress, TextColumn
 
 from megahead.convert import load_causal, load_tokenizer_folder
+from megahead.evaluate.harness_tasks import task_rows, write_tasks
 from megahead.evaluate.results import HarnessResult, Score, TaskResult
-from megahead.evaluate.tasks import task_rows, write_tasks
 
 _BOOTSTRAPS = 1000  # resamples behind a standard error without a formula: 2 s for the whole of LAMBADA
 _LOGIT_COPIES = 3  # alive at once in lm-eval: logits, their log-softmax, and what it gathers from

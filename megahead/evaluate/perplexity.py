@@ -13,7 +13,7 @@ from megahead.config import DataConfig
 from megahead.data import BatchReader, Masker, Samples
 from megahead.distributed import Group
 from megahead.objectives import Scores
-from megahead.pretraining import Scoring
+from megahead.pretraining import ScoreRequest
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class HeldOutText:
         self._micro_size = micro_size
         self._group = group
 
-    def evaluate(self, score: Callable[[Scoring], Scores], bias_V: Tensor | None, device: torch.device) -> HeldOut:
+    def evaluate(self, score: Callable[[ScoreRequest], Scores], bias_V: Tensor | None, device: torch.device) -> HeldOut:
         """Scores every row once and sums over ranks. Collective; every rank calls `score` equally often.
 
         `score` is a Pretraining or an engine's `evaluate`. `bias_V` is the head's bias: log q for a headless model's
@@ -65,10 +65,10 @@ class HeldOutText:
         for first in range(0, self._rows, stride):
             start = first + self._group.rank * self._micro_size
             mine = range(start, min(start + self._micro_size, self._rows))
-            scores = score(Scoring(self._reader.read(mine or range(1)).to(device), bias))
+            scores = score(ScoreRequest(self._reader.read(mine or range(1)).to(device), bias))
             if mine:
                 totals += torch.tensor([scores.loss, scores.correct, scores.targets], dtype=torch.float64)
-        loss_sum, correct, targets = self._group.sum_(totals).tolist()
+        loss_sum, correct, targets = self._group.all_reduce_(totals).tolist()
         return self._result(loss_sum, correct, max(targets, 1))
 
     def _result(self, loss_sum: float, correct: float, targets: float) -> HeldOut:

@@ -8,7 +8,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from megahead.evaluate.kept import Kept, stamp_files, stamp_model
+from megahead.evaluate.result_cache import ResultCache, stamp_files, stamp_model
 
 
 @dataclass(frozen=True)
@@ -46,13 +46,13 @@ class HarnessResult:
 
 
 class ResultsFile:
-    """Results of lm-eval's tasks in one JSON file, as `Kept` keeps them.
+    """Results of lm-eval's tasks in one JSON file, as `ResultCache` keeps them.
 
     A result is found again for the same model folder, weights, task, data and limit, under the same lm-eval.
     """
 
     def __init__(self, path: Path | None) -> None:
-        self._kept = Kept(path)
+        self._kept = ResultCache(path)
 
     def find(self, model: Path, folder: Path, task: str, file: Path, limit: int | None) -> TaskResult | None:
         """The result kept of this very evaluation, if there is one."""

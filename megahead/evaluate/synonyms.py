@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from megahead.data.tokenizer import Tokenizer
+from megahead.corpus.tokenizer import Tokenizer
 from megahead.errors import DataError
 
 Pair = tuple[str, str]

@@ -1,10 +1,10 @@
-"""Backbones: tokens to hidden states, without a head; how to build, initialise and shard them."""
+"""Backbones: tokens to hidden states, without a head; their initial weights and how they are sharded."""
 
 from megahead.models.backbone import Backbone
 from megahead.models.bert import Bert
 from megahead.models.compilation import CompiledBlocks
 from megahead.models.gpt_neox import GPTNeoX
-from megahead.models.initialize import initial_value, initialize_
+from megahead.models.initialize import initial_value
 from megahead.models.registry import SHARDING, build_backbone
 
 __all__ = [
@@ -15,5 +15,4 @@ __all__ = [
     "GPTNeoX",
     "build_backbone",
     "initial_value",
-    "initialize_",
 ]

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from megahead.distributed import Group
 from megahead.models.compilation import CompiledBlocks
-from megahead.nn import Attend, BidirectionalSelfAttention, CausalSelfAttention
-from megahead.nn.recomputation import Recompute, recomputed
+from megahead.nn import Attend, BidirectionalSelfAttention, CausalSelfAttention, Documents, TargetPositions
+from megahead.nn.activation_checkpointing import Recompute, checkpointed
 
 
 class Backbone(nn.Module, ABC):
@@ -27,10 +27,10 @@ class Backbone(nn.Module, ABC):
     for memory of L x B x T x D instead of about 17 times that; "selective": 11 times that, for little more time."""
 
     compiled: CompiledBlocks | None = None
-    """Through which blocks are called, where they are to be compiled."""
+    """Calls blocks compiled; None: they run as they are."""
 
     tokens: Group = Group()
-    """Ranks that share out the tokens of each row between `encode`'s beginning and end; one rank has them all."""
+    """Ranks that split each row's tokens among them inside `encode` (sequence parallelism)."""
 
     def embed(self, ids: Tensor) -> Tensor:
         """[..., D]: the table's rows of `ids`, of any shape."""
@@ -43,39 +43,28 @@ class Backbone(nn.Module, ABC):
             if isinstance(layer, CausalSelfAttention | BidirectionalSelfAttention):
                 layer.attend = attend
 
-    def run_block(self, block: nn.Module, *inputs: object, steady: bool = True) -> Tensor:
+    def run_block(self, block: nn.Module, *inputs: object, static_shapes: bool = True) -> Tensor:
         """`block(*inputs)`, recomputed in the backward pass where `recompute_blocks`; dropout draws the same again.
 
-        `steady`: shapes are the same in every batch, so that compiling for them pays.
+        `static_shapes`: the same in every batch, so that compiling for them pays.
         """
-        call = block if self.compiled is None or not steady else partial(self.compiled, block)
+        call = block if self.compiled is None or not static_shapes else partial(self.compiled, block)
         if self.recompute_blocks and self.training:
-            return recomputed(call, *inputs, keep_dear=self.recompute_blocks == "selective")
+            return checkpointed(call, *inputs, selective=self.recompute_blocks == "selective")
         output: Tensor = call(*inputs)
         return output
 
     @abstractmethod
-    def encode(self, rows_BTD: Tensor, positions_BT: Tensor | None = None, borders: Tensor | None = None) -> Tensor:
-        """[B, T, D]: hidden states after the final norm.
+    def encode(self, rows_BTD: Tensor, documents: Documents) -> Tensor:
+        """[B, T, D]: hidden states after the final norm; a token sees its own document alone."""
 
-        `positions_BT` restart at 0 with each document of a row, and documents do not see each other; None: each row
-        is one document. `borders`: of the documents, as `Batch` has them; else looked for where they are needed.
-        """
+    def encode_at(self, rows_BTD: Tensor, documents: Documents, targets: TargetPositions) -> Tensor:
+        """[N, D]: `encode` at `targets`. Where these are few, an encoder computes its last block for them alone."""
+        return targets.take(self.encode(rows_BTD, documents))
 
-    def encode_at(
-        self,
-        rows_BTD: Tensor,
-        positions_BT: Tensor | None,
-        index_N: Tensor,
-        most_a_row: int | None = None,
-        borders: Tensor | None = None,
-    ) -> Tensor:
-        """[N, D]: `encode` at the flattened positions `index_N` (increasing), of which a row has at most `most_a_row`.
-
-        An encoder saves the last block's work elsewhere; None: about every position is asked for.
-        """
-        return self.encode(rows_BTD, positions_BT, borders).flatten(0, 1).index_select(0, index_N)
-
-    def forward(self, input_ids_BT: Tensor, positions_BT: Tensor | None = None) -> Tensor:
-        """[B, T, D]: hidden states of `input_ids_BT`."""
-        return self.encode(self.embed(input_ids_BT), positions_BT)
+    def forward(self, input_ids_BT: Tensor, documents: Documents | None = None) -> Tensor:
+        """[B, T, D]: hidden states of `input_ids_BT`; without `documents` each row is one document."""
+        if documents is None:
+            rows, row_length = input_ids_BT.shape
+            documents = Documents.whole_rows(rows, row_length, input_ids_BT.device)
+        return self.encode(self.embed(input_ids_BT), documents)

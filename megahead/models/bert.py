@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from megahead.config import ModelConfig
 from megahead.models.backbone import Backbone
-from megahead.nn import MLP, BidirectionalSelfAttention, Documents, PostNormBlock, Targets
+from megahead.nn import MLP, BidirectionalSelfAttention, Documents, PostNormBlock, TargetPositions
 
 
 class Bert(Backbone):
@@ -31,43 +31,30 @@ class Bert(Backbone):
         self.embedding_norm = nn.LayerNorm(hidden_size, eps=config.norm_eps)
         self.blocks = nn.ModuleList(_block(config) for _ in range(config.num_layers))
 
-    def encode(self, rows_BTD: Tensor, positions_BT: Tensor | None = None, borders: Tensor | None = None) -> Tensor:
+    def encode(self, rows_BTD: Tensor, documents: Documents) -> Tensor:
         """[B, T, D]: hidden states after the last block; see `Backbone.encode`."""
-        documents = None if positions_BT is None else Documents(positions_BT, borders)
-        x_BTD = self._embedded(rows_BTD, positions_BT)
+        x_BTD = self._embedded(rows_BTD, documents)
         for block in self.blocks:
             x_BTD = self.run_block(block, x_BTD, documents)
         return x_BTD
 
-    def encode_at(
-        self,
-        rows_BTD: Tensor,
-        positions_BT: Tensor | None,
-        index_N: Tensor,
-        most_a_row: int | None = None,
-        borders: Tensor | None = None,
-    ) -> Tensor:
-        """[N, D]: the same at the flattened positions `index_N`, the last block computed for these alone.
+    def encode_at(self, rows_BTD: Tensor, documents: Documents, targets: TargetPositions) -> Tensor:
+        """[N, D]: the same at `targets`; where these are few, the last block is computed for them alone.
 
-        Exact without dropout. Where every token is a target (`most_a_row` None) it is computed whole.
+        Equal to `encode` at these positions; dropout draws other numbers.
         """
-        if most_a_row is None:
-            return super().encode_at(rows_BTD, positions_BT, index_N, None, borders)
-        documents = None if positions_BT is None else Documents(positions_BT, borders)
-        rows, row_length, _ = rows_BTD.shape
-        targets = Targets(index_N, rows, row_length, most_a_row)
-        x_BTD = self._embedded(rows_BTD, positions_BT)
+        if targets.max_per_row is None:
+            return super().encode_at(rows_BTD, documents, targets)
+        x_BTD = self._embedded(rows_BTD, documents)
         *body, last = self.blocks
         for block in body:
             x_BTD = self.run_block(block, x_BTD, documents)
-        return self.run_block(last, x_BTD, documents, targets, steady=False)
+        return self.run_block(last, x_BTD, documents, targets, static_shapes=False)
 
-    def _embedded(self, rows_BTD: Tensor, positions_BT: Tensor | None) -> Tensor:
-        device = rows_BTD.device
-        places = torch.arange(rows_BTD.shape[1], device=device) if positions_BT is None else positions_BT
-        x_BTD = rows_BTD + self.positions(places)
+    def _embedded(self, rows_BTD: Tensor, documents: Documents) -> Tensor:
+        x_BTD = rows_BTD + self.positions(documents.positions_BT)
         if self.token_types is not None:
-            x_BTD = x_BTD + self.token_types(torch.zeros((), dtype=torch.int64, device=device))
+            x_BTD = x_BTD + self.token_types(torch.zeros((), dtype=torch.int64, device=rows_BTD.device))
         return F.dropout(self.embedding_norm(x_BTD), self.dropout, self.training)
 
 

@@ -1,7 +1,4 @@
-"""Blocks through `torch.compile`, one by one: what is compiled for the first serves all, which differ in weights alone.
-
-Where that fails blocks run as they are, and it is said why.
-"""
+"""`torch.compile` block by block: what is compiled for the first serves all, which differ in weights alone."""
 
 from __future__ import annotations
 
@@ -14,10 +11,10 @@ from torch import Tensor, nn
 
 
 class CompiledBlocks:
-    """Calls blocks compiled; after the first failure to compile one, as they are.
+    """Calls blocks compiled; after the first failure, of which a warning tells, as they are.
 
-    Shapes should differ little from call to call: each is compiled for. Results are rounded otherwise than those of the
-    plain block, and dropout draws other numbers.
+    Every new shape is compiled for. Results differ from those of the plain block by rounding, and dropout draws other
+    numbers.
     """
 
     def __init__(self, **options: Any) -> None:

@@ -5,13 +5,12 @@ B rows, T tokens a row, t those of them that this rank holds, D hidden size.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
 from megahead.config import ModelConfig
-from megahead.distributed import join, split
+from megahead.distributed import gather_from_group, scatter_to_group
 from megahead.models.backbone import Backbone
-from megahead.nn import MLP, Block, CausalSelfAttention, Documents, rotation_at
+from megahead.nn import MLP, Block, CausalSelfAttention, Documents, rotary_at
 
 
 class GPTNeoX(Backbone):
@@ -25,15 +24,13 @@ class GPTNeoX(Backbone):
         self.blocks = nn.ModuleList(_block(config) for _ in range(config.num_layers))
         self.final_norm = nn.LayerNorm(config.hidden_size, eps=config.norm_eps)
 
-    def encode(self, rows_BTD: Tensor, positions_BT: Tensor | None = None, borders: Tensor | None = None) -> Tensor:
+    def encode(self, rows_BTD: Tensor, documents: Documents) -> Tensor:
         """[B, T, D]: hidden states after the final norm; see `Backbone.encode`."""
-        documents = None if positions_BT is None else Documents(positions_BT, borders)
-        positions = torch.arange(rows_BTD.shape[1], device=rows_BTD.device) if positions_BT is None else positions_BT
-        rotation = rotation_at(positions, self.rotary_dims, self.rotary_base)
-        x_BtD = split(rows_BTD, self.tokens, dim=1)
+        rotation = rotary_at(documents.positions_BT, self.rotary_dims, self.rotary_base)
+        x_BtD = scatter_to_group(rows_BTD, self.tokens, dim=1)
         for block in self.blocks:
             x_BtD = self.run_block(block, x_BtD, rotation, documents)
-        return join(self.final_norm(x_BtD), self.tokens, dim=1)
+        return gather_from_group(self.final_norm(x_BtD), self.tokens, dim=1)
 
 
 def _block(config: ModelConfig) -> Block:

@@ -11,19 +11,12 @@ import math
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megahead.config import ModelConfig
 
 _WRITES_TO_RESIDUAL = ("attention.output.weight", "mlp.down.weight")
 _BLOCK = 16  # torch draws normal numbers on the CPU in blocks of 16, the last of them anew when it is not full
-
-
-def initialize_(module: nn.Module, seed: int, config: ModelConfig) -> None:
-    """Fills every parameter of `module`, a backbone of `config` or what contains one, one tensor at a time."""
-    with torch.no_grad():
-        for name, parameter in module.named_parameters():
-            parameter.copy_(initial_value(name, parameter.shape, seed, config))
 
 
 def initial_value(name: str, shape: Sequence[int], seed: int, config: ModelConfig) -> Tensor:

@@ -15,8 +15,5 @@ SHARDING: dict[str, dict[str, str]] = {"gpt_neox": gpt_neox.SHARDING, "bert": be
 
 
 def build_backbone(config: ModelConfig) -> Backbone:
-    """The backbone of `config` on torch's current default device, its weights meaningless until `initialize_`.
-
-    On the meta device it costs no memory; `.to_empty(device=...)` then makes room for the weights.
-    """
+    """The backbone of `config` on torch's current default device, its weights undefined; on `meta` it costs nothing."""
     return _BACKBONES[config.family](config)

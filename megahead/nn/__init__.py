@@ -1,19 +1,20 @@
-"""Bricks of a backbone: attention over documents, rotary positions, the MLP, and residual blocks."""
+"""Layers of a backbone: attention over documents, rotary positions, the MLP, and residual blocks."""
 
 from megahead.nn.attention import CausalSelfAttention
-from megahead.nn.backends import BACKENDS, Attend, Backend, Use, attend, choose_backend
+from megahead.nn.backends import BACKENDS, Attend, AttentionSpec, Backend, attend, choose_backend
 from megahead.nn.bidirectional import BidirectionalSelfAttention
 from megahead.nn.block import Block
 from megahead.nn.documents import Documents
 from megahead.nn.mlp import MLP
 from megahead.nn.post_norm import PostNormBlock
-from megahead.nn.rotary import Rotation, rotate, rotation_at
-from megahead.nn.targets import Targets
+from megahead.nn.rotary import Rotation, apply_rotary, rotary_at
+from megahead.nn.target_positions import TargetPositions
 
 __all__ = [
     "BACKENDS",
     "MLP",
     "Attend",
+    "AttentionSpec",
     "Backend",
     "BidirectionalSelfAttention",
     "Block",
@@ -21,10 +22,9 @@ __all__ = [
     "Documents",
     "PostNormBlock",
     "Rotation",
-    "Targets",
-    "Use",
+    "TargetPositions",
+    "apply_rotary",
     "attend",
     "choose_backend",
-    "rotate",
-    "rotation_at",
+    "rotary_at",
 ]

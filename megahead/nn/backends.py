@@ -1,33 +1,40 @@
-"""The ways to compute attention over documents, and the choice among them.
+"""Attention backends: which there are, where each can be used, and the choice among them.
 
-`attend_masked` states what is computed; the others compute the same with less work. On CUDA in half precision that is a
-kernel for sequences of differing lengths: flash-attn 2, 3 or 4 where one is installed, else torch's own. A CPU goes
-document by document. Measured on one CPU core, forward and backward, 2 rows x 2,048 tokens in 4 documents each, 8 heads
-of 64: mask 613 ms, document by document 198 ms, and 330 ms for causal attention without documents.
+On CUDA in half precision `auto` takes a kernel for sequences of differing lengths: flash-attn 2, 3 or 4 where one is
+installed, else torch's own. A CPU goes document by document. Measured on one CPU core, forward and backward, 2 rows x
+2,048 tokens in 4 documents each, 8 heads of 64: mask 613 ms, document by document 198 ms, and 330 ms for causal
+attention without documents.
 
-B rows, T tokens, H heads (of this rank), d dimensions of a head, N = B * T tokens.
+B rows, T tokens, H heads (of this rank), d dimensions of a head.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from megahead.errors import ConfigError
+from megahead.nn.attention_kernels import (
+    DenseAttention,
+    FlashAttention,
+    VarlenAttention,
+    attend_masked,
+    attend_per_document,
+    attend_rows,
+    attend_varlen,
+)
 from megahead.nn.documents import Documents
 
 
 class Attend(Protocol):
     """[B, T, H, d]: softmax(q k / sqrt(d)) v, each token over itself and its predecessors in its document.
 
-    Without `causal` over its whole document. Without `documents` a row is one document.
+    Without `causal` over its whole document.
     """
 
     def __call__(
@@ -35,15 +42,15 @@ class Attend(Protocol):
         q_BTHd: Tensor,
         k_BTHd: Tensor,
         v_BTHd: Tensor,
-        documents: Documents | None,
+        documents: Documents,
         dropout: float = 0.0,
         *,
         causal: bool = True,
     ) -> Tensor: ...
 
 
-class Use(NamedTuple):
-    """What attention is to be computed for, as far as back ends differ."""
+class AttentionSpec(NamedTuple):
+    """What a backend must be able to serve."""
 
     device: torch.device
     dtype: torch.dtype
@@ -56,96 +63,14 @@ def attend(
     q_BTHd: Tensor,
     k_BTHd: Tensor,
     v_BTHd: Tensor,
-    documents: Documents | None,
+    documents: Documents,
     dropout: float = 0.0,
     *,
     causal: bool = True,
 ) -> Tensor:
-    """As `Attend` says, by whatever serves these tensors best."""
-    backend = choose_backend("auto", Use(q_BTHd.device, q_BTHd.dtype, q_BTHd.shape[-1], dropout))
+    """As `Attend` says, by the best backend for these tensors."""
+    backend = choose_backend("auto", AttentionSpec(q_BTHd.device, q_BTHd.dtype, q_BTHd.shape[-1], dropout))
     return backend.attend(q_BTHd, k_BTHd, v_BTHd, documents, dropout, causal=causal)
-
-
-Whole = Callable[[Tensor, Tensor, Tensor, float, bool], Tensor]
-"""Of q, k, v, dropout and causal, where each row is one document."""
-
-Packed = Callable[[Tensor, Tensor, Tensor, Documents, float, bool], Tensor]
-"""Of q, k, v, documents, dropout and causal."""
-
-
-def attend_rows(q_BTHd: Tensor, k_BTHd: Tensor, v_BTHd: Tensor, dropout: float, causal: bool) -> Tensor:
-    """Rows of one document each; torch chooses the kernel."""
-    q, k, v = (x.transpose(1, 2) for x in (q_BTHd, k_BTHd, v_BTHd))
-    return F.scaled_dot_product_attention(q, k, v, is_causal=causal, dropout_p=dropout).transpose(1, 2)
-
-
-def attend_masked(
-    q_BTHd: Tensor, k_BTHd: Tensor, v_BTHd: Tensor, documents: Documents, dropout: float, causal: bool
-) -> Tensor:
-    """The plain way: every pair of a row is scored, then hidden by a boolean mask (the other ways' reference)."""
-    q, k, v = (x.transpose(1, 2) for x in (q_BTHd, k_BTHd, v_BTHd))
-    mask_B1TT = (documents.mask_BTT if causal else documents.same_BTT)[:, None]
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask_B1TT, dropout_p=dropout).transpose(1, 2)
-
-
-def attend_each(
-    q_BTHd: Tensor, k_BTHd: Tensor, v_BTHd: Tensor, documents: Documents, dropout: float, causal: bool
-) -> Tensor:
-    """One call per document: pairs across documents cost nothing. Split and joined once, so backward copies once."""
-    parts = zip(*(x.flatten(0, 1).split(documents.lengths) for x in (q_BTHd, k_BTHd, v_BTHd)), strict=True)
-    outputs = [attend_rows(q[None], k[None], v[None], dropout, causal)[0] for q, k, v in parts]
-    return torch.cat(outputs).view_as(q_BTHd)
-
-
-def attend_varlen(
-    q_BTHd: Tensor, k_BTHd: Tensor, v_BTHd: Tensor, documents: Documents, dropout: float, causal: bool
-) -> Tensor:
-    """torch's own kernel for documents, which drops nothing."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    q, k, v = (x.flatten(0, 1) for x in (q_BTHd, k_BTHd, v_BTHd))
-    borders, longest = documents.borders, q_BTHd.shape[1]
-    window = (-1, 0) if causal else (-1, -1)
-    output = varlen_attn(q, k, v, borders, borders, longest, longest, window_size=window)
-    assert isinstance(output, Tensor)
-    return output.view_as(q_BTHd)
-
-
-@dataclass(frozen=True)
-class _FlashAttention:
-    """One of flash-attn's generations, which differ in where they are imported from and in what they return."""
-
-    module: str
-    drops: bool = False
-
-    def whole(self, q_BTHd: Tensor, k_BTHd: Tensor, v_BTHd: Tensor, dropout: float, causal: bool) -> Tensor:
-        rows, length = q_BTHd.shape[:2]
-        return self._between(
-            Documents.borders_of_rows(rows, length, q_BTHd.device), q_BTHd, k_BTHd, v_BTHd, dropout, causal
-        )
-
-    def packed(
-        self, q_BTHd: Tensor, k_BTHd: Tensor, v_BTHd: Tensor, documents: Documents, dropout: float, causal: bool
-    ) -> Tensor:
-        return self._between(documents.borders, q_BTHd, k_BTHd, v_BTHd, dropout, causal)
-
-    def _between(
-        self, borders: Tensor, q_BTHd: Tensor, k_BTHd: Tensor, v_BTHd: Tensor, dropout: float, causal: bool
-    ) -> Tensor:
-        longest = q_BTHd.shape[1]
-        flash_attn_varlen_func = importlib.import_module(self.module).flash_attn_varlen_func
-        found = flash_attn_varlen_func(
-            *(x.flatten(0, 1) for x in (q_BTHd, k_BTHd, v_BTHd)),
-            cu_seqlens_q=borders,
-            cu_seqlens_k=borders,
-            max_seqlen_q=longest,
-            max_seqlen_k=longest,
-            causal=causal,
-            deterministic=torch.are_deterministic_algorithms_enabled(),
-            **({"dropout_p": dropout} if self.drops else {}),
-        )
-        output: Tensor = found[0] if isinstance(found, tuple) else found  # some add the logsumexp
-        return output.view_as(q_BTHd)
 
 
 @dataclass(frozen=True)
@@ -153,18 +78,19 @@ class Backend:
     """One way to compute attention, and where it can be used."""
 
     name: str
-    packed: Packed
-    about: str
-    whole: Whole = attend_rows
+    varlen: VarlenAttention
+    description: str
+    dense: DenseAttention | None = attend_rows
+    """Where each row is one document; None: by `varlen` as well."""
     kernel: tuple[str, str] | None = None
     """Module and function; None where torch's own operators are all it takes."""
     generations: range = range(8, 100)
-    """Of CUDA devices (major compute capability) that `kernel` was made for."""
+    """CUDA devices (major compute capability) that `kernel` was made for."""
     head_sizes: range = range(8, 257, 8)
-    drops: bool = True
+    supports_dropout: bool = True
     """Whether it can drop attention weights."""
     traceable: bool = True
-    """Whether `torch.compile` can look into it: not where lengths differ from batch to batch, or where operators are
+    """Whether `torch.compile` can trace it: not where lengths differ from batch to batch, or where operators are
     none of torch's."""
 
     def attend(
@@ -172,38 +98,45 @@ class Backend:
         q_BTHd: Tensor,
         k_BTHd: Tensor,
         v_BTHd: Tensor,
-        documents: Documents | None,
+        documents: Documents,
         dropout: float = 0.0,
         *,
         causal: bool = True,
     ) -> Tensor:
         """As `Attend` says."""
-        if documents is None:
-            return self.whole(q_BTHd, k_BTHd, v_BTHd, dropout, causal)
-        return self.packed(q_BTHd, k_BTHd, v_BTHd, documents, dropout, causal)
+        if documents.one_per_row and self.dense is not None:
+            return self.dense(q_BTHd, k_BTHd, v_BTHd, dropout, causal)
+        return self.varlen(q_BTHd, k_BTHd, v_BTHd, documents, dropout, causal)
 
-    def obstacle(self, use: Use) -> str:
-        """Why it cannot serve `use`; empty where it can."""
+    def obstacle(self, spec: AttentionSpec) -> str:
+        """Why it cannot serve `spec`; empty where it can."""
         if self.kernel is None:
             return ""
-        if use.device.type != "cuda":
-            return f"it needs a CUDA device, not {use.device.type}"
-        generation = torch.cuda.get_device_capability(use.device)[0]
+        if spec.device.type != "cuda":
+            return f"it needs a CUDA device, not {spec.device.type}"
+        generation = torch.cuda.get_device_capability(spec.device)[0]
         if generation not in self.generations:
             return f"it is not made for devices of compute capability {generation}.x"
-        if use.dtype not in (torch.float16, torch.bfloat16):
+        if spec.dtype not in (torch.float16, torch.bfloat16):
             return "it computes in bf16 or fp16 only"
-        if use.head_size not in self.head_sizes:
-            return f"it has no heads of {use.head_size} dimensions"
-        if use.dropout and not self.drops:
+        if spec.head_size not in self.head_sizes:
+            return f"it has no heads of {spec.head_size} dimensions"
+        if spec.dropout and not self.supports_dropout:
             return "it has no dropout of attention weights"
         return _missing(*self.kernel)
 
 
-def _flash(name: str, about: str, module: str, **where: Any) -> Backend:
-    drops = where.setdefault("drops", False)
-    flash, kernel = _FlashAttention(module, drops), (module, "flash_attn_varlen_func")
-    return Backend(name, flash.packed, about, flash.whole, kernel, traceable=False, **where)
+def _flash(name: str, description: str, module: str, *, supports_dropout: bool = False, **where: Any) -> Backend:
+    return Backend(
+        name,
+        FlashAttention(module, supports_dropout).varlen,
+        description,
+        dense=None,
+        kernel=(module, "flash_attn_varlen_func"),
+        supports_dropout=supports_dropout,
+        traceable=False,
+        **where,
+    )
 
 
 BACKENDS = {
@@ -211,34 +144,34 @@ BACKENDS = {
     for backend in (
         _flash("flash3", "flash-attn 3", "flash_attn_interface", generations=range(9, 10)),
         _flash("flash4", "flash-attn 4", "flash_attn.cute", generations=range(9, 13), head_sizes=range(8, 129, 8)),
-        _flash("flash2", "flash-attn 2", "flash_attn", head_sizes=range(1, 257), drops=True),
+        _flash("flash2", "flash-attn 2", "flash_attn", head_sizes=range(1, 257), supports_dropout=True),
         Backend(
             "varlen",
             attend_varlen,
             "torch's kernel for sequences of differing lengths",
             kernel=("torch.nn.attention.varlen", "varlen_attn"),
-            drops=False,
+            supports_dropout=False,
             traceable=False,
         ),
         Backend("sdpa", attend_masked, "torch's scaled dot product, documents by a mask"),
-        Backend("documents", attend_each, "torch's scaled dot product, document by document", traceable=False),
+        Backend("documents", attend_per_document, "torch's scaled dot product, document by document", traceable=False),
     )
 }
-"""By name; on a device with kernels `auto` takes the first of them that can serve."""
+"""By name; on a CUDA device `auto` takes the first of them that can serve."""
 
 
 @cache
-def choose_backend(wanted: str, use: Use) -> Backend:
-    """The back end called `wanted`, or the best one that serves `use` for `auto`; ConfigError with the reason why not.
+def choose_backend(wanted: str, spec: AttentionSpec) -> Backend:
+    """The backend named `wanted`, for `auto` the best one that serves `spec`; ConfigError with the reason why not.
 
-    `auto` on a CPU is document by document, which would wait for any other device.
+    `auto` on a CPU is document by document; on other devices that would synchronise.
     """
     if wanted == "auto":
-        if use.device.type == "cpu":
+        if spec.device.type == "cpu":
             return BACKENDS["documents"]
-        return next(backend for backend in BACKENDS.values() if not backend.obstacle(use))
+        return next(backend for backend in BACKENDS.values() if not backend.obstacle(spec))
     backend = BACKENDS[wanted]
-    if obstacle := backend.obstacle(use):
+    if obstacle := backend.obstacle(spec):
         raise ConfigError("engine.attention", "serve this run", got=f"`{wanted}`", hint=f"{obstacle}; try `auto`")
     return backend
 

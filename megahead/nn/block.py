@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from megahead.distributed import Group, drawn_apart
+from megahead.distributed import Group, per_rank_rng
 from megahead.nn.attention import CausalSelfAttention
 from megahead.nn.documents import Documents
 from megahead.nn.mlp import MLP
@@ -34,7 +34,7 @@ class Block(nn.Module):
         self.mlp_norm = nn.LayerNorm(hidden_size, eps=norm_eps)
         self.mlp = mlp
 
-    def forward(self, x_BTD: Tensor, rotation: Rotation, documents: Documents | None) -> Tensor:
+    def forward(self, x_BTD: Tensor, rotation: Rotation, documents: Documents) -> Tensor:
         """[B, T, D]: the residual stream after this block."""
         attended_BTD = self._drop(self.attention(self.attention_norm(x_BTD), rotation, documents))
         if self.parallel:
@@ -45,5 +45,5 @@ class Block(nn.Module):
     def _drop(self, added_BTD: Tensor) -> Tensor:
         if not self.training or self.dropout == 0.0:
             return added_BTD
-        with drawn_apart(self.tokens, added_BTD.device):
+        with per_rank_rng(self.tokens, added_BTD.device):
             return F.dropout(added_BTD, self.dropout)

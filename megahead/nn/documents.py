@@ -1,4 +1,4 @@
-"""Where documents begin in a batch of packed rows, in the forms that attention back ends ask for.
+"""The documents that rows are packed from, in the forms that models and attention kernels ask for.
 
 Made once per forward pass and shared by all blocks; each form is computed when it is first asked for.
 B rows, T tokens a row, S documents in all rows together (a document ends with its row at the latest).
@@ -14,44 +14,57 @@ from torch.nn import functional as F
 
 
 class Documents:
-    """The documents of a batch, read from positions that restart at 0 with each of them.
+    """Where each document of a batch begins. Tokens attend to their own document alone."""
 
-    `borders`, where they are known already, save a GPU from telling the host how many there are.
-    """
+    positions_BT: Tensor
+    """int64: place of each token in its document, 0 at the first; [1, T] where each row is one document."""
 
-    def __init__(self, positions_BT: Tensor, borders: Tensor | None = None) -> None:
-        self.starts_BT = positions_BT == 0
-        self.starts_BT[:, 0] = True
-        if borders is not None:
-            self.borders = borders
+    one_per_row: bool
+    """Whether each row is one document: then nothing has to be masked."""
+
+    def __init__(self, positions_BT: Tensor, cu_seqlens: Tensor | None = None, *, one_per_row: bool = False) -> None:
+        """`positions_BT` restart at 0 with each document. `cu_seqlens`, where they are known already, save a
+        synchronisation with the GPU."""
+        self.positions_BT, self.one_per_row = positions_BT, one_per_row
+        if cu_seqlens is not None:
+            self.cu_seqlens = cu_seqlens
 
     @staticmethod
-    def borders_of_rows(rows: int, length: int, device: torch.device) -> Tensor:
-        """`borders` where each row is one document."""
-        return torch.arange(0, rows * length + 1, length, dtype=torch.int32, device=device)
+    def whole_rows(rows: int, row_length: int, device: torch.device | None = None) -> Documents:
+        """Each row is one document. Needs neither a mask nor a synchronisation."""
+        positions_1T = torch.arange(row_length, device=device)[None]
+        cu_seqlens = torch.arange(0, rows * row_length + 1, row_length, dtype=torch.int32, device=device)
+        return Documents(positions_1T, cu_seqlens, one_per_row=True)
 
     @cached_property
-    def borders(self) -> Tensor:
+    def starts_BT(self) -> Tensor:
+        """True at the first token of each document, and of each row."""
+        starts_BT = self.positions_BT == 0
+        starts_BT[:, 0] = True
+        return starts_BT
+
+    @cached_property
+    def cu_seqlens(self) -> Tensor:
         """[S + 1] int32: first token of each document in the flattened B*T tokens, then B*T.
 
-        Synchronises a GPU unless given.
+        Synchronises with a GPU unless it was given.
         """
         starts_S = self.starts_BT.flatten().nonzero().flatten()
         return F.pad(starts_S, (0, 1), value=self.starts_BT.numel()).to(torch.int32)
 
     @cached_property
     def lengths(self) -> list[int]:
-        """Tokens of each document, in order; they sum to B*T. Synchronises a GPU."""
-        lengths: list[int] = self.borders.diff().tolist()
+        """Tokens of each document, in order; they sum to B*T. Synchronises with a GPU."""
+        lengths: list[int] = self.cu_seqlens.diff().tolist()
         return lengths
 
     @cached_property
-    def same_BTT(self) -> Tensor:
-        """True where two tokens are of one document."""
+    def same_document_BTT(self) -> Tensor:
+        """True where two tokens are of one document; [1, T, T] where each row is one document."""
         document_BT = self.starts_BT.cumsum(1)
         return document_BT[:, :, None] == document_BT[:, None, :]
 
     @cached_property
-    def mask_BTT(self) -> Tensor:
+    def causal_mask_BTT(self) -> Tensor:
         """True where a token (dim 1) of a decoder sees a token (dim 2): itself and what precedes it in its document."""
-        return self.same_BTT.tril()
+        return self.same_document_BTT.tril()

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from megahead.nn.bidirectional import BidirectionalSelfAttention
 from megahead.nn.documents import Documents
 from megahead.nn.mlp import MLP
-from megahead.nn.targets import Targets
+from megahead.nn.target_positions import TargetPositions
 
 
 class PostNormBlock(nn.Module):
@@ -30,7 +30,7 @@ class PostNormBlock(nn.Module):
         self.mlp = mlp
         self.mlp_norm = nn.LayerNorm(hidden_size, eps=norm_eps)
 
-    def forward(self, x_BTD: Tensor, documents: Documents | None, targets: Targets | None = None) -> Tensor:
+    def forward(self, x_BTD: Tensor, documents: Documents, targets: TargetPositions | None = None) -> Tensor:
         """[B, T, D]; [N, D] with `targets`: keys and values of all tokens, everything else of the targets alone."""
         x = x_BTD if targets is None else targets.take(x_BTD)
         x = self.attention_norm(x + self._drop(self.attention(x_BTD, documents, targets)))

@@ -21,15 +21,15 @@ class Rotation(NamedTuple):
     """Negated in the first half, where the partner is subtracted."""
 
 
-def rotation_at(positions: Tensor, dims: int, base: float) -> Rotation:
-    """Tables for `positions` ([T], or [B, T] where rows differ) and the first `dims` dimensions of a head."""
+def rotary_at(positions: Tensor, dims: int, base: float) -> Rotation:
+    """Tables for `positions` ([B, T], or [1, T] where rows count alike) and the first `dims` dimensions of a head."""
     frequencies = base ** -(torch.arange(0, dims, 2, device=positions.device, dtype=torch.float32) / dims)
     angles = (positions[..., None].float() * frequencies).unsqueeze(-2)
     cos, sin = angles.cos(), angles.sin()
     return Rotation(torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1))
 
 
-def rotate(x_BTHd: Tensor, rotation: Rotation) -> Tensor:
+def apply_rotary(x_BTHd: Tensor, rotation: Rotation) -> Tensor:
     """`x_BTHd` turned by its positions, in its own dtype; dimensions beyond the tables pass through."""
     dims = rotation.cos.shape[-1]
     turning, passing = x_BTHd.split([dims, x_BTHd.shape[-1] - dims], -1)

@@ -1,11 +1,13 @@
-"""What is learned: one softmax over candidate rows of the embedding table (headless) or over all of it (vanilla)."""
+"""Objectives: one softmax over candidate rows of the embedding table (headless) or over all of it (vanilla)."""
 
+from megahead.objectives.candidate_shard import CandidateShard
+from megahead.objectives.candidate_softmax import Scores, candidate_loss, candidate_loss_reference, candidate_scores
 from megahead.objectives.candidates import Candidates, unique_candidates, vocabulary_candidates
 from megahead.objectives.contrastive import Headless, Objective, Pool, Vanilla, build_objective, cwt_loss
-from megahead.objectives.heads import log_unigram, training_free_bias
-from megahead.objectives.softmax import Scores, candidate_loss, candidate_loss_reference, candidate_scores
+from megahead.objectives.training_free_head import log_unigram, training_free_bias
 
 __all__ = [
+    "CandidateShard",
     "Candidates",
     "Headless",
     "Objective",

@@ -1,11 +1,13 @@
 """The rows an output is scored against, as ids and biases: made on the CPU, before the forward pass.
 
-Shapes: N targets of a micro-batch (or of its part that is one group), U candidates, V vocabulary.
+N targets of a micro-batch (or of its part that is one group), U candidates, V vocabulary.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,45 +22,44 @@ class Candidates:
     """int64 token ids, each once; None stands for all rows of the output matrix, in order."""
 
     bias_U: Tensor | None
-    """float64 (rounded to the type of the scores when used), added to them; None, for all rows,
-    stands for zeros. -inf for a row that only the outputs compete with whose own it is."""
+    """Added to their scores; None, for all rows, stands for zeros. float64, rounded to the type of the scores when
+    used. -inf for a row that only the outputs compete with whose own it is; for one that no output owns it removes the
+    row. A learned bias gets a gradient."""
 
-    own_N: Tensor
-    """int64, the place of each target among the candidates."""
+    positive_N: Tensor
+    """int64: the place of each output's own target among the candidates."""
 
-    own_bias_U: Tensor | None = None
-    """What is added to a row's score for outputs whose own it is; None: the same as for all others."""
+    positive_bias_U: Tensor | None = None
+    """Added to a row's score instead of `bias_U`, for outputs whose own it is; None: the same as for all others."""
 
     constant: float = 0.0
     """Added to the summed loss: minus the own biases, for objectives that report them."""
 
     def to(self, device: torch.device) -> Candidates:
         """The same candidates on `device`; copies from pinned memory do not wait."""
-
-        def move(tensor: Tensor | None) -> Tensor | None:
-            return None if tensor is None else tensor.to(device, non_blocking=True)
-
-        own_N = self.own_N.to(device, non_blocking=True)
-        return Candidates(move(self.ids_U), move(self.bias_U), own_N, move(self.own_bias_U), self.constant)
+        return self._mapped(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pinned(self) -> Candidates:
         """The same in page-locked memory, from which a CUDA device copies while the host goes on."""
-
-        def pin(tensor: Tensor | None) -> Tensor | None:
-            return None if tensor is None else tensor.pin_memory()
-
-        return Candidates(
-            pin(self.ids_U), pin(self.bias_U), self.own_N.pin_memory(), pin(self.own_bias_U), self.constant
-        )
+        return self._mapped(Tensor.pin_memory)
 
     def padded(self, multiple: int) -> Candidates:
         """As many rows as the next multiple, those added with the bias -inf: fewer shapes for a device to meet."""
         if self.ids_U is None or self.bias_U is None:
             return self
         missing = -self.ids_U.numel() % multiple
-        own_bias_U = None if self.own_bias_U is None else F.pad(self.own_bias_U, (0, missing))
-        ids_U, bias_U = F.pad(self.ids_U, (0, missing)), F.pad(self.bias_U, (0, missing), value=-torch.inf)
-        return Candidates(ids_U, bias_U, self.own_N, own_bias_U, self.constant)
+        return replace(
+            self,
+            ids_U=F.pad(self.ids_U, (0, missing)),
+            bias_U=F.pad(self.bias_U, (0, missing), value=-torch.inf),
+            positive_bias_U=None if self.positive_bias_U is None else F.pad(self.positive_bias_U, (0, missing)),
+        )
+
+    def _mapped(self, change: Callable[[Tensor], Tensor]) -> Candidates:
+        """The same with `change` applied to every tensor."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        changed: dict[str, Any] = {name: change(value) for name, value in values.items() if isinstance(value, Tensor)}
+        return replace(self, **changed)
 
 
 def unique_candidates(target_ids_N: Tensor) -> Candidates:
@@ -66,10 +67,10 @@ def unique_candidates(target_ids_N: Tensor) -> Candidates:
 
     sum_k exp(o.e(x_k)) over N targets = sum_u exp(o.e_u + log c_u) over the U <= N unique ones. O(N log N).
     """
-    ids_U, own_N, counts_U = torch.unique(target_ids_N, return_inverse=True, return_counts=True)
-    return Candidates(ids_U, counts_U.double().log(), own_N)
+    ids_U, positive_N, counts_U = torch.unique(target_ids_N, return_inverse=True, return_counts=True)
+    return Candidates(ids_U, counts_U.double().log(), positive_N)
 
 
-def vocabulary_candidates(target_ids_N: Tensor) -> Candidates:
-    """The whole vocabulary without bias: the ordinary language-model softmax."""
-    return Candidates(None, None, target_ids_N)
+def vocabulary_candidates(target_ids_N: Tensor, bias_V: Tensor | None = None) -> Candidates:
+    """The whole vocabulary: the ordinary language-model softmax."""
+    return Candidates(None, bias_V, target_ids_N)

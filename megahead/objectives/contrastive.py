@@ -14,10 +14,10 @@ from torch import Tensor
 
 from megahead.config import ObjectiveConfig
 from megahead.errors import ConfigError
+from megahead.objectives.candidate_softmax import candidate_loss
 from megahead.objectives.candidates import Candidates, unique_candidates, vocabulary_candidates
-from megahead.objectives.heads import log_negatives, log_unigram
 from megahead.objectives.sampling import draw_counts, inclusion_probabilities, systematic_sample
-from megahead.objectives.softmax import candidate_loss
+from megahead.objectives.training_free_head import log_negatives, log_unigram
 from megahead.objectives.weights import Weighting, log_inclusion, weigh
 
 
@@ -51,11 +51,11 @@ class SharedPool:
         member_V = self.shared_bias_V > -torch.inf
         member_V[target_ids_N] = True
         ids_U = member_V.nonzero().squeeze(1)
-        own_N = (member_V.cumsum(0) - 1)[target_ids_N]
-        bias_U, own_bias_U = self.shared_bias_V[ids_U], self.weighting.own_bias_V[ids_U]
-        constant = -float(own_bias_U[own_N].sum()) if self.weighting.reports_own else 0.0
-        same = torch.equal(bias_U, own_bias_U)
-        return Candidates(ids_U, bias_U, own_N, None if same else own_bias_U, constant)
+        positive_N = (member_V.cumsum(0) - 1)[target_ids_N]
+        bias_U, positive_bias_U = self.shared_bias_V[ids_U], self.weighting.positive_bias_V[ids_U]
+        constant = -float(positive_bias_U[positive_N].sum()) if self.weighting.reports_positive else 0.0
+        same = torch.equal(bias_U, positive_bias_U)
+        return Candidates(ids_U, bias_U, positive_N, None if same else positive_bias_U, constant)
 
 
 class Headless:
@@ -134,5 +134,5 @@ def cwt_loss(outputs_ND: Tensor, target_ids_N: Tensor, embedding_VD: Tensor, *, 
     rows_UD = embedding_VD.index_select(0, candidates.ids_U)
     if target_ids_N.numel() == 0:
         return 0.0 * (outputs_ND.float().sum() + embedding_VD.float().sum())
-    total = candidate_loss(outputs_ND, rows_UD, candidates.own_N, candidates.bias_U, temperature)
+    total = candidate_loss(outputs_ND, rows_UD, candidates, temperature)
     return total / target_ids_N.numel()

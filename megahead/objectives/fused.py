@@ -10,12 +10,16 @@ the environment before this module is imported, the kernels run on the CPU, for 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.nn import functional as F
+
+from megahead.objectives.candidates import Candidates
 
 BLOCKS = {"BLOCK_N": 64, "BLOCK_U": 64, "BLOCK_K": 64}
 """Outputs and candidates of a block of scores, and features multiplied at once."""
@@ -30,38 +34,54 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 def fused_candidate_loss(
-    outputs_ND: Tensor,
-    rows_UD: Tensor,
-    own_N: Tensor,
-    bias_U: Tensor | None = None,
-    temperature: float = 1.0,
-    own_bias_U: Tensor | None = None,
+    outputs_ND: Tensor, rows_UD: Tensor, candidates: Candidates, temperature: float = 1.0
 ) -> Tensor:
-    """`candidate_loss` for N > 0: the same promise, on half-precision inputs of one type (or float32).
+    """`candidate_loss` for N > 0, without its constant, on half-precision inputs of one type (or float32).
 
     Extra memory: the gradients and a few numbers for each output and candidate. Gradients round probabilities to the
     type of the inputs. Cost: 3 + 2 ceil(D / BLOCK_D) products of N x U x D.
     """
+    positive_N, bias_U, positive_bias_U = candidates.positive_N, candidates.bias_U, candidates.positive_bias_U
+    if bias_U is not None and bias_U.requires_grad:
+        outputs_ND, rows_UD = _bias_as_feature(outputs_ND, rows_UD, bias_U * temperature)
+        biased = fused_candidate_loss(outputs_ND, rows_UD, replace(candidates, bias_U=None), temperature)
+        return biased + bias_U.index_select(0, positive_N).sum(dtype=biased.dtype)  # which own scores now contain
     bias = rows_UD.new_zeros(len(rows_UD), dtype=torch.float32) if bias_U is None else bias_U.float()
-    own_bias_N = (bias if own_bias_U is None else own_bias_U.float())[own_N]
-    loss: Tensor = _FusedLoss.apply(outputs_ND, rows_UD, own_N, bias, own_bias_N, 1 / temperature)
+    positive_bias_N = (bias if positive_bias_U is None else positive_bias_U.float())[positive_N]
+    loss: Tensor = _FusedLoss.apply(outputs_ND, rows_UD, positive_N, bias, positive_bias_N, 1 / temperature)
     return loss
+
+
+def _bias_as_feature(outputs_ND: Tensor, rows_UD: Tensor, bias_U: Tensor) -> tuple[Tensor, Tensor]:
+    """The same scores with the bias as one more feature, 1 in every output: the kernels have no gradient of a bias.
+
+    Eight more features, of which seven are 0, keep rows aligned.
+    """
+    ones = F.pad(outputs_ND.new_ones(len(outputs_ND), 1), (0, 7))
+    column = F.pad(bias_U[:, None].to(rows_UD.dtype), (0, 7))
+    return torch.cat([outputs_ND, ones], 1), torch.cat([rows_UD, column], 1)
 
 
 class _FusedLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, outputs_ND: Tensor, rows_UD: Tensor, own_N: Tensor, bias_U: Tensor, own_bias_N: Tensor, scale: float
+        ctx: Any,
+        outputs_ND: Tensor,
+        rows_UD: Tensor,
+        positive_N: Tensor,
+        bias_U: Tensor,
+        positive_bias_N: Tensor,
+        scale: float,
     ) -> Tensor:
         outputs_ND, rows_UD = outputs_ND.contiguous(), rows_UD.contiguous()
         (count, width), candidates = outputs_ND.shape, len(rows_UD)
-        lse_N, own_score_N = bias_U.new_empty(count), bias_U.new_empty(count)
-        inputs = (outputs_ND, rows_UD, own_N, bias_U, own_bias_N)
+        lse_N, positive_score_N = bias_U.new_empty(count), bias_U.new_empty(count)
+        inputs = (outputs_ND, rows_UD, positive_N, bias_U, positive_bias_N)
         grid = (triton.cdiv(count, BLOCKS["BLOCK_N"]),)
-        _forward[grid](*inputs, lse_N, own_score_N, scale, count, candidates, width, **BLOCKS, num_warps=WARPS)
+        _forward[grid](*inputs, lse_N, positive_score_N, scale, count, candidates, width, **BLOCKS, num_warps=WARPS)
         ctx.save_for_backward(*inputs, lse_N)
         ctx.scale = scale
-        return (lse_N - own_score_N).sum()
+        return (lse_N - positive_score_N).sum()
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
@@ -97,64 +117,66 @@ def _scores(h, e, n, u, N, U, D, scale, BLOCK_N: tl.constexpr, BLOCK_U: tl.const
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _biased(scores, is_own, u, bias, own_bias_n, U):  # type: ignore[no-untyped-def]
+def _biased(scores, is_own, u, bias, positive_bias_n, U):  # type: ignore[no-untyped-def]
     """Own tokens get their own bias, all others the candidate's; -inf outside."""
     bias_u = tl.load(bias + u, mask=u < U, other=-float("inf"))
-    return tl.where(is_own, scores + own_bias_n[:, None], scores + bias_u[None, :])
+    return tl.where(is_own, scores + positive_bias_n[:, None], scores + bias_u[None, :])
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _forward(  # type: ignore[no-untyped-def]
-    h, e, own, bias, own_bias, lse, own_score, scale, N, U, D,
+    h, e, own, bias, positive_bias, lse, positive_score, scale, N, U, D,
     BLOCK_N: tl.constexpr, BLOCK_U: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """lse and own score of a block of outputs, passing over all candidates with a running maximum."""
     n = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
-    own_n = tl.load(own + n, mask=n < N, other=-1)
-    own_bias_n = tl.load(own_bias + n, mask=n < N, other=0.0)
+    positive_n = tl.load(own + n, mask=n < N, other=-1)
+    positive_bias_n = tl.load(positive_bias + n, mask=n < N, other=0.0)
     top_n = tl.full((BLOCK_N,), -1e38, tl.float32)
     total_n = tl.zeros((BLOCK_N,), tl.float32)
-    own_score_n = tl.zeros((BLOCK_N,), tl.float32)
+    positive_score_n = tl.zeros((BLOCK_N,), tl.float32)
     for first in range(0, U, BLOCK_U):
         u = (first + tl.arange(0, BLOCK_U)).to(tl.int64)
         scores = _scores(h, e, n, u, N, U, D, scale, BLOCK_N, BLOCK_U, BLOCK_K)
-        is_own = u[None, :] == own_n[:, None]
-        own_score_n += tl.sum(tl.where(is_own, scores, 0.0), 1)
-        scores = _biased(scores, is_own, u, bias, own_bias_n, U)
+        is_own = u[None, :] == positive_n[:, None]
+        positive_score_n += tl.sum(tl.where(is_own, scores, 0.0), 1)
+        scores = _biased(scores, is_own, u, bias, positive_bias_n, U)
         higher_n = tl.maximum(top_n, tl.max(scores, 1))
         total_n = total_n * tl.exp(top_n - higher_n) + tl.sum(tl.exp(scores - higher_n[:, None]), 1)
         top_n = higher_n
     tl.store(lse + n, top_n + tl.log(total_n), mask=n < N)
-    tl.store(own_score + n, own_score_n, mask=n < N)
+    tl.store(positive_score + n, positive_score_n, mask=n < N)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _residuals(  # type: ignore[no-untyped-def]
-    h, e, own_n, bias, own_bias_n, lse_n, n, u, scale, N, U, D,
+    h, e, positive_n, bias, positive_bias_n, lse_n, n, u, scale, N, U, D,
     BLOCK_N: tl.constexpr, BLOCK_U: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """[n, u]: probability, minus 1 where own: the gradient of the scores; 0 outside."""
     scores = _scores(h, e, n, u, N, U, D, scale, BLOCK_N, BLOCK_U, BLOCK_K)
-    is_own = u[None, :] == own_n[:, None]
-    scores = _biased(scores, is_own, u, bias, own_bias_n, U)
+    is_own = u[None, :] == positive_n[:, None]
+    scores = _biased(scores, is_own, u, bias, positive_bias_n, U)
     return tl.exp(scores - lse_n[:, None]) - tl.where(is_own, 1.0, 0.0)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _to_outputs(  # type: ignore[no-untyped-def]
-    h, e, own, bias, own_bias, lse, slope, gradient, scale, N, U, D,
+    h, e, own, bias, positive_bias, lse, slope, gradient, scale, N, U, D,
     BLOCK_N: tl.constexpr, BLOCK_U: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """A block [n, d] of the outputs' gradient: residuals times rows, over all candidates."""
     n = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    own_n = tl.load(own + n, mask=n < N, other=-1)
-    own_bias_n = tl.load(own_bias + n, mask=n < N, other=0.0)
+    positive_n = tl.load(own + n, mask=n < N, other=-1)
+    positive_bias_n = tl.load(positive_bias + n, mask=n < N, other=0.0)
     lse_n = tl.load(lse + n, mask=n < N, other=float("inf"))
     total = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     for first in range(0, U, BLOCK_U):
         u = (first + tl.arange(0, BLOCK_U)).to(tl.int64)
-        residuals = _residuals(h, e, own_n, bias, own_bias_n, lse_n, n, u, scale, N, U, D, BLOCK_N, BLOCK_U, BLOCK_K)
+        residuals = _residuals(
+            h, e, positive_n, bias, positive_bias_n, lse_n, n, u, scale, N, U, D, BLOCK_N, BLOCK_U, BLOCK_K
+        )
         rows = tl.load(e + u[:, None] * D + d[None, :], mask=(u[:, None] < U) & (d[None, :] < D), other=0.0)
         total = _add_product(residuals.to(rows.dtype), rows, total)
     total *= tl.load(slope)
@@ -164,7 +186,7 @@ def _to_outputs(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _to_rows(  # type: ignore[no-untyped-def]
-    h, e, own, bias, own_bias, lse, slope, gradient, scale, N, U, D,
+    h, e, own, bias, positive_bias, lse, slope, gradient, scale, N, U, D,
     BLOCK_N: tl.constexpr, BLOCK_U: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """A block [u, d] of the rows' gradient: residuals, transposed, times outputs, over all outputs."""
@@ -173,10 +195,12 @@ def _to_rows(  # type: ignore[no-untyped-def]
     total = tl.zeros((BLOCK_U, BLOCK_D), tl.float32)
     for first in range(0, N, BLOCK_N):
         n = (first + tl.arange(0, BLOCK_N)).to(tl.int64)
-        own_n = tl.load(own + n, mask=n < N, other=-1)
-        own_bias_n = tl.load(own_bias + n, mask=n < N, other=0.0)
+        positive_n = tl.load(own + n, mask=n < N, other=-1)
+        positive_bias_n = tl.load(positive_bias + n, mask=n < N, other=0.0)
         lse_n = tl.load(lse + n, mask=n < N, other=float("inf"))
-        residuals = _residuals(h, e, own_n, bias, own_bias_n, lse_n, n, u, scale, N, U, D, BLOCK_N, BLOCK_U, BLOCK_K)
+        residuals = _residuals(
+            h, e, positive_n, bias, positive_bias_n, lse_n, n, u, scale, N, U, D, BLOCK_N, BLOCK_U, BLOCK_K
+        )
         outputs = tl.load(h + n[:, None] * D + d[None, :], mask=(n[:, None] < N) & (d[None, :] < D), other=0.0)
         total = _add_product(tl.trans(residuals.to(outputs.dtype)), outputs, total)
     total *= tl.load(slope)

@@ -24,10 +24,10 @@ class Weighting:
     bias_V: Tensor
     """For all outputs but those whose own token it is."""
 
-    own_bias_V: Tensor
+    positive_bias_V: Tensor
     """For the outputs whose own token it is."""
 
-    reports_own: bool
+    reports_positive: bool
     """Whether the loss has the term - b_own. The paper's has not: it is a constant to the gradient."""
 
 
@@ -40,15 +40,15 @@ def weigh(bias: Bias, multiplicity_V: Tensor, log_inclusion_V: Tensor | None) ->
     log_count_V = multiplicity_V.double().log()
     even_V = torch.zeros_like(log_count_V).masked_fill_(absent_V, -torch.inf)
     if bias == "paper":
-        return Weighting(log_count_V, log_count_V, reports_own=False)
+        return Weighting(log_count_V, log_count_V, reports_positive=False)
     if bias == "once":
-        return Weighting(even_V, even_V, reports_own=False)
+        return Weighting(even_V, even_V, reports_positive=False)
     if bias == "own_once":
-        return Weighting(log_count_V, even_V, reports_own=False)
+        return Weighting(log_count_V, even_V, reports_positive=False)
     if log_inclusion_V is None:
         raise ValueError("the corrected bias needs the probabilities of being a candidate")
     corrected_V = (-log_inclusion_V).masked_fill(absent_V, -torch.inf)
-    return Weighting(corrected_V, corrected_V, reports_own=True)
+    return Weighting(corrected_V, corrected_V, reports_positive=True)
 
 
 def log_inclusion(log_q_V: Tensor, targets: float, log_r_V: Tensor | None = None, draws: int = 0) -> Tensor:

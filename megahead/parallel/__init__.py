@@ -1,11 +1,11 @@
-"""Models split over a tensor group: sharded twins of plain layers, the plan that applies them, the shared-out loss."""
+"""Tensor and sequence parallelism: sharded twins of plain layers, the plan that applies them, and the parallel loss."""
 
-from megahead.parallel.build import assemble, build, fill_
+from megahead.parallel.build import assemble, fill_
+from megahead.parallel.candidate_softmax import parallel_candidate_loss, parallel_candidate_scores
 from megahead.parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabularyParallelEmbedding
 from megahead.parallel.plan import parallelize_, shard_dims
 from megahead.parallel.pretraining import TensorParallelPretraining
 from megahead.parallel.sequence import SequenceColumnLinear, SequenceLayerNorm, SequenceRowLinear
-from megahead.parallel.softmax import Share, split_candidate_loss, split_candidate_scores
 
 __all__ = [
     "ColumnParallelLinear",
@@ -13,14 +13,12 @@ __all__ = [
     "SequenceColumnLinear",
     "SequenceLayerNorm",
     "SequenceRowLinear",
-    "Share",
     "TensorParallelPretraining",
     "VocabularyParallelEmbedding",
     "assemble",
-    "build",
     "fill_",
+    "parallel_candidate_loss",
+    "parallel_candidate_scores",
     "parallelize_",
     "shard_dims",
-    "split_candidate_loss",
-    "split_candidate_scores",
 ]

@@ -1,4 +1,4 @@
-"""A run's model over a tensor group: the weights of one rank, sliced, without the whole model anywhere."""
+"""The one way to make a run's model: `assemble` its layers, then `fill_` them. No rank ever holds the whole model."""
 
 from __future__ import annotations
 
@@ -7,29 +7,22 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from megahead import pretraining
 from megahead.config import RunConfig
 from megahead.distributed import Group
 from megahead.models import SHARDING
 from megahead.parallel.plan import parallelize_, shard_dims
 from megahead.parallel.pretraining import SplitOutputEmbedding, TensorParallelPretraining
-from megahead.pretraining import Pretraining, first_weights
-
-
-def build(config: RunConfig, group: Group, device: torch.device) -> Pretraining:
-    """The run's model on `device`, split over `group`: the same initial weights on every mesh. Sends nothing."""
-    module = assemble(config, group, device)
-    fill_(module, group, first_weights(config))
-    return module
+from megahead.pretraining import Pretraining, build_pretraining
 
 
 def assemble(config: RunConfig, group: Group, device: torch.device) -> Pretraining:
-    """The run's layers, split over `group`, with hollow parameters: a shape on `device`, but no room for weights.
+    """The model of `config`, split over `group`, its parameters hollow: they have a shape on `device`, but no memory.
 
-    `fill_` gives them both; so does an engine that cuts them up further. One rank gets the plain layers, which do less.
+    `fill_` gives them memory and values; so does an engine, which may partition them further. One rank gets the plain
+    layers, which do less. Sends nothing.
     """
     with torch.device("meta"):
-        module = pretraining.assemble(config)
+        module: Pretraining = build_pretraining(config)
         if group.size > 1:
             module = _split(module, config, group)
     for layer in module.modules():
@@ -42,7 +35,7 @@ def assemble(config: RunConfig, group: Group, device: torch.device) -> Pretraini
 
 
 def fill_(module: nn.Module, group: Group, weights: Callable[[str], Tensor]) -> None:
-    """Sets every parameter to this rank's slice of `weights(its name)`, which is whole; one at a time."""
+    """Sets every parameter to this rank's slice of the whole tensor `weights(its name)`, one at a time."""
     dims = shard_dims(module)
     for name, parameter in module.named_parameters():
         whole = weights(name)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from megahead.distributed import Group, sum_backward, sum_forward, sum_scatter
+from megahead.distributed import Group, copy_to_group, reduce_from_group, reduce_scatter_to_group
 
 
 def _slice(full: Tensor, group: Group, dim: int) -> nn.Parameter:
@@ -42,7 +42,7 @@ class ColumnParallelLinear(nn.Module):
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         """[B, T, f]: this rank's output features."""
-        return F.linear(sum_backward(x_BTD, self.group), self.weight, self.bias)
+        return F.linear(copy_to_group(x_BTD, self.group), self.weight, self.bias)
 
 
 class RowParallelLinear(nn.Module):
@@ -58,7 +58,7 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, x_BTf: Tensor) -> Tensor:
         """[B, T, D] on every rank, from this rank's input features."""
-        return sum_forward(F.linear(x_BTf, self.weight), self.group) + self.bias
+        return reduce_from_group(F.linear(x_BTf, self.weight), self.group) + self.bias
 
 
 class VocabularyParallelEmbedding(nn.Module):
@@ -78,10 +78,10 @@ class VocabularyParallelEmbedding(nn.Module):
         whose backward gathers. U must be a multiple of the group's size; an id of -1 has a row of zeros.
         """
         if shared_ids_U is None:
-            return sum_forward(self._owned(ids), self.group)
+            return reduce_from_group(self._owned(ids), self.group)
         rows = self._owned(torch.cat([ids.flatten(), shared_ids_U]))
         inputs, shared = rows.split([ids.numel(), shared_ids_U.numel()])
-        return sum_forward(inputs.view(*ids.shape, -1), self.group), sum_scatter(shared, self.group)
+        return reduce_from_group(inputs.view(*ids.shape, -1), self.group), reduce_scatter_to_group(shared, self.group)
 
     def _owned(self, ids: Tensor) -> Tensor:
         """Rows of the ids that this rank owns, zeros for the others'."""

@@ -1,4 +1,4 @@
-"""Pretraining with its weights split over a tensor group: the same losses and scores, shared out.
+"""Pretraining with its weights split over a tensor group: the same losses and scores as on one rank.
 
 B rows, T inputs a row, D features, N targets, U candidates, V vocabulary; w: the candidates of one rank.
 """
@@ -15,8 +15,8 @@ from torch.nn import functional as F
 from megahead.config import ObjectiveConfig
 from megahead.distributed import Group
 from megahead.models import Backbone
-from megahead.objectives import Candidates, Scores
-from megahead.parallel.softmax import Share, split_candidate_loss, split_candidate_scores
+from megahead.objectives import Candidates, CandidateShard, Scores
+from megahead.parallel.candidate_softmax import parallel_candidate_loss, parallel_candidate_scores
 from megahead.pretraining import MaskHead, OutputEmbedding, Pretraining
 
 
@@ -27,7 +27,7 @@ class SplitOutputEmbedding(OutputEmbedding):
 
 
 class TensorParallelPretraining(Pretraining):
-    """A `Pretraining` whose backbone was parallelised over `group`; every rank of it gets the same requests.
+    """A `Pretraining` whose backbone is split over `group`; every rank of it gets the same requests.
 
     A headless softmax splits its candidates evenly over the ranks; one over the vocabulary leaves each row with its
     owner, which is even too. An encoder's transform and bias are whole on every rank.
@@ -46,7 +46,7 @@ class TensorParallelPretraining(Pretraining):
         self.group = group
 
     def _look_up(self, input_ids_BT: Tensor, groups: tuple[Candidates, ...]) -> tuple[Tensor, list[Tensor]]:
-        """Rows of the inputs [B, T, D], and of this rank's share of each group's candidates [w, D]."""
+        """Embeddings of the inputs [B, T, D], and the rows of this rank's share of each group's candidates [w, D]."""
         tables = [self._even_table(group.ids_U) for group in groups if group.ids_U is not None]
         if not tables:
             return self.backbone.embed(input_ids_BT), [self._output_rows() for _ in groups]
@@ -55,38 +55,28 @@ class TensorParallelPretraining(Pretraining):
         return inputs_BTD, list(shares_WD.split([table.shape[1] for table in tables]))
 
     def _even_table(self, ids_U: Tensor) -> Tensor:
-        """[ranks, w]: the ids shared out evenly, -1 where there are no more."""
+        """[ranks, w]: the ids split evenly, -1 where there are no more."""
         width = self._even(ids_U.numel())
         return F.pad(ids_U, (0, width * self.group.size - ids_U.numel()), value=-1).view(self.group.size, width)
 
-    def _group_loss(self, outputs_ND: Tensor, rows_wD: Tensor, group: Candidates) -> Tensor:
-        share = self._share(None if group.ids_U is None else group.ids_U.numel())
-        loss = split_candidate_loss(
-            outputs_ND,
-            rows_wD,
-            group.own_N,
-            group.bias_U,
-            self._divisor(),
-            share,
-            self.group,
-            group.own_bias_U,
-        )
-        return loss + group.constant
+    def _candidate_loss(self, queries_ND: Tensor, rows_wD: Tensor, candidates: Candidates) -> Tensor:
+        return parallel_candidate_loss(queries_ND, rows_wD, candidates, self._divisor(), self._shard(candidates))
 
-    def _vocabulary_scores(self, outputs_ND: Tensor, target_ids_N: Tensor, bias_V: Tensor | None) -> Scores:
-        return split_candidate_scores(
-            outputs_ND, self._output_rows(), target_ids_N, bias_V, self._divisor(), self._share(None), self.group
-        )
+    def _vocabulary_scores(self, queries_ND: Tensor, vocabulary: Candidates) -> Scores:
+        shard = self._shard(vocabulary)
+        return parallel_candidate_scores(queries_ND, self._output_rows(), vocabulary, self._divisor(), shard)
 
     def _output_rows(self) -> Tensor:
-        """This rank's rows of the output matrix; padding has no share, see `_share`."""
+        """This rank's rows of the output matrix; padding is outside of its shard, see `_shard`."""
         return self._output_matrix().weight
 
-    def _share(self, candidates: int | None) -> Share:
-        """This rank's share of that many candidates; of the vocabulary's rows for None."""
-        if candidates is None:
-            return Share.of(self.vocab_size, self._output_matrix().weight.shape[0], self.group)
-        return Share.of(candidates, self._even(candidates), self.group)
+    def _shard(self, candidates: Candidates) -> CandidateShard:
+        """This rank's share of the candidates; of the vocabulary the rows that it owns."""
+        if candidates.ids_U is None:
+            return CandidateShard.of(self.vocab_size, self._output_rows().shape[0], self.group)
+        count = candidates.ids_U.numel()
+        return CandidateShard.of(count, self._even(count), self.group)
 
     def _even(self, candidates: int) -> int:
+        """Rows of each rank's table."""
         return max(1, -(-candidates // self.group.size))

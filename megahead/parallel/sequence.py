@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from megahead.distributed import Group, sum_backward, sum_scatter
+from megahead.distributed import Group, copy_to_group, reduce_scatter_to_group
 from megahead.parallel.layers import TWINS, ColumnParallelLinear, RowParallelLinear, Twins
 
 
@@ -38,8 +38,8 @@ class SequenceRowLinear(RowParallelLinear):
 
     def forward(self, x_BTf: Tensor) -> Tensor:
         """[B, t, D]: this rank's tokens."""
-        summed_BtD = sum_scatter(F.linear(x_BTf, self.weight), self.group, dim=1)
-        return summed_BtD + sum_backward(self.bias, self.group)
+        summed_BtD = reduce_scatter_to_group(F.linear(x_BTf, self.weight), self.group, dim=1)
+        return summed_BtD + copy_to_group(self.bias, self.group)
 
 
 class SequenceLayerNorm(nn.Module):
@@ -56,7 +56,7 @@ class SequenceLayerNorm(nn.Module):
 
     def forward(self, x_BtD: Tensor) -> Tensor:
         """[B, t, D]; an all-reduce of [2, D] backward."""
-        weight, bias = sum_backward(torch.stack([self.weight, self.bias]), self.group)
+        weight, bias = copy_to_group(torch.stack([self.weight, self.bias]), self.group)
         return F.layer_norm(x_BtD, self.normalized_shape, weight, bias, self.eps)
 
 
@@ -76,13 +76,13 @@ class _GatheredLinear(torch.autograd.Function):
     def forward(ctx: Any, x_BtD: Tensor, weight_fD: Tensor, bias_f: Tensor, group: Group) -> Tensor:
         ctx.group = group
         ctx.save_for_backward(x_BtD, weight_fD)
-        return F.linear(group.join(x_BtD, dim=1), weight_fD, bias_f)
+        return F.linear(group.unshard(x_BtD, dim=1), weight_fD, bias_f)
 
     @staticmethod
     def backward(ctx: Any, grad_BTf: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:  # type: ignore[override]
         x_BtD, weight_fD = ctx.saved_tensors
-        grad_Nf, x_ND = grad_BTf.flatten(0, 1), ctx.group.join(x_BtD, dim=1).flatten(0, 1)
-        grad_BtD = ctx.group.sum_scatter(grad_BTf @ weight_fD, dim=1)
+        grad_Nf, x_ND = grad_BTf.flatten(0, 1), ctx.group.unshard(x_BtD, dim=1).flatten(0, 1)
+        grad_BtD = ctx.group.reduce_scatter(grad_BTf @ weight_fD, dim=1)
         return grad_BtD, grad_Nf.T @ x_ND, grad_Nf.sum(0), None
 
 

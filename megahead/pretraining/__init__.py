@@ -1,9 +1,9 @@
 """Backbone + objective: from rows of tokens to a loss, and to scores for evaluation."""
 
-from megahead.pretraining.batch import MicroBatch, Scoring, StepBatches
-from megahead.pretraining.build import assemble, build, first_weights, weight_shapes
+from megahead.pretraining.batch import MicroBatch, ScoreRequest, StepBatches, documents_of, target_positions_of
+from megahead.pretraining.build import build_pretraining, first_weights, weight_shapes
 from megahead.pretraining.feed import Feed
-from megahead.pretraining.heads import MaskHead, OutputEmbedding
+from megahead.pretraining.output_layers import MaskHead, OutputEmbedding
 from megahead.pretraining.pretraining import Pretraining
 from megahead.pretraining.temperature import LearnedTemperature
 
@@ -14,10 +14,11 @@ __all__ = [
     "MicroBatch",
     "OutputEmbedding",
     "Pretraining",
-    "Scoring",
+    "ScoreRequest",
     "StepBatches",
-    "assemble",
-    "build",
+    "build_pretraining",
+    "documents_of",
     "first_weights",
+    "target_positions_of",
     "weight_shapes",
 ]

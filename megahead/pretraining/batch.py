@@ -8,11 +8,25 @@ import torch
 from torch import Tensor
 
 from megahead.data import Batch
-from megahead.nn import Documents
+from megahead.nn import Documents, TargetPositions
 from megahead.objectives import Candidates
 
 CANDIDATE_MULTIPLE = 512
 """Candidates of a group on a CUDA device: whole blocks of the kernels, and allocations that come back."""
+
+
+def documents_of(batch: Batch) -> Documents:
+    """Where each document of the batch begins, on its device."""
+    if batch.positions_BT is not None:
+        return Documents(batch.positions_BT, batch.cu_seqlens)
+    rows, row_length = batch.input_ids_BT.shape
+    return Documents.whole_rows(rows, row_length, batch.input_ids_BT.device)
+
+
+def target_positions_of(batch: Batch) -> TargetPositions:
+    """Which of the batch's outputs have a target."""
+    rows, row_length = batch.input_ids_BT.shape
+    return TargetPositions(batch.target_index_N, rows, row_length, batch.max_targets_per_row)
 
 
 @dataclass(frozen=True)
@@ -21,15 +35,16 @@ class MicroBatch:
 
     batch: Batch
     candidates: tuple[Candidates, ...]
-    """Of each group that the batch holds a part of, in the order of its targets; they share no candidates."""
+    """Of each candidate group that the batch holds a part of, in the order of its targets."""
 
-    loss_scale: float
+    loss_weight: float
     """Turns the sum over this micro-batch's targets into its share of the mean over the global batch's, given that
     the engine averages over accumulation steps and data ranks: data_ranks * accumulation / global_targets."""
 
     def to(self, device: torch.device) -> MicroBatch:
+        """The same on `device`."""
         candidates = tuple(group.to(device) for group in self.candidates)
-        return MicroBatch(self.batch.to(device, non_blocking=True), candidates, self.loss_scale)
+        return MicroBatch(self.batch.to(device, non_blocking=True), candidates, self.loss_weight)
 
     def staged(self, device: torch.device) -> MicroBatch:
         """The same loss, still on the CPU, made ready for `device`.
@@ -39,9 +54,8 @@ class MicroBatch:
         if device.type != "cuda":
             return self
         candidates = tuple(group.padded(CANDIDATE_MULTIPLE).pinned() for group in self.candidates)
-        positions_BT = self.batch.positions_BT
-        borders = None if positions_BT is None else Documents(positions_BT).borders
-        return MicroBatch(replace(self.batch, borders=borders).pinned(), candidates, self.loss_scale)
+        cu_seqlens = None if self.batch.positions_BT is None else documents_of(self.batch).cu_seqlens
+        return MicroBatch(replace(self.batch, cu_seqlens=cu_seqlens).pinned(), candidates, self.loss_weight)
 
 
 @dataclass(frozen=True)
@@ -59,7 +73,7 @@ class StepBatches:
 
 
 @dataclass(frozen=True)
-class Scoring:
+class ScoreRequest:
     """A request for the probabilities that a head gives to a batch's targets, over the whole vocabulary."""
 
     batch: Batch

@@ -11,11 +11,11 @@ from typing import TypeVar
 import torch
 
 from megahead.config import BatchConfig, DataConfig
-from megahead.data import BatchReader, Masker, SampleRows
+from megahead.data import BatchReader, Masker, RowSource
 from megahead.distributed import Group
 from megahead.objectives import Objective
 from megahead.pretraining.batch import MicroBatch, StepBatches
-from megahead.pretraining.groups import Candidacy
+from megahead.pretraining.candidate_groups import CandidateGroups
 
 T = TypeVar("T")
 CPU = torch.device("cpu")
@@ -32,7 +32,7 @@ class Feed:
 
     def __init__(
         self,
-        samples: SampleRows,
+        samples: RowSource,
         objective: Objective,
         data: DataConfig,
         batch: BatchConfig,
@@ -44,7 +44,7 @@ class Feed:
         masker: Masker | None = None,
     ) -> None:
         self._reader = BatchReader(samples, data, masker)
-        self._candidacy = Candidacy(objective, group_samples or batch.micro_size, batch.micro_size, seed)
+        self._candidate_groups = CandidateGroups(objective, group_samples or batch.micro_size, batch.micro_size, seed)
         self._prefetch = data.prefetch
         self._batch = batch
         self._group = group
@@ -62,10 +62,10 @@ class Feed:
         ranks = self._group.size
         accumulation = self._batch.accumulation_steps(ranks)
         batches = [self._reader.read(self.samples(first_sample, k, self._group.rank)) for k in range(accumulation)]
-        sizes_RA = self._group.gather(torch.tensor([batch.target_ids_N.numel() for batch in batches]))
+        sizes_RA = self._group.all_gather(torch.tensor([batch.target_ids_N.numel() for batch in batches]))
         targets = int(sizes_RA.sum())
         scale = ranks * accumulation / max(targets, 1)
-        candidates = self._candidacy.choose(first_sample, batches, sizes_RA, self._group)
+        candidates = self._candidate_groups.choose(first_sample, batches, sizes_RA, self._group)
         micro_batches = [MicroBatch(*pair, scale) for pair in zip(batches, candidates, strict=True)]
         staged = [micro.staged(self._device) for micro in micro_batches]
         return StepBatches(staged, targets, _mean_candidates(micro_batches))

@@ -15,16 +15,16 @@ from megahead.config import ObjectiveConfig
 from megahead.data import Batch
 from megahead.models import Backbone
 from megahead.objectives import Candidates, Scores, candidate_loss, candidate_scores, vocabulary_candidates
-from megahead.pretraining.batch import MicroBatch, Scoring
-from megahead.pretraining.heads import MaskHead, OutputEmbedding
+from megahead.pretraining.batch import MicroBatch, ScoreRequest, documents_of, target_positions_of
+from megahead.pretraining.output_layers import MaskHead, OutputEmbedding
 from megahead.pretraining.temperature import LearnedTemperature
 
 
 class Pretraining(nn.Module):
-    """`backbone` learning by `objective`: a MicroBatch to its scaled loss, a Scoring to Scores.
+    """`backbone` trained by `objective`: a MicroBatch gives its scaled loss, a ScoreRequest gives Scores.
 
     Both go through `forward`, because ZeRO-3 has the weights only there. Rows of the table from `vocab_size` on
-    are padding: never candidates. `mask_head`: what an encoder's outputs go through before the whole vocabulary.
+    are padding: never candidates. `mask_head` transforms an encoder's outputs before the softmax over the vocabulary.
     """
 
     def __init__(
@@ -46,41 +46,43 @@ class Pretraining(nn.Module):
     @overload
     def __call__(self, request: MicroBatch) -> Tensor: ...
     @overload
-    def __call__(self, request: Scoring) -> Scores: ...
-    def __call__(self, request: MicroBatch | Scoring) -> Tensor | Scores:
+    def __call__(self, request: ScoreRequest) -> Scores: ...
+    def __call__(self, request: MicroBatch | ScoreRequest) -> Tensor | Scores:
         result: Tensor | Scores = super().__call__(request)
         return result
 
-    def forward(self, request: MicroBatch | Scoring) -> Tensor | Scores:
+    def forward(self, request: MicroBatch | ScoreRequest) -> Tensor | Scores:
         return self._loss(request) if isinstance(request, MicroBatch) else self._scores(request)
 
     def _loss(self, micro: MicroBatch) -> Tensor:
         """Scalar, connected to every trained parameter, also when the micro-batch has no targets."""
         inputs_BTD, rows = self._look_up(micro.batch.input_ids_BT, micro.candidates)
         outputs_ND = self._outputs(inputs_BTD, micro.batch)
-        parts = outputs_ND.split([group.own_N.numel() for group in micro.candidates])
+        parts = outputs_ND.split([candidates.positive_N.numel() for candidates in micro.candidates])
         losses = [self._loss_among(*part) for part in zip(parts, rows, micro.candidates, strict=True)]
         loss = torch.stack(losses).sum()
         share = self.objective.vanilla_weight
         if share:
             vanilla = self._loss_among(outputs_ND, self._output_rows(), vocabulary_candidates(micro.batch.target_ids_N))
             loss = (1 - share) * loss + share * vanilla
-        return loss * micro.loss_scale
+        return loss * micro.loss_weight
 
-    def _loss_among(self, outputs_ND: Tensor, rows_UD: Tensor, group: Candidates) -> Tensor:
-        """Summed over the outputs; where a bias of the vocabulary is learned, own ones count as well."""
-        queries_ND, bias_V = self._queries(outputs_ND, group.ids_U is None)
+    def _loss_among(self, outputs_ND: Tensor, rows_UD: Tensor, candidates: Candidates) -> Tensor:
+        """Summed over the outputs; where a bias of the vocabulary is learned, own biases count as well."""
+        queries_ND, bias_V = self._queries(outputs_ND, candidates.ids_U is None)
         if bias_V is None:
-            return self._group_loss(queries_ND, rows_UD, group)
-        loss = self._group_loss(queries_ND, rows_UD, replace(group, bias_U=bias_V))
-        return loss - bias_V.index_select(0, group.own_N).sum(dtype=loss.dtype)
+            return self._candidate_loss(queries_ND, rows_UD, candidates)
+        loss = self._candidate_loss(queries_ND, rows_UD, replace(candidates, bias_U=bias_V))
+        return loss - bias_V.index_select(0, candidates.positive_N).sum(dtype=loss.dtype)
 
-    def _group_loss(self, outputs_ND: Tensor, rows_UD: Tensor, group: Candidates) -> Tensor:
-        loss = candidate_loss(outputs_ND, rows_UD, group.own_N, group.bias_U, self._divisor(), group.own_bias_U)
-        return loss + group.constant
+    def _candidate_loss(self, queries_ND: Tensor, rows_UD: Tensor, candidates: Candidates) -> Tensor:
+        return candidate_loss(queries_ND, rows_UD, candidates, self._divisor())
 
     def _look_up(self, input_ids_BT: Tensor, groups: tuple[Candidates, ...]) -> tuple[Tensor, list[Tensor]]:
-        """Rows of the inputs [B, T, D] and of each group's candidates [U, D]: one embedding call for all from there."""
+        """Embeddings of the inputs [B, T, D], and the rows of each group's candidates [U, D], in one embedding call.
+
+        Candidates that are the whole vocabulary have the rows of the output matrix.
+        """
         sizes = [0 if group.ids_U is None else group.ids_U.numel() for group in groups]
         ids = [group.ids_U for group in groups if group.ids_U is not None]
         looked_up = self.backbone.embed(torch.cat([input_ids_BT.flatten(), *ids]))
@@ -90,13 +92,12 @@ class Pretraining(nn.Module):
 
     def _outputs(self, inputs_BTD: Tensor, batch: Batch) -> Tensor:
         """[N, D]: those that have targets."""
-        index_N, most = batch.target_index_N, batch.most_a_row
-        return self.backbone.encode_at(inputs_BTD, batch.positions_BT, index_N, most, batch.borders)
+        return self.backbone.encode_at(inputs_BTD, documents_of(batch), target_positions_of(batch))
 
     def _queries(self, outputs_ND: Tensor, vocabulary: bool) -> tuple[Tensor, Tensor | None]:
-        """What rows are scored by, [N, D], divided by a learned temperature; and a learned bias of all ids, [V].
+        """[N, D], what rows are multiplied by, divided by a learned temperature; and [V], a learned bias of all ids.
 
-        An encoder meets the whole vocabulary through BERT's transform.
+        With `vocabulary` an encoder's outputs go through BERT's transform.
         """
         bias_V = None
         if vocabulary and self.mask_head is not None:
@@ -104,19 +105,18 @@ class Pretraining(nn.Module):
         return outputs_ND if self.temperature is None else self.temperature(outputs_ND), bias_V
 
     def _divisor(self) -> float:
-        """What is left to divide scores by."""
+        """What scores are divided by: a learned temperature has divided them already."""
         return self.objective.temperature if self.temperature is None else 1.0
 
-    def _scores(self, scoring: Scoring) -> Scores:
-        batch = scoring.batch
+    def _scores(self, request: ScoreRequest) -> Scores:
+        batch = request.batch
         outputs_ND = self._outputs(self.backbone.embed(batch.input_ids_BT), batch)
         queries_ND, learned_V = self._queries(outputs_ND, vocabulary=True)
-        return self._vocabulary_scores(
-            queries_ND, batch.target_ids_N, scoring.bias_V if learned_V is None else learned_V
-        )
+        bias_V = request.bias_V if learned_V is None else learned_V
+        return self._vocabulary_scores(queries_ND, vocabulary_candidates(batch.target_ids_N, bias_V))
 
-    def _vocabulary_scores(self, outputs_ND: Tensor, target_ids_N: Tensor, bias_V: Tensor | None) -> Scores:
-        return candidate_scores(outputs_ND, self._output_rows(), target_ids_N, bias_V, self._divisor())
+    def _vocabulary_scores(self, queries_ND: Tensor, vocabulary: Candidates) -> Scores:
+        return candidate_scores(queries_ND, self._output_rows(), vocabulary, self._divisor())
 
     def _output_rows(self) -> Tensor:
         """[V, D]: the output matrix without its padding."""

@@ -17,11 +17,6 @@ class LearnedTemperature(nn.Module):
         self.log_value = nn.Parameter(torch.empty(1))
         """float [1]; like all vectors it does not decay."""
 
-    def reset_(self) -> None:
-        """Back to where it starts."""
-        with torch.no_grad():
-            self.log_value.copy_(self.first_value())
-
     def first_value(self) -> Tensor:
         """What `log_value` starts from."""
         return torch.tensor([math.log(self.start)])

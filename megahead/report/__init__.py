@@ -5,7 +5,7 @@ Drawing needs matplotlib: imported with the first use of a name, not with the pa
 
 from typing import TYPE_CHECKING
 
-from megahead import on_first_use
+from megahead.on_first_use import on_first_use
 from megahead.report.metrics import RunMetrics, read_metrics
 from megahead.report.runs import Run, read_runs
 from megahead.report.tables import to_json, to_markdown, to_rich

@@ -13,12 +13,12 @@ from statistics import median
 from string import Template
 from typing import Any
 
+from megahead.files import write_atomically
 from megahead.report.events import Event, events_of
 from megahead.report.runs import Run
 from megahead.report.series import build_panels
 from megahead.report.tables import show
-from megahead.train.meters import duration, thousands
-from megahead.wording import counted
+from megahead.wording import counted, duration, thousands
 
 _PARTS = Path(__file__).parent / "page"
 _AXES = {"tokens": "tokens", "step": "steps", "seconds": "time"}
@@ -26,13 +26,7 @@ _AXES = {"tokens": "tokens", "step": "steps", "seconds": "time"}
 
 def save_page(runs: Sequence[Run], output: Path) -> Path:
     """Writes the page, whole or not at all."""
-    output.parent.mkdir(parents=True, exist_ok=True)
-    partial = output.with_name(output.name + ".partial")
-    try:
-        partial.write_text(render_page(runs), encoding="utf-8")
-        partial.replace(output)
-    finally:
-        partial.unlink(missing_ok=True)
+    write_atomically(output, render_page(runs))
     return output
 
 

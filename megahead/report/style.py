@@ -7,6 +7,8 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from megahead.files import staged
+
 INK, QUIET, GRID = "#22272e", "#6b7280", "#e7e9ec"
 PALETTE = ("#2563b0", "#d9730d", "#1a8a6b", "#a3386f", "#7a5bc0", "#8a6d1d")  # told apart by colour-blind readers too
 STYLE: Any = {
@@ -33,11 +35,6 @@ STYLE: Any = {
 
 def save_figure(figure: Figure, output: Path) -> Path:
     """Writes a PNG (150 pixels an inch), whole or not at all."""
-    output.parent.mkdir(parents=True, exist_ok=True)
-    partial = output.with_name(output.name + ".partial")
-    try:
+    with staged(output) as partial:
         figure.savefig(partial, format="png", dpi=150)
-        partial.replace(output)
-    finally:
-        partial.unlink(missing_ok=True)
     return output

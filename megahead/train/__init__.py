@@ -1,6 +1,17 @@
-"""Training: the state that survives a restart, the step, the loop, and the setup that puts a run together."""
+"""Training: the state that survives a restart, the step, the loop, and the setup that puts a run together.
 
-from megahead.train.describe import describe_run
-from megahead.train.setup import pretrain
+To train needs torch and DeepSpeed: imported with the first use of `pretrain`, not with the package.
+"""
 
-__all__ = ["describe_run", "pretrain"]
+from typing import TYPE_CHECKING
+
+from megahead.on_first_use import on_first_use
+from megahead.train.describe import describe_run, files_of
+
+if TYPE_CHECKING:
+    from megahead.train.run import Run
+    from megahead.train.setup import pretrain
+
+__all__ = ["Run", "describe_run", "files_of", "pretrain"]
+
+__getattr__ = on_first_use(__name__, run=("Run",), setup=("pretrain",))

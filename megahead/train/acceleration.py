@@ -1,4 +1,4 @@
-"""How a run's blocks are computed: by which attention back end, and whether compiled."""
+"""How a run's blocks are computed: by which attention backend, and whether compiled."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from megahead.config import RunConfig
 from megahead.models import Backbone, CompiledBlocks
-from megahead.nn import Backend, Use, choose_backend
+from megahead.nn import AttentionSpec, Backend, choose_backend
 
 _TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -19,14 +19,14 @@ def accelerate_(
 ) -> list[tuple[str, str]]:
     """Sets `backbone` up as `config.engine` says; returns what was chosen, as (name, value) lines.
 
-    ConfigError for an attention back end that cannot serve here.
+    ConfigError for an attention backend that cannot serve here.
     """
     model, engine = config.model, config.engine
-    use = Use(device, _TYPES[engine.precision], model.head_size(), model.attention_dropout)
-    backend = choose_backend(engine.attention, use)
+    spec = AttentionSpec(device, _TYPES[engine.precision], model.head_size(), model.attention_dropout)
+    backend = choose_backend(engine.attention, spec)
     backbone.recompute_blocks = engine.activation_checkpointing
     backbone.use_attention(backend.attend)
-    told = [("attention", f"{backend.name} ({backend.about})")]
+    told = [("attention", f"{backend.name} ({backend.description})")]
     if engine.compile:
         obstacle = _obstacle_to_compiling(config, device, zero_stage)
         told.append(("compiled", f"no, {obstacle}" if obstacle else "one block for all layers"))

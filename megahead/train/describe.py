@@ -7,7 +7,7 @@ from pathlib import Path
 from megahead.config import ModelConfig, RunConfig, deepspeed_config, resolve_group
 from megahead.config.deepspeed import zero_stage
 from megahead.estimate import RankMemory, rank_memory, run_parameters
-from megahead.wording import counted
+from megahead.wording import GIB, counted, gib
 
 
 def describe_run(config: RunConfig, world_size: int, group_samples: int | None = None) -> list[tuple[str, str]]:
@@ -59,9 +59,9 @@ def _shape(model: ModelConfig) -> str:
 def _memory(memory: RankMemory) -> str:
     states = memory.weights + memory.gradients + memory.optimizer
     parts = {"states": states, "buffers": memory.buffers, "activations": memory.activations, "loss": memory.loss}
-    told = ", ".join(f"{name} {bytes_ / 2**30:.2f}" for name, bytes_ in parts.items())
-    offloaded = f"; {memory.host / 2**30:.2f} on the host" if memory.host else ""
-    return f"about {memory.total / 2**30:.2f} GiB a rank ({told}{offloaded})"
+    by_part = ", ".join(f"{name} {size / GIB:.2f}" for name, size in parts.items())
+    offloaded = f"; {memory.host / GIB:.2f} on the host" if memory.host else ""
+    return f"about {gib(memory.total)} a rank ({by_part}{offloaded})"
 
 
 def _parameters(config: RunConfig) -> str:

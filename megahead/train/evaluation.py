@@ -7,12 +7,13 @@ from collections.abc import Callable
 import torch
 
 from megahead.config import RunConfig
-from megahead.data import IndexedDataset, asked_counts, held_out_masker, held_out_samples
+from megahead.corpus import IndexedDataset
+from megahead.data import asked_counts, held_out_masker, held_out_samples
 from megahead.distributed import Group
 from megahead.engine import Engine
 from megahead.evaluate import HeldOut, HeldOutText
 from megahead.objectives import Scores, training_free_bias
-from megahead.pretraining import Scoring
+from megahead.pretraining import ScoreRequest
 from megahead.train.state import TrainingState
 
 
@@ -44,7 +45,7 @@ class Evaluation:
                 asked_V,
             )
 
-        def score(scoring: Scoring) -> Scores:
+        def score(scoring: ScoreRequest) -> Scores:
             if interrupted():
                 raise _InterruptedError
             scores: Scores = engine.evaluate(scoring)

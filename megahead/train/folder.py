@@ -10,7 +10,7 @@ from pathlib import Path
 
 import yaml
 
-from megahead.checkpoint import together
+from megahead.checkpoint import run_on_all_ranks
 from megahead.config import RunConfig
 from megahead.distributed import Group
 from megahead.errors import CheckpointError
@@ -26,7 +26,7 @@ def must_be_shared(folder: Path, world: Group) -> None:
     for this is removed again: a run that is refused later leaves nothing.
     """
     missing = [place for place in (folder, *folder.parents) if not place.exists()]
-    token = world.gather_objects(secrets.token_hex(8) if world.rank == 0 else "")[0]
+    token = world.all_gather_objects(secrets.token_hex(8) if world.rank == 0 else "")[0]
     mark = folder / f".seen-by-all-{token}"
 
     def write() -> None:
@@ -34,8 +34,8 @@ def must_be_shared(folder: Path, world: Group) -> None:
         mark.touch()
 
     try:
-        together(world, write if world.rank == 0 else _nothing, lambda error: _cannot_write(folder, error))
-        together(world, lambda: _see(mark, world.rank), str)
+        run_on_all_ranks(world, write if world.rank == 0 else _nothing, lambda error: _cannot_write(folder, error))
+        run_on_all_ranks(world, lambda: _see(mark, world.rank), str)
     finally:
         if world.rank == 0:
             with contextlib.suppress(OSError):

@@ -9,7 +9,7 @@ from typing import Any
 from megahead.checkpoint import Checkpoint
 from megahead.config import RunConfig, config_from_dict
 from megahead.errors import CheckpointError
-from megahead.train.texts import Texts
+from megahead.train.datasets import RunDatasets
 
 FREE = (
     "name",
@@ -35,7 +35,7 @@ FREE = (
 (What `objective.group_samples` came to is compared when it is resolved.)"""
 
 
-def texts_behind(config: RunConfig, texts: Texts) -> dict[str, Any]:
+def data_fingerprints(config: RunConfig, texts: RunDatasets) -> dict[str, Any]:
     """What lies behind the paths `data.train` and `data.tokenizer`, told such that other content is told otherwise."""
     parts = [
         dataset.fingerprint if part.weight is None else f"{dataset.fingerprint}, weight {part.weight:g}"
@@ -49,7 +49,7 @@ def texts_behind(config: RunConfig, texts: Texts) -> dict[str, Any]:
 def refuse_another_run(checkpoint: Checkpoint, config: RunConfig, texts: dict[str, Any]) -> None:
     """CheckpointError with every setting and text that differs, is not free, and is not in `resume.allow`.
 
-    `texts`: what `texts_behind` says now; the checkpoint's state has what it said then.
+    `texts`: what `data_fingerprints` says now; the checkpoint's state has what it said then.
     """
     saved = config_from_dict(checkpoint.config, source=f"the configuration in {checkpoint.folder}")
     then = saved.flat() | checkpoint.stated("texts", dict, absent=texts)

@@ -23,7 +23,7 @@ from megahead.train.saver import Saver
 from megahead.train.state import TrainingState
 from megahead.train.step import StepReport, seed_step, train_step
 from megahead.train.stopwatch import Stopwatch
-from megahead.train.tasks import TaskEvaluation
+from megahead.train.task_evaluation import TaskEvaluation
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ def _agreed_ending(run: Training) -> Ending:
     limit = run.config.training.max_seconds
     late = run.world.rank == 0 and limit is not None and run.state.seconds >= limit
     votes = torch.tensor([run.stop.signal is not None, late, run.saver.failed], dtype=torch.int32)
-    stopped, late, failed = run.world.sum_(votes).tolist()
+    stopped, late, failed = run.world.all_reduce_(votes).tolist()
     if failed:
         run.saver.wait()
     if stopped:

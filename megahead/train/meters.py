@@ -22,7 +22,7 @@ from megahead.train.history import History
 from megahead.train.state import TrainingState
 from megahead.train.step import StepReport
 from megahead.train.utilization import Utilization
-from megahead.wording import counted, span
+from megahead.wording import counted, duration, span, thousands
 
 Places = Sequence[tuple[int | None, range]]
 _DONE = {"apply": "applied all the same", "skip": "skipped", "rollback": "rolled back", "stop": "the run ends"}
@@ -93,7 +93,7 @@ class Meters:
         assert report.fault is not None
         where = [{"rank": rank, "first": rows.start, "last": rows.stop - 1} for rank, rows in places]
         step = state.step if report.applied else state.step + 1
-        told = told_fault(report, step, places, state)
+        told = describe_fault(report, step, places, state)
         if self._active:
             facts = {"kind": report.fault.kind, "action": action, "scale": report.loss_scale, "where": where}
             values = {
@@ -225,7 +225,7 @@ def _open_log(path: Path) -> BinaryIO:
     return log
 
 
-def told_fault(report: StepReport, step: int, places: Places, state: TrainingState) -> str:
+def describe_fault(report: StepReport, step: int, places: Places, state: TrainingState) -> str:
     """step 12: loss not finite (nan, gradient norm nan, scale 1) on rank 1, rows 88 to 89; 3 skipped so far"""
     told = [f"{'' if rank is None else f'rank {rank}, '}{span('row', rows)}" for rank, rows in places[:_MOST_PLACES]]
     told += [f"{len(places) - _MOST_PLACES} more"] if len(places) > _MOST_PLACES else []
@@ -234,22 +234,3 @@ def told_fault(report: StepReport, step: int, places: Places, state: TrainingSta
         f"step {step:,}: {kind} (loss {report.loss:.4g}, gradient norm {report.grad_norm:.4g}, scale "
         f"{report.loss_scale:g}) on {'; '.join(told)}; {state.skipped_steps} skipped so far"
     )
-
-
-def thousands(value: float) -> str:
-    """12345 -> 12.3k."""
-    for limit, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if value >= limit:
-            return f"{value / limit:.1f}{unit}"
-    return f"{value:.0f}"
-
-
-def duration(seconds: float) -> str:
-    """75 -> 1m15s."""
-    if not math.isfinite(seconds):
-        return "?"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours}h{minutes:02d}m"
-    return f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"

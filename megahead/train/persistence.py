@@ -14,7 +14,7 @@ from megahead.checkpoint import (
     find_checkpoint,
     newest_sound,
     open_together,
-    together,
+    run_on_all_ranks,
 )
 from megahead.config import RunConfig, resolve_group
 from megahead.distributed import Group
@@ -31,9 +31,9 @@ def find_resume(resume: str, folder: Path, world: Group) -> tuple[Checkpoint | N
     if resume == "auto":
         checkpoint, damage = _newest_sound(folder, world)
         if checkpoint is None:
-            together(world, lambda: _refuse_abandoned(folder) if world.rank == 0 else None, str)
+            run_on_all_ranks(world, lambda: _refuse_abandoned(folder) if world.rank == 0 else None, str)
         return checkpoint, damage
-    named = together(world, lambda: _named(resume, folder) if world.rank == 0 else None, str)[0]
+    named = run_on_all_ranks(world, lambda: _named(resume, folder) if world.rank == 0 else None, str)[0]
     return (None if named is None else open_together(named, world)), []
 
 
@@ -119,7 +119,7 @@ def starting_weights(config: RunConfig, world: Group, resumed: Checkpoint | None
 
 def _source(path: str, world: Group) -> Checkpoint:
     """The checkpoint at `init.from_checkpoint`."""
-    found = together(world, lambda: find_checkpoint(Path(path)) if world.rank == 0 else None, str)[0]
+    found = run_on_all_ranks(world, lambda: find_checkpoint(Path(path)) if world.rank == 0 else None, str)[0]
     if found is None:
         raise CheckpointError(f"`init.from_checkpoint` must hold a checkpoint, but {path} holds none.")
     return open_together(found, world)

@@ -5,34 +5,56 @@ from __future__ import annotations
 import json
 import os
 import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Literal
 
 import torch
 
-from megahead.checkpoint.durable import write_atomically
 from megahead.distributed import Group
+from megahead.files import write_atomically
 
 Ending = Literal["finished", "out of time", "stopped"]
 ENDING = "ending.json"
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+
+
+@contextmanager
+def signals_put_back() -> Iterator[None]:
+    """Afterwards signals do what they did before."""
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            if handler is not None and _hears_signals():  # None: it was set by no Python code
+                signal.signal(number, handler)
+
+
+def _hears_signals() -> bool:
+    """Python gives signals to its main thread only."""
+    return threading.current_thread() is threading.main_thread()
 
 
 class StopRequest:
     """Remembers SIGTERM and SIGUSR1 (preemption, Slurm's `--signal`) until someone asks; more change nothing.
 
-    So it does a first Ctrl-C, and says so where it `tells`; a second one ends the process at once.
+    So it does a first Ctrl-C, and says so where it `tells`; a second one ends the process at once. In another thread
+    than the main one it hears nothing.
     """
 
     def __init__(self, tells: bool = True) -> None:
         self.signal: str | None = None
         self._tells = tells
-        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+        for number in SIGNALS if _hears_signals() else ():
             signal.signal(number, self._note)
 
     def agreed(self, world: Group) -> bool:
         """Whether any rank was asked to stop, the same answer on all. Collective."""
-        return bool(world.max_(torch.tensor(int(self.signal is not None))))
+        return bool(world.all_reduce_max_(torch.tensor(int(self.signal is not None))))
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.signal = signal.Signals(number).name

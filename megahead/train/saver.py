@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megahead.checkpoint import Snapshot, Spare, together, write_snapshot
+from megahead.checkpoint import Snapshot, Spare, run_on_all_ranks, write_snapshot
 from megahead.config import RunConfig
 from megahead.distributed import Group
 from megahead.engine import Engine
@@ -87,7 +87,7 @@ class Saver:
 
     def _checked(self, check: Callable[[], None], write: Callable[[], Path]) -> Path:
         """Writes if `check` has nothing against it on any rank."""
-        together(self._world, check, str)
+        run_on_all_ranks(self._world, check, str)
         return write()
 
 

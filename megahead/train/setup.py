@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,59 +17,76 @@ from megahead.config import RunConfig, deepspeed_config
 from megahead.config.deepspeed import zero_stage
 from megahead.data import training_masker
 from megahead.distributed import Group, Launch, Mesh, choose_device, connected
-from megahead.engine import Engine
+from megahead.engine import Engine, deepspeed_session
 from megahead.objectives import build_objective
 from megahead.optim import build_adamw
 from megahead.parallel import assemble
 from megahead.pretraining import Feed
 from megahead.train.acceleration import accelerate_
 from megahead.train.boards import require_boards
+from megahead.train.datasets import RunDatasets, open_datasets
 from megahead.train.describe import describe_run
 from megahead.train.evaluation import Evaluation
 from megahead.train.faults import Guard
 from megahead.train.folder import fill, must_be_shared
 from megahead.train.history import History
-from megahead.train.identity import refuse_another_run, texts_behind
+from megahead.train.identity import data_fingerprints, refuse_another_run
 from megahead.train.loop import Training, train
-from megahead.train.memory import memory_told
 from megahead.train.meters import Meters
+from megahead.train.out_of_memory import explain_out_of_memory
 from megahead.train.persistence import agreed_group, find_resume, resume_from, roll_back, starting_weights
-from megahead.train.preemption import Ending, StopRequest, clear_ending, mark_ending
+from megahead.train.preemption import StopRequest, clear_ending, mark_ending, signals_put_back
+from megahead.train.run import Run
 from megahead.train.saver import Saver
 from megahead.train.state import TrainingState
-from megahead.train.tasks import TaskEvaluation
-from megahead.train.texts import Texts, open_texts
+from megahead.train.task_evaluation import TaskEvaluation
 from megahead.train.utilization import Utilization, device_name
 
+ONE_PROCESS = Launch()
 
-def pretrain(config: RunConfig, launch: Launch, resume: str = "auto") -> Ending:
+
+def pretrain(config: RunConfig, launch: Launch = ONE_PROCESS, resume: str = "auto") -> Run:
     """Trains `config` to its end, or until it is stopped; called by every rank of `launch`.
 
-    `resume`: `auto` continues from the newest checkpoint in the run's folder if there is one, `never` refuses a
-    folder that has one, anything else is the checkpoint to continue from.
+    `launch`: this process alone, or what `distributed.read_launch` makes of a launcher's environment; where ranks are
+    connected already, they are the ranks. `resume`: `auto` continues from the newest checkpoint in the run's folder if
+    there is one, `never` refuses a folder that has one, anything else is the checkpoint to continue from.
+
+    Leaves signal handlers and the process group as they were. What it does leave behind in the process is in
+    docs/python.md. Raises UserError for what a user can repair.
     """
-    _set_arithmetic(config.engine.deterministic)
-    require_boards(config)
-    device = choose_device(config.engine.device, launch.local_rank)
-    with connected(launch, device, config.engine.timeout_seconds) as ranks, memory_told(config, ranks.size):
-        return _pretrain(config, ranks, device, resume)
+    with _arithmetic(config.engine.deterministic), signals_put_back():
+        require_boards(config)
+        device = choose_device(config.engine.device, launch.local_rank)
+        with (
+            connected(launch, device, config.engine.timeout_seconds) as ranks,
+            deepspeed_session(),
+            explain_out_of_memory(config, ranks.size),
+        ):
+            return _pretrain(config, ranks, device, resume)
 
 
-def _set_arithmetic(deterministic: bool) -> None:
-    """For this process. Moments of rare tokens' rows decay to denormal numbers, which count as zero: with them CPUs are
-    slower. Measured, one thread: 20 steps of a fused AdamW on [8192, 128], all first moments denormal, 1.23 s instead
-    of 0.35 s."""
+@contextmanager
+def _arithmetic(deterministic: bool) -> Iterator[None]:
+    """Inside, only deterministic algorithms where asked for. And from now on, as torch does not tell what it was:
+    moments of rare tokens' rows decay to denormal numbers, which count as zero: with them CPUs are slower. Measured,
+    one thread: 20 steps of a fused AdamW on [8192, 128], all first moments denormal, 1.23 s instead of 0.35 s."""
     torch.set_flush_denormal(True)
+    before = torch.get_deterministic_debug_mode()
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
         torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.set_deterministic_debug_mode(before)
 
 
-def _pretrain(config: RunConfig, ranks: Group, device: torch.device, resume: str) -> Ending:
+def _pretrain(config: RunConfig, ranks: Group, device: torch.device, resume: str) -> Run:
     mesh = Mesh.build(ranks, config.parallel.tensor)
     deepspeed = deepspeed_config(config, mesh.data.size)
     world, data = mesh.world.side_channel(), mesh.data.side_channel()
-    texts = open_texts(config, world)
+    texts = open_datasets(config, world)
     folder = Path(config.folder())
     must_be_shared(folder, world)
     checkpoint, damage = find_resume(resume, folder, world)
@@ -101,24 +119,25 @@ def _pretrain(config: RunConfig, ranks: Group, device: torch.device, resume: str
         data=data,
         world=world,
     )
-    ending = train(run)
+    with closing(engine):
+        ending = train(run)
     meters.close(ending, state)
     if world.rank == 0:
         mark_ending(folder, ending, state.step, config.training.steps)
-    return ending
+    return Run.of(folder, state, ending)
 
 
-def _state(config: RunConfig, texts: Texts, mesh: Mesh, checkpoint: Checkpoint | None) -> TrainingState:
+def _state(config: RunConfig, texts: RunDatasets, mesh: Mesh, checkpoint: Checkpoint | None) -> TrainingState:
     """The counters of a run that begins; refuses a checkpoint of another run, whose own are loaded with its weights."""
     state = TrainingState(config.model.padded_vocab_size(), agreed_group(config, mesh.data.size, checkpoint))
-    state.texts = texts_behind(config, texts)
+    state.texts = data_fingerprints(config, texts)
     texts.note_counts(state)
     if checkpoint is not None:
         refuse_another_run(checkpoint, config, state.texts)
     return state
 
 
-def _feed(config: RunConfig, texts: Texts, state: TrainingState, mesh: Mesh, device: torch.device) -> Feed:
+def _feed(config: RunConfig, texts: RunDatasets, state: TrainingState, mesh: Mesh, device: torch.device) -> Feed:
     """Micro-batches with their candidates, prepared over a connection of its own."""
     return Feed(
         texts.samples,

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from megahead.checkpoint import Checkpoint, target_samples
-from megahead.data import Batch, IndexedDataset
+from megahead.corpus import IndexedDataset
+from megahead.data import Batch
 from megahead.distributed import Group
 from megahead.errors import CheckpointError
 
@@ -97,7 +98,7 @@ class TrainingState:
 
     def target_counts(self, group: Group) -> Tensor:
         """int64 [padded vocabulary]: counts over all ranks of `group` (CPU tensors). Collective."""
-        return group.sum_(self.local_counts.clone())
+        return group.all_reduce_(self.local_counts.clone())
 
     @property
     def evaluated(self) -> bool:

@@ -51,7 +51,7 @@ def train_step(
     """
     losses = [engine.micro_step(micro.to(device)) for micro in batches.micro_batches]
     # each is its sum times data_ranks * accumulation / targets; the mean over both is the mean over targets
-    losses_WA = world.gather(torch.stack(losses).double().cpu())
+    losses_WA = world.all_gather(torch.stack(losses).double().cpu())
     loss_scale = engine.loss_scale
     fault = guard.suspects(losses_WA, recent_losses)
     kept_back = guard.keeps_back(fault)

@@ -12,9 +12,9 @@ from small_checkpoint import save_small, save_tokenizer, small_config
 from transformers import AutoTokenizer, GPTNeoXConfig
 
 import megahead
-from megahead.convert import Origin, export, exporting, heads, hf_folder, load_causal, origin
+from megahead.convert import Origin, export, export_heads, exporting, hf_folder, load_causal, origin
 from megahead.convert.gpt_neox import hf_config
-from megahead.data import IndexedDatasetWriter, load_tokenizer
+from megahead.corpus import IndexedDatasetWriter, load_tokenizer
 from megahead.errors import CheckpointError, DataError, FieldError
 
 VANILLA = {"name": "vanilla"}
@@ -120,7 +120,7 @@ def test_padding_rows_are_dropped_or_kept_without_ever_winning(tmp_path: Path) -
 @pytest.mark.parametrize(("objective", "head"), [({}, "tied"), ({}, "pmi"), (VANILLA, "trained")])
 def test_padding_rows_that_would_be_probable_are_refused(tmp_path, monkeypatch, objective, head) -> None:
     save_small(tmp_path / "run", small_config(objective=objective))
-    monkeypatch.setattr(heads, "PADDING_BIAS", -2.0)
+    monkeypatch.setattr(export_heads, "PADDING_BIAS", -2.0)
     with pytest.raises(CheckpointError, match="padding rows must take at most 1e-06 of the exported probability, but"):
         export(tmp_path / "run", tmp_path / "out", head, keep_padding=True)
     assert export(tmp_path / "run", tmp_path / "out", head).parity.padding == 0

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from megahead.convert import fold_bias
-from megahead.convert.heads import Head
+from megahead.convert.export_heads import Head
 from megahead.errors import FieldError
 from megahead.objectives import log_unigram
 

@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megahead.config import DataConfig
-from megahead.data import Blend, IndexedDataset, IndexedDatasetWriter, StreamSamples, training_samples
+from megahead.corpus import IndexedDataset, IndexedDatasetWriter
+from megahead.data import Blend, StreamSamples, training_samples
 from megahead.data.blending import PERIOD, round_shares, schedule, temperature_weights
-from megahead.data.training import describe_samples, relative_passes
+from megahead.data.sampling import describe_samples, relative_passes
 
 
 def shares(weights: list[float]) -> np.ndarray:
@@ -72,8 +73,8 @@ def test_ratios_and_repetition_are_said(datasets: list[IndexedDataset]) -> None:
     first, second, third = blend.shares(200)
     assert [first.asked, first.rounded, first.achieved] == [0.25, 0.25, 0.25]
     assert (first.epochs, second.epochs) == (50 / 99, 50 / 39)
-    assert "REPEATED: 1.28 epochs" in second.told()
-    assert "REPEATED" not in first.told() + third.told()
+    assert "REPEATED: 1.28 epochs" in second.describe()
+    assert "REPEATED" not in first.describe() + third.describe()
     assert [name for name, _ in describe_samples(blend, 200)] == ["blend"] * 3
     assert relative_passes(blend) == pytest.approx([39 / 99, 1.0, 2 * 39 / 299])
 

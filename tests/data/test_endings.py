@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from megahead.config import DataConfig
-from megahead.data import IndexedDataset, IndexedDatasetWriter
+from megahead.corpus import IndexedDataset, IndexedDatasetWriter
 from megahead.data.endings import require_end_tokens, without_borders
 from megahead.errors import ConfigError
 

@@ -9,7 +9,7 @@ import pytest
 
 from megahead.config import MaskingConfig
 from megahead.data import Masker
-from megahead.data.noise import Noise
+from megahead.data.counter_rng import CounterRng
 from megahead.data.strategies import Uniform
 
 CLS, SEP, MASK, END, PAD, VOCABULARY = 1, 2, 3, 4, 0, 1000
@@ -42,7 +42,7 @@ def test_a_row_is_cls_text_sep_and_targets_are_the_tokens_as_they_were() -> None
 def test_every_row_has_the_same_number_of_targets_fifteen_percent_of_its_text() -> None:
     batch = masker().batch(texts(200, ends=0.05), range(200))
     per_row = np.bincount(batch.target_index_N.numpy() // 128, minlength=200)
-    assert set(per_row) == {19} == {batch.most_a_row}  # 0.15 x 126
+    assert set(per_row) == {19} == {batch.max_targets_per_row}  # 0.15 x 126
 
 
 def test_bernoulli_draws_each_token_by_itself() -> None:
@@ -50,7 +50,7 @@ def test_bernoulli_draws_each_token_by_itself() -> None:
     per_row = np.bincount(batch.target_index_N.numpy() // 128, minlength=4000)
     assert per_row.mean() == pytest.approx(0.15 * 126, rel=0.01)
     assert per_row.var() == pytest.approx(126 * 0.15 * 0.85, rel=0.1)
-    assert batch.most_a_row == per_row.max()
+    assert batch.max_targets_per_row == per_row.max()
 
 
 def test_special_tokens_and_padding_are_never_selected_nor_put_in() -> None:
@@ -90,9 +90,9 @@ def test_every_place_is_selected_alike() -> None:
 
 def test_a_sample_is_masked_the_same_in_any_company_and_differently_in_another_epoch() -> None:
     text = texts(8)
-    together = masker().batch(text, range(8))
+    run_on_all_ranks = masker().batch(text, range(8))
     alone = masker().batch(text[5:6], [5])
-    assert np.array_equal(together.input_ids_BT[5:6], alone.input_ids_BT)
+    assert np.array_equal(run_on_all_ranks.input_ids_BT[5:6], alone.input_ids_BT)
     again, other_seed = masker().batch(text[5:6], [5 + 8]), masker(seed=8).batch(text[5:6], [5])
     for another in (again, other_seed):
         assert not np.array_equal(another.target_index_N, alone.target_index_N)
@@ -125,17 +125,17 @@ def test_padding_is_a_document_behind_sep(isolate: bool) -> None:
 
 def test_a_row_without_text_has_no_targets() -> None:
     batch = masker().batch(np.full((2, 8), -1), [0, 1])
-    assert batch.target_ids_N.numel() == batch.most_a_row == 0
+    assert batch.target_ids_N.numel() == batch.max_targets_per_row == 0
 
 
 def test_noise_is_uniform_and_apart_by_sample_place_and_purpose() -> None:
-    noise = Noise(3, np.arange(2000))
+    noise = CounterRng(3, np.arange(2000))
     draws = noise.uniform(1, 50)
     assert draws.min() > 0
     assert draws.max() < 1
     assert draws.mean() == pytest.approx(0.5, abs=0.005)
     assert np.histogram(draws, 20, (0, 1))[0] == pytest.approx(5000, rel=0.06)
     assert len(np.unique(draws)) == draws.size
-    for other in (noise.uniform(2, 50), Noise(4, np.arange(2000)).uniform(1, 50), np.roll(draws, 1, 0)):
+    for other in (noise.uniform(2, 50), CounterRng(4, np.arange(2000)).uniform(1, 50), np.roll(draws, 1, 0)):
         assert abs(np.corrcoef(draws.reshape(-1), other.reshape(-1))[0, 1]) < 0.02
-    assert np.array_equal(Noise(3, [1999]).uniform(1, 50), draws[-1:])
+    assert np.array_equal(CounterRng(3, [1999]).uniform(1, 50), draws[-1:])

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 from megahead.config import MaskingConfig, config_from_dict
-from megahead.data import IndexedDataset, IndexedDatasetWriter, Masker, training_masker
+from megahead.corpus import IndexedDataset, IndexedDatasetWriter
+from megahead.corpus.vocabulary import train_bpe, train_wordpiece
+from megahead.data import Masker, training_masker
 from megahead.data.collocations import Collocations
 from megahead.data.strategies import Frequency, Pmi, Spans, Strategy, WholeWords
-from megahead.data.vocabulary import train_bpe, train_wordpiece
 from megahead.errors import ConfigError
 
 CLS, SEP, MASK, VOCABULARY = 1, 2, 3, 500
@@ -141,7 +142,7 @@ def test_a_run_gets_the_strategy_it_asks_for(tmp_path, strategy: str) -> None:
     masker = training_masker(config, [IndexedDataset(tmp_path / "text")])
     assert masker is not None
     batch = masker.batch(texts(4, 30), range(4))
-    assert 0 < batch.target_ids_N.numel() <= 4 * batch.most_a_row <= 4 * round(0.15 * 30)
+    assert 0 < batch.target_ids_N.numel() <= 4 * batch.max_targets_per_row <= 4 * round(0.15 * 30)
 
 
 def test_frequency_needs_counts(tmp_path) -> None:

@@ -17,15 +17,8 @@ from hypothesis import strategies as st
 
 from megahead.config import DataConfig, MaskingConfig
 from megahead.config.data import BlendPart
-from megahead.data import (
-    BatchReader,
-    IndexedDataset,
-    IndexedDatasetWriter,
-    Masker,
-    PackedSamples,
-    causal_batch,
-    training_samples,
-)
+from megahead.corpus import IndexedDataset, IndexedDatasetWriter
+from megahead.data import BatchReader, Masker, PackedSamples, causal_batch, training_samples
 from megahead.data.packing import PADDING, best_fit, pack_table
 from megahead.data.strategies import Uniform
 from megahead.errors import DataError

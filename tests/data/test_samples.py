@@ -11,8 +11,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megahead.data import IndexedDataset, SequentialSamples, StreamSamples
-from megahead.data.layout import HEADER, MAGIC
+from megahead.corpus import IndexedDataset
+from megahead.corpus.index_layout import HEADER, MAGIC
+from megahead.data import SequentialSamples, StreamSamples
 from megahead.errors import DataError
 
 Flat = Callable[[int], Path]
@@ -45,11 +46,11 @@ def test_epochs_differ_in_order_and_offset(flat_dataset: Flat) -> None:
 def test_the_order_depends_on_the_sample_alone(flat_dataset: Flat) -> None:
     dataset = IndexedDataset(flat_dataset(500))
     indices = [7, 0, 123, 49, 48, 7, 1000]
-    together = StreamSamples(dataset, 10, 3).rows(indices)
+    run_on_all_ranks = StreamSamples(dataset, 10, 3).rows(indices)
     one_by_one = [StreamSamples(dataset, 10, 3).rows([index])[0] for index in indices]
-    assert np.array_equal(together, one_by_one)
-    assert together.dtype == np.int64
-    assert not np.array_equal(together, StreamSamples(dataset, 10, 4).rows(indices))
+    assert np.array_equal(run_on_all_ranks, one_by_one)
+    assert run_on_all_ranks.dtype == np.int64
+    assert not np.array_equal(run_on_all_ranks, StreamSamples(dataset, 10, 4).rows(indices))
     assert StreamSamples(dataset, 10, 3).rows([]).shape == (0, 11)
 
 

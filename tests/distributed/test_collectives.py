@@ -12,12 +12,12 @@ from torch import Tensor
 from megahead.distributed import (
     Group,
     Mesh,
-    drawn_apart,
-    join,
-    split,
-    sum_backward,
-    sum_forward,
-    sum_scatter,
+    copy_to_group,
+    gather_from_group,
+    per_rank_rng,
+    reduce_from_group,
+    reduce_scatter_to_group,
+    scatter_to_group,
 )
 
 SIZES = [1, 2, 4]
@@ -38,14 +38,14 @@ def both_ways(group: Group, collective: Callable[[Tensor, Group], Tensor], rows:
 
 @pytest.mark.parametrize("size", SIZES)
 def test_sum_forward(size: int) -> None:
-    for rank, (y, grad) in enumerate(on_ranks(size, both_ways, sum_forward, 2)):
+    for rank, (y, grad) in enumerate(on_ranks(size, both_ways, reduce_from_group, 2)):
         torch.testing.assert_close(y, sum(numbers(r, 2) for r in range(size)))
         assert torch.equal(grad, numbers(rank, 2, seed=5))
 
 
 @pytest.mark.parametrize("size", SIZES)
 def test_sum_backward(size: int) -> None:
-    for rank, (y, grad) in enumerate(on_ranks(size, both_ways, sum_backward, 2)):
+    for rank, (y, grad) in enumerate(on_ranks(size, both_ways, copy_to_group, 2)):
         assert torch.equal(y, numbers(rank, 2))
         torch.testing.assert_close(grad, sum(numbers(r, 2, seed=5) for r in range(size)))
 
@@ -66,7 +66,7 @@ def along(group: Group, collective: Callable[[Tensor, Group, int], Tensor], dim:
 @pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize("size", SIZES)
 def test_sum_scatter(size: int, dim: int) -> None:
-    given, taken, grads, returned = zip(*on_ranks(size, along, sum_scatter, dim, True), strict=True)
+    given, taken, grads, returned = zip(*on_ranks(size, along, reduce_scatter_to_group, dim, True), strict=True)
     torch.testing.assert_close(torch.cat(taken, dim), sum(given))
     assert all(torch.equal(grad, torch.cat(grads, dim)) for grad in returned)
 
@@ -74,7 +74,7 @@ def test_sum_scatter(size: int, dim: int) -> None:
 @pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize("size", SIZES)
 def test_split_gives_slices_and_gathers_backward(size: int, dim: int) -> None:
-    for rank, (given, taken, _, returned) in enumerate(results := on_ranks(size, along, split, dim, True)):
+    for rank, (given, taken, _, returned) in enumerate(results := on_ranks(size, along, scatter_to_group, dim, True)):
         assert torch.equal(taken, given.chunk(size, dim)[rank])
         assert torch.equal(returned, torch.cat([grad for _, _, grad, _ in results], dim))
 
@@ -82,7 +82,7 @@ def test_split_gives_slices_and_gathers_backward(size: int, dim: int) -> None:
 @pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize("size", SIZES)
 def test_join_gathers_and_gives_each_its_slice_of_a_gradient_that_all_have(size: int, dim: int) -> None:
-    for rank, (_, taken, grad, returned) in enumerate(results := on_ranks(size, along, join, dim, False)):
+    for rank, (_, taken, grad, returned) in enumerate(results := on_ranks(size, along, gather_from_group, dim, False)):
         assert torch.equal(taken, torch.cat([given for given, *_ in results], dim))
         assert torch.equal(returned, grad.chunk(size, dim)[rank])
 
@@ -93,7 +93,7 @@ def draws(group: Group) -> tuple[list[Tensor], list[Tensor]]:
     state = torch.get_rng_state()
     for _ in range(2):
         torch.set_rng_state(state)
-        with drawn_apart(group, torch.device("cpu")):
+        with per_rank_rng(group, torch.device("cpu")):
             apart.append(torch.rand(4))
     alike.append(torch.rand(4))
     return alike, apart
@@ -113,7 +113,7 @@ def side_channels(group: Group) -> tuple[int, int]:
     """Sums of world ranks over two side channels of the data axis, used at once by different columns."""
     mesh = Mesh.build(group, 2)
     first, second = mesh.data.side_channel(), mesh.data.side_channel()
-    return int(first.sum_(torch.tensor(group.rank))), int(second.sum_(torch.tensor(group.rank)))
+    return int(first.all_reduce_(torch.tensor(group.rank))), int(second.all_reduce_(torch.tensor(group.rank)))
 
 
 def test_data_ranks_of_several_columns_have_side_channels_of_their_own() -> None:

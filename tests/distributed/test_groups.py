@@ -14,11 +14,11 @@ def talk(group: Group) -> dict[str, object]:
     mine = torch.tensor([float(group.rank)])
     side = group.side_channel()
     return {
-        "sum": group.sum_(mine.clone()).item(),
-        "max": group.max_(mine.clone()).item(),
-        "gather": group.gather(mine).flatten().tolist(),
-        "objects": side.gather_objects(f"rank {group.rank}"),
-        "first": group.from_first({"rank": group.rank}),
+        "sum": group.all_reduce_(mine.clone()).item(),
+        "max": group.all_reduce_max_(mine.clone()).item(),
+        "gather": group.all_gather(mine).flatten().tolist(),
+        "objects": side.all_gather_objects(f"rank {group.rank}"),
+        "first": group.broadcast_object({"rank": group.rank}),
         "shard": group.shard(torch.arange(8), 0).tolist(),
     }
 
@@ -49,8 +49,8 @@ def test_a_group_cannot_shard_unevenly() -> None:
 def places(group: Group) -> tuple[int, int, int, int, list[float], list[float]]:
     mesh = Mesh.build(group, tensor_size=2)
     mine = torch.tensor([float(group.rank)])
-    neighbours = mesh.tensor.gather(mine).flatten().tolist()
-    column = mesh.data.gather(mine).flatten().tolist()
+    neighbours = mesh.tensor.all_gather(mine).flatten().tolist()
+    column = mesh.data.all_gather(mine).flatten().tolist()
     return mesh.tensor.rank, mesh.tensor.size, mesh.data.rank, mesh.data.size, neighbours, column
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import yaml
 from commands import ROOT
 
+TOOLS = ROOT / "tools"
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
 
 
@@ -23,18 +25,22 @@ def test_contributing_names_parts_that_stand_where_it_says() -> None:
         "_is_of_its_family": "config/model.py",
         "Backbone": "models/backbone.py",
         "encode": "models/backbone.py",
+        "encode_at": "models/backbone.py",
+        "Documents": "nn/documents.py",
         "SHARDING": "models/gpt_neox.py",
         "_BACKBONES": "models/registry.py",
         "Family": "convert/families.py",
         "weigh": "objectives/weights.py",
         "Objective": "objectives/contrastive.py",
+        "Candidates": "objectives/candidates.py",
+        "CandidateShard": "objectives/candidate_shard.py",
         "build_objective": "objectives/contrastive.py",
-        "training_free_bias": "objectives/heads.py",
+        "training_free_bias": "objectives/training_free_head.py",
         "ObjectiveConfig.head": "config/objective.py",
         "starts": "data/strategies.py",
-        "Noise": "data/noise.py",
+        "CounterRng": "data/counter_rng.py",
         "Strategy": "config/masking.py",
-        "_strategy": "data/reading.py",
+        "_strategy": "data/batch_reader.py",
     }
     for name, path in named.items():
         assert f"`{name}`" in CONTRIBUTING, name
@@ -42,10 +48,23 @@ def test_contributing_names_parts_that_stand_where_it_says() -> None:
         assert re.search(rf"^\s*(def|class) {bare}\b|^{bare}\b.* = ", source, re.MULTILINE), f"{name} in {path}"
 
 
+def test_the_readme_lists_every_command_once() -> None:
+    table = (ROOT / "README.md").read_text().partition("| `python tools/NAME.py` |")[2].partition("\n\n")[0]
+    listed = [name for row in table.splitlines()[2:] for name in row.split("|")[2].strip().split(", ")]
+    assert sorted(listed) == sorted(path.stem for path in TOOLS.glob("*.py"))
+
+
+def test_what_commands_are_made_of_is_not_called_as_a_command() -> None:
+    """A folder and a file of one name would shadow each other where both are imported."""
+    packages = [path.parent.name for path in TOOLS.glob("*/__init__.py")]
+    assert packages
+    assert not [name for name in packages if Path(TOOLS, f"{name}.py").exists()]
+
+
 def test_the_image_has_what_the_cluster_starts() -> None:
     dockerfile = (ROOT / "Dockerfile").read_text()
     copied = [source for line in re.findall(r"^COPY (.*) \S+$", dockerfile, re.MULTILINE) for source in line.split()]
-    assert {"megahead", "launch", "configs", "Makefile"} <= {*copied}
+    assert {"megahead", "launch", "configs", "setup.py", "Makefile"} <= {*copied}
     assert all((ROOT / source).exists() for source in copied)
     _, job = yaml.safe_load_all((ROOT / "launch/kubernetes.yaml").read_text())
     (container,) = job["spec"]["template"]["spec"]["containers"]

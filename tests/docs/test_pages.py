@@ -28,7 +28,7 @@ RUN_BY = {
     r"python tools/(report|estimate)\.py": "docs/test_pages.py",
     r"(python|deepspeed|torchrun) .*launch/pretrain\.py": "launch/test_pretrain_command.py",
     r"deepspeed --hostfile|torchrun --nnodes": "launch/test_two_nodes.py",
-    r"python tools/merge_datasets\.py": "data/test_merging.py",
+    r"python tools/merge_datasets\.py": "corpus/test_merging.py",
     r"python tools/doctor\.py": "tools/test_doctor.py",
     r"python tools/plot\.py": "report/test_curves.py",
     r"python tools/eval_harness\.py": "convert/test_convert_commands.py",
@@ -198,13 +198,3 @@ def tiny(text: str) -> str:
 
 def test_what_is_made_smaller_stands_on_the_page() -> None:
     assert not [large for large in TINY if large not in JOURNEY.read_text()]
-
-
-def test_the_code_for_other_trainers_runs_and_learns(capsys: pytest.CaptureFixture[str]) -> None:
-    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs/trainer.md").read_text(), re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 2
-    exec(compile("\n".join(blocks), "docs/trainer.md", "exec"), {"__name__": "page"})
-    losses, perplexity = capsys.readouterr().out.splitlines()
-    before, after = map(float, losses.split(" -> "))
-    assert after < before - 0.5
-    assert float(perplexity.split()[1]) < 60

@@ -21,7 +21,14 @@ def test_half_precision_without_zero_is_refused_with_a_way_out(key: str) -> None
     optimizer = torch.optim.AdamW(module.parameters())
     config = {"train_batch_size": 1, key: {"enabled": True}}
     with pytest.raises(ConfigError, match=f"at least 1 with {key}.enabled .* use stage 1"):
-        Engine(module, optimizer=optimizer, config=config, mesh=Mesh(), device=torch.device("cpu"))
+        Engine(
+            module,
+            optimizer=optimizer,
+            config=config,
+            mesh=Mesh(),
+            device=torch.device("cpu"),
+            weights=module.state_dict().__getitem__,
+        )
 
 
 def refused(group: Group, chosen: dict[str, Any]) -> str:

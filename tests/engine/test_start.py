@@ -7,6 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+import torch
+
+from megahead.engine.start import load_deepspeed
+from megahead.errors import UserError
+
 TESTS = Path(__file__).resolve().parents[1]
 
 TRAIN = """
@@ -38,3 +44,9 @@ def test_a_bare_process_without_compiler_or_launcher_trains_in_silence(tmp_path:
 def test_importing_the_package_leaves_deepspeed_alone() -> None:
     code = "import sys, megahead.engine; print('deepspeed' in sys.modules)"
     assert python(code, dict(os.environ)).stdout == "False\n"
+
+
+def test_a_process_that_trained_on_one_kind_of_device_is_told_so_on_another() -> None:
+    load_deepspeed(torch.device("cpu"))
+    with pytest.raises(UserError, match=r"`engine\.device` must be cpu in this process, .* but is cuda instead"):
+        load_deepspeed(torch.device("cuda", 0))

@@ -20,14 +20,14 @@ from small_run import small_config, write_text
 from megahead.checkpoint import open_checkpoint
 from megahead.config import deepspeed_config, load_config, resolve_group
 from megahead.convert import export, from_hf, hf_folder, load_causal
-from megahead.data import IndexedDataset, IndexedDatasetWriter, load_tokenizer, preprocess
+from megahead.corpus import IndexedDataset, IndexedDatasetWriter, load_tokenizer, preprocess
 from megahead.distributed import Group, choose_device, read_launch
 from megahead.errors import UserError
-from megahead.evaluate.tasks import task_files
+from megahead.evaluate.harness_tasks import task_files
 from megahead.report import read_metrics
+from megahead.train.datasets import open_datasets
 from megahead.train.identity import refuse_another_run
 from megahead.train.persistence import find_resume, starting_weights
-from megahead.train.texts import open_texts
 
 CONFIG = (("a: [1", [], "`F/run.yaml` must be YAML, but is not in line 1: expected ',' or ']', but got '<stream end>'."),
           ("- 1", [], "`F/run.yaml` must hold settings as `key: value`, but holds list instead."),
@@ -178,7 +178,7 @@ def text_of(line: str, name: str = "a.jsonl") -> Callable[[Path], Any]:
 
 def texts(**changes: Any) -> Callable[[Path], Any]:
     named = {name.replace("__", "."): value for name, value in changes.items()}
-    return lambda folder: open_texts(small_config(folder, named))
+    return lambda folder: open_datasets(small_config(folder, named))
 
 
 def group_of_three(folder: Path) -> None:

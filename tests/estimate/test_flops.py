@@ -10,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from megahead.config import ModelConfig
 from megahead.estimate import training_flops
 from megahead.models import build_backbone
+from megahead.nn import Documents, TargetPositions
 
 CONFIG = ModelConfig(num_layers=2, hidden_size=48, num_heads=3, intermediate_size=100, vocab_size=61, vocab_multiple=16)
 
@@ -20,7 +21,7 @@ def test_equal_to_counted_matrix_products():
     rows = torch.randn(2, 10, 48, requires_grad=True)
     candidates = torch.randn(7, 48, requires_grad=True)
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
-        (backbone.encode(rows) @ candidates.T).sum().backward()
+        (backbone.encode(rows, Documents.whole_rows(2, 10)) @ candidates.T).sum().backward()
     estimate = training_flops(CONFIG, sequence_length=10, candidate_rows=7, context=10)
     assert counter.get_total_flops() == pytest.approx(20 * estimate.total)
 
@@ -39,9 +40,9 @@ def test_an_encoder_is_counted_with_its_last_block_at_the_targets():
     backbone = build_backbone(encoder)
     rows = torch.randn(2, 10, 48, requires_grad=True)
     candidates = torch.randn(7, 48, requires_grad=True)
-    index = torch.tensor([1, 4, 7, 12, 15, 19])
+    targets = TargetPositions(torch.tensor([1, 4, 7, 12, 15, 19]), 2, 10, max_per_row=3)
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
-        (backbone.encode_at(rows, None, index, 3) @ candidates.T).sum().backward()
+        (backbone.encode_at(rows, Documents.whole_rows(2, 10), targets) @ candidates.T).sum().backward()
     estimate = training_flops(encoder, sequence_length=10, candidate_rows=7, targets=3)
     assert counter.get_total_flops() == pytest.approx(20 * estimate.total)
 

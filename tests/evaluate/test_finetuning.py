@@ -19,16 +19,16 @@ from megahead.errors import CheckpointError, UserError
 from megahead.evaluate.finetuning import (
     TASKS,
     Comparison,
-    Contest,
     EpochScores,
-    Outcome,
-    Outcomes,
-    Starting,
+    FineTuningResult,
+    FineTuningResults,
+    FineTuningRun,
+    StartModel,
     TaskData,
     paper_settings,
     summarise,
 )
-from megahead.evaluate.finetuning.encoding import Encoder, collate
+from megahead.evaluate.finetuning.encoding import ExampleEncoder, collate
 from megahead.evaluate.finetuning.examples import Example
 from megahead.evaluate.finetuning.loop import Classifier, fine_tune
 
@@ -48,12 +48,12 @@ def test_one_batch_an_epoch_equals_the_trainer_of_transformers(tmp_path: Path) -
     folder, data = save_small_encoder(tmp_path / "model", dropout=0.0), same_word(12)
     settings = replace(SETTINGS, loss="regular", weight_decay=0.1, batch_size=12, epochs=4, warmup=0.0)
     tokenizer = load_tokenizer_folder(folder)
-    encoded = Encoder(tokenizer, settings.max_length).encode(data.train)
+    encoded = ExampleEncoder(tokenizer, settings.max_length).encode(data.train)
     torch.manual_seed(3)
     ours = load_classifier(folder, 2, tokenizer.pad_token_id)
     list(fine_tune(Classifier(ours, data.task), encoded, {}, settings, seed=0))
 
-    def together(rows: list[Any]) -> dict[str, torch.Tensor]:
+    def run_on_all_ranks(rows: list[Any]) -> dict[str, torch.Tensor]:
         labels = torch.tensor([int(row.label) for row in rows])
         return {**collate(rows, tokenizer.pad_token_id, torch.device("cpu")), "labels": labels}
 
@@ -72,7 +72,7 @@ def test_one_batch_an_epoch_equals_the_trainer_of_transformers(tmp_path: Path) -
         disable_tqdm=True,
         use_cpu=True,
     )
-    Trainer(theirs, arguments, data_collator=together, train_dataset=encoded).train()
+    Trainer(theirs, arguments, data_collator=run_on_all_ranks, train_dataset=encoded).train()
     for (name, mine), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(mine, other, rtol=0, atol=2e-5, msg=name)
 
@@ -85,7 +85,7 @@ def test_what_can_be_learnt_is_learnt_and_the_same_seed_learns_the_same(tmp_path
         save_small(tmp_path / "run", small_config(model={"vocab_size": 300}), scale=0.05)
         save_tokenizer(tmp_path / "run" / "tokenizer.json")
         folder = hf_folder(tmp_path / "run")
-    contest = Contest(Starting("small", folder), same_word(), SETTINGS)
+    contest = FineTuningRun(StartModel("small", folder), same_word(), SETTINGS)
     first, again, other = (list(contest.run(seed)) for seed in (0, 0, 1))
     assert first[-1].scores["rte"]["accuracy"] == 1.0
     assert first[-1].loss < first[0].loss
@@ -97,11 +97,11 @@ def test_choices_and_numbers(tmp_path: Path) -> None:
     folder = save_small_encoder(tmp_path / "model")
     choices = [Example(f"the {WORDS[k % 5]}", ("it is", "no")[:: 1 - 2 * (k % 2)], 1 - k % 2) for k in range(100)]
     copa = TaskData("superglue/copa", TASKS["superglue/copa"], choices, {"copa": choices}, halved=False)
-    (*_, last) = Contest(Starting("small", folder), copa, SETTINGS).run(0)
+    (*_, last) = FineTuningRun(StartModel("small", folder), copa, SETTINGS).run(0)
     assert last.scores == {"copa": {"accuracy": 1.0}}
     numbers = [Example("the cat", (" ".join(["no"] * (k % 6)) or "it",), float(k % 6)) for k in range(100)]
     stsb = TaskData("glue/stsb", TASKS["glue/stsb"], numbers, {"stsb": numbers}, halved=False)
-    (*_, last) = Contest(Starting("small", folder), stsb, replace(SETTINGS, epochs=8)).run(0)
+    (*_, last) = FineTuningRun(StartModel("small", folder), stsb, replace(SETTINGS, epochs=8)).run(0)
     assert last.scores["stsb"]["spearman"] > 0.8
 
 
@@ -124,25 +124,25 @@ def test_a_body_with_a_hole_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_loss_that_is_not_finite_is_told(tmp_path: Path) -> None:
-    contest = Contest(Starting("small", save_small_encoder(tmp_path / "model")), same_word(32), SETTINGS)
-    wild = Contest(contest.start, contest.data, replace(SETTINGS, learning_rate=1e30))
+    contest = FineTuningRun(StartModel("small", save_small_encoder(tmp_path / "model")), same_word(32), SETTINGS)
+    wild = FineTuningRun(contest.start, contest.data, replace(SETTINGS, learning_rate=1e30))
     with pytest.raises(UserError, match="lower --learning-rate"):
         list(wild.run(0))
 
 
 def test_finished_runs_are_not_made_again_unless_something_changed(tmp_path: Path) -> None:
-    start, data = Starting("small", save_small_encoder(tmp_path / "model")), same_word(40)
+    start, data = StartModel("small", save_small_encoder(tmp_path / "model")), same_word(40)
     output = tmp_path / "scores.json"
 
-    def run(seeds: int, data: TaskData = data, **changes: Any) -> tuple[list[Outcome], list[str]]:
+    def run(seeds: int, data: TaskData = data, **changes: Any) -> tuple[list[FineTuningResult], list[str]]:
         lines: list[str] = []
         tasks = [(data, replace(SETTINGS, epochs=2, **changes))]
-        return Comparison([start], tasks, range(seeds), Outcomes(output)).run(lines.append), lines
+        return Comparison([start], tasks, range(seeds), FineTuningResults(output)).run(lines.append), lines
 
     first, lines = run(1)
     assert len(lines) == 2
     assert lines[1].startswith("small: glue/rte, seed 0, epoch 2/2: loss ")
-    assert lines[1].endswith("100% of all runs done, 0 s left")
+    assert lines[1].endswith("100% of all runs done, 0s left")
     both, lines = run(2)
     assert [outcome.seed for outcome in both] == [0, 1]
     assert (both[0], len(lines)) == (first[0], 2)
@@ -155,8 +155,8 @@ def test_finished_runs_are_not_made_again_unless_something_changed(tmp_path: Pat
     assert [entry["train_rows"] for entry in entries] == [40, 40, 40]
 
 
-def outcome(task: str, seed: int, *scores: dict[str, dict[str, float]]) -> Outcome:
-    return Outcome("m", task, seed, 10, False, [EpochScores(0.1, score, 1.0) for score in scores])
+def outcome(task: str, seed: int, *scores: dict[str, dict[str, float]]) -> FineTuningResult:
+    return FineTuningResult("m", task, seed, 10, False, [EpochScores(0.1, score, 1.0) for score in scores])
 
 
 def test_summaries_take_the_best_epoch_then_seeds_then_tasks() -> None:

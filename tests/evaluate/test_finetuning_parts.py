@@ -12,7 +12,7 @@ from small_encoder import save_small_encoder
 from megahead.convert import load_tokenizer_folder
 from megahead.errors import FieldError
 from megahead.evaluate.finetuning import paper_settings
-from megahead.evaluate.finetuning.encoding import Encoder, collate, training_batches
+from megahead.evaluate.finetuning.encoding import ExampleEncoder, collate, training_batches
 from megahead.evaluate.finetuning.examples import Example
 from megahead.evaluate.finetuning.scoring import class_loss, measure
 
@@ -29,7 +29,7 @@ PAIRS = [
 @pytest.mark.parametrize("max_length", [8, 9, 16, 40])
 def test_texts_are_joined_and_cut_as_the_tokenizer_does(tmp_path: Path, max_length: int) -> None:
     tokenizer = load_tokenizer_folder(save_small_encoder(tmp_path / "model"))
-    encoded = Encoder(tokenizer, max_length).encode([Example(first, (second,), 0) for first, second in PAIRS])
+    encoded = ExampleEncoder(tokenizer, max_length).encode([Example(first, (second,), 0) for first, second in PAIRS])
     for (first, second), example in zip(PAIRS, encoded, strict=True):
         cut = {"truncation": "longest_first", "max_length": max_length, "return_token_type_ids": True}
         expected = tokenizer(first, second, **cut)
@@ -38,7 +38,9 @@ def test_texts_are_joined_and_cut_as_the_tokenizer_does(tmp_path: Path, max_leng
 
 def test_a_batch_is_padded_to_its_longest_and_choices_are_rows(tmp_path: Path) -> None:
     tokenizer = load_tokenizer_folder(save_small_encoder(tmp_path / "model"))
-    examples = Encoder(tokenizer, 32).encode([Example("cat", ("the dog", "it"), 1), Example("the", ("yes", "no"), 0)])
+    examples = ExampleEncoder(tokenizer, 32).encode(
+        [Example("cat", ("the dog", "it"), 1), Example("the", ("yes", "no"), 0)]
+    )
     batch = collate(examples, tokenizer.pad_token_id, torch.device("cpu"))
     firsts, seconds = ["cat", "cat", "the", "the"], ["the dog", "it", "yes", "no"]
     expected = tokenizer(firsts, seconds, padding=True, return_token_type_ids=True, return_tensors="pt")

@@ -13,7 +13,7 @@ from small_checkpoint import save_small, save_tokenizer, small_config
 
 from megahead.convert import hf_folder
 from megahead.evaluate.harness import evaluate_harness
-from megahead.evaluate.tasks import task_files, write_tasks
+from megahead.evaluate.harness_tasks import task_files, write_tasks
 
 LIMIT = 12
 

@@ -11,11 +11,12 @@ import torch
 from on_ranks import on_ranks
 from small_checkpoint import small_config
 
-from megahead.data import IndexedDataset, IndexedDatasetWriter, held_out_masker, held_out_samples
+from megahead.corpus import IndexedDataset, IndexedDatasetWriter
+from megahead.data import held_out_masker, held_out_samples
 from megahead.distributed import Group
 from megahead.evaluate import HeldOut, HeldOutText
 from megahead.objectives import Scores
-from megahead.pretraining import Scoring
+from megahead.pretraining import ScoreRequest
 
 CPU = torch.device("cpu")
 DECODER = small_config(data={"sequence_length": 8})
@@ -33,7 +34,7 @@ def held_out(prefix: Path, rows: int = 10, micro_size: int = 4, group: Group | N
     return HeldOutText(samples, DECODER.data, rows, micro_size, group or Group())
 
 
-def evenly(scoring: Scoring) -> Scores:
+def evenly(scoring: ScoreRequest) -> Scores:
     """A model that finds 32 tokens equally likely each time, and has the right one first at every even target."""
     targets = scoring.batch.target_ids_N
     return Scores(targets.numel() * log(32), int((targets % 2 == 0).sum()), targets.numel())
@@ -65,7 +66,7 @@ def scored(group: Group, prefix: Path, rows: int) -> HeldOut:
     return held_out(prefix, rows, group=group).evaluate(uneven, None, CPU)
 
 
-def uneven(scoring: Scoring) -> Scores:
+def uneven(scoring: ScoreRequest) -> Scores:
     """Worse at larger ids, so that each row counts differently."""
     return Scores(float(scoring.batch.target_ids_N.sum()), evenly(scoring).correct, scoring.batch.target_ids_N.numel())
 

@@ -13,7 +13,7 @@ from small_checkpoint import save_small, save_tokenizer, small_config
 from torch.nn.functional import cosine_similarity
 
 from megahead.convert import export, input_embedding
-from megahead.data import load_tokenizer
+from megahead.corpus import load_tokenizer
 from megahead.errors import CheckpointError, DataError
 from megahead.evaluate.synonyms import similarities, synonym_pairs
 

@@ -11,7 +11,7 @@ import pytest
 from lm_eval.tasks import TaskManager
 
 from megahead.errors import DataError
-from megahead.evaluate.tasks import TASKS, task_files, task_rows, write_tasks
+from megahead.evaluate.harness_tasks import TASKS, task_files, task_rows, write_tasks
 
 QUESTION = {"stem": "Why?", "choices": [{"text": "so", "label": "A"}, {"text": "thus", "label": "B"}]}
 PUBLISHED: dict[str, Any] = {

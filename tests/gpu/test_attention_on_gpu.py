@@ -7,7 +7,7 @@ import torch
 from exact_attention import POSITIONS, random_qkv, relative_errors
 from torch import Tensor
 
-from megahead.nn import BACKENDS, Documents, Use, attend
+from megahead.nn import BACKENDS, AttentionSpec, Documents, attend
 
 LONG = torch.cat([torch.arange(200), torch.arange(1), torch.arange(129), torch.arange(182)]).repeat(2, 1)
 LONG[1] = torch.arange(512)
@@ -23,7 +23,7 @@ LONG[1] = torch.arange(512)
 def test_every_kernel_is_within_rounding(
     name: str, head_size: int, packed: bool, causal: bool, dtype: torch.dtype
 ) -> None:
-    obstacle = BACKENDS[name].obstacle(Use(torch.device("cuda"), dtype, head_size))
+    obstacle = BACKENDS[name].obstacle(AttentionSpec(torch.device("cuda"), dtype, head_size))
     if obstacle:
         pytest.skip(obstacle)
     qkv = random_qkv("cuda", dtype, (2, 512, 3, head_size))
@@ -33,7 +33,7 @@ def test_every_kernel_is_within_rounding(
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", BACKENDS)
 def test_documents_do_not_feel_each_other(name: str) -> None:
-    obstacle = BACKENDS[name].obstacle(Use(torch.device("cuda"), torch.bfloat16, 64))
+    obstacle = BACKENDS[name].obstacle(AttentionSpec(torch.device("cuda"), torch.bfloat16, 64))
     if obstacle:
         pytest.skip(obstacle)
     qkv = random_qkv("cuda", torch.bfloat16, (2, 512, 3, 64))

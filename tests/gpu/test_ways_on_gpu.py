@@ -12,7 +12,7 @@ from commands import ROOT
 from gpu_run import curve, said
 from small_run import stage, write_text
 
-from megahead.nn import BACKENDS, Use
+from megahead.nn import BACKENDS, AttentionSpec
 
 BF16 = {"engine.precision": "bf16"}
 
@@ -30,7 +30,7 @@ BF16 = {"engine.precision": "bf16"}
 )
 def test_every_way_to_compute_a_block_gives_the_curve_of_the_cpu(tmp_path: Path, changes: dict[str, Any]) -> None:
     wanted = BACKENDS.get(changes.get("engine.attention", ""))
-    obstacle = wanted.obstacle(Use(torch.device("cuda"), torch.bfloat16, head_size=8)) if wanted else ""
+    obstacle = wanted.obstacle(AttentionSpec(torch.device("cuda"), torch.bfloat16, head_size=8)) if wanted else ""
     if obstacle:
         pytest.skip(obstacle)
     write_text(tmp_path)

@@ -64,6 +64,15 @@ def test_a_signal_saves_and_the_same_command_goes_on(tmp_path: Path, number: sig
     assert open_checkpoint(tmp_path / "run").step == step + 2
 
 
+def test_a_signal_after_the_end_changes_nothing(tmp_path: Path) -> None:
+    config = config_file(tmp_path)
+    code = "import runpy, signal, sys\nsys.argv[1:] = ['--config', sys.argv[1]]\n"
+    code += f"runpy.run_path({SCRIPT!r})['main']()\nsignal.raise_signal(signal.SIGTERM)\nprint('still here')"
+    done = call(sys.executable, "-c", code, config)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("still here\n")
+
+
 def test_dry_run_resolves_and_writes_nothing(tmp_path: Path) -> None:
     done = call(sys.executable, SCRIPT, "--config", config_file(tmp_path), "--dry-run", "--world-size", "4")
     assert done.returncode == 0, done.stderr

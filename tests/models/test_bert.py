@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from initialized import initialized_backbone
 
 from megahead.config import ModelConfig
-from megahead.models import Bert, build_backbone, initialize_
+from megahead.models import Bert, build_backbone
+from megahead.nn import Documents, TargetPositions
 
 TINY = ModelConfig(
     family="bert",
@@ -24,8 +26,7 @@ WITHOUT_POOLER = {"bert-base": 109_482_240 - 590_592, "bert-small": 28_763_648 -
 
 
 def tiny(config: ModelConfig = TINY) -> Bert:
-    backbone, generator = build_backbone(config), torch.Generator().manual_seed(0)
-    initialize_(backbone, 0, config)
+    backbone, generator = initialized_backbone(config, 0), torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in backbone.parameters():
             parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
@@ -36,9 +37,9 @@ def tiny(config: ModelConfig = TINY) -> Bert:
 @pytest.mark.parametrize("packed", [True, False])
 def test_each_token_sees_its_whole_document_and_nothing_else(packed: bool) -> None:
     backbone = tiny()
-    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]]) if packed else None
+    documents = Documents(torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]])) if packed else Documents.whole_rows(1, 8)
     rows = backbone.embed(torch.arange(8)[None]).detach().requires_grad_()
-    hidden = backbone.encode(rows, positions)
+    hidden = backbone.encode(rows, documents)
     for at in range(8):
         (gradient,) = torch.autograd.grad(hidden[0, at, 0], rows, retain_graph=True)
         seen = (gradient[0].abs().sum(-1) > 0).tolist()
@@ -49,8 +50,8 @@ def test_each_token_sees_its_whole_document_and_nothing_else(packed: bool) -> No
 def test_a_document_gives_the_same_alone_and_among_others() -> None:
     backbone = tiny()
     ids = torch.randint(0, 50, (1, 16), generator=torch.Generator().manual_seed(1))
-    positions = torch.cat([torch.arange(5), torch.arange(7), torch.arange(4)])[None]
-    torch.testing.assert_close(backbone(ids, positions)[:, 5:12], backbone(ids[:, 5:12]), rtol=1e-5, atol=1e-5)
+    documents = Documents(torch.cat([torch.arange(5), torch.arange(7), torch.arange(4)])[None])
+    torch.testing.assert_close(backbone(ids, documents)[:, 5:12], backbone(ids[:, 5:12]), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("targets", [[], [0], [3, 4, 5, 20, 31], list(range(32))])
@@ -58,11 +59,12 @@ def test_a_document_gives_the_same_alone_and_among_others() -> None:
 def test_outputs_at_some_positions_are_those_of_all(targets: list[int], packed: bool) -> None:
     backbone = tiny()
     ids = torch.randint(0, 50, (2, 16), generator=torch.Generator().manual_seed(1))
-    positions = torch.cat([torch.arange(5), torch.arange(11)]).expand(2, 16) if packed else None
+    positions = torch.cat([torch.arange(5), torch.arange(11)]).expand(2, 16)
+    documents = Documents(positions) if packed else Documents.whole_rows(2, 16)
     index = torch.tensor(targets, dtype=torch.int64)
     most = max((sum(t // 16 == row for t in targets) for row in (0, 1)), default=0)
-    some = backbone.encode_at(backbone.embed(ids), positions, index, most)
-    torch.testing.assert_close(some, backbone(ids, positions).flatten(0, 1)[index], rtol=1e-5, atol=1e-5)
+    some = backbone.encode_at(backbone.embed(ids), documents, TargetPositions(index, 2, 16, most))
+    torch.testing.assert_close(some, backbone(ids, documents).flatten(0, 1)[index], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("size", list(WITHOUT_POOLER))
@@ -80,12 +82,12 @@ def test_the_multilingual_shape_is_distilberts() -> None:
 
 def test_recomputed_blocks_give_the_same_gradients() -> None:
     backbone, ids = tiny(), torch.arange(32).view(2, 16)
-    index = torch.tensor([1, 2, 20])
+    targets = TargetPositions(torch.tensor([1, 2, 20]), 2, 16, max_per_row=2)
     grads = []
     for recompute in (False, True):
         backbone.recompute_blocks = recompute
         backbone.zero_grad()
-        backbone.encode_at(backbone.embed(ids), None, index, 2).square().sum().backward()
+        backbone.encode_at(backbone.embed(ids), Documents.whole_rows(2, 16), targets).square().sum().backward()
         grads.append([parameter.grad.clone() for parameter in backbone.parameters()])
     assert all(torch.equal(one, two) for one, two in zip(*grads, strict=True))
 

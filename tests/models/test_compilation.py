@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from initialized import initialized_backbone
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 
 from megahead.config import ModelConfig
-from megahead.models import Backbone, CompiledBlocks, build_backbone, initialize_
-from megahead.nn import BACKENDS
+from megahead.models import Backbone, CompiledBlocks
+from megahead.nn import BACKENDS, Documents
 
 IDS = torch.arange(2 * 24).view(2, 24) % 50
 POSITIONS = torch.cat([torch.arange(24), torch.arange(9), torch.arange(15)]).view(2, 24)
@@ -29,8 +30,7 @@ def _afresh() -> Iterator[None]:
 def tiny(family: str = "gpt_neox", dropout: float = 0.0) -> Backbone:
     shape = {"num_layers": 4, "hidden_size": 32, "num_heads": 2, "vocab_size": 50}
     config = ModelConfig(family=family, **shape, hidden_dropout=dropout, attention_dropout=dropout)
-    backbone = build_backbone(config)
-    initialize_(backbone, 1, config)
+    backbone = initialized_backbone(config, 1)
     return backbone
 
 
@@ -38,7 +38,7 @@ def trained(backbone: Backbone, positions: Tensor | None = None) -> list[Tensor]
     """Hidden states and all gradients."""
     torch.manual_seed(3)
     backbone.zero_grad()
-    hidden = backbone(IDS, positions)
+    hidden = backbone(IDS, None if positions is None else Documents(positions))
     hidden.square().sum().backward()
     return [hidden.detach(), *(p.grad for p in backbone.parameters() if p.grad is not None)]
 

@@ -6,9 +6,11 @@ import fnmatch
 
 import pytest
 import torch
+from initialized import initialize_, initialized_backbone
 
 from megahead.config import NAMED_SIZES, ModelConfig
-from megahead.models import SHARDING, build_backbone, initialize_
+from megahead.models import SHARDING, build_backbone
+from megahead.nn import Documents
 
 TINY = ModelConfig(num_layers=2, hidden_size=32, num_heads=2, vocab_size=50, vocab_multiple=8)
 NON_EMBEDDING = {
@@ -29,8 +31,7 @@ def _seeded():
 
 
 def tiny(config: ModelConfig = TINY, seed: int = 0):
-    backbone = build_backbone(config)
-    initialize_(backbone, seed, config)
+    backbone = initialized_backbone(config, seed)
     with torch.no_grad():
         for parameter in backbone.parameters():
             parameter += 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(parameter.numel()))
@@ -41,9 +42,9 @@ def tiny(config: ModelConfig = TINY, seed: int = 0):
 @pytest.mark.parametrize("packed", [True, False])
 def test_no_gradient_flows_to_later_tokens(parallel, packed):
     backbone = tiny(TINY.model_copy(update={"parallel_residual": parallel}))
-    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]]) if packed else None
+    documents = Documents(torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]])) if packed else Documents.whole_rows(1, 8)
     rows = backbone.embed(torch.randint(0, 50, (1, 8))).detach().requires_grad_()
-    hidden = backbone.encode(rows, positions)
+    hidden = backbone.encode(rows, documents)
     for at in range(8):
         (gradient,) = torch.autograd.grad(hidden[0, at, 0], rows, retain_graph=True)
         first = 4 * (at // 4) if packed else 0
@@ -53,27 +54,27 @@ def test_no_gradient_flows_to_later_tokens(parallel, packed):
 
 def test_a_document_does_not_feel_the_others_in_its_row():
     backbone = tiny()
-    positions = torch.cat([torch.arange(5), torch.arange(7), torch.arange(4)])[None]
+    documents = Documents(torch.cat([torch.arange(5), torch.arange(7), torch.arange(4)])[None])
     ids = torch.randint(0, 50, (1, 16))
-    middle = backbone(ids, positions)[:, 5:12]
+    middle = backbone(ids, documents)[:, 5:12]
     changed = (ids + 1) % 50
     changed[:, 5:12] = ids[:, 5:12]
-    assert torch.equal(backbone(changed, positions)[:, 5:12], middle)
+    assert torch.equal(backbone(changed, documents)[:, 5:12], middle)
     alone = backbone(ids[:, 5:12])
     torch.testing.assert_close(alone, middle, rtol=1e-5, atol=1e-5)
 
 
-def test_without_positions_a_row_is_one_document():
+def test_without_documents_a_row_is_one():
     backbone = tiny()
     ids = torch.randint(0, 50, (3, 9))
-    positions = torch.arange(9).expand(3, 9)
-    torch.testing.assert_close(backbone(ids), backbone(ids, positions), rtol=1e-5, atol=1e-5)
+    documents = Documents(torch.arange(9).expand(3, 9))
+    torch.testing.assert_close(backbone(ids), backbone(ids, documents), rtol=1e-5, atol=1e-5)
 
 
 def test_distance_is_that_of_positions_not_of_columns():
     backbone = tiny()
     ids = torch.randint(0, 50, (1, 4))
-    near, far = backbone(ids, torch.tensor([[0, 1, 2, 3]])), backbone(ids, torch.tensor([[0, 1, 2, 9]]))
+    near, far = (backbone(ids, Documents(torch.tensor([[0, 1, 2, place]]))) for place in (3, 9))
     assert torch.equal(near[:, :3], far[:, :3])
     assert not torch.allclose(near[:, 3], far[:, 3], atol=1e-3)
 
@@ -81,7 +82,7 @@ def test_distance_is_that_of_positions_not_of_columns():
 def test_forward_is_encode_of_embed_and_embed_takes_any_shape():
     backbone = tiny()
     ids = torch.randint(0, 50, (2, 6))
-    assert torch.equal(backbone(ids), backbone.encode(backbone.embed(ids)))
+    assert torch.equal(backbone(ids), backbone.encode(backbone.embed(ids), Documents.whole_rows(2, 6)))
     assert backbone.embed(ids.flatten()).shape == (12, 32)
 
 
@@ -89,11 +90,11 @@ def test_forward_is_encode_of_embed_and_embed_takes_any_shape():
 def test_half_precision_stays_close(packed):
     backbone = tiny()
     ids = torch.randint(0, 50, (2, 12))
-    positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5, 6]] * 2) if packed else None
-    exact = backbone(ids, positions)
+    documents = Documents(torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5, 6]] * 2)) if packed else None
+    exact = backbone(ids, documents)
     with torch.autocast("cpu", torch.bfloat16):
-        mixed = backbone(ids, positions)
-    half = backbone.bfloat16()(ids, positions)
+        mixed = backbone(ids, documents)
+    half = backbone.bfloat16()(ids, documents)
     assert half.dtype == torch.bfloat16
     for found in (mixed, half):
         torch.testing.assert_close(found.float(), exact, rtol=0.05, atol=0.05)
@@ -122,8 +123,7 @@ def test_built_on_meta_then_initialised_equals_built_in_place():
     assert all(parameter.is_meta for parameter in backbone.parameters())
     backbone.to_empty(device="cpu")
     initialize_(backbone, 5, TINY)
-    direct = build_backbone(TINY)
-    initialize_(direct, 5, TINY)
+    direct = initialized_backbone(TINY, 5)
     ids = torch.randint(0, 50, (2, 6))
     assert torch.equal(backbone(ids), direct(ids))
 

@@ -6,16 +6,16 @@ import math
 
 import pytest
 import torch
+from initialized import initialize_, initialized_backbone
 
 from megahead.config import ModelConfig
-from megahead.models import build_backbone, initial_value, initialize_
+from megahead.models import build_backbone, initial_value
 
 CONFIG = ModelConfig(num_layers=3, hidden_size=64, num_heads=2, vocab_size=500, vocab_multiple=128)
 
 
 def initialised(config: ModelConfig = CONFIG, seed: int = 1) -> dict[str, torch.Tensor]:
-    backbone = build_backbone(config)
-    initialize_(backbone, seed, config)
+    backbone = initialized_backbone(config, seed)
     return {name: parameter.detach() for name, parameter in backbone.named_parameters()}
 
 

@@ -1,98 +1,18 @@
-"""Every way to compute attention gives what the formula gives, values and gradients; a layer's own promises."""
+"""What a decoder's attention layer promises beside its formula."""
 
 from __future__ import annotations
 
-import sys
-import types
-
 import pytest
 import torch
-from exact_attention import POSITIONS, random_qkv, relative_errors
-from torch import Tensor
+from exact_attention import POSITIONS
 
-from megahead.errors import ConfigError
-from megahead.nn import BACKENDS, CausalSelfAttention, Documents, Use, attend, choose_backend, rotation_at
-
-CPU = Use(torch.device("cpu"), torch.float64, head_size=8)
-HERE = [backend.attend for backend in BACKENDS.values() if not backend.obstacle(CPU)]
+from megahead.nn import CausalSelfAttention, Documents, rotary_at
 
 
-@pytest.mark.parametrize("way", [attend, *HERE])
-@pytest.mark.parametrize("positions", [None, POSITIONS])
-@pytest.mark.parametrize("causal", [True, False])
-def test_every_way_equals_the_formula(way, positions: Tensor | None, causal: bool) -> None:
-    assert max(relative_errors(way, random_qkv(), positions, causal)) < 1e-12
-
-
-@pytest.mark.parametrize("way", HERE)
-def test_every_way_is_within_half_precisions_rounding(way) -> None:
-    assert (
-        max(relative_errors(way, random_qkv(dtype=torch.bfloat16), POSITIONS, True)) < torch.finfo(torch.bfloat16).eps
-    )
-
-
-def test_a_cpu_goes_document_by_document_and_refuses_kernels() -> None:
-    assert choose_backend("auto", CPU).name == "documents"
-    assert choose_backend("sdpa", CPU).name == "sdpa"
-    sentence = (
-        "`engine.attention` must serve this run, but is `varlen` instead; it needs a CUDA device, not cpu; try `auto`."
-    )
-    with pytest.raises(ConfigError) as told:
-        choose_backend("varlen", CPU)
-    assert str(told.value) == sentence
-
-
-@pytest.mark.parametrize(
-    ("capability", "installed", "half", "dropout", "best"),
-    [
-        ((9, 0), {"flash_attn", "flash_attn_interface", "flash_attn.cute"}, True, 0.0, "flash3"),
-        ((10, 0), {"flash_attn", "flash_attn_interface", "flash_attn.cute"}, True, 0.0, "flash4"),
-        ((9, 0), {"flash_attn", "flash_attn_interface"}, True, 0.1, "flash2"),
-        ((9, 0), set(), True, 0.0, "varlen"),
-        ((8, 0), {"flash_attn_interface"}, True, 0.0, "varlen"),
-        ((9, 0), set(), True, 0.1, "sdpa"),
-        ((9, 0), {"flash_attn"}, False, 0.0, "sdpa"),
-        ((7, 5), {"flash_attn"}, True, 0.0, "sdpa"),
-    ],
-)
-def test_the_best_way_for_a_gpu(monkeypatch, capability, installed: set[str], half: bool, dropout: float, best: str):
-    from megahead.nn import backends
-
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    there = {*installed, "torch.nn.attention.varlen"}
-    monkeypatch.setattr(backends, "_missing", lambda module, name: "" if module in there else f"no {module}")
-    use = Use(torch.device("cuda"), torch.bfloat16 if half else torch.float32, 64, dropout)
-    assert choose_backend.__wrapped__("auto", use).name == best
-
-
-def test_a_kernel_that_is_not_installed_is_named(monkeypatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    told = BACKENDS["flash3"].obstacle(Use(torch.device("cuda"), torch.bfloat16, 64))
-    assert "flash_attn_interface.flash_attn_varlen_func cannot be imported (No module named" in told
-
-
-def stand_in(q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, deterministic, **_):
-    """What flash-attn's function computes, sequence by sequence, with a second result as some generations have."""
-    assert torch.equal(cu_seqlens_q, cu_seqlens_k)
-    assert max_seqlen_q == max_seqlen_k >= max(cu_seqlens_q.diff())
-    parts = zip(*(x.split(cu_seqlens_q.diff().tolist()) for x in (q, k, v)), strict=True)
-    outputs = [BACKENDS["sdpa"].attend(*(x[None] for x in part), None, causal=causal)[0] for part in parts]
-    return torch.cat(outputs), None
-
-
-@pytest.mark.parametrize("name", ["flash2", "flash3", "flash4"])
-@pytest.mark.parametrize("positions", [None, POSITIONS])
-@pytest.mark.parametrize("causal", [True, False])
-def test_flash_attention_is_told_where_documents_begin(monkeypatch, name: str, positions: Tensor | None, causal: bool):
-    module, function = BACKENDS[name].kernel
-    monkeypatch.setitem(sys.modules, module, types.SimpleNamespace(**{function: stand_in}))
-    assert max(relative_errors(BACKENDS[name].attend, random_qkv(), positions, causal)) < 1e-12
-
-
-@pytest.mark.parametrize("documents", [None, Documents(POSITIONS)])
+@pytest.mark.parametrize("documents", [Documents.whole_rows(2, 7), Documents(POSITIONS)])
 def test_dropout_acts_in_training_only(documents):
     layer = CausalSelfAttention(24, 3, dropout=0.5)
-    x_BTD, rotation = torch.randn(2, 7, 24), rotation_at(POSITIONS, 4, 10000.0)
+    x_BTD, rotation = torch.randn(2, 7, 24), rotary_at(documents.positions_BT, 4, 10000.0)
     assert not torch.equal(layer(x_BTD, rotation, documents), layer(x_BTD, rotation, documents))
     layer.eval()
     assert torch.equal(layer(x_BTD, rotation, documents), layer(x_BTD, rotation, documents))
@@ -111,5 +31,6 @@ def test_a_run_of_heads_alone_computes_its_part():
     with torch.no_grad():
         silenced.output.weight[:, :8] = 0
         part.output.bias.copy_(whole.output.bias)
-    x_BTD, rotation = torch.randn(2, 7, 24), rotation_at(torch.arange(7), 4, 10000.0)
-    torch.testing.assert_close(part(x_BTD, rotation, None), silenced(x_BTD, rotation, None))
+    documents = Documents.whole_rows(2, 7)
+    x_BTD, rotation = torch.randn(2, 7, 24), rotary_at(documents.positions_BT, 4, 10000.0)
+    torch.testing.assert_close(part(x_BTD, rotation, documents), silenced(x_BTD, rotation, documents))

@@ -12,8 +12,8 @@ POSITIONS = torch.tensor([[0, 1, 2, 0, 1], [0, 0, 1, 2, 3]])
 def test_borders_and_lengths_cover_all_tokens_in_order():
     documents = Documents(POSITIONS)
     assert documents.lengths == [3, 2, 1, 4]
-    assert documents.borders.tolist() == [0, 3, 5, 6, 10]
-    assert documents.borders.dtype == torch.int32
+    assert documents.cu_seqlens.tolist() == [0, 3, 5, 6, 10]
+    assert documents.cu_seqlens.dtype == torch.int32
 
 
 def test_a_row_that_starts_inside_a_document_is_still_cut_from_the_row_before():
@@ -33,14 +33,21 @@ def test_mask_shows_a_token_its_own_document_up_to_itself():
         for start, end in spans:
             for i in range(start, end):
                 expected[row, i, start : i + 1] = True
-    assert torch.equal(Documents(POSITIONS).mask_BTT, expected)
+    assert torch.equal(Documents(POSITIONS).causal_mask_BTT, expected)
 
 
 def test_borders_that_are_known_are_not_looked_for():
-    borders = torch.tensor([0, 3, 5, 6, 10], dtype=torch.int32)
-    assert Documents(POSITIONS, borders).borders is borders
-    assert torch.equal(Documents(POSITIONS).borders, borders)
+    cu_seqlens = torch.tensor([0, 3, 5, 6, 10], dtype=torch.int32)
+    assert Documents(POSITIONS, cu_seqlens).cu_seqlens is cu_seqlens
+    assert torch.equal(Documents(POSITIONS).cu_seqlens, cu_seqlens)
 
 
-def test_borders_of_whole_rows():
-    assert Documents.borders_of_rows(3, 5, torch.device("cpu")).tolist() == [0, 5, 10, 15]
+def test_whole_rows_are_documents_without_a_mask_of_their_own():
+    whole, spelled_out = Documents.whole_rows(3, 5), Documents(torch.arange(5).expand(3, 5))
+    assert whole.one_per_row
+    assert not spelled_out.one_per_row
+    assert whole.cu_seqlens.tolist() == spelled_out.cu_seqlens.tolist() == [0, 5, 10, 15]
+    assert whole.cu_seqlens.dtype == spelled_out.cu_seqlens.dtype
+    assert whole.lengths == [5, 5, 5]
+    assert torch.equal(whole.causal_mask_BTT.expand(3, 5, 5), spelled_out.causal_mask_BTT)
+    assert torch.equal(whole.positions_BT.expand(3, 5), spelled_out.positions_BT)

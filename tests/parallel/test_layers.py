@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from megahead.distributed import Group
 from megahead.models import SHARDING, build_backbone
+from megahead.nn import Documents
 from megahead.parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -53,7 +54,7 @@ def sharded(group: Group) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     (output.square().sum() + (shared * weights).sum()).backward()
     dims = shard_dims(layers)
     grads = {
-        name: p.grad if name not in dims else torch.cat(group.gather(p.grad).unbind(), dims[name])
+        name: p.grad if name not in dims else torch.cat(group.all_gather(p.grad).unbind(), dims[name])
         for name, p in layers.named_parameters()
     }
     assert {name for name, p in layers.named_parameters() if hasattr(p, "model_parallel")} == set(dims)
@@ -92,14 +93,14 @@ def test_a_backbone_in_parts_gives_the_hidden_states_of_the_whole(size: int) -> 
     for parameter in whole.parameters():
         parameter.data.normal_(std=0.3)
     ids = torch.randint(61, (2, 9))
-    positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4, 5, 6, 7, 8]])
+    documents = Documents(torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4, 5, 6, 7, 8]]))
 
     def in_parts(group: Group) -> Tensor:
         backbone = build_backbone(config.model).double()
         parallelize_(backbone, SHARDING["gpt_neox"], group)
         fill_(backbone, group, whole.get_parameter)
-        hidden: Tensor = backbone(ids, positions)
+        hidden: Tensor = backbone(ids, documents)
         return hidden.detach()
 
     for hidden in on_ranks(size, in_parts):
-        torch.testing.assert_close(hidden, whole(ids, positions).detach(), rtol=0, atol=1e-10)
+        torch.testing.assert_close(hidden, whole(ids, documents).detach(), rtol=0, atol=1e-10)

@@ -1,26 +1,27 @@
-"""Sequence parallelism: a backbone whose tokens are shared out is the whole one, in less memory per rank."""
+"""Sequence parallelism: a backbone whose tokens are split over ranks is the whole one, in less memory per rank."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from initialized import initialized
 from on_ranks import on_ranks
 from small_checkpoint import small_config
 from torch import Tensor, nn
 
-from megahead import parallel
 from megahead.config import RunConfig
 from megahead.distributed import Group
 from megahead.errors import ConfigError, ConfigErrors
 from megahead.estimate import rank_memory
 from megahead.models import SHARDING, Backbone, build_backbone
-from megahead.nn.recomputation import Recompute
+from megahead.nn import Documents
+from megahead.nn.activation_checkpointing import Recompute
 from megahead.parallel import parallelize_, shard_dims
 from megahead.parallel.build import fill_
 
 CPU = torch.device("cpu")
 IDS = torch.randint(61, (2, 8), generator=torch.Generator().manual_seed(2))
-POSITIONS = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 5, 6, 7]])
+DOCUMENTS = Documents(torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 5, 6, 7]]))
 
 
 def whole_backbone(config: RunConfig) -> Backbone:
@@ -38,13 +39,13 @@ def in_parts(group: Group, config: RunConfig, recompute: Recompute) -> tuple[Ten
     parallelize_(backbone, SHARDING["gpt_neox"], group, sequence=True)
     fill_(backbone, group, whole.get_parameter)
     backbone.recompute_blocks = recompute
-    hidden = backbone(IDS, POSITIONS)
+    hidden = backbone(IDS, DOCUMENTS)
     hidden.cos().sum().backward()
     dims = shard_dims(backbone)
     grads = {}
     for name, p in backbone.named_parameters():
         assert p.grad is not None, name
-        grads[name] = p.grad if name not in dims else group.join(p.grad, dims[name])
+        grads[name] = p.grad if name not in dims else group.unshard(p.grad, dims[name])
     return hidden.detach(), grads
 
 
@@ -55,7 +56,7 @@ def test_hidden_states_and_gradients_are_those_of_one_rank(size: int, recompute:
     model = {"hidden_size": 32, "num_heads": 4, "parallel_residual": residual == "parallel"}
     config = small_config(model=model, parallel={"tensor": size, "sequence": True})
     whole = whole_backbone(config)
-    hidden = whole(IDS, POSITIONS)
+    hidden = whole(IDS, DOCUMENTS)
     hidden.cos().sum().backward()
     for its_hidden, grads in on_ranks(size, in_parts, config, recompute):
         torch.testing.assert_close(its_hidden, hidden.detach(), rtol=0, atol=1e-10)
@@ -67,7 +68,7 @@ def test_hidden_states_and_gradients_are_those_of_one_rank(size: int, recompute:
 
 def dropped(group: Group, config: RunConfig, recompute: bool) -> list[Tensor]:
     """Where the first block's sublayers were dropped, hidden states, and two gradients of norms."""
-    module = parallel.build(config, group, CPU)
+    module = initialized(config, group)
     module.backbone.recompute_blocks = recompute
     added: list[Tensor] = []
     norm = module.backbone.get_submodule("blocks.1.attention_norm")
@@ -93,7 +94,7 @@ def test_dropout_of_the_residual_stream_is_apart_where_tokens_are_and_recomputed
 
 def kept_bytes(group: Group, config: RunConfig) -> int:
     """What the blocks keep for the backward pass, weights apart."""
-    backbone = parallel.build(config, group, CPU).backbone
+    backbone = initialized(config, group).backbone
     kept: dict[int, int] = {}
 
     def keep(tensor: Tensor) -> Tensor:
@@ -122,13 +123,13 @@ def test_a_rank_keeps_its_share_of_all_activations_as_estimated() -> None:
 
 
 def autocast(group: Group, config: RunConfig) -> tuple[Tensor, Tensor]:
-    module = parallel.build(config, group, CPU)
+    module = initialized(config, group)
     with torch.autocast("cpu", torch.bfloat16):
         hidden = module.backbone(IDS)
     hidden.float().square().sum().backward()
     grad = module.backbone.get_parameter("blocks.0.mlp.up.weight").grad
     assert grad is not None
-    return hidden.detach(), grad if group.size == 1 else group.join(grad, 0)
+    return hidden.detach(), grad if group.size == 1 else group.unshard(grad, 0)
 
 
 def test_autocast_computes_in_half_precision_as_on_one_rank() -> None:

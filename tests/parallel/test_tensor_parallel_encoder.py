@@ -7,17 +7,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from initialized import initialized
 from on_ranks import on_ranks
 from small_checkpoint import small_config
 from torch import Tensor
 
-from megahead import parallel, pretraining
 from megahead.config import RunConfig
 from megahead.data import training_masker
 from megahead.distributed import Group
 from megahead.objectives import build_objective
 from megahead.parallel import shard_dims
-from megahead.pretraining import MicroBatch, Pretraining, Scoring
+from megahead.pretraining import MicroBatch, Pretraining, ScoreRequest
 
 CPU = torch.device("cpu")
 OBJECTIVES = {
@@ -53,18 +53,18 @@ def outcome(module: Pretraining, config: RunConfig) -> tuple[Tensor, tuple[float
     loss = module(MicroBatch(batch, (candidates,), 0.5))
     loss.backward()
     with torch.no_grad():
-        scores = module(Scoring(batch, torch.linspace(-2, 2, 47, dtype=torch.float64)))
+        scores = module(ScoreRequest(batch, torch.linspace(-2, 2, 47, dtype=torch.float64)))
     return loss.detach(), (scores.loss, scores.correct, scores.targets)
 
 
 def split(group: Group, config: RunConfig) -> tuple[Tensor, tuple[float, ...], dict[str, Tensor]]:
-    module = parallel.build(config, group, CPU)
+    module = initialized(config, group)
     loss, scores = outcome(module, config)
     dims = shard_dims(module)
     grads = {}
     for name, p in module.named_parameters():
         assert p.grad is not None, name
-        grads[name] = p.grad if name not in dims else torch.cat(group.gather(p.grad).unbind(), dims[name])
+        grads[name] = p.grad if name not in dims else torch.cat(group.all_gather(p.grad).unbind(), dims[name])
     return loss, scores, grads
 
 
@@ -72,7 +72,7 @@ def split(group: Group, config: RunConfig) -> tuple[Tensor, tuple[float, ...], d
 @pytest.mark.parametrize("size", [2, 4])
 def test_loss_gradients_and_scores_equal_one_rank(size: int, objective: dict[str, Any]) -> None:
     config = config_of(objective)
-    module = pretraining.build(config, CPU)
+    module = initialized(config)
     loss, scores = outcome(module, config)
     for split_loss, split_scores, grads in on_ranks(size, split, config):
         torch.testing.assert_close(split_loss, loss, rtol=0, atol=1e-10)

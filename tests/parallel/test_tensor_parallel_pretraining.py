@@ -6,18 +6,18 @@ from typing import Any
 
 import pytest
 import torch
+from initialized import initialized
 from on_ranks import on_ranks
 from small_checkpoint import small_config
 from torch import Tensor
 
-from megahead import parallel, pretraining
 from megahead.config import RunConfig
 from megahead.data import Batch
 from megahead.distributed import Group
 from megahead.errors import ConfigErrors
 from megahead.objectives import build_objective
 from megahead.parallel import shard_dims
-from megahead.pretraining import MicroBatch, Pretraining, Scoring
+from megahead.pretraining import MicroBatch, Pretraining, ScoreRequest
 
 CPU = torch.device("cpu")
 OBJECTIVES = {
@@ -56,24 +56,24 @@ def outcome(module: Pretraining, config: RunConfig, targets: int | None) -> tupl
     loss.backward()
     bias = torch.linspace(-2, 2, config.model.vocab_size, dtype=torch.float64)
     with torch.no_grad():
-        scores = module(Scoring(micro.batch, bias))
+        scores = module(ScoreRequest(micro.batch, bias))
     return loss.detach(), (scores.loss, scores.correct, scores.targets)
 
 
 def one_rank(config: RunConfig, targets: int | None) -> tuple[Tensor, tuple[float, ...], dict[str, Tensor]]:
-    module = pretraining.build(config, CPU)
+    module = initialized(config)
     loss, scores = outcome(module, config, targets)
     return loss, scores, {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
 
 
 def split(group: Group, config: RunConfig, targets: int | None) -> tuple[Tensor, tuple[float, ...], dict[str, Tensor]]:
-    module = parallel.build(config, group, CPU)
+    module = initialized(config, group)
     loss, scores = outcome(module, config, targets)
     dims = shard_dims(module)
     grads = {}
     for name, p in module.named_parameters():
         assert p.grad is not None, name
-        grads[name] = p.grad if name not in dims else torch.cat(group.gather(p.grad).unbind(), dims[name])
+        grads[name] = p.grad if name not in dims else torch.cat(group.all_gather(p.grad).unbind(), dims[name])
     return loss, scores, grads
 
 
@@ -102,18 +102,18 @@ def assert_equal_to_one_rank(size: int, config: RunConfig, targets: int | None) 
 
 
 def initial_weights(group: Group, config: RunConfig) -> dict[str, Tensor]:
-    module = parallel.build(config, group, CPU)
+    module = initialized(config, group)
     dims = shard_dims(module)
     whole = {}
     for name, p in module.named_parameters():
         assert hasattr(p, "model_parallel") is (name in dims)
-        whole[name] = p.detach() if name not in dims else torch.cat(group.gather(p.detach()).unbind(), dims[name])
+        whole[name] = p.detach() if name not in dims else torch.cat(group.all_gather(p.detach()).unbind(), dims[name])
     return whole
 
 
 def test_initial_weights_do_not_depend_on_the_mesh() -> None:
     config = config_of({"name": "vanilla"})
-    expected = {name: p.detach() for name, p in pretraining.build(config, CPU).named_parameters()}
+    expected = {name: p.detach() for name, p in initialized(config).named_parameters()}
     for size in (2, 4):
         for weights in on_ranks(size, initial_weights, config):
             assert all(torch.equal(weights[name], value) for name, value in expected.items())
@@ -121,7 +121,7 @@ def test_initial_weights_do_not_depend_on_the_mesh() -> None:
 
 def dropped(group: Group, config: RunConfig) -> tuple[Tensor, Tensor]:
     """Hidden states, and what attention gave before its output projection, under dropout."""
-    module = parallel.build(config, group, CPU)
+    module = initialized(config, group)
     heads: list[Tensor] = []
     attention = module.backbone.get_submodule("blocks.0.attention.output")
     attention.register_forward_pre_hook(lambda _, inputs: heads.append(inputs[0].detach()))

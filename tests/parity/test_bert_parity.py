@@ -10,6 +10,7 @@ from transformers import BertConfig, BertModel, DistilBertConfig, DistilBertMode
 from megahead.config import ModelConfig
 from megahead.convert.bert import BERT, DISTILBERT, Names
 from megahead.models import Bert, build_backbone
+from megahead.nn import Documents
 
 
 def shape(seed: int, token_types: int) -> ModelConfig:
@@ -101,7 +102,7 @@ def test_documents_and_padding_of_a_row_equal_each_document_alone(token_types: i
     padded = [*documents, torch.zeros(1, 7, dtype=torch.int64)]
     positions = torch.cat([torch.arange(ids.shape[1]) for ids in padded])[None]
     with torch.no_grad():
-        packed = ours_from(model, names, config)(torch.cat(padded, 1), positions)[:, :30]
+        packed = ours_from(model, names, config)(torch.cat(padded, 1), Documents(positions))[:, :30]
         expected = torch.cat([model(ids).last_hidden_state for ids in documents], 1)
     torch.testing.assert_close(packed, expected, rtol=1e-4, atol=1e-4)
 

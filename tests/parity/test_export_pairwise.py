@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from initialized import initialized
 from on_ranks import on_ranks
 from small_checkpoint import small_config
 from small_engine import CPU, small_optimizer
@@ -25,7 +26,6 @@ from megahead.engine import Engine
 from megahead.objectives import log_unigram
 from megahead.parallel import assemble
 from megahead.pretraining import Pretraining
-from megahead.pretraining import build as build_whole
 
 HEADS: list[tuple[str, dict[str, Any]]] = [
     ("none", {}),
@@ -86,7 +86,7 @@ def config_of(case: tuple[Any, ...]) -> RunConfig:
 
 def random_model(config: RunConfig) -> Pretraining:
     """The whole model; every norm and bias is off its neutral value."""
-    pretraining, generator = build_whole(config, CPU), torch.Generator().manual_seed(1)
+    pretraining, generator = initialized(config), torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in pretraining.parameters():
             parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))

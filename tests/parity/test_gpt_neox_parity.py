@@ -8,6 +8,7 @@ from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
 from megahead.config import ModelConfig
 from megahead.models import Backbone, build_backbone
+from megahead.nn import Documents
 
 HIDDEN_ACT = {"gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh"}
 THEIR_NAMES = {
@@ -107,7 +108,7 @@ def test_packed_documents_equal_each_alone():
     documents = [torch.randint(0, 61, (1, length)) for length in (9, 1, 20)]
     positions = torch.cat([torch.arange(ids.shape[1]) for ids in documents])[None]
     with torch.no_grad():
-        packed = ours_from(model, config)(torch.cat(documents, 1), positions)
+        packed = ours_from(model, config)(torch.cat(documents, 1), Documents(positions))
         expected = torch.cat([model.gpt_neox(ids).last_hidden_state for ids in documents], 1)
     torch.testing.assert_close(packed, expected, rtol=1e-4, atol=1e-4)
 

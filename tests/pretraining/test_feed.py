@@ -14,7 +14,8 @@ from on_ranks import on_ranks
 from small_run import VOCABULARY, small_config, write_text
 
 from megahead.config import RunConfig
-from megahead.data import IndexedDataset, IndexedDatasetWriter, SampleRows, StreamSamples, training_samples
+from megahead.corpus import IndexedDataset, IndexedDatasetWriter
+from megahead.data import RowSource, StreamSamples, training_samples
 from megahead.distributed import Group
 from megahead.objectives import build_objective
 from megahead.pretraining import Feed
@@ -30,7 +31,7 @@ def fed(group: Group, config: RunConfig) -> list[tuple[list[list[int]], int, flo
         (
             [micro.batch.input_ids_BT.flatten().tolist() for micro in step.micro_batches],
             step.targets,
-            step.micro_batches[0].loss_scale,
+            step.micro_batches[0].loss_weight,
         )
         for step, _ in zip(steps, range(3), strict=False)
     ]
@@ -77,7 +78,7 @@ def test_every_way_of_reading_gives_the_same_samples_on_more_ranks_and_smaller_m
         assert parts[0][step][1] == parts[1][step][1] == reference[step][1]
 
 
-class SameText(SampleRows):
+class SameText(RowSource):
     """Rows that are all alike, whatever their numbers."""
 
     def rows(self, indices: range) -> np.ndarray[Any, Any]:
@@ -140,7 +141,7 @@ def test_it_prepares_in_another_thread_and_hands_on_errors() -> None:
         next(stream)
 
 
-class FewTargets(SampleRows):
+class FewTargets(RowSource):
     """Rows of which only the first, the sample 0, holds as many targets as asked for: all else is end tokens."""
 
     def __init__(self, targets: int) -> None:
@@ -159,7 +160,7 @@ def test_a_step_of_hardly_any_targets_is_averaged_over_those_and_may_have_none(t
     rule = build_objective(config.objective, VOCABULARY)
     step = Feed(FewTargets(targets), rule, config.data, config.batch, Group()).step(0)  # type: ignore[arg-type]
     assert step.targets == targets
-    assert {micro.loss_scale for micro in step.micro_batches} == {4 / max(targets, 1)}
+    assert {micro.loss_weight for micro in step.micro_batches} == {4 / max(targets, 1)}
     assert step.candidates == 0  # the whole vocabulary
 
 

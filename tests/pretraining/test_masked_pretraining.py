@@ -7,13 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from initialized import initialized
 from small_checkpoint import small_config
 from torch.nn import functional as F
 
 from megahead.config import RunConfig
 from megahead.data import training_masker
 from megahead.objectives import build_objective
-from megahead.pretraining import MicroBatch, Pretraining, Scoring, build
+from megahead.pretraining import MicroBatch, Pretraining, ScoreRequest, documents_of
 
 CPU = torch.device("cpu")
 MODEL = {"family": "bert", "token_types": 2, "hidden_dropout": 0.0, "attention_dropout": 0.0, "max_positions": 32}
@@ -47,7 +48,7 @@ def micro_batch(config: RunConfig, text: np.ndarray | None = None) -> MicroBatch
 
 
 def random_model(config: RunConfig) -> Pretraining:
-    model, generator = build(config, CPU).double(), torch.Generator().manual_seed(0)
+    model, generator = initialized(config).double(), torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
@@ -58,7 +59,7 @@ def whole(micro: MicroBatch) -> MicroBatch:
     """The same without a bound on a row's targets: every block is computed for all positions."""
     batch = micro.batch
     unbound = type(batch)(batch.input_ids_BT, batch.positions_BT, batch.target_index_N, batch.target_ids_N)
-    return MicroBatch(unbound, micro.candidates, micro.loss_scale)
+    return MicroBatch(unbound, micro.candidates, micro.loss_weight)
 
 
 def outcome(model: Pretraining, micro: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -93,7 +94,7 @@ def test_vanilla_is_berts_own_loss(tied: bool, activation: str) -> None:
     loss, grads = outcome(model, micro)
     batch, head = micro.batch, model.mask_head
     model.zero_grad()
-    hidden_ND = model.backbone(batch.input_ids_BT, batch.positions_BT).flatten(0, 1)[batch.target_index_N]
+    hidden_ND = model.backbone(batch.input_ids_BT, documents_of(batch)).flatten(0, 1)[batch.target_index_N]
     matrix = model.backbone.embedding.weight if model.head is None else model.head.weight
     bent_ND = F.gelu(head.dense(hidden_ND), approximate="tanh" if activation == "gelu_tanh" else "none")
     transformed = F.layer_norm(bent_ND, (48,), head.norm.weight, head.norm.bias, 1e-12)
@@ -103,7 +104,7 @@ def test_vanilla_is_berts_own_loss(tied: bool, activation: str) -> None:
     (expected * 0.25).backward()
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(grads[name], parameter.grad, rtol=0, atol=1e-10, msg=name)
-    scores = model(Scoring(batch, None))
+    scores = model(ScoreRequest(batch, None))
     assert scores.loss == pytest.approx(expected.item())
     assert scores.correct == int((logits.argmax(1) == batch.target_ids_N).sum())
 
@@ -117,5 +118,5 @@ def test_without_targets_the_loss_is_zero_and_reaches_every_weight(objective) ->
 
 
 def test_a_headless_encoder_has_no_transform() -> None:
-    names = [name for name, _ in build(config_of({}), CPU).named_parameters()]
+    names = [name for name, _ in initialized(config_of({})).named_parameters()]
     assert not [name for name in names if not name.startswith("backbone.")]

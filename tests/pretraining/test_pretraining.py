@@ -6,13 +6,14 @@ from math import log
 
 import pytest
 import torch
+from initialized import initialized
 from numpy.random import default_rng
 
 from megahead.config import RunConfig, config_from_dict
 from megahead.data import Batch, causal_batch
 from megahead.objectives import Candidates, build_objective, cwt_loss, log_unigram
 from megahead.optim import decay_groups
-from megahead.pretraining import MicroBatch, Pretraining, Scoring, build
+from megahead.pretraining import MicroBatch, Pretraining, ScoreRequest, documents_of
 
 
 def tiny(objective: dict[str, object]) -> RunConfig:
@@ -35,23 +36,23 @@ def candidates(pretraining: Pretraining, batch: Batch) -> tuple[Candidates, ...]
     return (objective.pool(batch.target_ids_N).candidates(batch.target_ids_N),)
 
 
-def prepared(pretraining: Pretraining, rows: int = 4, loss_scale: float = 1.0) -> MicroBatch:
+def prepared(pretraining: Pretraining, rows: int = 4, loss_weight: float = 1.0) -> MicroBatch:
     tokens = default_rng(0).integers(0, 50, (rows, 9))
     batch = causal_batch(tokens, end_token=0, isolate_documents=True, boundary_targets=True)
-    return MicroBatch(batch, candidates(pretraining, batch), loss_scale)
+    return MicroBatch(batch, candidates(pretraining, batch), loss_weight)
 
 
 def test_headless_loss_is_the_public_function_on_the_backbones_outputs() -> None:
-    pretraining = build(tiny({}), torch.device("cpu"))
-    micro = prepared(pretraining, loss_scale=1 / 32)
+    pretraining = initialized(tiny({}))
+    micro = prepared(pretraining, loss_weight=1 / 32)
     batch = micro.batch
-    outputs = pretraining.backbone(batch.input_ids_BT, batch.positions_BT).flatten(0, 1)
+    outputs = pretraining.backbone(batch.input_ids_BT, documents_of(batch)).flatten(0, 1)
     expected = cwt_loss(outputs, batch.target_ids_N, pretraining.backbone.embedding.weight)
     torch.testing.assert_close(pretraining(micro), expected)
 
 
 def test_headless_gradient_reaches_inputs_and_negatives_in_one_lookup() -> None:
-    pretraining = build(tiny({}), torch.device("cpu"))
+    pretraining = initialized(tiny({}))
     lookups: list[int] = []
     pretraining.backbone.embedding.register_forward_hook(lambda *_: lookups.append(1))
     micro = prepared(pretraining)
@@ -66,23 +67,23 @@ def test_headless_gradient_reaches_inputs_and_negatives_in_one_lookup() -> None:
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_vanilla_is_cross_entropy_over_the_vocabulary_without_its_padding(tied: bool) -> None:
-    pretraining = build(tiny({"name": "vanilla", "tied": tied, "temperature": 0.5}), torch.device("cpu"))
+    pretraining = initialized(tiny({"name": "vanilla", "tied": tied, "temperature": 0.5}))
     names = [name for name, _ in pretraining.named_parameters()]
     assert ("head.weight" in names) is not tied
-    micro = prepared(pretraining, loss_scale=1 / 32)
+    micro = prepared(pretraining, loss_weight=1 / 32)
     batch = micro.batch
-    outputs = pretraining.backbone(batch.input_ids_BT, batch.positions_BT).flatten(0, 1)
+    outputs = pretraining.backbone(batch.input_ids_BT, documents_of(batch)).flatten(0, 1)
     matrix = pretraining.backbone.embedding.weight if tied else pretraining.head.weight  # type: ignore[union-attr]
     logits = outputs @ matrix[:50].T / 0.5
     torch.testing.assert_close(pretraining(micro), torch.nn.functional.cross_entropy(logits, batch.target_ids_N))
 
 
 def test_scoring_is_the_log_probability_under_the_training_free_head() -> None:
-    pretraining = build(tiny({}), torch.device("cpu"))
+    pretraining = initialized(tiny({}))
     batch = prepared(pretraining).batch
     bias = log_unigram(torch.arange(64), 50)
-    scores = pretraining(Scoring(batch, bias))
-    outputs = pretraining.backbone(batch.input_ids_BT, batch.positions_BT).flatten(0, 1)
+    scores = pretraining(ScoreRequest(batch, bias))
+    outputs = pretraining.backbone(batch.input_ids_BT, documents_of(batch)).flatten(0, 1)
     logits = outputs @ pretraining.backbone.embedding.weight[:50].T + bias
     expected = torch.nn.functional.cross_entropy(logits, batch.target_ids_N, reduction="sum")
     assert scores.loss == pytest.approx(expected.item(), rel=1e-5)
@@ -94,7 +95,7 @@ EVERY_PART: dict[str, object] = {"vanilla_weight": 0.5, "learned_temperature": T
 
 @pytest.mark.parametrize("objective", [{}, {"name": "vanilla"}, {"name": "vanilla", "tied": True}, EVERY_PART])
 def test_a_micro_batch_without_targets_gives_zero_connected_to_every_parameter(objective: dict[str, object]) -> None:
-    pretraining = build(tiny(objective), torch.device("cpu"))
+    pretraining = initialized(tiny(objective))
     tokens = default_rng(0).integers(0, 1, (2, 9))  # nothing but end tokens, which predict nothing
     batch = causal_batch(tokens, end_token=0, isolate_documents=True, boundary_targets=False)
     assert batch.target_ids_N.numel() == 0
@@ -107,8 +108,8 @@ def test_a_micro_batch_without_targets_gives_zero_connected_to_every_parameter(o
 
 
 def test_the_same_seed_gives_the_same_backbone_whatever_the_objective() -> None:
-    headless = build(tiny({}), torch.device("cpu"))
-    vanilla = build(tiny({"name": "vanilla"}), torch.device("cpu"))
+    headless = initialized(tiny({}))
+    vanilla = initialized(tiny({"name": "vanilla"}))
     for (name, mine), (_, theirs) in zip(
         headless.backbone.named_parameters(), vanilla.backbone.named_parameters(), strict=True
     ):
@@ -116,9 +117,9 @@ def test_the_same_seed_gives_the_same_backbone_whatever_the_objective() -> None:
 
 
 def test_a_mixed_loss_is_the_weighted_sum_of_both() -> None:
-    mixed, headless = tiny({"vanilla_weight": 0.25}), build(tiny({}), torch.device("cpu"))
-    pretraining = build(mixed, torch.device("cpu"))
-    vanilla = build(tiny({"name": "vanilla"}), torch.device("cpu"))
+    mixed, headless = tiny({"vanilla_weight": 0.25}), initialized(tiny({}))
+    pretraining = initialized(mixed)
+    vanilla = initialized(tiny({"name": "vanilla"}))
     losses = [model(prepared(model)).item() for model in (pretraining, headless, vanilla)]
     assert losses[0] == pytest.approx(0.75 * losses[1] + 0.25 * losses[2], rel=1e-5)
 
@@ -127,11 +128,13 @@ def test_a_mixed_loss_is_the_weighted_sum_of_both() -> None:
 def test_a_learned_temperature_starts_where_it_is_told_gets_gradient_and_never_decays(
     objective: dict[str, object],
 ) -> None:
-    fixed = build(tiny({"temperature": 0.5, **objective}), torch.device("cpu"))
-    learned = build(tiny({"temperature": 0.5, "learned_temperature": True, **objective}), torch.device("cpu"))
+    fixed = initialized(tiny({"temperature": 0.5, **objective}))
+    learned = initialized(tiny({"temperature": 0.5, "learned_temperature": True, **objective}))
     micro = prepared(fixed)
     torch.testing.assert_close(learned(micro), fixed(micro))
-    assert learned(Scoring(micro.batch, None)).loss == pytest.approx(fixed(Scoring(micro.batch, None)).loss, rel=1e-5)
+    assert learned(ScoreRequest(micro.batch, None)).loss == pytest.approx(
+        fixed(ScoreRequest(micro.batch, None)).loss, rel=1e-5
+    )
     learned(micro).backward()
     parameter = learned.get_parameter("temperature.log_value")
     assert parameter.grad is not None
@@ -147,12 +150,12 @@ def test_a_learned_temperature_starts_where_it_is_told_gets_gradient_and_never_d
 
 
 def test_groups_within_a_micro_batch_share_nothing() -> None:
-    pretraining = build(tiny({}), torch.device("cpu"))
+    pretraining = initialized(tiny({}))
     batch = prepared(pretraining).batch
     halves = batch.target_ids_N.split(16)
     rule = build_objective(pretraining.objective, 50)
     micro = MicroBatch(batch, tuple(rule.pool(ids).candidates(ids) for ids in halves), 1.0)
-    outputs = pretraining.backbone(batch.input_ids_BT, batch.positions_BT).flatten(0, 1).split(16)
+    outputs = pretraining.backbone(batch.input_ids_BT, documents_of(batch)).flatten(0, 1).split(16)
     table = pretraining.backbone.embedding.weight
     expected = sum(16 * cwt_loss(part, ids, table) for part, ids in zip(outputs, halves, strict=True))
     torch.testing.assert_close(pretraining(micro), expected)
@@ -163,19 +166,19 @@ def test_staging_for_a_gpu_finds_the_documents_and_pads_candidates_without_chang
     monkeypatch: pytest.MonkeyPatch, objective: dict[str, object]
 ) -> None:
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
-    pretraining = build(tiny(objective), torch.device("cpu"))
+    pretraining = initialized(tiny(objective))
     micro = prepared(pretraining)
     staged = micro.staged(torch.device("cuda"))
-    assert staged.batch.borders is not None
-    assert staged.batch.borders.tolist()[-1] == 4 * 8
+    assert staged.batch.cu_seqlens is not None
+    assert staged.batch.cu_seqlens.tolist()[-1] == 4 * 8
     assert len(staged.candidates[0].ids_U) == 512
     torch.testing.assert_close(pretraining(staged), pretraining(micro))
 
 
 def test_a_micro_batch_moves_to_its_device_whole() -> None:
-    micro = prepared(build(tiny({"bias": "corrected", "max_candidates": 4}), torch.device("cpu")), loss_scale=0.5)
+    micro = prepared(initialized(tiny({"bias": "corrected", "max_candidates": 4})), loss_weight=0.5)
     moved = micro.to(torch.device("meta"))
-    assert moved.loss_scale == 0.5
+    assert moved.loss_weight == 0.5
     pairs = [(micro.batch, moved.batch), *zip(micro.candidates, moved.candidates, strict=True)]
     for here, there in pairs:
         for name, value in vars(here).items():

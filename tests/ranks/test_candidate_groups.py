@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from initialized import initialized
 from on_ranks import on_ranks
 from small_engine import small_engine
 from small_run import small_config, stage, write_text
@@ -16,10 +17,10 @@ from torch import Tensor
 from torch.distributed.nn import functional as collectives
 
 from megahead.config import DataConfig, RunConfig
-from megahead.data import Batch, SampleRows, causal_batch
+from megahead.data import Batch, RowSource, causal_batch
 from megahead.distributed import Group, Launch
 from megahead.objectives import Candidates, build_objective
-from megahead.pretraining import Feed, Pretraining, StepBatches, build
+from megahead.pretraining import Feed, Pretraining, StepBatches, documents_of
 from megahead.report.metrics import read_metrics
 from megahead.train import pretrain
 
@@ -27,7 +28,7 @@ LENGTH = 12
 TOKEN_COUNTS = torch.arange(60)
 
 
-class Rows(SampleRows):
+class Rows(RowSource):
     """Eight rows of random text with documents of all lengths; the last two hold no targets at all."""
 
     def rows(self, indices: range) -> np.ndarray[Any, Any]:
@@ -68,7 +69,7 @@ def test_candidates_belong_to_the_samples_not_to_the_ranks(
     assert [len(groups) for groups in merged] == [max(1, 2 // group_samples)] * 4
     for ours, theirs in zip(merged, expected, strict=True):
         for mine, other in zip(ours, theirs, strict=True):
-            for name in ("ids_U", "bias_U", "own_N", "own_bias_U"):
+            for name in ("ids_U", "bias_U", "positive_N", "positive_bias_U"):
                 a, b = getattr(mine, name), getattr(other, name)
                 assert (a is None and b is None) or torch.equal(a, b), name
 
@@ -85,7 +86,7 @@ def test_a_group_holds_the_targets_of_its_samples_with_their_counts() -> None:
             assert candidates.bias_U is not None
             assert torch.equal(candidates.ids_U, ids)
             torch.testing.assert_close(candidates.bias_U.exp(), counts.double())
-    assert groups[3][0].own_N.numel() == 0
+    assert groups[3][0].positive_N.numel() == 0
 
 
 def whole_batch(data: DataConfig, indices: range = range(8)) -> Batch:
@@ -94,8 +95,8 @@ def whole_batch(data: DataConfig, indices: range = range(8)) -> Batch:
 
 def paper_gradients(config: RunConfig) -> tuple[float, dict[str, Tensor]]:
     """One process, all targets of the global batch at once, N x N scores with duplicates."""
-    pretraining, batch = build(config, torch.device("cpu")), whole_batch(config.data)
-    outputs = pretraining.backbone(batch.input_ids_BT, batch.positions_BT).flatten(0, 1)[batch.target_index_N]
+    pretraining, batch = initialized(config), whole_batch(config.data)
+    outputs = pretraining.backbone(batch.input_ids_BT, documents_of(batch)).flatten(0, 1)[batch.target_index_N]
     scores = outputs @ pretraining.backbone.embed(batch.target_ids_N).T
     loss = (scores.logsumexp(dim=1) - scores.diagonal()).mean()
     loss.backward()
@@ -109,13 +110,11 @@ def gradients_of(pretraining: Pretraining) -> dict[str, Tensor]:
 def engine_gradients(group: Group, config: RunConfig, stage: int) -> tuple[float, dict[str, Tensor]]:
     """Mean loss, and the gradient as Adam's first moment after its first step has it."""
     step = fed(group, config, group_samples=8)
-    engine = small_engine(
-        group, stage, accumulation=len(step.micro_batches), clipping=0.0, module=build(config, torch.device("cpu"))
-    )
+    engine = small_engine(group, stage, accumulation=len(step.micro_batches), clipping=0.0, module=initialized(config))
     losses = [engine.micro_step(micro) for micro in step.micro_batches]
     engine.step(0.0)
     moments = {name: t.clone() / 0.1 for name, t in engine.tensors() if name.startswith("exp_avg/")}
-    return float(group.sum_(torch.stack(losses).mean())) / group.size, moments
+    return float(group.all_reduce_(torch.stack(losses).mean())) / group.size, moments
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -131,27 +130,27 @@ def test_gradients_equal_one_process_with_the_same_candidates(stage: int, ranks:
 
 def classic(group: Group, config: RunConfig) -> dict[str, Tensor]:
     """The usual way: embeddings of the targets gathered from all ranks, gradients flowing back through the gather."""
-    pretraining = build(config, torch.device("cpu"))
+    pretraining = initialized(config)
     share = 8 // group.size
     batch = whole_batch(config.data, range(group.rank * share, (group.rank + 1) * share))
-    sizes = group.gather(torch.tensor(batch.target_ids_N.numel()))
+    sizes = group.all_gather(torch.tensor(batch.target_ids_N.numel()))
     own_rows, start = pretraining.backbone.embed(batch.target_ids_N), int(sizes[: group.rank].sum())
     padded = torch.nn.functional.pad(own_rows, (0, 0, 0, int(sizes.max()) - len(own_rows)))
     gathered = collectives.all_gather(padded)
     rows = torch.cat([part[:size] for part, size in zip(gathered, sizes.tolist(), strict=True)])
-    outputs = pretraining.backbone(batch.input_ids_BT, batch.positions_BT).flatten(0, 1)[batch.target_index_N]
+    outputs = pretraining.backbone(batch.input_ids_BT, documents_of(batch)).flatten(0, 1)[batch.target_index_N]
     scores = outputs @ rows.T
     own = scores.diagonal(offset=start)[: len(outputs)]
     ((scores.logsumexp(dim=1) - own).sum() / sizes.sum()).backward()
-    return {name: group.sum_(gradient) for name, gradient in gradients_of(pretraining).items()}
+    return {name: group.all_reduce_(gradient) for name, gradient in gradients_of(pretraining).items()}
 
 
 def ids_only(group: Group, config: RunConfig) -> dict[str, Tensor]:
-    pretraining = build(config, torch.device("cpu"))
+    pretraining = initialized(config)
     step = fed(group, config, group_samples=8)
     for micro in step.micro_batches:
         (pretraining(micro) / group.size / len(step.micro_batches)).backward()
-    return {name: group.sum_(gradient) for name, gradient in gradients_of(pretraining).items()}
+    return {name: group.all_reduce_(gradient) for name, gradient in gradients_of(pretraining).items()}
 
 
 def test_exchanging_ids_equals_exchanging_embeddings_with_gradients() -> None:
@@ -190,7 +189,7 @@ def test_ids_are_a_fraction_of_the_bytes_of_embeddings() -> None:
 
 
 def run(group: Group, config: RunConfig, resume: str = "auto") -> str:
-    return pretrain(config, Launch(), resume)
+    return pretrain(config, Launch(), resume).ending
 
 
 EVERYTHING = {

@@ -18,7 +18,7 @@ CLIPPING = 0.05
 class SumForward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        return group.sum_(x.clone())
+        return group.all_reduce_(x.clone())
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -33,7 +33,7 @@ class SumBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.group.sum_(grad.clone()), None
+        return ctx.group.all_reduce_(grad.clone()), None
 
 
 def part(full: Tensor, group: Group, dim: int) -> nn.Parameter:

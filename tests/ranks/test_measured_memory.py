@@ -14,7 +14,8 @@ from small_engine import CPU
 from small_run import shipped, small_config
 
 from megahead.config import RunConfig, deepspeed_config
-from megahead.data import IndexedDataset, IndexedDatasetWriter, StreamSamples
+from megahead.corpus import IndexedDataset, IndexedDatasetWriter
+from megahead.data import StreamSamples
 from megahead.distributed import Group, Launch, Mesh
 from megahead.engine import Engine
 from megahead.estimate import rank_memory
@@ -24,7 +25,7 @@ from megahead.parallel import assemble
 from megahead.pretraining import Feed, first_weights
 from megahead.train import pretrain
 from megahead.train.faults import Guard
-from megahead.train.memory import memory_told
+from megahead.train.out_of_memory import explain_out_of_memory
 from megahead.train.step import train_step
 
 VOCABULARY = 4096
@@ -118,12 +119,12 @@ def limit() -> None:
 
 def run_limited(world: Group, config: RunConfig) -> str:
     limit()
-    return pretrain(config, Launch())
+    return pretrain(config, Launch()).ending
 
 
 def step_limited(world: Group, config: RunConfig) -> int:
     limit()
-    with memory_told(config, world.size):
+    with explain_out_of_memory(config, world.size):
         return trained(world, config, 1).optimizer_steps
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from initialized import initialized
 from on_ranks import on_ranks
 from small_engine import CPU
 from small_run import small_config, stage, write_text
@@ -15,7 +16,7 @@ from torch import Tensor
 from megahead.checkpoint import Checkpoint, open_checkpoint
 from megahead.config import RunConfig
 from megahead.distributed import Group, Launch, Mesh
-from megahead.parallel import assemble, build, fill_
+from megahead.parallel import assemble, fill_
 from megahead.report.metrics import read_metrics
 from megahead.train import pretrain
 from megahead.train.persistence import starting_weights
@@ -23,7 +24,7 @@ from megahead.train.step import seed_step
 
 
 def run(group: Group, config: RunConfig, resume: str = "auto") -> str:
-    return pretrain(config, Launch(), resume)
+    return pretrain(config, Launch(), resume).ending
 
 
 def losses(folder: Path) -> list[float]:
@@ -61,7 +62,7 @@ def test_resume_over_tensor_and_data_ranks_is_bitwise_under_dropout(tmp_path: Pa
 def dropped(world: Group, config: RunConfig) -> list[Tensor]:
     """Hidden states of the same rows under dropout: at a step, at that step once more, and at the next."""
     mesh = Mesh.build(world, config.parallel.tensor)
-    backbone = build(config, mesh.tensor, CPU).backbone
+    backbone = initialized(config, mesh.tensor).backbone
     ids = torch.arange(24).reshape(2, 12)
     states = []
     for first_sample in (0, 0, 8):

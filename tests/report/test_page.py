@@ -34,7 +34,7 @@ def page_of(*folders: Path) -> tuple[str, dict[str, Any]]:
 
 
 def trained(_: Group, config: RunConfig) -> str:
-    return pretrain(config, Launch())
+    return pretrain(config, Launch()).ending
 
 
 class Balanced(HTMLParser):

@@ -32,7 +32,7 @@ def encoder_config(folder: Path, objective: dict[str, Any], changes: dict[str, A
 
 
 def run(group: Group, config: RunConfig, resume: str = "auto") -> str:
-    return pretrain(config, Launch(), resume)
+    return pretrain(config, Launch(), resume).ending
 
 
 @pytest.mark.parametrize(("objective", "pack"), [("headless", "stream"), ("vanilla", "best_fit")])

@@ -16,7 +16,8 @@ from torch import Tensor
 from megahead.checkpoint import Checkpoint, open_checkpoint, save_checkpoint
 from megahead.config import RunConfig
 from megahead.convert.source import TrainedModel
-from megahead.data import IndexedDataset, held_out_samples
+from megahead.corpus import IndexedDataset
+from megahead.data import held_out_samples
 from megahead.distributed import Group
 from megahead.evaluate import HeldOutText
 from megahead.report import read_metrics

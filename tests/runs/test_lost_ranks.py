@@ -16,7 +16,7 @@ from deepspeed.utils import groups
 from killable import Sabotage, codes, said, start_ranks
 from small_run import small_config, stage, write_text
 
-from megahead.distributed import Group, switchboard, telling, watch
+from megahead.distributed import Group, print_once, switchboard, watch
 from megahead.distributed.watch import Watch
 from megahead.engine import Engine, engine
 from megahead.train import setup
@@ -97,7 +97,7 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(switchboard, "GRACE_SECONDS", 0.5)
     monkeypatch.setattr(switchboard, "_MORE_SECONDS", 0.1)
     monkeypatch.setattr(watch, "GRACE_SECONDS", 0.5)
-    monkeypatch.setattr(telling, "PATIENCE_SECONDS", 0.5)
+    monkeypatch.setattr(print_once, "PATIENCE_SECONDS", 0.5)
 
 
 PLACES = {

@@ -22,7 +22,7 @@ from megahead.train import pretrain
 
 def run(group: Group, config: RunConfig, resume: str = "auto") -> str:
     try:
-        return pretrain(config, Launch(), resume)
+        return pretrain(config, Launch(), resume).ending
     except UserError as error:
         return str(error)
 

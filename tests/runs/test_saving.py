@@ -48,7 +48,7 @@ def test_the_newest_the_milestones_and_the_best_stay(tmp_path: Path) -> None:
 
 def run(group: Group, config: RunConfig) -> str:
     try:
-        return pretrain(config, Launch())
+        return pretrain(config, Launch()).ending
     except UserError as error:
         return str(error)
 

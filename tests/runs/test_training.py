@@ -25,7 +25,7 @@ from megahead.train.meters import Meters
 
 
 def run(group: Group, config: RunConfig, resume: str = "auto") -> str:
-    return pretrain(config, Launch(), resume)
+    return pretrain(config, Launch(), resume).ending
 
 
 def losses(folder: Path) -> list[float]:
@@ -54,16 +54,25 @@ def test_a_headless_run_learns_and_its_training_free_head_beats_the_unigram(tmp_
     assert evaluation["perplexity"] < 15  # 60 equally likely ids, about 50 by frequency, 3 to 4 in truth
 
 
-def run_and_ask(group: Group, config: RunConfig) -> bool:
+def run_and_ask(group: Group, config: RunConfig) -> set[bool]:
+    """Whether deterministic algorithms were demanded in its steps."""
+    demanded: set[bool] = set()
+    step = Meters.step
+
+    def asking(meters: Meters, report: Any, state: Any) -> None:
+        demanded.add(torch.are_deterministic_algorithms_enabled())
+        step(meters, report, state)
+
+    Meters.step = asking  # type: ignore[method-assign]
     run(group, config)
-    return torch.are_deterministic_algorithms_enabled()
+    return demanded
 
 
 def test_deterministic_algorithms_are_demanded_and_enough(tmp_path: Path) -> None:
     write_text(tmp_path)
     demanding = {"engine.deterministic": True, "output_dir": str(tmp_path / "demanding")}
-    assert on_ranks(1, run_and_ask, small_config(tmp_path, demanding)) == [True]
-    assert on_ranks(1, run_and_ask, small_config(tmp_path)) == [False]
+    assert on_ranks(1, run_and_ask, small_config(tmp_path, demanding)) == [{True}]
+    assert on_ranks(1, run_and_ask, small_config(tmp_path)) == [{False}]
     assert losses(tmp_path / "demanding") == losses(tmp_path / "run")
 
 
@@ -148,7 +157,7 @@ def interrupted(group: Group, config: RunConfig, at_step: int) -> str:
             os.kill(os.getpid(), signal.SIGTERM)
 
     Meters.step = step_then_signal  # type: ignore[method-assign]
-    return pretrain(config, Launch(), "auto")
+    return pretrain(config, Launch(), "auto").ending
 
 
 def test_sigterm_on_one_rank_saves_and_auto_resume_is_bitwise(tmp_path: Path) -> None:

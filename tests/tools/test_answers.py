@@ -42,11 +42,15 @@ MOST_CPU_SECONDS = 1.2
 """About what torch alone takes to import; measured: 0.02 to 0.2, and 0.3 of what all commands share."""
 
 
+DRY_RUN = ("launch/pretrain.py", f"--config {ROOT}/configs/pythia-70m-headless.yaml --dry-run")
+
+
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Answer]:
     """By command and arguments."""
     asked = [(command, "--help") for command in COMMANDS]
     asked += [(command, WRONG[command]) for command in COMMANDS if WRONG.get(command)]
+    asked.append(DRY_RUN)
     found = ask([[command, *arguments.split()] for command, arguments in asked], tmp_path_factory.mktemp("asked"))
     return dict(zip(asked, found, strict=True))
 
@@ -69,3 +73,9 @@ def test_a_wrong_path_is_told_at_once(answers: dict[tuple[str, str], Answer], co
     assert answer.said.splitlines()[-1].startswith("error: ")
     assert "Traceback" not in answer.said
     assert answer.cpu_seconds < MOST_CPU_SECONDS
+
+
+def test_a_dry_run_needs_nothing_that_trains(answers: dict[tuple[str, str], Answer]) -> None:
+    answer = answers[DRY_RUN]
+    assert (answer.code, answer.heavy) == (0, []), answer.said
+    assert "GiB a rank" in answer.said

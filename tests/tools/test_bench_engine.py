@@ -6,7 +6,7 @@ from pathlib import Path
 
 from bench_engine import make_config, summary
 
-from steps.engines import Contender, on_one_rank, on_ranks
+from benchmarks.engines import Contender, on_one_rank, on_ranks
 
 SHAPE = {"num_layers": 1, "hidden_size": 32, "num_heads": 2, "vocab_size": 100}
 

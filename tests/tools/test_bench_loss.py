@@ -14,12 +14,12 @@ from small_checkpoint import save_tokenizer
 from torch import Tensor
 from torch.nn import functional as F
 
-from megahead.data import IndexedDatasetWriter
+from benchmarks import loss_forms, losses
+from benchmarks.loss_forms import Problem
+from benchmarks.memory import in_child
+from benchmarks.targets import read_targets
+from megahead.corpus import IndexedDatasetWriter
 from megahead.errors import DataError
-from steps import loss_forms, losses
-from steps.loss_forms import Problem
-from steps.memory import in_child
-from steps.targets import read_targets
 
 
 def drawn() -> tuple[Tensor, Tensor, Tensor]:

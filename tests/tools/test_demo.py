@@ -11,9 +11,10 @@ import numpy
 import pytest
 from rich.console import Console
 
-from demo.outcome import show
-from demo.pipeline import Pipeline
-from demo.training import ROOT
+from demo_pipeline.outcome import show
+from demo_pipeline.pipeline import Pipeline
+from demo_pipeline.sizes import QUICK
+from demo_pipeline.training import ROOT
 
 LITTLE = [
     "model.vocab_size=1024",
@@ -33,7 +34,7 @@ def test_text_to_a_speaking_model_and_everything_reused_the_second_time(
     monkeypatch.chdir(ROOT)
     roots = [Path(str(module.__file__)).parent for module in (email, logging, numpy)]
     console = Console(record=True, width=80)
-    pipeline = Pipeline(tmp_path, console, overrides=LITTLE, roots=roots)
+    pipeline = Pipeline(tmp_path, console, size=QUICK, overrides=LITTLE, roots=roots)
     rows = pipeline.run(with_vanilla=False)
     assert [row["model"] for row in rows] == ["tied head", "pmi head", "trained head"]
     assert all(1 < row["perplexity"] < 2000 for row in rows)
@@ -42,6 +43,6 @@ def test_text_to_a_speaking_model_and_everything_reused_the_second_time(
     assert (tmp_path / "curves.png").stat().st_size > 10_000
     assert "perplexity of the pmi head" in console.export_text()
 
-    again = Pipeline(tmp_path, console, overrides=LITTLE, roots=roots)
+    again = Pipeline(tmp_path, console, size=QUICK, overrides=LITTLE, roots=roots)
     assert again.run(with_vanilla=False) == rows
     assert all(stage.reused for stage in again.stages.finished)

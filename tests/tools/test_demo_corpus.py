@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from demo.cloze import build_cloze, is_answerable, passages_of
-from demo.corpus import Corpus, build_corpus, find_sources
-from demo.overlap import SeenRuns, runs_of
-from demo.pages import pages_of
+from demo_pipeline.cloze import build_cloze, is_answerable, passages_of
+from demo_pipeline.corpus import Corpus, build_corpus, drawn, find_sources
+from demo_pipeline.overlap import SeenRuns, runs_of
+from demo_pipeline.pages import pages_of
 from megahead.errors import DataError
 
 WORDS = [
@@ -98,6 +98,23 @@ def test_the_corpus_is_the_same_for_any_number_of_workers(tmp_path: Path) -> Non
     assert one.train.path.read_bytes() == two.train.path.read_bytes()
     assert one.held_out.path.read_bytes() == two.held_out.path.read_bytes()
     assert sorted(path.name for path in (tmp_path / "w1").iterdir()) == ["held_out.jsonl", "train.jsonl"]
+
+
+def test_a_corpus_of_some_bytes_is_drawn_from_all_files_and_holds_some_out(tmp_path: Path) -> None:
+    root = package(tmp_path / "site", 40)
+    sources = list(find_sources([root]))
+    some_bytes = sum(source.size for source in sources) // 4
+    some = drawn(sources, some_bytes, seed=1234)
+    assert some_bytes * 0.85 < sum(source.size for source in some) <= some_bytes
+    assert some == drawn(reversed(sources), some_bytes, seed=1234) != drawn(sources, some_bytes, seed=1)
+    assert drawn(sources, None, seed=1234) == sorted(sources, key=lambda source: source.module)
+    corpus = build_corpus(
+        tmp_path / "out", roots=[root], source_bytes=some_bytes, held_out=0.25, console=Console(file=io.StringIO())
+    )
+    read, held_out = ({d["title"] for d in documents(split.path)} for split in (corpus.train, corpus.held_out))
+    ours = {title for title in read | held_out if title.startswith("pack.")}
+    assert ours == {source.module for source in some}
+    assert 0 < len(ours & held_out) < len(ours) / 2
 
 
 def test_every_new_page_is_kept_once_and_split_by_file(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from demo.stages import Stages, duration
+from demo_pipeline.stages import Stages, duration
 
 
 class Copying:

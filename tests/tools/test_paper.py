@@ -16,19 +16,19 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from megahead.data import IndexedDataset
+from experiments.charts import Chart, draw_charts
+from experiments.decoders import compare_decoders
+from experiments.encoders import compare_encoders
+from experiments.laboratory import ROOT, Laboratory
+from experiments.latency import compare_latency
+from experiments.measures import Row, lines, over_seeds, percent
+from experiments.multilingual import compare_multilingual
+from experiments.negatives import compare_negatives
+from experiments.variants import compare_variants
+from experiments.vocabularies import compare_vocabularies
+from megahead.corpus import IndexedDataset
 from megahead.errors import UserError
 from megahead.report import read_metrics, read_runs
-from paper.charts import Chart, draw_charts
-from paper.decoders import compare_decoders
-from paper.encoders import compare_encoders
-from paper.laboratory import ROOT, Laboratory
-from paper.latency import compare_latency
-from paper.measures import Row, lines, over_seeds, percent
-from paper.multilingual import compare_multilingual
-from paper.negatives import compare_negatives
-from paper.variants import compare_variants
-from paper.vocabularies import compare_vocabularies
 
 TINY = [
     "model.num_layers=1",
@@ -69,7 +69,7 @@ def laboratory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Laboratory:
     texts = [" ".join(chance.choices(words, k=60)) for _ in range(400)]
     (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     (tmp_path / "lab").mkdir()
-    monkeypatch.setattr("paper.laboratory.run_python", forked)
+    monkeypatch.setattr("experiments.laboratory.run_python", forked)
     return Laboratory(tmp_path / "lab", tmp_path / "text.jsonl", TINY, Console(quiet=True), vocabulary=320)
 
 
@@ -97,7 +97,7 @@ def test_groups_in_batches_and_pairs_of_vocabularies(laboratory: Laboratory, mon
     (row,) = json.loads((laboratory.folder / "negatives.json").read_text())["results"]
     assert (row["batch"], row["group"]) == (16, 1)
     assert 1 < row["candidates"] <= 16
-    monkeypatch.setattr("paper.vocabularies.SIZES", (300,))
+    monkeypatch.setattr("experiments.vocabularies.SIZES", (300,))
     compare_vocabularies(laboratory, [])
     headless, vanilla = json.loads((laboratory.folder / "vocabularies.json").read_text())["results"]
     assert (headless["objective"], vanilla["objective"]) == ("headless", "vanilla")
@@ -111,8 +111,8 @@ def test_decoders_along_training_and_with_a_trained_head(
 ) -> None:
     sizes = {"SEEDS": (0,), "STEPS": 2, "POINTS": 2, "HEAD_STEPS": 2, "LONG_HEAD_STEPS": 2, "HEAD_POINTS": 2}
     for name, value in sizes.items():
-        monkeypatch.setattr(f"paper.decoders.{name}", value)
-    monkeypatch.setattr("paper.decoders.AT_THE_END", "lambada_openai")
+        monkeypatch.setattr(f"experiments.decoders.{name}", value)
+    monkeypatch.setattr("experiments.decoders.AT_THE_END", "lambada_openai")
     (tmp_path / "lambada").mkdir()
     texts = ["The sea is as deep as the sea", "A dog is not a cat, nor is a cat a dog"]
     (tmp_path / "lambada/lambada_test.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
@@ -176,8 +176,8 @@ def test_charts_have_one_colour_a_name_and_mark_the_points() -> None:
 
 
 def test_steps_are_timed_once_for_each_batch(laboratory: Laboratory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paper.latency.SHAPES", (("bert-tiny", 16),))
-    monkeypatch.setattr("paper.latency.TOKENS", {"bert-tiny": (8, 16, 32)})
+    monkeypatch.setattr("experiments.latency.SHAPES", (("bert-tiny", 16),))
+    monkeypatch.setattr("experiments.latency.TOKENS", {"bert-tiny": (8, 16, 32)})
     compare_latency(laboratory, [])
     rows = results(laboratory, "latency")
     assert [(row["batch"], row["objective"]) for row in rows] == [
@@ -202,8 +202,8 @@ def test_languages_and_xnli(laboratory: Laboratory, monkeypatch: pytest.MonkeyPa
         pairs = [(word, label) for word in ("man", "dog", "sea", "sun") for label in LABELS]
         rows = [f"a {word}\tthe {word} in {language}\t{label}\n" for word, label in pairs]
         (tmp_path / f"xnli/dev-{language}.tsv").write_text("".join(rows))
-    monkeypatch.setattr("paper.multilingual.LANGUAGES", ("de", "en"))
-    monkeypatch.setattr("paper.multilingual.STEPS", 2)
+    monkeypatch.setattr("experiments.multilingual.LANGUAGES", ("de", "en"))
+    monkeypatch.setattr("experiments.multilingual.STEPS", 2)
     given = [part for part in settings if not part.startswith(("data.train=", "data.validation="))]
     sizes = [part for part in TINY if "training.steps" not in part]
     several = replace(laboratory, text=folder, settings=[*sizes, *given, "batch.micro_size=16"], tasks_data=tmp_path)

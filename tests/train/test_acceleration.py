@@ -52,7 +52,7 @@ def test_without_a_compiler_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def run(group: Group, config: RunConfig) -> str:
-    return pretrain(config, Launch())
+    return pretrain(config, Launch()).ending
 
 
 def curve(folder: Path, changes: dict[str, Any]) -> list[float]:

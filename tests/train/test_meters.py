@@ -71,7 +71,7 @@ def said_with_a_bad_step(group: Group, config: RunConfig) -> str:
         batches = step(feed, first_sample)
         if first_sample == config.batch.global_size:
             micro = batches.micro_batches[0]
-            batches.micro_batches[0] = replace(micro, loss_scale=micro.loss_scale * math.inf)
+            batches.micro_batches[0] = replace(micro, loss_weight=micro.loss_weight * math.inf)
         return batches
 
     Feed.step = bad_step  # type: ignore[method-assign]

@@ -28,7 +28,7 @@ SENTENCE = (
 
 def ended(config: RunConfig) -> str:
     try:
-        return pretrain(config, Launch())
+        return pretrain(config, Launch()).ending
     except CheckpointError as error:
         return str(error)
 

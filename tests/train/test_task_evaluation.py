@@ -17,7 +17,7 @@ from megahead.convert import hf_folder
 from megahead.distributed import Group, Launch
 from megahead.errors import ConfigErrors
 from megahead.evaluate.harness import evaluate_harness
-from megahead.evaluate.tasks import task_files
+from megahead.evaluate.harness_tasks import task_files
 from megahead.report.metrics import read_metrics
 from megahead.train import pretrain
 
@@ -45,7 +45,7 @@ def write_data(folder: Path) -> Path:
 
 
 def run(group: Group, config: RunConfig) -> str:
-    return pretrain(config, Launch())
+    return pretrain(config, Launch()).ending
 
 
 def test_two_ranks_share_the_tasks_and_the_training_does_not_notice(tmp_path: Path) -> None:

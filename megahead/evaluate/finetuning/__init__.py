@@ -5,30 +5,30 @@ What trains needs transformers: imported with the first use of a name, not with 
 
 from typing import TYPE_CHECKING
 
-from megahead import on_first_use
 from megahead.evaluate.finetuning.loading import Sources, TaskData, expand, load_task
 from megahead.evaluate.finetuning.settings import FineTuning, LossName, paper_settings
-from megahead.evaluate.finetuning.tasks import TASKS, XNLI_LANGUAGES
+from megahead.evaluate.finetuning.task_table import TASKS, XNLI_LANGUAGES
+from megahead.on_first_use import on_first_use
 
 if TYPE_CHECKING:
-    from megahead.evaluate.finetuning.comparison import Comparison, told
+    from megahead.evaluate.finetuning.comparison import Comparison
     from megahead.evaluate.finetuning.loop import EpochScores
-    from megahead.evaluate.finetuning.outcome import Outcome, Outcomes, Summary, summarise
-    from megahead.evaluate.finetuning.run import Contest, Starting
+    from megahead.evaluate.finetuning.results import FineTuningResult, FineTuningResults, Summary, summarise
+    from megahead.evaluate.finetuning.run import FineTuningRun, StartModel
     from megahead.evaluate.finetuning.scoring import measure
 
 __all__ = [
     "TASKS",
     "XNLI_LANGUAGES",
     "Comparison",
-    "Contest",
     "EpochScores",
     "FineTuning",
+    "FineTuningResult",
+    "FineTuningResults",
+    "FineTuningRun",
     "LossName",
-    "Outcome",
-    "Outcomes",
     "Sources",
-    "Starting",
+    "StartModel",
     "Summary",
     "TaskData",
     "expand",
@@ -36,14 +36,13 @@ __all__ = [
     "measure",
     "paper_settings",
     "summarise",
-    "told",
 ]
 
 __getattr__ = on_first_use(
     __name__,
-    comparison=("Comparison", "told"),
+    comparison=("Comparison",),
     loop=("EpochScores",),
-    outcome=("Outcome", "Outcomes", "Summary", "summarise"),
-    run=("Contest", "Starting"),
+    results=("FineTuningResult", "FineTuningResults", "Summary", "summarise"),
+    run=("FineTuningRun", "StartModel"),
     scoring=("measure",),
 )

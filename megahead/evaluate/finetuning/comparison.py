@@ -8,9 +8,10 @@ from itertools import chain
 
 from megahead.evaluate.finetuning.loading import TaskData
 from megahead.evaluate.finetuning.loop import EpochScores
-from megahead.evaluate.finetuning.outcome import Outcome, Outcomes
-from megahead.evaluate.finetuning.run import Contest, Starting
+from megahead.evaluate.finetuning.results import FineTuningResult, FineTuningResults
+from megahead.evaluate.finetuning.run import FineTuningRun, StartModel
 from megahead.evaluate.finetuning.settings import FineTuning
+from megahead.wording import duration
 
 _TRAINING_COST = 3  # a row that is trained on costs as much as three that are tested
 _CHARACTERS_PER_TOKEN = 4  # about; only for the time that is left
@@ -21,10 +22,10 @@ class Comparison:
 
     def __init__(
         self,
-        starts: Sequence[Starting],
+        starts: Sequence[StartModel],
         tasks: Sequence[tuple[TaskData, FineTuning]],
         seeds: Sequence[int],
-        kept: Outcomes,
+        kept: FineTuningResults,
     ) -> None:
         self._kept = kept
         self._runs = [(start, data, settings, seed) for start in starts for data, settings in tasks for seed in seeds]
@@ -35,19 +36,19 @@ class Comparison:
         )
         self._done, self._begin = 0, time.monotonic()
 
-    def run(self, say: Callable[[str], object]) -> list[Outcome]:
+    def run(self, say: Callable[[str], object]) -> list[FineTuningResult]:
         """Every outcome, model by model, then task by task; `say` hears a line after each epoch."""
         outcomes, contest = [], None
         for start, data, settings, seed in self._runs:
             outcome = self._kept.find(start, data, settings, seed)
             if outcome is None:
                 if contest is None or contest.start is not start or contest.data is not data:
-                    contest = Contest(start, data, settings)
+                    contest = FineTuningRun(start, data, settings)
                 outcome = self._kept.add(start, data, settings, seed, self._epochs(contest, seed, say))
             outcomes.append(outcome)
         return outcomes
 
-    def _epochs(self, contest: Contest, seed: int, say: Callable[[str], object]) -> list[EpochScores]:
+    def _epochs(self, contest: FineTuningRun, seed: int, say: Callable[[str], object]) -> list[EpochScores]:
         epochs: list[EpochScores] = []
         for epoch in contest.run(seed):
             epochs.append(epoch)
@@ -55,7 +56,7 @@ class Comparison:
             say(self._line(contest, seed, epochs))
         return epochs
 
-    def _line(self, contest: Contest, seed: int, epochs: Sequence[EpochScores]) -> str:
+    def _line(self, contest: FineTuningRun, seed: int, epochs: Sequence[EpochScores]) -> str:
         """Where a run stands, how fast it is, and how long everything will still take."""
         data, last = contest.data, epochs[-1]
         metric, score = data.task.metric, next(iter(last.scores.values()))[data.task.metric]
@@ -63,14 +64,8 @@ class Comparison:
         return (
             f"{contest.start.name}: {data.name}, seed {seed}, epoch {len(epochs)}/{contest.settings.epochs}: "
             f"loss {last.loss:.3f}, {metric} {100 * score:.1f}, {len(data.train) / last.seconds:,.0f} rows/s; "
-            f"{self._done / self._work:.0%} of all runs done, {told(left)} left"
+            f"{self._done / self._work:.0%} of all runs done, {duration(left)} left"
         )
-
-
-def told(seconds: float) -> str:
-    """A duration for people."""
-    whole = round(seconds)
-    return f"{whole} s" if whole < 100 else f"{whole // 60} min {whole % 60} s"
 
 
 def _epoch_cost(data: TaskData, settings: FineTuning) -> int:

@@ -28,7 +28,7 @@ class Encoded:
         return max(len(ids) for ids, _ in self.sequences)
 
 
-class Encoder:
+class ExampleEncoder:
     """Joins texts as the model's tokenizer would: `[CLS] a [SEP] b [SEP]`, or for decoders two lines."""
 
     def __init__(self, tokenizer: Any, max_length: int) -> None:

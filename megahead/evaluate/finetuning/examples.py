@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megahead.errors import DataError
-from megahead.evaluate.rows import Row, lines, text_of
+from megahead.evaluate.harness_rows import Row, lines, text_of
 from megahead.wording import counted
 
 Builder = Callable[[Row, Sequence[str]], "Example"]

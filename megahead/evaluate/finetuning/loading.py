@@ -11,8 +11,8 @@ from pathlib import Path
 
 from megahead.errors import DataError, FieldError
 from megahead.evaluate.finetuning.examples import Example, Published
-from megahead.evaluate.finetuning.tasks import TASKS, XNLI_LANGUAGES, Task
-from megahead.evaluate.rows import Row
+from megahead.evaluate.finetuning.task_table import TASKS, XNLI_LANGUAGES, Task
+from megahead.evaluate.harness_rows import Row
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from megahead.errors import UserError
 from megahead.evaluate.finetuning.encoding import Encoded, by_length, collate, training_batches
 from megahead.evaluate.finetuning.scoring import class_loss, measure, number_loss
 from megahead.evaluate.finetuning.settings import FineTuning
-from megahead.evaluate.finetuning.tasks import Task
+from megahead.evaluate.finetuning.task_table import Task
 from megahead.optim import build_adamw, learning_rate_ratio
 
 

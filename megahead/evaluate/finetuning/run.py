@@ -9,14 +9,14 @@ from pathlib import Path
 import torch
 
 from megahead.convert import load_classifier, load_tokenizer_folder
-from megahead.evaluate.finetuning.encoding import Encoder
+from megahead.evaluate.finetuning.encoding import ExampleEncoder
 from megahead.evaluate.finetuning.loading import TaskData
 from megahead.evaluate.finetuning.loop import Classifier, EpochScores, fine_tune
 from megahead.evaluate.finetuning.settings import FineTuning
 
 
 @dataclass(frozen=True)
-class Starting:
+class StartModel:
     """What fine-tuning starts from."""
 
     name: str
@@ -27,15 +27,15 @@ class Starting:
     """Only the shape and the tokenizer come from the folder: the floor of a comparison."""
 
 
-class Contest:
+class FineTuningRun:
     """A starting point on a task: texts are encoded once, then every seed starts anew."""
 
-    def __init__(self, start: Starting, data: TaskData, settings: FineTuning) -> None:
+    def __init__(self, start: StartModel, data: TaskData, settings: FineTuning) -> None:
         self.start, self.data, self.settings = start, data, settings
         tokenizer = load_tokenizer_folder(start.folder)
         padding = (tokenizer.pad_token_id, tokenizer.get_vocab().get("[PAD]"), 0)
         self._padding = next(token for token in padding if token is not None)
-        encoder = Encoder(tokenizer, settings.max_length)
+        encoder = ExampleEncoder(tokenizer, settings.max_length)
         self._train = encoder.encode(data.train)
         self._tests = {name: encoder.encode(examples) for name, examples in data.tests.items()}
 

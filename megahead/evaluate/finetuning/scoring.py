@@ -16,21 +16,21 @@ from torch import Tensor
 Floats = NDArray[np.float64]
 
 METRICS: Mapping[str, Callable[[Floats, Floats], float]] = {
-    "accuracy": lambda right, said: accuracy_score(right, said),
-    "matthews": lambda right, said: matthews_corrcoef(right, said),
-    "f1": lambda right, said: f1_score(right, said, zero_division=0.0),
-    "macro_f1": lambda right, said: f1_score(right, said, average="macro", zero_division=0.0),
-    "pearson": lambda right, said: pearsonr(right, said).statistic,
-    "spearman": lambda right, said: spearmanr(right, said).statistic,
+    "accuracy": lambda labels, predictions: accuracy_score(labels, predictions),
+    "matthews": lambda labels, predictions: matthews_corrcoef(labels, predictions),
+    "f1": lambda labels, predictions: f1_score(labels, predictions, zero_division=0.0),
+    "macro_f1": lambda labels, predictions: f1_score(labels, predictions, average="macro", zero_division=0.0),
+    "pearson": lambda labels, predictions: pearsonr(labels, predictions).statistic,
+    "spearman": lambda labels, predictions: spearmanr(labels, predictions).statistic,
 }
 """By name, of right and predicted values, at most 1."""
 
 
-def measure(metric: str, right: Floats, said: Floats) -> float:
+def measure(metric: str, labels: Floats, predictions: Floats) -> float:
     """A metric of a test set; 0 where it is undefined, as correlations with constant predictions are."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        value = float(METRICS[metric](right, said))
+        value = float(METRICS[metric](labels, predictions))
     return 0.0 if np.isnan(value) else value
 
 

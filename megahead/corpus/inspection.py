@@ -1,0 +1,153 @@
+"""What lies in an indexed dataset, and whether it is still what was written."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megahead.corpus.dataset_info import verify_file
+from megahead.corpus.indexed import IndexedDataset
+from megahead.corpus.progress import ByteProgress, Silent
+from megahead.errors import DataError, FieldError
+from megahead.wording import counted
+
+BLOCK_TOKENS = 1 << 22
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """A dataset and how often each id occurs in it."""
+
+    dataset: IndexedDataset
+    counts: Array
+    """int64 [ids]."""
+
+    verified: bool
+    """The files were read and have the checksums noted when they were made."""
+
+    @cached_property
+    def used_ids(self) -> Array:
+        """The ids that occur, increasing."""
+        return np.flatnonzero(self.counts)
+
+    def sequence(self, i: int) -> Array:
+        """Sequence i; FieldError when there is none."""
+        if not 0 <= i < len(self.dataset):
+            raise FieldError("--sequence", f"be below their number ({counted(len(self.dataset), 'sequence')})", got=i)
+        return self.dataset[i]
+
+    def ends(self, end_token: int) -> int:
+        """How many tokens close a document."""
+        return int(self.counts[end_token]) if 0 <= end_token < len(self.counts) else 0
+
+    def end_rate(self, end_token: int) -> float:
+        """Share of the tokens that close a document."""
+        return self.ends(end_token) / max(self.dataset.num_tokens, 1)
+
+    def warnings(self, end_token: int, vocab_size: int | None = None) -> list[str]:
+        """A sentence for whatever would spoil training unnoticed; `vocab_size` is the tokenizer's, where known."""
+        said = []
+        ends = self.ends(end_token)
+        if self.dataset.num_tokens and ends < max(self.dataset.num_documents, 1):
+            often = f"occurs {ends:,} times in {self.dataset.num_documents:,} documents" if ends else "never occurs"
+            said.append(
+                f"the end token {end_token} {often}: documents that share a row cannot be told apart "
+                "(tokenized without end tokens, or another id closes them)."
+            )
+        if vocab_size is not None and len(self.used_ids) and self.used_ids[-1] >= vocab_size:
+            said.append(
+                f"id {self.used_ids[-1]} occurs, but the tokenizer ends at {vocab_size - 1}: "
+                "the dataset was made with another one."
+            )
+        empty = int((self.dataset.sizes == 0).sum())
+        if empty:
+            said.append(f"{counted(empty, 'sequence')} without a token.")
+        return said
+
+    def histogram(self) -> list[tuple[str, int]]:
+        """(range of lengths, sequences in it), the ranges doubling; empty ranges at both ends are left out."""
+        bins = np.bincount(np.frexp(self.dataset.sizes)[1], minlength=1)  # 0 | 1 | 2-3 | 4-7 | ...
+        (filled,) = np.nonzero(bins)
+        span = range(filled[0], filled[-1] + 1) if len(filled) else range(0)
+        return [(f"{(1 << b) >> 1:,} to {(1 << b) - 1:,}" if b > 1 else str(b), int(bins[b])) for b in span]
+
+    def facts(self, end_token: int) -> list[tuple[str, str]]:
+        """(name, value) rows to print."""
+        dataset, info = self.dataset, self.dataset.info
+        rows = [
+            ("sequences", f"{len(dataset):,}"),
+            ("documents", f"{dataset.num_documents:,}" if dataset.num_documents else "not named (preshuffled rows)"),
+            ("tokens", f"{dataset.num_tokens:,} ({dataset.dtype.name})"),
+            ("lengths", _lengths(dataset.sizes)),
+            ("ids used", _id_range(self.used_ids)),
+            ("end tokens", f"{self.end_rate(end_token):.4%} of the tokens (id {end_token})"),
+            ("checksums", "match" if self.verified else "none noted" if info is None else "not compared"),
+        ]
+        if info is not None:
+            per_token = info.text_bytes / max(info.tokens, 1)
+            rows.append(("text", f"{counted(info.text_bytes, 'byte')}, {per_token:.2f} a token"))
+            rows.append(("tokenizer", f"{info.tokenizer or 'unknown'}, {info.vocab_size:,} ids"))
+        return rows
+
+
+def inspect_dataset(prefix: str | Path, *, verify: bool = True, progress: ByteProgress | None = None) -> Inspection:
+    """Looks at a dataset. With `verify` reads all of it and compares checksums, lengths and offsets.
+
+    DataError for whatever does not fit. Without a `.json` beside it the tokens are read once to count them.
+    """
+    progress = progress or Silent()
+    dataset = IndexedDataset(prefix)
+    info = dataset.info
+    files = [] if info is None or not verify else [(dataset.bin_path, info.bin), (dataset.idx_path, info.idx)]
+    progress.begin(sum(stamp.bytes for _, stamp in files) or dataset.num_tokens * dataset.dtype.itemsize)
+    for path, stamp in files:
+        verify_file(path, stamp, lambda read: progress.advance(read, read))
+    if verify:
+        check_back_to_back(dataset)
+    counts = count_tokens(dataset, progress) if info is None else np.array(info.token_counts, np.int64)
+    return Inspection(dataset, counts, verified=bool(files))
+
+
+def check_back_to_back(dataset: IndexedDataset) -> None:
+    """DataError when the sequences do not follow each other in the `.bin` file without gaps. Reads the index."""
+    starts = np.cumsum(dataset.sizes, dtype=np.int64)[:-1] * dataset.dtype.itemsize
+    (wrong,) = np.nonzero(dataset.offsets != np.concatenate([np.zeros(1, np.int64), starts])[: len(dataset)])
+    if len(wrong):
+        raise DataError(
+            f"the sequences in `{dataset.idx_path}` must lie back to back in the `.bin` file, but sequence {wrong[0]} "
+            "does not; it is damaged."
+        )
+
+
+def count_tokens(dataset: IndexedDataset, progress: ByteProgress | None = None) -> Array:
+    """How often each id occurs, int64 up to the largest id that does. Reads all tokens."""
+    progress = progress or Silent()
+    counts = np.zeros(0, np.int64)
+    for first in range(0, dataset.num_tokens, BLOCK_TOKENS):
+        block = dataset.read(first, min(BLOCK_TOKENS, dataset.num_tokens - first))
+        if block.min() < 0:
+            raise DataError(f"token ids must not be negative, but `{dataset.bin_path}` holds {block.min()}.")
+        more = np.bincount(block, minlength=len(counts))
+        more[: len(counts)] += counts
+        counts = more
+        progress.advance(block.nbytes, block.nbytes)
+    return counts
+
+
+def _lengths(sizes: Array) -> str:
+    if not len(sizes):
+        return "none"
+    low, middle, high = np.percentile(sizes, [1, 50, 99])
+    return (
+        f"{sizes.min():,} to {sizes.max():,}, mean {sizes.mean():,.1f}, median {middle:,.0f}, "
+        f"1 % below {low:,.0f}, 1 % above {high:,.0f}"
+    )
+
+
+def _id_range(used: Array) -> str:
+    return f"{len(used):,}, from {used[0]} to {used[-1]}" if len(used) else "none"

@@ -1,0 +1,153 @@
+"""Many input files, one dataset each, in a folder with a manifest: a run that was killed continues where it was.
+
+    FOLDER/manifest.json    the recipe, and for each finished shard its input's size and time, and its report
+    FOLDER/NAME.bin .idx .json    (and NAME-validation.*) of the input file NAME.jsonl.zst
+
+A shard is written under temporary names, renamed, and only then noted. Whatever the manifest does not note is made
+again: at most one shard's work is lost.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from megahead.corpus.decompression import STANDARD_INPUT
+from megahead.corpus.encoding import EncodingPool
+from megahead.corpus.indexed import IndexedDataset
+from megahead.corpus.preprocess import PreprocessReport, Recipe, write_dataset
+from megahead.corpus.progress import ByteProgress, Silent
+from megahead.corpus.sources import Input, find_inputs, total_bytes
+from megahead.errors import DataError
+from megahead.files import StagedFile, write_atomically
+
+FORMAT = "megahead-shards/1"
+MANIFEST = "manifest.json"
+
+
+def preprocess_shards(
+    inputs: Sequence[str | Path],
+    recipe: Recipe,
+    folder: str | Path,
+    *,
+    workers: int = 1,
+    progress: ByteProgress | None = None,
+) -> PreprocessReport:
+    """One dataset for each input file in `folder`; files that its manifest notes as done are left as they are.
+
+    Returns the report of all shards together, earlier runs' included. DataError when another process works in
+    `folder`, when it was begun with another recipe, or when two inputs have one name.
+    """
+    shards = _shards(inputs)
+    folder = Path(folder)
+    lock = StagedFile(folder / "in-use")
+    try:
+        manifest = ShardManifest.open(folder, recipe)
+        progress = progress or Silent()
+        progress.begin(total_bytes(shards))
+        with EncodingPool(workers) as pool:
+            for shard in shards:
+                report = manifest.report(shard)
+                if report is None:
+                    chunks = shard.chunks(recipe.selection)
+                    manifest.note(shard, write_dataset(chunks, recipe, folder / shard.name, pool, progress))
+                else:
+                    progress.advance(shard.bytes, report.text_bytes)
+    finally:
+        lock.discard()
+    return manifest.total(shards)
+
+
+class ShardManifest:
+    """What was made in a folder so far, by which recipe."""
+
+    def __init__(self, folder: Path, recipe: dict[str, Any], shards: dict[str, Any]) -> None:
+        self._folder, self._recipe, self._shards = folder, recipe, shards
+
+    @staticmethod
+    def open(folder: Path, recipe: Recipe) -> ShardManifest:
+        """The manifest in `folder`, or a new one; DataError when it is of another recipe."""
+        ours, path = _plain(recipe), folder / MANIFEST
+        if not path.exists():
+            return ShardManifest(folder, ours, {})
+        try:
+            noted = orjson.loads(path.read_bytes())
+            if noted["format"] != FORMAT:
+                raise ValueError("another format")
+            theirs, shards = noted["recipe"], noted["shards"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise DataError(f"`{path}` must be a manifest of shards ({FORMAT}), but is not ({error}).") from None
+        differing = [name for name in ours if ours[name] != theirs.get(name)]
+        if differing:
+            raise DataError(
+                f"`{folder}` must have been begun with the same settings, but differs in {', '.join(differing)}; "
+                "give another folder, or remove this one."
+            )
+        return ShardManifest(folder, ours, shards)
+
+    def report(self, shard: Input) -> PreprocessReport | None:
+        """What was noted of a shard; None when its input changed since, or its files are not whole."""
+        noted = self._shards.get(shard.name)
+        if noted is None or noted["input"] != _stamp(shard):
+            return None
+        try:
+            for name in self._names(shard):
+                if IndexedDataset(self._folder / name).info is None:
+                    return None
+        except DataError:
+            return None
+        return PreprocessReport(**noted["report"])
+
+    def note(self, shard: Input, report: PreprocessReport) -> None:
+        """Marks a shard as finished, on disk."""
+        self._shards[shard.name] = {"input": _stamp(shard), "report": asdict(report)}
+        content = {"format": FORMAT, "recipe": self._recipe, "shards": self._shards}
+        write_atomically(self._folder / MANIFEST, orjson.dumps(content, option=orjson.OPT_INDENT_2))
+
+    def total(self, shards: Sequence[Input]) -> PreprocessReport:
+        """The reports of these shards added up."""
+        total = PreprocessReport()
+        for shard in shards:
+            total.add(PreprocessReport(**self._shards[shard.name]["report"]))
+        return total
+
+    def _names(self, shard: Input) -> list[str]:
+        held_out = [] if self._recipe["holdout"] is None else [f"{shard.name}-validation"]
+        return [shard.name, *held_out]
+
+
+def _shards(inputs: Sequence[str | Path]) -> list[Input]:
+    shards = find_inputs(inputs)
+    seen: dict[str, Input] = {}
+    for shard in shards:
+        if shard.path == STANDARD_INPUT:
+            raise DataError("every input must be a file to make one dataset each, but `-` is standard input.")
+        if shard.name in seen:
+            raise DataError(
+                f"inputs must have names of their own to make one dataset each, but `{seen[shard.name].path}` and "
+                f"`{shard.path}` would both be {shard.name}; give them different folders."
+            )
+        seen[shard.name] = shard
+    return shards
+
+
+def _stamp(shard: Input) -> dict[str, Any]:
+    return {"path": str(shard.path), "bytes": shard.bytes, "changed": max(f.stat().st_mtime_ns for f in shard.files)}
+
+
+def _plain(recipe: Recipe) -> dict[str, Any]:
+    """The recipe as JSON gives it back, the tokenizer told by its content."""
+    if not recipe.tokenizer.is_file():
+        raise DataError(f"`{recipe.tokenizer}` must be a tokenizer.json file, but there is none; check the path.")
+    return {
+        "tokenizer": hashlib.sha256(recipe.tokenizer.read_bytes()).hexdigest(),
+        "selection": orjson.loads(orjson.dumps(asdict(recipe.selection))),
+        "end_token": recipe.end_token,
+        "holdout": None if recipe.holdout is None else str(recipe.holdout),
+        "on_error": recipe.on_error,
+    }

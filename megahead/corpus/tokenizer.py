@@ -1,0 +1,178 @@
+"""One tokenizer interface over three engines.
+
+A `tokenizer.json` is read by Hugging Face `tokenizers`, the reference, or by `fastokens` where that is exact; a
+SentencePiece `.model` by `sentencepiece`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import fastokens
+import numpy as np
+import sentencepiece
+import tokenizers
+
+from megahead.corpus.index_layout import token_dtype
+from megahead.corpus.long_texts import PIECE, pieces
+from megahead.errors import DataError
+
+Engine = Literal["fastokens", "tokenizers", "sentencepiece"]
+Array = np.ndarray[Any, Any]
+Stamp = tuple[int, int, int]
+
+
+class Tokenizer:
+    """A vocabulary file. Encoding adds no special tokens and truncates nothing; their text is still recognised."""
+
+    def __init__(self, path: str | Path, engine: Engine = "tokenizers") -> None:
+        self.path = Path(path)
+        self._reference = _reference(self.path, _stamp(self.path))
+        self.engine: Engine = "sentencepiece" if isinstance(self._reference, _SentencePieceModel) else engine
+        self._fast = fastokens.Tokenizer.from_file(str(self.path)) if self.engine == "fastokens" else None
+        if self._fast is not None:
+            self._fast.no_truncation()
+            self._fast.no_padding()
+        self.vocab_size = self._reference.vocab_size
+        """One above the largest id, added tokens included."""
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """The ids of each text. Uses all cores the engine is given."""
+        if self._fast is not None:
+            ids, lengths = self.encode_flat(texts)
+            return [part.tolist() for part in np.split(ids, np.cumsum(lengths)[:-1])] if len(lengths) else []
+        return self._reference.encode(list(texts))
+
+    def encode_flat(self, texts: Sequence[str]) -> tuple[Array, Array]:
+        """(ids of all texts back to back, length of each): no Python object per token, a long text in pieces."""
+        if all(len(text) < 2 * PIECE for text in texts):
+            return self._encode_whole(texts)
+        parts = [np.concatenate([self._piece(piece) for piece in pieces(text, self.encode_batch)]) for text in texts]
+        return np.concatenate(parts), np.array([len(part) for part in parts], np.int64)
+
+    def _piece(self, text: str) -> Array:
+        return self._encode_whole([text])[0].astype(token_dtype(self.vocab_size))
+
+    def _encode_whole(self, texts: Sequence[str]) -> tuple[Array, Array]:
+        if self._fast is not None:
+            ids, bounds = self._fast.encode_batch_flat(list(texts))
+            return np.frombuffer(ids, np.uint32), np.diff(np.frombuffer(bounds, np.uint64).astype(np.int64))
+        parts = self._reference.encode(list(texts))
+        lengths = np.array([len(part) for part in parts], np.int64)
+        return np.concatenate([np.empty(0, np.int64), *(np.asarray(part, np.int64) for part in parts)]), lengths
+
+    def decode(self, ids: Sequence[int] | Array) -> str:
+        """The text of `ids`, special tokens included."""
+        return self._reference.decode([int(i) for i in ids])
+
+    def spellings(self, count: int) -> list[str | None]:
+        """How each of the ids below `count` is spelled, None where there is no such id."""
+        return [self._reference.spelling(i) if i < self.vocab_size else None for i in range(count)]
+
+    def id_of(self, token: str) -> int:
+        """The id of a token given by its spelling; DataError when the vocabulary lacks it."""
+        found = self._reference.id_of(token)
+        if found is None:
+            raise DataError(f"the tokenizer `{self.path}` must have a token `{token}`, but has none; name another one.")
+        return found
+
+
+def load_tokenizer(path: str | Path, probe: Sequence[str] = ()) -> Tokenizer:
+    """The tokenizer in `path`: the fast engine when it gives the reference's ids on every text of `probe`.
+
+    Without a probe, or when the fast engine cannot read the file (WordPiece, for one), the reference itself. A file
+    that was read before is not read again. DataError when it is missing, neither a `tokenizer.json` nor a `.model`.
+    """
+    reference = opened(path, "tokenizers")
+    if not probe or reference.engine == "sentencepiece":
+        return reference
+    try:
+        fast = opened(path, "fastokens")
+        exact = fast.encode_batch(probe) == reference.encode_batch(probe)
+    except ValueError:  # what fastokens raises for a kind of tokenizer it does not know
+        exact = False
+    return fast if exact else reference
+
+
+def opened(path: str | Path, engine: Engine) -> Tokenizer:
+    """The tokenizer in `path` on this engine, kept for the next call while the file stays the same."""
+    return _opened(Path(path), engine, _stamp(Path(path)))
+
+
+@lru_cache(maxsize=4)
+def _opened(path: Path, engine: Engine, stamp: Stamp) -> Tokenizer:
+    return Tokenizer(path, engine)
+
+
+class _Reference(Protocol):
+    vocab_size: int
+
+    def encode(self, texts: list[str]) -> list[list[int]]: ...
+
+    def decode(self, ids: list[int]) -> str: ...
+
+    def id_of(self, token: str) -> int | None: ...
+
+    def spelling(self, id_: int) -> str | None: ...
+
+
+class _TokenizerJson:
+    def __init__(self, path: Path) -> None:
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises plain Exception
+            raise DataError(f"`{path}` must be a tokenizer.json file, but cannot be read as one: {error}.") from error
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+
+    def encode(self, texts: list[str]) -> list[list[int]]:
+        return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=False)
+
+    def id_of(self, token: str) -> int | None:
+        return self._tokenizer.token_to_id(token)
+
+    def spelling(self, id_: int) -> str | None:
+        return self._tokenizer.id_to_token(id_)
+
+
+class _SentencePieceModel:
+    def __init__(self, path: Path) -> None:
+        try:
+            self._model = sentencepiece.SentencePieceProcessor(model_file=str(path))
+        except (RuntimeError, OSError) as error:
+            raise DataError(f"`{path}` must be a SentencePiece model, but cannot be read as one: {error}.") from error
+        self.vocab_size = int(self._model.get_piece_size())
+
+    def encode(self, texts: list[str]) -> list[list[int]]:
+        ids: list[list[int]] = self._model.encode(texts, out_type=int, num_threads=1)
+        return ids
+
+    def decode(self, ids: list[int]) -> str:
+        return str(self._model.decode(ids))
+
+    def id_of(self, token: str) -> int | None:
+        found = int(self._model.piece_to_id(token))  # the unknown piece's id for what it does not know
+        return found if self._model.id_to_piece(found) == token else None
+
+    def spelling(self, id_: int) -> str | None:
+        return str(self._model.id_to_piece(id_))
+
+
+@lru_cache(maxsize=4)
+def _reference(path: Path, stamp: Stamp) -> _Reference:
+    return _SentencePieceModel(path) if path.suffix == ".model" else _TokenizerJson(path)
+
+
+def _stamp(path: Path) -> Stamp:
+    """What changes with the file; DataError when there is none."""
+    if not path.is_file():
+        raise DataError(f"`{path}` must be a tokenizer.json file or a .model, but there is none; check the path.")
+    stat = path.stat()
+    return stat.st_ino, stat.st_size, stat.st_mtime_ns

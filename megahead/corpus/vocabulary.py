@@ -1,0 +1,176 @@
+"""Makes a tokenizer out of text: byte-level BPE, WordPiece, or SentencePiece, all as one `tokenizer.json`.
+
+Ids are fixed where other code relies on them: `<|endoftext|>` 0 and `<|padding|>` 1, or BERT's own five for WordPiece.
+The vocabulary comes out smaller than asked when the text has too few distinct pieces.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+
+import sentencepiece
+from sentencepiece import sentencepiece_model_pb2
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+from megahead.corpus.progress import ByteProgress, Silent
+from megahead.corpus.selection import Selection
+from megahead.corpus.sources import find_inputs
+from megahead.errors import DataError, FieldError
+from megahead.files import write_atomically
+
+TEXT_TOKENS = ("<|endoftext|>", "<|padding|>")
+BERT_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+ENCODER_TOKENS = ("[CLS]", "[SEP]", "[MASK]")
+BYTES = 256
+LONGEST_LINE = 4000  # SentencePiece drops sentences of more than 4,192 bytes
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int, *, show_progress: bool = False) -> Tokenizer:
+    """Byte-level BPE, lossless on any text: no normalization, and all 256 bytes are tokens."""
+    _check_room(vocab_size, BYTES + len(TEXT_TOKENS))
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=list(TEXT_TOKENS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=show_progress,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def train_wordpiece(
+    texts: Iterable[str], vocab_size: int, *, lowercase: bool = False, show_progress: bool = False
+) -> Tokenizer:
+    """WordPiece as BERT uses it; characters rarer than the thousand most frequent become `[UNK]`."""
+    _check_room(vocab_size, len(BERT_TOKENS) + 1)
+    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lowercase)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=vocab_size,
+        special_tokens=list(BERT_TOKENS),
+        limit_alphabet=min(1000, vocab_size - len(BERT_TOKENS)),
+        show_progress=show_progress,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def train_sentencepiece(texts: Iterable[str], vocab_size: int, *, show_progress: bool = False) -> Tokenizer:
+    """A SentencePiece unigram model with byte fallback, lossless on any text. Holds the text in memory."""
+    _check_room(vocab_size, BYTES + len(TEXT_TOKENS) + 2)
+    model = io.BytesIO()
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=_lines(texts),
+            model_writer=model,
+            model_type="unigram",
+            vocab_size=vocab_size,
+            hard_vocab_limit=False,
+            byte_fallback=True,
+            normalization_rule_name="identity",
+            remove_extra_whitespaces=False,
+            add_dummy_prefix=False,
+            eos_id=0,
+            eos_piece=TEXT_TOKENS[0],
+            pad_id=1,
+            pad_piece=TEXT_TOKENS[1],
+            unk_id=2,
+            bos_id=-1,
+            minloglevel=0 if show_progress else 2,
+        )
+    except RuntimeError as error:
+        raise DataError(f"the text must suffice for a vocabulary of {vocab_size}, but does not ({error}).") from None
+    return from_sentencepiece(model.getvalue())
+
+
+def from_sentencepiece(model: bytes) -> Tokenizer:
+    """The same unigram tokenizer with the same ids, from a model trained by `train_sentencepiece`."""
+    proto = sentencepiece_model_pb2.ModelProto.FromString(model)  # type: ignore[attr-defined]
+    pieces = [(piece.piece, piece.score) for piece in proto.pieces]
+    tokenizer = Tokenizer(models.Unigram(pieces, unk_id=proto.trainer_spec.unk_id, byte_fallback=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.ByteFallback(), decoders.Metaspace(prepend_scheme="never"), decoders.Fuse()]
+    )
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in TEXT_TOKENS])
+    return tokenizer
+
+
+TRAINERS: dict[str, Callable[..., Tokenizer]] = {
+    "bpe": train_bpe,
+    "wordpiece": train_wordpiece,
+    "sentencepiece": train_sentencepiece,
+}
+
+
+def add_encoder_tokens(tokenizer: Tokenizer) -> Tokenizer:
+    """Gives `[CLS]`, `[SEP]` and `[MASK]` ids of their own after all others, where the vocabulary has none yet.
+
+    In place. An encoder must never mask with the padding token: it would learn that padding stands for words.
+    """
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in ENCODER_TOKENS])
+    return tokenizer
+
+
+def save_tokenizer(tokenizer: Tokenizer, path: str | Path) -> None:
+    """Writes `tokenizer.json` whole or not at all."""
+    write_atomically(Path(path), tokenizer.to_str(pretty=True).encode())
+
+
+def sample_texts(
+    inputs: Sequence[str | Path],
+    *,
+    selection: Selection | None = None,
+    max_bytes: int | None = None,
+    progress: ByteProgress | None = None,
+) -> Iterator[str]:
+    """The documents of all inputs, or the first of each up to `max_bytes` in all.
+
+    Every file gives its share of `max_bytes` by its size on disk, at least one document, and is not read any further.
+    """
+    progress = progress or Silent()
+    found = find_inputs(inputs)
+    total = sum(item.bytes for item in found)
+    progress.begin(total)
+    for item in found:
+        budget = None if max_bytes is None else max_bytes * item.bytes / max(total, 1)
+        taken = told = 0
+        for chunk in item.chunks(selection or Selection()):
+            before = taken
+            for text in chunk.parse().strict():
+                if budget is not None and taken and taken >= budget:
+                    break
+                yield text
+                taken += len(text.encode())
+            progress.advance(chunk.consumed, taken - before)
+            told += chunk.consumed
+            if budget is not None and taken >= budget:
+                break
+        progress.advance(item.bytes - told, 0)
+
+
+def _lines(texts: Iterable[str]) -> Iterator[str]:
+    """Lines short enough for SentencePiece, cut at spaces where a line is longer."""
+    for text in texts:
+        for line in text.splitlines():
+            yield from (line,) if len(line.encode()) <= LONGEST_LINE else _pieces(line)
+
+
+def _pieces(line: str) -> Iterator[str]:
+    words = iter(re.findall(r"\s*\S{1,50}", line))
+    while some := "".join(islice(words, 20)):
+        yield some
+
+
+def _check_room(vocab_size: int, least: int) -> None:
+    if vocab_size < least:
+        raise FieldError("vocab_size", f"be at least {least} for this type of tokenizer", got=vocab_size)

@@ -1,0 +1,185 @@
+"""Writes `PREFIX.bin`, `PREFIX.json` and `PREFIX.idx`, which appear together at the end or not at all."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from megahead.corpus.dataset_info import DatasetInfo, FileStamp
+from megahead.corpus.index_layout import IndexLayout, token_dtype
+from megahead.corpus.indexed import dataset_paths
+from megahead.errors import DataError
+from megahead.files import StagedFile
+
+FLUSH_TOKENS = 1 << 20
+LONGEST_DOCUMENT = 2**31 - 1
+
+
+class IndexedDatasetWriter:
+    """`with IndexedDatasetWriter(prefix, vocab_size=V) as w: w.add_document(tokens)`.
+
+    Holds about a million tokens and 4 bytes a sequence in memory (and 8 a document, once one has several sequences).
+    An old dataset of this name is replaced on a clean exit and untouched after an error.
+    """
+
+    def __init__(self, prefix: str | Path, *, vocab_size: int, tokenizer: str | None = None) -> None:
+        self.vocab_size, self.tokenizer = vocab_size, tokenizer
+        self.dtype = token_dtype(vocab_size)
+        self.num_tokens = self.text_bytes = 0
+        self._lengths = array("i")
+        self._document_ends: array[int] | None = None  # in sequences; None while each document is one sequence
+        self._waiting: list[np.ndarray[Any, Any]] = []
+        self._waiting_tokens = 0
+        self._counts = np.zeros(vocab_size, np.int64)
+        self._digest = hashlib.sha256()
+        self._finished = False
+        bin_path, idx_path, info_path = dataset_paths(prefix)
+        self._bin, self._info, self._idx = _stage(bin_path, info_path, idx_path)
+
+    @property
+    def num_documents(self) -> int:
+        """Documents added so far."""
+        return len(self._lengths if self._document_ends is None else self._document_ends)
+
+    def add_document(self, tokens: ArrayLike, text_bytes: int = 0) -> None:
+        """Appends one document [tokens] made of `text_bytes` bytes of text. DataError for an id outside the vocabulary.
+
+        Nothing is added to the tokens: an end token, if wanted, is their last.
+        """
+        tokens_N = np.asarray(tokens).reshape(-1)
+        self.add_documents(tokens_N, np.array([len(tokens_N)]), text_bytes)
+
+    def add_documents(
+        self,
+        tokens: np.ndarray[Any, Any],
+        lengths: np.ndarray[Any, Any],
+        text_bytes: int = 0,
+        *,
+        sequences: np.ndarray[Any, Any] | None = None,
+    ) -> None:
+        """Appends many sequences at once: their tokens back to back, and the length of each.
+
+        Each is a document, unless `sequences` says how many of them each document has (none at all: rows that belong
+        to no document, as in preshuffled files).
+        """
+        if len(lengths) and lengths.max() > LONGEST_DOCUMENT:
+            raise DataError(f"a document must have at most {LONGEST_DOCUMENT:,} tokens, but one has {lengths.max():,}.")
+        if len(tokens):
+            self._check_ids(tokens)
+        self._note_documents(np.ones(len(lengths), np.int64) if sequences is None else sequences, len(lengths))
+        self._lengths.frombytes(lengths.astype(np.int32).tobytes())
+        self.text_bytes += text_bytes
+        self.num_tokens += len(tokens)
+        self._waiting.append(tokens.astype(self.dtype))
+        self._waiting_tokens += len(tokens)
+        if self._waiting_tokens >= FLUSH_TOKENS:
+            self._flush()
+
+    def finish(self) -> None:
+        """Brings everything to disk under temporary names: after this, only renaming is left."""
+        if self._finished:
+            return
+        self._flush()
+        idx_digest = self._write_index()
+        idx_bytes = self._layout().end
+        info = DatasetInfo(
+            tokens=self.num_tokens,
+            documents=self.num_documents,
+            text_bytes=self.text_bytes,
+            vocab_size=self.vocab_size,
+            tokenizer=self.tokenizer,
+            token_counts=self._counts.tolist(),
+            bin=FileStamp(self.num_tokens * self.dtype.itemsize, self._digest.hexdigest()),
+            idx=FileStamp(idx_bytes, idx_digest),
+        )
+        self._info.write(info.dump())
+        for staged in (self._bin, self._info, self._idx):
+            staged.sync()
+        self._finished = True
+
+    def __enter__(self) -> IndexedDatasetWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None:
+                self.finish()
+                self._idx.path.unlink(missing_ok=True)  # an old index must never stand beside new tokens
+                self._bin.publish()
+                self._info.publish()
+                self._idx.publish()
+        finally:
+            for staged in (self._bin, self._info, self._idx):
+                staged.discard()
+
+    def _note_documents(self, sequences: np.ndarray[Any, Any], added: int) -> None:
+        """Notes where documents end, once that is not at each sequence."""
+        before = len(self._lengths)
+        if self._document_ends is None:
+            if len(sequences) == added and (sequences == 1).all():
+                return
+            self._document_ends = array("q", range(1, before + 1))
+        ends = before + np.cumsum(sequences, dtype=np.int64)
+        self._document_ends.frombytes(ends.tobytes())
+
+    def _check_ids(self, tokens: np.ndarray[Any, Any]) -> None:
+        smallest, largest = int(tokens.min()), int(tokens.max())
+        if smallest < 0 or largest >= self.vocab_size:
+            wrong = smallest if smallest < 0 else largest
+            raise DataError(
+                f"token ids must lie below the vocabulary size {self.vocab_size}, but one near document "
+                f"{self.num_documents} is {wrong} instead; use the tokenizer the ids were made with."
+            )
+
+    def _flush(self) -> None:
+        if not self._waiting:
+            return
+        tokens = np.concatenate(self._waiting) if len(self._waiting) > 1 else self._waiting[0]
+        self._waiting, self._waiting_tokens = [], 0
+        for start in range(0, len(tokens), FLUSH_TOKENS):
+            part = tokens[start : start + FLUSH_TOKENS]
+            data = part.tobytes()
+            self._bin.write(data)
+            self._digest.update(data)
+            self._counts += np.bincount(part, minlength=self.vocab_size)
+
+    def _layout(self) -> IndexLayout:
+        return IndexLayout(self.dtype, len(self._lengths), self.num_documents + 1)
+
+    def _write_index(self) -> str:
+        """Writes the `.idx` bytes; returns their checksum."""
+        count = len(self._lengths)
+        sizes = np.frombuffer(self._lengths, np.int32, count)
+        offsets = np.zeros(count, np.int64)
+        np.cumsum(sizes[:-1], out=offsets[1:], dtype=np.int64)
+        offsets *= self.dtype.itemsize
+        digest = hashlib.sha256()
+        documents = np.arange(count + 1, dtype=np.int64)
+        if self._document_ends is not None:
+            documents = np.concatenate([np.zeros(1, np.int64), np.frombuffer(self._document_ends, np.int64)])
+        for part in (self._layout().pack(), sizes, offsets, documents):
+            data = part if isinstance(part, bytes) else part.astype(part.dtype.newbyteorder("<")).tobytes()
+            self._idx.write(data)
+            digest.update(data)
+        return digest.hexdigest()
+
+
+def _stage(*paths: Path) -> list[StagedFile]:
+    """Opens all of `paths`, or none."""
+    staged: list[StagedFile] = []
+    try:
+        for path in paths:
+            staged.append(StagedFile(path))
+    except DataError:
+        for file in staged:
+            file.discard()
+        raise
+    return staged

@@ -1,0 +1,118 @@
+"""Samples by number as batches: next-token prediction for a decoder, masked rows for an encoder."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from megahead.config import DataConfig, MaskingConfig, RunConfig
+from megahead.corpus.indexed import IndexedDataset
+from megahead.corpus.tokenizer import load_tokenizer
+from megahead.data.batch import Batch, causal_batch
+from megahead.data.collocations import Collocations, runs_of
+from megahead.data.masking import Masker, special_ids
+from megahead.data.sampling import RowSource
+from megahead.data.strategies import Frequency, Pmi, Spans, Strategy, Uniform, WholeWords
+from megahead.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class BatchReader:
+    """Reads batches; a pure function of the samples' numbers."""
+
+    samples: RowSource
+    data: DataConfig
+    masker: Masker | None = None
+    """None: each token predicts the next."""
+
+    def read(self, sample_indices: Sequence[int]) -> Batch:
+        """The batch of these samples, in their order."""
+        rows, begins = self.samples.rows(sample_indices), self.samples.beginnings(sample_indices)
+        if self.masker is not None:
+            return self.masker.batch(rows, sample_indices, begins)
+        return causal_batch(
+            rows,
+            begins,
+            end_token=self.data.end_token,
+            isolate_documents=self.data.isolate_documents,
+            boundary_targets=self.data.boundary_targets,
+        )
+
+
+def training_masker(config: RunConfig, datasets: Sequence[IndexedDataset]) -> Masker | None:
+    """How a run masks what it trains on, the `datasets`; None for a decoder.
+
+    Raises ConfigError where these lack what the strategy needs to know. PMI counts neighbours first.
+    """
+    if config.masking is None:
+        return None
+    return Masker(
+        config.masking,
+        _strategy(config, config.masking, datasets),
+        config.model.vocab_size,
+        config.data.end_token,
+        config.data.isolate_documents,
+        config.seed,
+        samples_a_step=config.batch.global_size,
+        steps=config.training.steps,
+    )
+
+
+def _strategy(config: RunConfig, masking: MaskingConfig, datasets: Sequence[IndexedDataset]) -> Strategy:
+    vocab_size = config.model.vocab_size
+    if masking.strategy == "span":
+        return Spans(masking.span_stop, masking.longest_span)
+    if masking.strategy == "whole_word":
+        return WholeWords.of(load_tokenizer(str(config.data.tokenizer)).spellings(vocab_size))
+    if masking.strategy == "frequency":
+        return Frequency.of(_token_counts(datasets, vocab_size).tolist(), masking.frequency_power)
+    if masking.strategy == "pmi":
+        pairs = Collocations.of(
+            runs_of(datasets),
+            vocab_size,
+            least_pmi=masking.least_pmi,
+            least_count=masking.least_count,
+            excluded=special_ids(masking, config.data.end_token),
+        )
+        return Pmi(pairs, masking.longest_span)
+    return Uniform()
+
+
+def _token_counts(datasets: Sequence[IndexedDataset], vocab_size: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """int64 [V]: of all datasets together."""
+    counts_V = np.zeros(vocab_size, np.int64)
+    for dataset in datasets:
+        if dataset.info is None:
+            raise ConfigError(
+                "masking.strategy",
+                "go with a dataset that knows its token counts (the .json beside it)",
+                got="frequency",
+                hint="preprocess the text again, or change the strategy",
+            )
+        known = np.asarray(dataset.info.token_counts, np.int64)
+        counts_V[: len(known)] += known
+    return counts_V
+
+
+def asked_counts(config: RunConfig, token_counts_V: Tensor | None) -> Tensor | None:
+    """int64 [V]: how often each id would be a target if all tokens of the training text were so alike, as those of
+    held-out rows are; None where training draws them alike, or the text's `token_counts_V` are not known."""
+    if config.masking is None or config.masking.strategy != "frequency" or token_counts_V is None:
+        return None
+    special = special_ids(config.masking, config.data.end_token)
+    counts_V = token_counts_V[: config.model.vocab_size].clone()
+    counts_V[[id_ for id_ in special if id_ < len(counts_V)]] = 0
+    return counts_V
+
+
+def held_out_masker(config: RunConfig) -> Masker | None:
+    """How held-out rows are masked, the same for every run on the same rows; None for a decoder."""
+    if config.masking is None:
+        return None
+    data = config.data
+    return Masker(
+        config.masking.held_out(), Uniform(), config.model.vocab_size, data.end_token, data.isolate_documents, seed=0
+    )

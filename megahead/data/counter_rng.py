@@ -1,0 +1,31 @@
+"""Uniform random numbers as a pure function of (seed, sample, purpose, place): the same on any mesh and machine.
+
+SplitMix64 (Steele et al. 2014) over counters, for all rows of a batch at once; nothing is drawn in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from megahead.data.shuffle import GOLDEN, mix, scramble
+
+Array = np.ndarray[Any, Any]
+
+
+class CounterRng:
+    """The random numbers of some samples; rows are independent of each other, and so are purposes."""
+
+    def __init__(self, seed: int, sample_indices: Sequence[int] | Array) -> None:
+        self._seed = seed
+        self._samples_B = np.asarray(sample_indices, np.uint64)
+
+    def uniform(self, purpose: int, width: int) -> Array:
+        """float64 [B, width], each in (0, 1)."""
+        key = np.uint64(mix(self._seed, purpose))
+        row_B = scramble(self._samples_B * np.uint64(GOLDEN) + key)
+        place_W = np.arange(1, width + 1, dtype=np.uint64) * np.uint64(GOLDEN)
+        bits_BW = scramble(row_B[:, None] + place_W)
+        return ((bits_BW >> np.uint64(11)).astype(np.float64) + 0.5) / 2.0**53

@@ -1,0 +1,148 @@
+"""What runs reached: each one as it is kept, and all seeds of a task together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+from megahead.evaluate.finetuning.loading import TaskData
+from megahead.evaluate.finetuning.loop import EpochScores
+from megahead.evaluate.finetuning.run import StartModel
+from megahead.evaluate.finetuning.settings import FineTuning
+from megahead.evaluate.finetuning.task_table import TASKS
+from megahead.evaluate.result_cache import ResultCache, stamp_model
+
+
+@dataclass(frozen=True)
+class FineTuningResult:
+    """One run: a model on a task with a seed."""
+
+    model: str
+    task: str
+    seed: int
+    train_rows: int
+    halved: bool
+    """Whether half of the test split trained, for want of a training split."""
+
+    epochs: list[EpochScores]
+
+    def best(self) -> int:
+        """The epoch (from 0) with the highest score on the first test set, the earliest of equals."""
+        metric = TASKS[self.task].metric
+        values = [next(iter(epoch.scores.values()))[metric] for epoch in self.epochs]
+        return values.index(max(values))
+
+    def scores(self) -> Mapping[str, Mapping[str, float]]:
+        """Test set to metric to value, at the best epoch."""
+        return self.epochs[self.best()].scores
+
+    def seconds(self) -> float:
+        """Of training."""
+        return sum(epoch.seconds for epoch in self.epochs)
+
+
+class FineTuningResults:
+    """Outcomes in one JSON file, as `ResultCache` keeps them.
+
+    One is found again for the same model, weights, task, examples, settings and seed.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self._kept = ResultCache(path)
+
+    def newest(self) -> list[FineTuningResult]:
+        """The outcome last kept of each model, task and seed, whichever settings it was made with."""
+        runs = {(entry["model"], entry["task"], entry["seed"]): entry for entry in self._kept.entries}
+        return [_outcome(entry, *run) for run, entry in runs.items()]
+
+    def find(self, start: StartModel, data: TaskData, settings: FineTuning, seed: int) -> FineTuningResult | None:
+        """The outcome kept of this very run, if there is one."""
+        entry = self._kept.find(_key(start, data, settings, seed))
+        return None if entry is None else _outcome(entry, start.name, data.name, seed)
+
+    def add(
+        self, start: StartModel, data: TaskData, settings: FineTuning, seed: int, epochs: Sequence[EpochScores]
+    ) -> FineTuningResult:
+        """Keeps a finished run, in place of an earlier one with the same settings."""
+        outcome = FineTuningResult(start.name, data.name, seed, len(data.train), data.halved, list(epochs))
+        facts = {"train_rows": outcome.train_rows, "halved": data.halved, "metric": data.task.metric}
+        values = {**facts, "best_epoch": outcome.best() + 1, "epochs": [asdict(epoch) for epoch in epochs]}
+        key = _key(start, data, settings, seed)
+        self._kept.add(key, values, replaces=("model", "task", "seed", "settings"))
+        return outcome
+
+
+@dataclass(frozen=True)
+class Summary:
+    """One metric of a model on one test set (or the mean of several), over seeds."""
+
+    model: str
+    task: str
+    test: str
+    metric: str
+    values: list[float]
+    """A value for each seed, at its best epoch."""
+
+    epochs: list[int]
+    """Which that was, from 1; none for means of several tasks."""
+
+    def mean(self) -> float:
+        """Over seeds."""
+        return fmean(self.values)
+
+    def deviation(self) -> float | None:
+        """Standard deviation over seeds; None for one."""
+        return stdev(self.values) if len(self.values) > 1 else None
+
+
+def summarise(outcomes: Sequence[FineTuningResult]) -> list[Summary]:
+    """Every metric of every test set of one model's tasks, then the means over several."""
+    rows = []
+    for task in dict.fromkeys(outcome.task for outcome in outcomes):
+        runs = [outcome for outcome in outcomes if outcome.task == task]
+        scores, epochs = [run.scores() for run in runs], [run.best() + 1 for run in runs]
+        for test, metrics in scores[0].items():
+            rows += [
+                Summary(runs[0].model, task, test, metric, [score[test][metric] for score in scores], epochs)
+                for metric in metrics
+            ]
+        if len(scores[0]) > 1:
+            metric = TASKS[task].metric
+            means = [fmean(found[metric] for found in score.values()) for score in scores]
+            rows.append(Summary(runs[0].model, task, f"mean of {len(scores[0])}", metric, means, epochs))
+    return [*rows, *(mean for suite in ("glue", "superglue") if (mean := _suite_mean(suite, rows)))]
+
+
+_LEFT_OUT = ("glue/rte", "glue/wnli")  # of GLUE's mean, as in the paper
+
+
+def _suite_mean(suite: str, rows: Sequence[Summary]) -> Summary | None:
+    """The mean of the tasks of a suite seed by seed, each by the metric the paper reports."""
+    members = [
+        row
+        for row in rows
+        if row.task.startswith(f"{suite}/") and row.task not in _LEFT_OUT and row.metric == TASKS[row.task].metric
+    ]
+    if len(members) < 2:
+        return None
+    seeds = zip(*(row.values for row in members), strict=True)
+    return Summary(members[0].model, suite, f"mean of {len(members)}", "", [fmean(values) for values in seeds], [])
+
+
+def _outcome(entry: Mapping[str, Any], model: str, task: str, seed: int) -> FineTuningResult:
+    epochs = [EpochScores(**epoch) for epoch in entry["epochs"]]
+    return FineTuningResult(model, task, seed, entry["train_rows"], entry["halved"], epochs)
+
+
+def _key(start: StartModel, data: TaskData, settings: FineTuning, seed: int) -> dict[str, Any]:
+    return {
+        "model": start.name,
+        "task": data.name,
+        "seed": seed,
+        "settings": asdict(settings),
+        "weights": "random" if start.random_weights else stamp_model(start.folder),
+        "data": data.stamp,
+    }

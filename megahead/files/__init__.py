@@ -1,0 +1,18 @@
+"""Files and folders that appear whole or not at all, and are on disk when a call returns."""
+
+from megahead.files.durable import flush, sha256_of, write_durably
+from megahead.files.errors import InUseError, WriteError
+from megahead.files.staged_file import StagedFile, staged, write_atomically
+from megahead.files.staged_folder import staged_folder
+
+__all__ = [
+    "InUseError",
+    "StagedFile",
+    "WriteError",
+    "flush",
+    "sha256_of",
+    "staged",
+    "staged_folder",
+    "write_atomically",
+    "write_durably",
+]

@@ -1,0 +1,116 @@
+"""A file that appears whole or not at all: written beside, flushed to disk, renamed."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO
+
+from megahead.files.durable import flush
+from megahead.files.errors import InUseError, told_as_write_error
+
+
+class StagedFile:
+    """`PATH.partial`, which becomes `PATH` on `publish` and vanishes on `discard`; for what is written over hours.
+
+    A leftover of a killed run is overwritten; one that another process is still writing is refused (InUseError), and
+    so is every failed write (WriteError). Where the file system has no locks to tell, each process writes under a name
+    of its own, and the last one to publish stays.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with told_as_write_error(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = _open_locked(path.with_name(f"{path.name}.partial")) or _own_name(path).open("xb")
+        self.partial = Path(self._file.name)
+
+    def write(self, data: bytes) -> None:
+        """Appends `data`."""
+        with told_as_write_error(self.path):
+            self._file.write(data)
+
+    def sync(self) -> None:
+        """Returns once everything written is on the disk: the last thing that can fail for want of space."""
+        with told_as_write_error(self.path):
+            self._file.flush()
+            os.fsync(self._file.fileno())
+
+    def publish(self) -> None:
+        """Gives the file its name. Call `sync` first."""
+        with told_as_write_error(self.path):
+            self.partial.replace(self.path)
+            self._file.close()
+            flush(self.path.parent)
+
+    def discard(self) -> None:
+        """Removes what was written, unless it was published."""
+        if not self._file.closed:
+            self.partial.unlink(missing_ok=True)
+            with suppress(OSError):  # closing flushes, and the disk may be full
+                self._file.close()
+
+
+@contextmanager
+def staged(path: Path) -> Iterator[Path]:
+    """A path beside `path` to write a file to, which takes its place when the block ends well and vanishes when it
+    raises. Folders above it are made. Of several processes that do so at once the last one's file stays. WriteError
+    where the system refuses.
+    """
+    partial = _own_name(path)
+    with told_as_write_error(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            yield partial
+            flush(partial)
+            partial.replace(path)
+            flush(path.parent)
+        finally:
+            partial.unlink(missing_ok=True)
+
+
+def write_atomically(path: Path, *parts: str | bytes) -> None:
+    """Puts a whole file in place of `path`, on disk on return; text as UTF-8. See `staged`."""
+    with staged(path) as partial, partial.open("xb") as file:
+        for part in parts:
+            file.write(part.encode() if isinstance(part, str) else part)
+
+
+def _own_name(path: Path) -> Path:
+    """Beside `path`, a name that no other process has."""
+    return path.with_name(f"{path.name}.{secrets.token_hex(8)}.partial")
+
+
+def _open_locked(partial: Path) -> BinaryIO | None:
+    """An empty file that no other process writes; None on a file system without locks (ENOSYS, ENOLCK, ENOTSUP)."""
+    while True:
+        file = partial.open("ab")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.close()
+            raise InUseError(
+                f"`{partial}` must not be in use, but another process is writing it; wait for it to end."
+            ) from None
+        except OSError:
+            file.close()
+            with suppress(FileNotFoundError):
+                if partial.stat().st_size == 0:  # made by this attempt
+                    partial.unlink()
+            return None
+        if _still_named(file, partial):
+            file.truncate(0)
+            return file
+        file.close()  # between opening and locking it was published, or removed: this is not ours to change
+
+
+def _still_named(file: BinaryIO, path: Path) -> bool:
+    """Whether `path` is this very file."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False

@@ -1,0 +1,87 @@
+"""The ways to compute attention over documents; `attend_masked` is the reference, the others do the same for less.
+
+B rows, T tokens, H heads (of this rank), d dimensions of a head.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from megahead.nn.documents import Documents
+
+DenseAttention = Callable[[Tensor, Tensor, Tensor, float, bool], Tensor]
+"""Of q, k, v, dropout and causal, where each row is one document."""
+
+VarlenAttention = Callable[[Tensor, Tensor, Tensor, Documents, float, bool], Tensor]
+"""Of q, k, v, documents, dropout and causal."""
+
+
+def attend_rows(q_BTHd: Tensor, k_BTHd: Tensor, v_BTHd: Tensor, dropout: float, causal: bool) -> Tensor:
+    """Rows of one document each; torch chooses the kernel."""
+    q, k, v = (x.transpose(1, 2) for x in (q_BTHd, k_BTHd, v_BTHd))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=causal, dropout_p=dropout).transpose(1, 2)
+
+
+def attend_masked(
+    q_BTHd: Tensor, k_BTHd: Tensor, v_BTHd: Tensor, documents: Documents, dropout: float, causal: bool
+) -> Tensor:
+    """The reference for the other backends: every pair of a row is scored, then hidden by a boolean mask."""
+    q, k, v = (x.transpose(1, 2) for x in (q_BTHd, k_BTHd, v_BTHd))
+    mask_B1TT = (documents.causal_mask_BTT if causal else documents.same_document_BTT)[:, None]
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask_B1TT, dropout_p=dropout).transpose(1, 2)
+
+
+def attend_per_document(
+    q_BTHd: Tensor, k_BTHd: Tensor, v_BTHd: Tensor, documents: Documents, dropout: float, causal: bool
+) -> Tensor:
+    """One call per document: pairs across documents cost nothing. Split and joined once, so backward copies once."""
+    parts = zip(*(x.flatten(0, 1).split(documents.lengths) for x in (q_BTHd, k_BTHd, v_BTHd)), strict=True)
+    outputs = [attend_rows(q[None], k[None], v[None], dropout, causal)[0] for q, k, v in parts]
+    return torch.cat(outputs).view_as(q_BTHd)
+
+
+def attend_varlen(
+    q_BTHd: Tensor, k_BTHd: Tensor, v_BTHd: Tensor, documents: Documents, dropout: float, causal: bool
+) -> Tensor:
+    """torch's own kernel for sequences of differing lengths, which has no dropout."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    q, k, v = (x.flatten(0, 1) for x in (q_BTHd, k_BTHd, v_BTHd))
+    cu_seqlens, longest = documents.cu_seqlens, q_BTHd.shape[1]
+    window = (-1, 0) if causal else (-1, -1)
+    output = varlen_attn(q, k, v, cu_seqlens, cu_seqlens, longest, longest, window_size=window)
+    assert isinstance(output, Tensor)
+    return output.view_as(q_BTHd)
+
+
+@dataclass(frozen=True)
+class FlashAttention:
+    """One of flash-attn's generations, which differ in where they are imported from and in what they return."""
+
+    module: str
+    supports_dropout: bool
+
+    def varlen(
+        self, q_BTHd: Tensor, k_BTHd: Tensor, v_BTHd: Tensor, documents: Documents, dropout: float, causal: bool
+    ) -> Tensor:
+        """[B, T, H, d], as by `attend_masked`."""
+        cu_seqlens, longest = documents.cu_seqlens, q_BTHd.shape[1]
+        flash_attn_varlen_func = importlib.import_module(self.module).flash_attn_varlen_func
+        found = flash_attn_varlen_func(
+            *(x.flatten(0, 1) for x in (q_BTHd, k_BTHd, v_BTHd)),
+            cu_seqlens_q=cu_seqlens,
+            cu_seqlens_k=cu_seqlens,
+            max_seqlen_q=longest,
+            max_seqlen_k=longest,
+            causal=causal,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+            **({"dropout_p": dropout} if self.supports_dropout else {}),
+        )
+        output: Tensor = found[0] if isinstance(found, tuple) else found  # some add the logsumexp
+        return output.view_as(q_BTHd)

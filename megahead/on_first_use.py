@@ -1,0 +1,23 @@
+"""Packages whose names are imported when first asked for.
+
+torch takes a second to import and transformers three more: what needs neither (telling a command's options, or that a
+path is wrong) does not wait for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import Any
+
+
+def on_first_use(package: str, **names: Sequence[str]) -> Callable[[str], Any]:
+    """The `__getattr__` of a package that imports a module of its own when one of the module's `names` is asked for."""
+    modules = {name: module for module, exported in names.items() for name in exported}
+
+    def look_up(name: str) -> Any:
+        if name not in modules:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        return getattr(import_module(f"{package}.{modules[name]}"), name)
+
+    return look_up

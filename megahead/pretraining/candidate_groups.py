@@ -1,0 +1,77 @@
+"""Which targets share candidates: groups of consecutive samples, whoever reads these.
+
+Every rank has the same table, so that what is exchanged between ranks is ids, 4 bytes a target, and no gradient passes
+through it. A group is a part of a micro-batch, or a run of whole ones over ranks and accumulation steps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megahead.data import Batch
+from megahead.data.shuffle import mix
+from megahead.distributed import Group
+from megahead.objectives import Candidates, Objective, Pool
+
+_PURPOSE = 0xCA4D1DA7E5  # keeps these draws apart from all others of the run's seed
+
+
+@dataclass(frozen=True)
+class CandidateGroups:
+    """Makes the candidates of a rank's micro-batches; the same for the same samples on any number of ranks."""
+
+    objective: Objective
+    group_samples: int
+    micro_size: int
+    seed: int
+
+    def choose(
+        self, first_sample: int, batches: list[Batch], sizes_RA: Tensor, ranks: Group
+    ) -> list[tuple[Candidates, ...]]:
+        """For each micro-batch, the candidates of each group that it holds a part of.
+
+        The global batch begins at `first_sample`; rank r of R has its micro-batches k * R + r, with sizes_RA[r, k]
+        targets. Collective where groups are larger than micro-batches: one all-gather of ids.
+        """
+        if self.group_samples <= self.micro_size:
+            starts = [first_sample + (k * ranks.size + ranks.rank) * self.micro_size for k in range(len(batches))]
+            return [self._within(start, batch) for start, batch in zip(starts, batches, strict=True)]
+        ids = gather_targets([batch.target_ids_N for batch in batches], sizes_RA, ranks)
+        members = self.group_samples // self.micro_size
+        mine = [k * ranks.size + ranks.rank for k in range(len(batches))]
+        pools = {
+            group: self._pool(first_sample + group * self.group_samples, torch.cat(ids[group * members :][:members]))
+            for group in {place // members for place in mine}
+        }
+        return [(pools[p // members].candidates(b.target_ids_N),) for p, b in zip(mine, batches, strict=True)]
+
+    def _within(self, first_sample: int, batch: Batch) -> tuple[Candidates, ...]:
+        """One or more whole groups in a micro-batch that begins at `first_sample`."""
+        rows, row_length = batch.input_ids_BT.shape
+        ends = torch.arange(self.group_samples, rows + 1, self.group_samples) * row_length
+        sizes = torch.searchsorted(batch.target_index_N, ends).diff(prepend=torch.zeros(1, dtype=torch.int64))
+        groups = batch.target_ids_N.split(sizes.tolist())
+        return tuple(
+            self._pool(first_sample + place * self.group_samples, ids).candidates(ids)
+            for place, ids in enumerate(groups)
+        )
+
+    def _pool(self, first_sample: int, target_ids_G: Tensor) -> Pool:
+        return self.objective.pool(target_ids_G, seed=mix(self.seed, first_sample, _PURPOSE))
+
+
+def gather_targets(mine: list[Tensor], sizes_RA: Tensor, ranks: Group) -> list[Tensor]:
+    """The target ids of every micro-batch of the global batch, in the order of their samples, on every rank.
+
+    `mine`: this rank's, in order; sizes_RA: how many each rank's have. One all-gather of as many ids, in 4 bytes each,
+    as the rank with most targets has.
+    """
+    padded = torch.zeros(int(sizes_RA.sum(1).max()), dtype=torch.int32)
+    local = torch.cat(mine)
+    padded[: len(local)] = local
+    gathered_R = ranks.all_gather(padded)
+    by_rank = [row[: sum(sizes)].long().split(sizes) for row, sizes in zip(gathered_R, sizes_RA.tolist(), strict=True)]
+    return [parts[k] for k in range(sizes_RA.shape[1]) for parts in by_rank]

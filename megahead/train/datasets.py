@@ -1,0 +1,89 @@
+"""The text a run reads: opened and checked before anything else starts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megahead.checkpoint import run_on_all_ranks
+from megahead.config import RunConfig
+from megahead.corpus import IndexedDataset
+from megahead.data import training_samples
+from megahead.data.blending import Blend
+from megahead.data.endings import require_end_tokens, without_borders
+from megahead.data.samples import Samples
+from megahead.data.sampling import describe_samples, relative_passes
+from megahead.distributed import Group
+from megahead.errors import ConfigError, UserError
+from megahead.train.state import TrainingState
+
+
+@dataclass(frozen=True)
+class RunDatasets:
+    """Training datasets in the config's order, the samples drawn from them, and the held-out dataset."""
+
+    train: Sequence[IndexedDataset]
+    samples: Samples | Blend
+    held_out: IndexedDataset | None
+
+    def note_counts(self, state: TrainingState) -> None:
+        """Adds the datasets' token counts, by how often each is read."""
+        for dataset, passes in zip(self.train, relative_passes(self.samples), strict=True):
+            state.note_dataset(dataset, passes)
+
+    def describe(self, config: RunConfig) -> list[tuple[str, str]]:
+        """Lines of the banner: epochs, shares of a blend, and where documents are not kept apart though they should."""
+        end = config.data.end_token
+        apart = [
+            ("documents", f"{dataset.prefix}: not kept apart, no row looked at has an end token ({end})")
+            for dataset in self.train
+            if without_borders(config.data, dataset)
+        ]
+        return describe_samples(self.samples, config.training.steps * config.batch.global_size) + apart
+
+
+def open_datasets(config: RunConfig, world: Group | None = None) -> RunDatasets:
+    """Opens what the run reads: rank 0 of `world` first, which packs rows where that is still to do, then the others.
+
+    UserError on all ranks for what is missing, too short, of another vocabulary or closed by another end token on any.
+    Collective; packing must end within the group's timeout.
+    """
+    opened: list[RunDatasets] = []
+    group = world or Group()
+    for turn in (group.rank == 0, group.rank > 0):
+        run_on_all_ranks(group, (lambda: opened.append(_opened(config))) if turn else _nothing, _sentence)
+    return opened[0]
+
+
+def _opened(config: RunConfig) -> RunDatasets:
+    path = config.data.tokenizer
+    if path is not None and not Path(path).is_file():
+        raise ConfigError("data.tokenizer", "name a readable file", got=path, hint="or leave it out")
+    train = [_open(config, part.prefix, "data.train") for part in config.data.parts()]
+    validation = config.data.validation
+    held_out = None if validation is None else _open(config, validation, "data.validation")
+    return RunDatasets(train, training_samples(config.data, train, config.seed, config.sample_length()), held_out)
+
+
+def _open(config: RunConfig, prefix: str, field: str) -> IndexedDataset:
+    """The dataset at `prefix`; refused when its ids do not fit the model's vocabulary."""
+    dataset = IndexedDataset(prefix)
+    if dataset.info is not None and dataset.info.vocab_size > config.model.vocab_size:
+        raise ConfigError(
+            "model.vocab_size",
+            f"be at least that of {field} ({dataset.info.vocab_size:,})",
+            got=f"{config.model.vocab_size:,}",
+        )
+    dataset.expect_ids_below(config.model.vocab_size)
+    packed = field == "data.train" and config.data.pack == "best_fit"
+    require_end_tokens(config.data, dataset, borders_known=packed)
+    return dataset
+
+
+def _sentence(error: Exception) -> str:
+    return str(error) if isinstance(error, UserError) else repr(error)
+
+
+def _nothing() -> None:
+    pass

@@ -1,0 +1,47 @@
+"""Too little memory, explained in a sentence that names what to change."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from megahead.config import RunConfig, deepspeed_config
+from megahead.config.deepspeed import zero_stage
+from megahead.errors import UserError
+from megahead.estimate import rank_memory, ways_to_need_less
+from megahead.wording import gib
+
+_SIGNS = (
+    "not enough memory",
+    "out of memory",
+    "Cannot allocate memory",
+    "can't allocate memory",
+    "std::bad_alloc",
+    "overflowed",
+)
+
+
+@contextmanager
+def explain_out_of_memory(config: RunConfig, world_size: int) -> Iterator[None]:
+    """Inside, running out of memory (the host's or the device's) is a UserError."""
+    try:
+        yield
+    except (MemoryError, RuntimeError, OverflowError, OSError) as error:
+        if not _is_out_of_memory(error):
+            raise
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        stage = zero_stage(deepspeed_config(config, config.parallel.data_ranks(world_size)))
+        needed = rank_memory(config, world_size).total
+        raise UserError(
+            f"memory must hold a rank's share of the run, at ZeRO {stage} about {gib(needed)}, but does not "
+            f"({reason}); {', or '.join(ways_to_need_less(config, stage))}."
+        ) from error
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    if isinstance(error, MemoryError | OverflowError | torch.OutOfMemoryError):
+        return True
+    return getattr(error, "errno", None) == errno.ENOMEM or any(sign in str(error) for sign in _SIGNS)

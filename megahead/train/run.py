@@ -1,0 +1,33 @@
+"""What a run came to, for the program that called it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import exp
+from pathlib import Path
+
+from megahead.train.preemption import Ending
+from megahead.train.state import TrainingState
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run as `pretrain` left it; the same on every rank."""
+
+    folder: Path
+    """Its config.yaml, metrics.jsonl and checkpoints: what exports and evaluations ask for."""
+
+    step: int
+    """Optimizer steps applied, all sessions together."""
+
+    ending: Ending
+    """`finished`, `out of time` (`training.max_seconds`), or `stopped` by a signal or Ctrl-C, saved each time."""
+
+    held_out_perplexity: float | None
+    """exp(loss) of the last evaluation, with the head that training evaluates with; None where there was none."""
+
+    @staticmethod
+    def of(folder: Path, state: TrainingState, ending: Ending) -> Run:
+        """From the counters it ended with."""
+        found = state.validation
+        return Run(folder, state.step, ending, None if found is None else exp(min(found["loss"], 700.0)))

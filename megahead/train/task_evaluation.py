@@ -1,0 +1,55 @@
+"""lm-eval's tasks in the middle of training: one export, shared out over the ranks, each with a replica of its own."""
+
+from __future__ import annotations
+
+import shutil
+from itertools import chain
+from pathlib import Path
+
+from megahead.config import TasksConfig
+from megahead.distributed import Group
+from megahead.errors import UserError
+from megahead.evaluate.harness_tasks import task_files
+from megahead.evaluate.results import TaskResult
+
+
+class TaskEvaluation:
+    """The tasks of a run; their files are read through once here, so that a mistake is told before training."""
+
+    def __init__(self, config: TasksConfig, world: Group) -> None:
+        self.every = config.every
+        self._limit = config.limit
+        self._files = task_files(config.names, Path(config.data))
+        self._world = world
+
+    def run(self, checkpoint: Path) -> list[TaskResult]:
+        """Results of all tasks in their order, for the model in `checkpoint`, with the best head it has. Collective.
+
+        Rank 0 exports, every rank evaluates each size-th task in fp32, the export is removed. Torch's random state is
+        not kept: steps seed their own. UserError where the export fails.
+        """
+        from megahead.evaluate.harness import evaluate_tasks  # imports lm-eval and transformers: seconds
+
+        folder = checkpoint.parent.parent / "exports" / "evaluated"
+        problem = self._world.broadcast_object(_export(checkpoint, folder) if self._world.rank == 0 else None)
+        if problem is not None:
+            raise UserError(problem)
+        mine = dict(list(self._files.items())[self._world.rank :: self._world.size])
+        shares = self._world.all_gather_objects(list(evaluate_tasks(folder, mine, limit=self._limit)) if mine else [])
+        if self._world.rank == 0:
+            shutil.rmtree(folder)
+        found = {result.task: result for result in chain.from_iterable(shares)}
+        return [found[name] for name in self._files]
+
+
+def _export(checkpoint: Path, folder: Path) -> str | None:
+    """What went wrong, in a sentence; None when the export is there."""
+    from megahead.convert import export
+    from megahead.convert.export_heads import best_head
+    from megahead.convert.source import TrainedModel
+
+    try:
+        export(checkpoint, folder, best_head(TrainedModel.open(checkpoint)))
+    except UserError as error:
+        return str(error)
+    return None

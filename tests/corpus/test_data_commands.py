@@ -1,0 +1,103 @@
+"""The data commands: what they print, and exit code 2 with one sentence for a mistake."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megahead.corpus import load_tokenizer
+
+TOOLS = Path(__file__).resolve().parents[2] / "tools"
+Command = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    """`command(tool, *arguments)` -> exit code, stdout, stderr."""
+
+    def run(tool: str, *arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", [tool, *map(str, arguments)])
+        with pytest.raises(SystemExit) as exit_info:
+            runpy.run_path(str(TOOLS / tool), run_name="__main__")
+        return int(exit_info.value.code or 0), *capsys.readouterr()
+
+    return run
+
+
+def test_from_text_to_a_dataset(command: Command, json_lines: Callable[..., Path], tmp_path: Path) -> None:
+    text = json_lines([f"A cat number {i} had tea." for i in range(30)])
+    vocabulary, prefix = tmp_path / "t.json", tmp_path / "out" / "corpus"
+    code, printed, _ = command("train_tokenizer.py", "--input", text, "--vocab-size", 280, "--output", vocabulary)
+    assert (code, "bpe with 280 ids" in printed) == (0, True)
+    files = ("--input", text, "--tokenizer", vocabulary, "--output", prefix)
+    code, printed, _ = command("preprocess.py", *files, "--holdout", "0.1", "--workers", 1)
+    assert (code, "30 documents (3 of them held out" in printed) == (0, True)
+    code, printed, _ = command("inspect_dataset.py", prefix, "--tokenizer", vocabulary)
+    assert code == 0
+    assert "A cat number 0 had tea.<|endoftext|>" in printed
+    assert "match" in printed
+
+
+def test_shards_are_merged_and_warned_of(
+    command: Command, json_lines: Callable[..., Path], tokenizer_path: Path, tmp_path: Path
+) -> None:
+    for shard in range(3):
+        json_lines([f"A cat of house {shard}.", "", "tea"], name=f"part{shard}.jsonl")
+    with (tmp_path / "part2.jsonl").open("ab") as file:
+        file.write(b"broken\n")
+    out = tmp_path / "out"
+    files = ("--input", tmp_path / "part*.jsonl", "--tokenizer", tokenizer_path, "--output", out, "--per-file")
+    code, printed, _ = command("preprocess.py", *files, "--on-error", "skip", "--holdout", 2)
+    assert (code, "6 documents (3 of them held out, 3 empty skipped)" in printed) == (0, True)
+    assert "broken, skipped: 1\n" in printed
+    assert "part2.jsonl:4` must be one JSON object" in printed
+    assert "part0.jsonl:2\n" in printed
+    code, printed, _ = command("merge_datasets.py", "--input", out, "--output", tmp_path / "all")
+    assert (code, "3 datasets, 3 sequences, 3 documents" in printed) == (0, True)
+    code, printed, _ = command("inspect_dataset.py", tmp_path / "all", "--end-token", 7)
+    assert (code, "the end token 7 never occurs" in printed) == (0, True)
+    code, _, says = command("merge_datasets.py", "--input", tokenizer_path.parent, "--output", tmp_path / "none")
+    assert (code, "must hold datasets" in says) == (2, True)
+
+
+def test_encoders_get_tokens_of_their_own(command: Command, tokenizer_path: Path, tmp_path: Path) -> None:
+    extended = tmp_path / "encoder.json"
+    code, printed, _ = command("train_tokenizer.py", "--extend", tokenizer_path, "--output", extended)
+    assert (code, "extended with 283 ids" in printed) == (0, True)
+    before, after = load_tokenizer(tokenizer_path), load_tokenizer(extended)
+    assert [after.id_of(token) for token in ("[CLS]", "[SEP]", "[MASK]", "<|padding|>")] == [280, 281, 282, 1]
+    assert after.encode_batch(["A cat had tea."]) == before.encode_batch(["A cat had tea."])
+    assert after.encode_batch(["[MASK]"]) == [[282]]
+    assert command("train_tokenizer.py", "--extend", extended, "--output", extended)[0] == 0
+    assert load_tokenizer(extended).vocab_size == 283  # once is enough
+
+
+@pytest.mark.slow
+def test_the_benchmark_compares(
+    command: Command, json_lines: Callable[..., Path], tokenizer_path: Path, tmp_path: Path
+) -> None:
+    text = json_lines(["A cat had tea."] * 500)
+    files = ("--input", text, "--tokenizer", tokenizer_path)
+    code, printed, _ = command("bench_preprocess.py", *files, "--rounds", 1, "--skip", "datasets")
+    assert (code, "loop" in printed, "preprocess.py" in printed) == (0, True, True)
+    code, _, says = command("bench_preprocess.py", "--input", text, "--tokenizer", tmp_path / "none", "--rounds", 1)
+    assert (code, "`preprocess.py` must run to its end to be timed" in says) == (2, True)
+
+
+def test_a_mistake_is_one_sentence(
+    command: Command, json_lines: Callable[..., Path], tokenizer_path: Path, tmp_path: Path
+) -> None:
+    text = json_lines(["fine"])
+    text.write_bytes(text.read_bytes() + b"not json\n")
+    files = ("--input", text, "--tokenizer", tokenizer_path, "--output", tmp_path / "out", "--workers", 1)
+    code, _, says = command("preprocess.py", *files)
+    assert (code, "text.jsonl:2` must be one JSON object" in says) == (2, True)
+    assert list(tmp_path.glob("out*")) == []
+    code, _, says = command("preprocess.py", *files, "--holdout", "many")
+    assert (code, "`--holdout` must be a number" in says) == (2, True)
+    code, _, says = command("inspect_dataset.py", tmp_path / "out")
+    assert (code, "out.idx` must exist" in says) == (2, True)

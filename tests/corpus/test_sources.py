@@ -1,0 +1,129 @@
+"""Text files cut into chunks: nothing lost, and broken places named."""
+
+from __future__ import annotations
+
+import gzip
+import io
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import zstandard
+
+from megahead.corpus import decompression
+from megahead.corpus.selection import Selection
+from megahead.corpus.sources import find_inputs, read_chunks, total_bytes
+from megahead.errors import DataError
+
+TEXTS = [f"text {i} " + "é" * (i % 50) for i in range(200)] + [""]
+
+
+def read(path: Path, text_key: str = "text") -> list[str]:
+    chunks = read_chunks(find_inputs([path]), Selection(text_key))
+    return [text for chunk in chunks for text in chunk.parse().strict()]
+
+
+def pack(path: Path, ending: str) -> Path:
+    data = path.read_bytes()
+    half = len(data) // 2
+    packed = path.with_name(path.name + ending)
+    frames = {"": [data], ".gz": map(gzip.compress, (data[:half], data[half:]))}
+    frames[".zst"] = map(zstandard.ZstdCompressor().compress, (data[:half], data[half:]))  # two frames in one file
+    packed.write_bytes(b"".join(frames[ending]))
+    return packed
+
+
+@pytest.mark.parametrize("block", [64, 1000, 1 << 22])
+@pytest.mark.parametrize("ending", ["", ".gz", ".zst"])
+def test_reads_every_document(
+    json_lines: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, ending: str, block: int
+) -> None:
+    monkeypatch.setattr(decompression, "BLOCK_BYTES", block)
+    path = pack(json_lines(TEXTS, key="body"), ending)
+    assert read(path, "body") == TEXTS[:-1]  # the last is empty
+    assert sum(chunk.consumed for chunk in read_chunks(find_inputs([path]), Selection("body"))) == path.stat().st_size
+
+
+@pytest.mark.parametrize("ending", [".gz", ".zst"])
+def test_a_packed_file_that_was_cut_short_is_refused(json_lines: Callable[..., Path], ending: str) -> None:
+    path = pack(json_lines(TEXTS), ending)
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(DataError, match="readable to its end"):
+        read(path)
+
+
+def test_a_text_file_is_one_document(tmp_path: Path) -> None:
+    path = tmp_path / "novel.txt"
+    path.write_bytes(b"\xef\xbb\xbfFirst line\n\nlast line")
+    assert read(path) == ["First line\n\nlast line"]
+
+
+def test_blank_lines_line_ends_and_byte_order_marks_are_no_text(tmp_path: Path) -> None:
+    path = tmp_path / "text.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"text": "a"}\r\n\n  \n{"text": "b"}')
+    assert read(path) == ["a", "b"]
+
+
+@pytest.mark.parametrize("block", [20, 1 << 22])
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        (b'{"text": "cut sh', "must be one JSON object in UTF-8"),
+        (b'{"text": "\xff\xfe"}', "must be one JSON object in UTF-8"),
+        (b'{"body": "x"}', "must have the key `text`"),
+        (b"[1, 2]", "must have the key `text`"),
+        (b"17", "must have the key `text`"),
+        (b'{"text": null}', "must have a string in `text`, but has NoneType"),
+    ],
+)
+def test_names_file_and_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: bytes, says: str, block: int
+) -> None:
+    monkeypatch.setattr(decompression, "BLOCK_BYTES", block)
+    path = tmp_path / "text.jsonl"
+    path.write_bytes(b'{"text": "fine"}\n\n' * 20 + line + b'\n{"text": "fine"}\n')
+    with pytest.raises(DataError, match=rf"text\.jsonl:41` {says}"):
+        read(path)
+
+
+def test_names_the_line_of_a_text_file(tmp_path: Path) -> None:
+    (tmp_path / "latin.txt").write_bytes(b"one\ntwo\ncaf\xe9\n")
+    with pytest.raises(DataError, match=r"latin\.txt:3` must be UTF-8"):
+        read(tmp_path / "latin.txt")
+
+
+def test_unknown_kinds_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"must end in one of \.jsonl"):
+        read(tmp_path / "table.csv")
+
+
+def test_globs_are_sorted_and_may_be_deep(json_lines: Callable[..., Path], tmp_path: Path) -> None:
+    (tmp_path / "b" / "c").mkdir(parents=True)
+    names = ["z.jsonl", "a.jsonl", "b/c/m.jsonl"]
+    for name in names:
+        json_lines([name], name=name)
+    found = find_inputs([tmp_path / "**" / "*.jsonl", tmp_path / "z.jsonl"])
+    assert [item.name for item in found] == ["a", "m", "z", "z"]
+    odd = tmp_path / "part[1].jsonl"
+    odd.write_bytes(b"")
+    assert [item.path for item in find_inputs([odd])] == [odd]  # a file's own name is no pattern
+    with pytest.raises(DataError, match=r"x\*\.jsonl` must match a file"):
+        find_inputs([tmp_path / "x*.jsonl"])
+
+
+def test_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b'{"text": "a"}\n{"text": "b"}')))
+    inputs = find_inputs(["-"])
+    assert total_bytes(inputs) is None
+    chunks = list(read_chunks(inputs, Selection()))
+    assert [text for chunk in chunks for text in chunk.parse().strict()] == ["a", "b"]
+    assert sum(chunk.consumed for chunk in chunks) == 27
+
+
+def test_broken_and_empty_places_are_kept_apart(tmp_path: Path) -> None:
+    path = tmp_path / "text.jsonl"
+    path.write_bytes(b'{"text": "a"}\n{"text": " "}\nbroken\n\n{"text": "b"}\n{"text": 3}\n')
+    parsed = next(read_chunks(find_inputs([path]), Selection())).parse()
+    assert parsed.texts == ["a", "b"]
+    assert parsed.empty == [f"{path}:2"]
+    assert [problem.split("`")[1] for problem in parsed.broken] == [f"{path}:3", f"{path}:6"]

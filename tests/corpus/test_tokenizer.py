@@ -1,0 +1,54 @@
+"""Two engines, one result."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megahead.corpus import Tokenizer, load_tokenizer
+from megahead.corpus import tokenizer as tokenizer_module
+from megahead.corpus.vocabulary import save_tokenizer, train_wordpiece
+from megahead.errors import DataError
+
+TEXTS = ["The cat", "", "語 of tea<|endoftext|>\n\n  x", "dög " * 50]
+
+
+def test_both_engines_give_the_same_ids(tokenizer_path: Path) -> None:
+    reference, fast = Tokenizer(tokenizer_path), Tokenizer(tokenizer_path, "fastokens")
+    assert fast.encode_batch(TEXTS) == reference.encode_batch(TEXTS)
+    assert reference.encode_batch([]) == fast.encode_batch([]) == []
+    for tokenizer in (reference, fast):
+        ids, lengths = tokenizer.encode_flat(TEXTS)
+        assert lengths.tolist() == [len(part) for part in reference.encode_batch(TEXTS)]
+        assert ids.tolist() == [token for part in reference.encode_batch(TEXTS) for token in part]
+        assert [tokenizer.decode(part) for part in tokenizer.encode_batch(TEXTS)] == TEXTS
+        assert tokenizer.vocab_size == 280
+        assert tokenizer.id_of("<|endoftext|>") == 0
+
+
+def test_the_fast_engine_is_chosen_when_it_is_exact(tokenizer_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert load_tokenizer(tokenizer_path).engine == "tokenizers"
+    assert load_tokenizer(tokenizer_path, TEXTS).engine == "fastokens"
+    exact = Tokenizer.encode_flat
+    monkeypatch.setattr(
+        tokenizer_module.Tokenizer, "encode_flat", lambda self, texts: exact(self, [t.upper() for t in texts])
+    )
+    assert load_tokenizer(tokenizer_path, TEXTS).engine == "tokenizers"
+
+
+def test_wordpiece_falls_back_to_the_reference(tmp_path: Path) -> None:
+    save_tokenizer(train_wordpiece(["the cat sat on the mat"] * 5, 60), tmp_path / "t.json")
+    tokenizer = load_tokenizer(tmp_path / "t.json", ["the cat"])
+    assert tokenizer.engine == "tokenizers"
+    assert tokenizer.id_of("[SEP]") not in tokenizer.encode_batch(["the cat"])[0]
+
+
+def test_says_what_is_wrong_with_a_file(tmp_path: Path, tokenizer_path: Path) -> None:
+    with pytest.raises(DataError, match="there is none"):
+        load_tokenizer(tmp_path / "missing.json")
+    (tmp_path / "bad.json").write_text("{}")
+    with pytest.raises(DataError, match="cannot be read as one"):
+        load_tokenizer(tmp_path / "bad.json")
+    with pytest.raises(DataError, match=r"must have a token `\[MASK\]`"):
+        load_tokenizer(tokenizer_path).id_of("[MASK]")

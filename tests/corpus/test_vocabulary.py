@@ -1,0 +1,70 @@
+"""Tokenizers trained here: their fixed ids, their size, and what they give back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import sentencepiece
+
+from megahead.corpus import load_tokenizer, vocabulary
+from megahead.corpus.vocabulary import sample_texts, save_tokenizer, train_bpe, train_sentencepiece, train_wordpiece
+from megahead.errors import DataError, FieldError
+
+TEXTS = [f"A {a} and its {b} went over the {c}, and back.\n\n  Twice!" for a in "xyz" for b in "klm" for c in "uvwé"]
+STRANGE = "\x00 naïve 語\t🙂 \r\n  <|endoftext|> end"
+
+
+@pytest.mark.parametrize("train", [train_bpe, train_sentencepiece])
+def test_any_text_comes_back(train: Callable[..., vocabulary.Tokenizer], tmp_path: Path) -> None:
+    save_tokenizer(train(TEXTS, 290), tmp_path / "t.json")
+    tokenizer = load_tokenizer(tmp_path / "t.json")
+    assert (tokenizer.id_of("<|endoftext|>"), tokenizer.id_of("<|padding|>")) == (0, 1)
+    assert 280 <= tokenizer.vocab_size <= 290
+    ids = tokenizer.encode_batch([STRANGE])[0]
+    assert tokenizer.decode(ids) == STRANGE
+    assert ids.count(0) == 1
+
+
+def test_wordpiece_has_the_ids_of_bert(tmp_path: Path) -> None:
+    save_tokenizer(train_wordpiece(TEXTS, 80), tmp_path / "t.json")
+    tokenizer = load_tokenizer(tmp_path / "t.json")
+    assert [tokenizer.id_of(token) for token in ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")] == [0, 1, 2, 3, 4]
+    assert tokenizer.decode(tokenizer.encode_batch(["went over the"])[0]) == "went over the"
+    assert tokenizer.encode_batch(["語"]) == [[1]]
+
+
+def test_sentencepiece_ids_are_the_librarys_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    models: list[bytes] = []
+    convert = vocabulary.from_sentencepiece
+    monkeypatch.setattr(vocabulary, "from_sentencepiece", lambda model: (models.append(model), convert(model))[1])
+    converted = train_sentencepiece(TEXTS, 300)
+    library = sentencepiece.SentencePieceProcessor(model_proto=models[0])
+    for text in [*TEXTS, "two  spaces", " leading", "", "\n", "語 and é"]:
+        assert converted.encode(text, add_special_tokens=False).ids == library.encode(text)
+
+
+@pytest.mark.parametrize("train", [train_bpe, train_sentencepiece, train_wordpiece])
+def test_too_small_a_vocabulary_is_refused(train: Callable[..., vocabulary.Tokenizer]) -> None:
+    with pytest.raises(FieldError, match="`vocab_size` must be at least"):
+        train(TEXTS, 5)
+
+
+def test_no_text_is_told() -> None:
+    with pytest.raises(DataError, match="the text must suffice"):
+        train_sentencepiece([], 300)
+
+
+def test_long_lines_are_learned_from_too() -> None:
+    tokenizer = train_sentencepiece([" ".join(TEXTS).replace("\n", " ") * 3], 290)
+    assert tokenizer.token_to_id("▁and") is not None
+
+
+def test_each_file_gives_its_share(json_lines: Callable[..., Path]) -> None:
+    files = [json_lines(["a" * 99] * 100, name="big.jsonl"), json_lines(["b" * 99] * 50, name="small.jsonl")]
+    texts = list(sample_texts(files, max_bytes=3000))
+    assert sum(map(len, texts)) == pytest.approx(3000, abs=200)
+    assert sum(text[0] == "a" for text in texts) == pytest.approx(20, abs=1)
+    assert len(list(sample_texts(files, max_bytes=1))) == 2
+    assert len(list(sample_texts(files))) == 150

@@ -1,0 +1,105 @@
+"""A dataset appears whole or not at all."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import resource
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megahead.corpus import IndexedDataset, IndexedDatasetWriter
+from megahead.corpus import writer as writer_module
+from megahead.errors import DataError
+from megahead.files import InUseError, WriteError, staged_file
+
+
+def write(prefix: Path, documents: list[list[int]]) -> None:
+    with IndexedDatasetWriter(prefix, vocab_size=10) as writer:
+        for document in documents:
+            writer.add_document(document)
+
+
+@pytest.mark.parametrize("wrong", [10, -1, 70_000])
+def test_refuses_ids_outside_the_vocabulary_and_leaves_nothing(tmp_path: Path, wrong: int) -> None:
+    with pytest.raises(DataError, match=f"below the vocabulary size 10, but one near document 1 is {wrong}"):
+        write(tmp_path / "data", [[9], [1, wrong]])
+    assert list(tmp_path.iterdir()) == []
+
+
+def full_disk(*_: Any) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_full_disk_leaves_the_old_dataset(
+    write_dataset: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefix = write_dataset([[1, 2, 3]])
+    before = sorted(prefix.parent.iterdir())
+    monkeypatch.setattr(staged_file.os, "fsync", full_disk)
+    with pytest.raises(WriteError, match=r"data\.bin` must be writable, but is not: No space left"):
+        write_dataset([[4]])
+    assert sorted(prefix.parent.iterdir()) == before
+    assert IndexedDataset(prefix)[0].tolist() == [1, 2, 3]
+
+
+def test_a_write_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))  # as a quota would
+    try:
+        with pytest.raises(WriteError, match=r"data\.bin` must be writable, but is not: File too large"):
+            write(tmp_path / "data", [[1] * 100_000])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_refuses_a_folder_that_cannot_be(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(WriteError, match="must be writable"):
+        IndexedDatasetWriter(tmp_path / "file" / "data", vocab_size=10)
+
+
+def test_two_writers_of_one_name_do_not_mix(tmp_path: Path) -> None:
+    with IndexedDatasetWriter(tmp_path / "data", vocab_size=10) as first:
+        with pytest.raises(InUseError, match="another process is writing it"):
+            IndexedDatasetWriter(tmp_path / "data", vocab_size=10)
+        first.add_document([1])
+    assert IndexedDataset(tmp_path / "data")[0].tolist() == [1]
+
+
+def test_a_killed_run_leaves_nothing_behind_in_the_next(tmp_path: Path) -> None:
+    (tmp_path / "data.bin.partial").write_bytes(b"left over")
+    with IndexedDatasetWriter(tmp_path / "data", vocab_size=10) as writer:
+        writer.add_document([5])
+    assert Path(tmp_path / "data.bin").read_bytes() == b"\5\0"
+    assert sorted(path.suffix for path in tmp_path.iterdir()) == [".bin", ".idx", ".json"]
+
+
+def test_documents_in_bulk_equal_documents_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer_module, "FLUSH_TOKENS", 10)
+    tokens = np.random.default_rng(0).integers(0, 50, 200)
+    lengths = np.array([3, 0, 97, 100])
+    with IndexedDatasetWriter(tmp_path / "bulk", vocab_size=50) as writer:
+        writer.add_documents(tokens, lengths, text_bytes=700)
+    with IndexedDatasetWriter(tmp_path / "single", vocab_size=50) as writer:
+        for part, size in zip(np.split(tokens, np.cumsum(lengths)[:-1]), (100, 0, 300, 300), strict=True):
+            writer.add_document(part, text_bytes=size)
+    for ending in (".bin", ".idx", ".json"):
+        assert Path(f"{tmp_path / 'bulk'}{ending}").read_bytes() == Path(f"{tmp_path / 'single'}{ending}").read_bytes()
+
+
+def test_describes_itself(tmp_path: Path) -> None:
+    with IndexedDatasetWriter(tmp_path / "data", vocab_size=4, tokenizer="t.json") as writer:
+        writer.add_document([1, 1, 3], text_bytes=11)
+    info = IndexedDataset(tmp_path / "data").info
+    assert info is not None
+    assert (info.tokens, info.documents, info.text_bytes, info.vocab_size) == (3, 1, 11, 4)
+    assert (info.tokenizer, info.token_counts) == ("t.json", [0, 2, 0, 1])
+    for stamp, ending in ((info.bin, ".bin"), (info.idx, ".idx")):
+        data = Path(f"{tmp_path / 'data'}{ending}").read_bytes()
+        assert (stamp.bytes, stamp.sha256) == (len(data), hashlib.sha256(data).hexdigest())

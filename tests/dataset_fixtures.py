@@ -1,0 +1,59 @@
+"""A small tokenizer and small datasets, made once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import orjson
+import pytest
+
+from megahead.corpus import IndexedDatasetWriter
+from megahead.corpus.vocabulary import save_tokenizer, train_bpe
+
+SENTENCES = [f"The {word} of {other} is a {word} too.\n" for word in ("cat", "dög", "house") for other in ("tea", "語")]
+
+
+@pytest.fixture(scope="session")
+def tokenizer_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    save_tokenizer(train_bpe(SENTENCES * 20, 280), path)
+    return path
+
+
+@pytest.fixture
+def write_dataset(tmp_path: Path) -> Callable[..., Path]:
+    """`write_dataset(documents, vocab_size=...)` -> prefix."""
+
+    def write(documents: list[list[int]], vocab_size: int = 1000, name: str = "data") -> Path:
+        with IndexedDatasetWriter(tmp_path / name, vocab_size=vocab_size) as writer:
+            for document in documents:
+                writer.add_document(document)
+        return tmp_path / name
+
+    return write
+
+
+@pytest.fixture
+def flat_dataset(write_dataset: Callable[..., Path]) -> Callable[[int], Path]:
+    """`flat_dataset(n)` -> prefix of the tokens 0 .. n - 1 in documents of uneven length."""
+
+    def write(tokens: int) -> Path:
+        cuts = np.cumsum([7, 1, 30, 2, 100])
+        parts = np.split(np.arange(tokens), cuts[cuts < tokens])
+        return write_dataset([part.tolist() for part in parts], vocab_size=max(tokens, 1))
+
+    return write
+
+
+@pytest.fixture
+def json_lines(tmp_path: Path) -> Callable[..., Path]:
+    """`json_lines(texts, name=...)` -> a `.jsonl` file with one text a line."""
+
+    def write(texts: list[str], name: str = "text.jsonl", key: str = "text") -> Path:
+        path = tmp_path / name
+        path.write_bytes(b"".join(orjson.dumps({key: text}) + b"\n" for text in texts))
+        return path
+
+    return write

@@ -1,0 +1,68 @@
+"""docs/python.md as one program, run by an installed package (a wheel) in a folder that has nothing but a text."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from commands import ROOT
+from installed import install, run_installed
+
+from megahead.train.preemption import ENDING
+
+PAGE = (ROOT / "docs/python.md").read_text()
+TINY = {
+    ", 8192)": ", 300)",
+    "vocab_size=8192": "vocab_size=300",
+    '"training.steps=300"': '"training.steps=6", "training.evaluate_every=3", "schedule.warmup_steps=2", '
+    '"model.vocab_size=300", "model.num_layers=1", "model.hidden_size=32", "data.sequence_length=16", '
+    '"batch.global_size=8", "engine.device=cpu"',
+}
+"""What is made smaller; each stands somewhere on the page."""
+AFTERWARDS = """
+import sys, megahead, torch
+assert not torch.distributed.is_initialized()
+print("imported from", megahead.__file__)
+files = {name: vars(module).get("__file__") or "" for name, module in sys.modules.items()}
+print("of this checkout", [name for name, file in files.items() if file.startswith(ROOT)])
+"""
+
+
+@pytest.mark.slow
+def test_an_installed_package_runs_the_page_in_an_empty_folder(tmp_path: Path) -> None:
+    site, here = install(tmp_path), tmp_path / "here"
+    (here / "data").mkdir(parents=True)
+    stories = [f"the cat saw the rat, the dog met the bird {k} times and sat on the mat" for k in range(400)]
+    (here / "text.jsonl").write_text("".join(json.dumps({"text": story}) + "\n" for story in stories))
+    (tmp_path / "page.py").write_text(f"{program()}\nROOT = {str(ROOT / 'megahead')!r}{AFTERWARDS}")
+    done = run_installed(site, tmp_path / "page.py", here)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"imported from {site}/megahead/__init__.py\nof this checkout []\n" in done.stdout
+    assert json.loads((here / "runs/mine" / ENDING).read_text()) == {"ending": "finished", "step": 6, "steps": 6}
+    (during,) = re.findall(r"^finished at step 6, perplexity ([\d.]+): runs/mine$", done.stdout, re.MULTILINE)
+    assert f"\npmi: perplexity {during}\n" in done.stdout  # what is evaluated afterwards is what training saw
+    assert (here / "models/mine/model.safetensors").is_file()
+    assert "\n[17  4 99  0]\n" in done.stdout
+    learns_by_itself(done.stdout)
+
+
+def learns_by_itself(output: str) -> None:
+    """The loss in a trainer of one's own falls, and its training-free head predicts a text of 50 ids."""
+    ((before, after),) = re.findall(r"^([\d.]+) -> ([\d.]+)$", output, re.MULTILINE)
+    assert float(after) < float(before) - 0.5
+    (perplexity,) = re.findall(r"^perplexity ([\d.]+)$", output, re.MULTILINE)
+    assert float(perplexity) < 60
+
+
+def program() -> str:
+    """The page's code, made small."""
+    code = "\n".join(re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL))
+    for large, small in TINY.items():
+        code = code.replace(large, small)
+    return code
+
+
+def test_what_is_made_smaller_stands_on_the_page() -> None:
+    assert not [large for large in TINY if large not in PAGE]

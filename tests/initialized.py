@@ -1,0 +1,32 @@
+"""Models with their first weights, as a run would start them."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from megahead.config import ModelConfig, RunConfig
+from megahead.distributed import Group
+from megahead.models import Backbone, build_backbone, initial_value
+from megahead.parallel import assemble, fill_
+from megahead.pretraining import Pretraining, first_weights
+
+
+def initialized(config: RunConfig, group: Group | None = None) -> Pretraining:
+    """The run's model on the CPU, split over `group`."""
+    group = Group() if group is None else group
+    module = assemble(config, group, torch.device("cpu"))
+    fill_(module, group, first_weights(config))
+    return module
+
+
+def initialized_backbone(config: ModelConfig, seed: int) -> Backbone:
+    """A whole backbone alone, each parameter drawn from the seed and its name."""
+    backbone = build_backbone(config)
+    initialize_(backbone, seed, config)
+    return backbone
+
+
+def initialize_(module: nn.Module, seed: int, config: ModelConfig) -> None:
+    shapes = {name: parameter.shape for name, parameter in module.named_parameters()}
+    fill_(module, Group(), lambda name: initial_value(name, shapes[name], seed, config))

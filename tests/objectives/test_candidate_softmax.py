@@ -1,0 +1,236 @@
+"""The loss against the paper's own N x N form in float64, and where numbers get extreme."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from megahead.objectives import (
+    Candidates,
+    Scores,
+    candidate_loss,
+    candidate_loss_reference,
+    candidate_scores,
+    chunked,
+    cwt_loss,
+    log_unigram,
+    unique_candidates,
+    vocabulary_candidates,
+)
+
+
+def paper_form(outputs: Tensor, targets: Tensor, embedding: Tensor, temperature: float = 1.0) -> Tensor:
+    """N x N, duplicates kept, as the paper's listing has it."""
+    scores = outputs @ embedding[targets].T / temperature
+    return (scores.logsumexp(dim=1) - scores.diagonal()).mean()
+
+
+def drawn(n: int, d: int, v: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    outputs = torch.randn(n, d, generator=generator, dtype=torch.float64, requires_grad=True)
+    embedding = torch.randn(v, d, generator=generator, dtype=torch.float64, requires_grad=True)
+    targets = torch.randint(v, (n,), generator=generator).square() // v  # few ids often, many rarely
+    return outputs, targets, embedding
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    n=st.integers(1, 70),
+    d=st.integers(1, 9),
+    v=st.integers(1, 40),
+    temperature=st.floats(0.3, 3),
+    seed=st.integers(0, 99),
+)
+def test_equals_the_papers_form_in_value_and_both_gradients(
+    n: int, d: int, v: int, temperature: float, seed: int
+) -> None:
+    outputs, targets, embedding = drawn(n, d, v, seed)
+    ours = cwt_loss(outputs, targets, embedding, temperature=temperature)
+    theirs = paper_form(outputs, targets, embedding, temperature)
+    torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
+    for mine, expected in zip(
+        torch.autograd.grad(ours, [outputs, embedding]), torch.autograd.grad(theirs, [outputs, embedding]), strict=True
+    ):
+        torch.testing.assert_close(mine, expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.filterwarnings("error")  # torch's, should the buffer of scores not fit
+def test_chunks_do_not_change_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    outputs, targets, embedding = drawn(33, 5, 20)
+    candidates = unique_candidates(targets)
+    rows = embedding[candidates.ids_U].detach().requires_grad_()
+    args = (outputs, rows, candidates, 0.7)
+    expected = candidate_loss_reference(*args)
+    expected_grads = torch.autograd.grad(expected, [outputs, rows])
+    for chunk_bytes in (1, 700, 10**9):  # one output at a time, a ragged few, all at once
+        monkeypatch.setattr(chunked, "CHUNK_BYTES", chunk_bytes)
+        monkeypatch.setattr(chunked, "LEAST_ROWS", 1)
+        loss = candidate_loss(*args)
+        torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)
+        for mine, theirs in zip(torch.autograd.grad(loss, [outputs, rows]), expected_grads, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+
+
+class LargestTensor(TorchDispatchMode):
+    """Bytes of the largest result of any operation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.bytes = max(self.bytes, *(each.nbytes for each in tree_leaves(result) if isinstance(each, Tensor)), 0)
+        return result
+
+
+def test_memory_does_not_grow_with_outputs_times_candidates() -> None:
+    outputs, rows = torch.randn(3000, 2, requires_grad=True), torch.randn(2000, 2, requires_grad=True)
+    candidates = vocabulary_candidates(torch.randint(2000, (3000,)))
+    with LargestTensor() as largest:
+        candidate_loss(outputs, rows, candidates).backward()
+        candidate_scores(outputs, rows, candidates)
+    assert largest.bytes <= chunked.CHUNK_BYTES < 4 * 3000 * 2000
+
+
+@pytest.mark.parametrize("others_learn", [True, False])
+def test_a_bias_that_is_learned_gets_its_gradient(others_learn: bool) -> None:
+    outputs, targets, embedding = drawn(12, 4, 9)
+    bias = torch.randn(9, dtype=torch.float64, requires_grad=True)
+    arguments = (outputs, embedding) if others_learn else (outputs.detach(), embedding.detach())
+    among = Candidates(None, bias, targets)
+    ours, reference = (loss(*arguments, among, 0.7) for loss in (candidate_loss, candidate_loss_reference))
+    wanted = [bias, outputs, embedding] if others_learn else [bias]
+    for mine, exact in zip(torch.autograd.grad(ours, wanted), torch.autograd.grad(reference, wanted), strict=True):
+        torch.testing.assert_close(mine, exact)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_finite_at_extreme_scores(dtype: torch.dtype) -> None:
+    outputs = torch.tensor([[100.0, 0.0], [-100.0, 0.0], [0.0, 0.0]], dtype=dtype, requires_grad=True)
+    embedding = torch.tensor([[100.0, 0.0], [-100.0, 0.0]], dtype=dtype, requires_grad=True)
+    loss = cwt_loss(outputs, torch.tensor([1, 0, 0]), embedding)  # scores of +-1e4, the wrong way round
+    assert loss.item() == pytest.approx(2e4 * 2 / 3, rel=1e-3)
+    for gradient in torch.autograd.grad(loss, [outputs, embedding]):
+        assert gradient.dtype == dtype
+        assert gradient.isfinite().all()
+
+
+def test_half_precision_is_no_worse_than_its_inputs_rounding() -> None:
+    outputs, targets, embedding = drawn(64, 16, 30)
+    exact = paper_form(outputs, targets, embedding)
+    rounded = cwt_loss(outputs.bfloat16(), targets, embedding.bfloat16())
+    again = paper_form(outputs.bfloat16().double(), targets, embedding.bfloat16().double())
+    assert rounded.dtype == torch.float32
+    torch.testing.assert_close(rounded.double(), again, rtol=1e-5, atol=1e-5)  # fp32 arithmetic on rounded inputs
+    assert abs(rounded - exact) < 0.05
+
+
+def test_autocast_does_not_round_what_is_given_in_full() -> None:
+    outputs, targets, embedding = drawn(64, 16, 30)
+    arguments = (outputs.float(), targets, embedding.float())
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = cwt_loss(*arguments)
+    torch.testing.assert_close(cast, cwt_loss(*arguments), rtol=0, atol=0)
+
+
+def test_no_targets_is_legal_and_connected() -> None:
+    outputs = torch.randn(0, 4, requires_grad=True)
+    embedding = torch.zeros(7, 4, requires_grad=True)
+    loss = cwt_loss(outputs, torch.zeros(0, dtype=torch.int64), embedding)
+    assert loss.item() == 0
+    loss.backward()
+    assert embedding.grad is not None
+    assert embedding.grad.abs().sum() == 0
+
+
+def test_a_candidate_with_bias_minus_infinity_is_no_candidate() -> None:
+    outputs, targets, embedding = drawn(12, 4, 9)
+    candidates = unique_candidates(targets)
+    assert candidates.ids_U is not None
+    assert candidates.bias_U is not None
+    rows = embedding[candidates.ids_U].detach()
+    padded_rows = torch.cat([rows, torch.full((3, 4), 50.0)])
+    padded_bias = torch.cat([candidates.bias_U, torch.full((3,), -torch.inf)])
+    plain = candidate_loss(outputs, rows, candidates)
+    padded = candidate_loss(outputs, padded_rows, replace(candidates, bias_U=padded_bias))
+    torch.testing.assert_close(padded, plain)
+    assert torch.autograd.grad(padded, [outputs])[0].isfinite().all()
+
+
+def test_own_candidates_point_at_own_targets() -> None:
+    targets = torch.tensor([5, 3, 5, 5, 9])
+    candidates = unique_candidates(targets)
+    assert candidates.ids_U is not None
+    assert candidates.bias_U is not None
+    assert torch.equal(candidates.ids_U[candidates.positive_N], targets)
+    torch.testing.assert_close(candidates.bias_U.exp(), torch.tensor([1.0, 3.0, 1.0], dtype=torch.float64))
+
+
+def test_scores_are_those_of_the_softmax() -> None:
+    outputs, targets, embedding = drawn(20, 4, 9)
+    bias = torch.randn(9)
+    log_probs = (outputs @ embedding.T / 0.5 + bias).log_softmax(dim=1)
+    scores = candidate_scores(outputs, embedding, vocabulary_candidates(targets, bias), 0.5)
+    assert scores.loss == pytest.approx(-log_probs.gather(1, targets[:, None]).sum().item(), rel=1e-9)
+    assert scores.correct == int((log_probs.argmax(1) == targets).sum())
+    assert scores.targets == 20
+
+
+def test_no_targets_score_nothing() -> None:
+    scores = candidate_scores(
+        torch.randn(0, 4), torch.randn(7, 4), vocabulary_candidates(torch.zeros(0, dtype=torch.int64))
+    )
+    assert scores == Scores(0.0, 0, 0)
+
+
+def test_pmi_head_recovers_the_distribution_that_training_aims_at() -> None:
+    """One free score per (context, token), trained by CWT to its optimum, plus log q, is log p(v | context)."""
+    generator = torch.Generator().manual_seed(0)
+    joint = torch.rand(3, 5, generator=generator) ** 2
+    joint /= joint.sum()
+    pairs = torch.multinomial(joint.flatten(), 20_000, replacement=True, generator=generator)
+    contexts, targets = pairs // 5, pairs % 5
+    outputs = torch.zeros(3, 5, requires_grad=True)  # embedding = identity: o.e_v is a free score
+    optimizer = torch.optim.LBFGS([outputs], max_iter=200, line_search_fn="strong_wolfe")
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = cwt_loss(outputs[contexts], targets, torch.eye(5))
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    counts = torch.bincount(targets, minlength=5)
+    head = (outputs.detach() + log_unigram(counts, 5)).softmax(dim=1)
+    empirical = torch.zeros(3, 5).index_put_((contexts, targets), torch.tensor(1.0), accumulate=True)
+    torch.testing.assert_close(head, empirical / empirical.sum(1, keepdim=True), atol=2e-3, rtol=2e-2)
+
+
+def test_unigram_is_smooth_finite_and_normalised() -> None:
+    counts = torch.tensor([1000, 0, 0, 24, 7])
+    uniform = log_unigram(counts, 4)
+    assert uniform.shape == (4,)
+    assert uniform.exp().sum().item() == pytest.approx(1)
+    assert uniform[1] == uniform[2]
+    informed = log_unigram(counts, 4, prior_counts_V=torch.tensor([9, 90, 0, 0, 0]))
+    assert informed.isfinite().all()
+    assert informed[1] > informed[2]
+
+
+def test_the_unigram_is_smoothed_by_as_many_observations_as_there_are_ids() -> None:
+    """Spread evenly, or as the whole text has them, each id there once more."""
+    counts = torch.tensor([7, 0, 1, 0, 99])
+    even = torch.tensor([8, 1, 2, 1]) / 12
+    torch.testing.assert_close(log_unigram(counts, 4).exp(), even)
+    text = torch.tensor([5, 2, 0, 1, 99])
+    spread = (torch.tensor([7, 0, 1, 0]) + 4 * torch.tensor([6, 3, 1, 2]) / 12) / 12
+    torch.testing.assert_close(log_unigram(counts, 4, prior_counts_V=text).exp(), spread)

@@ -1,0 +1,93 @@
+"""The softmax over candidates split over ranks: value, gradients and scores of one rank, in float64."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+from on_ranks import on_ranks
+from torch import Tensor
+
+from megahead.distributed import Group
+from megahead.objectives import Candidates, CandidateShard, candidate_loss_reference, candidate_scores
+from megahead.parallel import candidate_softmax, parallel_candidate_loss, parallel_candidate_scores
+
+OUTPUTS, FEATURES, TEMPERATURE = 23, 5, 0.7
+
+
+def problem(count: int, biased: bool, scale: float = 1.0) -> tuple[Tensor, Tensor, Candidates]:
+    g = torch.Generator().manual_seed(count)
+    outputs = scale * torch.randn(OUTPUTS, FEATURES, dtype=torch.float64, generator=g)
+    rows = torch.randn(count, FEATURES, dtype=torch.float64, generator=g)
+    own = torch.randint(count, (OUTPUTS,), generator=g)
+    bias = torch.randn(count, dtype=torch.float64, generator=g) if biased else None
+    return outputs, rows, Candidates(None, bias, own)
+
+
+def shard_of(rows_UD: Tensor, group: Group) -> tuple[CandidateShard, Tensor]:
+    """The rank's shard, and its table whose last rows hold nonsense where candidates do not divide evenly."""
+    width = -(-rows_UD.shape[0] // group.size)
+    shard = CandidateShard.of(rows_UD.shape[0], width, group)
+    table = rows_UD.new_full((width, FEATURES), 77.0)
+    table[: shard.count] = rows_UD[shard.first : shard.first + shard.count]
+    return shard, table
+
+
+def split(group: Group, count: int, biased: bool, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    outputs, rows, candidates = problem(count, biased, scale)
+    shard, table = shard_of(rows, group)
+    outputs.requires_grad_()
+    table.requires_grad_()
+    with mock.patch.object(candidate_softmax, "CHUNK_BYTES", 8 * 4 * table.shape[0]):  # four outputs a chunk
+        loss = parallel_candidate_loss(outputs, table, candidates, TEMPERATURE, shard)
+    (3 * loss).backward()
+    assert outputs.grad is not None
+    assert table.grad is not None
+    assert not table.grad[shard.count :].any()
+    return loss.detach(), outputs.grad, table.grad[: shard.count]
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e4])
+@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize("count", [1, 7, 16])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_value_and_gradients_equal_the_reference(size: int, count: int, biased: bool, scale: float) -> None:
+    outputs, rows, candidates = problem(count, biased, scale)
+    outputs.requires_grad_()
+    rows.requires_grad_()
+    reference = candidate_loss_reference(outputs, rows, candidates, TEMPERATURE)
+    (3 * reference).backward()
+    results = on_ranks(size, split, count, biased, scale)
+    for loss, grad_outputs, _ in results:
+        torch.testing.assert_close(loss, reference.detach(), rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(grad_outputs, outputs.grad, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(torch.cat([grad for *_, grad in results]), rows.grad, rtol=1e-10, atol=1e-10 * scale)
+
+
+def scores(group: Group, count: int) -> tuple[float, int, int]:
+    outputs, rows, candidates = problem(count, True)
+    shard, table = shard_of(rows, group)
+    result = parallel_candidate_scores(outputs, table, candidates, TEMPERATURE, shard)
+    return result.loss, result.correct, result.targets
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_scores_equal_one_rank(size: int) -> None:
+    expected = candidate_scores(*problem(7, True), TEMPERATURE)
+    assert expected.correct > 0
+    for loss, correct, targets in on_ranks(size, scores, 7):
+        assert loss == pytest.approx(expected.loss, rel=1e-12)
+        assert (correct, targets) == (expected.correct, expected.targets)
+
+
+def without_targets(group: Group) -> tuple[float, bool]:
+    outputs, rows = torch.zeros(0, FEATURES, requires_grad=True), torch.ones(2, FEATURES, requires_grad=True)
+    none = Candidates(None, None, torch.zeros(0, dtype=torch.int64))
+    loss = parallel_candidate_loss(outputs, rows, none, 1.0, CandidateShard.of(0, 2, group))
+    loss.backward()
+    return float(loss), rows.grad is not None and not rows.grad.any()
+
+
+def test_no_targets_give_zero_connected_to_the_inputs() -> None:
+    assert on_ranks(2, without_targets) == [(0.0, True)] * 2

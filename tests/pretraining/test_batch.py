@@ -1,0 +1,41 @@
+"""The values that are made of a batch for the model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from megahead.data import Batch
+from megahead.pretraining import documents_of, target_positions_of
+
+BATCH = Batch(
+    torch.zeros(2, 4, dtype=torch.int64),
+    torch.tensor([[0, 1, 0, 1], [0, 1, 2, 3]]),
+    torch.tensor([0, 2, 7]),
+    torch.tensor([5, 6, 7]),
+    max_targets_per_row=2,
+)
+
+
+def test_documents_have_the_batchs_positions_and_what_is_known_of_them() -> None:
+    assert BATCH.positions_BT is not None
+    documents = documents_of(BATCH)
+    assert documents.positions_BT is BATCH.positions_BT
+    assert documents.cu_seqlens.tolist() == [0, 2, 4, 8]
+    known = torch.tensor([0, 2, 4, 8], dtype=torch.int32)
+    assert documents_of(replace(BATCH, cu_seqlens=known)).cu_seqlens is known
+
+
+def test_rows_without_positions_are_documents() -> None:
+    documents = documents_of(replace(BATCH, positions_BT=None))
+    assert documents.one_per_row
+    assert documents.positions_BT.tolist() == [[0, 1, 2, 3]]
+    assert documents.cu_seqlens.tolist() == [0, 4, 8]
+
+
+def test_targets_are_those_of_the_batch() -> None:
+    targets = target_positions_of(BATCH)
+    assert targets.index_N is BATCH.target_index_N
+    assert (targets.rows, targets.row_length, targets.slots_per_row) == (2, 4, 2)
+    assert target_positions_of(replace(BATCH, max_targets_per_row=None)).slots_per_row == 4

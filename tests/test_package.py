@@ -1,0 +1,36 @@
+"""`import megahead`: what it offers, and what it costs."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import megahead
+
+
+def test_every_name_is_what_its_home_calls_so() -> None:
+    assert set(megahead.__all__) == megahead._HOMES.keys()
+    for name in megahead.__all__:
+        assert getattr(megahead, name).__name__ == name
+        assert name in dir(megahead)
+    with pytest.raises(AttributeError, match="no attribute 'pretrian'"):
+        megahead.pretrian  # noqa: B018
+
+
+def test_type_checkers_see_the_names_at_the_same_homes() -> None:
+    tree = ast.parse(Path(megahead.__file__).read_text())
+    (block,) = [node for node in tree.body if isinstance(node, ast.If)]
+    seen = {alias.name: line.module for line in block.body if isinstance(line, ast.ImportFrom) for alias in line.names}
+    assert seen == {name: f"megahead.{home}" for name, home in megahead._HOMES.items()}
+    assert Path(megahead.__file__).with_name("py.typed").is_file()
+
+
+def test_importing_it_and_reading_a_config_need_no_torch() -> None:
+    code = (
+        "import sys; from megahead import load_config; assert callable(load_config); assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,76 @@
+"""The demo in full and in three minutes: both are valid, stay apart, and say what they are."""
+
+from __future__ import annotations
+
+import io
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from commands import ROOT, call
+from rich.console import Console
+
+from demo_pipeline.pipeline import Pipeline
+from demo_pipeline.sizes import FULL, QUICK, Size
+from megahead.config import RunConfig, load_config
+from megahead.errors import FieldError
+
+
+def run_of(folder: Path, size: Size, name: str) -> RunConfig:
+    settings = Pipeline(folder, Console(file=io.StringIO()), size=size).settings(name)
+    return load_config(ROOT / f"configs/demo-{name}.yaml", settings)
+
+
+@pytest.mark.parametrize("size", [FULL, QUICK], ids=lambda size: size.name)
+def test_runs_of_a_size_fit_each_other_and_end_in_an_evaluation(tmp_path: Path, size: Size) -> None:
+    headless, head, vanilla = (run_of(tmp_path, size, name) for name in ("headless", "head", "vanilla"))
+    assert headless.model == head.model == vanilla.model
+    assert headless.data == head.data == vanilla.data
+    assert headless.data.train == f"{tmp_path}/data/train"
+    for run in (headless, head):
+        assert run.training.steps % run.training.evaluate_every == 0
+        assert run.training.steps >= 2 * run.training.evaluate_every
+
+
+def test_the_quick_one_learns_less_and_lies_elsewhere(tmp_path: Path) -> None:
+    full, quick = (run_of(tmp_path, size, "headless") for size in (FULL, QUICK))
+    assert quick.training.steps * quick.batch.global_size <= full.training.steps * full.batch.global_size / 4
+    assert FULL.folder != QUICK.folder
+    for file, pattern in ((".gitignore", "^/{}$"), (".dockerignore", "^{}$"), ("Makefile", r"^\trm -rf .*\b{}( |$)")):
+        for size in (FULL, QUICK):
+            assert re.search(pattern.format(size.folder), (ROOT / file).read_text(), re.MULTILINE), (file, size.folder)
+
+
+def test_a_folder_holds_one_size_alone(tmp_path: Path) -> None:
+    for _ in range(2):
+        FULL.claim(tmp_path / "demo")
+    with pytest.raises(FieldError, match=r"hold no demo but a quick one, but is .*/demo with a full one instead"):
+        QUICK.claim(tmp_path / "demo")
+    Path(tmp_path, "unmarked/stages").mkdir(parents=True)
+    with pytest.raises(FieldError, match="with a full one"):
+        QUICK.claim(tmp_path / "unmarked")
+    QUICK.claim(tmp_path / "new/place")
+    with pytest.raises(FieldError, match="with a quick one"):
+        FULL.claim(tmp_path / "new/place")
+
+
+def test_the_command_touches_nothing_in_a_folder_of_the_other_size(tmp_path: Path) -> None:
+    FULL.claim(tmp_path)
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    done = call(sys.executable, str(ROOT / "tools/demo.py"), "--quick", "--folder", str(tmp_path))
+    assert done.returncode == 2
+    assert done.stderr == (
+        f"error: `--folder` must hold no demo but a quick one, but is {tmp_path} with a full one instead; "
+        "name another, or none.\n"
+    )
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_help_comes_at_once_and_fits_a_terminal() -> None:
+    done = call(sys.executable, "-X", "importtime", "tools/demo.py", "--help")
+    assert re.search(r"\| +argparse$", done.stderr, re.MULTILINE)
+    assert not re.search(r"\| +torch$", done.stderr, re.MULTILINE)
+    assert max(map(len, done.stdout.splitlines())) <= 80
+    commands = re.findall(r"^ +(make demo\S*(?: ARGS=\S+)?)", done.stdout, re.MULTILINE)
+    assert commands == ["make demo", "make demo ARGS=--quick", "make demo ARGS=--with-vanilla"]

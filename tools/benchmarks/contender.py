@@ -1,0 +1,184 @@
+"""One objective's model and optimizer, stepped and timed part by part."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import nn
+
+from benchmarks.tokens import micro_batch
+from megahead.config import RunConfig, config_from_dict
+from megahead.distributed import Group
+from megahead.errors import FieldError
+from megahead.estimate import training_flops
+from megahead.nn import Documents, TargetPositions
+from megahead.objectives import build_objective
+from megahead.optim import build_adamw
+from megahead.parallel import assemble, fill_
+from megahead.pretraining import MicroBatch, Pretraining, first_weights
+from megahead.train.acceleration import accelerate_
+
+How = Literal["as it is", "compiled", "whole last block"]
+"""As the config says; compiled besides; an encoder's last block computed for every token, not only for targets."""
+
+
+@dataclass
+class Contender:
+    """One objective's model, optimizer and times."""
+
+    config: RunConfig
+    objective: str
+    device: torch.device
+    rows: list[np.ndarray[Any, Any]]
+    how: How = "as it is"
+    times: dict[str, list[float]] = field(default_factory=lambda: {"body": [], "loss": [], "opt": []})
+    candidates: list[int] = field(default_factory=list)
+    extra_bytes: int = 0
+    """Largest memory that a step took beside weights and moments: gradients, activations, scores (CUDA only)."""
+
+    def __post_init__(self) -> None:
+        self.config = contending(self.config, self.objective, self.how)
+        self.precision = self.config.engine.precision
+        self.model: Pretraining = assemble(self.config, Group(), self.device)
+        fill_(self.model, Group(), first_weights(self.config))
+        self.ways = accelerate_(self.model.backbone, self.config, self.device)
+        self.rule = build_objective(self.config.objective, self.config.model.vocab_size)
+        self.optimizer = build_adamw(self.model, self.config.optimizer)
+        self._watch_body()
+
+    def step(self, index: int) -> None:
+        """One whole step; the first is a warm-up and is not counted."""
+        micro, candidates = self._prepared(self.rows[index])
+        before = self._allocated()
+        start = self._now()
+        self._loss(micro).backward()
+        backward_done = self._now()
+        self._update()
+        step_done = self._now()
+        body = self._encoded[1] - self._encoded[0] + backward_done - self._loss_done
+        parts = (body, backward_done - start - body, step_done - backward_done)
+        if index and self.device.type == "cuda":
+            self.extra_bytes = max(self.extra_bytes, torch.cuda.max_memory_allocated() - before)
+        if index:
+            for name, seconds in zip(self.times, parts, strict=True):
+                self.times[name].append(seconds)
+            self.candidates.append(candidates)
+
+    def name(self) -> str:
+        """The objective, and what is unusual about how it is computed."""
+        return self.objective if self.how == "as it is" else f"{self.objective}, {self.how}"
+
+    def seconds(self) -> list[float]:
+        """Of each whole step."""
+        return [sum(parts) for parts in zip(*self.times.values(), strict=True)]
+
+    def flops(self) -> float:
+        """Floating-point operations of a step."""
+        per_token = training_flops(
+            self.config.model,
+            self.config.data.sequence_length,
+            round(statistics.mean(self.candidates)),
+            targets=self.config.targets_per_row(),
+        )
+        return per_token.total * self.config.batch.micro_size * self.config.data.sequence_length
+
+    def peak_megabytes(self) -> float | None:
+        """Weights, moments and what steps took beside them; None on a CPU, where a child must find out."""
+        if self.device.type == "cpu":
+            return None
+        weights_and_moments = 12 * sum(parameter.numel() for parameter in self.model.parameters())
+        return (weights_and_moments + self.extra_bytes) / 1e6
+
+    def row(self, rate: float, peak_megabytes: float | None) -> dict[str, object]:
+        """Its line of the table; shares are of the median step."""
+        median = statistics.median(self.seconds())
+        tokens = self.config.batch.micro_size * self.config.data.sequence_length
+        row: dict[str, object] = {
+            "objective": self.name(),
+            "ms": round(median * 1e3),
+            "best": round(min(self.seconds()) * 1e3),
+            "tokens/s": round(tokens / median),
+            "rows": round(statistics.mean(self.candidates)),
+            "GFLOP": self.flops() / 1e9,
+            "of rate": f"{self.flops() / median / rate:.0%}",
+        }
+        if peak_megabytes is not None:
+            row["peak MB"] = round(peak_megabytes)
+        for name, times in self.times.items():
+            row[name] = f"{statistics.median(times) / median:.0%}"
+        return row
+
+    def _prepared(self, rows: np.ndarray[Any, Any]) -> tuple[MicroBatch, int]:
+        """A micro-batch on the device, as a run's feed would bring it there, and how many candidates it has."""
+        micro = micro_batch(self.config, self.rule, rows)
+        (candidates,) = micro.candidates
+        count = self.config.model.vocab_size if candidates.ids_U is None else candidates.ids_U.numel()
+        return micro.staged(self.device).to(self.device), count
+
+    def _loss(self, micro: MicroBatch) -> torch.Tensor:
+        half = self.precision == "bf16"
+        with torch.autocast(self.device.type, torch.bfloat16) if half else nullcontext():
+            return self.model(micro)
+
+    def _allocated(self) -> int:
+        if self.device.type != "cuda":
+            return 0
+        torch.cuda.reset_peak_memory_stats()
+        return torch.cuda.memory_allocated()
+
+    def _update(self) -> None:
+        nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optimizer.gradient_clipping)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def _watch_body(self) -> None:
+        """Notes when the backbone's forward pass begins and ends, and when its backward pass begins."""
+        encode_at = self.model.backbone.encode_at
+
+        def watched(rows_BTD: torch.Tensor, documents: Documents, targets: TargetPositions) -> torch.Tensor:
+            begin = self._now()
+            if self.how == "whole last block":
+                targets = replace(targets, max_per_row=None)
+            outputs_ND = encode_at(rows_BTD, documents, targets)
+            self._encoded = begin, self._now()
+            outputs_ND.register_hook(self._note_loss_done)
+            return outputs_ND
+
+        self.model.backbone.encode_at = watched  # type: ignore[method-assign, assignment]
+
+    def _note_loss_done(self, _: torch.Tensor) -> None:
+        self._loss_done = self._now()
+
+    def _now(self) -> float:
+        """Seconds, once the device has done all that it was given."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+
+def contending(config: RunConfig, objective: str, how: How) -> RunConfig:
+    """`config` with another objective, whose vanilla head is its own where it has one, else tied for an encoder."""
+    if config.engine.precision == "fp16":
+        rule = "be fp32 or bf16 for steps without an engine, which scales fp16's loss"
+        raise FieldError("engine.precision", rule, got="fp16")
+    tree = config.model_dump(mode="json")
+    tree["engine"]["compile"] |= how == "compiled"
+    if objective != config.objective.name:
+        tied = objective == "vanilla" and (config.objective.tied or config.model.is_encoder())
+        tree["objective"] |= {"name": objective, "tied": tied}
+    return config_from_dict(tree)
+
+
+def compare(one: Contender, other: Contender) -> str:
+    """Step time of `other` over `one`, pair by pair, beside what their operations alone would give."""
+    ratios = [b / a for a, b in zip(one.seconds(), other.seconds(), strict=True)]
+    return (
+        f"{one.name()} is {statistics.median(ratios):.2f} times as fast as {other.name()} "
+        f"(pairs {min(ratios):.2f} to {max(ratios):.2f}); by operations alone {other.flops() / one.flops():.2f}"
+    )

@@ -1,0 +1,138 @@
+"""Contenders of tools/bench_engine.py: a bare torch loop or the engine, each in processes of its own.
+
+DeepSpeed changes what it is imported into; and a process that has computed cannot be forked.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import statistics
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from benchmarks.tokens import micro_batch, token_rows
+from megahead.config import RunConfig, config_from_dict, deepspeed_config
+from megahead.distributed import Group, Mesh
+from megahead.objectives import build_objective
+from megahead.optim import build_adamw
+from megahead.parallel import assemble, fill_
+from megahead.pretraining import MicroBatch, first_weights
+from megahead.wording import counted
+
+CPU = torch.device("cpu")
+Step = Callable[[], None]
+Place = tuple[int, int, str]
+"""Rank, number of ranks, and a file at which they meet."""
+SETTINGS = Path(__file__).resolve().parents[2] / "configs/deepspeed"
+
+
+class Contender:
+    """One or more processes that take a step at the same time when told to."""
+
+    def __init__(self, name: str, makers: list[tuple[Callable[..., Step], tuple[Any, ...]]]) -> None:
+        self.name = name
+        context = multiprocessing.get_context("fork")
+        self._pipes: list[Connection] = []
+        for maker, arguments in makers:
+            ours, theirs = context.Pipe()
+            context.Process(target=_serve, args=(theirs, maker, arguments), daemon=True).start()
+            theirs.close()  # so that the end of a process ends what waits for it
+            self._pipes.append(ours)
+        for pipe in self._pipes:
+            pipe.recv()  # ready
+
+    @property
+    def ranks(self) -> int:
+        return len(self._pipes)
+
+    def step(self) -> tuple[float, float]:
+        """Seconds of a step until its last rank is through, and the ranks' mean CPU seconds."""
+        for pipe in self._pipes:
+            pipe.send(True)
+        walls, cpus = zip(*(pipe.recv() for pipe in self._pipes), strict=True)
+        return max(walls), statistics.mean(cpus)
+
+    def stop(self) -> None:
+        for pipe in self._pipes:
+            pipe.send(False)
+
+
+def on_one_rank(config: RunConfig, stages: list[int]) -> list[Contender]:
+    """A bare loop first, then the engine at each stage."""
+    bare = Contender("bare torch", [(bare_step, (config,))])
+    return [bare, *(Contender(f"ZeRO {stage}", [(engine_step, (config, stage))]) for stage in stages)]
+
+
+def on_ranks(config: RunConfig, stages: list[int], count: int, folder: str) -> list[Contender]:
+    """One rank first, as many at once that know nothing of each other, then that many together at each stage."""
+    alone = (engine_step, (config, 0))
+    field = [Contender("1 rank", [alone]), Contender(f"{count} apart", [alone] * count)]
+    for stage in stages:
+        places = [(rank, count, f"{folder}/store-{stage}") for rank in range(count)]
+        run_on_all_ranks = [(engine_step, (config, stage, place)) for place in places]
+        field.append(Contender(f"{counted(count, 'rank')}, ZeRO {stage}", run_on_all_ranks))
+    return field
+
+
+def bare_step(config: RunConfig) -> Step:
+    """Forward, backward, clipping, AdamW."""
+    module, micro = assemble(config, Group(), CPU), one_micro_batch(config, 0)
+    fill_(module, Group(), first_weights(config))
+    optimizer = build_adamw(module, config.optimizer)
+
+    def step() -> None:
+        module(micro).backward()
+        nn.utils.clip_grad_norm_(module.parameters(), config.optimizer.gradient_clipping)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def engine_step(config: RunConfig, stage: int, place: Place | None = None) -> Step:
+    """The same through the engine, with the project's own settings of that stage."""
+    from megahead.engine import Engine
+
+    rank, count, store = place or (0, 1, "")
+    if place:
+        meeting = dist.FileStore(store, count)  # type: ignore[attr-defined]
+        dist.init_process_group("gloo", store=meeting, rank=rank, world_size=count)
+    tree = config.model_dump(mode="json")
+    tree["batch"]["global_size"] *= count
+    tree["engine"]["deepspeed"] = str(SETTINGS / f"zero{stage}.json")
+    config = config_from_dict(tree)
+    mesh = Mesh.build(Group.world())
+    module = assemble(config, mesh.tensor, CPU)
+    optimizer = build_adamw(module, config.optimizer)
+    settings, weights = deepspeed_config(config, count), first_weights(config)
+    engine = Engine(module, optimizer=optimizer, config=settings, mesh=mesh, device=CPU, weights=weights)
+    micro = one_micro_batch(config, rank)
+
+    def step() -> None:
+        engine.micro_step(micro)
+        engine.step(1e-3)
+
+    return step
+
+
+def one_micro_batch(config: RunConfig, rank: int) -> MicroBatch:
+    """The rank's rows, of Zipf-distributed tokens."""
+    rule = build_objective(config.objective, config.model.vocab_size)
+    return micro_batch(config, rule, token_rows(config, None, count=rank + 1)[rank])
+
+
+def _serve(pipe: Connection, maker: Callable[..., Step], arguments: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    step = maker(*arguments)
+    pipe.send("ready")
+    while pipe.recv():
+        wall, cpu = time.perf_counter(), time.process_time()
+        step()
+        pipe.send((time.perf_counter() - wall, time.process_time() - cpu))

@@ -1,0 +1,48 @@
+"""Rows and micro-batches for benchmarks: real tokens where there is a dataset, else by Zipf's law."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from megahead.config import RunConfig
+from megahead.corpus import IndexedDataset
+from megahead.data import BatchReader, RowSource, held_out_masker, training_samples
+from megahead.objectives import Objective
+from megahead.pretraining import MicroBatch
+
+
+def token_rows(config: RunConfig, prefix: str | None, count: int) -> list[np.ndarray[Any, Any]]:
+    """`count` micro-batches of rows, int64 [B, T+1]; [B, T-2] for an encoder, whose rows are framed later."""
+    size, length = config.batch.micro_size, config.sample_length()
+    prefix = prefix or config.data.parts()[0].prefix
+    if prefix:
+        data = config.data.model_copy(update={"train": prefix})
+        samples = training_samples(data, [IndexedDataset(prefix)], config.seed, length)
+        return [samples.rows(range(k * size, (k + 1) * size)) for k in range(count)]
+    weights = 1 / (np.arange(config.model.vocab_size) + 2.7)  # Zipf-Mandelbrot
+    weights[config.data.end_token] = 0.0  # rows are one document each
+    generator = np.random.default_rng(config.seed)
+    draw = generator.choice(config.model.vocab_size, (count, size, length + 1), p=weights / weights.sum())
+    return list(draw)
+
+
+def micro_batch(config: RunConfig, rule: Objective, rows: np.ndarray[Any, Any]) -> MicroBatch:
+    """`rows` with their candidates, as the only micro-batch of its step."""
+    batch = BatchReader(_Given(rows), config.data, held_out_masker(config)).read(range(len(rows)))
+    candidates = rule.pool(batch.target_ids_N).candidates(batch.target_ids_N)
+    return MicroBatch(batch, (candidates,), 1 / batch.target_ids_N.numel())
+
+
+@dataclass(frozen=True)
+class _Given(RowSource):
+    """Rows at hand, by number."""
+
+    given: np.ndarray[Any, Any]
+
+    def rows(self, sample_indices: Sequence[int] | np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        rows: np.ndarray[Any, Any] = self.given[np.asarray(sample_indices)]
+        return rows

@@ -1,0 +1,149 @@
+"""What every experiment needs: runs of the normal command, each done once, and a record of what came out."""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, TextIO
+
+from rich.console import Console
+
+from experiments.charts import Chart, save_charts
+from megahead.config import RunConfig, load_config
+from megahead.corpus import load_tokenizer
+from megahead.errors import FieldError, UserError
+from megahead.report import RunMetrics, read_metrics, to_markdown, to_rich
+
+ROOT = Path(__file__).resolve().parents[2]
+HELD_OUT = "50"
+
+
+@dataclass(frozen=True)
+class Laboratory:
+    """Trains named runs on `text` in `folder`; the overrides `settings` have the last word in all of them."""
+
+    folder: Path
+    text: Path | None
+    settings: Sequence[str]
+    console: Console
+    vocabulary: int = 8_192
+    tasks_data: Path | None = None
+    """Files of the harness's tasks, as tools/eval_harness.py takes them; what needs them is left out without."""
+
+    runs: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """What each run was: its seed, tokens, seconds and settings."""
+
+    def data(self, vocabulary: int | None = None) -> list[str]:
+        """The settings that name the text in so many ids of byte-level BPE; made where it is missing."""
+        size = vocabulary or self.vocabulary
+        return [*self._indexed(f"bpe-{size}", size, [], []), f"model.vocab_size={size}"]
+
+    def encoder_data(self) -> list[str]:
+        """The same in WordPiece, with the ids that masking needs."""
+        size, words = self.vocabulary, f"wordpiece-{self.vocabulary}"
+        settings = self._indexed(words, size, ["--type", "wordpiece", "--encoder"], ["--end-token", "[SEP]"])
+        tokenizer = load_tokenizer(self.folder.parent / words / "tokenizer.json")
+        ids = {f"masking.{name}_token": tokenizer.id_of(f"[{name.upper()}]") for name in ("cls", "sep", "mask")}
+        ids |= {"data.end_token": ids["masking.sep_token"], "model.vocab_size": tokenizer.vocab_size}
+        return [*settings, *(f"{name}={value}" for name, value in ids.items()), "masking.special_tokens=[]"]
+
+    def given_text(self) -> Path:
+        """What --text names. UserError when it is missing."""
+        if self.text is None:
+            raise FieldError("--text", "name what this experiment reads", got="missing")
+        return self.text
+
+    def _indexed(self, name: str, size: int, kind: Sequence[str], ends: Sequence[str]) -> list[str]:
+        folder, text = self.folder.parent / name, str(self.given_text())
+        tokenizer, dataset = folder / "tokenizer.json", folder / "text"
+        vocabulary = [*kind, "--vocab-size", str(size), "--output", str(tokenizer)]
+        self._make(tokenizer, "train_tokenizer.py", "--input", text, *vocabulary)
+        index = [*ends, "--tokenizer", str(tokenizer), "--output", str(dataset), "--holdout", HELD_OUT]
+        self._make(dataset.with_suffix(".idx"), "preprocess.py", "--input", text, *index)
+        return [f"data.train={dataset}", f"data.validation={dataset}-validation", f"data.tokenizer={tokenizer}"]
+
+    def train(self, config: str, name: str, *overrides: str) -> RunMetrics:
+        """`configs/CONFIG.yaml` trained to its end in `folder/NAME`, or read when it already was.
+
+        Raises UserError with the end of its log when it fails.
+        """
+        run, source = self.folder / name, f"configs/{config}.yaml"
+        given = [*overrides, *self.settings, f"output_dir={run}", f"name={run.name}"]
+        wanted = load_config(source, given)
+        if not _finished(run, wanted):
+            run.mkdir(parents=True, exist_ok=True)
+            command = ["launch/pretrain.py", "--config", source]
+            command += [part for override in given for part in ("--set", override)]
+            self._do(f"training {name}", command, run / "log.txt")
+        metrics = read_metrics(run)
+        last = metrics.training[-1]
+        self.runs[name] = {"seed": wanted.seed, "tokens": last["tokens"], "seconds": last["seconds"]}
+        self.runs[name]["config"] = wanted.model_dump(mode="json")
+        self.console.print(f"{name}: perplexity {metrics.validation[-1]['perplexity']:,.1f}", soft_wrap=True)
+        return metrics
+
+    def run(self, tool: str, *arguments: str) -> None:
+        """Runs tools/TOOL, whose output goes to `folder`/TOOL.log. UserError when it fails."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._do(f"running {tool}", [f"tools/{tool}", *arguments], self.folder / f"{tool}.log")
+
+    def _make(self, output: Path, tool: str, *arguments: str) -> None:
+        """Runs tools/TOOL unless `output`, which it writes whole or not at all, is there. UserError when it fails."""
+        if not output.exists():
+            output.parent.mkdir(parents=True, exist_ok=True)
+            command = [f"tools/{tool}", *arguments]
+            self._do(f"making {output.name}", command, output.with_name(f"{output.name}.log"))
+
+    def _do(self, what: str, command: Sequence[str], log: Path) -> None:
+        with self.console.status(what), log.open("a") as output:
+            code = run_python(command, output)
+        if code:
+            last = "\n".join(log.read_text().splitlines()[-15:])
+            raise UserError(f"{what} must come to its end, but failed; its last lines:\n{last}")
+
+    def record(self, name: str, rows: Sequence[dict[str, Any]], *charts: Chart) -> None:
+        """Prints the rows; `folder` gets NAME.json with how they were made, NAME.md as a table, NAME.png as charts."""
+        made = {
+            "command": [Path(sys.executable).name, *sys.argv],
+            "commit": _commit(),
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "machine": f"{platform.machine()}, {platform.python_implementation()} {platform.python_version()}",
+            "settings": list(self.settings),
+            "runs": self.runs,
+            "results": list(rows),
+        }
+        self.folder.mkdir(parents=True, exist_ok=True)
+        (self.folder / f"{name}.json").write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
+        (self.folder / f"{name}.md").write_text(to_markdown(rows), encoding="utf-8")
+        if charts:
+            save_charts(charts, self.folder / f"{name}.png")
+        self.console.print(to_rich(rows))
+
+
+def run_python(command: Sequence[str], output: TextIO) -> int:
+    """Exit code of `python COMMAND ...`, run where the project is."""
+    return subprocess.run([sys.executable, *command], cwd=ROOT, stdout=output, stderr=output).returncode
+
+
+def _finished(run: Path, config: RunConfig) -> bool:
+    """Whether the folder holds a run of just these settings that reached its last step.
+
+    What settings did not exist yet when it ran has its default.
+    """
+    try:
+        latest = (run / "checkpoints/latest").read_text().strip()
+    except OSError:
+        return False
+    same = load_config(run / "config.yaml").model_dump() == config.model_dump()
+    return same and latest == f"step-{config.training.steps:08d}"
+
+
+def _commit() -> str:
+    done = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
+    return done.stdout.strip() or "unknown"

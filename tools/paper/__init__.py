@@ -1,1 +1,0 @@
-"""The experiments behind the tables of docs/: drivers over the normal commands."""

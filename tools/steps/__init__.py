@@ -1,1 +1,0 @@
-"""Whole training steps to be timed or traced, without an engine: what several benchmarks share."""
