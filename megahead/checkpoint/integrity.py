@@ -10,8 +10,8 @@ from megahead.checkpoint.manifest import FileEntry
 from megahead.distributed import Group
 from megahead.errors import CheckpointError
 
-_BLOCK = 1 << 24
-"""Bytes read at a time."""
+_BLOCK = 1 << 20
+"""Bytes read at a time, into one and the same memory."""
 
 
 def check_files(folder: Path, files: Mapping[str, FileEntry]) -> Iterator[None]:
@@ -22,11 +22,11 @@ def check_files(folder: Path, files: Mapping[str, FileEntry]) -> Iterator[None]:
 
 
 def _check(path: Path, sha256: str) -> Iterator[None]:
-    digest = hashlib.sha256()
+    digest, block = hashlib.sha256(), memoryview(bytearray(_BLOCK))
     try:
         with path.open("rb", buffering=0) as file:
-            while block := file.read(_BLOCK):
-                digest.update(block)
+            while size := file.readinto(block):
+                digest.update(block[:size])
                 yield
     except OSError as error:
         raise CheckpointError(f"`{path}` must be readable, but is not ({error.strerror}).") from None

@@ -15,7 +15,7 @@ from megahead.data.endings import require_end_tokens, without_borders
 from megahead.data.samples import Samples
 from megahead.data.sampling import describe_samples, relative_passes
 from megahead.distributed import Group
-from megahead.errors import ConfigError, UserError
+from megahead.errors import CheckpointError, ConfigError, DataError, UserError
 from megahead.train.state import TrainingState
 
 
@@ -52,7 +52,10 @@ def open_datasets(config: RunConfig, world: Group | None = None) -> RunDatasets:
     opened: list[RunDatasets] = []
     group = world or Group()
     for turn in (group.rank == 0, group.rank > 0):
-        run_on_all_ranks(group, (lambda: opened.append(_opened(config))) if turn else _nothing, _sentence)
+        try:
+            run_on_all_ranks(group, (lambda: opened.append(_opened(config))) if turn else _nothing, _sentence)
+        except CheckpointError as error:
+            raise error.__cause__ or DataError(str(error)) from None  # its own, where it is this rank's
     return opened[0]
 
 
