@@ -6,6 +6,7 @@ What scripts and notebooks need is here by name, imported when first asked for: 
 from typing import TYPE_CHECKING
 
 from megahead.on_first_use import on_first_use as _on_first_use
+from megahead.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from megahead.config import RunConfig, load_config
@@ -14,8 +15,6 @@ if TYPE_CHECKING:
     from megahead.evaluate import evaluate_checkpoint
     from megahead.objectives import cwt_loss
     from megahead.train import Run, pretrain
-
-__version__ = "0.1.0"
 
 __all__ = [
     "IndexedDataset",

@@ -6,10 +6,12 @@ import json
 import subprocess
 from pathlib import Path
 
-import megahead
 from megahead.checkpoint import Checkpoint
 from megahead.config import DataConfig
 from megahead.convert.source import TrainedModel
+from megahead.version import __version__
+
+_CHECKOUT = Path(__file__).parents[2]
 
 
 def dataset_names(data: DataConfig) -> str:
@@ -21,15 +23,14 @@ def dataset_names(data: DataConfig) -> str:
 def code_version() -> str:
     """The version that exports, with its commit where it runs from a checkout: an installed package may lie in the
     repository of another project."""
-    checkout = Path(megahead.__file__).parents[1]
-    if not (checkout / ".git").exists():
-        return f"megahead {megahead.__version__}"
-    command = ["git", "-C", str(checkout), "describe", "--always", "--dirty", "--abbrev=12"]
+    if not (_CHECKOUT / ".git").exists():
+        return f"megahead {__version__}"
+    command = ["git", "-C", str(_CHECKOUT), "describe", "--always", "--dirty", "--abbrev=12"]
     try:
         commit = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
     except (OSError, subprocess.SubprocessError):
-        return f"megahead {megahead.__version__}"
-    return f"megahead {megahead.__version__}, commit {commit}"
+        return f"megahead {__version__}"
+    return f"megahead {__version__}, commit {commit}"
 
 
 def held_out(model: TrainedModel) -> str | None:

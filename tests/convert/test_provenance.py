@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import megahead
+from megahead.convert import provenance
 from megahead.convert.provenance import code_version
 
 
@@ -23,7 +24,6 @@ def test_a_checkout_names_its_commit_and_a_package_within_another_repository_doe
 ) -> None:
     repository(tmp_path / "checkout")
     for place, version in (("checkout", ", commit "), ("checkout/.venv/site-packages", "")):
-        monkeypatch.setattr(megahead, "__file__", str(tmp_path / place / "megahead/__init__.py"))
-        (tmp_path / place / "megahead").mkdir(parents=True)
+        monkeypatch.setattr(provenance, "_CHECKOUT", tmp_path / place)
         assert code_version().startswith(f"megahead {megahead.__version__}{version}")
         assert ("commit" in code_version()) == bool(version)

@@ -1,0 +1,3 @@
+"""The version, for whoever must say it."""
+
+__version__ = "0.1.0"
