@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -33,6 +34,7 @@ def train(config: str, overrides: Sequence[str], console: Console) -> None:
     Raises UserError with the last lines it printed when it fails.
     """
     command = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_accelerators", str(ranks())]
+    command += ["--master_port", str(_free_port())]  # the launcher's own may be taken: by another demo, say
     command += ["launch/pretrain.py", "--config", f"configs/{config}.yaml"]
     for override in overrides:
         command += ["--set", override]
@@ -64,3 +66,10 @@ def seconds_a_step(config: str, overrides: Sequence[str], console: Console) -> f
 
 def _threads() -> str:
     return str(max(1, (os.cpu_count() or 1) // ranks()))
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
