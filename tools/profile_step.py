@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from benchmarks.contender import Contender
-from benchmarks.tokens import token_rows
 from megahead.config import load_config
 from megahead.corpus import IndexedDataset
 from megahead.errors import run_command
@@ -35,6 +33,9 @@ def main() -> None:
         IndexedDataset(arguments.data)  # what is wrong is told before torch is imported
     import torch
     from torch.profiler import ProfilerActivity, profile, record_function
+
+    from benchmarks.contender import Contender
+    from benchmarks.tokens import token_rows
 
     device = torch.device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     rows = token_rows(config, arguments.data, count=WARM_UP + arguments.steps)

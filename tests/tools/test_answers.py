@@ -23,6 +23,7 @@ WRONG: dict[str, str] = {
     "tools/eval_harness.py": "--model nowhere --data .",
     "tools/finetune.py": "--model . --task glue/rte --data .",
     "tools/generate.py": "--model nowhere --prompt x",
+    "tools/headless_picture.py": "",
     "tools/import_diagram.py": "",
     "tools/inspect_checkpoint.py": "nowhere",
     "tools/inspect_dataset.py": "nowhere",
