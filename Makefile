@@ -8,7 +8,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 .PHONY: help install demo test check test-gpu format clean
 help:
 	@echo "make demo                from the text on this machine to a speaking headless model (about 15 minutes)"
-	@echo "make demo ARGS=--quick   the same with less text and fewer steps, to see it first (about 3 minutes)"
+	@echo "make demo ARGS=--quick   the same with less text and fewer steps, to see it first (a few minutes)"
 	@echo "make test                the checks and all tests"
 	@echo "make check               format, lint, types, direction of imports"
 	@echo "make test-gpu            the tests that need a CUDA device"

@@ -1,7 +1,7 @@
 """From the text on this machine to a speaking headless model, in one command.
 
   make demo                       all of it
-  make demo ARGS=--quick          the same stages on less text: 3 minutes
+  make demo ARGS=--quick          the same stages on less text: a few minutes
   make demo ARGS=--with-vanilla   and the same decoder with a usual softmax
 
 A corpus is made from the documentation of the installed packages, a tokenizer
