@@ -1,6 +1,6 @@
 """Run as a script: asks commands something, each in a fork of one bare interpreter, and tells what it cost to answer.
 
-Reads a JSON list of command lines (a script and its arguments), and writes a list of their answers.
+Reads a JSON list of command lines (a script or `megahead`, and its arguments), and writes a list of their answers.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Answer:
 
 
 def ask(commands: Sequence[Sequence[str]], folder: Path) -> list[Answer]:
-    """The answers of scripts (named from the repository's root), called in `folder`."""
+    """The answers of scripts (named from the repository's root) or of `megahead`, called in `folder`."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
     done = subprocess.run(
         [sys.executable, __file__],
@@ -81,10 +81,14 @@ def _become(command: Sequence[str], said: int, writer: int) -> None:
     os._exit = ended  # type: ignore[assignment]
     os.dup2(said, 1)
     os.dup2(said, 2)
-    script, *arguments = command
-    sys.argv, sys.path[0] = [script, *arguments], str((ROOT / script).parent)
+    name, *arguments = command
+    sys.argv = [name, *arguments]
     try:
-        runpy.run_path(str(ROOT / script), run_name="__main__")
+        if name == "megahead":
+            runpy.run_module(name, run_name="__main__", alter_sys=True)
+        else:
+            sys.path[0] = str((ROOT / name).parent)
+            runpy.run_path(str(ROOT / name), run_name="__main__")
     except SystemExit as stopped:
         ended(int(stopped.code or 0))
     except BaseException:

@@ -37,10 +37,17 @@ def imports() -> dict[str, set[str]]:
         if name == "__init__":
             continue
         nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        modules = [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module]
-        used = {module.split(".")[1] for module in modules if module.startswith("megahead.")}
+        used = {part for node in nodes if isinstance(node, ast.ImportFrom) for part in parts(node)}
         found.setdefault(name, set()).update(used - {name})
     return found
+
+
+def parts(line: ast.ImportFrom) -> list[str]:
+    """What of megahead a line imports from: `from megahead.nn.block import Block`, `from megahead import train`."""
+    top, _, inside = (line.module or "").partition(".")
+    if top != "megahead":
+        return []
+    return [inside.split(".")[0]] if inside else [alias.name for alias in line.names]
 
 
 def reduced(graph: dict[str, set[str]]) -> dict[str, set[str]]:

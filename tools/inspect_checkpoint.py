@@ -1,48 +1,7 @@
-"""What a checkpoint holds and whether it is sound: `tools/inspect_checkpoint.py RUN_OR_STEP_FOLDER`."""
+"""`megahead inspect-checkpoint` in a checkout, see megahead/commands/inspect_checkpoint.py."""
 
-from __future__ import annotations
-
-import argparse
-import json
-from typing import TYPE_CHECKING
-
-from megahead.errors import existing, run_command
-from megahead.wording import counted
-
-if TYPE_CHECKING:
-    from megahead.checkpoint import Checkpoint
-
-
-def main() -> None:
-    """Prints the contents, then verifies every checksum; a damaged checkpoint ends with exit code 2."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", type=existing, help="a step folder, a checkpoints folder, or a run folder")
-    parser.add_argument("--tensors", action="store_true", help="list every tensor with its shape and file")
-    arguments = parser.parse_args()
-    from megahead.checkpoint import abandoned_in, open_checkpoint  # needs torch
-
-    checkpoint = open_checkpoint(arguments.folder)
-    describe(checkpoint, arguments.tensors)
-    for folder in abandoned_in(arguments.folder):
-        print(f"set aside  {folder}")
-    checkpoint.verify()
-    print("integrity  sound: every file has its length and checksum")
-
-
-def describe(checkpoint: Checkpoint, list_tensors: bool) -> None:
-    """Prints step, settings, state, sizes and (if asked) tensors."""
-    size = sum(entry.bytes for entry in checkpoint.files.values())
-    tensors, files = counted(len(checkpoint.tensors), "tensor"), counted(len(checkpoint.files), "file")
-    print(f"checkpoint {checkpoint.folder}")
-    print(f"run        {checkpoint.config.get('name', '(unnamed)')}, step {checkpoint.step}, {checkpoint.format}")
-    print(f"state      {json.dumps(checkpoint.state)}")
-    print(f"size       {tensors}, {size:,} bytes in {files}")
-    for file, entry in checkpoint.files.items():
-        print(f"  {file}  {entry.bytes:,} bytes  sha256 {entry.sha256[:16]}...")
-    if list_tensors:
-        for name, tensor in checkpoint.tensors.items():
-            print(f"  {name}  {tensor.dtype} {list(tensor.shape)}  in {tensor.file}")
-
+from megahead.commands.inspect_checkpoint import main
+from megahead.errors import run_command
 
 if __name__ == "__main__":
     run_command(main)

@@ -1,46 +1,7 @@
-"""Puts several indexed datasets into one, in the order given, documents kept.
+"""`megahead merge-datasets` in a checkout, see megahead/commands/merge_datasets.py."""
 
-tools/merge_datasets.py --input data/pile/00 data/pile/01 --output data/pile-2
-tools/merge_datasets.py --input data/pile --output data/pile-all      (a folder: all it holds, by name)
-"""
-
-from __future__ import annotations
-
-import argparse
-from pathlib import Path
-
-from megahead.corpus import Bar
-from megahead.corpus.merging import merge_datasets
-from megahead.errors import DataError, run_command
-from megahead.wording import counted
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Put several indexed datasets into one, documents kept.")
-    parser.add_argument(
-        "--input", nargs="+", required=True, metavar="PREFIX", help="datasets, or folders of them (without -validation)"
-    )
-    parser.add_argument("--output", required=True, metavar="PREFIX", help="a new dataset")
-    parser.add_argument("--overwrite", action="store_true", help="replace an --output that is there already")
-    arguments = parser.parse_args()
-    prefixes = [prefix for given in arguments.input for prefix in datasets_of(Path(given))]
-    with Bar("Merging") as bar:
-        merged = merge_datasets(prefixes, arguments.output, overwrite=arguments.overwrite, progress=bar)
-    print(
-        f"{arguments.output}: {counted(len(prefixes), 'dataset')}, {counted(len(merged), 'sequence')}, "
-        f"{counted(merged.num_documents, 'document')}, {counted(merged.num_tokens, 'token')}"
-    )
-
-
-def datasets_of(given: Path) -> list[Path]:
-    """A prefix itself, or the prefixes in a folder by name, held-out parts left out."""
-    if not given.is_dir():
-        return [given]
-    found = [path.with_suffix("") for path in sorted(given.glob("*.idx")) if not path.stem.endswith("-validation")]
-    if not found:
-        raise DataError(f"`{given}` must hold datasets (.idx and .bin), but holds none.")
-    return found
-
+from megahead.commands.merge_datasets import main
+from megahead.errors import run_command
 
 if __name__ == "__main__":
     run_command(main)

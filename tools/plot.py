@@ -1,50 +1,7 @@
-"""Draws the curves of one or several runs into one PNG.
+"""`megahead plot` in a checkout, see megahead/commands/plot.py."""
 
-tools/plot.py runs/headless runs/vanilla --output curves.png
-
-Runs that evaluated tasks while they trained (`tasks` of the config) get a second one, curves-tasks.png.
-"""
-
-from __future__ import annotations
-
-import argparse
-from pathlib import Path
-
-from rich.console import Console
-
-from megahead import report
+from megahead.commands.plot import main
 from megahead.errors import run_command
-from megahead.report import RunMetrics, read_metrics, to_rich
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Draw the curves of one or several runs into one PNG.")
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folder (or its metrics.jsonl)")
-    parser.add_argument("--output", type=Path, metavar="PNG", help="default: curves.png in the first run's folder")
-    arguments = parser.parse_args()
-    runs = [read_metrics(run) for run in arguments.runs]
-    first = arguments.runs[0]
-    output = arguments.output or (first.parent if first.suffix == ".jsonl" else first) / "curves.png"
-    report.save_curves(runs, output)
-    console = Console()
-    console.print(to_rich([last_values(run) for run in runs]))
-    console.print(f"wrote {output}", soft_wrap=True, highlight=False)
-    points = [point for run in runs for point in report.logged_points(run)]
-    if points:
-        drawn = report.save_task_curves(points, output.with_name(f"{output.stem}-tasks{output.suffix}"))
-        console.print(f"wrote {drawn}", soft_wrap=True, highlight=False)
-
-
-def last_values(run: RunMetrics) -> dict[str, object]:
-    """Where a run stands: one row of the printed table."""
-    last = max((*run.training, *run.validation), key=lambda record: record["step"])
-    row: dict[str, object] = {"run": run.name, **{key: last[key] for key in ("step", "tokens", "seconds")}}
-    if run.training:
-        row["loss"] = run.training[-1]["loss"]
-    for key in ("perplexity", "bits_per_byte", "accuracy"):
-        row[key] = run.validation[-1].get(key) if run.validation else None
-    return row
-
 
 if __name__ == "__main__":
     run_command(main)

@@ -1,47 +1,7 @@
-"""Compares encoders by pseudo-perplexity on texts: every token guessed from all others of its text.
+"""`megahead pseudo-perplexity` in a checkout, see megahead/commands/pseudo_perplexity.py."""
 
-tools/pseudo_perplexity.py --model exports/headless exports/vanilla --input held-out.jsonl --texts 200
-"""
-
-from __future__ import annotations
-
-import argparse
-from itertools import islice
-
-from rich.console import Console
-
-from megahead import convert, evaluate
-from megahead.corpus.vocabulary import sample_texts
-from megahead.errors import FieldError, existing, run_command
-from megahead.report import to_rich
-
-
-def main() -> None:
-    arguments = _parser().parse_args()
-    for name, least in (("texts", 1), ("max_length", 3), ("batch_size", 1)):
-        if getattr(arguments, name) < least:
-            raise FieldError(f"--{name.replace('_', '-')}", f"be at least {least}", got=getattr(arguments, name))
-    texts = list(islice(sample_texts(arguments.input), arguments.texts))
-    rows: list[dict[str, object]] = []
-    for model in arguments.model:
-        found = evaluate.pseudo_perplexity(
-            convert.hf_folder(model), texts, max_length=arguments.max_length, batch_size=arguments.batch_size
-        )
-        rows.append({"model": str(model), "tokens": found.tokens, "pseudo-perplexity": found.perplexity()})
-    Console(highlight=False).print(to_rich(rows))
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description="Compare encoders by pseudo-perplexity.")
-    parser.add_argument(
-        "--model", type=existing, nargs="+", required=True, metavar="DIR", help="masked language models"
-    )
-    parser.add_argument("--input", nargs="+", required=True, metavar="F", help="text, as tools/preprocess.py takes it")
-    parser.add_argument("--texts", type=int, default=100, metavar="N", help="the first N documents (default: 100)")
-    parser.add_argument("--max-length", type=int, default=128, metavar="N", help="tokens of a document (default: 128)")
-    parser.add_argument("--batch-size", type=int, default=64, metavar="N", help="masked copies at once (default: 64)")
-    return parser
-
+from megahead.commands.pseudo_perplexity import main
+from megahead.errors import run_command
 
 if __name__ == "__main__":
     run_command(main)

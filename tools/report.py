@@ -1,29 +1,7 @@
-"""Makes one self-contained HTML page of one or several runs: curves, events, samples, settings.
+"""`megahead report` in a checkout, see megahead/commands/report.py."""
 
-tools/report.py runs/headless runs/vanilla --output report.html
-
-Nothing is loaded from anywhere when the page is opened. It shows the text that
-`tools/generate.py --model RUN --output RUN/samples.jsonl` made.
-"""
-
-from __future__ import annotations
-
-import argparse
-from pathlib import Path
-
-from megahead import report
+from megahead.commands.report import main
 from megahead.errors import run_command
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Make one self-contained HTML page of one or several runs.")
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR", help="run folder")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="default: report.html in the first run's folder")
-    arguments = parser.parse_args()
-    runs = report.read_runs(arguments.runs)
-    output = arguments.output or arguments.runs[0] / "report.html"
-    print(f"wrote {report.save_page(runs, output)}")
-
 
 if __name__ == "__main__":
     run_command(main)

@@ -11,7 +11,7 @@ class TasksConfig(Settings):
     """Which tasks are evaluated every so many steps, on an export of the model as it is then."""
 
     names: tuple[str, ...] = Field(min_length=1)
-    """Tasks as `tools/eval_harness.py` knows them, shared out over all ranks."""
+    """Tasks as `megahead eval-harness` knows them, shared out over all ranks."""
 
     data: str
     """Folder of their files, as published; no hub is asked."""

@@ -70,7 +70,7 @@ class IndexLayout:
         if header[: len(MAGIC)] != MAGIC:
             raise DataError(
                 f"`{path}` must begin with the magic of an indexed dataset ({MAGIC!r}), "
-                f"but begins with {header[: len(MAGIC)]!r} instead; make it with tools/preprocess.py."
+                f"but begins with {header[: len(MAGIC)]!r} instead; make it with `megahead preprocess`."
             )
         if len(header) < HEADER.size:
             raise DataError(f"`{path}` must have a header of {HEADER.size} bytes, but has {len(header)} instead.")

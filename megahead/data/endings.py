@@ -32,7 +32,7 @@ def require_end_tokens(data: DataConfig, dataset: IndexedDataset, *, borders_kno
             "data.end_token",
             f"be the id that closes the documents of {dataset.prefix}",
             got=f"{data.end_token} ({flaw})",
-            hint="set it to theirs (tools/inspect_dataset.py shows them), or leave documents unseparated "
+            hint="set it to theirs (`megahead inspect-dataset` shows them), or leave documents unseparated "
             "(isolate_documents: false, boundary_targets: true)",
         )
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from megahead.on_first_use import on_first_use
 
 if TYPE_CHECKING:
+    from megahead.evaluate.generation import continuation, sampling_options
     from megahead.evaluate.harness import evaluate_harness, evaluate_tasks
     from megahead.evaluate.offline import evaluate_checkpoint
     from megahead.evaluate.perplexity import HeldOut, HeldOutText
@@ -19,16 +20,19 @@ __all__ = [
     "HeldOutText",
     "PseudoPerplexity",
     "Similarities",
+    "continuation",
     "evaluate_checkpoint",
     "evaluate_harness",
     "evaluate_tasks",
     "pseudo_perplexity",
+    "sampling_options",
     "similarities",
     "synonym_pairs",
 ]
 
 __getattr__ = on_first_use(
     __name__,
+    generation=("continuation", "sampling_options"),
     harness=("evaluate_harness", "evaluate_tasks"),
     offline=("evaluate_checkpoint",),
     perplexity=("HeldOut", "HeldOutText"),

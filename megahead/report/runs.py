@@ -26,7 +26,7 @@ class Run:
     """RUN/config.yaml as it was written, section by section; not checked, so that runs of any age can be read."""
 
     samples: Sequence[Record]
-    """{"prompt", "text", ...} a line of RUN/samples.jsonl, which `tools/generate.py --output` writes"""
+    """{"prompt", "text", ...} a line of RUN/samples.jsonl, which `megahead generate --output` writes"""
 
     ending: str | None
     """finished, out of time or stopped; None while a session runs, or after one that was killed"""

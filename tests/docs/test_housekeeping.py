@@ -8,6 +8,8 @@ from pathlib import Path
 import yaml
 from commands import ROOT
 
+from megahead.commands import COMMANDS
+
 TOOLS = ROOT / "tools"
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
 
@@ -41,6 +43,8 @@ def test_contributing_names_parts_that_stand_where_it_says() -> None:
         "CounterRng": "data/counter_rng.py",
         "Strategy": "config/masking.py",
         "_strategy": "data/batch_reader.py",
+        "COMMANDS": "commands/__init__.py",
+        "on_first_use": "on_first_use.py",
     }
     for name, path in named.items():
         assert f"`{name}`" in CONTRIBUTING, name
@@ -49,9 +53,20 @@ def test_contributing_names_parts_that_stand_where_it_says() -> None:
 
 
 def test_the_readme_lists_every_command_once() -> None:
-    table = (ROOT / "README.md").read_text().partition("| `python tools/NAME.py` |")[2].partition("\n\n")[0]
-    listed = [name for row in table.splitlines()[2:] for name in row.split("|")[2].strip().split(", ")]
-    assert sorted(listed) == sorted(path.stem for path in TOOLS.glob("*.py"))
+    """Those of `megahead` in its groups and order, then what a checkout has beside them."""
+    readme = (ROOT / "README.md").read_text()
+    assert listed(readme, "megahead NAME") == {
+        group: [name.replace("_", "-") for name in commands] for group, commands in COMMANDS.items()
+    }
+    others = [name for names in listed(readme, "python tools/NAME.py").values() for name in names]
+    of_megahead = {name for commands in COMMANDS.values() for name in commands}
+    assert sorted(others) == sorted({path.stem for path in TOOLS.glob("*.py")} - of_megahead)
+
+
+def listed(readme: str, head: str) -> dict[str, list[str]]:
+    """The rows of the table that begins so: group to names."""
+    rows = [row.split("|") for row in readme.partition(f"| `{head}` |")[2].partition("\n\n")[0].splitlines()[2:]]
+    return {group.strip(): names.strip().split(", ") for _, group, names, _ in rows}
 
 
 def test_what_commands_are_made_of_is_not_called_as_a_command() -> None:

@@ -29,18 +29,18 @@ RUN_BY = {
     r"(python|deepspeed|torchrun) .*launch/pretrain\.py": "launch/test_pretrain_command.py",
     r"deepspeed --hostfile|torchrun --nnodes": "launch/test_two_nodes.py",
     r"python tools/merge_datasets\.py": "corpus/test_merging.py",
-    r"python tools/doctor\.py": "tools/test_doctor.py",
+    r"python tools/doctor\.py": "commands/test_doctor.py",
     r"python tools/plot\.py": "report/test_curves.py",
     r"python tools/eval_harness\.py": "convert/test_convert_commands.py",
     r"python tools/paper\.py": "tools/test_paper.py",
-    r"python tools/finetune\.py": "tools/test_finetune.py",
+    r"python tools/finetune\.py": "commands/test_finetune.py",
     r"python tools/bench_step\.py": "tools/test_bench_step.py",
     r"(source|export|cat|for|done) ?|tensorboard --logdir": "",
 }
 """From a command's beginning to the test file that runs it in tiny form; "" for what is not ours."""
 
 PROGRAM = re.compile(
-    r"^(\$ )?((python|deepspeed|torchrun|make|git|sbatch|kubectl) |(tools|launch)/\w+\.)", re.MULTILINE
+    r"^(\$ )?((python|megahead|deepspeed|torchrun|make|git|sbatch|kubectl) |(tools|launch)/\w+\.)", re.MULTILINE
 )
 
 
@@ -77,7 +77,9 @@ def all_commands() -> list[Command]:
 def inline_commands() -> Iterator[Command]:
     """Those inside sentences."""
     for page in PAGES:
-        for found in re.finditer(r"`((?:python )?(?:tools|launch)/\w+\.py [^`]+)`", page.read_text()):
+        for found in re.finditer(
+            r"`((?:(?:python )?(?:tools|launch)/\w+\.py|megahead [a-z][\w-]+) [^`]+)`", page.read_text()
+        ):
             yield Command(page, " ".join(found[1].split()), "in a sentence")
 
 
@@ -90,10 +92,10 @@ def mistakes(command: Command) -> list[str]:
     """Files, options and settings that the command names and that do not exist."""
     scripts = re.findall(r"(?:tools|launch)/\w+\.(?:py|sh|txt)|configs/[\w-]+\.yaml", command.text)
     wrong = [path for path in scripts if "NAME" not in path and not (ROOT / path).is_file()]
-    script = next((ROOT / path for path in scripts if path.endswith(".py") and path not in wrong), None)
-    if script is not None:
-        source = script.read_text()
-        own = command.text.split(script.name, 1)[1]
+    called = re.search(r"(?:tools|launch)/(\w+)\.py|\bmegahead ([a-z][\w-]+)", command.text)
+    if called is not None and called[0] not in wrong:
+        source = code_of(called[1] or called[2].replace("-", "_"))
+        own = command.text[called.end() :]
         wrong += [option for option in re.findall(r" (--[\w-]+)", own) if f'"{option}"' not in source]
     for setting in re.findall(r"--set '?([\w.]+)=", command.text):
         section: type = RunConfig
@@ -105,6 +107,12 @@ def mistakes(command: Command) -> list[str]:
             )
             section = next((kind for kind in kinds if hasattr(kind, "model_fields")), object)
     return wrong
+
+
+def code_of(name: str) -> str:
+    """The source that parses a command's arguments."""
+    places = (ROOT / "megahead/commands", ROOT / "tools")
+    return next((path.read_text() for place in places if (path := place / f"{name}.py").is_file()), "")
 
 
 def test_every_command_is_run_by_a_test_or_says_why_not() -> None:
@@ -131,6 +139,8 @@ def test_what_is_neither_run_nor_marked_is_found() -> None:
     assert first("<!-- not run: a reason -->\n```bash\nmake demo\n```\n").why_not == "a reason"
     assert first("text\n```console\nan answer\n$ ls -l # all\n```\n").text == "ls -l"
     assert mistakes(first("```bash\npython tools/plot.py runs/x --colour red\n```\n")) == ["--colour"]
+    assert mistakes(first("```bash\nmegahead train-tokenizer --type bpe --colour red\n```\n")) == ["--colour"]
+    assert mistakes(first("```bash\nmegahead plott --output x.png\n```\n")) == ["--output"]
     assert mistakes(
         first("```bash\npython launch/pretrain.py --config configs/no.yaml --set model.width=3\n```\n")
     ) == [

@@ -193,7 +193,7 @@ FILES: tuple[tuple[Callable[[Path], Any], str], ...] = (
     (group_of_three, "`objective.group_samples` must divide batch.micro_size (2) or be a multiple, but is 3 instead."),
     (texts(data__tokenizer="no.json"), "`data.tokenizer` must name a readable file, but is no.json instead; or leave it out."),
     (texts(model__vocab_size=50), "`model.vocab_size` must be at least that of data.train (60), but is 50 instead."),
-    (texts(data__end_token=1), "`data.end_token` must be the id that closes the documents of F/text, but is 1 (5 of 5 documents looked at neither end nor begin with it) instead; set it to theirs (tools/inspect_dataset.py shows them), or leave documents unseparated (isolate_documents: false, boundary_targets: true)."),
+    (texts(data__end_token=1), "`data.end_token` must be the id that closes the documents of F/text, but is 1 (5 of 5 documents looked at neither end nor begin with it) instead; set it to theirs (`megahead inspect-dataset` shows them), or leave documents unseparated (isolate_documents: false, boundary_targets: true)."),
     (texts(data__train="nowhere"), "`nowhere.idx` must exist, but does not; give the prefix of a `.bin` and `.idx` pair, without ending."),
     (texts(data__sequence_length=100_000, model__max_positions=100_000), "`F/text` must hold at least 200,000 tokens for rows of 100,000 targets, but holds 185 instead; add text or shorten data.sequence_length."),
     (shorten_and("text.idx", texts()), "`F/text.idx` must be 142 bytes long for 5 sequences and 6 document boundaries, but is 139 instead; it was cut short or is damaged."),

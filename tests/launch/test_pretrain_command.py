@@ -19,8 +19,9 @@ from megahead.checkpoint import open_checkpoint
 def test_deepspeed_torchrun_and_bare_python_train_alike(tmp_path: Path) -> None:
     two_ranks = {"deepspeed": ["deepspeed.launcher.runner", "--num_accelerators", "2"]}
     two_ranks["torchrun"] = ["torch.distributed.run", "--nproc_per_node", "2"]
+    entries = {"deepspeed": [SCRIPT], "torchrun": ["-m", "megahead", "pretrain"]}
     launchers = {
-        name: [sys.executable, "-m", *launcher, "--master_port", free_port(), SCRIPT]
+        name: [sys.executable, "-m", *launcher, "--master_port", free_port(), *entries[name]]
         for name, launcher in two_ranks.items()
     }
     launchers["python"] = [sys.executable, SCRIPT]
@@ -66,8 +67,8 @@ def test_a_signal_saves_and_the_same_command_goes_on(tmp_path: Path, number: sig
 
 def test_a_signal_after_the_end_changes_nothing(tmp_path: Path) -> None:
     config = config_file(tmp_path)
-    code = "import runpy, signal, sys\nsys.argv[1:] = ['--config', sys.argv[1]]\n"
-    code += f"runpy.run_path({SCRIPT!r})['main']()\nsignal.raise_signal(signal.SIGTERM)\nprint('still here')"
+    code = "import signal, sys\nfrom megahead.commands import pretrain\nsys.argv[1:] = ['--config', sys.argv[1]]\n"
+    code += "pretrain.run()\nsignal.raise_signal(signal.SIGTERM)\nprint('still here')"
     done = call(sys.executable, "-c", code, config)
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith("still here\n")

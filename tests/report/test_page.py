@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import report
 import yaml
 from logged_run import evaluation, training, write_run
 from on_ranks import on_ranks
 from small_run import small_config, write_text
 
+from megahead.commands import report
 from megahead.config import RunConfig
 from megahead.distributed import Group, Launch
 from megahead.report import read_runs, render_page

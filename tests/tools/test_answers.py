@@ -5,37 +5,43 @@ from __future__ import annotations
 import pytest
 from asked import ROOT, Answer, ask
 
-COMMANDS = ["launch/pretrain.py", *(f"tools/{path.name}" for path in sorted((ROOT / "tools").glob("*.py")))]
+from megahead.commands import COMMANDS
+
+NAMES = [name for commands in COMMANDS.values() for name in commands]
+CONSOLE = [f"megahead {name}" for name in NAMES]
+SCRIPTS = ["launch/pretrain.py", *(f"tools/{path.name}" for path in sorted((ROOT / "tools").glob("*.py")))]
+OWN = [script for script in SCRIPTS if not any(script.endswith(f"/{name}.py") for name in NAMES)]
+"""Scripts that are no console command's other form."""
 
 WRONG: dict[str, str] = {
-    "launch/pretrain.py": "--config nowhere.yaml",
+    "megahead convert": "to-hf --checkpoint nowhere --output out --head pmi",
+    "megahead doctor": "",
+    "megahead estimate": "--config nowhere.yaml",
+    "megahead eval_harness": "--model nowhere --data .",
+    "megahead finetune": "--model . --task glue/rte --data .",
+    "megahead generate": "--model nowhere --prompt x",
+    "megahead inspect_checkpoint": "nowhere",
+    "megahead inspect_dataset": "nowhere",
+    "megahead merge_datasets": "--input nowhere --output out",
+    "megahead plot": "nowhere",
+    "megahead preprocess": "--input nowhere.jsonl --tokenizer t.json --output out",
+    "megahead pretrain": "--config nowhere.yaml",
+    "megahead pseudo_perplexity": "--model . --input nowhere.jsonl",
+    "megahead report": "nowhere",
+    "megahead synonyms": "--model nowhere --wordnet .",
+    "megahead train_tokenizer": "--input nowhere.jsonl --output t.json --vocab-size 300",
     "tools/bench_engine.py": "",
     "tools/bench_loss.py": "--data nowhere",
     "tools/bench_preprocess.py": "--input nowhere.jsonl --tokenizer t.json",
     "tools/bench_step.py": "--preset pythia-14m --data nowhere",
     "tools/compare_finetuning.py": "--model nowhere --task glue/rte",
     "tools/configuration_page.py": "",
-    "tools/convert.py": "to-hf --checkpoint nowhere --output out --head pmi",
     "tools/count_waits.py": "--config nowhere.yaml",
     "tools/demo.py": "",
-    "tools/doctor.py": "",
-    "tools/estimate.py": "--config nowhere.yaml",
-    "tools/eval_harness.py": "--model nowhere --data .",
-    "tools/finetune.py": "--model . --task glue/rte --data .",
-    "tools/generate.py": "--model nowhere --prompt x",
     "tools/headless_picture.py": "",
     "tools/import_diagram.py": "",
-    "tools/inspect_checkpoint.py": "nowhere",
-    "tools/inspect_dataset.py": "nowhere",
-    "tools/merge_datasets.py": "--input nowhere --output out",
     "tools/paper.py": "decoders --text nowhere.jsonl",
-    "tools/plot.py": "nowhere",
-    "tools/preprocess.py": "--input nowhere.jsonl --tokenizer t.json --output out",
     "tools/profile_step.py": "--config nowhere.yaml",
-    "tools/pseudo_perplexity.py": "--model . --input nowhere.jsonl",
-    "tools/report.py": "nowhere",
-    "tools/synonyms.py": "--model nowhere --wordnet .",
-    "tools/train_tokenizer.py": "--input nowhere.jsonl --output t.json --vocab-size 300",
 }
 """Arguments of which a path does not exist; none for a command that reads nothing it is told of."""
 
@@ -43,31 +49,32 @@ MOST_CPU_SECONDS = 1.2
 """About what torch alone takes to import; measured: 0.02 to 0.2, and 0.3 of what all commands share."""
 
 
-DRY_RUN = ("launch/pretrain.py", f"--config {ROOT}/configs/pythia-70m-headless.yaml --dry-run")
+DRY_RUN = ("megahead pretrain", f"--config {ROOT}/configs/pythia-70m-headless.yaml --dry-run")
 
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Answer]:
     """By command and arguments."""
-    asked = [(command, "--help") for command in COMMANDS]
-    asked += [(command, WRONG[command]) for command in COMMANDS if WRONG.get(command)]
+    asked = [(command, "--help") for command in ("megahead", *CONSOLE, *SCRIPTS)]
+    asked += [(command, arguments) for command, arguments in WRONG.items() if arguments]
     asked.append(DRY_RUN)
-    found = ask([[command, *arguments.split()] for command, arguments in asked], tmp_path_factory.mktemp("asked"))
-    return dict(zip(asked, found, strict=True))
+    words = [[*command.split(), *arguments.split()] for command, arguments in asked]
+    return dict(zip(asked, ask(words, tmp_path_factory.mktemp("asked")), strict=True))
 
 
 def test_every_command_is_asked() -> None:
-    assert sorted(COMMANDS) == sorted(WRONG), "a new command belongs into the table"
+    assert sorted([*CONSOLE, *OWN]) == sorted(WRONG), "a new command belongs into the table"
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", ["megahead", *CONSOLE, *SCRIPTS])
 def test_options_are_told_at_once(answers: dict[tuple[str, str], Answer], command: str) -> None:
     answer = answers[command, "--help"]
-    assert (answer.code, answer.said[:6], answer.heavy) == (0, "usage:", []), answer.said
+    name = command.replace("_", "-") if command in CONSOLE else command.rpartition("/")[2]
+    assert (answer.code, answer.said.startswith(f"usage: {name} "), answer.heavy) == (0, True, []), answer.said
     assert answer.cpu_seconds < MOST_CPU_SECONDS
 
 
-@pytest.mark.parametrize("command", [command for command in COMMANDS if WRONG.get(command)])
+@pytest.mark.parametrize("command", [command for command, arguments in WRONG.items() if arguments])
 def test_a_wrong_path_is_told_at_once(answers: dict[tuple[str, str], Answer], command: str) -> None:
     answer = answers[command, WRONG[command]]
     assert (answer.code, answer.heavy) == (2, []), answer.said

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from demo_pipeline.stages import Stages, duration
-from generate import continuation, sampling_options
 from megahead.convert import load_causal, load_tokenizer_folder
+from megahead.evaluate import continuation, sampling_options
 from megahead.report import read_metrics, save_curves, to_rich
 
 PROMPT = "Return a new array"

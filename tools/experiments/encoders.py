@@ -15,9 +15,8 @@ import numpy as np
 
 from experiments.laboratory import Laboratory
 from experiments.measures import Row, scores, speed
-from finetune import table
 from megahead.corpus import IndexedDataset, IndexedDatasetWriter
-from megahead.evaluate.finetuning import FineTuningResults
+from megahead.evaluate.finetuning import FineTuningResults, comparison_table
 
 WRONG = 0.1
 SEEDS = {"balanced": "2", "regular": "1"}
@@ -48,7 +47,7 @@ def _fine_tune(laboratory: Laboratory, names: Sequence[str], loss: str, data: Pa
     laboratory.run(
         "finetune.py", "--model", *models, *tasks, *FINE_TUNING, "--seeds", SEEDS[loss], "--output", str(output)
     )
-    rows = table(FineTuningResults(output).newest())
+    rows = comparison_table(FineTuningResults(output).newest())
     laboratory.record(f"encoders-{loss}", [{Path(name).name: cell for name, cell in row.items()} for row in rows])
 
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from megahead.evaluate.finetuning.results import FineTuningResult, FineTuningResults, Summary, summarise
     from megahead.evaluate.finetuning.run import FineTuningRun, StartModel
     from megahead.evaluate.finetuning.scoring import measure
+    from megahead.evaluate.finetuning.table import comparison_table
 
 __all__ = [
     "TASKS",
@@ -31,6 +32,7 @@ __all__ = [
     "StartModel",
     "Summary",
     "TaskData",
+    "comparison_table",
     "expand",
     "load_task",
     "measure",
@@ -45,4 +47,5 @@ __getattr__ = on_first_use(
     results=("FineTuningResult", "FineTuningResults", "Summary", "summarise"),
     run=("FineTuningRun", "StartModel"),
     scoring=("measure",),
+    table=("comparison_table",),
 )

@@ -6,10 +6,11 @@ import socket
 import sys
 from pathlib import Path
 
-import doctor
 import pytest
 import torch
 from commands import call
+
+from megahead.commands import doctor
 
 
 def test_this_machine_is_ready_to_train(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from small_encoder import save_small_encoder
 
-import finetune
+from megahead.commands import finetune
 from megahead.errors import FieldError
 
 XNLI = "the cat sat\tit is true\tentailment\nthe cat sat\tno\tcontradiction\nthe cat sat\tthe dog\tneutral\n"

@@ -1,0 +1,64 @@
+"""The `megahead` command, also `python -m megahead`: lists the commands of megahead/commands, or runs one of them.
+
+Imports the one that is asked for: the list, the version and a name that is none are told at once.
+"""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from importlib import import_module
+
+from megahead.commands import COMMANDS
+from megahead.errors import UserError, run_command
+from megahead.version import __version__
+
+
+def main() -> None:
+    run_command(answer)
+
+
+def answer() -> int | None:
+    """Does what the command line asks for, and returns its exit code."""
+    word, *options = sys.argv[1:] or [""]
+    if word in ("", "-h", "--help"):
+        print(usage())
+        return 0 if word else 2
+    if word == "--version":
+        print(f"megahead {__version__}")
+        return 0
+    name = known(word)
+    sys.argv = [f"megahead {dashed(name)}", *options]  # argparse names the command by the first of them
+    code: int | None = import_module(f"megahead.commands.{name}").main()
+    return code
+
+
+def usage() -> str:
+    """Every command with its sentence, group by group."""
+    width = max(len(name) for commands in COMMANDS.values() for name in commands) + 2
+    groups = [
+        "\n".join([group, *(f"  {dashed(name):<{width}}{sentence}" for name, sentence in commands.items())])
+        for group, commands in COMMANDS.items()
+    ]
+    head = "usage: megahead COMMAND [options], megahead COMMAND --help, megahead --version"
+    return "\n\n".join([head, *groups])
+
+
+def known(word: str) -> str:
+    """The module of the command that `word` names, with dashes or underscores. UserError when there is none."""
+    names = [name for commands in COMMANDS.values() for name in commands]
+    name = word.replace("-", "_")
+    if name in names:
+        return name
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    fix = f"did you mean `{dashed(near[0])}`?" if near else "`megahead --help` lists them."
+    raise UserError(f"`megahead` must be given the name of a command, but `{word}` is none; {fix}")
+
+
+def dashed(name: str) -> str:
+    """As it is typed."""
+    return name.replace("_", "-")
+
+
+if __name__ == "__main__":
+    main()

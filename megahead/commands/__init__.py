@@ -1,0 +1,34 @@
+"""The sub-commands of `megahead`, a module each, which parses its own arguments in `main`.
+
+A new one is such a module and a line here; whatever has no need of arguments belongs into the packages below.
+"""
+
+from __future__ import annotations
+
+COMMANDS: dict[str, dict[str, str]] = {
+    "data": {
+        "train_tokenizer": "train a tokenizer, or give one the tokens of encoders",
+        "preprocess": "turn text into indexed datasets",
+        "merge_datasets": "put several indexed datasets into one",
+        "inspect_dataset": "show what lies in a dataset, warn of what spoils training",
+    },
+    "run": {
+        "doctor": "look at this machine: what is missing, what to do about it",
+        "estimate": "tell whether a run fits, and how long it takes",
+        "pretrain": "pretrain, fine-tune a head, or resume",
+        "convert": "export a checkpoint to a Hugging Face folder, or import it",
+        "generate": "continue prompts with a model",
+    },
+    "judge": {
+        "eval_harness": "score models with lm-eval on local task files",
+        "finetune": "fine-tune models on GLUE, SuperGLUE and XNLI",
+        "pseudo_perplexity": "compare encoders by pseudo-perplexity on texts",
+        "synonyms": "compare how close synonyms lie in input embeddings",
+    },
+    "look": {
+        "plot": "draw the curves of one or several runs into one PNG",
+        "report": "make one HTML page of one or several runs",
+        "inspect_checkpoint": "tell what a checkpoint holds, and whether it is sound",
+    },
+}
+"""By group, as README's map has them: the name of the module, and what the command does."""

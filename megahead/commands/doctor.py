@@ -1,0 +1,214 @@
+"""Looks at this machine: what training needs, what is there, what is missing, and what to do about it.
+
+megahead doctor [--output-dir runs] [--hostfile launch/hostfile] [--port 29500]
+
+Every line is a check: ok, a note (works without it, slower or smaller), or a problem. Exit code 1 with any problem.
+Nothing is installed or changed; a few seconds.
+"""
+
+from __future__ import annotations
+
+# Python's own modules alone: it speaks where nothing is installed yet.
+import argparse
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+import shutil
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from megahead.wording import GIB, counted
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+STYLES = {"ok": "green", "note": "yellow", "problem": "bold red"}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a check found."""
+
+    subject: str
+    state: Literal["ok", "note", "problem"]
+    found: str
+    advice: str = ""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output-dir", type=Path, default=Path("runs"), help="where runs will be written")
+    parser.add_argument("--hostfile", type=Path, help="DeepSpeed's list of hosts, for several nodes")
+    parser.add_argument("--port", type=int, default=29500, help="where ranks will meet (default: 29500)")
+    arguments = parser.parse_args()
+    leave_without("psutil", "rich", "torch")
+    from rich.console import Console
+
+    findings = [
+        python(),
+        *packages(),
+        *devices(),
+        compiler(),
+        *memory(),
+        disk(arguments.output_dir),
+        connections(),
+        port(arguments.port),
+        *([] if arguments.hostfile is None else hosts(arguments.hostfile)),
+    ]
+    Console(highlight=False, width=None if sys.stdout.isatty() else 140).print(table(findings))
+    problems = sum(finding.state == "problem" for finding in findings)
+    print("\nready to train" if not problems else f"\n{problems} to repair before training")
+    return int(problems > 0)
+
+
+def leave_without(*packages: str) -> None:
+    """Exits with a sentence where one of the packages that the checks need is not installed."""
+    for name in packages:
+        if importlib.util.find_spec(name) is None:
+            sys.exit(
+                f"error: {name} must be installed, but is not; run `make install`, then `source .venv/bin/activate` "
+                "(outside of a checkout: pip install megahead)."
+            )
+
+
+def table(findings: list[Finding]) -> Table:
+    from rich.table import Table
+
+    shown = Table(box=None, header_style="bold", pad_edge=False)
+    for column in ("", "check", "found", "what to do"):
+        shown.add_column(column, overflow="fold")
+    for finding in findings:
+        style = STYLES[finding.state]
+        shown.add_row(f"[{style}]{finding.state}[/]", finding.subject, finding.found, finding.advice)
+    return shown
+
+
+def python() -> Finding:
+    """Reached at all, it is one that the package installs on."""
+    return Finding("Python", "ok", sys.version.split()[0])
+
+
+def packages() -> Iterator[Finding]:
+    """What is imported to train, then what makes it faster."""
+    import torch
+
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns that it must guess
+    for name in ("torch", "deepspeed", "transformers", "lm_eval", "datasets"):
+        yield package(name, "problem", "`make install`, or pip install megahead")
+    if torch.cuda.is_available():
+        yield package("flash_attn", "note", "pip install flash-attn: packed documents attend faster")
+        yield package("triton", "note", "pip install triton: the fused loss kernels")
+
+
+def package(name: str, lack: Literal["note", "problem"], advice: str) -> Finding:
+    """Whether `name` can be imported, not only whether it lies there."""
+    try:
+        importlib.import_module(name)
+        return Finding(name, "ok", importlib.metadata.version(name.replace("_", "-")))
+    except Exception as error:  # a package may fail to load in any way (a missing library, another CUDA)
+        reason = " ".join(str(error).split())[:120]
+        return Finding(name, lack, f"{type(error).__name__}: {reason}", advice)
+
+
+def devices() -> Iterator[Finding]:
+    import torch
+
+    if not torch.cuda.is_available():
+        advice = "small models only; check the driver with nvidia-smi if there is a GPU"
+        built = f"torch built for CUDA {torch.version.cuda}" if torch.version.cuda else "torch built for CPUs"
+        yield Finding("GPU", "note", f"none seen; {built}", advice)
+        return
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        found = f"{properties.name}, {properties.total_memory / GIB:.0f} GiB, sm_{properties.major}{properties.minor}"
+        half = properties.major >= 8
+        yield Finding(f"GPU {index}", "ok" if half else "note", found, "" if half else "no bf16: use precision: fp16")
+
+
+def compiler() -> Finding:
+    """torch.compile and Triton build their kernels with it."""
+    found = shutil.which("g++") or shutil.which("clang++")
+    if found is None:
+        return Finding("C++ compiler", "note", "none", "apt install g++: for engine.compile and Triton kernels")
+    return Finding("C++ compiler", "ok", found)
+
+
+def memory() -> Iterator[Finding]:
+    import psutil
+
+    there = psutil.virtual_memory()
+    found = f"{there.available / GIB:.1f} of {there.total / GIB:.1f} GiB free, {counted(os.cpu_count() or 1, 'core')}"
+    low = there.available < 2 * GIB
+    yield Finding("memory", "note" if low else "ok", found, "close other programs: the demo takes 2 GiB" if low else "")
+    shared = Path("/dev/shm")
+    if shared.is_dir():
+        free = shutil.disk_usage(shared).free
+        small = free < GIB // 2
+        advice = "docker run --shm-size=8g: ranks on one node talk through it" if small else ""
+        yield Finding("shared memory", "problem" if small else "ok", f"{free / GIB:.1f} GiB free in /dev/shm", advice)
+
+
+def disk(folder: Path) -> Finding:
+    """Free space and the right to write, where runs will lie."""
+    place = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
+    free = shutil.disk_usage(place).free
+    if not os.access(place, os.W_OK):
+        return Finding("disk", "problem", f"{place} cannot be written to", "name another --output-dir")
+    advice = "a checkpoint takes 12 bytes a parameter" if free < 10 * GIB else ""
+    return Finding("disk", "note" if advice else "ok", f"{free / GIB:.0f} GiB free at {place}", advice)
+
+
+def connections() -> Finding:
+    """What ranks can talk through."""
+    import torch
+
+    backends = {"nccl": torch.distributed.is_nccl_available, "gloo": torch.distributed.is_gloo_available}
+    there = [name for name, available in backends.items() if available()]
+    needed = "nccl" if torch.cuda.is_available() else "gloo"
+    if needed not in there:
+        return Finding("collectives", "problem", ", ".join(there) or "none", f"install a torch with {needed}")
+    return Finding("collectives", "ok", ", ".join(there))
+
+
+def port(number: int) -> Finding:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", number))
+        except OSError as error:
+            return Finding("port", "problem", f"{number}: {error.strerror}", "pass --master_port, or end what holds it")
+    return Finding("port", "ok", f"{number} is free")
+
+
+def hosts(hostfile: Path) -> Iterator[Finding]:
+    """Whether each line is `HOST slots=N`, and each host has an address and answers on SSH's port."""
+    try:
+        lines = [line.split("#")[0].strip() for line in hostfile.read_text(encoding="utf-8").splitlines()]
+    except OSError as error:
+        yield Finding("hostfile", "problem", f"{hostfile}: {error.strerror}", "see launch/hostfile for an example")
+        return
+    for line in filter(None, lines):
+        name, _, slots = line.partition(" slots=")
+        if not slots.strip().isdigit():
+            yield Finding("hostfile", "problem", line, "write HOST slots=N")
+        else:
+            yield host(name.strip())
+
+
+def host(name: str, connect: Callable[..., socket.socket] = socket.create_connection) -> Finding:
+    try:
+        address = socket.gethostbyname(name)
+    except OSError:
+        return Finding(f"host {name}", "problem", "no address", "check the name, or add it to /etc/hosts")
+    try:
+        connect((address, 22), timeout=3).close()
+    except OSError as error:
+        advice = "start sshd there, or launch with torchrun or srun, which need none"
+        return Finding(f"host {name}", "note", f"{address}, no SSH ({error})", advice)
+    return Finding(f"host {name}", "ok", f"{address}, SSH answers")

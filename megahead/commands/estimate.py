@@ -1,0 +1,97 @@
+"""Does a run fit, which ZeRO stage does it need, and how long does it take? Answered from its config alone.
+
+megahead estimate --config configs/NAME.yaml --world-size 8 --memory 80 --peak 312 [--utilization 0.4] [--set a.b=c ...]
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import fields
+
+from rich.console import Console
+from rich.table import Table
+
+from megahead.config import RunConfig, deepspeed_config, load_config
+from megahead.config.deepspeed import zero_stage
+from megahead.errors import ConfigError
+from megahead.estimate import RankMemory, candidate_rows, rank_memory, run_parameters, training_flops, ways_to_need_less
+from megahead.wording import GIB, counted
+
+PARTS = [field.name for field in fields(RankMemory)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", required=True, help="the run's YAML file")
+    parser.add_argument("--set", action="append", default=[], metavar="a.b=c", help="override one setting")
+    parser.add_argument("--world-size", type=int, default=1, help="ranks, one a device")
+    parser.add_argument("--memory", type=float, default=80, help="GiB of one device")
+    parser.add_argument("--peak", type=float, default=312, help="TFLOP/s of one device at the run's precision")
+    parser.add_argument("--utilization", type=float, default=0.4, help="share of the peak that is reached")
+    arguments = parser.parse_args()
+    config = load_config(arguments.config, arguments.set)
+    console = Console(width=100, highlight=False)
+    for line in parameter_lines(config):
+        console.print(line)
+    console.print(memory_table(config, arguments.world_size, arguments.memory))
+    console.print(verdict(config, arguments.world_size, arguments.memory))
+    speed = arguments.world_size * arguments.peak * 1e12 * arguments.utilization
+    console.print(time_taken(config, speed))
+
+
+def parameter_lines(config: RunConfig) -> list[str]:
+    """Parameters, and operations per token with their parts."""
+    counts, targets = run_parameters(config), config.targets_per_row()
+    flops = training_flops(config.model, config.data.sequence_length, candidate_rows(config), targets=targets)
+    parts = {"body": flops.body, "attention": flops.attention, "candidates": flops.head}
+    shares = ", ".join(f"{name} {value / flops.total:.0%}" for name, value in parts.items())
+    return [
+        f"{counts.total:,} parameters: body {counts.body:,}, embedding {counts.embedding:,}, head {counts.head:,}",
+        f"{flops.total / 1e9:.3g} GFLOP a token: {shares}",
+    ]
+
+
+def stages(config: RunConfig) -> list[int]:
+    """ZeRO stages that the run's precision works at."""
+    return [1, 2, 3] if config.engine.precision == "fp16" else [0, 1, 2, 3]
+
+
+def memory_table(config: RunConfig, world_size: int, budget: float) -> Table:
+    """GiB a rank by part, a line for each stage."""
+    data = config.parallel.data_ranks(world_size)
+    title = f"GiB a rank on {config.parallel.tensor} tensor x {counted(data, 'data rank')}, {config.engine.precision}"
+    table = Table(title=title)
+    for name in ["ZeRO", *PARTS, "total", f"fits {budget:g}"]:
+        table.add_column(name, justify="right")
+    for stage in stages(config):
+        memory = rank_memory(config, world_size, stage)
+        numbers = [f"{getattr(memory, part) / GIB:.2f}" for part in PARTS]
+        fits = "yes" if memory.total <= budget * GIB else "no"
+        table.add_row(str(stage), *numbers, f"{memory.total / GIB:.2f}", fits)
+    return table
+
+
+def verdict(config: RunConfig, world_size: int, budget: float) -> str:
+    """The lowest stage that fits, or what to change."""
+    fitting = [s for s in stages(config) if rank_memory(config, world_size, s).total <= budget * GIB]
+    if fitting:
+        chosen = zero_stage(deepspeed_config(config, config.parallel.data_ranks(world_size)))
+        return f"ZeRO {fitting[0]} is enough (the config has {chosen})."
+    return f"No stage fits: {', or '.join(ways_to_need_less(config, 3))}."
+
+
+def time_taken(config: RunConfig, speed: float) -> str:
+    """How long the run takes at `speed` operations a second."""
+    if speed <= 0:
+        raise ConfigError("--peak x --utilization", "be above 0", got=speed)
+    flops = training_flops(config.model, config.data.sequence_length, candidate_rows(config))
+    tokens = config.training.steps * config.tokens_per_step()
+    hours = flops.total * tokens / speed / 3600
+    told = (
+        f"{hours / 24:,.3g} days"
+        if hours >= 48
+        else f"{hours:,.3g} hours"
+        if hours >= 2
+        else counted(60 * hours, "minute", ",.3g")
+    )
+    return f"{tokens:,} tokens at {speed / 1e12:,.4g} TFLOP/s (--peak x --utilization): {told}."

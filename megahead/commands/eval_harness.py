@@ -1,0 +1,129 @@
+"""Scores models with lm-eval on local task files; models are Hugging Face folders, runs or checkpoints.
+
+megahead eval-harness --model runs/headless runs/vanilla --data data --tasks lambada_openai,sciq --output scores.json
+
+Checkpoints of runs along their training make a curve over tokens:
+megahead eval-harness --model runs/headless/checkpoints/step-* --data data --tasks sciq --curve sciq.png
+
+An interrupted call goes on where it was: results in `--output` are not computed again. lm-eval's own command line
+gives the same numbers: write its definitions with `--write-tasks DIR`, then
+lm_eval run --model hf --model_args pretrained=EXPORT,dtype=float32 --include_path DIR/tasks --tasks sciq
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from megahead import convert, evaluate, report
+from megahead.errors import FieldError, existing
+from megahead.evaluate.harness_tasks import TASKS, task_files, write_tasks
+from megahead.evaluate.results import HarnessResult, ResultsFile, Score
+
+PAPER = [
+    "lambada_openai",
+    "arc_easy",
+    "arc_challenge",
+    "boolq",
+    "crows_pairs_english",
+    "race",
+    "sciq",
+    "pubmedqa",
+]
+"""The tasks of the paper (but QASPER, `qasper_bool`, whose data is seldom at hand)."""
+
+
+def main() -> None:
+    arguments = _parser().parse_args()
+    for name in ("limit", "batch_size"):
+        value = getattr(arguments, name)
+        if value is not None and value < 1:
+            raise FieldError(f"--{name.replace('_', '-')}", "be at least 1", got=value)
+    files = task_files(arguments.tasks.split(","), arguments.data, arguments.cloze)
+    console = Console(highlight=False)
+    if arguments.write_tasks:
+        console.print(f"wrote {write_tasks(files, arguments.write_tasks)}", soft_wrap=True)
+    kept = ResultsFile(arguments.output)
+    folders = {model: convert.hf_folder(model) for model in arguments.model}
+    curve = [convert.origin(folder) for folder in folders.values()] if arguments.curve else []
+    results = [
+        evaluate_model(model, folder, files, kept, arguments.limit, arguments.batch_size)
+        for model, folder in folders.items()
+    ]
+    if results:
+        console.print(table(results))
+    if arguments.output and results:
+        console.print(f"wrote {arguments.output}", soft_wrap=True)
+    if curve:
+        points = [
+            report.TaskPoint(place.run, place.tokens, result.tasks)
+            for place, result in zip(curve, results, strict=True)
+        ]
+        console.print(f"wrote {report.save_task_curves(points, arguments.curve)}", soft_wrap=True)
+
+
+def evaluate_model(
+    model: Path,
+    folder: Path,
+    files: Mapping[str, Path],
+    kept: ResultsFile,
+    limit: int | None,
+    batch_size: int | None,
+) -> HarnessResult:
+    """Results of all tasks in the order asked for; those in `kept` are taken from there, the others added to it."""
+    begin = time.monotonic()
+    found = {task: kept.find(model, folder, task, file, limit) for task, file in files.items()}
+    missing = {task: file for task, file in files.items() if found[task] is None}
+    if missing:
+        for result in evaluate.evaluate_tasks(folder, missing, limit=limit, batch_size=batch_size):
+            kept.add(model, folder, files[result.task], result)
+            found[result.task] = result
+    return HarnessResult(str(model), [result for result in found.values() if result], time.monotonic() - begin)
+
+
+def table(results: Sequence[HarnessResult]) -> Table:
+    """A row for each metric of a task, a column for each model; values with their standard errors."""
+    shown = Table(box=None, header_style="bold", pad_edge=False)
+    for column in ("task", "metric"):
+        shown.add_column(column, no_wrap=True)
+    shown.add_column("samples", justify="right", no_wrap=True)
+    for result in results:
+        shown.add_column(result.model, justify="right", overflow="fold")
+    for tasks in zip(*(result.tasks for result in results), strict=True):
+        for scores in zip(*(task.scores for task in tasks), strict=True):
+            values = [cell(score) for score in scores]
+            shown.add_row(tasks[0].task, scores[0].metric, str(tasks[0].samples), *values)
+    return shown
+
+
+def cell(score: Score) -> str:
+    """Value ± standard error, where there is one."""
+    return f"{score.value:.4g}" + ("" if score.stderr is None else f" ± {score.stderr:.2g}")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--model", type=existing, nargs="+", default=[], metavar="DIR", help="HF folder, run, checkpoint"
+    )
+    parser.add_argument("--tasks", default=",".join(PAPER), metavar="A,B", help=f"of {', '.join(TASKS)}")
+    parser.add_argument(
+        "--data",
+        type=existing,
+        metavar="DIR",
+        help="folder of task files as published (DIR/lambada/lambada_test.jsonl)",
+    )
+    parser.add_argument("--cloze", type=existing, metavar="FILE", help='jsonl of {"text"}: its last word is predicted')
+    parser.add_argument("--limit", type=int, metavar="N", help="only the first N examples of each task")
+    parser.add_argument("--batch-size", type=int, metavar="N", help="examples at once (default: what fits memory)")
+    parser.add_argument("--output", type=Path, metavar="JSON", help="keep results there, and go on from them")
+    parser.add_argument("--curve", type=Path, metavar="PNG", help="draw the models' scores over the tokens they read")
+    parser.add_argument(
+        "--write-tasks", type=Path, metavar="DIR", help="also write the tasks for lm-eval's command line"
+    )
+    return parser

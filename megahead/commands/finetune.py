@@ -1,0 +1,107 @@
+"""Fine-tunes models on GLUE, SuperGLUE and XNLI, with the paper's settings unless others are given.
+
+megahead finetune --model exports/headless exports/vanilla --task glue superglue --data data --output glue.json
+megahead finetune --model exports/headless --task xnli/en xnli/fr --data data --languages en,fr,de --epochs 3
+
+`glue`, `superglue` and `xnli` stand for all their tasks that `--data` holds. `xnli/fr` trains on French and is tested
+in every language at hand. Runs that `--output` holds are not made again: an interrupted call goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import get_args
+
+from rich.console import Console
+
+from megahead import convert
+from megahead.errors import FieldError, existing
+from megahead.evaluate import finetuning
+from megahead.evaluate.finetuning import (
+    XNLI_LANGUAGES,
+    FineTuning,
+    LossName,
+    Sources,
+    TaskData,
+    expand,
+    load_task,
+    paper_settings,
+)
+from megahead.report import to_rich
+
+
+def main() -> None:
+    arguments = _parser().parse_args()
+    for name in ("seeds", "max_train_rows", "threads"):
+        value = getattr(arguments, name)
+        if value is not None and value < 1:
+            raise FieldError(f"--{name.replace('_', '-')}", "be at least 1", got=value)
+    sources = Sources(arguments.data)
+    console = Console(highlight=False, soft_wrap=True)
+    tasks = [load(name, sources, arguments) for name in expand(arguments.task, sources)]
+    for data, _ in tasks:
+        if data.short:
+            console.print(f"{data.name}: {data.short:,} lines lack a column and were left out")
+    if arguments.threads:
+        use_threads(arguments.threads)
+    starts = [finetuning.StartModel(str(model), convert.hf_folder(model)) for model in arguments.model]
+    if arguments.floor:
+        starts.append(finetuning.StartModel("random weights", starts[0].folder, random_weights=True))
+    kept = finetuning.FineTuningResults(arguments.output)
+    outcomes = finetuning.Comparison(starts, tasks, range(arguments.seeds), kept).run(console.print)
+    console.print(
+        to_rich(finetuning.comparison_table(outcomes), title="percent, mean ± deviation over seeds (best epochs)")
+    )
+    console.print(f"\nwrote {arguments.output}")
+
+
+def use_threads(count: int) -> None:
+    import torch
+
+    torch.set_num_threads(count)
+
+
+def load(name: str, sources: Sources, arguments: argparse.Namespace) -> tuple[TaskData, FineTuning]:
+    """A task with its settings."""
+    languages = arguments.languages.split(",")
+    unknown = [language for language in languages if language not in XNLI_LANGUAGES]
+    if unknown:
+        raise FieldError("--languages", f"name languages of {', '.join(XNLI_LANGUAGES)}", got=unknown[0])
+    names = ("learning_rate", "weight_decay", "batch_size", "epochs", "max_length")
+    settings = paper_settings(name, arguments.loss, **{key: getattr(arguments, key) for key in names})
+    return load_task(name, sources, max_train_rows=arguments.max_train_rows, languages=languages), settings
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--model", type=existing, nargs="+", required=True, metavar="DIR", help="HF folder, run, checkpoint"
+    )
+    parser.add_argument(
+        "--task",
+        nargs="+",
+        required=True,
+        metavar="T",
+        help="glue/cola, superglue/boolq, xnli/en ..., or a whole suite",
+    )
+    parser.add_argument(
+        "--data", type=existing, metavar="DIR", help="folder with glue/, superglue/, xnli/ (default: the hub)"
+    )
+    parser.add_argument(
+        "--output", type=Path, default=Path("finetuning.json"), metavar="JSON", help="keep results there"
+    )
+    parser.add_argument("--seeds", type=int, default=3, metavar="N", help="runs a task, seeds 0 to N - 1 (default: 3)")
+    parser.add_argument("--floor", action="store_true", help="also the first model's shape with random weights")
+    parser.add_argument("--max-train-rows", type=int, metavar="N", help="train on N rows at most, drawn at random")
+    parser.add_argument("--languages", default=",".join(XNLI_LANGUAGES), metavar="A,B", help="XNLI is tested in")
+    parser.add_argument(
+        "--loss", choices=get_args(LossName), help="cross-entropy (default: balanced; regular for XNLI)"
+    )
+    parser.add_argument("--epochs", type=int, metavar="N", help="default: 10, the best one counts")
+    parser.add_argument("--batch-size", type=int, metavar="N", help="default: 32, XNLI 128")
+    parser.add_argument("--learning-rate", type=float, metavar="X", help="default: 1e-5, regular 5e-6, XNLI 2e-5")
+    parser.add_argument("--weight-decay", type=float, metavar="X", help="default: 0, regular 0.01, XNLI 0")
+    parser.add_argument("--max-length", type=int, metavar="N", help="tokens of a sequence (default: 128)")
+    parser.add_argument("--threads", type=int, metavar="N", help="of the CPU (default: torch's)")
+    return parser

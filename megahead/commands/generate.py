@@ -1,0 +1,94 @@
+"""Continues prompts with a model: a Hugging Face folder, a run or a checkpoint (with the best head it has).
+
+megahead generate --model runs/headless --prompt "The capital of France" "Once upon a time"
+megahead generate --model runs/headless --file prompts.txt    # a prompt a line
+megahead generate --model runs/headless --interactive         # a prompt at a time, until an empty line
+
+`--output runs/headless/samples.jsonl` keeps them where `megahead report` finds them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from megahead import convert, evaluate
+from megahead.errors import DataError, FieldError, existing
+
+
+def main() -> None:
+    arguments = _parser().parse_args()
+    if arguments.max_tokens < 1:
+        raise FieldError("--max-tokens", "be at least 1", got=arguments.max_tokens)
+    sampling = evaluate.sampling_options(arguments.temperature, arguments.top_k, arguments.top_p)
+    console = Console(highlight=False, soft_wrap=True, markup=False)
+    prompts = typed(console) if arguments.interactive else given(arguments.prompt, arguments.file)
+    model, tokenizer = opened(arguments.model, arguments.seed)
+    for prompt in prompts:
+        if not arguments.interactive:
+            console.print(prompt, style="bold", end="")
+        text = evaluate.continuation(model, tokenizer, prompt, arguments.max_tokens, sampling)
+        console.print(text, end="\n\n")
+        if arguments.output is not None:
+            with arguments.output.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"prompt": prompt, "text": text}, ensure_ascii=False) + "\n")
+
+
+def opened(model: Path, seed: int) -> tuple[Any, Any]:
+    """The model, on a GPU where there is one, and its tokenizer; what is drawn follows from `seed`."""
+    import torch
+
+    folder = convert.hf_folder(model)
+    loaded = convert.load_causal(folder).to("cuda" if torch.cuda.is_available() else "cpu")
+    torch.manual_seed(seed)
+    return loaded, convert.load_tokenizer_folder(folder)
+
+
+def given(prompts: Sequence[str] | None, file: Path | None) -> list[str]:
+    """The prompts of the command line, or the lines of `file`."""
+    if file is None:
+        return list(prompts or [])
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError):
+        raise DataError(f"`{file}` must be a readable text file, but is not; check the path.") from None
+    if not lines:
+        raise DataError(f"`{file}` must hold a prompt a line, but is empty.")
+    return lines
+
+
+def typed(console: Console) -> Iterator[str]:
+    """Prompts as they are typed, until an empty line or the end of input."""
+    while True:
+        try:
+            prompt = console.input("> ")
+        except EOFError:
+            return
+        if not prompt:
+            return
+        yield prompt
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--model", type=existing, required=True, metavar="DIR", help="Hugging Face folder, run, checkpoint"
+    )
+    prompts = parser.add_mutually_exclusive_group(required=True)
+    prompts.add_argument("--prompt", nargs="+", metavar="TEXT", help="each is continued by itself")
+    prompts.add_argument("--file", type=existing, metavar="FILE", help="a prompt a line")
+    prompts.add_argument("--interactive", action="store_true", help="ask for prompts, until an empty line")
+    parser.add_argument("--max-tokens", type=int, default=64, metavar="N", help="longest continuation (default: 64)")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest token (default: 0.8)")
+    parser.add_argument("--top-k", type=int, default=50, metavar="K", help="draw among the K likeliest; 0: all")
+    parser.add_argument("--top-p", type=float, default=0.95, metavar="P", help="draw among the likeliest P of mass")
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help="adds prompts and texts to it, a JSON object a line"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same text (default: 0)")
+    return parser

@@ -1,0 +1,68 @@
+"""Shows what lies in an indexed dataset, compares its checksums and warns of what would spoil training.
+
+megahead inspect-dataset PREFIX --tokenizer tokenizer.json
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from megahead.corpus import Bar, Tokenizer, load_tokenizer
+from megahead.corpus.inspection import Inspection, inspect_dataset
+from megahead.wording import counted
+
+BAR_WIDTH = 40
+TOKENS_SHOWN = 128
+
+
+def main() -> None:
+    arguments = parse()
+    tokenizer = None if arguments.tokenizer is None else load_tokenizer(arguments.tokenizer)
+    with Bar("Reading") as bar:
+        inspection = inspect_dataset(arguments.prefix, verify=not arguments.quick, progress=bar)
+    console = Console()
+    table = Table("", arguments.prefix, show_header=True)
+    for name, value in inspection.facts(arguments.end_token):
+        table.add_row(name, value)
+    console.print(table)
+    console.print(lengths(inspection))
+    count = len(inspection.dataset)
+    spread = [count * k // arguments.samples for k in range(arguments.samples)] if count else []
+    for i in sorted(set(arguments.sequence or spread)):
+        show(console, inspection, i, tokenizer)
+    for warning in inspection.warnings(arguments.end_token, None if tokenizer is None else tokenizer.vocab_size):
+        console.print(f"warning: {warning}", style="bold yellow", highlight=False, soft_wrap=True)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("prefix", metavar="PREFIX", help="path of the .bin and .idx files, without ending")
+    parser.add_argument("--tokenizer", metavar="T", help="tokenizer.json or .model, to show text")
+    parser.add_argument("--sequence", type=int, nargs="+", metavar="I", help="which sequences to show")
+    parser.add_argument("--samples", type=int, default=2, metavar="N", help="sequences to show, evenly spread")
+    parser.add_argument("--end-token", type=int, default=0, metavar="ID", help="id that closes documents (default: 0)")
+    parser.add_argument("--quick", action="store_true", help="do not read the tokens to compare checksums")
+    return parser.parse_args()
+
+
+def lengths(inspection: Inspection) -> Table:
+    """The histogram of sequence lengths."""
+    table = Table("tokens", "sequences", "", show_header=True)
+    rows = inspection.histogram()
+    most = max((count for _, count in rows), default=1)
+    for span, count in rows:
+        table.add_row(span, f"{count:,}", "█" * -(-BAR_WIDTH * count // most))
+    return table
+
+
+def show(console: Console, inspection: Inspection, i: int, tokenizer: Tokenizer | None) -> None:
+    """How sequence `i` begins, as ids and as text."""
+    tokens = inspection.sequence(i)
+    console.print(f"sequence {i:,} ({counted(len(tokens), 'token')}) begins: {tokens[:16].tolist()}")
+    if tokenizer is not None:
+        known = tokens[:TOKENS_SHOWN][tokens[:TOKENS_SHOWN] < tokenizer.vocab_size]
+        console.print(escape(tokenizer.decode(known)), highlight=False)

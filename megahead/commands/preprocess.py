@@ -1,0 +1,108 @@
+"""Turns text into indexed datasets: PREFIX.bin, PREFIX.idx and PREFIX.json (counts and checksums).
+
+megahead preprocess --input corpus.jsonl.zst --tokenizer tokenizer.json --output data/corpus --holdout 100
+megahead preprocess --input 'pile/*.jsonl.zst' --tokenizer 20B_tokenizer.json --output data/pile --per-file \
+    --drop meta.pile_set_name=Books3
+
+With --per-file every input file becomes a dataset of its own in the folder --output; run the same command again after
+it was killed and it continues. `megahead merge-datasets` makes one dataset of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from fractions import Fraction
+from pathlib import Path
+
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # threads that nothing here uses cost 0.05 s a process
+
+from megahead.corpus import Bar
+from megahead.corpus.encoding import suitable_workers
+from megahead.corpus.preprocess import END_TOKEN, PreprocessReport, Recipe, held_out_share, preprocess_one
+from megahead.corpus.selection import Selection, conditions
+from megahead.corpus.shards import preprocess_shards
+from megahead.corpus.sources import find_inputs, total_bytes
+from megahead.errors import FieldError
+from megahead.wording import counted
+
+PLACES_SHOWN = 10
+
+
+def main() -> None:
+    arguments = parse()
+    recipe = Recipe(
+        tokenizer=Path(arguments.tokenizer),
+        selection=Selection(
+            arguments.text_key, conditions("--keep", arguments.keep), conditions("--drop", arguments.drop)
+        ),
+        end_token=arguments.end_token,
+        holdout=None if arguments.holdout is None else held_out_share(fraction(arguments.holdout)),
+        on_error=arguments.on_error,
+    )
+    cores = len(os.sched_getaffinity(0))
+    workers = arguments.workers or suitable_workers(total_bytes(find_inputs(arguments.input)), cores)
+    started = time.monotonic()
+    make = preprocess_shards if arguments.per_file else preprocess_one
+    with Bar("Tokenizing") as bar:
+        report = make(arguments.input, recipe, arguments.output, workers=workers, progress=bar)
+    print(told(arguments.output, report, time.monotonic() - started))
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--input",
+        nargs="+",
+        required=True,
+        metavar="F",
+        help=".jsonl or .txt (one document), plain, .gz or .zst; .parquet; saved Hugging Face datasets; "
+        "globs; - for JSON lines on standard input",
+    )
+    parser.add_argument("--tokenizer", required=True, metavar="T", help="tokenizer.json, or a SentencePiece .model")
+    parser.add_argument("--output", required=True, metavar="PREFIX", help="with --per-file: a folder")
+    parser.add_argument("--per-file", action="store_true", help="one dataset for each input file, restartable")
+    parser.add_argument("--text-key", default="text", help="key of the text, `a.b` for nested ones (default: text)")
+    parser.add_argument("--keep", nargs="+", default=[], metavar="KEY=VALUE", help="only documents where one holds")
+    parser.add_argument("--drop", nargs="+", default=[], metavar="KEY=VALUE", help="no documents where one holds")
+    parser.add_argument("--on-error", choices=("fail", "skip"), default="fail", help="at a broken line (default: fail)")
+    parser.add_argument("--end-token", default=END_TOKEN, help=f"closes each document (default: {END_TOKEN})")
+    parser.add_argument(
+        "--holdout",
+        metavar="N",
+        help="every N-th document (N >= 2), or this fraction of them (0.01), goes to PREFIX-validation instead",
+    )
+    parser.add_argument("--workers", type=int, help="processes (default: one for every 32 MB, at most the cores)")
+    return parser.parse_args()
+
+
+def fraction(text: str) -> Fraction:
+    try:
+        return Fraction(text)
+    except (ValueError, ZeroDivisionError):
+        raise FieldError("--holdout", "be a number, like 100 or 0.01", got=text) from None
+
+
+def told(output: str, report: PreprocessReport, seconds: float) -> str:
+    """The final report: counts first, then where something was left out."""
+    per_token = report.text_bytes / max(report.tokens - report.documents, 1)
+    lines = [
+        f"{output}: {counted(report.documents, 'document')} ({report.held_out:,} of them held out, {report.skipped:,} "
+        f"empty skipped), {counted(report.tokens, 'token')} from {report.text_bytes / 1e6:,.1f} MB of text "
+        f"({per_token:.2f} bytes a token) in {seconds:.1f} s with {report.engine}"
+    ]
+    if report.left_out:
+        lines.append(f"  {counted(report.left_out, 'document')} not wanted (--keep, --drop)")
+    lines += shown("empty", report.skipped, report.empty_places)
+    lines += shown("broken, skipped", report.broken, report.problems)
+    return "\n".join(lines)
+
+
+def shown(what: str, count: int, places: list[str]) -> list[str]:
+    """The first places of a kind, one a line, and how many more there are."""
+    if not count:
+        return []
+    some = places[:PLACES_SHOWN]
+    more = [f"    and {count - len(some):,} more"] if count > len(some) else []
+    return [f"  {what}: {count:,}", *(f"    {place}" for place in some), *more]

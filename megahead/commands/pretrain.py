@@ -1,0 +1,76 @@
+"""Pretrains, fine-tunes a head, or resumes, on one process or many; the same command again goes on where it was.
+
+megahead pretrain --config NAME.yaml [--set a.b=c ...] [--resume auto|never|DIR]
+megahead pretrain --config ... --dry-run [--world-size N]
+
+On several ranks (in a checkout launch/pretrain.py is the same, and what DeepSpeed's launcher starts):
+torchrun --nproc_per_node 2 -m megahead pretrain --config ...
+deepspeed --num_accelerators 2 launch/pretrain.py --config ...
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+
+from megahead import train
+from megahead.config import RunConfig, load_config
+from megahead.errors import UserError, print_error, run_command
+
+
+def main() -> None:
+    """Ends the process by itself: after an error at once, as other ranks may wait, and one of them speaks for all."""
+    run_command(run, at_once=True, say=say)
+
+
+def run() -> None:
+    arguments = parse()
+    config = load_config(arguments.config, arguments.set)
+    if arguments.dry_run:
+        print(described(config, arguments.world_size))
+        return
+
+    from megahead.distributed import read_launch
+
+    done = train.pretrain(config, read_launch(os.environ), arguments.resume)
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)  # a launcher's second one comes too late to change how it ended
+    if done.ending == "stopped":
+        sys.exit(arguments.stopped_code)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", required=True, help="the run's YAML file, or the name of one that ships")
+    parser.add_argument("--set", action="append", default=[], metavar="a.b=c", help="override one setting")
+    parser.add_argument("--resume", default="auto", help="auto (default), never, or a checkpoint folder")
+    parser.add_argument("--dry-run", action="store_true", help="print the resolved run and stop")
+    parser.add_argument("--world-size", type=int, default=1, help="ranks to assume with --dry-run")
+    parser.add_argument(
+        "--stopped-code", type=int, default=0, metavar="N", help="exit code after a signal (default: 0)"
+    )
+    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # given by the deepspeed launcher
+    return parser.parse_args()
+
+
+def described(config: RunConfig, world_size: int) -> str:
+    """The resolved run, and which of its files are there."""
+    lines = [*train.describe_run(config, world_size), train.files_of(config)]
+    return "\n".join(f"{name:<12}{value}" for name, value in lines)
+
+
+def say(sentence: str) -> None:
+    """What went wrong, from one of the ranks that found it."""
+    if os.environ.get("WORLD_SIZE", os.environ.get("SLURM_NTASKS", "1")) == "1":
+        print_error(sentence)  # alone, without waiting for torch
+        return
+    from megahead.distributed import print_error_once, read_launch
+
+    try:
+        launch = read_launch(os.environ)
+    except UserError:
+        print_error(sentence)
+    else:
+        print_error_once(launch, sentence)

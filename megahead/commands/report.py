@@ -1,0 +1,24 @@
+"""Makes one self-contained HTML page of one or several runs: curves, events, samples, settings.
+
+megahead report runs/headless runs/vanilla --output report.html
+
+Nothing is loaded from anywhere when the page is opened. It shows the text that
+`megahead generate --model RUN --output RUN/samples.jsonl` made.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from megahead import report
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR", help="run folder")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="default: report.html in the first run's folder")
+    arguments = parser.parse_args()
+    runs = report.read_runs(arguments.runs)
+    output = arguments.output or arguments.runs[0] / "report.html"
+    print(f"wrote {report.save_page(runs, output)}")

@@ -1,0 +1,59 @@
+"""Compares how close WordNet's synonyms lie in models' input embeddings: Hugging Face folders, runs or checkpoints.
+
+megahead synonyms --model runs/headless runs/vanilla --output synonyms.png
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from megahead import convert, evaluate, report
+from megahead.corpus import load_tokenizer
+from megahead.errors import existing
+
+
+def main() -> None:
+    arguments = _parser().parse_args()
+    pairs = evaluate.synonym_pairs(arguments.wordnet)
+    found: dict[str, evaluate.Similarities] = {}
+    for model in arguments.model:
+        weight_VD, tokenizer = convert.input_embedding(model)
+        found[str(model)] = evaluate.similarities(weight_VD, load_tokenizer(tokenizer), pairs)
+    console = Console(highlight=False)
+    console.print(table(found))
+    if arguments.output:
+        console.print(f"wrote {report.save_similarities(found, arguments.output)}", soft_wrap=True)
+
+
+def table(found: dict[str, evaluate.Similarities]) -> Table:
+    """Means of each model with their standard errors."""
+    shown = Table(box=None, header_style="bold", pad_edge=False)
+    shown.add_column("model", overflow="fold")
+    for column in ("pairs", "synonyms", "random", "gap"):
+        shown.add_column(column, justify="right", no_wrap=True)
+    for name, values in found.items():
+        means = [
+            f"{part.mean():.4f} ± {part.std() / len(part) ** 0.5:.4f}" for part in (values.synonyms_P, values.random_P)
+        ]
+        shown.add_row(name, f"{len(values.synonyms_P):,}", *means, f"{values.gap():+.4f}")
+    return shown
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--model", type=existing, nargs="+", required=True, metavar="DIR", help="HF folder, run, checkpoint"
+    )
+    parser.add_argument(
+        "--wordnet",
+        type=existing,
+        default="/usr/share/wordnet",
+        metavar="DIR",
+        help="folder of WordNet's data.* files (default: /usr/share/wordnet, Debian's wordnet-base)",
+    )
+    parser.add_argument("--output", type=Path, metavar="PNG", help="also draw the distributions there")
+    return parser

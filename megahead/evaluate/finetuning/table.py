@@ -1,0 +1,33 @@
+"""Models beside each other as people read them: percent, and training time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megahead.evaluate.finetuning.results import FineTuningResult, Summary, summarise
+from megahead.wording import duration
+
+
+def comparison_table(outcomes: Sequence[FineTuningResult]) -> list[dict[str, object]]:
+    """A row for each metric of a task, a column for each model, and a last row of training time."""
+    rows: dict[tuple[str, str, str], dict[str, object]] = {}
+    for model in dict.fromkeys(outcome.model for outcome in outcomes):
+        mine = [outcome for outcome in outcomes if outcome.model == model]
+        halved = {outcome.task for outcome in mine if outcome.halved}
+        for summary in summarise(mine):
+            task = summary.task + (" (half of dev)" if summary.task in halved else "")
+            test = "" if summary.test == summary.task.split("/")[-1] else summary.test
+            names = {"task": task, "test": test, "metric": summary.metric}
+            rows.setdefault((task, test, summary.metric), {**names})[model] = _cell(summary)
+        time_row = rows.setdefault(("training", "", ""), {"task": "training"})
+        time_row[model] = duration(sum(outcome.seconds() for outcome in mine))
+    rows["training", "", ""] = rows.pop(("training", "", ""))
+    return list(rows.values())
+
+
+def _cell(summary: Summary) -> str:
+    """Mean ± deviation (best epochs)."""
+    deviation = summary.deviation()
+    spread = "" if deviation is None else f" ± {100 * deviation:.1f}"
+    epochs = f" ({' '.join(map(str, summary.epochs))})" if summary.epochs else ""
+    return f"{100 * summary.mean():.1f}{spread}{epochs}"

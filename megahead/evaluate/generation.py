@@ -1,0 +1,38 @@
+"""Text by a model: a prompt and what comes after it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megahead.errors import FieldError
+
+
+def continuation(model: Any, tokenizer: Any, prompt: str, max_tokens: int, sampling: dict[str, Any]) -> str:
+    """Up to `max_tokens` tokens after `prompt`, up to the end of the document; an empty prompt begins one.
+
+    A prompt longer than the model's context less `max_tokens` loses its beginning.
+    """
+    import torch
+
+    room = model.config.max_position_embeddings - max_tokens
+    if room < 1:
+        raise FieldError("--max-tokens", f"be below the model's context ({room + max_tokens})", got=max_tokens)
+    ids = tokenizer(prompt)["input_ids"][-room:] or [tokenizer.bos_token_id]
+    inputs = torch.tensor([ids], device=model.device)
+    options = {"max_new_tokens": max_tokens, "pad_token_id": tokenizer.pad_token_id, **sampling}
+    output = model.generate(inputs, attention_mask=torch.ones_like(inputs), **options)
+    text: str = tokenizer.decode(output[0, len(ids) :], skip_special_tokens=True)
+    return text
+
+
+def sampling_options(temperature: float, top_k: int, top_p: float) -> dict[str, Any]:
+    """Options of transformers' generate; temperature 0 takes the likeliest token each time."""
+    if temperature < 0:
+        raise FieldError("--temperature", "be at least 0", got=temperature)
+    if top_k < 0:
+        raise FieldError("--top-k", "be at least 0 (0: all tokens)", got=top_k)
+    if not 0 < top_p <= 1:
+        raise FieldError("--top-p", "be above 0 and at most 1", got=top_p)
+    if temperature == 0:
+        return {"do_sample": False}
+    return {"do_sample": True, "temperature": temperature, "top_k": top_k, "top_p": top_p}
