@@ -28,8 +28,8 @@ def install(folder: Path) -> Path:
     return folder / "site"
 
 
-def run_installed(site: Path, program: Path, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """Runs `program` in `cwd`. `-S`: no .pth file, by which an editable installation would lead to this checkout."""
+def run_installed(site: Path, program: Path, cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Runs a program in `cwd`. `-S`: no .pth file, by which an editable installation would lead to this checkout."""
     others = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
     environment = {
         **os.environ,
@@ -38,7 +38,7 @@ def run_installed(site: Path, program: Path, cwd: Path) -> subprocess.CompletedP
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
     }
-    command = [sys.executable, "-S", str(program)]
+    command = [sys.executable, "-S", str(program), *arguments]
     return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=cwd, timeout=300, check=False)
 
 

@@ -33,6 +33,7 @@ RUN_BY = {
     r"python tools/plot\.py": "report/test_curves.py",
     r"python tools/eval_harness\.py": "convert/test_convert_commands.py",
     r"python tools/paper\.py": "tools/test_paper.py",
+    r"megahead (preprocess|pretrain|convert|report) ": "docs/test_python_page.py",
     r"python tools/finetune\.py": "commands/test_finetune.py",
     r"python tools/bench_step\.py": "tools/test_bench_step.py",
     r"(source|export|cat|for|done) ?|tensorboard --logdir": "",

@@ -1,4 +1,4 @@
-"""docs/python.md as one program, run by an installed package (a wheel) in a folder that has nothing but a text."""
+"""docs/python.md as one program, then its commands: an installed package (a wheel) in a folder with a text alone."""
 
 from __future__ import annotations
 
@@ -13,12 +13,16 @@ from installed import install, run_installed
 from megahead.train.preemption import ENDING
 
 PAGE = (ROOT / "docs/python.md").read_text()
+SETTINGS = [
+    *("training.steps=6", "training.evaluate_every=3", "schedule.warmup_steps=2", "model.vocab_size=300"),
+    *("model.num_layers=1", "model.hidden_size=32", "data.sequence_length=16", "batch.global_size=8"),
+    "engine.device=cpu",
+]
 TINY = {
     ", 8192)": ", 300)",
     "vocab_size=8192": "vocab_size=300",
-    '"training.steps=300"': '"training.steps=6", "training.evaluate_every=3", "schedule.warmup_steps=2", '
-    '"model.vocab_size=300", "model.num_layers=1", "model.hidden_size=32", "data.sequence_length=16", '
-    '"batch.global_size=8", "engine.device=cpu"',
+    '"training.steps=300"': ", ".join(f'"{setting}"' for setting in SETTINGS),
+    "--set training.steps=300": " ".join(f"--set {setting}" for setting in SETTINGS),
 }
 """What is made smaller; each stands somewhere on the page."""
 AFTERWARDS = """
@@ -36,7 +40,7 @@ def test_an_installed_package_runs_the_page_in_an_empty_folder(tmp_path: Path) -
     (here / "data").mkdir(parents=True)
     stories = [f"the cat saw the rat, the dog met the bird {k} times and sat on the mat" for k in range(400)]
     (here / "text.jsonl").write_text("".join(json.dumps({"text": story}) + "\n" for story in stories))
-    (tmp_path / "page.py").write_text(f"{program()}\nROOT = {str(ROOT / 'megahead')!r}{AFTERWARDS}")
+    (tmp_path / "page.py").write_text(f"{code('python')}\nROOT = {str(ROOT / 'megahead')!r}{AFTERWARDS}")
     done = run_installed(site, tmp_path / "page.py", here)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"imported from {site}/megahead/__init__.py\nof this checkout []\n" in done.stdout
@@ -46,6 +50,23 @@ def test_an_installed_package_runs_the_page_in_an_empty_folder(tmp_path: Path) -
     assert (here / "models/mine/model.safetensors").is_file()
     assert "\n[17  4 99  0]\n" in done.stdout
     learns_by_itself(done.stdout)
+    told = commands_told(site, here)
+    assert "400 documents (2 of them held out" in told["preprocess"]
+    assert (here / "data/text.bin").read_bytes() == (here / "data/text-again.bin").read_bytes()
+    assert "finished at step 6" in told["pretrain"]
+    assert "wrote models/shell in" in told["convert"]
+    assert "2 runs compared" in (here / "report.html").read_text()
+
+
+def commands_told(site: Path, here: Path) -> dict[str, str]:
+    """What each of the page's commands printed, by its name."""
+    told = {}
+    for line in code("bash").splitlines():
+        program, name, *arguments = line.split()
+        done = run_installed(site, site / "bin" / program, here, name, *arguments)
+        assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
+        told[name] = done.stdout
+    return told
 
 
 def learns_by_itself(output: str) -> None:
@@ -56,12 +77,12 @@ def learns_by_itself(output: str) -> None:
     assert float(perplexity) < 60
 
 
-def program() -> str:
-    """The page's code, made small."""
-    code = "\n".join(re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL))
+def code(language: str) -> str:
+    """The page's fences of a language, made small."""
+    text = "\n".join(re.findall(rf"^```{language}\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL))
     for large, small in TINY.items():
-        code = code.replace(large, small)
-    return code
+        text = text.replace(large, small)
+    return text
 
 
 def test_what_is_made_smaller_stands_on_the_page() -> None:
