@@ -18,6 +18,7 @@ from pathlib import Path
 from megahead.checkpoint.manifest import MANIFEST, Manifest
 from megahead.errors import CheckpointError
 from megahead.files import flush, write_atomically
+from megahead.run_folder import RunFolder
 
 _STEP = re.compile(r"step-(\d{8,})(\.replaced)?")
 _LATEST = "latest"
@@ -126,7 +127,8 @@ def remove(folder: Path) -> None:
 
 
 def _checkpoints_of(path: Path) -> Path:
-    return path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    inside = RunFolder(path).checkpoints
+    return inside if inside.is_dir() else path
 
 
 def _free_name(path: Path) -> Path:

@@ -14,6 +14,7 @@ from rich.console import Console
 
 from megahead import report
 from megahead.report import RunMetrics, read_metrics, to_rich
+from megahead.run_folder import RunFolder
 
 
 def main() -> None:
@@ -23,7 +24,7 @@ def main() -> None:
     arguments = parser.parse_args()
     runs = [read_metrics(run) for run in arguments.runs]
     first = arguments.runs[0]
-    output = arguments.output or (first.parent if first.suffix == ".jsonl" else first) / "curves.png"
+    output = arguments.output or RunFolder(first.parent if first.suffix == ".jsonl" else first).curves
     report.save_curves(runs, output)
     console = Console()
     console.print(to_rich([last_values(run) for run in runs]))

@@ -12,6 +12,7 @@ import argparse
 from pathlib import Path
 
 from megahead import report
+from megahead.run_folder import RunFolder
 
 
 def main() -> None:
@@ -20,5 +21,5 @@ def main() -> None:
     parser.add_argument("--output", type=Path, metavar="FILE", help="default: report.html in the first run's folder")
     arguments = parser.parse_args()
     runs = report.read_runs(arguments.runs)
-    output = arguments.output or arguments.runs[0] / "report.html"
+    output = arguments.output or RunFolder(arguments.runs[0]).report
     print(f"wrote {report.save_page(runs, output)}")

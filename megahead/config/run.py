@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
@@ -18,6 +19,7 @@ from megahead.config.resilience import FaultsConfig, ResumeConfig
 from megahead.config.tasks import TasksConfig
 from megahead.config.training import EngineConfig, OptimizerConfig, ScheduleConfig
 from megahead.errors import ConfigError
+from megahead.run_folder import RunFolder
 
 
 class TrainingConfig(Settings):
@@ -169,9 +171,9 @@ class RunConfig(Settings):
             return self.data.sequence_length
         return max(1, round(self.masking.rate_at(0.5) * (self.data.sequence_length - 2)))
 
-    def folder(self) -> str:
+    def folder(self) -> RunFolder:
         """Where the run writes."""
-        return self.output_dir or f"runs/{self.name}"
+        return RunFolder(Path(self.output_dir or f"runs/{self.name}"))
 
     def flat(self) -> dict[str, Any]:
         """Every setting under its full name, `section.field`."""

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +45,8 @@ class ExportReport:
 
 
 def export(
-    checkpoint: str | Path,
-    output_dir: str | Path,
+    checkpoint: str | PathLike[str],
+    output_dir: str | PathLike[str],
     head: HeadName,
     *,
     dtype: str = "float32",

@@ -22,6 +22,7 @@ from megahead.distributed import Group
 from megahead.errors import CheckpointError
 from megahead.files import staged_folder
 from megahead.pretraining import weight_shapes
+from megahead.run_folder import RunFolder
 
 
 def from_hf(model_dir: Path, output_dir: Path) -> Path:
@@ -38,9 +39,10 @@ def from_hf(model_dir: Path, output_dir: Path) -> Path:
     theirs = {ours: name for name in files if (ours := family.our_name(name)) is not None}
     has_head = any(name == HEAD or name.startswith(MASK_HEAD) for name in theirs)
     config = _config(model_dir, content, family, has_head=has_head)
-    with staged_folder(output_dir) as folder:
+    with staged_folder(output_dir) as staged:
+        run = RunFolder(staged)
         save_checkpoint(
-            folder / "checkpoints",
+            run.checkpoints,
             0,
             _tensors(model_dir, files, theirs, config),
             state={"step": 0, "tokens": 0},
@@ -50,7 +52,7 @@ def from_hf(model_dir: Path, output_dir: Path) -> Path:
         )
         tokenizer = model_dir / "tokenizer.json"
         if tokenizer.is_file():
-            shutil.copyfile(tokenizer, folder / tokenizer.name)
+            shutil.copyfile(tokenizer, run.tokenizer)
     return output_dir
 
 

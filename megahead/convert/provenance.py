@@ -37,7 +37,7 @@ def held_out(model: TrainedModel) -> str | None:
     """The evaluation that the checkpoint knows as its last, as the run's metrics.jsonl has it (which may hold those of
     other histories, too); None where there is none."""
     try:
-        lines = (model.run_folder() / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        lines = model.run_folder().metrics.read_text(encoding="utf-8").splitlines()
     except OSError:
         return None
     told = None

@@ -25,7 +25,7 @@ def hf_folder(path: Path) -> Path:
         raise CheckpointError(f"`{path}` must be a Hugging Face model folder, a run or a checkpoint, but is none.")
     model = TrainedModel.open(path)
     head = best_head(model)
-    output = model.run_folder() / "exports" / f"{model.checkpoint.folder.name}-{head}"
+    output = model.run_folder().exports / f"{model.checkpoint.folder.name}-{head}"
     if _source(output) != fingerprint(model):
         export(model.checkpoint.folder, output, head)
     return output

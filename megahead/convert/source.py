@@ -19,6 +19,7 @@ from megahead.errors import CheckpointError
 from megahead.objectives import training_free_bias
 from megahead.parallel import assemble, fill_
 from megahead.pretraining import Pretraining, weight_shapes
+from megahead.run_folder import RunFolder
 
 EMBEDDING = "backbone.embedding.weight"
 HEAD = "head.weight"
@@ -118,12 +119,12 @@ class TrainedModel:
     def tokenizer(self) -> Path | None:
         """The `tokenizer.json` of the run: its copy in the run folder, or where the config says."""
         named = self.config.data.tokenizer
-        places = [self.run_folder() / "tokenizer.json", *([Path(named)] if named else [])]
+        places = [self.run_folder().tokenizer, *([Path(named)] if named else [])]
         return next((path for path in places if path.is_file()), None)
 
-    def run_folder(self) -> Path:
-        """RUN, for a checkpoint RUN/checkpoints/step-00001000."""
-        return self.checkpoint.folder.resolve().parent.parent
+    def run_folder(self) -> RunFolder:
+        """The folder of the run that was trained."""
+        return RunFolder.of(self.checkpoint.folder)
 
 
 def _empty(names: Sequence[str], module: nn.Module, _inputs: Any, _output: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from os import PathLike
 from pathlib import Path
 
 import torch
@@ -19,7 +20,7 @@ from megahead.objectives import Scores
 from megahead.pretraining import ScoreRequest
 
 
-def evaluate_checkpoint(checkpoint: str | Path, head: HeadName, *, dataset: str | None = None) -> HeldOut:
+def evaluate_checkpoint(checkpoint: str | PathLike[str], head: HeadName, *, dataset: str | None = None) -> HeldOut:
     """Scores the run's validation text (or `dataset`, a prefix), as many rows as the run's own evaluations read.
 
     checkpoint: a step folder or a run (its newest). head: `tied` scores by the embedding alone, `pmi` adds log q,

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megahead.errors import UserError
+from megahead.run_folder import RunFolder
 
 Record = Mapping[str, Any]
 
@@ -44,7 +45,7 @@ def read_metrics(run: Path) -> RunMetrics:
     Left out are a last line cut short by a killed run, and what a later session or a rollback turned away from; of two
     lines for one step the later counts. Raises UserError when there is no log, or when another line is broken.
     """
-    path = run if run.suffix == ".jsonl" else run / "metrics.jsonl"
+    path = run if run.suffix == ".jsonl" else RunFolder(run).metrics
     training: dict[int, Record] = {}
     validation: dict[int, Record] = {}
     tasks: dict[int, Record] = {}

@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from megahead.report.metrics import Record, RunMetrics, read_metrics
+from megahead.run_folder import RunFolder
 
 Config = Mapping[str, Any]
 
@@ -19,7 +20,7 @@ Config = Mapping[str, Any]
 class Run:
     """A run as its folder shows it; what is not there is empty."""
 
-    folder: Path
+    folder: RunFolder
     metrics: RunMetrics
 
     config: Config
@@ -45,7 +46,7 @@ class Run:
 
 def read_runs(folders: Sequence[Path]) -> list[Run]:
     """The runs of `folders`; those that share a name are called by their paths. Raises UserError as `read_metrics`."""
-    runs = [_read(folder) for folder in folders]
+    runs = [_read(RunFolder(folder)) for folder in folders]
     names = [run.name for run in runs]
     return [
         replace(run, metrics=replace(run.metrics, name=str(run.folder))) if names.count(run.name) > 1 else run
@@ -53,29 +54,30 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
     ]
 
 
-def _read(folder: Path) -> Run:
-    return Run(folder, read_metrics(folder), _config(folder), _samples(folder), _ending(folder))
+def _read(folder: RunFolder) -> Run:
+    metrics = read_metrics(folder.path)
+    return Run(folder, metrics, _config(folder.config), _samples(folder.samples), _ending(folder.ending))
 
 
-def _config(folder: Path) -> Config:
+def _config(path: Path) -> Config:
     try:
-        tree = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError):
         return {}
     return tree if isinstance(tree, dict) else {}
 
 
-def _samples(folder: Path) -> list[Record]:
+def _samples(path: Path) -> list[Record]:
     try:
-        lines = (folder / "samples.jsonl").read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").splitlines()
         found = [json.loads(line) for line in lines if line.strip()]
     except (OSError, ValueError):
         return []
     return [sample for sample in found if isinstance(sample, dict) and {"prompt", "text"} <= sample.keys()]
 
 
-def _ending(folder: Path) -> str | None:
+def _ending(path: Path) -> str | None:
     try:
-        return str(json.loads((folder / "ending.json").read_text(encoding="utf-8"))["ending"])
+        return str(json.loads(path.read_text(encoding="utf-8"))["ending"])
     except (OSError, ValueError, KeyError, TypeError):
         return None

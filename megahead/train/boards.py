@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 from megahead.config import RunConfig
@@ -25,8 +24,8 @@ class Boards:
     def __init__(self, config: RunConfig) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        folder = Path(config.folder())
-        self._tensorboard = SummaryWriter(str(folder / "tensorboard"))
+        folder = config.folder()
+        self._tensorboard = SummaryWriter(str(folder.tensorboard))
         self._wandb: Any = None
         if config.training.wandb is not None:
             import wandb
@@ -34,7 +33,7 @@ class Boards:
             self._wandb = wandb.init(
                 project=config.training.wandb,
                 name=config.name,
-                id=hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16],
+                id=hashlib.sha256(str(folder.path.resolve()).encode()).hexdigest()[:16],
                 resume="allow",
                 dir=str(folder),
                 config=config.model_dump(mode="json"),

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megahead.checkpoint import Checkpoint, is_step_folder, step_of, steps_in
+from megahead.run_folder import RunFolder
 
 
 @dataclass
@@ -14,23 +15,22 @@ class History:
     away from (by an older one named to `--resume`, or past damaged ones), and is set aside when it saves."""
 
     root: Path
-    """RUN/checkpoints."""
+    """The run's folder of checkpoints."""
 
     newest: int = -1
     """Step of what the run last saved here, or went on from; -1 where that is none of these."""
 
     @staticmethod
-    def behind(resumed: Checkpoint | None, folder: Path) -> History:
+    def behind(resumed: Checkpoint | None, folder: RunFolder) -> History:
         """That of a session of the run in `folder`, which may go on from a checkpoint elsewhere or from none."""
-        root = folder / "checkpoints"
-        if resumed is None or resumed.folder.parent.resolve() != root.resolve() or not is_step_folder(resumed.folder):
-            return History(root)
-        return History(root, resumed.step)
+        history = History(folder.checkpoints)
+        if resumed is not None and history._holds(resumed) and is_step_folder(resumed.folder):
+            history.newest = resumed.step
+        return history
 
     def name_of(self, checkpoint: Checkpoint) -> str:
         """What a reader of this folder calls it."""
-        inside = checkpoint.folder.parent.resolve() == self.root.resolve()
-        return checkpoint.folder.name if inside else str(checkpoint.folder)
+        return checkpoint.folder.name if self._holds(checkpoint) else str(checkpoint.folder)
 
     def goes_on(self, step: int) -> int:
         """A checkpoint of `step` is saved; returns the step before it."""
@@ -40,3 +40,6 @@ class History:
     def strangers(self) -> list[str]:
         """Names of the checkpoints that the next save sets aside."""
         return [folder.name for folder in steps_in(self.root) if step_of(folder) > self.newest]
+
+    def _holds(self, checkpoint: Checkpoint) -> bool:
+        return checkpoint.folder.parent.resolve() == self.root.resolve()

@@ -35,7 +35,7 @@ class Meters:
     """Gathers steps between two log lines; means over them are what is written."""
 
     def __init__(self, config: RunConfig, *, active: bool, utilization: Utilization | None = None) -> None:
-        self._folder = Path(config.folder())
+        self._folder = config.folder()
         self._total_steps = config.training.steps
         self._log_seconds = config.training.log_seconds
         self._say_seconds = self._log_seconds * (1 if sys.stdout.isatty() else _QUIETER)
@@ -48,7 +48,7 @@ class Meters:
         self._last_said = -math.inf
         self._perplexity: float | None = None
         if active:
-            self._log = _open_log(self._folder / "metrics.jsonl")
+            self._log = _open_log(self._folder.metrics)
             self._boards = Boards(config)
 
     def banner(

@@ -21,15 +21,16 @@ from megahead.distributed import Group
 from megahead.engine import Engine
 from megahead.errors import CheckpointError
 from megahead.pretraining import first_weights, weight_shapes
+from megahead.run_folder import RunFolder
 from megahead.train.history import History
 from megahead.train.state import TrainingState
 
 
-def find_resume(resume: str, folder: Path, world: Group) -> tuple[Checkpoint | None, list[str]]:
+def find_resume(resume: str, folder: RunFolder, world: Group) -> tuple[Checkpoint | None, list[str]]:
     """The checkpoint that `--resume auto|never|DIR` asks for (None: start from the beginning), sound in every byte, and
     a sentence for each damaged one that was passed over. Nothing is written. Collective."""
     if resume == "auto":
-        checkpoint, damage = _newest_sound(folder, world)
+        checkpoint, damage = _newest_sound(folder.path, world)
         if checkpoint is None:
             run_on_all_ranks(world, lambda: _refuse_abandoned(folder) if world.rank == 0 else None, str)
         return checkpoint, damage
@@ -47,8 +48,8 @@ def _newest_sound(folder: Path, world: Group, up_to: int | None = None) -> tuple
     return checkpoint, damage
 
 
-def _refuse_abandoned(folder: Path) -> None:
-    abandoned = abandoned_in(folder)
+def _refuse_abandoned(folder: RunFolder) -> None:
+    abandoned = abandoned_in(folder.path)
     if abandoned:
         raise CheckpointError(
             f"{folder} must hold a checkpoint to resume, but holds {', '.join(path.name for path in abandoned)} only; "
@@ -56,8 +57,8 @@ def _refuse_abandoned(folder: Path) -> None:
         )
 
 
-def _named(resume: str, folder: Path) -> Path | None:
-    there = find_checkpoint(folder if resume == "never" else Path(resume))
+def _named(resume: str, folder: RunFolder) -> Path | None:
+    there = find_checkpoint(folder.path if resume == "never" else Path(resume))
     if resume == "never" and there is not None:
         raise CheckpointError(
             f"`--resume never` must meet an output folder without checkpoints, but {folder} has {there.name}; "

@@ -1,24 +1,20 @@
-"""Being asked to stop: noticed at once, acted upon when all ranks are ready, written down for who starts us again."""
+"""Being asked to stop: noticed at once, acted upon when all ranks are ready."""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import FrameType
 from typing import Literal
 
 import torch
 
 from megahead.distributed import Group
-from megahead.files import write_atomically
 
 Ending = Literal["finished", "out of time", "stopped"]
-ENDING = "ending.json"
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
@@ -62,13 +58,3 @@ class StopRequest:
             signal.signal(signal.SIGINT, signal.default_int_handler)
             if self._tells:
                 os.write(2, b"\nsaving after this step, then stopping; Ctrl-C again ends at once\n")
-
-
-def mark_ending(folder: Path, ending: Ending, step: int, steps: int) -> None:
-    """RUN/ending.json: how the session ended; there only while none runs, and not after one that was killed."""
-    write_atomically(folder / ENDING, json.dumps({"ending": ending, "step": step, "steps": steps}) + "\n")
-
-
-def clear_ending(folder: Path) -> None:
-    """A session begins."""
-    (folder / ENDING).unlink(missing_ok=True)

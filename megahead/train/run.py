@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import exp
-from pathlib import Path
 
+from megahead.run_folder import RunFolder
 from megahead.train.preemption import Ending
 from megahead.train.state import TrainingState
 
@@ -14,8 +14,8 @@ from megahead.train.state import TrainingState
 class Run:
     """A run as `pretrain` left it; the same on every rank."""
 
-    folder: Path
-    """Its config.yaml, metrics.jsonl and checkpoints: what exports and evaluations ask for."""
+    folder: RunFolder
+    """What exports and evaluations ask for: a path that knows its `metrics`, `checkpoints`, `config` and the rest."""
 
     step: int
     """Optimizer steps applied, all sessions together."""
@@ -27,7 +27,7 @@ class Run:
     """exp(loss) of the last evaluation, with the head that training evaluates with; None where there was none."""
 
     @staticmethod
-    def of(folder: Path, state: TrainingState, ending: Ending) -> Run:
+    def of(folder: RunFolder, state: TrainingState, ending: Ending) -> Run:
         """From the counters it ended with."""
         found = state.validation
         return Run(folder, state.step, ending, None if found is None else exp(min(found["loss"], 700.0)))

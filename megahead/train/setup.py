@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,16 +27,16 @@ from megahead.train.datasets import RunDatasets, open_datasets
 from megahead.train.describe import describe_run
 from megahead.train.evaluation import Evaluation
 from megahead.train.faults import Guard
-from megahead.train.folder import fill, must_be_shared
 from megahead.train.history import History
 from megahead.train.identity import data_fingerprints, refuse_another_run
 from megahead.train.loop import Training, train
 from megahead.train.meters import Meters
 from megahead.train.out_of_memory import explain_out_of_memory
 from megahead.train.persistence import agreed_group, find_resume, resume_from, roll_back, starting_weights
-from megahead.train.preemption import StopRequest, clear_ending, mark_ending, signals_put_back
+from megahead.train.preemption import StopRequest, signals_put_back
 from megahead.train.run import Run
 from megahead.train.saver import Saver
+from megahead.train.session import begin_session, end_session, must_be_shared
 from megahead.train.state import TrainingState
 from megahead.train.task_evaluation import TaskEvaluation
 from megahead.train.utilization import Utilization, device_name
@@ -87,7 +86,7 @@ def _pretrain(config: RunConfig, ranks: Group, device: torch.device, resume: str
     deepspeed = deepspeed_config(config, mesh.data.size)
     world, data = mesh.world.side_channel(), mesh.data.side_channel()
     texts = open_datasets(config, world)
-    folder = Path(config.folder())
+    folder = config.folder()
     must_be_shared(folder, world)
     checkpoint, damage = find_resume(resume, folder, world)
     history = History.behind(checkpoint, folder)
@@ -97,8 +96,7 @@ def _pretrain(config: RunConfig, ranks: Group, device: torch.device, resume: str
     if checkpoint is not None:
         resume_from(checkpoint, engine, state, data)
     if world.rank == 0:
-        clear_ending(folder)
-        fill(folder, config)
+        begin_session(folder, config)
     meters = Meters(config, active=world.rank == 0, utilization=Utilization.on(device, config, world.size))
     facts = [*describe_run(config, world.size, state.group_samples), *texts.describe(config)]
     facts += [("on", f"{world.size} x {device_name(device)}"), *ways]
@@ -123,7 +121,7 @@ def _pretrain(config: RunConfig, ranks: Group, device: torch.device, resume: str
         ending = train(run)
     meters.close(ending, state)
     if world.rank == 0:
-        mark_ending(folder, ending, state.step, config.training.steps)
+        end_session(folder, ending, state.step, config.training.steps)
     return Run.of(folder, state, ending)
 
 

@@ -11,6 +11,7 @@ from megahead.distributed import Group
 from megahead.errors import UserError
 from megahead.evaluate.harness_tasks import task_files
 from megahead.evaluate.results import TaskResult
+from megahead.run_folder import RunFolder
 
 
 class TaskEvaluation:
@@ -30,7 +31,7 @@ class TaskEvaluation:
         """
         from megahead.evaluate.harness import evaluate_tasks  # imports lm-eval and transformers: seconds
 
-        folder = checkpoint.parent.parent / "exports" / "evaluated"
+        folder = RunFolder.of(checkpoint).exports / "evaluated"
         problem = self._world.broadcast_object(_export(checkpoint, folder) if self._world.rank == 0 else None)
         if problem is not None:
             raise UserError(problem)

@@ -193,6 +193,11 @@ def test_a_run_resolves_to_its_export_which_is_kept_until_the_checkpoint_changes
     assert (first / "model.safetensors").stat().st_mtime_ns != made
 
 
+def test_a_checkpoint_taken_out_of_its_run_is_exported_within_itself(tmp_path: Path) -> None:
+    taken = save_small(tmp_path / "run", small_config()).rename(tmp_path / "step-00000003")
+    assert hf_folder(taken) == taken / "exports/step-00000003-pmi"
+
+
 def test_a_folder_of_nothing_is_no_model(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="a run or a checkpoint, but is none"):
         hf_folder(tmp_path)

@@ -10,7 +10,7 @@ import pytest
 from commands import ROOT
 from installed import install, run_installed
 
-from megahead.train.preemption import ENDING
+from megahead.run_folder import RunFolder
 
 PAGE = (ROOT / "docs/python.md").read_text()
 SETTINGS = [
@@ -44,7 +44,7 @@ def test_an_installed_package_runs_the_page_in_an_empty_folder(tmp_path: Path) -
     done = run_installed(site, tmp_path / "page.py", here)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"imported from {site}/megahead/__init__.py\nof this checkout []\n" in done.stdout
-    assert json.loads((here / "runs/mine" / ENDING).read_text()) == {"ending": "finished", "step": 6, "steps": 6}
+    assert json.loads(RunFolder(here / "runs/mine").ending.read_text()) == {"ending": "finished", "step": 6, "steps": 6}
     (during,) = re.findall(r"^finished at step 6, perplexity ([\d.]+): runs/mine$", done.stdout, re.MULTILINE)
     assert f"\npmi: perplexity {during}\n" in done.stdout  # what is evaluated afterwards is what training saw
     assert (here / "models/mine/model.safetensors").is_file()

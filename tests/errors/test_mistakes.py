@@ -25,6 +25,7 @@ from megahead.distributed import Group, choose_device, read_launch
 from megahead.errors import UserError
 from megahead.evaluate.harness_tasks import task_files
 from megahead.report import read_metrics
+from megahead.run_folder import RunFolder
 from megahead.train.datasets import open_datasets
 from megahead.train.identity import refuse_another_run
 from megahead.train.persistence import find_resume, starting_weights
@@ -106,18 +107,18 @@ def shortened(folder: Path) -> None:
 
 def only_damaged(folder: Path) -> None:
     shorten(model(folder))
-    find_resume("auto", folder / "model", Group())
+    find_resume("auto", RunFolder(folder / "model"), Group())
 
 
 def only_set_aside(folder: Path) -> None:
     step = model(folder).parent
     step.rename(step.with_name(f"abandoned-{step.name}"))
-    find_resume("auto", folder / "model", Group())
+    find_resume("auto", RunFolder(folder / "model"), Group())
 
 
 def resumed_never(folder: Path) -> None:
     model(folder)
-    find_resume("never", folder / "model", Group())
+    find_resume("never", RunFolder(folder / "model"), Group())
 
 
 def resumed_otherwise(folder: Path) -> None:
@@ -206,7 +207,7 @@ FILES: tuple[tuple[Callable[[Path], Any], str], ...] = (
     (only_set_aside, "F/model must hold a checkpoint to resume, but holds abandoned-step-00000003 only; name the one to go on from with --resume, or start anew with --resume never."),
     (resumed_never, "`--resume never` must meet an output folder without checkpoints, but F/model has step-00000003; choose another output_dir, or remove it."),
     (resumed_otherwise, f"{STEP} must be of the same run to resume, but differs in optimizer.learning_rate (was 0.001, is 0.002); set them back, name them in resume.allow, or start another run with init.from_checkpoint."),
-    (lambda folder: find_resume("nowhere", folder, Group()), "`--resume` must be auto, never or a checkpoint folder, but nowhere holds none."),
+    (lambda folder: find_resume("nowhere", RunFolder(folder), Group()), "`--resume` must be auto, never or a checkpoint folder, but nowhere holds none."),
     (started_from("none"), "`init.from_checkpoint` must hold a checkpoint, but F/none holds none."),
     (started_from("model"), f"{STEP} must hold weight/backbone.embedding.weight of shape (64, 32), but has (64, 48) instead; give `model` the sizes of that run."),
     (wrong_tokenizer, "`F/t.json` must have at most 61 ids (model.vocab_size), but has 278 instead."),

@@ -45,7 +45,7 @@ def test_each_task_trains_its_line(folder: Path) -> None:
         words = (folder / "given").read_text().split()
         overrides = [word for before, word in pairwise(words) if before == "--set"]
         config = load_config(ROOT / CONFIG, overrides)
-        assert config.folder() == f"runs/{config.name}"
+        assert str(config.folder()) == f"runs/{config.name}"
         names.append((config.name, config.optimizer.learning_rate))
     assert names == [("lr-5e-4", 5e-4), ("lr-1e-3", 1e-3), ("lr-1e-3-group", 1e-3)]
 

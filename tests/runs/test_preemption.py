@@ -18,7 +18,7 @@ import megahead.checkpoint.saving as saving
 from megahead.checkpoint import open_checkpoint
 from megahead.engine import Engine
 from megahead.report.metrics import Record, read_metrics
-from megahead.train.preemption import ENDING
+from megahead.run_folder import RunFolder
 
 
 def signalled(owner: Any, name: str, at_call: int, signals: int = 1) -> Callable[[int], None]:
@@ -55,7 +55,7 @@ def test_a_signal_in_any_phase_saves_and_is_forgotten_on_resume(tmp_path: Path, 
     every = {"training.checkpoint_every": 4, "training.evaluate_every": 3, "training.save_in_background": background}
     config = small_config(tmp_path, every)
     assert codes(start_ranks(config, 2, tmp_path, sabotage=PHASES[phase])) == [0, 0], said(tmp_path, 1)
-    ending = json.loads((tmp_path / "run" / ENDING).read_text())
+    ending = json.loads(RunFolder(tmp_path / "run").ending.read_text())
     stopped_at = {"training": 3, "evaluation": 3, "saving, twice": 4 + background}[phase]
     assert ending["ending"] == "stopped"
     assert ending["step"] == open_checkpoint(tmp_path / "run").step
@@ -63,7 +63,7 @@ def test_a_signal_in_any_phase_saves_and_is_forgotten_on_resume(tmp_path: Path, 
     if phase == "evaluation":
         assert "held out" not in said(tmp_path, 0)  # who stops us has little patience
     assert codes(start_ranks(config, 2, tmp_path)) == [0, 0], said(tmp_path, 1)
-    assert json.loads((tmp_path / "run" / ENDING).read_text()) == {"ending": "finished", "step": 6, "steps": 6}
+    assert json.loads(RunFolder(tmp_path / "run").ending.read_text()) == {"ending": "finished", "step": 6, "steps": 6}
     undisturbed = small_config(tmp_path, every | {"output_dir": str(tmp_path / "undisturbed")})
     assert codes(start_ranks(undisturbed, 2, tmp_path)) == [0, 0]
     assert same_tensors(tmp_path / "run", tmp_path / "undisturbed")
@@ -98,11 +98,11 @@ def test_a_checkpoint_knows_the_evaluation_that_was_made_up_for(tmp_path: Path) 
 def test_a_run_that_is_killed_leaves_no_mark(tmp_path: Path) -> None:
     write_text(tmp_path)
     assert codes(start_ranks(small_config(tmp_path), 1, tmp_path)) == [0]
-    assert (tmp_path / "run" / ENDING).exists()
+    assert RunFolder(tmp_path / "run").ending.exists()
 
     def die(rank: int) -> None:
         Engine.micro_step = lambda *_: os._exit(9)  # type: ignore[method-assign]
 
     longer = small_config(tmp_path, {"training.steps": 9})
     assert codes(start_ranks(longer, 1, tmp_path, sabotage=die)) == [9]
-    assert not (tmp_path / "run" / ENDING).exists()
+    assert not RunFolder(tmp_path / "run").ending.exists()

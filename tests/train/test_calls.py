@@ -33,8 +33,8 @@ def run_at(folder: Path, number: int, k: int = 0, **changes: Any) -> Run:
 def test_a_run_says_where_it_is_and_how_it_ended(tmp_path: Path) -> None:
     write_text(tmp_path)
     run = forked(run_at, tmp_path, 0)
-    assert (run.folder, run.step, run.ending) == (tmp_path / "run-0", 6, "finished")
-    assert run.held_out_perplexity == pytest.approx(read_metrics(run.folder).validation[-1]["perplexity"])
+    assert (run.folder.path, run.step, run.ending) == (tmp_path / "run-0", 6, "finished")
+    assert run.held_out_perplexity == pytest.approx(read_metrics(run.folder.metrics).validation[-1]["perplexity"])
     assert forked(run_at, tmp_path, 0) == run  # nothing is left to do
     without = forked(unvalidated, tmp_path)
     assert without.held_out_perplexity is None

@@ -18,6 +18,7 @@ from megahead.convert import export
 from megahead.evaluate.harness import evaluate_harness
 from megahead.evaluate.offline import evaluate_checkpoint
 from megahead.report import read_metrics
+from megahead.run_folder import RunFolder
 
 
 class Pipeline:
@@ -87,7 +88,7 @@ class Pipeline:
             work,
             settings={"run": settings, "ranks": ranks()},
             inputs=[self.text.data, *inputs],
-            outputs=[run / "checkpoints"],
+            outputs=[RunFolder(run).checkpoints],
         )
 
     def _train_vanilla(self) -> None:

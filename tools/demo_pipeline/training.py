@@ -57,9 +57,9 @@ def train(config: str, overrides: Sequence[str], console: Console) -> None:
 def seconds_a_step(config: str, overrides: Sequence[str], console: Console) -> float:
     """Measured over a few steps of a run that is thrown away."""
     trial = ["training.steps=16", "training.log_seconds=0", "schedule.warmup_steps=0", "data.validation=null"]
-    scratch = Path(load_config(f"configs/{config}.yaml", overrides).folder())
+    scratch = load_config(f"configs/{config}.yaml", overrides).folder()
     train(config, [*overrides, *trial], console)
-    steps: list[float] = [record["step_seconds"] for record in read_metrics(scratch).training]
+    steps: list[float] = [record["step_seconds"] for record in read_metrics(scratch.path).training]
     shutil.rmtree(scratch)
     return sorted(steps)[len(steps) // 2]
 

@@ -18,6 +18,7 @@ from experiments.measures import Row, lines, over_seeds
 from megahead.config import HeadName
 from megahead.evaluate.offline import evaluate_checkpoint
 from megahead.report import RunMetrics
+from megahead.run_folder import RunFolder
 
 SEEDS = (0, 1, 2)
 STEPS, POINTS = 320, 4
@@ -100,7 +101,7 @@ def _train(laboratory: Laboratory, name: str, seed: int, overrides: Sequence[str
 
 
 def _checkpoints(laboratory: Laboratory, run: str) -> list[Path]:
-    return sorted((laboratory.folder / run / "checkpoints").glob("step-*"))
+    return sorted(RunFolder(laboratory.folder / run).checkpoints.glob("step-*"))
 
 
 def _tasks(laboratory: Laboratory, seed: int, rows: Sequence[Row], data: Path) -> None:

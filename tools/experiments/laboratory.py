@@ -19,6 +19,7 @@ from megahead.config import RunConfig, load_config
 from megahead.corpus import load_tokenizer
 from megahead.errors import FieldError, UserError
 from megahead.report import RunMetrics, read_metrics, to_markdown, to_rich
+from megahead.run_folder import RunFolder
 
 ROOT = Path(__file__).resolve().parents[2]
 HELD_OUT = "50"
@@ -140,7 +141,7 @@ def _finished(run: Path, config: RunConfig) -> bool:
         latest = (run / "checkpoints/latest").read_text().strip()
     except OSError:
         return False
-    same = load_config(run / "config.yaml").model_dump() == config.model_dump()
+    same = load_config(RunFolder(run).config).model_dump() == config.model_dump()
     return same and latest == f"step-{config.training.steps:08d}"
 
 

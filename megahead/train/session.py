@@ -1,8 +1,9 @@
-"""The run's folder: one and the same for all ranks, with what a reader of its checkpoints needs."""
+"""A session in its run's folder: one and the same for all ranks, marked at its beginning and at its end."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import secrets
 import shutil
 import time
@@ -14,23 +15,26 @@ from megahead.checkpoint import run_on_all_ranks
 from megahead.config import RunConfig
 from megahead.distributed import Group
 from megahead.errors import CheckpointError
+from megahead.files import write_atomically
+from megahead.run_folder import RunFolder
+from megahead.train.preemption import Ending
 
 PATIENCE = 10.0
 """Seconds that a network file system may take to show one rank what another wrote."""
 
 
-def must_be_shared(folder: Path, world: Group) -> None:
+def must_be_shared(folder: RunFolder, world: Group) -> None:
     """CheckpointError on all ranks when one of them does not see what rank 0 writes there. Collective.
 
     Checkpoints are written by all ranks together: with a folder on each node, none could be put together. What is made
     for this is removed again: a run that is refused later leaves nothing.
     """
-    missing = [place for place in (folder, *folder.parents) if not place.exists()]
+    missing = [place for place in (folder.path, *folder.path.parents) if not place.exists()]
     token = world.all_gather_objects(secrets.token_hex(8) if world.rank == 0 else "")[0]
     mark = folder / f".seen-by-all-{token}"
 
     def write() -> None:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.path.mkdir(parents=True, exist_ok=True)
         mark.touch()
 
     try:
@@ -44,12 +48,18 @@ def must_be_shared(folder: Path, world: Group) -> None:
                     place.rmdir()
 
 
-def fill(folder: Path, config: RunConfig) -> None:
-    """Writes RUN/config.yaml and RUN/tokenizer.json."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
+def begin_session(folder: RunFolder, config: RunConfig) -> None:
+    """Writes what a reader of its checkpoints needs: settings and tokenizer. From here on it has not ended."""
+    folder.path.mkdir(parents=True, exist_ok=True)
+    folder.ending.unlink(missing_ok=True)
+    folder.config.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
     if config.data.tokenizer is not None:
-        shutil.copyfile(config.data.tokenizer, folder / "tokenizer.json")
+        shutil.copyfile(config.data.tokenizer, folder.tokenizer)
+
+
+def end_session(folder: RunFolder, ending: Ending, step: int, steps: int) -> None:
+    """Writes how it ended, for who starts the run again: not there after a session that was killed."""
+    write_atomically(folder.ending, json.dumps({"ending": ending, "step": step, "steps": steps}) + "\n")
 
 
 def _see(mark: Path, rank: int) -> None:
@@ -63,7 +73,7 @@ def _see(mark: Path, rank: int) -> None:
         time.sleep(0.05)
 
 
-def _cannot_write(folder: Path, error: Exception) -> str:
+def _cannot_write(folder: RunFolder, error: Exception) -> str:
     return f"output_dir must be a folder that can be written, but {folder} cannot be ({error}); choose another."
 
 

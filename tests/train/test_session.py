@@ -9,13 +9,14 @@ from on_ranks import on_ranks
 
 from megahead.distributed import Group
 from megahead.errors import CheckpointError
-from megahead.train import folder as place
+from megahead.run_folder import RunFolder
+from megahead.train import session
 
 
 def ask(group: Group, folders: list[Path]) -> str:
-    place.PATIENCE = 0.2
+    session.PATIENCE = 0.2
     try:
-        place.must_be_shared(folders[group.rank], group)
+        session.must_be_shared(RunFolder(folders[group.rank]), group)
     except CheckpointError as error:
         return str(error)
     return "shared"

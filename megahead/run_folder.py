@@ -1,0 +1,87 @@
+"""What lies where in a run's folder: whoever writes it or reads it asks here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+_CHECKPOINTS = "checkpoints"
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """A run's folder, which need not be there yet; a path wherever one is asked for."""
+
+    path: Path
+
+    @staticmethod
+    def of(place: Path) -> RunFolder:
+        """The run at `place`: its folder, its `checkpoints`, or one of those, through links too.
+
+        A checkpoint that was taken out of its run is a run by itself.
+        """
+        for path in (place.absolute(), place.resolve()):
+            if path.parent.name == _CHECKPOINTS:
+                return RunFolder(path.parent.parent)
+            if path.name == _CHECKPOINTS:
+                return RunFolder(path.parent)
+        return RunFolder(place)
+
+    @property
+    def config(self) -> Path:
+        """Every setting, as the run has it."""
+        return self / "config.yaml"
+
+    @property
+    def metrics(self) -> Path:
+        """What training wrote down, an object a line."""
+        return self / "metrics.jsonl"
+
+    @property
+    def tensorboard(self) -> Path:
+        """The same curves, to be watched."""
+        return self / "tensorboard"
+
+    @property
+    def checkpoints(self) -> Path:
+        """A folder for each, see `checkpoint.folders`."""
+        return self / _CHECKPOINTS
+
+    @property
+    def tokenizer(self) -> Path:
+        """A copy of `data.tokenizer`."""
+        return self / "tokenizer.json"
+
+    @property
+    def ending(self) -> Path:
+        """How the last session ended; missing while one runs, and after one that was killed."""
+        return self / "ending.json"
+
+    @property
+    def exports(self) -> Path:
+        """Hugging Face folders of its checkpoints, made when something asks for one."""
+        return self / "exports"
+
+    @property
+    def samples(self) -> Path:
+        """Texts it generated, an object a line, where they are kept for the report."""
+        return self / "samples.jsonl"
+
+    @property
+    def report(self) -> Path:
+        """Its page, where no other place was named for it."""
+        return self / "report.html"
+
+    @property
+    def curves(self) -> Path:
+        """The picture of its metrics, where no other place was named for it."""
+        return self / "curves.png"
+
+    def __truediv__(self, name: str) -> Path:
+        return self.path / name
+
+    def __fspath__(self) -> str:
+        return str(self.path)
+
+    def __str__(self) -> str:
+        return str(self.path)
