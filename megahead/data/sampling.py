@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from megahead.corpus.indexed import IndexedDataset
 from megahead.data.blending import Blend, temperature_weights
@@ -71,6 +73,17 @@ def relative_passes(samples: Samples | Blend) -> list[float]:
         return [1.0]
     passes = samples.quotas / [part.per_epoch for part in samples.parts]
     return [float(each) for each in passes / passes.max()]
+
+
+def token_counts(datasets: Sequence[IndexedDataset], samples: Samples | Blend, size: int) -> Tensor:
+    """int64 [size]: how often each id stands in the text of `samples`, read until its most read dataset was read once;
+    zeros for datasets that have not counted. `datasets`: those of `samples`, in its order."""
+    counts_V = torch.zeros(size, dtype=torch.int64)
+    for dataset, passes in zip(datasets, relative_passes(samples), strict=True):
+        if dataset.info is not None:
+            counted_V = torch.tensor(dataset.info.token_counts)
+            counts_V[: len(counted_V)] += (counted_V * passes).ceil().long()
+    return counts_V
 
 
 def _rows_of(data: DataConfig, dataset: IndexedDataset, seed: int, length: int) -> Samples:

@@ -6,17 +6,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from torch import Tensor
+
 from megahead.checkpoint import run_on_all_ranks
-from megahead.config import RunConfig
+from megahead.config import DataConfig, RunConfig
 from megahead.corpus import IndexedDataset
 from megahead.data import training_samples
 from megahead.data.blending import Blend
 from megahead.data.endings import require_end_tokens, without_borders
 from megahead.data.samples import Samples
-from megahead.data.sampling import describe_samples, relative_passes
+from megahead.data.sampling import describe_samples, token_counts
 from megahead.distributed import Group
 from megahead.errors import CheckpointError, ConfigError, DataError, UserError
-from megahead.train.state import TrainingState
 
 
 @dataclass(frozen=True)
@@ -25,12 +26,11 @@ class RunDatasets:
 
     train: Sequence[IndexedDataset]
     samples: Samples | Blend
-    held_out: IndexedDataset | None
 
-    def note_counts(self, state: TrainingState) -> None:
-        """Adds the datasets' token counts, by how often each is read."""
-        for dataset, passes in zip(self.train, relative_passes(self.samples), strict=True):
-            state.note_dataset(dataset, passes)
+    token_counts: Tensor
+    """int64 [padded vocabulary]: how often each id stands in the text of the samples, see `data.sampling`."""
+
+    held_out: IndexedDataset | None
 
     def describe(self, config: RunConfig) -> list[tuple[str, str]]:
         """Lines of the banner: epochs, shares of a blend, and where documents are not kept apart though they should."""
@@ -66,7 +66,9 @@ def _opened(config: RunConfig) -> RunDatasets:
     train = [_open(config, part.prefix, "data.train") for part in config.data.parts()]
     validation = config.data.validation
     held_out = None if validation is None else _open(config, validation, "data.validation")
-    return RunDatasets(train, training_samples(config.data, train, config.seed, config.sample_length()), held_out)
+    _require_end_tokens(config.data, train, held_out)
+    samples = training_samples(config.data, train, config.seed, config.sample_length())
+    return RunDatasets(train, samples, token_counts(train, samples, config.model.padded_vocab_size()), held_out)
 
 
 def _open(config: RunConfig, prefix: str, field: str) -> IndexedDataset:
@@ -79,9 +81,15 @@ def _open(config: RunConfig, prefix: str, field: str) -> IndexedDataset:
             got=f"{config.model.vocab_size:,}",
         )
     dataset.expect_ids_below(config.model.vocab_size)
-    packed = field == "data.train" and config.data.pack == "best_fit"
-    require_end_tokens(config.data, dataset, borders_known=packed)
     return dataset
+
+
+def _require_end_tokens(data: DataConfig, train: Sequence[IndexedDataset], held_out: IndexedDataset | None) -> None:
+    """Where nothing else tells documents apart: rows that were packed know where theirs begin."""
+    for dataset in train:
+        require_end_tokens(data, dataset, borders_known=data.pack == "best_fit")
+    if held_out is not None:
+        require_end_tokens(data, held_out)
 
 
 def _sentence(error: Exception) -> str:

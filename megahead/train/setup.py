@@ -128,8 +128,7 @@ def _pretrain(config: RunConfig, ranks: Group, device: torch.device, resume: str
 def _state(config: RunConfig, texts: RunDatasets, mesh: Mesh, checkpoint: Checkpoint | None) -> TrainingState:
     """The counters of a run that begins; refuses a checkpoint of another run, whose own are loaded with its weights."""
     state = TrainingState(config.model.padded_vocab_size(), agreed_group(config, mesh.data.size, checkpoint))
-    state.texts = data_fingerprints(config, texts)
-    texts.note_counts(state)
+    state.texts, state.dataset_counts = data_fingerprints(config, texts), texts.token_counts
     if checkpoint is not None:
         refuse_another_run(checkpoint, config, state.texts)
     return state

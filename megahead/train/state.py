@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from megahead.checkpoint import Checkpoint, target_samples
-from megahead.corpus import IndexedDataset
 from megahead.data import Batch
 from megahead.distributed import Group
 from megahead.errors import CheckpointError
@@ -78,12 +77,6 @@ class TrainingState:
     def __post_init__(self) -> None:
         self.local_counts = torch.zeros(self.padded_vocab_size, dtype=torch.int64)
         self.dataset_counts = torch.zeros(self.padded_vocab_size, dtype=torch.int64)
-
-    def note_dataset(self, dataset: IndexedDataset, passes: float) -> None:
-        """Adds the dataset's own token counts, where it has them; `passes`: how often it is read, relatively."""
-        if dataset.info is not None:
-            counts = torch.tensor(dataset.info.token_counts)
-            self.dataset_counts[: len(counts)] += (counts * passes).ceil().long()
 
     def learned(self, samples: int, targets: int) -> None:
         """A step over so many rows with so many targets was applied."""
