@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from small_run import small_config
 
+from megahead.config import RunPlan
 from megahead.train import describe_run
 from megahead.wording import counted, duration, gib, listed, span, thousands
 
@@ -28,7 +29,8 @@ def test_one_is_one_as_it_is_written() -> None:
 def test_a_described_run_has_one_step_or_two_steps(tmp_path: Path, size: int) -> None:
     sizes: dict[str, Any] = {"batch.global_size": size, "batch.micro_size": size, "training.steps": size}
     model = {"model.num_layers": size, "model.num_heads": size, "schedule.warmup_steps": size}
-    lines = dict(describe_run(small_config(tmp_path, sizes | model | {"objective.negatives": size}), world_size=1))
+    config = small_config(tmp_path, sizes | model | {"objective.negatives": size})
+    lines = dict(describe_run(RunPlan.of(config)))
     s = "s" if size > 1 else ""
     assert lines["model"].startswith(f"gpt_neox, {size} layer{s} x 32, {size} head{s}, ")
     assert lines["length"] == f"{size} step{s}, {size * size * 24} tokens"

@@ -11,8 +11,7 @@ from dataclasses import fields
 from rich.console import Console
 from rich.table import Table
 
-from megahead.config import RunConfig, deepspeed_config, load_config
-from megahead.config.deepspeed import zero_stage
+from megahead.config import RunConfig, RunPlan, load_config
 from megahead.errors import ConfigError
 from megahead.estimate import RankMemory, candidate_rows, rank_memory, run_parameters, training_flops, ways_to_need_less
 from megahead.wording import GIB, counted
@@ -30,11 +29,12 @@ def main() -> None:
     parser.add_argument("--utilization", type=float, default=0.4, help="share of the peak that is reached")
     arguments = parser.parse_args()
     config = load_config(arguments.config, arguments.set)
+    plan = RunPlan.of(config, arguments.world_size)
     console = Console(width=100, highlight=False)
     for line in parameter_lines(config):
         console.print(line)
-    console.print(memory_table(config, arguments.world_size, arguments.memory))
-    console.print(verdict(config, arguments.world_size, arguments.memory))
+    console.print(memory_table(plan, arguments.memory))
+    console.print(verdict(plan, arguments.memory))
     speed = arguments.world_size * arguments.peak * 1e12 * arguments.utilization
     console.print(time_taken(config, speed))
 
@@ -56,28 +56,27 @@ def stages(config: RunConfig) -> list[int]:
     return [1, 2, 3] if config.engine.precision == "fp16" else [0, 1, 2, 3]
 
 
-def memory_table(config: RunConfig, world_size: int, budget: float) -> Table:
+def memory_table(plan: RunPlan, budget: float) -> Table:
     """GiB a rank by part, a line for each stage."""
-    data = config.parallel.data_ranks(world_size)
-    title = f"GiB a rank on {config.parallel.tensor} tensor x {counted(data, 'data rank')}, {config.engine.precision}"
+    mesh = f"{plan.config.parallel.tensor} tensor x {counted(plan.data_ranks, 'data rank')}"
+    title = f"GiB a rank on {mesh}, {plan.config.engine.precision}"
     table = Table(title=title)
     for name in ["ZeRO", *PARTS, "total", f"fits {budget:g}"]:
         table.add_column(name, justify="right")
-    for stage in stages(config):
-        memory = rank_memory(config, world_size, stage)
+    for stage in stages(plan.config):
+        memory = rank_memory(plan, stage)
         numbers = [f"{getattr(memory, part) / GIB:.2f}" for part in PARTS]
         fits = "yes" if memory.total <= budget * GIB else "no"
         table.add_row(str(stage), *numbers, f"{memory.total / GIB:.2f}", fits)
     return table
 
 
-def verdict(config: RunConfig, world_size: int, budget: float) -> str:
+def verdict(plan: RunPlan, budget: float) -> str:
     """The lowest stage that fits, or what to change."""
-    fitting = [s for s in stages(config) if rank_memory(config, world_size, s).total <= budget * GIB]
+    fitting = [s for s in stages(plan.config) if rank_memory(plan, s).total <= budget * GIB]
     if fitting:
-        chosen = zero_stage(deepspeed_config(config, config.parallel.data_ranks(world_size)))
-        return f"ZeRO {fitting[0]} is enough (the config has {chosen})."
-    return f"No stage fits: {', or '.join(ways_to_need_less(config, 3))}."
+        return f"ZeRO {fitting[0]} is enough (the config has {plan.zero_stage})."
+    return f"No stage fits: {', or '.join(ways_to_need_less(plan, 3))}."
 
 
 def time_taken(config: RunConfig, speed: float) -> str:

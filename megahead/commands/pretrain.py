@@ -16,7 +16,7 @@ import signal
 import sys
 
 from megahead import train
-from megahead.config import RunConfig, load_config
+from megahead.config import RunConfig, RunPlan, load_config
 from megahead.errors import UserError, print_error, run_command
 
 
@@ -57,7 +57,7 @@ def parse() -> argparse.Namespace:
 
 def described(config: RunConfig, world_size: int) -> str:
     """The resolved run, and which of its files are there."""
-    lines = [*train.describe_run(config, world_size), train.files_of(config)]
+    lines = [*train.describe_run(RunPlan.of(config, world_size)), train.files_of(config)]
     return "\n".join(f"{name:<12}{value}" for name, value in lines)
 
 

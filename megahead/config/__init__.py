@@ -8,6 +8,7 @@ from megahead.config.masking import MaskingConfig
 from megahead.config.model import NAMED_SIZES, ModelConfig
 from megahead.config.objective import HeadName, ObjectiveConfig, resolve_group
 from megahead.config.parallel import ParallelConfig
+from megahead.config.plan import RunPlan
 from megahead.config.resilience import FaultsConfig, ResumeConfig
 from megahead.config.run import InitConfig, RunConfig, TrainingConfig
 from megahead.config.tasks import TasksConfig
@@ -28,6 +29,7 @@ __all__ = [
     "ParallelConfig",
     "ResumeConfig",
     "RunConfig",
+    "RunPlan",
     "ScheduleConfig",
     "TasksConfig",
     "TrainingConfig",

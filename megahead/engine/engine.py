@@ -44,7 +44,7 @@ class Engine:
 
     `module(batch)` returns a loss scaled as `sum * data_ranks * accumulation / global_targets`, connected
     to every trainable parameter. `optimizer` is an `AdamW` over the module's trainable parameters, `config`
-    comes from `config.deepspeed_config`. At stage 3 `module`'s own parameters are empty outside of its
+    is that of a `RunPlan`. At stage 3 `module`'s own parameters are empty outside of its
     forward: read them through `tensors`.
 
     `weights` maps a parameter's name to the whole tensor it starts from, and is asked for one at a time: `module` may

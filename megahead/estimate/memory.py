@@ -10,11 +10,11 @@ set).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megahead.config import RunConfig, deepspeed_config
-from megahead.config.deepspeed import zero_stage
+from megahead.config import RunConfig, RunPlan
 from megahead.estimate.parameters import run_parameters
 
 _DEFAULTS = {
@@ -55,13 +55,11 @@ class RankMemory:
         return self.weights + self.gradients + self.optimizer + self.buffers + self.activations + self.loss
 
 
-def rank_memory(config: RunConfig, world_size: int, stage: int | None = None) -> RankMemory:
-    """The memory of each of `world_size` ranks; at another ZeRO `stage` than the config's where given."""
-    data = config.parallel.data_ranks(world_size)
-    content = deepspeed_config(config, data)
-    zero = content.get("zero_optimization", {})
-    stage = zero_stage(content) if stage is None else stage
-    parts = _states(rank_parameters(config), data, stage, config.engine.precision, zero)
+def rank_memory(plan: RunPlan, stage: int | None = None) -> RankMemory:
+    """The memory of each rank; at another ZeRO `stage` than the config's where given."""
+    config, zero = plan.config, plan.zero
+    stage = plan.zero_stage if stage is None else stage
+    parts = _states(rank_parameters(config), plan.data_ranks, stage, config.engine.precision, zero)
     weights, gradients, optimizer, buffers = parts
     host = optimizer if "offload_optimizer" in zero else 0
     if "offload_param" in zero:
@@ -72,7 +70,7 @@ def rank_memory(config: RunConfig, world_size: int, stage: int | None = None) ->
 
 
 def _states(
-    numbers: int, data: int, stage: int, precision: str, zero: dict[str, Any]
+    numbers: int, data: int, stage: int, precision: str, zero: Mapping[str, Any]
 ) -> tuple[float, float, float, float]:
     """Weights, gradients, optimizer, buffers; what takes turns at the peak counts once, buckets whole."""
     share, width, bucket = numbers / data, 4 if precision == "fp32" else 2, _size(zero, "reduce_bucket_size")
@@ -93,15 +91,16 @@ def _states(
     return width * share, 4 * share, 12 * share, max(width * (live + ahead), 4 * share) + bundled
 
 
-def _size(zero: dict[str, Any], name: str) -> float:
+def _size(zero: Mapping[str, Any], name: str) -> float:
     """A setting in numbers; DeepSpeed itself refuses what is none."""
     given = zero.get(name)
     return given if isinstance(given, int | float) else _DEFAULTS[name]
 
 
-def ways_to_need_less(config: RunConfig, stage: int) -> list[str]:
-    """Settings that would make a rank at ZeRO `stage` need less memory, the cheapest first."""
-    engine, batch, mesh = config.engine, config.batch, config.parallel
+def ways_to_need_less(plan: RunPlan, stage: int | None = None) -> list[str]:
+    """Settings that would make a rank need less memory, the cheapest first; at another ZeRO `stage` where given."""
+    engine, batch, mesh = plan.config.engine, plan.config.batch, plan.config.parallel
+    stage = plan.zero_stage if stage is None else stage
     ways = [f"take a higher ZeRO stage in engine.deepspeed (now {stage})"] if stage < 3 else ["take more ranks"]
     if batch.micro_size > 1:
         ways.append(f"lower batch.micro_size (now {batch.micro_size})")
@@ -110,7 +109,7 @@ def ways_to_need_less(config: RunConfig, stage: int) -> list[str]:
     if mesh.tensor > 1 and not mesh.sequence:
         ways.append("set parallel.sequence")
     ways.append(f"raise parallel.tensor (now {mesh.tensor})")
-    if not deepspeed_config(config, data_ranks=1).get("zero_optimization", {}).get("offload_optimizer"):
+    if not plan.zero.get("offload_optimizer"):
         ways.append("offload to the host with an *_offload.json")
     return ways
 

@@ -4,40 +4,37 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megahead.config import ModelConfig, RunConfig, deepspeed_config, resolve_group
-from megahead.config.deepspeed import zero_stage
+from megahead.config import ModelConfig, RunConfig, RunPlan
 from megahead.estimate import RankMemory, rank_memory, run_parameters
 from megahead.wording import GIB, counted, gib
 
 
-def describe_run(config: RunConfig, world_size: int, group_samples: int | None = None) -> list[tuple[str, str]]:
-    """(name, value) lines of the resolved run; raises ConfigError where it cannot be cut over `world_size` ranks.
+def describe_run(plan: RunPlan, group_samples: int | None = None) -> list[tuple[str, str]]:
+    """(name, value) lines of the resolved run.
 
     `group_samples`: samples that share candidates, where a resumed run knows better than its config.
     """
-    model, batch, plan, schedule = config.model, config.batch, config.training, config.schedule
-    data_ranks = config.parallel.data_ranks(world_size)
-    engine = deepspeed_config(config, data_ranks)
-    rows = group_samples or resolve_group(config.objective, batch, data_ranks)
-    total = plan.steps * config.tokens_per_step()
+    config, steps = plan.config, plan.config.training.steps
+    batch, schedule = config.batch, config.schedule
+    rows = group_samples or plan.group_samples()
     warm_up = f"{counted(schedule.warmup_steps, 'step')} of warm-up" if schedule.warmup_steps else "no warm-up"
     ending = "" if schedule.name == "constant" else f", to {schedule.final_ratio:.0%} of it"
     return [
         ("run", f"{config.name} -> {config.folder()}"),
-        ("model", _shape(model)),
+        ("model", _shape(config.model)),
         ("parameters", _parameters(config)),
         ("objective", _objective(config, rows)),
         (
             "batch",
             f"{counted(batch.global_size, 'row')} x {config.data.sequence_length} = "
             f"{counted(config.tokens_per_step(), 'token')} a step; {counted(batch.micro_size, 'row')} x "
-            f"{engine['gradient_accumulation_steps']} accumulation x {counted(data_ranks, 'data rank')}",
+            f"{plan.accumulation_steps} accumulation x {counted(plan.data_ranks, 'data rank')}",
         ),
-        ("length", f"{counted(plan.steps, 'step')}, {counted(total, 'token')}"),
+        ("length", f"{counted(steps, 'step')}, {counted(steps * config.tokens_per_step(), 'token')}"),
         ("schedule", f"{schedule.name}, {warm_up}, peak {config.optimizer.learning_rate:g}{ending}"),
-        ("mesh", f"{config.parallel.tensor} tensor x {counted(data_ranks, 'data rank')}"),
-        ("engine", f"ZeRO {zero_stage(engine)}, {config.engine.precision}"),
-        ("memory", _memory(rank_memory(config, world_size))),
+        ("mesh", f"{config.parallel.tensor} tensor x {counted(plan.data_ranks, 'data rank')}"),
+        ("engine", f"ZeRO {plan.zero_stage}, {config.engine.precision}"),
+        ("memory", _memory(rank_memory(plan))),
     ]
 
 

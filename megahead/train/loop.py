@@ -56,13 +56,13 @@ def train(run: Training) -> Ending:
     Evaluates and saves at the configured steps and at the end, whatever ended it; after a signal it only saves,
     because who stops us has little patience.
     """
-    state, plan = run.state, run.config.training
+    state, training = run.state, run.config.training
     _make_up(run)
     began_at, watch = state.step, Stopwatch(state.seconds)
     ending: Ending = "finished"
     run.meters.start(state)
     with closing(run.feed.steps(state.samples)) as steps:
-        while state.step < plan.steps and ending == "finished":
+        while state.step < training.steps and ending == "finished":
             applied = _advance(run, next(steps), watch)
             with watch.paused():
                 if applied:
@@ -123,11 +123,11 @@ def _answer(run: Training, report: StepReport, first_sample: int) -> None:
 
 def _look_and_save(run: Training) -> None:
     """Evaluates and saves what is due after an applied step."""
-    step, plan, tasks = run.state.step, run.config.training, run.tasks
-    if step % plan.evaluate_every == 0:
+    step, training, tasks = run.state.step, run.config.training, run.tasks
+    if step % training.evaluate_every == 0:
         _evaluate(run)
     tasks_due = tasks is not None and step % tasks.every == 0
-    if tasks_due or step % plan.checkpoint_every == 0:
+    if tasks_due or step % training.checkpoint_every == 0:
         _save(run)
     if tasks and tasks_due:
         _evaluate_tasks(run, tasks)
@@ -136,11 +136,11 @@ def _look_and_save(run: Training) -> None:
 def _make_up(run: Training) -> None:
     """The evaluation that was due where a session goes on, if a signal came in between; a checkpoint that was due there
     too is written again, with what it gave."""
-    state, plan = run.state, run.config.training
-    if not state.step or state.evaluated or state.step % plan.evaluate_every:
+    state, training = run.state, run.config.training
+    if not state.step or state.evaluated or state.step % training.evaluate_every:
         return
     _evaluate(run)
-    if state.evaluated and state.step % plan.checkpoint_every == 0:
+    if state.evaluated and state.step % training.checkpoint_every == 0:
         _save(run)
 
 

@@ -8,8 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
-from megahead.config import RunConfig, deepspeed_config
-from megahead.config.deepspeed import zero_stage
+from megahead.config import RunPlan
 from megahead.errors import UserError
 from megahead.estimate import rank_memory, ways_to_need_less
 from megahead.wording import gib
@@ -25,7 +24,7 @@ _SIGNS = (
 
 
 @contextmanager
-def explain_out_of_memory(config: RunConfig, world_size: int) -> Iterator[None]:
+def explain_out_of_memory(plan: RunPlan) -> Iterator[None]:
     """Inside, running out of memory (the host's or the device's) is a UserError."""
     try:
         yield
@@ -33,11 +32,10 @@ def explain_out_of_memory(config: RunConfig, world_size: int) -> Iterator[None]:
         if not _is_out_of_memory(error):
             raise
         reason = " ".join(str(error).split())[:200] or type(error).__name__
-        stage = zero_stage(deepspeed_config(config, config.parallel.data_ranks(world_size)))
-        needed = rank_memory(config, world_size).total
+        needed = gib(rank_memory(plan).total)
         raise UserError(
-            f"memory must hold a rank's share of the run, at ZeRO {stage} about {gib(needed)}, but does not "
-            f"({reason}); {', or '.join(ways_to_need_less(config, stage))}."
+            f"memory must hold a rank's share of the run, at ZeRO {plan.zero_stage} about {needed}, but does not "
+            f"({reason}); {', or '.join(ways_to_need_less(plan))}."
         ) from error
 
 

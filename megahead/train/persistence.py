@@ -16,7 +16,7 @@ from megahead.checkpoint import (
     open_together,
     run_on_all_ranks,
 )
-from megahead.config import RunConfig, resolve_group
+from megahead.config import RunConfig, RunPlan
 from megahead.distributed import Group
 from megahead.engine import Engine
 from megahead.errors import CheckpointError
@@ -69,10 +69,9 @@ def _named(resume: str, folder: RunFolder) -> Path | None:
     return there
 
 
-def agreed_group(config: RunConfig, data_ranks: int, checkpoint: Checkpoint | None) -> int:
+def agreed_group(plan: RunPlan, checkpoint: Checkpoint | None) -> int:
     """Samples that share candidates: what the run began with, else what its config comes to on these ranks."""
-    stored = None if checkpoint is None else checkpoint.stated("group_samples", int)
-    return resolve_group(config.objective, config.batch, data_ranks, stored)
+    return plan.group_samples(None if checkpoint is None else checkpoint.stated("group_samples", int))
 
 
 def resume_from(checkpoint: Checkpoint, engine: Engine, state: TrainingState, data: Group) -> None:

@@ -38,13 +38,15 @@ class Saver:
         world: Group,
         history: History,
     ) -> None:
-        plan = config.training
+        training = config.training
         self._engine, self._state, self._data = engine, state, data
         self._config = config.model_dump(mode="json")
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="save") if plan.save_in_background else None
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="save") if training.save_in_background else None
         self._world = world.side_channel() if self._pool else world
-        spare, self._history = Spare(plan.keep_every, plan.keep_best), history
-        self._write = partial(write_snapshot, history.root, group=self._world, keep=plan.keep_checkpoints, spare=spare)
+        spare, self._history = Spare(training.keep_every, training.keep_best), history
+        self._write = partial(
+            write_snapshot, history.root, group=self._world, keep=training.keep_checkpoints, spare=spare
+        )
         self._pending: Future[Path] | None = None
         self._saved_at = (state.step, state.samples) if history.newest == state.step else None
         self._folder: Path | None = None

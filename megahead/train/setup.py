@@ -6,14 +6,12 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from megahead.checkpoint import Checkpoint
-from megahead.config import RunConfig, deepspeed_config
-from megahead.config.deepspeed import zero_stage
+from megahead.config import RunConfig, RunPlan
 from megahead.data import training_masker
 from megahead.distributed import Group, Launch, Mesh, choose_device, connected
 from megahead.engine import Engine, deepspeed_session
@@ -57,12 +55,10 @@ def pretrain(config: RunConfig, launch: Launch = ONE_PROCESS, resume: str = "aut
     with _arithmetic(config.engine.deterministic), signals_put_back():
         require_boards(config)
         device = choose_device(config.engine.device, launch.local_rank)
-        with (
-            connected(launch, device, config.engine.timeout_seconds) as ranks,
-            deepspeed_session(),
-            explain_out_of_memory(config, ranks.size),
-        ):
-            return _pretrain(config, ranks, device, resume)
+        with connected(launch, device, config.engine.timeout_seconds) as ranks, deepspeed_session():
+            plan = RunPlan.of(config, ranks.size)
+            with explain_out_of_memory(plan):
+                return _pretrain(plan, ranks, device, resume)
 
 
 @contextmanager
@@ -81,25 +77,25 @@ def _arithmetic(deterministic: bool) -> Iterator[None]:
         torch.set_deterministic_debug_mode(before)
 
 
-def _pretrain(config: RunConfig, ranks: Group, device: torch.device, resume: str) -> Run:
+def _pretrain(plan: RunPlan, ranks: Group, device: torch.device, resume: str) -> Run:
+    config = plan.config
     mesh = Mesh.build(ranks, config.parallel.tensor)
-    deepspeed = deepspeed_config(config, mesh.data.size)
     world, data = mesh.world.side_channel(), mesh.data.side_channel()
     texts = open_datasets(config, world)
     folder = config.folder()
     must_be_shared(folder, world)
     checkpoint, damage = find_resume(resume, folder, world)
     history = History.behind(checkpoint, folder)
-    state = _state(config, texts, mesh, checkpoint)
+    state = _state(plan, texts, checkpoint)
     feed = _feed(config, texts, state, mesh, device)
-    engine, ways = _engine(config, deepspeed, mesh, device, starting_weights(config, world, checkpoint))
+    engine, ways = _engine(plan, mesh, device, starting_weights(config, world, checkpoint))
     if checkpoint is not None:
         resume_from(checkpoint, engine, state, data)
     if world.rank == 0:
         begin_session(folder, config)
-    meters = Meters(config, active=world.rank == 0, utilization=Utilization.on(device, config, world.size))
-    facts = [*describe_run(config, world.size, state.group_samples), *texts.describe(config)]
-    facts += [("on", f"{world.size} x {device_name(device)}"), *ways]
+    meters = Meters(config, active=world.rank == 0, utilization=Utilization.on(device, plan))
+    facts = [*describe_run(plan, state.group_samples), *texts.describe(config)]
+    facts += [("on", f"{plan.ranks} x {device_name(device)}"), *ways]
     meters.banner(facts, state, resumed=checkpoint, history=history, damage=damage)
     run = Training(
         config=config,
@@ -125,12 +121,12 @@ def _pretrain(config: RunConfig, ranks: Group, device: torch.device, resume: str
     return Run.of(folder, state, ending)
 
 
-def _state(config: RunConfig, texts: RunDatasets, mesh: Mesh, checkpoint: Checkpoint | None) -> TrainingState:
+def _state(plan: RunPlan, texts: RunDatasets, checkpoint: Checkpoint | None) -> TrainingState:
     """The counters of a run that begins; refuses a checkpoint of another run, whose own are loaded with its weights."""
-    state = TrainingState(config.model.padded_vocab_size(), agreed_group(config, mesh.data.size, checkpoint))
-    state.texts, state.dataset_counts = data_fingerprints(config, texts), texts.token_counts
+    state = TrainingState(plan.config.model.padded_vocab_size(), agreed_group(plan, checkpoint))
+    state.texts, state.dataset_counts = data_fingerprints(plan.config, texts), texts.token_counts
     if checkpoint is not None:
-        refuse_another_run(checkpoint, config, state.texts)
+        refuse_another_run(checkpoint, plan.config, state.texts)
     return state
 
 
@@ -150,17 +146,17 @@ def _feed(config: RunConfig, texts: RunDatasets, state: TrainingState, mesh: Mes
 
 
 def _engine(
-    config: RunConfig,
-    deepspeed: dict[str, Any],
+    plan: RunPlan,
     mesh: Mesh,
     device: torch.device,
     weights: Callable[[str], Tensor],
 ) -> tuple[Engine, list[tuple[str, str]]]:
     """The model, split over the mesh and filled with `weights`, and its optimizer; and how its blocks are computed."""
+    config = plan.config
     pretraining = assemble(config, mesh.tensor, device)
-    ways = accelerate_(pretraining.backbone, config, device, zero_stage(deepspeed))
+    ways = accelerate_(pretraining.backbone, config, device, plan.zero_stage)
     if config.init and config.init.mode == "probe":
         pretraining.backbone.requires_grad_(False)
     optimizer = build_adamw(pretraining, config.optimizer)
-    engine = Engine(pretraining, optimizer=optimizer, config=deepspeed, mesh=mesh, device=device, weights=weights)
+    engine = Engine(pretraining, optimizer=optimizer, config=plan.deepspeed, mesh=mesh, device=device, weights=weights)
     return engine, ways

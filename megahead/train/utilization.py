@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megahead.config import RunConfig
+from megahead.config import RunConfig, RunPlan
 from megahead.estimate import peak_flops, training_flops
 
 
@@ -19,9 +19,9 @@ class Utilization:
     device_peak: float | None
 
     @classmethod
-    def on(cls, device: torch.device, config: RunConfig, world_size: int) -> Utilization:
-        """That of a run on `world_size` devices like this one; CPUs have no stated peak."""
-        return cls(config, world_size, peak_flops(device_name(device), config.engine.precision))
+    def on(cls, device: torch.device, plan: RunPlan) -> Utilization:
+        """That of a run whose ranks have a device like this one each; CPUs have no stated peak."""
+        return cls(plan.config, plan.ranks, peak_flops(device_name(device), plan.config.engine.precision))
 
     def of(self, tokens_per_second: float, candidates: float) -> dict[str, float]:
         """{"flops_per_second": a device's, and where its peak is known "mfu": its share of that}.

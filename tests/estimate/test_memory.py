@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megahead.config import RunConfig, load_config
+from megahead.config import RunConfig, RunPlan, load_config
 from megahead.distributed import Group
 from megahead.estimate import expected_candidates, rank_memory, rank_parameters
 from megahead.parallel import assemble
@@ -22,6 +22,10 @@ def pythia(*overrides: str) -> RunConfig:
     return load_config(PYTHIA_12B, [f"engine.deepspeed={ROOT}/configs/deepspeed/zero1.json", *overrides])
 
 
+def planned(*overrides: str, ranks: int = 256) -> RunPlan:
+    return RunPlan.of(pythia(*overrides), ranks)
+
+
 @pytest.mark.parametrize("tensor", [1, 2, 8])
 def test_parameters_of_a_tensor_rank_are_those_of_the_split_model(tensor: int) -> None:
     config = pythia(f"parallel.tensor={tensor}", "model.num_layers=3", "objective.name=vanilla")
@@ -30,27 +34,27 @@ def test_parameters_of_a_tensor_rank_are_those_of_the_split_model(tensor: int) -
 
 
 def test_masters_and_moments_are_divided_by_data_ranks_from_stage_1_on() -> None:
-    few, many = rank_memory(pythia(), 8 * 16), rank_memory(pythia(), 8 * 32)
+    few, many = rank_memory(planned(ranks=8 * 16)), rank_memory(planned(ranks=8 * 32))
     assert few.optimizer == 2 * many.optimizer
     assert few.weights == many.weights
-    zero = [rank_memory(pythia(), 256, stage) for stage in range(4)]
+    zero = [rank_memory(planned(), stage) for stage in range(4)]
     assert zero[0].optimizer > zero[1].optimizer == zero[2].optimizer
     assert zero[1].gradients > zero[2].gradients
     assert zero[2].weights > zero[3].weights
 
 
 def test_offloading_moves_the_optimizer_to_the_host() -> None:
-    here = rank_memory(pythia(), 256)
-    away = rank_memory(pythia(f"engine.deepspeed={ROOT}/configs/deepspeed/zero1_offload.json"), 256)
+    here = rank_memory(planned())
+    away = rank_memory(planned(f"engine.deepspeed={ROOT}/configs/deepspeed/zero1_offload.json"))
     assert (here.host, away.optimizer) == (0, 0)
     assert away.host == here.optimizer
     assert away.total <= here.total - here.optimizer
 
 
 def test_recomputed_activations_are_an_order_less() -> None:
-    kept = rank_memory(pythia("engine.activation_checkpointing=false"), 256).activations
-    some = rank_memory(pythia("engine.activation_checkpointing=selective"), 256).activations
-    assert rank_memory(pythia(), 256).activations < kept / 3
+    kept = rank_memory(planned("engine.activation_checkpointing=false")).activations
+    some = rank_memory(planned("engine.activation_checkpointing=selective")).activations
+    assert rank_memory(planned()).activations < kept / 3
     assert kept / 3 < some < kept
 
 

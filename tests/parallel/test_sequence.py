@@ -9,7 +9,7 @@ from on_ranks import on_ranks
 from small_checkpoint import small_config
 from torch import Tensor, nn
 
-from megahead.config import RunConfig
+from megahead.config import RunConfig, RunPlan
 from megahead.distributed import Group
 from megahead.errors import ConfigError, ConfigErrors
 from megahead.estimate import rank_memory
@@ -117,7 +117,7 @@ def test_a_rank_keeps_its_share_of_all_activations_as_estimated() -> None:
         config = small_config(model=model, parallel=mesh, batch={"global_size": 2, "micro_size": 2})
         ranks = config.parallel.tensor
         kept.append(on_ranks(ranks, kept_bytes, config)[0])
-        assert kept[-1] == pytest.approx(rank_memory(config, ranks).activations, rel=0.1)
+        assert kept[-1] == pytest.approx(rank_memory(RunPlan.of(config, ranks)).activations, rel=0.1)
     one, tensor, sequence = kept
     assert sequence < 0.27 * one < 0.35 * one < tensor
 

@@ -13,7 +13,7 @@ from on_ranks import on_ranks
 from small_engine import CPU
 from small_run import shipped, small_config
 
-from megahead.config import RunConfig, deepspeed_config
+from megahead.config import RunConfig, RunPlan, deepspeed_config
 from megahead.corpus import IndexedDataset, IndexedDatasetWriter
 from megahead.data import StreamSamples
 from megahead.distributed import Group, Launch, Mesh
@@ -101,8 +101,8 @@ def test_the_estimate_is_near_the_measured_peak(text: Path, stage: int, precisio
     if not Path("/proc/self/clear_refs").exists():
         pytest.skip("needs a kernel that tells and resets a process's peak memory")
     config = config_of(text, stage, {"engine.precision": precision, "parallel.tensor": tensor})
-    print(max(on_ranks(2, peak, config)) / rank_memory(config, 2).total)
-    assert 0.95 < max(on_ranks(2, peak, config)) / rank_memory(config, 2).total < 1.15
+    print(max(on_ranks(2, peak, config)) / rank_memory(RunPlan.of(config, 2)).total)
+    assert 0.95 < max(on_ranks(2, peak, config)) / rank_memory(RunPlan.of(config, 2)).total < 1.15
 
 
 RANKS, LIMIT = 4, 260 * 2**20
@@ -124,7 +124,7 @@ def run_limited(world: Group, config: RunConfig) -> str:
 
 def step_limited(world: Group, config: RunConfig) -> int:
     limit()
-    with explain_out_of_memory(config, world.size):
+    with explain_out_of_memory(RunPlan.of(config, world.size)):
         return trained(world, config, 1).optimizer_steps
 
 

@@ -11,7 +11,7 @@ from small_run import small_config, write_text
 from transformers import AutoModelForMaskedLM
 
 from megahead.checkpoint import open_checkpoint
-from megahead.config import RunConfig
+from megahead.config import RunConfig, RunPlan
 from megahead.convert import hf_folder
 from megahead.distributed import Group, Launch
 from megahead.report.metrics import read_metrics
@@ -80,5 +80,5 @@ def test_every_mesh_and_stage_takes_the_same_course(tmp_path: Path, name, number
 
 
 def test_what_a_run_will_do_is_told_in_targets(tmp_path: Path) -> None:
-    lines = dict(describe_run(encoder_config(tmp_path, {}), 1))
+    lines = dict(describe_run(RunPlan.of(encoder_config(tmp_path, {}))))
     assert lines["objective"] == "headless, candidates from 2 rows (6 targets), 15% of the tokens masked"

@@ -8,6 +8,7 @@ import pytest
 import torch
 from small_run import small_config, stage
 
+from megahead.config import RunPlan
 from megahead.errors import UserError
 from megahead.train.out_of_memory import explain_out_of_memory
 
@@ -24,7 +25,7 @@ from megahead.train.out_of_memory import explain_out_of_memory
 )
 def test_whatever_the_allocator_raises_names_what_to_change(tmp_path: Path, error: Exception) -> None:
     config = small_config(tmp_path, stage(1) | {"parallel.tensor": 2})
-    with pytest.raises(UserError) as caught, explain_out_of_memory(config, 8):
+    with pytest.raises(UserError) as caught, explain_out_of_memory(RunPlan.of(config, 8)):
         raise error
     ways = (
         "; take a higher ZeRO stage in engine.deepspeed (now 1), or lower batch.micro_size (now 2), "
@@ -37,13 +38,13 @@ def test_whatever_the_allocator_raises_names_what_to_change(tmp_path: Path, erro
 def test_what_is_done_already_is_not_advised(tmp_path: Path) -> None:
     zero = {"stage": 3, "offload_optimizer": {"device": "cpu"}}
     done = {"batch.micro_size": 1, "engine.activation_checkpointing": True, "engine.deepspeed.zero_optimization": zero}
-    with pytest.raises(UserError) as caught, explain_out_of_memory(small_config(tmp_path, done), 8):
+    with pytest.raises(UserError) as caught, explain_out_of_memory(RunPlan.of(small_config(tmp_path, done), 8)):
         raise MemoryError
     assert str(caught.value).endswith("; take more ranks, or raise parallel.tensor (now 1).")
 
 
 @pytest.mark.parametrize("error", [RuntimeError("sizes do not match"), OSError(2, "No such file")], ids=str)
 def test_other_errors_pass(tmp_path: Path, error: Exception) -> None:
-    with pytest.raises(type(error)) as caught, explain_out_of_memory(small_config(tmp_path), 1):
+    with pytest.raises(type(error)) as caught, explain_out_of_memory(RunPlan.of(small_config(tmp_path))):
         raise error
     assert caught.value is error

@@ -8,6 +8,7 @@ import pytest
 import torch
 from small_run import small_config
 
+from megahead.config import RunPlan
 from megahead.estimate import peak_flops, training_flops
 from megahead.train.utilization import Utilization
 
@@ -30,7 +31,7 @@ def test_share_of_the_peak(tmp_path: Path) -> None:
 
 def test_a_cpu_has_no_stated_peak_and_vanilla_scores_every_row(tmp_path: Path) -> None:
     config = small_config(tmp_path, {"objective.name": "vanilla"})
-    told = Utilization.on(torch.device("cpu"), config, 1).of(1.0, 0)
+    told = Utilization.on(torch.device("cpu"), RunPlan.of(config)).of(1.0, 0)
     rows = config.model.padded_vocab_size()
     assert told == {"flops_per_second": training_flops(config.model, config.data.sequence_length, rows).total}
 

@@ -1,0 +1,51 @@
+"""A run on so many ranks: what its config comes to there, resolved once, before anything else starts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megahead.config.deepspeed import deepspeed_config, zero_stage
+from megahead.config.objective import resolve_group
+from megahead.config.run import RunConfig
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """A config and the ranks it runs on, with what only both together decide."""
+
+    config: RunConfig
+    ranks: int
+
+    data_ranks: int
+    """Ranks that share each batch; the others share a copy of the weights with one of these."""
+
+    deepspeed: dict[str, Any]
+    """What DeepSpeed is given: the content of its JSON, complete."""
+
+    zero_stage: int
+    """Of what is split over data ranks: 0 nothing, 1 the optimizer, 2 gradients too, 3 weights too."""
+
+    @staticmethod
+    def of(config: RunConfig, ranks: int = 1) -> RunPlan:
+        """ConfigError where `config` cannot be cut over `ranks`, or DeepSpeed's settings say something else than it;
+        UserError where these are a file that cannot be read. It is read here and never again."""
+        data_ranks = config.parallel.data_ranks(ranks)
+        deepspeed = deepspeed_config(config, data_ranks)
+        return RunPlan(config, ranks, data_ranks, deepspeed, zero_stage(deepspeed))
+
+    @property
+    def zero(self) -> Mapping[str, Any]:
+        """DeepSpeed's section on ZeRO."""
+        section: Mapping[str, Any] = self.deepspeed.get("zero_optimization", {})
+        return section
+
+    @property
+    def accumulation_steps(self) -> int:
+        """Forward-backward passes per optimizer step on each data rank."""
+        return int(self.deepspeed["gradient_accumulation_steps"])
+
+    def group_samples(self, stored: int | None = None) -> int:
+        """Samples that share candidates; `stored`: as many as a run that goes on began with."""
+        return resolve_group(self.config.objective, self.config.batch, self.data_ranks, stored)
