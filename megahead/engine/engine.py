@@ -43,9 +43,9 @@ class Engine:
     """`module` under DeepSpeed, driven by micro steps and steps. Building one is collective.
 
     `module(batch)` returns a loss scaled as `sum * data_ranks * accumulation / global_targets`, connected
-    to every trainable parameter. `optimizer` is an `AdamW` over the module's trainable parameters, `config`
-    is that of a `RunPlan`. At stage 3 `module`'s own parameters are empty outside of its
-    forward: read them through `tensors`.
+    to every trainable parameter. `optimizer` is an `AdamW` over the module's trainable parameters, `config` the
+    `deepspeed` of a `RunPlan`. At stage 3 `module`'s own parameters are empty outside of its forward: read them through
+    `tensors`.
 
     `weights` maps a parameter's name to the whole tensor it starts from, and is asked for one at a time: `module` may
     be hollow (see `parallel.assemble`), so that at stage 3 no rank ever holds all of it.
