@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from megahead.nn import cpu_attention
 from megahead.nn.documents import Documents
 
 DenseAttention = Callable[[Tensor, Tensor, Tensor, float, bool], Tensor]
@@ -23,8 +24,10 @@ VarlenAttention = Callable[[Tensor, Tensor, Tensor, Documents, float, bool], Ten
 
 
 def attend_rows(q_BTHd: Tensor, k_BTHd: Tensor, v_BTHd: Tensor, dropout: float, causal: bool) -> Tensor:
-    """Rows of one document each; torch chooses the kernel."""
+    """Rows of one document each; torch chooses the kernel, but for short bf16 rows on a CPU."""
     q, k, v = (x.transpose(1, 2) for x in (q_BTHd, k_BTHd, v_BTHd))
+    if cpu_attention.serves(q, dropout):
+        return cpu_attention.half_rows(q, k, v, causal).transpose(1, 2)
     return F.scaled_dot_product_attention(q, k, v, is_causal=causal, dropout_p=dropout).transpose(1, 2)
 
 

@@ -1,0 +1,63 @@
+"""bf16 attention on a CPU: as exact as torch's own, and chosen where its backward pass is the faster."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from exact_attention import POSITIONS, random_qkv, relative_errors
+from torch.nn import functional as F
+
+from megahead.nn import cpu_attention
+from megahead.nn.attention_kernels import attend_masked, attend_per_document, attend_rows
+
+
+def _as_torch(q, k, v, documents, dropout=0.0, *, causal=True):
+    rows = (x.transpose(1, 2) for x in (q, k, v))
+    return F.scaled_dot_product_attention(*rows, is_causal=causal).transpose(1, 2)
+
+
+def _ours(q, k, v, documents, dropout=0.0, *, causal=True):
+    return attend_rows(q, k, v, dropout, causal)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("length", [1, 7, 100])
+def test_it_is_no_less_exact_than_torch_in_bf16(length: int, causal: bool) -> None:
+    shape = (2, length, 3, 16)
+    ours, theirs = (
+        relative_errors(way, random_qkv(dtype=torch.bfloat16, shape=shape), None, causal) for way in (_ours, _as_torch)
+    )
+    assert ours[0] == theirs[0]  # the same forward pass
+    assert ours[1] <= 1.05 * theirs[1] + 1e-6
+
+
+def test_it_serves_packed_documents_and_gradients_keep_their_format() -> None:
+    qkv = random_qkv(dtype=torch.bfloat16)
+    ours = relative_errors(
+        lambda q, k, v, d, causal: attend_per_document(q, k, v, d, 0.0, causal), qkv, POSITIONS, True
+    )
+    mask = relative_errors(lambda q, k, v, d, causal: attend_masked(q, k, v, d, 0.0, causal), qkv, POSITIONS, True)
+    assert ours[1] < 1.5 * mask[1]
+    q = torch.randn(1, 5, 2, 8, dtype=torch.bfloat16, requires_grad=True)
+    attend_rows(q, q, q, 0.0, True).sum().backward()
+    assert q.grad.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "dropout", "serves"),
+    [
+        ((1, 2, 256, 64), torch.bfloat16, 0.0, True),
+        ((1, 2, 257, 64), torch.bfloat16, 0.0, False),  # torch's bf16 backward is the faster from here
+        ((1, 2, 256, 64), torch.float32, 0.0, False),
+        ((1, 2, 256, 64), torch.bfloat16, 0.1, False),
+        ((1, 2, 0, 64), torch.bfloat16, 0.0, False),
+    ],
+)
+def test_where_it_serves(shape, dtype, dropout: float, serves: bool) -> None:
+    assert cpu_attention.serves(torch.empty(shape, dtype=dtype), dropout) is serves
+
+
+def test_it_can_be_compiled() -> None:
+    q = torch.randn(1, 5, 2, 8, dtype=torch.bfloat16, requires_grad=True)
+    found = torch.compile(lambda x: attend_rows(x, x, x, 0.0, True), backend="aot_eager", fullgraph=True)(q)
+    assert torch.equal(found, attend_rows(q, q, q, 0.0, True))
