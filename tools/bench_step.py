@@ -43,10 +43,13 @@ def main() -> None:
     import torch
 
     from benchmarks.contest import hold
+    from megahead.distributed import Group
+    from megahead.train.precision import settle_precision
 
     device = torch.device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
+    config = settle_precision(config, device, Group())
     lines = hold(config, plans, arguments.data, arguments.steps, device)
     if arguments.output:
         arguments.output.write_text(to_json(lines), encoding="utf-8")

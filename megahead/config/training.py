@@ -70,8 +70,10 @@ class EngineConfig(Settings):
     clipping and precision are added from this config, and what contradicts them is refused. fp16's search for a loss
     scale is set there (`fp16.initial_scale_power`)."""
 
-    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """Number format of the forward and backward passes; weights are always updated in fp32."""
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "fp32"
+    """Number format of the forward and backward passes; weights are always updated in fp32. `auto` takes bf16 where
+    all ranks have units for it (GPUs since Ampere, CPUs with AMX), else fp32; where it was not decided yet, as in a
+    dry run, it counts as fp32."""
 
     activation_checkpointing: bool | Literal["selective"] = False
     """Keep only each block's input for the backward pass and compute the block again there: less memory, a third

@@ -59,13 +59,14 @@ def rank_memory(plan: RunPlan, stage: int | None = None) -> RankMemory:
     """The memory of each rank; at another ZeRO `stage` than the config's where given."""
     config, zero = plan.config, plan.zero
     stage = plan.zero_stage if stage is None else stage
-    parts = _states(rank_parameters(config), plan.data_ranks, stage, config.engine.precision, zero)
+    precision = "fp32" if config.engine.precision == "auto" else config.engine.precision
+    parts = _states(rank_parameters(config), plan.data_ranks, stage, precision, zero)
     weights, gradients, optimizer, buffers = parts
     host = optimizer if "offload_optimizer" in zero else 0
     if "offload_param" in zero:
         host, weights = host + weights, 0
     optimizer = 0 if "offload_optimizer" in zero else optimizer
-    compute = 4 if config.engine.precision == "fp32" else 2
+    compute = 4 if precision == "fp32" else 2
     return RankMemory(weights, gradients, optimizer, buffers, _activations(config, compute), _loss(config), host)
 
 

@@ -31,6 +31,7 @@ from megahead.train.loop import Training, train
 from megahead.train.meters import Meters
 from megahead.train.out_of_memory import explain_out_of_memory
 from megahead.train.persistence import agreed_group, find_resume, resume_from, roll_back, starting_weights
+from megahead.train.precision import settle_precision
 from megahead.train.preemption import StopRequest, signals_put_back
 from megahead.train.run import Run
 from megahead.train.saver import Saver
@@ -56,7 +57,7 @@ def pretrain(config: RunConfig, launch: Launch = ONE_PROCESS, resume: str = "aut
         require_boards(config)
         device = choose_device(config.engine.device, launch.local_rank)
         with connected(launch, device, config.engine.timeout_seconds) as ranks, deepspeed_session():
-            plan = RunPlan.of(config, ranks.size)
+            plan = RunPlan.of(settle_precision(config, device, ranks), ranks.size)
             with explain_out_of_memory(plan):
                 return _pretrain(plan, ranks, device, resume)
 

@@ -176,7 +176,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
         "`data.tokenizer` must name the tokenizer that `tasks` are read with, but is missing.",
     ),
     ({"tasks": {"names": [], "data": "data", "every": 5}}, "`tasks.names` must not be empty, but is [] instead."),
-    ({"engine.precision": "fp8"}, "`engine.precision` must be 'fp32', 'bf16' or 'fp16', but is 'fp8' instead."),
+    ({"engine.precision": "fp8"}, "`engine.precision` must be 'auto', 'fp32', 'bf16' or 'fp16', but is 'fp8' instead."),
 ]
 
 

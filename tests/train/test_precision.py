@@ -1,0 +1,58 @@
+"""`engine.precision: auto` is bf16 where every rank multiplies fast in it; what was given stays."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import small_engine  # noqa: F401 - loads what every forked process would load again
+import torch
+import yaml
+from forked import forked
+from on_ranks import on_ranks
+from small_run import small_config, write_text
+
+from megahead.distributed import Group
+from megahead.train import precision as rule
+from megahead.train import pretrain
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(("has_amx", "settled"), [(True, "bf16"), (False, "fp32")])
+def test_auto_takes_bf16_where_the_cpu_has_units_for_it(tmp_path, monkeypatch, has_amx: bool, settled: str) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_bf16": has_amx}, raising=False)
+    config = small_config(tmp_path, {"engine.precision": "auto"})
+    assert rule.settle_precision(config, CPU, Group()).engine.precision == settled
+
+
+def test_a_torch_that_does_not_tell_counts_as_slow(monkeypatch) -> None:
+    monkeypatch.delattr(torch.cpu, "get_capabilities", raising=False)
+    assert not rule.multiplies_bf16_fast(CPU)
+
+
+def test_what_was_given_stays(tmp_path) -> None:
+    config = small_config(tmp_path, {"engine.precision": "fp16"})
+    assert rule.settle_precision(config, CPU, Group()) is config
+
+
+def test_one_slow_rank_settles_it_for_all(tmp_path, monkeypatch) -> None:
+    config = small_config(tmp_path, {"engine.precision": "auto"})
+
+    def settled(group: Group) -> str:
+        rule.multiplies_bf16_fast = lambda _: group.rank == 0  # in a process of its own
+        return rule.settle_precision(config, CPU, group).engine.precision
+
+    assert on_ranks(2, settled) == ["fp32", "fp32"]
+
+
+@pytest.mark.parametrize(("fast", "settled"), [(True, "bf16"), (False, "fp32")])
+def test_a_run_trains_in_what_it_settled_on(tmp_path, fast: bool, settled: str) -> None:
+    write_text(tmp_path)
+    forked(_trained, tmp_path, fast)
+    assert yaml.safe_load((tmp_path / "run/config.yaml").read_text())["engine"]["precision"] == settled
+
+
+def _trained(folder: Path, fast: bool) -> None:
+    rule.multiplies_bf16_fast = lambda _: fast
+    assert pretrain(small_config(folder, {"engine.precision": "auto"})).step == 6
