@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from small_run import small_config
 
 from megahead.config import RunPlan
 from megahead.train import describe_run
 from megahead.wording import counted, duration, gib, listed, span, thousands
+from support.small_run import small_config
 
 
 def test_one_is_one_as_it_is_written() -> None:

@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 import torch
-from dying import die_at
-from on_ranks import on_ranks
 
 import megahead.checkpoint.saving as saving
 from megahead.checkpoint import find_checkpoint, open_checkpoint, save_checkpoint
 from megahead.checkpoint.folders import is_complete
 from megahead.distributed import Group
 from megahead.errors import CheckpointError
+from support.dying import die_at
+from support.on_ranks import on_ranks
 
 
 def save(root: Path, step: int, group: Group | None = None) -> Path:

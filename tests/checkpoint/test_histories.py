@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from dying import die_at
 
 from megahead.checkpoint import Spare, abandoned_in, newest_sound, open_checkpoint, save_checkpoint, step_of
 from megahead.checkpoint.retention import NONE_SPARED
 from megahead.distributed import Group
+from support.dying import die_at
 
 
 def save(

@@ -8,13 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from on_ranks import on_ranks
 
 import megahead.checkpoint.integrity as integrity
 from megahead.checkpoint import newest_sound, open_checkpoint, save_checkpoint
 from megahead.checkpoint.integrity import share_of
 from megahead.checkpoint.manifest import FileEntry
 from megahead.distributed import Group
+from support.on_ranks import on_ranks
 
 
 def save(group: Group, root: str, step: int = 1) -> None:

@@ -11,12 +11,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from on_ranks import on_ranks
 from torch import Tensor
 
 from megahead.checkpoint import find_checkpoint, open_checkpoint, save_checkpoint
 from megahead.distributed import Group
 from megahead.errors import CheckpointError
+from support.on_ranks import on_ranks
 
 DTYPES = [
     torch.float32,

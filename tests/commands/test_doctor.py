@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import call
 
 from megahead.commands import doctor
+from support.commands import call
 
 
 def test_this_machine_is_ready_to_train(tmp_path: Path) -> None:

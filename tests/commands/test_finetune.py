@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
-from small_encoder import save_small_encoder
 
 from megahead.commands import finetune
 from megahead.errors import FieldError
+from support.small_encoder import save_small_encoder
 
 XNLI = "the cat sat\tit is true\tentailment\nthe cat sat\tno\tcontradiction\nthe cat sat\tthe dog\tneutral\n"
 

@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
-from small_run import small_config, stage
 
 from megahead.config import BatchConfig, deepspeed_config
+from support.small_run import small_config, stage
 
 
 @pytest.mark.parametrize(("ranks", "steps"), [(1, 12), (2, 6), (3, 4), (12, 1)])

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import yaml
-from good_settings import GOOD
 from pydantic import BaseModel
 
 from megahead.config import RunConfig, config_from_dict, load_config
 from megahead.errors import ConfigErrors
+from support.good_settings import GOOD
 
 
 def written(folder: Path, tree: Any) -> Path:

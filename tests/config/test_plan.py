@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from forked import forked
-from small_run import small_config, write_text
 
 from megahead.config import RunPlan, deepspeed_config
 from megahead.config import deepspeed as resolving
@@ -16,6 +14,8 @@ from megahead.errors import ConfigError, UserError
 from megahead.estimate import rank_memory, ways_to_need_less
 from megahead.train import describe_run, pretrain
 from megahead.train.out_of_memory import explain_out_of_memory
+from support.forked import forked
+from support.small_run import small_config, write_text
 
 
 def named(folder: Path, content: Any) -> dict[str, Any]:

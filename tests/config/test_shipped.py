@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import yaml
-from commands import ROOT
-from good_settings import GOOD
 
 from megahead.config import EngineConfig, config_from_dict, deepspeed_config, load_config
 from megahead.errors import UserError
+from support.commands import ROOT
+from support.good_settings import GOOD
 
 ZERO1 = json.loads((ROOT / "configs/deepspeed/zero1.json").read_text())
 

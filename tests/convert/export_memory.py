@@ -11,9 +11,8 @@ import resource
 import sys
 from pathlib import Path
 
-from small_checkpoint import save_small, small_config
-
 from megahead.convert import export
+from support.small_checkpoint import save_small, small_config
 
 
 def model_bytes(folder: Path) -> int:

@@ -9,10 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from small_checkpoint import save_small, save_tokenizer, small_config
 
 from megahead.convert import export
 from megahead.evaluate import harness
+from support.small_checkpoint import save_small, save_tokenizer, small_config
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
 

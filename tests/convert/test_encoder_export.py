@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from small_checkpoint import save_small, small_config
 from tokenizers import Tokenizer
 from torch.nn import functional as F
 from transformers import (
@@ -33,6 +32,7 @@ from megahead.corpus.vocabulary import train_wordpiece
 from megahead.data import held_out_masker
 from megahead.errors import CheckpointError, FieldError
 from megahead.pretraining import ScoreRequest, weight_shapes
+from support.small_checkpoint import save_small, small_config
 
 HEADS: list[tuple[str, dict[str, Any]]] = [
     ("none", {}),

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from small_checkpoint import save_small, save_tokenizer, small_config
 from transformers import AutoTokenizer, GPTNeoXConfig
 
 import megahead
@@ -16,6 +15,7 @@ from megahead.convert import Origin, export, export_heads, exporting, hf_folder,
 from megahead.convert.gpt_neox import hf_config
 from megahead.corpus import IndexedDatasetWriter, load_tokenizer
 from megahead.errors import CheckpointError, DataError, FieldError
+from support.small_checkpoint import save_small, save_tokenizer, small_config
 
 VANILLA = {"name": "vanilla"}
 TIED = {"name": "vanilla", "tied": True}

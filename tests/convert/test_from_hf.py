@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from small_checkpoint import save_tokenizer
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, GPTNeoXModel
 
 from megahead.checkpoint import open_checkpoint
 from megahead.config import config_from_dict
 from megahead.convert import export, from_hf
 from megahead.errors import CheckpointError, FieldError, UserError
+from support.small_checkpoint import save_tokenizer
 
 
 def save_theirs(folder: Path, kind=GPTNeoXForCausalLM, shard: str = "1GB", **settings) -> Path:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from small_checkpoint import small_config
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
 from megahead.convert.gpt_neox import RENAMES, our_name
 from megahead.convert.renames import Renames
 from megahead.errors import FieldError
 from megahead.pretraining import weight_shapes
+from support.small_checkpoint import small_config
 
 
 def test_the_table_is_a_bijection_between_our_parameters_and_those_of_transformers() -> None:

@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from on_ranks import on_ranks
 from torch import Tensor
 
 from megahead.distributed import (
@@ -19,6 +18,7 @@ from megahead.distributed import (
     reduce_scatter_to_group,
     scatter_to_group,
 )
+from support.on_ranks import on_ranks
 
 SIZES = [1, 2, 4]
 

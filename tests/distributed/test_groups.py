@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from on_ranks import on_ranks
 
 from megahead.distributed import Group, Launch, Mesh, read_launch
 from megahead.errors import ConfigError, UserError
+from support.on_ranks import on_ranks
 
 
 def talk(group: Group) -> dict[str, object]:

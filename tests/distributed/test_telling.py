@@ -6,11 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from commands import SCRIPT, call, config_file, free_port
-from killable import codes, said, start_ranks
-from small_run import small_config, write_text
 
 from megahead.errors import UserError
+from support.commands import SCRIPT, call, config_file, free_port
+from support.killable import codes, said, start_ranks
+from support.small_run import small_config, write_text
 
 
 def outputs(folder: Path) -> list[str]:

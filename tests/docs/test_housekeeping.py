@@ -6,9 +6,9 @@ import re
 from pathlib import Path
 
 import yaml
-from commands import ROOT
 
 from megahead.commands import COMMANDS
+from support.commands import ROOT
 
 TOOLS = ROOT / "tools"
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from commands import ROOT
 
 from megahead.config import RunConfig, load_config
+from support.commands import ROOT
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 JOURNEY = ROOT / "docs/own-text.md"

@@ -7,10 +7,10 @@ import re
 from pathlib import Path
 
 import pytest
-from commands import ROOT
-from installed import install, run_installed
 
 from megahead.run_folder import RunFolder
+from support.commands import ROOT
+from support.installed import install, run_installed
 
 PAGE = (ROOT / "docs/python.md").read_text()
 SETTINGS = [

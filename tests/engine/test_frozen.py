@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from on_ranks import on_ranks
 from torch import nn
 
 from megahead.distributed import Group
 from megahead.engine.frozen import FrozenWeights
+from support.on_ranks import on_ranks
 
 SHAPES = [(), (1,), (3,), (5, 7), (4, 2, 6)]
 

@@ -18,7 +18,7 @@ TESTS = Path(__file__).resolve().parents[1]
 TRAIN = """
 import sys
 sys.path.insert(0, {tests!r})
-from small_engine import small_batches, small_engine
+from support.small_engine import small_batches, small_engine
 from megahead.distributed import Group
 for stage, precision in [(0, "fp32"), (1, "bf16"), (3, "fp32")]:
     engine = small_engine(Group(), stage, precision)

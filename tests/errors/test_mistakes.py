@@ -10,12 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import small_checkpoint
 import torch
-from commands import ROOT
 from safetensors.torch import save_file
-from small_checkpoint import save_small, save_tokenizer
-from small_run import small_config, write_text
 
 from megahead.checkpoint import open_checkpoint
 from megahead.config import deepspeed_config, load_config, resolve_group
@@ -29,6 +25,10 @@ from megahead.run_folder import RunFolder
 from megahead.train.datasets import open_datasets
 from megahead.train.identity import refuse_another_run
 from megahead.train.persistence import find_resume, starting_weights
+from support import small_checkpoint
+from support.commands import ROOT
+from support.small_checkpoint import save_small, save_tokenizer
+from support.small_run import small_config, write_text
 
 CONFIG = (("a: [1", [], "`F/run.yaml` must be YAML, but is not in line 1: expected ',' or ']', but got '<stream end>'."),
           ("- 1", [], "`F/run.yaml` must hold settings as `key: value`, but holds list instead."),

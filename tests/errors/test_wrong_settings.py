@@ -7,10 +7,10 @@ import copy
 from typing import Any
 
 import pytest
-from good_settings import GOOD
 
 from megahead.config import config_from_dict
 from megahead.errors import ConfigErrors
+from support.good_settings import GOOD
 
 BERT: dict[str, Any] = {
     "model.size": "bert-tiny",

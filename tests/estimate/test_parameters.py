@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from small_checkpoint import small_config
 
 from megahead.config import NAMED_SIZES, ModelConfig
 from megahead.estimate import count_parameters, run_parameters
 from megahead.models import build_backbone
 from megahead.pretraining import weight_shapes
+from support.small_checkpoint import small_config
 
 ODD = ModelConfig(num_layers=3, hidden_size=48, num_heads=3, intermediate_size=100, vocab_size=61, vocab_multiple=16)
 

@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from small_checkpoint import save_small, save_tokenizer, small_config
-from small_encoder import save_small_encoder
 from transformers import Trainer, TrainingArguments
 
 from megahead.convert import hf_folder, load_classifier, load_tokenizer_folder
@@ -31,6 +29,8 @@ from megahead.evaluate.finetuning import (
 from megahead.evaluate.finetuning.encoding import ExampleEncoder, collate
 from megahead.evaluate.finetuning.examples import Example
 from megahead.evaluate.finetuning.loop import Classifier, fine_tune
+from support.small_checkpoint import save_small, save_tokenizer, small_config
+from support.small_encoder import save_small_encoder
 
 WORDS = ("cat", "dog", "mat", "rain", "animals")
 SETTINGS = paper_settings("glue/rte", learning_rate=3e-3, epochs=3, batch_size=16, max_length=24)

@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from small_encoder import save_small_encoder
 
 from megahead.convert import load_tokenizer_folder
 from megahead.errors import FieldError
@@ -15,6 +14,7 @@ from megahead.evaluate.finetuning import paper_settings
 from megahead.evaluate.finetuning.encoding import ExampleEncoder, collate, training_batches
 from megahead.evaluate.finetuning.examples import Example
 from megahead.evaluate.finetuning.scoring import class_loss, measure
+from support.small_encoder import save_small_encoder
 
 PAIRS = [
     ("the cat sat", "it is true"),

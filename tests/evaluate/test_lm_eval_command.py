@@ -9,11 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from small_checkpoint import save_small, save_tokenizer, small_config
 
 from megahead.convert import hf_folder
 from megahead.evaluate.harness import evaluate_harness
 from megahead.evaluate.harness_tasks import task_files, write_tasks
+from support.small_checkpoint import save_small, save_tokenizer, small_config
 
 LIMIT = 12
 

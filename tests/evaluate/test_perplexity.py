@@ -8,8 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from on_ranks import on_ranks
-from small_checkpoint import small_config
 
 from megahead.corpus import IndexedDataset, IndexedDatasetWriter
 from megahead.data import held_out_masker, held_out_samples
@@ -17,6 +15,8 @@ from megahead.distributed import Group
 from megahead.evaluate import HeldOut, HeldOutText
 from megahead.objectives import Scores
 from megahead.pretraining import ScoreRequest
+from support.on_ranks import on_ranks
+from support.small_checkpoint import small_config
 
 CPU = torch.device("cpu")
 DECODER = small_config(data={"sequence_length": 8})

@@ -8,12 +8,12 @@ from pathlib import Path
 import pseudo_perplexity as command
 import pytest
 import torch
-from small_encoder import save_small_encoder
 from transformers import BertConfig, BertForMaskedLM
 
 from megahead.convert import load_tokenizer_folder
 from megahead.errors import CheckpointError, DataError
 from megahead.evaluate.pseudo import pseudo_perplexity
+from support.small_encoder import save_small_encoder
 
 TEXTS = ["the cat sat on the mat", "animals run away from rain and the dog saw it", "no"]
 

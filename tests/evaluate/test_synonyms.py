@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from small_checkpoint import save_small, save_tokenizer, small_config
 from torch.nn.functional import cosine_similarity
 
 from megahead.convert import export, input_embedding
 from megahead.corpus import load_tokenizer
 from megahead.errors import CheckpointError, DataError
 from megahead.evaluate.synonyms import similarities, synonym_pairs
+from support.small_checkpoint import save_small, save_tokenizer, small_config
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "synonyms.py"
 NOUNS = """  1 This software and database is being provided to you, the LICENSEE.

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from exact_attention import POSITIONS, random_qkv, relative_errors
 from torch import Tensor
 
 from megahead.nn import BACKENDS, AttentionSpec, Documents, attend
+from support.exact_attention import POSITIONS, random_qkv, relative_errors
 
 LONG = torch.cat([torch.arange(200), torch.arange(1), torch.arange(129), torch.arange(182)]).repeat(2, 1)
 LONG[1] = torch.arange(512)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from gpu_run import curve
-from small_run import same_tensors, stage, write_text
+
+from support.gpu_run import curve
+from support.small_run import same_tensors, stage, write_text
 
 
 @pytest.mark.gpu

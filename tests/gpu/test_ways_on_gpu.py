@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from commands import ROOT
-from gpu_run import curve, said
-from small_run import stage, write_text
 
 from megahead.nn import BACKENDS, AttentionSpec
+from support.commands import ROOT
+from support.gpu_run import curve, said
+from support.small_run import stage, write_text
 
 BF16 = {"engine.precision": "bf16"}
 

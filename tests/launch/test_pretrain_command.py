@@ -11,9 +11,9 @@ import time
 from pathlib import Path
 
 import pytest
-from commands import SCRIPT, call, config_file, free_port, losses
 
 from megahead.checkpoint import open_checkpoint
+from support.commands import SCRIPT, call, config_file, free_port, losses
 
 
 def test_deepspeed_torchrun_and_bare_python_train_alike(tmp_path: Path) -> None:

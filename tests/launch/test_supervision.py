@@ -8,9 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from commands import ROOT, config_file
-from killable import codes, start_ranks
-from small_run import same_tensors, small_config
+
+from support.commands import ROOT, config_file
+from support.killable import codes, start_ranks
+from support.small_run import same_tensors, small_config
 
 CRASH_ONCE = """
 import os, runpy, sys

@@ -8,9 +8,9 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from commands import ROOT
 
 from megahead.config import load_config
+from support.commands import ROOT
 
 CONFIG = "configs/small-headless.yaml"
 

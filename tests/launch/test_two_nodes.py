@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from commands import ROOT, SCRIPT, config_file, free_port, losses
+
+from support.commands import ROOT, SCRIPT, config_file, free_port, losses
 
 LAUNCH = ROOT / "launch"
 ENVIRONMENT = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from initialized import initialized_backbone
 
 from megahead.config import ModelConfig
 from megahead.nn import Documents, TargetPositions
+from support.initialized import initialized_backbone
 
 
 @pytest.mark.parametrize("family", ["gpt_neox", "bert"])

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from initialized import initialized_backbone
 
 from megahead.config import ModelConfig
 from megahead.models import Bert, build_backbone
 from megahead.nn import Documents, TargetPositions
+from support.initialized import initialized_backbone
 
 TINY = ModelConfig(
     family="bert",

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from initialized import initialized_backbone
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 
 from megahead.config import ModelConfig
 from megahead.models import Backbone, CompiledBlocks
 from megahead.nn import BACKENDS, Documents
+from support.initialized import initialized_backbone
 
 IDS = torch.arange(2 * 24).view(2, 24) % 50
 POSITIONS = torch.cat([torch.arange(24), torch.arange(9), torch.arange(15)]).view(2, 24)

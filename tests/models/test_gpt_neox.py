@@ -6,11 +6,11 @@ import fnmatch
 
 import pytest
 import torch
-from initialized import initialize_, initialized_backbone
 
 from megahead.config import NAMED_SIZES, ModelConfig
 from megahead.models import SHARDING, build_backbone
 from megahead.nn import Documents
+from support.initialized import initialize_, initialized_backbone
 
 TINY = ModelConfig(num_layers=2, hidden_size=32, num_heads=2, vocab_size=50, vocab_multiple=8)
 NON_EMBEDDING = {

@@ -6,10 +6,10 @@ import math
 
 import pytest
 import torch
-from initialized import initialize_, initialized_backbone
 
 from megahead.config import ModelConfig
 from megahead.models import build_backbone, initial_value
+from support.initialized import initialize_, initialized_backbone
 
 CONFIG = ModelConfig(num_layers=3, hidden_size=64, num_heads=2, vocab_size=500, vocab_multiple=128)
 

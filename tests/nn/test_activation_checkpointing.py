@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from initialized import initialized_backbone
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -15,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from megahead.config import ModelConfig
 from megahead.models import build_backbone
 from megahead.nn.activation_checkpointing import Recompute
+from support.initialized import initialized_backbone
 
 IDS = torch.arange(2 * 40).view(2, 40) % 50
 

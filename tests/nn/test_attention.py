@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from exact_attention import POSITIONS
 
 from megahead.nn import CausalSelfAttention, Documents, rotary_at
+from support.exact_attention import POSITIONS
 
 
 @pytest.mark.parametrize("documents", [Documents.whole_rows(2, 7), Documents(POSITIONS)])

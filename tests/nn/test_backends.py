@@ -7,12 +7,12 @@ import types
 
 import pytest
 import torch
-from exact_attention import POSITIONS, random_qkv, relative_errors
 from torch import Tensor
 
 from megahead.errors import ConfigError
 from megahead.nn import BACKENDS, AttentionSpec, attend, choose_backend
 from megahead.nn.attention_kernels import attend_rows
+from support.exact_attention import POSITIONS, random_qkv, relative_errors
 
 CPU = AttentionSpec(torch.device("cpu"), torch.float64, head_size=8)
 HERE = [backend.attend for backend in BACKENDS.values() if not backend.obstacle(CPU)]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from exact_attention import POSITIONS, random_qkv, relative_errors
 from torch.nn import functional as F
 
 from megahead.nn import cpu_attention
 from megahead.nn.attention_kernels import attend_masked, attend_per_document, attend_rows
+from support.exact_attention import POSITIONS, random_qkv, relative_errors
 
 
 def _as_torch(q, k, v, documents, dropout=0.0, *, causal=True):

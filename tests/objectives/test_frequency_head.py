@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from small_checkpoint import save_small, small_config
 
 from megahead.config import RunConfig
 from megahead.convert.source import TrainedModel
 from megahead.data import Masker, asked_counts, held_out_masker
 from megahead.data.strategies import Frequency
 from megahead.objectives import log_unigram, training_free_bias
+from support.small_checkpoint import save_small, small_config
 
 VOCABULARY, CONTEXTS, LENGTH, FIRST = 120, 8, 62, 4
 IDS = {"mask_token": 3, "cls_token": 1, "sep_token": 2}

@@ -6,12 +6,12 @@ from unittest import mock
 
 import pytest
 import torch
-from on_ranks import on_ranks
 from torch import Tensor
 
 from megahead.distributed import Group
 from megahead.objectives import Candidates, CandidateShard, candidate_loss_reference, candidate_scores
 from megahead.parallel import candidate_softmax, parallel_candidate_loss, parallel_candidate_scores
+from support.on_ranks import on_ranks
 
 OUTPUTS, FEATURES, TEMPERATURE = 23, 5, 0.7
 

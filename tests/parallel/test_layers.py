@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from on_ranks import on_ranks
-from small_checkpoint import small_config
 from torch import Tensor, nn
 
 from megahead.distributed import Group
@@ -19,6 +17,8 @@ from megahead.parallel import (
     shard_dims,
 )
 from megahead.parallel.build import fill_
+from support.on_ranks import on_ranks
+from support.small_checkpoint import small_config
 
 IDS = torch.tensor([[3, 0, 15], [7, 3, 8]])
 SHARED = torch.tensor([2, 3, 15, -1])

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from initialized import initialized
-from on_ranks import on_ranks
-from small_checkpoint import small_config
 from torch import Tensor, nn
 
 from megahead.config import RunConfig, RunPlan
@@ -18,6 +15,9 @@ from megahead.nn import Documents
 from megahead.nn.activation_checkpointing import Recompute
 from megahead.parallel import parallelize_, shard_dims
 from megahead.parallel.build import fill_
+from support.initialized import initialized
+from support.on_ranks import on_ranks
+from support.small_checkpoint import small_config
 
 CPU = torch.device("cpu")
 IDS = torch.randint(61, (2, 8), generator=torch.Generator().manual_seed(2))

@@ -7,9 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from initialized import initialized
-from on_ranks import on_ranks
-from small_checkpoint import small_config
 from torch import Tensor
 
 from megahead.config import RunConfig
@@ -18,6 +15,9 @@ from megahead.distributed import Group
 from megahead.objectives import build_objective
 from megahead.parallel import shard_dims
 from megahead.pretraining import MicroBatch, Pretraining, ScoreRequest
+from support.initialized import initialized
+from support.on_ranks import on_ranks
+from support.small_checkpoint import small_config
 
 CPU = torch.device("cpu")
 OBJECTIVES = {

@@ -12,10 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from initialized import initialized
-from on_ranks import on_ranks
-from small_checkpoint import small_config
-from small_engine import CPU, small_optimizer
 from torch import Tensor
 
 from megahead.checkpoint import save_checkpoint
@@ -26,6 +22,10 @@ from megahead.engine import Engine
 from megahead.objectives import log_unigram
 from megahead.parallel import assemble
 from megahead.pretraining import Pretraining
+from support.initialized import initialized
+from support.on_ranks import on_ranks
+from support.small_checkpoint import small_config
+from support.small_engine import CPU, small_optimizer
 
 HEADS: list[tuple[str, dict[str, Any]]] = [
     ("none", {}),

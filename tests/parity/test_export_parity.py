@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 from numpy.random import default_rng
-from small_checkpoint import save_small, small_config
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
@@ -16,6 +15,7 @@ from megahead.convert.export_heads import best_head
 from megahead.convert.source import TrainedModel
 from megahead.data import causal_batch
 from megahead.pretraining import ScoreRequest
+from support.small_checkpoint import save_small, small_config
 
 
 @pytest.mark.parametrize("padding", ["trimmed", "kept"])

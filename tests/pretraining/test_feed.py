@@ -10,8 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from on_ranks import on_ranks
-from small_run import VOCABULARY, small_config, write_text
 
 from megahead.config import RunConfig
 from megahead.corpus import IndexedDataset, IndexedDatasetWriter
@@ -20,6 +18,8 @@ from megahead.distributed import Group
 from megahead.objectives import build_objective
 from megahead.pretraining import Feed
 from megahead.pretraining.feed import prefetched
+from support.on_ranks import on_ranks
+from support.small_run import VOCABULARY, small_config, write_text
 
 
 def fed(group: Group, config: RunConfig) -> list[tuple[list[list[int]], int, float]]:

@@ -7,14 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from initialized import initialized
-from small_checkpoint import small_config
 from torch.nn import functional as F
 
 from megahead.config import RunConfig
 from megahead.data import training_masker
 from megahead.objectives import build_objective
 from megahead.pretraining import MicroBatch, Pretraining, ScoreRequest, documents_of
+from support.initialized import initialized
+from support.small_checkpoint import small_config
 
 CPU = torch.device("cpu")
 MODEL = {"family": "bert", "token_types": 2, "hidden_dropout": 0.0, "attention_dropout": 0.0, "max_positions": 32}

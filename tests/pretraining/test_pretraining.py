@@ -6,7 +6,6 @@ from math import log
 
 import pytest
 import torch
-from initialized import initialized
 from numpy.random import default_rng
 
 from megahead.config import RunConfig, config_from_dict
@@ -14,6 +13,7 @@ from megahead.data import Batch, causal_batch
 from megahead.objectives import Candidates, build_objective, cwt_loss, log_unigram
 from megahead.optim import decay_groups
 from megahead.pretraining import MicroBatch, Pretraining, ScoreRequest, documents_of
+from support.initialized import initialized
 
 
 def tiny(objective: dict[str, object]) -> RunConfig:

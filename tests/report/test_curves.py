@@ -7,11 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from logged_run import evaluation, training, write_run
 
 from megahead.errors import UserError
 from megahead.report import draw_curves, read_metrics, save_curves
 from megahead.report.curves import running_mean
+from support.logged_run import evaluation, training, write_run
 
 
 def test_training_and_validation_are_told_apart(tmp_path: Path) -> None:

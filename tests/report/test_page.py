@@ -12,9 +12,6 @@ from typing import Any
 
 import pytest
 import yaml
-from logged_run import evaluation, training, write_run
-from on_ranks import on_ranks
-from small_run import small_config, write_text
 
 from megahead.commands import report
 from megahead.config import RunConfig
@@ -22,6 +19,9 @@ from megahead.distributed import Group, Launch
 from megahead.report import read_runs, render_page
 from megahead.report.series import MOST_POINTS
 from megahead.train import pretrain
+from support.logged_run import evaluation, training, write_run
+from support.on_ranks import on_ranks
+from support.small_run import small_config, write_text
 
 
 def page_of(*folders: Path) -> tuple[str, dict[str, Any]]:

@@ -29,14 +29,14 @@ from typing import Any
 
 import torch
 import yaml
-from killable import speak_to
-from small_checkpoint import save_tokenizer
-from small_run import small_config, write_text
 
 from megahead.config import load_config
 from megahead.distributed import Launch
 from megahead.errors import run_command
 from megahead.train import pretrain, setup
+from support.killable import speak_to
+from support.small_checkpoint import save_tokenizer
+from support.small_run import small_config, write_text
 
 MEMORY = 6 << 30
 TRAINED = 5

@@ -18,12 +18,11 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from killable import codes, said, start_ranks
-from small_run import offloaded, same_tensors, small_config, stage, write_text
-
 from megahead.checkpoint import newest_sound
 from megahead.config import RunConfig
 from megahead.report.metrics import read_metrics
+from support.killable import codes, said, start_ranks
+from support.small_run import offloaded, same_tensors, small_config, stage, write_text
 
 TIMEOUT_SECONDS = 30
 SURVIVAL_SECONDS = TIMEOUT_SECONDS + 15

@@ -6,8 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from on_ranks import on_ranks
-from small_run import small_config, write_text
 from transformers import AutoModelForMaskedLM
 
 from megahead.checkpoint import open_checkpoint
@@ -16,6 +14,8 @@ from megahead.convert import hf_folder
 from megahead.distributed import Group, Launch
 from megahead.report.metrics import read_metrics
 from megahead.train import describe_run, pretrain
+from support.on_ranks import on_ranks
+from support.small_run import small_config, write_text
 
 OBJECTIVES = {"headless": {}, "vanilla": {"name": "vanilla", "tied": True}}
 

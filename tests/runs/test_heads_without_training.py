@@ -8,9 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from bad_rows import BAD, run_with
-from on_ranks import on_ranks
-from small_run import VOCABULARY, small_config, write_text
 from torch import Tensor
 
 from megahead.checkpoint import Checkpoint, open_checkpoint, save_checkpoint
@@ -22,6 +19,9 @@ from megahead.distributed import Group
 from megahead.evaluate import HeldOutText
 from megahead.report import read_metrics
 from megahead.train.state import TrainingState
+from support.bad_rows import BAD, run_with
+from support.on_ranks import on_ranks
+from support.small_run import VOCABULARY, small_config, write_text
 
 CPU = torch.device("cpu")
 ROWS = 6 * 8

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 from runs.kill_and_resume import torture
-from small_run import offloaded, stage
+
+from support.small_run import offloaded, stage
 
 VARIANTS = {
     "at once": stage(1),

@@ -13,14 +13,14 @@ import pytest
 import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import groups
-from killable import Sabotage, codes, said, start_ranks
-from small_run import small_config, stage, write_text
 
 from megahead.distributed import Group, print_once, switchboard, watch
 from megahead.distributed.watch import Watch
 from megahead.engine import Engine, engine
 from megahead.train import setup
 from megahead.train.meters import Meters
+from support.killable import Sabotage, codes, said, start_ranks
+from support.small_run import small_config, stage, write_text
 
 Act = Callable[[], Any]
 

@@ -8,13 +8,11 @@ import signal
 from pathlib import Path
 from typing import Any
 
-import heavy_imports  # noqa: F401
 import pytest
 import torch
-from on_ranks import on_ranks
-from small_run import shipped, small_config, stage, write_text
 from torch import Tensor
 
+import support.heavy_imports  # noqa: F401
 from megahead.checkpoint import open_checkpoint
 from megahead.config import RunConfig
 from megahead.distributed import Group, Launch
@@ -22,6 +20,8 @@ from megahead.errors import CheckpointError, ConfigError, UserError
 from megahead.report.metrics import read_metrics
 from megahead.train import pretrain
 from megahead.train.meters import Meters
+from support.on_ranks import on_ranks
+from support.small_run import shipped, small_config, stage, write_text
 
 
 def run(group: Group, config: RunConfig, resume: str = "auto") -> str:

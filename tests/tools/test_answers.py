@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from asked import ROOT, Answer, ask
 
 from megahead.commands import COMMANDS
+from support.asked import ROOT, Answer, ask
 
 NAMES = [name for commands in COMMANDS.values() for name in commands]
 CONSOLE = [f"megahead {name}" for name in NAMES]

@@ -10,7 +10,6 @@ import bench_loss
 import numpy as np
 import pytest
 import torch
-from small_checkpoint import save_tokenizer
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -20,6 +19,7 @@ from benchmarks.memory import in_child
 from benchmarks.targets import read_targets
 from megahead.corpus import IndexedDatasetWriter
 from megahead.errors import DataError
+from support.small_checkpoint import save_tokenizer
 
 
 def drawn() -> tuple[Tensor, Tensor, Tensor]:

@@ -7,14 +7,14 @@ from pathlib import Path
 import bench_step
 import pytest
 import torch
-from commands import config_file
-from small_run import small_config, write_text
 
 from benchmarks.contender import Contender, How, compare, contending
 from benchmarks.device import matrix_rate
 from benchmarks.tokens import token_rows
 from megahead.config import RunConfig, config_from_dict
 from megahead.errors import FieldError
+from support.commands import config_file
+from support.small_run import small_config, write_text
 
 
 def test_both_objectives_take_real_steps_on_the_same_tokens(tmp_path: Path) -> None:

@@ -9,13 +9,13 @@ from pathlib import Path
 from traceback import FrameSummary
 
 import torch
-from commands import ROOT, call
-from on_ranks import on_ranks
-from small_run import small_config, write_text
 
 from benchmarks.waits import counted, noted, place
 from megahead.config import RunConfig
 from megahead.distributed import Group
+from support.commands import ROOT, call
+from support.on_ranks import on_ranks
+from support.small_run import small_config, write_text
 
 OURS = FrameSummary("/src/megahead/megahead/train/step.py", 52, "train_step")
 THEIRS = FrameSummary("/venv/lib/deepspeed/runtime/engine.py", 9, "backward")

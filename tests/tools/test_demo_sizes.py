@@ -8,13 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from commands import ROOT, call
 from rich.console import Console
 
 from demo_pipeline.pipeline import Pipeline
 from demo_pipeline.sizes import FULL, QUICK, Size
 from megahead.config import RunConfig, load_config
 from megahead.errors import FieldError
+from support.commands import ROOT, call
 
 
 def run_of(folder: Path, size: Size, name: str) -> RunConfig:

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import headless_picture
 import matplotlib.image
-from commands import ROOT
 
 from megahead.report.headless_picture import draw
+from support.commands import ROOT
 
 
 def test_the_committed_picture_is_of_the_size_that_is_drawn_and_opaque(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import json
 import sys
 from pathlib import Path
 
-from commands import ROOT, call, config_file
+from support.commands import ROOT, call, config_file
 
 
 def test_writes_a_trace_of_the_steps_asked_for(tmp_path: Path) -> None:

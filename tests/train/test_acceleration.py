@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from on_ranks import on_ranks
-from small_run import small_config, stage, write_text
 
 from megahead.config import RunConfig
 from megahead.distributed import Group, Launch
@@ -18,6 +16,8 @@ from megahead.models import CompiledBlocks, build_backbone
 from megahead.report.metrics import read_metrics
 from megahead.train import acceleration, pretrain
 from megahead.train.acceleration import accelerate_
+from support.on_ranks import on_ranks
+from support.small_run import small_config, stage, write_text
 
 CPU = torch.device("cpu")
 COMPILE = {"engine.compile": True}

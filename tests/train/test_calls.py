@@ -11,16 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import small_engine  # noqa: F401 - loads what every forked process would load again
 import torch
 import torch.distributed as dist
-from forked import forked
-from small_run import same_tensors, small_config, stage, write_text
 
+import support.small_engine  # noqa: F401 - loads what every forked process would load again
 from megahead.errors import UserError
 from megahead.report.metrics import read_metrics
 from megahead.train import pretrain, setup
 from megahead.train.run import Run
+from support.forked import forked
+from support.small_run import same_tensors, small_config, stage, write_text
 
 STAGES = (0, 3, 1, 3, 2, 0)
 

@@ -9,14 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from on_ranks import on_ranks
-from small_run import small_config, write_text
 
 from megahead.corpus import IndexedDatasetWriter
 from megahead.data import packing, sampling
 from megahead.distributed import Group
 from megahead.errors import UserError
 from megahead.train.datasets import open_datasets
+from support.on_ranks import on_ranks
+from support.small_run import small_config, write_text
 
 PACKED = {"data.pack": "best_fit"}
 

@@ -12,8 +12,6 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-from on_ranks import on_ranks
-from small_run import small_config, write_text
 
 from megahead.config import RunConfig
 from megahead.distributed import Group, Launch
@@ -21,6 +19,8 @@ from megahead.errors import ConfigError
 from megahead.pretraining import Feed, StepBatches
 from megahead.report import read_metrics
 from megahead.train import pretrain
+from support.on_ranks import on_ranks
+from support.small_run import small_config, write_text
 
 
 class Terminal(io.StringIO):

@@ -5,12 +5,10 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-import heavy_imports  # noqa: F401
 import pytest
 import torch
-from on_ranks import on_ranks
-from small_run import small_config, stage, write_text
 
+import support.heavy_imports  # noqa: F401
 from megahead.checkpoint import newest_sound
 from megahead.config import RunConfig
 from megahead.distributed import Group, Launch
@@ -19,6 +17,8 @@ from megahead.errors import CheckpointError
 from megahead.evaluate import HeldOut
 from megahead.train import pretrain
 from megahead.train.evaluation import Evaluation
+from support.on_ranks import on_ranks
+from support.small_run import small_config, stage, write_text
 
 SENTENCE = (
     "a checkpoint must hold finite numbers only, but at step 4 {} does not; it was not saved, the older ones are "

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from on_ranks import on_ranks
 
 from megahead.distributed import Group
 from megahead.errors import CheckpointError
 from megahead.run_folder import RunFolder
 from megahead.train import session
+from support.on_ranks import on_ranks
 
 
 def ask(group: Group, folders: list[Path]) -> str:

@@ -7,9 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from on_ranks import on_ranks
-from small_checkpoint import save_tokenizer
-from small_run import small_config, write_text
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megahead.config import RunConfig
@@ -20,6 +17,9 @@ from megahead.evaluate.harness import evaluate_harness
 from megahead.evaluate.harness_tasks import task_files
 from megahead.report.metrics import read_metrics
 from megahead.train import pretrain
+from support.on_ranks import on_ranks
+from support.small_checkpoint import save_tokenizer
+from support.small_run import small_config, write_text
 
 PASSAGES = ["the cat sat on the mat and the dog saw the cat", "the dog sat on the cat", "on the mat sat the dog"]
 QUESTION = {"support": "the cat sat", "question": "who", "distractor1": "the dog", "distractor2": "the mat"}

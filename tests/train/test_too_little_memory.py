@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_run import small_config, stage
 
 from megahead.config import RunPlan
 from megahead.errors import UserError
 from megahead.train.out_of_memory import explain_out_of_memory
+from support.small_run import small_config, stage
 
 
 @pytest.mark.parametrize(

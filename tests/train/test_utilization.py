@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_run import small_config
 
 from megahead.config import RunPlan
 from megahead.estimate import peak_flops, training_flops
 from megahead.train.utilization import Utilization
+from support.small_run import small_config
 
 
 def test_peaks_by_the_names_that_devices_have() -> None:

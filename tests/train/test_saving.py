@@ -11,9 +11,6 @@ from typing import Any
 
 import orjson
 import pytest
-from killable import codes, said, start_ranks
-from on_ranks import on_ranks
-from small_run import same_tensors, small_config, write_text
 
 import megahead.checkpoint.saving as saving
 from megahead.checkpoint import open_checkpoint
@@ -21,6 +18,9 @@ from megahead.config import RunConfig
 from megahead.distributed import Group, Launch
 from megahead.errors import UserError
 from megahead.train import pretrain
+from support.killable import codes, said, start_ranks
+from support.on_ranks import on_ranks
+from support.small_run import same_tensors, small_config, write_text
 
 
 def steps_on_disk(run: Path) -> list[int]:

@@ -7,9 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from on_ranks import on_ranks
-from small_checkpoint import save_tokenizer
-from small_run import same_tensors, small_config, write_text
 
 import megahead.checkpoint.integrity as integrity
 from megahead.checkpoint import open_checkpoint
@@ -18,6 +15,9 @@ from megahead.distributed import Group, Launch
 from megahead.errors import ConfigErrors, UserError
 from megahead.report.metrics import read_metrics
 from megahead.train import pretrain
+from support.on_ranks import on_ranks
+from support.small_checkpoint import save_tokenizer
+from support.small_run import same_tensors, small_config, write_text
 
 
 def run(group: Group, config: RunConfig, resume: str = "auto") -> str:

@@ -7,10 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from initialized import initialized
-from on_ranks import on_ranks
-from small_engine import CPU
-from small_run import small_config, stage, write_text
 from torch import Tensor
 
 from megahead.checkpoint import Checkpoint, open_checkpoint
@@ -21,6 +17,10 @@ from megahead.report.metrics import read_metrics
 from megahead.train import pretrain
 from megahead.train.persistence import starting_weights
 from megahead.train.step import seed_step
+from support.initialized import initialized
+from support.on_ranks import on_ranks
+from support.small_engine import CPU
+from support.small_run import small_config, stage, write_text
 
 
 def run(group: Group, config: RunConfig, resume: str = "auto") -> str:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from on_ranks import on_ranks
-from small_engine import differing, small_batches, small_engine, whole
 from torch import Tensor
 
 from megahead.checkpoint import open_checkpoint, save_checkpoint
 from megahead.distributed import Group
 from megahead.engine import Engine
+from support.on_ranks import on_ranks
+from support.small_engine import differing, small_batches, small_engine, whole
 
 
 def train_and_save(group: Group, stage: int, root: str) -> dict[str, Tensor]:

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from commands import ROOT
+from support.commands import ROOT
 
 PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", "--no-input")
 

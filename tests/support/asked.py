@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 HEAVY = ("torch", "transformers", "deepspeed", "lm_eval", "datasets", "matplotlib", "scipy", "sklearn")
 """Packages whose import takes from half a second to several."""
 

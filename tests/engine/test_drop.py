@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from on_ranks import on_ranks
-from small_engine import SmallBatch, differing, small_batches, small_engine, whole
 
 from megahead.distributed import Group
 from megahead.engine import Engine
+from support.on_ranks import on_ranks
+from support.small_engine import SmallBatch, differing, small_batches, small_engine, whole
 
 FP16_HERE = torch.ops.mkldnn._is_mkldnn_fp16_supported()
 PRECISIONS = ["fp32", "bf16", "fp16"] if FP16_HERE else ["fp32", "bf16"]

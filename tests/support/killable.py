@@ -13,16 +13,16 @@ from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-import small_engine  # noqa: F401 - these three load what every rank would load again
 import torch
 import torch._dynamo
 import torch.utils.tensorboard
-from commands import free_port
 
+import support.small_engine  # noqa: F401 - these three load what every rank would load again
 from megahead.config import RunConfig
 from megahead.distributed import Launch, print_error_once
 from megahead.errors import run_command
 from megahead.train import pretrain
+from support.commands import free_port
 
 Sabotage = Callable[[int], None]
 """Called in each rank, with its number, before it starts."""

@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from killable import codes, said, start_ranks
-from small_run import same_tensors, small_config, write_text
 
 import megahead.checkpoint.saving as saving
 from megahead.checkpoint import open_checkpoint
 from megahead.engine import Engine
 from megahead.report.metrics import Record, read_metrics
 from megahead.run_folder import RunFolder
+from support.killable import codes, said, start_ranks
+from support.small_run import same_tensors, small_config, write_text
 
 
 def signalled(owner: Any, name: str, at_call: int, signals: int = 1) -> Callable[[int], None]:

@@ -6,16 +6,16 @@ import math
 from pathlib import Path
 from typing import Any
 
-import heavy_imports  # noqa: F401
 import orjson
 import pytest
 import torch
-from bad_rows import BAD, run_with
-from on_ranks import on_ranks
-from small_run import same_tensors, shipped, small_config, write_text
 
+import support.heavy_imports  # noqa: F401
 from megahead.checkpoint import open_checkpoint
 from megahead.report.metrics import read_metrics
+from support.bad_rows import BAD, run_with
+from support.on_ranks import on_ranks
+from support.small_run import same_tensors, shipped, small_config, write_text
 
 NEEDS_FP16 = pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_fp16_supported(), reason="no fp16 arithmetic here")
 

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from on_ranks import on_ranks
-from small_engine import SmallModel, differing, small_batches, small_engine, whole
 from torch import Tensor
 
 from megahead.distributed import Group
 from megahead.engine import Engine
+from support.on_ranks import on_ranks
+from support.small_engine import SmallModel, differing, small_batches, small_engine, whole
 
 STAGES = [0, 1, 2, 3]
 

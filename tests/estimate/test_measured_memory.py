@@ -9,9 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from on_ranks import on_ranks
-from small_engine import CPU
-from small_run import shipped, small_config
 
 from megahead.config import RunConfig, RunPlan, deepspeed_config
 from megahead.corpus import IndexedDataset, IndexedDatasetWriter
@@ -27,6 +24,9 @@ from megahead.train import pretrain
 from megahead.train.faults import Guard
 from megahead.train.out_of_memory import explain_out_of_memory
 from megahead.train.step import train_step
+from support.on_ranks import on_ranks
+from support.small_engine import CPU
+from support.small_run import shipped, small_config
 
 VOCABULARY = 4096
 TINY = {"num_layers": 1, "hidden_size": 64, "num_heads": 2, "vocab_size": VOCABULARY}

@@ -6,9 +6,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from initialized import initialized
-from on_ranks import on_ranks
-from small_run import shipped, small_config
 from torch import Tensor, nn
 
 from megahead.checkpoint import open_checkpoint
@@ -21,6 +18,9 @@ from megahead.optim import build_adamw, learning_rate_ratio
 from megahead.pretraining import Feed
 from megahead.report.metrics import read_metrics
 from megahead.train import pretrain
+from support.initialized import initialized
+from support.on_ranks import on_ranks
+from support.small_run import shipped, small_config
 
 STEPS = 10
 OBJECTIVES = {

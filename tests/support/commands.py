@@ -8,11 +8,11 @@ import subprocess
 from pathlib import Path
 
 import yaml
-from small_run import small_config, write_text
 
 from megahead.report.metrics import read_metrics
+from support.small_run import small_config, write_text
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SCRIPT = str(ROOT / "launch/pretrain.py")
 
 

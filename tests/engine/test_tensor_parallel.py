@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from on_ranks import on_ranks
-from small_engine import SmallModel, differing, small_batches, small_engine, small_optimizer, whole
 from torch import Tensor, nn
 
 from megahead.distributed import Group, Mesh
+from support.on_ranks import on_ranks
+from support.small_engine import SmallModel, differing, small_batches, small_engine, small_optimizer, whole
 
 CLIPPING = 0.05
 

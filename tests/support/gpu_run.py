@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from commands import SCRIPT
-from small_run import small_config
 
 from megahead.report.metrics import read_metrics
+from support.commands import SCRIPT
+from support.small_run import small_config
 
 
 def said(script: str, run: Path, changes: dict[str, Any], *options: str) -> str:

@@ -66,13 +66,13 @@ def stage(number: int) -> dict[str, Any]:
 
 def shipped(name: str) -> dict[str, Any]:
     """A file of `configs/deepspeed`."""
-    content: dict[str, Any] = json.loads((Path(__file__).parents[1] / f"configs/deepspeed/{name}.json").read_text())
+    content: dict[str, Any] = json.loads((Path(__file__).parents[2] / f"configs/deepspeed/{name}.json").read_text())
     return content
 
 
 def offloaded(number: int) -> dict[str, Any]:
     """The change that asks for a ZeRO stage as `configs/deepspeed` ships it with the optimizer in the host's memory."""
-    path = Path(__file__).parents[1] / f"configs/deepspeed/zero{number}_offload.json"
+    path = Path(__file__).parents[2] / f"configs/deepspeed/zero{number}_offload.json"
     return {"engine.deepspeed": json.loads(path.read_text())}
 
 

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from on_ranks import on_ranks
-from small_engine import small_engine
 from torch import nn
 
 from megahead.distributed import Group, Mesh
 from megahead.engine import Engine
 from megahead.errors import ConfigError, UserError
+from support.on_ranks import on_ranks
+from support.small_engine import small_engine
 
 
 @pytest.mark.parametrize("key", ["bf16", "fp16"])

@@ -9,10 +9,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from initialized import initialized
-from on_ranks import on_ranks
-from small_engine import small_engine
-from small_run import small_config, stage, write_text
 from torch import Tensor
 from torch.distributed.nn import functional as collectives
 
@@ -23,6 +19,10 @@ from megahead.objectives import Candidates, build_objective
 from megahead.pretraining import Feed, Pretraining, StepBatches, documents_of
 from megahead.report.metrics import read_metrics
 from megahead.train import pretrain
+from support.initialized import initialized
+from support.on_ranks import on_ranks
+from support.small_engine import small_engine
+from support.small_run import small_config, stage, write_text
 
 LENGTH = 12
 TOKEN_COUNTS = torch.arange(60)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import heavy_imports  # noqa: F401
 import torch
-from small_run import shipped
 from torch import Tensor, nn
 
+import support.heavy_imports  # noqa: F401
 from megahead.config import RunConfig, deepspeed_config
 from megahead.distributed import Group, Mesh
 from megahead.engine import Engine
 from megahead.parallel import shard_dims
+from support.small_run import shipped
 
 CPU = torch.device("cpu")
 VOCAB, WIDTH = 37, 12

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from plain_course import OBJECTIVES, Course, config_of, distance, initial, on_mesh, plain_torch
-from small_run import write_text
 
 from megahead.config import RunConfig
+from support.plain_course import OBJECTIVES, Course, config_of, distance, initial, on_mesh, plain_torch
+from support.small_run import write_text
 
 ROOT = Path(__file__).parents[2]
 NEEDS_FP16 = pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_fp16_supported(), reason="no fp16 arithmetic here")

@@ -7,9 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from on_ranks import on_ranks
-from small_engine import CPU
-from small_run import small_config, stage
 from torch import Tensor
 
 from megahead.config import RunConfig, deepspeed_config
@@ -18,6 +15,9 @@ from megahead.engine import Engine
 from megahead.optim import build_adamw
 from megahead.parallel import assemble
 from megahead.pretraining import first_weights
+from support.on_ranks import on_ranks
+from support.small_engine import CPU
+from support.small_run import small_config, stage
 
 
 def started(world: Group, config: RunConfig) -> tuple[bool, set[int]]:
