@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,7 @@ from torch import Tensor
 from megahead.checkpoint import find_checkpoint, open_checkpoint, save_checkpoint
 from megahead.distributed import Group
 from megahead.errors import CheckpointError
+from support.forked import run_script
 from support.on_ranks import on_ranks
 
 DTYPES = [
@@ -149,10 +149,7 @@ def test_an_unknown_tensor_is_told(tmp_path: Path) -> None:
 
 
 def inspect(folder: Path) -> subprocess.CompletedProcess[str]:
-    tool = Path(__file__).resolve().parents[2] / "tools" / "inspect_checkpoint.py"
-    return subprocess.run(
-        [sys.executable, tool, folder, "--tensors"], capture_output=True, text=True, env=dict(os.environ), timeout=60
-    )
+    return run_script("tools/inspect_checkpoint.py", folder, "--tensors")
 
 
 def test_the_inspector_tells_contents_and_verdict(tmp_path: Path) -> None:

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from support.forked import run_script
+
 SCRIPT = Path(__file__).with_name("export_memory.py")
 
 
@@ -25,7 +27,8 @@ def test_the_peak_is_that_of_the_largest_tensors(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr[-2000:]
         return done.stdout
 
-    run("save", "8", "512", "4000")
+    saved = run_script(SCRIPT, tmp_path, "save", 8, 512, 4000)
+    assert saved.returncode == 0, saved.stderr
     peak, model = map(float, run("measure").split())
     assert model > 110
     assert peak < 60

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +11,7 @@ from megahead.config import RunConfig, RunPlan, load_config
 from megahead.distributed import Group
 from megahead.estimate import expected_candidates, rank_memory, rank_parameters
 from megahead.parallel import assemble
+from support.forked import run_script
 
 ROOT = Path(__file__).parents[2]
 PYTHIA_12B = str(ROOT / "configs/pythia-12b-headless.yaml")
@@ -64,30 +63,26 @@ def test_expected_candidates_are_near_those_of_wikipedia(targets: int, measured:
     assert expected_candidates(10, 50_277) == 10
 
 
-def call(*command: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *command], capture_output=True, text=True, cwd=ROOT, timeout=60, check=False)
-
-
 def test_the_command_names_the_stage_that_is_needed() -> None:
     options = ["--config", PYTHIA_12B, "--world-size", "256"]
-    fits = call("tools/estimate.py", *options, "--memory", "20")
+    fits = run_script("tools/estimate.py", *options, "--memory", "20")
     assert fits.returncode == 0, fits.stderr
     assert "11,589,171,200 parameters" in fits.stdout
     assert "ZeRO 1 is enough (the config has 1)." in fits.stdout
     assert "299,892,736,000 tokens" in fits.stdout
     assert (
         "No stage fits: take more ranks, or lower batch.micro_size (now 4), or"
-        in call("tools/estimate.py", *options, "--memory", "2").stdout
+        in run_script("tools/estimate.py", *options, "--memory", "2").stdout
     )
 
 
 def test_a_dry_run_checks_256_ranks_without_them() -> None:
     options = ["launch/pretrain.py", "--config", PYTHIA_12B, "--dry-run", "--world-size"]
-    done = call(*options, "256")
+    done = run_script(*options, "256")
     assert done.returncode == 0, done.stderr
     assert "8 tensor x 32 data ranks" in done.stdout
     assert "4 rows x 8 accumulation x 32 data ranks" in done.stdout
     assert "GiB a rank" in done.stdout
-    wrong = call(*options, "250")
+    wrong = run_script(*options, "250")
     assert wrong.returncode == 2
     assert wrong.stderr == "error: `parallel.tensor` must divide the number of ranks (250), but is 8 instead.\n"

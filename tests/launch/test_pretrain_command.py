@@ -14,6 +14,7 @@ import pytest
 
 from megahead.checkpoint import open_checkpoint
 from support.commands import SCRIPT, call, config_file, free_port, losses
+from support.forked import run_script
 
 
 def test_deepspeed_torchrun_and_bare_python_train_alike(tmp_path: Path) -> None:
@@ -24,12 +25,12 @@ def test_deepspeed_torchrun_and_bare_python_train_alike(tmp_path: Path) -> None:
         name: [sys.executable, "-m", *launcher, "--master_port", free_port(), *entries[name]]
         for name, launcher in two_ranks.items()
     }
-    launchers["python"] = [sys.executable, SCRIPT]
     curves = {}
-    for name, command in launchers.items():
+    for name in (*launchers, "python"):
         folder = tmp_path / name
         folder.mkdir()
-        done = call(*command, "--config", config_file(folder), "--set", "training.steps=4")
+        options = ("--config", config_file(folder), "--set", "training.steps=4")
+        done = call(*launchers[name], *options) if name in launchers else run_script(SCRIPT, *options)
         assert done.returncode == 0, done.stdout + done.stderr
         assert "finished at step 4" in done.stdout
         curves[name] = losses(folder)
@@ -59,23 +60,23 @@ def test_a_signal_saves_and_the_same_command_goes_on(tmp_path: Path, number: sig
     assert "stopped at step" in output
     assert time.monotonic() - sent < 20
     step = open_checkpoint(tmp_path / "run").step
-    done = call(sys.executable, SCRIPT, "--config", config, "--set", f"training.steps={step + 2}")
+    done = run_script(SCRIPT, "--config", config, "--set", f"training.steps={step + 2}")
     assert done.returncode == 0, done.stderr
     assert f"resumed     step {step}," in done.stdout
     assert open_checkpoint(tmp_path / "run").step == step + 2
 
 
 def test_a_signal_after_the_end_changes_nothing(tmp_path: Path) -> None:
-    config = config_file(tmp_path)
-    code = "import signal, sys\nfrom megahead.commands import pretrain\nsys.argv[1:] = ['--config', sys.argv[1]]\n"
-    code += "pretrain.run()\nsignal.raise_signal(signal.SIGTERM)\nprint('still here')"
-    done = call(sys.executable, "-c", code, config)
+    code = "import signal\nfrom megahead.commands import pretrain\npretrain.run()\n"
+    code += "signal.raise_signal(signal.SIGTERM)\nprint('still here')"
+    (tmp_path / "then_signalled.py").write_text(code)
+    done = run_script(tmp_path / "then_signalled.py", "--config", config_file(tmp_path))
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith("still here\n")
 
 
 def test_dry_run_resolves_and_writes_nothing(tmp_path: Path) -> None:
-    done = call(sys.executable, SCRIPT, "--config", config_file(tmp_path), "--dry-run", "--world-size", "4")
+    done = run_script(SCRIPT, "--config", config_file(tmp_path), "--dry-run", "--world-size", "4")
     assert done.returncode == 0, done.stderr
     assert "8 rows x 24 = 192 tokens a step; 2 rows x 1 accumulation x 4 data ranks" in done.stdout
     assert "6 steps, 1,152 tokens" in done.stdout
@@ -99,7 +100,7 @@ def test_dry_run_resolves_and_writes_nothing(tmp_path: Path) -> None:
 def test_mistakes_end_with_one_sentence_code_2_and_nothing_written(
     tmp_path: Path, options: list[str], sentence: str
 ) -> None:
-    done = call(sys.executable, SCRIPT, "--config", config_file(tmp_path), *options)
+    done = run_script(SCRIPT, "--config", config_file(tmp_path), *options)
     assert done.returncode == 2, done.stdout + done.stderr
     assert sentence in done.stderr
     assert done.stderr.startswith("error: ")

@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from support.commands import ROOT, SCRIPT, config_file, free_port, losses
+from support.forked import run_script
 
 LAUNCH = ROOT / "launch"
 ENVIRONMENT = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
@@ -53,18 +54,25 @@ def launchers(folder: Path, port: str) -> dict[str, list[list[str]]]:
     }
 
 
+OPTIONS = ("--set", "training.steps=4", "--config")
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """Losses."""
+    folder = tmp_path_factory.mktemp("one")
+    assert run_script(SCRIPT, *OPTIONS, config_file(folder)).returncode == 0
+    return losses(folder)
+
+
 @pytest.mark.parametrize("launcher", ["deepspeed", "torchrun"])
-def test_two_nodes_over_loopback_train_as_one_process(tmp_path: Path, launcher: str) -> None:
-    for name in ("one", "two"):
-        (tmp_path / name).mkdir()
-    options = ["--set", "training.steps=4", "--config"]
-    finish([start(SCRIPT, *options, config_file(tmp_path / "one"))])
-    config = config_file(tmp_path / "two", {"parallel.tensor": 2})
+def test_two_nodes_over_loopback_train_as_one_process(tmp_path: Path, launcher: str, one_process: list[float]) -> None:
+    config = config_file(tmp_path, {"parallel.tensor": 2})
     commands = launchers(tmp_path, free_port())[launcher]
-    first, second = finish([start(*command, SCRIPT, *options, config) for command in commands])
+    first, second = finish([start(*command, SCRIPT, *OPTIONS, config) for command in commands])
     assert "finished at step 4" in first
     assert "finished at step" not in second
-    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), abs=1e-5)
+    assert losses(tmp_path) == pytest.approx(one_process, abs=1e-5)
 
 
 def test_processes_that_know_only_what_srun_tells_find_each_other(tmp_path: Path) -> None:

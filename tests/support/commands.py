@@ -10,9 +10,9 @@ from pathlib import Path
 import yaml
 
 from megahead.report.metrics import read_metrics
+from support.forked import ROOT
 from support.small_run import small_config, write_text
 
-ROOT = Path(__file__).parents[2]
 SCRIPT = str(ROOT / "launch/pretrain.py")
 
 

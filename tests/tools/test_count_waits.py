@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections import Counter
 from pathlib import Path
@@ -13,7 +12,7 @@ import torch
 from benchmarks.waits import counted, noted, place
 from megahead.config import RunConfig
 from megahead.distributed import Group
-from support.commands import ROOT, call
+from support.forked import run_script
 from support.on_ranks import on_ranks
 from support.small_run import small_config, write_text
 
@@ -33,7 +32,7 @@ def test_the_innermost_package_that_can_be_asked_waited() -> None:
 
 
 def test_without_a_gpu_it_says_so() -> None:
-    done = call(sys.executable, "tools/count_waits.py", "--config", f"{ROOT}/configs/pythia-70m-headless.yaml")
+    done = run_script("tools/count_waits.py", "--config", "configs/pythia-70m-headless.yaml")
     assert done.returncode == 2
     assert done.stderr == "error: the machine must have a CUDA device to count waits on, but has none.\n"
 

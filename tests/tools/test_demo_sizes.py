@@ -15,6 +15,7 @@ from demo_pipeline.sizes import FULL, QUICK, Size
 from megahead.config import RunConfig, load_config
 from megahead.errors import FieldError
 from support.commands import ROOT, call
+from support.forked import run_script
 
 
 def run_of(folder: Path, size: Size, name: str) -> RunConfig:
@@ -58,7 +59,7 @@ def test_a_folder_holds_one_size_alone(tmp_path: Path) -> None:
 def test_the_command_touches_nothing_in_a_folder_of_the_other_size(tmp_path: Path) -> None:
     FULL.claim(tmp_path)
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
-    done = call(sys.executable, str(ROOT / "tools/demo.py"), "--quick", "--folder", str(tmp_path))
+    done = run_script("tools/demo.py", "--quick", "--folder", tmp_path)
     assert done.returncode == 2
     assert done.stderr == (
         f"error: `--folder` must hold no demo but a quick one, but is {tmp_path} with a full one instead; "

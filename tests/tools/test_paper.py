@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import random
-import runpy
-import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TextIO
 
 import numpy as np
 import pytest
@@ -29,6 +24,7 @@ from experiments.vocabularies import compare_vocabularies
 from megahead.corpus import IndexedDataset
 from megahead.errors import UserError
 from megahead.report import read_metrics, read_runs
+from support.forked import script_code
 
 TINY = [
     "model.num_layers=1",
@@ -41,26 +37,6 @@ TINY = [
 ]
 
 
-def forked(command: Sequence[str], output: TextIO) -> int:
-    """What a Python command does, in a process that has all modules already."""
-    child = os.fork()
-    if child == 0:
-        os.chdir(ROOT)
-        for stream in (1, 2):
-            os.dup2(output.fileno(), stream)
-        sys.argv, sys.stdout, sys.stderr = list(command), os.fdopen(1, "w"), os.fdopen(2, "w")
-        code = 1
-        try:
-            runpy.run_path(command[0], run_name="__main__")
-            code = 0
-        except SystemExit as leaving:
-            code = leaving.code if isinstance(leaving.code, int) else 0
-        finally:
-            sys.stdout.flush()
-            os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
 @pytest.fixture
 def laboratory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Laboratory:
     monkeypatch.chdir(ROOT)
@@ -69,7 +45,7 @@ def laboratory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Laboratory:
     texts = [" ".join(chance.choices(words, k=60)) for _ in range(400)]
     (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     (tmp_path / "lab").mkdir()
-    monkeypatch.setattr("experiments.laboratory.run_python", forked)
+    monkeypatch.setattr("experiments.laboratory.run_python", lambda command, log: script_code(command, log, log))
     return Laboratory(tmp_path / "lab", tmp_path / "text.jsonl", TINY, Console(quiet=True), vocabulary=320)
 
 

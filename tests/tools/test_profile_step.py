@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import gzip
 import json
-import sys
 from pathlib import Path
 
-from support.commands import ROOT, call, config_file
+from support.commands import config_file
+from support.forked import run_script
 
 
 def test_writes_a_trace_of_the_steps_asked_for(tmp_path: Path) -> None:
     trace = tmp_path / "traces/trace.json.gz"
-    tool = [sys.executable, str(ROOT / "tools/profile_step.py"), "--config", config_file(tmp_path)]
-    done = call(*tool, "--steps", "2", "--output", str(trace))
+    tool = ("tools/profile_step.py", "--config", config_file(tmp_path))
+    done = run_script(*tool, "--steps", 2, "--output", trace)
     assert done.returncode == 0, done.stderr
     events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
     names = [event.get("name") for event in events]
