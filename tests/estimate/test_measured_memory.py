@@ -101,7 +101,6 @@ def test_the_estimate_is_near_the_measured_peak(text: Path, stage: int, precisio
     if not Path("/proc/self/clear_refs").exists():
         pytest.skip("needs a kernel that tells and resets a process's peak memory")
     config = config_of(text, stage, {"engine.precision": precision, "parallel.tensor": tensor})
-    print(max(on_ranks(2, peak, config)) / rank_memory(RunPlan.of(config, 2)).total)
     assert 0.95 < max(on_ranks(2, peak, config)) / rank_memory(RunPlan.of(config, 2)).total < 1.15
 
 
