@@ -2,14 +2,15 @@
 PYTHON ?= python3
 BIN := .venv/bin
 ARGS ?=
+WORKERS ?= -n logical --maxprocesses 4 --dist worksteal
 TORCH_INDEX ?=
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: help install demo test check test-gpu format clean
+.PHONY: help install demo test check lint types pytest test-gpu format clean
 help:
 	@echo "make demo                from the text on this machine to a speaking headless model (about 15 minutes)"
 	@echo "make demo ARGS=--quick   the same with less text and fewer steps, to see it first (a few minutes)"
-	@echo "make test                the checks and all tests"
+	@echo "make test                the checks and all tests (ARGS: pytest's own, such as ARGS='-n0 -x tests/nn')"
 	@echo "make check               format, lint, types, direction of imports"
 	@echo "make test-gpu            the tests that need a CUDA device"
 
@@ -32,14 +33,21 @@ install: .venv/.installed
 demo: .venv/.installed
 	@$(BIN)/python tools/demo.py $(ARGS)
 
-check: .venv/.installed-test
+check: lint types
+
+lint: .venv/.installed-test
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-test: check
-	$(BIN)/python -m pytest $(ARGS)
+types: .venv/.installed-test
+	$(BIN)/mypy
+
+test: lint
+	@$(MAKE) --no-print-directory -j2 types pytest
+
+pytest: .venv/.installed-test
+	$(BIN)/python -m pytest $(WORKERS) $(ARGS)
 
 test-gpu: .venv/.installed-test
 	$(BIN)/python -m pytest -m gpu $(ARGS)

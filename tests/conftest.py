@@ -1,7 +1,8 @@
-"""Shared fixtures. The heavy imports below are made once here, else every forked rank makes them again."""
+"""What every test has: one thread, no network, and the reference data where it is."""
 
 from __future__ import annotations
 
+import importlib
 import os
 from pathlib import Path
 
@@ -9,19 +10,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
-import torch
-
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # read when triton is first imported, which torch's own modules below may do
-
-import torch._dynamo
-import torch.testing
-import torch.utils.tensorboard
-
-from megahead.engine.start import load_deepspeed
-
-torch.set_num_threads(1)
-load_deepspeed(torch.device("cpu"))  # ranks of tests are CPU processes; GPU runs are processes of their own
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 
@@ -34,8 +22,16 @@ def shared_data() -> Path:
     return SHARED
 
 
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Where tests are run; with `-n` that is in the workers, and not where they are handed out."""
+    if session.config.getoption("dist", "no") == "no":
+        importlib.import_module("support.heavy_imports")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    skip = pytest.mark.skip(reason="needs a CUDA device")
-    for item in items:
-        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
-            item.add_marker(skip)
+    """Slow ones come first, so that no worker is left with one at the end while the others have nothing to do."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+    on_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if on_gpu and not importlib.import_module("torch").cuda.is_available():
+        for item in on_gpu:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

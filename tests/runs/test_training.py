@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import support.heavy_imports  # noqa: F401
 from megahead.checkpoint import open_checkpoint
 from megahead.config import RunConfig
 from megahead.distributed import Group, Launch

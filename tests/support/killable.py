@@ -14,10 +14,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import torch
-import torch._dynamo
-import torch.utils.tensorboard
 
-import support.small_engine  # noqa: F401 - these three load what every rank would load again
+import support.heavy_imports  # noqa: F401 - else every rank would load it again
 from megahead.config import RunConfig
 from megahead.distributed import Launch, print_error_once
 from megahead.errors import run_command

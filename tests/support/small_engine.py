@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-import support.heavy_imports  # noqa: F401
 from megahead.config import RunConfig, deepspeed_config
 from megahead.distributed import Group, Mesh
 from megahead.engine import Engine

@@ -10,7 +10,6 @@ import orjson
 import pytest
 import torch
 
-import support.heavy_imports  # noqa: F401
 from megahead.checkpoint import open_checkpoint
 from megahead.report.metrics import read_metrics
 from support.bad_rows import BAD, run_with

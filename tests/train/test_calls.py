@@ -14,7 +14,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import support.small_engine  # noqa: F401 - loads what every forked process would load again
 from megahead.errors import UserError
 from megahead.report.metrics import read_metrics
 from megahead.train import pretrain, setup

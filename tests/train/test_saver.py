@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-import support.heavy_imports  # noqa: F401
 from megahead.checkpoint import newest_sound
 from megahead.config import RunConfig
 from megahead.distributed import Group, Launch
