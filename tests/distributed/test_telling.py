@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 
 from megahead.errors import UserError
-from support.commands import SCRIPT, call, config_file, free_port
+from support.commands import SCRIPT, TORCHRUN, config_file, free_port
+from support.forked import run_script
 from support.killable import codes, said, start_ranks
 from support.small_run import small_config, write_text
 
@@ -42,7 +42,7 @@ def test_each_rank_tells_a_mistake_of_its_own(tmp_path: Path) -> None:
 
 
 def test_under_torchrun_a_wrong_setting_is_told_once(tmp_path: Path) -> None:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", free_port()]
-    done = call(*launcher, SCRIPT, "--config", config_file(tmp_path), "--set", "model.hiden_size=3")
+    launcher = (TORCHRUN, "--nproc_per_node", 2, "--master_port", free_port())
+    done = run_script(*launcher, SCRIPT, "--config", config_file(tmp_path), "--set", "model.hiden_size=3")
     assert done.returncode != 0
     assert done.stderr.count("did you mean `model.hidden_size`?") == 1

@@ -13,24 +13,22 @@ from pathlib import Path
 import pytest
 
 from megahead.checkpoint import open_checkpoint
-from support.commands import SCRIPT, call, config_file, free_port, losses
-from support.forked import run_script
+from support.commands import CPU, DEEPSPEED, SCRIPT, TORCHRUN, config_file, free_port, losses
+from support.forked import Script, run_script
 
 
 def test_deepspeed_torchrun_and_bare_python_train_alike(tmp_path: Path) -> None:
-    two_ranks = {"deepspeed": ["deepspeed.launcher.runner", "--num_accelerators", "2"]}
-    two_ranks["torchrun"] = ["torch.distributed.run", "--nproc_per_node", "2"]
-    entries = {"deepspeed": [SCRIPT], "torchrun": ["-m", "megahead", "pretrain"]}
     launchers = {
-        name: [sys.executable, "-m", *launcher, "--master_port", free_port(), *entries[name]]
-        for name, launcher in two_ranks.items()
+        "deepspeed": [DEEPSPEED, "--num_accelerators", "2", "--master_port", free_port(), SCRIPT],
+        "torchrun": [TORCHRUN, "--nproc_per_node", "2", "--master_port", free_port(), "-m", "megahead", "pretrain"],
+        "python": [SCRIPT],
     }
     curves = {}
-    for name in (*launchers, "python"):
+    for name, launcher in launchers.items():
         folder = tmp_path / name
         folder.mkdir()
         options = ("--config", config_file(folder), "--set", "training.steps=4")
-        done = call(*launchers[name], *options) if name in launchers else run_script(SCRIPT, *options)
+        done = Script(*launcher, *options, environment=CPU).done()
         assert done.returncode == 0, done.stdout + done.stderr
         assert "finished at step 4" in done.stdout
         curves[name] = losses(folder)

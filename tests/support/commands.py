@@ -1,10 +1,11 @@
-"""Starts the training command in processes of its own, as users do."""
+"""The training command as users start it, and what it needs."""
 
 from __future__ import annotations
 
 import os
 import socket
 import subprocess
+import sys
 from pathlib import Path
 
 import yaml
@@ -14,6 +15,11 @@ from support.forked import ROOT
 from support.small_run import small_config, write_text
 
 SCRIPT = str(ROOT / "launch/pretrain.py")
+DEEPSPEED, TORCHRUN = (str(Path(sys.executable).with_name(name)) for name in ("deepspeed", "torchrun"))
+"""The launchers' own commands."""
+
+CPU = {"DS_ACCELERATOR": "cpu"}
+"""For ranks of a launcher."""
 
 
 def config_file(folder: Path, changes: dict[str, object] | None = None) -> str:
@@ -31,8 +37,10 @@ def free_port() -> str:
 
 
 def call(*command: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=120, check=False)
+    """What a command does; see `forked` for one that needs no interpreter of its own."""
+    return subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, **CPU}, cwd=ROOT, timeout=120, check=False
+    )
 
 
 def losses(folder: Path) -> list[float]:

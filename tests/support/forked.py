@@ -10,10 +10,10 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 FORK = multiprocessing.get_context("fork")
 ROOT = Path(__file__).parents[2]
@@ -25,45 +25,55 @@ def forked(function: Callable[..., Any], *args: Any) -> Any:
         return pool.submit(function, *args).result(timeout=120)
 
 
-def run_script(*command: object, cwd: Path = ROOT, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+def run_script(*command: object, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
     """What a Python script does with its arguments, called in `cwd`."""
-    words = [str(word) for word in command]
-    with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
-        code = script_code(words, output, errors, cwd, timeout)
-        for stream in (output, errors):
+    return Script(*command, cwd=cwd).done()
+
+
+class Script:
+    """One that has been started; `environment` comes on top of this process's own."""
+
+    def __init__(self, *command: object, cwd: Path = ROOT, environment: Mapping[str, str] | None = None) -> None:
+        self.command = [str(word) for word in command]
+        self._cwd, self._environment = cwd, environment or {}
+        self._said = [tempfile.TemporaryFile("w+") for _ in range(2)]  # noqa: SIM115 - closed by `done`
+        self._process = FORK.Process(target=self._become)
+        self._process.start()
+
+    def done(self, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+        """Waits for its end."""
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            self._process.kill()
+            raise subprocess.TimeoutExpired(self.command, timeout)
+        for stream in self._said:
             stream.seek(0)
-        return subprocess.CompletedProcess(words, code, output.read(), errors.read())
+        output, errors = (stream.read() for stream in self._said)
+        for stream in self._said:
+            stream.close()
+        return subprocess.CompletedProcess(self.command, self._process.exitcode, output, errors)
+
+    def _become(self) -> None:
+        os.chdir(self._cwd)
+        os.environ.update(self._environment)
+        for number, stream in enumerate(self._said, 1):
+            os.dup2(stream.fileno(), number)
+        sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w", buffering=1)
+        sys.argv, sys.path[:0] = self.command, [str(Path(self.command[0]).parent)]
+        multiprocessing.forkserver._forkserver.__init__()  # type: ignore[misc] # the parent's serves no other process
+        code = _code(self.command[0])
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
-def script_code(
-    command: Sequence[str], output: IO[str], errors: IO[str], cwd: Path = ROOT, timeout: float | None = None
-) -> int:
-    """Its exit code; what it says goes to the two files."""
-    child = FORK.Process(target=_become, args=(command, output.fileno(), errors.fileno(), cwd))
-    child.start()
-    child.join(timeout)
-    if child.exitcode is None:
-        child.kill()
-        raise subprocess.TimeoutExpired(command, timeout or 0)
-    return child.exitcode
-
-
-def _become(command: Sequence[str], output: int, errors: int, cwd: Path) -> None:
-    """Runs the script in this process to its end."""
-    os.chdir(cwd)
-    os.dup2(output, 1)
-    os.dup2(errors, 2)
-    sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w", buffering=1)
-    sys.argv, sys.path[:0] = [*command], [str(Path(command[0]).parent)]
-    multiprocessing.forkserver._forkserver.__init__()  # type: ignore[misc] # the parent's one does not serve this process
-    code = 0
+def _code(script: str) -> int:
+    """How it exits."""
     try:
-        runpy.run_path(command[0], run_name="__main__")
+        runpy.run_path(script, run_name="__main__")
     except SystemExit as leaving:
-        code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
+        return leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
     except BaseException:
         traceback.print_exc()
-        code = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+        return 1
+    return 0

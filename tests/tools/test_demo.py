@@ -1,10 +1,11 @@
-"""The demo from end to end, on a little text and few steps: real corpus, launcher, export and harness."""
+"""The demo from end to end, on a little text and few steps: real corpus, launcher (once), export and harness."""
 
 from __future__ import annotations
 
 import email
 import json
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy
@@ -14,7 +15,8 @@ from rich.console import Console
 from demo_pipeline.outcome import show
 from demo_pipeline.pipeline import Pipeline
 from demo_pipeline.sizes import QUICK
-from demo_pipeline.training import ROOT
+from demo_pipeline.training import ROOT, train
+from support.forked import run_script
 
 LITTLE = [
     "model.vocab_size=1024",
@@ -28,10 +30,19 @@ LITTLE = [
 ]
 
 
+def without_a_launcher(config: str, overrides: Sequence[str], console: Console) -> None:
+    settings = [word for override in overrides for word in ("--set", override)]
+    done = run_script("launch/pretrain.py", "--config", f"configs/{config}.yaml", *settings)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
 def test_text_to_a_speaking_model_and_everything_reused_the_second_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
+    trainings = {"demo-headless": train, "demo-head": without_a_launcher}
+    monkeypatch.setattr("demo_pipeline.pipeline.train", lambda config, *rest: trainings[config](config, *rest))
     roots = [Path(str(module.__file__)).parent for module in (email, logging, numpy)]
     console = Console(record=True, width=80)
     pipeline = Pipeline(tmp_path, console, size=QUICK, overrides=LITTLE, roots=roots)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TextIO
 
 import numpy as np
 import pytest
@@ -24,7 +26,7 @@ from experiments.vocabularies import compare_vocabularies
 from megahead.corpus import IndexedDataset
 from megahead.errors import UserError
 from megahead.report import read_metrics, read_runs
-from support.forked import script_code
+from support.forked import run_script
 
 TINY = [
     "model.num_layers=1",
@@ -37,6 +39,12 @@ TINY = [
 ]
 
 
+def run_logged(command: Sequence[str], log: TextIO) -> int:
+    done = run_script(*command)
+    log.write(done.stdout + done.stderr)
+    return done.returncode
+
+
 @pytest.fixture
 def laboratory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Laboratory:
     monkeypatch.chdir(ROOT)
@@ -45,7 +53,7 @@ def laboratory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Laboratory:
     texts = [" ".join(chance.choices(words, k=60)) for _ in range(400)]
     (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     (tmp_path / "lab").mkdir()
-    monkeypatch.setattr("experiments.laboratory.run_python", lambda command, log: script_code(command, log, log))
+    monkeypatch.setattr("experiments.laboratory.run_python", run_logged)
     return Laboratory(tmp_path / "lab", tmp_path / "text.jsonl", TINY, Console(quiet=True), vocabulary=320)
 
 
