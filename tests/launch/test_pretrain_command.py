@@ -17,6 +17,7 @@ from support.commands import CPU, DEEPSPEED, SCRIPT, TORCHRUN, config_file, free
 from support.forked import Script, run_script
 
 
+@pytest.mark.slow
 def test_deepspeed_torchrun_and_bare_python_train_alike(tmp_path: Path) -> None:
     launchers = {
         "deepspeed": [DEEPSPEED, "--num_accelerators", "2", "--master_port", free_port(), SCRIPT],

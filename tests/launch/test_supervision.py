@@ -27,6 +27,7 @@ runpy.run_path("launch/pretrain.py", run_name="__main__")
 """
 
 
+@pytest.mark.slow
 def test_torchrun_starts_all_ranks_again_and_they_resume(tmp_path: Path) -> None:
     """`launch/supervised.sh`, but for a training script one of whose ranks dies in the first attempt."""
     command = (ROOT / "launch/supervised.sh").read_text()

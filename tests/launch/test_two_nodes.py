@@ -36,6 +36,7 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     return losses(folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["deepspeed", "torchrun"])
 def test_two_nodes_over_loopback_train_as_one_process(tmp_path: Path, launcher: str, one_process: list[float]) -> None:
     config = config_file(tmp_path, {"parallel.tensor": 2})

@@ -60,13 +60,21 @@ def outcome(module: Pretraining, config: RunConfig, targets: int | None) -> tupl
     return loss.detach(), (scores.loss, scores.correct, scores.targets)
 
 
-def one_rank(config: RunConfig, targets: int | None) -> tuple[Tensor, tuple[float, ...], dict[str, Tensor]]:
+Outcome = tuple[Tensor, tuple[float, ...], dict[str, Tensor]]
+"""Loss, scores and gradients."""
+
+
+def one_rank(config: RunConfig, targets: int | None) -> Outcome:
     module = initialized(config)
     loss, scores = outcome(module, config, targets)
     return loss, scores, {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
 
 
-def split(group: Group, config: RunConfig, targets: int | None) -> tuple[Tensor, tuple[float, ...], dict[str, Tensor]]:
+def split_each(group: Group, config: RunConfig, each: tuple[int | None, ...]) -> list[Outcome]:
+    return [split(group, config, targets) for targets in each]
+
+
+def split(group: Group, config: RunConfig, targets: int | None) -> Outcome:
     module = initialized(config, group)
     loss, scores = outcome(module, config, targets)
     dims = shard_dims(module)
@@ -77,28 +85,30 @@ def split(group: Group, config: RunConfig, targets: int | None) -> tuple[Tensor,
     return loss, scores, grads
 
 
-@pytest.mark.parametrize("targets", [None, 1, 0])
 @pytest.mark.parametrize("objective", OBJECTIVES.values(), ids=OBJECTIVES.keys())
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_loss_gradients_and_scores_equal_one_rank(size: int, objective: dict[str, Any], targets: int | None) -> None:
-    assert_equal_to_one_rank(size, config_of(objective), targets)
+def test_loss_gradients_and_scores_equal_one_rank(size: int, objective: dict[str, Any]) -> None:
+    assert_equal_to_one_rank(size, config_of(objective), (None, 1, 0))
 
 
-@pytest.mark.parametrize("targets", [None, 0])
 @pytest.mark.parametrize("objective", ["headless", "corrected", "mixed", "untied"])
 @pytest.mark.parametrize("size", [2, 4])
-def test_sequence_parallelism_equals_one_rank(size: int, objective: str, targets: int | None) -> None:
-    assert_equal_to_one_rank(size, config_of(OBJECTIVES[objective], sequence=size), targets)
+def test_sequence_parallelism_equals_one_rank(size: int, objective: str) -> None:
+    assert_equal_to_one_rank(size, config_of(OBJECTIVES[objective], sequence=size), (None, 0))
 
 
-def assert_equal_to_one_rank(size: int, config: RunConfig, targets: int | None) -> None:
-    loss, scores, grads = one_rank(config, targets)
-    for split_loss, split_scores, split_grads in on_ranks(size, split, config, targets):
-        torch.testing.assert_close(split_loss, loss, rtol=0, atol=1e-10)
-        assert split_scores == pytest.approx(scores, rel=1e-10)
-        assert split_grads.keys() == grads.keys()
-        for name, grad in grads.items():
-            torch.testing.assert_close(split_grads[name], grad, rtol=0, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}")
+def assert_equal_to_one_rank(size: int, config: RunConfig, each: tuple[int | None, ...]) -> None:
+    """With each number of targets (None: all)."""
+    expected = [one_rank(config, targets) for targets in each]
+    for outcomes in on_ranks(size, split_each, config, each):
+        for targets, found, (loss, scores, grads) in zip(each, outcomes, expected, strict=True):
+            split_loss, split_scores, split_grads = found
+            torch.testing.assert_close(split_loss, loss, rtol=0, atol=1e-10, msg=lambda m, n=targets: f"{n}: {m}")
+            assert split_scores == pytest.approx(scores, rel=1e-10), targets
+            assert split_grads.keys() == grads.keys(), targets
+            for name, grad in grads.items():
+                said = lambda m, n=f"{targets} targets, {name}": f"{n}: {m}"  # noqa: E731
+                torch.testing.assert_close(split_grads[name], grad, rtol=0, atol=1e-10, msg=said)
 
 
 def initial_weights(group: Group, config: RunConfig) -> dict[str, Tensor]:

@@ -17,6 +17,7 @@ VARIANTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS)
 def test_kills_at_random_moments_leave_no_trace(tmp_path: Path, changes: dict[str, Any]) -> None:
     assert torture(tmp_path, kills=3, seed=1, changes=changes).kills == 3

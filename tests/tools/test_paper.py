@@ -90,6 +90,7 @@ def test_groups_in_batches_and_pairs_of_vocabularies(laboratory: Laboratory, mon
     assert 0 < headless["bits per byte"] < 20
 
 
+@pytest.mark.slow
 def test_decoders_along_training_and_with_a_trained_head(
     laboratory: Laboratory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

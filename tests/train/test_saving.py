@@ -69,6 +69,7 @@ def stalls(run: Path) -> list[float]:
     return [record["checkpoint"]["stall_seconds"] for record in records if "checkpoint" in record]
 
 
+@pytest.mark.slow
 def test_training_goes_on_while_a_checkpoint_is_written_and_a_second_one_waits(tmp_path: Path) -> None:
     write_text(tmp_path)
     plan = {"training.steps": 8, "training.checkpoint_every": 4, "training.evaluate_every": 100}
