@@ -11,13 +11,14 @@ import torch
 
 from megahead.commands import doctor
 from support.commands import call
+from support.forked import run_script
 
 
 def test_this_machine_is_ready_to_train(tmp_path: Path) -> None:
     with socket.socket() as probe:
         probe.bind(("", 0))
         free = probe.getsockname()[1]
-    done = call(sys.executable, "tools/doctor.py", "--output-dir", str(tmp_path), "--port", str(free))
+    done = run_script("tools/doctor.py", "--output-dir", tmp_path, "--port", free)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "ready to train" in done.stdout
     for subject in ("Python", "torch", "deepspeed", "GPU", "disk", "shared memory", "collectives"):

@@ -30,7 +30,7 @@ RUN_BY = {
     r"python tools/merge_datasets\.py": "corpus/test_merging.py",
     r"python tools/doctor\.py": "commands/test_doctor.py",
     r"python tools/plot\.py": "report/test_curves.py",
-    r"python tools/eval_harness\.py": "convert/test_convert_commands.py",
+    r"python tools/eval_harness\.py": "commands/test_models.py",
     r"python tools/paper\.py": "tools/test_paper.py",
     r"megahead (preprocess|pretrain|convert|report) ": "docs/test_python_page.py",
     r"python tools/finetune\.py": "commands/test_finetune.py",
