@@ -44,7 +44,7 @@ types: .venv/.installed-test
 	$(BIN)/mypy
 
 test: lint
-	@$(MAKE) --no-print-directory -j2 types pytest
+	@$(MAKE) --no-print-directory -j2 pytest types
 
 pytest: .venv/.installed-test
 	$(BIN)/python -m pytest $(WORKERS) $(ARGS)

@@ -24,11 +24,12 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Course]:
 
 
 def assert_equal(ours: Course, reference: Course) -> None:
-    assert ours.losses == pytest.approx(reference.losses, abs=1e-5)
+    """So near that a beta2 of 0.951 instead of 0.95 shows in the losses."""
+    assert ours.losses == pytest.approx(reference.losses, abs=3e-6)
     assert ours.norms == pytest.approx(reference.norms, rel=1e-5)
     assert ours.weights.keys() == reference.weights.keys()
     for name, weight in reference.weights.items():
-        torch.testing.assert_close(ours.weights[name], weight, rtol=0, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(ours.weights[name], weight, rtol=0, atol=3e-6, msg=lambda m, n=name: f"{n}: {m}")
 
 
 def assert_near(ours: Course, reference: Course, config: RunConfig) -> None:

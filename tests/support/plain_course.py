@@ -1,4 +1,4 @@
-"""A run of ten steps on any mesh, and the plain torch process that it must equal."""
+"""A run of six steps on any mesh, and the plain torch process that it must equal."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from support.initialized import initialized
 from support.on_ranks import on_ranks
 from support.small_run import shipped, small_config
 
-STEPS = 10
+STEPS = 6
 OBJECTIVES = {
     "headless": {"name": "headless"},
     "vanilla": {"name": "vanilla"},
@@ -31,7 +31,7 @@ OBJECTIVES = {
 
 
 class Course(NamedTuple):
-    """What ten steps were like, and where they led."""
+    """What six steps were like, and where they led."""
 
     losses: list[float]
     norms: list[float]
