@@ -5,16 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import small_engine  # noqa: F401 - loads what every forked process would load again
 import torch
 import yaml
-from forked import forked
-from on_ranks import on_ranks
-from small_run import small_config, write_text
 
 from megahead.distributed import Group
 from megahead.train import precision as rule
 from megahead.train import pretrain
+from support.forked import forked
+from support.on_ranks import on_ranks
+from support.small_run import small_config, write_text
 
 CPU = torch.device("cpu")
 
