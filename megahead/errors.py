@@ -63,17 +63,17 @@ def print_error(sentence: str) -> None:
 
 
 def run_command(
-    main: Callable[[], int | None], *, at_once: bool = False, say: Callable[[str], None] = print_error
+    main: Callable[[], int | None], *, at_once: bool = False, report: Callable[[str], None] = print_error
 ) -> None:
     """Runs a command's `main` and exits: its code (0 for None), 2 after a UserError's or the system's sentence.
 
     `at_once`: after an error the process ends without waiting for its threads, which may wait for other processes.
-    `say` prints the sentence, or leaves that to another process.
+    `report` prints the sentence, or leaves that to another process.
     """
     try:
         sys.exit(main() or 0)
     except (UserError, OSError) as error:
-        say(str(error))
+        report(str(error))
         leave(2) if at_once else sys.exit(2)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr, flush=True)

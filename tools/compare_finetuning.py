@@ -39,10 +39,12 @@ def main() -> None:
             console.print(f"{name}: {data.short:,} lines lack a column and were left out")
         changes = {"epochs": arguments.epochs, "learning_rate": arguments.learning_rate}
         settings = paper_settings(name, "regular", **changes)
-        contest = finetuning.FineTuningRun(finetuning.StartModel(str(arguments.model), arguments.model), data, settings)
+        task_run = finetuning.FineTuningRun(
+            finetuning.InitialModel(str(arguments.model), arguments.model), data, settings
+        )
         ours, theirs = [], []
         for seed in range(arguments.seeds):
-            ours.append(max(next(iter(epoch.scores.values()))[data.task.metric] for epoch in contest.run(seed)))
+            ours.append(max(next(iter(epoch.scores.values()))[data.task.metric] for epoch in task_run.run(seed)))
             theirs.append(trainer_score(arguments.model, data, settings, seed))
             console.print(f"{name}, seed {seed}: ours {100 * ours[-1]:.1f}, Trainer {100 * theirs[-1]:.1f}")
         rows.append(row(data, ours, theirs))
@@ -56,13 +58,17 @@ def trainer_score(model: Path, data: TaskData, settings: FineTuning, seed: int) 
 
     torch.manual_seed(seed)
     tokenizer = convert.load_tokenizer_folder(model)
-    (test,) = data.tests.values()
+    (test,) = data.evaluation_sets.values()
     regression = not data.task.labels
 
     def metrics(predicted: Any) -> dict[str, float]:
-        outputs, right = predicted
-        said = outputs[:, 0] if regression else outputs.argmax(1)
-        return {"score": finetuning.measure(data.task.metric, np.asarray(right, np.float64), said.astype(np.float64))}
+        outputs, labels = predicted
+        predictions = outputs[:, 0] if regression else outputs.argmax(1)
+        return {
+            "score": finetuning.measure(
+                data.task.metric, np.asarray(labels, np.float64), predictions.astype(np.float64)
+            )
+        }
 
     with tempfile.TemporaryDirectory() as folder:
         trainer = Trainer(

@@ -4,13 +4,13 @@ from megahead.checkpoint.all_ranks import run_on_all_ranks
 from megahead.checkpoint.counters import target_samples
 from megahead.checkpoint.folders import abandoned_in, find_checkpoint, is_step_folder, step_of, steps_in
 from megahead.checkpoint.reading import Checkpoint, newest_sound, open_checkpoint, open_together
-from megahead.checkpoint.retention import Spare
+from megahead.checkpoint.retention import KeepRules
 from megahead.checkpoint.saving import Snapshot, save_checkpoint, write_snapshot
 
 __all__ = [
     "Checkpoint",
+    "KeepRules",
     "Snapshot",
-    "Spare",
     "abandoned_in",
     "find_checkpoint",
     "is_step_folder",

@@ -21,37 +21,37 @@ class _Failure:
     sentence: str
 
 
-def run_on_all_ranks(group: Group, action: Callable[[], T], tell: Callable[[Exception], str]) -> list[T]:
+def run_on_all_ranks(group: Group, action: Callable[[], T], describe_error: Callable[[Exception], str]) -> list[T]:
     """`action` on every rank; its (small) results in rank order on all of them.
 
-    Where it fails on any rank, all ranks raise a CheckpointError with the first failing rank's `tell(error)`:
+    Where it fails on any rank, all ranks raise a CheckpointError with the first failing rank's `describe_error(error)`:
     nobody is left waiting. One gather of objects, after which every rank's action is over.
     """
     cause: Exception | None = None
-    outcome: T | _Failure
+    result: T | _Failure
     try:
-        outcome = action()
+        result = action()
     except Exception as error:
-        cause, outcome = error, _Failure(tell(error))
-    outcomes = group.all_gather_objects(outcome)
-    failures = [each for each in outcomes if isinstance(each, _Failure)]
+        cause, result = error, _Failure(describe_error(error))
+    results = group.all_gather_objects(result)
+    failures = [each for each in results if isinstance(each, _Failure)]
     if failures:
         raise CheckpointError(failures[0].sentence) from cause
-    return [each for each in outcomes if not isinstance(each, _Failure)]
+    return [each for each in results if not isinstance(each, _Failure)]
 
 
-def at_length(group: Group, work: Iterator[None], tell: Callable[[Exception], str]) -> None:
+def run_long_on_all_ranks(group: Group, work: Iterator[None], describe_error: Callable[[Exception], str]) -> None:
     """`work` to its end on every rank, as `run_on_all_ranks` does, however long it takes.
 
     Ranks that have less to do must not give up on the others: all meet every few seconds, well within the time they
     wait for each other, for which `work` must pause often. Collective.
     """
     seconds = min(MEETING_SECONDS, group.timeout_seconds / 10)
-    while any(run_on_all_ranks(group, lambda: _goes_on(work, seconds), tell)):
+    while any(run_on_all_ranks(group, lambda: _has_more(work, seconds), describe_error)):
         pass
 
 
-def _goes_on(work: Iterator[None], seconds: float) -> bool:
+def _has_more(work: Iterator[None], seconds: float) -> bool:
     """Whether there is more to do after `seconds`."""
     deadline = time.monotonic() + seconds
     return any(time.monotonic() >= deadline for _ in work)

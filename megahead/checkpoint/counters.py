@@ -13,5 +13,5 @@ def target_samples(checkpoint: Checkpoint) -> int:
     batch = checkpoint.config.get("batch")
     rows = batch.get("global_size") if isinstance(batch, dict) else None
     absent = checkpoint.step * rows if isinstance(rows, int) else None
-    samples: int = checkpoint.stated("target_samples", int, absent)
+    samples: int = checkpoint.state_value("target_samples", int, absent)
     return samples

@@ -43,10 +43,10 @@ def find_checkpoint(path: Path) -> Path | None:
     """
     if (path / MANIFEST).is_file():
         return path
-    return next((folder for folder in candidates(path) if is_complete(folder)), None)
+    return next((folder for folder in step_folders(path) if is_complete(folder)), None)
 
 
-def candidates(path: Path) -> list[Path]:
+def step_folders(path: Path) -> list[Path]:
     """Step folders of a run or checkpoints folder, sound or not: the one `latest` names, then the highest steps."""
     return list(dict.fromkeys(_by_preference(_checkpoints_of(path))))
 

@@ -8,8 +8,8 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megahead.checkpoint.all_ranks import at_length, run_on_all_ranks
-from megahead.checkpoint.folders import candidates, check_lengths, find_checkpoint, step_of
+from megahead.checkpoint.all_ranks import run_long_on_all_ranks, run_on_all_ranks
+from megahead.checkpoint.folders import check_lengths, find_checkpoint, step_folders, step_of
 from megahead.checkpoint.integrity import check_files, share_of
 from megahead.checkpoint.manifest import FORMAT, MANIFEST, FileEntry, Manifest, TensorEntry
 from megahead.distributed import Group
@@ -26,7 +26,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     """
     folder = find_checkpoint(path)
     if folder is None:
-        for damaged in candidates(path):
+        for damaged in step_folders(path):
             _opened(damaged)
         raise CheckpointError(
             f"`{path}` must be a checkpoint (a folder with {MANIFEST}) or hold complete ones (step-*), but does not."
@@ -47,7 +47,7 @@ def newest_sound(path: Path, group: Group = _ALONE, *, up_to: int | None = None)
 
 
 def _listed(path: Path, up_to: int | None) -> list[Path]:
-    return [folder for folder in candidates(path) if up_to is None or step_of(folder) <= up_to]
+    return [folder for folder in step_folders(path) if up_to is None or step_of(folder) <= up_to]
 
 
 def open_together(folder: Path, group: Group) -> Checkpoint:
@@ -85,7 +85,7 @@ class Checkpoint:
         """What the trainer counts besides tensors."""
         return self._manifest.state
 
-    def stated(self, name: str, kind: Any, absent: Any = None) -> Any:
+    def state_value(self, name: str, kind: Any, absent: Any = None) -> Any:
         """`state[name]`, or `absent` where it does not stand (what earlier versions did not know); CheckpointError
         unless that is a `kind` (a type or a union of types)."""
         value = self.state.get(name, absent)
@@ -141,7 +141,7 @@ class Checkpoint:
         Collective; CheckpointError on all ranks alike."""
         mine = share_of(self.files, group)
         unread = {name: entry for name, entry in mine.items() if name not in self._verified}
-        at_length(group, check_files(self.folder, unread), str)
+        run_long_on_all_ranks(group, check_files(self.folder, unread), str)
         self._verified.update(self.files)
 
     def _verify_once(self, file: str) -> None:

@@ -13,7 +13,7 @@ from megahead.errors import CheckpointError
 
 
 @dataclass(frozen=True)
-class Spare:
+class KeepRules:
     """Checkpoints that are kept beside the newest."""
 
     every: int | None = None
@@ -23,27 +23,30 @@ class Spare:
     """So many of those with the lowest held-out loss: `validation` in their state, evaluated at their own step."""
 
 
-NONE_SPARED = Spare()
+KEEP_NO_OTHERS = KeepRules()
 
 
-def turn_away(final: Path, after: int) -> None:
-    """Before `final` appears: sets aside the other steps above `after`, the step that its history goes on from.
+def abandon_after(final: Path, parent_step: int) -> None:
+    """Before `final` appears: sets aside the other steps above `parent_step`, the step that its history goes on from.
 
     `latest` goes back to that one first, so that a crash on the way leaves this history and no other.
     """
     root = final.parent
-    above, origin = [folder for folder in steps_in(root) if step_of(folder) > after], step_folder(root, after)
+    above, origin = (
+        [folder for folder in steps_in(root) if step_of(folder) > parent_step],
+        step_folder(root, parent_step),
+    )
     if above and origin.is_dir():
         point_to(origin)
     set_aside(folder for folder in reversed(above) if folder != final)
 
 
-def retain(root: Path, newest: Path, keep: int, spare: Spare = NONE_SPARED) -> None:
+def retain(root: Path, newest: Path, keep: int, keep_rules: KeepRules = KEEP_NO_OTHERS) -> None:
     """Removes all checkpoints but `newest` (just written), the highest `keep - 1` steps beside it, and the spared."""
     others = [folder for folder in steps_in(root) if folder != newest]
-    best = _best([newest, *others], spare.best)
+    best = _best([newest, *others], keep_rules.best)
     for folder in others[keep - 1 :]:
-        if folder not in best and not (spare.every and step_of(folder) % spare.every == 0):
+        if folder not in best and not (keep_rules.every and step_of(folder) % keep_rules.every == 0):
             remove(folder)
 
 

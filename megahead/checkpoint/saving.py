@@ -22,7 +22,7 @@ from torch import Tensor
 from megahead.checkpoint.all_ranks import run_on_all_ranks
 from megahead.checkpoint.folders import check_lengths, clear_remains, partial_folder, publish, step_folder
 from megahead.checkpoint.manifest import FileEntry, Manifest, TensorEntry
-from megahead.checkpoint.retention import NONE_SPARED, Spare, retain, turn_away
+from megahead.checkpoint.retention import KEEP_NO_OTHERS, KeepRules, abandon_after, retain
 from megahead.distributed import Group
 from megahead.errors import CheckpointError
 from megahead.files import flush, sha256_of
@@ -37,20 +37,28 @@ def save_checkpoint(
     config: dict[str, Any],
     group: Group,
     keep: int,
-    spare: Spare = NONE_SPARED,
-    after: int | None = None,
+    keep_rules: KeepRules = KEEP_NO_OTHERS,
+    parent_step: int | None = None,
 ) -> Path:
     """Saves whole named tensors as `root`/step-NNNNNNNN and keeps the `keep` newest checkpoints. Collective.
 
     Every rank iterates the same names in the same order and holds only its share (about 1 / `group.size` of
-    all bytes) until it is written. An existing folder of this step is replaced. `after`: the step in `root` that
+    all bytes) until it is written. An existing folder of this step is replaced. `parent_step`: the step in `root` that
     this one goes on from, -1 for none of them, None for all below it; others above that are set aside. Raises a
     CheckpointError on all ranks alike if one of them fails, with the old checkpoints intact and nothing half-written
     left.
     """
     snapshot = Snapshot.take(tensors, group)
     return write_snapshot(
-        root, step, snapshot, state=state, config=config, group=group, keep=keep, spare=spare, after=after
+        root,
+        step,
+        snapshot,
+        state=state,
+        config=config,
+        group=group,
+        keep=keep,
+        keep_rules=keep_rules,
+        parent_step=parent_step,
     )
 
 
@@ -63,30 +71,32 @@ def write_snapshot(
     config: dict[str, Any],
     group: Group,
     keep: int,
-    spare: Spare = NONE_SPARED,
-    after: int | None = None,
+    keep_rules: KeepRules = KEEP_NO_OTHERS,
+    parent_step: int | None = None,
 ) -> Path:
     """The second half of `save_checkpoint`; touches nothing but the snapshot, so it may run in another thread with a
     `group` of its own."""
     partial, final = partial_folder(root, step), step_folder(root, step)
 
-    def tell(error: Exception) -> str:
+    def describe_error(error: Exception) -> str:
         return _sentence(error, partial, snapshot.total_bytes)
 
     def finish() -> None:
         if group.rank == 0:
             manifest.write(partial)
             check_lengths(partial, manifest)  # also that this rank sees what the others wrote
-            turn_away(final, step if after is None else min(after, step))
+            abandon_after(final, step if parent_step is None else min(parent_step, step))
             publish(partial, final)
-            retain(root, final, keep, spare)
+            retain(root, final, keep, keep_rules)
 
     try:
-        run_on_all_ranks(group, lambda: _prepare(partial, snapshot.total_bytes) if group.rank == 0 else None, tell)
-        written = run_on_all_ranks(group, lambda: _write(partial, snapshot), tell)
+        run_on_all_ranks(
+            group, lambda: _prepare(partial, snapshot.total_bytes) if group.rank == 0 else None, describe_error
+        )
+        written = run_on_all_ranks(group, lambda: _write(partial, snapshot), describe_error)
         files = dict(zip(snapshot.file_names, written, strict=True))
         manifest = Manifest(step=step, state=state, config=config, tensors=snapshot.entries, files=files)
-        run_on_all_ranks(group, finish, tell)
+        run_on_all_ranks(group, finish, describe_error)
     except CheckpointError:
         if group.rank == 0:
             shutil.rmtree(partial, ignore_errors=True)

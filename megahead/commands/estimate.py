@@ -86,11 +86,11 @@ def time_taken(config: RunConfig, speed: float) -> str:
     flops = training_flops(config.model, config.data.sequence_length, candidate_rows(config))
     tokens = config.training.steps * config.tokens_per_step()
     hours = flops.total * tokens / speed / 3600
-    told = (
+    time_needed = (
         f"{hours / 24:,.3g} days"
         if hours >= 48
         else f"{hours:,.3g} hours"
         if hours >= 2
         else counted(60 * hours, "minute", ",.3g")
     )
-    return f"{tokens:,} tokens at {speed / 1e12:,.4g} TFLOP/s (--peak x --utilization): {told}."
+    return f"{tokens:,} tokens at {speed / 1e12:,.4g} TFLOP/s (--peak x --utilization): {time_needed}."

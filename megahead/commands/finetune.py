@@ -45,13 +45,13 @@ def main() -> None:
             console.print(f"{data.name}: {data.short:,} lines lack a column and were left out")
     if arguments.threads:
         use_threads(arguments.threads)
-    starts = [finetuning.StartModel(str(model), convert.hf_folder(model)) for model in arguments.model]
+    initial_models = [finetuning.InitialModel(str(model), convert.hf_folder(model)) for model in arguments.model]
     if arguments.floor:
-        starts.append(finetuning.StartModel("random weights", starts[0].folder, random_weights=True))
+        initial_models.append(finetuning.InitialModel("random weights", initial_models[0].folder, random_weights=True))
     kept = finetuning.FineTuningResults(arguments.output)
-    outcomes = finetuning.Comparison(starts, tasks, range(arguments.seeds), kept).run(console.print)
+    results = finetuning.Comparison(initial_models, tasks, range(arguments.seeds), kept).run(console.print)
     console.print(
-        to_rich(finetuning.comparison_table(outcomes), title="percent, mean ± deviation over seeds (best epochs)")
+        to_rich(finetuning.comparison_table(results), title="percent, mean ± deviation over seeds (best epochs)")
     )
     console.print(f"\nwrote {arguments.output}")
 

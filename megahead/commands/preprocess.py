@@ -47,7 +47,7 @@ def main() -> None:
     make = preprocess_shards if arguments.per_file else preprocess_one
     with Bar("Tokenizing") as bar:
         report = make(arguments.input, recipe, arguments.output, workers=workers, progress=bar)
-    print(told(arguments.output, report, time.monotonic() - started))
+    print(describe_report(arguments.output, report, time.monotonic() - started))
 
 
 def parse() -> argparse.Namespace:
@@ -84,7 +84,7 @@ def fraction(text: str) -> Fraction:
         raise FieldError("--holdout", "be a number, like 100 or 0.01", got=text) from None
 
 
-def told(output: str, report: PreprocessReport, seconds: float) -> str:
+def describe_report(output: str, report: PreprocessReport, seconds: float) -> str:
     """The final report: counts first, then where something was left out."""
     per_token = report.text_bytes / max(report.tokens - report.documents, 1)
     lines = [

@@ -22,7 +22,7 @@ from megahead.errors import UserError, print_error, run_command
 
 def main() -> None:
     """Ends the process by itself: after an error at once, as other ranks may wait, and one of them speaks for all."""
-    run_command(run, at_once=True, say=say)
+    run_command(run, at_once=True, report=report_once)
 
 
 def run() -> None:
@@ -61,7 +61,7 @@ def described(config: RunConfig, world_size: int) -> str:
     return "\n".join(f"{name:<12}{value}" for name, value in lines)
 
 
-def say(sentence: str) -> None:
+def report_once(sentence: str) -> None:
     """What went wrong, from one of the ranks that found it."""
     if os.environ.get("WORLD_SIZE", os.environ.get("SLURM_NTASKS", "1")) == "1":
         print_error(sentence)  # alone, without waiting for torch

@@ -6,7 +6,7 @@ from megahead.config.deepspeed import deepspeed_config
 from megahead.config.loading import config_from_dict, load_config
 from megahead.config.masking import MaskingConfig
 from megahead.config.model import NAMED_SIZES, ModelConfig
-from megahead.config.objective import HeadName, ObjectiveConfig, resolve_group
+from megahead.config.objective import HeadName, ObjectiveConfig, resolve_candidate_group_samples
 from megahead.config.parallel import ParallelConfig
 from megahead.config.plan import RunPlan
 from megahead.config.resilience import FaultsConfig, ResumeConfig
@@ -36,5 +36,5 @@ __all__ = [
     "config_from_dict",
     "deepspeed_config",
     "load_config",
-    "resolve_group",
+    "resolve_candidate_group_samples",
 ]

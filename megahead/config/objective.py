@@ -98,7 +98,9 @@ class ObjectiveConfig(Settings):
         return self.bias == "corrected" or (self.negatives > 0 and self.negatives_from == "unigram")
 
 
-def resolve_group(objective: ObjectiveConfig, batch: BatchConfig, data_ranks: int, stored: int | None = None) -> int:
+def resolve_candidate_group_samples(
+    objective: ObjectiveConfig, batch: BatchConfig, data_ranks: int, stored: int | None = None
+) -> int:
     """Samples of a group, as a number; `stored`: what the checkpoint says that is resumed from.
 
     Raises ConfigError for a group that cannot be cut from whole micro-batches of this run, or out of one.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megahead.config.deepspeed import deepspeed_config, zero_stage
-from megahead.config.objective import resolve_group
+from megahead.config.objective import resolve_candidate_group_samples
 from megahead.config.run import RunConfig
 
 
@@ -48,4 +48,4 @@ class RunPlan:
 
     def group_samples(self, stored: int | None = None) -> int:
         """Samples that share candidates; `stored`: as many as a run that goes on began with."""
-        return resolve_group(self.config.objective, self.config.batch, self.data_ranks, stored)
+        return resolve_candidate_group_samples(self.config.objective, self.config.batch, self.data_ranks, stored)

@@ -40,15 +40,15 @@ def held_out(model: TrainedModel) -> str | None:
         lines = model.run_folder().metrics.read_text(encoding="utf-8").splitlines()
     except OSError:
         return None
-    told = None
+    sentence = None
     for line in lines:
         try:
             record = json.loads(line)
             if _is_known(record["step"], record["validation"].get("loss"), model.checkpoint):
-                told = _sentence(record["step"], record["validation"])
+                sentence = _sentence(record["step"], record["validation"])
         except (ValueError, KeyError, TypeError):  # another kind of record, or a line cut short
             continue
-    return told
+    return sentence
 
 
 def _is_known(step: int, loss: float, checkpoint: Checkpoint) -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from megahead.checkpoint import Checkpoint, open_checkpoint, target_samples
 from megahead.config import RunConfig, config_from_dict
-from megahead.data import asked_counts
+from megahead.data import evaluation_target_counts
 from megahead.distributed import Group
 from megahead.errors import CheckpointError
 from megahead.objectives import training_free_bias
@@ -76,7 +76,7 @@ class TrainedModel:
             counts_V,
             token_counts_V,
             self._group_targets(),
-            asked_counts(self.config, token_counts_V),
+            evaluation_target_counts(self.config, token_counts_V),
         )
         return torch.zeros(model.vocab_size) if bias_V is None else bias_V
 

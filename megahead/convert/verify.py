@@ -21,7 +21,7 @@ from megahead.errors import CheckpointError, DataError
 TOLERANCE = 1e-5
 """Largest error of an fp32 export, as a share of the largest output (of 10, when all are smaller)."""
 
-MOST_PADDING = 1e-6
+MAX_PADDING = 1e-6
 """Largest probability that padding rows may take together, where they were kept."""
 
 _OWN_ROUNDINGS = 4  # of the source, that an export in half precision may be off by
@@ -81,9 +81,9 @@ def verify(folder: Path, model: TrainedModel, head: Head, dtype: str) -> Parity:
             f"the exported {compared} must be within {parity.tolerance():.1e} of the checkpoint's, but are off by "
             f"{errors[dtype]:.1e} in {dtype}; nothing was written."
         )
-    if padding > MOST_PADDING:
+    if padding > MAX_PADDING:
         raise CheckpointError(
-            f"padding rows must take at most {MOST_PADDING:.0e} of the exported probability, but take {padding:.1e}; "
+            f"padding rows must take at most {MAX_PADDING:.0e} of the exported probability, but take {padding:.1e}; "
             "nothing was written."
         )
     return parity

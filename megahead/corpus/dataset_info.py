@@ -16,7 +16,7 @@ FORMAT = "megahead-dataset/1"
 
 
 @dataclass(frozen=True)
-class FileStamp:
+class FileFingerprint:
     """Size and checksum of one file."""
 
     bytes: int
@@ -45,8 +45,8 @@ class DatasetInfo:
     token_counts: list[int]
     """[vocab_size]: how often each id occurs."""
 
-    bin: FileStamp
-    idx: FileStamp
+    bin: FileFingerprint
+    idx: FileFingerprint
 
     def dump(self) -> bytes:
         """The JSON text."""
@@ -57,7 +57,7 @@ class DatasetInfo:
         numbers = [self.tokens, self.documents, self.text_bytes, self.vocab_size, self.bin.bytes, self.idx.bytes]
         if not all(isinstance(number, int) and number >= 0 for number in numbers):
             raise ValueError("a number is none")
-        if not all(isinstance(stamp.sha256, str) for stamp in (self.bin, self.idx)):
+        if not all(isinstance(fingerprint.sha256, str) for fingerprint in (self.bin, self.idx)):
             raise ValueError("a checksum is none")
         counts_V = np.asarray(self.token_counts)
         if counts_V.dtype.kind not in "iu" or counts_V.shape != (self.vocab_size,) or (counts_V < 0).any():
@@ -70,7 +70,7 @@ class DatasetInfo:
             fields = orjson.loads(path.read_bytes())
             if fields.pop("format") != FORMAT:
                 raise ValueError("another format")
-            info = DatasetInfo(**fields | {name: FileStamp(**fields[name]) for name in ("bin", "idx")})
+            info = DatasetInfo(**fields | {name: FileFingerprint(**fields[name]) for name in ("bin", "idx")})
             info._check()
             return info
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -80,15 +80,15 @@ class DatasetInfo:
             ) from error
 
 
-def verify_file(path: Path, stamp: FileStamp, advance: Callable[[int], None] = lambda read: None) -> None:
+def verify_file(path: Path, fingerprint: FileFingerprint, advance: Callable[[int], None] = lambda read: None) -> None:
     """Reads all of `path` and compares its checksum; DataError when it differs. `advance` hears the bytes read."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(1 << 22):
             digest.update(block)
             advance(len(block))
-    if digest.hexdigest() != stamp.sha256:
+    if digest.hexdigest() != fingerprint.sha256:
         raise DataError(
-            f"`{path}` must have the SHA-256 {stamp.sha256} noted when it was made, but has {digest.hexdigest()} "
+            f"`{path}` must have the SHA-256 {fingerprint.sha256} noted when it was made, but has {digest.hexdigest()} "
             "instead; it was damaged or changed since."
         )

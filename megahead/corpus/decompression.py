@@ -26,10 +26,10 @@ def read_blocks(path: Path) -> Iterator[tuple[bytes, int]]:
     unpack = UNPACKERS.get(path.suffix, _plain_blocks)
     try:
         with nullcontext(sys.stdin.buffer) if path == STANDARD_INPUT else path.open("rb") as file:
-            told = 0
+            consumed = 0
             for data in unpack(file):
-                told = told + len(data) if path == STANDARD_INPUT else file.tell()
-                yield data, told
+                consumed = consumed + len(data) if path == STANDARD_INPUT else file.tell()
+                yield data, consumed
     except (OSError, EOFError, zlib.error, zstandard.ZstdError) as error:
         raise DataError(f"`{path}` must be readable to its end, but is not ({error}); it may be cut short.") from error
 

@@ -23,7 +23,7 @@ from megahead.corpus.tokenizer import Engine, Tokenizer, opened
 from megahead.errors import DataError
 
 CHUNKS_PER_WORKER = 3
-BYTES_A_WORKER = 32 << 20
+BYTES_PER_WORKER = 32 << 20
 OnError = Literal["fail", "skip"]
 Array = np.ndarray[Any, Any]
 
@@ -134,7 +134,7 @@ class EncodingPool:
 
 def suitable_workers(total_bytes: int | None, cores: int) -> int:
     """How many worker processes pay off: one for every 32 MB of input on disk, as each warms up its own caches."""
-    return cores if total_bytes is None else max(1, min(cores, total_bytes // BYTES_A_WORKER))
+    return cores if total_bytes is None else max(1, min(cores, total_bytes // BYTES_PER_WORKER))
 
 
 def _utf8_bytes(text: str) -> int:

@@ -67,18 +67,18 @@ class IndexedDataset:
         return self.layout.num_boundaries - 1
 
     def document(self, i: int) -> Array:
-        """Document i as a read-only view; neither its ids nor its borders are checked, and nothing else is read."""
+        """Document i as a read-only view; neither its ids nor its boundaries are checked, and nothing else is read."""
         first, end = (self._first_token(self._boundary(i + k)) for k in (0, 1))
         return self._tokens[first:end]
 
     def read(self, first_token: int, count: int) -> Array:
-        """The tokens [first_token, first_token + count) of the whole run of text, over sequence borders; a view."""
+        """The tokens [first_token, first_token + count) of the whole run of text, over sequence boundaries; a view."""
         if not 0 <= first_token <= first_token + count <= self.num_tokens:
             raise IndexError(f"tokens {first_token} to {first_token + count} of a dataset of {self.num_tokens}")
         return self._checked(first_token, self._tokens[first_token : first_token + count])
 
     def expect_ids_below(self, vocab_size: int) -> None:
-        """From here on, reading another id is a DataError (the largest of each run of tokens is looked at)."""
+        """From here on, reading another id is a DataError (the largest of each span of tokens is looked at)."""
         self._vocab_size = vocab_size
 
     def _checked(self, first: int, tokens: Array) -> Array:
@@ -128,11 +128,11 @@ class IndexedDataset:
         """First sequence of each document, then L; int64 [D]."""
         return self._array("<i8", self.layout.num_boundaries, self.layout.documents_at)
 
-    def document_borders(self) -> Array:
+    def document_boundaries(self) -> Array:
         """First token of each document, then the number of all; int64 [D]. Reads the whole index."""
         ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(self.sizes, dtype=np.int64)])
-        borders: Array = ends[self.document_index]
-        return borders
+        boundaries: Array = ends[self.document_index]
+        return boundaries
 
     @cached_property
     def info(self) -> DatasetInfo | None:

@@ -51,23 +51,23 @@ class Inspection:
 
     def warnings(self, end_token: int, vocab_size: int | None = None) -> list[str]:
         """A sentence for whatever would spoil training unnoticed; `vocab_size` is the tokenizer's, where known."""
-        said = []
+        findings = []
         ends = self.ends(end_token)
         if self.dataset.num_tokens and ends < max(self.dataset.num_documents, 1):
             often = f"occurs {ends:,} times in {self.dataset.num_documents:,} documents" if ends else "never occurs"
-            said.append(
+            findings.append(
                 f"the end token {end_token} {often}: documents that share a row cannot be told apart "
                 "(tokenized without end tokens, or another id closes them)."
             )
         if vocab_size is not None and len(self.used_ids) and self.used_ids[-1] >= vocab_size:
-            said.append(
+            findings.append(
                 f"id {self.used_ids[-1]} occurs, but the tokenizer ends at {vocab_size - 1}: "
                 "the dataset was made with another one."
             )
         empty = int((self.dataset.sizes == 0).sum())
         if empty:
-            said.append(f"{counted(empty, 'sequence')} without a token.")
-        return said
+            findings.append(f"{counted(empty, 'sequence')} without a token.")
+        return findings
 
     def histogram(self) -> list[tuple[str, int]]:
         """(range of lengths, sequences in it), the ranges doubling; empty ranges at both ends are left out."""
@@ -104,9 +104,9 @@ def inspect_dataset(prefix: str | Path, *, verify: bool = True, progress: BytePr
     dataset = IndexedDataset(prefix)
     info = dataset.info
     files = [] if info is None or not verify else [(dataset.bin_path, info.bin), (dataset.idx_path, info.idx)]
-    progress.begin(sum(stamp.bytes for _, stamp in files) or dataset.num_tokens * dataset.dtype.itemsize)
-    for path, stamp in files:
-        verify_file(path, stamp, lambda read: progress.advance(read, read))
+    progress.begin(sum(fingerprint.bytes for _, fingerprint in files) or dataset.num_tokens * dataset.dtype.itemsize)
+    for path, fingerprint in files:
+        verify_file(path, fingerprint, lambda read: progress.advance(read, read))
     if verify:
         check_back_to_back(dataset)
     counts = count_tokens(dataset, progress) if info is None else np.array(info.token_counts, np.int64)

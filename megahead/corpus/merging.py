@@ -28,7 +28,7 @@ def merge_datasets(
 ) -> IndexedDataset:
     """Writes the sequences and documents of all `prefixes`, in order, to `output`; whole, or not at all.
 
-    Document borders are kept as they are, also where a document has several sequences, or where there are none at
+    Document boundaries are kept as they are, also where a document has several sequences, or where there are none at
     all (preshuffled rows). Memory: some 100 MB, and the index arrays. DataError when token types, vocabularies or the
     naming of documents differ, when `output` is one of `prefixes`, or (unless `overwrite`) when it is there already.
     """
@@ -80,8 +80,8 @@ def _vocabulary(dataset: IndexedDataset) -> int:
     """The noted vocabulary size; else the least that covers the ids and gives the same token type."""
     if dataset.info is not None:
         return dataset.info.vocab_size
-    least = 1 if dataset.dtype == np.uint16 else LARGEST_UINT16_VOCABULARY
-    return max(least, len(count_tokens(dataset)))
+    min_size = 1 if dataset.dtype == np.uint16 else LARGEST_UINT16_VOCABULARY
+    return max(min_size, len(count_tokens(dataset)))
 
 
 def _text_bytes(datasets: Sequence[IndexedDataset]) -> int:
@@ -96,13 +96,13 @@ def _blocks(dataset: IndexedDataset) -> Iterator[tuple[Array, Array, Array]]:
     Preshuffled rows belong to no document: their third array is empty.
     """
     ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(dataset.sizes, dtype=np.int64)])
-    borders = dataset.document_index if dataset.num_documents else np.arange(len(dataset) + 1)
-    first, starts = 0, ends[borders]
-    while first < len(borders) - 1:
+    boundaries = dataset.document_index if dataset.num_documents else np.arange(len(dataset) + 1)
+    first, starts = 0, ends[boundaries]
+    while first < len(boundaries) - 1:
         last = int(np.searchsorted(starts, starts[first] + BLOCK_TOKENS, side="right")) - 1
         last = max(last, first + 1)
-        low, high = int(borders[first]), int(borders[last])
+        low, high = int(boundaries[first]), int(boundaries[last])
         tokens = dataset.read(int(ends[low]), int(ends[high] - ends[low]))
-        documents = np.diff(borders[first : last + 1]) if dataset.num_documents else np.empty(0, np.int64)
+        documents = np.diff(boundaries[first : last + 1]) if dataset.num_documents else np.empty(0, np.int64)
         yield tokens, dataset.sizes[low:high], documents
         first = last

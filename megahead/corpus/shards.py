@@ -93,7 +93,7 @@ class ShardManifest:
     def report(self, shard: Input) -> PreprocessReport | None:
         """What was noted of a shard; None when its input changed since, or its files are not whole."""
         noted = self._shards.get(shard.name)
-        if noted is None or noted["input"] != _stamp(shard):
+        if noted is None or noted["input"] != _fingerprint(shard):
             return None
         try:
             for name in self._names(shard):
@@ -105,7 +105,7 @@ class ShardManifest:
 
     def note(self, shard: Input, report: PreprocessReport) -> None:
         """Marks a shard as finished, on disk."""
-        self._shards[shard.name] = {"input": _stamp(shard), "report": asdict(report)}
+        self._shards[shard.name] = {"input": _fingerprint(shard), "report": asdict(report)}
         content = {"format": FORMAT, "recipe": self._recipe, "shards": self._shards}
         write_atomically(self._folder / MANIFEST, orjson.dumps(content, option=orjson.OPT_INDENT_2))
 
@@ -136,7 +136,7 @@ def _shards(inputs: Sequence[str | Path]) -> list[Input]:
     return shards
 
 
-def _stamp(shard: Input) -> dict[str, Any]:
+def _fingerprint(shard: Input) -> dict[str, Any]:
     return {"path": str(shard.path), "bytes": shard.bytes, "changed": max(f.stat().st_mtime_ns for f in shard.files)}
 
 

@@ -17,7 +17,7 @@ from megahead.corpus.decompression import STANDARD_INPUT, read_blocks
 from megahead.corpus.selection import Selection
 from megahead.errors import DataError
 
-LONGEST_TEXT = 1 << 30
+MAX_TEXT_BYTES = 1 << 30
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 Cutter = Callable[[Path, Selection], Iterator[Chunk]]
 
@@ -102,7 +102,7 @@ def _cut_json_lines(path: Path, selection: Selection) -> Iterator[Chunk]:
         head, newline, tail = data.rpartition(b"\n")
         if not newline:
             rest.append(tail)
-            if sum(map(len, rest)) > LONGEST_TEXT:
+            if sum(map(len, rest)) > MAX_TEXT_BYTES:
                 raise DataError(f"`{path}:{first_line}` must be shorter than 1 GiB, but the line is longer; split it.")
             continue
         block = b"".join([*rest, head])
@@ -118,7 +118,7 @@ def _cut_text(path: Path, selection: Selection) -> Iterator[Chunk]:
     parts: list[bytes] = []
     for data, _ in read_blocks(path):
         parts.append(data)
-        if sum(map(len, parts)) > LONGEST_TEXT:
+        if sum(map(len, parts)) > MAX_TEXT_BYTES:
             raise DataError(
                 f"`{path}` must be shorter than 1 GiB, as a .txt file is one document, but is longer; "
                 "turn it into .jsonl with one document a line."

@@ -37,11 +37,11 @@ def cut_arrow(path: Path, selection: Selection) -> Iterator[Chunk]:
             columns = _columns(path, selection, stream.schema.names)
             batches = (batch.select(columns) for batch in stream)
             slices = (batch.slice(at, ROWS_AT_ONCE) for batch in batches for at in range(0, len(batch), ROWS_AT_ONCE))
-            told = 0
+            reported_bytes = 0
             for chunk in _chunks(path, slices, selection, 0.0):
                 position = source.tell()
-                yield Rows(chunk.path, chunk.first_row, chunk.stream, selection, position - told)
-                told = position
+                yield Rows(chunk.path, chunk.first_row, chunk.stream, selection, position - reported_bytes)
+                reported_bytes = position
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"`{path}` must be a readable Arrow stream, but is not ({error}).") from error
 

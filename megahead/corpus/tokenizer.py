@@ -22,7 +22,7 @@ from megahead.errors import DataError
 
 Engine = Literal["fastokens", "tokenizers", "sentencepiece"]
 Array = np.ndarray[Any, Any]
-Stamp = tuple[int, int, int]
+Fingerprint = tuple[int, int, int]
 
 
 class Tokenizer:
@@ -30,7 +30,7 @@ class Tokenizer:
 
     def __init__(self, path: str | Path, engine: Engine = "tokenizers") -> None:
         self.path = Path(path)
-        self._reference = _reference(self.path, _stamp(self.path))
+        self._reference = _reference(self.path, _fingerprint(self.path))
         self.engine: Engine = "sentencepiece" if isinstance(self._reference, _SentencePieceModel) else engine
         self._fast = fastokens.Tokenizer.from_file(str(self.path)) if self.engine == "fastokens" else None
         if self._fast is not None:
@@ -99,11 +99,11 @@ def load_tokenizer(path: str | Path, probe: Sequence[str] = ()) -> Tokenizer:
 
 def opened(path: str | Path, engine: Engine) -> Tokenizer:
     """The tokenizer in `path` on this engine, kept for the next call while the file stays the same."""
-    return _opened(Path(path), engine, _stamp(Path(path)))
+    return _opened(Path(path), engine, _fingerprint(Path(path)))
 
 
 @lru_cache(maxsize=4)
-def _opened(path: Path, engine: Engine, stamp: Stamp) -> Tokenizer:
+def _opened(path: Path, engine: Engine, fingerprint: Fingerprint) -> Tokenizer:
     return Tokenizer(path, engine)
 
 
@@ -166,11 +166,11 @@ class _SentencePieceModel:
 
 
 @lru_cache(maxsize=4)
-def _reference(path: Path, stamp: Stamp) -> _Reference:
+def _reference(path: Path, fingerprint: Fingerprint) -> _Reference:
     return _SentencePieceModel(path) if path.suffix == ".model" else _TokenizerJson(path)
 
 
-def _stamp(path: Path) -> Stamp:
+def _fingerprint(path: Path) -> Fingerprint:
     """What changes with the file; DataError when there is none."""
     if not path.is_file():
         raise DataError(f"`{path}` must be a tokenizer.json file or a .model, but there is none; check the path.")

@@ -26,7 +26,7 @@ TEXT_TOKENS = ("<|endoftext|>", "<|padding|>")
 BERT_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 ENCODER_TOKENS = ("[CLS]", "[SEP]", "[MASK]")
 BYTES = 256
-LONGEST_LINE = 4000  # SentencePiece drops sentences of more than 4,192 bytes
+MAX_LINE_BYTES = 4000  # SentencePiece drops sentences of more than 4,192 bytes
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, *, show_progress: bool = False) -> Tokenizer:
@@ -143,7 +143,7 @@ def sample_texts(
     progress.begin(total)
     for item in found:
         budget = None if max_bytes is None else max_bytes * item.bytes / max(total, 1)
-        taken = told = 0
+        taken = reported_bytes = 0
         for chunk in item.chunks(selection or Selection()):
             before = taken
             for text in chunk.parse().strict():
@@ -152,17 +152,17 @@ def sample_texts(
                 yield text
                 taken += len(text.encode())
             progress.advance(chunk.consumed, taken - before)
-            told += chunk.consumed
+            reported_bytes += chunk.consumed
             if budget is not None and taken >= budget:
                 break
-        progress.advance(item.bytes - told, 0)
+        progress.advance(item.bytes - reported_bytes, 0)
 
 
 def _lines(texts: Iterable[str]) -> Iterator[str]:
     """Lines short enough for SentencePiece, cut at spaces where a line is longer."""
     for text in texts:
         for line in text.splitlines():
-            yield from (line,) if len(line.encode()) <= LONGEST_LINE else _pieces(line)
+            yield from (line,) if len(line.encode()) <= MAX_LINE_BYTES else _pieces(line)
 
 
 def _pieces(line: str) -> Iterator[str]:
@@ -171,6 +171,6 @@ def _pieces(line: str) -> Iterator[str]:
         yield some
 
 
-def _check_room(vocab_size: int, least: int) -> None:
-    if vocab_size < least:
-        raise FieldError("vocab_size", f"be at least {least} for this type of tokenizer", got=vocab_size)
+def _check_room(vocab_size: int, min_size: int) -> None:
+    if vocab_size < min_size:
+        raise FieldError("vocab_size", f"be at least {min_size} for this type of tokenizer", got=vocab_size)

@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from megahead.corpus.dataset_info import DatasetInfo, FileStamp
+from megahead.corpus.dataset_info import DatasetInfo, FileFingerprint
 from megahead.corpus.index_layout import IndexLayout, token_dtype
 from megahead.corpus.indexed import dataset_paths
 from megahead.errors import DataError
 from megahead.files import StagedFile
 
 FLUSH_TOKENS = 1 << 20
-LONGEST_DOCUMENT = 2**31 - 1
+MAX_DOCUMENT_TOKENS = 2**31 - 1
 
 
 class IndexedDatasetWriter:
@@ -68,8 +68,10 @@ class IndexedDatasetWriter:
         Each is a document, unless `sequences` says how many of them each document has (none at all: rows that belong
         to no document, as in preshuffled files).
         """
-        if len(lengths) and lengths.max() > LONGEST_DOCUMENT:
-            raise DataError(f"a document must have at most {LONGEST_DOCUMENT:,} tokens, but one has {lengths.max():,}.")
+        if len(lengths) and lengths.max() > MAX_DOCUMENT_TOKENS:
+            raise DataError(
+                f"a document must have at most {MAX_DOCUMENT_TOKENS:,} tokens, but one has {lengths.max():,}."
+            )
         if len(tokens):
             self._check_ids(tokens)
         self._note_documents(np.ones(len(lengths), np.int64) if sequences is None else sequences, len(lengths))
@@ -95,8 +97,8 @@ class IndexedDatasetWriter:
             vocab_size=self.vocab_size,
             tokenizer=self.tokenizer,
             token_counts=self._counts.tolist(),
-            bin=FileStamp(self.num_tokens * self.dtype.itemsize, self._digest.hexdigest()),
-            idx=FileStamp(idx_bytes, idx_digest),
+            bin=FileFingerprint(self.num_tokens * self.dtype.itemsize, self._digest.hexdigest()),
+            idx=FileFingerprint(idx_bytes, idx_digest),
         )
         self._info.write(info.dump())
         for staged in (self._bin, self._info, self._idx):

@@ -2,7 +2,7 @@
 
 from megahead.corpus import IndexedDataset, IndexedDatasetWriter
 from megahead.data.batch import Batch, causal_batch
-from megahead.data.batch_reader import BatchReader, asked_counts, held_out_masker, training_masker
+from megahead.data.batch_reader import BatchReader, evaluation_target_counts, held_out_masker, training_masker
 from megahead.data.blending import Blend
 from megahead.data.masking import Masker
 from megahead.data.packing import PackedSamples
@@ -24,8 +24,8 @@ __all__ = [
     "SequentialSamples",
     "StoredSamples",
     "StreamSamples",
-    "asked_counts",
     "causal_batch",
+    "evaluation_target_counts",
     "held_out_masker",
     "held_out_samples",
     "training_masker",

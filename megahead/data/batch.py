@@ -51,29 +51,34 @@ class Batch:
 
 
 def causal_batch(
-    rows: Array, begins: Array | None = None, *, end_token: int, isolate_documents: bool, boundary_targets: bool
+    rows: Array,
+    document_starts: Array | None = None,
+    *,
+    end_token: int,
+    isolate_documents: bool,
+    boundary_targets: bool,
 ) -> Batch:
     """Next-token prediction over `rows`, int64 [B, T+1]: the target of token t is token t + 1.
 
-    A document begins after each end token, which belongs to the document it closes, and where `begins` (bool [B, T+1])
-    says so. With `isolate_documents` positions restart there. Without `boundary_targets` the last token of a document
-    predicts nothing (what follows it is another's). Negative tokens are padding: read as end tokens, each a document of
-    its own, and neither predicted nor predicting.
+    A document begins after each end token, which belongs to the document it closes, and where `document_starts` (bool
+    [B, T+1]) is true. With `isolate_documents` positions restart there. Without `boundary_targets` the last token of a
+    document predicts nothing (what follows it is another's). Negative tokens are padding: read as end tokens, each a
+    document of its own, and neither predicted nor predicting.
     """
     inputs_BT = np.ascontiguousarray(rows[:, :-1])
     targets = rows[:, 1:].reshape(-1)
     padding_BT = inputs_BT < 0
     if padded := bool(padding_BT.any()) or bool((targets < 0).any()):
         inputs_BT = np.where(padding_BT, end_token, inputs_BT)
-    closes_BT = (inputs_BT == end_token) | (rows[:, 1:] < 0)
-    if begins is not None:
-        closes_BT |= begins[:, 1:]
+    last_token_BT = (inputs_BT == end_token) | (rows[:, 1:] < 0)
+    if document_starts is not None:
+        last_token_BT |= document_starts[:, 1:]
     if boundary_targets and not padded:
         target_index_N = np.arange(inputs_BT.size)
     else:
-        silent = closes_BT if not boundary_targets else padding_BT
-        target_index_N = np.flatnonzero(~silent.reshape(-1) & (targets >= 0))
-    positions_BT = document_positions(closes_BT) if isolate_documents and closes_BT[:, :-1].any() else None
+        no_target_BT = last_token_BT if not boundary_targets else padding_BT
+        target_index_N = np.flatnonzero(~no_target_BT.reshape(-1) & (targets >= 0))
+    positions_BT = document_positions(last_token_BT) if isolate_documents and last_token_BT[:, :-1].any() else None
     return Batch(
         torch.from_numpy(inputs_BT),
         None if positions_BT is None else torch.from_numpy(positions_BT),
@@ -82,9 +87,12 @@ def causal_batch(
     )
 
 
-def document_positions(closes_BT: Array) -> Array:
-    """Distance of each token to the first of its document (or of its row), int64 [B, T]; `closes_BT`: last tokens."""
-    place_T = np.arange(closes_BT.shape[1])
-    first_BT = np.zeros(closes_BT.shape, np.int64)
-    first_BT[:, 1:] = np.where(closes_BT[:, :-1], place_T[1:], 0)
+def document_positions(last_token_BT: Array) -> Array:
+    """int64 [B, T]: distance of each token to the first of its document (or of its row).
+
+    last_token_BT: bool, where a token is the last of its document.
+    """
+    place_T = np.arange(last_token_BT.shape[1])
+    first_BT = np.zeros(last_token_BT.shape, np.int64)
+    first_BT[:, 1:] = np.where(last_token_BT[:, :-1], place_T[1:], 0)
     return place_T - np.maximum.accumulate(first_BT, axis=1)

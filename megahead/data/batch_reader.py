@@ -12,7 +12,7 @@ from megahead.config import DataConfig, MaskingConfig, RunConfig
 from megahead.corpus.indexed import IndexedDataset
 from megahead.corpus.tokenizer import load_tokenizer
 from megahead.data.batch import Batch, causal_batch
-from megahead.data.collocations import Collocations, runs_of
+from megahead.data.collocations import Collocations, token_chunks
 from megahead.data.masking import Masker, special_ids
 from megahead.data.sampling import RowSource
 from megahead.data.strategies import Frequency, Pmi, Spans, Strategy, Uniform, WholeWords
@@ -30,12 +30,12 @@ class BatchReader:
 
     def read(self, sample_indices: Sequence[int]) -> Batch:
         """The batch of these samples, in their order."""
-        rows, begins = self.samples.rows(sample_indices), self.samples.beginnings(sample_indices)
+        rows, document_starts = self.samples.rows(sample_indices), self.samples.document_starts(sample_indices)
         if self.masker is not None:
-            return self.masker.batch(rows, sample_indices, begins)
+            return self.masker.batch(rows, sample_indices, document_starts)
         return causal_batch(
             rows,
-            begins,
+            document_starts,
             end_token=self.data.end_token,
             isolate_documents=self.data.isolate_documents,
             boundary_targets=self.data.boundary_targets,
@@ -56,7 +56,7 @@ def training_masker(config: RunConfig, datasets: Sequence[IndexedDataset]) -> Ma
         config.data.end_token,
         config.data.isolate_documents,
         config.seed,
-        samples_a_step=config.batch.global_size,
+        samples_per_step=config.batch.global_size,
         steps=config.training.steps,
     )
 
@@ -71,10 +71,10 @@ def _strategy(config: RunConfig, masking: MaskingConfig, datasets: Sequence[Inde
         return Frequency.of(_token_counts(datasets, vocab_size).tolist(), masking.frequency_power)
     if masking.strategy == "pmi":
         pairs = Collocations.of(
-            runs_of(datasets),
+            token_chunks(datasets),
             vocab_size,
-            least_pmi=masking.least_pmi,
-            least_count=masking.least_count,
+            min_pmi=masking.least_pmi,
+            min_count=masking.least_count,
             excluded=special_ids(masking, config.data.end_token),
         )
         return Pmi(pairs, masking.longest_span)
@@ -97,7 +97,7 @@ def _token_counts(datasets: Sequence[IndexedDataset], vocab_size: int) -> np.nda
     return counts_V
 
 
-def asked_counts(config: RunConfig, token_counts_V: Tensor | None) -> Tensor | None:
+def evaluation_target_counts(config: RunConfig, token_counts_V: Tensor | None) -> Tensor | None:
     """int64 [V]: how often each id would be a target if all tokens of the training text were so alike, as those of
     held-out rows are; None where training draws them alike, or the text's `token_counts_V` are not known."""
     if config.masking is None or config.masking.strategy != "frequency" or token_counts_V is None:

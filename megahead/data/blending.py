@@ -67,16 +67,16 @@ class Blend:
             rows[members] = self.parts[part].rows(own_B[members])
         return rows
 
-    def beginnings(self, sample_indices: Sequence[int] | Array) -> Array | None:
+    def document_starts(self, sample_indices: Sequence[int] | Array) -> Array | None:
         """bool [B, T+1]: where the datasets that know it say that documents begin; None where none does."""
         part_B, own_B = self.locate(np.asarray(sample_indices, np.int64))
-        known = {part: self.parts[part].beginnings(own_B[part_B == part]) for part in np.unique(part_B).tolist()}
-        if all(begins is None for begins in known.values()):
+        known = {part: self.parts[part].document_starts(own_B[part_B == part]) for part in np.unique(part_B).tolist()}
+        if all(document_starts is None for document_starts in known.values()):
             return None
-        begins = np.zeros((len(part_B), self.sequence_length + 1), bool)
+        document_starts = np.zeros((len(part_B), self.sequence_length + 1), bool)
         for part, of_part in known.items():
-            begins[part_B == part] = False if of_part is None else of_part
-        return begins
+            document_starts[part_B == part] = False if of_part is None else of_part
+        return document_starts
 
     def locate(self, indices_B: Array) -> tuple[Array, Array]:
         """(which dataset, which of its own samples) for each sample; any sample in constant time."""

@@ -16,7 +16,7 @@ from megahead.corpus.indexed import IndexedDataset
 Array = np.ndarray[Any, Any]
 
 _CHUNK = 1 << 22  # tokens counted at once
-MOST_TOKENS = 1 << 26
+MAX_TOKENS = 1 << 26
 """Tokens of each dataset that are counted, from its beginning: enough for pairs that matter."""
 
 
@@ -40,16 +40,16 @@ class Collocations:
 
     @staticmethod
     def of(
-        runs: Iterable[Array], vocab_size: int, *, least_pmi: float, least_count: int, excluded: Sequence[int] = ()
+        chunks: Iterable[Array], vocab_size: int, *, min_pmi: float, min_count: int, excluded: Sequence[int] = ()
     ) -> Collocations:
-        """Counts the neighbours in `runs` of tokens; no pair holds an `excluded` id.
+        """Counts the neighbours in `chunks` of tokens; no pair holds an `excluded` id.
 
         About 0.3 s a million tokens; memory for the pairs that occur.
         """
         count_V = np.zeros(vocab_size, np.int64)
         codes, counts = np.zeros(0, np.int64), np.zeros(0, np.int64)
-        for run in runs:
-            tokens = run.astype(np.int64)
+        for chunk in chunks:
+            tokens = chunk.astype(np.int64)
             count_V += np.bincount(tokens, minlength=vocab_size)
             some, how_often = np.unique(tokens[:-1] * vocab_size + tokens[1:], return_counts=True)
             codes, inverse = np.unique(np.concatenate([codes, some]), return_inverse=True)
@@ -58,13 +58,13 @@ class Collocations:
         with np.errstate(divide="ignore", invalid="ignore"):
             log_p_V = np.log(count_V / max(int(count_V.sum()), 1))
             pmi = np.log(counts / max(int(counts.sum()), 1)) - log_p_V[a] - log_p_V[b]
-        kept = (pmi >= least_pmi) & (counts >= least_count) & ~np.isin(a, excluded) & ~np.isin(b, excluded)
+        kept = (pmi >= min_pmi) & (counts >= min_count) & ~np.isin(a, excluded) & ~np.isin(b, excluded)
         return Collocations(codes[kept], vocab_size)
 
 
-def runs_of(datasets: Iterable[IndexedDataset]) -> Iterable[Array]:
+def token_chunks(datasets: Iterable[IndexedDataset]) -> Iterable[Array]:
     """The tokens of the datasets, some at a time."""
     for dataset in datasets:
-        end = min(dataset.num_tokens, MOST_TOKENS)
+        end = min(dataset.num_tokens, MAX_TOKENS)
         for first in range(0, end, _CHUNK):
             yield dataset.read(first, min(_CHUNK, end - first))

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from megahead.data.shuffle import GOLDEN, mix, scramble
+from megahead.data.shuffle import GOLDEN, derive_seed, scramble
 
 Array = np.ndarray[Any, Any]
 
@@ -24,7 +24,7 @@ class CounterRng:
 
     def uniform(self, purpose: int, width: int) -> Array:
         """float64 [B, width], each in (0, 1)."""
-        key = np.uint64(mix(self._seed, purpose))
+        key = np.uint64(derive_seed(self._seed, purpose))
         row_B = scramble(self._samples_B * np.uint64(GOLDEN) + key)
         place_W = np.arange(1, width + 1, dtype=np.uint64) * np.uint64(GOLDEN)
         bits_BW = scramble(row_B[:, None] + place_W)

@@ -37,22 +37,22 @@ class Masker:
     isolate_documents: bool
     seed: int
 
-    samples_a_step: int = 1
+    samples_per_step: int = 1
     steps: int = 1
     """Of the run, for a rate that changes: it is the same for all samples of an optimizer step."""
 
-    def batch(self, text: Array, sample_indices: Sequence[int] | Array, begins: Array | None = None) -> Batch:
+    def batch(self, text: Array, sample_indices: Sequence[int] | Array, document_starts: Array | None = None) -> Batch:
         """Rows of T = t + 2 tokens from `text`, int64 [B, t], negative where there is none.
 
-        begins: bool [B, t], where documents begin besides after end tokens.
+        document_starts: bool [B, t], where documents begin besides after end tokens.
         """
-        tokens_BT, closes_BT = self._framed(text, begins)
+        tokens_BT, last_token_BT = self._framed(text, document_starts)
         noise = CounterRng(self.seed, sample_indices)
         allowed_BT = ~np.isin(tokens_BT, special_ids(self.config, self.end_token))
         chosen_BT = self._select(tokens_BT, allowed_BT, self._budget(text, sample_indices), noise)
         index_N = np.flatnonzero(chosen_BT)
-        isolated = bool((text < 0).any()) or (self.isolate_documents and bool(closes_BT[:, :-1].any()))
-        positions_BT = document_positions(closes_BT) if isolated else None
+        isolated = bool((text < 0).any()) or (self.isolate_documents and bool(last_token_BT[:, :-1].any()))
+        positions_BT = document_positions(last_token_BT) if isolated else None
         return Batch(
             torch.from_numpy(self._read_as(tokens_BT, chosen_BT, noise)),
             None if positions_BT is None else torch.from_numpy(positions_BT),
@@ -61,7 +61,7 @@ class Masker:
             max_targets_per_row=int(chosen_BT.sum(1).max(initial=0)),
         )
 
-    def _framed(self, text: Array, begins: Array | None) -> tuple[Array, Array]:
+    def _framed(self, text: Array, document_starts: Array | None) -> tuple[Array, Array]:
         """(tokens, where a document ends), both [B, T]; what lies behind [SEP] is one document of end tokens."""
         rows, length = text.shape
         tokens_BT = np.full((rows, length + 2), self.end_token, np.int64)
@@ -71,15 +71,15 @@ class Masker:
         tokens_BT[np.arange(rows), last_B] = self.config.sep_token
         place_T = np.arange(length + 2)
         ends_BT = tokens_BT == self.end_token
-        if begins is not None:
-            ends_BT[:, 1:length] |= begins[:, 1:]  # the token before one that begins a document
+        if document_starts is not None:
+            ends_BT[:, 1:length] |= document_starts[:, 1:]  # the token before one that begins a document
         inside_BT = place_T < last_B[:, None]
-        closes_BT = (place_T == last_B[:, None]) | (inside_BT & ends_BT & self.isolate_documents)
-        return tokens_BT, closes_BT
+        last_token_BT = (place_T == last_B[:, None]) | (inside_BT & ends_BT & self.isolate_documents)
+        return tokens_BT, last_token_BT
 
     def _budget(self, text: Array, sample_indices: Sequence[int] | Array) -> tuple[Array, Array]:
         """(share of tokens to select, number of them), both [B]."""
-        step_B = np.asarray(sample_indices) // self.samples_a_step
+        step_B = np.asarray(sample_indices) // self.samples_per_step
         rate_B = np.array([self.config.rate_at(step / max(self.steps - 1, 1)) for step in step_B.tolist()])
         return rate_B, np.rint(rate_B * (text >= 0).sum(1)).astype(np.int64)
 

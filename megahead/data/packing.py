@@ -27,7 +27,7 @@ import orjson
 
 from megahead.corpus.indexed import IndexedDataset
 from megahead.data.samples import Samples
-from megahead.data.shuffle import FeistelOrder, mix
+from megahead.data.shuffle import FeistelOrder, derive_seed
 from megahead.errors import DataError
 from megahead.files import write_atomically
 
@@ -60,22 +60,22 @@ class PackedSamples(Samples):
     """Rows of whole documents, shuffled anew each epoch; the rest of a row is PADDING."""
 
     def __init__(self, dataset: IndexedDataset, sequence_length: int, seed: int, table: PackTable) -> None:
-        super().__init__(dataset, sequence_length, len(table), least_tokens=2)
+        super().__init__(dataset, sequence_length, len(table), min_tokens=2)
         self.table, self.seed = table, seed
         self._order = lru_cache(maxsize=4)(self._epoch_order)
 
-    def beginnings(self, sample_indices: Sequence[int] | Array) -> Array:
+    def document_starts(self, sample_indices: Sequence[int] | Array) -> Array:
         """bool [B, T+1]: where the pieces of each row begin, also in a text without end tokens."""
         epochs_B, places_B = np.divmod(np.asarray(sample_indices, np.int64), self.per_epoch)
-        begins = np.zeros((len(places_B), self.sequence_length + 1), bool)
+        document_starts = np.zeros((len(places_B), self.sequence_length + 1), bool)
         for member, (epoch, place) in enumerate(zip(epochs_B.tolist(), places_B.tolist(), strict=True)):
             (row,) = self._order(epoch).take(np.array([place]))
             lengths = self.table.lengths_P[self.table.starts_R1[row] : self.table.starts_R1[row + 1]]
-            begins[member, np.cumsum(lengths) - lengths] = True
-        return begins
+            document_starts[member, np.cumsum(lengths) - lengths] = True
+        return document_starts
 
     def _epoch_order(self, epoch: int) -> FeistelOrder:
-        return FeistelOrder(self.per_epoch, mix(self.seed, epoch, 0))
+        return FeistelOrder(self.per_epoch, derive_seed(self.seed, epoch, 0))
 
     def _fill(self, rows: Array, members: Array, epoch: int, places: Array) -> None:
         rows[members] = PADDING
@@ -93,7 +93,7 @@ class PackedSamples(Samples):
         return first
 
 
-def pack_table(dataset: IndexedDataset, sequence_length: int, most_documents: int | None = None) -> PackTable:
+def pack_table(dataset: IndexedDataset, sequence_length: int, max_documents: int | None = None) -> PackTable:
     """The table for rows of `sequence_length` + 1 tokens, from disk; made first where there is none.
 
     Making one takes about 2 us a document. Any number of processes may ask at once, and each makes the same where it
@@ -104,21 +104,21 @@ def pack_table(dataset: IndexedDataset, sequence_length: int, most_documents: in
         raise DataError(
             f"`{dataset.prefix}` must name its documents to be packed by them, but does not; use pack: stream."
         )
-    key = zlib.crc32(repr((FORMAT, WINDOW, sequence_length, most_documents)).encode())
+    key = zlib.crc32(repr((FORMAT, WINDOW, sequence_length, max_documents)).encode())
     key = zlib.crc32(dataset.document_index.data, zlib.crc32(dataset.sizes.data, key))
     path = Path(f"{dataset.prefix}.pack-{key:08x}.rows")
     if not path.exists():
-        write_atomically(path, *_content(best_fit_rows(dataset, sequence_length + 1, most_documents)))
+        write_atomically(path, *_content(best_fit_rows(dataset, sequence_length + 1, max_documents)))
     return read_table(path)
 
 
-def best_fit_rows(dataset: IndexedDataset, capacity: int, most: int | None) -> PackTable:
-    """Packs the whole dataset into rows of at most `capacity` tokens and `most` documents."""
-    borders = dataset.document_borders()
-    firsts_P, lengths_P = cut_documents(borders[:-1], np.diff(borders), capacity)
+def best_fit_rows(dataset: IndexedDataset, capacity: int, max_documents: int | None) -> PackTable:
+    """Packs the whole dataset into rows of at most `capacity` tokens and `max_documents` documents."""
+    boundaries = dataset.document_boundaries()
+    firsts_P, lengths_P = cut_documents(boundaries[:-1], np.diff(boundaries), capacity)
     starts, chosen = array("q", [0]), array("q")
     for low in range(0, len(firsts_P), WINDOW):
-        for row in best_fit(lengths_P[low : low + WINDOW], capacity, most):
+        for row in best_fit(lengths_P[low : low + WINDOW], capacity, max_documents):
             chosen.extend(low + piece for piece in sorted(row))
             starts.append(len(chosen))
     order = np.frombuffer(chosen, np.int64) if chosen else np.empty(0, np.int64)
@@ -135,7 +135,7 @@ def cut_documents(firsts: Array, sizes: Array, capacity: int) -> tuple[Array, Ar
     return np.repeat(firsts, pieces) + offsets, np.minimum(np.repeat(sizes, pieces) - offsets, capacity)
 
 
-def best_fit(lengths: Array, capacity: int, most: int | None) -> list[list[int]]:
+def best_fit(lengths: Array, capacity: int, max_documents: int | None) -> list[list[int]]:
     """Rows of piece numbers, best-fit decreasing. An integer with a bit for each free space finds the tightest row."""
     rows: list[list[int]] = []
     open_rows: dict[int, list[int]] = {}
@@ -152,7 +152,7 @@ def best_fit(lengths: Array, capacity: int, most: int | None) -> list[list[int]]
             row = len(rows)
             rows.append([])
         rows[row].append(piece)
-        if space > length and len(rows[row]) != most:
+        if space > length and len(rows[row]) != max_documents:
             open_rows.setdefault(space - length, []).append(row)
             spaces |= 1 << (space - length)
     return rows

@@ -1,4 +1,4 @@
-"""Sample k of a dataset: which run of tokens it is, as a pure function of (dataset, row length, seed, k).
+"""Sample k of a dataset: which span of tokens it is, as a pure function of (dataset, row length, seed, k).
 
 Nothing here knows of ranks, batches or progress, so a run resumes at any sample and on any mesh with the same order.
 """
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from megahead.corpus.indexed import IndexedDataset
-from megahead.data.shuffle import FeistelOrder, mix
+from megahead.data.shuffle import FeistelOrder, derive_seed
 from megahead.errors import DataError
 from megahead.wording import counted
 
@@ -23,10 +23,10 @@ Array = np.ndarray[Any, Any]
 class Samples(ABC):
     """Rows of `sequence_length` + 1 tokens (T inputs and their T targets), numbered from 0 without end."""
 
-    def __init__(self, dataset: IndexedDataset, sequence_length: int, per_epoch: int, least_tokens: int) -> None:
+    def __init__(self, dataset: IndexedDataset, sequence_length: int, per_epoch: int, min_tokens: int) -> None:
         if per_epoch < 1:
             raise DataError(
-                f"`{dataset.prefix}` must hold at least {least_tokens:,} tokens for rows of "
+                f"`{dataset.prefix}` must hold at least {min_tokens:,} tokens for rows of "
                 f"{counted(sequence_length, 'target')}, but holds {dataset.num_tokens:,} instead; add text or shorten "
                 "data.sequence_length."
             )
@@ -47,7 +47,7 @@ class Samples(ABC):
             self._fill(rows, members, epoch, places_B[members])
         return rows
 
-    def beginnings(self, sample_indices: Sequence[int] | Array) -> Array | None:
+    def document_starts(self, sample_indices: Sequence[int] | Array) -> Array | None:
         """bool [B, T+1]: where a document is known to begin; None where only end tokens tell."""
         return None
 
@@ -63,7 +63,7 @@ class Samples(ABC):
 
     @abstractmethod
     def _first_tokens(self, epoch: int, places: Array) -> Array:
-        """Where in the flat run of tokens the samples at `places` of this epoch begin."""
+        """Where in the flat span of tokens the samples at `places` of this epoch begin."""
 
 
 class StreamSamples(Samples):
@@ -74,16 +74,16 @@ class StreamSamples(Samples):
 
     def __init__(self, dataset: IndexedDataset, sequence_length: int, seed: int) -> None:
         per_epoch = (dataset.num_tokens - sequence_length) // sequence_length
-        super().__init__(dataset, sequence_length, per_epoch, least_tokens=2 * sequence_length)
+        super().__init__(dataset, sequence_length, per_epoch, min_tokens=2 * sequence_length)
         self.seed = seed
         self._order = lru_cache(maxsize=4)(self._epoch_order)
 
     def offset(self, epoch: int) -> int:
         """Tokens skipped at the start of the text in this epoch, in [0, T)."""
-        return mix(self.seed, epoch, 1) % self.sequence_length
+        return derive_seed(self.seed, epoch, 1) % self.sequence_length
 
     def _epoch_order(self, epoch: int) -> FeistelOrder:
-        return FeistelOrder(self.per_epoch, mix(self.seed, epoch, 0))
+        return FeistelOrder(self.per_epoch, derive_seed(self.seed, epoch, 0))
 
     def _first_tokens(self, epoch: int, places: Array) -> Array:
         return self.offset(epoch) + self._order(epoch).take(places) * self.sequence_length
@@ -94,7 +94,7 @@ class SequentialSamples(Samples):
 
     def __init__(self, dataset: IndexedDataset, sequence_length: int) -> None:
         per_epoch = (dataset.num_tokens - 1) // sequence_length
-        super().__init__(dataset, sequence_length, per_epoch, least_tokens=sequence_length + 1)
+        super().__init__(dataset, sequence_length, per_epoch, min_tokens=sequence_length + 1)
 
     def _first_tokens(self, epoch: int, places: Array) -> Array:
         return places * self.sequence_length
@@ -109,7 +109,7 @@ class StoredSamples(Samples):
     def __init__(self, dataset: IndexedDataset, sequence_length: int) -> None:
         for i in (0, -1)[: len(dataset)]:
             self._check(dataset, i, sequence_length)
-        super().__init__(dataset, sequence_length, len(dataset), least_tokens=sequence_length + 1)
+        super().__init__(dataset, sequence_length, len(dataset), min_tokens=sequence_length + 1)
 
     def _fill(self, rows: Array, members: Array, epoch: int, places: Array) -> None:
         for member, place in zip(members.tolist(), places.tolist(), strict=True):

@@ -13,7 +13,7 @@ from megahead.corpus.indexed import IndexedDataset
 from megahead.data.blending import Blend, temperature_weights
 from megahead.data.packing import PackedSamples, pack_table
 from megahead.data.samples import Samples, StoredSamples, StreamSamples
-from megahead.data.shuffle import mix
+from megahead.data.shuffle import derive_seed
 from megahead.wording import counted
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ class RowSource(Protocol):
         """int64 [B, T+1]; `packing.PADDING` where a row is empty."""
         ...
 
-    def beginnings(self, sample_indices: Sequence[int] | np.ndarray[Any, Any]) -> np.ndarray[Any, Any] | None:
+    def document_starts(self, sample_indices: Sequence[int] | np.ndarray[Any, Any]) -> np.ndarray[Any, Any] | None:
         """bool [B, T+1]: where a document is known to begin, whatever stands before it; None where only end tokens
         tell."""
         return None
@@ -46,7 +46,7 @@ def training_samples(
             dataset.expect_scattered_reads()
     if isinstance(data.train, str):
         return _rows_of(data, datasets[0], seed, length)
-    parts = [_rows_of(data, dataset, mix(seed, number, 2), length) for number, dataset in enumerate(datasets)]
+    parts = [_rows_of(data, dataset, derive_seed(seed, number, 2), length) for number, dataset in enumerate(datasets)]
     weights = [part.weight or float(set_.num_tokens) for part, set_ in zip(data.train, datasets, strict=True)]
     return Blend(parts, temperature_weights(weights, data.blend_temperature).tolist())
 
@@ -67,7 +67,7 @@ def describe_samples(samples: Samples | Blend, count: int) -> list[tuple[str, st
     return lines
 
 
-def relative_passes(samples: Samples | Blend) -> list[float]:
+def relative_epochs(samples: Samples | Blend) -> list[float]:
     """How often each dataset is read while the most read one is read once; 1 for a single dataset."""
     if not isinstance(samples, Blend):
         return [1.0]
@@ -79,7 +79,7 @@ def token_counts(datasets: Sequence[IndexedDataset], samples: Samples | Blend, s
     """int64 [size]: how often each id stands in the text of `samples`, read until its most read dataset was read once;
     zeros for datasets that have not counted. `datasets`: those of `samples`, in its order."""
     counts_V = torch.zeros(size, dtype=torch.int64)
-    for dataset, passes in zip(datasets, relative_passes(samples), strict=True):
+    for dataset, passes in zip(datasets, relative_epochs(samples), strict=True):
         if dataset.info is not None:
             counted_V = torch.tensor(dataset.info.token_counts)
             counts_V[: len(counted_V)] += (counted_V * passes).ceil().long()

@@ -23,7 +23,7 @@ MASK_64 = (1 << 64) - 1
 Array = np.ndarray[Any, Any]
 
 
-def mix(*numbers: int) -> int:
+def derive_seed(*numbers: int) -> int:
     """64 well-mixed bits of `numbers` (SplitMix64's finaliser, chained): independent seeds for named purposes."""
     state = 0
     for number in numbers:
@@ -45,7 +45,7 @@ class FeistelOrder:
         self._low_bits = np.uint64(bits // 2)
         self._low_mask = np.uint64((1 << (bits // 2)) - 1)
         self._high_mask = np.uint64((1 << (bits - bits // 2)) - 1)
-        self._keys = np.array([mix(seed, n, turn) for turn in range(ROUNDS)], np.uint64)
+        self._keys = np.array([derive_seed(seed, n, turn) for turn in range(ROUNDS)], np.uint64)
 
     def __len__(self) -> int:
         return self.n

@@ -1,6 +1,6 @@
 """What masking selects: the units that a row falls into, and how likely each is.
 
-Units are runs of tokens that are masked together, all or none. B rows, T tokens a row, V vocabulary.
+Units are spans of tokens that are masked together, all or none. B rows, T tokens a row, V vocabulary.
 """
 
 from __future__ import annotations
@@ -80,20 +80,20 @@ class WholeWords(Uniform):
 
 @dataclass(frozen=True)
 class Spans(Uniform):
-    """Runs of tokens whose lengths are geometric, cut at `longest` (SpanBERT, Joshi et al. 2020, arXiv 1907.10529).
+    """Spans of tokens whose lengths are geometric, cut at `max_tokens` (SpanBERT, Joshi et al. 2020, arXiv 1907.10529).
 
     Each row is laid out in such spans end to end, so that chosen ones have these lengths and never overlap.
     """
 
     stop: float
-    longest: int
+    max_tokens: int
 
     def starts(self, tokens_BT: Array, noise: CounterRng) -> Array:
         rows, length = tokens_BT.shape
         draw_BT = noise.uniform(_SPANS, length)
         with np.errstate(divide="ignore"):
             tail = np.log1p(-self.stop)
-        lengths_BT = np.minimum(np.ceil(np.log(draw_BT) / tail), self.longest).astype(np.int64)
+        lengths_BT = np.minimum(np.ceil(np.log(draw_BT) / tail), self.max_tokens).astype(np.int64)
         ends_BT = np.maximum(lengths_BT, 1).cumsum(1)
         starts_BT = np.zeros((rows, length), bool)
         starts_BT[:, 0] = True
@@ -106,17 +106,17 @@ class Spans(Uniform):
 class Pmi(Uniform):
     """Neighbours that belong together, and otherwise single tokens (after Levine et al. 2021, arXiv 2010.01825).
 
-    A unit grows as long as each two neighbours are a collocation, up to `longest` tokens.
+    A unit grows as long as each two neighbours are a collocation, up to `max_tokens` tokens.
     """
 
     collocations: Collocations
-    longest: int
+    max_tokens: int
 
     def starts(self, tokens_BT: Array, noise: CounterRng) -> Array:
         starts_BT = np.ones(tokens_BT.shape, bool)
         starts_BT[:, 1:] = ~self.collocations.contain(tokens_BT[:, :-1], tokens_BT[:, 1:])
         length_B = np.ones(len(tokens_BT), np.int64)
         for place in range(1, tokens_BT.shape[1]):
-            starts_BT[:, place] |= length_B >= self.longest
+            starts_BT[:, place] |= length_B >= self.max_tokens
             length_B = np.where(starts_BT[:, place], 1, length_B + 1)
         return starts_BT

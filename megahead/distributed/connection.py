@@ -17,7 +17,7 @@ from megahead.distributed.lines import Line
 from megahead.distributed.print_once import print_error_once
 from megahead.distributed.rendezvous import Launch, open_store
 from megahead.distributed.switchboard import Switchboard
-from megahead.distributed.waiting import within
+from megahead.distributed.waiting import with_timeout
 from megahead.distributed.watch import Watch
 from megahead.errors import UserError, leave
 
@@ -44,7 +44,7 @@ def connected(launch: Launch, device: torch.device, timeout_seconds: float) -> I
             _disconnect()  # the engine makes a group of one
         return
     with _failing_to(launch, timeout_seconds, "be found" if launch.rank == 0 else "find rank 0 there"):
-        store, line = within(timeout_seconds + 1, lambda: _call(launch, timeout_seconds))
+        store, line = with_timeout(timeout_seconds + 1, lambda: _call(launch, timeout_seconds))
     watch = Watch(line, launch.rank, timeout_seconds, partial(_end_process, launch))
     watch.meet()
     with _failing_to(launch, timeout_seconds, "connect to the others"), watch.naming_lost_ranks():
@@ -59,7 +59,7 @@ def _disconnect() -> None:
     """Ends this process's connections, once no rank needs them any more."""
     if dist.is_initialized():
         with suppress(TimeoutError):
-            within(_DESTROY_SECONDS, dist.destroy_process_group)
+            with_timeout(_DESTROY_SECONDS, dist.destroy_process_group)
 
 
 def _end_process(launch: Launch, why: str) -> None:
@@ -88,7 +88,7 @@ def _call(launch: Launch, seconds: float) -> tuple[Store, Line]:
         return store, board.start()
     port, token = store.get(_SWITCHBOARD).decode().split()
     line = Line(socket.create_connection((launch.address, int(port)), min(seconds, 60)))
-    line.say("hello", token, launch.rank)
+    line.send("hello", token, launch.rank)
     return store, line
 
 

@@ -17,19 +17,19 @@ class Line:
     def __init__(self, connection: socket.socket) -> None:
         connection.settimeout(1)
         self._connection, self._rest, self._speaking = connection, b"", Lock()
-        self.unheard = 0
+        self.silent_beats = 0
         """Beats since something was heard, counted by whoever listens."""
 
     def fileno(self) -> int:
         """For `select`."""
         return self._connection.fileno()
 
-    def say(self, *words: Any) -> None:
+    def send(self, *words: Any) -> None:
         """Sends one message, from any thread; to an end that is gone it is lost."""
         with self._speaking, suppress(OSError):
             self._connection.sendall(json.dumps(words).encode() + b"\n")
 
-    def hear(self) -> list[list[Any]]:
+    def receive(self) -> list[list[Any]]:
         """The messages that have arrived, once `select` says that there is something. EOFError when the other end is
         gone, or does not speak like one of ours."""
         try:
@@ -40,7 +40,7 @@ class Line:
             raise EOFError from error
         if not received:
             raise EOFError
-        self.unheard = 0
+        self.silent_beats = 0
         return messages
 
     def close(self) -> None:

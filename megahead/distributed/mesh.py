@@ -19,22 +19,24 @@ class Mesh:
     (the fastest links of a node).
     """
 
-    world: Group = field(default_factory=Group)
-    tensor: Group = field(default_factory=Group)
-    data: Group = field(default_factory=Group)
+    world_group: Group = field(default_factory=Group)
+    tensor_group: Group = field(default_factory=Group)
+    data_group: Group = field(default_factory=Group)
 
     @staticmethod
-    def build(world: Group, tensor_size: int = 1) -> Mesh:
-        """Cuts `world` into consecutive tensor groups of `tensor_size`. Collective over `world`."""
-        if world.size % tensor_size:
-            raise ConfigError("parallel.tensor", f"divide the number of ranks ({world.size})", got=tensor_size)
+    def build(world_group: Group, tensor_size: int = 1) -> Mesh:
+        """Cuts `world_group` into consecutive tensor groups of `tensor_size`. Collective over `world_group`."""
+        if world_group.size % tensor_size:
+            raise ConfigError("parallel.tensor", f"divide the number of ranks ({world_group.size})", got=tensor_size)
         if tensor_size == 1:
-            return Mesh(world, Group(), world)
-        data_size = world.size // tensor_size
+            return Mesh(world_group, Group(), world_group)
+        data_size = world_group.size // tensor_size
         grid = [[d * tensor_size + t for t in range(tensor_size)] for d in range(data_size)]
-        seconds = world.timeout_seconds
+        seconds = world_group.timeout_seconds
         timeout = timedelta(seconds=seconds)
         tensor, _ = dist.new_subgroups_by_enumeration(grid, timeout)
         data, _ = dist.new_subgroups_by_enumeration([list(column) for column in zip(*grid, strict=True)], timeout)
-        data_rank, tensor_rank = divmod(world.rank, tensor_size)
-        return Mesh(world, Group(tensor_rank, tensor_size, tensor, seconds), Group(data_rank, data_size, data, seconds))
+        data_rank, tensor_rank = divmod(world_group.rank, tensor_size)
+        return Mesh(
+            world_group, Group(tensor_rank, tensor_size, tensor, seconds), Group(data_rank, data_size, data, seconds)
+        )

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from megahead.distributed.rendezvous import Launch, open_store
-from megahead.distributed.waiting import within
+from megahead.distributed.waiting import with_timeout
 from megahead.errors import print_error
 
 PATIENCE_SECONDS = 5.0
@@ -23,14 +23,14 @@ def print_error_once(launch: Launch, sentence: str) -> None:
     if launch.world_size == 1:
         return print_error(sentence)
     try:
-        store, first = within(PATIENCE_SECONDS, lambda: _claim(launch, sentence))
+        store, first = with_timeout(PATIENCE_SECONDS, lambda: _claim(launch, sentence))
     except (RuntimeError, OSError, ValueError):
         return print_error(sentence)
     if first:
         print_error(sentence)
     if launch.rank == 0:  # it may keep the store
         with suppress(RuntimeError, TimeoutError):
-            within(PATIENCE_SECONDS, lambda: _until_all_asked(store, launch.world_size))
+            with_timeout(PATIENCE_SECONDS, lambda: _until_all_asked(store, launch.world_size))
 
 
 def _claim(launch: Launch, sentence: str) -> tuple[Store, bool]:

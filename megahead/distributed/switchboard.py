@@ -32,7 +32,7 @@ class Switchboard:
         self._lines: dict[int, Line] = {}
         self._waited: set[int] = set()
         self._left: set[int] = set()
-        self._faults: dict[int, str] = {}
+        self._lost: dict[int, str] = {}
         self._pulse, self._beats = Pulse(limit_seconds), -1
         self._doubt_since, self._over = 0.0, False
         self._selector = DefaultSelector()
@@ -46,7 +46,7 @@ class Switchboard:
     def start(self) -> Line:
         """Begins to listen, in a thread; returns rank 0's own line."""
         here, mine = socket.socketpair()
-        self._hear_from(0, Line(here))
+        self._add_line(0, Line(here))
         threading.Thread(target=self._serve, name="switchboard", daemon=True).start()
         return Line(mine)
 
@@ -68,21 +68,21 @@ class Switchboard:
         """The first words of a rank; whoever else found the door is sent away."""
         self._selector.unregister(line)
         try:
-            (_, token, rank), *_ = line.hear()
+            (_, token, rank), *_ = line.receive()
         except (EOFError, ValueError, TypeError):
             token, rank = "", 0
         if token == self._token and rank in self._all - self._lines.keys():
-            self._hear_from(rank, line)
+            self._add_line(rank, line)
         else:
             line.close()
 
-    def _hear_from(self, rank: int, line: Line) -> None:
+    def _add_line(self, rank: int, line: Line) -> None:
         self._lines[rank] = line
         self._selector.register(line, EVENT_READ, lambda: self._listen_to(rank))
         if self._lines.keys() == self._all:
             self._selector.unregister(self._door)
             self._door.close()
-            self._tell_all("here")
+            self._send_all("here")
 
     def _listen_to(self, rank: int) -> None:
         answers: dict[str, Callable[..., Any]] = {
@@ -92,18 +92,18 @@ class Switchboard:
             "left": lambda: self._left.add(rank),
         }
         try:
-            for word, *more in self._lines[rank].hear():
+            for word, *more in self._lines[rank].receive():
                 answers[word](*more)
         except EOFError:
             self._selector.unregister(self._lines[rank])
             self._accuse(rank, "died")
 
     def _beat(self) -> None:
-        self._tell_all("beat")
+        self._send_all("beat")
         self._beats += 1
         for rank, line in self._lines.items():
-            line.unheard += 1
-            if line.unheard > self._pulse.beats + 1:
+            line.silent_beats += 1
+            if line.silent_beats > self._pulse.beats + 1:
                 self._accuse(rank, f"died or hangs (silent for {self._limit:g} s)")
         if self._beats >= self._pulse.beats:
             for rank in self._all - self._lines.keys():
@@ -112,10 +112,10 @@ class Switchboard:
     def _accuse(self, rank: int, fate: str) -> None:
         """What was known of a rank first counts; who has left is not missed."""
         if rank not in self._left:
-            self._faults.setdefault(rank, fate)
+            self._lost.setdefault(rank, fate)
 
     def _in_doubt(self) -> bool:
-        return bool(self._faults or self._waited)
+        return bool(self._lost or self._waited)
 
     def _conclude(self) -> None:
         """Tells all ranks how it ends, as soon as that is known."""
@@ -123,19 +123,19 @@ class Switchboard:
             self._end_with("left")
         elif self._in_doubt():
             self._doubt_since = self._doubt_since or time.monotonic()
-            silent = self._all - self._faults.keys() - self._waited - self._left
-            patience = _MORE_SECONDS if self._faults else GRACE_SECONDS
+            silent = self._all - self._lost.keys() - self._waited - self._left
+            patience = _MORE_SECONDS if self._lost else GRACE_SECONDS
             if not silent or time.monotonic() - self._doubt_since >= patience:
                 unanswered = dict.fromkeys(silent, f"died or hangs (no answer within {GRACE_SECONDS:g} s)")
-                self._end_with("lost", sorted((self._faults or unanswered).items()))
+                self._end_with("lost", sorted((self._lost or unanswered).items()))
 
     def _end_with(self, *words: Any) -> None:
         self._over = True
-        self._tell_all(*words)
+        self._send_all(*words)
 
-    def _tell_all(self, *words: Any) -> None:
+    def _send_all(self, *words: Any) -> None:
         for rank in sorted(self._lines, reverse=True):  # rank 0 last: then it may end, and the board with it
-            self._lines[rank].say(*words)
+            self._lines[rank].send(*words)
 
 
 def _listen(size: int) -> socket.socket:

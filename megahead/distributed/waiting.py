@@ -20,7 +20,7 @@ def is_waiting_error(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
 
 
-def within(seconds: float, function: Callable[[], T]) -> T:
+def with_timeout(seconds: float, function: Callable[[], T]) -> T:
     """`function()`, or TimeoutError after `seconds`: then it goes on in a thread that nobody waits for.
 
     For what asks a store: torch waits for an answer without end, whatever its time limit, when the process that keeps

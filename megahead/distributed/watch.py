@@ -26,9 +26,9 @@ from megahead.errors import UserError
 class LostRankError(UserError):
     """Other ranks died, hang, or failed."""
 
-    def __init__(self, faults: Mapping[int, str]) -> None:
-        """`faults`: from rank to what became of it."""
-        super().__init__(f"all ranks must take part in the run, but {_told(faults)}; start again to resume.")
+    def __init__(self, lost: Mapping[int, str]) -> None:
+        """`lost`: from rank to what became of it."""
+        super().__init__(f"all ranks must take part in the run, but {_describe_lost(lost)}; start again to resume.")
 
 
 class Watch:
@@ -36,7 +36,7 @@ class Watch:
 
     def __init__(self, line: Line, rank: int, limit_seconds: float, end_process: Callable[[str], None]) -> None:
         self._line, self._rank, self._limit, self._end_process = line, rank, limit_seconds, end_process
-        self._told: SimpleQueue[str | dict[int, str]] = SimpleQueue()
+        self._received: SimpleQueue[str | dict[int, str]] = SimpleQueue()
         self._ends = threading.Event()
         threading.Thread(target=self._listen, name="watch", daemon=True).start()
 
@@ -46,7 +46,7 @@ class Watch:
 
     def leave(self) -> None:
         """Until no rank needs another any more; LostRankError names who does not come in time."""
-        self._line.say("left")
+        self._line.send("left")
         self._expect(self._limit)
 
     @contextmanager
@@ -59,37 +59,37 @@ class Watch:
             raise
         except Exception as error:
             waited = is_waiting_error(error)
-            faults = self._ask("waited") if waited else self._ask("ended", f"{type(error).__name__}: {error}")
-            if not waited or not faults:
+            lost = self._ask("waited") if waited else self._ask("ended", f"{type(error).__name__}: {error}")
+            if not waited or not lost:
                 raise
-            raise LostRankError(faults) from error
+            raise LostRankError(lost) from error
 
     def _expect(self, seconds: float | None) -> None:
         """Waits until rank 0 says that all are as far; it speaks of nothing else but of lost ranks."""
         try:
-            told = self._told.get(timeout=seconds)
+            received = self._received.get(timeout=seconds)
         except Empty:
-            told = self._ask("waited")
-        if isinstance(told, dict):
+            received = self._ask("waited")
+        if isinstance(received, dict):
             self._ends.set()
-            raise LostRankError(told)
+            raise LostRankError(received)
 
     def _ask(self, *words: str) -> dict[int, str]:
         """Who is lost, in return for why this rank ends now."""
         self._ends.set()
-        self._line.say(*words)
+        self._line.send(*words)
         try:
-            told = self._told.get(timeout=2 * GRACE_SECONDS)
+            received = self._received.get(timeout=2 * GRACE_SECONDS)
         except Empty:
-            told = {0: f"died or hangs (no answer within {2 * GRACE_SECONDS:g} s)"}
-        return told if isinstance(told, dict) else {}
+            received = {0: f"died or hangs (no answer within {2 * GRACE_SECONDS:g} s)"}
+        return received if isinstance(received, dict) else {}
 
     def _listen(self) -> None:
         """The thread: until all have left, or some are lost."""
         for word, *more in self._messages():
             if word == "lost":
                 return self._end(dict(more[0]))
-            self._told.put(word)
+            self._received.put(word)
             if word == "left":
                 return None
 
@@ -97,32 +97,32 @@ class Watch:
         """What rank 0 says, at last perhaps by its silence."""
         pulse, selector = Pulse(self._limit), DefaultSelector()
         selector.register(self._line, EVENT_READ)
-        while self._line.unheard <= pulse.beats + 1:
+        while self._line.silent_beats <= pulse.beats + 1:
             try:
-                messages = self._line.hear() if selector.select(pulse.pause()) else []
+                messages = self._line.receive() if selector.select(pulse.pause()) else []
             except EOFError:
                 yield ["lost", [[0, "died"]]]
                 return
             yield from (message for message in messages if message != ["beat"])
             if pulse.due():
-                self._line.unheard += 1
-                self._line.say("beat")
+                self._line.silent_beats += 1
+                self._line.send("beat")
         yield ["lost", [[0, f"died or hangs (silent for {self._limit:g} s)"]]]
 
-    def _end(self, faults: dict[int, str]) -> None:
+    def _end(self, lost: dict[int, str]) -> None:
         """Gives the main thread a moment to find out by itself, then ends the process; one that is at fault itself
         shows where it stands."""
-        self._told.put(faults)
+        self._received.put(lost)
         if not self._ends.wait(GRACE_SECONDS):
-            if self._rank in faults:
+            if self._rank in lost:
                 traceback.print_stack(sys._current_frames()[threading.main_thread().ident or 0])
-            self._end_process(str(LostRankError(faults)))
+            self._end_process(str(LostRankError(lost)))
 
 
-def _told(faults: Mapping[int, str]) -> str:
+def _describe_lost(lost: Mapping[int, str]) -> str:
     """What became of whom, like fates together."""
     fates: dict[str, list[int]] = {}
-    for rank, fate in faults.items():
+    for rank, fate in lost.items():
         fates.setdefault(fate, []).append(rank)
     who = [f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} {fate}" for fate, ranks in fates.items()]
     return "; ".join(who) or "each waits for the others"

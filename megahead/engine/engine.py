@@ -20,7 +20,7 @@ from megahead.engine.gradients import forget_gradients
 from megahead.engine.half import half_format, make_room, refuse_half_without_zero
 from megahead.engine.norm import clip_, global_norm
 from megahead.engine.start import start_deepspeed
-from megahead.engine.state import MOMENTS, WEIGHT, open_state
+from megahead.engine.state import MOMENTS, WEIGHT, open_parameter_states
 from megahead.errors import CheckpointError
 from megahead.parallel import fill_, shard_dims
 
@@ -69,11 +69,11 @@ class Engine:
         self._mesh = mesh
         half = half_format(config) is not None  # what DeepSpeed would round off is set once it has started
         if self._stage < 3:
-            make_room(module) if half else fill_(module, mesh.tensor, weights)
+            make_room(module) if half else fill_(module, mesh.tensor_group, weights)
         self._deepspeed = start_deepspeed(module, optimizer, config, mesh, device)
         self._reduces = self._stage < 2 and not hasattr(self._deepspeed.optimizer, "reduce_gradients")
         self._deepspeed.enable_backward_allreduce = not self._reduces  # it has no regard for the bucket's size there
-        self._state = open_state(self._deepspeed, self._stage, mesh.data)
+        self._parameter_states = open_parameter_states(self._deepspeed, self._stage, mesh.data_group)
         self._shard_dims = shard_dims(module)
         self._scaler = getattr(self._deepspeed.optimizer, "loss_scaler", None)
         if self.searches_loss_scale:
@@ -109,7 +109,7 @@ class Engine:
             group["lr"] = learning_rate
         return self._step_replicated() if self._stage == 0 else self._step_zero()
 
-    def drop(self) -> StepResult:
+    def skip_step(self) -> StepResult:
         """Instead of `step`: throws the gathered gradients away; weights and state (also fp16's loss scale) stay.
 
         Sends nothing, but every rank must call it. The gradient norm is nan: nobody computed it.
@@ -123,11 +123,11 @@ class Engine:
 
     def _end_accumulation(self) -> None:
         if not self._backward_done:
-            raise RuntimeError("step() and drop() must follow the last micro step of their accumulation")
+            raise RuntimeError("step() and skip_step() must follow the last micro step of their accumulation")
         self._backward_done = False
 
     def _step_replicated(self) -> StepResult:
-        norm = global_norm(self.module.parameters(), self._mesh.tensor)
+        norm = global_norm(self.module.parameters(), self._mesh.tensor_group)
         if isfinite(norm):
             clip_(self.module.parameters(), norm, self._clipping)
         else:
@@ -193,7 +193,7 @@ class Engine:
         """
         for kind in (WEIGHT, *MOMENTS):
             for name, parameter in self._parameters(kind):
-                whole = self._merge(name, self._state.get(parameter, kind))
+                whole = self._merge(name, self._parameter_states.get(parameter, kind))
                 yield f"{kind}/{name}", whole.detach().to("cpu", torch.float32)
 
     def load(self, read: Callable[[str], Tensor], optimizer_steps: int) -> None:
@@ -220,18 +220,18 @@ class Engine:
         for name, parameter in self._parameters(kind):
             whole = read(f"{kind}/{name}")
             dim = self._shard_dims.get(name)
-            part = whole if dim is None else self._mesh.tensor.shard(whole, dim)
+            part = whole if dim is None else self._mesh.tensor_group.shard(whole, dim)
             shape = getattr(parameter, "ds_shape", parameter.shape)  # at stage 3 the parameter itself is empty
             if part.shape != shape:
                 raise CheckpointError(
                     f"the checkpoint's {kind}/{name} must have the model's shape {tuple(shape)}, but has "
                     f"{tuple(part.shape)} instead; give `model` the sizes of that run."
                 )
-            self._state.set(parameter, kind, part.to(self._deepspeed.device))
+            self._parameter_states.set(parameter, kind, part.to(self._deepspeed.device))
 
     def _merge(self, name: str, part: Tensor) -> Tensor:
         dim = self._shard_dims.get(name)
-        return part if dim is None else self._mesh.tensor.unshard(part, dim)
+        return part if dim is None else self._mesh.tensor_group.unshard(part, dim)
 
     def _parameters(self, kind: str) -> Iterator[tuple[str, nn.Parameter]]:
         for name, parameter in self.module.named_parameters():

@@ -18,22 +18,22 @@ class ModelParallelUnit:
         self._mesh = mesh
 
     def get_model_parallel_rank(self) -> int:
-        return self._mesh.tensor.rank
+        return self._mesh.tensor_group.rank
 
     def get_model_parallel_world_size(self) -> int:
-        return self._mesh.tensor.size
+        return self._mesh.tensor_group.size
 
     def get_model_parallel_group(self) -> dist.ProcessGroup | None:
-        return self._mesh.tensor.handle
+        return self._mesh.tensor_group.handle
 
     def get_data_parallel_rank(self) -> int:
-        return self._mesh.data.rank
+        return self._mesh.data_group.rank
 
     def get_data_parallel_world_size(self) -> int:
-        return self._mesh.data.size
+        return self._mesh.data_group.size
 
     def get_data_parallel_group(self) -> dist.ProcessGroup | None:
-        return self._mesh.data.handle
+        return self._mesh.data_group.handle
 
     get_tensor_model_parallel_rank = get_model_parallel_rank
     get_tensor_model_parallel_world_size = get_model_parallel_world_size

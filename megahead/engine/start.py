@@ -61,18 +61,18 @@ def start_deepspeed(
     if not dist.is_initialized():
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
-    mpu = ModelParallelUnit(mesh) if mesh.tensor.size > 1 else None
+    mpu = ModelParallelUnit(mesh) if mesh.tensor_group.size > 1 else None
     try:
         with redirect_stdout(io.StringIO()):  # its bf16 optimizer prints memory reports; warnings still pass
             deepspeed.init_distributed(dist.get_backend())
-            _limit_waits(deepspeed, mesh.world.timeout_seconds)
+            _limit_waits(deepspeed, mesh.world_group.timeout_seconds)
             if config.get("zero_optimization", {}).get("stage") == 3:
-                parts, data = _OneByOne(module, config), mesh.data.handle
+                parts, data = _OneByOne(module, config), mesh.data_group.handle
                 deepspeed.zero.Init(module=parts, data_parallel_group=data, config_dict_or_path=config, mpu=mpu)
             engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config, mpu=mpu)
     except (ValueError, TypeError, AssertionError, *own_errors) as error:
-        told = " ".join(str(error).split()) or type(error).__name__
-        raise UserError(f"`engine.deepspeed` must be what DeepSpeed accepts, but it says: {told}.") from error
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise UserError(f"`engine.deepspeed` must be what DeepSpeed accepts, but it says: {reason}.") from error
     return engine
 
 

@@ -2,7 +2,7 @@
 
 DeepSpeed keeps up to three things per parameter: the model's own copy (in the format of the forward
 pass), an fp32 master copy, and the optimizer's state, the last two in slices of a flat buffer per rank.
-`open_state` hides where they are: `get` and `set` speak of one parameter, whole and in fp32.
+`open_parameter_states` hides where they are: `get` and `set` speak of one parameter, whole and in fp32.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ WEIGHT = "weight"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-class State(Protocol):
+class ParameterStates(Protocol):
     """Reads and writes one parameter at a time; `kind` is WEIGHT or one of MOMENTS. Every call is collective."""
 
     def get(self, parameter: nn.Parameter, kind: str) -> Tensor: ...
@@ -30,25 +30,25 @@ class State(Protocol):
     def set(self, parameter: nn.Parameter, kind: str, value: Tensor) -> None: ...
 
 
-def open_state(engine: Any, stage: int, data: Group) -> State:
-    """The state of a `DeepSpeedEngine`, with Adam's moments there (zero) before the first step. `data`: who share it.
+def open_parameter_states(engine: Any, stage: int, data_group: Group) -> ParameterStates:
+    """The states of a `DeepSpeedEngine`'s parameters, partitioned over `data_group`; Adam's moments start as zeros.
 
-    Making them now moves no memory peak, and DeepSpeed needs it: at stages 1 and 2 it looks for the
+    Making these before the first step moves no memory peak, and DeepSpeed needs it: at stages 1 and 2 it looks for the
     state of all parameter groups after the first group's first step, and never sees the others'.
     """
     optimizer = engine.optimizer
     if stage == 0:
         _make_moments(optimizer, _parameters(optimizer))
-        return ReplicatedState(optimizer)
-    frozen = FrozenWeights(data, engine.device)
+        return ReplicatedStates(optimizer)
+    frozen = FrozenWeights(data_group, engine.device)
     if stage == 3:
         _make_moments(optimizer.optimizer, optimizer.fp32_partitioned_groups_flat)
-        return ShardedState(frozen)
+        return ShardedStates(frozen)
     _make_moments(optimizer.optimizer, _parameters(optimizer))
     if getattr(optimizer, "round_robin_gradients", False):
         _link_where_they_lie(optimizer)
     optimizer._lazy_init_hp_params_optimizer_state()
-    return PartitionedState(frozen)
+    return PartitionedStates(frozen)
 
 
 def _parameters(optimizer: Any) -> Iterator[Tensor]:
@@ -90,7 +90,7 @@ def _link_where_they_lie(optimizer: Any) -> None:
         )
 
 
-class ReplicatedState:
+class ReplicatedStates:
     """Stage 0: every rank holds everything; nothing is sent."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -104,7 +104,7 @@ class ReplicatedState:
         self.get(parameter, kind).copy_(value)
 
 
-class PartitionedState:
+class PartitionedStates:
     """Stages 1 and 2: masters and moments in slices, the model's copy whole on every rank.
 
     DeepSpeed's accessors read a slice set by an all-reduce of the whole tensor, and write without sending.
@@ -149,7 +149,7 @@ class PartitionedState:
             safe_set_full_optimizer_state(parameter, value, kind)
 
 
-class ShardedState(PartitionedState):
+class ShardedStates(PartitionedStates):
     """Stage 3: the model's copy is in slices too, and gathered (or sent out by the first rank) to touch it."""
 
     def _get_copy(self, parameter: nn.Parameter) -> Tensor:

@@ -71,25 +71,35 @@ def rank_memory(plan: RunPlan, stage: int | None = None) -> RankMemory:
 
 
 def _states(
-    numbers: int, data: int, stage: int, precision: str, zero: Mapping[str, Any]
+    parameters: int, data: int, stage: int, precision: str, zero: Mapping[str, Any]
 ) -> tuple[float, float, float, float]:
     """Weights, gradients, optimizer, buffers; what takes turns at the peak counts once, buckets whole."""
-    share, width, bucket = numbers / data, 4 if precision == "fp32" else 2, _size(zero, "reduce_bucket_size")
-    bundled = (4 if stage == 1 else width) * bucket if zero.get("contiguous_gradients", True) else 0
-    copied = 4 * min(numbers, bucket)  # of gradients that are sent together
+    share, width, bucket = parameters / data, 4 if precision == "fp32" else 2, _size(zero, "reduce_bucket_size")
+    bucket_bytes = (4 if stage == 1 else width) * bucket if zero.get("contiguous_gradients", True) else 0
+    send_copy = 4 * min(parameters, bucket)  # of gradients that are sent together
     if stage == 0:  # autocast keeps weights in bf16 from the forward to the backward pass
-        return 4 * numbers, 4 * numbers, 8 * numbers, copied + (0 if precision == "fp32" else 2 * numbers)
-    summed_apart = precision == "bf16" and "offload_optimizer" not in zero
-    if stage == 1 and summed_apart:  # gradients, their fp32 sum, and a copy of that in bf16 while it is sent
-        return 2 * numbers, 6 * numbers, 12 * share, 2 * numbers + copied
+        return (
+            4 * parameters,
+            4 * parameters,
+            8 * parameters,
+            send_copy + (0 if precision == "fp32" else 2 * parameters),
+        )
+    separate_fp32_sum = precision == "bf16" and "offload_optimizer" not in zero
+    if stage == 1 and separate_fp32_sum:  # gradients, their fp32 sum, and a copy of that in bf16 while it is sent
+        return 2 * parameters, 6 * parameters, 12 * share, 2 * parameters + send_copy
     if stage == 1:  # the rank's own gradients are copied for the optimizer; in fp32 once the others' are gone
-        copy = 4 * share if width == 2 else max(0, 8 * share - 4 * numbers)
-        return width * numbers, 4 * numbers, 12 * share, copy + bundled
+        copy = 4 * share if width == 2 else max(0, 8 * share - 4 * parameters)
+        return width * parameters, 4 * parameters, 12 * share, copy + bucket_bytes
     if stage == 2:  # a micro-batch's gradients beside their sum; later the weights, while they are gathered
-        return width * numbers, 4 * share, 12 * share, max(width * share, width * numbers - 4 * share) + bundled
-    live = min(numbers, _size(zero, "stage3_max_live_parameters"))
-    ahead = min(numbers, _size(zero, "stage3_prefetch_bucket_size"))  # there twice, once as it is received
-    return width * share, 4 * share, 12 * share, max(width * (live + ahead), 4 * share) + bundled
+        return (
+            width * parameters,
+            4 * share,
+            12 * share,
+            max(width * share, width * parameters - 4 * share) + bucket_bytes,
+        )
+    live = min(parameters, _size(zero, "stage3_max_live_parameters"))
+    ahead = min(parameters, _size(zero, "stage3_prefetch_bucket_size"))  # there twice, once as it is received
+    return width * share, 4 * share, 12 * share, max(width * (live + ahead), 4 * share) + bucket_bytes
 
 
 def _size(zero: Mapping[str, Any], name: str) -> float:
@@ -144,12 +154,12 @@ def _activations(config: RunConfig, compute: int) -> float:
     """
     model, tensor = config.model, config.parallel.tensor
     tokens = config.batch.micro_size * config.data.sequence_length
-    held = model.hidden_size / (tensor if config.parallel.sequence else 1)
-    block = 3 * held + (7 * model.hidden_size + 2 * model.mlp_size()) / tensor
+    block_input = model.hidden_size / (tensor if config.parallel.sequence else 1)
+    block = 3 * block_input + (7 * model.hidden_size + 2 * model.mlp_size()) / tensor
     recompute = config.engine.activation_checkpointing
-    dear = held + 2 * model.hidden_size + (4 * model.hidden_size + model.mlp_size()) / tensor
-    kept = {False: block, True: held, "selective": dear}[recompute]
-    working = (block if recompute else 0) + model.hidden_size - held
+    selective = block_input + 2 * model.hidden_size + (4 * model.hidden_size + model.mlp_size()) / tensor
+    kept = {False: block, True: block_input, "selective": selective}[recompute]
+    working = (block if recompute else 0) + model.hidden_size - block_input
     return compute * tokens * (model.num_layers * kept + working)
 
 

@@ -11,15 +11,15 @@ if TYPE_CHECKING:
     from megahead.evaluate.generation import continuation, sampling_options
     from megahead.evaluate.harness import evaluate_harness, evaluate_tasks
     from megahead.evaluate.offline import evaluate_checkpoint
-    from megahead.evaluate.perplexity import HeldOut, HeldOutText
+    from megahead.evaluate.perplexity import ValidationResult, ValidationSet
     from megahead.evaluate.pseudo import PseudoPerplexity, pseudo_perplexity
     from megahead.evaluate.synonyms import Similarities, similarities, synonym_pairs
 
 __all__ = [
-    "HeldOut",
-    "HeldOutText",
     "PseudoPerplexity",
     "Similarities",
+    "ValidationResult",
+    "ValidationSet",
     "continuation",
     "evaluate_checkpoint",
     "evaluate_harness",
@@ -35,7 +35,7 @@ __getattr__ = on_first_use(
     generation=("continuation", "sampling_options"),
     harness=("evaluate_harness", "evaluate_tasks"),
     offline=("evaluate_checkpoint",),
-    perplexity=("HeldOut", "HeldOutText"),
+    perplexity=("ValidationResult", "ValidationSet"),
     pseudo=("PseudoPerplexity", "pseudo_perplexity"),
     synonyms=("Similarities", "similarities", "synonym_pairs"),
 )

@@ -12,15 +12,17 @@ from megahead.convert.export_heads import make_head
 from megahead.convert.source import TrainedModel
 from megahead.corpus import IndexedDataset
 from megahead.data import held_out_masker, held_out_samples
-from megahead.data.endings import require_end_tokens
+from megahead.data.end_tokens import require_end_tokens
 from megahead.distributed import Group
 from megahead.errors import FieldError
-from megahead.evaluate.perplexity import HeldOut, HeldOutText
-from megahead.objectives import Scores
-from megahead.pretraining import ScoreRequest
+from megahead.evaluate.perplexity import ValidationResult, ValidationSet
+from megahead.objectives import EvaluationSums
+from megahead.pretraining import EvaluationRequest
 
 
-def evaluate_checkpoint(checkpoint: str | PathLike[str], head: HeadName, *, dataset: str | None = None) -> HeldOut:
+def evaluate_checkpoint(
+    checkpoint: str | PathLike[str], head: HeadName, *, dataset: str | None = None
+) -> ValidationResult:
     """Scores the run's validation text (or `dataset`, a prefix), as many rows as the run's own evaluations read.
 
     checkpoint: a step folder or a run (its newest). head: `tied` scores by the embedding alone, `pmi` adds log q,
@@ -36,11 +38,11 @@ def evaluate_checkpoint(checkpoint: str | PathLike[str], head: HeadName, *, data
     require_end_tokens(config.data, text)
     samples = held_out_samples(text, config.sample_length())
     rows, masker = config.training.evaluate_samples, held_out_masker(config)
-    held_out = HeldOutText(samples, config.data, rows, config.batch.micro_size, Group(), masker)
+    validation_set = ValidationSet(samples, config.data, rows, config.batch.micro_size, Group(), masker)
     pretraining = model.load()
 
     @torch.no_grad()
-    def score(scoring: ScoreRequest) -> Scores:
-        return pretraining(scoring)
+    def score(request: EvaluationRequest) -> EvaluationSums:
+        return pretraining(request)
 
-    return held_out.evaluate(score, model.training_free_bias() if head == "pmi" else None, torch.device("cpu"))
+    return validation_set.evaluate(score, model.training_free_bias() if head == "pmi" else None, torch.device("cpu"))

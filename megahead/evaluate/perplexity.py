@@ -12,12 +12,12 @@ from torch import Tensor
 from megahead.config import DataConfig
 from megahead.data import BatchReader, Masker, Samples
 from megahead.distributed import Group
-from megahead.objectives import Scores
-from megahead.pretraining import ScoreRequest
+from megahead.objectives import EvaluationSums
+from megahead.pretraining import EvaluationRequest
 
 
 @dataclass(frozen=True)
-class HeldOut:
+class ValidationResult:
     """How well held-out text is predicted."""
 
     loss: float
@@ -35,7 +35,7 @@ class HeldOut:
     only some tokens are predicted (an encoder)."""
 
 
-class HeldOutText:
+class ValidationSet:
     """The first `rows` rows of a validation dataset, scored `micro_size` at a time by the ranks of `group` together."""
 
     def __init__(
@@ -53,7 +53,9 @@ class HeldOutText:
         self._micro_size = micro_size
         self._group = group
 
-    def evaluate(self, score: Callable[[ScoreRequest], Scores], bias_V: Tensor | None, device: torch.device) -> HeldOut:
+    def evaluate(
+        self, score: Callable[[EvaluationRequest], EvaluationSums], bias_V: Tensor | None, device: torch.device
+    ) -> ValidationResult:
         """Scores every row once and sums over ranks. Collective; every rank calls `score` equally often.
 
         `score` is a Pretraining or an engine's `evaluate`. `bias_V` is the head's bias: log q for a headless model's
@@ -65,16 +67,16 @@ class HeldOutText:
         for first in range(0, self._rows, stride):
             start = first + self._group.rank * self._micro_size
             mine = range(start, min(start + self._micro_size, self._rows))
-            scores = score(ScoreRequest(self._reader.read(mine or range(1)).to(device), bias))
+            scores = score(EvaluationRequest(self._reader.read(mine or range(1)).to(device), bias))
             if mine:
                 totals += torch.tensor([scores.loss, scores.correct, scores.targets], dtype=torch.float64)
         loss_sum, correct, targets = self._group.all_reduce_(totals).tolist()
         return self._result(loss_sum, correct, max(targets, 1))
 
-    def _result(self, loss_sum: float, correct: float, targets: float) -> HeldOut:
+    def _result(self, loss_sum: float, correct: float, targets: float) -> ValidationResult:
         """Bytes are counted at the whole dataset's average per token: exact once all of it is read."""
         loss = loss_sum / targets
         info = self._samples.dataset.info
         known = info is not None and info.text_bytes > 0 and self._reader.masker is None
         bits = loss / log(2) * info.tokens / info.text_bytes if info is not None and known else None
-        return HeldOut(loss, exp(min(loss, 700.0)), correct / targets, bits)
+        return ValidationResult(loss, exp(min(loss, 700.0)), correct / targets, bits)

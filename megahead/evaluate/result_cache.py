@@ -41,12 +41,12 @@ class ResultCache:
             write_atomically(self._path, json.dumps({"results": self._entries}, indent=2) + "\n")
 
 
-def stamp_model(folder: Path) -> str:
+def fingerprint_model(folder: Path) -> str:
     """Changes with a model's weights and settings."""
-    return stamp_files(sorted([*folder.glob("*.safetensors"), *folder.glob("*.json")]))
+    return fingerprint_files(sorted([*folder.glob("*.safetensors"), *folder.glob("*.json")]))
 
 
-def stamp_files(paths: Sequence[Path]) -> str:
+def fingerprint_files(paths: Sequence[Path]) -> str:
     """Changes with the names, sizes or times of files; contents of many GB are not read."""
     seen = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
     return hashlib.sha256(repr(seen).encode()).hexdigest()[:16]

@@ -8,7 +8,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from megahead.evaluate.result_cache import ResultCache, stamp_files, stamp_model
+from megahead.evaluate.result_cache import ResultCache, fingerprint_files, fingerprint_model
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def _key(model: Path, folder: Path, task: str, file: Path, limit: int | None) ->
         "model": str(model),
         "task": task,
         "limit": limit,
-        "weights": stamp_model(folder),
-        "data": stamp_files([file]),
+        "weights": fingerprint_model(folder),
+        "data": fingerprint_files([file]),
         "lm_eval": version("lm-eval"),
     }

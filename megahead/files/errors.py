@@ -22,7 +22,7 @@ class InUseError(UserError):
 
 
 @contextmanager
-def told_as_write_error(path: Path) -> Iterator[None]:
+def as_write_error(path: Path) -> Iterator[None]:
     """Turns what the system refuses inside into a WriteError of `path`."""
     try:
         yield

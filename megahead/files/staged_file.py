@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from megahead.files.durable import flush
-from megahead.files.errors import InUseError, told_as_write_error
+from megahead.files.errors import InUseError, as_write_error
 
 
 class StagedFile:
@@ -24,25 +24,25 @@ class StagedFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        with told_as_write_error(path):
+        with as_write_error(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = _open_locked(path.with_name(f"{path.name}.partial")) or _own_name(path).open("xb")
         self.partial = Path(self._file.name)
 
     def write(self, data: bytes) -> None:
         """Appends `data`."""
-        with told_as_write_error(self.path):
+        with as_write_error(self.path):
             self._file.write(data)
 
     def sync(self) -> None:
         """Returns once everything written is on the disk: the last thing that can fail for want of space."""
-        with told_as_write_error(self.path):
+        with as_write_error(self.path):
             self._file.flush()
             os.fsync(self._file.fileno())
 
     def publish(self) -> None:
         """Gives the file its name. Call `sync` first."""
-        with told_as_write_error(self.path):
+        with as_write_error(self.path):
             self.partial.replace(self.path)
             self._file.close()
             flush(self.path.parent)
@@ -62,7 +62,7 @@ def staged(path: Path) -> Iterator[Path]:
     where the system refuses.
     """
     partial = _own_name(path)
-    with told_as_write_error(path):
+    with as_write_error(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             yield partial

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megahead.errors import FieldError
 from megahead.files.durable import flush
-from megahead.files.errors import told_as_write_error
+from megahead.files.errors import as_write_error
 
 
 @contextmanager
@@ -22,7 +22,7 @@ def staged_folder(output: Path, *, replaceable: str | None = None) -> Iterator[P
     output = output.absolute()
     _check_free(output, replaceable)
     partial = output.with_name(f".{output.name}.partial")
-    with told_as_write_error(output):
+    with as_write_error(output):
         try:
             _remove(partial)
             partial.mkdir(parents=True)

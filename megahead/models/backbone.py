@@ -29,7 +29,7 @@ class Backbone(nn.Module, ABC):
     compiled: CompiledBlocks | None = None
     """Calls blocks compiled; None: they run as they are."""
 
-    tokens: Group = Group()
+    sequence_group: Group = Group()
     """Ranks that split each row's tokens among them inside `encode` (sequence parallelism)."""
 
     def embed(self, ids: Tensor) -> Tensor:

@@ -27,10 +27,10 @@ class GPTNeoX(Backbone):
     def encode(self, rows_BTD: Tensor, documents: Documents) -> Tensor:
         """[B, T, D]: hidden states after the final norm; see `Backbone.encode`."""
         rotation = rotary_at(documents.positions_BT, self.rotary_dims, self.rotary_base)
-        x_BtD = scatter_to_group(rows_BTD, self.tokens, dim=1)
+        x_BtD = scatter_to_group(rows_BTD, self.sequence_group, dim=1)
         for block in self.blocks:
             x_BtD = self.run_block(block, x_BtD, rotation, documents)
-        return gather_from_group(self.final_norm(x_BtD), self.tokens, dim=1)
+        return gather_from_group(self.final_norm(x_BtD), self.sequence_group, dim=1)
 
 
 def _block(config: ModelConfig) -> Block:

@@ -27,7 +27,7 @@ class Block(nn.Module):
     ) -> None:
         super().__init__()
         self.parallel = parallel
-        self.tokens = Group()  # of the ranks that hold the rows' other tokens: each drops features of its own
+        self.sequence_group = Group()  # of the ranks that hold the rows' other tokens: each drops features of its own
         self.dropout = dropout
         self.attention_norm = nn.LayerNorm(hidden_size, eps=norm_eps)
         self.attention = attention
@@ -45,5 +45,5 @@ class Block(nn.Module):
     def _drop(self, added_BTD: Tensor) -> Tensor:
         if not self.training or self.dropout == 0.0:
             return added_BTD
-        with per_rank_rng(self.tokens, added_BTD.device):
+        with per_rank_rng(self.sequence_group, added_BTD.device):
             return F.dropout(added_BTD, self.dropout)

@@ -1,7 +1,12 @@
 """Objectives: one softmax over candidate rows of the embedding table (headless) or over all of it (vanilla)."""
 
 from megahead.objectives.candidate_shard import CandidateShard
-from megahead.objectives.candidate_softmax import Scores, candidate_loss, candidate_loss_reference, candidate_scores
+from megahead.objectives.candidate_softmax import (
+    EvaluationSums,
+    candidate_loss,
+    candidate_loss_reference,
+    evaluation_sums,
+)
 from megahead.objectives.candidates import Candidates, unique_candidates, vocabulary_candidates
 from megahead.objectives.contrastive import Headless, Objective, Pool, Vanilla, build_objective, cwt_loss
 from megahead.objectives.training_free_head import log_unigram, training_free_bias
@@ -9,16 +14,16 @@ from megahead.objectives.training_free_head import log_unigram, training_free_bi
 __all__ = [
     "CandidateShard",
     "Candidates",
+    "EvaluationSums",
     "Headless",
     "Objective",
     "Pool",
-    "Scores",
     "Vanilla",
     "build_objective",
     "candidate_loss",
     "candidate_loss_reference",
-    "candidate_scores",
     "cwt_loss",
+    "evaluation_sums",
     "log_unigram",
     "training_free_bias",
     "unique_candidates",

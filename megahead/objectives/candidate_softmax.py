@@ -63,7 +63,7 @@ def _half_type(outputs_ND: Tensor, rows_UD: Tensor) -> torch.dtype | None:
     return outputs_ND.dtype if half else None
 
 
-class Scores(NamedTuple):
+class EvaluationSums(NamedTuple):
     """How well outputs predict their targets, summed over N of them. A tuple, into which ZeRO-3 can look."""
 
     loss: float
@@ -77,10 +77,12 @@ class Scores(NamedTuple):
 
 
 @torch.no_grad()
-def candidate_scores(outputs_ND: Tensor, rows_UD: Tensor, candidates: Candidates, temperature: float = 1.0) -> Scores:
+def evaluation_sums(
+    outputs_ND: Tensor, rows_UD: Tensor, candidates: Candidates, temperature: float = 1.0
+) -> EvaluationSums:
     """Scores of the distribution `softmax_u(h_i.e_u / T + b_u)`; unlike in the loss, the own bias counts."""
     loss, correct = 0.0, 0
     for _, scores_nU, positive_n1, _ in score_chunks(*promoted(outputs_ND, rows_UD), candidates, temperature):
         loss += float((scores_nU.logsumexp(dim=1) - scores_nU.gather(1, positive_n1).squeeze(1)).double().sum())
         correct += int((scores_nU.argmax(dim=1) == positive_n1.squeeze(1)).sum())
-    return Scores(loss, correct, candidates.positive_N.numel())
+    return EvaluationSums(loss, correct, candidates.positive_N.numel())

@@ -17,11 +17,11 @@ CHUNK_BYTES = 8 * 2**20
 """Scores held at once: small beside the gradients, large enough that each chunk's products run at full speed (measured
 on one core, 16,384 x 4,300 x 512: the same from 2 to 32 MiB, and no slower than the three products alone)."""
 
-LEAST_ROWS = 256
+MIN_CHUNK_OUTPUTS = 256
 """Outputs of a chunk, however many candidates there are: each chunk adds to the gradient of all rows (measured with
 50,304 candidates: 256 outputs are 1.7 times as fast as 41)."""
 
-LOWEST = -60.0
+MIN_SHIFTED_SCORE = -60.0
 """Scores further below the largest count as this: e^-60 is lost in rounding anyway, while the denormal numbers
 that e^-90 leaves behind make the products after it 13 times slower on a CPU (measured, one core, 512 x 16,384)."""
 
@@ -55,24 +55,24 @@ class Chunk(NamedTuple):
 
 
 def score_chunks(outputs_ND: Tensor, rows_UD: Tensor, candidates: Candidates, temperature: float) -> Iterator[Chunk]:
-    """Chunk by chunk, at most CHUNK_BYTES of scores each (more for LEAST_ROWS outputs)."""
+    """Chunk by chunk, at most CHUNK_BYTES of scores each (more for MIN_CHUNK_OUTPUTS outputs)."""
     total, width = outputs_ND.shape[0], rows_UD.shape[0]
     bias = None if candidates.bias_U is None else candidates.bias_U.to(outputs_ND.dtype)
     addend = outputs_ND.new_zeros(1) if bias is None else bias
     positive_bias_U = candidates.positive_bias_U
-    step = max(1, min(total, max(LEAST_ROWS, CHUNK_BYTES // (width * outputs_ND.element_size()))))
+    step = max(1, min(total, max(MIN_CHUNK_OUTPUTS, CHUNK_BYTES // (width * outputs_ND.element_size()))))
     buffer = outputs_ND.new_empty(step, width)
     for start in range(0, total, step):
         chunk = slice(start, min(start + step, total))
         scores_nU, positive_n1 = buffer[: chunk.stop - start], candidates.positive_N[chunk, None]
         torch.addmm(addend, outputs_ND[chunk], rows_UD.T, alpha=1 / temperature, out=scores_nU)
         if positive_bias_U is None:
-            own_n1 = scores_nU.gather(1, positive_n1)
-            own_n1 = own_n1 if bias is None else own_n1 - bias[positive_n1]
+            positive_scores_n1 = scores_nU.gather(1, positive_n1)
+            positive_scores_n1 = positive_scores_n1 if bias is None else positive_scores_n1 - bias[positive_n1]
         else:
-            own_n1 = (outputs_ND[chunk] * rows_UD[positive_n1[:, 0]]).sum(1, keepdim=True) / temperature
-            scores_nU.scatter_(1, positive_n1, own_n1 + positive_bias_U.to(scores_nU.dtype)[positive_n1])
-        yield Chunk(chunk, scores_nU, positive_n1, own_n1)
+            positive_scores_n1 = (outputs_ND[chunk] * rows_UD[positive_n1[:, 0]]).sum(1, keepdim=True) / temperature
+            scores_nU.scatter_(1, positive_n1, positive_scores_n1 + positive_bias_U.to(scores_nU.dtype)[positive_n1])
+        yield Chunk(chunk, scores_nU, positive_n1, positive_scores_n1)
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -94,9 +94,11 @@ class _ChunkedLoss(torch.autograd.Function):
             grad_rows = torch.zeros_like(rows) if wanted else None
             grad_bias = rows.new_zeros(len(rows)) if ctx.needs_input_grad[2] else None
             loss = outputs.new_zeros(())
-            for chunk, scores_nU, positive_n1, own_n1 in score_chunks(outputs, rows, candidates, temperature):
+            for chunk, scores_nU, positive_n1, positive_scores_n1 in score_chunks(
+                outputs, rows, candidates, temperature
+            ):
                 top_n1, total_n1 = _exponentials_(scores_nU)
-                loss += (top_n1 + total_n1.log() - own_n1).sum()
+                loss += (top_n1 + total_n1.log() - positive_scores_n1).sum()
                 if grad_bias is not None:
                     grad_bias.addmv_(scores_nU.T, 1 / total_n1.squeeze(1))
                 if grad_outputs is not None and grad_rows is not None:
@@ -119,5 +121,5 @@ class _ChunkedLoss(torch.autograd.Function):
 def _exponentials_(scores_nU: Tensor) -> tuple[Tensor, Tensor]:
     """Turns scores into exp(score - largest) in place; returns (largest, sum of exponentials), both [n, 1]."""
     top_n1 = scores_nU.amax(dim=1, keepdim=True)
-    scores_nU.sub_(top_n1).clamp_min_(LOWEST).exp_()
+    scores_nU.sub_(top_n1).clamp_min_(MIN_SHIFTED_SCORE).exp_()
     return top_n1, scores_nU.sum(dim=1, keepdim=True)

@@ -53,7 +53,7 @@ class SharedPool:
         ids_U = member_V.nonzero().squeeze(1)
         positive_N = (member_V.cumsum(0) - 1)[target_ids_N]
         bias_U, positive_bias_U = self.shared_bias_V[ids_U], self.weighting.positive_bias_V[ids_U]
-        constant = -float(positive_bias_U[positive_N].sum()) if self.weighting.reports_positive else 0.0
+        constant = -float(positive_bias_U[positive_N].sum()) if self.weighting.subtracts_positive_bias else 0.0
         same = torch.equal(bias_U, positive_bias_U)
         return Candidates(ids_U, bias_U, positive_N, None if same else positive_bias_U, constant)
 
@@ -95,10 +95,10 @@ class Headless:
 
     def _capped(self, bias_V: Tensor, generator: torch.Generator) -> Tensor:
         """The bias of a sample of at most `max_candidates`: each one's weight divided by its chance of being in."""
-        most = self._config.max_candidates
-        if most is None or int((bias_V > -torch.inf).sum()) <= most:
+        max_candidates = self._config.max_candidates
+        if max_candidates is None or int((bias_V > -torch.inf).sum()) <= max_candidates:
             return bias_V
-        chances_V = inclusion_probabilities(bias_V.exp(), most)
+        chances_V = inclusion_probabilities(bias_V.exp(), max_candidates)
         chosen_V = systematic_sample(chances_V, generator)
         return torch.where(chosen_V, bias_V - chances_V.log(), -torch.inf)
 

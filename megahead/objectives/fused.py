@@ -117,20 +117,20 @@ def _scores(h, e, n, u, N, U, D, scale, BLOCK_N: tl.constexpr, BLOCK_U: tl.const
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _biased(scores, is_own, u, bias, positive_bias_n, U):  # type: ignore[no-untyped-def]
+def _biased(scores, is_positive, u, bias, positive_bias_n, U):  # type: ignore[no-untyped-def]
     """Own tokens get their own bias, all others the candidate's; -inf outside."""
     bias_u = tl.load(bias + u, mask=u < U, other=-float("inf"))
-    return tl.where(is_own, scores + positive_bias_n[:, None], scores + bias_u[None, :])
+    return tl.where(is_positive, scores + positive_bias_n[:, None], scores + bias_u[None, :])
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _forward(  # type: ignore[no-untyped-def]
-    h, e, own, bias, positive_bias, lse, positive_score, scale, N, U, D,
+    h, e, positive, bias, positive_bias, lse, positive_score, scale, N, U, D,
     BLOCK_N: tl.constexpr, BLOCK_U: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """lse and own score of a block of outputs, passing over all candidates with a running maximum."""
     n = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
-    positive_n = tl.load(own + n, mask=n < N, other=-1)
+    positive_n = tl.load(positive + n, mask=n < N, other=-1)
     positive_bias_n = tl.load(positive_bias + n, mask=n < N, other=0.0)
     top_n = tl.full((BLOCK_N,), -1e38, tl.float32)
     total_n = tl.zeros((BLOCK_N,), tl.float32)
@@ -138,9 +138,9 @@ def _forward(  # type: ignore[no-untyped-def]
     for first in range(0, U, BLOCK_U):
         u = (first + tl.arange(0, BLOCK_U)).to(tl.int64)
         scores = _scores(h, e, n, u, N, U, D, scale, BLOCK_N, BLOCK_U, BLOCK_K)
-        is_own = u[None, :] == positive_n[:, None]
-        positive_score_n += tl.sum(tl.where(is_own, scores, 0.0), 1)
-        scores = _biased(scores, is_own, u, bias, positive_bias_n, U)
+        is_positive = u[None, :] == positive_n[:, None]
+        positive_score_n += tl.sum(tl.where(is_positive, scores, 0.0), 1)
+        scores = _biased(scores, is_positive, u, bias, positive_bias_n, U)
         higher_n = tl.maximum(top_n, tl.max(scores, 1))
         total_n = total_n * tl.exp(top_n - higher_n) + tl.sum(tl.exp(scores - higher_n[:, None]), 1)
         top_n = higher_n
@@ -155,20 +155,20 @@ def _residuals(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """[n, u]: probability, minus 1 where own: the gradient of the scores; 0 outside."""
     scores = _scores(h, e, n, u, N, U, D, scale, BLOCK_N, BLOCK_U, BLOCK_K)
-    is_own = u[None, :] == positive_n[:, None]
-    scores = _biased(scores, is_own, u, bias, positive_bias_n, U)
-    return tl.exp(scores - lse_n[:, None]) - tl.where(is_own, 1.0, 0.0)
+    is_positive = u[None, :] == positive_n[:, None]
+    scores = _biased(scores, is_positive, u, bias, positive_bias_n, U)
+    return tl.exp(scores - lse_n[:, None]) - tl.where(is_positive, 1.0, 0.0)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _to_outputs(  # type: ignore[no-untyped-def]
-    h, e, own, bias, positive_bias, lse, slope, gradient, scale, N, U, D,
+    h, e, positive, bias, positive_bias, lse, slope, gradient, scale, N, U, D,
     BLOCK_N: tl.constexpr, BLOCK_U: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """A block [n, d] of the outputs' gradient: residuals times rows, over all candidates."""
     n = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    positive_n = tl.load(own + n, mask=n < N, other=-1)
+    positive_n = tl.load(positive + n, mask=n < N, other=-1)
     positive_bias_n = tl.load(positive_bias + n, mask=n < N, other=0.0)
     lse_n = tl.load(lse + n, mask=n < N, other=float("inf"))
     total = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
@@ -186,7 +186,7 @@ def _to_outputs(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _to_rows(  # type: ignore[no-untyped-def]
-    h, e, own, bias, positive_bias, lse, slope, gradient, scale, N, U, D,
+    h, e, positive, bias, positive_bias, lse, slope, gradient, scale, N, U, D,
     BLOCK_N: tl.constexpr, BLOCK_U: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """A block [u, d] of the rows' gradient: residuals, transposed, times outputs, over all outputs."""
@@ -195,7 +195,7 @@ def _to_rows(  # type: ignore[no-untyped-def]
     total = tl.zeros((BLOCK_U, BLOCK_D), tl.float32)
     for first in range(0, N, BLOCK_N):
         n = (first + tl.arange(0, BLOCK_N)).to(tl.int64)
-        positive_n = tl.load(own + n, mask=n < N, other=-1)
+        positive_n = tl.load(positive + n, mask=n < N, other=-1)
         positive_bias_n = tl.load(positive_bias + n, mask=n < N, other=0.0)
         lse_n = tl.load(lse + n, mask=n < N, other=float("inf"))
         residuals = _residuals(

@@ -45,19 +45,24 @@ def training_free_bias(
     counts_V: Tensor,
     token_counts_V: Tensor | None,
     group_targets: float,
-    asked_counts_V: Tensor | None = None,
+    evaluation_target_counts_V: Tensor | None = None,
 ) -> Tensor | None:
     """[V] float32, the bias that makes `E h / T` log p; None where it is that already (or has a trained head).
 
-    counts_V: of the targets trained on. token_counts_V: of the training text. group_targets: targets of a group on
-    average, which only separate negatives and `once` depend on. asked_counts_V: of what p is asked for, where targets
-    were drawn otherwise. For `own_once`, which is not a proper scoring rule and has no exact head, that of the paper's.
+    counts_V: of the targets trained on. token_counts_V: of the training text. group_targets: mean number of targets in
+    a group, which only separate negatives and `once` depend on. evaluation_target_counts_V: of the targets that p is
+    evaluated on, where training drew others. `own_once` is not a proper scoring rule and has no exact head: the
+    paper's is returned.
     """
     if config.head() != "pmi":
         return None
     log_q_V = log_unigram(counts_V, vocab_size, token_counts_V)
     weight_V = _log_weight(config, log_q_V, token_counts_V, group_targets)
-    return weight_V if asked_counts_V is None else weight_V + log_unigram(asked_counts_V, vocab_size) - log_q_V
+    return (
+        weight_V
+        if evaluation_target_counts_V is None
+        else weight_V + log_unigram(evaluation_target_counts_V, vocab_size) - log_q_V
+    )
 
 
 def _log_weight(

@@ -27,7 +27,7 @@ class Weighting:
     positive_bias_V: Tensor
     """For the outputs whose own token it is."""
 
-    reports_positive: bool
+    subtracts_positive_bias: bool
     """Whether the loss has the term - b_own. The paper's has not: it is a constant to the gradient."""
 
 
@@ -40,15 +40,15 @@ def weigh(bias: Bias, multiplicity_V: Tensor, log_inclusion_V: Tensor | None) ->
     log_count_V = multiplicity_V.double().log()
     even_V = torch.zeros_like(log_count_V).masked_fill_(absent_V, -torch.inf)
     if bias == "paper":
-        return Weighting(log_count_V, log_count_V, reports_positive=False)
+        return Weighting(log_count_V, log_count_V, subtracts_positive_bias=False)
     if bias == "once":
-        return Weighting(even_V, even_V, reports_positive=False)
+        return Weighting(even_V, even_V, subtracts_positive_bias=False)
     if bias == "own_once":
-        return Weighting(log_count_V, even_V, reports_positive=False)
+        return Weighting(log_count_V, even_V, subtracts_positive_bias=False)
     if log_inclusion_V is None:
         raise ValueError("the corrected bias needs the probabilities of being a candidate")
     corrected_V = (-log_inclusion_V).masked_fill(absent_V, -torch.inf)
-    return Weighting(corrected_V, corrected_V, reports_positive=True)
+    return Weighting(corrected_V, corrected_V, subtracts_positive_bias=True)
 
 
 def log_inclusion(log_q_V: Tensor, targets: float, log_r_V: Tensor | None = None, draws: int = 0) -> Tensor:

@@ -1,7 +1,7 @@
 """Tensor and sequence parallelism: sharded twins of plain layers, the plan that applies them, and the parallel loss."""
 
 from megahead.parallel.build import assemble, fill_
-from megahead.parallel.candidate_softmax import parallel_candidate_loss, parallel_candidate_scores
+from megahead.parallel.candidate_softmax import parallel_candidate_loss, parallel_evaluation_sums
 from megahead.parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabularyParallelEmbedding
 from megahead.parallel.plan import parallelize_, shard_dims
 from megahead.parallel.pretraining import TensorParallelPretraining
@@ -18,7 +18,7 @@ __all__ = [
     "assemble",
     "fill_",
     "parallel_candidate_loss",
-    "parallel_candidate_scores",
+    "parallel_evaluation_sums",
     "parallelize_",
     "shard_dims",
 ]

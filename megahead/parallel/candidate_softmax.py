@@ -1,4 +1,4 @@
-"""The softmax over candidates that are split over a tensor group: `candidate_loss` and `candidate_scores` in parallel.
+"""The softmax over candidates that are split over a tensor group: `candidate_loss` and `evaluation_sums` in parallel.
 
 Every rank holds all outputs and an even share of the candidates, not those whose rows it owns: frequent ids lie
 together in the vocabulary. A chunk of outputs costs two small all-reduces, of n maxima and of n x 2 sums; the gradient
@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from megahead.distributed import copy_to_group
-from megahead.objectives import Candidates, CandidateShard, Scores
-from megahead.objectives.chunked import CHUNK_BYTES, LOWEST, promoted
+from megahead.objectives import Candidates, CandidateShard, EvaluationSums
+from megahead.objectives.chunked import CHUNK_BYTES, MIN_SHIFTED_SCORE, promoted
 
 
 def parallel_candidate_loss(
@@ -40,10 +40,10 @@ def parallel_candidate_loss(
 
 
 @torch.no_grad()
-def parallel_candidate_scores(
+def parallel_evaluation_sums(
     outputs_ND: Tensor, rows_wD: Tensor, candidates: Candidates, temperature: float, shard: CandidateShard
-) -> Scores:
-    """What `candidate_scores` gives for all ranks' rows together, on every rank. Collective.
+) -> EvaluationSums:
+    """What `evaluation_sums` gives for all ranks' rows together, on every rank. Collective.
 
     A target whose score ties with the largest counts as correct.
     """
@@ -51,7 +51,7 @@ def parallel_candidate_scores(
     for part in _softmax_chunks(*promoted(outputs_ND, rows_wD), _local(candidates, shard), temperature, shard):
         loss += float((part.top_n + part.total_n.log() - part.positive_biased_n).double().sum())
         correct += int((part.positive_biased_n >= part.top_n).sum())
-    return Scores(loss, correct, candidates.positive_N.numel())
+    return EvaluationSums(loss, correct, candidates.positive_N.numel())
 
 
 def _local(candidates: Candidates, shard: CandidateShard) -> Candidates:
@@ -105,10 +105,10 @@ def _softmax_chunks(
             held_n1 = positive_biased_n1.where(mine_n1 > 0, held_n1)
             scores_nw.scatter_(1, index_n1, held_n1)
         top_n1 = group.all_reduce_max_(scores_nw.amax(dim=1, keepdim=True))
-        scores_nw.sub_(top_n1).clamp_min_(LOWEST).exp_()
+        scores_nw.sub_(top_n1).clamp_min_(MIN_SHIFTED_SCORE).exp_()
         scores_nw[:, shard.count :] = 0.0
-        of_own = [score_n1.where(mine_n1 > 0, 0.0) for score_n1 in (positive_n1, held_n1)]
-        sums_n3 = group.all_reduce_(torch.cat([scores_nw.sum(1, keepdim=True), *of_own], 1))
+        of_positive = [score_n1.where(mine_n1 > 0, 0.0) for score_n1 in (positive_n1, held_n1)]
+        sums_n3 = group.all_reduce_(torch.cat([scores_nw.sum(1, keepdim=True), *of_positive], 1))
         total_n, positive_n, positive_biased_n = sums_n3.unbind(1)
         yield _Chunk(chunk, scores_nw, top_n1[:, 0], total_n, positive_n, positive_biased_n, index_n1, mine_n1)
 

@@ -12,7 +12,7 @@ from megahead.errors import ConfigError
 from megahead.parallel.layers import TWINS, Twins
 from megahead.parallel.sequence import SEQUENCE_TWINS
 
-_MARKS = {"heads": "group", "tokens": "tokens"}
+_MARKS = {"heads": "group", "tokens": "sequence_group"}
 """The attribute by which a module that stays as it is learns of the group."""
 
 

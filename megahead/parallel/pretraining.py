@@ -15,8 +15,8 @@ from torch.nn import functional as F
 from megahead.config import ObjectiveConfig
 from megahead.distributed import Group
 from megahead.models import Backbone
-from megahead.objectives import Candidates, CandidateShard, Scores
-from megahead.parallel.candidate_softmax import parallel_candidate_loss, parallel_candidate_scores
+from megahead.objectives import Candidates, CandidateShard, EvaluationSums
+from megahead.parallel.candidate_softmax import parallel_candidate_loss, parallel_evaluation_sums
 from megahead.pretraining import MaskHead, OutputEmbedding, Pretraining
 
 
@@ -45,11 +45,11 @@ class TensorParallelPretraining(Pretraining):
         super().__init__(backbone, objective, vocab_size, head, mask_head)
         self.group = group
 
-    def _look_up(self, input_ids_BT: Tensor, groups: tuple[Candidates, ...]) -> tuple[Tensor, list[Tensor]]:
+    def _look_up(self, input_ids_BT: Tensor, per_group: tuple[Candidates, ...]) -> tuple[Tensor, list[Tensor]]:
         """Embeddings of the inputs [B, T, D], and the rows of this rank's share of each group's candidates [w, D]."""
-        tables = [self._even_table(group.ids_U) for group in groups if group.ids_U is not None]
+        tables = [self._even_table(candidates.ids_U) for candidates in per_group if candidates.ids_U is not None]
         if not tables:
-            return self.backbone.embed(input_ids_BT), [self._output_rows() for _ in groups]
+            return self.backbone.embed(input_ids_BT), [self._output_rows() for _ in per_group]
         shared_ids = torch.cat(tables, dim=1).flatten()  # rank by rank, each rank's share of every group
         inputs_BTD, shares_WD = self.backbone.embedding(input_ids_BT, shared_ids)
         return inputs_BTD, list(shares_WD.split([table.shape[1] for table in tables]))
@@ -62,9 +62,9 @@ class TensorParallelPretraining(Pretraining):
     def _candidate_loss(self, queries_ND: Tensor, rows_wD: Tensor, candidates: Candidates) -> Tensor:
         return parallel_candidate_loss(queries_ND, rows_wD, candidates, self._divisor(), self._shard(candidates))
 
-    def _vocabulary_scores(self, queries_ND: Tensor, vocabulary: Candidates) -> Scores:
+    def _vocabulary_sums(self, queries_ND: Tensor, vocabulary: Candidates) -> EvaluationSums:
         shard = self._shard(vocabulary)
-        return parallel_candidate_scores(queries_ND, self._output_rows(), vocabulary, self._divisor(), shard)
+        return parallel_evaluation_sums(queries_ND, self._output_rows(), vocabulary, self._divisor(), shard)
 
     def _output_rows(self) -> Tensor:
         """This rank's rows of the output matrix; padding is outside of its shard, see `_shard`."""

@@ -1,6 +1,6 @@
 """Backbone + objective: from rows of tokens to a loss, and to scores for evaluation."""
 
-from megahead.pretraining.batch import MicroBatch, ScoreRequest, StepBatches, documents_of, target_positions_of
+from megahead.pretraining.batch import EvaluationRequest, MicroBatch, StepBatches, documents_of, target_positions_of
 from megahead.pretraining.build import build_pretraining, first_weights, weight_shapes
 from megahead.pretraining.feed import Feed
 from megahead.pretraining.output_layers import MaskHead, OutputEmbedding
@@ -8,13 +8,13 @@ from megahead.pretraining.pretraining import Pretraining
 from megahead.pretraining.temperature import LearnedTemperature
 
 __all__ = [
+    "EvaluationRequest",
     "Feed",
     "LearnedTemperature",
     "MaskHead",
     "MicroBatch",
     "OutputEmbedding",
     "Pretraining",
-    "ScoreRequest",
     "StepBatches",
     "build_pretraining",
     "documents_of",

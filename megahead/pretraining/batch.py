@@ -43,7 +43,7 @@ class MicroBatch:
 
     def to(self, device: torch.device) -> MicroBatch:
         """The same on `device`."""
-        candidates = tuple(group.to(device) for group in self.candidates)
+        candidates = tuple(one.to(device) for one in self.candidates)
         return MicroBatch(self.batch.to(device, non_blocking=True), candidates, self.loss_weight)
 
     def staged(self, device: torch.device) -> MicroBatch:
@@ -53,7 +53,7 @@ class MicroBatch:
         """
         if device.type != "cuda":
             return self
-        candidates = tuple(group.padded(CANDIDATE_MULTIPLE).pinned() for group in self.candidates)
+        candidates = tuple(one.padded(CANDIDATE_MULTIPLE).pinned() for one in self.candidates)
         cu_seqlens = None if self.batch.positions_BT is None else documents_of(self.batch).cu_seqlens
         return MicroBatch(replace(self.batch, cu_seqlens=cu_seqlens).pinned(), candidates, self.loss_weight)
 
@@ -73,7 +73,7 @@ class StepBatches:
 
 
 @dataclass(frozen=True)
-class ScoreRequest:
+class EvaluationRequest:
     """A request for the probabilities that a head gives to a batch's targets, over the whole vocabulary."""
 
     batch: Batch

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megahead.data import Batch
-from megahead.data.shuffle import mix
+from megahead.data.shuffle import derive_seed
 from megahead.distributed import Group
 from megahead.objectives import Candidates, Objective, Pool
 
@@ -43,8 +43,8 @@ class CandidateGroups:
         members = self.group_samples // self.micro_size
         mine = [k * ranks.size + ranks.rank for k in range(len(batches))]
         pools = {
-            group: self._pool(first_sample + group * self.group_samples, torch.cat(ids[group * members :][:members]))
-            for group in {place // members for place in mine}
+            index: self._pool(first_sample + index * self.group_samples, torch.cat(ids[index * members :][:members]))
+            for index in {place // members for place in mine}
         }
         return [(pools[p // members].candidates(b.target_ids_N),) for p, b in zip(mine, batches, strict=True)]
 
@@ -60,7 +60,7 @@ class CandidateGroups:
         )
 
     def _pool(self, first_sample: int, target_ids_G: Tensor) -> Pool:
-        return self.objective.pool(target_ids_G, seed=mix(self.seed, first_sample, _PURPOSE))
+        return self.objective.pool(target_ids_G, seed=derive_seed(self.seed, first_sample, _PURPOSE))
 
 
 def gather_targets(mine: list[Tensor], sizes_RA: Tensor, ranks: Group) -> list[Tensor]:

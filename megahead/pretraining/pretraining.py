@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from megahead.config import ObjectiveConfig
 from megahead.data import Batch
 from megahead.models import Backbone
-from megahead.objectives import Candidates, Scores, candidate_loss, candidate_scores, vocabulary_candidates
-from megahead.pretraining.batch import MicroBatch, ScoreRequest, documents_of, target_positions_of
+from megahead.objectives import Candidates, EvaluationSums, candidate_loss, evaluation_sums, vocabulary_candidates
+from megahead.pretraining.batch import EvaluationRequest, MicroBatch, documents_of, target_positions_of
 from megahead.pretraining.output_layers import MaskHead, OutputEmbedding
 from megahead.pretraining.temperature import LearnedTemperature
 
 
 class Pretraining(nn.Module):
-    """`backbone` trained by `objective`: a MicroBatch gives its scaled loss, a ScoreRequest gives Scores.
+    """`backbone` trained by `objective`: a MicroBatch gives its scaled loss, a EvaluationRequest gives Scores.
 
     Both go through `forward`, because ZeRO-3 has the weights only there. Rows of the table from `vocab_size` on
     are padding: never candidates. `mask_head` transforms an encoder's outputs before the softmax over the vocabulary.
@@ -46,13 +46,13 @@ class Pretraining(nn.Module):
     @overload
     def __call__(self, request: MicroBatch) -> Tensor: ...
     @overload
-    def __call__(self, request: ScoreRequest) -> Scores: ...
-    def __call__(self, request: MicroBatch | ScoreRequest) -> Tensor | Scores:
-        result: Tensor | Scores = super().__call__(request)
+    def __call__(self, request: EvaluationRequest) -> EvaluationSums: ...
+    def __call__(self, request: MicroBatch | EvaluationRequest) -> Tensor | EvaluationSums:
+        result: Tensor | EvaluationSums = super().__call__(request)
         return result
 
-    def forward(self, request: MicroBatch | ScoreRequest) -> Tensor | Scores:
-        return self._loss(request) if isinstance(request, MicroBatch) else self._scores(request)
+    def forward(self, request: MicroBatch | EvaluationRequest) -> Tensor | EvaluationSums:
+        return self._loss(request) if isinstance(request, MicroBatch) else self._evaluation_sums(request)
 
     def _loss(self, micro: MicroBatch) -> Tensor:
         """Scalar, connected to every trained parameter, also when the micro-batch has no targets."""
@@ -78,16 +78,16 @@ class Pretraining(nn.Module):
     def _candidate_loss(self, queries_ND: Tensor, rows_UD: Tensor, candidates: Candidates) -> Tensor:
         return candidate_loss(queries_ND, rows_UD, candidates, self._divisor())
 
-    def _look_up(self, input_ids_BT: Tensor, groups: tuple[Candidates, ...]) -> tuple[Tensor, list[Tensor]]:
+    def _look_up(self, input_ids_BT: Tensor, per_group: tuple[Candidates, ...]) -> tuple[Tensor, list[Tensor]]:
         """Embeddings of the inputs [B, T, D], and the rows of each group's candidates [U, D], in one embedding call.
 
         Candidates that are the whole vocabulary have the rows of the output matrix.
         """
-        sizes = [0 if group.ids_U is None else group.ids_U.numel() for group in groups]
-        ids = [group.ids_U for group in groups if group.ids_U is not None]
+        sizes = [0 if candidates.ids_U is None else candidates.ids_U.numel() for candidates in per_group]
+        ids = [candidates.ids_U for candidates in per_group if candidates.ids_U is not None]
         looked_up = self.backbone.embed(torch.cat([input_ids_BT.flatten(), *ids]))
         inputs, *rows = looked_up.split([input_ids_BT.numel(), *sizes])
-        whole = [self._output_rows() if g.ids_U is None else r for g, r in zip(groups, rows, strict=True)]
+        whole = [self._output_rows() if g.ids_U is None else r for g, r in zip(per_group, rows, strict=True)]
         return inputs.view(*input_ids_BT.shape, -1), whole
 
     def _outputs(self, inputs_BTD: Tensor, batch: Batch) -> Tensor:
@@ -108,15 +108,15 @@ class Pretraining(nn.Module):
         """What scores are divided by: a learned temperature has divided them already."""
         return self.objective.temperature if self.temperature is None else 1.0
 
-    def _scores(self, request: ScoreRequest) -> Scores:
+    def _evaluation_sums(self, request: EvaluationRequest) -> EvaluationSums:
         batch = request.batch
         outputs_ND = self._outputs(self.backbone.embed(batch.input_ids_BT), batch)
         queries_ND, learned_V = self._queries(outputs_ND, vocabulary=True)
         bias_V = request.bias_V if learned_V is None else learned_V
-        return self._vocabulary_scores(queries_ND, vocabulary_candidates(batch.target_ids_N, bias_V))
+        return self._vocabulary_sums(queries_ND, vocabulary_candidates(batch.target_ids_N, bias_V))
 
-    def _vocabulary_scores(self, queries_ND: Tensor, vocabulary: Candidates) -> Scores:
-        return candidate_scores(queries_ND, self._output_rows(), vocabulary, self._divisor())
+    def _vocabulary_sums(self, queries_ND: Tensor, vocabulary: Candidates) -> EvaluationSums:
+        return evaluation_sums(queries_ND, self._output_rows(), vocabulary, self._divisor())
 
     def _output_rows(self) -> Tensor:
         """[V, D]: the output matrix without its padding."""

@@ -30,9 +30,9 @@ def events_of(run: Run) -> list[Event]:
     return [
         Event(record["step"], record["tokens"], record["seconds"], text, wrong)
         for record in run.metrics.events
-        for kind, tell in _TOLD.items()
+        for kind, describe in _DESCRIPTIONS.items()
         if kind in record
-        for text, wrong in tell(record[kind])
+        for text, wrong in describe(record[kind])
     ]
 
 
@@ -61,4 +61,4 @@ def _rollback(rollback: Record) -> Iterator[tuple[str, bool]]:
     yield f"went back to {rollback['checkpoint']}", False
 
 
-_TOLD = {"session": _session, "fault": _fault, "rollback": _rollback}
+_DESCRIPTIONS = {"session": _session, "fault": _fault, "rollback": _rollback}

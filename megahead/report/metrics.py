@@ -13,10 +13,10 @@ from megahead.run_folder import RunFolder
 
 Record = Mapping[str, Any]
 
-_TURNS = {"session", "rollback"}
+_RESTARTS = {"session", "rollback"}
 """Where a run goes on from an earlier step than it had reached."""
 
-_TOLD = {*_TURNS, "fault"}
+_EVENTS = {*_RESTARTS, "fault"}
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def read_metrics(run: Path) -> RunMetrics:
     events: list[Record] = []
     for record in _records(path):
         step = record["step"]
-        if _TURNS & record.keys():
+        if _RESTARTS & record.keys():
             past = record.get("session", {}).get("continues", step)
             training, validation, tasks = (_up_to(past, lines) for lines in (training, validation, tasks))
         if "validation" in record:
@@ -62,7 +62,7 @@ def read_metrics(run: Path) -> RunMetrics:
             tasks[step] = record
         elif "loss" in record:
             training[step] = record
-        elif _TOLD & record.keys():
+        elif _EVENTS & record.keys():
             events.append(record)
     if not training and not validation:
         raise UserError(f"{path} must hold metrics of a run, but holds no line yet; try again after the first step.")

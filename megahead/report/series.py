@@ -12,10 +12,10 @@ import numpy as np
 from megahead.report.curves import running_mean
 from megahead.report.metrics import Record, RunMetrics
 
-MOST_POINTS = 600
+MAX_POINTS = 600
 """Points of a line; of longer logs each is the mean of consecutive values."""
 
-ACROSS = ("tokens", "step", "seconds")
+X_AXES = ("tokens", "step", "seconds")
 
 
 @dataclass(frozen=True)
@@ -73,9 +73,9 @@ def _series(run: int, records: Sequence[Record], panel: Panel) -> dict[str, Any]
         return None
     y = np.array([np.nan if value is None else value for value in values], dtype=np.float64)
     y[~np.isfinite(y)] = np.nan
-    x = {name: np.array([record[name] for record in records], dtype=np.float64) for name in ACROSS}
+    x = {name: np.array([record[name] for record in records], dtype=np.float64) for name in X_AXES}
     mean = y if panel.dots or panel.exact else np.where(np.isnan(y), np.nan, running_mean(y, ceil(len(y) / 100)))
-    size = ceil(len(y) / MOST_POINTS)
+    size = ceil(len(y) / MAX_POINTS)
     return {
         "run": run,
         "x": {name: _numbers(values[size - 1 :: size]) for name, values in x.items()},
@@ -102,7 +102,7 @@ def _task_panels(runs: Sequence[RunMetrics]) -> Iterator[Panel]:
 
 
 def _along(tasks: Sequence[Record], key: str) -> list[Record]:
-    return [{**{name: record[name] for name in ACROSS}, key: _flat(record).get(key)} for record in tasks]
+    return [{**{name: record[name] for name in X_AXES}, key: _flat(record).get(key)} for record in tasks]
 
 
 def _flat(record: Record) -> dict[str, float]:

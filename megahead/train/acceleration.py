@@ -26,13 +26,13 @@ def accelerate_(
     backend = choose_backend(engine.attention, spec)
     backbone.recompute_blocks = engine.activation_checkpointing
     backbone.use_attention(backend.attend)
-    told = [("attention", f"{backend.name} ({backend.description})")]
+    lines = [("attention", f"{backend.name} ({backend.description})")]
     if engine.compile:
         obstacle = _obstacle_to_compiling(config, device, zero_stage)
-        told.append(("compiled", f"no, {obstacle}" if obstacle else "one block for all layers"))
+        lines.append(("compiled", f"no, {obstacle}" if obstacle else "one block for all layers"))
         if not obstacle:
             _compile_(backbone, backend)
-    return told
+    return lines
 
 
 def _compile_(backbone: Backbone, backend: Backend) -> None:

@@ -13,7 +13,7 @@ from megahead.config import DataConfig, RunConfig
 from megahead.corpus import IndexedDataset
 from megahead.data import training_samples
 from megahead.data.blending import Blend
-from megahead.data.endings import require_end_tokens, without_borders
+from megahead.data.end_tokens import require_end_tokens, without_boundaries
 from megahead.data.samples import Samples
 from megahead.data.sampling import describe_samples, token_counts
 from megahead.distributed import Group
@@ -30,7 +30,7 @@ class RunDatasets:
     token_counts: Tensor
     """int64 [padded vocabulary]: how often each id stands in the text of the samples, see `data.sampling`."""
 
-    held_out: IndexedDataset | None
+    validation: IndexedDataset | None
 
     def describe(self, config: RunConfig) -> list[tuple[str, str]]:
         """Lines of the banner: epochs, shares of a blend, and where documents are not kept apart though they should."""
@@ -38,19 +38,19 @@ class RunDatasets:
         apart = [
             ("documents", f"{dataset.prefix}: not kept apart, no row looked at has an end token ({end})")
             for dataset in self.train
-            if without_borders(config.data, dataset)
+            if without_boundaries(config.data, dataset)
         ]
         return describe_samples(self.samples, config.training.steps * config.batch.global_size) + apart
 
 
-def open_datasets(config: RunConfig, world: Group | None = None) -> RunDatasets:
-    """Opens what the run reads: rank 0 of `world` first, which packs rows where that is still to do, then the others.
+def open_datasets(config: RunConfig, world_group: Group | None = None) -> RunDatasets:
+    """Opens what the run reads: on rank 0 of `world_group` first, which packs rows if need be, then on the others.
 
     UserError on all ranks for what is missing, too short, of another vocabulary or closed by another end token on any.
     Collective; packing must end within the group's timeout.
     """
     opened: list[RunDatasets] = []
-    group = world or Group()
+    group = world_group or Group()
     for turn in (group.rank == 0, group.rank > 0):
         try:
             run_on_all_ranks(group, (lambda: opened.append(_opened(config))) if turn else _nothing, _sentence)
@@ -64,11 +64,11 @@ def _opened(config: RunConfig) -> RunDatasets:
     if path is not None and not Path(path).is_file():
         raise ConfigError("data.tokenizer", "name a readable file", got=path, hint="or leave it out")
     train = [_open(config, part.prefix, "data.train") for part in config.data.parts()]
-    validation = config.data.validation
-    held_out = None if validation is None else _open(config, validation, "data.validation")
-    _require_end_tokens(config.data, train, held_out)
+    prefix = config.data.validation
+    validation = None if prefix is None else _open(config, prefix, "data.validation")
+    _require_end_tokens(config.data, train, validation)
     samples = training_samples(config.data, train, config.seed, config.sample_length())
-    return RunDatasets(train, samples, token_counts(train, samples, config.model.padded_vocab_size()), held_out)
+    return RunDatasets(train, samples, token_counts(train, samples, config.model.padded_vocab_size()), validation)
 
 
 def _open(config: RunConfig, prefix: str, field: str) -> IndexedDataset:
@@ -84,12 +84,12 @@ def _open(config: RunConfig, prefix: str, field: str) -> IndexedDataset:
     return dataset
 
 
-def _require_end_tokens(data: DataConfig, train: Sequence[IndexedDataset], held_out: IndexedDataset | None) -> None:
+def _require_end_tokens(data: DataConfig, train: Sequence[IndexedDataset], validation: IndexedDataset | None) -> None:
     """Where nothing else tells documents apart: rows that were packed know where theirs begin."""
     for dataset in train:
-        require_end_tokens(data, dataset, borders_known=data.pack == "best_fit")
-    if held_out is not None:
-        require_end_tokens(data, held_out)
+        require_end_tokens(data, dataset, boundaries_known=data.pack == "best_fit")
+    if validation is not None:
+        require_end_tokens(data, validation)
 
 
 def _sentence(error: Exception) -> str:

@@ -40,8 +40,8 @@ def describe_run(plan: RunPlan, group_samples: int | None = None) -> list[tuple[
 
 def files_of(config: RunConfig) -> tuple[str, str]:
     """(name, value): which files a run would read that are not there; only looked for, not opened."""
-    texts = [part.prefix for part in config.data.parts()] + [config.data.validation or ""]
-    named = [f"{prefix}{ending}" for prefix in texts if prefix for ending in (".bin", ".idx")]
+    prefixes = [part.prefix for part in config.data.parts()] + [config.data.validation or ""]
+    named = [f"{prefix}{ending}" for prefix in prefixes if prefix for ending in (".bin", ".idx")]
     named += [config.data.tokenizer] if config.data.tokenizer else []
     missing = [name for name in named if not Path(name).exists()]
     return "files", f"not there: {', '.join(missing)}" if missing else f"{len(named)} there, not opened"

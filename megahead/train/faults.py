@@ -47,7 +47,7 @@ class Guard:
         self._rules = rules
         self.in_a_row = 0
         """Bad steps since the last good one."""
-        self._returns = 0
+        self._rollbacks = 0
 
     def suspects(self, losses_WA: Tensor, recent_losses: list[float]) -> Fault | None:
         """What speaks against a step before the optimizer has it, from all ranks' micro-batch losses [ranks, steps]."""
@@ -59,11 +59,11 @@ class Guard:
             return Fault("spike", _places(losses_WA == losses_WA.max()))
         return None
 
-    def keeps_back(self, fault: Fault | None) -> bool:
+    def must_skip(self, fault: Fault | None) -> bool:
         """Whether the step must not be applied."""
         return fault is not None and (fault.kind != "spike" or self._rules.spike != "note")
 
-    def answer(self, fault: Fault | None) -> Action:
+    def decide(self, fault: Fault | None) -> Action:
         """What is done about a step; counts those in a row."""
         kind = None if fault is None else fault.kind
         policies = {None: "apply", "overflow": "skip", "spike": self._rules.spike}
@@ -72,14 +72,14 @@ class Guard:
             self.in_a_row = 0
             return "apply"
         self.in_a_row += 1
-        self._returns += policy == "rollback"
-        if max(self.in_a_row, self._returns) >= self._rules.most_in_a_row:
+        self._rollbacks += policy == "rollback"
+        if max(self.in_a_row, self._rollbacks) >= self._rules.most_in_a_row:
             return "stop"
         return policy  # type: ignore[return-value]
 
     def saved(self) -> None:
         """A new checkpoint: later returns are to another one."""
-        self._returns = 0
+        self._rollbacks = 0
 
     def remember(self, loss: float, recent_losses: list[float]) -> None:
         """Adds the loss of an applied step."""

@@ -21,7 +21,7 @@ class History:
     """Step of what the run last saved here, or went on from; -1 where that is none of these."""
 
     @staticmethod
-    def behind(resumed: Checkpoint | None, folder: RunFolder) -> History:
+    def of_resumed(resumed: Checkpoint | None, folder: RunFolder) -> History:
         """That of a session of the run in `folder`, which may go on from a checkpoint elsewhere or from none."""
         history = History(folder.checkpoints)
         if resumed is not None and history._holds(resumed) and is_step_folder(resumed.folder):
@@ -32,12 +32,12 @@ class History:
         """What a reader of this folder calls it."""
         return checkpoint.folder.name if self._holds(checkpoint) else str(checkpoint.folder)
 
-    def goes_on(self, step: int) -> int:
+    def advance_to(self, step: int) -> int:
         """A checkpoint of `step` is saved; returns the step before it."""
         before, self.newest = self.newest, step
         return before
 
-    def strangers(self) -> list[str]:
+    def to_be_abandoned(self) -> list[str]:
         """Names of the checkpoints that the next save sets aside."""
         return [folder.name for folder in steps_in(self.root) if step_of(folder) > self.newest]
 

@@ -11,7 +11,7 @@ from megahead.config import RunConfig, config_from_dict
 from megahead.errors import CheckpointError
 from megahead.train.datasets import RunDatasets
 
-FREE = (
+MAY_CHANGE = (
     "name",
     "output_dir",
     "training",
@@ -35,26 +35,26 @@ FREE = (
 (What `objective.group_samples` came to is compared when it is resolved.)"""
 
 
-def data_fingerprints(config: RunConfig, texts: RunDatasets) -> dict[str, Any]:
+def data_fingerprints(config: RunConfig, datasets: RunDatasets) -> dict[str, Any]:
     """What lies behind the paths `data.train` and `data.tokenizer`, told such that other content is told otherwise."""
     parts = [
         dataset.fingerprint if part.weight is None else f"{dataset.fingerprint}, weight {part.weight:g}"
-        for part, dataset in zip(config.data.parts(), texts.train, strict=True)
+        for part, dataset in zip(config.data.parts(), datasets.train, strict=True)
     ]
     tokenizer = config.data.tokenizer
     digest = None if tokenizer is None else hashlib.sha256(Path(tokenizer).read_bytes()).hexdigest()
     return {"data.train": parts, "data.tokenizer": digest}
 
 
-def refuse_another_run(checkpoint: Checkpoint, config: RunConfig, texts: dict[str, Any]) -> None:
+def refuse_another_run(checkpoint: Checkpoint, config: RunConfig, fingerprints: dict[str, Any]) -> None:
     """CheckpointError with every setting and text that differs, is not free, and is not in `resume.allow`.
 
-    `texts`: what `data_fingerprints` says now; the checkpoint's state has what it said then.
+    `fingerprints`: what `data_fingerprints` says now; the checkpoint's state has what it said then.
     """
     saved = config_from_dict(checkpoint.config, source=f"the configuration in {checkpoint.folder}")
-    then = saved.flat() | checkpoint.stated("texts", dict, absent=texts)
-    now = config.flat() | texts
-    allowed = (*FREE, *config.resume.allow)
+    then = saved.flat() | checkpoint.state_value("texts", dict, absent=fingerprints)
+    now = config.flat() | fingerprints
+    allowed = (*MAY_CHANGE, *config.resume.allow)
     differing = [
         f"{name} (was {then.get(name)}, is {now.get(name)})"
         for name in {**then, **now}

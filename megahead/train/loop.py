@@ -43,10 +43,10 @@ class Training:
     roll_back: Callable[[], Path | None]
     device: torch.device
 
-    data: Group
+    data_group: Group
     """Data-parallel ranks, for CPU tensors."""
 
-    world: Group
+    world_group: Group
     """All ranks, for CPU tensors."""
 
 
@@ -57,7 +57,7 @@ def train(run: Training) -> Ending:
     because who stops us has little patience.
     """
     state, training = run.state, run.config.training
-    _make_up(run)
+    _run_missed_evaluation(run)
     began_at, watch = state.step, Stopwatch(state.seconds)
     ending: Ending = "finished"
     run.meters.start(state)
@@ -66,7 +66,7 @@ def train(run: Training) -> Ending:
             applied = _advance(run, next(steps), watch)
             with watch.paused():
                 if applied:
-                    _look_and_save(run)
+                    _evaluate_and_save_if_due(run)
             ending = _agreed_ending(run)
     if ending != "stopped" and not state.evaluated:
         _evaluate(run)
@@ -82,46 +82,46 @@ def _advance(run: Training, batches: StepBatches, watch: Stopwatch) -> bool:
     """One step, and its traces in the state and the meters; whether it was applied."""
     config, state, first_sample = run.config, run.state, run.state.samples
     ratio = learning_rate_ratio(config.schedule, state.step, config.training.steps)
-    seed_step(config.seed, first_sample, run.data.rank)
+    seed_step(config.seed, first_sample, run.data_group.rank)
     learning_rate = config.optimizer.learning_rate * ratio
-    report = train_step(run.engine, batches, learning_rate, run.device, run.world, run.guard, state.recent_losses)
+    report = train_step(run.engine, batches, learning_rate, run.device, run.world_group, run.guard, state.recent_losses)
     state.samples += config.batch.global_size
     state.tokens += config.tokens_per_step()
     state.seconds = watch.seconds()
     if report.applied:
-        state.learned(config.batch.global_size, report.targets)
+        state.record_applied_step(config.batch.global_size, report.targets)
         for micro in batches.micro_batches:
-            state.count(micro.batch)
+            state.count_targets(micro.batch)
         run.guard.remember(report.loss, state.recent_losses)
     state.skipped_steps += not report.applied
     run.meters.step(report, state)
-    _answer(run, report, first_sample)
+    _handle_fault(run, report, first_sample)
     return report.applied
 
 
-def _answer(run: Training, report: StepReport, first_sample: int) -> None:
+def _handle_fault(run: Training, report: StepReport, first_sample: int) -> None:
     """Does what the config asks for after a bad step, and says so."""
-    action = run.guard.answer(report.fault)
+    action = run.guard.decide(report.fault)
     if report.fault is None:
         return
-    state, tensor_size = run.state, run.world.size // run.data.size
+    state, tensor_size = run.state, run.world_group.size // run.data_group.size
     places = [(rank, run.feed.samples(first_sample, k, rank // tensor_size)) for rank, k in report.fault.places]
     rows = range(first_sample, first_sample + run.config.batch.global_size)
     state.spikes += report.fault.kind == "spike"
-    told = run.meters.fault(report, places or [(None, rows)], action, state)
+    sentence = run.meters.fault(report, places or [(None, rows)], action, state)
     if action == "stop":
         raise UserError(
-            f"steps must be finite and without spikes, but {told}, {run.guard.in_a_row} bad in a row; lower "
+            f"steps must be finite and without spikes, but {sentence}, {run.guard.in_a_row} bad in a row; lower "
             "optimizer.learning_rate, clip harder, use fp32 or bf16, or change `faults`, and resume."
         )
     if action == "rollback":
         run.saver.wait()
         reached, folder = state.step, run.roll_back()
         state.rollbacks += folder is not None
-        run.meters.went_back(folder, reached - state.step, state)
+        run.meters.rolled_back(folder, reached - state.step, state)
 
 
-def _look_and_save(run: Training) -> None:
+def _evaluate_and_save_if_due(run: Training) -> None:
     """Evaluates and saves what is due after an applied step."""
     step, training, tasks = run.state.step, run.config.training, run.tasks
     if step % training.evaluate_every == 0:
@@ -133,7 +133,7 @@ def _look_and_save(run: Training) -> None:
         _evaluate_tasks(run, tasks)
 
 
-def _make_up(run: Training) -> None:
+def _run_missed_evaluation(run: Training) -> None:
     """The evaluation that was due where a session goes on, if a signal came in between; a checkpoint that was due there
     too is written again, with what it gave."""
     state, training = run.state, run.config.training
@@ -147,10 +147,10 @@ def _make_up(run: Training) -> None:
 def _evaluate(run: Training) -> None:
     """Unless a signal comes in between, which the next poll finds too."""
     if run.evaluation is not None:
-        result = run.evaluation.run(run.engine, run.state, lambda: run.stop.agreed(run.world))
+        result = run.evaluation.run(run.engine, run.state, lambda: run.stop.agreed(run.world_group))
         if result is not None:
             run.state.validation = {"step": run.state.step, "loss": result.loss}
-            run.meters.held_out(result, run.state, run.evaluation.head)
+            run.meters.validation(result, run.state, run.evaluation.head)
 
 
 def _evaluate_tasks(run: Training, tasks: TaskEvaluation) -> None:
@@ -169,9 +169,9 @@ def _agreed_ending(run: Training) -> Ending:
     """Why to stop now, the same on every rank: a signal to any rank, or rank 0's clock. Raises what went wrong in the
     background on any rank."""
     limit = run.config.training.max_seconds
-    late = run.world.rank == 0 and limit is not None and run.state.seconds >= limit
+    late = run.world_group.rank == 0 and limit is not None and run.state.seconds >= limit
     votes = torch.tensor([run.stop.signal is not None, late, run.saver.failed], dtype=torch.int32)
-    stopped, late, failed = run.world.all_reduce_(votes).tolist()
+    stopped, late, failed = run.world_group.all_reduce_(votes).tolist()
     if failed:
         run.saver.wait()
     if stopped:

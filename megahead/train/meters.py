@@ -14,7 +14,7 @@ import orjson
 
 from megahead.checkpoint import Checkpoint
 from megahead.config import RunConfig
-from megahead.evaluate import HeldOut
+from megahead.evaluate import ValidationResult
 from megahead.evaluate.results import TaskResult
 from megahead.train.boards import Boards
 from megahead.train.faults import Action
@@ -26,7 +26,7 @@ from megahead.wording import counted, duration, span, thousands
 
 Places = Sequence[tuple[int | None, range]]
 _DONE = {"apply": "applied all the same", "skip": "skipped", "rollback": "rolled back", "stop": "the run ends"}
-_MOST_PLACES = 4
+_MAX_PLACES = 4
 _QUIETER = 10
 """A log file or a pipe gets a line of progress so many times more seldom than a terminal."""
 
@@ -38,14 +38,14 @@ class Meters:
         self._folder = config.folder()
         self._total_steps = config.training.steps
         self._log_seconds = config.training.log_seconds
-        self._say_seconds = self._log_seconds * (1 if sys.stdout.isatty() else _QUIETER)
+        self._print_seconds = self._log_seconds * (1 if sys.stdout.isatty() else _QUIETER)
         self._active = active
         self._utilization = utilization
         self._reports: list[StepReport] = []
         self._tokens_logged: int | None = None
         self._seconds_logged = 0.0
         self._last_line = 0.0
-        self._last_said = -math.inf
+        self._last_printed = -math.inf
         self._perplexity: float | None = None
         if active:
             self._log = _open_log(self._folder.metrics)
@@ -62,14 +62,16 @@ class Meters:
         """What is about to be trained, from which checkpoint, and which were passed over."""
         if not self._active:
             return
-        strangers, source = history.strangers(), None if resumed is None else history.name_of(resumed)
+        to_be_abandoned, source = history.to_be_abandoned(), None if resumed is None else history.name_of(resumed)
         lines = [*lines, *(("damaged", sentence) for sentence in damage)]
         if resumed is not None:
             lines += [("resumed", f"step {resumed.step:,}, {resumed.folder}")]
-        if strangers:
-            lines += [("set aside", f"at the next save: {', '.join(strangers)}, of a history this run turns away from")]
-        lines += [("progress", f"at most a line every {self._say_seconds:g} s; the first step takes longest")]
-        self.say("\n".join(f"{name:<12}{value}" for name, value in lines))
+        if to_be_abandoned:
+            lines += [
+                ("set aside", f"at the next save: {', '.join(to_be_abandoned)}, of a history this run turns away from")
+            ]
+        lines += [("progress", f"at most a line every {self._print_seconds:g} s; the first step takes longest")]
+        self.print_line("\n".join(f"{name:<12}{value}" for name, value in lines))
         facts = {"resumed": source, "continues": max(history.newest, 0), "damaged": list(damage)}
         self._record(state, {"session": facts})
 
@@ -93,7 +95,7 @@ class Meters:
         assert report.fault is not None
         where = [{"rank": rank, "first": rows.start, "last": rows.stop - 1} for rank, rows in places]
         step = state.step if report.applied else state.step + 1
-        told = describe_fault(report, step, places, state)
+        sentence = describe_fault(report, step, places, state)
         if self._active:
             facts = {"kind": report.fault.kind, "action": action, "scale": report.loss_scale, "where": where}
             values = {
@@ -101,28 +103,28 @@ class Meters:
                 "gradient_norm": repr(report.grad_norm),
             }  # JSON knows neither nan nor inf
             self._record(state, {"fault": facts | values})
-            self.say(f"{told}: {_DONE[action]}")
-        return told
+            self.print_line(f"{sentence}: {_DONE[action]}")
+        return sentence
 
-    def went_back(self, checkpoint: Path | None, steps: int, state: TrainingState) -> None:
+    def rolled_back(self, checkpoint: Path | None, steps: int, state: TrainingState) -> None:
         """Notes a return to a checkpoint, over so many steps, which do not count in the next line. None: there was no
         checkpoint to return to."""
         if checkpoint is None:
-            self.say("no checkpoint to go back to yet: skipped")
+            self.print_line("no checkpoint to go back to yet: skipped")
             return
         del self._reports[max(len(self._reports) - steps, 0) :]
         if not self._reports:
             self.start(state)
         if self._active:
             self._record(state, {"rollback": {"checkpoint": checkpoint.name}})
-            self.say(f"went back to {checkpoint}")
+            self.print_line(f"went back to {checkpoint}")
 
     def saved(self, stall: float, state: TrainingState) -> None:
         """Notes a checkpoint, and for how many seconds training stood still for it."""
         if self._active:
             self._record(state, {"checkpoint": {"stall_seconds": round(stall, 3)}})
 
-    def held_out(self, result: HeldOut, state: TrainingState, head: str) -> None:
+    def validation(self, result: ValidationResult, state: TrainingState, head: str) -> None:
         """Writes an evaluation; `head` names what predicted: pmi, tied, trained."""
         if not self._active:
             return
@@ -131,7 +133,7 @@ class Meters:
         found = {name: value for name, value in asdict(result).items() if value is not None}
         self._boards.add("validation", found, state.step)
         bits = "" if result.bits_per_byte is None else f", {result.bits_per_byte:.3f} bits per byte"
-        self.say(
+        self.print_line(
             f"held out at step {state.step:,}: perplexity {result.perplexity:,.1f}{bits}, "
             f"accuracy {result.accuracy:.1%} ({head} head)"
         )
@@ -146,10 +148,10 @@ class Meters:
             record[task][score.metric] = {"value": score.value, "stderr": score.stderr}
         self._record(state, {"tasks": record})
         self._boards.add("tasks", {f"{task}/{score.metric}": score.value for task, score in scores}, state.step)
-        told = ", ".join(f"{task} {score.metric} {score.value:.4g}" for task, score in scores)
-        self.say(f"tasks at step {state.step:,}: {told}")
+        sentence = ", ".join(f"{task} {score.metric} {score.value:.4g}" for task, score in scores)
+        self.print_line(f"tasks at step {state.step:,}: {sentence}")
 
-    def say(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         """A line for people."""
         if self._active:
             print(text, flush=True)
@@ -157,7 +159,7 @@ class Meters:
     def close(self, ending: str, state: TrainingState) -> None:
         """The last line."""
         if self._active:
-            self.say(
+            self.print_line(
                 f"{ending} at step {state.step:,}, {thousands(state.tokens)} tokens, "
                 f"{duration(state.seconds)} of training: {self._folder}"
             )
@@ -168,9 +170,9 @@ class Meters:
         scalars = self._scalars(state)
         self._record(state, scalars)
         self._boards.add("train", scalars, state.step)
-        if time.monotonic() - self._last_said >= self._say_seconds or state.step >= self._total_steps:
-            self.say(self._line(scalars, state))
-            self._last_said = time.monotonic()
+        if time.monotonic() - self._last_printed >= self._print_seconds or state.step >= self._total_steps:
+            self.print_line(self._line(scalars, state))
+            self._last_printed = time.monotonic()
         self._reports.clear()
         self.start(state)
 
@@ -227,10 +229,10 @@ def _open_log(path: Path) -> BinaryIO:
 
 def describe_fault(report: StepReport, step: int, places: Places, state: TrainingState) -> str:
     """step 12: loss not finite (nan, gradient norm nan, scale 1) on rank 1, rows 88 to 89; 3 skipped so far"""
-    told = [f"{'' if rank is None else f'rank {rank}, '}{span('row', rows)}" for rank, rows in places[:_MOST_PLACES]]
-    told += [f"{len(places) - _MOST_PLACES} more"] if len(places) > _MOST_PLACES else []
+    where = [f"{'' if rank is None else f'rank {rank}, '}{span('row', rows)}" for rank, rows in places[:_MAX_PLACES]]
+    where += [f"{len(places) - _MAX_PLACES} more"] if len(places) > _MAX_PLACES else []
     kind = report.fault.kind if report.fault else "good"
     return (
         f"step {step:,}: {kind} (loss {report.loss:.4g}, gradient norm {report.grad_norm:.4g}, scale "
-        f"{report.loss_scale:g}) on {'; '.join(told)}; {state.skipped_steps} skipped so far"
+        f"{report.loss_scale:g}) on {'; '.join(where)}; {state.skipped_steps} skipped so far"
     )

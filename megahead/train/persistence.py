@@ -26,20 +26,20 @@ from megahead.train.history import History
 from megahead.train.state import TrainingState
 
 
-def find_resume(resume: str, folder: RunFolder, world: Group) -> tuple[Checkpoint | None, list[str]]:
+def find_resume(resume: str, folder: RunFolder, world_group: Group) -> tuple[Checkpoint | None, list[str]]:
     """The checkpoint that `--resume auto|never|DIR` asks for (None: start from the beginning), sound in every byte, and
     a sentence for each damaged one that was passed over. Nothing is written. Collective."""
     if resume == "auto":
-        checkpoint, damage = _newest_sound(folder.path, world)
+        checkpoint, damage = _newest_sound(folder.path, world_group)
         if checkpoint is None:
-            run_on_all_ranks(world, lambda: _refuse_abandoned(folder) if world.rank == 0 else None, str)
+            run_on_all_ranks(world_group, lambda: _refuse_abandoned(folder) if world_group.rank == 0 else None, str)
         return checkpoint, damage
-    named = run_on_all_ranks(world, lambda: _named(resume, folder) if world.rank == 0 else None, str)[0]
-    return (None if named is None else open_together(named, world)), []
+    named = run_on_all_ranks(world_group, lambda: _named(resume, folder) if world_group.rank == 0 else None, str)[0]
+    return (None if named is None else open_together(named, world_group)), []
 
 
-def _newest_sound(folder: Path, world: Group, up_to: int | None = None) -> tuple[Checkpoint | None, list[str]]:
-    checkpoint, damage = newest_sound(folder, world, up_to=up_to)
+def _newest_sound(folder: Path, world_group: Group, up_to: int | None = None) -> tuple[Checkpoint | None, list[str]]:
+    checkpoint, damage = newest_sound(folder, world_group, up_to=up_to)
     if checkpoint is None and damage:
         raise CheckpointError(
             f"{folder} must hold a sound checkpoint to resume, but holds {len(damage)} damaged only; "
@@ -69,35 +69,39 @@ def _named(resume: str, folder: RunFolder) -> Path | None:
     return there
 
 
-def agreed_group(plan: RunPlan, checkpoint: Checkpoint | None) -> int:
+def agreed_candidate_group_samples(plan: RunPlan, checkpoint: Checkpoint | None) -> int:
     """Samples that share candidates: what the run began with, else what its config comes to on these ranks."""
-    return plan.group_samples(None if checkpoint is None else checkpoint.stated("group_samples", int))
+    return plan.group_samples(None if checkpoint is None else checkpoint.state_value("group_samples", int))
 
 
-def resume_from(checkpoint: Checkpoint, engine: Engine, state: TrainingState, data: Group) -> None:
+def resume_from(checkpoint: Checkpoint, engine: Engine, state: TrainingState, data_group: Group) -> None:
     """Continues exactly where `checkpoint` was saved. Collective."""
     _load(checkpoint, engine)
-    state.restore(checkpoint, data)
+    state.restore(checkpoint, data_group)
 
 
-def roll_back(engine: Engine, state: TrainingState, history: History, data: Group, world: Group) -> Path | None:
+def roll_back(
+    engine: Engine, state: TrainingState, history: History, data_group: Group, world_group: Group
+) -> Path | None:
     """Takes back what was learned since the newest sound checkpoint of `history`, but not the reading: the next rows
     are new ones. The checkpoint's folder, or None where there is none. Collective."""
-    checkpoint, _ = _newest_sound(history.root, world, up_to=history.newest)
+    checkpoint, _ = _newest_sound(history.root, world_group, up_to=history.newest)
     if checkpoint is None:
         return None
     _load(checkpoint, engine)
-    state.go_back(checkpoint, data)
+    state.roll_back_to(checkpoint, data_group)
     history.newest = checkpoint.step
     return checkpoint.folder
 
 
 def _load(checkpoint: Checkpoint, engine: Engine) -> None:
-    engine.load(checkpoint.read, checkpoint.stated("optimizer_steps", int))
-    engine.set_loss_scale_state(checkpoint.stated("scale", dict, absent={}))
+    engine.load(checkpoint.read, checkpoint.state_value("optimizer_steps", int))
+    engine.set_loss_scale_state(checkpoint.state_value("scale", dict, absent={}))
 
 
-def starting_weights(config: RunConfig, world: Group, resumed: Checkpoint | None = None) -> Callable[[str], Tensor]:
+def starting_weights(
+    config: RunConfig, world_group: Group, resumed: Checkpoint | None = None
+) -> Callable[[str], Tensor]:
     """From a parameter's name to the whole tensor a session starts from: that of the checkpoint it goes on from; for a
     run that begins random, or as `init` says from another run's, which is not needed later. Collective.
 
@@ -108,7 +112,7 @@ def starting_weights(config: RunConfig, world: Group, resumed: Checkpoint | None
         return lambda name: _matching(resumed, f"weight/{name}", shapes[name])
     if init is None:
         return first_weights(config)
-    source, head_from_embedding = _source(init.from_checkpoint, world), init.mode != "continue"
+    source, head_from_embedding = _source(init.from_checkpoint, world_group), init.mode != "continue"
 
     def weight(name: str) -> Tensor:
         origin = "backbone.embedding.weight" if head_from_embedding and name == "head.weight" else name
@@ -117,12 +121,14 @@ def starting_weights(config: RunConfig, world: Group, resumed: Checkpoint | None
     return weight
 
 
-def _source(path: str, world: Group) -> Checkpoint:
+def _source(path: str, world_group: Group) -> Checkpoint:
     """The checkpoint at `init.from_checkpoint`."""
-    found = run_on_all_ranks(world, lambda: find_checkpoint(Path(path)) if world.rank == 0 else None, str)[0]
+    found = run_on_all_ranks(world_group, lambda: find_checkpoint(Path(path)) if world_group.rank == 0 else None, str)[
+        0
+    ]
     if found is None:
         raise CheckpointError(f"`init.from_checkpoint` must hold a checkpoint, but {path} holds none.")
-    return open_together(found, world)
+    return open_together(found, world_group)
 
 
 def _matching(checkpoint: Checkpoint, name: str, shape: torch.Size) -> Tensor:

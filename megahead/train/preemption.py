@@ -26,11 +26,11 @@ def signals_put_back() -> Iterator[None]:
         yield
     finally:
         for number, handler in before.items():
-            if handler is not None and _hears_signals():  # None: it was set by no Python code
+            if handler is not None and _receives_signals():  # None: it was set by no Python code
                 signal.signal(number, handler)
 
 
-def _hears_signals() -> bool:
+def _receives_signals() -> bool:
     """Python gives signals to its main thread only."""
     return threading.current_thread() is threading.main_thread()
 
@@ -38,23 +38,23 @@ def _hears_signals() -> bool:
 class StopRequest:
     """Remembers SIGTERM and SIGUSR1 (preemption, Slurm's `--signal`) until someone asks; more change nothing.
 
-    So it does a first Ctrl-C, and says so where it `tells`; a second one ends the process at once. In another thread
+    So it does a first Ctrl-C, and says so where it `prints`; a second one ends the process at once. In another thread
     than the main one it hears nothing.
     """
 
-    def __init__(self, tells: bool = True) -> None:
+    def __init__(self, prints: bool = True) -> None:
         self.signal: str | None = None
-        self._tells = tells
-        for number in SIGNALS if _hears_signals() else ():
+        self._prints = prints
+        for number in SIGNALS if _receives_signals() else ():
             signal.signal(number, self._note)
 
-    def agreed(self, world: Group) -> bool:
+    def agreed(self, world_group: Group) -> bool:
         """Whether any rank was asked to stop, the same answer on all. Collective."""
-        return bool(world.all_reduce_max_(torch.tensor(int(self.signal is not None))))
+        return bool(world_group.all_reduce_max_(torch.tensor(int(self.signal is not None))))
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.signal = signal.Signals(number).name
         if number == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.default_int_handler)
-            if self._tells:
+            if self._prints:
                 os.write(2, b"\nsaving after this step, then stopping; Ctrl-C again ends at once\n")

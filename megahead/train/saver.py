@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megahead.checkpoint import Snapshot, Spare, run_on_all_ranks, write_snapshot
+from megahead.checkpoint import KeepRules, Snapshot, run_on_all_ranks, write_snapshot
 from megahead.config import RunConfig
 from megahead.distributed import Group
 from megahead.engine import Engine
@@ -23,7 +23,7 @@ from megahead.train.state import TrainingState
 
 
 class Saver:
-    """Writes the whole run into its folder. Every method is collective over `world`.
+    """Writes the whole run into its folder. Every method is collective over `world_group`.
 
     In the background, training stands still only while weights are copied; a second save waits for the first, and a
     failure is raised by `wait`, which whoever sees `failed` must call on all ranks. What is not finite is not saved.
@@ -34,18 +34,18 @@ class Saver:
         engine: Engine,
         state: TrainingState,
         config: RunConfig,
-        data: Group,
-        world: Group,
+        data_group: Group,
+        world_group: Group,
         history: History,
     ) -> None:
         training = config.training
-        self._engine, self._state, self._data = engine, state, data
+        self._engine, self._state, self._data_group = engine, state, data_group
         self._config = config.model_dump(mode="json")
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="save") if training.save_in_background else None
-        self._world = world.side_channel() if self._pool else world
-        spare, self._history = Spare(training.keep_every, training.keep_best), history
+        self._world_group = world_group.side_channel() if self._pool else world_group
+        keep_rules, self._history = KeepRules(training.keep_every, training.keep_best), history
         self._write = partial(
-            write_snapshot, history.root, group=self._world, keep=training.keep_checkpoints, spare=spare
+            write_snapshot, history.root, group=self._world_group, keep=training.keep_checkpoints, keep_rules=keep_rules
         )
         self._pending: Future[Path] | None = None
         self._saved_at = (state.step, state.samples) if history.newest == state.step else None
@@ -66,13 +66,16 @@ class Saver:
         started = time.monotonic()
         self.wait()
         state, engine = self._state, self._engine
-        extra = {"state/target_counts": state.target_counts(self._data), "state/dataset_counts": state.dataset_counts}
+        extra = {
+            "state/target_counts": state.target_counts(self._data_group),
+            "state/dataset_counts": state.dataset_counts,
+        }
         tensors = chain(engine.tensors(), extra.items())
-        snapshot = Snapshot.take(tensors, self._world, copied=self._pool is not None)
+        snapshot = Snapshot.take(tensors, self._world_group, copied=self._pool is not None)
         counters = state.counters() | {"optimizer_steps": engine.optimizer_steps, "scale": engine.loss_scale_state()}
         check = partial(_must_be_finite, state.step, snapshot.tensors, counters)
-        after = self._history.goes_on(state.step)
-        write = partial(self._write, state.step, snapshot, state=counters, config=self._config, after=after)
+        parent_step = self._history.advance_to(state.step)
+        write = partial(self._write, state.step, snapshot, state=counters, config=self._config, parent_step=parent_step)
         if self._pool:
             self._pending = self._pool.submit(self._checked, check, write)
         else:
@@ -89,7 +92,7 @@ class Saver:
 
     def _checked(self, check: Callable[[], None], write: Callable[[], Path]) -> Path:
         """Writes if `check` has nothing against it on any rank."""
-        run_on_all_ranks(self._world, check, str)
+        run_on_all_ranks(self._world_group, check, str)
         return write()
 
 

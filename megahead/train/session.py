@@ -23,14 +23,14 @@ PATIENCE = 10.0
 """Seconds that a network file system may take to show one rank what another wrote."""
 
 
-def must_be_shared(folder: RunFolder, world: Group) -> None:
+def must_be_shared(folder: RunFolder, world_group: Group) -> None:
     """CheckpointError on all ranks when one of them does not see what rank 0 writes there. Collective.
 
     Checkpoints are written by all ranks together: with a folder on each node, none could be put together. What is made
     for this is removed again: a run that is refused later leaves nothing.
     """
     missing = [place for place in (folder.path, *folder.path.parents) if not place.exists()]
-    token = world.all_gather_objects(secrets.token_hex(8) if world.rank == 0 else "")[0]
+    token = world_group.all_gather_objects(secrets.token_hex(8) if world_group.rank == 0 else "")[0]
     mark = folder / f".seen-by-all-{token}"
 
     def write() -> None:
@@ -38,10 +38,12 @@ def must_be_shared(folder: RunFolder, world: Group) -> None:
         mark.touch()
 
     try:
-        run_on_all_ranks(world, write if world.rank == 0 else _nothing, lambda error: _cannot_write(folder, error))
-        run_on_all_ranks(world, lambda: _see(mark, world.rank), str)
+        run_on_all_ranks(
+            world_group, write if world_group.rank == 0 else _nothing, lambda error: _cannot_write(folder, error)
+        )
+        run_on_all_ranks(world_group, lambda: _see(mark, world_group.rank), str)
     finally:
-        if world.rank == 0:
+        if world_group.rank == 0:
             with contextlib.suppress(OSError):
                 mark.unlink()
                 for place in missing:

@@ -30,7 +30,13 @@ from megahead.train.identity import data_fingerprints, refuse_another_run
 from megahead.train.loop import Training, train
 from megahead.train.meters import Meters
 from megahead.train.out_of_memory import explain_out_of_memory
-from megahead.train.persistence import agreed_group, find_resume, resume_from, roll_back, starting_weights
+from megahead.train.persistence import (
+    agreed_candidate_group_samples,
+    find_resume,
+    resume_from,
+    roll_back,
+    starting_weights,
+)
 from megahead.train.precision import settle_precision
 from megahead.train.preemption import StopRequest, signals_put_back
 from megahead.train.run import Run
@@ -53,7 +59,7 @@ def pretrain(config: RunConfig, launch: Launch = ONE_PROCESS, resume: str = "aut
     Leaves signal handlers and the process group as they were. What it does leave behind in the process is in
     docs/python.md. Raises UserError for what a user can repair.
     """
-    with _arithmetic(config.engine.deterministic), signals_put_back():
+    with _numerics(config.engine.deterministic), signals_put_back():
         require_boards(config)
         device = choose_device(config.engine.device, launch.local_rank)
         with connected(launch, device, config.engine.timeout_seconds) as ranks, deepspeed_session():
@@ -63,7 +69,7 @@ def pretrain(config: RunConfig, launch: Launch = ONE_PROCESS, resume: str = "aut
 
 
 @contextmanager
-def _arithmetic(deterministic: bool) -> Iterator[None]:
+def _numerics(deterministic: bool) -> Iterator[None]:
     """Inside, only deterministic algorithms where asked for. And from now on, as torch does not tell what it was:
     moments of rare tokens' rows decay to denormal numbers, which count as zero: with them CPUs are slower. Measured,
     one thread: 20 steps of a fused AdamW on [8192, 128], all first moments denormal, 1.23 s instead of 0.35 s."""
@@ -81,22 +87,22 @@ def _arithmetic(deterministic: bool) -> Iterator[None]:
 def _pretrain(plan: RunPlan, ranks: Group, device: torch.device, resume: str) -> Run:
     config = plan.config
     mesh = Mesh.build(ranks, config.parallel.tensor)
-    world, data = mesh.world.side_channel(), mesh.data.side_channel()
-    texts = open_datasets(config, world)
+    world_group, data_group = mesh.world_group.side_channel(), mesh.data_group.side_channel()
+    datasets = open_datasets(config, world_group)
     folder = config.folder()
-    must_be_shared(folder, world)
-    checkpoint, damage = find_resume(resume, folder, world)
-    history = History.behind(checkpoint, folder)
-    state = _state(plan, texts, checkpoint)
-    feed = _feed(config, texts, state, mesh, device)
-    engine, ways = _engine(plan, mesh, device, starting_weights(config, world, checkpoint))
+    must_be_shared(folder, world_group)
+    checkpoint, damage = find_resume(resume, folder, world_group)
+    history = History.of_resumed(checkpoint, folder)
+    state = _state(plan, datasets, checkpoint)
+    feed = _feed(config, datasets, state, mesh, device)
+    engine, engine_lines = _engine(plan, mesh, device, starting_weights(config, world_group, checkpoint))
     if checkpoint is not None:
-        resume_from(checkpoint, engine, state, data)
-    if world.rank == 0:
+        resume_from(checkpoint, engine, state, data_group)
+    if world_group.rank == 0:
         begin_session(folder, config)
-    meters = Meters(config, active=world.rank == 0, utilization=Utilization.on(device, plan))
-    facts = [*describe_run(plan, state.group_samples), *texts.describe(config)]
-    facts += [("on", f"{plan.ranks} x {device_name(device)}"), *ways]
+    meters = Meters(config, active=world_group.rank == 0, utilization=Utilization.on(device, plan))
+    facts = [*describe_run(plan, state.group_samples), *datasets.describe(config)]
+    facts += [("on", f"{plan.ranks} x {device_name(device)}"), *engine_lines]
     meters.banner(facts, state, resumed=checkpoint, history=history, damage=damage)
     run = Training(
         config=config,
@@ -105,44 +111,44 @@ def _pretrain(plan: RunPlan, ranks: Group, device: torch.device, resume: str) ->
         state=state,
         guard=Guard(config.faults),
         meters=meters,
-        stop=StopRequest(tells=world.rank == 0),
-        evaluation=None if texts.held_out is None else Evaluation(config, texts.held_out, data, device),
-        tasks=None if config.tasks is None else TaskEvaluation(config.tasks, world),
-        saver=Saver(engine, state, config, data, world, history),
-        roll_back=partial(roll_back, engine, state, history, data, world),
+        stop=StopRequest(prints=world_group.rank == 0),
+        evaluation=None if datasets.validation is None else Evaluation(config, datasets.validation, data_group, device),
+        tasks=None if config.tasks is None else TaskEvaluation(config.tasks, world_group),
+        saver=Saver(engine, state, config, data_group, world_group, history),
+        roll_back=partial(roll_back, engine, state, history, data_group, world_group),
         device=device,
-        data=data,
-        world=world,
+        data_group=data_group,
+        world_group=world_group,
     )
     with closing(engine):
         ending = train(run)
     meters.close(ending, state)
-    if world.rank == 0:
+    if world_group.rank == 0:
         end_session(folder, ending, state.step, config.training.steps)
     return Run.of(folder, state, ending)
 
 
-def _state(plan: RunPlan, texts: RunDatasets, checkpoint: Checkpoint | None) -> TrainingState:
+def _state(plan: RunPlan, datasets: RunDatasets, checkpoint: Checkpoint | None) -> TrainingState:
     """The counters of a run that begins; refuses a checkpoint of another run, whose own are loaded with its weights."""
-    state = TrainingState(plan.config.model.padded_vocab_size(), agreed_group(plan, checkpoint))
-    state.texts, state.dataset_counts = data_fingerprints(plan.config, texts), texts.token_counts
+    state = TrainingState(plan.config.model.padded_vocab_size(), agreed_candidate_group_samples(plan, checkpoint))
+    state.data_fingerprints, state.dataset_counts = data_fingerprints(plan.config, datasets), datasets.token_counts
     if checkpoint is not None:
-        refuse_another_run(checkpoint, plan.config, state.texts)
+        refuse_another_run(checkpoint, plan.config, state.data_fingerprints)
     return state
 
 
-def _feed(config: RunConfig, texts: RunDatasets, state: TrainingState, mesh: Mesh, device: torch.device) -> Feed:
+def _feed(config: RunConfig, datasets: RunDatasets, state: TrainingState, mesh: Mesh, device: torch.device) -> Feed:
     """Micro-batches with their candidates, prepared over a connection of its own."""
     return Feed(
-        texts.samples,
+        datasets.samples,
         build_objective(config.objective, config.model.vocab_size, state.dataset_counts),
         config.data,
         config.batch,
-        mesh.data.side_channel(),
+        mesh.data_group.side_channel(),
         group_samples=state.group_samples,
         seed=config.seed,
         device=device,
-        masker=training_masker(config, texts.train),
+        masker=training_masker(config, datasets.train),
     )
 
 
@@ -154,10 +160,10 @@ def _engine(
 ) -> tuple[Engine, list[tuple[str, str]]]:
     """The model, split over the mesh and filled with `weights`, and its optimizer; and how its blocks are computed."""
     config = plan.config
-    pretraining = assemble(config, mesh.tensor, device)
-    ways = accelerate_(pretraining.backbone, config, device, plan.zero_stage)
+    pretraining = assemble(config, mesh.tensor_group, device)
+    engine_lines = accelerate_(pretraining.backbone, config, device, plan.zero_stage)
     if config.init and config.init.mode == "probe":
         pretraining.backbone.requires_grad_(False)
     optimizer = build_adamw(pretraining, config.optimizer)
     engine = Engine(pretraining, optimizer=optimizer, config=plan.deepspeed, mesh=mesh, device=device, weights=weights)
-    return engine, ways
+    return engine, engine_lines

@@ -15,9 +15,16 @@ from megahead.data import Batch
 from megahead.distributed import Group
 from megahead.errors import CheckpointError
 
-_READ = {"samples": int, "tokens": int, "skipped_steps": int, "spikes": int, "rollbacks": int, "seconds": float | int}
-_LEARNED = {"step": int, "targets": int, "recent_losses": list, "validation": dict | None}
-_ABSENT = {"spikes": 0, "rollbacks": 0, "recent_losses": []}
+_KEPT_ON_ROLLBACK = {
+    "samples": int,
+    "tokens": int,
+    "skipped_steps": int,
+    "spikes": int,
+    "rollbacks": int,
+    "seconds": float | int,
+}
+_RESTORED_ON_ROLLBACK = {"step": int, "targets": int, "recent_losses": list, "validation": dict | None}
+_BEFORE_THEY_WERE_COUNTED = {"spikes": 0, "rollbacks": 0, "recent_losses": []}
 """Of checkpoints that were written before these were counted."""
 
 
@@ -64,7 +71,7 @@ class TrainingState:
     validation: dict[str, float] | None = None
     """`step` and `loss` of the last evaluation."""
 
-    texts: dict[str, Any] = field(default_factory=dict)
+    data_fingerprints: dict[str, Any] = field(default_factory=dict)
     """What lies behind the paths in the config, see `identity`."""
 
     local_counts: Tensor = field(init=False)
@@ -78,13 +85,13 @@ class TrainingState:
         self.local_counts = torch.zeros(self.padded_vocab_size, dtype=torch.int64)
         self.dataset_counts = torch.zeros(self.padded_vocab_size, dtype=torch.int64)
 
-    def learned(self, samples: int, targets: int) -> None:
+    def record_applied_step(self, samples: int, targets: int) -> None:
         """A step over so many rows with so many targets was applied."""
         self.step += 1
         self.target_samples += samples
         self.targets += targets
 
-    def count(self, batch: Batch) -> None:
+    def count_targets(self, batch: Batch) -> None:
         """Adds a batch's targets to the counts."""
         ids_N = batch.target_ids_N
         self.local_counts.index_add_(0, ids_N, torch.ones_like(ids_N))
@@ -105,17 +112,18 @@ class TrainingState:
 
     def counters(self) -> dict[str, Any]:
         """All but the counts of targets, as it stands in a checkpoint's JSON."""
-        names = (*_READ, *_LEARNED, "target_samples", "group_samples", "texts")
-        return {name: copy(getattr(self, name)) for name in names}
+        names = (*_KEPT_ON_ROLLBACK, *_RESTORED_ON_ROLLBACK, "target_samples", "group_samples")
+        counters = {name: copy(getattr(self, name)) for name in names}
+        return counters | {"texts": copy(self.data_fingerprints)}
 
     def restore(self, checkpoint: Checkpoint, group: Group) -> None:
         """The inverse of `counters` and `target_counts`: goes on where `checkpoint` was saved."""
-        self._take(_READ, checkpoint)
-        self.go_back(checkpoint, group)
+        self._take(_KEPT_ON_ROLLBACK, checkpoint)
+        self.roll_back_to(checkpoint, group)
 
-    def go_back(self, checkpoint: Checkpoint, group: Group) -> None:
+    def roll_back_to(self, checkpoint: Checkpoint, group: Group) -> None:
         """What was learned since `checkpoint` is forgotten; what was read counts as read."""
-        self._take(_LEARNED, checkpoint)
+        self._take(_RESTORED_ON_ROLLBACK, checkpoint)
         self.target_samples = target_samples(checkpoint)
         counts = checkpoint.read("state/target_counts")
         if counts.shape != self.local_counts.shape:
@@ -126,5 +134,5 @@ class TrainingState:
 
     def _take(self, kinds: Mapping[str, Any], checkpoint: Checkpoint) -> None:
         for name, kind in kinds.items():
-            absent = _ABSENT.get(name)
-            setattr(self, name, copy(checkpoint.stated(name, kind, absent)))
+            absent = _BEFORE_THEY_WERE_COUNTED.get(name)
+            setattr(self, name, copy(checkpoint.state_value(name, kind, absent)))

@@ -41,26 +41,26 @@ def train_step(
     batches: StepBatches,
     learning_rate: float,
     device: torch.device,
-    world: Group,
+    world_group: Group,
     guard: Guard,
     recent_losses: list[float],
 ) -> StepReport:
     """Forward and backward of every micro-batch, one update unless the guard is against it. Collective.
 
-    `world`: all ranks, on a connection for CPU tensors.
+    `world_group`: all ranks, on a connection for CPU tensors.
     """
     losses = [engine.micro_step(micro.to(device)) for micro in batches.micro_batches]
     # each is its sum times data_ranks * accumulation / targets; the mean over both is the mean over targets
-    losses_WA = world.all_gather(torch.stack(losses).double().cpu())
+    losses_WA = world_group.all_gather(torch.stack(losses).double().cpu())
     loss_scale = engine.loss_scale
     fault = guard.suspects(losses_WA, recent_losses)
-    kept_back = guard.keeps_back(fault)
-    result = engine.drop() if kept_back else engine.step(learning_rate)
+    skip = guard.must_skip(fault)
+    result = engine.skip_step() if skip else engine.step(learning_rate)
     return StepReport(
         loss=float(losses_WA.mean()),
         grad_norm=result.grad_norm,
         applied=result.applied,
-        fault=fault if kept_back else found_afterwards(result, engine.searches_loss_scale) or fault,
+        fault=fault if skip else found_afterwards(result, engine.searches_loss_scale) or fault,
         loss_scale=loss_scale,
         learning_rate=learning_rate,
         targets=batches.targets,

@@ -17,11 +17,11 @@ from megahead.run_folder import RunFolder
 class TaskEvaluation:
     """The tasks of a run; their files are read through once here, so that a mistake is told before training."""
 
-    def __init__(self, config: TasksConfig, world: Group) -> None:
+    def __init__(self, config: TasksConfig, world_group: Group) -> None:
         self.every = config.every
         self._limit = config.limit
         self._files = task_files(config.names, Path(config.data))
-        self._world = world
+        self._world_group = world_group
 
     def run(self, checkpoint: Path) -> list[TaskResult]:
         """Results of all tasks in their order, for the model in `checkpoint`, with the best head it has. Collective.
@@ -32,12 +32,16 @@ class TaskEvaluation:
         from megahead.evaluate.harness import evaluate_tasks  # imports lm-eval and transformers: seconds
 
         folder = RunFolder.of(checkpoint).exports / "evaluated"
-        problem = self._world.broadcast_object(_export(checkpoint, folder) if self._world.rank == 0 else None)
+        problem = self._world_group.broadcast_object(
+            _export(checkpoint, folder) if self._world_group.rank == 0 else None
+        )
         if problem is not None:
             raise UserError(problem)
-        mine = dict(list(self._files.items())[self._world.rank :: self._world.size])
-        shares = self._world.all_gather_objects(list(evaluate_tasks(folder, mine, limit=self._limit)) if mine else [])
-        if self._world.rank == 0:
+        mine = dict(list(self._files.items())[self._world_group.rank :: self._world_group.size])
+        shares = self._world_group.all_gather_objects(
+            list(evaluate_tasks(folder, mine, limit=self._limit)) if mine else []
+        )
+        if self._world_group.rank == 0:
             shutil.rmtree(folder)
         found = {result.task: result for result in chain.from_iterable(shares)}
         return [found[name] for name in self._files]

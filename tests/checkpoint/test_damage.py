@@ -92,7 +92,7 @@ def test_a_wrong_manifest_is_told_in_one_sentence(damage: Callable[[Path], Any],
     assert "\n" not in str(error.value)
 
 
-def test_a_folder_that_is_no_checkpoint_is_told(tmp_path: Path) -> None:
+def test_a_folder_that_is_no_checkpoint_is_reported(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="must be a checkpoint"):
         open_checkpoint(tmp_path)
 

@@ -9,19 +9,32 @@ from pathlib import Path
 import pytest
 import torch
 
-from megahead.checkpoint import Spare, abandoned_in, newest_sound, open_checkpoint, save_checkpoint, step_of
-from megahead.checkpoint.retention import NONE_SPARED
+from megahead.checkpoint import KeepRules, abandoned_in, newest_sound, open_checkpoint, save_checkpoint, step_of
+from megahead.checkpoint.retention import KEEP_NO_OTHERS
 from megahead.distributed import Group
 from support.dying import die_at
 
 
 def save(
-    root: Path, step: int, keep: int = 2, after: int | None = None, spare: Spare = NONE_SPARED, loss: float = 1.0
+    root: Path,
+    step: int,
+    keep: int = 2,
+    parent_step: int | None = None,
+    keep_rules: KeepRules = KEEP_NO_OTHERS,
+    loss: float = 1.0,
 ) -> None:
     state = {"validation": {"step": step, "loss": loss}}
     tensors = {"weight": torch.full((5,), loss)}
     save_checkpoint(
-        root, step, tensors.items(), state=state, config={}, group=Group(), keep=keep, spare=spare, after=after
+        root,
+        step,
+        tensors.items(),
+        state=state,
+        config={},
+        group=Group(),
+        keep=keep,
+        keep_rules=keep_rules,
+        parent_step=parent_step,
     )
 
 
@@ -50,7 +63,7 @@ def test_a_damaged_one_that_was_passed_over_does_not_cost_a_sound_one(tmp_path: 
     for step in (4, 8, 12):
         save(tmp_path, step)
     damage(tmp_path, 12)
-    save(tmp_path, 10, after=8)
+    save(tmp_path, 10, parent_step=8)
     assert (counted(tmp_path), aside(tmp_path)) == ([8, 10], ["12"])
     assert found(tmp_path) == 10
 
@@ -58,7 +71,7 @@ def test_a_damaged_one_that_was_passed_over_does_not_cost_a_sound_one(tmp_path: 
 def test_what_lies_between_an_older_one_and_the_next_save_belongs_to_neither(tmp_path: Path) -> None:
     for step in (2, 4, 6, 8):
         save(tmp_path, step, keep=4)
-    save(tmp_path, 5, after=2)
+    save(tmp_path, 5, parent_step=2)
     assert (counted(tmp_path), aside(tmp_path)) == ([2, 5], ["4", "6", "8"])
     damage(tmp_path, 5)
     assert found(tmp_path) == 2
@@ -67,36 +80,36 @@ def test_what_lies_between_an_older_one_and_the_next_save_belongs_to_neither(tmp
 def test_one_that_goes_on_from_elsewhere_leaves_none_of_the_folders_own(tmp_path: Path) -> None:
     for step in (2, 8):
         save(tmp_path, step)
-    save(tmp_path, 5, after=-1)
+    save(tmp_path, 5, parent_step=-1)
     assert (counted(tmp_path), aside(tmp_path)) == ([5], ["2", "8"])
 
 
 def test_one_abandoned_twice_is_kept_twice_and_can_be_opened_by_its_name(tmp_path: Path) -> None:
     save(tmp_path, 2)
     for loss in (3.0, 4.0):
-        save(tmp_path, 8, after=2, loss=loss)
-        save(tmp_path, 4, after=2)
+        save(tmp_path, 8, parent_step=2, loss=loss)
+        save(tmp_path, 4, parent_step=2)
     names = [folder.name for folder in abandoned_in(tmp_path)]
     assert names == ["abandoned-step-00000004", "abandoned-step-00000008", "abandoned-step-00000008-2"]
     assert [open_checkpoint(tmp_path / name).read("weight")[0] for name in names[1:]] == [3.0, 4.0]
 
 
 def test_neither_milestones_nor_the_best_of_another_history_count(tmp_path: Path) -> None:
-    spare = Spare(every=4, best=1)
+    keep_rules = KeepRules(every=4, best=1)
     for step, loss in ((2, 5.0), (4, 4.0), (6, 0.5), (8, 0.6)):
-        save(tmp_path, step, keep=1, spare=spare, loss=loss)
+        save(tmp_path, step, keep=1, keep_rules=keep_rules, loss=loss)
     assert counted(tmp_path) == [4, 6, 8]
     for step, loss in ((5, 3.0), (7, 3.5)):
-        save(tmp_path, step, keep=1, spare=spare, loss=loss, after=4 if step == 5 else 5)
+        save(tmp_path, step, keep=1, keep_rules=keep_rules, loss=loss, parent_step=4 if step == 5 else 5)
     assert (counted(tmp_path), aside(tmp_path)) == ([4, 5, 7], ["6", "8"])  # 4 a milestone, 5 the best of this history
 
 
 OLD, NEW = 1.0, 2.0
 
 
-@pytest.mark.parametrize(("after", "step"), [(2, 5), (2, 6), (-1, 5), (-1, 6)])
+@pytest.mark.parametrize(("parent_step", "step"), [(2, 5), (2, 6), (-1, 5), (-1, 6)])
 def test_a_process_killed_anywhere_in_turning_away_leaves_one_history_and_no_mixture(
-    after: int, step: int, tmp_path: Path
+    parent_step: int, step: int, tmp_path: Path
 ) -> None:
     """Ends the process at its 1st, 2nd, ... durable act until one save gets through."""
     survived, newest = False, set()
@@ -107,23 +120,23 @@ def test_a_process_killed_anywhere_in_turning_away_leaves_one_history_and_no_mix
         child = os.fork()
         if child == 0:
             die_at(point)
-            save(root, step, keep=9, after=after, loss=NEW)
+            save(root, step, keep=9, parent_step=parent_step, loss=NEW)
             os._exit(0)
         survived = os.waitpid(child, 0)[1] == 0
         checkpoint, _ = newest_sound(root)
         if checkpoint is None:  # went on from elsewhere, which is still to be named again
-            assert (after, step, aside(root)) == (-1, 5, ["2", "4", "6", "8"])
+            assert (parent_step, step, aside(root)) == (-1, 5, ["2", "4", "6", "8"])
             newest.add((0, OLD))
             continue
         history = loss_of(checkpoint.folder)
         newest.add((checkpoint.step, history))
-        save(root, 9, keep=9, after=checkpoint.step, loss=history)
+        save(root, 9, keep=9, parent_step=checkpoint.step, loss=history)
         for folder in root.glob("step-*"):
-            assert loss_of(folder) == history or step_of(folder) <= after, (point, checkpoint.step, folder)
+            assert loss_of(folder) == history or step_of(folder) <= parent_step, (point, checkpoint.step, folder)
         if survived:
             break
     assert survived
-    goes_on_from = {(2, 5): (2, OLD), (2, 6): (2, OLD), (-1, 5): (0, OLD), (-1, 6): (6, OLD)}[after, step]
+    goes_on_from = {(2, 5): (2, OLD), (2, 6): (2, OLD), (-1, 5): (0, OLD), (-1, 6): (6, OLD)}[parent_step, step]
     assert newest == {(8, OLD), goes_on_from, (step, NEW)}
 
 

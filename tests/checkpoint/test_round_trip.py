@@ -142,7 +142,7 @@ def test_without_a_usable_latest_the_highest_complete_step_counts(latest: str | 
     assert find_checkpoint(tmp_path) == second
 
 
-def test_an_unknown_tensor_is_told(tmp_path: Path) -> None:
+def test_an_unknown_tensor_is_reported(tmp_path: Path) -> None:
     save(tmp_path, 1, some_tensors(1))
     with pytest.raises(CheckpointError, match="must hold the tensor head, but does not"):
         open_checkpoint(tmp_path).read("head")

@@ -61,7 +61,7 @@ def test_a_table_of_models_tasks_and_languages(
     assert list(entries[-1]["epochs"][0]["scores"]) == ["fr", "en"]
 
 
-def test_lines_that_were_left_out_are_told(
+def test_lines_that_were_left_out_are_reported(
     arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run(monkeypatch, *arguments, "--task", "glue/rte", "superglue/cb", "--seeds", "1", "--epochs", "1")
@@ -78,7 +78,7 @@ def test_lines_that_were_left_out_are_told(
         (["--task", "superglue/cb", "--seeds", "0"], "`--seeds` must be at least 1"),
     ],
 )
-def test_mistakes_are_told(
+def test_mistakes_are_reported(
     arguments: list[str], given: list[str], sentence: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(FieldError, match=sentence):

@@ -72,7 +72,7 @@ def test_prompts_come_from_a_file_or_from_the_keyboard(run: Path, monkeypatch, c
     assert spoken == answers.replace("the cat", "", 1).replace("the dog", "", 1)
 
 
-def test_an_empty_file_of_prompts_is_told(run: Path, monkeypatch, capsys) -> None:
+def test_an_empty_file_of_prompts_is_reported(run: Path, monkeypatch, capsys) -> None:
     (run.parent / "prompts.txt").touch()
     assert command(monkeypatch, "generate", "--model", run, "--file", run.parent / "prompts.txt") == 2
     assert "a prompt a line, but is empty" in capsys.readouterr().err
@@ -94,7 +94,7 @@ def test_a_backbone_alone_says_how_it_gets_a_head(run: Path, monkeypatch, capsys
         ("--max-tokens", 0, "at least 1"),
     ],
 )
-def test_options_out_of_range_are_told(run: Path, monkeypatch, capsys, option, value, sentence) -> None:
+def test_options_out_of_range_are_reported(run: Path, monkeypatch, capsys, option, value, sentence) -> None:
     assert command(monkeypatch, "generate", "--model", run, "--prompt", "a", option, value) == 2
     assert sentence in capsys.readouterr().err
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megahead.config import BatchConfig, ObjectiveConfig, resolve_group
+from megahead.config import BatchConfig, ObjectiveConfig, resolve_candidate_group_samples
 from megahead.errors import ConfigError
 
 BATCH = BatchConfig(global_size=32, micro_size=4)
@@ -35,8 +35,10 @@ def test_each_objective_has_its_head(fields: dict[str, Any], head: str, trains: 
 )
 def test_a_group_is_a_number(asked: int | str, samples: int) -> None:
     objective = ObjectiveConfig(group_samples=asked)
-    assert resolve_group(objective, BATCH, data_ranks=2) == samples
-    assert resolve_group(objective, BATCH, data_ranks=4, stored=samples) == samples  # kept on another mesh
+    assert resolve_candidate_group_samples(objective, BATCH, data_ranks=2) == samples
+    assert (
+        resolve_candidate_group_samples(objective, BATCH, data_ranks=4, stored=samples) == samples
+    )  # kept on another mesh
 
 
 def test_a_group_that_the_run_cannot_hold_is_refused() -> None:
@@ -47,9 +49,9 @@ def test_a_group_that_the_run_cannot_hold_is_refused() -> None:
         (64, "divide batch.global_size (32)"),
     ):
         with pytest.raises(ConfigError) as caught:
-            resolve_group(ObjectiveConfig(group_samples=asked), BATCH, data_ranks=2)
+            resolve_candidate_group_samples(ObjectiveConfig(group_samples=asked), BATCH, data_ranks=2)
         assert str(caught.value) == f"`objective.group_samples` must {rule}, but is {asked} instead."
     with pytest.raises(ConfigError, match=r"stay what the run began with \(16\)"):
-        resolve_group(ObjectiveConfig(group_samples=8), BATCH, 2, stored=16)
+        resolve_candidate_group_samples(ObjectiveConfig(group_samples=8), BATCH, 2, stored=16)
     with pytest.raises(ConfigError, match=r"divide batch.micro_size \(4\) or be a multiple"):
-        resolve_group(ObjectiveConfig(), BATCH, 2, stored=6)
+        resolve_candidate_group_samples(ObjectiveConfig(), BATCH, 2, stored=6)

@@ -31,7 +31,7 @@ from megahead.convert.source import TrainedModel
 from megahead.corpus.vocabulary import train_wordpiece
 from megahead.data import held_out_masker
 from megahead.errors import CheckpointError, FieldError
-from megahead.pretraining import ScoreRequest, weight_shapes
+from megahead.pretraining import EvaluationRequest, weight_shapes
 from support.small_checkpoint import save_small, small_config
 
 HEADS: list[tuple[str, dict[str, Any]]] = [
@@ -75,7 +75,7 @@ def test_an_export_speaks_as_its_checkpoint(tmp_path: Path, head: str, objective
         if head == "none":
             return
         logits = AutoModelForMaskedLM.from_pretrained(folder)(batch.input_ids_BT).logits
-        scores = ours.load()(ScoreRequest(batch, ours.training_free_bias() if head == "pmi" else None))
+        scores = ours.load()(EvaluationRequest(batch, ours.training_free_bias() if head == "pmi" else None))
     targets_NV = logits.flatten(0, 1)[batch.target_index_N]
     loss = F.cross_entropy(targets_NV, batch.target_ids_N, reduction="sum")
     assert loss.item() == pytest.approx(scores.loss, abs=1e-4 * scores.targets)

@@ -90,7 +90,7 @@ def load_vocabulary(folder: Path) -> set[str]:
     return set(content["model"]["vocab"]) | {token["content"] for token in content["added_tokens"]}
 
 
-def test_an_end_token_that_the_tokenizer_lacks_is_told(tmp_path: Path) -> None:
+def test_an_end_token_that_the_tokenizer_lacks_is_reported(tmp_path: Path) -> None:
     save_small(tmp_path / "run", small_config(model={"vocab_size": 900}, data={"end_token": 899}))
     save_tokenizer(tmp_path / "run" / "tokenizer.json")
     with pytest.raises(DataError, match=r"data\.end_token \(899\)"):
@@ -98,7 +98,7 @@ def test_an_end_token_that_the_tokenizer_lacks_is_told(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_the_tokenizer_of_a_larger_model_is_told(tmp_path: Path) -> None:
+def test_the_tokenizer_of_a_larger_model_is_reported(tmp_path: Path) -> None:
     save_small(tmp_path / "run", small_config(model={"vocab_size": 61}))
     save_tokenizer(tmp_path / "run" / "tokenizer.json")
     with pytest.raises(DataError, match=r"at most 61 ids \(model\.vocab_size\)"):

@@ -61,7 +61,7 @@ def test_bf16_errs_by_its_own_rounding_and_not_much_more() -> None:
     assert largest_error(weight, torch.zeros(WIDTH), 1.0, torch.bfloat16) < 0.3
 
 
-def test_a_zero_norm_weight_is_told() -> None:
+def test_a_zero_norm_weight_is_reported() -> None:
     weight = torch.ones(WIDTH)
     weight[7] = 0
     with pytest.raises(FieldError, match="1 of 512 zero"):

@@ -89,7 +89,7 @@ def test_models_that_ours_cannot_be_are_refused(tmp_path, change, sentence) -> N
     assert not (tmp_path / "run").exists()
 
 
-def test_a_tensor_too_few_and_one_too_many_are_told(tmp_path: Path) -> None:
+def test_a_tensor_too_few_and_one_too_many_are_reported(tmp_path: Path) -> None:
     theirs = save_theirs(tmp_path / "theirs")
     tensors = stored(theirs)
     bias = tensors.pop("gpt_neox.final_layer_norm.bias")
@@ -110,7 +110,7 @@ def test_a_backbone_has_no_training_free_head_without_counts(tmp_path: Path) -> 
         export(run, tmp_path / "out", "pmi")
 
 
-def test_a_folder_without_safetensors_is_told(tmp_path: Path) -> None:
+def test_a_folder_without_safetensors_is_reported(tmp_path: Path) -> None:
     (tmp_path / "theirs").mkdir()
     with pytest.raises(CheckpointError, match="save_pretrained"):
         from_hf(tmp_path / "theirs", tmp_path / "run")

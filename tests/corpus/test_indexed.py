@@ -83,7 +83,7 @@ def test_reads_back_what_was_written(tmp_path_factory: pytest.TempPathFactory, l
     assert dataset.info.token_counts == np.bincount(flat, minlength=v).tolist()
 
 
-def test_reads_over_sequence_borders(flat_dataset: Callable[[int], Path]) -> None:
+def test_reads_over_sequence_boundaries(flat_dataset: Callable[[int], Path]) -> None:
     dataset = IndexedDataset(flat_dataset(60))
     assert dataset.read(5, 40).tolist() == list(range(5, 45))
     with pytest.raises(IndexError):
@@ -130,7 +130,7 @@ def test_names_the_missing_file(write_dataset: Callable[..., Path], missing: str
         IndexedDataset(prefix)
 
 
-def test_pieces_of_one_file_are_told(tmp_path: Path) -> None:
+def test_pieces_of_one_file_are_reported(tmp_path: Path) -> None:
     (tmp_path / "data.idx").write_bytes(GOLDEN)
     for piece in range(2):
         (tmp_path / f"data-0000{piece}-of-00002.bin").write_bytes(bytes(8))

@@ -127,7 +127,7 @@ def test_real_text_equals_the_reference_tokenizer(shared_data: Path, tmp_path: P
     assert np.array_equal(IndexedDataset(tmp_path / "out").read(0, len(flat)), flat)
 
 
-def test_broken_lines_can_be_skipped_and_are_told(
+def test_broken_lines_can_be_skipped_and_are_reported(
     tokenizer_path: Path, json_lines: JsonLines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(decompression, "BLOCK_BYTES", 300)

@@ -51,7 +51,7 @@ def test_too_small_a_vocabulary_is_refused(train: Callable[..., vocabulary.Token
         train(TEXTS, 5)
 
 
-def test_no_text_is_told() -> None:
+def test_no_text_is_reported() -> None:
     with pytest.raises(DataError, match="the text must suffice"):
         train_sentencepiece([], 300)
 

@@ -100,6 +100,6 @@ def test_describes_itself(tmp_path: Path) -> None:
     assert info is not None
     assert (info.tokens, info.documents, info.text_bytes, info.vocab_size) == (3, 1, 11, 4)
     assert (info.tokenizer, info.token_counts) == ("t.json", [0, 2, 0, 1])
-    for stamp, ending in ((info.bin, ".bin"), (info.idx, ".idx")):
+    for fingerprint, ending in ((info.bin, ".bin"), (info.idx, ".idx")):
         data = Path(f"{tmp_path / 'data'}{ending}").read_bytes()
-        assert (stamp.bytes, stamp.sha256) == (len(data), hashlib.sha256(data).hexdigest())
+        assert (fingerprint.bytes, fingerprint.sha256) == (len(data), hashlib.sha256(data).hexdigest())

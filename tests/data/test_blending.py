@@ -15,7 +15,7 @@ from megahead.config import DataConfig
 from megahead.corpus import IndexedDataset, IndexedDatasetWriter
 from megahead.data import Blend, StreamSamples, training_samples
 from megahead.data.blending import PERIOD, round_shares, schedule, temperature_weights
-from megahead.data.sampling import describe_samples, relative_passes, token_counts
+from megahead.data.sampling import describe_samples, relative_epochs, token_counts
 
 
 def shares(weights: list[float]) -> np.ndarray:
@@ -77,7 +77,7 @@ def test_ratios_and_repetition_are_said(datasets: list[IndexedDataset]) -> None:
     assert "REPEATED: 1.28 epochs" in second.describe()
     assert "REPEATED" not in first.describe() + third.describe()
     assert [name for name, _ in describe_samples(blend, 200)] == ["blend"] * 3
-    assert relative_passes(blend) == pytest.approx([39 / 99, 1.0, 2 * 39 / 299])
+    assert relative_epochs(blend) == pytest.approx([39 / 99, 1.0, 2 * 39 / 299])
 
 
 def test_ids_are_counted_as_often_as_their_text_is_read(tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def test_ids_are_counted_as_often_as_their_text_is_read(tmp_path: Path) -> None:
             writer.add_document(np.full(size, number + 1))
     datasets = [IndexedDataset(tmp_path / f"part{number}") for number in range(2)]
     blend = Blend([StreamSamples(dataset, 10, 0) for dataset in datasets], [1, 1])
-    first = math.ceil(990 * relative_passes(blend)[0])
+    first = math.ceil(990 * relative_epochs(blend)[0])
     assert 300 < first < 500
     assert token_counts(datasets, blend, 6).tolist() == [0, first, 390, 0, 0, 0]
     (tmp_path / "part1.json").unlink()  # it has not counted
@@ -120,4 +120,4 @@ def test_one_prefix_is_no_blend(flat_dataset: Callable[[int], Path], order: str)
     samples = training_samples(data, [dataset], seed=3)
     assert not isinstance(samples, Blend)
     assert samples.rows([0]).shape[1] == data.sequence_length + 1
-    assert relative_passes(samples) == [1.0]
+    assert relative_epochs(samples) == [1.0]

@@ -15,10 +15,10 @@ from megahead.data.strategies import Uniform
 CLS, SEP, MASK, END, PAD, VOCABULARY = 1, 2, 3, 4, 0, 1000
 
 
-def masker(seed: int = 7, isolate: bool = True, steps: int = 1, samples_a_step: int = 1, **settings: Any) -> Masker:
+def masker(seed: int = 7, isolate: bool = True, steps: int = 1, samples_per_step: int = 1, **settings: Any) -> Masker:
     ids = {"cls_token": CLS, "sep_token": SEP, "mask_token": MASK, "special_tokens": [PAD]}
     config = MaskingConfig(**ids, **settings)
-    return Masker(config, Uniform(), VOCABULARY, END, isolate, seed, samples_a_step, steps)
+    return Masker(config, Uniform(), VOCABULARY, END, isolate, seed, samples_per_step, steps)
 
 
 def texts(rows: int, length: int = 126, ends: float = 0.0, seed: int = 0) -> np.ndarray:
@@ -99,7 +99,7 @@ def test_a_sample_is_masked_the_same_in_any_company_and_differently_in_another_e
 
 
 def test_the_rate_moves_with_the_run_and_is_one_for_a_step() -> None:
-    moving = masker(rate=0.4, final_rate=0.1, steps=4, samples_a_step=2)
+    moving = masker(rate=0.4, final_rate=0.1, steps=4, samples_per_step=2)
     batch = moving.batch(texts(10), range(10))
     per_row = np.bincount(batch.target_index_N.numpy() // 128, minlength=10)
     assert per_row.tolist() == [round(126 * rate) for rate in (0.4, 0.4, 0.3, 0.3, 0.2, 0.2, 0.1, 0.1, 0.1, 0.1)]

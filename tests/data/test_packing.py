@@ -63,9 +63,9 @@ def test_every_target_inside_a_document_is_met_once(
 
 
 def test_the_tightest_row_is_taken() -> None:
-    rows = best_fit(np.array([5, 3, 9, 1, 4, 2]), capacity=10, most=None)
+    rows = best_fit(np.array([5, 3, 9, 1, 4, 2]), capacity=10, max_documents=None)
     assert [sorted(row) for row in rows] == [[2], [0, 3, 4], [1, 5]]
-    assert [len(row) for row in best_fit(np.ones(7, int), capacity=10, most=3)] == [3, 3, 1]
+    assert [len(row) for row in best_fit(np.ones(7, int), capacity=10, max_documents=3)] == [3, 3, 1]
 
 
 def test_short_documents_waste_little(write_dataset: Write) -> None:
@@ -163,9 +163,9 @@ def test_documents_without_end_tokens_never_see_each_other(
     inputs, positions = batch.input_ids_BT, batch.positions_BT
     if positions is None:
         positions = torch.arange(inputs.shape[1]).expand_as(inputs)
-    begins = positions == 0
-    assert begins[:, 0].all()
-    assert torch.equal(begins[:, 1:], (inputs[:, 1:] != inputs[:, :-1]) | (inputs[:, 1:] == 0))
+    document_starts = positions == 0
+    assert document_starts[:, 0].all()
+    assert torch.equal(document_starts[:, 1:], (inputs[:, 1:] != inputs[:, :-1]) | (inputs[:, 1:] == 0))
     met = zip(inputs.flatten()[batch.target_index_N].tolist(), batch.target_ids_N.tolist(), strict=True)
     assert sorted(met) == sorted((text[0], text[0]) for text in texts for _ in text[1:])
 
@@ -179,7 +179,7 @@ def test_a_blend_keeps_what_its_parts_know(write_dataset: Write) -> None:
     assert positions is not None
     assert positions.tolist() == [[0, 1, 2] * 3] * 12
     stream = training_samples(data.model_copy(update={"pack": "stream"}), [IndexedDataset(packed)] * 2, 1)
-    assert stream.beginnings(range(5)) is None
+    assert stream.document_starts(range(5)) is None
 
 
 def test_an_encoders_rows_keep_what_is_known_of_documents(write_dataset: Write) -> None:
@@ -189,8 +189,8 @@ def test_an_encoders_rows_keep_what_is_known_of_documents(write_dataset: Write) 
     masking = MaskingConfig(mask_token=1, cls_token=2, sep_token=3)
     for isolate, expected in ((True, [0, 1, 2, 3, 0, 1, 2, 3, 0]), (False, None)):
         masker = Masker(masking, Uniform(), 20, 9, isolate, seed=0)
-        rows, begins = samples.rows([0]), samples.beginnings([0])
+        rows, document_starts = samples.rows([0]), samples.document_starts([0])
         assert rows.tolist() == [[5, 6, 7, 5, 6, 7, -1]]
-        found = masker.batch(rows, [0], begins).positions_BT
+        found = masker.batch(rows, [0], document_starts).positions_BT
         assert found is not None
         assert found[0].tolist() == (expected or [0, 1, 2, 3, 4, 5, 6, 7, 0])

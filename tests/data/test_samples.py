@@ -30,7 +30,7 @@ def test_an_epoch_covers_the_text_once(flat_dataset: Flat, tokens: int, length: 
     rows = samples.rows(range(epoch * n, (epoch + 1) * n))
     assert samples.per_epoch == len(samples) == n
     assert rows.shape == (n, length + 1)
-    assert (np.diff(rows, axis=1) == 1).all()  # each row is one run of the text, over document borders
+    assert (np.diff(rows, axis=1) == 1).all()  # each row is one run of the text, over document boundaries
     first = samples.offset(epoch)
     assert 0 <= first < length
     assert sorted(rows[:, 0]) == list(range(first, first + n * length, length))
@@ -89,7 +89,7 @@ def test_sequential_rows_keep_the_order_of_the_file(flat_dataset: Flat) -> None:
 
 
 @pytest.mark.parametrize(("kind", "least"), [(StreamSamples, 100), (SequentialSamples, 51)])
-def test_too_short_a_dataset_is_told(flat_dataset: Flat, kind: type, least: int) -> None:
+def test_too_short_a_dataset_is_reported(flat_dataset: Flat, kind: type, least: int) -> None:
     seed = () if kind is SequentialSamples else (0,)
     assert kind(IndexedDataset(flat_dataset(least)), 50, *seed).rows([0, 5]).shape == (2, 51)
     with pytest.raises(DataError, match=rf"at least {least} tokens for rows of 50 targets, but holds {least - 1}"):

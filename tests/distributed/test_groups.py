@@ -49,9 +49,16 @@ def test_a_group_cannot_shard_unevenly() -> None:
 def places(group: Group) -> tuple[int, int, int, int, list[float], list[float]]:
     mesh = Mesh.build(group, tensor_size=2)
     mine = torch.tensor([float(group.rank)])
-    neighbours = mesh.tensor.all_gather(mine).flatten().tolist()
-    column = mesh.data.all_gather(mine).flatten().tolist()
-    return mesh.tensor.rank, mesh.tensor.size, mesh.data.rank, mesh.data.size, neighbours, column
+    neighbours = mesh.tensor_group.all_gather(mine).flatten().tolist()
+    column = mesh.data_group.all_gather(mine).flatten().tolist()
+    return (
+        mesh.tensor_group.rank,
+        mesh.tensor_group.size,
+        mesh.data_group.rank,
+        mesh.data_group.size,
+        neighbours,
+        column,
+    )
 
 
 def test_tensor_groups_are_consecutive_ranks() -> None:

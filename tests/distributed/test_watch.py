@@ -14,7 +14,7 @@ import pytest
 from megahead.distributed import LostRankError, lines, switchboard, watch
 from megahead.distributed.lines import Line, Pulse
 from megahead.distributed.switchboard import Switchboard
-from megahead.distributed.waiting import within
+from megahead.distributed.waiting import with_timeout
 from megahead.distributed.watch import Watch
 
 WAITED = RuntimeError("[gloo] timed out waiting")
@@ -30,7 +30,7 @@ class Ranks:
         self.lines = [board.start()]
         for rank in range(1, size - absent):
             self.lines.append(self.call())
-            self.lines[-1].say("hello", self.token, rank)
+            self.lines[-1].send("hello", self.token, rank)
         self.watches = [Watch(line, rank, limit_seconds, self.ended.append) for rank, line in enumerate(self.lines)]
         self._pool = ThreadPoolExecutor(size)
 
@@ -102,7 +102,7 @@ def test_who_does_not_answer_is_named() -> None:
 
 def test_who_is_not_heard_is_named_although_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = Ranks(3, limit_seconds=0.5).met()
-    monkeypatch.setattr(ranks.lines[2], "say", lambda *words: None)
+    monkeypatch.setattr(ranks.lines[2], "send", lambda *words: None)
     deadline = time.monotonic() + 10
     while len(ranks.ended) < 2 and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -154,7 +154,7 @@ def test_strangers_are_sent_away(words: bytes) -> None:
         with suppress(ConnectionResetError):
             assert stranger.recv(1) == b""
     late = ranks.call()
-    late.say("hello", ranks.token, 1)
+    late.send("hello", ranks.token, 1)
     (meeting,) = ranks.each(Watch.meet, 0)
     assert meeting.result(10) is None
 
@@ -170,12 +170,12 @@ def test_a_pause_of_ones_own_is_one_beat(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_within_gives_the_result_the_error_or_up() -> None:
-    assert within(10, lambda: 3) == 3
+    assert with_timeout(10, lambda: 3) == 3
     with pytest.raises(ZeroDivisionError):
-        within(10, lambda: 1 // 0)
+        with_timeout(10, lambda: 1 // 0)
     forever = threading.Event()
     with pytest.raises(TimeoutError, match="no answer within"):
-        within(0.1, forever.wait)
+        with_timeout(0.1, forever.wait)
     forever.set()
 
 

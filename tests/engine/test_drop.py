@@ -54,7 +54,7 @@ def tried_and_undone(course: Course, attempt: str, batches: list[SmallBatch]) ->
     """Whether nothing changed but how fp16's search for a loss scale goes on, which is set back."""
     before = course.traces()
     engine = course.gather(batches)
-    result = engine.drop() if attempt == "drop" else engine.step(0.01)
+    result = engine.skip_step() if attempt == "drop" else engine.step(0.01)
     if attempt == "step":
         engine.set_loss_scale_state(before[1])
     return not result.applied and course.unchanged(before)

@@ -28,8 +28,8 @@ def started(world: Group, config: RunConfig) -> tuple[bool, set[int]]:
         asked[name] += 1
         return first(name)
 
-    module = assemble(config, mesh.tensor, CPU)
-    optimizer, content = build_adamw(module, config.optimizer), deepspeed_config(config, mesh.data.size)
+    module = assemble(config, mesh.tensor_group, CPU)
+    optimizer, content = build_adamw(module, config.optimizer), deepspeed_config(config, mesh.data_group.size)
     engine = Engine(module, optimizer=optimizer, config=content, mesh=mesh, device=CPU, weights=weights)
     held = {key.removeprefix("weight/"): value for key, value in engine.tensors() if key.startswith("weight/")}
     return all(torch.equal(value, first(name)) for name, value in held.items()), set(asked.values())

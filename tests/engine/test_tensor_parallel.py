@@ -93,15 +93,15 @@ def plain(steps: int) -> tuple[dict[str, Tensor], list[float]]:
 
 def split(world: Group, stage: int, steps: int, given: dict[str, Tensor] | None) -> Any:
     mesh = Mesh.build(world, 2)
-    data, accumulation = mesh.data.size, 2 // mesh.data.size
+    data, accumulation = mesh.data_group.size, 2 // mesh.data_group.size
     engine = small_engine(
-        world, stage, module=split_model(mesh.tensor), tensor_size=2, clipping=CLIPPING, accumulation=accumulation
+        world, stage, module=split_model(mesh.tensor_group), tensor_size=2, clipping=CLIPPING, accumulation=accumulation
     )
     if given is not None:
         engine.load(given.__getitem__, 1)
     start, norms = whole(engine), []
     for step in range(steps):
-        for batch in small_batches([7, 2], data * accumulation / 9, seed=step)[mesh.data.rank :: data]:
+        for batch in small_batches([7, 2], data * accumulation / 9, seed=step)[mesh.data_group.rank :: data]:
             engine.micro_step(batch)
         norms.append(engine.step(0.01).grad_norm)
     return start, whole(engine), norms
@@ -120,8 +120,8 @@ def test_two_tensor_ranks_equal_plain_torch_and_tell_whole_tensors(stage: int, r
 def one_bad_slice(world: Group, stage: int, precision: str) -> tuple[bool, list[str], bool]:
     """A step in which one rank alone has a gradient that is not finite, in a slice; then a good one."""
     mesh = Mesh.build(world, 2)
-    engine = small_engine(world, stage, precision, module=split_model(mesh.tensor), tensor_size=2)
-    before, (batch,) = whole(engine), small_batches([7], 1 / 7, seed=mesh.data.rank)
+    engine = small_engine(world, stage, precision, module=split_model(mesh.tensor_group), tensor_size=2)
+    before, (batch,) = whole(engine), small_batches([7], 1 / 7, seed=mesh.data_group.rank)
     factor = float("nan") if world.rank == world.size - 1 else 1.0
     spoiled = engine.module.up.weight.register_hook(lambda grad: grad * factor)
     engine.micro_step(batch)

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from megahead.checkpoint import open_checkpoint
-from megahead.config import deepspeed_config, load_config, resolve_group
+from megahead.config import deepspeed_config, load_config, resolve_candidate_group_samples
 from megahead.convert import export, from_hf, hf_folder, load_causal
 from megahead.corpus import IndexedDataset, IndexedDatasetWriter, load_tokenizer, preprocess
 from megahead.distributed import Group, choose_device, read_launch
@@ -184,7 +184,7 @@ def texts(**changes: Any) -> Callable[[Path], Any]:
 
 def group_of_three(folder: Path) -> None:
     config = small_config(folder, {"objective.group_samples": 3})
-    resolve_group(config.objective, config.batch, 1)
+    resolve_candidate_group_samples(config.objective, config.batch, 1)
 
 
 STEP = "F/model/checkpoints/step-00000003"

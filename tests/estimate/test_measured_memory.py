@@ -56,16 +56,16 @@ def config_of(folder: Path, stage: int, changes: dict[str, Any], **zero: int) ->
 
 def trained(world: Group, config: RunConfig, steps: int) -> Engine:
     mesh = Mesh.build(world, config.parallel.tensor)
-    module = assemble(config, mesh.tensor, CPU)
-    optimizer, content = build_adamw(module, config.optimizer), deepspeed_config(config, mesh.data.size)
+    module = assemble(config, mesh.tensor_group, CPU)
+    optimizer, content = build_adamw(module, config.optimizer), deepspeed_config(config, mesh.data_group.size)
     weights = first_weights(config)
     engine = Engine(module, optimizer=optimizer, config=content, mesh=mesh, device=CPU, weights=weights)
     samples = StreamSamples(IndexedDataset(config.data.train), config.data.sequence_length, config.seed)
     objective = build_objective(config.objective, config.model.vocab_size)
-    feed = Feed(samples, objective, config.data, config.batch, mesh.data)
+    feed = Feed(samples, objective, config.data, config.batch, mesh.data_group)
     for step in range(steps):
         batches = feed.step(step * config.batch.global_size)
-        train_step(engine, batches, 1e-3, CPU, mesh.world, Guard(config.faults), [])
+        train_step(engine, batches, 1e-3, CPU, mesh.world_group, Guard(config.faults), [])
     return engine
 
 

@@ -21,7 +21,7 @@ from megahead.evaluate.finetuning import (
     FineTuningResult,
     FineTuningResults,
     FineTuningRun,
-    StartModel,
+    InitialModel,
     TaskData,
     paper_settings,
     summarise,
@@ -85,8 +85,8 @@ def test_what_can_be_learnt_is_learnt_and_the_same_seed_learns_the_same(tmp_path
         save_small(tmp_path / "run", small_config(model={"vocab_size": 300}), scale=0.05)
         save_tokenizer(tmp_path / "run" / "tokenizer.json")
         folder = hf_folder(tmp_path / "run")
-    contest = FineTuningRun(StartModel("small", folder), same_word(), SETTINGS)
-    first, again, other = (list(contest.run(seed)) for seed in (0, 0, 1))
+    task_run = FineTuningRun(InitialModel("small", folder), same_word(), SETTINGS)
+    first, again, other = (list(task_run.run(seed)) for seed in (0, 0, 1))
     assert first[-1].scores["rte"]["accuracy"] == 1.0
     assert first[-1].loss < first[0].loss
     assert [epoch.loss for epoch in first] == [epoch.loss for epoch in again] != [epoch.loss for epoch in other]
@@ -97,11 +97,11 @@ def test_choices_and_numbers(tmp_path: Path) -> None:
     folder = save_small_encoder(tmp_path / "model")
     choices = [Example(f"the {WORDS[k % 5]}", ("it is", "no")[:: 1 - 2 * (k % 2)], 1 - k % 2) for k in range(100)]
     copa = TaskData("superglue/copa", TASKS["superglue/copa"], choices, {"copa": choices}, halved=False)
-    (*_, last) = FineTuningRun(StartModel("small", folder), copa, SETTINGS).run(0)
+    (*_, last) = FineTuningRun(InitialModel("small", folder), copa, SETTINGS).run(0)
     assert last.scores == {"copa": {"accuracy": 1.0}}
     numbers = [Example("the cat", (" ".join(["no"] * (k % 6)) or "it",), float(k % 6)) for k in range(100)]
     stsb = TaskData("glue/stsb", TASKS["glue/stsb"], numbers, {"stsb": numbers}, halved=False)
-    (*_, last) = FineTuningRun(StartModel("small", folder), stsb, replace(SETTINGS, epochs=8)).run(0)
+    (*_, last) = FineTuningRun(InitialModel("small", folder), stsb, replace(SETTINGS, epochs=8)).run(0)
     assert last.scores["stsb"]["spearman"] > 0.8
 
 
@@ -123,51 +123,51 @@ def test_a_body_with_a_hole_is_refused(tmp_path: Path) -> None:
         load_classifier(folder, 2, 0)
 
 
-def test_a_loss_that_is_not_finite_is_told(tmp_path: Path) -> None:
-    contest = FineTuningRun(StartModel("small", save_small_encoder(tmp_path / "model")), same_word(32), SETTINGS)
-    wild = FineTuningRun(contest.start, contest.data, replace(SETTINGS, learning_rate=1e30))
+def test_a_loss_that_is_not_finite_is_reported(tmp_path: Path) -> None:
+    task_run = FineTuningRun(InitialModel("small", save_small_encoder(tmp_path / "model")), same_word(32), SETTINGS)
+    wild = FineTuningRun(task_run.initial_model, task_run.data, replace(SETTINGS, learning_rate=1e30))
     with pytest.raises(UserError, match="lower --learning-rate"):
         list(wild.run(0))
 
 
 def test_finished_runs_are_not_made_again_unless_something_changed(tmp_path: Path) -> None:
-    start, data = StartModel("small", save_small_encoder(tmp_path / "model")), same_word(40)
+    initial_model, data = InitialModel("small", save_small_encoder(tmp_path / "model")), same_word(40)
     output = tmp_path / "scores.json"
 
     def run(seeds: int, data: TaskData = data, **changes: Any) -> tuple[list[FineTuningResult], list[str]]:
         lines: list[str] = []
         tasks = [(data, replace(SETTINGS, epochs=2, **changes))]
-        return Comparison([start], tasks, range(seeds), FineTuningResults(output)).run(lines.append), lines
+        return Comparison([initial_model], tasks, range(seeds), FineTuningResults(output)).run(lines.append), lines
 
     first, lines = run(1)
     assert len(lines) == 2
     assert lines[1].startswith("small: glue/rte, seed 0, epoch 2/2: loss ")
     assert lines[1].endswith("100% of all runs done, 0s left")
     both, lines = run(2)
-    assert [outcome.seed for outcome in both] == [0, 1]
+    assert [result.seed for result in both] == [0, 1]
     assert (both[0], len(lines)) == (first[0], 2)
     assert run(2) == (both, [])
     assert len(run(1, learning_rate=1e-4)[1]) == 2
     assert len(run(1, same_word(39))[1]) == 2
-    (folder := start.folder / "config.json").write_text(folder.read_text() + "\n")
+    (folder := initial_model.folder / "config.json").write_text(folder.read_text() + "\n")
     assert len(run(1)[1]) == 2
     entries = json.loads(output.read_text())["results"]
     assert [entry["train_rows"] for entry in entries] == [40, 40, 40]
 
 
-def outcome(task: str, seed: int, *scores: dict[str, dict[str, float]]) -> FineTuningResult:
+def result(task: str, seed: int, *scores: dict[str, dict[str, float]]) -> FineTuningResult:
     return FineTuningResult("m", task, seed, 10, False, [EpochScores(0.1, score, 1.0) for score in scores])
 
 
 def test_summaries_take_the_best_epoch_then_seeds_then_tasks() -> None:
     cola = [
-        outcome(
+        result(
             "glue/cola", seed, {"cola": {"matthews": 0.1, "accuracy": 0.9}}, {"cola": {"matthews": m, "accuracy": 0.5}}
         )
         for seed, m in enumerate((0.2, 0.4))
     ]
-    rte = [outcome("glue/rte", seed, {"rte": {"accuracy": 1.0}}) for seed in (0, 1)]
-    mrpc = [outcome("glue/mrpc", seed, {"mrpc": {"accuracy": 0.6, "f1": 0.7}}) for seed in (0, 1)]
+    rte = [result("glue/rte", seed, {"rte": {"accuracy": 1.0}}) for seed in (0, 1)]
+    mrpc = [result("glue/mrpc", seed, {"mrpc": {"accuracy": 0.6, "f1": 0.7}}) for seed in (0, 1)]
     rows = {(row.task, row.test, row.metric): row for row in summarise([*cola, *rte, *mrpc])}
     assert rows["glue/cola", "cola", "accuracy"].values == [0.5, 0.5]
     matthews = rows["glue/cola", "cola", "matthews"]
@@ -178,6 +178,6 @@ def test_summaries_take_the_best_epoch_then_seeds_then_tasks() -> None:
 
 def test_several_test_sets_have_a_mean_and_the_first_one_chooses_the_epoch() -> None:
     epochs = [{"fr": {"accuracy": a}, "de": {"accuracy": b}} for a, b in ((0.5, 0.9), (0.6, 0.4))]
-    rows = {row.test: row for row in summarise([outcome("xnli/fr", 0, *epochs)])}
+    rows = {row.test: row for row in summarise([result("xnli/fr", 0, *epochs)])}
     assert (rows["fr"].mean(), rows["de"].mean(), rows["mean of 2"].mean()) == (0.6, 0.4, 0.5)
     assert rows["fr"].deviation() is None

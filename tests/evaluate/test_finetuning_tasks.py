@@ -39,7 +39,7 @@ def test_examples_of_every_form(tmp_path: Path) -> None:
     put_lines(tmp_path, "WiC", WIC)
     cola = load_task("glue/cola", sources)
     assert cola.train == [Example("The sailors rode.", (None,), 1), Example("Rode the.", (None,), 0)]
-    assert cola.tests == {"cola": [Example('He said "yes.', (None,), 1)]}
+    assert cola.evaluation_sets == {"cola": [Example('He said "yes.', (None,), 1)]}
     assert load_task("glue/mrpc", sources).train == [Example("One ", ("Two",), 1)]
     assert load_task("superglue/cb", sources).train == [Example("It rained.", ("It was wet.",), 1)]
     copa = Example("I ran. What was the cause of this?", ("I was late.", "I sat."), 1)
@@ -61,7 +61,7 @@ def test_words_in_context_in_their_first_form_where_the_other_lacks_training(tmp
         put(tmp_path, f"superglue/WiC/{split}/{split}.data.txt", "go\tV\t0-0\tGo !\tThey go .\n")
         put(tmp_path, f"superglue/WiC/{split}/{split}.gold.txt", "T\n")
     data = load_task("superglue/wic", Sources(tmp_path))
-    assert data.train == data.tests["wic"] == [Example("go: Go !", ("They go .",), 1)]
+    assert data.train == data.evaluation_sets["wic"] == [Example("go: Go !", ("They go .",), 1)]
 
 
 def test_halves_of_xnli_share_no_premise_and_are_the_same_rows_in_all_languages(tmp_path: Path) -> None:
@@ -71,25 +71,25 @@ def test_halves_of_xnli_share_no_premise_and_are_the_same_rows_in_all_languages(
         put(tmp_path, f"xnli/dev-{language}.tsv", "".join(rows))
     data = load_task("xnli/fr", Sources(tmp_path))
     assert data.halved
-    assert list(data.tests) == ["fr", "en"]
-    assert not {example.first for example in data.train} & {example.first for example in data.tests["fr"]}
+    assert list(data.evaluation_sets) == ["fr", "en"]
+    assert not {example.first for example in data.train} & {example.first for example in data.evaluation_sets["fr"]}
     assert [e.seconds[0] for e in data.train] == ["fr 0", "fr 1", "fr 2", "fr 6", "fr 7", "fr 8"]
-    assert [e.seconds[0] for e in data.tests["en"]] == ["en 3", "en 4", "en 5", "en 9", "en 10", "en 11"]
+    assert [e.seconds[0] for e in data.evaluation_sets["en"]] == ["en 3", "en 4", "en 5", "en 9", "en 10", "en 11"]
     assert [e.label for e in data.train] == [1, 2, 0, 1, 2, 0]
     put(tmp_path, "xnli/multinli.train.fr.tsv", "premise\thypo\tlabel\nA\tB\tcontradictory\n")
     whole = load_task("xnli/fr", Sources(tmp_path), languages=["fr"])
-    assert (whole.halved, whole.train, list(whole.tests)) == (False, [Example("A", ("B",), 2)], ["fr"])
-    assert len(whole.tests["fr"]) == 12
+    assert (whole.halved, whole.train, list(whole.evaluation_sets)) == (False, [Example("A", ("B",), 2)], ["fr"])
+    assert len(whole.evaluation_sets["fr"]) == 12
 
 
 def test_fewer_rows_are_the_same_ones_every_time(tmp_path: Path) -> None:
     put_lines(tmp_path, "CB", *({**CB, "premise": str(k)} for k in range(50)))
     first, again = (load_task("superglue/cb", Sources(tmp_path), max_train_rows=10) for _ in range(2))
     assert first.train == again.train
-    assert first.stamp == again.stamp
+    assert first.fingerprint == again.fingerprint
     assert len({example.first for example in first.train}) == 10
-    assert len(first.tests["cb"]) == 50
-    assert first.stamp != load_task("superglue/cb", Sources(tmp_path), max_train_rows=11).stamp
+    assert len(first.evaluation_sets["cb"]) == 50
+    assert first.fingerprint != load_task("superglue/cb", Sources(tmp_path), max_train_rows=11).fingerprint
 
 
 def test_the_hub_gives_the_same_examples_as_files(tmp_path: Path) -> None:
@@ -112,7 +112,7 @@ def test_lines_that_lack_columns_are_left_out_and_counted(tmp_path: Path) -> Non
     put(tmp_path, "glue/QQP/dev.tsv", header + row.format("now"))
     data = load_task("glue/qqp", Sources(tmp_path))
     assert [example.first for example in data.train] == ["Why me?", "Why you?", "Why us?"]
-    assert (data.short, len(data.tests["qqp"])) == (2, 1)
+    assert (data.short, len(data.evaluation_sets["qqp"])) == (2, 1)
     put(tmp_path, "glue/QQP/dev.tsv", header + row.format("now") * 2 + "7\t8\n")
     assert load_task("glue/qqp", Sources(tmp_path)).short == 3
 
@@ -144,13 +144,13 @@ def test_lines_that_lack_columns_are_left_out_and_counted(tmp_path: Path) -> Non
         ("glue/sst2", "glue/RTE/dev.tsv", "x", r"must hold glue/SST-2/dev\.tsv for task glue/sst2"),
     ],
 )
-def test_files_of_another_form_are_told(tmp_path: Path, name: str, file: str, content: str, sentence: str) -> None:
+def test_files_of_another_form_are_reported(tmp_path: Path, name: str, file: str, content: str, sentence: str) -> None:
     put(tmp_path, file, content)
     with pytest.raises(DataError, match=sentence):
         load_task(name, Sources(tmp_path))
 
 
-def test_unknown_tasks_and_a_hub_out_of_reach_are_told(tmp_path: Path) -> None:
+def test_unknown_tasks_and_a_hub_out_of_reach_are_reported(tmp_path: Path) -> None:
     with pytest.raises(FieldError, match=r"`--task` must name tasks of glue/cola, .*xnli/LANGUAGE, but is glue/cole"):
         expand(["glue/cole"], Sources(tmp_path))
     with pytest.raises(DataError, match="`--data` must name a folder of files where the hub cannot be reached"):
@@ -176,6 +176,6 @@ def test_real_files_are_read_whole(shared_data: Path) -> None:
     assert expand(["glue", "superglue"], sources) == list(counts)[:-1]
     for name, (train, test) in counts.items():
         data = load_task(name, sources, languages=["en"])
-        assert (len(data.train), len(next(iter(data.tests.values())))) == (train, test), name
+        assert (len(data.train), len(next(iter(data.evaluation_sets.values())))) == (train, test), name
         if TASKS[name].labels:
             assert set(Counter(example.label for example in data.train)) == set(range(len(TASKS[name].labels)))

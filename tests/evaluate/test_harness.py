@@ -91,7 +91,7 @@ def test_a_changed_file_of_the_same_name_is_read_anew(folder: Path, passages: Pa
     assert (before.samples, after.samples) == (len(PASSAGES), 1)
 
 
-def test_a_model_without_its_tokenizer_is_told(folder: Path, passages: Path) -> None:
+def test_a_model_without_its_tokenizer_is_reported(folder: Path, passages: Path) -> None:
     (folder / "tokenizer.json").unlink()
     with pytest.raises(CheckpointError, match=r"must hold a tokenizer\.json"):
         evaluate_harness(folder, task_files(["cloze"], cloze=passages))
@@ -112,7 +112,7 @@ def test_mistakes_in_tasks_are_found_before_any_work(tmp_path: Path) -> None:
     ("content", "sentence"),
     [("", "is empty"), ('{"text": "a b"}\n{"txt": "c"}\n', "line 2 is none"), ("[1]\n", "line 1 is none")],
 )
-def test_a_file_that_is_no_test_is_told(tmp_path: Path, content: str, sentence: str) -> None:
+def test_a_file_that_is_no_test_is_reported(tmp_path: Path, content: str, sentence: str) -> None:
     (tmp_path / "cloze.jsonl").write_text(content)
     with pytest.raises(DataError, match=sentence):
         task_files(["cloze"], cloze=tmp_path / "cloze.jsonl")

@@ -12,9 +12,9 @@ import torch
 from megahead.corpus import IndexedDataset, IndexedDatasetWriter
 from megahead.data import held_out_masker, held_out_samples
 from megahead.distributed import Group
-from megahead.evaluate import HeldOut, HeldOutText
-from megahead.objectives import Scores
-from megahead.pretraining import ScoreRequest
+from megahead.evaluate import ValidationResult, ValidationSet
+from megahead.objectives import EvaluationSums
+from megahead.pretraining import EvaluationRequest
 from support.on_ranks import on_ranks
 from support.small_checkpoint import small_config
 
@@ -29,15 +29,15 @@ def text(folder: Path, text_bytes: int = 0) -> Path:
     return folder / "text"
 
 
-def held_out(prefix: Path, rows: int = 10, micro_size: int = 4, group: Group | None = None) -> HeldOutText:
+def held_out(prefix: Path, rows: int = 10, micro_size: int = 4, group: Group | None = None) -> ValidationSet:
     samples = held_out_samples(IndexedDataset(prefix), 8)
-    return HeldOutText(samples, DECODER.data, rows, micro_size, group or Group())
+    return ValidationSet(samples, DECODER.data, rows, micro_size, group or Group())
 
 
-def evenly(scoring: ScoreRequest) -> Scores:
+def evenly(request: EvaluationRequest) -> EvaluationSums:
     """A model that finds 32 tokens equally likely each time, and has the right one first at every even target."""
-    targets = scoring.batch.target_ids_N
-    return Scores(targets.numel() * log(32), int((targets % 2 == 0).sum()), targets.numel())
+    targets = request.batch.target_ids_N
+    return EvaluationSums(targets.numel() * log(32), int((targets % 2 == 0).sum()), targets.numel())
 
 
 @pytest.mark.parametrize("bytes_a_token", [1, 4])
@@ -58,17 +58,19 @@ def test_bits_per_byte_are_left_out_where_nobody_counted_bytes_or_only_some_toke
         masking={"mask_token": 3, "cls_token": 1, "sep_token": 2, "rate": 0.3},
     )
     samples = held_out_samples(IndexedDataset(text(tmp_path, 81)), encoder.sample_length())
-    masked = HeldOutText(samples, encoder.data, 5, 4, Group(), held_out_masker(encoder))
+    masked = ValidationSet(samples, encoder.data, 5, 4, Group(), held_out_masker(encoder))
     assert masked.evaluate(evenly, None, CPU).bits_per_byte is None
 
 
-def scored(group: Group, prefix: Path, rows: int) -> HeldOut:
+def scored(group: Group, prefix: Path, rows: int) -> ValidationResult:
     return held_out(prefix, rows, group=group).evaluate(uneven, None, CPU)
 
 
-def uneven(scoring: ScoreRequest) -> Scores:
+def uneven(request: EvaluationRequest) -> EvaluationSums:
     """Worse at larger ids, so that each row counts differently."""
-    return Scores(float(scoring.batch.target_ids_N.sum()), evenly(scoring).correct, scoring.batch.target_ids_N.numel())
+    return EvaluationSums(
+        float(request.batch.target_ids_N.sum()), evenly(request).correct, request.batch.target_ids_N.numel()
+    )
 
 
 @pytest.mark.parametrize("rows", [3, 99])

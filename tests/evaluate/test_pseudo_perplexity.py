@@ -63,7 +63,7 @@ def test_the_command_shows_each_model(
     assert capsys.readouterr().out.splitlines()[1].split()[1:] == [str(found.tokens), f"{found.perplexity():.4g}"]
 
 
-def test_what_cannot_be_scored_is_told(tmp_path: Path, folder: Path) -> None:
+def test_what_cannot_be_scored_is_reported(tmp_path: Path, folder: Path) -> None:
     with pytest.raises(CheckpointError, match="missing keys: cls"):
         pseudo_perplexity(save_small_encoder(tmp_path / "backbone"), TEXTS)
     with pytest.raises(DataError, match="must hold tokens to guess"):

@@ -86,7 +86,7 @@ def test_the_command_draws_several_models(wordnet: Path, run: Path, monkeypatch,
     assert "gap" in capsys.readouterr().out
 
 
-def test_what_is_missing_is_told(wordnet: Path, run: Path) -> None:
+def test_what_is_missing_is_reported(wordnet: Path, run: Path) -> None:
     weight_VD, vocabulary = input_embedding(run)
     with pytest.raises(DataError, match="knows none"):
         similarities(weight_VD, load_tokenizer(vocabulary), [("elephant", "pachyderm")])

@@ -104,13 +104,13 @@ def test_sentences_of_a_csv_keep_their_commas_and_line_breaks(tmp_path: Path) ->
         ("sciq", '{"question": "q"}', "JSON objects with a `support`, but line 1 is none"),
     ],
 )
-def test_a_file_of_another_form_is_told(tmp_path: Path, task: str, content: str, sentence: str) -> None:
+def test_a_file_of_another_form_is_reported(tmp_path: Path, task: str, content: str, sentence: str) -> None:
     put(tmp_path, task, content)
     with pytest.raises(DataError, match=sentence):
         task_files([task], tmp_path)
 
 
-def test_data_that_is_not_at_hand_is_told(tmp_path: Path) -> None:
+def test_data_that_is_not_at_hand_is_reported(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"must hold eval/qasper/qasper-test-v0\.3\.json for task qasper_bool"):
         task_files(["qasper_bool"], tmp_path)
 

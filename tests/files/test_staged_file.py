@@ -54,7 +54,7 @@ def test_writers_without_locks_do_not_mix(tmp_path: Path, monkeypatch: pytest.Mo
     assert [path.name for path in tmp_path.iterdir()] == ["table"]
 
 
-def test_a_lock_that_is_held_is_told(tmp_path: Path) -> None:
+def test_a_lock_that_is_held_is_reported(tmp_path: Path) -> None:
     held = StagedFile(tmp_path / "table")
     with pytest.raises(InUseError, match=r"table\.partial` must not be in use, but another process is writing it"):
         StagedFile(tmp_path / "table")

@@ -50,7 +50,7 @@ def test_each_task_trains_its_line(folder: Path) -> None:
     assert names == [("lr-5e-4", 5e-4), ("lr-1e-3", 1e-3), ("lr-1e-3-group", 1e-3)]
 
 
-def test_a_task_without_a_line_is_told(folder: Path) -> None:
+def test_a_task_without_a_line_is_reported(folder: Path) -> None:
     done = sweep(folder, 4)
     assert done.returncode != 0
     assert "line 4 of launch/sweep.txt must hold a run" in done.stderr

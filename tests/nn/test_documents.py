@@ -9,7 +9,7 @@ from megahead.nn import Documents
 POSITIONS = torch.tensor([[0, 1, 2, 0, 1], [0, 0, 1, 2, 3]])
 
 
-def test_borders_and_lengths_cover_all_tokens_in_order():
+def test_boundaries_and_lengths_cover_all_tokens_in_order():
     documents = Documents(POSITIONS)
     assert documents.lengths == [3, 2, 1, 4]
     assert documents.cu_seqlens.tolist() == [0, 3, 5, 6, 10]
@@ -36,7 +36,7 @@ def test_mask_shows_a_token_its_own_document_up_to_itself():
     assert torch.equal(Documents(POSITIONS).causal_mask_BTT, expected)
 
 
-def test_borders_that_are_known_are_not_looked_for():
+def test_boundaries_that_are_known_are_not_looked_for():
     cu_seqlens = torch.tensor([0, 3, 5, 6, 10], dtype=torch.int32)
     assert Documents(POSITIONS, cu_seqlens).cu_seqlens is cu_seqlens
     assert torch.equal(Documents(POSITIONS).cu_seqlens, cu_seqlens)

@@ -15,12 +15,12 @@ from torch.utils._pytree import tree_leaves
 
 from megahead.objectives import (
     Candidates,
-    Scores,
+    EvaluationSums,
     candidate_loss,
     candidate_loss_reference,
-    candidate_scores,
     chunked,
     cwt_loss,
+    evaluation_sums,
     log_unigram,
     unique_candidates,
     vocabulary_candidates,
@@ -72,7 +72,7 @@ def test_chunks_do_not_change_it(monkeypatch: pytest.MonkeyPatch) -> None:
     expected_grads = torch.autograd.grad(expected, [outputs, rows])
     for chunk_bytes in (1, 700, 10**9):  # one output at a time, a ragged few, all at once
         monkeypatch.setattr(chunked, "CHUNK_BYTES", chunk_bytes)
-        monkeypatch.setattr(chunked, "LEAST_ROWS", 1)
+        monkeypatch.setattr(chunked, "MIN_CHUNK_OUTPUTS", 1)
         loss = candidate_loss(*args)
         torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)
         for mine, theirs in zip(torch.autograd.grad(loss, [outputs, rows]), expected_grads, strict=True):
@@ -97,7 +97,7 @@ def test_memory_does_not_grow_with_outputs_times_candidates() -> None:
     candidates = vocabulary_candidates(torch.randint(2000, (3000,)))
     with LargestTensor() as largest:
         candidate_loss(outputs, rows, candidates).backward()
-        candidate_scores(outputs, rows, candidates)
+        evaluation_sums(outputs, rows, candidates)
     assert largest.bytes <= chunked.CHUNK_BYTES < 4 * 3000 * 2000
 
 
@@ -179,17 +179,17 @@ def test_scores_are_those_of_the_softmax() -> None:
     outputs, targets, embedding = drawn(20, 4, 9)
     bias = torch.randn(9)
     log_probs = (outputs @ embedding.T / 0.5 + bias).log_softmax(dim=1)
-    scores = candidate_scores(outputs, embedding, vocabulary_candidates(targets, bias), 0.5)
+    scores = evaluation_sums(outputs, embedding, vocabulary_candidates(targets, bias), 0.5)
     assert scores.loss == pytest.approx(-log_probs.gather(1, targets[:, None]).sum().item(), rel=1e-9)
     assert scores.correct == int((log_probs.argmax(1) == targets).sum())
     assert scores.targets == 20
 
 
 def test_no_targets_score_nothing() -> None:
-    scores = candidate_scores(
+    scores = evaluation_sums(
         torch.randn(0, 4), torch.randn(7, 4), vocabulary_candidates(torch.zeros(0, dtype=torch.int64))
     )
-    assert scores == Scores(0.0, 0, 0)
+    assert scores == EvaluationSums(0.0, 0, 0)
 
 
 def test_pmi_head_recovers_the_distribution_that_training_aims_at() -> None:

@@ -101,7 +101,7 @@ def test_own_biases_do_not_depend_on_chunks(monkeypatch: pytest.MonkeyPatch) -> 
     losses, gradients = [], []
     for chunk_bytes in (1, 300, 10**9):
         monkeypatch.setattr(chunked, "CHUNK_BYTES", chunk_bytes)
-        monkeypatch.setattr(chunked, "LEAST_ROWS", 1)
+        monkeypatch.setattr(chunked, "MIN_CHUNK_OUTPUTS", 1)
         losses.append(loss_of(candidates, outputs, table, 0.7))
         gradients.append(torch.autograd.grad(losses[-1], [table])[0])
     torch.testing.assert_close(losses, [losses[0]] * 3)

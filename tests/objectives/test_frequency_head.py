@@ -14,7 +14,7 @@ import torch
 
 from megahead.config import RunConfig
 from megahead.convert.source import TrainedModel
-from megahead.data import Masker, asked_counts, held_out_masker
+from megahead.data import Masker, evaluation_target_counts, held_out_masker
 from megahead.data.strategies import Frequency
 from megahead.objectives import log_unigram, training_free_bias
 from support.small_checkpoint import save_small, small_config
@@ -81,7 +81,7 @@ def test_held_out_text_is_predicted_as_it_is(count: str, power: float) -> None:
         return float(np.exp(-logits.log_softmax(1).numpy()[asked_N, truth_N].mean()))
 
     best = float(np.exp(-np.log(contexts()[asked_N, truth_N]).mean()))
-    asked = asked_counts(config, torch.from_numpy(token_counts))
+    asked = evaluation_target_counts(config, torch.from_numpy(token_counts))
     assert perplexity(asked) < 1.04 * best
     assert perplexity(None) > 1.15 * best  # as the masked targets are distributed
 
@@ -98,6 +98,6 @@ def test_an_exported_head_speaks_of_text_as_it_is(tmp_path) -> None:
 
 def test_where_all_tokens_are_masked_alike_nothing_else_is_asked_for() -> None:
     counts = torch.arange(VOCABULARY)
-    assert asked_counts(config_of(strategy="uniform"), counts) is None
-    assert asked_counts(config_of(), None) is None
-    assert asked_counts(small_config(), counts) is None
+    assert evaluation_target_counts(config_of(strategy="uniform"), counts) is None
+    assert evaluation_target_counts(config_of(), None) is None
+    assert evaluation_target_counts(small_config(), counts) is None

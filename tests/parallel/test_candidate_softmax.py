@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from megahead.distributed import Group
-from megahead.objectives import Candidates, CandidateShard, candidate_loss_reference, candidate_scores
-from megahead.parallel import candidate_softmax, parallel_candidate_loss, parallel_candidate_scores
+from megahead.objectives import Candidates, CandidateShard, candidate_loss_reference, evaluation_sums
+from megahead.parallel import candidate_softmax, parallel_candidate_loss, parallel_evaluation_sums
 from support.on_ranks import on_ranks
 
 OUTPUTS, FEATURES, TEMPERATURE = 23, 5, 0.7
@@ -68,13 +68,13 @@ def test_value_and_gradients_equal_the_reference(size: int, count: int, biased: 
 def scores(group: Group, count: int) -> tuple[float, int, int]:
     outputs, rows, candidates = problem(count, True)
     shard, table = shard_of(rows, group)
-    result = parallel_candidate_scores(outputs, table, candidates, TEMPERATURE, shard)
+    result = parallel_evaluation_sums(outputs, table, candidates, TEMPERATURE, shard)
     return result.loss, result.correct, result.targets
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_scores_equal_one_rank(size: int) -> None:
-    expected = candidate_scores(*problem(7, True), TEMPERATURE)
+    expected = evaluation_sums(*problem(7, True), TEMPERATURE)
     assert expected.correct > 0
     for loss, correct, targets in on_ranks(size, scores, 7):
         assert loss == pytest.approx(expected.loss, rel=1e-12)

@@ -14,7 +14,7 @@ from megahead.data import training_masker
 from megahead.distributed import Group
 from megahead.objectives import build_objective
 from megahead.parallel import shard_dims
-from megahead.pretraining import MicroBatch, Pretraining, ScoreRequest
+from megahead.pretraining import EvaluationRequest, MicroBatch, Pretraining
 from support.initialized import initialized
 from support.on_ranks import on_ranks
 from support.small_checkpoint import small_config
@@ -53,7 +53,7 @@ def outcome(module: Pretraining, config: RunConfig) -> tuple[Tensor, tuple[float
     loss = module(MicroBatch(batch, (candidates,), 0.5))
     loss.backward()
     with torch.no_grad():
-        scores = module(ScoreRequest(batch, torch.linspace(-2, 2, 47, dtype=torch.float64)))
+        scores = module(EvaluationRequest(batch, torch.linspace(-2, 2, 47, dtype=torch.float64)))
     return loss.detach(), (scores.loss, scores.correct, scores.targets)
 
 

@@ -14,7 +14,7 @@ from megahead.distributed import Group
 from megahead.errors import ConfigErrors
 from megahead.objectives import build_objective
 from megahead.parallel import shard_dims
-from megahead.pretraining import MicroBatch, Pretraining, ScoreRequest
+from megahead.pretraining import EvaluationRequest, MicroBatch, Pretraining
 from support.initialized import initialized
 from support.on_ranks import on_ranks
 from support.small_checkpoint import small_config
@@ -56,7 +56,7 @@ def outcome(module: Pretraining, config: RunConfig, targets: int | None) -> tupl
     loss.backward()
     bias = torch.linspace(-2, 2, config.model.vocab_size, dtype=torch.float64)
     with torch.no_grad():
-        scores = module(ScoreRequest(micro.batch, bias))
+        scores = module(EvaluationRequest(micro.batch, bias))
     return loss.detach(), (scores.loss, scores.correct, scores.targets)
 
 

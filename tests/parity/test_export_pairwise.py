@@ -96,8 +96,8 @@ def random_model(config: RunConfig) -> Pretraining:
 def save(group: Group, config: RunConfig, run: str) -> None:
     mesh = Mesh.build(group, config.parallel.tensor)
     weights = dict(random_model(config).named_parameters())
-    module = assemble(config, mesh.tensor, CPU)
-    settings = deepspeed_config(config, mesh.data.size)
+    module = assemble(config, mesh.tensor_group, CPU)
+    settings = deepspeed_config(config, mesh.data_group.size)
     engine = Engine(
         module,
         optimizer=small_optimizer(module),

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from megahead.config import RunConfig
 from megahead.data import training_masker
 from megahead.objectives import build_objective
-from megahead.pretraining import MicroBatch, Pretraining, ScoreRequest, documents_of
+from megahead.pretraining import EvaluationRequest, MicroBatch, Pretraining, documents_of
 from support.initialized import initialized
 from support.small_checkpoint import small_config
 
@@ -104,7 +104,7 @@ def test_vanilla_is_berts_own_loss(tied: bool, activation: str) -> None:
     (expected * 0.25).backward()
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(grads[name], parameter.grad, rtol=0, atol=1e-10, msg=name)
-    scores = model(ScoreRequest(batch, None))
+    scores = model(EvaluationRequest(batch, None))
     assert scores.loss == pytest.approx(expected.item())
     assert scores.correct == int((logits.argmax(1) == batch.target_ids_N).sum())
 

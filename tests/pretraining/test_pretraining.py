@@ -12,7 +12,7 @@ from megahead.config import RunConfig, config_from_dict
 from megahead.data import Batch, causal_batch
 from megahead.objectives import Candidates, build_objective, cwt_loss, log_unigram
 from megahead.optim import decay_groups
-from megahead.pretraining import MicroBatch, Pretraining, ScoreRequest, documents_of
+from megahead.pretraining import EvaluationRequest, MicroBatch, Pretraining, documents_of
 from support.initialized import initialized
 
 
@@ -82,7 +82,7 @@ def test_scoring_is_the_log_probability_under_the_training_free_head() -> None:
     pretraining = initialized(tiny({}))
     batch = prepared(pretraining).batch
     bias = log_unigram(torch.arange(64), 50)
-    scores = pretraining(ScoreRequest(batch, bias))
+    scores = pretraining(EvaluationRequest(batch, bias))
     outputs = pretraining.backbone(batch.input_ids_BT, documents_of(batch)).flatten(0, 1)
     logits = outputs @ pretraining.backbone.embedding.weight[:50].T + bias
     expected = torch.nn.functional.cross_entropy(logits, batch.target_ids_N, reduction="sum")
@@ -132,8 +132,8 @@ def test_a_learned_temperature_starts_where_it_is_told_gets_gradient_and_never_d
     learned = initialized(tiny({"temperature": 0.5, "learned_temperature": True, **objective}))
     micro = prepared(fixed)
     torch.testing.assert_close(learned(micro), fixed(micro))
-    assert learned(ScoreRequest(micro.batch, None)).loss == pytest.approx(
-        fixed(ScoreRequest(micro.batch, None)).loss, rel=1e-5
+    assert learned(EvaluationRequest(micro.batch, None)).loss == pytest.approx(
+        fixed(EvaluationRequest(micro.batch, None)).loss, rel=1e-5
     )
     learned(micro).backward()
     parameter = learned.get_parameter("temperature.log_value")

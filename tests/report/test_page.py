@@ -17,7 +17,7 @@ from megahead.commands import report
 from megahead.config import RunConfig
 from megahead.distributed import Group, Launch
 from megahead.report import read_runs, render_page
-from megahead.report.series import MOST_POINTS
+from megahead.report.series import MAX_POINTS
 from megahead.train import pretrain
 from support.logged_run import evaluation, training, write_run
 from support.on_ranks import on_ranks
@@ -121,10 +121,10 @@ def test_losses_that_are_not_finite_break_the_line_and_stand_among_the_events(tm
 def test_long_logs_are_thinned_to_means_and_tasks_get_panels(tmp_path: Path) -> None:
     found = {"lambada": {"perplexity": {"value": 30.0, "stderr": 1.0}}}
     task = {"step": 9, "tokens": 900, "seconds": 18.0, "tasks": found}
-    records = [training(step, loss=float(step % 2)) for step in range(1, 4 * MOST_POINTS + 3)]
+    records = [training(step, loss=float(step % 2)) for step in range(1, 4 * MAX_POINTS + 3)]
     _, data = page_of(write_run(tmp_path / "long", *records, task))
     (loss,) = data["panels"][0]["series"]
-    assert len(loss["y"]) == len(loss["mean"]) == len(loss["x"]["seconds"]) <= MOST_POINTS
+    assert len(loss["y"]) == len(loss["mean"]) == len(loss["x"]["seconds"]) <= MAX_POINTS
     assert set(loss["y"][:-1]) <= {0.4, 0.5, 0.6}
     assert data["panels"][-1]["title"] == "lambada  ·  perplexity"
     assert data["panels"][-1]["series"][0]["y"] == [30.0]

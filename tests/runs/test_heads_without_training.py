@@ -16,7 +16,7 @@ from megahead.convert.source import TrainedModel
 from megahead.corpus import IndexedDataset
 from megahead.data import held_out_samples
 from megahead.distributed import Group
-from megahead.evaluate import HeldOutText
+from megahead.evaluate import ValidationSet
 from megahead.report import read_metrics
 from megahead.train.state import TrainingState
 from support.bad_rows import BAD, run_with
@@ -46,7 +46,7 @@ def score(config: RunConfig, model: TrainedModel, bias_V: Tensor) -> float:
     """Held-out loss as an evaluation of the run takes it."""
     assert config.data.validation is not None
     samples = held_out_samples(IndexedDataset(config.data.validation), config.sample_length())
-    text = HeldOutText(samples, config.data, config.training.evaluate_samples, 2, Group())
+    text = ValidationSet(samples, config.data, config.training.evaluate_samples, 2, Group())
     return text.evaluate(model.load(), bias_V.float(), CPU).loss
 
 
@@ -95,5 +95,5 @@ def test_a_group_has_what_is_expected_of_its_rows_until_a_step_was_applied() -> 
     state = TrainingState(64, group_samples=4)
     state.samples = 8
     assert state.group_targets(expected=24) == 96
-    state.learned(8, 8 * 23)
+    state.record_applied_step(8, 8 * 23)
     assert state.group_targets(expected=24) == 92

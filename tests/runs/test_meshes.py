@@ -62,11 +62,11 @@ def test_resume_over_tensor_and_data_ranks_is_bitwise_under_dropout(tmp_path: Pa
 def dropped(world: Group, config: RunConfig) -> list[Tensor]:
     """Hidden states of the same rows under dropout: at a step, at that step once more, and at the next."""
     mesh = Mesh.build(world, config.parallel.tensor)
-    backbone = initialized(config, mesh.tensor).backbone
+    backbone = initialized(config, mesh.tensor_group).backbone
     ids = torch.arange(24).reshape(2, 12)
     states = []
     for first_sample in (0, 0, 8):
-        seed_step(config.seed, first_sample, mesh.data.rank)
+        seed_step(config.seed, first_sample, mesh.data_group.rank)
         states.append(backbone(ids).detach())
     return states
 
@@ -97,15 +97,15 @@ def started(world: Group, config: RunConfig) -> dict[str, bool]:
     """Which of this rank's parameters are its slice of what the checkpoint holds for them."""
     mesh = Mesh.build(world, config.parallel.tensor)
     assert config.init is not None
-    module = assemble(config, mesh.tensor, CPU)
-    fill_(module, mesh.tensor, starting_weights(config, world))
+    module = assemble(config, mesh.tensor_group, CPU)
+    fill_(module, mesh.tensor_group, starting_weights(config, world))
     checkpoint: Checkpoint = open_checkpoint(Path(config.init.from_checkpoint))
     source = {"head.weight": "backbone.embedding.weight"}
     outcome = {}
     for name, parameter in module.named_parameters():
         whole = checkpoint.read(f"weight/{source.get(name, name)}")
         dims = [dim for dim, size in enumerate(parameter.shape) if size != whole.shape[dim]]
-        outcome[name] = torch.equal(parameter, mesh.tensor.shard(whole, dims[0]) if dims else whole)
+        outcome[name] = torch.equal(parameter, mesh.tensor_group.shard(whole, dims[0]) if dims else whole)
     return outcome
 
 

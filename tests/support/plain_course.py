@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from megahead.checkpoint import open_checkpoint
-from megahead.config import RunConfig, resolve_group
+from megahead.config import RunConfig, resolve_candidate_group_samples
 from megahead.corpus import IndexedDataset
 from megahead.data import StreamSamples
 from megahead.distributed import Group, Launch
@@ -57,7 +57,7 @@ def plain_torch(config: RunConfig) -> Course:
     optimizer = build_adamw(module, config.optimizer)
     samples = StreamSamples(IndexedDataset(config.data.train), config.data.sequence_length, config.seed)
     objective = build_objective(config.objective, config.model.vocab_size, torch.ones(config.model.vocab_size))
-    group = resolve_group(config.objective, config.batch, 1)
+    group = resolve_candidate_group_samples(config.objective, config.batch, 1)
     feed = Feed(samples, objective, config.data, config.batch, Group(), group_samples=group, seed=config.seed)
     losses, norms = [], []
     for step in range(STEPS):

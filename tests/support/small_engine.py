@@ -101,14 +101,14 @@ def small_engine(
             "name": "small",
             "model": {"num_layers": 1, "hidden_size": WIDTH, "num_heads": 1, "rotary_pct": 1.0, "vocab_size": VOCAB},
             "data": {"train": "nowhere", "sequence_length": 8},
-            "batch": {"global_size": accumulation * mesh.data.size, "micro_size": 1},
+            "batch": {"global_size": accumulation * mesh.data_group.size, "micro_size": 1},
             "optimizer": {"learning_rate": 1.0, "gradient_clipping": clipping},
             "training": {"steps": 1},
             "engine": {"deepspeed": content, "precision": precision},
         }
     )
-    config = deepspeed_config(run, mesh.data.size)
-    weights = own_weights(module, mesh.tensor)
+    config = deepspeed_config(run, mesh.data_group.size)
+    weights = own_weights(module, mesh.tensor_group)
     return Engine(
         module, optimizer=small_optimizer(module), config=config, mesh=mesh, device=CPU, weights=weights.__getitem__
     )

@@ -83,7 +83,7 @@ def test_precision_is_the_configs_unless_it_is_asked_for(tmp_path: Path) -> None
     assert asked(*preset, "--precision", "bf16", "--micro-batch", "3").batch.micro_size == 3
 
 
-def test_what_a_step_cannot_obey_is_told(tmp_path: Path) -> None:
+def test_what_a_step_cannot_obey_is_reported(tmp_path: Path) -> None:
     path = config_file(tmp_path)
     with pytest.raises(FieldError, match=r"`--micro-batch` must go with --preset, .*; use --set batch\.micro_size=N"):
         asked("--config", path, "--micro-batch", "4")

@@ -176,7 +176,7 @@ def test_cloze_passages_are_of_the_asked_length() -> None:
     assert all(30 <= length <= 80 for length in lengths)
 
 
-def test_no_passage_at_all_is_told(tmp_path: Path) -> None:
+def test_no_passage_at_all_is_reported(tmp_path: Path) -> None:
     path = tmp_path / "held_out.jsonl"
     path.write_text(json.dumps({"text": "x = 1"}) + "\n")
     with pytest.raises(DataError, match="gives no cloze passage"):

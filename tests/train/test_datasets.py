@@ -77,7 +77,7 @@ def test_a_run_whose_documents_are_closed_by_another_id_is_refused(tmp_path: Pat
     assert open_datasets(small_config(tmp_path, {**PACKED, **without_held_out}))
 
 
-def test_rows_in_which_nothing_is_kept_apart_are_told(tmp_path: Path) -> None:
+def test_rows_in_which_nothing_is_kept_apart_are_reported(tmp_path: Path) -> None:
     with IndexedDatasetWriter(tmp_path / "text", vocab_size=60) as writer:
         writer.add_documents(np.full(250, 7), np.full(10, 25), sequences=np.empty(0, np.int64))
     config = small_config(tmp_path, {"data.order": "stored"})

@@ -38,8 +38,8 @@ def test_a_spike_needs_enough_to_compare_with() -> None:
 @pytest.mark.parametrize(("policy", "kept"), [("note", False), ("skip", True), ("rollback", True), ("stop", True)])
 def test_a_spike_is_kept_back_unless_it_is_only_noted(policy: str, kept: bool) -> None:
     guard = Guard(FaultsConfig.model_validate({"spike": policy}))
-    assert guard.keeps_back(Fault("spike", ())) is kept
-    assert guard.answer(Fault("spike", ())) == ("apply" if policy == "note" else policy)
+    assert guard.must_skip(Fault("spike", ())) is kept
+    assert guard.decide(Fault("spike", ())) == ("apply" if policy == "note" else policy)
 
 
 def test_only_an_overflow_of_a_scale_that_is_searched_for_is_no_fault() -> None:
@@ -47,21 +47,21 @@ def test_only_an_overflow_of_a_scale_that_is_searched_for_is_no_fault() -> None:
     assert found_afterwards(StepResult(math.inf, False), True) == Fault("overflow", ())
     assert found_afterwards(StepResult(math.inf, False), False) == Fault("gradients not finite", ())
     stern = Guard(FaultsConfig(bad_step="stop"))
-    assert stern.answer(Fault("overflow", ())) == "skip"
-    assert stern.answer(Fault("gradients not finite", ())) == "stop"
+    assert stern.decide(Fault("overflow", ())) == "skip"
+    assert stern.decide(Fault("gradients not finite", ())) == "stop"
 
 
 def test_a_good_step_ends_a_row_and_a_new_checkpoint_ends_returns() -> None:
     guard, bad = Guard(FaultsConfig(bad_step="rollback", most_in_a_row=3)), Fault("loss not finite", ((0, 0),))
     told = []
     for saved in (False, True, True, False, False):
-        guard.answer(None)
+        guard.decide(None)
         if saved:
             guard.saved()
-        told.append(guard.answer(bad))
+        told.append(guard.decide(bad))
     assert told == ["rollback", "rollback", "rollback", "rollback", "stop"]
     skipping = Guard(FaultsConfig(most_in_a_row=3))
-    assert [skipping.answer(fault) for fault in (bad, bad, None, bad, bad, bad)] == [
+    assert [skipping.decide(fault) for fault in (bad, bad, None, bad, bad, bad)] == [
         "skip", "skip", "apply", "skip", "skip", "stop",
     ]  # fmt: skip
 

@@ -13,7 +13,7 @@ from megahead.config import RunConfig
 from megahead.distributed import Group, Launch
 from megahead.engine import Engine, StepResult
 from megahead.errors import CheckpointError
-from megahead.evaluate import HeldOut
+from megahead.evaluate import ValidationResult
 from megahead.train import pretrain
 from megahead.train.evaluation import Evaluation
 from support.on_ranks import on_ranks
@@ -78,7 +78,7 @@ def test_tensors_that_are_not_finite_end_the_run_on_all_ranks(
 
 
 def run_and_misjudge(group: Group, config: RunConfig) -> str:
-    Evaluation.run = lambda *_: HeldOut(math.nan, math.nan, 0.0, None)  # type: ignore[method-assign]
+    Evaluation.run = lambda *_: ValidationResult(math.nan, math.nan, 0.0, None)  # type: ignore[method-assign]
     return ended(config)
 
 

@@ -42,7 +42,7 @@ def hold(
     rate = matrix_rate(device, config.engine.precision)
     peaks = [measured or one.peak_megabytes() for measured, one in zip(memory, contenders, strict=True)]
     lines = [one.row(rate, peak) for one, peak in zip(contenders, peaks, strict=True)]
-    _tell(contenders, lines, rate)
+    _print_results(contenders, lines, rate)
     return lines
 
 
@@ -57,7 +57,7 @@ def _stepped(contender: Contender) -> Contender:
     return contender
 
 
-def _tell(contenders: Sequence[Contender], lines: Sequence[dict[str, object]], rate: float) -> None:
+def _print_results(contenders: Sequence[Contender], lines: Sequence[dict[str, object]], rate: float) -> None:
     """What was timed, the table, and the ratios."""
     first, console = contenders[0], Console(highlight=False)
     shape = f"{first.config.batch.micro_size} x {first.config.data.sequence_length} tokens"

@@ -109,7 +109,7 @@ def engine_step(config: RunConfig, stage: int, place: Place | None = None) -> St
     tree["engine"]["deepspeed"] = str(SETTINGS / f"zero{stage}.json")
     config = config_from_dict(tree)
     mesh = Mesh.build(Group.world())
-    module = assemble(config, mesh.tensor, CPU)
+    module = assemble(config, mesh.tensor_group, CPU)
     optimizer = build_adamw(module, config.optimizer)
     settings, weights = deepspeed_config(config, count), first_weights(config)
     engine = Engine(module, optimizer=optimizer, config=settings, mesh=mesh, device=CPU, weights=weights)

@@ -12,7 +12,7 @@ from rich.console import Console
 from demo_pipeline.sizes import FULL, Size
 from demo_pipeline.stages import Stages
 from demo_pipeline.text import Text
-from demo_pipeline.training import ranks, seconds_a_step, train
+from demo_pipeline.training import ranks, seconds_per_step, train
 from megahead.config import HeadName, load_config
 from megahead.convert import export
 from megahead.evaluate.harness import evaluate_harness
@@ -98,7 +98,7 @@ class Pipeline:
 
         def work() -> str:
             settings = self.settings("vanilla", f"output_dir={scratch}")
-            step_seconds = seconds_a_step("demo-vanilla", settings, self.console)
+            step_seconds = seconds_per_step("demo-vanilla", settings, self.console)
             found.write_text(str(max(20, int(seconds / step_seconds))))
             return f"{step_seconds:.2f} s a step"
 

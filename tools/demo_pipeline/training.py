@@ -54,7 +54,7 @@ def train(config: str, overrides: Sequence[str], console: Console) -> None:
         raise UserError("training must end by itself, but failed; its last lines:\n" + "\n".join(lines[-15:]))
 
 
-def seconds_a_step(config: str, overrides: Sequence[str], console: Console) -> float:
+def seconds_per_step(config: str, overrides: Sequence[str], console: Console) -> float:
     """Measured over a few steps of a run that is thrown away."""
     trial = ["training.steps=16", "training.log_seconds=0", "schedule.warmup_steps=0", "data.validation=null"]
     scratch = load_config(f"configs/{config}.yaml", overrides).folder()

@@ -48,16 +48,16 @@ def _fine_tune(laboratory: Laboratory, names: Sequence[str], data: Path) -> None
     output = laboratory.folder / "xnli-seeds.json"
     tasks = ["--task", *(f"xnli/{one}" for one in LANGUAGES), "--languages", ",".join(LANGUAGES), "--data", str(data)]
     laboratory.run("finetune.py", "--model", *models, *tasks, "--floor", *FINE_TUNING, "--output", str(output))
-    outcomes = FineTuningResults(output).newest()
-    laboratory.record("xnli", [_row(model, outcomes) for model in dict.fromkeys(one.model for one in outcomes)])
+    results = FineTuningResults(output).newest()
+    laboratory.record("xnli", [_row(model, results) for model in dict.fromkeys(one.model for one in results)])
 
 
-def _row(model: str, outcomes: Sequence[FineTuningResult]) -> Row:
+def _row(model: str, results: Sequence[FineTuningResult]) -> Row:
     """Accuracies of a model, means over languages for each seed: its table cells."""
-    mine = [outcome for outcome in outcomes if outcome.model == model]
+    mine = [result for result in results if result.model == model]
     english: list[float] = []
     target: list[float] = []
-    for seed in sorted({outcome.seed for outcome in mine}):
+    for seed in sorted({result.seed for result in mine}):
         reached = {one.task.removeprefix("xnli/"): one.scores() for one in mine if one.seed == seed}
         english.append(mean(found["accuracy"] for found in reached["en"].values()))
         target.append(mean(reached[language][language]["accuracy"] for language in reached))

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from megahead.evaluate.finetuning.comparison import Comparison
     from megahead.evaluate.finetuning.loop import EpochScores
     from megahead.evaluate.finetuning.results import FineTuningResult, FineTuningResults, Summary, summarise
-    from megahead.evaluate.finetuning.run import FineTuningRun, StartModel
+    from megahead.evaluate.finetuning.run import FineTuningRun, InitialModel
     from megahead.evaluate.finetuning.scoring import measure
     from megahead.evaluate.finetuning.table import comparison_table
 
@@ -27,9 +27,9 @@ __all__ = [
     "FineTuningResult",
     "FineTuningResults",
     "FineTuningRun",
+    "InitialModel",
     "LossName",
     "Sources",
-    "StartModel",
     "Summary",
     "TaskData",
     "comparison_table",
@@ -45,7 +45,7 @@ __getattr__ = on_first_use(
     comparison=("Comparison",),
     loop=("EpochScores",),
     results=("FineTuningResult", "FineTuningResults", "Summary", "summarise"),
-    run=("FineTuningRun", "StartModel"),
+    run=("FineTuningRun", "InitialModel"),
     scoring=("measure",),
     table=("comparison_table",),
 )

@@ -99,8 +99,8 @@ def collate(examples: Sequence[Encoded], padding: int, device: torch.device) -> 
     sequences = [sequence for example in examples for sequence in example.sequences]
     longest = max(len(ids) for ids, _ in sequences)
     rows = [
-        (ids + [padding] * (gap := longest - len(ids)), [1] * len(ids) + [0] * gap, parts + [0] * gap)
-        for ids, parts in sequences
+        (ids + [padding] * (gap := longest - len(ids)), [1] * len(ids) + [0] * gap, token_types + [0] * gap)
+        for ids, token_types in sequences
     ]
     names = ("input_ids", "attention_mask", "token_type_ids")
     return {name: torch.tensor(part, device=device) for name, part in zip(names, zip(*rows, strict=True), strict=True)}

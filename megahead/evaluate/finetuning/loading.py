@@ -23,7 +23,7 @@ class TaskData:
     task: Task
     train: Sequence[Example]
 
-    tests: Mapping[str, Sequence[Example]]
+    evaluation_sets: Mapping[str, Sequence[Example]]
     """Test sets by name; the first one chooses the best epoch."""
 
     halved: bool
@@ -33,9 +33,9 @@ class TaskData:
     """Lines of the files that lacked a column and were left out."""
 
     @cached_property
-    def stamp(self) -> str:
+    def fingerprint(self) -> str:
         """Changes with any example."""
-        content = repr((self.train, sorted(self.tests.items())))
+        content = repr((self.train, sorted(self.evaluation_sets.items())))
         return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
@@ -62,8 +62,8 @@ class Sources:
             wanted = " or ".join(form.test.replace("+", " and ") for form in task.files)
             raise DataError(f"`{self.folder}` must hold {wanted} for task {name}, but lacks it.")
         train = form.read(self.folder / form.train) if self._have(form.train) else None
-        tests = [form.read(self.folder / path) for path in form.test.split("+")]
-        return train, Published([row for test in tests for row in test.rows], sum(test.short for test in tests))
+        files = [form.read(self.folder / path) for path in form.test.split("+")]
+        return train, Published([row for file in files for row in file.rows], sum(file.short for file in files))
 
     def have(self, name: str) -> bool:
         """Whether the task's test split is at hand."""
@@ -94,14 +94,14 @@ def load_task(
     Raises DataError for files that are missing or not as published.
     """
     data = _examples(name, sources)
-    train, tests, short = data.train, dict(data.tests), data.short
+    train, evaluation_sets, short = data.train, dict(data.evaluation_sets), data.short
     for language in languages if name.startswith("xnli/") else ():
-        if language not in tests and sources.have(f"xnli/{language}"):
+        if language not in evaluation_sets and sources.have(f"xnli/{language}"):
             other = _examples(f"xnli/{language}", sources)
-            tests, short = {**tests, **other.tests}, short + other.short
+            evaluation_sets, short = {**evaluation_sets, **other.evaluation_sets}, short + other.short
     if max_train_rows is not None and len(train) > max_train_rows:
         train = random.Random(0).sample(train, max_train_rows)
-    return replace(data, train=train, tests=tests, short=short)
+    return replace(data, train=train, evaluation_sets=evaluation_sets, short=short)
 
 
 def _examples(name: str, sources: Sources) -> TaskData:
@@ -110,12 +110,12 @@ def _examples(name: str, sources: Sources) -> TaskData:
     task, examples, split = TASKS[name], _build(name, test.rows), name.split("/")[1]
     if train is not None:
         return TaskData(name, task, _build(name, train.rows), {split: examples}, False, train.short + test.short)
-    if test.short and task.unit > 1:
+    if test.short and task.rows_per_unit > 1:
         raise DataError(
             f"The files of {name} must be whole to be cut in halves, but lack a column in {test.short:,} lines; "
             "get them anew."
         )
-    units = [examples[k : k + task.unit] for k in range(0, len(examples), task.unit)]
+    units = [examples[k : k + task.rows_per_unit] for k in range(0, len(examples), task.rows_per_unit)]
     halves = [[example for part in units[first::2] for example in part] for first in (0, 1)]
     return TaskData(name, task, halves[0], {split: halves[1]}, True, test.short)
 

@@ -43,12 +43,12 @@ class Classifier:
         self.task = task
         self.device = model.device
         self._padding = model.config.pad_token_id
-        self._parts = getattr(model.config, "type_vocab_size", 0) > 1
+        self._has_token_types = getattr(model.config, "type_vocab_size", 0) > 1
 
     def outputs(self, examples: Sequence[Encoded]) -> Tensor:
         """Scores of each class, of each choice, or the one value of a regression: [B, C] in fp32."""
         inputs = collate(examples, self._padding, self.device)
-        if not self._parts:
+        if not self._has_token_types:
             del inputs["token_type_ids"]
         logits: Tensor = self.model(**inputs).logits.float()
         return logits.view(len(examples), -1)
@@ -66,18 +66,18 @@ class Classifier:
         """The task's metrics on a test set."""
         self.model.eval()
         rows = by_length([example.length() for example in examples], range(len(examples)))
-        said, right = np.zeros(len(examples)), np.array([example.label for example in examples])
+        predictions, labels = np.zeros(len(examples)), np.array([example.label for example in examples])
         for start in range(0, len(rows), batch_size):
             batch = rows[start : start + batch_size]
             outputs_BC = self.outputs([examples[row] for row in batch])
-            said[batch] = (outputs_BC.argmax(1) if self.task.labels else outputs_BC[:, 0]).cpu().numpy()
-        return {metric: measure(metric, right, said) for metric in (self.task.metric, *self.task.also)}
+            predictions[batch] = (outputs_BC.argmax(1) if self.task.labels else outputs_BC[:, 0]).cpu().numpy()
+        return {metric: measure(metric, labels, predictions) for metric in (self.task.metric, *self.task.also)}
 
 
 def fine_tune(
     classifier: Classifier,
     train: Sequence[Encoded],
-    tests: Mapping[str, Sequence[Encoded]],
+    evaluation_sets: Mapping[str, Sequence[Encoded]],
     settings: FineTuning,
     seed: int,
 ) -> Iterator[EpochScores]:
@@ -108,5 +108,7 @@ def fine_tune(
         if not math.isfinite(mean):
             raise UserError(f"The loss must be finite, but is {mean} at step {step}; lower --learning-rate.")
         seconds = time.monotonic() - begin
-        scores = {name: classifier.scores(examples, 2 * settings.batch_size) for name, examples in tests.items()}
+        scores = {
+            name: classifier.scores(examples, 2 * settings.batch_size) for name, examples in evaluation_sets.items()
+        }
         yield EpochScores(mean, scores, seconds)

@@ -10,10 +10,10 @@ from typing import Any
 
 from megahead.evaluate.finetuning.loading import TaskData
 from megahead.evaluate.finetuning.loop import EpochScores
-from megahead.evaluate.finetuning.run import StartModel
+from megahead.evaluate.finetuning.run import InitialModel
 from megahead.evaluate.finetuning.settings import FineTuning
 from megahead.evaluate.finetuning.task_table import TASKS
-from megahead.evaluate.result_cache import ResultCache, stamp_model
+from megahead.evaluate.result_cache import ResultCache, fingerprint_model
 
 
 @dataclass(frozen=True)
@@ -56,23 +56,30 @@ class FineTuningResults:
     def newest(self) -> list[FineTuningResult]:
         """The outcome last kept of each model, task and seed, whichever settings it was made with."""
         runs = {(entry["model"], entry["task"], entry["seed"]): entry for entry in self._kept.entries}
-        return [_outcome(entry, *run) for run, entry in runs.items()]
+        return [_result(entry, *run) for run, entry in runs.items()]
 
-    def find(self, start: StartModel, data: TaskData, settings: FineTuning, seed: int) -> FineTuningResult | None:
+    def find(
+        self, initial_model: InitialModel, data: TaskData, settings: FineTuning, seed: int
+    ) -> FineTuningResult | None:
         """The outcome kept of this very run, if there is one."""
-        entry = self._kept.find(_key(start, data, settings, seed))
-        return None if entry is None else _outcome(entry, start.name, data.name, seed)
+        entry = self._kept.find(_key(initial_model, data, settings, seed))
+        return None if entry is None else _result(entry, initial_model.name, data.name, seed)
 
     def add(
-        self, start: StartModel, data: TaskData, settings: FineTuning, seed: int, epochs: Sequence[EpochScores]
+        self,
+        initial_model: InitialModel,
+        data: TaskData,
+        settings: FineTuning,
+        seed: int,
+        epochs: Sequence[EpochScores],
     ) -> FineTuningResult:
         """Keeps a finished run, in place of an earlier one with the same settings."""
-        outcome = FineTuningResult(start.name, data.name, seed, len(data.train), data.halved, list(epochs))
-        facts = {"train_rows": outcome.train_rows, "halved": data.halved, "metric": data.task.metric}
-        values = {**facts, "best_epoch": outcome.best() + 1, "epochs": [asdict(epoch) for epoch in epochs]}
-        key = _key(start, data, settings, seed)
+        result = FineTuningResult(initial_model.name, data.name, seed, len(data.train), data.halved, list(epochs))
+        facts = {"train_rows": result.train_rows, "halved": data.halved, "metric": data.task.metric}
+        values = {**facts, "best_epoch": result.best() + 1, "epochs": [asdict(epoch) for epoch in epochs]}
+        key = _key(initial_model, data, settings, seed)
         self._kept.add(key, values, replaces=("model", "task", "seed", "settings"))
-        return outcome
+        return result
 
 
 @dataclass(frozen=True)
@@ -98,11 +105,11 @@ class Summary:
         return stdev(self.values) if len(self.values) > 1 else None
 
 
-def summarise(outcomes: Sequence[FineTuningResult]) -> list[Summary]:
+def summarise(results: Sequence[FineTuningResult]) -> list[Summary]:
     """Every metric of every test set of one model's tasks, then the means over several."""
     rows = []
-    for task in dict.fromkeys(outcome.task for outcome in outcomes):
-        runs = [outcome for outcome in outcomes if outcome.task == task]
+    for task in dict.fromkeys(result.task for result in results):
+        runs = [result for result in results if result.task == task]
         scores, epochs = [run.scores() for run in runs], [run.best() + 1 for run in runs]
         for test, metrics in scores[0].items():
             rows += [
@@ -132,17 +139,17 @@ def _suite_mean(suite: str, rows: Sequence[Summary]) -> Summary | None:
     return Summary(members[0].model, suite, f"mean of {len(members)}", "", [fmean(values) for values in seeds], [])
 
 
-def _outcome(entry: Mapping[str, Any], model: str, task: str, seed: int) -> FineTuningResult:
+def _result(entry: Mapping[str, Any], model: str, task: str, seed: int) -> FineTuningResult:
     epochs = [EpochScores(**epoch) for epoch in entry["epochs"]]
     return FineTuningResult(model, task, seed, entry["train_rows"], entry["halved"], epochs)
 
 
-def _key(start: StartModel, data: TaskData, settings: FineTuning, seed: int) -> dict[str, Any]:
+def _key(initial_model: InitialModel, data: TaskData, settings: FineTuning, seed: int) -> dict[str, Any]:
     return {
-        "model": start.name,
+        "model": initial_model.name,
         "task": data.name,
         "seed": seed,
         "settings": asdict(settings),
-        "weights": "random" if start.random_weights else stamp_model(start.folder),
-        "data": data.stamp,
+        "weights": "random" if initial_model.random_weights else fingerprint_model(initial_model.folder),
+        "data": data.fingerprint,
     }

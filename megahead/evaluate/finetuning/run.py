@@ -16,7 +16,7 @@ from megahead.evaluate.finetuning.settings import FineTuning
 
 
 @dataclass(frozen=True)
-class StartModel:
+class InitialModel:
     """What fine-tuning starts from."""
 
     name: str
@@ -30,20 +30,23 @@ class StartModel:
 class FineTuningRun:
     """A starting point on a task: texts are encoded once, then every seed starts anew."""
 
-    def __init__(self, start: StartModel, data: TaskData, settings: FineTuning) -> None:
-        self.start, self.data, self.settings = start, data, settings
-        tokenizer = load_tokenizer_folder(start.folder)
+    def __init__(self, initial_model: InitialModel, data: TaskData, settings: FineTuning) -> None:
+        self.initial_model, self.data, self.settings = initial_model, data, settings
+        tokenizer = load_tokenizer_folder(initial_model.folder)
         padding = (tokenizer.pad_token_id, tokenizer.get_vocab().get("[PAD]"), 0)
         self._padding = next(token for token in padding if token is not None)
         encoder = ExampleEncoder(tokenizer, settings.max_length)
         self._train = encoder.encode(data.train)
-        self._tests = {name: encoder.encode(examples) for name, examples in data.tests.items()}
+        self._evaluation_sets = {name: encoder.encode(examples) for name, examples in data.evaluation_sets.items()}
 
     def run(self, seed: int) -> Iterator[EpochScores]:
         """Fine-tunes with `seed` for the head (and random weights), the order and dropout; yields after each epoch."""
         torch.manual_seed(seed)
         model = load_classifier(
-            self.start.folder, self.data.task.outputs(), self._padding, random_weights=self.start.random_weights
+            self.initial_model.folder,
+            self.data.task.outputs(),
+            self._padding,
+            random_weights=self.initial_model.random_weights,
         )
         model.to("cuda" if torch.cuda.is_available() else "cpu")
-        yield from fine_tune(Classifier(model, self.data.task), self._train, self._tests, self.settings, seed)
+        yield from fine_tune(Classifier(model, self.data.task), self._train, self._evaluation_sets, self.settings, seed)

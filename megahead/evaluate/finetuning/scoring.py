@@ -44,6 +44,6 @@ def class_loss(logits_BC: Tensor, classes_B: Tensor, *, balanced: bool) -> Tenso
     return (losses_B / counts_C[classes_B]).sum() / (counts_C > 0).sum()
 
 
-def number_loss(values_B: Tensor, right_B: Tensor) -> Tensor:
+def number_loss(values_B: Tensor, labels_B: Tensor) -> Tensor:
     """Mean squared error, for regression."""
-    return F.mse_loss(values_B, right_B)
+    return F.mse_loss(values_B, labels_B)

@@ -8,19 +8,19 @@ from megahead.evaluate.finetuning.results import FineTuningResult, Summary, summ
 from megahead.wording import duration
 
 
-def comparison_table(outcomes: Sequence[FineTuningResult]) -> list[dict[str, object]]:
+def comparison_table(results: Sequence[FineTuningResult]) -> list[dict[str, object]]:
     """A row for each metric of a task, a column for each model, and a last row of training time."""
     rows: dict[tuple[str, str, str], dict[str, object]] = {}
-    for model in dict.fromkeys(outcome.model for outcome in outcomes):
-        mine = [outcome for outcome in outcomes if outcome.model == model]
-        halved = {outcome.task for outcome in mine if outcome.halved}
+    for model in dict.fromkeys(result.model for result in results):
+        mine = [result for result in results if result.model == model]
+        halved = {result.task for result in mine if result.halved}
         for summary in summarise(mine):
             task = summary.task + (" (half of dev)" if summary.task in halved else "")
             test = "" if summary.test == summary.task.split("/")[-1] else summary.test
             names = {"task": task, "test": test, "metric": summary.metric}
             rows.setdefault((task, test, summary.metric), {**names})[model] = _cell(summary)
         time_row = rows.setdefault(("training", "", ""), {"task": "training"})
-        time_row[model] = duration(sum(outcome.seconds() for outcome in mine))
+        time_row[model] = duration(sum(result.seconds() for result in mine))
     rows["training", "", ""] = rows.pop(("training", "", ""))
     return list(rows.values())
 

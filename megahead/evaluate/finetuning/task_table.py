@@ -57,7 +57,7 @@ class Task:
     also: tuple[str, ...] = ()
     """Other metrics that are kept."""
 
-    unit: int = 1
+    rows_per_unit: int = 1
     """Neighbouring rows that belong together: XNLI asks three questions of each premise."""
 
     def outputs(self) -> int:
@@ -85,7 +85,7 @@ def _xnli(language: str) -> Task:
         build=texts("premise", "hypothesis"),
         files=(files,),
         hub=("facebook/xnli", language, "validation"),
-        unit=3,
+        rows_per_unit=3,
     )
 
 

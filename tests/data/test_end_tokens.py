@@ -11,7 +11,7 @@ import pytest
 
 from megahead.config import DataConfig
 from megahead.corpus import IndexedDataset, IndexedDatasetWriter
-from megahead.data.endings import require_end_tokens, without_borders
+from megahead.data.end_tokens import require_end_tokens, without_boundaries
 from megahead.errors import ConfigError
 
 Write = Callable[..., Path]
@@ -62,7 +62,7 @@ def test_documents_of_several_sequences_end_with_the_last(tmp_path: Path) -> Non
 def test_an_end_token_that_nothing_depends_on_may_be_any(write_dataset: Write) -> None:
     dataset = IndexedDataset(write_dataset(CLOSED_BY_9))
     require_end_tokens(settings(isolate_documents=False), dataset)
-    require_end_tokens(settings(pack="best_fit"), dataset, borders_known=True)
+    require_end_tokens(settings(pack="best_fit"), dataset, boundaries_known=True)
     with pytest.raises(ConfigError, match=r"data\.end_token"):
         require_end_tokens(settings(isolate_documents=False, boundary_targets=False), dataset)
 
@@ -74,5 +74,5 @@ def test_preshuffled_rows_name_no_documents_to_miss(tmp_path: Path) -> None:
             writer.add_documents(tokens, np.full(100, 5), sequences=np.empty(0, np.int64))
     none, some = (IndexedDataset(tmp_path / name) for name in ("none", "some"))
     require_end_tokens(settings(order="stored"), none)
-    assert [without_borders(settings(order="stored"), dataset) for dataset in (none, some)] == [True, False]
-    assert not without_borders(settings(order="stored", isolate_documents=False), none)
+    assert [without_boundaries(settings(order="stored"), dataset) for dataset in (none, some)] == [True, False]
+    assert not without_boundaries(settings(order="stored", isolate_documents=False), none)

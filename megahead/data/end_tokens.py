@@ -19,14 +19,14 @@ LOOKED_AT = 64
 """Documents, or rows, evenly spread, whose tokens are looked at."""
 
 
-def require_end_tokens(data: DataConfig, dataset: IndexedDataset, *, borders_known: bool = False) -> None:
-    """ConfigError where `data` needs to know where documents end, and its end token does not tell.
+def require_end_tokens(data: DataConfig, dataset: IndexedDataset, *, boundaries_known: bool = False) -> None:
+    """ConfigError where `data` needs to know where documents end, and its end token does not show it.
 
-    borders_known: rows come with the borders of the documents in them (`pack: best_fit`). Cost: the counts beside the
-    dataset, and the first and last tokens of a few documents.
+    boundaries_known: rows come with the boundaries of the documents in them (`pack: best_fit`). Cost: the counts beside
+    the dataset, and the first and last tokens of a few documents.
     """
     needed = data.isolate_documents or not data.boundary_targets
-    flaw = None if borders_known or not needed else _flaw(dataset, data.end_token)
+    flaw = None if boundaries_known or not needed else _flaw(dataset, data.end_token)
     if flaw is not None:
         raise ConfigError(
             "data.end_token",
@@ -37,7 +37,7 @@ def require_end_tokens(data: DataConfig, dataset: IndexedDataset, *, borders_kno
         )
 
 
-def without_borders(data: DataConfig, dataset: IndexedDataset) -> bool:
+def without_boundaries(data: DataConfig, dataset: IndexedDataset) -> bool:
     """Whether documents that `data` would keep apart cannot be told apart, nor be missed: preshuffled rows, which name
     no documents, without an end token in any that was looked at."""
     if dataset.num_documents or not data.isolate_documents:
@@ -51,7 +51,7 @@ def _flaw(dataset: IndexedDataset, end_token: int) -> str | None:
     if info is not None and dataset.num_documents:
         ends = info.token_counts[end_token] if end_token < len(info.token_counts) else 0
         if ends < info.documents:
-            documents = int((np.diff(dataset.document_borders()) > 0).sum())  # an empty one needs no end
+            documents = int((np.diff(dataset.document_boundaries()) > 0).sum())  # an empty one needs no end
             if ends < documents:
                 return f"it occurs {ends:,} times in {documents:,} documents"
     texts = [text for text in map(dataset.document, _spread(dataset.num_documents)) if len(text)]
