@@ -1,6 +1,6 @@
 """The `megahead` command, also `python -m megahead`: lists the commands of megahead/commands, or runs one of them.
 
-Imports the one that is asked for: the list, the version and a name that is none are told at once.
+Imports only the command that is called: the list, the version and an error for an unknown name come at once.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Errors a user can repair, each one sentence: "`field` must RULE, but is VALUE instead; FIX."
+"""Errors a user can repair, each one sentence: "`field` must RULE, but is VALUE instead; FIX." (or "needs", "cannot").
 
 Anything raised from here ends a command with exit code 2 and its sentence, without a traceback.
 """
@@ -16,7 +16,7 @@ from megahead.wording import counted
 
 
 class UserError(Exception):
-    """A mistake in what the user gave (settings, files, checkpoints), told in one sentence."""
+    """A mistake in what the user gave (settings, files, checkpoints), in one sentence."""
 
 
 class FieldError(UserError):
@@ -50,7 +50,7 @@ class CheckpointError(UserError):
 
 
 def existing(text: str) -> Path:
-    """A path on a command line that must be there (argparse's `type`): told before anything is imported to open it."""
+    """argparse's `type` for a path that must exist; UserError before anything is imported to open it."""
     path = Path(text)
     if not path.exists():
         raise UserError(f"`{path}` must exist, but does not; check the path.")
@@ -58,7 +58,7 @@ def existing(text: str) -> Path:
 
 
 def print_error(sentence: str) -> None:
-    """Says what went wrong."""
+    """Prints what went wrong to stderr."""
     print(f"error: {sentence}", file=sys.stderr, flush=True)
 
 

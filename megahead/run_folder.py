@@ -1,4 +1,4 @@
-"""What lies where in a run's folder: whoever writes it or reads it asks here."""
+"""Where everything is in a run's folder, for all code that writes or reads it."""
 
 from __future__ import annotations
 

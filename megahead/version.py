@@ -1,3 +1,3 @@
-"""The version, for whoever must say it."""
+"""The package's version."""
 
 __version__ = "0.1.0"

@@ -1,4 +1,4 @@
-"""Step folders of whole named tensors: written atomically, verified when read, loadable on any mesh."""
+"""Step folders of full named tensors: written atomically, verified when read, loadable on any mesh."""
 
 from megahead.checkpoint.all_ranks import run_on_all_ranks
 from megahead.checkpoint.counters import target_samples

@@ -1,4 +1,4 @@
-"""Doing something on every rank such that all of them go on, or all of them raise."""
+"""Runs something on every rank, after which either all of them continue, or all of them raise."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megahead.errors import CheckpointError
 T = TypeVar("T")
 
 MEETING_SECONDS = 5.0
-"""How long ranks go on with long work before they hear of each other."""
+"""How long ranks work before they meet again."""
 
 
 @dataclass(frozen=True)
@@ -22,10 +22,10 @@ class _Failure:
 
 
 def run_on_all_ranks(group: Group, action: Callable[[], T], describe_error: Callable[[Exception], str]) -> list[T]:
-    """`action` on every rank; its (small) results in rank order on all of them.
+    """Runs `action` on every rank; returns its (small) results in rank order, on all of them.
 
-    Where it fails on any rank, all ranks raise a CheckpointError with the first failing rank's `describe_error(error)`:
-    nobody is left waiting. One gather of objects, after which every rank's action is over.
+    If it fails on any rank, all ranks raise a CheckpointError with the first failing rank's `describe_error(error)`, so
+    that none is left waiting. One gather of objects, after which every rank's action is over.
     """
     cause: Exception | None = None
     result: T | _Failure
@@ -41,10 +41,10 @@ def run_on_all_ranks(group: Group, action: Callable[[], T], describe_error: Call
 
 
 def run_long_on_all_ranks(group: Group, work: Iterator[None], describe_error: Callable[[Exception], str]) -> None:
-    """`work` to its end on every rank, as `run_on_all_ranks` does, however long it takes.
+    """Runs `work` to its end on every rank, as `run_on_all_ranks` does, however long it takes.
 
-    Ranks that have less to do must not give up on the others: all meet every few seconds, well within the time they
-    wait for each other, for which `work` must pause often. Collective.
+    All ranks meet every few seconds, well within `group.timeout_seconds`, so that those with less work do not give up
+    on the others; for that `work` must yield often. Collective.
     """
     seconds = min(MEETING_SECONDS, group.timeout_seconds / 10)
     while any(run_on_all_ranks(group, lambda: _has_more(work, seconds), describe_error)):

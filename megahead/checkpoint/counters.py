@@ -1,4 +1,4 @@
-"""Counters of a run that its earlier checkpoints do not state, as far as these tell."""
+"""Counters that earlier versions did not write, worked out from what their checkpoints have."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from megahead.checkpoint.reading import Checkpoint
 
 
 def target_samples(checkpoint: Checkpoint) -> int:
-    """Samples that the checkpoint's `targets` came from: those of steps that were applied and not taken back.
+    """Samples that the checkpoint's `targets` came from: those of steps that were applied and not rolled back.
 
-    Where they were not counted yet, as many as its steps have by its settings.
+    Where they were not counted yet: the checkpoint's step times its `batch.global_size`.
     """
     batch = checkpoint.config.get("batch")
     rows = batch.get("global_size") if isinstance(batch, dict) else None

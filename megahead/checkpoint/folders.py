@@ -4,7 +4,7 @@ step-00001000/            a complete checkpoint, always: it appears under this n
 latest                    text: the name of the newest one, switched last
 .step-00001000.partial    being written, or being removed; worthless after a crash
 step-00001000.replaced    complete, while a new one takes its name
-abandoned-step-00001000   set aside: of a history that the run turned away from; found by its own name only
+abandoned-step-00001000   set aside: of a history that the run does not continue; found only by its own name
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def partial_folder(root: Path, step: int) -> Path:
 def find_checkpoint(path: Path) -> Path | None:
     """The step folder that `path` means: itself, or the newest complete one in a run or checkpoints folder.
 
-    `latest` decides where it names a complete folder, else the highest step does. Complete means that every
-    file is there in its full length; contents are verified when they are read. None where there is nothing.
+    That is the one `latest` names if it is complete, else the highest step. Complete means that every file has its full
+    length; contents are verified when they are read. None where there is none.
     """
     if (path / MANIFEST).is_file():
         return path
@@ -47,7 +47,7 @@ def find_checkpoint(path: Path) -> Path | None:
 
 
 def step_folders(path: Path) -> list[Path]:
-    """Step folders of a run or checkpoints folder, sound or not: the one `latest` names, then the highest steps."""
+    """Step folders of a run or checkpoints folder, damaged or not: the one `latest` names, then the highest steps."""
     return list(dict.fromkeys(_by_preference(_checkpoints_of(path))))
 
 
@@ -109,7 +109,7 @@ def point_to(folder: Path) -> None:
 
 
 def set_aside(folders: Iterable[Path]) -> None:
-    """Renames checkpoints such that they are never counted or found again but by their own names."""
+    """Renames checkpoints so that they are found only by their own names from now on."""
     for folder in folders:
         folder.rename(_free_name(folder.with_name(f"{_ABANDONED}{folder.name}")))
 
@@ -120,7 +120,7 @@ def abandoned_in(path: Path) -> list[Path]:
 
 
 def remove(folder: Path) -> None:
-    """Removes a checkpoint; its name first, so that a crash on the way leaves no half folder that looks whole."""
+    """Removes a checkpoint; renames it first, so that a crash leaves no half folder that looks complete."""
     hidden = folder.with_name(f".{folder.name}.partial")
     folder.rename(hidden)
     shutil.rmtree(hidden)
@@ -132,7 +132,7 @@ def _checkpoints_of(path: Path) -> Path:
 
 
 def _free_name(path: Path) -> Path:
-    """`path`, or with a number behind where that is taken."""
+    """`path`, with a number appended if it exists."""
     names = (path if k == 1 else path.with_name(f"{path.name}-{k}") for k in count(1))
     return next(name for name in names if not name.exists())
 
@@ -148,13 +148,13 @@ def _by_preference(root: Path) -> Iterator[Path]:
 
 
 def steps_in(root: Path) -> list[Path]:
-    """Step folders, highest step first; of two of one step the one that keeps its name."""
+    """Step folders, highest step first; of two of one step, the one named `.replaced` last."""
     found = filter(is_step_folder, root.glob("step-*"))
     return sorted(found, key=lambda folder: (step_of(folder), not folder.suffix), reverse=True)
 
 
 def is_step_folder(folder: Path) -> bool:
-    """Whether its name is one under which checkpoints are counted."""
+    """Whether its name is that of a checkpoint (`step-N`, not set aside)."""
     return _STEP.fullmatch(folder.name) is not None
 
 

@@ -1,4 +1,4 @@
-"""Files against the checksums their manifest has of them, shared out over ranks."""
+"""Verifies files against the checksums in their manifest, divided among ranks."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from megahead.distributed import Group
 from megahead.errors import CheckpointError
 
 _BLOCK = 1 << 20
-"""Bytes read at a time, into one and the same memory."""
+"""Bytes read at a time, into one buffer."""
 
 
 def check_files(folder: Path, files: Mapping[str, FileEntry]) -> Iterator[None]:
-    """Reads all of `files`, about 1 GB a second, and pauses after each block; CheckpointError for the first that is
-    not what it was."""
+    """Reads all of `files`, about 1 GB a second, and yields after each block; CheckpointError for the first that is
+    damaged."""
     for name, entry in files.items():
         yield from _check(folder / name, entry.sha256)
 

@@ -21,7 +21,7 @@ FORMAT = "megahead-checkpoint/1"
 
 
 FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors$")]
-"""A plain name: files of a checkpoint lie in its own folder."""
+"""A plain name: files of a checkpoint are in its own folder."""
 
 
 class TensorEntry(BaseModel):
@@ -34,7 +34,7 @@ class TensorEntry(BaseModel):
 
 
 class FileEntry(BaseModel):
-    """What a file must be, to the byte."""
+    """Length and checksum of a file."""
 
     model_config = ConfigDict(frozen=True)
     bytes: int
@@ -53,10 +53,10 @@ class Manifest(BaseModel):
 
     @model_validator(mode="after")
     def _complete(self) -> Manifest:
-        """Every tensor lies in a file that is listed."""
+        """Every tensor is in a file that is listed."""
         for name, entry in self.tensors.items():
             if entry.file not in self.files:
-                raise ValueError(f"{name} lies in {entry.file}, which is not listed")
+                raise ValueError(f"{name} is in {entry.file}, which is not listed")
         return self
 
     def write(self, folder: Path) -> None:
@@ -66,7 +66,7 @@ class Manifest(BaseModel):
 
     @staticmethod
     def read(folder: Path) -> Manifest:
-        """The manifest of `folder`; a CheckpointError says what is wrong with the file."""
+        """The manifest of `folder`; CheckpointError if the file is missing, damaged or of another format."""
         path = folder / MANIFEST
         content = _read_json(path)
         version = content.get("format")

@@ -1,4 +1,4 @@
-"""A checkpoint that is open: its state, and its tensors one by one, each file verified before it is trusted."""
+"""Reads checkpoints: state, and tensors one by one; each file's checksum is verified before its first tensor."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 
 def newest_sound(path: Path, group: Group = _ALONE, *, up_to: int | None = None) -> tuple[Checkpoint | None, list[str]]:
-    """The newest checkpoint of a run or checkpoints folder (none above step `up_to`) that is sound in every byte, and a
-    sentence for each newer one that is not. Collective; reads all of it."""
+    """The newest undamaged checkpoint of a run or checkpoints folder (at most step `up_to`), every byte verified, and a
+    sentence for each newer one that is damaged. Collective."""
     damage: list[str] = []
     for folder in run_on_all_ranks(group, lambda: _listed(path, up_to) if group.rank == 0 else [], str)[0]:
         try:
@@ -52,7 +52,7 @@ def _listed(path: Path, up_to: int | None) -> list[Path]:
 
 def open_together(folder: Path, group: Group) -> Checkpoint:
     """The checkpoint in a step folder, verified byte for byte: each rank reads a share of its files, at about 1 GB a
-    second. Collective; CheckpointError on all ranks alike."""
+    second. Collective; the same CheckpointError on all ranks."""
     run_on_all_ranks(group, lambda: check_lengths(folder, Manifest.read(folder)), str)
     checkpoint = Checkpoint(folder, Manifest.read(folder))
     checkpoint.verify(group)
@@ -82,17 +82,15 @@ class Checkpoint:
 
     @property
     def state(self) -> dict[str, Any]:
-        """What the trainer counts besides tensors."""
+        """The trainer's counters."""
         return self._manifest.state
 
     def state_value(self, name: str, kind: Any, absent: Any = None) -> Any:
-        """`state[name]`, or `absent` where it does not stand (what earlier versions did not know); CheckpointError
-        unless that is a `kind` (a type or a union of types)."""
+        """`state[name]`, or `absent` if it is not there (earlier versions wrote less); CheckpointError if its type
+        is not `kind` (or one of its types)."""
         value = self.state.get(name, absent)
         if not isinstance(value, kind):
-            raise CheckpointError(
-                f"`{self.folder / MANIFEST}` must state `{name}`, but does not rightly; use another checkpoint."
-            )
+            raise CheckpointError(f"`{self.folder / MANIFEST}` has no valid `{name}`; use another checkpoint.")
         return value
 
     @property
@@ -115,7 +113,7 @@ class Checkpoint:
         return list(self._manifest.tensors)
 
     def read(self, name: str) -> Tensor:
-        """One whole tensor on the CPU.
+        """One full tensor on the CPU.
 
         The first tensor of each file costs that file's checksum too (a full read, about a second a GB); later
         ones only their own bytes. Raises a CheckpointError if the name is unknown or the file is damaged.
@@ -136,9 +134,9 @@ class Checkpoint:
         return tensor
 
     def verify(self, group: Group = _ALONE) -> None:
-        """Verifies the checksum of every file, shared out over `group`: from here on no rank reads it for that again.
+        """Verifies the checksum of every file, divided among `group`; afterwards no rank verifies it again.
 
-        Collective; CheckpointError on all ranks alike."""
+        Collective; the same CheckpointError on all ranks."""
         mine = share_of(self.files, group)
         unread = {name: entry for name, entry in mine.items() if name not in self._verified}
         run_long_on_all_ranks(group, check_files(self.folder, unread), str)

@@ -1,4 +1,4 @@
-"""Which checkpoints stay: of the history that led to the newest one the last few, and those that are spared."""
+"""Which checkpoints are kept: the last few that led to the newest one, and those that `KeepRules` name."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ class KeepRules:
     """Those whose step is a multiple of this."""
 
     best: int = 0
-    """So many of those with the lowest held-out loss: `validation` in their state, evaluated at their own step."""
+    """How many of those with the lowest held-out loss: `validation` in their state, evaluated at their own step."""
 
 
 KEEP_NO_OTHERS = KeepRules()
 
 
 def abandon_after(final: Path, parent_step: int) -> None:
-    """Before `final` appears: sets aside the other steps above `parent_step`, the step that its history goes on from.
+    """Sets aside the other checkpoints above `parent_step`, which `final` continues; called before `final` appears.
 
-    `latest` goes back to that one first, so that a crash on the way leaves this history and no other.
+    Points `latest` to the parent first, so that after a crash in between no abandoned checkpoint is resumed.
     """
     root = final.parent
     above, origin = (
@@ -42,7 +42,7 @@ def abandon_after(final: Path, parent_step: int) -> None:
 
 
 def retain(root: Path, newest: Path, keep: int, keep_rules: KeepRules = KEEP_NO_OTHERS) -> None:
-    """Removes all checkpoints but `newest` (just written), the highest `keep - 1` steps beside it, and the spared."""
+    """Removes all checkpoints but `newest` (just written), the `keep - 1` highest other steps, and `keep_rules`'."""
     others = [folder for folder in steps_in(root) if folder != newest]
     best = _best([newest, *others], keep_rules.best)
     for folder in others[keep - 1 :]:

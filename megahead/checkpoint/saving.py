@@ -1,8 +1,7 @@
-"""Writes a checkpoint so that a reader sees the old one or the new one, whatever happens on the way.
+"""Writes a checkpoint so that a reader sees the old one or the new one, even after a crash.
 
-Every rank writes its share beside (`.step-*.partial`), reads it back and tells the others how it went; only
-when all went well does rank 0 add the manifest, rename the folder and switch `latest`. All ranks must see one
-file system.
+Every rank writes its share to `.step-*.partial`, reads it back and reports success or an error; only when all succeeded
+does rank 0 add the manifest, rename the folder and switch `latest`. All ranks must share one file system.
 """
 
 from __future__ import annotations
@@ -40,13 +39,12 @@ def save_checkpoint(
     keep_rules: KeepRules = KEEP_NO_OTHERS,
     parent_step: int | None = None,
 ) -> Path:
-    """Saves whole named tensors as `root`/step-NNNNNNNN and keeps the `keep` newest checkpoints. Collective.
+    """Saves full named tensors as `root`/step-NNNNNNNN and keeps the `keep` newest checkpoints. Collective.
 
     Every rank iterates the same names in the same order and holds only its share (about 1 / `group.size` of
     all bytes) until it is written. An existing folder of this step is replaced. `parent_step`: the step in `root` that
-    this one goes on from, -1 for none of them, None for all below it; others above that are set aside. Raises a
-    CheckpointError on all ranks alike if one of them fails, with the old checkpoints intact and nothing half-written
-    left.
+    this one continues; -1: none; None: all lower steps. Other checkpoints above it are set aside. If a rank fails, all
+    raise the same CheckpointError; old checkpoints stay intact and nothing half-written is left.
     """
     snapshot = Snapshot.take(tensors, group)
     return write_snapshot(
@@ -106,7 +104,7 @@ def write_snapshot(
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What this rank writes, and what all ranks write together."""
+    """This rank's share of a checkpoint, and the names and entries of all."""
 
     tensors: dict[str, Tensor]
     file: str
@@ -116,9 +114,9 @@ class Snapshot:
 
     @staticmethod
     def take(tensors: Iterable[tuple[str, Tensor]], group: Group, *, copied: bool = False) -> Snapshot:
-        """Each tensor goes to the rank with the fewest bytes so far, which all ranks work out alike.
+        """Each tensor goes to the rank with the fewest bytes so far; all ranks compute the same assignment.
 
-        `copied`: nothing in it shares memory with what goes on changing.
+        `copied`: copy the tensors, so that the originals may change.
         """
         names = [f"tensors-{rank:05d}-of-{group.size:05d}.safetensors" for rank in range(group.size)]
         loads = [0] * group.size
@@ -180,7 +178,7 @@ def _sentence(error: Exception, partial: Path, needed: int) -> str:
 
 
 def _is_full(error: Exception) -> bool:
-    """A full disk, told by the system or, in words only, by safetensors."""
+    """Whether the disk is full: an error code from the system, only a text from safetensors."""
     if isinstance(error, OSError):
         return error.errno in (errno.ENOSPC, errno.EDQUOT)
     return isinstance(error, SafetensorError) and f"os error {errno.ENOSPC}" in str(error)

@@ -55,5 +55,5 @@ def trained(arguments: argparse.Namespace) -> Tokenizer:
 
 def opened_tokenizer(path: str) -> Tokenizer:
     """The library's own tokenizer in `path`."""
-    load_tokenizer(path)  # says so when there is none
+    load_tokenizer(path)  # DataError if there is none
     return Tokenizer.from_file(path)

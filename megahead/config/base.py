@@ -1,4 +1,4 @@
-"""The one base of all settings: frozen, no unknown keys, each field described by the text below it."""
+"""The base class of all settings: frozen, no unknown keys, each field described by the text below it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megahead.errors import ConfigError
 
 
 class Settings(BaseModel):
-    """A group of settings; derived numbers are methods and are never written back."""
+    """A section of settings. Values derived from them are methods; they are never stored."""
 
     model_config = ConfigDict(
         frozen=True,
@@ -23,7 +23,7 @@ class Settings(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _text_is_text(cls, value: Any, info: ValidationInfo) -> Any:
-        """A zero byte ends a path for the system, not for us."""
+        """Refuses zero bytes, at which the system would cut a path off."""
         if isinstance(value, str) and "\0" in value:
             raise ConfigError(str(info.field_name), "have no zero byte", got=repr(value))
         return value

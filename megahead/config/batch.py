@@ -9,13 +9,13 @@ from megahead.errors import ConfigError
 
 
 class BatchConfig(Settings):
-    """How many sequences one optimizer step sees, and how they are cut up."""
+    """How many samples one optimizer step reads, and how they are split into micro-batches."""
 
     global_size: int = Field(gt=0, le=2**24)
-    """Sequences per optimizer step, over all data-parallel ranks."""
+    """Samples per optimizer step, over all data-parallel ranks."""
 
     micro_size: int = Field(gt=0)
-    """Sequences per forward pass on one rank; lower it when memory runs out."""
+    """Samples per forward pass on one rank; lower it when memory runs out."""
 
     def accumulation_steps(self, data_ranks: int) -> int:
         """Forward-backward passes per optimizer step on each of `data_ranks` ranks."""

@@ -45,8 +45,8 @@ class DataConfig(Settings):
     """Targets per row (T); a row reads T + 1 tokens."""
 
     order: Literal["shuffled", "stored"] = "shuffled"
-    """`shuffled`: rows in a seeded order, anew each epoch; `stored`: the dataset's own sequences are the rows, in their
-    own order (Pythia's preshuffled files)."""
+    """`shuffled`: rows in a seeded order, another each epoch; `stored`: the dataset's own sequences are the rows, in
+    their own order (Pythia's preshuffled files)."""
 
     pack: Literal["stream", "best_fit"] = "stream"
     """`stream`: the text is cut every T tokens; `best_fit`: whole documents are put together to rows (only longer ones
@@ -70,7 +70,7 @@ class DataConfig(Settings):
 
     read_ahead: Literal["rows", "system"] = "rows"
     """How shuffled rows come from disk: `rows` asks for just them, a micro-batch at once; `system` leaves it to the
-    kernel, which reads what lies around each too (worth trying where every request is slow but large ones are not)."""
+    kernel, which also reads what is around each (worth trying where every request is slow but large ones are not)."""
 
     def parts(self) -> list[BlendPart]:
         """The training datasets; one for a plain prefix."""

@@ -23,8 +23,8 @@ _OTHERS_DECIDE = {
 def deepspeed_config(run: RunConfig, data_ranks: int) -> dict[str, Any]:
     """The content DeepSpeed gets: the file of `engine.deepspeed` plus batch triad, clipping and precision.
 
-    Of the sections on number formats the file may say what the run does not: fp16's search for a loss scale, say.
-    Raises ConfigError where it says something else than the run.
+    The file may set what the run does not, such as fp16's search for a loss scale.
+    ConfigError where it contradicts the run.
     """
     given = run.engine.deepspeed
     given = read_deepspeed(given) if isinstance(given, str) else given
@@ -103,8 +103,8 @@ def _must_agree(section: str, given: dict[str, Any], wanted: dict[str, Any], wit
 
 
 def _formats(precision: str, stage: int) -> dict[str, dict[str, Any]]:
-    """What sections of number formats must say, by name. Gradients of micro-batches are summed up in fp32 in every
-    precision, and sent in the run's; what is not finite is noticed; weights and moments are kept in fp32.
+    """The required settings of the sections on number formats, by name. In every precision gradients of micro-batches
+    are summed in fp32 and sent in the run's format, overflows are found, and weights and moments are kept in fp32.
 
     At stage 0 DeepSpeed's own 16-bit wrappers take a stray first step: bf16 goes through autocast there.
     """

@@ -55,7 +55,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 def config_from_dict(
     tree: Mapping[str, Any], source: str = "the configuration", overrides: Sequence[str] = ()
 ) -> RunConfig:
-    """A checked RunConfig from plain nested dicts, as they stand in YAML or in a checkpoint's JSON, and overrides."""
+    """A checked RunConfig from plain nested dicts, as in YAML or in a checkpoint's JSON, and overrides."""
     settings = deepcopy(dict(tree))
     for override in overrides:
         _apply(settings, override)

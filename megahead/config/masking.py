@@ -48,8 +48,8 @@ class MaskingConfig(Settings):
     """Share of the targets that are read as a random token; the rest is read as it is."""
 
     strategy: Strategy = "uniform"
-    """What is selected: single tokens alike (`uniform`), whole words, spans of geometric length (`span`), rare tokens
-    more often (`frequency`), or neighbours that belong together in the training text (`pmi`)."""
+    """What is selected: single tokens with equal chances (`uniform`), whole words, spans of geometric length (`span`),
+    rare tokens more often (`frequency`), or neighbours that belong together in the training text (`pmi`)."""
 
     span_stop: float = Field(default=0.2, gt=0, le=1)
     """span: chance that a span ends after each of its tokens."""
@@ -64,7 +64,7 @@ class MaskingConfig(Settings):
     """pmi: neighbours are masked together from this log p(ab) / p(a) p(b) on, in nats."""
 
     least_count: int = Field(default=10, gt=0)
-    """pmi: of pairs that stand in the training text at least this often."""
+    """pmi: only pairs that are in the training text at least this often."""
 
     @model_validator(mode="after")
     def _fits_together(self) -> MaskingConfig:

@@ -1,4 +1,4 @@
-"""What is learned: to pick one's target among the batch's, or among the whole vocabulary."""
+"""The objective: pick each output's target among a group's targets (headless), or the whole vocabulary (vanilla)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ GROUPS = ("micro_batch", "data_parallel", "global_batch")
 
 HeadKind = Literal["pmi", "tied", "trained"]
 HeadName = Literal["none", "tied", "pmi", "trained"]
-"""Of an export, which may be the backbone alone."""
+"""The head of an export; `none` for the backbone alone."""
 
 
 class ObjectiveConfig(Settings):
@@ -40,17 +40,17 @@ class ObjectiveConfig(Settings):
     bias: Literal["paper", "once", "corrected", "own_once"] = "paper"
     """headless: how much each candidate weighs. `paper`: as often as it is a target of the group; `once`: once;
     `corrected`: divided by its probability of being a candidate (sampled softmax: learns log p itself);
-    `own_once`: as the paper, but an output's own token weighs once (no false negatives; an ablation)."""
+    `own_once`: as the paper, but an output's positive weighs once (no false negatives; an ablation)."""
 
     negatives: int = Field(default=0, ge=0)
     """headless: ids drawn in addition for each group, with replacement; they weigh as often as they are drawn."""
 
     negatives_from: Literal["unigram", "uniform"] = "unigram"
-    """Where `negatives` are drawn from: the dataset's token frequencies, or all ids alike."""
+    """Where `negatives` are drawn from: the dataset's token frequencies, or all ids equally."""
 
     max_candidates: int | None = Field(default=None, gt=0)
     """headless: at most this many shared candidates, sampled by weight and weighted up, so that the sum over candidates
-    stays right on average; an output's own token is always among them. None: all."""
+    stays right on average; an output's positive is always among them. None: all."""
 
     vanilla_weight: float = Field(default=0.0, ge=0, lt=1)
     """headless: share of the vanilla softmax (tied or not) in the loss; the headless loss has the rest."""
@@ -82,7 +82,7 @@ class ObjectiveConfig(Settings):
         return not self.tied and self.has_vocabulary_softmax()
 
     def head(self) -> HeadKind:
-        """The language-model head such a run speaks with: `trained`, a matrix of its own; `tied`, the embedding as it
+        """The language-model head of such a run: `trained`, a matrix of its own; `tied`, the embedding as it
         is; `pmi`, the embedding and a bias that needs no training."""
         if self.trains_head():
             return "trained"
@@ -94,14 +94,14 @@ class ObjectiveConfig(Settings):
         return self.name == "vanilla" or self.vanilla_weight > 0
 
     def needs_token_counts(self) -> bool:
-        """Whether the dataset must know how often each token stands in it."""
+        """Whether the dataset must have token counts."""
         return self.bias == "corrected" or (self.negatives > 0 and self.negatives_from == "unigram")
 
 
 def resolve_candidate_group_samples(
     objective: ObjectiveConfig, batch: BatchConfig, data_ranks: int, stored: int | None = None
 ) -> int:
-    """Samples of a group, as a number; `stored`: what the checkpoint says that is resumed from.
+    """Samples of a candidate group, as a number; `stored`: the number in the checkpoint that is resumed.
 
     Raises ConfigError for a group that cannot be cut from whole micro-batches of this run, or out of one.
     """

@@ -1,4 +1,4 @@
-"""A run on so many ranks: what its config comes to there, resolved once, before anything else starts."""
+"""A run on a number of ranks: its config, and what depends on both, resolved once before anything else starts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megahead.config.run import RunConfig
 
 @dataclass(frozen=True)
 class RunPlan:
-    """A config and the ranks it runs on, with what only both together decide."""
+    """A config and the number of ranks it runs on, with all that follows from both."""
 
     config: RunConfig
     ranks: int
@@ -22,15 +22,15 @@ class RunPlan:
     """Ranks that share each batch; the others share a copy of the weights with one of these."""
 
     deepspeed: dict[str, Any]
-    """What DeepSpeed is given: the content of its JSON, complete."""
+    """DeepSpeed's settings: the complete content of its JSON."""
 
     zero_stage: int
-    """Of what is split over data ranks: 0 nothing, 1 the optimizer, 2 gradients too, 3 weights too."""
+    """What is partitioned over data ranks: 0 nothing, 1 the optimizer, 2 gradients too, 3 weights too."""
 
     @staticmethod
     def of(config: RunConfig, ranks: int = 1) -> RunPlan:
-        """ConfigError where `config` cannot be cut over `ranks`, or DeepSpeed's settings say something else than it;
-        UserError where these are a file that cannot be read. It is read here and never again."""
+        """ConfigError if `config` cannot be split over `ranks`, or DeepSpeed's settings contradict it; UserError if
+        these are a file that cannot be read. It is read only here."""
         data_ranks = config.parallel.data_ranks(ranks)
         deepspeed = deepspeed_config(config, data_ranks)
         return RunPlan(config, ranks, data_ranks, deepspeed, zero_stage(deepspeed))
@@ -47,5 +47,5 @@ class RunPlan:
         return int(self.deepspeed["gradient_accumulation_steps"])
 
     def group_samples(self, stored: int | None = None) -> int:
-        """Samples that share candidates; `stored`: as many as a run that goes on began with."""
+        """Samples that share candidates; `stored`: the number in the checkpoint that is resumed."""
         return resolve_candidate_group_samples(self.config.objective, self.config.batch, self.data_ranks, stored)

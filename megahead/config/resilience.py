@@ -20,15 +20,15 @@ class ResumeConfig(Settings):
 
 
 class FaultsConfig(Settings):
-    """Steps that go wrong. `skip` leaves the weights as they are and goes on with the next rows, `rollback` goes back
-    to the weights of the last checkpoint and on with the next rows, `stop` ends the run."""
+    """Steps that go wrong. `skip` leaves the weights as they are and continues with the next samples, `rollback`
+    returns to the weights of the last checkpoint and continues with the next samples, `stop` ends the run."""
 
     bad_step: Policy = "skip"
     """When a loss or the gradient norm is not finite on any rank. (An overflow that only lowers fp16's loss scale is
     always skipped.)"""
 
     spike: Literal["note", "skip", "rollback", "stop"] = "note"
-    """When the loss is far above what was usual; `note` applies the step and says so."""
+    """When the loss is far above what was usual; `note` applies the step and prints it."""
 
     spike_score: float = Field(default=8.0, gt=0)
     """How far: distance to the median of recent losses, in standard deviations estimated from their median absolute

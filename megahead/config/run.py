@@ -42,7 +42,7 @@ class TrainingConfig(Settings):
     """Optimizer steps between evaluations; also evaluated at the end."""
 
     evaluate_samples: int = Field(default=64, gt=0)
-    """Rows of the validation dataset an evaluation reads."""
+    """Samples of the validation dataset that an evaluation reads."""
 
     checkpoint_every: int = Field(default=1000, gt=0)
     """Optimizer steps between checkpoints; also saved at the end."""
@@ -54,7 +54,7 @@ class TrainingConfig(Settings):
     """Checkpoints whose step is a multiple of this are kept for good."""
 
     keep_best: int = Field(default=0, ge=0)
-    """So many checkpoints with the lowest held-out loss at their step are kept besides."""
+    """This many checkpoints with the lowest held-out loss at their step are kept too."""
 
     save_in_background: bool = False
     """Train on while a checkpoint is written, at the price of a copy in memory; a second one waits for the first."""
@@ -158,7 +158,7 @@ class RunConfig(Settings):
                 "data.sequence_length", "have room for text between [CLS] and [SEP]", got=self.data.sequence_length
             )
         if masking.strategy == "whole_word" and self.data.tokenizer is None:
-            raise ConfigError("data.tokenizer", "be given to tell words apart (masking.strategy)", got="missing")
+            raise ConfigError("data.tokenizer", "be given to find whole words (masking.strategy)", got="missing")
 
     def sample_length(self) -> int:
         """What samples call their length: they read one token more. A masked row has room for two tokens less than

@@ -8,7 +8,7 @@ from megahead.config.base import Settings
 
 
 class TasksConfig(Settings):
-    """Which tasks are evaluated every so many steps, on an export of the model as it is then."""
+    """Tasks that are evaluated every `every` steps, on an export of the current model."""
 
     names: tuple[str, ...] = Field(min_length=1)
     """Tasks as `megahead eval-harness` knows them, shared out over all ranks."""

@@ -84,8 +84,8 @@ class EngineConfig(Settings):
     scaled dot product with a mask, or the same document by document; `auto` takes the best that serves the run."""
 
     compile: bool = False
-    """Put blocks through `torch.compile`, one for all layers; where that cannot be done it is said, and they run as
-    they are. Takes from seconds to minutes at the start."""
+    """Put blocks through `torch.compile`, one for all layers; where that cannot be done, a line gives the reason and
+    they run as they are. Takes from seconds to minutes at the start."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to run; `auto` takes CUDA when it is there."""

@@ -10,7 +10,7 @@ from megahead.config import ModelConfig
 from megahead.convert.renames import Renames
 from megahead.errors import FieldError
 
-_EPS = 1e-12  # DistilBERT's, which its settings cannot say
+_EPS = 1e-12  # DistilBERT's, for which its settings have no key
 
 
 @dataclass(frozen=True)

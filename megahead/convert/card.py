@@ -1,4 +1,4 @@
-"""What lies beside the weights of an export: tokenizer files and the model card."""
+"""What an export has beside its weights: tokenizer files and the model card."""
 
 from __future__ import annotations
 

@@ -23,19 +23,19 @@ from torch import Tensor
 from megahead.config import HeadName
 from megahead.convert.mask_heads import PADDING_BIAS, identity_transform, trained_transform
 from megahead.convert.source import EMBEDDING, HEAD, MASK_HEAD, TrainedModel
-from megahead.errors import CheckpointError, FieldError
+from megahead.errors import CheckpointError, UserError
 
 
 @dataclass(frozen=True)
 class FoldedBias:
-    """A bias over the vocabulary that lives in the matrix and the final norm's bias; float64."""
+    """A bias over the vocabulary, to be folded into the matrix and the final norm's bias; float64."""
 
     bias_V: Tensor
     delta_D: Tensor
     """Added to the norm's bias."""
 
     unit_D: Tensor
-    """Its product with every output is 1."""
+    """u: its product with every output of the norm is 1."""
 
     def fold(self, rows_vD: Tensor, first: int) -> Tensor:
         """[v, D]: rows `first` on of `E / T`, with their bias folded in; float64."""
@@ -45,15 +45,13 @@ class FoldedBias:
 
 
 def fold_bias(norm_weight_D: Tensor, norm_bias_D: Tensor, bias_V: Tensor) -> FoldedBias:
-    """How `bias_V` is folded behind a layer norm with this weight and bias; FieldError if a weight is exactly 0."""
+    """How `bias_V` is folded behind a layer norm of this weight and bias; CheckpointError if a weight is exactly 0."""
     weight_D, norm_bias_D = norm_weight_D.double(), norm_bias_D.double()
     zeros = int((weight_D == 0).sum())
     if zeros:
-        raise FieldError(
-            "--head",
-            "find no zero among the final norm's weights where it has a bias",
-            got=f"impossible with {zeros} of {len(weight_D)} zero",
-            hint="export with --head tied or none, without --keep-padding",
+        raise CheckpointError(
+            f"a head's bias cannot be folded into the model: {zeros} of the final norm's {len(weight_D)} weights are "
+            "exactly 0; export with --head tied or none, without --keep-padding."
         )
     constant = (norm_bias_D / weight_D).sum()
     sign = 1.0 if constant >= 0 else -1.0
@@ -74,7 +72,7 @@ class Head:
     folded: FoldedBias | None = None
 
     transform: Mapping[str, Tensor] | None = None
-    """An encoder's: what stands between outputs and matrix, temperature included, and its bias; by our names."""
+    """An encoder's layers between outputs and matrix, temperature included, and the bias; by our names."""
 
     def is_embedding(self) -> bool:
         """Whether the output matrix equals the input embedding, so that it need not be stored."""
@@ -96,20 +94,20 @@ class Head:
 def make_head(name: HeadName, model: TrainedModel, *, keep_padding: bool = False) -> Head:
     """The head `name` of a trained model, over the padding rows too with `keep_padding`.
 
-    Raises FieldError, or CheckpointError, where the model cannot have it.
+    Raises UserError where the model cannot have it.
     """
     objective = model.config.objective
     if name == "none":
         return Head(name)
     headless, own = objective.name == "headless", objective.head()
     if name == "trained" and headless and own != "trained":
-        raise _impossible(name, "be a head that was trained", "this run was headless", "pmi, tied or none")
+        raise _impossible(name, "a run that trained a head", "this one was headless", "pmi, tied or none")
     if name == "tied" and own == "trained":
-        raise _impossible(name, "be the matrix trained against", "this run trained another one", "trained or none")
+        raise _impossible(name, "a run that scored by its embedding", "this one trained a head", "trained or none")
     if name == "pmi" and not headless:
-        raise _impossible(name, "complete a headless model", "this run trained a vanilla softmax", "trained or none")
+        raise _impossible(name, "a headless model", "this one is vanilla", "trained or none")
     if name == "pmi" and own != "pmi":
-        raise _impossible(name, "complete a headless model", "this one speaks without a bias", f"{own} or none")
+        raise _impossible(name, "a model whose scores lack a bias", "this one's do not", f"{own} or none")
     matrix = HEAD if own == "trained" else EMBEDDING
     if model.config.model.is_encoder():
         return Head(name, matrix, model.temperature(), transform=_transform(name, model))
@@ -119,7 +117,7 @@ def make_head(name: HeadName, model: TrainedModel, *, keep_padding: bool = False
 
 
 def best_head(model: TrainedModel) -> HeadName:
-    """The head that speaks best without training: one of its own, the embedding as it is, or with its bias.
+    """The head that predicts best without training: one of its own, the embedding as it is, or with its bias.
 
     A tied matrix that was trained as a softmax is called `trained`.
     """
@@ -144,7 +142,7 @@ def _folded(name: HeadName, model: TrainedModel) -> FoldedBias:
 
 
 def _padded_bias(name: HeadName, model: TrainedModel) -> Tensor:
-    """[padded vocabulary]: log q or the like for the head `pmi`, else 0; and what keeps padding rows silent."""
+    """[padded vocabulary]: the training-free bias for the head `pmi`, else 0; a low bias for padding rows."""
     shape = model.config.model
     bias_V = _training_free_bias(model) if name == "pmi" else torch.zeros(shape.vocab_size)
     padding = bias_V.new_full((shape.padded_vocab_size() - shape.vocab_size,), PADDING_BIAS)
@@ -160,5 +158,5 @@ def _training_free_bias(model: TrainedModel) -> Tensor:
     return model.training_free_bias()
 
 
-def _impossible(name: str, rule: str, got: str, hint: str) -> FieldError:
-    return FieldError("--head", rule, got=f"{name} where {got}", hint=f"use {hint}")
+def _impossible(name: str, needed: str, given: str, others: str) -> UserError:
+    return UserError(f"`--head {name}` needs {needed}, but {given}; use {others}.")

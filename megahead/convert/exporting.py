@@ -1,4 +1,4 @@
-"""From a checkpoint to a Hugging Face folder, checked against its source before it appears."""
+"""Exports a checkpoint as a Hugging Face folder, which appears only once its outputs equal the checkpoint's."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class ExportReport:
     dtype: str
     parity: Parity
     tokenizer: Path | None
-    """Where the tokenizer came from; None: the run has none, and the export neither."""
+    """The source of the tokenizer; None if the run has none, and so the export."""
 
     seconds: float
 
@@ -57,14 +57,14 @@ def export(
 
     An encoder becomes a `BertForMaskedLM` or `BertModel`, and without token types a DistilBERT.
 
-    checkpoint: a step folder, or a run (its newest). keep_padding: keep the rows that pad the vocabulary; they take no
-    probability, for which a decoder's head is stored apart from its embedding, with a bias folded in.
-    shard_bytes: weights above it are written as several files.
-    Ends with a comparison of outputs on random and real tokens, kept in parity.json. An earlier export in
-    `output_dir` is replaced; on any error (a UserError) nothing is left of the new one.
+    checkpoint: a step folder, or a run (its newest). keep_padding: keep the rows that pad the vocabulary; so that they
+    get no probability, a decoder's head is then stored separately from its embedding, with a bias folded in.
+    shard_bytes: larger weights are written as several files.
+    At the end outputs on random and real tokens are compared, see parity.json. An earlier export in `output_dir` is
+    replaced; after an error (UserError) nothing of the new one is left.
 
-    Cost: memory for the largest tensor, twice, and the logits of the comparison; neither writing nor comparing ever
-    holds a decoder. The comparison reads both models from disk once more.
+    Cost: memory for twice the largest tensor and the logits of the comparison, never for a complete decoder. The
+    comparison reads both models from disk once more.
     """
     begin = time.monotonic()
     if dtype not in DTYPES:
@@ -84,7 +84,7 @@ def export(
 
 
 def fingerprint(model: TrainedModel) -> str:
-    """Tells checkpoints apart: the checksum of the manifest, which holds those of all files."""
+    """Identifies a checkpoint: the checksum of its manifest, which holds those of all files."""
     return sha256_of(model.checkpoint.folder / "checkpoint.json")
 
 
@@ -100,15 +100,15 @@ def _tensors(model: TrainedModel, head: Head, vocab_size: int) -> Iterator[Strea
         yield Streamed(exported, size, partial(_backbone_pieces, model, head, name, size[0]))
     for name, tensor in (head.transform or {}).items():
         part = tensor[:vocab_size] if name == _VOCABULARY_BIAS else tensor
-        yield Streamed(_hf_name(family, name), tuple(part.shape), partial(_whole, part))
+        yield Streamed(_hf_name(family, name), tuple(part.shape), partial(_one_piece, part))
         if name == _VOCABULARY_BIAS and family.untied_bias and not head.is_embedding():
-            yield Streamed(family.untied_bias, tuple(part.shape), partial(_whole, part))
+            yield Streamed(family.untied_bias, tuple(part.shape), partial(_one_piece, part))
     if head.matrix is not None and not head.is_embedding():
         size = (vocab_size, model.config.model.hidden_size)
         yield Streamed(_hf_name(family, HEAD), size, partial(_head_pieces, model, head, head.matrix, vocab_size))
 
 
-def _whole(tensor: Tensor) -> Iterator[Tensor]:
+def _one_piece(tensor: Tensor) -> Iterator[Tensor]:
     yield tensor
 
 
@@ -131,7 +131,7 @@ def _hf_name(family: Family, name: str) -> str:
 
 
 def _write_settings(folder: Path, model: TrainedModel, head: Head, dtype: str, vocab_size: int) -> Path | None:
-    """config.json, generation_config.json and the tokenizer files; returns where the tokenizer came from."""
+    """Writes config.json, generation_config.json and the tokenizer files; returns the tokenizer's source."""
     config, end, family = model.config, model.config.data.end_token, family_of(model.config.model)
     tokenizer = model.tokenizer()
     if config.masking is not None:

@@ -37,7 +37,7 @@ class Family:
     """Name of our parameter in a model with a head; None where there is none."""
 
     settings: Callable[[Mapping[str, Any]], dict[str, Any]]
-    """Of a ModelConfig, from config.json."""
+    """Makes the settings of a ModelConfig from config.json."""
 
     untied_bias: str | None = None
     """A second name of an encoder's output bias, wanted beside an output matrix of its own."""

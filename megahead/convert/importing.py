@@ -73,7 +73,7 @@ def weight_files(model_dir: Path) -> dict[str, Path]:
     if not found:
         raise CheckpointError(
             f"`{model_dir}` must hold model weights as *.safetensors, but has none; "
-            "for other formats, save it anew with transformers' save_pretrained."
+            "for other formats, save it again with transformers' save_pretrained."
         )
     return found
 
@@ -106,7 +106,9 @@ def _masking(model_dir: Path) -> dict[str, int]:
     """The ids of an encoder's special tokens, by their names in its tokenizer."""
     path = model_dir / "tokenizer.json"
     if not path.is_file():
-        raise CheckpointError(f"`{path}` must tell an encoder's special tokens, but there is none; put it there.")
+        raise CheckpointError(
+            f"`{path}` must name an encoder's special tokens, but there is no such file; put it there."
+        )
     vocabulary = load_tokenizer(path)
     return {f"{name}_token": vocabulary.id_of(f"[{name.upper()}]") for name in ("mask", "cls", "sep")}
 

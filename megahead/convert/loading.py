@@ -86,7 +86,7 @@ def load_tokenizer_folder(folder: Path) -> Any:
 
 
 def _model_type(folder: Path) -> str | None:
-    """What config.json says; None where there is none, which loading will tell."""
+    """The content of config.json; None where there is none (loading then raises)."""
     try:
         kind: str | None = json.loads((folder / "config.json").read_text(encoding="utf-8"))["model_type"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -116,7 +116,7 @@ def _load(kind: Any, folder: Path, dtype: torch.dtype, options: Mapping[str, Any
 
 
 def _open(kind: Any, folder: Path, dtype: torch.dtype, options: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
-    """The model, and what transformers says of its weights."""
+    """The model, and transformers' report on its weights."""
     try:
         with _quiet():
             model, report = kind.from_pretrained(

@@ -16,10 +16,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from megahead.errors import FieldError
+from megahead.errors import CheckpointError
 
 PADDING_BIAS = -1e4
-"""Of padding rows, where they are kept, so that no token is lost to them."""
+"""The bias of padding rows, where they are kept, so that they get no probability."""
 
 _LINEAR_FROM = 6.0  # GELU(x) is x, within 1e-8 of it, from here on
 
@@ -29,16 +29,14 @@ def identity_transform(
 ) -> dict[str, Tensor]:
     """Tensors of a head that gives `E h / T + bias_V` behind a layer norm with this weight and bias; by our names.
 
-    FieldError if a weight is exactly 0.
+    CheckpointError if a weight is exactly 0.
     """
     weight_D, shift_D = norm_weight_D.double(), norm_bias_D.double()
     zeros = int((weight_D == 0).sum())
     if zeros:
-        raise FieldError(
-            "--head",
-            "find no zero among the last norm's weights",
-            got=f"impossible with {zeros} of {len(weight_D)} zero",
-            hint="export with --head none",
+        raise CheckpointError(
+            f"an encoder's head cannot be exported: {zeros} of the last norm's {len(weight_D)} weights are exactly 0; "
+            "export with --head none."
         )
     lift = math.sqrt(len(weight_D)) + _LINEAR_FROM  # no normed feature is below -sqrt(D)
     return {

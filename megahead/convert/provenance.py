@@ -1,4 +1,4 @@
-"""What a model card says of where a model comes from: its data, the code, and how well it predicts."""
+"""The origin of a model, for its card: data, code, and its last evaluation."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def dataset_names(data: DataConfig) -> str:
 
 
 def code_version() -> str:
-    """The version that exports, with its commit where it runs from a checkout: an installed package may lie in the
-    repository of another project."""
+    """The version that exports, with its commit if it runs from a checkout (an installed package may be inside another
+    project's repository)."""
     if not (_CHECKOUT / ".git").exists():
         return f"megahead {__version__}"
     command = ["git", "-C", str(_CHECKOUT), "describe", "--always", "--dirty", "--abbrev=12"]
@@ -34,8 +34,8 @@ def code_version() -> str:
 
 
 def held_out(model: TrainedModel) -> str | None:
-    """The evaluation that the checkpoint knows as its last, as the run's metrics.jsonl has it (which may hold those of
-    other histories, too); None where there is none."""
+    """The last evaluation before the checkpoint, from the run's metrics.jsonl (which may hold those of other histories
+    too); None if there is none."""
     try:
         lines = model.run_folder().metrics.read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""Takes what a user names as a model, ours or Hugging Face's, to a folder that transformers loads."""
+"""Finds the Hugging Face folder for the model a user names: a folder, or a run or checkpoint to export."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def origin(folder: Path) -> Origin:
         return Origin(content["run"], int(content["tokens"]))
     except (OSError, ValueError, KeyError, TypeError):
         raise CheckpointError(
-            f"`{folder}` must know its run and tokens to stand on a curve, but does not; name the run's checkpoints."
+            f"`{folder}` must name its run and tokens to be drawn on a curve, but does not; name the run's checkpoints."
         ) from None
 
 

@@ -1,4 +1,4 @@
-"""A trained model at rest: a checkpoint, seen as the parameters of its `Pretraining`, read one at a time."""
+"""A trained model on disk: a checkpoint's parameters, by their names in the `Pretraining`, read one at a time."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class TrainedModel:
     checkpoint: Checkpoint
     config: RunConfig
     shapes: Mapping[str, torch.Size]
-    """Of every parameter, by its name in the `Pretraining`."""
+    """Shapes of all parameters, by their names in the `Pretraining`."""
 
     @staticmethod
     def open(path: Path) -> TrainedModel:
@@ -51,7 +51,7 @@ class TrainedModel:
         return TrainedModel(checkpoint, config, shapes)
 
     def weight(self, name: str) -> Tensor:
-        """One whole parameter in fp32."""
+        """One full parameter in fp32."""
         tensor = self.checkpoint.read(f"weight/{name}").float()
         if tensor.shape != self.shapes[name]:
             raise CheckpointError(
@@ -65,8 +65,8 @@ class TrainedModel:
         return _COUNTS in self.checkpoint.names()
 
     def training_free_bias(self) -> Tensor:
-        """[V] fp32: what `E h / T` lacks to be log p; log q of the targets trained on for the paper's objective,
-        or of the text's tokens where masking drew rare ones more often."""
+        """[V] fp32: the bias that turns `E h / T` into log p. For the paper's objective log q: q the distribution of
+        the targets trained on, or of the text's tokens if rare ones were masked more often."""
         names, model = self.checkpoint.names(), self.config.model
         token_counts_V = self.checkpoint.read(_PRIOR) if _PRIOR in names else None
         counts_V = self.checkpoint.read(_COUNTS)
@@ -86,7 +86,7 @@ class TrainedModel:
         return self.weight(TEMPERATURE).exp().item() if objective.learned_temperature else objective.temperature
 
     def _group_targets(self) -> float:
-        """Targets of a group, on average over the run; as its settings have it where none was counted."""
+        """Mean number of targets in a group over the run; expected from its settings if none were counted."""
         state, config = self.checkpoint.state, self.config
         samples = target_samples(self.checkpoint)
         per_sample = state.get("targets", 0) / max(samples, 1) or config.targets_per_row()
@@ -117,7 +117,7 @@ class TrainedModel:
             module.register_parameter(name, nn.Parameter(weight, requires_grad=False))
 
     def tokenizer(self) -> Path | None:
-        """The `tokenizer.json` of the run: its copy in the run folder, or where the config says."""
+        """The `tokenizer.json` of the run: its copy in the run folder, or the file the config names."""
         named = self.config.data.tokenizer
         places = [self.run_folder().tokenizer, *([Path(named)] if named else [])]
         return next((path for path in places if path.is_file()), None)

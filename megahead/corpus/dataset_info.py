@@ -53,7 +53,7 @@ class DatasetInfo:
         return orjson.dumps({"format": FORMAT, **vars(self)})  # asdict would copy every count
 
     def _check(self) -> None:
-        """ValueError for values of other kinds than are told above."""
+        """ValueError for values of other types than above."""
         numbers = [self.tokens, self.documents, self.text_bytes, self.vocab_size, self.bin.bytes, self.idx.bytes]
         if not all(isinstance(number, int) and number >= 0 for number in numbers):
             raise ValueError("a number is none")

@@ -1,4 +1,4 @@
-"""The bytes of an `.idx` file (Megatron "MMIDIDX", version 1): which array lies where, and what must hold.
+"""The bytes of an `.idx` file (Megatron "MMIDIDX", version 1): where each array is, and what must hold.
 
     0  magic (9)    9  version u64    17  dtype code u8    18  L u64    26  D u64
     34            sizes       L x i32   tokens of each sequence

@@ -72,7 +72,7 @@ class IndexedDataset:
         return self._tokens[first:end]
 
     def read(self, first_token: int, count: int) -> Array:
-        """The tokens [first_token, first_token + count) of the whole run of text, over sequence boundaries; a view."""
+        """The tokens [first_token, first_token + count) of the dataset, across sequence boundaries; a view."""
         if not 0 <= first_token <= first_token + count <= self.num_tokens:
             raise IndexError(f"tokens {first_token} to {first_token + count} of a dataset of {self.num_tokens}")
         return self._checked(first_token, self._tokens[first_token : first_token + count])
@@ -136,21 +136,21 @@ class IndexedDataset:
 
     @cached_property
     def info(self) -> DatasetInfo | None:
-        """What preprocessing noted in `PREFIX.json`, if it lies there. DataError when it tells of other files."""
+        """The content of `PREFIX.json`, if it exists. DataError when it describes other files."""
         if not self.info_path.exists():
             return None
         info = DatasetInfo.load(self.info_path)
         if (info.bin.bytes, info.idx.bytes) != (self.num_tokens * self.dtype.itemsize, len(self._index)):
             raise DataError(
-                f"`{self.info_path}` must describe the `.bin` and `.idx` files beside it, but tells of other sizes; "
+                f"`{self.info_path}` must describe the `.bin` and `.idx` files beside it, but describes other sizes; "
                 "remove it if they were replaced on purpose."
             )
         return info
 
     @property
     def fingerprint(self) -> str:
-        """Tells this text from another without reading it: its length, and the checksum noted of its tokens or, where
-        nothing was noted, that of its index."""
+        """Identifies the text without reading it: its length, and the checksum of its tokens in `PREFIX.json` or,
+        without one, of its index."""
         noted = self.info.bin.sha256 if self.info else hashlib.sha256(self._index).hexdigest()
         return f"{self.num_tokens:,} tokens, sha256 {noted[:16]}"
 
@@ -160,7 +160,7 @@ class IndexedDataset:
         return size, offset
 
     def _first_token(self, sequence: int) -> int:
-        """Where a sequence begins in the whole run of text, or where the last one ends."""
+        """Number of a sequence's first token in the dataset; for `len(self)` the number of all tokens."""
         return self.num_tokens if sequence == len(self) else self._entry(sequence)[1] // self.dtype.itemsize
 
     def _boundary(self, i: int) -> int:

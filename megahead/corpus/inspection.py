@@ -1,4 +1,4 @@
-"""What lies in an indexed dataset, and whether it is still what was written."""
+"""What an indexed dataset contains, and whether it is still what was written."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Inspection:
         if self.dataset.num_tokens and ends < max(self.dataset.num_documents, 1):
             often = f"occurs {ends:,} times in {self.dataset.num_documents:,} documents" if ends else "never occurs"
             findings.append(
-                f"the end token {end_token} {often}: documents that share a row cannot be told apart "
+                f"the end token {end_token} {often}: documents that share a row cannot be separated "
                 "(tokenized without end tokens, or another id closes them)."
             )
         if vocab_size is not None and len(self.used_ids) and self.used_ids[-1] >= vocab_size:

@@ -1,4 +1,4 @@
-"""How far a long reading job is, told to whoever wants to know; `Bar` draws it in a terminal."""
+"""Reports how far a long reading job is; `Bar` draws it in a terminal."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class ByteProgress(Protocol):
         """The files' size on disk; None when nobody knows it."""
 
     def advance(self, read_bytes: int, text_bytes: int) -> None:
-        """More bytes were read from disk, and came out as so many bytes of text."""
+        """More bytes were read from disk, and came out as this many bytes of text."""
 
 
 class Silent:

@@ -26,10 +26,10 @@ class Selection:
     text_key: str = "text"
 
     keep: tuple[Condition, ...] = ()
-    """(key, value) pairs: only records where one of the values stands under each key; all when there are none."""
+    """(key, value) pairs: only records that have one of the values under each key; all when there are none."""
 
     drop: tuple[Condition, ...] = ()
-    """(key, value) pairs: no record where any of these stands."""
+    """(key, value) pairs: no record that has any of these."""
 
     def text(self, record: Any) -> str | None:
         """The document's text, None for a record that is not wanted. Unfit when there is no text in it."""
@@ -69,7 +69,7 @@ def conditions(field: str, given: Sequence[str]) -> tuple[Condition, ...]:
 
 
 def _value(record: Any, key: str) -> str | None:
-    """What stands under `key`, as text; None where nothing does (so a filter never fails)."""
+    """The value of `key`, as text; None if there is none (so a filter never fails)."""
     try:
         return str(_at(record, key))
     except KeyError:

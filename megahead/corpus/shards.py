@@ -141,7 +141,7 @@ def _fingerprint(shard: Input) -> dict[str, Any]:
 
 
 def _plain(recipe: Recipe) -> dict[str, Any]:
-    """The recipe as JSON gives it back, the tokenizer told by its content."""
+    """The recipe as read back from JSON, the tokenizer identified by its content."""
     if not recipe.tokenizer.is_file():
         raise DataError(f"`{recipe.tokenizer}` must be a tokenizer.json file, but there is none; check the path.")
     return {

@@ -65,7 +65,7 @@ class IndexedDatasetWriter:
     ) -> None:
         """Appends many sequences at once: their tokens back to back, and the length of each.
 
-        Each is a document, unless `sequences` says how many of them each document has (none at all: rows that belong
+        Each is a document, unless `sequences` gives the number of them in each document (none at all: rows that belong
         to no document, as in preshuffled files).
         """
         if len(lengths) and lengths.max() > MAX_DOCUMENT_TOKENS:

@@ -1,4 +1,4 @@
-"""From rows of tokens to what a model reads and must predict. B rows, T inputs a row, N targets in all."""
+"""Turns rows of tokens into a model's inputs and targets. B rows, T inputs per row, N targets of the batch."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True)
 class Batch:
-    """The inputs of B rows and their targets, wherever these lie."""
+    """The inputs of B rows and their targets."""
 
     input_ids_BT: Tensor
     """int64."""
 
     positions_BT: Tensor | None
-    """int64, 0 at each document's first token; None when every row counts 0, 1, 2, ... as a whole."""
+    """int64, 0 at each document's first token; None if positions are 0 to T - 1 in every row."""
 
     target_index_N: Tensor
     """int64, increasing: which of the B * T outputs, rows back to back, have a target."""
@@ -30,18 +30,17 @@ class Batch:
     """int64: what those outputs must predict."""
 
     max_targets_per_row: int | None = None
-    """Most targets that one row has, where they are few (masked rows); None where about every output has one."""
+    """Largest number of targets in a row, where they are few (masked rows); None if almost every output has one."""
 
     cu_seqlens: Tensor | None = None
-    """int32: the first token of each document of `positions_BT`, rows back to back, then B * T; None where nobody has
-    looked for them yet."""
+    """int32: the first token of each document of `positions_BT`, rows back to back, then B * T; None: not computed."""
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
         """The same batch on `device`."""
         return self._mapped(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pinned(self) -> Batch:
-        """The same in page-locked memory, from which a CUDA device copies while the host goes on."""
+        """The same in page-locked memory, from which a CUDA device copies in the background."""
         return self._mapped(Tensor.pin_memory)
 
     def _mapped(self, change: Callable[[Tensor], Tensor]) -> Batch:

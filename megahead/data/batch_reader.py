@@ -21,12 +21,12 @@ from megahead.errors import ConfigError
 
 @dataclass(frozen=True)
 class BatchReader:
-    """Reads batches; a pure function of the samples' numbers."""
+    """Reads batches, which depend only on the samples' numbers."""
 
     samples: RowSource
     data: DataConfig
     masker: Masker | None = None
-    """None: each token predicts the next."""
+    """None for next-token prediction."""
 
     def read(self, sample_indices: Sequence[int]) -> Batch:
         """The batch of these samples, in their order."""
@@ -43,9 +43,9 @@ class BatchReader:
 
 
 def training_masker(config: RunConfig, datasets: Sequence[IndexedDataset]) -> Masker | None:
-    """How a run masks what it trains on, the `datasets`; None for a decoder.
+    """How a run masks its training samples; None for a decoder.
 
-    Raises ConfigError where these lack what the strategy needs to know. PMI counts neighbours first.
+    ConfigError if `datasets` lack the token counts that the strategy needs. PMI reads the text to count neighbours.
     """
     if config.masking is None:
         return None
@@ -82,13 +82,13 @@ def _strategy(config: RunConfig, masking: MaskingConfig, datasets: Sequence[Inde
 
 
 def _token_counts(datasets: Sequence[IndexedDataset], vocab_size: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """int64 [V]: of all datasets together."""
+    """int64 [V]: token counts of all datasets together."""
     counts_V = np.zeros(vocab_size, np.int64)
     for dataset in datasets:
         if dataset.info is None:
             raise ConfigError(
                 "masking.strategy",
-                "go with a dataset that knows its token counts (the .json beside it)",
+                "have a dataset with token counts (its .json file)",
                 got="frequency",
                 hint="preprocess the text again, or change the strategy",
             )
@@ -98,8 +98,8 @@ def _token_counts(datasets: Sequence[IndexedDataset], vocab_size: int) -> np.nda
 
 
 def evaluation_target_counts(config: RunConfig, token_counts_V: Tensor | None) -> Tensor | None:
-    """int64 [V]: how often each id would be a target if all tokens of the training text were so alike, as those of
-    held-out rows are; None where training draws them alike, or the text's `token_counts_V` are not known."""
+    """int64 [V]: how often each id would be a target if the training text were masked as held-out rows are, all tokens
+    with the same chance; None if training does that too, or the text's `token_counts_V` are not known."""
     if config.masking is None or config.masking.strategy != "frequency" or token_counts_V is None:
         return None
     special = special_ids(config.masking, config.data.end_token)

@@ -2,8 +2,8 @@
 
 Proportions are rounded to whole samples of a period. Within it the j-th sample of a dataset with n of P samples may
 come from place floor(j P / n) on and must have come before place ceil((j + 1) P / n); of those that may, the one that
-must soonest is taken (Tijdeman's chairman assignment). Every dataset then stands less than one sample from its share
-n / P of any prefix, and the table of one period serves for all.
+must soonest is taken (Tijdeman's chairman assignment). Of any first k samples every dataset then has its share k n / P,
+to less than one sample, and the table of one period serves for all.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True)
 class BlendShare:
-    """What one dataset of a blend has of a run's samples."""
+    """The share of one dataset of a blend in a run's samples."""
 
     name: str
     asked: float
     """Its weight over the sum of weights."""
 
     rounded: float
-    """What it has of each period."""
+    """Its share of each period."""
 
     achieved: float
-    """What it has of the samples counted."""
+    """Its share of the samples counted."""
 
     epochs: float
     """How often its own rows are read in these samples."""
 
     def describe(self) -> str:
-        """One line; says when the dataset is read more than once."""
+        """One line, with a warning if the dataset is read more than once."""
         again = (
             f", REPEATED: {self.epochs:.2f} epochs" if self.epochs > 1 else f", {counted(self.epochs, 'epoch', '.2g')}"
         )
@@ -68,7 +68,7 @@ class Blend:
         return rows
 
     def document_starts(self, sample_indices: Sequence[int] | Array) -> Array | None:
-        """bool [B, T+1]: where the datasets that know it say that documents begin; None where none does."""
+        """bool [B, T+1]: where documents begin, in samples of datasets that know it; None if none does."""
         part_B, own_B = self.locate(np.asarray(sample_indices, np.int64))
         known = {part: self.parts[part].document_starts(own_B[part_B == part]) for part in np.unique(part_B).tolist()}
         if all(document_starts is None for document_starts in known.values()):
@@ -87,7 +87,7 @@ class Blend:
         return part_B, periods_B * self.quotas[part_B] + self._ordinal_P[places_B]
 
     def shares(self, samples: int) -> list[BlendShare]:
-        """What each dataset has of the first `samples` samples."""
+        """Each dataset's share of the first `samples` samples."""
         periods, rest = divmod(samples, PERIOD)
         taken = periods * self.quotas + np.bincount(self._part_P[:rest], minlength=len(self.parts))
         return [

@@ -1,4 +1,4 @@
-"""Pairs of neighbouring tokens that stand together far more often than chance would have them, from corpus counts.
+"""Pairs of tokens that are neighbours far more often than by chance, from counts of the text.
 
 PMI(a, b) = log p(ab) / (p(a) p(b)), in nats.
 """
@@ -17,7 +17,7 @@ Array = np.ndarray[Any, Any]
 
 _CHUNK = 1 << 22  # tokens counted at once
 MAX_TOKENS = 1 << 26
-"""Tokens of each dataset that are counted, from its beginning: enough for pairs that matter."""
+"""Tokens of each dataset that are counted, from its beginning: enough to find frequent pairs."""
 
 
 @dataclass(frozen=True)

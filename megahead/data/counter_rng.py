@@ -1,6 +1,7 @@
 """Uniform random numbers as a pure function of (seed, sample, purpose, place): the same on any mesh and machine.
 
-SplitMix64 (Steele et al. 2014) over counters, for all rows of a batch at once; nothing is drawn in order.
+SplitMix64 (Steele et al. 2014) over counters, for all B samples of a batch at once, W numbers each; nothing is drawn
+in order.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ Array = np.ndarray[Any, Any]
 
 
 class CounterRng:
-    """The random numbers of some samples; rows are independent of each other, and so are purposes."""
+    """The random numbers of some samples; samples are independent of each other, and so are purposes."""
 
     def __init__(self, seed: int, sample_indices: Sequence[int] | Array) -> None:
         self._seed = seed

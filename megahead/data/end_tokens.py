@@ -1,6 +1,6 @@
-"""Whether the end token that a run is told of is the one that closes its documents.
+"""Checks that the config's end token is the one that closes the documents.
 
-With another id nothing fails: documents that share a row only go on seeing each other.
+With another id nothing would fail: documents that share a row would just see each other.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from megahead.config import DataConfig
 
 LOOKED_AT = 64
-"""Documents, or rows, evenly spread, whose tokens are looked at."""
+"""Number of documents, or rows, that are checked, evenly spread."""
 
 
 def require_end_tokens(data: DataConfig, dataset: IndexedDataset, *, boundaries_known: bool = False) -> None:
@@ -38,15 +38,15 @@ def require_end_tokens(data: DataConfig, dataset: IndexedDataset, *, boundaries_
 
 
 def without_boundaries(data: DataConfig, dataset: IndexedDataset) -> bool:
-    """Whether documents that `data` would keep apart cannot be told apart, nor be missed: preshuffled rows, which name
-    no documents, without an end token in any that was looked at."""
+    """Whether `data` isolates documents, but the dataset shows no boundaries: preshuffled rows, which name none,
+    without an end token in any row that was checked."""
     if dataset.num_documents or not data.isolate_documents:
         return False
     return not any((dataset[i] == data.end_token).any() for i in _spread(len(dataset)))
 
 
 def _flaw(dataset: IndexedDataset, end_token: int) -> str | None:
-    """What speaks against `end_token`; None where every document may be closed by it."""
+    """Why `end_token` cannot be right, in words; None if it may be."""
     info = dataset.info
     if info is not None and dataset.num_documents:
         ends = info.token_counts[end_token] if end_token < len(info.token_counts) else 0

@@ -4,7 +4,8 @@ A row is [CLS], T - 2 tokens of text as it comes (documents follow each other, e
 RoBERTa's "full sentences" (Liu et al. 2019, arXiv 1907.11692), without pairs of segments. So every row is full, and
 no work goes into padding. Where documents are isolated, [CLS] belongs to a row's first document and [SEP] to its last.
 
-Targets are the tokens as they were, never as they are read. B rows, T tokens a row, U units, N targets in all.
+Targets are the tokens of the text, never their replacements. A unit: a span of tokens masked together (strategies.py).
+B rows, T tokens per row, M = B T tokens, U units, N targets of the batch.
 """
 
 from __future__ import annotations
@@ -39,12 +40,12 @@ class Masker:
 
     samples_per_step: int = 1
     steps: int = 1
-    """Of the run, for a rate that changes: it is the same for all samples of an optimizer step."""
+    """Optimizer steps of the run, for a rate that changes; it is the same for all samples of a step."""
 
     def batch(self, text: Array, sample_indices: Sequence[int] | Array, document_starts: Array | None = None) -> Batch:
         """Rows of T = t + 2 tokens from `text`, int64 [B, t], negative where there is none.
 
-        document_starts: bool [B, t], where documents begin besides after end tokens.
+        document_starts: bool [B, t], where documents begin in addition to after end tokens.
         """
         tokens_BT, last_token_BT = self._framed(text, document_starts)
         noise = CounterRng(self.seed, sample_indices)
@@ -62,7 +63,7 @@ class Masker:
         )
 
     def _framed(self, text: Array, document_starts: Array | None) -> tuple[Array, Array]:
-        """(tokens, where a document ends), both [B, T]; what lies behind [SEP] is one document of end tokens."""
+        """(tokens, whether a document ends there), both [B, T]; after [SEP] there is one document of end tokens."""
         rows, length = text.shape
         tokens_BT = np.full((rows, length + 2), self.end_token, np.int64)
         tokens_BT[:, 0] = self.config.cls_token
@@ -86,14 +87,14 @@ class Masker:
     def _select(self, tokens_BT: Array, allowed_BT: Array, budget: tuple[Array, Array], noise: CounterRng) -> Array:
         """bool [B, T]: the targets.
 
-        Units come in a random order in which the first is one of them in proportion to their weights (an exponential
-        race); with `count: fixed` those that still fit are taken, so that none is cut.
+        Units come in a random order in which each is first with a chance in proportion to its weight (an exponential
+        race); with `count: fixed` those that still fit are taken, so that no unit is cut.
         """
         rows, length = tokens_BT.shape
         starts_BT = self.strategy.starts(tokens_BT, noise) | ~allowed_BT
         starts_BT[:, 1:] |= ~allowed_BT[:, :-1]
         starts_BT[:, 0] = True
-        unit_M = starts_BT.reshape(-1).cumsum() - 1  # of each token of all rows
+        unit_M = starts_BT.reshape(-1).cumsum() - 1  # the unit of each token
         row_U = np.flatnonzero(starts_BT) // length
         size_U = np.bincount(unit_M, allowed_BT.reshape(-1)).astype(np.int64)
         weight_U = self._unit_weights(tokens_BT, allowed_BT, unit_M, size_U)
@@ -118,7 +119,7 @@ class Masker:
         return sums_U / np.maximum(size_U, 1)
 
     def _read_as(self, tokens_BT: Array, chosen_BT: Array, noise: CounterRng) -> Array:
-        """The tokens as they are read: of the chosen ones some as the mask, some as any other token."""
+        """The inputs: some of the chosen tokens replaced by the mask token, some by any other token."""
         treatment_BT = noise.uniform(_TREATMENT, tokens_BT.shape[1])
         masked_BT = chosen_BT & (treatment_BT < self.config.mask_share)
         random_BT = chosen_BT & ~masked_BT & (treatment_BT < self.config.mask_share + self.config.random_share)

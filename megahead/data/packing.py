@@ -1,14 +1,15 @@
-"""Whole documents put together to rows (`pack: best_fit`), and the table on disk that says which.
+"""Complete documents put together in rows (`pack: best_fit`), and the table of them on disk.
 
 Documents longer than a row are cut into full rows that overlap by one token, so that every target is kept, and a rest.
 Windows of 65,536 pieces are packed best-fit decreasing: the longest first, each into the row with the least room that
-still fits it. The table lies beside the dataset as `PREFIX.pack-KEY.rows`, made once; its key depends on the lengths of
-the documents and on the settings, so that it can never belong to other data. It appears there whole, by one renaming of
-a file that one process alone has written: processes that make it at once need no lock.
+still fits it. The table is beside the dataset as `PREFIX.pack-KEY.rows`, made once; its key depends on the lengths of
+the documents and on the settings, so that it can never belong to other data. Each process writes a file of its own and
+renames it when complete, so that several may make the table at once without a lock.
 
     one line of JSON, 256 bytes     starts  R+1 x i64     first tokens  P x i64     lengths  P x i32
 
-Row r is the pieces starts[r] to starts[r + 1], each a run of the dataset's tokens.
+R rows, R1 = R + 1, P pieces, B samples of a batch, T targets per row.
+Row r is the pieces starts[r] to starts[r + 1], each a span of the dataset's tokens.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ FORMAT = "megahead-rows/1"
 HEADER_BYTES = 256
 WINDOW = 65_536
 PADDING = -1
-"""Stands in rows where no document is."""
+"""The id at places of a row where there is no document."""
 
 Array = np.ndarray[Any, Any]
 
@@ -57,7 +58,7 @@ class PackTable:
 
 
 class PackedSamples(Samples):
-    """Rows of whole documents, shuffled anew each epoch; the rest of a row is PADDING."""
+    """Rows of complete documents, shuffled again each epoch; the rest of a row is PADDING."""
 
     def __init__(self, dataset: IndexedDataset, sequence_length: int, seed: int, table: PackTable) -> None:
         super().__init__(dataset, sequence_length, len(table), min_tokens=2)
@@ -88,7 +89,7 @@ class PackedSamples(Samples):
                 at += length
 
     def _first_tokens(self, epoch: int, places: Array) -> Array:
-        """Of each row's first piece."""
+        """The first token of each row's first piece."""
         first: Array = self.table.firsts_P[self.table.starts_R1[self._order(epoch).take(places)]]
         return first
 
@@ -96,14 +97,12 @@ class PackedSamples(Samples):
 def pack_table(dataset: IndexedDataset, sequence_length: int, max_documents: int | None = None) -> PackTable:
     """The table for rows of `sequence_length` + 1 tokens, from disk; made first where there is none.
 
-    Making one takes about 2 us a document. Any number of processes may ask at once, and each makes the same where it
-    finds none: ranks of a run had better let one go first. DataError when the dataset names no documents, or its folder
-    cannot be written.
+    Making one takes about 2 us per document. Several processes may do it at once, with the same result; ranks of a run
+    should let one go first, to save work. DataError when the dataset names no documents, or its folder cannot be
+    written.
     """
     if not dataset.num_documents:
-        raise DataError(
-            f"`{dataset.prefix}` must name its documents to be packed by them, but does not; use pack: stream."
-        )
+        raise DataError(f"`{dataset.prefix}` must name its documents to be packed, but does not; use pack: stream.")
     key = zlib.crc32(repr((FORMAT, WINDOW, sequence_length, max_documents)).encode())
     key = zlib.crc32(dataset.document_index.data, zlib.crc32(dataset.sizes.data, key))
     path = Path(f"{dataset.prefix}.pack-{key:08x}.rows")
@@ -165,11 +164,11 @@ def read_table(path: Path) -> PackTable:
         header = orjson.loads(data[:HEADER_BYTES])
         rows, pieces = header["rows"], header["pieces"]
         body = memoryview(data)[HEADER_BYTES:]
-        whole = header["format"] == FORMAT and len(body) == 8 * (rows + 1) + 12 * pieces
-        if not whole or hashlib.sha256(body).hexdigest() != header["sha256"]:
+        complete = header["format"] == FORMAT and len(body) == 8 * (rows + 1) + 12 * pieces
+        if not complete or hashlib.sha256(body).hexdigest() != header["sha256"]:
             raise ValueError("checksum or size differ")
     except (ValueError, KeyError, TypeError) as error:
-        raise DataError(f"`{path}` must be a whole table of rows, but is not ({error}); remove it.") from None
+        raise DataError(f"`{path}` must be a complete table of rows, but is not ({error}); remove it.") from None
     starts_R1 = np.frombuffer(body, "<i8", rows + 1)
     firsts_P = np.frombuffer(body, "<i8", pieces, 8 * (rows + 1))
     return PackTable(starts_R1, firsts_P, np.frombuffer(body, "<i4", pieces, 8 * (rows + 1 + pieces)))

@@ -48,7 +48,7 @@ class Samples(ABC):
         return rows
 
     def document_starts(self, sample_indices: Sequence[int] | Array) -> Array | None:
-        """bool [B, T+1]: where a document is known to begin; None where only end tokens tell."""
+        """bool [B, T+1]: where a document is known to begin; None if only end tokens show that."""
         return None
 
     def _fill(self, rows: Array, members: Array, epoch: int, places: Array) -> None:
@@ -56,18 +56,18 @@ class Samples(ABC):
         length = self.sequence_length + 1
         firsts = self._first_tokens(epoch, places).tolist()
         if self.dataset.scattered:
-            for first in firsts:  # all at once: they come from disk side by side
+            for first in firsts:  # all at once, so that the disk reads them in parallel
                 self.dataset.will_read(first, length)
         for row, first in zip(members.tolist(), firsts, strict=True):
             rows[row] = self.dataset.read(first, length)
 
     @abstractmethod
     def _first_tokens(self, epoch: int, places: Array) -> Array:
-        """Where in the flat span of tokens the samples at `places` of this epoch begin."""
+        """Numbers, in the whole dataset, of the first tokens of the samples at `places` of this epoch."""
 
 
 class StreamSamples(Samples):
-    """The whole text cut into rows, shuffled anew each epoch and cut at another offset, for training.
+    """The whole text cut into rows, for training; each epoch cut at another offset and shuffled again.
 
     n = (tokens - T) // T rows an epoch: at any offset in [0, T) that many fit, and at most 2 T tokens are left out.
     """

@@ -28,8 +28,8 @@ class RowSource(Protocol):
         ...
 
     def document_starts(self, sample_indices: Sequence[int] | np.ndarray[Any, Any]) -> np.ndarray[Any, Any] | None:
-        """bool [B, T+1]: where a document is known to begin, whatever stands before it; None where only end tokens
-        tell."""
+        """bool [B, T+1]: where a document is known to begin, also without an end token before; None if only end tokens
+        show that."""
         return None
 
 
@@ -38,7 +38,7 @@ def training_samples(
 ) -> Samples | Blend:
     """The samples of `data.train`, whose datasets were opened in its order; rows have `length` + 1 tokens.
 
-    length: data.sequence_length when left out; less in masked rows (`RunConfig.sample_length`).
+    length: data.sequence_length when left out; masked rows have less (`RunConfig.sample_length`).
     """
     length = length or data.sequence_length
     if data.read_ahead == "rows" and data.order == "shuffled":
@@ -71,18 +71,18 @@ def relative_epochs(samples: Samples | Blend) -> list[float]:
     """How often each dataset is read while the most read one is read once; 1 for a single dataset."""
     if not isinstance(samples, Blend):
         return [1.0]
-    passes = samples.quotas / [part.per_epoch for part in samples.parts]
-    return [float(each) for each in passes / passes.max()]
+    epochs = samples.quotas / [part.per_epoch for part in samples.parts]
+    return [float(each) for each in epochs / epochs.max()]
 
 
 def token_counts(datasets: Sequence[IndexedDataset], samples: Samples | Blend, size: int) -> Tensor:
-    """int64 [size]: how often each id stands in the text of `samples`, read until its most read dataset was read once;
-    zeros for datasets that have not counted. `datasets`: those of `samples`, in its order."""
+    """int64 [size]: how often each id is in the text of `samples`, read until its most read dataset is read once; zeros
+    for datasets without token counts. `datasets`: those of `samples`, in its order."""
     counts_V = torch.zeros(size, dtype=torch.int64)
-    for dataset, passes in zip(datasets, relative_epochs(samples), strict=True):
+    for dataset, epochs in zip(datasets, relative_epochs(samples), strict=True):
         if dataset.info is not None:
             counted_V = torch.tensor(dataset.info.token_counts)
-            counts_V[: len(counted_V)] += (counted_V * passes).ceil().long()
+            counts_V[: len(counted_V)] += (counted_V * epochs).ceil().long()
     return counts_V
 
 

@@ -1,9 +1,9 @@
 """A shuffle of [0, n) that is computed, not stored: any place of the order in constant time and memory.
 
 A Feistel network over the bits of the index is a bijection on a power of two whatever its round function; places that
-land at n or above are sent through again ("cycle walking") until they land below it. Only integer arithmetic and the
-constants below: the order belongs to (n, seed) for good, on every machine. Changing anything here changes the order
-of every run, so a new recipe needs a new class beside this one.
+land at n or above are sent through again ("cycle walking") until they land below it. It uses integer arithmetic and the
+constants below only, so the order depends on (n, seed) alone, on every machine. Changing anything here changes the
+order of every run: a new recipe needs a new class beside this one.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class FeistelOrder:
         """The items at `places` (each in [0, n)), int64 of the same shape."""
         places_K = np.asarray(places, np.int64)
         if places_K.size and (places_K.min() < 0 or places_K.max() >= self.n):
-            raise IndexError(f"places must lie in [0, {self.n})")
+            raise IndexError(f"places must be in [0, {self.n})")
         items = self._permute(places_K.reshape(-1).astype(np.uint64))
         outside = np.flatnonzero(items >= self.n)
         while len(outside):

@@ -1,6 +1,6 @@
-"""What masking selects: the units that a row falls into, and how likely each is.
+"""Masking strategies: how a row is cut into units, and how likely each is selected.
 
-Units are spans of tokens that are masked together, all or none. B rows, T tokens a row, V vocabulary.
+A unit is a span of tokens that are masked together, all or none. B rows, T tokens per row, V vocabulary.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ class Strategy(Protocol):
     """One way to cut rows into units."""
 
     def starts(self, tokens_BT: Array, noise: CounterRng) -> Array:
-        """bool [B, T]: where a unit begins. Special tokens end a unit whatever is said here."""
+        """bool [B, T]: where a unit begins. Special tokens always end a unit."""
         ...
 
     def weights(self, tokens_BT: Array) -> Array | None:
-        """float64 [B, T], above 0: how likely each token is selected, relative to others; None: alike."""
+        """float64 [B, T], above 0: how likely each token is selected, relative to others; None: all the same."""
         ...
 
 
 class Uniform:
-    """Single tokens, all alike (BERT)."""
+    """Single tokens, all with the same chance (BERT)."""
 
     def starts(self, tokens_BT: Array, noise: CounterRng) -> Array:
         return np.ones(tokens_BT.shape, bool)
@@ -62,7 +62,7 @@ class WholeWords(Uniform):
     """All pieces of a word together (BERT's later models)."""
 
     continues_V: Array
-    """bool [V]: whether an id goes on with the word before it."""
+    """bool [V]: whether an id continues the word before it."""
 
     @staticmethod
     def of(spellings: Sequence[str | None]) -> WholeWords:

@@ -1,7 +1,7 @@
-"""Collectives that autograd sees through, named after what they do and in which direction they do it.
+"""Collectives with gradients, named after what the forward pass does.
 
-Two conventions make them short. A value that every rank of a group holds alike has a gradient that every rank holds
-alike; and the scalar that backward starts from is one and the same on all of them. At one rank each is the identity.
+Two conventions make them short: a value that is equal on every rank of a group has a gradient that is equal on every
+rank, and the scalar that backward starts from is equal on all. At one rank each is the identity.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ def scatter_to_group(same: Tensor, group: Group, dim: int) -> Tensor:
 
 
 def gather_from_group(share: Tensor, group: Group, dim: int) -> Tensor:
-    """All ranks' slices along `dim`, on every rank, to be used alike; backward sends nothing.
+    """All ranks' slices along `dim`, on every rank, to be used in the same way on all; backward sends nothing.
 
     The inverse of `scatter_to_group`.
     """
-    whole: Tensor = share if group.size == 1 else _GatherFromGroup.apply(share, group, dim)
-    return whole
+    full: Tensor = share if group.size == 1 else _GatherFromGroup.apply(share, group, dim)
+    return full
 
 
 class _ReduceFromGroup(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""From the ranks' meeting to their leaving: what connects them, and the watch over those that get lost."""
+"""Connects ranks, watches for lost ones while they work, and disconnects them."""
 
 from __future__ import annotations
 
@@ -27,12 +27,11 @@ _DESTROY_SECONDS = 10.0
 
 @contextmanager
 def connected(launch: Launch, device: torch.device, timeout_seconds: float) -> Iterator[Group]:
-    """All ranks of `launch` as one Group (nccl for CUDA, gloo else), from their meeting until none needs another any
-    more; what is connected already is taken as it is. Collective. Ranks wait for each other `timeout_seconds` at most,
-    and a moment to find out who is missing.
+    """All ranks of `launch` as one Group (nccl for CUDA, gloo else), connected until all have left. Collective.
 
-    Where the ranks were connected before they stay so. UserError where ranks do not find each other, LostRankError
-    where one dies, hangs or fails afterwards.
+    Ranks that are connected already are used as they are, and stay connected. Ranks wait for each other at most
+    `timeout_seconds`, plus a few seconds to find out which are missing. UserError if they do not find each other,
+    LostRankError if one dies, hangs or fails afterwards.
     """
     if dist.is_initialized():
         yield Group.world(timeout_seconds)
@@ -56,7 +55,7 @@ def connected(launch: Launch, device: torch.device, timeout_seconds: float) -> I
 
 
 def _disconnect() -> None:
-    """Ends this process's connections, once no rank needs them any more."""
+    """Ends this process's connections."""
     if dist.is_initialized():
         with suppress(TimeoutError):
             with_timeout(_DESTROY_SECONDS, dist.destroy_process_group)
@@ -79,7 +78,7 @@ def _failing_to(launch: Launch, seconds: float, trouble: str) -> Iterator[None]:
 
 
 def _call(launch: Launch, seconds: float) -> tuple[Store, Line]:
-    """The store, and this rank's line to rank 0, which is announced there."""
+    """The store, and this rank's line to rank 0, whose address is in the store."""
     store = open_store(launch, seconds)
     store.set_timeout(timedelta(seconds=seconds))
     if launch.rank == 0:

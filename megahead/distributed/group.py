@@ -1,4 +1,4 @@
-"""A group of ranks as a value that is passed to whoever talks; `Group()` is one rank and sends nothing."""
+"""A group of ranks, as a value passed to the code that communicates; `Group()` is one rank and sends nothing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that communicate; every method is a collective that all of them must call.
+    """Ranks that communicate; every method but `shard` is a collective, which all of them must call.
 
     Tensors travel through `handle` (gloo for CPU tensors, nccl for CUDA tensors).
     """
@@ -24,17 +24,17 @@ class Group:
     size: int = 1
     handle: dist.ProcessGroup | None = None
     timeout_seconds: float = 600
-    """How long a rank waits for the others before it raises; for the connections made from this one."""
+    """How long a rank waits for the others before it raises, in connections made from this one."""
 
     @staticmethod
     def world(timeout_seconds: float = 600) -> Group:
-        """All ranks that `connect` brought together; one rank when there was nothing to connect."""
+        """All connected ranks; one rank if torch.distributed is not initialized."""
         if not dist.is_initialized():
             return Group()
         return Group(dist.get_rank(), dist.get_world_size(), dist.group.WORLD, timeout_seconds)
 
     def side_channel(self) -> Group:
-        """The same ranks over a gloo connection of their own: CPU tensors, usable from another thread. Collective."""
+        """The same ranks over a separate gloo connection, for CPU tensors; usable from another thread. Collective."""
         if self.size == 1:
             return self
         ranks = dist.get_process_group_ranks(self.handle)
@@ -43,7 +43,7 @@ class Group:
         return Group(self.rank, self.size, handle, self.timeout_seconds)
 
     def shard(self, full: Tensor, dim: int) -> Tensor:
-        """This rank's equal slice of `full` along `dim`, as a copy of its own. Sends nothing."""
+        """A copy of this rank's equal slice of `full` along `dim`. Sends nothing, and is no collective."""
         size = full.shape[dim]
         if size % self.size:
             raise ValueError(f"dim {dim} of size {size} cannot be split evenly over {self.size} ranks")
@@ -100,6 +100,6 @@ class Group:
         return box[0]
 
     def barrier(self) -> None:
-        """Waits until every rank is here."""
+        """Waits until every rank has called it."""
         if self.size > 1:
             dist.barrier(group=self.handle)

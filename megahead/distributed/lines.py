@@ -1,4 +1,4 @@
-"""A line between two processes: a few JSON values over TCP. When one process dies, the other hears it at once."""
+"""A line: a TCP connection for short JSON messages. When one process dies, the other end is closed at once."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from typing import Any
 
 
 class Line:
-    """One end of a line. Never blocks for long, whatever became of the other end."""
+    """One end of a line. No call blocks for more than a second, even if the other process is stopped."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.settimeout(1)
         self._connection, self._rest, self._speaking = connection, b"", Lock()
         self.silent_beats = 0
-        """Beats since something was heard, counted by whoever listens."""
+        """Beats since the last message, counted by the caller; see `Pulse`."""
 
     def fileno(self) -> int:
         """For `select`."""
         return self._connection.fileno()
 
     def send(self, *words: Any) -> None:
-        """Sends one message, from any thread; to an end that is gone it is lost."""
+        """Sends one message, from any thread; it is lost if the other end is gone."""
         with self._speaking, suppress(OSError):
             self._connection.sendall(json.dumps(words).encode() + b"\n")
 
     def receive(self) -> list[list[Any]]:
-        """The messages that have arrived, once `select` says that there is something. EOFError when the other end is
-        gone, or does not speak like one of ours."""
+        """The messages that have arrived; call it when `select` finds the line readable. EOFError when the other end is
+        gone, or sends something that is not our format."""
         try:
             received = self._connection.recv(1 << 16)
-            *whole, self._rest = (self._rest + received).split(b"\n")
-            messages: list[list[Any]] = [json.loads(message) for message in whole]
+            *complete, self._rest = (self._rest + received).split(b"\n")
+            messages: list[list[Any]] = [json.loads(message) for message in complete]
         except (OSError, ValueError, RecursionError) as error:
             raise EOFError from error
         if not received:
@@ -44,27 +44,28 @@ class Line:
         return messages
 
     def close(self) -> None:
-        """The other end hears it."""
+        """Closes the connection, which the other end notices."""
         self._connection.close()
 
 
 class Pulse:
-    """How often lines are used although there is nothing to say, so that silence means something.
+    """When to send a heartbeat (a beat), so that silence means that the other end is lost.
 
-    A limit is counted in beats of one's own, not in time: who was stopped itself then accuses nobody when it goes on.
+    Silence is counted in this process's own beats, not in seconds: a process that was stopped for a while then does not
+    take the others for lost when it continues.
     """
 
     def __init__(self, limit_seconds: float) -> None:
         self._every, self._next = min(limit_seconds / 10, 15.0), time.monotonic()
         self.beats = ceil(limit_seconds / self._every)
-        """In the limit."""
+        """Beats in `limit_seconds`."""
 
     def pause(self) -> float:
         """Seconds until the next beat."""
         return max(0.0, self._next - time.monotonic())
 
     def due(self) -> bool:
-        """Whether it is time for a beat; True once for each."""
+        """Whether it is time for a beat; True once per beat."""
         if self.pause():
             return False
         self._next = time.monotonic() + self._every

@@ -1,4 +1,4 @@
-"""The ranks as a grid, tensor x data: neighbours share one copy of the weights, columns share one batch."""
+"""The ranks as a grid: data ranks x tensor ranks. A row of it shares one copy of the weights, a column one batch."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from megahead.errors import ConfigError
 
 @dataclass(frozen=True)
 class Mesh:
-    """This rank's place: `tensor` ranks split each layer, `data` ranks split each batch.
+    """This rank's groups: the ranks of `tensor_group` split each layer, those of `data_group` each batch.
 
-    World rank = data.rank * tensor.size + tensor.rank, so that tensor groups are consecutive ranks
-    (the fastest links of a node).
+    World rank = data rank * tensor size + tensor rank, so that tensor groups are consecutive ranks (the fastest links
+    of a node).
     """
 
     world_group: Group = field(default_factory=Group)

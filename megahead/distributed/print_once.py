@@ -1,4 +1,4 @@
-"""One sentence for a mistake that all ranks made: who comes first claims it, in the store through which ranks meet."""
+"""Prints an error that all ranks have only once: the first to claim its sentence in the ranks' store prints it."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from megahead.distributed.waiting import with_timeout
 from megahead.errors import print_error
 
 PATIENCE_SECONDS = 5.0
-"""How long a rank looks for the others before it speaks for itself: better twice than never."""
+"""How long a rank tries to reach the store before it prints itself: better twice than never."""
 
 
 def print_error_once(launch: Launch, sentence: str) -> None:
-    """Says `sentence` unless another rank of `launch` has said the same. Ranks call it when they fail, connected or not
-    yet, from whichever thread, and leave afterwards."""
+    """Prints `sentence` unless another rank of `launch` has printed the same. Ranks call it when they fail, connected
+    or not, from any thread, and end afterwards."""
     if launch.world_size == 1:
         return print_error(sentence)
     try:
@@ -34,10 +34,10 @@ def print_error_once(launch: Launch, sentence: str) -> None:
 
 
 def _claim(launch: Launch, sentence: str) -> tuple[Store, bool]:
-    """Where the ranks meet, and whether nobody has said `sentence` there."""
-    # over a connection of its own: what another one asked may have no answer yet
+    """The store, and whether this rank is the first to claim `sentence` there."""
+    # over a new connection: an existing one may still wait for an answer
     store = open_store(launch, 0 if dist.is_initialized() else PATIENCE_SECONDS)
-    first = store.add(f"megahead/told/{hashlib.sha256(sentence.encode()).hexdigest()}", 1) == 1
+    first = store.add(f"megahead/printed/{hashlib.sha256(sentence.encode()).hexdigest()}", 1) == 1
     store.add("megahead/asked", 1)
     return store, first
 

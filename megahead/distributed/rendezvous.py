@@ -1,7 +1,7 @@
-"""How ranks find each other: one place reads what a launcher says, one opens the store where they leave word.
+"""How ranks find each other: `read_launch` reads a launcher's settings, `open_store` opens the store they share.
 
-`deepspeed`, `torchrun` and `srun` tell a process its rank through environment variables; `read_launch`
-takes them as a mapping, so that nothing below `launch/` reads the environment itself.
+`deepspeed`, `torchrun` and `srun` pass a process its rank in environment variables; `read_launch` takes them as a
+mapping, so that nothing below `launch/` reads the environment itself.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _SLURM = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_NTASKS", "LOCAL_RANK": "S
 
 @dataclass(frozen=True)
 class Launch:
-    """What the launcher told this process."""
+    """What the launcher passed to this process."""
 
     rank: int = 0
     world_size: int = 1
@@ -33,7 +33,7 @@ class Launch:
     port: int = 29500
 
     attempt: int = 0
-    """How often the launcher has started all ranks anew."""
+    """How often the launcher has restarted all ranks."""
 
 
 def read_launch(environment: Mapping[str, str]) -> Launch:

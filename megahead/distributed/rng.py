@@ -1,4 +1,4 @@
-"""Random numbers over the tensor axis: alike where ranks hold the same values, apart where each holds its own."""
+"""Random numbers on tensor ranks: equal where ranks hold the same values, different where each holds its own."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from megahead.distributed.group import Group
 
 @contextmanager
 def per_rank_rng(group: Group, device: torch.device) -> Iterator[None]:
-    """Inside, every rank of `group` draws numbers of its own; afterwards all go on alike. Sends nothing.
+    """Inside, every rank of `group` draws different numbers; afterwards all draw the same again. Sends nothing.
 
-    The ranks must be alike on entry. What is drawn follows from torch's CPU generator on entry, so that a forward
-    pass that is repeated from the same state (activation checkpointing, a resumed run) draws the same again.
+    Torch's CPU generator must be in the same state on all ranks on entry. What is drawn depends only on that state, so
+    that a forward pass that is repeated from it (activation checkpointing, a resumed run) draws the same again.
     """
     if group.size == 1:
         yield

@@ -1,7 +1,8 @@
-"""Where the lines of all ranks end, on rank 0: finds out who is lost, and tells the others.
+"""Where the lines of all ranks end, on rank 0: finds out which ranks are lost, and sends that to the others.
 
-A rank that dies is known at once, because its line breaks; one that is stopped, or whose machine is gone, once it was
-not heard for the limit. A rank that hangs is heard all the same: it is who does not answer when others gave up waiting.
+A rank that dies is noticed at once, because its line breaks; one that is stopped, or whose machine is gone, once it was
+silent for the time limit. A rank that hangs still sends beats: it is the one that reports nothing when others gave up
+waiting.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from typing import Any
 from megahead.distributed.lines import Line, Pulse
 
 GRACE_SECONDS = 5.0
-"""How long ranks have to answer once one gave up, and to end by themselves once they know why."""
+"""Seconds that ranks have to report once one gave up waiting, and to end by themselves once they know the reason."""
 
 _MORE_SECONDS = 1.0
-"""Ranks seldom die alone: how long to look for others after the first."""
+"""Ranks seldom die alone: seconds to wait for others after the first."""
 
 
 class Switchboard:
-    """Expects `size` ranks within `limit_seconds`, listens until all have left or one is lost."""
+    """Expects `size` ranks within `limit_seconds`; listens until all have left or one is lost."""
 
     def __init__(self, size: int, limit_seconds: float) -> None:
         self._all, self._limit = frozenset(range(size)), limit_seconds
@@ -65,7 +66,7 @@ class Switchboard:
         self._selector.register(line, EVENT_READ, lambda: self._greet(line))
 
     def _greet(self, line: Line) -> None:
-        """The first words of a rank; whoever else found the door is sent away."""
+        """Reads a rank's first message; connections from anything else are closed."""
         self._selector.unregister(line)
         try:
             (_, token, rank), *_ = line.receive()
@@ -110,7 +111,7 @@ class Switchboard:
                 self._accuse(rank, f"did not come within {self._limit:g} s")
 
     def _accuse(self, rank: int, fate: str) -> None:
-        """What was known of a rank first counts; who has left is not missed."""
+        """Records a lost rank, unless it is recorded already or has left."""
         if rank not in self._left:
             self._lost.setdefault(rank, fate)
 
@@ -118,7 +119,7 @@ class Switchboard:
         return bool(self._lost or self._waited)
 
     def _conclude(self) -> None:
-        """Tells all ranks how it ends, as soon as that is known."""
+        """Sends the outcome to all ranks as soon as it is known: all left, or some lost."""
         if self._left == self._all:
             self._end_with("left")
         elif self._in_doubt():

@@ -1,4 +1,4 @@
-"""Waits of torch: which errors they end in, and an end for those that have none."""
+"""Torch's waits for other ranks: the errors they raise, and a time limit for those that have none."""
 
 from __future__ import annotations
 
@@ -21,10 +21,9 @@ def is_waiting_error(error: BaseException) -> bool:
 
 
 def with_timeout(seconds: float, function: Callable[[], T]) -> T:
-    """`function()`, or TimeoutError after `seconds`: then it goes on in a thread that nobody waits for.
+    """`function()`, or TimeoutError after `seconds`; the call then continues in a thread that nobody waits for.
 
-    For what asks a store: torch waits for an answer without end, whatever its time limit, when the process that keeps
-    the store is stopped.
+    For requests to a store: if the process that keeps it is stopped, torch waits forever, whatever its own limit.
     """
     future: Future[T] = Future()
 

@@ -1,9 +1,9 @@
-"""Who is missing: when a rank dies or hangs, the others learn its name instead of an address, and end.
+"""Lost ranks: when a rank dies or hangs, the others report which one it was, and end.
 
-Waiting for a rank that died may end at once (gloo), after some time limit as a RuntimeError that names nobody, or
-never: a store whose process is stopped answers no question, NCCL's kernels wait for whom they know. So every rank keeps
-a line to rank 0, from meeting until leaving, and a thread that listens to it. When a rank is lost, whoever gets an
-error of waiting is told who it was, and whoever still waits a moment later is ended.
+Without this, a wait for a rank that died may fail at once (gloo), fail after a time limit with a RuntimeError that
+names no rank, or never end: a store whose process is stopped does not answer, and NCCL's kernels wait on. So every rank
+keeps a connection (a `Line`) to rank 0 from `meet` to `leave`, and a thread that reads it. When a rank is lost, a rank
+whose wait failed gets the lost rank's number, and one that still waits `GRACE_SECONDS` later is ended.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class LostRankError(UserError):
 
 
 class Watch:
-    """Rank `rank`'s end of its line to rank 0; `end_process` is called from the thread, with the reason."""
+    """Rank `rank`'s end of its line to rank 0. The thread calls `end_process` with the reason, if it must."""
 
     def __init__(self, line: Line, rank: int, limit_seconds: float, end_process: Callable[[str], None]) -> None:
         self._line, self._rank, self._limit, self._end_process = line, rank, limit_seconds, end_process
@@ -41,18 +41,18 @@ class Watch:
         threading.Thread(target=self._listen, name="watch", daemon=True).start()
 
     def meet(self) -> None:
-        """Until all ranks are here; LostRankError names who does not come in time."""
-        self._expect(None)  # rank 0 knows the limit, and the thread whether there is a rank 0
+        """Waits until all ranks are connected; LostRankError names those that are too late."""
+        self._expect(None)  # rank 0 enforces the limit, and the thread notices if rank 0 is lost
 
     def leave(self) -> None:
-        """Until no rank needs another any more; LostRankError names who does not come in time."""
+        """Waits until all ranks are finished; LostRankError names those that are too late."""
         self._line.send("left")
         self._expect(self._limit)
 
     @contextmanager
     def naming_lost_ranks(self) -> Iterator[None]:
-        """Inside, an error of waiting for others becomes a LostRankError that names them; other errors are told to
-        them. A wait that does not end although a rank is lost ends the process."""
+        """Inside, a failed wait for other ranks becomes a LostRankError that names them; any other error is reported to
+        them. If a rank is lost and a wait does not end, the process is ended."""
         try:
             yield
         except LostRankError:
@@ -65,7 +65,7 @@ class Watch:
             raise LostRankError(lost) from error
 
     def _expect(self, seconds: float | None) -> None:
-        """Waits until rank 0 says that all are as far; it speaks of nothing else but of lost ranks."""
+        """Waits for rank 0's message that all ranks are as far; LostRankError if it sends lost ranks instead."""
         try:
             received = self._received.get(timeout=seconds)
         except Empty:
@@ -75,7 +75,7 @@ class Watch:
             raise LostRankError(received)
 
     def _ask(self, *words: str) -> dict[int, str]:
-        """Who is lost, in return for why this rank ends now."""
+        """Reports why this rank ends; returns the lost ranks, from rank to what became of it."""
         self._ends.set()
         self._line.send(*words)
         try:
@@ -85,7 +85,7 @@ class Watch:
         return received if isinstance(received, dict) else {}
 
     def _listen(self) -> None:
-        """The thread: until all have left, or some are lost."""
+        """The thread: reads messages until all ranks have left, or some are lost."""
         for word, *more in self._messages():
             if word == "lost":
                 return self._end(dict(more[0]))
@@ -94,7 +94,7 @@ class Watch:
                 return None
 
     def _messages(self) -> Iterator[list[Any]]:
-        """What rank 0 says, at last perhaps by its silence."""
+        """Rank 0's messages; the last may be made here, when rank 0 itself died or was silent for too long."""
         pulse, selector = Pulse(self._limit), DefaultSelector()
         selector.register(self._line, EVENT_READ)
         while self._line.silent_beats <= pulse.beats + 1:
@@ -110,8 +110,8 @@ class Watch:
         yield ["lost", [[0, f"died or hangs (silent for {self._limit:g} s)"]]]
 
     def _end(self, lost: dict[int, str]) -> None:
-        """Gives the main thread a moment to find out by itself, then ends the process; one that is at fault itself
-        shows where it stands."""
+        """Ends the process unless the main thread does so within `GRACE_SECONDS`. If this rank itself is the lost one,
+        prints the stack of its main thread first."""
         self._received.put(lost)
         if not self._ends.wait(GRACE_SECONDS):
             if self._rank in lost:
@@ -120,7 +120,7 @@ class Watch:
 
 
 def _describe_lost(lost: Mapping[int, str]) -> str:
-    """What became of whom, like fates together."""
+    """A sentence such as: rank 1 died; ranks 2, 3 did not come within 60 s."""
     fates: dict[str, list[int]] = {}
     for rank, fate in lost.items():
         fates.setdefault(fate, []).append(rank)

@@ -1,8 +1,8 @@
-"""One optimizer step at a time, whatever the ZeRO stage, and the whole state in and out by name.
+"""One optimizer step at a time, at any ZeRO stage, and the complete state in and out by name.
 
-Every stage keeps the same promises here, some of which DeepSpeed keeps only at some of them: the gradient
-norm is told, a step whose gradients are not finite on any rank changes nothing, and state that is read
-and loaded into a fresh engine continues bitwise where it was.
+Every stage keeps the same promises here, some of which DeepSpeed keeps only at some stages: the gradient norm is
+returned, a step whose gradients are not finite on any rank changes nothing, and state that is read and loaded into a
+new engine continues bitwise.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megahead.errors import CheckpointError
 from megahead.parallel import fill_, shard_dims
 
 _SCALE_STATE = frozenset({"cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis"})
-"""What moves in DeepSpeed's `DynamicLossScaler`."""
+"""Attributes of DeepSpeed's `DynamicLossScaler` that change during training."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class StepResult:
     """Global L2 norm of the gradients before clipping; inf or nan when the step was not applied."""
 
     applied: bool
-    """False when gradients were not finite (or overflowed in fp16) or dropped: weights and state are as before."""
+    """False when gradients were not finite (or overflowed in fp16), or the step was skipped: nothing has changed."""
 
 
 class Engine:
@@ -47,8 +47,8 @@ class Engine:
     `deepspeed` of a `RunPlan`. At stage 3 `module`'s own parameters are empty outside of its forward: read them through
     `tensors`.
 
-    `weights` maps a parameter's name to the whole tensor it starts from, and is asked for one at a time: `module` may
-    be hollow (see `parallel.assemble`), so that at stage 3 no rank ever holds all of it.
+    `weights` maps a parameter's name to the full (unsharded) tensor it starts from, and is called for one at a time:
+    `module` may be hollow (see `parallel.assemble`), so that at stage 3 no rank ever holds all of it.
     """
 
     def __init__(
@@ -67,17 +67,17 @@ class Engine:
         if self._stage == 0:
             config = {**config, "gradient_clipping": 0.0}  # ours, see `_step_replicated`
         self._mesh = mesh
-        half = half_format(config) is not None  # what DeepSpeed would round off is set once it has started
+        half = half_format(config) is not None  # values that DeepSpeed would round are set after it has started
         if self._stage < 3:
             make_room(module) if half else fill_(module, mesh.tensor_group, weights)
         self._deepspeed = start_deepspeed(module, optimizer, config, mesh, device)
         self._reduces = self._stage < 2 and not hasattr(self._deepspeed.optimizer, "reduce_gradients")
-        self._deepspeed.enable_backward_allreduce = not self._reduces  # it has no regard for the bucket's size there
+        self._deepspeed.enable_backward_allreduce = not self._reduces  # there it ignores the bucket's size
         self._parameter_states = open_parameter_states(self._deepspeed, self._stage, mesh.data_group)
         self._shard_dims = shard_dims(module)
         self._scaler = getattr(self._deepspeed.optimizer, "loss_scaler", None)
         if self.searches_loss_scale:
-            self._scaler.raise_error_at_min_scale = False  # type: ignore[union-attr] # whoever counts skips decides
+            self._scaler.raise_error_at_min_scale = False  # type: ignore[union-attr] # the guard decides
         self._backward_done = False
         if self._stage == 3 or half:
             self.load_weights(lambda key: weights(key.removeprefix(f"{WEIGHT}/")))
@@ -100,9 +100,9 @@ class Engine:
         return loss.detach()
 
     def step(self, learning_rate: float) -> StepResult:
-        """Updates the weights after `gradient_accumulation_steps` micro steps, or leaves all as it was.
+        """Updates the weights after `gradient_accumulation_steps` micro steps, unless the gradient norm is not finite.
 
-        Collective, and waits for the device: whether to apply is decided from the gradient norm.
+        Collective, and waits for the device, because the decision needs the gradient norm.
         """
         self._end_accumulation()
         for group in self._deepspeed.optimizer.param_groups:
@@ -110,7 +110,7 @@ class Engine:
         return self._step_replicated() if self._stage == 0 else self._step_zero()
 
     def skip_step(self) -> StepResult:
-        """Instead of `step`: throws the gathered gradients away; weights and state (also fp16's loss scale) stay.
+        """Instead of `step`: drops the accumulated gradients; weights and state (also fp16's loss scale) stay.
 
         Sends nothing, but every rank must call it. The gradient norm is nan: nobody computed it.
         """
@@ -152,11 +152,11 @@ class Engine:
 
     @property
     def searches_loss_scale(self) -> bool:
-        """Whether overflows are how fp16 finds its loss scale, and no fault."""
+        """Whether overflows are normal, because fp16 searches its loss scale by them."""
         return bool(getattr(self._scaler, "dynamic", False))
 
     def loss_scale_state(self) -> dict[str, float]:
-        """Everything that decides how the loss scale goes on; empty without one that moves."""
+        """All that a dynamic loss scale depends on; empty without one."""
         return {name: getattr(self._scaler, name) for name in _SCALE_STATE} if self.searches_loss_scale else {}
 
     def set_loss_scale_state(self, state: Mapping[str, float]) -> None:
@@ -169,8 +169,8 @@ class Engine:
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """`module(*args, **kwargs)` in evaluation mode, without gradients, in the run's precision.
 
-        Collective at stage 3, where every rank must call it equally often: weights are gathered on the way.
-        Only what happens inside the module's forward may touch weights there.
+        Collective at stage 3, where weights are gathered: every rank must call it equally often, and only the module's
+        forward may use weights.
         """
         training = self.module.training
         self.module.eval()
@@ -185,22 +185,22 @@ class Engine:
         return int(self._counters()[0])
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Everything a restart needs as whole fp32 CPU tensors, in the same order on every rank and mesh.
+        """All state that a restart needs, as full fp32 CPU tensors, in the same order on every rank and mesh.
 
-        Keys are `weight/NAME`, `exp_avg/NAME`, `exp_avg_sq/NAME` with names as in the module; frozen
-        parameters have a weight only. Collective, one tensor in memory at a time; a tensor may share the
-        engine's memory, so copy what has to outlive the next step.
+        Keys are `weight/NAME`, `exp_avg/NAME`, `exp_avg_sq/NAME` with names as in the module; frozen parameters have
+        only a weight. Collective, one tensor in memory at a time; a tensor may share the engine's memory: copy it if it
+        is needed after the next step.
         """
         for kind in (WEIGHT, *MOMENTS):
             for name, parameter in self._parameters(kind):
-                whole = self._merge(name, self._parameter_states.get(parameter, kind))
-                yield f"{kind}/{name}", whole.detach().to("cpu", torch.float32)
+                full = self._merge(name, self._parameter_states.get(parameter, kind))
+                yield f"{kind}/{name}", full.detach().to("cpu", torch.float32)
 
     def load(self, read: Callable[[str], Tensor], optimizer_steps: int) -> None:
-        """Sets weights, moments and step count back; the inverse of `tensors` from any stage and mesh.
+        """Sets weights, moments and step count; the inverse of `tensors`, from any stage and mesh.
 
-        `read` maps a key to its whole tensor, on every rank. Collective; CheckpointError for a tensor of another
-        shape. The loss scale of fp16 is apart: `set_loss_scale_state`.
+        `read` maps a key to its full tensor, on every rank. Collective; CheckpointError for a tensor of another shape.
+        fp16's loss scale is set by `set_loss_scale_state`.
         """
         self._set(WEIGHT, read)
         for kind in MOMENTS:
@@ -209,18 +209,18 @@ class Engine:
             counter.fill_(optimizer_steps)
 
     def load_weights(self, read: Callable[[str], Tensor]) -> None:
-        """Sets the weights alone (keys `weight/NAME`); the optimizer stays as it is. Collective."""
+        """Sets only the weights (keys `weight/NAME`), not the optimizer's state. Collective."""
         self._set(WEIGHT, read)
 
     def close(self) -> None:
-        """Lets the model go, which DeepSpeed's hooks on gradients hold at stages 1 to 3. Nothing works afterwards."""
+        """Frees the model, which DeepSpeed's gradient hooks hold at stages 1 to 3. The engine is unusable then."""
         self._deepspeed.destroy()
 
     def _set(self, kind: str, read: Callable[[str], Tensor]) -> None:
         for name, parameter in self._parameters(kind):
-            whole = read(f"{kind}/{name}")
+            full = read(f"{kind}/{name}")
             dim = self._shard_dims.get(name)
-            part = whole if dim is None else self._mesh.tensor_group.shard(whole, dim)
+            part = full if dim is None else self._mesh.tensor_group.shard(full, dim)
             shape = getattr(parameter, "ds_shape", parameter.shape)  # at stage 3 the parameter itself is empty
             if part.shape != shape:
                 raise CheckpointError(

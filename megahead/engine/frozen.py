@@ -1,4 +1,4 @@
-"""Parameters that are not trained, as they came: DeepSpeed rounds them to half precision, and keeps no masters."""
+"""fp32 values of frozen parameters: DeepSpeed rounds them to half precision, and keeps no master copies."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from megahead.distributed import Group
 
 
 class FrozenWeights:
-    """fp32, cut over the ranks of `data_group`, in the host's memory: only checkpoints ask for them."""
+    """In fp32 in the host's memory, partitioned over `data_group`: only checkpoints need them."""
 
     def __init__(self, data_group: Group, device: torch.device) -> None:
         self._data_group = data_group
         self._device = device
         self._kept: dict[nn.Parameter, tuple[Tensor, torch.Size]] = {}
 
-    def keep(self, parameter: nn.Parameter, whole: Tensor) -> None:
-        """Remembers the rank's slice of `whole`, the value of `parameter`. Sends nothing."""
-        flat = functional.pad(whole.detach().flatten().float(), (0, -whole.numel() % self._data_group.size))
-        self._kept[parameter] = self._data_group.shard(flat, 0).cpu(), whole.shape
+    def keep(self, parameter: nn.Parameter, full: Tensor) -> None:
+        """Keeps this rank's slice of `full`, the full value of `parameter`. Sends nothing."""
+        flat = functional.pad(full.detach().flatten().float(), (0, -full.numel() % self._data_group.size))
+        self._kept[parameter] = self._data_group.shard(flat, 0).cpu(), full.shape
 
     def read(self, parameter: nn.Parameter) -> Tensor | None:
-        """What was kept, whole on the device; None where nothing was. Collective."""
+        """The full value that was kept, on the device; None if there is none. Collective."""
         if parameter not in self._kept:
             return None
         part, shape = self._kept[parameter]

@@ -1,8 +1,8 @@
-"""Gathered gradients, forgotten: the next step begins as if there had never been any.
+"""Drops accumulated gradients, so that the next step begins without any.
 
-DeepSpeed forgets them inside of a step that it does not apply, and not all of them: with the optimizer on the host
-(stages 1 and 2) the fp32 sums of half-precision gradients stay, and those of every later step are added to what was not
-finite. What each of its optimizers (0.19) holds between two steps is therefore let go here, whatever the device.
+DeepSpeed drops them only inside a step that it does not apply, and not all: with the optimizer on the host (stages 1
+and 2) the fp32 sums of half-precision gradients stay, and every later step adds to sums that are not finite. So
+everything that its optimizers (0.19) hold between two steps is dropped here, on any device.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from typing import Any
 
 
 def forget_gradients(optimizer: Any, stage: int) -> None:
-    """Drops all that `optimizer`, a DeepSpeedEngine's at ZeRO `stage`, gathered since its last step.
+    """Drops all gradients that `optimizer`, a DeepSpeedEngine's at ZeRO `stage`, accumulated since its last step.
 
-    Sends nothing, but must be called by every rank. Weights, moments and loss scale are not touched.
+    Sends nothing, but every rank must call it. Weights, moments and loss scale stay.
     """
     optimizer.zero_grad()
     if stage == 3:

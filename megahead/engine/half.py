@@ -1,4 +1,4 @@
-"""Half precision: DeepSpeed rounds parameters as it starts, so the numbers they had are kept from it."""
+"""Half precision: DeepSpeed rounds parameters when it starts, so they get their values only afterwards."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _FORMATS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def half_format(config: dict[str, Any]) -> torch.dtype | None:
-    """What DeepSpeed makes of parameters by its `config`; None where they stay in fp32 (also under autocast)."""
+    """The half-precision type of the model's parameters by DeepSpeed's `config`; None for fp32 (also with autocast)."""
     enabled = [dtype for key, dtype in _FORMATS.items() if config.get(key, {}).get("enabled")]
     return enabled[0] if enabled else None
 
 
 def refuse_half_without_zero(config: dict[str, Any], stage: int) -> None:
-    """DeepSpeed's wrappers at stage 0 train wrongly."""
+    """ConfigError for half precision at stage 0, where DeepSpeed's wrappers train wrongly."""
     for key in _FORMATS:
         if stage == 0 and config.get(key, {}).get("enabled"):
             raise ConfigError(
@@ -31,6 +31,6 @@ def refuse_half_without_zero(config: dict[str, Any], stage: int) -> None:
 
 
 def make_room(module: nn.Module) -> None:
-    """Memory for hollow parameters, without their values."""
+    """Gives hollow parameters memory, filled with zeros."""
     for parameter in module.parameters():
         parameter.data = torch.zeros_like(parameter, memory_format=torch.contiguous_format)

@@ -1,4 +1,4 @@
-"""The mesh in the words DeepSpeed asks for: its "model parallel unit"."""
+"""The mesh as DeepSpeed's "model parallel unit"."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The global gradient norm and clipping where DeepSpeed has neither to offer: at ZeRO stage 0.
+"""The global gradient norm and clipping at ZeRO stage 0.
 
-There DeepSpeed clips without telling the norm, and applies a step whose gradients are not finite.
+There DeepSpeed clips without returning the norm, and applies a step whose gradients are not finite.
 """
 
 from __future__ import annotations

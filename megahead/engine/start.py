@@ -1,4 +1,4 @@
-"""Starts DeepSpeed without its surprises: no compiler, no rendezvous for one rank, no chatter.
+"""Starts DeepSpeed without a compiler, without a rendezvous for one rank, and without its log lines.
 
 DeepSpeed is imported here and only when an engine is built, because the import fixes its device for
 the whole process and costs half a second.
@@ -29,9 +29,9 @@ from megahead.errors import UserError
 
 
 def load_deepspeed(device: torch.device) -> ModuleType:
-    """DeepSpeed, imported for `device`, silent below warnings, and never reaching for a compiler.
+    """DeepSpeed, imported for `device`; it prints warnings only, and does not use a compiler.
 
-    UserError where it was imported for another kind of device before.
+    UserError if it was imported for another kind of device before.
     """
     os.environ.setdefault("DS_ACCELERATOR", device.type)  # read once, by the import
     deepspeed = importlib.import_module("deepspeed")
@@ -51,9 +51,9 @@ def load_deepspeed(device: torch.device) -> ModuleType:
 def start_deepspeed(
     module: nn.Module, optimizer: torch.optim.Optimizer, config: dict[str, Any], mesh: Mesh, device: torch.device
 ) -> Any:
-    """A `DeepSpeedEngine` around `module`, which it moves to `device` and, at stage 3, cuts up. Collective.
+    """A `DeepSpeedEngine` around `module`, which it moves to `device` and, at stage 3, partitions. Collective.
 
-    Without a process group one is made that holds only this process and asks nobody.
+    Without a process group, one of this process alone is made.
     """
     deepspeed = load_deepspeed(device)
     own_errors = deepspeed.DeepSpeedConfigError, deepspeed.runtime.zero.utils.ZeRORuntimeException
@@ -72,14 +72,14 @@ def start_deepspeed(
             engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config, mpu=mpu)
     except (ValueError, TypeError, AssertionError, *own_errors) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise UserError(f"`engine.deepspeed` must be what DeepSpeed accepts, but it says: {reason}.") from error
+        raise UserError(f"`engine.deepspeed` must be what DeepSpeed accepts, but it reports: {reason}.") from error
     return engine
 
 
 class _OneByOne(nn.Module):
-    """A module's parameters, handed to DeepSpeed to be cut up one at a time in the format of the forward pass.
+    """Gives a module's parameters to DeepSpeed one at a time, in the format of the forward pass, to be partitioned.
 
-    Each is given its room only when its turn comes, so that of hollow ones never more than one is there whole.
+    A hollow parameter gets memory only when its turn comes, so that at most one is ever held in full.
     """
 
     def __init__(self, module: nn.Module, config: dict[str, Any]) -> None:
@@ -95,12 +95,12 @@ class _OneByOne(nn.Module):
 
 
 def _limit_waits(deepspeed: ModuleType, timeout_seconds: float) -> None:
-    """Ranks wait in its groups as long as in ours; of itself it takes torch's default, half an hour with gloo."""
+    """Sets our timeout for the groups DeepSpeed makes; its own is torch's default, half an hour with gloo."""
     deepspeed.comm.comm.cdb.new_group = partial(dist.new_group, timeout=timedelta(seconds=timeout_seconds))
 
 
 def _name_device(device: torch.device) -> None:
-    """DeepSpeed takes its device from LOCAL_RANK, which `srun` and a bare `python` do not set."""
+    """Sets LOCAL_RANK, from which DeepSpeed takes its device; `srun` and a bare `python` do not set it."""
     if device.index is not None:
         os.environ["LOCAL_RANK"] = str(device.index)
     else:

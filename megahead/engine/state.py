@@ -1,8 +1,8 @@
-"""Weights and Adam's state as whole tensors, whatever ZeRO has cut them into.
+"""Weights and Adam's state as full (unpartitioned) tensors, at any ZeRO stage.
 
-DeepSpeed keeps up to three things per parameter: the model's own copy (in the format of the forward
-pass), an fp32 master copy, and the optimizer's state, the last two in slices of a flat buffer per rank.
-`open_parameter_states` hides where they are: `get` and `set` speak of one parameter, whole and in fp32.
+DeepSpeed keeps up to three tensors per parameter: the model's own copy (in the format of the forward pass), an fp32
+master copy, and the optimizer's state, the last two in slices of a flat buffer per rank. `open_parameter_states` hides
+where they are: `get` and `set` read and write one parameter, in full and in fp32.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def open_parameter_states(engine: Any, stage: int, data_group: Group) -> Paramet
         return ShardedStates(frozen)
     _make_moments(optimizer.optimizer, _parameters(optimizer))
     if getattr(optimizer, "round_robin_gradients", False):
-        _link_where_they_lie(optimizer)
+        _link_round_robin(optimizer)
     optimizer._lazy_init_hp_params_optimizer_state()
     return PartitionedStates(frozen)
 
@@ -57,7 +57,7 @@ def _parameters(optimizer: Any) -> Iterator[Tensor]:
 
 
 def _make_moments(adam: torch.optim.Optimizer, tensors: Iterable[Tensor]) -> None:
-    """What Adam itself would make at its first step, under the names of its `state_dict`."""
+    """The state that Adam itself would make at its first step, with the names of its `state_dict`."""
     group = adam.param_groups[0]
     on_device = group.get("capturable") or group.get("fused")
     for tensor in tensors:
@@ -67,9 +67,9 @@ def _make_moments(adam: torch.optim.Optimizer, tensors: Iterable[Tensor]) -> Non
         }
 
 
-def _link_where_they_lie(optimizer: Any) -> None:
-    """Under `round_robin_gradients` slices lie in another order than DeepSpeed's accessors take them to: on two ranks
-    and more they would read and write other parameters' numbers."""
+def _link_round_robin(optimizer: Any) -> None:
+    """Corrects DeepSpeed's accessors for `round_robin_gradients`, where slices are in another order than they assume:
+    on two or more ranks they would read and write other parameters' values."""
     from deepspeed.utils import link_hp_params
 
     for index, parameters in enumerate(optimizer.bit16_groups):
@@ -97,18 +97,18 @@ class ReplicatedStates:
         self._states = optimizer.state
 
     def get(self, parameter: nn.Parameter, kind: str) -> Tensor:
-        whole: Tensor = parameter.detach() if kind == WEIGHT else self._states[parameter][kind]
-        return whole
+        full: Tensor = parameter.detach() if kind == WEIGHT else self._states[parameter][kind]
+        return full
 
     def set(self, parameter: nn.Parameter, kind: str, value: Tensor) -> None:
         self.get(parameter, kind).copy_(value)
 
 
 class PartitionedStates:
-    """Stages 1 and 2: masters and moments in slices, the model's copy whole on every rank.
+    """Stages 1 and 2: masters and moments are partitioned, the model's copy is full on every rank.
 
-    DeepSpeed's accessors read a slice set by an all-reduce of the whole tensor, and write without sending.
-    They say nothing about frozen parameters, which have no master, and leave the model's copy alone.
+    DeepSpeed's accessors read a parameter by an all-reduce of the full tensor, and write without sending. They return
+    None for frozen parameters, which have no master, and do not write the model's copy.
     """
 
     def __init__(self, frozen: FrozenWeights) -> None:
@@ -121,10 +121,10 @@ class PartitionedStates:
             kept = self._frozen.read(parameter)
             return self._get_copy(parameter) if kept is None else kept
         if kind == WEIGHT:
-            whole: Tensor = safe_get_full_fp32_param(parameter)
+            full: Tensor = safe_get_full_fp32_param(parameter)
         else:
-            whole = safe_get_full_optimizer_state(parameter, kind)
-        return whole
+            full = safe_get_full_optimizer_state(parameter, kind)
+        return full
 
     def set(self, parameter: nn.Parameter, kind: str, value: Tensor) -> None:
         if parameter.requires_grad:
@@ -150,7 +150,7 @@ class PartitionedStates:
 
 
 class ShardedStates(PartitionedStates):
-    """Stage 3: the model's copy is in slices too, and gathered (or sent out by the first rank) to touch it."""
+    """Stage 3: the model's copy is partitioned too; it is gathered to be read, and sent by the first rank to be set."""
 
     def _get_copy(self, parameter: nn.Parameter) -> Tensor:
         import deepspeed
@@ -165,7 +165,7 @@ class ShardedStates(PartitionedStates):
             parameter.data.copy_(value)
 
     def _set_slice(self, parameter: nn.Parameter, kind: str, value: Tensor) -> None:
-        """DeepSpeed's accessors of whole tensors fail where the last ranks' slices reach beyond the tensor's end."""
+        """Sets this rank's slice: DeepSpeed's accessors of full tensors fail where slices reach beyond the tensor."""
         from deepspeed.utils import safe_set_local_fp32_param, safe_set_local_optimizer_state
 
         length = parameter.ds_tensor.numel()  # type: ignore[attr-defined]

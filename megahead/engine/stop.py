@@ -1,4 +1,4 @@
-"""Ends what DeepSpeed keeps for the whole process: the next run finds neither the last one's ranks nor its model."""
+"""Clears what DeepSpeed keeps for the process, so that the next run finds neither this one's ranks nor its model."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def deepspeed_session() -> Iterator[None]:
 
 
 def _forget_ranks() -> None:
-    """What `deepspeed.comm.destroy_process_group` does, but for the groups themselves: who made them ends them."""
+    """Does what `deepspeed.comm.destroy_process_group` does, except for ending the groups themselves."""
     with suppress(AttributeError):  # an older DeepSpeed
         importlib.import_module("deepspeed.utils.groups")._release_process_group_references()
 
 
 def _forget_modules() -> None:
-    """At stage 3 a stack that is never quite emptied holds the last model, and so does the cache of a method."""
+    """Clears a stack and a method's cache that hold the last model at stage 3."""
     importlib.import_module("deepspeed.runtime.zero.parameter_offload").FWD_MODULE_STACK.clear()
     coordinator = importlib.import_module("deepspeed.runtime.zero.partitioned_param_coordinator")
     with suppress(AttributeError, KeyError):  # another DeepSpeed's method may have none

@@ -41,9 +41,9 @@ def training_flops(
     """Operations per token of training on rows of `sequence_length` tokens.
 
     `candidate_rows`: for a vanilla softmax the padded vocabulary, for a headless one the unique targets of a group.
-    `context`: mean number of tokens that a token sees, itself included; that of whole rows when left out (isolated
-    documents see less): (T + 1) / 2 for causal attention, T for an encoder. `targets`: of a row, all T when left out;
-    an encoder's last block computes for the others keys and values only. Its transform is not counted.
+    `context`: mean number of tokens that a token sees, itself included; when left out that of rows with one document:
+    (T + 1) / 2 for causal attention, T for an encoder (isolated documents see less). `targets`: of a row, all T when
+    left out; for other tokens an encoder's last block computes only keys and values. Its transform is not counted.
     """
     hidden, layers, mlp = config.hidden_size, config.num_layers, config.mlp_size()
     whole_row = sequence_length if config.is_encoder() else (sequence_length + 1) / 2

@@ -1,11 +1,9 @@
-"""Memory of one rank while it trains, by part, from the config: does it fit, and which ZeRO stage does it need.
+"""Memory of one rank while it trains, by part, from the config: whether a run fits, and at which ZeRO stage.
 
-P parameters of one tensor rank, d data ranks, t tensor ranks, c bytes of a number in forward and backward;
-B rows of a micro-batch, T tokens a row, D hidden size, F width of the MLP, L blocks, U candidates.
-What DeepSpeed keeps at each stage was read off its optimizers and measured, phase by phase, on a CPU: the peaks of 21 M
-parameters on two ranks are 1.02 to 1.09 times what is told here, in fp32 and bf16. What comes on top is
-the process itself, and memory that an allocator keeps (glibc's: up to all gradients, unless MALLOC_MMAP_THRESHOLD_ is
-set).
+t tensor ranks, D hidden size, F width of the MLP.
+What DeepSpeed keeps at each stage was read in its optimizers and measured, phase by phase, on a CPU: the peaks of 21 M
+parameters on two ranks are 1.02 to 1.09 times this estimate, in fp32 and bf16. The process itself is not included, nor
+memory that an allocator keeps (glibc's: up to all gradients, unless MALLOC_MMAP_THRESHOLD_ is set).
 """
 
 from __future__ import annotations
@@ -15,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megahead.config import RunConfig, RunPlan
+from megahead.config.loss_chunks import CHUNK_BYTES, MIN_CHUNK_OUTPUTS
 from megahead.estimate.parameters import run_parameters
 
 _DEFAULTS = {
@@ -22,8 +21,7 @@ _DEFAULTS = {
     "stage3_max_live_parameters": 1_000_000_000,
     "stage3_prefetch_bucket_size": 50_000_000,
 }
-"""DeepSpeed's, in numbers."""
-_CHUNK_BYTES = 32 * 2**20  # of scores that the loss holds at once
+"""DeepSpeed's own values, in elements."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +37,7 @@ class RankMemory:
     """fp32 masters and Adam's two moments."""
 
     buffers: float
-    """What is being sent, or gathered to compute with."""
+    """Gradients being sent, and weights gathered to compute with."""
 
     activations: float
     """Kept for the backward pass."""
@@ -56,7 +54,7 @@ class RankMemory:
 
 
 def rank_memory(plan: RunPlan, stage: int | None = None) -> RankMemory:
-    """The memory of each rank; at another ZeRO `stage` than the config's where given."""
+    """The memory of each rank, at the config's ZeRO stage or at `stage`."""
     config, zero = plan.config, plan.zero
     stage = plan.zero_stage if stage is None else stage
     precision = "fp32" if config.engine.precision == "auto" else config.engine.precision
@@ -73,7 +71,10 @@ def rank_memory(plan: RunPlan, stage: int | None = None) -> RankMemory:
 def _states(
     parameters: int, data: int, stage: int, precision: str, zero: Mapping[str, Any]
 ) -> tuple[float, float, float, float]:
-    """Weights, gradients, optimizer, buffers; what takes turns at the peak counts once, buckets whole."""
+    """Bytes of weights, gradients, optimizer and buffers at the peak, for this number of parameters.
+
+    Of memory that is not used at the same time the larger counts; buckets count with their full size.
+    """
     share, width, bucket = parameters / data, 4 if precision == "fp32" else 2, _size(zero, "reduce_bucket_size")
     bucket_bytes = (4 if stage == 1 else width) * bucket if zero.get("contiguous_gradients", True) else 0
     send_copy = 4 * min(parameters, bucket)  # of gradients that are sent together
@@ -85,12 +86,12 @@ def _states(
             send_copy + (0 if precision == "fp32" else 2 * parameters),
         )
     separate_fp32_sum = precision == "bf16" and "offload_optimizer" not in zero
-    if stage == 1 and separate_fp32_sum:  # gradients, their fp32 sum, and a copy of that in bf16 while it is sent
+    if stage == 1 and separate_fp32_sum:  # gradients, their fp32 sum, and a bf16 copy of that to send
         return 2 * parameters, 6 * parameters, 12 * share, 2 * parameters + send_copy
-    if stage == 1:  # the rank's own gradients are copied for the optimizer; in fp32 once the others' are gone
+    if stage == 1:  # the rank's gradients are copied for the optimizer; in fp32 after the others' are freed
         copy = 4 * share if width == 2 else max(0, 8 * share - 4 * parameters)
         return width * parameters, 4 * parameters, 12 * share, copy + bucket_bytes
-    if stage == 2:  # a micro-batch's gradients beside their sum; later the weights, while they are gathered
+    if stage == 2:  # a micro-batch's gradients beside their sum; later the gathered weights
         return (
             width * parameters,
             4 * share,
@@ -98,12 +99,12 @@ def _states(
             max(width * share, width * parameters - 4 * share) + bucket_bytes,
         )
     live = min(parameters, _size(zero, "stage3_max_live_parameters"))
-    ahead = min(parameters, _size(zero, "stage3_prefetch_bucket_size"))  # there twice, once as it is received
+    ahead = min(parameters, _size(zero, "stage3_prefetch_bucket_size"))  # held twice while received
     return width * share, 4 * share, 12 * share, max(width * (live + ahead), 4 * share) + bucket_bytes
 
 
 def _size(zero: Mapping[str, Any], name: str) -> float:
-    """A setting in numbers; DeepSpeed itself refuses what is none."""
+    """A size in elements; if the setting is no number, the default (DeepSpeed itself refuses the run)."""
     given = zero.get(name)
     return given if isinstance(given, int | float) else _DEFAULTS[name]
 
@@ -126,31 +127,32 @@ def ways_to_need_less(plan: RunPlan, stage: int | None = None) -> list[str]:
 
 
 def rank_parameters(config: RunConfig) -> int:
-    """Numbers in the parameters of one tensor rank: norms and biases of what is summed are held by each."""
+    """Parameters of one tensor rank; norms, and biases of row-parallel layers, are held in full by each."""
     counts = run_parameters(config)
     held_by_each = config.model.hidden_size * (6 * config.model.num_layers + 2)
     return held_by_each + (counts.total - held_by_each) // config.parallel.tensor
 
 
 def expected_candidates(targets: int, vocab_size: int) -> int:
-    """Unique ids among `targets` tokens of text: 4,300 x (targets / 16,384)^0.62, as English Wikipedia has under a
+    """Unique ids among `targets` tokens of text: 4,300 x (targets / 16,384)^0.62, fitted to English Wikipedia with a
     vocabulary of 50,000 (measured 4.3k, 10.9k, 22k for 16k, 65k, 262k targets)."""
     of_text: float = 4300 * float(targets / 16384) ** 0.62
     return min(targets, vocab_size, round(of_text))
 
 
 def candidate_rows(config: RunConfig) -> int:
-    """Rows of the softmax of one micro-batch."""
+    """Candidate rows in the softmax of one micro-batch."""
     if config.objective.name == "vanilla":
         return config.model.padded_vocab_size()
     return expected_candidates(config.batch.micro_size * config.targets_per_row(), config.model.vocab_size)
 
 
 def _activations(config: RunConfig, compute: int) -> float:
-    """A block keeps its input, two normed inputs and (7 D + 2 F) / t; recomputed, all inputs and one block whole.
+    """Bytes kept for the backward pass, `compute` for each element.
 
-    Recomputed selectively, also 2 D + (4 D + F) / t of products and attention. Sequence parallelism divides the inputs
-    by t too, and has one layer's gathered at a time.
+    Per token, a block keeps its input, two normed inputs and (7 D + 2 F) / t elements. With activation checkpointing
+    each block keeps its input alone, and one block at a time all of it; `selective` also keeps 2 D + (4 D + F) / t of
+    products and attention. Sequence parallelism divides inputs by t too, but gathers one layer's at a time.
     """
     model, tensor = config.model, config.parallel.tensor
     tokens = config.batch.micro_size * config.data.sequence_length
@@ -164,7 +166,8 @@ def _activations(config: RunConfig, compute: int) -> float:
 
 
 def _loss(config: RunConfig) -> float:
-    """Outputs and rows with their gradients in fp32, and a chunk of scores."""
+    """Bytes of outputs and rows with their gradients in fp32, and of a chunk of scores (`objectives.chunked`)."""
     targets = config.batch.micro_size * config.targets_per_row()
     rows = candidate_rows(config) / config.parallel.tensor
-    return 4 * 2 * (targets + rows) * config.model.hidden_size + min(_CHUNK_BYTES, 4 * targets * rows)
+    chunk = min(targets, max(MIN_CHUNK_OUTPUTS, CHUNK_BYTES // (4 * rows)))
+    return 4 * 2 * (targets + rows) * config.model.hidden_size + 4 * chunk * rows

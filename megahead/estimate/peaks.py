@@ -1,4 +1,4 @@
-"""What devices can do at best, and how much of it a speed is.
+"""Peak operations per second of devices.
 
 Dense peaks in operations a second, as their makers state them (no sparsity): NVIDIA's data sheets of V100, T4, A10,
 A100, RTX 3090 and 4090, L4, L40S, H100, H200 and B200.
@@ -34,6 +34,6 @@ def peak_flops(device_name: str, precision: str) -> float | None:
 
 
 def _fits(name: str, device_name: str) -> bool:
-    """Whether all words of `name` stand in the device's: "H100 PCIe" in "NVIDIA H100 PCIe", "A10" not in "A100"."""
+    """Whether the device's name has all words of `name`: "H100 PCIe" fits "NVIDIA H100 PCIe", "A10" not "A100"."""
     words = device_name.replace("-", " ").split()
     return all(word in words for word in name.split())

@@ -25,14 +25,14 @@ def lines(*fields: str) -> Reader:
         for number, row in enumerate(rows, 1):
             missing = [field for field in fields if field not in row]
             if missing:
-                raise DataError(f"`{file}` must hold JSON objects with a `{missing[0]}`, but line {number} is none.")
+                raise DataError(f"`{file}` must hold JSON objects with a `{missing[0]}`, but line {number} is not.")
         return [{field: row[field] for field in fields} for row in rows]
 
     return read
 
 
 def arc(file: Path) -> list[Row]:
-    """Question and choices lie inside `question`; the definition wants lists beside each other."""
+    """Question and choices are inside `question`; the definition wants lists beside each other."""
     return [
         {
             "question": row["question"]["stem"],

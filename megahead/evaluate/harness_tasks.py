@@ -1,4 +1,4 @@
-"""lm-eval tasks over local files: which shipped definition each one follows, and where its data lies.
+"""lm-eval tasks over local files: which shipped definition each one follows, and where its data is.
 
 A new task is a line in `TASKS`: its shipped YAML, its file, and the reader that gives the fields the YAML reads.
 """

@@ -29,7 +29,7 @@ def evaluate_checkpoint(
     `trained` uses the head's own matrix. In fp32 on the CPU.
     """
     model = TrainedModel.open(Path(checkpoint))
-    make_head(head, model)  # says so when this model cannot have it
+    make_head(head, model)  # UserError if this model cannot have it
     config = model.config
     prefix = dataset or config.data.validation
     if prefix is None:

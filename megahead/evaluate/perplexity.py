@@ -18,7 +18,7 @@ from megahead.pretraining import EvaluationRequest
 
 @dataclass(frozen=True)
 class ValidationResult:
-    """How well held-out text is predicted."""
+    """How well a validation set is predicted."""
 
     loss: float
     """Mean negative log-probability of a target in nats."""
@@ -31,7 +31,7 @@ class ValidationResult:
     """Share of targets that were the most probable token."""
 
     bits_per_byte: float | None
-    """Bits a byte of text, comparable across tokenizers; None when the dataset does not know its text's size, or
+    """Bits per byte of text, comparable across tokenizers; None if the dataset does not name its text's size, or
     only some tokens are predicted (an encoder)."""
 
 

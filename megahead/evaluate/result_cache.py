@@ -1,4 +1,4 @@
-"""One JSON file of results, from which an interrupted comparison goes on."""
+"""One JSON file of results, with which an interrupted comparison can continue."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from megahead.files import write_atomically
 
 
 class ResultCache:
-    """Results by what decides them: read when opened, written anew after each, whole or not at all.
+    """Results by keys of all that decides them: read when opened, written atomically after each one.
 
-    `path` None keeps them in memory only. Raises DataError for a file that is something else.
+    `path` None keeps them in memory only. DataError for a file that is something else.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -42,12 +42,12 @@ class ResultCache:
 
 
 def fingerprint_model(folder: Path) -> str:
-    """Changes with a model's weights and settings."""
+    """A fingerprint of a model's weights and settings, see `fingerprint_files`."""
     return fingerprint_files(sorted([*folder.glob("*.safetensors"), *folder.glob("*.json")]))
 
 
 def fingerprint_files(paths: Sequence[Path]) -> str:
-    """Changes with the names, sizes or times of files; contents of many GB are not read."""
+    """A fingerprint of the files' names, sizes and times; contents of many GB are not read."""
     seen = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
     return hashlib.sha256(repr(seen).encode()).hexdigest()[:16]
 

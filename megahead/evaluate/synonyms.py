@@ -1,4 +1,4 @@
-"""How close synonyms of WordNet lie in a model's input embedding, against random pairs of the same words (Fig. 9).
+"""How close synonyms of WordNet are in a model's input embedding, against random pairs of the same words (Fig. 9).
 
 A synset line of WordNet's data files: `offset file type count word id word id ... relations | gloss`, `count` in
 hexadecimal (wndb(5WN)). P pairs, V vocabulary, D features.
@@ -88,7 +88,7 @@ def _cosines(unit_VD: Tensor, ids_P2: Tensor) -> Tensor:
 
 
 def _random_pairs(ids_P2: Tensor, known: Sequence[tuple[int, int]], seed: int) -> Tensor:
-    """Second words drawn anew among all of them; those that meet a synonym or themselves are left out."""
+    """Second words drawn again among all of them; those that meet a synonym or themselves are left out."""
     drawn = np.random.default_rng(seed).permutation(ids_P2[:, 1].numpy())
     excluded = {*known, *((b, a) for a, b in known)}
     kept = [(a, b) for a, b in zip(ids_P2[:, 0].tolist(), drawn.tolist(), strict=True) if a != b]

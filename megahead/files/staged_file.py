@@ -18,7 +18,7 @@ class StagedFile:
     """`PATH.partial`, which becomes `PATH` on `publish` and vanishes on `discard`; for what is written over hours.
 
     A leftover of a killed run is overwritten; one that another process is still writing is refused (InUseError), and
-    so is every failed write (WriteError). Where the file system has no locks to tell, each process writes under a name
+    so is every failed write (WriteError). Where the file system has no locks, each process writes under a name
     of its own, and the last one to publish stays.
     """
 

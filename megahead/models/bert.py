@@ -70,7 +70,7 @@ def _block(config: ModelConfig) -> PostNormBlock:
 
 SHARDING = {
     "embedding": "vocabulary",  # rows of the table; positions and types are small
-    "blocks.*.attention": "heads",  # its dropout draws apart
+    "blocks.*.attention": "heads",  # each rank draws its own dropout
     "blocks.*.attention.query": "column",  # whole heads
     "blocks.*.attention.key": "column",
     "blocks.*.attention.value": "column",
@@ -78,4 +78,4 @@ SHARDING = {
     "blocks.*.mlp.up": "column",
     "blocks.*.mlp.down": "row",
 }
-"""How each module splits over a tensor group; what is not named here is held whole by every rank."""
+"""How each module splits over a tensor group; what is not named here is held in full by every rank."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 
 class CompiledBlocks:
-    """Calls blocks compiled; after the first failure, of which a warning tells, as they are.
+    """Calls blocks compiled; after the first failure, which gives a warning, as they are.
 
     Every new shape is compiled for. Results differ from those of the plain block by rounding, and dropout draws other
     numbers.

@@ -47,9 +47,9 @@ def _block(config: ModelConfig) -> Block:
 SHARDING = {
     "": "tokens",
     "embedding": "vocabulary",  # rows of the table
-    "blocks.*": "tokens",  # its dropout draws apart
+    "blocks.*": "tokens",  # each rank draws its own dropout
     "blocks.*.attention_norm": "norm",
-    "blocks.*.attention": "heads",  # its dropout draws apart
+    "blocks.*.attention": "heads",  # each rank draws its own dropout
     "blocks.*.attention.qkv": "column",  # whole heads
     "blocks.*.attention.output": "row",
     "blocks.*.mlp_norm": "norm",
@@ -58,4 +58,4 @@ SHARDING = {
     "final_norm": "norm",
 }
 """How each module splits over a tensor group; "tokens" and "norm" matter under sequence parallelism only. What is not
-named here is held whole by every rank."""
+named here is held in full by every rank."""

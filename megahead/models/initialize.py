@@ -16,11 +16,11 @@ from torch import Tensor
 from megahead.config import ModelConfig
 
 _WRITES_TO_RESIDUAL = ("attention.output.weight", "mlp.down.weight")
-_BLOCK = 16  # torch draws normal numbers on the CPU in blocks of 16, the last of them anew when it is not full
+_BLOCK = 16  # torch draws normal numbers on the CPU in blocks of 16, the last of them again when it is not full
 
 
 def initial_value(name: str, shape: Sequence[int], seed: int, config: ModelConfig) -> Tensor:
-    """The fp32 CPU tensor that the whole parameter `name` starts from.
+    """The fp32 CPU tensor that the full parameter `name` starts from.
 
     A matrix with more rows starts with the same rows: padding of the vocabulary changes no token's weights.
     """

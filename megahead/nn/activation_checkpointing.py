@@ -31,7 +31,7 @@ _SAVED_OPERATORS = frozenset(
 def checkpointed(block: Callable[..., Tensor], *inputs: object, selective: bool = False) -> Tensor:
     """`block(*inputs)`, computed again in the backward pass; dropout draws the same again.
 
-    With `selective` results of matrix products and of attention are kept, and only what lies between them is computed
+    With `selective` results of matrix products and of attention are kept, and only what is between them is computed
     again: norms, activations, rotations. Nothing may write into a kept result (DeepSpeed's linear layers at ZeRO 3 do).
     """
     contexts: dict[str, Any] = {"context_fn": partial(create_selective_checkpoint_contexts, _policy)}

@@ -25,7 +25,7 @@ class CausalSelfAttention(nn.Module):
         super().__init__()
         self.head_size = hidden_size // num_heads
         self.dropout = dropout
-        self.group = Group()  # of the ranks that hold the other heads: each drops weights of its own
+        self.group = Group()  # ranks that hold the other heads: each draws its own dropout
         self.attend: Attend = attend
         self.qkv = nn.Linear(hidden_size, 3 * hidden_size)
         self.output = nn.Linear(hidden_size, hidden_size)

@@ -17,10 +17,10 @@ from megahead.nn import cpu_attention
 from megahead.nn.documents import Documents
 
 DenseAttention = Callable[[Tensor, Tensor, Tensor, float, bool], Tensor]
-"""Of q, k, v, dropout and causal, where each row is one document."""
+"""Functions of q, k, v, dropout and causal, where each row is one document."""
 
 VarlenAttention = Callable[[Tensor, Tensor, Tensor, Documents, float, bool], Tensor]
-"""Of q, k, v, documents, dropout and causal."""
+"""Functions of q, k, v, documents, dropout and causal."""
 
 
 def attend_rows(q_BTHd: Tensor, k_BTHd: Tensor, v_BTHd: Tensor, dropout: float, causal: bool) -> Tensor:

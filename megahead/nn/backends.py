@@ -50,11 +50,11 @@ class Attend(Protocol):
 
 
 class AttentionSpec(NamedTuple):
-    """What a backend must be able to serve."""
+    """What a backend must support."""
 
     device: torch.device
     dtype: torch.dtype
-    """Of q, k and v."""
+    """The type of q, k and v."""
     head_size: int
     dropout: float = 0.0
 
@@ -68,7 +68,7 @@ def attend(
     *,
     causal: bool = True,
 ) -> Tensor:
-    """As `Attend` says, by the best backend for these tensors."""
+    """As `Attend` describes, by the best backend for these tensors."""
     backend = choose_backend("auto", AttentionSpec(q_BTHd.device, q_BTHd.dtype, q_BTHd.shape[-1], dropout))
     return backend.attend(q_BTHd, k_BTHd, v_BTHd, documents, dropout, causal=causal)
 
@@ -103,7 +103,7 @@ class Backend:
         *,
         causal: bool = True,
     ) -> Tensor:
-        """As `Attend` says."""
+        """As `Attend` describes."""
         if documents.one_per_row and self.dense is not None:
             return self.dense(q_BTHd, k_BTHd, v_BTHd, dropout, causal)
         return self.varlen(q_BTHd, k_BTHd, v_BTHd, documents, dropout, causal)

@@ -27,7 +27,7 @@ class Block(nn.Module):
     ) -> None:
         super().__init__()
         self.parallel = parallel
-        self.sequence_group = Group()  # of the ranks that hold the rows' other tokens: each drops features of its own
+        self.sequence_group = Group()  # ranks that hold the rows' other tokens: each draws its own dropout
         self.dropout = dropout
         self.attention_norm = nn.LayerNorm(hidden_size, eps=norm_eps)
         self.attention = attention

@@ -1,4 +1,4 @@
-"""The documents that rows are packed from, in the forms that models and attention kernels ask for.
+"""The documents that rows are packed from, in the forms that models and attention kernels need.
 
 Made once per forward pass and shared by all blocks; each form is computed when it is first asked for.
 B rows, T tokens a row, S documents in all rows together (a document ends with its row at the latest).
@@ -20,7 +20,7 @@ class Documents:
     """int64: place of each token in its document, 0 at the first; [1, T] where each row is one document."""
 
     one_per_row: bool
-    """Whether each row is one document: then nothing has to be masked."""
+    """Whether each row is one document, so that no mask is needed."""
 
     def __init__(self, positions_BT: Tensor, cu_seqlens: Tensor | None = None, *, one_per_row: bool = False) -> None:
         """`positions_BT` restart at 0 with each document. `cu_seqlens`, where they are known already, save a

@@ -22,7 +22,7 @@ class Rotation(NamedTuple):
 
 
 def rotary_at(positions: Tensor, dims: int, base: float) -> Rotation:
-    """Tables for `positions` ([B, T], or [1, T] where rows count alike) and the first `dims` dimensions of a head."""
+    """Tables for `positions` ([B, T], or [1, T] if the same in all rows) and the first `dims` dimensions of a head."""
     frequencies = base ** -(torch.arange(0, dims, 2, device=positions.device, dtype=torch.float32) / dims)
     angles = (positions[..., None].float() * frequencies).unsqueeze(-2)
     cos, sin = angles.cos(), angles.sin()

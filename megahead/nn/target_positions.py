@@ -1,6 +1,6 @@
 """Which of a batch's positions have a target; also as a table with the same number of slots for each row.
 
-B rows, T tokens a row, N targets, M slots a row.
+B rows, T tokens per row, N targets, M slots per row, S = B M slots, D features.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class TargetPositions:
 
     @property
     def slots_per_row(self) -> int:
-        """M: every row's targets fit in as many slots."""
+        """M: the largest number of targets in a row, or T."""
         return self.row_length if self.max_per_row is None else self.max_per_row
 
     def take(self, x_BTD: Tensor) -> Tensor:
@@ -38,7 +38,7 @@ class TargetPositions:
         return x_BTD.flatten(0, 1).index_select(0, self.index_N)
 
     def spread(self, x_ND: Tensor) -> Tensor:
-        """[B, M, ...]: each row's targets in its first slots, zeros in those that are left."""
+        """[B, M, ...]: each row's targets in its first slots, zeros in the others."""
         slots = self.rows * self.slots_per_row
         if len(self.index_N) != slots:
             x_ND = x_ND.new_zeros(slots, *x_ND.shape[1:]).index_copy(0, self._slot_N, x_ND)

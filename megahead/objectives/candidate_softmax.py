@@ -1,4 +1,4 @@
-"""The softmax over candidates: the obvious reference, the loss that picks the fastest way, and scores for evaluation.
+"""The softmax over candidates: a plain reference, the loss that picks the fastest way, and sums for evaluation.
 
 Every way to compute the loss has the signature of `candidate_loss`: `chunked` holds a few outputs' scores at a time,
 `fused` none at all, `parallel.candidate_softmax` splits the candidates over ranks.
@@ -21,9 +21,10 @@ from megahead.objectives.chunked import chunked_candidate_loss, promoted, score_
 def candidate_loss_reference(
     outputs_ND: Tensor, rows_UD: Tensor, candidates: Candidates, temperature: float = 1.0
 ) -> Tensor:
-    """`sum_i [ log( exp(s_own + b'_own) + sum_{u != own} exp(s_u + b_u) ) - s_own ] + constant` as it is written down.
+    """`sum_i [ log( exp(s_p + b'_p) + sum_{u != p} exp(s_u + b_u) ) - s_p ] + constant`, written out.
 
-    s_u = h_i.e_u / T; b is `bias_U`, b' is `positive_bias_U`, or b without one. Holds N x U scores.
+    p is the positive of output i, s_u = h_i.e_u / T, T the temperature; b is `bias_U`, b' is `positive_bias_U`, or b if
+    that is None. Holds N x U scores.
     """
     positive_N1 = candidates.positive_N[:, None]
     scores_NU = outputs_ND @ rows_UD.T / temperature
@@ -54,7 +55,7 @@ def candidate_loss(outputs_ND: Tensor, rows_UD: Tensor, candidates: Candidates, 
 
 
 def _half_type(outputs_ND: Tensor, rows_UD: Tensor) -> torch.dtype | None:
-    """The half-precision type that CUDA kernels would multiply in; None where they do not serve."""
+    """The half-precision type for the CUDA kernels; None where they are not used."""
     if outputs_ND.device.type != "cuda":
         return None
     if torch.is_autocast_enabled("cuda"):
@@ -64,7 +65,7 @@ def _half_type(outputs_ND: Tensor, rows_UD: Tensor) -> torch.dtype | None:
 
 
 class EvaluationSums(NamedTuple):
-    """How well outputs predict their targets, summed over N of them. A tuple, into which ZeRO-3 can look."""
+    """How well outputs predict their targets, summed over N of them. A tuple, because ZeRO-3 looks into outputs."""
 
     loss: float
     """Negative log-probability in nats."""
@@ -80,7 +81,7 @@ class EvaluationSums(NamedTuple):
 def evaluation_sums(
     outputs_ND: Tensor, rows_UD: Tensor, candidates: Candidates, temperature: float = 1.0
 ) -> EvaluationSums:
-    """Scores of the distribution `softmax_u(h_i.e_u / T + b_u)`; unlike in the loss, the own bias counts."""
+    """For the distribution `softmax_u(h_i.e_u / T + b_u)`; unlike in the loss, the positive's score has its bias."""
     loss, correct = 0.0, 0
     for _, scores_nU, positive_n1, _ in score_chunks(*promoted(outputs_ND, rows_UD), candidates, temperature):
         loss += float((scores_nU.logsumexp(dim=1) - scores_nU.gather(1, positive_n1).squeeze(1)).double().sum())

@@ -1,4 +1,4 @@
-"""The rows an output is scored against, as ids and biases: made on the CPU, before the forward pass.
+"""The rows that outputs are scored against, as ids and biases: made on the CPU, before the forward pass.
 
 N targets of a micro-batch (or of its part that is one group), U candidates, V vocabulary.
 """
@@ -16,35 +16,34 @@ from torch.nn import functional as F
 
 @dataclass(frozen=True)
 class Candidates:
-    """Which rows of the table compete in the softmax of each output."""
+    """Which rows of the table compete in the softmax of each output, and with which biases."""
 
     ids_U: Tensor | None
-    """int64 token ids, each once; None stands for all rows of the output matrix, in order."""
+    """int64 token ids, each once; None: all rows of the output matrix, in order."""
 
     bias_U: Tensor | None
-    """Added to their scores; None, for all rows, stands for zeros. float64, rounded to the type of the scores when
-    used. -inf for a row that only the outputs compete with whose own it is; for one that no output owns it removes the
-    row. A learned bias gets a gradient."""
+    """Added to the candidates' scores; None (only for all rows): zeros. float64, rounded to the scores' type when used.
+    -inf removes the row, except for the outputs whose positive it is. A learned bias gets a gradient."""
 
     positive_N: Tensor
-    """int64: the place of each output's own target among the candidates."""
+    """int64: the place of each output's positive (its target) among the candidates."""
 
     positive_bias_U: Tensor | None = None
-    """Added to a row's score instead of `bias_U`, for outputs whose own it is; None: the same as for all others."""
+    """Added to a row's score instead of `bias_U`, for outputs whose positive it is; None: `bias_U` for them too."""
 
     constant: float = 0.0
-    """Added to the summed loss: minus the own biases, for objectives that report them."""
+    """Added to the summed loss: minus the positives' biases, for objectives that subtract them."""
 
     def to(self, device: torch.device) -> Candidates:
         """The same candidates on `device`; copies from pinned memory do not wait."""
         return self._mapped(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pinned(self) -> Candidates:
-        """The same in page-locked memory, from which a CUDA device copies while the host goes on."""
+        """The same in page-locked memory, from which a CUDA device copies in the background."""
         return self._mapped(Tensor.pin_memory)
 
     def padded(self, multiple: int) -> Candidates:
-        """As many rows as the next multiple, those added with the bias -inf: fewer shapes for a device to meet."""
+        """Rounds the number of rows up to a multiple, so that shapes repeat; added rows have the bias -inf."""
         if self.ids_U is None or self.bias_U is None:
             return self
         missing = -self.ids_U.numel() % multiple

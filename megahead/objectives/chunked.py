@@ -11,19 +11,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megahead.config.loss_chunks import CHUNK_BYTES, MIN_CHUNK_OUTPUTS
 from megahead.objectives.candidates import Candidates
 
-CHUNK_BYTES = 8 * 2**20
-"""Scores held at once: small beside the gradients, large enough that each chunk's products run at full speed (measured
-on one core, 16,384 x 4,300 x 512: the same from 2 to 32 MiB, and no slower than the three products alone)."""
-
-MIN_CHUNK_OUTPUTS = 256
-"""Outputs of a chunk, however many candidates there are: each chunk adds to the gradient of all rows (measured with
-50,304 candidates: 256 outputs are 1.7 times as fast as 41)."""
-
 MIN_SHIFTED_SCORE = -60.0
-"""Scores further below the largest count as this: e^-60 is lost in rounding anyway, while the denormal numbers
-that e^-90 leaves behind make the products after it 13 times slower on a CPU (measured, one core, 512 x 16,384)."""
+"""Scores, after the largest was subtracted, are at least this: e^-60 is lost in rounding anyway, while the denormal
+numbers around e^-90 make the products that follow 13 times slower on a CPU (measured, one core, 512 x 16,384)."""
 
 
 def chunked_candidate_loss(outputs_ND: Tensor, rows_UD: Tensor, candidates: Candidates, temperature: float) -> Tensor:
@@ -49,9 +42,9 @@ class Chunk(NamedTuple):
     scores_nU: Tensor
     """With biases; the buffer may be overwritten."""
     positive_n1: Tensor
-    """Place of the own candidate."""
+    """Place of the positive among the candidates."""
     positive_scores_n1: Tensor
-    """Score of the own candidate without its bias."""
+    """Score of the positive without its bias."""
 
 
 def score_chunks(outputs_ND: Tensor, rows_UD: Tensor, candidates: Candidates, temperature: float) -> Iterator[Chunk]:
@@ -102,7 +95,7 @@ class _ChunkedLoss(torch.autograd.Function):
                 if grad_bias is not None:
                     grad_bias.addmv_(scores_nU.T, 1 / total_n1.squeeze(1))
                 if grad_outputs is not None and grad_rows is not None:
-                    scores_nU.scatter_add_(1, positive_n1, -total_n1)  # total * (probability - 1 where own)
+                    scores_nU.scatter_add_(1, positive_n1, -total_n1)  # total * (probability - 1 at the positive)
                     torch.mm(scores_nU, rows, out=grad_outputs[chunk]).div_(total_n1)
                     grad_rows.addmm_(scores_nU.T, outputs[chunk] / total_n1)
         if grad_outputs is not None and grad_rows is not None:

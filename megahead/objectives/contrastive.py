@@ -22,10 +22,10 @@ from megahead.objectives.weights import Weighting, log_inclusion, weigh
 
 
 class Pool(Protocol):
-    """What the targets of one group are scored against."""
+    """Makes the candidates for the targets of one group."""
 
     def candidates(self, target_ids_N: Tensor) -> Candidates:
-        """The candidates of those targets of the group that one micro-batch has."""
+        """The candidates for the group's targets in one micro-batch."""
         ...
 
 
@@ -39,15 +39,15 @@ class Objective(Protocol):
 
 @dataclass(frozen=True)
 class SharedPool:
-    """Candidates that all outputs of a group share, and the biases of own tokens, which need not be among them."""
+    """Candidates that all outputs of a group share, and the biases of positives, which need not be among them."""
 
     weighting: Weighting
 
     shared_bias_V: Tensor
-    """As the weighting's, but -inf where an id was left out, and weighted up where it might have been."""
+    """`weighting.bias_V` after sampling: -inf for ids left out, raised for those that were kept by chance."""
 
     def candidates(self, target_ids_N: Tensor) -> Candidates:
-        """Shared candidates, and own tokens that are not; ids in increasing order. O(N + V)."""
+        """The shared candidates, and the positives that are not among them; ids in increasing order. O(N + V)."""
         member_V = self.shared_bias_V > -torch.inf
         member_V[target_ids_N] = True
         ids_U = member_V.nonzero().squeeze(1)
@@ -59,9 +59,9 @@ class SharedPool:
 
 
 class Headless:
-    """Pick one's own target's input embedding among those of the group's targets.
+    """Each output picks its target's input embedding among those of the group's targets.
 
-    `token_counts_V`: how often each id stands in the training text, where the config needs it.
+    `token_counts_V`: how often each id is in the training text, where the config needs it.
     """
 
     def __init__(self, config: ObjectiveConfig, vocab_size: int, token_counts_V: Tensor | None = None) -> None:
@@ -73,7 +73,7 @@ class Headless:
                 field = "bias" if config.bias == "corrected" else "negatives_from"
                 raise ConfigError(
                     f"objective.{field}",
-                    "go with a dataset that knows its token counts (the .json beside it)",
+                    "have a dataset with token counts (its .json file)",
                     got=getattr(config, field),
                     hint="preprocess the text again, or change the objective",
                 )
@@ -82,7 +82,7 @@ class Headless:
             self._log_r_V = log_negatives(config, vocab_size, token_counts_V)
 
     def pool(self, target_ids_G: Tensor, seed: int = 0) -> SharedPool:
-        """O(G + M + V), on the CPU."""
+        """O(G + M + V) on the CPU; M drawn negatives."""
         config, generator = self._config, torch.Generator().manual_seed(seed)
         multiplicity_V = torch.bincount(target_ids_G, minlength=self._vocab_size)
         if self._log_r_V is not None:
@@ -94,7 +94,7 @@ class Headless:
         return SharedPool(weighting, self._capped(weighting.bias_V, generator))
 
     def _capped(self, bias_V: Tensor, generator: torch.Generator) -> Tensor:
-        """The bias of a sample of at most `max_candidates`: each one's weight divided by its chance of being in."""
+        """The biases of a sample of at most `max_candidates`: each weight divided by its chance of being sampled."""
         max_candidates = self._config.max_candidates
         if max_candidates is None or int((bias_V > -torch.inf).sum()) <= max_candidates:
             return bias_V

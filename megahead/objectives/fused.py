@@ -1,7 +1,7 @@
 """The softmax over candidates as Triton kernels: scores live in registers only, block by block, and are made twice.
 
-Forward: logsumexp and own score of each output. Backward: one kernel for the outputs' gradient, one for the rows', each
-program owning the block that it writes, so that nothing is added atomically and results do not vary. Products read
+Forward: logsumexp and positive score of each output. Backward: one kernel for the outputs' gradient, one for the rows';
+each program alone writes its block, so that nothing is added atomically and results do not vary. Products read
 half-precision (or float32) blocks and add up in float32.
 
 Shapes: N outputs, U candidates, D features; n, u, d the indices of one program's block. With `TRITON_INTERPRET=1` in
@@ -45,7 +45,7 @@ def fused_candidate_loss(
     if bias_U is not None and bias_U.requires_grad:
         outputs_ND, rows_UD = _bias_as_feature(outputs_ND, rows_UD, bias_U * temperature)
         biased = fused_candidate_loss(outputs_ND, rows_UD, replace(candidates, bias_U=None), temperature)
-        return biased + bias_U.index_select(0, positive_N).sum(dtype=biased.dtype)  # which own scores now contain
+        return biased + bias_U.index_select(0, positive_N).sum(dtype=biased.dtype)  # which positive scores now contain
     bias = rows_UD.new_zeros(len(rows_UD), dtype=torch.float32) if bias_U is None else bias_U.float()
     positive_bias_N = (bias if positive_bias_U is None else positive_bias_U.float())[positive_N]
     loss: Tensor = _FusedLoss.apply(outputs_ND, rows_UD, positive_N, bias, positive_bias_N, 1 / temperature)
@@ -118,7 +118,7 @@ def _scores(h, e, n, u, N, U, D, scale, BLOCK_N: tl.constexpr, BLOCK_U: tl.const
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _biased(scores, is_positive, u, bias, positive_bias_n, U):  # type: ignore[no-untyped-def]
-    """Own tokens get their own bias, all others the candidate's; -inf outside."""
+    """Adds biases: the positive's to positives, the candidate's to all others; -inf outside."""
     bias_u = tl.load(bias + u, mask=u < U, other=-float("inf"))
     return tl.where(is_positive, scores + positive_bias_n[:, None], scores + bias_u[None, :])
 
@@ -128,7 +128,7 @@ def _forward(  # type: ignore[no-untyped-def]
     h, e, positive, bias, positive_bias, lse, positive_score, scale, N, U, D,
     BLOCK_N: tl.constexpr, BLOCK_U: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """lse and own score of a block of outputs, passing over all candidates with a running maximum."""
+    """lse and positive score of a block of outputs, passing over all candidates with a running maximum."""
     n = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
     positive_n = tl.load(positive + n, mask=n < N, other=-1)
     positive_bias_n = tl.load(positive_bias + n, mask=n < N, other=0.0)
@@ -153,7 +153,7 @@ def _residuals(  # type: ignore[no-untyped-def]
     h, e, positive_n, bias, positive_bias_n, lse_n, n, u, scale, N, U, D,
     BLOCK_N: tl.constexpr, BLOCK_U: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """[n, u]: probability, minus 1 where own: the gradient of the scores; 0 outside."""
+    """[n, u]: probability, minus 1 at the positive: the gradient of the scores; 0 outside."""
     scores = _scores(h, e, n, u, N, U, D, scale, BLOCK_N, BLOCK_U, BLOCK_K)
     is_positive = u[None, :] == positive_n[:, None]
     scores = _biased(scores, is_positive, u, bias, positive_bias_n, U)

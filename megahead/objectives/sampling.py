@@ -1,4 +1,4 @@
-"""Chance on the CPU: which negatives are drawn, and which candidates are kept when there are too many.
+"""Random draws on the CPU: which negatives are drawn, and which candidates are kept when there are too many.
 
 Everything here is a function of its generator's seed: the same on every machine and mesh. V vocabulary.
 """
@@ -18,7 +18,7 @@ def draw_counts(probabilities_V: Tensor, draws: int, generator: torch.Generator)
 
 
 def inclusion_probabilities(weights_V: Tensor, size: int) -> Tensor:
-    """float64 [V]: chances in [0, 1] that add up to `size` and go with the weights, except that none exceeds 1.
+    """float64 [V]: chances in [0, 1] that add up to `size`, proportional to the weights but at most 1.
 
     The least variance that a sample of `size` can have for a sum of terms near these weights. 0 where the weight is 0;
     all others 1 when there are no more than `size` of them.
@@ -39,7 +39,8 @@ def inclusion_probabilities(weights_V: Tensor, size: int) -> Tensor:
 def systematic_sample(chances_V: Tensor, generator: torch.Generator) -> Tensor:
     """bool [V]: a sample whose size is the chances' sum (to the nearest whole) and that has each id with its chance.
 
-    The chances are laid end to end in random order; those under a comb of unit spacing are in (Madow 1949).
+    The chances are laid end to end in random order on a line; those that cover an integer, after a random shift, are
+    chosen (Madow 1949).
     """
     chosen_V = chances_V >= 1.0
     open_ids = ((chances_V > 0) & ~chosen_V).nonzero().squeeze(1)

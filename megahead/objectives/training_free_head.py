@@ -1,13 +1,15 @@
 """The language-model head that a headless model has without training: `E h / T + bias`.
 
-The contrastive optimum is o.e_v = log p(v | context) - bias(v) + const(context), where bias is the log of how much
-id v weighs among the candidates on average: log q, pointwise mutual information (PMI), for the paper's objective,
-q being the distribution of the targets it was trained against. Adding it back gives log p(v | context).
+The contrastive optimum is h.e_v / T = log p(v | context) - bias(v) + const(context), where bias(v) is the log of the
+mean weight of id v among the candidates. For the paper's objective it is log q, q the distribution of the targets
+trained on (so that the scores are pointwise mutual information, PMI). Adding it back gives log p(v | context).
 
-That p is of targets drawn as in training. Where an id was the likelier to be a target the rarer it is (a chance s_v,
-masking by frequency), p is in proportion to s_v times what stands there in text, whose unigram distribution is q / s:
-`log (q / s) - log q` more makes it that of the text, which masks all tokens alike. For the paper's objective the whole
-is log (q / s).
+This p is of targets chosen as in training. When masking by frequency, id v is chosen with a chance s_v that is higher
+for rare ids, so p(v) is proportional to s_v times the probability of v in text, whose unigram distribution is
+proportional to q / s. Adding `log (q / s) - log q` gives the p of text in which all tokens are masked equally often;
+for the paper's objective both terms together are log (q / s).
+
+h output, e_v input embedding of id v, T temperature, V vocabulary.
 """
 
 from __future__ import annotations
@@ -22,8 +24,8 @@ from megahead.objectives.weights import log_inclusion
 def log_unigram(counts_V: Tensor, vocab_size: int, prior_counts_V: Tensor | None = None) -> Tensor:
     """log q over the first `vocab_size` ids, float32 and finite: the bias of the paper's objective.
 
-    counts_V: int64 counts of the targets trained on (at least vocab_size long). Ids never seen yet are smoothed
-    by `vocab_size` pseudo-observations, spread by `prior_counts_V + 1` (the whole dataset's counts), or evenly.
+    counts_V: int64 counts of the targets trained on (at least vocab_size long). Smoothed by `vocab_size` pseudo-counts,
+    distributed as `prior_counts_V + 1` (the whole dataset's counts), or evenly if that is None.
     """
     counts = counts_V[:vocab_size].double()
     prior = torch.ones_like(counts) if prior_counts_V is None else prior_counts_V[:vocab_size].double() + 1
@@ -32,7 +34,7 @@ def log_unigram(counts_V: Tensor, vocab_size: int, prior_counts_V: Tensor | None
 
 
 def log_negatives(config: ObjectiveConfig, vocab_size: int, token_counts_V: Tensor | None) -> Tensor:
-    """log r over `vocab_size` ids: what an objective's separate negatives are drawn from."""
+    """log r over `vocab_size` ids: the distribution from which an objective draws separate negatives."""
     uniform = config.negatives_from == "uniform" or token_counts_V is None
     counts_V = torch.zeros(vocab_size, dtype=torch.int64) if uniform else token_counts_V
     assert counts_V is not None
@@ -47,7 +49,7 @@ def training_free_bias(
     group_targets: float,
     evaluation_target_counts_V: Tensor | None = None,
 ) -> Tensor | None:
-    """[V] float32, the bias that makes `E h / T` log p; None where it is that already (or has a trained head).
+    """[V] float32, the bias that turns `E h / T` into log p; None if it is log p already or the head is trained.
 
     counts_V: of the targets trained on. token_counts_V: of the training text. group_targets: mean number of targets in
     a group, which only separate negatives and `once` depend on. evaluation_target_counts_V: of the targets that p is
@@ -68,7 +70,7 @@ def training_free_bias(
 def _log_weight(
     config: ObjectiveConfig, log_q_V: Tensor, token_counts_V: Tensor | None, group_targets: float
 ) -> Tensor:
-    """[V] float32: how much each id weighs among the candidates on average, up to a constant."""
+    """[V] float32: log of each id's mean weight among the candidates, up to a constant."""
     draws = config.negatives
     log_r_V = log_negatives(config, len(log_q_V), token_counts_V) if draws else None
     if config.bias == "once":

@@ -1,7 +1,7 @@
-"""What each candidate weighs in the softmax: the one thing in which the headless objectives differ.
+"""The weight of each candidate in the softmax: all in which the headless objectives differ.
 
-All are `loss_i = log( exp(s_own + b_own) + sum_{u != own} exp(s_u + b_u) ) - s_own - b_own` with s_u = h_i.e_u / T.
-Own tokens stand apart: only there may b differ, and only some objectives report the last term.
+All are `loss_i = log( exp(s_p + b'_p) + sum_{u != p} exp(s_u + b_u) ) - s_p - b'_p`, p the positive of output i and
+s_u = h_i.e_u / T. b' may differ from b, and only some objectives have the last term.
 
 q the distribution of targets, r that of drawn negatives, N targets of the group, M draws; V vocabulary.
 """
@@ -22,13 +22,13 @@ class Weighting:
     """Biases of one group's candidates, by id; float64 [V], -inf where an id is no candidate."""
 
     bias_V: Tensor
-    """For all outputs but those whose own token it is."""
+    """b: for outputs of which the id is not the positive."""
 
     positive_bias_V: Tensor
-    """For the outputs whose own token it is."""
+    """b': for outputs of which the id is the positive."""
 
     subtracts_positive_bias: bool
-    """Whether the loss has the term - b_own. The paper's has not: it is a constant to the gradient."""
+    """Whether the loss has the term - b'_p. The paper's has not: it does not change the gradient."""
 
 
 def weigh(bias: Bias, multiplicity_V: Tensor, log_inclusion_V: Tensor | None) -> Weighting:

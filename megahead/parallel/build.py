@@ -1,4 +1,4 @@
-"""The one way to make a run's model: `assemble` its layers, then `fill_` them. No rank ever holds the whole model."""
+"""Makes a run's model: `assemble` its layers, then `fill_` them. No rank ever holds the full model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megahead.pretraining import Pretraining, build_pretraining
 
 
 def assemble(config: RunConfig, group: Group, device: torch.device) -> Pretraining:
-    """The model of `config`, split over `group`, its parameters hollow: they have a shape on `device`, but no memory.
+    """The model of `config`, split over `group`, with hollow parameters: they have a shape on `device`, but no memory.
 
     `fill_` gives them memory and values; so does an engine, which may partition them further. One rank gets the plain
     layers, which do less. Sends nothing.
@@ -35,16 +35,16 @@ def assemble(config: RunConfig, group: Group, device: torch.device) -> Pretraini
 
 
 def fill_(module: nn.Module, group: Group, weights: Callable[[str], Tensor]) -> None:
-    """Sets every parameter to this rank's slice of the whole tensor `weights(its name)`, one at a time."""
+    """Sets every parameter to this rank's slice of the full tensor `weights(its name)`, one at a time."""
     dims = shard_dims(module)
     for name, parameter in module.named_parameters():
-        whole = weights(name)
-        part = whole if name not in dims else group.shard(whole, dims[name])
+        full = weights(name)
+        part = full if name not in dims else group.shard(full, dims[name])
         parameter.data = torch.empty(part.shape, dtype=parameter.dtype, device=parameter.device).copy_(part.detach())
 
 
-def _split(whole: Pretraining, config: RunConfig, group: Group) -> Pretraining:
-    parallelize_(whole.backbone, SHARDING[config.model.family], group, sequence=config.parallel.sequence)
+def _split(full: Pretraining, config: RunConfig, group: Group) -> Pretraining:
+    parallelize_(full.backbone, SHARDING[config.model.family], group, sequence=config.parallel.sequence)
     rows, features = config.model.padded_vocab_size() // group.size, config.model.hidden_size
-    head = None if whole.head is None else SplitOutputEmbedding(rows, features)
-    return TensorParallelPretraining(whole.backbone, whole.objective, whole.vocab_size, head, whole.mask_head, group)
+    head = None if full.head is None else SplitOutputEmbedding(rows, features)
+    return TensorParallelPretraining(full.backbone, full.objective, full.vocab_size, head, full.mask_head, group)

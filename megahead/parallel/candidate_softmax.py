@@ -1,7 +1,7 @@
 """The softmax over candidates that are split over a tensor group: `candidate_loss` and `evaluation_sums` in parallel.
 
-Every rank holds all outputs and an even share of the candidates, not those whose rows it owns: frequent ids lie
-together in the vocabulary. A chunk of outputs costs two small all-reduces, of n maxima and of n x 2 sums; the gradient
+Every rank holds all outputs and an even share of the candidates, not those whose rows it owns: frequent ids are close
+together in the vocabulary. A chunk of outputs costs two small all-reduces, of n maxima and of n x 3 sums; the gradient
 of the outputs one of N x D.
 
 N outputs, D features, U candidates; n: the outputs of one chunk, w: the candidates of one rank.
@@ -16,9 +16,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megahead.config.loss_chunks import CHUNK_BYTES
 from megahead.distributed import copy_to_group
 from megahead.objectives import Candidates, CandidateShard, EvaluationSums
-from megahead.objectives.chunked import CHUNK_BYTES, MIN_SHIFTED_SCORE, promoted
+from megahead.objectives.chunked import MIN_SHIFTED_SCORE, promoted
 
 
 def parallel_candidate_loss(
@@ -32,7 +33,7 @@ def parallel_candidate_loss(
     if outputs_ND.shape[0] == 0:
         return 0.0 * (outputs_ND.float().sum() + rows_wD.float().sum()) + candidates.constant
     bias_U = candidates.bias_U
-    if bias_U is not None and bias_U.requires_grad:  # whole on every rank, which sees its own slice of it alone
+    if bias_U is not None and bias_U.requires_grad:  # full on every rank, which uses only its slice
         candidates = replace(candidates, bias_U=copy_to_group(bias_U, shard.group))
     local = _local(candidates, shard)
     loss: Tensor = _ParallelCandidateLoss.apply(outputs_ND, rows_wD, local.bias_U, local, temperature, shard)
@@ -55,7 +56,7 @@ def parallel_evaluation_sums(
 
 
 def _local(candidates: Candidates, shard: CandidateShard) -> Candidates:
-    """The same with this rank's biases alone, [w]; own candidates keep their places among all U."""
+    """The same with this rank's biases alone, [w]; positives keep their places among all U."""
     biases = shard.slice(candidates.bias_U), shard.slice(candidates.positive_bias_U)
     return replace(candidates, bias_U=biases[0], positive_bias_U=biases[1])
 
@@ -71,12 +72,13 @@ class _Chunk(NamedTuple):
     total_n: Tensor
     """Sum of all ranks' exponentials."""
     positive_n: Tensor
-    """Score of the own candidate without its bias."""
+    """Score of the positive without its bias."""
     positive_biased_n: Tensor
+    """Score of the positive with its bias."""
     positive_index_n1: Tensor
-    """Place of the own candidate in this rank's table, where this rank holds it."""
+    """Place of the positive in this rank's table, if this rank holds it."""
     mine_n1: Tensor
-    """1 where it does, else 0."""
+    """1 if it does, else 0."""
 
 
 def _softmax_chunks(

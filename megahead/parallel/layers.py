@@ -1,6 +1,6 @@
 """Sharded twins of plain layers: the same function, each rank of a tensor group holding a slice of the weights.
 
-A twin is made from its plain layer, on the meta device too, and keeps its parameters' names. `shard_dims` says which
+A twin is made from its plain layer, on the meta device too, and keeps its parameters' names. `shard_dims` names which
 dim of which parameter is split; split parameters carry `model_parallel = True`, so that the global gradient norm
 counts each slice, and all others once. After Shoeybi et al. 2019, arXiv 1909.08053.
 
@@ -46,7 +46,7 @@ class ColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """`y = x W.T + b` with the input features split over `group`; the bias is whole and added once."""
+    """`y = x W.T + b` with the input features split over `group`; the bias is full and added once."""
 
     shard_dims: ClassVar[Mapping[str, int]] = {"weight": 1}
 
@@ -74,7 +74,7 @@ class VocabularyParallelEmbedding(nn.Module):
     def forward(self, ids: Tensor, shared_ids_U: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """[..., D]: rows of `ids` on every rank, by an all-reduce.
 
-        With `shared_ids_U` also [u, D]: this rank's even share of their rows, whoever owns them, by a reduce-scatter
+        With `shared_ids_U` also [u, D]: this rank's even share of their rows, from any owner, by a reduce-scatter
         whose backward gathers. U must be a multiple of the group's size; an id of -1 has a row of zeros.
         """
         if shared_ids_U is None:
@@ -99,4 +99,4 @@ TWINS: Twins = {
     "row": (nn.Linear, RowParallelLinear),
     "vocabulary": (nn.Embedding, VocabularyParallelEmbedding),
 }
-"""What a sharding table's words stand for: the plain layer, and its twin."""
+"""From a sharding table's words to the plain layer and its twin."""

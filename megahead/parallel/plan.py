@@ -22,8 +22,8 @@ def parallelize_(module: nn.Module, sharding: Mapping[str, str], group: Group, *
     `*` in a pattern stands for one part of a dotted name, "" for `module` itself. "heads" marks an attention layer,
     which stays as it is but learns that other ranks hold other heads. With `sequence` tokens are split as well:
     "tokens" marks modules that learn that other ranks hold other tokens, "norm" the norms between them.
-    Raises ValueError for a pattern that matches no layer, or a layer it cannot split: a table that lies about its
-    model would train slices as if they were whole.
+    Raises ValueError for a pattern that matches no layer, or a layer it cannot split: with a wrong table, slices would
+    train as if they were full weights.
     """
     if sequence and "tokens" not in sharding.values():
         raise ConfigError("parallel.sequence", f"be false for a {type(module).__name__}", got="true")

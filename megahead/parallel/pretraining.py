@@ -1,6 +1,7 @@
-"""Pretraining with its weights split over a tensor group: the same losses and scores as on one rank.
+"""Pretraining with its weights split over a tensor group: the same losses and evaluation sums as on one rank.
 
-B rows, T inputs a row, D features, N targets, U candidates, V vocabulary; w: the candidates of one rank.
+B rows, T inputs a row, D features, N targets, U candidates, V vocabulary; w: one rank's candidates of a candidate
+group, W: of all candidate groups.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class TensorParallelPretraining(Pretraining):
     """A `Pretraining` whose backbone is split over `group`; every rank of it gets the same requests.
 
     A headless softmax splits its candidates evenly over the ranks; one over the vocabulary leaves each row with its
-    owner, which is even too. An encoder's transform and bias are whole on every rank.
+    owner, which is even too. An encoder's transform and bias are full on every rank.
     """
 
     def __init__(
@@ -46,16 +47,16 @@ class TensorParallelPretraining(Pretraining):
         self.group = group
 
     def _look_up(self, input_ids_BT: Tensor, per_group: tuple[Candidates, ...]) -> tuple[Tensor, list[Tensor]]:
-        """Embeddings of the inputs [B, T, D], and the rows of this rank's share of each group's candidates [w, D]."""
+        """Embeddings of the inputs [B, T, D], and the rows of this rank's share of each candidate group [w, D]."""
         tables = [self._even_table(candidates.ids_U) for candidates in per_group if candidates.ids_U is not None]
         if not tables:
             return self.backbone.embed(input_ids_BT), [self._output_rows() for _ in per_group]
-        shared_ids = torch.cat(tables, dim=1).flatten()  # rank by rank, each rank's share of every group
+        shared_ids = torch.cat(tables, dim=1).flatten()  # rank by rank, each rank's share of every candidate group
         inputs_BTD, shares_WD = self.backbone.embedding(input_ids_BT, shared_ids)
         return inputs_BTD, list(shares_WD.split([table.shape[1] for table in tables]))
 
     def _even_table(self, ids_U: Tensor) -> Tensor:
-        """[ranks, w]: the ids split evenly, -1 where there are no more."""
+        """[ranks, w]: the ids split evenly, padded with -1."""
         width = self._even(ids_U.numel())
         return F.pad(ids_U, (0, width * self.group.size - ids_U.numel()), value=-1).view(self.group.size, width)
 

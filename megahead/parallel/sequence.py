@@ -1,6 +1,6 @@
 """Sequence parallelism: between the split layers of a block, each tensor rank holds a share of every row's tokens.
 
-Norms, dropout and the residual stream, which tensor parallelism alone has every rank compute and keep in whole, are
+Norms, dropout and the residual stream, which tensor parallelism alone has every rank compute and keep in full, are
 split along the tokens. An all-gather before a column layer and a reduce-scatter after a row layer take the place of
 the all-reduces and move as many bytes. After Korthikanti et al. 2022, arXiv 2205.05198.
 
@@ -43,7 +43,7 @@ class SequenceRowLinear(RowParallelLinear):
 
 
 class SequenceLayerNorm(nn.Module):
-    """A norm of this rank's tokens; the gradients of its weights are summed over the ranks, whose copies stay alike.
+    """A norm of this rank's tokens; the gradients of its weights are summed over the ranks, whose copies stay equal.
 
     The sum is part of autograd, because DeepSpeed takes gradients as soon as they are there.
     """
@@ -66,7 +66,7 @@ SEQUENCE_TWINS: Twins = {
     "row": (nn.Linear, SequenceRowLinear),
     "norm": (nn.LayerNorm, SequenceLayerNorm),
 }
-"""What a sharding table's words stand for where tokens are split too."""
+"""The same where tokens are split too."""
 
 
 class _GatheredLinear(torch.autograd.Function):

@@ -12,7 +12,7 @@ from megahead.nn import Documents, TargetPositions
 from megahead.objectives import Candidates
 
 CANDIDATE_MULTIPLE = 512
-"""Candidates of a group on a CUDA device: whole blocks of the kernels, and allocations that come back."""
+"""On CUDA the candidates of a group are padded to a multiple of this: full kernel blocks, reusable allocations."""
 
 
 def documents_of(batch: Batch) -> Documents:
@@ -35,11 +35,11 @@ class MicroBatch:
 
     batch: Batch
     candidates: tuple[Candidates, ...]
-    """Of each candidate group that the batch holds a part of, in the order of its targets."""
+    """One for each candidate group with samples in this batch, in the order of its targets."""
 
     loss_weight: float
-    """Turns the sum over this micro-batch's targets into its share of the mean over the global batch's, given that
-    the engine averages over accumulation steps and data ranks: data_ranks * accumulation / global_targets."""
+    """data_ranks * accumulation / global_targets: by it the loss summed over this micro-batch becomes its share of the
+    mean over the global batch's targets, since the engine averages over accumulation steps and data ranks."""
 
     def to(self, device: torch.device) -> MicroBatch:
         """The same on `device`."""
@@ -47,9 +47,9 @@ class MicroBatch:
         return MicroBatch(self.batch.to(device, non_blocking=True), candidates, self.loss_weight)
 
     def staged(self, device: torch.device) -> MicroBatch:
-        """The same loss, still on the CPU, made ready for `device`.
+        """The same loss, still on the CPU, prepared for `device`.
 
-        For CUDA pinned, with candidates in few shapes, and with what the device would have to tell the host otherwise.
+        For CUDA: pinned, with candidates of few shapes, and with `cu_seqlens`, so that the host never waits for them.
         """
         if device.type != "cuda":
             return self
@@ -74,9 +74,9 @@ class StepBatches:
 
 @dataclass(frozen=True)
 class EvaluationRequest:
-    """A request for the probabilities that a head gives to a batch's targets, over the whole vocabulary."""
+    """A batch whose targets are to be scored by a head over the whole vocabulary."""
 
     batch: Batch
 
     bias_V: Tensor | None
-    """Added to the scores of all V ids: log q for a headless model's training-free head, None for none."""
+    """Added to the scores of all V ids: log q for a headless model's training-free head; None: no bias."""

@@ -15,7 +15,7 @@ from megahead.pretraining.temperature import LearnedTemperature
 
 
 def build_pretraining(config: RunConfig) -> Pretraining:
-    """The whole model on torch's current default device, weights undefined; `parallel.assemble` makes a run's."""
+    """The full model on torch's default device, weights undefined; a run's model is made by `parallel.assemble`."""
     model, objective = config.model, config.objective
     head = OutputEmbedding(model.padded_vocab_size(), model.hidden_size) if objective.trains_head() else None
     mask_head = MaskHead(model) if model.is_encoder() and objective.has_vocabulary_softmax() else None
@@ -23,15 +23,15 @@ def build_pretraining(config: RunConfig) -> Pretraining:
 
 
 def weight_shapes(config: RunConfig) -> dict[str, torch.Size]:
-    """Of every parameter of the whole model, by name."""
+    """Shapes of all parameters of the full (unsharded) model, by name."""
     with torch.device("meta"):
         return {name: parameter.shape for name, parameter in build_pretraining(config).named_parameters()}
 
 
 def first_weights(config: RunConfig) -> Callable[[str], Tensor]:
-    """From a parameter's name to the whole fp32 CPU tensor that a new run starts from, drawn when it is asked for.
+    """A function from a parameter's name to the full fp32 CPU tensor that a new run starts from.
 
-    Each follows from `config.seed` and its name alone.
+    Each is drawn when it is called for, and depends only on `config.seed` and its name.
     """
     shapes = weight_shapes(config)
 

@@ -1,7 +1,8 @@
-"""Which targets share candidates: groups of consecutive samples, whoever reads these.
+"""Which targets share candidates: groups of consecutive samples, on whichever ranks these are.
 
-Every rank has the same table, so that what is exchanged between ranks is ids, 4 bytes a target, and no gradient passes
-through it. A group is a part of a micro-batch, or a run of whole ones over ranks and accumulation steps.
+Every rank has the same embedding table, so ranks exchange only ids, 4 bytes per target, and no gradients. A candidate
+group is part of a micro-batch, or several complete ones, consecutive over ranks and accumulation steps.
+Shapes: N targets of a micro-batch, G of a candidate group, R data ranks, A accumulation steps.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class CandidateGroups:
     def choose(
         self, first_sample: int, batches: list[Batch], sizes_RA: Tensor, ranks: Group
     ) -> list[tuple[Candidates, ...]]:
-        """For each micro-batch, the candidates of each group that it holds a part of.
+        """For each micro-batch, the candidates of each candidate group with samples in it.
 
         The global batch begins at `first_sample`; rank r of R has its micro-batches k * R + r, with sizes_RA[r, k]
         targets. Collective where groups are larger than micro-batches: one all-gather of ids.
@@ -49,7 +50,7 @@ class CandidateGroups:
         return [(pools[p // members].candidates(b.target_ids_N),) for p, b in zip(mine, batches, strict=True)]
 
     def _within(self, first_sample: int, batch: Batch) -> tuple[Candidates, ...]:
-        """One or more whole groups in a micro-batch that begins at `first_sample`."""
+        """The candidates of each group of a micro-batch that holds complete groups and begins at `first_sample`."""
         rows, row_length = batch.input_ids_BT.shape
         ends = torch.arange(self.group_samples, rows + 1, self.group_samples) * row_length
         sizes = torch.searchsorted(batch.target_index_N, ends).diff(prepend=torch.zeros(1, dtype=torch.int64))
@@ -66,8 +67,8 @@ class CandidateGroups:
 def gather_targets(mine: list[Tensor], sizes_RA: Tensor, ranks: Group) -> list[Tensor]:
     """The target ids of every micro-batch of the global batch, in the order of their samples, on every rank.
 
-    `mine`: this rank's, in order; sizes_RA: how many each rank's have. One all-gather of as many ids, in 4 bytes each,
-    as the rank with most targets has.
+    `mine`: those of this rank's A micro-batches; sizes_RA: the number of targets of each. One all-gather, of as many
+    4-byte ids as the rank with most targets has.
     """
     padded = torch.zeros(int(sizes_RA.sum(1).max()), dtype=torch.int32)
     local = torch.cat(mine)

@@ -1,4 +1,7 @@
-"""From the order of samples to each rank's micro-batches, prepared ahead in a background thread."""
+"""Prepares each rank's micro-batches ahead, in a background thread.
+
+Shapes: R data ranks, A accumulation steps.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +25,12 @@ CPU = torch.device("cpu")
 
 
 class Feed:
-    """Cuts global batches into micro-batches. The samples of a step depend on its first sample's number alone.
+    """Splits global batches into micro-batches. A step's samples depend only on the number of its first one.
 
-    Micro-step k of the global batch is cut in rank order: rank r of R reads `micro_size` consecutive samples from
-    `first + (k * R + r) * micro_size`. `group` must be free for use from another thread (`Group.side_channel`).
-    `group_samples` consecutive samples share candidates (None: those of a micro-batch); `seed` decides what is drawn;
-    `masker`: of an encoder's rows. What comes out lies on the CPU, staged for `device`.
+    In micro-step k rank r of R reads `micro_size` consecutive samples from `first + (k * R + r) * micro_size` on.
+    `group` is used from another thread only (see `Group.side_channel`). `group_samples` consecutive samples share
+    candidates (None: those of a micro-batch); `seed` decides what is drawn; `masker` masks an encoder's rows. Batches
+    are on the CPU, staged for `device`.
     """
 
     def __init__(
@@ -51,13 +54,13 @@ class Feed:
         self._device = device
 
     def steps(self, first_sample: int) -> Generator[StepBatches, None, None]:
-        """The batches of optimizer steps from sample `first_sample` on, without end. Collective over the group."""
+        """The batches of all optimizer steps from `first_sample` on; never ends. Collective over the group."""
         return prefetched(self.step, itertools.count(first_sample, self._batch.global_size), self._prefetch)
 
     def step(self, first_sample: int) -> StepBatches:
         """The batches of the step that begins at `first_sample`.
 
-        One all-gather of a number for each micro-batch, and one of ids where groups are larger than micro-batches.
+        One all-gather of A numbers, and one of ids if candidate groups are larger than micro-batches.
         """
         ranks = self._group.size
         accumulation = self._batch.accumulation_steps(ranks)
@@ -77,7 +80,7 @@ class Feed:
 
 
 def _mean_candidates(micro_batches: list[MicroBatch]) -> float:
-    """Rows that an output is scored against, averaged over groups; 0 for the whole vocabulary."""
+    """Number of candidates, averaged over candidate groups; 0 for the whole vocabulary."""
     counts = [0 if g.ids_U is None else g.ids_U.numel() for micro in micro_batches for g in micro.candidates]
     return sum(counts) / len(counts)
 
@@ -85,8 +88,9 @@ def _mean_candidates(micro_batches: list[MicroBatch]) -> float:
 def prefetched(prepare: Callable[[int], T], keys: Iterable[int], depth: int) -> Generator[T, None, None]:
     """`prepare(key)` for each key in order, up to `depth` of them ahead in one background thread.
 
-    How far it gets depends only on what was taken, not on timing: ranks that stop at the same key have prepared the
-    same keys, so `prepare` may hold collectives. An exception in it appears where its result is taken.
+    Which keys are prepared depends only on how many results were taken, not on timing, so `prepare` may call
+    collectives: ranks that stop at the same key have prepared the same keys. Its exception is raised where its result
+    is taken.
     """
     if depth == 0:
         yield from map(prepare, keys)

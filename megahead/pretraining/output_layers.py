@@ -34,6 +34,6 @@ class MaskHead(nn.Module):
         self.bias = nn.Parameter(torch.empty(config.padded_vocab_size()))
 
     def forward(self, outputs_ND: Tensor) -> Tensor:
-        """[N, D]: the transformed outputs; the bias is for whoever computes scores."""
+        """[N, D]: the transformed outputs; the caller adds the bias to the scores."""
         transformed_ND: Tensor = self.norm(F.gelu(self.dense(outputs_ND), approximate=self.approximate))
         return transformed_ND

@@ -21,7 +21,7 @@ from megahead.pretraining.temperature import LearnedTemperature
 
 
 class Pretraining(nn.Module):
-    """`backbone` trained by `objective`: a MicroBatch gives its scaled loss, a EvaluationRequest gives Scores.
+    """`backbone` trained by `objective`: a MicroBatch gives its scaled loss, an EvaluationRequest its EvaluationSums.
 
     Both go through `forward`, because ZeRO-3 has the weights only there. Rows of the table from `vocab_size` on
     are padding: never candidates. `mask_head` transforms an encoder's outputs before the softmax over the vocabulary.
@@ -68,7 +68,7 @@ class Pretraining(nn.Module):
         return loss * micro.loss_weight
 
     def _loss_among(self, outputs_ND: Tensor, rows_UD: Tensor, candidates: Candidates) -> Tensor:
-        """Summed over the outputs; where a bias of the vocabulary is learned, own biases count as well."""
+        """The loss summed over the outputs; a learned bias of the vocabulary is part of the positives' scores too."""
         queries_ND, bias_V = self._queries(outputs_ND, candidates.ids_U is None)
         if bias_V is None:
             return self._candidate_loss(queries_ND, rows_UD, candidates)
@@ -79,7 +79,7 @@ class Pretraining(nn.Module):
         return candidate_loss(queries_ND, rows_UD, candidates, self._divisor())
 
     def _look_up(self, input_ids_BT: Tensor, per_group: tuple[Candidates, ...]) -> tuple[Tensor, list[Tensor]]:
-        """Embeddings of the inputs [B, T, D], and the rows of each group's candidates [U, D], in one embedding call.
+        """Embeddings of the inputs [B, T, D], and the rows of each candidate group [U, D], in one embedding call.
 
         Candidates that are the whole vocabulary have the rows of the output matrix.
         """
@@ -87,15 +87,15 @@ class Pretraining(nn.Module):
         ids = [candidates.ids_U for candidates in per_group if candidates.ids_U is not None]
         looked_up = self.backbone.embed(torch.cat([input_ids_BT.flatten(), *ids]))
         inputs, *rows = looked_up.split([input_ids_BT.numel(), *sizes])
-        whole = [self._output_rows() if g.ids_U is None else r for g, r in zip(per_group, rows, strict=True)]
-        return inputs.view(*input_ids_BT.shape, -1), whole
+        tables = [self._output_rows() if g.ids_U is None else r for g, r in zip(per_group, rows, strict=True)]
+        return inputs.view(*input_ids_BT.shape, -1), tables
 
     def _outputs(self, inputs_BTD: Tensor, batch: Batch) -> Tensor:
-        """[N, D]: those that have targets."""
+        """[N, D]: the hidden states that have targets."""
         return self.backbone.encode_at(inputs_BTD, documents_of(batch), target_positions_of(batch))
 
     def _queries(self, outputs_ND: Tensor, vocabulary: bool) -> tuple[Tensor, Tensor | None]:
-        """[N, D], what rows are multiplied by, divided by a learned temperature; and [V], a learned bias of all ids.
+        """[N, D]: outputs to be multiplied by rows (divided by a learned temperature); [V]: a learned bias, or None.
 
         With `vocabulary` an encoder's outputs go through BERT's transform.
         """
@@ -105,7 +105,7 @@ class Pretraining(nn.Module):
         return outputs_ND if self.temperature is None else self.temperature(outputs_ND), bias_V
 
     def _divisor(self) -> float:
-        """What scores are divided by: a learned temperature has divided them already."""
+        """What scores are divided by; 1 for a learned temperature, which has divided the outputs already."""
         return self.objective.temperature if self.temperature is None else 1.0
 
     def _evaluation_sums(self, request: EvaluationRequest) -> EvaluationSums:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 
 class LearnedTemperature(nn.Module):
-    """A positive scalar, learned as its logarithm: steps change it by a share of itself, and it stays positive."""
+    """A positive scalar, learned as its logarithm: steps are relative to its size, and it stays positive."""
 
     def __init__(self, start: float) -> None:
         super().__init__()
@@ -22,5 +22,5 @@ class LearnedTemperature(nn.Module):
         return torch.tensor([math.log(self.start)])
 
     def forward(self, outputs_ND: Tensor) -> Tensor:
-        """Outputs divided by the temperature, so that whatever they are scored against is as well."""
+        """Outputs divided by the temperature, and with them all their scores."""
         return outputs_ND * torch.exp(-self.log_value).to(outputs_ND.dtype)

@@ -1,4 +1,4 @@
-"""What happened to a run beside its steps: sessions that began or went on, checkpoints passed over, bad steps."""
+"""What happened to a run beside its steps: sessions that began or resumed, checkpoints passed over, bad steps."""
 
 from __future__ import annotations
 

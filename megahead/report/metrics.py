@@ -14,7 +14,7 @@ from megahead.run_folder import RunFolder
 Record = Mapping[str, Any]
 
 _RESTARTS = {"session", "rollback"}
-"""Where a run goes on from an earlier step than it had reached."""
+"""Records after which a run continues from an earlier step than it had reached."""
 
 _EVENTS = {*_RESTARTS, "fault"}
 
@@ -42,7 +42,7 @@ class RunMetrics:
 def read_metrics(run: Path) -> RunMetrics:
     """The metrics of a run folder (or of a metrics.jsonl itself).
 
-    Left out are a last line cut short by a killed run, and what a later session or a rollback turned away from; of two
+    Left out are a last line cut short by a killed run, and what a later session or a rollback abandoned; of two
     lines for one step the later counts. Raises UserError when there is no log, or when another line is broken.
     """
     path = run if run.suffix == ".jsonl" else RunFolder(run).metrics
@@ -89,7 +89,7 @@ def _records(path: Path) -> list[dict[str, Any]]:
             if number == len(lines):  # whole lines end in a line break: this one was cut short
                 break
             raise UserError(
-                f"{path} must hold a JSON object with step, tokens and seconds a line, but line {number} is no such."
+                f"{path} must hold a JSON object with step, tokens and seconds a line, but line {number} is not."
             ) from None
         records.append(record)
     return records

@@ -59,7 +59,7 @@ def _subtitle(runs: Sequence[Run]) -> str:
 
 
 def _what(run: Run) -> str:
-    """What was trained, in a line; what the configuration does not say is left out."""
+    """What was trained, in a line; settings that the configuration lacks are left out."""
     size, layers, width = (run.setting(f"model.{name}") for name in ("size", "num_layers", "hidden_size"))
     parts = [
         run.setting("objective.name"),
@@ -74,7 +74,7 @@ def _what(run: Run) -> str:
 
 
 def _figures(run: Run) -> dict[str, str]:
-    """Where the run stands, name by name; empty where it does not say."""
+    """How far the run is, by names; empty if unknown."""
     training, validation = run.metrics.training, run.metrics.validation
     last = max((*training, *validation), key=lambda record: record["step"])
     held_out = validation[-1] if validation else {}

@@ -1,4 +1,4 @@
-"""Everything a run folder tells about its run: metrics, configuration, generated samples, how it ended."""
+"""What a run folder has about its run: metrics, configuration, generated samples, how it ended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Draws how close synonyms lie in each model's embedding, beside random pairs: one panel a model, one scale."""
+"""Draws how close synonyms are in each model's embedding, beside random pairs: one panel per model, one scale."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from megahead.files import staged
 
 INK, QUIET, GRID = "#22272e", "#6b7280", "#e7e9ec"
-PALETTE = ("#2563b0", "#d9730d", "#1a8a6b", "#a3386f", "#7a5bc0", "#8a6d1d")  # told apart by colour-blind readers too
+PALETTE = ("#2563b0", "#d9730d", "#1a8a6b", "#a3386f", "#7a5bc0", "#8a6d1d")  # distinct to colour-blind readers too
 STYLE: Any = {
     "font.family": "DejaVu Sans",
     "font.size": 9,

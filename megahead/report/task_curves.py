@@ -20,7 +20,7 @@ _ACROSS = 3
 
 @dataclass(frozen=True)
 class TaskPoint:
-    """What a run reached on tasks after so many tokens."""
+    """A run's results on tasks after a number of tokens."""
 
     run: str
     tokens: int

@@ -17,9 +17,9 @@ _TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 def accelerate_(
     backbone: Backbone, config: RunConfig, device: torch.device, zero_stage: int = 0
 ) -> list[tuple[str, str]]:
-    """Sets `backbone` up as `config.engine` says; returns what was chosen, as (name, value) lines.
+    """Sets `backbone` up by `config.engine`; returns what was chosen, as (name, value) lines.
 
-    ConfigError for an attention backend that cannot serve here.
+    ConfigError for an attention backend that does not work here.
     """
     model, engine = config.model, config.engine
     spec = AttentionSpec(device, _TYPES[engine.precision], model.head_size(), model.attention_dropout)
@@ -42,9 +42,9 @@ def _compile_(backbone: Backbone, backend: Backend) -> None:
 
 
 def _obstacle_to_compiling(config: RunConfig, device: torch.device, zero_stage: int) -> str:
-    """Why blocks cannot be compiled, as far as it is known beforehand; empty where nothing is in the way."""
+    """Why blocks cannot be compiled, as far as it is known beforehand; empty if they can."""
     if config.parallel.tensor > 1:
-        return "tensor ranks speak to each other within a block"
+        return "tensor ranks communicate within a block"
     if zero_stage == 3:
         return "ZeRO 3 gathers weights within a block"
     if config.engine.activation_checkpointing == "selective":

@@ -19,7 +19,7 @@ def require_boards(config: RunConfig) -> None:
 
 
 class Boards:
-    """Scalars by step. A run that resumes goes on in the same W&B run: its folder is its identity."""
+    """Scalars by step. A resumed run continues the same W&B run, identified by its folder."""
 
     def __init__(self, config: RunConfig) -> None:
         from torch.utils.tensorboard import SummaryWriter

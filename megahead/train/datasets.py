@@ -1,4 +1,4 @@
-"""The text a run reads: opened and checked before anything else starts."""
+"""The datasets a run reads: opened and checked before anything else starts."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class RunDatasets:
     samples: Samples | Blend
 
     token_counts: Tensor
-    """int64 [padded vocabulary]: how often each id stands in the text of the samples, see `data.sampling`."""
+    """int64 [padded vocabulary]: how often each id is in the text of the samples, see `data.sampling`."""
 
     validation: IndexedDataset | None
 
     def describe(self, config: RunConfig) -> list[tuple[str, str]]:
-        """Lines of the banner: epochs, shares of a blend, and where documents are not kept apart though they should."""
+        """Lines of the banner: epochs, shares of a blend, and datasets whose documents cannot be isolated."""
         end = config.data.end_token
         apart = [
             ("documents", f"{dataset.prefix}: not kept apart, no row looked at has an end token ({end})")
@@ -55,7 +55,7 @@ def open_datasets(config: RunConfig, world_group: Group | None = None) -> RunDat
         try:
             run_on_all_ranks(group, (lambda: opened.append(_opened(config))) if turn else _nothing, _sentence)
         except CheckpointError as error:
-            raise error.__cause__ or DataError(str(error)) from None  # its own, where it is this rank's
+            raise error.__cause__ or DataError(str(error)) from None  # the cause, if it is on this rank
     return opened[0]
 
 
@@ -85,7 +85,7 @@ def _open(config: RunConfig, prefix: str, field: str) -> IndexedDataset:
 
 
 def _require_end_tokens(data: DataConfig, train: Sequence[IndexedDataset], validation: IndexedDataset | None) -> None:
-    """Where nothing else tells documents apart: rows that were packed know where theirs begin."""
+    """Checks end tokens where documents depend on them: packed rows know where documents begin."""
     for dataset in train:
         require_end_tokens(data, dataset, boundaries_known=data.pack == "best_fit")
     if validation is not None:

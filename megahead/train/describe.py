@@ -1,4 +1,4 @@
-"""What a run will do, in a few lines, without doing it."""
+"""What a run will do, in a few lines: the banner, and all that a dry run prints."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from megahead.wording import GIB, counted, gib
 
 
 def describe_run(plan: RunPlan, group_samples: int | None = None) -> list[tuple[str, str]]:
-    """(name, value) lines of the resolved run.
+    """(name, value) lines of the run.
 
-    `group_samples`: samples that share candidates, where a resumed run knows better than its config.
+    `group_samples`: samples that share candidates in a run that is resumed; the config's when left out.
     """
     config, steps = plan.config, plan.config.training.steps
     batch, schedule = config.batch, config.schedule
@@ -39,7 +39,7 @@ def describe_run(plan: RunPlan, group_samples: int | None = None) -> list[tuple[
 
 
 def files_of(config: RunConfig) -> tuple[str, str]:
-    """(name, value): which files a run would read that are not there; only looked for, not opened."""
+    """(name, value): which of the files a run would read are missing; none is opened."""
     prefixes = [part.prefix for part in config.data.parts()] + [config.data.validation or ""]
     named = [f"{prefix}{ending}" for prefix in prefixes if prefix for ending in (".bin", ".idx")]
     named += [config.data.tokenizer] if config.data.tokenizer else []

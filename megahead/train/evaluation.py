@@ -18,9 +18,11 @@ from megahead.train.state import TrainingState
 
 
 class Evaluation:
-    """Scores the validation dataset; a headless run uses the bias that needs no training: for the paper's objective
-    log q, q counted so far, smoothed by the dataset's (or the dataset's alone, where rare tokens are masked more
-    often than held-out rows have them)."""
+    """Scores the validation dataset, a headless run with the training-free head.
+
+    Its bias is log q for the paper's objective: q is counted from the targets so far and smoothed by the dataset's
+    counts; where rare tokens are masked more often than in held-out rows, it is the dataset's distribution alone.
+    """
 
     def __init__(self, config: RunConfig, validation: IndexedDataset, data_group: Group, device: torch.device) -> None:
         self.head = config.objective.head()
@@ -32,13 +34,11 @@ class Evaluation:
         self._device = device
 
     def run(self, engine: Engine, state: TrainingState, interrupted: Callable[[], bool]) -> ValidationResult | None:
-        """None when `interrupted` says so, which is asked before each batch, alike on all ranks. Collective."""
+        """The result; None once `interrupted()`, called before each batch, is true (on all ranks). Collective."""
         bias_V = None
         if self.head == "pmi":
-            counts_V, evaluation_counts_V = (
-                state.target_counts(self._data_group),
-                evaluation_target_counts(self._config, state.dataset_counts),
-            )
+            counts_V = state.target_counts(self._data_group)
+            evaluation_counts_V = evaluation_target_counts(self._config, state.dataset_counts)
             bias_V = training_free_bias(
                 self._config.objective,
                 self._config.model.vocab_size,
@@ -61,4 +61,4 @@ class Evaluation:
 
 
 class _InterruptedError(Exception):
-    """On the way out of an evaluation that is not to be finished."""
+    """Ends an evaluation early."""

@@ -1,7 +1,7 @@
-"""Steps that went wrong: which they are, where it was, and what is done about it, alike on every rank.
+"""Bad steps: how they are found, in which micro-batches, and what is done about them; the same on every rank.
 
-A loss that is not finite, and a spike that is not merely noted, never reach the optimizer; gradients that are not
-finite with a finite loss are kept from it by the engine.
+A step whose loss is not finite, or is a spike (unless those are only noted), is skipped before the optimizer sees it.
+The engine skips one whose gradients are not finite. Shapes: W ranks of the world, A accumulation steps.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ class Fault:
 
     kind: Kind
     places: tuple[tuple[int, int], ...]
-    """(rank among all, micro-step): every loss that is not finite, else the highest; none for gradients."""
+    """(world rank, micro-step) of every loss that is not finite, or of a spike's highest; none for gradients."""
 
 
 def robust_score(value: float, others: list[float]) -> float:
-    """How many standard deviations `value` lies above the median of `others`, both estimated such that single
-    outliers do not matter; the deviation is taken as at least 1 % of the median."""
+    """How many standard deviations `value` is above the median of `others`. The deviation is estimated from the median
+    absolute deviation, so that single outliers do not matter, and is at least 1 % of the median."""
     middle = median(others)
     deviation = _OF_NORMAL * median([abs(other - middle) for other in others])
     return (value - middle) / max(deviation, 0.01 * abs(middle), 1e-12)
 
 
 class Guard:
-    """Judges steps by the config's rules. `recent_losses` belong to the training state and grow with each good step."""
+    """Judges steps by the config's rules; `recent_losses` are the training state's."""
 
     def __init__(self, rules: FaultsConfig) -> None:
         self._rules = rules
@@ -50,7 +50,7 @@ class Guard:
         self._rollbacks = 0
 
     def suspects(self, losses_WA: Tensor, recent_losses: list[float]) -> Fault | None:
-        """What speaks against a step before the optimizer has it, from all ranks' micro-batch losses [ranks, steps]."""
+        """The fault that the losses [W, A] of all micro-batches show, before the optimizer's step; None for none."""
         finite_WA = losses_WA.isfinite()
         if not finite_WA.all():
             return Fault("loss not finite", _places(~finite_WA))
@@ -64,7 +64,7 @@ class Guard:
         return fault is not None and (fault.kind != "spike" or self._rules.spike != "note")
 
     def decide(self, fault: Fault | None) -> Action:
-        """What is done about a step; counts those in a row."""
+        """What to do about a step; counts bad ones in a row."""
         kind = None if fault is None else fault.kind
         policies = {None: "apply", "overflow": "skip", "spike": self._rules.spike}
         policy = policies.get(kind, self._rules.bad_step)
@@ -78,17 +78,17 @@ class Guard:
         return policy  # type: ignore[return-value]
 
     def saved(self) -> None:
-        """A new checkpoint: later returns are to another one."""
+        """There is a new checkpoint: rollbacks to the same one are counted from 0."""
         self._rollbacks = 0
 
     def remember(self, loss: float, recent_losses: list[float]) -> None:
-        """Adds the loss of an applied step."""
+        """Adds the loss of an applied step, and drops the oldest beyond the window."""
         recent_losses.append(loss)
         del recent_losses[: -self._rules.spike_window]
 
 
 def found_afterwards(result: StepResult, searches_loss_scale: bool) -> Fault | None:
-    """What the engine found when it was too late for `Guard.suspects`: gradients that are not finite."""
+    """The fault that the engine found after the losses were fine: gradients that are not finite. None for none."""
     if result.applied:
         return None
     overflow = searches_loss_scale and not isfinite(result.grad_norm)

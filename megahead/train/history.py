@@ -1,4 +1,4 @@
-"""Which of the checkpoints in a run's folder led to its weights, when it may go back to older ones."""
+"""Which checkpoints in a run's folder led to its weights, since a run may be resumed from an older one."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from megahead.run_folder import RunFolder
 
 @dataclass
 class History:
-    """All checkpoints up to step `newest` led to the run's weights. What lies above belongs to a history it turned
-    away from (by an older one named to `--resume`, or past damaged ones), and is set aside when it saves."""
+    """All checkpoints up to step `newest` led to the run's weights. Later ones belong to a history it abandoned (by
+    resuming from an older one, named to `--resume` or before damaged ones); the next save sets them aside."""
 
     root: Path
     """The run's folder of checkpoints."""
 
     newest: int = -1
-    """Step of what the run last saved here, or went on from; -1 where that is none of these."""
+    """Step of the checkpoint here that the run last saved or resumed from; -1 before there is one."""
 
     @staticmethod
     def of_resumed(resumed: Checkpoint | None, folder: RunFolder) -> History:
-        """That of a session of the run in `folder`, which may go on from a checkpoint elsewhere or from none."""
+        """A session's history in the run folder `folder`; `resumed` may be None, or a checkpoint elsewhere."""
         history = History(folder.checkpoints)
         if resumed is not None and history._holds(resumed) and is_step_folder(resumed.folder):
             history.newest = resumed.step
         return history
 
     def name_of(self, checkpoint: Checkpoint) -> str:
-        """What a reader of this folder calls it."""
+        """Its folder's name here; the full path of a checkpoint elsewhere."""
         return checkpoint.folder.name if self._holds(checkpoint) else str(checkpoint.folder)
 
     def advance_to(self, step: int) -> int:
-        """A checkpoint of `step` is saved; returns the step before it."""
+        """A checkpoint of `step` is being saved; returns its parent step, `newest` before."""
         before, self.newest = self.newest, step
         return before
 

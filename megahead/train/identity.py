@@ -1,4 +1,4 @@
-"""What makes a run the same run when it goes on: settings that decide what is computed, and the texts behind them."""
+"""What must not change when a run is resumed: settings that decide what is computed, and the data they name."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ MAY_CHANGE = (
     "init.from_checkpoint",
     "objective.group_samples",
 )
-"""Settings and sections that may change between two sessions of a run: how long, where, on what, and what is written.
-(What `objective.group_samples` came to is compared when it is resolved.)"""
+"""Settings and sections that may change between two sessions of a run: how long it trains, where, on what hardware,
+and what it writes. (The number that `objective.group_samples` was resolved to is compared in persistence.py.)"""
 
 
 def data_fingerprints(config: RunConfig, datasets: RunDatasets) -> dict[str, Any]:
-    """What lies behind the paths `data.train` and `data.tokenizer`, told such that other content is told otherwise."""
+    """Fingerprints of the content of `data.train` (one per dataset) and `data.tokenizer`."""
     parts = [
         dataset.fingerprint if part.weight is None else f"{dataset.fingerprint}, weight {part.weight:g}"
         for part, dataset in zip(config.data.parts(), datasets.train, strict=True)
@@ -47,9 +47,9 @@ def data_fingerprints(config: RunConfig, datasets: RunDatasets) -> dict[str, Any
 
 
 def refuse_another_run(checkpoint: Checkpoint, config: RunConfig, fingerprints: dict[str, Any]) -> None:
-    """CheckpointError with every setting and text that differs, is not free, and is not in `resume.allow`.
+    """CheckpointError naming every setting or file that differs and is neither in MAY_CHANGE nor in `resume.allow`.
 
-    `fingerprints`: what `data_fingerprints` says now; the checkpoint's state has what it said then.
+    `fingerprints`: what `data_fingerprints` gives now; the checkpoint's state has what it gave then.
     """
     saved = config_from_dict(checkpoint.config, source=f"the configuration in {checkpoint.folder}")
     then = saved.flat() | checkpoint.state_value("texts", dict, absent=fingerprints)

@@ -51,23 +51,23 @@ class Training:
 
 
 def train(run: Training) -> Ending:
-    """Trains from wherever `run.state` stands to the last step, a signal, or the time limit. Collective.
+    """Trains from `run.state` to the last step, a signal, or the time limit. Collective.
 
-    Evaluates and saves at the configured steps and at the end, whatever ended it; after a signal it only saves,
-    because who stops us has little patience.
+    Evaluates and saves at the configured steps and at the end; after a signal it only saves, because whoever sent it
+    will not wait long.
     """
     state, training = run.state, run.config.training
     _run_missed_evaluation(run)
     began_at, watch = state.step, Stopwatch(state.seconds)
-    ending: Ending = "finished"
+    ending: Ending | None = None
     run.meters.start(state)
     with closing(run.feed.steps(state.samples)) as steps:
-        while state.step < training.steps and ending == "finished":
+        while state.step < training.steps and ending is None:
             applied = _advance(run, next(steps), watch)
             with watch.paused():
                 if applied:
                     _evaluate_and_save_if_due(run)
-            ending = _agreed_ending(run)
+            ending = _reason_to_stop(run)
     if ending != "stopped" and not state.evaluated:
         _evaluate(run)
     if not run.saver.up_to_date:
@@ -75,11 +75,11 @@ def train(run: Training) -> Ending:
     run.saver.wait()
     if run.tasks and ending != "stopped" and state.step > began_at and state.step % run.tasks.every:
         _evaluate_tasks(run, run.tasks)
-    return ending
+    return ending or "finished"
 
 
 def _advance(run: Training, batches: StepBatches, watch: Stopwatch) -> bool:
-    """One step, and its traces in the state and the meters; whether it was applied."""
+    """One step, recorded in the state and the meters; whether it was applied."""
     config, state, first_sample = run.config, run.state, run.state.samples
     ratio = learning_rate_ratio(config.schedule, state.step, config.training.steps)
     seed_step(config.seed, first_sample, run.data_group.rank)
@@ -100,7 +100,7 @@ def _advance(run: Training, batches: StepBatches, watch: Stopwatch) -> bool:
 
 
 def _handle_fault(run: Training, report: StepReport, first_sample: int) -> None:
-    """Does what the config asks for after a bad step, and says so."""
+    """Does what the config asks for after a bad step, and prints it."""
     action = run.guard.decide(report.fault)
     if report.fault is None:
         return
@@ -134,8 +134,8 @@ def _evaluate_and_save_if_due(run: Training) -> None:
 
 
 def _run_missed_evaluation(run: Training) -> None:
-    """The evaluation that was due where a session goes on, if a signal came in between; a checkpoint that was due there
-    too is written again, with what it gave."""
+    """Makes the evaluation due at the step that is resumed, if a signal prevented it; a checkpoint due at that step is
+    written again, with its result."""
     state, training = run.state, run.config.training
     if not state.step or state.evaluated or state.step % training.evaluate_every:
         return
@@ -145,7 +145,7 @@ def _run_missed_evaluation(run: Training) -> None:
 
 
 def _evaluate(run: Training) -> None:
-    """Unless a signal comes in between, which the next poll finds too."""
+    """Evaluates, unless interrupted by a signal, which `_reason_to_stop` then finds too."""
     if run.evaluation is not None:
         result = run.evaluation.run(run.engine, run.state, lambda: run.stop.agreed(run.world_group))
         if result is not None:
@@ -154,7 +154,7 @@ def _evaluate(run: Training) -> None:
 
 
 def _evaluate_tasks(run: Training, tasks: TaskEvaluation) -> None:
-    """On the checkpoint that was saved last."""
+    """Evaluates the tasks on the checkpoint that was saved last."""
     checkpoint = run.saver.wait()
     if checkpoint is not None:
         run.meters.tasks(tasks.run(checkpoint), run.state)
@@ -165,9 +165,11 @@ def _save(run: Training) -> None:
     run.guard.saved()
 
 
-def _agreed_ending(run: Training) -> Ending:
-    """Why to stop now, the same on every rank: a signal to any rank, or rank 0's clock. Raises what went wrong in the
-    background on any rank."""
+def _reason_to_stop(run: Training) -> Ending | None:
+    """Why to stop now, the same on every rank: a signal to any rank, or rank 0's clock; None: keep training.
+
+    Raises a failed background save of any rank. Collective.
+    """
     limit = run.config.training.max_seconds
     late = run.world_group.rank == 0 and limit is not None and run.state.seconds >= limit
     votes = torch.tensor([run.stop.signal is not None, late, run.saver.failed], dtype=torch.int32)
@@ -176,4 +178,4 @@ def _agreed_ending(run: Training) -> Ending:
         run.saver.wait()
     if stopped:
         return "stopped"
-    return "out of time" if late else "finished"
+    return "out of time" if late else None

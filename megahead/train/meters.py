@@ -1,4 +1,4 @@
-"""What is seen of a run: a console line now and then, `metrics.jsonl`, boards of curves. Only rank 0 writes."""
+"""What a run reports: lines on the console, `metrics.jsonl`, TensorBoard and W&B. Only rank 0 writes."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ Places = Sequence[tuple[int | None, range]]
 _DONE = {"apply": "applied all the same", "skip": "skipped", "rollback": "rolled back", "stop": "the run ends"}
 _MAX_PLACES = 4
 _QUIETER = 10
-"""A log file or a pipe gets a line of progress so many times more seldom than a terminal."""
+"""A terminal gets this many times more progress lines than a log file or a pipe."""
 
 
 class Meters:
-    """Gathers steps between two log lines; means over them are what is written."""
+    """Collects steps between two log lines, and writes their means."""
 
     def __init__(self, config: RunConfig, *, active: bool, utilization: Utilization | None = None) -> None:
         self._folder = config.folder()
@@ -59,7 +59,7 @@ class Meters:
         history: History,
         damage: Sequence[str],
     ) -> None:
-        """What is about to be trained, from which checkpoint, and which were passed over."""
+        """Prints what will be trained, from which checkpoint, and which damaged ones were passed over."""
         if not self._active:
             return
         to_be_abandoned, source = history.to_be_abandoned(), None if resumed is None else history.name_of(resumed)
@@ -68,7 +68,7 @@ class Meters:
             lines += [("resumed", f"step {resumed.step:,}, {resumed.folder}")]
         if to_be_abandoned:
             lines += [
-                ("set aside", f"at the next save: {', '.join(to_be_abandoned)}, of a history this run turns away from")
+                ("set aside", f"at the next save: {', '.join(to_be_abandoned)}, which this run does not continue")
             ]
         lines += [("progress", f"at most a line every {self._print_seconds:g} s; the first step takes longest")]
         self.print_line("\n".join(f"{name:<12}{value}" for name, value in lines))
@@ -76,7 +76,7 @@ class Meters:
         self._record(state, {"session": facts})
 
     def start(self, state: TrainingState) -> None:
-        """Speed is measured from here."""
+        """Starts to measure speed."""
         self._tokens_logged, self._seconds_logged = state.tokens, state.seconds
         self._last_line = time.monotonic()
 
@@ -91,7 +91,7 @@ class Meters:
             self._write(state)
 
     def fault(self, report: StepReport, places: Places, action: Action, state: TrainingState) -> str:
-        """Writes a bad step and returns its sentence. `places`: (rank, its samples), rank None where all had a part."""
+        """Writes a bad step and returns its sentence. `places`: (rank, its samples); rank None stands for all ranks."""
         assert report.fault is not None
         where = [{"rank": rank, "first": rows.start, "last": rows.stop - 1} for rank, rows in places]
         step = state.step if report.applied else state.step + 1
@@ -107,8 +107,7 @@ class Meters:
         return sentence
 
     def rolled_back(self, checkpoint: Path | None, steps: int, state: TrainingState) -> None:
-        """Notes a return to a checkpoint, over so many steps, which do not count in the next line. None: there was no
-        checkpoint to return to."""
+        """Notes a rollback to `checkpoint` (None: there was none). Its `steps` steps are left out of the next line."""
         if checkpoint is None:
             self.print_line("no checkpoint to go back to yet: skipped")
             return
@@ -120,7 +119,7 @@ class Meters:
             self.print_line(f"went back to {checkpoint}")
 
     def saved(self, stall: float, state: TrainingState) -> None:
-        """Notes a checkpoint, and for how many seconds training stood still for it."""
+        """Notes a checkpoint, and for how many seconds training waited for it."""
         if self._active:
             self._record(state, {"checkpoint": {"stall_seconds": round(stall, 3)}})
 
@@ -139,7 +138,7 @@ class Meters:
         )
 
     def tasks(self, results: Sequence[TaskResult], state: TrainingState) -> None:
-        """Writes what lm-eval's tasks gave: the value and the standard error of each task's metrics."""
+        """Writes the results of lm-eval's tasks: value and standard error of each metric."""
         if not self._active:
             return
         scores = [(result.task, score) for result in results for score in result.scores]
@@ -152,12 +151,12 @@ class Meters:
         self.print_line(f"tasks at step {state.step:,}: {sentence}")
 
     def print_line(self, text: str) -> None:
-        """A line for people."""
+        """Prints `text` on rank 0."""
         if self._active:
             print(text, flush=True)
 
     def close(self, ending: str, state: TrainingState) -> None:
-        """The last line."""
+        """Prints the last line and closes the logs."""
         if self._active:
             self.print_line(
                 f"{ending} at step {state.step:,}, {thousands(state.tokens)} tokens, "
@@ -219,16 +218,15 @@ class Meters:
 
 
 def _open_log(path: Path) -> BinaryIO:
-    """Opens the log for more lines, without a last one that a killed run cut short."""
+    """Opens the log for appending; a last line that a killed run cut short is removed."""
     log = path.open("ab+")
     log.seek(0)
-    whole = log.read().rfind(b"\n") + 1
-    log.truncate(whole)
+    log.truncate(log.read().rfind(b"\n") + 1)
     return log
 
 
 def describe_fault(report: StepReport, step: int, places: Places, state: TrainingState) -> str:
-    """step 12: loss not finite (nan, gradient norm nan, scale 1) on rank 1, rows 88 to 89; 3 skipped so far"""
+    """Such as: step 12: spike (loss 9.1, gradient norm 7, scale 1) on rank 1, rows 88 to 89; 3 skipped so far"""
     where = [f"{'' if rank is None else f'rank {rank}, '}{span('row', rows)}" for rank, rows in places[:_MAX_PLACES]]
     where += [f"{len(places) - _MAX_PLACES} more"] if len(places) > _MAX_PLACES else []
     kind = report.fault.kind if report.fault else "good"

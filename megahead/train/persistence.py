@@ -1,4 +1,4 @@
-"""A run from its checkpoints: resumed, taken back, or taken as another run's starting point."""
+"""What a run does with checkpoints: resumes from one, rolls back to one, or starts from another run's."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from megahead.train.state import TrainingState
 
 
 def find_resume(resume: str, folder: RunFolder, world_group: Group) -> tuple[Checkpoint | None, list[str]]:
-    """The checkpoint that `--resume auto|never|DIR` asks for (None: start from the beginning), sound in every byte, and
-    a sentence for each damaged one that was passed over. Nothing is written. Collective."""
+    """The checkpoint that `--resume auto|never|DIR` asks for (None: start from the beginning), every byte verified, and
+    a sentence for each damaged one that was passed over. Writes nothing. Collective."""
     if resume == "auto":
         checkpoint, damage = _newest_sound(folder.path, world_group)
         if checkpoint is None:
@@ -42,8 +42,8 @@ def _newest_sound(folder: Path, world_group: Group, up_to: int | None = None) ->
     checkpoint, damage = newest_sound(folder, world_group, up_to=up_to)
     if checkpoint is None and damage:
         raise CheckpointError(
-            f"{folder} must hold a sound checkpoint to resume, but holds {len(damage)} damaged only; "
-            f"remove them to start anew: {' '.join(damage)}"
+            f"{folder} must hold a sound checkpoint to resume, but holds only damaged ones ({len(damage)}); "
+            f"remove them to start again: {' '.join(damage)}"
         )
     return checkpoint, damage
 
@@ -52,8 +52,8 @@ def _refuse_abandoned(folder: RunFolder) -> None:
     abandoned = abandoned_in(folder.path)
     if abandoned:
         raise CheckpointError(
-            f"{folder} must hold a checkpoint to resume, but holds {', '.join(path.name for path in abandoned)} only; "
-            "name the one to go on from with --resume, or start anew with --resume never."
+            f"{folder} must hold a checkpoint to resume, but holds only {', '.join(path.name for path in abandoned)}; "
+            "name the one to continue from with --resume, or start again with --resume never."
         )
 
 
@@ -61,7 +61,7 @@ def _named(resume: str, folder: RunFolder) -> Path | None:
     there = find_checkpoint(folder.path if resume == "never" else Path(resume))
     if resume == "never" and there is not None:
         raise CheckpointError(
-            f"`--resume never` must meet an output folder without checkpoints, but {folder} has {there.name}; "
+            f"`--resume never` needs an output folder without checkpoints, but {folder} has {there.name}; "
             "choose another output_dir, or remove it."
         )
     if resume != "never" and there is None:
@@ -70,7 +70,7 @@ def _named(resume: str, folder: RunFolder) -> Path | None:
 
 
 def agreed_candidate_group_samples(plan: RunPlan, checkpoint: Checkpoint | None) -> int:
-    """Samples that share candidates: what the run began with, else what its config comes to on these ranks."""
+    """Samples that share candidates: the number the run began with; for a new run the plan's."""
     return plan.group_samples(None if checkpoint is None else checkpoint.state_value("group_samples", int))
 
 
@@ -83,8 +83,10 @@ def resume_from(checkpoint: Checkpoint, engine: Engine, state: TrainingState, da
 def roll_back(
     engine: Engine, state: TrainingState, history: History, data_group: Group, world_group: Group
 ) -> Path | None:
-    """Takes back what was learned since the newest sound checkpoint of `history`, but not the reading: the next rows
-    are new ones. The checkpoint's folder, or None where there is none. Collective."""
+    """Restores what was learned from the newest sound checkpoint of `history`; reading continues with the next samples.
+
+    Returns the checkpoint's folder; None where there is none, and nothing changes. Collective.
+    """
     checkpoint, _ = _newest_sound(history.root, world_group, up_to=history.newest)
     if checkpoint is None:
         return None
@@ -102,10 +104,10 @@ def _load(checkpoint: Checkpoint, engine: Engine) -> None:
 def starting_weights(
     config: RunConfig, world_group: Group, resumed: Checkpoint | None = None
 ) -> Callable[[str], Tensor]:
-    """From a parameter's name to the whole tensor a session starts from: that of the checkpoint it goes on from; for a
-    run that begins random, or as `init` says from another run's, which is not needed later. Collective.
+    """A function from a parameter's name to the full (unsharded) tensor that a session starts from. Collective.
 
-    A head to be fine-tuned starts as a copy of the embedding.
+    It comes from the checkpoint that is resumed; in a new run it is random, or from the checkpoint that `init` names,
+    which is not needed when the run is resumed. A head to be fine-tuned starts as a copy of the embedding.
     """
     init, shapes = config.init, weight_shapes(config)
     if resumed is not None:

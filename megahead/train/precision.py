@@ -21,7 +21,7 @@ def settle_precision(config: RunConfig, device: torch.device, ranks: Group) -> R
 
 def multiplies_bf16_fast(device: torch.device) -> bool:
     """Whether products in bf16 are several times as fast as in fp32: on GPUs since Ampere, on CPUs with AMX (measured:
-    7 times; a whole step of the demo's decoder 1.6 times). CPUs of which torch does not tell what they have count as
+    7 times; a whole step of the demo's decoder 1.6 times). CPUs of which torch does not know what they have count as
     slow."""
     if device.type == "cuda":
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))

@@ -1,4 +1,4 @@
-"""Being asked to stop: noticed at once, acted upon when all ranks are ready."""
+"""Requests to stop: noted when the signal comes, obeyed between steps by all ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 @contextmanager
 def signals_put_back() -> Iterator[None]:
-    """Afterwards signals do what they did before."""
+    """Restores the signal handlers afterwards."""
     before = {number: signal.getsignal(number) for number in SIGNALS}
     try:
         yield
@@ -31,15 +31,15 @@ def signals_put_back() -> Iterator[None]:
 
 
 def _receives_signals() -> bool:
-    """Python gives signals to its main thread only."""
+    """Whether this is the main thread, the only one to which Python gives signals."""
     return threading.current_thread() is threading.main_thread()
 
 
 class StopRequest:
-    """Remembers SIGTERM and SIGUSR1 (preemption, Slurm's `--signal`) until someone asks; more change nothing.
+    """Notes SIGTERM and SIGUSR1 (preemption, Slurm's `--signal`); further ones change nothing.
 
-    So it does a first Ctrl-C, and says so where it `prints`; a second one ends the process at once. In another thread
-    than the main one it hears nothing.
+    A first Ctrl-C is noted too (with a message if `prints`), a second one ends the process at once. Outside of the main
+    thread no signal is noticed.
     """
 
     def __init__(self, prints: bool = True) -> None:

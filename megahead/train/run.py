@@ -1,4 +1,4 @@
-"""What a run came to, for the program that called it."""
+"""The result of a run, for the program that called it."""
 
 from __future__ import annotations
 
@@ -28,6 +28,6 @@ class Run:
 
     @staticmethod
     def of(folder: RunFolder, state: TrainingState, ending: Ending) -> Run:
-        """From the counters it ended with."""
+        """The result of a run that ended with the counters in `state`."""
         found = state.validation
         return Run(folder, state.step, ending, None if found is None else exp(min(found["loss"], 700.0)))

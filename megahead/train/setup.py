@@ -1,4 +1,4 @@
-"""The composition root: from a config and a launch to a finished run."""
+"""Builds all parts of a run from its config and the launch, and trains: the file to read first."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def pretrain(config: RunConfig, launch: Launch = ONE_PROCESS, resume: str = "aut
     connected already, they are the ranks. `resume`: `auto` continues from the newest checkpoint in the run's folder if
     there is one, `never` refuses a folder that has one, anything else is the checkpoint to continue from.
 
-    Leaves signal handlers and the process group as they were. What it does leave behind in the process is in
+    Leaves signal handlers and the process group as they were; what it does change in the process is listed in
     docs/python.md. Raises UserError for what a user can repair.
     """
     with _numerics(config.engine.deterministic), signals_put_back():
@@ -70,9 +70,9 @@ def pretrain(config: RunConfig, launch: Launch = ONE_PROCESS, resume: str = "aut
 
 @contextmanager
 def _numerics(deterministic: bool) -> Iterator[None]:
-    """Inside, only deterministic algorithms where asked for. And from now on, as torch does not tell what it was:
-    moments of rare tokens' rows decay to denormal numbers, which count as zero: with them CPUs are slower. Measured,
-    one thread: 20 steps of a fused AdamW on [8192, 128], all first moments denormal, 1.23 s instead of 0.35 s."""
+    """Inside, only deterministic algorithms if `deterministic`. Denormal numbers become zero, here and afterwards
+    (torch cannot report the earlier setting): moments of rare tokens' rows decay to them, and they slow CPUs down.
+    Measured, one thread: 20 steps of a fused AdamW on [8192, 128], all first moments denormal: 1.23 s, not 0.35 s."""
     torch.set_flush_denormal(True)
     before = torch.get_deterministic_debug_mode()
     if deterministic:
@@ -129,7 +129,7 @@ def _pretrain(plan: RunPlan, ranks: Group, device: torch.device, resume: str) ->
 
 
 def _state(plan: RunPlan, datasets: RunDatasets, checkpoint: Checkpoint | None) -> TrainingState:
-    """The counters of a run that begins; refuses a checkpoint of another run, whose own are loaded with its weights."""
+    """The counters of a new run (`resume_from` loads a checkpoint's); CheckpointError for another run's checkpoint."""
     state = TrainingState(plan.config.model.padded_vocab_size(), agreed_candidate_group_samples(plan, checkpoint))
     state.data_fingerprints, state.dataset_counts = data_fingerprints(plan.config, datasets), datasets.token_counts
     if checkpoint is not None:
@@ -138,7 +138,7 @@ def _state(plan: RunPlan, datasets: RunDatasets, checkpoint: Checkpoint | None) 
 
 
 def _feed(config: RunConfig, datasets: RunDatasets, state: TrainingState, mesh: Mesh, device: torch.device) -> Feed:
-    """Micro-batches with their candidates, prepared over a connection of its own."""
+    """Prepares micro-batches with their candidates, over a connection of its own."""
     return Feed(
         datasets.samples,
         build_objective(config.objective, config.model.vocab_size, state.dataset_counts),
@@ -158,7 +158,7 @@ def _engine(
     device: torch.device,
     weights: Callable[[str], Tensor],
 ) -> tuple[Engine, list[tuple[str, str]]]:
-    """The model, split over the mesh and filled with `weights`, and its optimizer; and how its blocks are computed."""
+    """The model, split over the mesh and filled with `weights`, with its optimizer; and the banner's lines about it."""
     config = plan.config
     pretraining = assemble(config, mesh.tensor_group, device)
     engine_lines = accelerate_(pretraining.backbone, config, device, plan.zero_stage)

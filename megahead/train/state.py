@@ -1,4 +1,4 @@
-"""Everything a run must remember beside its weights and optimizer."""
+"""Everything a run must remember beside its weights and optimizer: counters, and fingerprints of its data."""
 
 from __future__ import annotations
 
@@ -25,24 +25,23 @@ _KEPT_ON_ROLLBACK = {
 }
 _RESTORED_ON_ROLLBACK = {"step": int, "targets": int, "recent_losses": list, "validation": dict | None}
 _BEFORE_THEY_WERE_COUNTED = {"spikes": 0, "rollbacks": 0, "recent_losses": []}
-"""Of checkpoints that were written before these were counted."""
+"""Values for checkpoints that were written before these were counted."""
 
 
 @dataclass
 class TrainingState:
-    """Counters of the run. The schedule (`step`) and the cursor in the data (`samples`) are kept apart: a step that
-    was skipped moves the cursor but not the schedule."""
+    """Counters of the run. A skipped step advances the place in the data (`samples`), not the schedule (`step`)."""
 
     padded_vocab_size: int
 
     group_samples: int
-    """Samples that share candidates, settled when the run began."""
+    """Samples that share candidates, fixed when the run began."""
 
     step: int = 0
     """Optimizer steps that were applied."""
 
     samples: int = 0
-    """Rows read, over all ranks: the next row's number."""
+    """Samples read, over all data ranks: the next sample's number."""
 
     tokens: int = 0
     """Input tokens read, over all data ranks, each once."""
@@ -51,13 +50,13 @@ class TrainingState:
     """Targets trained on."""
 
     target_samples: int = 0
-    """Rows these came from: fewer than were read, where steps were skipped or taken back."""
+    """Samples these came from: fewer than were read, where steps were skipped or rolled back."""
 
     skipped_steps: int = 0
-    """Steps that were read but not applied: not finite, or kept back as a spike."""
+    """Steps that were read but not applied: not finite, or a spike that was skipped."""
 
     spikes: int = 0
-    """Steps whose loss was far above what was usual, applied or not."""
+    """Steps whose loss was far above the recent ones, applied or not."""
 
     rollbacks: int = 0
     """Returns to a checkpoint after a bad step."""
@@ -66,27 +65,27 @@ class TrainingState:
     """Time spent training, all sessions together."""
 
     recent_losses: list[float] = field(default_factory=list)
-    """Losses of the last applied steps, as many as spikes are judged by."""
+    """Losses of the last applied steps (`faults.spike_window` of them), by which spikes are judged."""
 
     validation: dict[str, float] | None = None
     """`step` and `loss` of the last evaluation."""
 
     data_fingerprints: dict[str, Any] = field(default_factory=dict)
-    """What lies behind the paths in the config, see `identity`."""
+    """Identify the content of the files that the config names, see `identity`; `texts` in a checkpoint."""
 
     local_counts: Tensor = field(init=False)
-    """int64 [padded vocabulary]: how often each id was a target on this rank (what was resumed lies with rank 0)."""
+    """int64 [padded vocabulary]: how often each id was a target on this rank (rank 0 holds the resumed counts)."""
 
     dataset_counts: Tensor = field(init=False)
-    """int64 [padded vocabulary]: how often each id stands in the training dataset; zeros where it does not know.
-    Only smooths what `local_counts` says of ids that were seldom a target yet."""
+    """int64 [padded vocabulary]: how often each id is in the training dataset; zeros where it has no counts.
+    Only smooths `local_counts` for ids that were seldom a target so far."""
 
     def __post_init__(self) -> None:
         self.local_counts = torch.zeros(self.padded_vocab_size, dtype=torch.int64)
         self.dataset_counts = torch.zeros(self.padded_vocab_size, dtype=torch.int64)
 
     def record_applied_step(self, samples: int, targets: int) -> None:
-        """A step over so many rows with so many targets was applied."""
+        """Counts an applied step over `samples` samples with `targets` targets."""
         self.step += 1
         self.target_samples += samples
         self.targets += targets
@@ -102,27 +101,27 @@ class TrainingState:
 
     @property
     def evaluated(self) -> bool:
-        """Whether the last evaluation was of the weights as they are."""
+        """Whether the last evaluation was of the current weights."""
         return self.validation is not None and self.validation.get("step") == self.step
 
     def group_targets(self, expected: int) -> float:
-        """Targets of a group, on average so far; before the first step by what is `expected` of a row."""
+        """Mean number of targets in a group so far; before the first step from `expected` targets per sample."""
         per_row = self.targets / self.target_samples if self.target_samples else expected
         return self.group_samples * per_row
 
     def counters(self) -> dict[str, Any]:
-        """All but the counts of targets, as it stands in a checkpoint's JSON."""
+        """All but the counts of targets, as written to a checkpoint's JSON."""
         names = (*_KEPT_ON_ROLLBACK, *_RESTORED_ON_ROLLBACK, "target_samples", "group_samples")
         counters = {name: copy(getattr(self, name)) for name in names}
         return counters | {"texts": copy(self.data_fingerprints)}
 
     def restore(self, checkpoint: Checkpoint, group: Group) -> None:
-        """The inverse of `counters` and `target_counts`: goes on where `checkpoint` was saved."""
+        """The inverse of `counters` and `target_counts`: all as when `checkpoint` was saved."""
         self._take(_KEPT_ON_ROLLBACK, checkpoint)
         self.roll_back_to(checkpoint, group)
 
     def roll_back_to(self, checkpoint: Checkpoint, group: Group) -> None:
-        """What was learned since `checkpoint` is forgotten; what was read counts as read."""
+        """Restores what was learned, as of `checkpoint`; what was read since stays counted."""
         self._take(_RESTORED_ON_ROLLBACK, checkpoint)
         self.target_samples = target_samples(checkpoint)
         counts = checkpoint.read("state/target_counts")

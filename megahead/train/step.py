@@ -1,4 +1,7 @@
-"""One optimizer step: micro-batches through the engine, then what all ranks must agree on."""
+"""One optimizer step: micro-batches through the engine, and the decision of all ranks whether to apply it.
+
+Shapes: W ranks of the world, A accumulation steps.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ class StepReport:
     """Global gradient norm before clipping."""
 
     applied: bool
-    """False when the step was kept from the weights: they are as before."""
+    """False when the step was skipped: the weights are as before."""
 
     fault: Fault | None
     """What was wrong with it, if anything."""
@@ -45,7 +48,7 @@ def train_step(
     guard: Guard,
     recent_losses: list[float],
 ) -> StepReport:
-    """Forward and backward of every micro-batch, one update unless the guard is against it. Collective.
+    """Forward and backward of every micro-batch, then one update, unless the guard or the engine skips it. Collective.
 
     `world_group`: all ranks, on a connection for CPU tensors.
     """
@@ -69,5 +72,5 @@ def train_step(
 
 
 def seed_step(seed: int, first_sample: int, data_rank: int) -> None:
-    """Seeds dropout from where the step stands in the data, so that a resumed run draws as an undisturbed one."""
+    """Seeds dropout from the step's first sample, so that a resumed run draws what an uninterrupted one does."""
     torch.manual_seed(((seed * 1_000_003 + first_sample) * 65_537 + data_rank) % 2**63)

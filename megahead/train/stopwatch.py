@@ -1,4 +1,4 @@
-"""How long training took, without what was done in between."""
+"""How long training took, pauses left out."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 class Stopwatch:
-    """Runs from its making on, starting at `seconds`."""
+    """Runs from when it is made, starting at `seconds`."""
 
     def __init__(self, seconds: float = 0.0) -> None:
         self._start = time.monotonic() - seconds
@@ -19,7 +19,7 @@ class Stopwatch:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """What happens inside does not count."""
+        """Time spent inside is not counted."""
         before = time.monotonic()
         yield
         self._start += time.monotonic() - before

@@ -1,4 +1,4 @@
-"""lm-eval's tasks in the middle of training: one export, shared out over the ranks, each with a replica of its own."""
+"""lm-eval's tasks in the middle of training: one export, and the tasks divided among the ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megahead.run_folder import RunFolder
 
 
 class TaskEvaluation:
-    """The tasks of a run; their files are read through once here, so that a mistake is told before training."""
+    """The tasks of a run. Reads their files once when made, so that a mistake is an error before training."""
 
     def __init__(self, config: TasksConfig, world_group: Group) -> None:
         self.every = config.every
@@ -26,8 +26,8 @@ class TaskEvaluation:
     def run(self, checkpoint: Path) -> list[TaskResult]:
         """Results of all tasks in their order, for the model in `checkpoint`, with the best head it has. Collective.
 
-        Rank 0 exports, every rank evaluates each size-th task in fp32, the export is removed. Torch's random state is
-        not kept: steps seed their own. UserError where the export fails.
+        Rank 0 exports, rank r of W evaluates tasks r, r + W, ... in fp32, and the export is removed. Torch's random
+        state is not kept: steps seed their own. UserError where the export fails.
         """
         from megahead.evaluate.harness import evaluate_tasks  # imports lm-eval and transformers: seconds
 
@@ -48,7 +48,7 @@ class TaskEvaluation:
 
 
 def _export(checkpoint: Path, folder: Path) -> str | None:
-    """What went wrong, in a sentence; None when the export is there."""
+    """The error's sentence if the export fails, else None."""
     from megahead.convert import export
     from megahead.convert.export_heads import best_head
     from megahead.convert.source import TrainedModel

@@ -20,7 +20,7 @@ class Utilization:
 
     @classmethod
     def on(cls, device: torch.device, plan: RunPlan) -> Utilization:
-        """That of a run whose ranks have a device like this one each; CPUs have no stated peak."""
+        """For a run whose ranks each have a device like this one; CPUs have no known peak."""
         return cls(plan.config, plan.ranks, peak_flops(device_name(device), plan.config.engine.precision))
 
     def of(self, tokens_per_second: float, candidates: float) -> dict[str, float]:
@@ -38,5 +38,5 @@ class Utilization:
 
 
 def device_name(device: torch.device) -> str:
-    """What it is called by its maker; cpu for all CPUs."""
+    """Its product name; cpu for all CPUs."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"

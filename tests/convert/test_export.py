@@ -14,8 +14,12 @@ import megahead
 from megahead.convert import Origin, export, export_heads, exporting, hf_folder, load_causal, origin
 from megahead.convert.gpt_neox import hf_config
 from megahead.corpus import IndexedDatasetWriter, load_tokenizer
+<<<<<<< HEAD
 from megahead.errors import CheckpointError, DataError, FieldError
 from support.small_checkpoint import save_small, save_tokenizer, small_config
+=======
+from megahead.errors import CheckpointError, DataError, UserError
+>>>>>>> 44e2704 (Docstrings and error sentences in plain words; the memory estimate takes the loss's chunk from where the loss does)
 
 VANILLA = {"name": "vanilla"}
 TIED = {"name": "vanilla", "tied": True}
@@ -149,7 +153,7 @@ def test_a_head_equal_to_the_embedding_is_not_stored_twice(tmp_path, objective, 
 @pytest.mark.parametrize(("objective", "head"), [({}, "trained"), (VANILLA, "tied"), (VANILLA, "pmi"), (TIED, "pmi")])
 def test_a_head_the_run_cannot_have_is_refused(tmp_path, objective, head) -> None:
     save_small(tmp_path / "run", small_config(objective=objective))
-    with pytest.raises(FieldError, match=r"`--head` must .* but is .* instead; use"):
+    with pytest.raises(UserError, match=r"`--head \w+` needs .*, but .*; use"):
         export(tmp_path / "run", tmp_path / "out", head)
     assert not (tmp_path / "out").exists()
 

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from megahead.convert import fold_bias
 from megahead.convert.export_heads import Head
-from megahead.errors import FieldError
+from megahead.errors import CheckpointError
 from megahead.objectives import log_unigram
 
 WIDTH, VOCABULARY = 512, 700
@@ -64,5 +64,5 @@ def test_bf16_errs_by_its_own_rounding_and_not_much_more() -> None:
 def test_a_zero_norm_weight_is_reported() -> None:
     weight = torch.ones(WIDTH)
     weight[7] = 0
-    with pytest.raises(FieldError, match="1 of 512 zero"):
+    with pytest.raises(CheckpointError, match="1 of the final norm's 512 weights are exactly 0"):
         fold_bias(weight, torch.zeros(WIDTH), torch.zeros(3))

@@ -150,7 +150,7 @@ def test_damage_in_the_middle_is_found_on_use(tmp_path: Path) -> None:
 def test_a_description_of_other_files_is_refused(write_dataset: Callable[..., Path]) -> None:
     prefix, other = write_dataset([[1, 2]]), write_dataset([[1, 2, 3]], name="other")
     Path(f"{prefix}.json").write_bytes(Path(f"{other}.json").read_bytes())
-    with pytest.raises(DataError, match="tells of other sizes"):
+    with pytest.raises(DataError, match="describes other sizes"):
         _ = IndexedDataset(prefix).info
     Path(f"{prefix}.json").write_text('{"format": "something"}')
     with pytest.raises(DataError, match="must be a dataset description"):

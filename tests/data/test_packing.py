@@ -103,10 +103,10 @@ def test_a_damaged_table_is_refused_and_other_data_gets_its_own(write_dataset: W
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
-    with pytest.raises(DataError, match="must be a whole table of rows"):
+    with pytest.raises(DataError, match="must be a complete table of rows"):
         pack_table(IndexedDataset(prefix), 10)
     path.write_bytes(data[:100])
-    with pytest.raises(DataError, match="must be a whole table of rows"):
+    with pytest.raises(DataError, match="must be a complete table of rows"):
         pack_table(IndexedDataset(prefix), 10)
     write_dataset(documents([9, 3, 5]))
     assert len(pack_table(IndexedDataset(prefix), 10)) == 2  # another table: the lengths differ

@@ -47,4 +47,4 @@ def refused(group: Group, chosen: dict[str, Any]) -> str:
 )
 def test_what_deepspeed_says_of_its_json_is_told_in_a_sentence(chosen: dict[str, Any], because: str) -> None:
     (sentence,) = on_ranks(1, refused, chosen)
-    assert sentence.startswith(f"`engine.deepspeed` must be what DeepSpeed accepts, but it says: {because}")
+    assert sentence.startswith(f"`engine.deepspeed` must be what DeepSpeed accepts, but it reports: {because}")

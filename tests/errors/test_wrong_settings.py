@@ -109,7 +109,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ),
     (
         BERT | {"masking": MASKS | {"strategy": "whole_word"}},
-        "`data.tokenizer` must be given to tell words apart (masking.strategy), but is missing.",
+        "`data.tokenizer` must be given to find whole words (masking.strategy), but is missing.",
     ),
     (
         BERT | {"masking": MASKS} | {"data.order": "stored"},

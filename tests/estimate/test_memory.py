@@ -10,6 +10,8 @@ import torch
 from megahead.config import RunConfig, RunPlan, load_config
 from megahead.distributed import Group
 from megahead.estimate import expected_candidates, rank_memory, rank_parameters
+from megahead.objectives import vocabulary_candidates
+from megahead.objectives.chunked import score_chunks
 from megahead.parallel import assemble
 from support.forked import run_script
 
@@ -48,6 +50,17 @@ def test_offloading_moves_the_optimizer_to_the_host() -> None:
     assert (here.host, away.optimizer) == (0, 0)
     assert away.host == here.optimizer
     assert away.total <= here.total - here.optimizer
+
+
+@pytest.mark.parametrize("vocab_size", [1024, 50 * 1024])
+def test_the_loss_holds_as_many_scores_as_a_chunk_of_it_has(vocab_size: int) -> None:
+    settings = f"model.vocab_size={vocab_size}", "objective.name=vanilla", "parallel.tensor=1", "batch.micro_size=2"
+    plan = planned(*settings, ranks=1)
+    targets = 2 * plan.config.data.sequence_length
+    vocabulary = vocabulary_candidates(torch.zeros(targets, dtype=torch.int64))
+    chunk = next(score_chunks(torch.ones(targets, 1), torch.ones(vocab_size, 1), vocabulary, 1.0))
+    matrices = 4 * 2 * (targets + vocab_size) * plan.config.model.hidden_size
+    assert rank_memory(plan).loss - matrices == chunk.scores_nU.nbytes
 
 
 def test_recomputed_activations_are_an_order_less() -> None:

@@ -136,7 +136,7 @@ def test_lines_that_lack_columns_are_left_out_and_counted(tmp_path: Path) -> Non
             "xnli/fr",
             "xnli/dev-fr.tsv",
             "a\tb\tneutral\n" * 5 + "a\tb\n",
-            "whole to be cut in halves, but lack a column in 1 lines",
+            "have all columns to be cut in halves, but lack one in 1 lines",
         ),
         ("glue/rte", "glue/RTE/dev.tsv", "sentence1\tsentence2\tlabel\nx\ty\tperhaps\n", "must be as published"),
         ("glue/rte", "glue/RTE/dev.tsv", "sentence1\tsentence2\tlabel\n", "one of them is empty"),
@@ -153,7 +153,10 @@ def test_files_of_another_form_are_reported(tmp_path: Path, name: str, file: str
 def test_unknown_tasks_and_a_hub_out_of_reach_are_reported(tmp_path: Path) -> None:
     with pytest.raises(FieldError, match=r"`--task` must name tasks of glue/cola, .*xnli/LANGUAGE, but is glue/cole"):
         expand(["glue/cole"], Sources(tmp_path))
-    with pytest.raises(DataError, match="`--data` must name a folder of files where the hub cannot be reached"):
+    with pytest.raises(
+        DataError,
+        match=r"cannot be loaded from the Hugging Face hub: .*; download the files and name their folder with `--data`",
+    ):
         load_task("glue/cola", Sources(None, hub=f"{tmp_path}/"))
 
 

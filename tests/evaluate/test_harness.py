@@ -110,7 +110,7 @@ def test_mistakes_in_tasks_are_found_before_any_work(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("content", "sentence"),
-    [("", "is empty"), ('{"text": "a b"}\n{"txt": "c"}\n', "line 2 is none"), ("[1]\n", "line 1 is none")],
+    [("", "is empty"), ('{"text": "a b"}\n{"txt": "c"}\n', "line 2 is not"), ("[1]\n", "line 1 is not")],
 )
 def test_a_file_that_is_no_test_is_reported(tmp_path: Path, content: str, sentence: str) -> None:
     (tmp_path / "cloze.jsonl").write_text(content)

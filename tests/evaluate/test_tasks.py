@@ -101,7 +101,7 @@ def test_sentences_of_a_csv_keep_their_commas_and_line_breaks(tmp_path: Path) ->
         ("pubmedqa", "[]", "one JSON object of examples"),
         ("qasper_bool", '{"1": {"title": "t"}}', "must hold qasper_bool as published"),
         ("crows_pairs_english", "a,b\n1,2\n", "lacks one"),
-        ("sciq", '{"question": "q"}', "JSON objects with a `support`, but line 1 is none"),
+        ("sciq", '{"question": "q"}', "JSON objects with a `support`, but line 1 is not"),
     ],
 )
 def test_a_file_of_another_form_is_reported(tmp_path: Path, task: str, content: str, sentence: str) -> None:

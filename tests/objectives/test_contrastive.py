@@ -228,8 +228,8 @@ def test_the_training_free_head_recovers_what_training_aims_at(fields: dict[str,
 
 def test_token_counts_are_asked_for_where_they_are_needed() -> None:
     for fields, asked in (
-        ({"bias": "corrected"}, "`objective.bias` must .* its token counts .* is corrected instead; preprocess"),
-        ({"negatives": 5}, "`objective.negatives_from` must .* its token counts .* is unigram instead; preprocess"),
+        ({"bias": "corrected"}, "`objective.bias` must .* token counts .* is corrected instead; preprocess"),
+        ({"negatives": 5}, "`objective.negatives_from` must .* token counts .* is unigram instead; preprocess"),
     ):
         with pytest.raises(ConfigError, match=asked):
             build_objective(ObjectiveConfig(**fields), V, torch.zeros(V, dtype=torch.int64))  # type: ignore[arg-type]

@@ -68,7 +68,7 @@ def test_a_session_that_went_on_from_elsewhere_has_no_part_in_what_stood_here(tm
 def test_no_run_a_broken_one_and_an_empty_one_are_reported(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"nothing/metrics\.jsonl must be the metrics of a run"):
         read_metrics(tmp_path / "nothing")
-    with pytest.raises(UserError, match="line 2 is no such"):
+    with pytest.raises(UserError, match="line 2 is not"):
         read_metrics(write_run(tmp_path / "broken", training(1), {"step": 2}, training(3)))
     with pytest.raises(UserError, match="holds no line yet"):
         read_metrics(write_run(tmp_path / "empty"))

@@ -37,7 +37,7 @@ def test_the_attention_back_end_is_said_and_can_be_set(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "zero", "reason"),
     [
-        ({"parallel.tensor": 2}, 0, "tensor ranks speak to each other within a block"),
+        ({"parallel.tensor": 2}, 0, "tensor ranks communicate within a block"),
         ({}, 3, "ZeRO 3 gathers weights within a block"),
         ({"engine.activation_checkpointing": "selective"}, 0, "selective checkpointing looks at operations"),
     ],

@@ -124,7 +124,7 @@ def test_a_run_with_damaged_checkpoints_only_does_not_start_anew(begun: Path) ->
         flip(file)
     first, second = on_ranks(2, run, small_config(begun))
     assert first == second
-    assert "must hold a sound checkpoint to resume, but holds 2 damaged only" in first
+    assert "must hold a sound checkpoint to resume, but holds only damaged ones (2)" in first
     assert sorted(path.name for path in (begun / "run/checkpoints").glob("step-*")) == [
         "step-00000003",
         "step-00000006",
@@ -184,7 +184,7 @@ def test_a_folder_with_nothing_but_what_was_set_aside_does_not_start_anew(begun:
     for folder in list(root.glob("step-*")):
         folder.rename(root / f"abandoned-{folder.name}")
     (sentence,) = on_ranks(1, run, small_config(begun))
-    assert "holds abandoned-step-00000003, abandoned-step-00000006 only; name the one to go on from" in sentence
+    assert "holds only abandoned-step-00000003, abandoned-step-00000006; name the one to continue from" in sentence
     assert on_ranks(1, run, small_config(begun), str(root / "abandoned-step-00000003")) == ["finished"]
     assert names(begun) == ["abandoned-step-3", "abandoned-step-6", "step-6"]
 

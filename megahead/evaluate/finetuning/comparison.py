@@ -1,4 +1,4 @@
-"""Several models on several tasks with several seeds: runs already kept are taken, the others made and told of."""
+"""Several models on several tasks with several seeds: kept results are reused, missing ones made and reported."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from megahead.evaluate.finetuning.run import FineTuningRun, InitialModel
 from megahead.evaluate.finetuning.settings import FineTuning
 from megahead.wording import duration
 
-_TRAINING_COST = 3  # a row that is trained on costs as much as three that are tested
-_CHARACTERS_PER_TOKEN = 4  # about; only for the time that is left
+_TRAINING_COST = 3  # training on a row costs as much as evaluating three
+_CHARACTERS_PER_TOKEN = 4  # about; only to estimate the time left
 
 
 class Comparison:
-    """Models x tasks (with their settings) x seeds; each run is kept as soon as it is finished."""
+    """Models x tasks (with their settings) x seeds; each result is kept as soon as its run is finished."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class Comparison:
         self._done, self._begin = 0, time.monotonic()
 
     def run(self, report: Callable[[str], object]) -> list[FineTuningResult]:
-        """Every outcome, model by model, then task by task; `report` hears a line after each epoch."""
+        """All results, model by model, then task by task; calls `report` with a line after each epoch."""
         results, task_run = [], None
         for initial_model, data, settings, seed in self._runs:
             result = self._kept.find(initial_model, data, settings, seed)
@@ -62,7 +62,7 @@ class Comparison:
         return epochs
 
     def _line(self, task_run: FineTuningRun, seed: int, epochs: Sequence[EpochScores]) -> str:
-        """Where a run stands, how fast it is, and how long everything will still take."""
+        """How far a run is, its speed, and how long all runs will still take."""
         data, last = task_run.data, epochs[-1]
         metric, score = data.task.metric, next(iter(last.scores.values()))[data.task.metric]
         left = (time.monotonic() - self._begin) * (self._work - self._done) / self._done

@@ -1,4 +1,4 @@
-"""Texts to padded batches: joined, cut and numbered once, then batched by length."""
+"""Turns texts into padded batches: joined, cut and tokenized once, then batched by length."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megahead.evaluate.finetuning.examples import Example
 
-_SORTED_TOGETHER = 50  # batches whose rows are sorted by length before they are cut: padding nearly vanishes
+_SORTED_TOGETHER = 50  # batches whose rows are sorted by length together: little padding remains
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Encoded:
     """An example in tokens, one sequence for each choice."""
 
     sequences: tuple[tuple[list[int], list[int]], ...]
-    """Token ids, and for each the part it belongs to: 0 for the first text, 1 for the second."""
+    """Token ids and their token types: 0 for the first text, 1 for the second."""
 
     label: float
 
@@ -73,7 +73,7 @@ class ExampleEncoder:
 
 
 def shares(first: int, second: int, room: int) -> tuple[int, int]:
-    """How many tokens to keep of two texts: the longer one gives way, then both alike."""
+    """How many tokens to keep of two texts: the longer one is cut until both are equal, then both."""
     shorter, longer = min(first, second), max(first, second)
     if shorter + longer > room:
         shorter, longer = (shorter, room - shorter) if shorter <= room // 2 else (room // 2, room - room // 2)

@@ -70,7 +70,7 @@ def tsv(**columns: str | int) -> Reader:
         if short > len(whole):
             raise DataError(
                 f"`{file}` must have tab-separated columns {wanted} in each line, but {short:,} of {len(table):,} "
-                "lines lack one; get it anew."
+                "lines lack one; get it again."
             )
         return Published([{name: line[place] for name, place in places.items()} for line in whole], short)
 

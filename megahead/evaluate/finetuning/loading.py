@@ -24,17 +24,17 @@ class TaskData:
     train: Sequence[Example]
 
     evaluation_sets: Mapping[str, Sequence[Example]]
-    """Test sets by name; the first one chooses the best epoch."""
+    """By name: labelled dev splits. As in the paper, the best epoch is chosen on the first, which is also reported."""
 
     halved: bool
-    """Whether there was no training split, so that half of the test split trained."""
+    """Whether half of the dev split is `train`, because there is no training split."""
 
     short: int = 0
     """Lines of the files that lacked a column and were left out."""
 
     @cached_property
     def fingerprint(self) -> str:
-        """Changes with any example."""
+        """A fingerprint of all examples."""
         content = repr((self.train, sorted(self.evaluation_sets.items())))
         return hashlib.sha256(content.encode()).hexdigest()[:16]
 
@@ -44,13 +44,13 @@ class Sources:
     """Where rows come from."""
 
     folder: Path | None
-    """Folder of published files; None: the Hugging Face hub."""
+    """Folder of published files; None for the Hugging Face hub."""
 
     hub: str = ""
-    """Begins every repository's name, for copies of them in a folder."""
+    """Prefix of every repository's name, for copies of them in a folder."""
 
     def splits(self, name: str) -> tuple[Published | None, Published]:
-        """What to train and to test on; None where there is no training split. DataError where there is nothing."""
+        """What to train and to evaluate on; None if there is no training split. DataError if there is neither."""
         task = TASKS[name]
         if self.folder is None:
             repository, configuration, test = task.hub
@@ -66,7 +66,7 @@ class Sources:
         return train, Published([row for file in files for row in file.rows], sum(file.short for file in files))
 
     def have(self, name: str) -> bool:
-        """Whether the task's test split is at hand."""
+        """Whether the folder has the task's dev split."""
         return self.folder is None or any(self._have(form.test) for form in TASKS[name].files)
 
     def _have(self, paths: str) -> bool:
@@ -74,7 +74,7 @@ class Sources:
 
 
 def expand(names: Sequence[str], sources: Sources) -> list[str]:
-    """Task names, with `glue`, `superglue` or `xnli` standing for all of theirs that are at hand."""
+    """Task names, with `glue`, `superglue` or `xnli` standing for all of their tasks in the folder."""
     chosen: dict[str, None] = {}
     for name in names:
         members = [task for task in TASKS if task.startswith(f"{name}/")]
@@ -88,9 +88,9 @@ def expand(names: Sequence[str], sources: Sources) -> list[str]:
 def load_task(
     name: str, sources: Sources, *, max_train_rows: int | None = None, languages: Sequence[str] = XNLI_LANGUAGES
 ) -> TaskData:
-    """The examples of a task; `xnli/fr` trains on French and is tested in French, then in the other `languages`.
+    """The examples of a task; `xnli/fr` trains on French and is evaluated in French, then in the other `languages`.
 
-    max_train_rows: so many at most, the same ones for every model and seed, drawn at random.
+    max_train_rows: at most this many, drawn at random, the same for every model and seed.
     Raises DataError for files that are missing or not as published.
     """
     data = _examples(name, sources)
@@ -105,15 +105,15 @@ def load_task(
 
 
 def _examples(name: str, sources: Sources) -> TaskData:
-    """Examples to train on and to test on: of two splits, or halves of one, taken in turn."""
+    """Examples to train and to evaluate on: of two splits, or every other unit of one."""
     train, test = sources.splits(name)
     task, examples, split = TASKS[name], _build(name, test.rows), name.split("/")[1]
     if train is not None:
         return TaskData(name, task, _build(name, train.rows), {split: examples}, False, train.short + test.short)
     if test.short and task.rows_per_unit > 1:
         raise DataError(
-            f"The files of {name} must be whole to be cut in halves, but lack a column in {test.short:,} lines; "
-            "get them anew."
+            f"The files of {name} must have all columns to be cut in halves, but lack one in {test.short:,} lines; "
+            "get them again."
         )
     units = [examples[k : k + task.rows_per_unit] for k in range(0, len(examples), task.rows_per_unit)]
     halves = [[example for part in units[first::2] for example in part] for first in (0, 1)]
@@ -139,6 +139,6 @@ def _hub_rows(repository: str, configuration: str, split: str) -> Published:
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())[:160]
         raise DataError(
-            f"`--data` must name a folder of files where the hub cannot be reached, but is missing, and {repository} "
-            f"cannot be loaded: {reason}"
+            f"{repository} cannot be loaded from the Hugging Face hub: {reason}; download the files and name their "
+            "folder with `--data`."
         ) from None

@@ -1,4 +1,4 @@
-"""The plain loop that fine-tunes a classifier: an epoch of steps, then every test set, and again."""
+"""The plain loop that fine-tunes a classifier: an epoch of steps, then all evaluation sets, and again."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from megahead.optim import build_adamw, learning_rate_ratio
 
 @dataclass(frozen=True)
 class EpochScores:
-    """Where a run stands after an epoch."""
+    """Loss and scores of an epoch."""
 
     loss: float
     """Mean training loss over the epoch's batches."""
 
     scores: Mapping[str, Mapping[str, float]]
-    """Test set to metric to value."""
+    """From evaluation set to metric to value."""
 
     seconds: float
-    """Of training alone."""
+    """Training time, without evaluation."""
 
 
 class Classifier:
-    """A transformers sequence classifier with what it needs to be fed: padding, and whether it knows parts."""
+    """A transformers sequence classifier, with its padding id and whether it has token types."""
 
     def __init__(self, model: Any, task: Task) -> None:
         self.model = model
@@ -54,7 +54,7 @@ class Classifier:
         return logits.view(len(examples), -1)
 
     def loss(self, examples: Sequence[Encoded], *, balanced: bool) -> Tensor:
-        """What a step minimises."""
+        """The loss of a batch, a scalar."""
         outputs_BC = self.outputs(examples)
         labels_B = torch.tensor([example.label for example in examples], device=self.device)
         if not self.task.labels:
@@ -63,7 +63,7 @@ class Classifier:
 
     @torch.no_grad()
     def scores(self, examples: Sequence[Encoded], batch_size: int) -> dict[str, float]:
-        """The task's metrics on a test set."""
+        """The task's metrics on an evaluation set."""
         self.model.eval()
         rows = by_length([example.length() for example in examples], range(len(examples)))
         predictions, labels = np.zeros(len(examples)), np.array([example.label for example in examples])

@@ -1,4 +1,4 @@
-"""What runs reached: each one as it is kept, and all seeds of a task together."""
+"""Results of fine-tuning: of each run, as they are kept, and summed up over the seeds of a task."""
 
 from __future__ import annotations
 
@@ -25,43 +25,43 @@ class FineTuningResult:
     seed: int
     train_rows: int
     halved: bool
-    """Whether half of the test split trained, for want of a training split."""
+    """Whether half of the dev split was trained on, because there is no training split."""
 
     epochs: list[EpochScores]
 
     def best(self) -> int:
-        """The epoch (from 0) with the highest score on the first test set, the earliest of equals."""
+        """The epoch (from 0) with the highest score on the first evaluation set, the earliest of equals."""
         metric = TASKS[self.task].metric
         values = [next(iter(epoch.scores.values()))[metric] for epoch in self.epochs]
         return values.index(max(values))
 
     def scores(self) -> Mapping[str, Mapping[str, float]]:
-        """Test set to metric to value, at the best epoch."""
+        """From evaluation set to metric to value, at the best epoch."""
         return self.epochs[self.best()].scores
 
     def seconds(self) -> float:
-        """Of training."""
+        """Training time."""
         return sum(epoch.seconds for epoch in self.epochs)
 
 
 class FineTuningResults:
-    """Outcomes in one JSON file, as `ResultCache` keeps them.
+    """Results in one JSON file, a `ResultCache`.
 
-    One is found again for the same model, weights, task, examples, settings and seed.
+    A result is found again for the same model, weights, task, examples, settings and seed.
     """
 
     def __init__(self, path: Path | None) -> None:
         self._kept = ResultCache(path)
 
     def newest(self) -> list[FineTuningResult]:
-        """The outcome last kept of each model, task and seed, whichever settings it was made with."""
+        """The last result kept of each model, task and seed, with any settings."""
         runs = {(entry["model"], entry["task"], entry["seed"]): entry for entry in self._kept.entries}
         return [_result(entry, *run) for run, entry in runs.items()]
 
     def find(
         self, initial_model: InitialModel, data: TaskData, settings: FineTuning, seed: int
     ) -> FineTuningResult | None:
-        """The outcome kept of this very run, if there is one."""
+        """The result kept of this run, if there is one."""
         entry = self._kept.find(_key(initial_model, data, settings, seed))
         return None if entry is None else _result(entry, initial_model.name, data.name, seed)
 
@@ -84,7 +84,7 @@ class FineTuningResults:
 
 @dataclass(frozen=True)
 class Summary:
-    """One metric of a model on one test set (or the mean of several), over seeds."""
+    """One metric of a model on one evaluation set (or the mean of several), over seeds."""
 
     model: str
     task: str
@@ -94,7 +94,7 @@ class Summary:
     """A value for each seed, at its best epoch."""
 
     epochs: list[int]
-    """Which that was, from 1; none for means of several tasks."""
+    """The best epochs, from 1; none for means of several tasks."""
 
     def mean(self) -> float:
         """Over seeds."""
@@ -106,7 +106,7 @@ class Summary:
 
 
 def summarise(results: Sequence[FineTuningResult]) -> list[Summary]:
-    """Every metric of every test set of one model's tasks, then the means over several."""
+    """Every metric of every evaluation set of one model's tasks, then the means over several."""
     rows = []
     for task in dict.fromkeys(result.task for result in results):
         runs = [result for result in results if result.task == task]

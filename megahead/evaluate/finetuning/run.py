@@ -1,4 +1,4 @@
-"""One model on one task with one seed, from its folder to its scores."""
+"""One model on one task, from its folder to its scores."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from megahead.evaluate.finetuning.settings import FineTuning
 
 @dataclass(frozen=True)
 class InitialModel:
-    """What fine-tuning starts from."""
+    """The model that fine-tuning starts from."""
 
     name: str
     folder: Path
-    """Of Hugging Face, with the tokenizer."""
+    """A Hugging Face folder, with the tokenizer."""
 
     random_weights: bool = False
-    """Only the shape and the tokenizer come from the folder: the floor of a comparison."""
+    """Take only the shape and the tokenizer from the folder: the lowest score to compare with."""
 
 
 class FineTuningRun:
-    """A starting point on a task: texts are encoded once, then every seed starts anew."""
+    """Fine-tunes one model on one task, for any number of seeds; texts are encoded once."""
 
     def __init__(self, initial_model: InitialModel, data: TaskData, settings: FineTuning) -> None:
         self.initial_model, self.data, self.settings = initial_model, data, settings

@@ -1,4 +1,4 @@
-"""What is minimised, and what is measured: losses of a batch, metrics of a test set."""
+"""Losses of a batch, and metrics of an evaluation set."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ METRICS: Mapping[str, Callable[[Floats, Floats], float]] = {
     "pearson": lambda labels, predictions: pearsonr(labels, predictions).statistic,
     "spearman": lambda labels, predictions: spearmanr(labels, predictions).statistic,
 }
-"""By name, of right and predicted values, at most 1."""
+"""By name: functions of labels and predictions, at most 1."""
 
 
 def measure(metric: str, labels: Floats, predictions: Floats) -> float:
-    """A metric of a test set; 0 where it is undefined, as correlations with constant predictions are."""
+    """A metric of an evaluation set; 0 where it is undefined, as correlations with constant predictions are."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         value = float(METRICS[metric](labels, predictions))

@@ -19,7 +19,7 @@ class FineTuning:
 
     learning_rate: float
     weight_decay: float
-    """Of matrices."""
+    """Weight decay of matrices."""
 
     batch_size: int
     epochs: int = 10

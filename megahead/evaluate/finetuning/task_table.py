@@ -1,4 +1,4 @@
-"""GLUE, SuperGLUE and XNLI: a row a task says what an example is, which files hold them, and what counts.
+"""GLUE, SuperGLUE and XNLI: for each task how an example is built, its files, and its metrics.
 
 Not here, as in the paper: the diagnostic sets, MultiRC, ReCoRD, WSC.
 """
@@ -40,7 +40,7 @@ class Task:
     """One task, wherever its rows come from."""
 
     labels: tuple[str, ...]
-    """Classes or choices by number, as the files name them; none for regression."""
+    """Names of the classes or choices in the files, in the order of their numbers; none for regression."""
 
     build: Builder
     """Makes an example of a row."""
@@ -49,7 +49,7 @@ class Task:
     """Forms in which it is published, the preferred one first."""
 
     hub: tuple[str, str, str]
-    """Repository, configuration and test split on the Hugging Face hub."""
+    """Repository, configuration and labelled dev split on the Hugging Face hub."""
 
     metric: str = "accuracy"
     """What the paper reports; it also chooses the best epoch."""
