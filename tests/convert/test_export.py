@@ -14,12 +14,8 @@ import megahead
 from megahead.convert import Origin, export, export_heads, exporting, hf_folder, load_causal, origin
 from megahead.convert.gpt_neox import hf_config
 from megahead.corpus import IndexedDatasetWriter, load_tokenizer
-<<<<<<< HEAD
-from megahead.errors import CheckpointError, DataError, FieldError
-from support.small_checkpoint import save_small, save_tokenizer, small_config
-=======
 from megahead.errors import CheckpointError, DataError, UserError
->>>>>>> 44e2704 (Docstrings and error sentences in plain words; the memory estimate takes the loss's chunk from where the loss does)
+from support.small_checkpoint import save_small, save_tokenizer, small_config
 
 VANILLA = {"name": "vanilla"}
 TIED = {"name": "vanilla", "tied": True}
