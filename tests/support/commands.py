@@ -39,7 +39,7 @@ def free_port() -> str:
 def call(*command: str) -> subprocess.CompletedProcess[str]:
     """What a command does; see `forked` for one that needs no interpreter of its own."""
     return subprocess.run(
-        command, capture_output=True, text=True, env={**os.environ, **CPU}, cwd=ROOT, timeout=120, check=False
+        command, capture_output=True, text=True, env={**os.environ, **CPU}, cwd=ROOT, timeout=300, check=False
     )
 
 

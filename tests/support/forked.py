@@ -40,7 +40,7 @@ class Script:
         self._process = FORK.Process(target=self._become)
         self._process.start()
 
-    def done(self, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+    def done(self, timeout: float = 300) -> subprocess.CompletedProcess[str]:
         """Waits for its end."""
         self._process.join(timeout)
         if self._process.exitcode is None:
