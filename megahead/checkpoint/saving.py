@@ -42,9 +42,10 @@ def save_checkpoint(
     """Saves full named tensors as `root`/step-NNNNNNNN and keeps the `keep` newest checkpoints. Collective.
 
     Every rank iterates the same names in the same order and holds only its share (about 1 / `group.size` of
-    all bytes) until it is written. An existing folder of this step is replaced. `parent_step`: the step in `root` that
-    this one continues; -1: none; None: all lower steps. Other checkpoints above it are set aside. If a rank fails, all
-    raise the same CheckpointError; old checkpoints stay intact and nothing half-written is left.
+    all bytes) until it is written. An existing folder of this step is replaced. `parent_step`: the checkpoint in
+    `root` that this one continues. All others above it are set aside: every one for -1 (it continues none), only those
+    above `step` for None. If a rank fails, all raise the same CheckpointError; old checkpoints stay intact and nothing
+    half-written is left.
     """
     snapshot = Snapshot.take(tensors, group)
     return write_snapshot(

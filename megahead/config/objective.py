@@ -103,7 +103,7 @@ def resolve_candidate_group_samples(
 ) -> int:
     """Samples of a candidate group, as a number; `stored`: the number in the checkpoint that is resumed.
 
-    Raises ConfigError for a group that cannot be cut from whole micro-batches of this run, or out of one.
+    ConfigError unless a group is some whole micro-batches or an equal part of one, and the global batch whole groups.
     """
     if objective.name == "vanilla":
         return batch.micro_size  # which does not matter: all ids are candidates

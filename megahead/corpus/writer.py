@@ -65,8 +65,8 @@ class IndexedDatasetWriter:
     ) -> None:
         """Appends many sequences at once: their tokens back to back, and the length of each.
 
-        Each is a document, unless `sequences` gives the number of them in each document (none at all: rows that belong
-        to no document, as in preshuffled files).
+        `sequences`: how many of them each document has; left out: one each; an empty array: they belong to no document
+        (as in Pythia's preshuffled files).
         """
         if len(lengths) and lengths.max() > MAX_DOCUMENT_TOKENS:
             raise DataError(

@@ -57,7 +57,7 @@ class Pulse:
 
     def __init__(self, limit_seconds: float) -> None:
         self._every, self._next = min(limit_seconds / 10, 15.0), time.monotonic()
-        self.beats = ceil(limit_seconds / self._every)
+        self.limit_beats = ceil(limit_seconds / self._every)
         """Beats in `limit_seconds`."""
 
     def pause(self) -> float:

@@ -1,8 +1,8 @@
 """Where the lines of all ranks end, on rank 0: finds out which ranks are lost, and sends that to the others.
 
 A rank that dies is noticed at once, because its line breaks; one that is stopped, or whose machine is gone, once it was
-silent for the time limit. A rank that hangs still sends beats: it is the one that reports nothing when others gave up
-waiting.
+silent for the time limit. A rank that hangs still sends beats, from its thread: it is found when another one reports
+that it gave up waiting, and it reports nothing within GRACE_SECONDS.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class Switchboard:
         self._all, self._limit = frozenset(range(size)), limit_seconds
         self._door, self._token = _listen(size), secrets.token_hex(8)
         self._lines: dict[int, Line] = {}
-        self._waited: set[int] = set()
+        self._gave_up: set[int] = set()
         self._left: set[int] = set()
         self._lost: dict[int, str] = {}
-        self._pulse, self._beats = Pulse(limit_seconds), -1
+        self._pulse, self._beats_sent = Pulse(limit_seconds), -1
         self._doubt_since, self._over = 0.0, False
         self._selector = DefaultSelector()
         self._selector.register(self._door, EVENT_READ, self._admit)
@@ -88,7 +88,7 @@ class Switchboard:
     def _listen_to(self, rank: int) -> None:
         answers: dict[str, Callable[..., Any]] = {
             "beat": lambda: None,
-            "waited": lambda: self._waited.add(rank),
+            "gave_up": lambda: self._gave_up.add(rank),
             "ended": lambda error: self._accuse(rank, f"ended with {error}"),
             "left": lambda: self._left.add(rank),
         }
@@ -101,12 +101,12 @@ class Switchboard:
 
     def _beat(self) -> None:
         self._send_all("beat")
-        self._beats += 1
+        self._beats_sent += 1
         for rank, line in self._lines.items():
             line.silent_beats += 1
-            if line.silent_beats > self._pulse.beats + 1:
+            if line.silent_beats > self._pulse.limit_beats + 1:
                 self._accuse(rank, f"died or hangs (silent for {self._limit:g} s)")
-        if self._beats >= self._pulse.beats:
+        if self._beats_sent >= self._pulse.limit_beats:
             for rank in self._all - self._lines.keys():
                 self._accuse(rank, f"did not come within {self._limit:g} s")
 
@@ -116,7 +116,7 @@ class Switchboard:
             self._lost.setdefault(rank, fate)
 
     def _in_doubt(self) -> bool:
-        return bool(self._lost or self._waited)
+        return bool(self._lost or self._gave_up)
 
     def _conclude(self) -> None:
         """Sends the outcome to all ranks as soon as it is known: all left, or some lost."""
@@ -124,7 +124,7 @@ class Switchboard:
             self._end_with("left")
         elif self._in_doubt():
             self._doubt_since = self._doubt_since or time.monotonic()
-            silent = self._all - self._lost.keys() - self._waited - self._left
+            silent = self._all - self._lost.keys() - self._gave_up - self._left
             patience = _MORE_SECONDS if self._lost else GRACE_SECONDS
             if not silent or time.monotonic() - self._doubt_since >= patience:
                 unanswered = dict.fromkeys(silent, f"died or hangs (no answer within {GRACE_SECONDS:g} s)")

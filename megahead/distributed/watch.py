@@ -59,7 +59,7 @@ class Watch:
             raise
         except Exception as error:
             waited = is_waiting_error(error)
-            lost = self._ask("waited") if waited else self._ask("ended", f"{type(error).__name__}: {error}")
+            lost = self._ask("gave_up") if waited else self._ask("ended", f"{type(error).__name__}: {error}")
             if not waited or not lost:
                 raise
             raise LostRankError(lost) from error
@@ -69,7 +69,7 @@ class Watch:
         try:
             received = self._received.get(timeout=seconds)
         except Empty:
-            received = self._ask("waited")
+            received = self._ask("gave_up")
         if isinstance(received, dict):
             self._ends.set()
             raise LostRankError(received)
@@ -97,7 +97,7 @@ class Watch:
         """Rank 0's messages; the last may be made here, when rank 0 itself died or was silent for too long."""
         pulse, selector = Pulse(self._limit), DefaultSelector()
         selector.register(self._line, EVENT_READ)
-        while self._line.silent_beats <= pulse.beats + 1:
+        while self._line.silent_beats <= pulse.limit_beats + 1:
             try:
                 messages = self._line.receive() if selector.select(pulse.pause()) else []
             except EOFError:

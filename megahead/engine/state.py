@@ -33,8 +33,8 @@ class ParameterStates(Protocol):
 def open_parameter_states(engine: Any, stage: int, data_group: Group) -> ParameterStates:
     """The states of a `DeepSpeedEngine`'s parameters, partitioned over `data_group`; Adam's moments start as zeros.
 
-    Making these before the first step moves no memory peak, and DeepSpeed needs it: at stages 1 and 2 it looks for the
-    state of all parameter groups after the first group's first step, and never sees the others'.
+    They must exist before the first step: at stages 1 and 2 DeepSpeed links the state of all groups once, right after
+    the first group has stepped, when the others still have none. The memory peak stays the same.
     """
     optimizer = engine.optimizer
     if stage == 0:
@@ -107,8 +107,8 @@ class ReplicatedStates:
 class PartitionedStates:
     """Stages 1 and 2: masters and moments are partitioned, the model's copy is full on every rank.
 
-    DeepSpeed's accessors read a parameter by an all-reduce of the full tensor, and write without sending. They return
-    None for frozen parameters, which have no master, and do not write the model's copy.
+    DeepSpeed's accessors read a parameter by an all-reduce of the full tensor, and write without sending. Frozen
+    parameters have no master: the accessors return None for them. They never write the model's copy.
     """
 
     def __init__(self, frozen: FrozenWeights) -> None:

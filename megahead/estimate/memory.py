@@ -73,7 +73,7 @@ def _states(
 ) -> tuple[float, float, float, float]:
     """Bytes of weights, gradients, optimizer and buffers at the peak, for this number of parameters.
 
-    Of memory that is not used at the same time the larger counts; buckets count with their full size.
+    Of two buffers that never exist at the same time only the larger counts; buckets count in full.
     """
     share, width, bucket = parameters / data, 4 if precision == "fp32" else 2, _size(zero, "reduce_bucket_size")
     bucket_bytes = (4 if stage == 1 else width) * bucket if zero.get("contiguous_gradients", True) else 0

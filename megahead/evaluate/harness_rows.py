@@ -44,7 +44,7 @@ def arc(file: Path) -> list[Row]:
 
 
 def boolq(file: Path) -> list[Row]:
-    """Labels are words here and classes there; as words every answer would silently be wrong."""
+    """The file has true and false, the task wants 1 and 0: left as they are, every answer would silently be wrong."""
     classes = {"false": 0, "true": 1, False: 0, True: 1}
     return [{**row, "label": classes[row["label"]]} for row in lines("passage", "question", "label")(file)]
 
@@ -89,7 +89,7 @@ def qasper(file: Path) -> list[Row]:
 
 
 def text_of(file: Path) -> str:
-    """A whole file, without the mark some begin with; DataError for none or another encoding."""
+    """A whole file, without a byte order mark; DataError for none or another encoding."""
     try:
         return file.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError):

@@ -43,7 +43,7 @@ class Bert(Backbone):
 
         Equal to `encode` at these positions; dropout draws other numbers.
         """
-        if targets.max_per_row is None:
+        if not targets.are_few:
             return super().encode_at(rows_BTD, documents, targets)
         x_BTD = self._embedded(rows_BTD, documents)
         *body, last = self.blocks
@@ -70,7 +70,7 @@ def _block(config: ModelConfig) -> PostNormBlock:
 
 SHARDING = {
     "embedding": "vocabulary",  # rows of the table; positions and types are small
-    "blocks.*.attention": "heads",  # each rank draws its own dropout
+    "blocks.*.attention": "heads",  # not split itself; knows the group, to draw its own dropout
     "blocks.*.attention.query": "column",  # whole heads
     "blocks.*.attention.key": "column",
     "blocks.*.attention.value": "column",

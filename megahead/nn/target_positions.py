@@ -29,6 +29,11 @@ class TargetPositions:
     """Most targets that one row has, where they are few (an encoder's masked tokens); None: about every position."""
 
     @property
+    def are_few(self) -> bool:
+        """Whether so few positions have a target that computing them alone pays."""
+        return self.max_per_row is not None
+
+    @property
     def slots_per_row(self) -> int:
         """M: the largest number of targets in a row, or T."""
         return self.row_length if self.max_per_row is None else self.max_per_row

@@ -15,7 +15,7 @@ from megahead.distributed import Group
 
 @dataclass(frozen=True)
 class CandidateShard:
-    """This rank's candidates: `count` of them from number `first` on, in a table of `width` rows on every rank."""
+    """This rank's candidates: `count` of them from number `first` on, padded to `width` on every rank."""
 
     first: int
     count: int
@@ -29,7 +29,7 @@ class CandidateShard:
         return CandidateShard(first, min(max(total - first, 0), width), width, group)
 
     def slice(self, bias_U: Tensor | None) -> Tensor | None:
-        """[w]: this rank's slice of all candidates' biases, zeros where the table has no candidate."""
+        """[w]: this rank's slice of all candidates' biases, zeros where it is padded."""
         if bias_U is None:
             return None
         return F.pad(bias_U[self.first : self.first + self.count], (0, self.width - self.count))

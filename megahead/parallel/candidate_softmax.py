@@ -1,8 +1,8 @@
 """The softmax over candidates that are split over a tensor group: `candidate_loss` and `evaluation_sums` in parallel.
 
-Every rank holds all outputs and an even share of the candidates, not those whose rows it owns: frequent ids are close
-together in the vocabulary. A chunk of outputs costs two small all-reduces, of n maxima and of n x 3 sums; the gradient
-of the outputs one of N x D.
+Every rank holds all outputs and an equal share of the candidates. It is not the share whose embedding rows it owns, as
+in Megatron's vocabulary-parallel loss: frequent ids have neighbouring numbers, so those shares would be uneven. A chunk
+of outputs costs two small all-reduces, of n maxima and of n x 3 sums; the outputs' gradient costs one more, of N x D.
 
 N outputs, D features, U candidates; n: the outputs of one chunk, w: the candidates of one rank.
 """
@@ -76,7 +76,7 @@ class _Chunk(NamedTuple):
     positive_biased_n: Tensor
     """Score of the positive with its bias."""
     positive_index_n1: Tensor
-    """Place of the positive in this rank's table, if this rank holds it."""
+    """Place of the positive among this rank's candidates, if it is one of them."""
     mine_n1: Tensor
     """1 if it does, else 0."""
 

@@ -21,7 +21,8 @@ from megahead.pretraining.temperature import LearnedTemperature
 
 
 class Pretraining(nn.Module):
-    """`backbone` trained by `objective`: a MicroBatch gives its scaled loss, an EvaluationRequest its EvaluationSums.
+    """`backbone` trained by `objective`: a MicroBatch gives its weighted loss, an EvaluationRequest its
+    EvaluationSums.
 
     Both go through `forward`, because ZeRO-3 has the weights only there. Rows of the table from `vocab_size` on
     are padding: never candidates. `mask_head` transforms an encoder's outputs before the softmax over the vocabulary.
@@ -68,7 +69,8 @@ class Pretraining(nn.Module):
         return loss * micro.loss_weight
 
     def _loss_among(self, outputs_ND: Tensor, rows_UD: Tensor, candidates: Candidates) -> Tensor:
-        """The loss summed over the outputs; a learned bias of the vocabulary is part of the positives' scores too."""
+        """The loss summed over the outputs. `candidate_loss` leaves the bias out of a positive's score, since counted
+        ones are constants; a learned one belongs there, so it is subtracted here."""
         queries_ND, bias_V = self._queries(outputs_ND, candidates.ids_U is None)
         if bias_V is None:
             return self._candidate_loss(queries_ND, rows_UD, candidates)

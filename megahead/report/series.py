@@ -65,7 +65,7 @@ def build_panels(runs: Sequence[RunMetrics]) -> list[dict[str, Any]]:
 
 
 def _series(run: int, records: Sequence[Record], panel: Panel) -> dict[str, Any] | None:
-    """None where the run has no value at all. A headless run's candidates; a vanilla one has 0, which is none."""
+    """None where the run has no value at all. A vanilla run logs 0 candidates, which counts as no value."""
     values = [record.get(panel.key) for record in records]
     if panel.key == "candidates":
         values = [value or None for value in values]

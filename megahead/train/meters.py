@@ -18,7 +18,7 @@ from megahead.evaluate import ValidationResult
 from megahead.evaluate.results import TaskResult
 from megahead.train.boards import Boards
 from megahead.train.faults import Action
-from megahead.train.history import History
+from megahead.train.lineage import Lineage
 from megahead.train.state import TrainingState
 from megahead.train.step import StepReport
 from megahead.train.utilization import Utilization
@@ -56,13 +56,13 @@ class Meters:
         lines: list[tuple[str, str]],
         state: TrainingState,
         resumed: Checkpoint | None,
-        history: History,
+        lineage: Lineage,
         damage: Sequence[str],
     ) -> None:
         """Prints what will be trained, from which checkpoint, and which damaged ones were passed over."""
         if not self._active:
             return
-        to_be_abandoned, source = history.to_be_abandoned(), None if resumed is None else history.name_of(resumed)
+        to_be_abandoned, source = lineage.to_be_abandoned(), None if resumed is None else lineage.name_of(resumed)
         lines = [*lines, *(("damaged", sentence) for sentence in damage)]
         if resumed is not None:
             lines += [("resumed", f"step {resumed.step:,}, {resumed.folder}")]
@@ -72,7 +72,7 @@ class Meters:
             ]
         lines += [("progress", f"at most a line every {self._print_seconds:g} s; the first step takes longest")]
         self.print_line("\n".join(f"{name:<12}{value}" for name, value in lines))
-        facts = {"resumed": source, "continues": max(history.newest, 0), "damaged": list(damage)}
+        facts = {"resumed": source, "continues": max(lineage.tip, 0), "damaged": list(damage)}
         self._record(state, {"session": facts})
 
     def start(self, state: TrainingState) -> None:
@@ -226,8 +226,10 @@ def _open_log(path: Path) -> BinaryIO:
 
 
 def describe_fault(report: StepReport, step: int, places: Places, state: TrainingState) -> str:
-    """Such as: step 12: spike (loss 9.1, gradient norm 7, scale 1) on rank 1, rows 88 to 89; 3 skipped so far"""
-    where = [f"{'' if rank is None else f'rank {rank}, '}{span('row', rows)}" for rank, rows in places[:_MAX_PLACES]]
+    """Such as: step 12: spike (loss 9.1, gradient norm 7, scale 1) on rank 1, samples 88 to 89; 3 skipped so far"""
+    where = [
+        f"{'' if rank is None else f'rank {rank}, '}{span('sample', samples)}" for rank, samples in places[:_MAX_PLACES]
+    ]
     where += [f"{len(places) - _MAX_PLACES} more"] if len(places) > _MAX_PLACES else []
     kind = report.fault.kind if report.fault else "good"
     return (

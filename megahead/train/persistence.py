@@ -22,7 +22,7 @@ from megahead.engine import Engine
 from megahead.errors import CheckpointError
 from megahead.pretraining import first_weights, weight_shapes
 from megahead.run_folder import RunFolder
-from megahead.train.history import History
+from megahead.train.lineage import Lineage
 from megahead.train.state import TrainingState
 
 
@@ -81,18 +81,18 @@ def resume_from(checkpoint: Checkpoint, engine: Engine, state: TrainingState, da
 
 
 def roll_back(
-    engine: Engine, state: TrainingState, history: History, data_group: Group, world_group: Group
+    engine: Engine, state: TrainingState, lineage: Lineage, data_group: Group, world_group: Group
 ) -> Path | None:
     """Restores what was learned from the newest sound checkpoint of `history`; reading continues with the next samples.
 
     Returns the checkpoint's folder; None where there is none, and nothing changes. Collective.
     """
-    checkpoint, _ = _newest_sound(history.root, world_group, up_to=history.newest)
+    checkpoint, _ = _newest_sound(lineage.root, world_group, up_to=lineage.tip)
     if checkpoint is None:
         return None
     _load(checkpoint, engine)
     state.roll_back_to(checkpoint, data_group)
-    history.newest = checkpoint.step
+    lineage.tip = checkpoint.step
     return checkpoint.folder
 
 

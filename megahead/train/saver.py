@@ -18,7 +18,7 @@ from megahead.config import RunConfig
 from megahead.distributed import Group
 from megahead.engine import Engine
 from megahead.errors import CheckpointError
-from megahead.train.history import History
+from megahead.train.lineage import Lineage
 from megahead.train.state import TrainingState
 
 
@@ -36,19 +36,19 @@ class Saver:
         config: RunConfig,
         data_group: Group,
         world_group: Group,
-        history: History,
+        lineage: Lineage,
     ) -> None:
         training = config.training
         self._engine, self._state, self._data_group = engine, state, data_group
         self._config = config.model_dump(mode="json")
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="save") if training.save_in_background else None
         self._world_group = world_group.side_channel() if self._pool else world_group
-        keep_rules, self._history = KeepRules(training.keep_every, training.keep_best), history
+        keep_rules, self._lineage = KeepRules(training.keep_every, training.keep_best), lineage
         self._write = partial(
-            write_snapshot, history.root, group=self._world_group, keep=training.keep_checkpoints, keep_rules=keep_rules
+            write_snapshot, lineage.root, group=self._world_group, keep=training.keep_checkpoints, keep_rules=keep_rules
         )
         self._pending: Future[Path] | None = None
-        self._saved_at = (state.step, state.samples) if history.newest == state.step else None
+        self._saved_at = (state.step, state.samples) if lineage.tip == state.step else None
         self._folder: Path | None = None
 
     @property
@@ -74,7 +74,7 @@ class Saver:
         snapshot = Snapshot.take(tensors, self._world_group, copied=self._pool is not None)
         counters = state.counters() | {"optimizer_steps": engine.optimizer_steps, "scale": engine.loss_scale_state()}
         check = partial(_must_be_finite, state.step, snapshot.tensors, counters)
-        parent_step = self._history.advance_to(state.step)
+        parent_step = self._lineage.extend_to(state.step)
         write = partial(self._write, state.step, snapshot, state=counters, config=self._config, parent_step=parent_step)
         if self._pool:
             self._pending = self._pool.submit(self._checked, check, write)

@@ -25,8 +25,8 @@ from megahead.train.datasets import RunDatasets, open_datasets
 from megahead.train.describe import describe_run
 from megahead.train.evaluation import Evaluation
 from megahead.train.faults import Guard
-from megahead.train.history import History
 from megahead.train.identity import data_fingerprints, refuse_another_run
+from megahead.train.lineage import Lineage
 from megahead.train.loop import Training, train
 from megahead.train.meters import Meters
 from megahead.train.out_of_memory import explain_out_of_memory
@@ -92,7 +92,7 @@ def _pretrain(plan: RunPlan, ranks: Group, device: torch.device, resume: str) ->
     folder = config.folder()
     must_be_shared(folder, world_group)
     checkpoint, damage = find_resume(resume, folder, world_group)
-    history = History.of_resumed(checkpoint, folder)
+    lineage = Lineage.of_resumed(checkpoint, folder)
     state = _state(plan, datasets, checkpoint)
     feed = _feed(config, datasets, state, mesh, device)
     engine, engine_lines = _engine(plan, mesh, device, starting_weights(config, world_group, checkpoint))
@@ -103,7 +103,7 @@ def _pretrain(plan: RunPlan, ranks: Group, device: torch.device, resume: str) ->
     meters = Meters(config, active=world_group.rank == 0, utilization=Utilization.on(device, plan))
     facts = [*describe_run(plan, state.group_samples), *datasets.describe(config)]
     facts += [("on", f"{plan.ranks} x {device_name(device)}"), *engine_lines]
-    meters.banner(facts, state, resumed=checkpoint, history=history, damage=damage)
+    meters.banner(facts, state, resumed=checkpoint, lineage=lineage, damage=damage)
     run = Training(
         config=config,
         engine=engine,
@@ -114,8 +114,8 @@ def _pretrain(plan: RunPlan, ranks: Group, device: torch.device, resume: str) ->
         stop=StopRequest(prints=world_group.rank == 0),
         evaluation=None if datasets.validation is None else Evaluation(config, datasets.validation, data_group, device),
         tasks=None if config.tasks is None else TaskEvaluation(config.tasks, world_group),
-        saver=Saver(engine, state, config, data_group, world_group, history),
-        roll_back=partial(roll_back, engine, state, history, data_group, world_group),
+        saver=Saver(engine, state, config, data_group, world_group, lineage),
+        roll_back=partial(roll_back, engine, state, lineage, data_group, world_group),
         device=device,
         data_group=data_group,
         world_group=world_group,

@@ -164,7 +164,7 @@ def test_a_pause_of_ones_own_is_one_beat(monkeypatch: pytest.MonkeyPatch) -> Non
     now = 0.0
     monkeypatch.setattr(lines.time, "monotonic", lambda: now)
     pulse = Pulse(60)
-    assert (pulse.beats, pulse.due(), pulse.due(), pulse.pause()) == (10, True, False, 6)
+    assert (pulse.limit_beats, pulse.due(), pulse.due(), pulse.pause()) == (10, True, False, 6)
     now = 1000.0
     assert (pulse.due(), pulse.due(), pulse.pause()) == (True, False, 6)
 

@@ -59,7 +59,7 @@ def test_nan_in_one_ranks_batch_is_skipped_and_told_with_rank_and_rows(
     assert (fault["kind"], fault["action"], fault["scale"]) == ("loss not finite", "skip", scale)
     told = capfd.readouterr().out
     assert "step 4: loss not finite" in told
-    assert "rank 1, rows 30 to 31; 1 skipped so far: skipped" in told
+    assert "rank 1, samples 30 to 31; 1 skipped so far: skipped" in told
     assert "OVERFLOW" not in told  # DeepSpeed's word, which would be wrong
     curve = read_metrics(tmp_path / "run").training
     assert [record["step"] for record in curve] == [1, 2, 3, 4, 5, 6]
@@ -163,7 +163,7 @@ def test_stop_ends_all_ranks_with_the_sentence_and_harms_nothing(tmp_path: Path)
     first, second = on_ranks(2, run_with, config, math.inf)
     assert first == second
     assert "steps must be finite and without spikes, but step 4: loss not finite" in first
-    assert "rank 1, rows 30 to 31" in first
+    assert "rank 1, samples 30 to 31" in first
     # the checkpoint of step 3 is unharmed, and with another policy the run goes on
     assert on_ranks(2, run_with, small_config(tmp_path), math.inf) == ["finished"] * 2
 

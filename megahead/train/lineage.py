@@ -10,36 +10,36 @@ from megahead.run_folder import RunFolder
 
 
 @dataclass
-class History:
-    """All checkpoints up to step `newest` led to the run's weights. Later ones belong to a history it abandoned (by
+class Lineage:
+    """All checkpoints up to step `tip` led to the run's weights. Later ones belong to a lineage it abandoned (by
     resuming from an older one, named to `--resume` or before damaged ones); the next save sets them aside."""
 
     root: Path
     """The run's folder of checkpoints."""
 
-    newest: int = -1
+    tip: int = -1
     """Step of the checkpoint here that the run last saved or resumed from; -1 before there is one."""
 
     @staticmethod
-    def of_resumed(resumed: Checkpoint | None, folder: RunFolder) -> History:
-        """A session's history in the run folder `folder`; `resumed` may be None, or a checkpoint elsewhere."""
-        history = History(folder.checkpoints)
-        if resumed is not None and history._holds(resumed) and is_step_folder(resumed.folder):
-            history.newest = resumed.step
-        return history
+    def of_resumed(resumed: Checkpoint | None, folder: RunFolder) -> Lineage:
+        """A session's lineage in the run folder `folder`; `resumed` may be None, or a checkpoint elsewhere."""
+        lineage = Lineage(folder.checkpoints)
+        if resumed is not None and lineage._holds(resumed) and is_step_folder(resumed.folder):
+            lineage.tip = resumed.step
+        return lineage
 
     def name_of(self, checkpoint: Checkpoint) -> str:
         """Its folder's name here; the full path of a checkpoint elsewhere."""
         return checkpoint.folder.name if self._holds(checkpoint) else str(checkpoint.folder)
 
-    def advance_to(self, step: int) -> int:
-        """A checkpoint of `step` is being saved; returns its parent step, `newest` before."""
-        before, self.newest = self.newest, step
+    def extend_to(self, step: int) -> int:
+        """A checkpoint of `step` is being saved; returns its parent step, `tip` before."""
+        before, self.tip = self.tip, step
         return before
 
     def to_be_abandoned(self) -> list[str]:
         """Names of the checkpoints that the next save sets aside."""
-        return [folder.name for folder in steps_in(self.root) if step_of(folder) > self.newest]
+        return [folder.name for folder in steps_in(self.root) if step_of(folder) > self.tip]
 
     def _holds(self, checkpoint: Checkpoint) -> bool:
         return checkpoint.folder.parent.resolve() == self.root.resolve()
