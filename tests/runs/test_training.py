@@ -77,7 +77,9 @@ def test_deterministic_algorithms_are_demanded_and_enough(tmp_path: Path) -> Non
 
 def run_telling(group: Group, config: RunConfig) -> str:
     """A run whose own lines begin with `run: `."""
-    Meters.say = lambda meters, text: print(*(f"run: {line}" for line in text.splitlines()), sep="\n", flush=True)  # type: ignore[method-assign]
+    Meters.print_line = lambda meters, text: print(
+        *(f"run: {line}" for line in text.splitlines()), sep="\n", flush=True
+    )  # type: ignore[method-assign]
     return run(group, config)
 
 
