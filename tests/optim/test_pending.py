@@ -1,0 +1,59 @@
+"""A few nodes stand for every step that a row slept through."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from megahead.optim.pending import PendingUpdates, window_of
+from megahead.optim.quadrature import gauss_nodes, lagrange_basis
+from megahead.optim.rates import RateHistory
+
+
+def test_quadrature_is_exact_for_polynomials_up_to_twice_its_nodes() -> None:
+    terms = np.arange(1.0, 121)
+    weights = 0.9**terms
+    nodes = gauss_nodes(0.9, 4, 120)
+    shares = lagrange_basis(nodes, terms) @ weights
+    for power in range(8):
+        assert shares @ nodes**power == pytest.approx(weights @ terms**power, rel=1e-9)
+
+
+def test_short_sums_take_every_term() -> None:
+    assert gauss_nodes(0.9, 4, 3).tolist() == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("betas", "window"), [((0.9, 0.95), 203), ((0.9, 0.98), 170), ((0.0, 0.95), 1), ((0.95, 0.9), np.inf)]
+)
+def test_the_sum_dies_out_within_its_window(betas: tuple[float, float], window: float) -> None:
+    assert window_of(betas) == window
+
+
+def test_nodes_and_all_terms_owe_the_same() -> None:
+    history = RateHistory(0.1, 1e-3 * (1.5 + np.cos(np.arange(900) / 300)))
+    pending = PendingUpdates((0.9, 0.95), 1e-8, history)
+    touched = np.arange(64, 901)
+    few, all_terms = pending.owed(touched), pending.owed_term_by_term(touched)
+    for root in (0.0, 1e-9, 1e-7, 1e-2):
+        by_nodes, by_terms = ((o.weights_SK / (root + o.offsets_SK)).sum(1) for o in (few, all_terms))
+        np.testing.assert_allclose(by_nodes, by_terms, rtol=1e-3, atol=1e-9)
+
+
+def test_what_is_told_step_by_step_is_told_at_once() -> None:
+    rates = 1e-3 * np.random.default_rng(0).uniform(1, 1.5, 700)
+    grown = PendingUpdates((0.9, 0.98), 1e-8, history := RateHistory(0.1))
+    for rate in rates:
+        history.push(float(rate))
+        grown.owed(np.array([history.steps // 2]))
+    given = PendingUpdates((0.9, 0.98), 1e-8, RateHistory(0.1, rates))
+    for ours, theirs in zip(*(each.owed(np.arange(701)).together().T for each in (grown, given)), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_early_steps_and_jumps_are_uneven() -> None:
+    rates = np.full(1000, 1e-3)
+    rates[500:] = 1e-4
+    pending = PendingUpdates((0.9, 0.95), 1e-8, RateHistory(0.0, rates))
+    uneven = pending.uneven(np.array([0, 1, 63, 64, 200, 300, 499, 500, 999, 1000]))
+    assert uneven.tolist() == [False, True, True, False, False, True, True, False, False, False]
