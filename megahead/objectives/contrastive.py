@@ -1,7 +1,8 @@
 """The objectives. Each is a rule for the candidates; the softmax over them is the same for all.
 
 Headless: Contrastive Weight Tying, Godey, de la Clergerie, Sagot, "Headless Language Models", arXiv 2309.08351.
-N targets of a micro-batch, G targets of its group, U candidates, V vocabulary.
+N targets of a micro-batch, G targets of its group, M draws, P different ids of a group (its pool), U candidates, V
+vocabulary. Nothing here costs O(V) a group.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from megahead.config import ObjectiveConfig
 from megahead.errors import ConfigError
 from megahead.objectives.candidate_softmax import candidate_loss
 from megahead.objectives.candidates import Candidates, unique_candidates, vocabulary_candidates
-from megahead.objectives.sampling import draw_counts, inclusion_probabilities, systematic_sample
+from megahead.objectives.sampling import draw_ids, inclusion_probabilities, systematic_sample
 from megahead.objectives.training_free_head import log_negatives, log_unigram
 from megahead.objectives.weights import Weighting, log_inclusion, weigh
 
@@ -41,18 +42,22 @@ class Objective(Protocol):
 class SharedPool:
     """Candidates that all outputs of a group share, and the biases of positives, which need not be among them."""
 
+    ids_P: Tensor
+    """int64, increasing: all targets of the group, and what was drawn."""
+
     weighting: Weighting
 
-    shared_bias_V: Tensor
-    """`weighting.bias_V` after sampling: -inf for ids left out, raised for those that were kept by chance."""
+    shared_bias_P: Tensor
+    """As the weighting's, but -inf where an id was left out, and weighted up where it might have been."""
 
     def candidates(self, target_ids_N: Tensor) -> Candidates:
-        """The shared candidates, and the positives that are not among them; ids in increasing order. O(N + V)."""
-        member_V = self.shared_bias_V > -torch.inf
-        member_V[target_ids_N] = True
-        ids_U = member_V.nonzero().squeeze(1)
-        positive_N = (member_V.cumsum(0) - 1)[target_ids_N]
-        bias_U, positive_bias_U = self.shared_bias_V[ids_U], self.weighting.positive_bias_V[ids_U]
+        """The shared candidates, and the positives that are not among them; ids in increasing order. O(N log P + P)."""
+        place_N = torch.searchsorted(self.ids_P, target_ids_N)
+        member_P = self.shared_bias_P > -torch.inf
+        member_P[place_N] = True
+        positive_N = (member_P.cumsum(0) - 1)[place_N]
+        ids_U, bias_U = self.ids_P[member_P], self.shared_bias_P[member_P]
+        positive_bias_U = self.weighting.positive_bias_P[member_P]
         constant = -float(positive_bias_U[positive_N].sum()) if self.weighting.subtracts_positive_bias else 0.0
         same = torch.equal(bias_U, positive_bias_U)
         return Candidates(ids_U, bias_U, positive_N, None if same else positive_bias_U, constant)
@@ -66,7 +71,6 @@ class Headless:
 
     def __init__(self, config: ObjectiveConfig, vocab_size: int, token_counts_V: Tensor | None = None) -> None:
         self._config = config
-        self._vocab_size = vocab_size
         self._log_q_V, self._log_r_V = None, None
         if config.needs_token_counts():
             if token_counts_V is None or not token_counts_V.any():
@@ -80,27 +84,29 @@ class Headless:
             self._log_q_V = log_unigram(token_counts_V, vocab_size)
         if config.negatives:
             self._log_r_V = log_negatives(config, vocab_size, token_counts_V)
+            self._drawn_below_V = self._log_r_V.exp().double().cumsum(0)
 
     def pool(self, target_ids_G: Tensor, seed: int = 0) -> SharedPool:
-        """O(G + M + V) on the CPU; M drawn negatives."""
-        config, generator = self._config, torch.Generator().manual_seed(seed)
-        multiplicity_V = torch.bincount(target_ids_G, minlength=self._vocab_size)
+        """O((G + M) log (G + M) + M log V), on the CPU."""
+        config, generator, ids = self._config, torch.Generator().manual_seed(seed), target_ids_G
         if self._log_r_V is not None:
-            multiplicity_V += draw_counts(self._log_r_V.exp(), config.negatives, generator)
-        log_pi_V = None
+            ids = torch.cat([ids, draw_ids(self._drawn_below_V, config.negatives, generator)])
+        ids_P, multiplicity_P = torch.unique(ids, return_counts=True)
+        log_pi_P = None
         if config.bias == "corrected" and self._log_q_V is not None:
-            log_pi_V = log_inclusion(self._log_q_V, target_ids_G.numel(), self._log_r_V, config.negatives)
-        weighting = weigh(config.bias, multiplicity_V, log_pi_V)
-        return SharedPool(weighting, self._capped(weighting.bias_V, generator))
+            log_r_P = None if self._log_r_V is None else self._log_r_V[ids_P]
+            log_pi_P = log_inclusion(self._log_q_V[ids_P], target_ids_G.numel(), log_r_P, config.negatives)
+        weighting = weigh(config.bias, multiplicity_P, log_pi_P)
+        return SharedPool(ids_P, weighting, self._capped(weighting.bias_P, generator))
 
-    def _capped(self, bias_V: Tensor, generator: torch.Generator) -> Tensor:
-        """The biases of a sample of at most `max_candidates`: each weight divided by its chance of being sampled."""
-        max_candidates = self._config.max_candidates
-        if max_candidates is None or int((bias_V > -torch.inf).sum()) <= max_candidates:
-            return bias_V
-        chances_V = inclusion_probabilities(bias_V.exp(), max_candidates)
-        chosen_V = systematic_sample(chances_V, generator)
-        return torch.where(chosen_V, bias_V - chances_V.log(), -torch.inf)
+    def _capped(self, bias_P: Tensor, generator: torch.Generator) -> Tensor:
+        """The bias of a sample of at most `max_candidates`: each one's weight divided by its chance of being in."""
+        most = self._config.max_candidates
+        if most is None or len(bias_P) <= most:
+            return bias_P
+        chances_P = inclusion_probabilities(bias_P.exp(), most)
+        chosen_P = systematic_sample(chances_P, generator)
+        return torch.where(chosen_P, bias_P - chances_P.log(), -torch.inf)
 
 
 class Vanilla:

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from megahead.config import ObjectiveConfig
 from megahead.errors import ConfigError
@@ -23,7 +25,7 @@ from megahead.objectives import (
     training_free_bias,
     unique_candidates,
 )
-from megahead.objectives.sampling import draw_counts, inclusion_probabilities, systematic_sample
+from megahead.objectives.sampling import draw_ids, inclusion_probabilities, systematic_sample
 
 V, N, D = 12, 30, 5
 TOKEN_COUNTS = torch.arange(1, V + 1) ** 2
@@ -72,8 +74,9 @@ def test_equals_its_formula_in_value_and_both_gradients(bias: str, negatives: in
     outputs, table, targets = drawn()
     rule = objective(bias=bias, negatives=negatives)
     candidates = rule.pool(targets, seed=3).candidates(targets)
-    draws = draw_counts(log_unigram(TOKEN_COUNTS, V).exp(), negatives, torch.Generator().manual_seed(3))
-    expected = formula(bias, outputs, table, targets.tolist(), torch.arange(V).repeat_interleave(draws).tolist())
+    below = log_unigram(TOKEN_COUNTS, V).exp().double().cumsum(0)
+    draws = draw_ids(below, negatives, torch.Generator().manual_seed(3))
+    expected = formula(bias, outputs, table, targets.tolist(), draws.tolist())
     loss = loss_of(candidates, outputs, table)
     torch.testing.assert_close(loss, expected, rtol=1e-6, atol=1e-6)
     wanted = [outputs, table]
@@ -161,12 +164,13 @@ def test_all_that_weigh_anything_are_in_where_no_fewer_are_asked_for() -> None:
 
 def test_draws_belong_to_their_seed_and_follow_their_distribution() -> None:
     probabilities = torch.tensor([0.5, 0.0, 0.2, 0.3])
-    counts = draw_counts(probabilities, 20_000, torch.Generator().manual_seed(1))
+    ids = draw_ids(probabilities.double().cumsum(0), 20_000, torch.Generator().manual_seed(1))
+    counts = torch.bincount(ids, minlength=4)
     assert counts[1] == 0
     torch.testing.assert_close(counts / 20_000, probabilities, atol=0.02, rtol=0)
     _, _, targets = drawn()
     rule = objective(negatives=9, negatives_from="uniform", max_candidates=5)
-    again, same, other = (rule.pool(targets, seed).shared_bias_V for seed in (1, 1, 2))
+    again, same, other = (rule.pool(targets, seed).shared_bias_P for seed in (1, 1, 2))
     assert torch.equal(again, same)
     assert not torch.equal(again, other)
 
@@ -240,3 +244,28 @@ def test_the_head_of_candidates_that_count_once_is_how_often_they_are_candidates
     head = training_free_bias(ObjectiveConfig(bias="once"), 3, 10**8 * torch.tensor([6, 3, 1]), None, group_targets=7)
     assert head is not None
     assert head.tolist() == pytest.approx([log(1 - (1 - p) ** 7) for p in (0.6, 0.3, 0.1)], abs=1e-5)
+
+
+class LargestTensor(TorchDispatchMode):
+    """Numbers in the largest result of any operation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.numbers = max(self.numbers, *(x.numel() for x in tree_leaves(result) if isinstance(x, Tensor)), 0)
+        return result
+
+
+@pytest.mark.parametrize("fields", [{}, {"bias": "corrected", "negatives": 50}, {"max_candidates": 40}])
+def test_choosing_candidates_does_not_cost_a_vocabulary(fields: dict[str, Any]) -> None:
+    vocabulary = 100_000
+    rule = build_objective(ObjectiveConfig(**fields), vocabulary, torch.ones(vocabulary, dtype=torch.int64))
+    targets = torch.randint(vocabulary, (300,))
+    with LargestTensor() as largest:
+        candidates = rule.pool(targets, seed=1).candidates(targets)
+    assert largest.numbers < 2000
+    assert candidates.ids_U is not None
+    assert torch.equal(candidates.ids_U[candidates.positive_N], targets)
