@@ -4,6 +4,7 @@ tools/bench_step.py --preset pythia-14m --micro-batch 8 --sequence-length 512
 tools/bench_step.py --preset bert-small --micro-batch 16 --sequence-length 128
 tools/bench_step.py --config configs/demo-headless.yaml
 tools/bench_step.py --preset pythia-70m --micro-batch 8 --sequence-length 2048 --precision bf16 --compile
+tools/bench_step.py --preset pythia-31m --micro-batch 8 --sequence-length 256 --vocabulary 32768,131072,524288,1048576
 
 A step is forward, backward, clipping and a fused AdamW update of one micro-batch, without an engine. Tokens come from
 the config's dataset (or --data PREFIX), else from Zipf's law, which has about as many different tokens as real text.
@@ -13,11 +14,16 @@ ms: median step; best: fastest; rows: candidates scored; of rate: share of the d
 weights, gradients, moments and activations (on a CPU of one step in a process of its own, not when compiled); body,
 loss, opt: shares of the step in the backbone, in the look-up and the loss (both forward and backward), and in clipping
 and the optimizer. The device is waited for between them.
+
+--vocabulary times headless steps through the engine instead, under larger and larger vocabularies and on the same ids,
+with the embedding in rows and dense. ms: of the process, on CPUs; a step's MiB: what it takes beside what lies there
+between steps.
 """
 
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -38,11 +44,13 @@ def main() -> None:
     arguments = _parser().parse_args()
     config = _config(arguments)
     plans = _plans(arguments, config)
+    sizes = _vocabularies(arguments.vocabulary)
     if arguments.data:
         IndexedDataset(arguments.data)  # what is wrong is told before torch is imported
     import torch
 
     from benchmarks.contest import hold
+    from benchmarks.vocabularies import grow
     from megahead.distributed import Group
     from megahead.train.precision import settle_precision
 
@@ -50,9 +58,18 @@ def main() -> None:
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     config = settle_precision(config, device, Group())
-    lines = hold(config, plans, arguments.data, arguments.steps, device)
+    timed = partial(grow, config, sizes) if sizes else partial(hold, config, plans)
+    lines = timed(arguments.data, arguments.steps, device)
     if arguments.output:
         arguments.output.write_text(to_json(lines), encoding="utf-8")
+
+
+def _vocabularies(given: str | None) -> list[int]:
+    """The sizes that --vocabulary names."""
+    sizes = [size.strip() for size in (given or "").split(",") if size.strip()]
+    if not all(size.isdecimal() and int(size) > 1 for size in sizes):
+        raise FieldError("--vocabulary", "be sizes of vocabularies, separated by commas", got=given)
+    return [int(size) for size in sizes]
 
 
 def _plans(arguments: argparse.Namespace, config: RunConfig) -> list[Plan]:
@@ -106,6 +123,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--micro-batch", type=int, help="rows of --preset (default: 8)")
     parser.add_argument("--sequence-length", type=int, help="targets a row of --preset (default: 512)")
     parser.add_argument("--objectives", default="headless,vanilla", help="what to compare (default: headless,vanilla)")
+    parser.add_argument("--vocabulary", metavar="V,...", help="time headless steps under these vocabularies instead")
     parser.add_argument("--compile", action="store_true", help="time each with compiled blocks, too")
     parser.add_argument("--whole", action="store_true", help="time an encoder's last block of all tokens, too")
     parser.add_argument("--precision", choices=("fp32", "bf16"), help="default: the config's; of --preset, fp32")

@@ -1,7 +1,8 @@
 """`checkpoint.json`: what a step folder holds, under a checksum of its own.
 
 {"format": "megahead-checkpoint/1", "step": 1000, "state": {...}, "config": {...},
- "tensors": {NAME: {"file", "shape", "dtype"}}, "files": {FILE: {"bytes", "sha256"}}, "sha256": ...}
+ "tensors": {NAME: {"file": FILE or [FILE, ...], "shape", "dtype"}},
+ "files": {FILE: {"bytes", "sha256"}}, "sha256": ...}
 """
 
 from __future__ import annotations
@@ -28,9 +29,14 @@ class TensorEntry(BaseModel):
     """Where a tensor is, and what it looks like."""
 
     model_config = ConfigDict(frozen=True)
-    file: FileName
+    file: FileName | tuple[FileName, ...]
+    """Of several, row i of the tensor is in file i mod their number."""
     shape: tuple[int, ...]
     dtype: str
+
+    def files(self) -> tuple[str, ...]:
+        """Where it is, one file or several."""
+        return (self.file,) if isinstance(self.file, str) else self.file
 
 
 class FileEntry(BaseModel):
@@ -55,8 +61,9 @@ class Manifest(BaseModel):
     def _complete(self) -> Manifest:
         """Every tensor is in a file that is listed."""
         for name, entry in self.tensors.items():
-            if entry.file not in self.files:
-                raise ValueError(f"{name} is in {entry.file}, which is not listed")
+            for file in entry.files():
+                if file not in self.files:
+                    raise ValueError(f"{name} is in {file}, which is not listed")
         return self
 
     def write(self, folder: Path) -> None:

@@ -11,8 +11,9 @@ from torch import Tensor
 from megahead.checkpoint.all_ranks import run_long_on_all_ranks, run_on_all_ranks
 from megahead.checkpoint.folders import check_lengths, find_checkpoint, step_folders, step_of
 from megahead.checkpoint.integrity import check_files, share_of
+from megahead.checkpoint.late import late_names, read_otherwise
 from megahead.checkpoint.manifest import FORMAT, MANIFEST, FileEntry, Manifest, TensorEntry
-from megahead.distributed import Group
+from megahead.distributed import Group, gathered
 from megahead.errors import CheckpointError
 
 _ALONE = Group()
@@ -109,8 +110,8 @@ class Checkpoint:
         return self._manifest.tensors
 
     def names(self) -> list[str]:
-        """Names of the tensors, in the order they were saved."""
-        return list(self._manifest.tensors)
+        """Names of the tensors that can be read: as they were saved, then those worked out of late rows."""
+        return [*self._manifest.tensors, *late_names(self._manifest.tensors)]
 
     def read(self, name: str) -> Tensor:
         """One full tensor on the CPU.
@@ -120,17 +121,28 @@ class Checkpoint:
         """
         entry = self._manifest.tensors.get(name)
         if entry is None:
-            raise CheckpointError(
-                f"`{self.folder}` must hold the tensor {name}, but does not; another model or objective saved it."
-            )
-        self._verify_once(entry.file)
+            return read_otherwise(self, name)
+        return gathered([self._read(file, name) for file in entry.files()])
+
+    def read_rows(self, name: str, rows: range) -> Tensor:
+        """Consecutive rows of a tensor that was saved, on the CPU; as `read`, without ever holding all of it."""
+        files = self._manifest.tensors[name].files()
+        count = len(files)
+        places = [range(-(-(rows.start - r) // count), -(-(rows.stop - r) // count)) for r in range(count)]
+        turn = rows.start % count  # whose is the first
+        parts = [self._read(file, name, place) for file, place in zip(files, places, strict=True)]
+        return gathered([*parts[turn:], *parts[:turn]])
+
+    def _read(self, file: str, name: str, rows: range | None = None) -> Tensor:
+        """What a file holds of a tensor, or `rows` of that."""
+        self._verify_once(file)
         try:
-            with safe_open(self.folder / entry.file, framework="pt") as file:
-                tensor: Tensor = file.get_tensor(name)
+            with safe_open(self.folder / file, framework="pt") as opened:
+                tensor: Tensor = (
+                    opened.get_tensor(name) if rows is None else opened.get_slice(name)[rows.start : rows.stop]
+                )
         except (OSError, SafetensorError) as error:
-            raise CheckpointError(
-                f"`{self.folder / entry.file}` must hold {name}, but cannot be read ({error})."
-            ) from None
+            raise CheckpointError(f"`{self.folder / file}` must hold {name}, but cannot be read ({error}).") from None
         return tensor
 
     def verify(self, group: Group = _ALONE) -> None:

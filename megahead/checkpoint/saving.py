@@ -22,7 +22,7 @@ from megahead.checkpoint.all_ranks import run_on_all_ranks
 from megahead.checkpoint.folders import check_lengths, clear_remains, partial_folder, publish, step_folder
 from megahead.checkpoint.manifest import FileEntry, Manifest, TensorEntry
 from megahead.checkpoint.retention import KEEP_NO_OTHERS, KeepRules, abandon_after, retain
-from megahead.distributed import Group
+from megahead.distributed import Dealt, Group
 from megahead.errors import CheckpointError
 from megahead.files import flush, sha256_of
 
@@ -30,7 +30,7 @@ from megahead.files import flush, sha256_of
 def save_checkpoint(
     root: Path,
     step: int,
-    tensors: Iterable[tuple[str, Tensor]],
+    tensors: Iterable[tuple[str, Tensor | Dealt]],
     *,
     state: dict[str, Any],
     config: dict[str, Any],
@@ -114,8 +114,9 @@ class Snapshot:
     total_bytes: int
 
     @staticmethod
-    def take(tensors: Iterable[tuple[str, Tensor]], group: Group, *, copied: bool = False) -> Snapshot:
-        """Each tensor goes to the rank with the fewest bytes so far; all ranks compute the same assignment.
+    def take(tensors: Iterable[tuple[str, Tensor | Dealt]], group: Group, *, copied: bool = False) -> Snapshot:
+        """Each tensor goes to the rank with the fewest bytes so far, which all ranks compute alike; of a tensor that
+        is dealt out each rank writes its own rows.
 
         `copied`: copy the tensors, so that the originals may change.
         """
@@ -123,13 +124,16 @@ class Snapshot:
         loads = [0] * group.size
         mine: dict[str, Tensor] = {}
         entries: dict[str, TensorEntry] = {}
-        for name, tensor in tensors:
-            rank = loads.index(min(loads))
-            loads[rank] += tensor.nbytes
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            entries[name] = TensorEntry(file=names[rank], shape=tuple(tensor.shape), dtype=dtype)
-            if rank == group.rank:
-                mine[name] = tensor.detach().to("cpu", copy=True).contiguous() if copied else _standalone(tensor)
+        for name, given in tensors:
+            writers = range(group.size) if isinstance(given, Dealt) else (loads.index(min(loads)),)
+            part, shape = (given.part, given.shape) if isinstance(given, Dealt) else (given, given.shape)
+            for rank in writers:
+                loads[rank] += shape.numel() * part.itemsize // len(writers)
+            files = tuple(names[rank] for rank in writers)
+            dtype = str(part.dtype).removeprefix("torch.")
+            entries[name] = TensorEntry(file=files if len(files) > 1 else files[0], shape=tuple(shape), dtype=dtype)
+            if group.rank in writers:
+                mine[name] = part.detach().to("cpu", copy=True).contiguous() if copied else _standalone(part)
         return Snapshot(mine, names[group.rank], names, entries, sum(loads))
 
 

@@ -41,4 +41,4 @@ def describe(checkpoint: Checkpoint, list_tensors: bool) -> None:
         print(f"  {file}  {entry.bytes:,} bytes  sha256 {entry.sha256[:16]}...")
     if list_tensors:
         for name, tensor in checkpoint.tensors.items():
-            print(f"  {name}  {tensor.dtype} {list(tensor.shape)}  in {tensor.file}")
+            print(f"  {name}  {tensor.dtype} {list(tensor.shape)}  in {', '.join(tensor.files())}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from math import sqrt
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,7 +18,7 @@ from megahead.config.objective import ObjectiveConfig
 from megahead.config.parallel import ParallelConfig
 from megahead.config.resilience import FaultsConfig, ResumeConfig
 from megahead.config.tasks import TasksConfig
-from megahead.config.training import EngineConfig, OptimizerConfig, ScheduleConfig
+from megahead.config.training import EngineConfig, OptimizerConfig, ScheduleConfig, TableConfig
 from megahead.errors import ConfigError
 from megahead.run_folder import RunFolder
 
@@ -114,6 +115,7 @@ class RunConfig(Settings):
                 "data.end_token", f"be below model.vocab_size ({self.model.vocab_size})", got=self.data.end_token
             )
         self._check_masking()
+        self._check_table()
         if self.schedule.warmup_steps + (self.schedule.decay_steps or 0) > self.training.steps:
             raise ConfigError(
                 "schedule.warmup_steps",
@@ -137,6 +139,31 @@ class RunConfig(Settings):
                 hint="set objective.name=vanilla, which trains the head",
             )
         return self
+
+    def _check_table(self) -> None:
+        """Rows that get no gradient at a step are those that `rows` saves; where all get one it only costs."""
+        (b1, b2), table = self.optimizer.betas, self.optimizer.table
+        if self.engine.embedding == "dense":
+            if table != TableConfig():
+                raise ConfigError("optimizer.table", "be left out with engine.embedding: dense", got=table.rule)
+            return
+        if self.objective.has_vocabulary_softmax():
+            raise ConfigError(
+                "engine.embedding", "be `dense` where all ids compete, and each row moves at each step", got="`rows`"
+            )
+        if self.optimizer.learning_rate * self.optimizer.weight_decay * table.learning_rate_ratio >= 1:
+            raise ConfigError(
+                "optimizer.table.learning_rate_ratio",
+                "leave a part of a weight at each step (learning_rate * weight_decay * ratio below 1)",
+                got=table.learning_rate_ratio,
+            )
+        if table.rule != "adagrad" and b1 > 0.98 * sqrt(b2):
+            raise ConfigError(
+                "optimizer.betas",
+                "have a first of at most 0.98 times the root of the second with engine.embedding: rows",
+                got=[b1, b2],
+                hint="or set optimizer.table.rule=adagrad",
+            )
 
     def _check_masking(self) -> None:
         masking, encoder = self.masking, self.model.is_encoder()

@@ -12,6 +12,17 @@ from megahead.errors import ConfigError
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 
+class TableConfig(Settings):
+    """How the rows of the embedding move under `engine.embedding: rows`."""
+
+    rule: Literal["adamw", "adamw_row", "adagrad"] = "adamw"
+    """`adamw`: as all other weights; `adamw_row`: with one running square a row instead of one a weight, a third
+    lighter; `adagrad`: one sum of squares a row and no running mean, a third of the memory."""
+
+    learning_rate_ratio: float = Field(default=1.0, gt=0)
+    """Their learning rate over that of all other weights."""
+
+
 class OptimizerConfig(Settings):
     """AdamW; weight decay acts on matrices only, never on norms and biases."""
 
@@ -29,6 +40,8 @@ class OptimizerConfig(Settings):
 
     gradient_clipping: float = Field(default=1.0, ge=0)
     """Largest global gradient norm; 0 turns clipping off."""
+
+    table: TableConfig = TableConfig()
 
 
 class ScheduleConfig(Settings):
@@ -69,6 +82,11 @@ class EngineConfig(Settings):
     config's folder and those above it, then among those that ship (`configs/deepspeed/zero1.json`). Batch sizes,
     clipping and precision are added from this config, and what contradicts them is refused. fp16's search for a loss
     scale is set there (`fp16.initial_scale_power`)."""
+
+    embedding: Literal["dense", "rows"] = "dense"
+    """Where the embedding lies. `dense`: it is a weight like all others. `rows`: its rows are dealt out to all ranks,
+    and a step fetches, sends and moves only those it uses: its cost does not depend on the vocabulary. The same
+    training; headless objectives alone."""
 
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "fp32"
     """Number format of the forward and backward passes; weights are always updated in fp32. `auto` takes bf16 where

@@ -8,6 +8,7 @@ from megahead.distributed.collectives import (
     scatter_to_group,
 )
 from megahead.distributed.connection import connected
+from megahead.distributed.dealt import Dealt, deal, gathered
 from megahead.distributed.group import Group
 from megahead.distributed.mesh import Mesh
 from megahead.distributed.print_once import print_error_once
@@ -16,6 +17,7 @@ from megahead.distributed.rng import per_rank_rng
 from megahead.distributed.watch import LostRankError
 
 __all__ = [
+    "Dealt",
     "Group",
     "Launch",
     "LostRankError",
@@ -23,7 +25,9 @@ __all__ = [
     "choose_device",
     "connected",
     "copy_to_group",
+    "deal",
     "gather_from_group",
+    "gathered",
     "per_rank_rng",
     "print_error_once",
     "read_launch",

@@ -82,6 +82,18 @@ class Group:
         dist.reduce_scatter(share, parts, group=self.handle)
         return share
 
+    def all_to_all(self, tensor: Tensor, sent: list[int] | None = None, received: list[int] | None = None) -> Tensor:
+        """Parts along dim 0 in rank order, one from each rank: of `tensor` each rank gets the next `sent[its rank]`.
+
+        `received`: how much each rank sends here, which all must know beforehand. Without both all parts are equal.
+        """
+        if self.size == 1:
+            return tensor
+        count = len(tensor) if received is None else sum(received)
+        parts = tensor.new_empty(count, *tensor.shape[1:])
+        dist.all_to_all_single(parts, tensor.contiguous(), received, sent, group=self.handle)
+        return parts
+
     def all_gather_objects(self, value: T) -> list[T]:
         """Every rank's (small, picklable) value in rank order; for settings and messages, not for tensors."""
         if self.size == 1:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megahead.distributed import Mesh
+from megahead.distributed import Dealt, Mesh
 from megahead.engine.gradients import forget_gradients
 from megahead.engine.half import half_format, make_room, refuse_half_without_zero
 from megahead.engine.norm import clip_, global_norm
@@ -23,6 +23,7 @@ from megahead.engine.start import start_deepspeed
 from megahead.engine.state import MOMENTS, WEIGHT, open_parameter_states
 from megahead.errors import CheckpointError
 from megahead.parallel import fill_, shard_dims
+from megahead.table import RowPlan
 
 _SCALE_STATE = frozenset({"cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis"})
 """Attributes of DeepSpeed's `DynamicLossScaler` that change during training."""
@@ -87,6 +88,11 @@ class Engine:
         """The module given, without a wrapper."""
         module: nn.Module = self._deepspeed.module
         return module
+
+    def begin(self, rows: RowPlan | None) -> int:
+        """To be called before the micro steps of a step; how many of the rows that other steps have left behind it had
+        to bring up to date. Nothing to do where the module has all its weights."""
+        return 0
 
     def micro_step(self, batch: Any) -> Tensor:
         """Forward and backward of one micro-batch; the (detached) scalar the module returned. Collective."""
@@ -184,7 +190,7 @@ class Engine:
         """Steps that were applied, as Adam counts them for its bias correction."""
         return int(self._counters()[0])
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+    def tensors(self) -> Iterator[tuple[str, Tensor | Dealt]]:
         """All state that a restart needs, as full fp32 CPU tensors, in the same order on every rank and mesh.
 
         Keys are `weight/NAME`, `exp_avg/NAME`, `exp_avg_sq/NAME` with names as in the module; frozen parameters have

@@ -45,12 +45,15 @@ class RankMemory:
     loss: float
     """Rows of the candidates, a chunk of scores, and both gradients."""
 
+    table: float = 0.0
+    """Under `engine.embedding: rows` the rank's rows with their moments, and those of a step."""
+
     host: float = 0.0
     """Bytes that offloading moved to the host's memory; not in the total."""
 
     @property
     def total(self) -> float:
-        return self.weights + self.gradients + self.optimizer + self.buffers + self.activations + self.loss
+        return self.weights + self.gradients + self.optimizer + self.buffers + self.activations + self.loss + self.table
 
 
 def rank_memory(plan: RunPlan, stage: int | None = None) -> RankMemory:
@@ -65,7 +68,21 @@ def rank_memory(plan: RunPlan, stage: int | None = None) -> RankMemory:
         host, weights = host + weights, 0
     optimizer = 0 if "offload_optimizer" in zero else optimizer
     compute = 4 if precision == "fp32" else 2
-    return RankMemory(weights, gradients, optimizer, buffers, _activations(config, compute), _loss(config), host)
+    peak = _activations(config, compute), _loss(config), _table(plan)
+    return RankMemory(weights, gradients, optimizer, buffers, *peak, host)
+
+
+def _table(plan: RunPlan) -> float:
+    """Weight and moments of the rank's rows, and the step they were last moved at; of a step's rows the copies with
+    moments that are brought up to date, and as many rows fetched, with their gradients, sent and summed."""
+    config = plan.config
+    if config.engine.embedding == "dense":
+        return 0.0
+    rows, hidden = config.model.padded_vocab_size(), config.model.hidden_size
+    a_row = 4 * {"adamw": 3 * hidden, "adamw_row": 2 * hidden + 1, "adagrad": hidden + 1}[config.optimizer.table.rule]
+    targets = config.batch.global_size // plan.data_ranks * config.targets_per_row()
+    fetched = expected_candidates(targets, config.model.vocab_size)
+    return (a_row + 4) * rows / plan.ranks + (a_row + 4 * 5 * hidden) * fetched
 
 
 def _states(
@@ -127,10 +144,12 @@ def ways_to_need_less(plan: RunPlan, stage: int | None = None) -> list[str]:
 
 
 def rank_parameters(config: RunConfig) -> int:
-    """Parameters of one tensor rank; norms, and biases of row-parallel layers, are held in full by each."""
+    """Parameters of one tensor rank; norms, and biases of row-parallel layers, are held in full by each, and an
+    embedding in rows is none of them."""
     counts = run_parameters(config)
     held_by_each = config.model.hidden_size * (6 * config.model.num_layers + 2)
-    return held_by_each + (counts.total - held_by_each) // config.parallel.tensor
+    beside = counts.embedding if config.engine.embedding == "rows" else 0
+    return held_by_each + (counts.total - beside - held_by_each) // config.parallel.tensor
 
 
 def expected_candidates(targets: int, vocab_size: int) -> int:

@@ -9,6 +9,7 @@ from megahead.objectives.candidate_softmax import (
 )
 from megahead.objectives.candidates import Candidates, unique_candidates, vocabulary_candidates
 from megahead.objectives.contrastive import Headless, Objective, Pool, Vanilla, build_objective, cwt_loss
+from megahead.objectives.streamed import streamed_sums
 from megahead.objectives.training_free_head import log_unigram, training_free_bias
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "cwt_loss",
     "evaluation_sums",
     "log_unigram",
+    "streamed_sums",
     "training_free_bias",
     "unique_candidates",
     "vocabulary_candidates",

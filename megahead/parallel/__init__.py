@@ -5,6 +5,7 @@ from megahead.parallel.candidate_softmax import parallel_candidate_loss, paralle
 from megahead.parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabularyParallelEmbedding
 from megahead.parallel.plan import parallelize_, shard_dims
 from megahead.parallel.pretraining import TensorParallelPretraining
+from megahead.parallel.rows import place_table_
 from megahead.parallel.sequence import SequenceColumnLinear, SequenceLayerNorm, SequenceRowLinear
 
 __all__ = [
@@ -20,5 +21,6 @@ __all__ = [
     "parallel_candidate_loss",
     "parallel_evaluation_sums",
     "parallelize_",
+    "place_table_",
     "shard_dims",
 ]

@@ -10,6 +10,7 @@ from torch import Tensor
 from megahead.data import Batch
 from megahead.nn import Documents, TargetPositions
 from megahead.objectives import Candidates
+from megahead.table import RowPlan
 
 CANDIDATE_MULTIPLE = 512
 """On CUDA the candidates of a group are padded to a multiple of this: full kernel blocks, reusable allocations."""
@@ -41,6 +42,11 @@ class MicroBatch:
     """data_ranks * accumulation / global_targets: by it the loss summed over this micro-batch becomes its share of the
     mean over the global batch's targets, since the engine averages over accumulation steps and data ranks."""
 
+    def ids(self) -> Tensor:
+        """int64: all ids whose rows it looks up, inputs and candidates."""
+        candidates = [group.ids_U for group in self.candidates if group.ids_U is not None]
+        return torch.cat([self.batch.input_ids_BT.flatten(), *candidates])
+
     def to(self, device: torch.device) -> MicroBatch:
         """The same on `device`."""
         candidates = tuple(one.to(device) for one in self.candidates)
@@ -70,6 +76,9 @@ class StepBatches:
 
     candidates: float
     """Mean number of candidates an output of this rank is scored against (for logs); 0 means the whole vocabulary."""
+
+    rows: RowPlan | None = None
+    """How the step comes by its rows of the embedding, where these lie in a table beside the model."""
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from megahead.distributed import Group
 from megahead.objectives import Objective
 from megahead.pretraining.batch import MicroBatch, StepBatches
 from megahead.pretraining.candidate_groups import CandidateGroups
+from megahead.table import RowPlan, plan_rows
 
 T = TypeVar("T")
 CPU = torch.device("cpu")
@@ -29,8 +30,9 @@ class Feed:
 
     In micro-step k rank r of R reads `micro_size` consecutive samples from `first + (k * R + r) * micro_size` on.
     `group` is used from another thread only (see `Group.side_channel`). `group_samples` consecutive samples share
-    candidates (None: those of a micro-batch); `seed` decides what is drawn; `masker` masks an encoder's rows. Batches
-    are on the CPU, staged for `device`.
+    candidates (None: those of a micro-batch); `seed` decides what is drawn; `masker` masks an encoder's rows. `owners`:
+    all ranks, over a connection of their own, where the rows of the embedding are dealt out to them. Batches are on the
+    CPU, staged for `device`.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class Feed:
         seed: int = 0,
         device: torch.device = CPU,
         masker: Masker | None = None,
+        owners: Group | None = None,
     ) -> None:
         self._reader = BatchReader(samples, data, masker)
         self._candidate_groups = CandidateGroups(objective, group_samples or batch.micro_size, batch.micro_size, seed)
@@ -52,6 +55,7 @@ class Feed:
         self._batch = batch
         self._group = group
         self._device = device
+        self._owners = owners
 
     def steps(self, first_sample: int) -> Generator[StepBatches, None, None]:
         """The batches of all optimizer steps from `first_sample` on; never ends. Collective over the group."""
@@ -71,7 +75,13 @@ class Feed:
         candidates = self._candidate_groups.choose(first_sample, batches, sizes_RA, self._group)
         micro_batches = [MicroBatch(*pair, scale) for pair in zip(batches, candidates, strict=True)]
         staged = [micro.staged(self._device) for micro in micro_batches]
-        return StepBatches(staged, targets, _mean_candidates(micro_batches))
+        return StepBatches(staged, targets, _mean_candidates(micro_batches), self._plan(staged))
+
+    def _plan(self, micro_batches: list[MicroBatch]) -> RowPlan | None:
+        """Of the step's rows, each fetched once for all its micro-batches."""
+        if self._owners is None:
+            return None
+        return plan_rows(torch.cat([micro.ids() for micro in micro_batches]), self._owners, len(micro_batches))
 
     def samples(self, first_sample: int, micro_step: int, rank: int) -> range:
         """The samples that `rank` reads for a micro-step of the step that begins at `first_sample`."""

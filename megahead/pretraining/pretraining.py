@@ -14,10 +14,18 @@ from torch import Tensor, nn
 from megahead.config import ObjectiveConfig
 from megahead.data import Batch
 from megahead.models import Backbone
-from megahead.objectives import Candidates, EvaluationSums, candidate_loss, evaluation_sums, vocabulary_candidates
+from megahead.objectives import (
+    Candidates,
+    EvaluationSums,
+    candidate_loss,
+    evaluation_sums,
+    streamed_sums,
+    vocabulary_candidates,
+)
 from megahead.pretraining.batch import EvaluationRequest, MicroBatch, documents_of, target_positions_of
 from megahead.pretraining.output_layers import MaskHead, OutputEmbedding
 from megahead.pretraining.temperature import LearnedTemperature
+from megahead.table import RowTable
 
 
 class Pretraining(nn.Module):
@@ -115,7 +123,10 @@ class Pretraining(nn.Module):
         outputs_ND = self._outputs(self.backbone.embed(batch.input_ids_BT), batch)
         queries_ND, learned_V = self._queries(outputs_ND, vocabulary=True)
         bias_V = request.bias_V if learned_V is None else learned_V
-        return self._vocabulary_sums(queries_ND, vocabulary_candidates(batch.target_ids_N, bias_V))
+        vocabulary, table = vocabulary_candidates(batch.target_ids_N, bias_V), self.backbone.embedding
+        if isinstance(table, RowTable):
+            return streamed_sums(queries_ND, table.weight_blocks(self.vocab_size), vocabulary, self._divisor())
+        return self._vocabulary_sums(queries_ND, vocabulary)
 
     def _vocabulary_sums(self, queries_ND: Tensor, vocabulary: Candidates) -> EvaluationSums:
         return evaluation_sums(queries_ND, self._output_rows(), vocabulary, self._divisor())

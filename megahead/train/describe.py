@@ -32,10 +32,21 @@ def describe_run(plan: RunPlan, group_samples: int | None = None) -> list[tuple[
         ),
         ("length", f"{counted(steps, 'step')}, {counted(steps * config.tokens_per_step(), 'token')}"),
         ("schedule", f"{schedule.name}, {warm_up}, peak {config.optimizer.learning_rate:g}{ending}"),
+        *_embedding(plan),
         ("mesh", f"{config.parallel.tensor} tensor x {counted(plan.data_ranks, 'data rank')}"),
         ("engine", f"ZeRO {plan.zero_stage}, {config.engine.precision}"),
         ("memory", _memory(rank_memory(plan))),
     ]
+
+
+def _embedding(plan: RunPlan) -> list[tuple[str, str]]:
+    """How rows are dealt out, where they are."""
+    config = plan.config
+    if config.engine.embedding == "dense":
+        return []
+    rows, table = config.model.padded_vocab_size(), config.optimizer.table
+    share = f"{rows:,} rows, {-(-rows // plan.ranks):,} a rank"
+    return [("embedding", f"{share}, moved by {table.rule} at {table.learning_rate_ratio:g} times the learning rate")]
 
 
 def files_of(config: RunConfig) -> tuple[str, str]:
@@ -56,6 +67,7 @@ def _shape(model: ModelConfig) -> str:
 def _memory(memory: RankMemory) -> str:
     states = memory.weights + memory.gradients + memory.optimizer
     parts = {"states": states, "buffers": memory.buffers, "activations": memory.activations, "loss": memory.loss}
+    parts |= {"table": memory.table} if memory.table else {}
     by_part = ", ".join(f"{name} {size / GIB:.2f}" for name, size in parts.items())
     offloaded = f"; {memory.host / GIB:.2f} on the host" if memory.host else ""
     return f"about {gib(memory.total)} a rank ({by_part}{offloaded})"

@@ -27,6 +27,7 @@ MAY_CHANGE = (
     "engine.compile",
     "engine.deepspeed",
     "engine.device",
+    "engine.embedding",
     "engine.timeout_seconds",
     "init.from_checkpoint",
     "objective.group_samples",

@@ -190,6 +190,10 @@ class Meters:
             "candidates": candidates,
             "skipped_steps": state.skipped_steps,
         }
+        fetched = [r.rows_fetched for r in reports if r.rows_fetched is not None]
+        if fetched:
+            scalars["rows_fetched"] = sum(fetched) / len(fetched)
+            scalars["rows_late"] = sum(r.rows_late for r in reports) / len(reports)
         return scalars | (self._utilization.of(speed, candidates) if self._utilization else {})
 
     def _record(self, state: TrainingState, fields: Mapping[str, Any]) -> None:

@@ -14,10 +14,10 @@ from megahead.checkpoint import Checkpoint
 from megahead.config import RunConfig, RunPlan
 from megahead.data import training_masker
 from megahead.distributed import Group, Launch, Mesh, choose_device, connected
-from megahead.engine import Engine, deepspeed_session
+from megahead.engine import Engine, RowEngine, deepspeed_session
 from megahead.objectives import build_objective
 from megahead.optim import build_adamw
-from megahead.parallel import assemble
+from megahead.parallel import assemble, place_table_
 from megahead.pretraining import Feed
 from megahead.train.acceleration import accelerate_
 from megahead.train.boards import require_boards
@@ -95,7 +95,7 @@ def _pretrain(plan: RunPlan, ranks: Group, device: torch.device, resume: str) ->
     lineage = Lineage.of_resumed(checkpoint, folder)
     state = _state(plan, datasets, checkpoint)
     feed = _feed(config, datasets, state, mesh, device)
-    engine, engine_lines = _engine(plan, mesh, device, starting_weights(config, world_group, checkpoint))
+    engine, engine_lines = build_engine(plan, mesh, device, starting_weights(config, world_group, checkpoint))
     if checkpoint is not None:
         resume_from(checkpoint, engine, state, data_group)
     if world_group.rank == 0:
@@ -149,10 +149,11 @@ def _feed(config: RunConfig, datasets: RunDatasets, state: TrainingState, mesh: 
         seed=config.seed,
         device=device,
         masker=training_masker(config, datasets.train),
+        owners=mesh.world_group.side_channel() if config.engine.embedding == "rows" else None,
     )
 
 
-def _engine(
+def build_engine(
     plan: RunPlan,
     mesh: Mesh,
     device: torch.device,
@@ -164,6 +165,9 @@ def _engine(
     engine_lines = accelerate_(pretraining.backbone, config, device, plan.zero_stage)
     if config.init and config.init.mode == "probe":
         pretraining.backbone.requires_grad_(False)
-    optimizer = build_adamw(pretraining, config.optimizer)
-    engine = Engine(pretraining, optimizer=optimizer, config=plan.deepspeed, mesh=mesh, device=device, weights=weights)
+    in_rows = config.engine.embedding == "rows"
+    if in_rows:
+        place_table_(pretraining, config, mesh, device)
+    optimizer, kind = build_adamw(pretraining, config.optimizer), RowEngine if in_rows else Engine
+    engine = kind(pretraining, optimizer=optimizer, config=plan.deepspeed, mesh=mesh, device=device, weights=weights)
     return engine, engine_lines

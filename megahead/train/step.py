@@ -38,6 +38,12 @@ class StepReport:
     targets: int
     candidates: float
 
+    rows_fetched: int | None
+    """Rows of the embedding that this rank looked up; None where it is dense."""
+
+    rows_late: int
+    """Rows of this rank's that had not been moved by the step before, of those that any rank looked up."""
+
 
 def train_step(
     engine: Engine,
@@ -52,6 +58,7 @@ def train_step(
 
     `world_group`: all ranks, on a connection for CPU tensors.
     """
+    late = engine.begin(batches.rows)
     losses = [engine.micro_step(micro.to(device)) for micro in batches.micro_batches]
     # each is its sum times data_ranks * accumulation / targets; the mean over both is the mean over targets
     losses_WA = world_group.all_gather(torch.stack(losses).double().cpu())
@@ -68,6 +75,8 @@ def train_step(
         learning_rate=learning_rate,
         targets=batches.targets,
         candidates=batches.candidates,
+        rows_fetched=None if batches.rows is None else len(batches.rows.ids_U),
+        rows_late=late,
     )
 
 

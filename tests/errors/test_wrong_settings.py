@@ -176,6 +176,26 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
         "`data.tokenizer` must name the tokenizer that `tasks` are read with, but is missing.",
     ),
     ({"tasks": {"names": [], "data": "data", "every": 5}}, "`tasks.names` must not be empty, but is [] instead."),
+    (
+        {"optimizer.table.rule": "adagrad"},
+        "`optimizer.table` must be left out with engine.embedding: dense, but is adagrad instead.",
+    ),
+    (
+        {"objective.name": "vanilla", "engine.embedding": "rows"},
+        "`engine.embedding` must be `dense` where all ids compete, and each row moves at each step, but is `rows` instead.",
+    ),
+    (
+        {"objective.vanilla_weight": 0.5, "engine.embedding": "rows"},
+        "`engine.embedding` must be `dense` where all ids compete, and each row moves at each step, but is `rows` instead.",
+    ),
+    (
+        {"optimizer.betas": [0.95, 0.9], "engine.embedding": "rows"},
+        "`optimizer.betas` must have a first of at most 0.98 times the root of the second with engine.embedding: rows, but is [0.95, 0.9] instead; or set optimizer.table.rule=adagrad.",
+    ),
+    (
+        {"optimizer.table.learning_rate_ratio": 1e6, "engine.embedding": "rows"},
+        "`optimizer.table.learning_rate_ratio` must leave a part of a weight at each step (learning_rate * weight_decay * ratio below 1), but is 1000000.0 instead.",
+    ),
     ({"engine.precision": "fp8"}, "`engine.precision` must be 'auto', 'fp32', 'bf16' or 'fp16', but is 'fp8' instead."),
 ]
 

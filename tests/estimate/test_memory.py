@@ -52,6 +52,18 @@ def test_offloading_moves_the_optimizer_to_the_host() -> None:
     assert away.total <= here.total - here.optimizer
 
 
+def test_a_table_of_rows_is_divided_by_all_ranks_and_lighter_rules_are_lighter() -> None:
+    rows = "engine.embedding=rows", "model.vocab_size=1048576"
+    dense, few = rank_memory(planned(rows[1])), rank_memory(planned(*rows))
+    many = rank_memory(planned(*rows, ranks=2048))
+    assert dense.table == 0
+    assert many.table < few.table / 3
+    assert few.total < dense.total
+    assert rank_parameters(pythia(*rows)) == rank_parameters(pythia(*rows[1:])) - 1048576 * 5120 // 8
+    light = [rank_memory(planned(*rows, f"optimizer.table.rule={rule}")).table for rule in ("adamw_row", "adagrad")]
+    assert few.table > light[0] > light[1]
+
+
 @pytest.mark.parametrize("vocab_size", [1024, 50 * 1024])
 def test_the_loss_holds_as_many_scores_as_a_chunk_of_it_has(vocab_size: int) -> None:
     settings = f"model.vocab_size={vocab_size}", "objective.name=vanilla", "parallel.tensor=1", "batch.micro_size=2"

@@ -14,6 +14,7 @@ VARIANTS = {
     "at once": stage(1),
     "in the background": stage(1) | {"training.save_in_background": True},
     "with offload": offloaded(2),
+    "in rows": stage(1) | {"engine.embedding": "rows", "training.save_in_background": True},
 }
 
 

@@ -41,7 +41,7 @@ class Course(NamedTuple):
 def config_of(folder: Path, objective: str, **changes: Any) -> RunConfig:
     """Adam's eps is large beside rounding: where a gradient is zero but for it, steps must not be its sign."""
     fixed = {
-        "objective": OBJECTIVES[objective],
+        "objective": dict(OBJECTIVES[objective]),
         "optimizer.eps": 1e-4,
         "optimizer.gradient_clipping": 0.5,
         "training.steps": STEPS,

@@ -37,6 +37,11 @@ def on(settings: str, precision: str = "fp32") -> dict[str, Any]:
     return {"engine.deepspeed": content, "engine.precision": precision}
 
 
+def in_rows(settings: str) -> dict[str, Any]:
+    """The same with the embedding in rows."""
+    return on(settings) | {"engine.embedding": "rows"}
+
+
 @pytest.mark.parametrize(
     ("settings", "precision"),
     [
@@ -91,6 +96,15 @@ def test_gradients_that_are_not_finite_once_are_skipped_once(tmp_path: Path, set
     assert all_finite(tmp_path / "run")
 
 
+def test_a_step_whose_row_gradients_are_not_finite_is_skipped(tmp_path: Path) -> None:
+    write_text(tmp_path)
+    assert on_ranks(2, run_with, small_config(tmp_path, in_rows("zero1")), 1e36) == ["finished"] * 2
+    (fault,) = faults(tmp_path / "run")
+    assert (fault["kind"], fault["action"]) == ("gradients not finite", "skip")
+    assert read_metrics(tmp_path / "run").training[-1]["skipped_steps"] == 1
+    assert all_finite(tmp_path / "run")
+
+
 @NEEDS_FP16
 @pytest.mark.parametrize("settings", ["zero1", "zero1_offload", "zero2_offload"])
 def test_fp16_finds_its_loss_scale_and_trains(tmp_path: Path, settings: str) -> None:
@@ -105,15 +119,16 @@ def test_fp16_finds_its_loss_scale_and_trains(tmp_path: Path, settings: str) -> 
 
 
 @pytest.mark.parametrize(
-    ("settings", "precision"),
-    [("zero0", "fp32"), ("zero2", "fp32"), ("zero1_offload", "bf16"), ("zero2_offload", "fp32")],
+    "settings",
+    [on("zero0"), on("zero2"), on("zero1_offload", "bf16"), on("zero2_offload"), in_rows("zero0"), in_rows("zero2")],
+    ids=["0", "2", "1 offloaded in bf16", "2 offloaded", "0 in rows", "2 in rows"],
 )
 def test_rollback_takes_back_what_was_learned_and_goes_on_with_new_rows(
-    tmp_path: Path, settings: str, precision: str
+    tmp_path: Path, settings: dict[str, Any]
 ) -> None:
     """The bad step is the fourth, the checkpoint of step 2: step 3 is taken again with the fifth's rows."""
     write_text(tmp_path)
-    changes = on(settings, precision) | {"training.checkpoint_every": 2, "training.steps": 4}
+    changes = settings | {"training.checkpoint_every": 2, "training.steps": 4}
     rolled = small_config(tmp_path, changes | {"faults.bad_step": "rollback"})
     assert on_ranks(2, run_with, rolled, math.nan) == ["finished"] * 2
     assert faults(tmp_path / "run")[0]["action"] == "rollback"

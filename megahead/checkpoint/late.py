@@ -1,0 +1,79 @@
+"""An embedding in a checkpoint, as its reader needs it: up to date, or as rows that were moved when they were used.
+
+Who saves a table of rows saves `late/KIND/NAME`: rows and moments as they were last moved, `touched`, the steps at
+which that was, and the `rates` of all steps. Who asks for `KIND/NAME` gets what AdamW on all rows would have there, and
+who asks for late rows of a checkpoint that has none gets all of them, moved at its last step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from megahead.config import OptimizerConfig
+from megahead.errors import CheckpointError
+from megahead.optim import RowRule, build_row_rule
+
+_LATE = "late/"
+_TOUCHED, _RATES = "touched", "rates"
+_BLOCK = 1 << 14
+"""Rows that are brought up to date at once."""
+
+
+class Stored(Protocol):
+    """What a checkpoint offers."""
+
+    folder: Any
+
+    @property
+    def tensors(self) -> dict[str, Any]: ...
+    @property
+    def config(self) -> dict[str, Any]: ...
+    def state_value(self, name: str, kind: Any, absent: Any = None) -> Any: ...
+    def read(self, name: str) -> Tensor: ...
+    def read_rows(self, name: str, rows: range) -> Tensor: ...
+
+
+def late_names(stored: Iterable[str]) -> list[str]:
+    """The names that stand for rows kept late."""
+    names = [name.removeprefix(_LATE) for name in stored if name.startswith(_LATE)]
+    return [name for name in names if name.split("/")[0] not in (_TOUCHED, _RATES)]
+
+
+def read_otherwise(checkpoint: Stored, name: str) -> Tensor:
+    """A tensor that was not saved under this name; CheckpointError where it cannot be worked out either."""
+    if f"{_LATE}{name}" in checkpoint.tensors:
+        return torch.cat(list(up_to_date(checkpoint, name)))
+    kind, _, parameter = name.removeprefix(_LATE).partition("/")
+    known = name.startswith(_LATE) and f"weight/{parameter}" in checkpoint.tensors
+    if known and kind == _TOUCHED:
+        rows = checkpoint.tensors[f"weight/{parameter}"].shape[0]
+        return torch.full((rows,), checkpoint.state_value("optimizer_steps", int), dtype=torch.int32)
+    if known and kind == _RATES:
+        return torch.zeros(checkpoint.state_value("optimizer_steps", int), dtype=torch.float64)
+    if known and f"{kind}/{parameter}" in checkpoint.tensors:
+        return checkpoint.read(f"{kind}/{parameter}")
+    raise CheckpointError(
+        f"`{checkpoint.folder}` must hold the tensor {name}, but does not; another model or objective saved it."
+    )
+
+
+def up_to_date(checkpoint: Stored, name: str) -> Iterator[Tensor]:
+    """`name`, saved as late rows, as it would be now: consecutive blocks of rows."""
+    kind, _, parameter = name.partition("/")
+    rule = _rule_of(checkpoint)
+    rule.resume(checkpoint.read(f"{_LATE}{_RATES}/{parameter}").numpy())
+    kinds, count = ("weight", *rule.moments), checkpoint.tensors[f"{_LATE}{name}"].shape[0]
+    for start in range(0, count, _BLOCK):
+        block = range(start, min(start + _BLOCK, count))
+        rows = {each: checkpoint.read_rows(f"{_LATE}{each}/{parameter}", block) for each in kinds}
+        rule.catch_up_(rows, checkpoint.read_rows(f"{_LATE}{_TOUCHED}/{parameter}", block))
+        yield rows[kind]
+
+
+def _rule_of(checkpoint: Stored) -> RowRule:
+    config = OptimizerConfig.model_validate(checkpoint.config.get("optimizer"))
+    return build_row_rule(config.table.rule, config)

@@ -1,0 +1,41 @@
+"""A tensor whose rows are dealt out to a group like cards: row i lies with rank i mod R at place i // R."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megahead.distributed.group import Group
+
+
+@dataclass(frozen=True)
+class Dealt:
+    """One rank's rows of such a tensor."""
+
+    part: Tensor
+
+    rows: int
+    """Of all ranks together."""
+
+    @property
+    def shape(self) -> torch.Size:
+        """The whole tensor's."""
+        return torch.Size([self.rows, *self.part.shape[1:]])
+
+
+def deal(whole: Tensor, group: Group) -> Tensor:
+    """This rank's rows of `whole`, a view. Sends nothing."""
+    return whole[group.rank :: group.size]
+
+
+def gathered(parts: Sequence[Tensor]) -> Tensor:
+    """The whole tensor, from all ranks' parts in rank order."""
+    if len(parts) == 1:
+        return parts[0]
+    whole = torch.empty(sum(len(part) for part in parts), *parts[0].shape[1:], dtype=parts[0].dtype)
+    for rank, part in enumerate(parts):
+        whole[rank :: len(parts)] = part
+    return whole

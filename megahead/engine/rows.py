@@ -1,0 +1,81 @@
+"""The engine of a model whose embedding is a table of rows beside it: one step of both, or of neither."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from megahead.distributed import Dealt, Mesh
+from megahead.engine.engine import Engine, StepResult
+from megahead.engine.state import WEIGHT
+from megahead.table import BALLAST, RowPlan, RowTable
+
+
+class RowEngine(Engine):
+    """An `Engine`, whose `begin` fetches the rows of a step, and whose steps move them.
+
+    `module` has a `RowTable` somewhere, whose rows `weights` and `tensors` call `NAME.weight`, like those of an
+    embedding in its place.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        optimizer: torch.optim.Optimizer,
+        config: dict[str, Any],
+        mesh: Mesh,
+        device: torch.device,
+        weights: Callable[[str], Tensor],
+    ) -> None:
+        self._name, table = next(pair for pair in module.named_modules() if isinstance(pair[1], RowTable))
+        self._table = cast(RowTable, table)
+
+        def body(name: str) -> Tensor:
+            return torch.zeros(BALLAST) if name == f"{self._name}.ballast" else weights(name)
+
+        super().__init__(module, optimizer=optimizer, config=config, mesh=mesh, device=device, weights=body)
+        self._table.fill_(weights(f"{self._name}.weight"))
+
+    def begin(self, rows: RowPlan | None) -> int:
+        """Fetches the rows that the micro steps to come look up; how many of this rank's were late. Collective."""
+        assert rows is not None
+        late = self._table.owned.late(rows.owned_O)
+        self._table.fetch(rows)
+        return late
+
+    def step(self, learning_rate: float) -> StepResult:
+        loss_scale = self.loss_scale
+        result = super().step(learning_rate)
+        if result.applied:
+            clipped = min(1.0, self._clipping / (result.grad_norm + 1e-6)) if self._clipping else 1.0
+            self._table.step(learning_rate, clipped / loss_scale)
+        else:
+            self._table.drop()
+        return result
+
+    def skip_step(self) -> StepResult:
+        self._table.drop()
+        return super().skip_step()
+
+    def tensors(self) -> Iterator[tuple[str, Tensor | Dealt]]:
+        """Those of the body as of any engine, and the table's rows as they were last moved: `late/KIND/NAME`, KIND
+        being `weight`, a moment, `touched` (the steps) and `rates` (of all steps)."""
+        yield from super().tensors()
+        for kind, part in self._table.kept().items():
+            yield f"late/{kind}/{self._name}.weight", part
+
+    def load(self, read: Callable[[str], Tensor], optimizer_steps: int) -> None:
+        super().load(read, optimizer_steps)
+        self._table.restore(lambda kind: read(f"late/{kind}/{self._name}.weight"))
+
+    def load_weights(self, read: Callable[[str], Tensor]) -> None:
+        super().load_weights(read)
+        self._table.fill_(read(f"{WEIGHT}/{self._name}.weight"))
+
+    def _parameters(self, kind: str) -> Iterator[tuple[str, nn.Parameter]]:
+        """The ballast is nobody's business."""
+        return (pair for pair in super()._parameters(kind) if pair[1] is not self._table.ballast)

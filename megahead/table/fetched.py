@@ -1,0 +1,87 @@
+"""The rows of one step on one rank: looked up in its forward passes, their gradients gathered in the backward passes.
+
+U rows fetched, O rows owned and asked for, D features.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from megahead.distributed import Mesh
+from megahead.optim import Rows
+from megahead.table.exchange import gradients_to_owners, rows_from_owners
+from megahead.table.owned import WEIGHT
+from megahead.table.plan import RowPlan
+
+
+class FetchedRows:
+    """What came from the owners, and what will go back to them once the step's last backward pass is done."""
+
+    def __init__(self, plan: RowPlan, taken: Rows, mesh: Mesh, dtype: torch.dtype) -> None:
+        """`taken`: the rows that this rank is asked for, up to date; `dtype`: of looked-up rows. Collective."""
+        self.taken = taken
+        self.sums_OD: Tensor | None = None
+        """Gradients of `taken`, over all micro-batches and ranks, on average over data ranks."""
+        self._plan, self._mesh = plan.to(taken[WEIGHT].device), mesh
+        self._rows_UD = rows_from_owners(taken[WEIGHT], self._plan, mesh.world_group).to(dtype)
+        self._gradients_UD: Tensor | None = None
+        self._lookups_left = plan.lookups
+
+    def look_up(self, ids: Tensor, ballast: Tensor, alike: int = 0) -> Tensor:
+        """[..., D]: the rows of `ids`, among those fetched. Gradients of the first `alike` of them are not counted:
+        another rank has the same and counts them."""
+        places = torch.searchsorted(self._plan.ids_U, ids)
+        looked_up: Tensor = _LookUp.apply(ballast, self, places, alike)
+        return looked_up
+
+    def rows_at(self, places: Tensor) -> Tensor:
+        return F.embedding(places, self._rows_UD)
+
+    def add_gradients(self, places: Tensor, gradients: Tensor) -> Tensor | None:
+        """Of one backward pass; after the last one the length of all rows' gradients together. Collective then."""
+        passed_UD = torch.ops.aten.embedding_dense_backward(
+            gradients.float(), places, len(self._rows_UD), padding_idx=-1, scale_grad_by_freq=False
+        )
+        self._gradients_UD = passed_UD if self._gradients_UD is None else self._gradients_UD.add_(passed_UD)
+        self._lookups_left -= 1
+        return None if self._lookups_left else self._complete(self._gradients_UD)
+
+    def _complete(self, gradients_UD: Tensor) -> Tensor:
+        world = self._mesh.world_group
+        self.sums_OD = gradients_to_owners(gradients_UD, self._plan, world).div_(self._mesh.data_group.size)
+        self._gradients_UD = None
+        return world.all_gather(self.sums_OD.norm(dtype=torch.float64).square()).sum().sqrt()
+
+
+class _LookUp(torch.autograd.Function):
+    """Sends gradients to `fetched`, and to the ballast a gradient as long as they are together once that is known."""
+
+    @staticmethod
+    def forward(ctx: Any, ballast: Tensor, fetched: FetchedRows, places: Tensor, alike: int) -> Tensor:
+        ctx.save_for_backward(places)
+        ctx.fetched, ctx.alike, ctx.zeros = fetched, alike, torch.zeros_like(ballast)
+        return fetched.rows_at(places)
+
+    @staticmethod
+    def backward(ctx: Any, gradients: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        (places,) = ctx.saved_tensors
+        counted = gradients.reshape(-1, gradients.shape[-1])[ctx.alike :]
+        length = ctx.fetched.add_gradients(places.flatten()[ctx.alike :], counted)
+        return ctx.zeros if length is None else vector_of_length(length, ctx.zeros), None, None, None
+
+
+def vector_of_length(length: Tensor, like: Tensor) -> Tensor:
+    """Positive numbers as many and in the format of `like`, whose squares add up to length^2 but for 1e-5 of it.
+
+    In half precision some are rounded up and the others down, in the shares that leave the sum as it is.
+    """
+    kind, count = torch.finfo(like.dtype), like.numel()
+    each = length.double() / math.sqrt(count)
+    spacing = (kind.eps * torch.exp2(torch.frexp(each).exponent - 1.0)).clamp_min(kind.smallest_normal * kind.eps)
+    shares = (torch.arange(count, device=like.device, dtype=torch.float64) + 0.5) / count
+    return (torch.floor(each / spacing + shares) * spacing).to(like.dtype).view_as(like)

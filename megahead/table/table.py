@@ -1,0 +1,135 @@
+"""Stands where an embedding stands, and holds no table: it looks rows up among those that were fetched for the step.
+
+The table is no parameter. What makes it count in the global gradient norm, in clipping, and where something is not
+finite, is a parameter of a few numbers that does nothing else, the *ballast*: in the last backward pass of a step
+row gradients go to their owners, and the ballast's gradient becomes as long as theirs together. Whoever reduces,
+measures and clips gradients, at any ZeRO stage and in any precision, then deals with the table without knowing it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from megahead.distributed import Dealt, Mesh, deal
+from megahead.optim import RowRule
+from megahead.table.exchange import rows_from_owners
+from megahead.table.fetched import FetchedRows
+from megahead.table.owned import OwnedRows
+from megahead.table.plan import RowPlan, plan_rows
+
+BALLAST = 4096
+"""Numbers of the ballast: the gradient of each is 1/64 of the whole, far from fp16's largest number."""
+TOUCHED, RATES = "touched", "rates"
+_BLOCK = 1 << 14
+
+
+class RowTable(nn.Module):
+    """The embedding [rows, D], dealt out to all ranks of `mesh`; a step is `fetch`, lookups, then `step` or `drop`.
+
+    fp32, whatever the precision of the model around it: looked-up rows come in that of the ballast. In evaluation mode
+    lookups fetch what they need; all rows are brought up to date for that, beside those kept, until the next `fetch`.
+    Every method is to be called by all ranks.
+    """
+
+    def __init__(
+        self, rows: int, features: int, rule: RowRule, mesh: Mesh, device: torch.device, rate_ratio: float = 1.0
+    ) -> None:
+        """`rate_ratio`: the learning rate of rows over that of a step."""
+        super().__init__()
+        self.num_rows, self._rate_ratio = rows, rate_ratio
+        self.ballast = nn.Parameter(torch.zeros(BALLAST, device=device))
+        self.owned = OwnedRows(len(range(mesh.world_group.rank, rows, mesh.world_group.size)), features, rule, device)
+        self._mesh, self._asking = mesh, mesh.world_group.side_channel()
+        self._fetched: FetchedRows | None = None
+        self._now_nD: Tensor | None = None
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """[..., D]: the rows of `ids`."""
+        return self._look_up(ids)
+
+    def fill_(self, whole_VD: Tensor) -> None:
+        """Rows that no step has moved yet."""
+        self.owned.fill_(deal(whole_VD, self._mesh.world_group))
+
+    def kept(self) -> dict[str, Tensor | Dealt]:
+        """What goes on bitwise when it is restored, on any number of ranks: rows and moments as they were last moved,
+        `touched`, the steps at which that was [V], and the `rates` of all steps (on every rank)."""
+        parts = {**self.owned.rows, TOUCHED: self.owned.touched_n}
+        dealt = {kind: Dealt(part, self.num_rows) for kind, part in parts.items()}
+        return {**dealt, RATES: torch.from_numpy(self.owned.rule.history.rates)}
+
+    def restore(self, read: Callable[[str], Tensor]) -> None:
+        """The inverse of `kept`; `read` gives the whole of each."""
+        ranks = self._mesh.world_group
+        rows = {kind: deal(read(kind), ranks) for kind in self.owned.rows}
+        self.owned.restore(rows, deal(read(TOUCHED), ranks), read(RATES).numpy())
+        self._now_nD = None
+
+    def fetch(self, plan: RowPlan) -> None:
+        """Rows of a step come here, up to date."""
+        self._plan, self._now_nD = plan, None
+        self._fetched = FetchedRows(plan, self.owned.take(plan.owned_O), self._mesh, self.ballast.dtype)
+
+    def step(self, learning_rate: float, scale: float) -> None:
+        """Moves the rows that were fetched, by their gradients times `scale`."""
+        fetched = self._fetched
+        if fetched is None or fetched.sums_OD is None:
+            raise RuntimeError("rows are moved once, after the last backward pass since they were fetched")
+        self.owned.rule.step_(fetched.taken, fetched.sums_OD.mul_(scale), learning_rate * self._rate_ratio)
+        self.owned.put(self._plan.owned_O, fetched.taken)
+        self.drop()
+
+    def drop(self) -> None:
+        """Forgets what was fetched."""
+        self._fetched = None
+
+    def weight_blocks(self, until: int) -> Iterator[Tensor]:
+        """The first `until` rows, consecutive [b, D], on every rank in the model's precision, in evaluation mode."""
+        ranks = self._mesh.world_group
+        own_nD = self._now()
+        own_nD = F.pad(own_nD, (0, 0, 0, -(-self.num_rows // ranks.size) - len(own_nD)))
+        for first, part_bD in zip(range(0, until, _BLOCK * ranks.size), own_nD.split(_BLOCK), strict=False):
+            yield ranks.all_gather(part_bD).transpose(0, 1).flatten(0, 1)[: until - first]
+
+    def _look_up(self, ids: Tensor, alike: int = 0) -> Tensor:
+        """Rows of `ids`; another rank counts the gradients of the first `alike` of them."""
+        if not self.training:
+            return self._look_up_now(ids)
+        if self._fetched is None:
+            raise RuntimeError("rows are fetched before they are looked up")
+        return self._fetched.look_up(ids, self.ballast, alike)
+
+    def _look_up_now(self, ids: Tensor) -> Tensor:
+        plan = plan_rows(ids.flatten().cpu(), self._asking).to(ids.device)
+        rows_UD = rows_from_owners(self._now().index_select(0, plan.owned_O), plan, self._mesh.world_group)
+        return F.embedding(torch.searchsorted(plan.ids_U, ids), rows_UD)
+
+    def _now(self) -> Tensor:
+        """[n, D]: this rank's rows as they would be now."""
+        if self._now_nD is None:
+            self._now_nD = torch.cat([block.to(self.ballast.dtype) for block in self.owned.blocks()])
+        return self._now_nD
+
+
+class SplitRowTable(RowTable):
+    """The same for a model whose weights are split over the mesh's tensor ranks: the twin of a
+    `VocabularyParallelEmbedding`, which looks inputs up on every rank and candidates in shares."""
+
+    def forward(self, ids: Tensor, shared_ids_U: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:  # type: ignore[override]
+        """[..., D]: rows of `ids` on every tensor rank, which all have the same gradient.
+
+        With `shared_ids_U` also [u, D]: this rank's even share of their rows. U must be a multiple of the tensor ranks;
+        an id of -1 has a row of zeros.
+        """
+        tensor = self._mesh.tensor_group
+        alike = ids.numel() if tensor.rank else 0
+        if shared_ids_U is None:
+            return self._look_up(ids, alike)
+        share_u = tensor.shard(shared_ids_U, 0)
+        looked_up = self._look_up(torch.cat([ids.flatten(), share_u.clamp_min(0)]), alike)
+        inputs, rows_uD = looked_up.split([ids.numel(), len(share_u)])
+        return inputs.view(*ids.shape, -1), rows_uD.masked_fill((share_u < 0)[:, None], 0.0)

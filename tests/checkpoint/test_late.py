@@ -1,0 +1,88 @@
+"""Rows that were kept late are read as they would be now, and plain ones as if all had just been moved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import megahead.checkpoint.late as late
+from megahead.checkpoint import open_checkpoint, save_checkpoint
+from megahead.config import OptimizerConfig
+from megahead.distributed import Dealt, Group, deal
+from megahead.errors import CheckpointError
+from megahead.optim import build_row_rule
+from support.on_ranks import on_ranks
+
+ROWS, WIDTH, NAME = 37, 3, "embedding.weight"
+CONFIG = OptimizerConfig(learning_rate=0.1)
+WRITTEN = {"optimizer": CONFIG.model_dump(mode="json")}
+
+
+def course() -> tuple[dict[str, Tensor], Tensor, Any]:
+    """Rows, touched and the rule after 30 steps that moved some of them."""
+    torch.manual_seed(0)
+    rule = build_row_rule("adamw", CONFIG)
+    rows = {
+        "weight": torch.randn(ROWS, WIDTH),
+        "exp_avg": torch.zeros(ROWS, WIDTH),
+        "exp_avg_sq": torch.zeros(ROWS, WIDTH),
+    }
+    touched = torch.zeros(ROWS, dtype=torch.int32)
+    for step in range(30):
+        ids = torch.tensor([0, 1 + step % 7, 10 + step % 13])
+        taken = {name: values[ids] for name, values in rows.items()}
+        rule.catch_up_(taken, touched[ids])
+        rule.step_(taken, torch.randn(3, WIDTH), 0.05)
+        for name, values in rows.items():
+            values[ids] = taken[name]
+        touched[ids] = step + 1
+    return rows, touched, rule
+
+
+def save(group: Group, root: Path) -> None:
+    rows, touched, rule = course()
+    kept = {**rows, "touched": touched}
+    tensors = {f"late/{kind}/{NAME}": Dealt(deal(values, group), ROWS) for kind, values in kept.items()}
+    tensors[f"late/rates/{NAME}"] = torch.from_numpy(rule.history.rates)
+    save_checkpoint(root, 30, tensors.items(), state={"optimizer_steps": 30}, config=WRITTEN, group=group, keep=1)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_late_rows_are_read_up_to_date(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
+    on_ranks(ranks, save, tmp_path)
+    monkeypatch.setattr(late, "_BLOCK", 10)
+    checkpoint, (rows, touched, rule) = open_checkpoint(tmp_path), course()
+    assert len(checkpoint.files) == ranks
+    for kind, values in rows.items():
+        assert torch.equal(checkpoint.read(f"late/{kind}/{NAME}"), values)
+    rule.catch_up_(rows, touched)
+    for kind, values in rows.items():
+        assert f"{kind}/{NAME}" in checkpoint.names()
+        torch.testing.assert_close(checkpoint.read(f"{kind}/{NAME}"), values, rtol=0, atol=1e-7)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_any_rows_of_dealt_tensors_are_found(tmp_path: Path, ranks: int) -> None:
+    on_ranks(ranks, save, tmp_path)
+    checkpoint, (rows, _, _) = open_checkpoint(tmp_path), course()
+    for block in (range(37), range(1), range(5, 6), range(4, 29), range(36, 37), range(7, 7)):
+        found = checkpoint.read_rows(f"late/weight/{NAME}", block)
+        assert torch.equal(found, rows["weight"][block.start : block.stop])
+
+
+def test_plain_rows_are_all_moved_at_the_last_step(tmp_path: Path) -> None:
+    rows, _, _ = course()
+    tensors = {f"{kind}/{NAME}": values for kind, values in rows.items()}
+    state = {"optimizer_steps": 30}
+    save_checkpoint(tmp_path, 30, tensors.items(), state=state, config=WRITTEN, group=Group(), keep=1)
+    checkpoint = open_checkpoint(tmp_path)
+    for kind, values in rows.items():
+        assert torch.equal(checkpoint.read(f"late/{kind}/{NAME}"), values)
+    assert checkpoint.read(f"late/touched/{NAME}").tolist() == [30] * ROWS
+    assert checkpoint.read(f"late/rates/{NAME}").tolist() == [0.0] * 30
+    with pytest.raises(CheckpointError, match="late/square_sum"):
+        checkpoint.read(f"late/square_sum/{NAME}")

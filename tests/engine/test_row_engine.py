@@ -1,0 +1,142 @@
+"""Body and table move together or not at all, and come back from what is kept, bit for bit."""
+
+from __future__ import annotations
+
+from math import nan
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megahead.distributed import Dealt, Group, gathered
+from support.on_ranks import on_ranks
+from support.small_rows import RowCourse
+
+FP16_HERE = torch.ops.mkldnn._is_mkldnn_fp16_supported()
+PRECISIONS = ["fp32", "bf16", "fp16"] if FP16_HERE else ["fp32", "bf16"]
+
+
+def without_a_trace(group: Group, stage: int) -> dict[str, Any]:
+    """Good steps with bad ones in between, beside a course of the good ones alone."""
+    wrong: dict[str, Any] = {}
+    for precision in PRECISIONS[: 2 if stage == 0 else 3]:
+        course, bystander = (RowCourse(group, stage, {"engine.precision": precision}) for _ in range(2))
+        told = [each.step(1).applied for each in (course, bystander)]
+        scale = course.engine.loss_scale_state()
+        course.gather(2)
+        told += [not course.engine.skip_step().applied]
+        told += [not course.step(3, nan if group.rank == group.size - 1 else 1.0).applied]
+        course.engine.set_loss_scale_state(scale)
+        told += [course.differs(bystander) == []]
+        told += [each.step(4).applied for each in (course, bystander)]
+        told += [course.differs(bystander) == [], course.engine.optimizer_steps == 2]
+        if not all(told):
+            wrong[precision] = told, course.differs(bystander)
+    return wrong
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_what_is_not_applied_leaves_no_trace(stage: int, ranks: int) -> None:
+    assert on_ranks(ranks, without_a_trace, stage) == [{}] * ranks
+
+
+def kept_whole(course: RowCourse) -> dict[str, Tensor]:
+    """What checkpoints hold: whole tensors."""
+    group, whole = course.mesh.world_group, {}
+    for name, tensor in course.engine.tensors():
+        if isinstance(tensor, Dealt):
+            whole[name] = gathered(group.all_gather_objects(tensor.part)).clone()
+        else:
+            whole[name] = tensor.clone()
+    return whole
+
+
+def resumed(group: Group, stage: int, changes: dict[str, Any]) -> dict[str, Any]:
+    first = RowCourse(group, stage, changes)
+    for number in range(12):
+        first.step(number)
+    saved, steps = kept_whole(first), first.engine.optimizer_steps
+    second = RowCourse(group, stage, changes)
+    second.step(50)
+    second.engine.load(saved.__getitem__, steps)
+    second.engine.set_loss_scale_state(first.engine.loss_scale_state())
+    loaded = first.differs(second)
+    logs = [[(each.gather(n), each.engine.step(1e-3).grad_norm) for n in range(12, 16)] for each in (first, second)]
+    return {"loaded": loaded, "same log": logs[0] == logs[1], "later": first.differs(second)}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "stage", "changes"),
+    [
+        (1, 0, {}),
+        (2, 1, {"engine.precision": "bf16"}),
+        (4, 2, {}),
+        (2, 3, {}),
+        (2, 1, {"optimizer.table": {"rule": "adamw_row", "learning_rate_ratio": 8}}),
+        (2, 0, {"optimizer.table": {"rule": "adagrad"}}),
+    ],
+)
+def test_a_resumed_course_is_the_uninterrupted_one_bit_for_bit(ranks: int, stage: int, changes: dict[str, Any]) -> None:
+    for outcome in on_ranks(ranks, resumed, stage, changes):
+        assert outcome == {"loaded": [], "same log": True, "later": []}
+
+
+def course_of(group: Group, given: dict[str, Tensor] | None, begun: int, until: int) -> tuple[dict[str, Tensor], ...]:
+    course = RowCourse(group, begun % 4)
+    if given is not None:
+        course.engine.load(given.__getitem__, begun)
+    loaded = kept_whole(course)
+    for number in range(begun, until):
+        course.step(number)
+    return loaded, kept_whole(course)
+
+
+def test_any_stage_and_number_of_ranks_goes_on_from_any_other() -> None:
+    ((_, straight),) = on_ranks(1, course_of, None, 0, 25)
+    left: dict[str, Tensor] | None = None
+    for ranks, begun, until in ((1, 0, 7), (2, 7, 14), (4, 14, 21), (1, 21, 25)):
+        results = on_ranks(ranks, course_of, left, begun, until)
+        for loaded, _ in results:
+            assert left is None or all(torch.equal(left[name], loaded[name]) for name in left)
+        left = results[0][1]
+    assert left is not None
+    assert straight.keys() == left.keys()
+    for name, expected in straight.items():
+        torch.testing.assert_close(left[name], expected, rtol=0, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+    assert (straight["late/touched/backbone.embedding.weight"] < 15).any(), "no row was late"
+
+
+def ratios(group: Group) -> tuple[float, float]:
+    """How far the table goes in the first step, at two rates for it alone."""
+    gone = []
+    for ratio in (1.0, 4.0):
+        course = RowCourse(group, 0, {"optimizer.table": {"learning_rate_ratio": ratio}, "optimizer.weight_decay": 0.0})
+        before = course.kept()
+        course.step(0)
+        after = course.kept()
+        names = "late/weight/backbone.embedding.weight", "weight/backbone.final_norm.bias"
+        gone.append([float((after[name] - before[name]).abs().max()) for name in names])
+    return gone[1][0] / gone[0][0], gone[1][1] / gone[0][1]
+
+
+def test_rows_have_a_rate_of_their_own() -> None:
+    for rows, body in on_ranks(1, ratios):
+        assert rows == pytest.approx(4, rel=1e-3)
+        assert body == 1
+
+
+def too_early(group: Group) -> list[str]:
+    course, told = RowCourse(group), []
+    for act in (lambda: course.engine.micro_step(course._micro_batch(0, 0, 1.0)), lambda: course.table.step(1.0, 1.0)):
+        with pytest.raises(RuntimeError) as error:
+            act()
+        told.append(str(error.value))
+    return told
+
+
+def test_steps_out_of_turn_are_refused() -> None:
+    ((looked_up, moved),) = on_ranks(1, too_early)
+    assert "fetched before" in looked_up
+    assert "moved once" in moved

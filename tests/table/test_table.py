@@ -1,0 +1,102 @@
+"""A table of rows: what it looks up, what it keeps, and the gradient by which it counts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megahead.config import OptimizerConfig
+from megahead.distributed import Group, Mesh
+from megahead.optim import build_row_rule
+from megahead.parallel import VocabularyParallelEmbedding
+from megahead.table import OwnedRows, RowTable, SplitRowTable, plan_rows
+from megahead.table.fetched import vector_of_length
+from support.on_ranks import on_ranks
+
+CPU, ROWS, WIDTH = torch.device("cpu"), 29, 4
+CONFIG = OptimizerConfig(learning_rate=0.1, weight_decay=0.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("length", [0.0, 1e-4, 0.37, 1.0, 12345.678, 3e5])
+def test_a_vector_has_its_length_in_any_format(dtype: torch.dtype, length: float) -> None:
+    vector = vector_of_length(torch.tensor(length, dtype=torch.float64), torch.zeros(4096, dtype=dtype))
+    coarse = dtype == torch.float16 and length / 64 < 1e-4  # below fp16's normal numbers
+    assert float(vector.double().norm()) == pytest.approx(length, rel=1e-3 if coarse else 1e-5)
+
+
+@pytest.mark.parametrize("length", [float("nan"), float("inf")])
+def test_what_is_not_finite_stays_so(length: float) -> None:
+    assert not vector_of_length(torch.tensor(length), torch.zeros(4096, dtype=torch.bfloat16)).isfinite().any()
+
+
+def whole_table() -> Tensor:
+    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(3))
+
+
+def table_of(mesh: Mesh) -> RowTable:
+    kind = SplitRowTable if mesh.tensor_group.size > 1 else RowTable
+    table = kind(ROWS, WIDTH, build_row_rule("adamw", CONFIG), mesh, CPU)
+    table.fill_(whole_table())
+    return table
+
+
+def looked_up_while_evaluating(group: Group) -> tuple[bool, bool]:
+    """Ids and blocks of rows, before and after a step."""
+    table, ids = table_of(Mesh.build(group)), torch.tensor([[3, 7], [3, 20 + group.rank]])
+    table.fetch(plan_rows(ids, group.side_channel()))
+    table(ids).square().sum().backward()
+    table.step(0.1, 1.0)
+    table.eval()
+    whole = torch.cat([block.clone() for block in table.weight_blocks(ROWS - 2)])
+    moved = (whole - whole_table()[: ROWS - 2]).abs().sum(1) > 0.05
+    expected = {3, 7} | {20 + rank for rank in range(group.size)}
+    return torch.equal(table(ids), whole[ids]), set(moved.nonzero().flatten().tolist()) == expected
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_evaluation_sees_rows_as_they_are_now(ranks: int) -> None:
+    assert on_ranks(ranks, looked_up_while_evaluating) == [(True, True)] * ranks
+
+
+def beside_the_split_embedding(group: Group) -> tuple[bool, float]:
+    """Rows and gradients of a split table, and of the split embedding that it stands for."""
+    mesh = Mesh.build(group, 2)
+    ids, shared = torch.tensor([[1, 5, 1], [8, 28, 0]]) + mesh.data_group.rank, torch.tensor([5, 9, 28, -1])
+    full = nn.Embedding.from_pretrained(torch.cat([whole_table(), torch.zeros(1, WIDTH)]), freeze=False)
+    split, table = VocabularyParallelEmbedding(full, mesh.tensor_group), table_of(mesh)
+    ids = ids.clamp_max(ROWS - 1)
+    asked = torch.cat([ids.flatten(), shared.clamp_min(0)])
+    table.fetch(plan_rows(asked, group.side_channel()))
+    outcomes = [each(ids, shared) for each in (split, table)]
+    for inputs, rows in outcomes:
+        (inputs.square().sum() + (rows**3).sum() * (1 + mesh.tensor_group.rank)).backward()
+    same = all(torch.equal(mine, theirs) for mine, theirs in zip(*outcomes, strict=True))
+    dense = mesh.tensor_group.unshard(mesh.data_group.all_reduce_(split.weight.grad) / mesh.data_group.size, 0)[:ROWS]
+    length = float(table.ballast.grad.double().norm())
+    return same, abs(length / float(dense.double().norm()) - 1)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_split_table_is_a_split_embedding(ranks: int) -> None:
+    for same, apart in on_ranks(ranks, beside_the_split_embedding):
+        assert same
+        assert apart < 1e-5
+
+
+def test_reading_rows_leaves_no_trace() -> None:
+    owned = OwnedRows(6, WIDTH, build_row_rule("adamw", CONFIG), CPU)
+    owned.fill_(whole_table()[:6])
+    for step in range(5):
+        places = torch.tensor([step % 3, 3])
+        taken = owned.take(places)
+        owned.rule.step_(taken, torch.ones(2, WIDTH), 0.1)
+        owned.put(places, taken)
+    before = {name: values.clone() for name, values in owned.rows.items()}, owned.touched_n.clone()
+    now = torch.cat(list(owned.blocks()))
+    assert all(torch.equal(before[0][name], values) for name, values in owned.rows.items())
+    assert torch.equal(before[1], owned.touched_n)
+    assert owned.late(torch.arange(6)) == 4
+    assert (now[2] != before[0]["weight"][2]).all()
+    assert torch.equal(now[3], before[0]["weight"][3])
