@@ -46,7 +46,7 @@ def late_names(stored: Iterable[str]) -> list[str]:
 def read_otherwise(checkpoint: Stored, name: str) -> Tensor:
     """A tensor that was not saved under this name; CheckpointError where it cannot be worked out either."""
     if f"{_LATE}{name}" in checkpoint.tensors:
-        return torch.cat(list(up_to_date(checkpoint, name)))
+        return _joined(up_to_date(checkpoint, name), checkpoint.tensors[f"{_LATE}{name}"].shape)
     kind, _, parameter = name.removeprefix(_LATE).partition("/")
     known = name.startswith(_LATE) and f"weight/{parameter}" in checkpoint.tensors
     if known and kind == _TOUCHED:
@@ -59,6 +59,15 @@ def read_otherwise(checkpoint: Stored, name: str) -> Tensor:
     raise CheckpointError(
         f"`{checkpoint.folder}` must hold the tensor {name}, but does not; another model or objective saved it."
     )
+
+
+def _joined(blocks: Iterable[Tensor], shape: tuple[int, ...]) -> Tensor:
+    """Blocks in one fp32 tensor, of which there is never a second copy."""
+    whole, first = torch.empty(shape), 0
+    for block in blocks:
+        whole[first : first + len(block)] = block
+        first += len(block)
+    return whole
 
 
 def up_to_date(checkpoint: Stored, name: str) -> Iterator[Tensor]:
