@@ -22,6 +22,15 @@ def test_a_gpu_gives_the_curve_of_the_cpu(tmp_path: Path, precision: str, zero: 
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(("precision", "zero", "bound"), [("fp32", 0, 1e-3), ("bf16", 1, 0.1), ("bf16", 3, 0.1)])
+def test_a_gpu_gives_the_curve_of_the_cpu_in_rows(tmp_path: Path, precision: str, zero: int, bound: float) -> None:
+    write_text(tmp_path)
+    cpu = curve(tmp_path, "cpu", stage(zero))
+    changes = stage(zero) | {"engine.precision": precision, "engine.embedding": "rows"}
+    assert curve(tmp_path, "cuda", changes) == pytest.approx(cpu, abs=bound)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_a_deterministic_run_resumed_is_bitwise_the_undisturbed_one(tmp_path: Path, zero: int) -> None:
     write_text(tmp_path)

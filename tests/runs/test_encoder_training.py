@@ -62,17 +62,26 @@ def test_resuming_is_bitwise(tmp_path: Path, objective) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "number", "tensor", "data"),
-    [("headless", 2, 2, 1), ("headless", 3, 1, 2), ("vanilla", 1, 1, 2), ("vanilla", 3, 2, 2)],
+    ("name", "number", "tensor", "data", "embedding"),
+    [
+        ("headless", 2, 2, 1, "dense"),
+        ("headless", 3, 1, 2, "dense"),
+        ("vanilla", 1, 1, 2, "dense"),
+        ("vanilla", 3, 2, 2, "dense"),
+        ("headless", 1, 1, 2, "rows"),
+        ("headless", 3, 2, 2, "rows"),
+    ],
 )
-def test_every_mesh_and_stage_takes_the_same_course(tmp_path: Path, name, number, tensor, data) -> None:
+def test_every_mesh_and_stage_takes_the_same_course(
+    tmp_path: Path, name: str, number: int, tensor: int, data: int, embedding: str
+) -> None:
     write_text(tmp_path)
     objective = OBJECTIVES[name]
     alone = encoder_config(tmp_path, objective, {"output_dir": str(tmp_path / "alone")})
     on_ranks(1, run, alone)
     zero = {"engine.deepspeed": {"zero_optimization": {"stage": number, "stage3_param_persistence_threshold": 0}}}
-    recomputed = {"engine.activation_checkpointing": True}
-    meshed = encoder_config(tmp_path, objective, {"parallel.tensor": tensor, **zero, **recomputed})
+    ways = {"engine.activation_checkpointing": True, "engine.embedding": embedding}
+    meshed = encoder_config(tmp_path, objective, {"parallel.tensor": tensor, **zero, **ways})
     on_ranks(tensor * data, run, meshed)
     one, two = (read_metrics(tmp_path / folder) for folder in ("alone", "run"))
     assert [r["loss"] for r in two.training] == pytest.approx([r["loss"] for r in one.training], abs=1e-5)
