@@ -54,6 +54,7 @@ class RowTable(nn.Module):
     def fill_(self, whole_VD: Tensor) -> None:
         """Rows that no step has moved yet."""
         self.owned.fill_(deal(whole_VD, self._mesh.world_group))
+        self._now_nD = None
 
     def kept(self) -> dict[str, Tensor | Dealt]:
         """What goes on bitwise when it is restored, on any number of ranks: rows and moments as they were last moved,
@@ -89,11 +90,12 @@ class RowTable(nn.Module):
 
     def weight_blocks(self, until: int) -> Iterator[Tensor]:
         """The first `until` rows, consecutive [b, D], on every rank in the model's precision, in evaluation mode."""
-        ranks = self._mesh.world_group
-        own_nD = self._now()
-        own_nD = F.pad(own_nD, (0, 0, 0, -(-self.num_rows // ranks.size) - len(own_nD)))
-        for first, part_bD in zip(range(0, until, _BLOCK * ranks.size), own_nD.split(_BLOCK), strict=False):
-            yield ranks.all_gather(part_bD).transpose(0, 1).flatten(0, 1)[: until - first]
+        own_nD, ranks = self._now(), self._mesh.world_group
+        most = -(-self.num_rows // ranks.size)  # some ranks have a row less
+        for place in range(0, -(-until // ranks.size), _BLOCK):
+            part_bD = own_nD[place : place + _BLOCK]
+            even_bD = F.pad(part_bD, (0, 0, 0, min(_BLOCK, most - place) - len(part_bD)))
+            yield ranks.all_gather(even_bD).transpose(0, 1).flatten(0, 1)[: until - place * ranks.size]
 
     def _look_up(self, ids: Tensor, alike: int = 0) -> Tensor:
         """Rows of `ids`; another rank counts the gradients of the first `alike` of them."""

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import megahead.table.table as table_module
 from megahead.config import OptimizerConfig
 from megahead.distributed import Group, Mesh
 from megahead.optim import build_row_rule
@@ -56,7 +57,9 @@ def looked_up_while_evaluating(group: Group) -> tuple[bool, bool]:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_evaluation_sees_rows_as_they_are_now(ranks: int) -> None:
+@pytest.mark.parametrize("block", [4, 1 << 14])
+def test_evaluation_sees_rows_as_they_are_now(ranks: int, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(table_module, "_BLOCK", block)
     assert on_ranks(ranks, looked_up_while_evaluating) == [(True, True)] * ranks
 
 
