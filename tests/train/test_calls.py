@@ -53,14 +53,14 @@ def test_runs_follow_each_other_in_one_process_at_every_stage(tmp_path: Path) ->
 def several(folder: Path) -> None:
     """Each ends without a process group and without its model."""
     models = []
-    original = setup._engine
+    original = setup.build_engine
 
     def noted(*args: Any) -> Any:
         engine, ways = original(*args)
         models.append(weakref.ref(engine.module))
         return engine, ways
 
-    setup._engine = noted
+    setup.build_engine = noted
     for k, number in enumerate(STAGES):
         assert run_at(folder, number, k).ending == "finished"
         assert not dist.is_initialized()
