@@ -103,7 +103,7 @@ def packages() -> Iterator[Finding]:
         yield package(name, "problem", "`make install`, or pip install megahead")
     if torch.cuda.is_available():
         yield package("flash_attn", "note", "pip install flash-attn: packed documents attend faster")
-        yield package("triton", "note", "pip install triton: the fused loss kernels")
+        yield package("triton", "note", "pip install triton: the kernel of the loss")
 
 
 def package(name: str, lack: Literal["note", "problem"], advice: str) -> Finding:

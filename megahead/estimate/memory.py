@@ -8,12 +8,13 @@ memory that an allocator keeps (glibc's: up to all gradients, unless MALLOC_MMAP
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from megahead.config import RunConfig, RunPlan
-from megahead.config.loss_chunks import CHUNK_BYTES, MIN_CHUNK_OUTPUTS
+from megahead.config.loss_chunks import ON_CPU, ON_GPU
 from megahead.estimate.parameters import run_parameters
 
 _DEFAULTS = {
@@ -68,7 +69,7 @@ def rank_memory(plan: RunPlan, stage: int | None = None) -> RankMemory:
         host, weights = host + weights, 0
     optimizer = 0 if "offload_optimizer" in zero else optimizer
     compute = 4 if precision == "fp32" else 2
-    peak = _activations(config, compute), _loss(config), _table(plan)
+    peak = _activations(config, compute), _loss(config, compute), _table(plan)
     return RankMemory(weights, gradients, optimizer, buffers, *peak, host)
 
 
@@ -184,9 +185,15 @@ def _activations(config: RunConfig, compute: int) -> float:
     return compute * tokens * (model.num_layers * kept + working)
 
 
-def _loss(config: RunConfig) -> float:
-    """Bytes of outputs and rows with their gradients in fp32, and of a chunk of scores (`objectives.chunked`)."""
+def _loss(config: RunConfig, compute: int) -> float:
+    """Bytes of outputs and rows with their gradients, and of a chunk of scores (`objectives.three_products`).
+
+    In half precision outputs, rows and their gradients have `compute` bytes an element, but the rows' gradient 4 more
+    while it is added up; residuals stand beside scores, in chunks for GPUs.
+    """
     targets = config.batch.micro_size * config.targets_per_row()
     rows = candidate_rows(config) / config.parallel.tensor
-    chunk = min(targets, max(MIN_CHUNK_OUTPUTS, CHUNK_BYTES // (4 * rows)))
-    return 4 * 2 * (targets + rows) * config.model.hidden_size + 4 * chunk * rows
+    half = compute == 2
+    chunk = (ON_GPU if half else ON_CPU).outputs(targets, math.ceil(rows), score_size=4)
+    matrices = 2 * compute * (targets + rows) + (4 * rows if half else 0)
+    return matrices * config.model.hidden_size + (4 + compute if half else 4) * chunk * rows

@@ -28,8 +28,8 @@ class CandidateShard:
         first = group.rank * width
         return CandidateShard(first, min(max(total - first, 0), width), width, group)
 
-    def slice(self, bias_U: Tensor | None) -> Tensor | None:
-        """[w]: this rank's slice of all candidates' biases, zeros where it is padded."""
+    def slice(self, bias_U: Tensor | None, elsewhere: float = 0.0) -> Tensor | None:
+        """[w]: this rank's slice of all candidates' biases, `elsewhere` where it is padded."""
         if bias_U is None:
             return None
-        return F.pad(bias_U[self.first : self.first + self.count], (0, self.width - self.count))
+        return F.pad(bias_U[self.first : self.first + self.count], (0, self.width - self.count), value=elsewhere)

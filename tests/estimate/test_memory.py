@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from megahead.config import RunConfig, RunPlan, load_config
+from megahead.config.loss_chunks import ON_CPU, ON_GPU
 from megahead.distributed import Group
 from megahead.estimate import expected_candidates, rank_memory, rank_parameters
-from megahead.objectives import vocabulary_candidates
-from megahead.objectives.chunked import score_chunks
 from megahead.parallel import assemble
 from support.forked import run_script
 
@@ -67,12 +66,14 @@ def test_a_table_of_rows_is_divided_by_all_ranks_and_lighter_rules_are_lighter()
 @pytest.mark.parametrize("vocab_size", [1024, 50 * 1024])
 def test_the_loss_holds_as_many_scores_as_a_chunk_of_it_has(vocab_size: int) -> None:
     settings = f"model.vocab_size={vocab_size}", "objective.name=vanilla", "parallel.tensor=1", "batch.micro_size=2"
-    plan = planned(*settings, ranks=1)
-    targets = 2 * plan.config.data.sequence_length
-    vocabulary = vocabulary_candidates(torch.zeros(targets, dtype=torch.int64))
-    chunk = next(score_chunks(torch.ones(targets, 1), torch.ones(vocab_size, 1), vocabulary, 1.0))
-    matrices = 4 * 2 * (targets + vocab_size) * plan.config.model.hidden_size
-    assert rank_memory(plan).loss - matrices == chunk.scores_nU.nbytes
+    full, half = (planned(*settings, f"engine.precision={precision}", ranks=1) for precision in ("fp32", "bf16"))
+    targets, hidden = 2 * full.config.data.sequence_length, full.config.model.hidden_size
+    matrices = 2 * (targets + vocab_size) * hidden
+    scores = vocab_size * ON_CPU.outputs(targets, vocab_size, 4)
+    assert rank_memory(full).loss == 4 * matrices + 4 * scores
+    scores = vocab_size * ON_GPU.outputs(targets, vocab_size, 4)
+    in_float32 = 4 * vocab_size * hidden
+    assert rank_memory(half).loss == 2 * matrices + in_float32 + (4 + 2) * scores
 
 
 def test_recomputed_activations_are_an_order_less() -> None:

@@ -13,15 +13,16 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from megahead.config.loss_chunks import ON_CPU, ChunkSize
 from megahead.objectives import (
     Candidates,
     EvaluationSums,
     candidate_loss,
     candidate_loss_reference,
-    chunked,
     cwt_loss,
     evaluation_sums,
     log_unigram,
+    row_step,
     unique_candidates,
     vocabulary_candidates,
 )
@@ -71,8 +72,7 @@ def test_chunks_do_not_change_it(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = candidate_loss_reference(*args)
     expected_grads = torch.autograd.grad(expected, [outputs, rows])
     for chunk_bytes in (1, 700, 10**9):  # one output at a time, a ragged few, all at once
-        monkeypatch.setattr(chunked, "CHUNK_BYTES", chunk_bytes)
-        monkeypatch.setattr(chunked, "MIN_CHUNK_OUTPUTS", 1)
+        monkeypatch.setattr(row_step, "ON_CPU", ChunkSize(chunk_bytes, least_outputs=1, multiple=1))
         loss = candidate_loss(*args)
         torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)
         for mine, theirs in zip(torch.autograd.grad(loss, [outputs, rows]), expected_grads, strict=True):
@@ -98,7 +98,7 @@ def test_memory_does_not_grow_with_outputs_times_candidates() -> None:
     with LargestTensor() as largest:
         candidate_loss(outputs, rows, candidates).backward()
         evaluation_sums(outputs, rows, candidates)
-    assert largest.bytes <= chunked.CHUNK_BYTES < 4 * 3000 * 2000
+    assert largest.bytes <= ON_CPU.score_bytes < 4 * 3000 * 2000
 
 
 @pytest.mark.parametrize("others_learn", [True, False])
@@ -183,6 +183,11 @@ def test_scores_are_those_of_the_softmax() -> None:
     assert scores.loss == pytest.approx(-log_probs.gather(1, targets[:, None]).sum().item(), rel=1e-9)
     assert scores.correct == int((log_probs.argmax(1) == targets).sum())
     assert scores.targets == 20
+
+
+def test_a_target_that_ties_with_another_candidate_is_not_correct() -> None:
+    scores = evaluation_sums(torch.zeros(6, 4), torch.zeros(7, 4), vocabulary_candidates(torch.arange(6)))
+    assert scores.correct == 0
 
 
 def test_no_targets_score_nothing() -> None:

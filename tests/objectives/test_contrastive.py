@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megahead.config import ObjectiveConfig
+from megahead.config.loss_chunks import ChunkSize
 from megahead.errors import ConfigError
 from megahead.objectives import (
     Candidates,
@@ -20,8 +21,8 @@ from megahead.objectives import (
     build_objective,
     candidate_loss,
     candidate_loss_reference,
-    chunked,
     log_unigram,
+    row_step,
     training_free_bias,
     unique_candidates,
 )
@@ -103,8 +104,7 @@ def test_own_biases_do_not_depend_on_chunks(monkeypatch: pytest.MonkeyPatch) -> 
     assert candidates.positive_bias_U is not None
     losses, gradients = [], []
     for chunk_bytes in (1, 300, 10**9):
-        monkeypatch.setattr(chunked, "CHUNK_BYTES", chunk_bytes)
-        monkeypatch.setattr(chunked, "MIN_CHUNK_OUTPUTS", 1)
+        monkeypatch.setattr(row_step, "ON_CPU", ChunkSize(chunk_bytes, least_outputs=1, multiple=1))
         losses.append(loss_of(candidates, outputs, table, 0.7))
         gradients.append(torch.autograd.grad(losses[-1], [table])[0])
     torch.testing.assert_close(losses, [losses[0]] * 3)

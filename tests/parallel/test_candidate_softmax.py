@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from megahead.config.loss_chunks import ChunkSize
 from megahead.distributed import Group
-from megahead.objectives import Candidates, CandidateShard, candidate_loss_reference, evaluation_sums
-from megahead.parallel import candidate_softmax, parallel_candidate_loss, parallel_evaluation_sums
+from megahead.objectives import Candidates, CandidateShard, candidate_loss_reference, evaluation_sums, row_step
+from megahead.parallel import parallel_candidate_loss, parallel_evaluation_sums
 from support.on_ranks import on_ranks
 
 OUTPUTS, FEATURES, TEMPERATURE = 23, 5, 0.7
@@ -39,7 +40,7 @@ def split(group: Group, count: int, biased: bool, scale: float) -> tuple[Tensor,
     shard, table = shard_of(rows, group)
     outputs.requires_grad_()
     table.requires_grad_()
-    with mock.patch.object(candidate_softmax, "CHUNK_BYTES", 8 * 4 * table.shape[0]):  # four outputs a chunk
+    with mock.patch.object(row_step, "ON_CPU", ChunkSize(8 * 4 * table.shape[0], 1, 1)):  # four outputs a chunk
         loss = parallel_candidate_loss(outputs, table, candidates, TEMPERATURE, shard)
     (3 * loss).backward()
     assert outputs.grad is not None

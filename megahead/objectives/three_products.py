@@ -1,0 +1,139 @@
+"""The softmax over candidates in three products of N x w x D, chunk by chunk of outputs: N x w scores are never held.
+
+One product gives a chunk's scores, a row step their residuals (on CPUs by torch's operations, `row_step`; on GPUs by a
+kernel, `row_kernel`), two products both gradients: in the forward pass, so that nothing is computed twice. Nothing
+waits for the device, and nothing is added atomically: results do not vary.
+
+N outputs, D features, w candidates in this rank's table (all of them where there is one rank).
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from megahead.distributed import Group
+from megahead.objectives.candidates import Candidates
+from megahead.objectives.row_step import Residuals, RowStep, RowSums, TorchRowStep
+
+
+def three_product_loss(
+    outputs_ND: Tensor, rows_wD: Tensor, candidates: Candidates, temperature: float, group: Group
+) -> Tensor:
+    """`candidate_loss` for N > 0, without its constant: on every rank of `group` that of all ranks' candidates.
+
+    `candidates`: this rank's biases [w] (-inf: no candidate), places of positives in its table, others outside of it.
+    The outputs' gradient comes summed over the ranks. Both gradients, N x D in the inputs' type and w x D in float32,
+    are all that is kept for the backward pass. Collective.
+    """
+    dtype = product_dtype(outputs_ND, rows_wD)
+    inputs = outputs_ND.to(dtype), rows_wD.to(dtype), candidates.bias_U
+    loss: Tensor = _ThreeProducts.apply(*inputs, candidates, temperature, group)
+    return loss
+
+
+def softmax_sums(
+    outputs_ND: Tensor, rows_wD: Tensor, candidates: Candidates, temperature: float, group: Group
+) -> RowSums:
+    """Of each of N > 0 outputs, as `three_product_loss` is given them, without gradients. Collective."""
+    dtype = product_dtype(outputs_ND, rows_wD)
+    outputs_ND = outputs_ND.to(dtype)
+    step = row_step(outputs_ND, rows_wD.to(dtype), candidates, temperature, group)
+    parts = [step.sums(outputs_ND[part], candidates.positive_N[part]) for part in _chunks(step, outputs_ND)]
+    return RowSums(*map(torch.cat, zip(*parts, strict=True)))
+
+
+def on_gpu(tensor: Tensor) -> bool:
+    """Whether the kernel serves."""
+    return tensor.is_cuda and tensor.dtype != torch.float64
+
+
+def product_dtype(outputs_ND: Tensor, rows_wD: Tensor) -> torch.dtype:
+    """The type that products read: on GPUs autocast's, or half precision if both inputs have it; else float32, or
+    float64 if either has it."""
+    both = torch.promote_types(outputs_ND.dtype, rows_wD.dtype)
+    if on_gpu(outputs_ND) and torch.is_autocast_enabled(outputs_ND.device.type):
+        return torch.get_autocast_dtype(outputs_ND.device.type)
+    return both if on_gpu(outputs_ND) and both.itemsize == 2 else torch.promote_types(both, torch.float32)
+
+
+def row_step(outputs_ND: Tensor, rows_wD: Tensor, candidates: Candidates, temperature: float, group: Group) -> RowStep:
+    """The one for the inputs' device, ready for chunks of these outputs."""
+    if not on_gpu(outputs_ND):
+        return TorchRowStep(outputs_ND, rows_wD, candidates, temperature, group)
+    kernel = importlib.import_module("megahead.objectives.row_kernel")  # triton comes with torch for CUDA alone
+    return cast(RowStep, kernel.KernelRowStep(outputs_ND, rows_wD, candidates, temperature, group))
+
+
+def _chunks(step: RowStep, outputs_ND: Tensor) -> Iterator[slice]:
+    total = outputs_ND.shape[0]
+    return (slice(start, min(start + step.chunk, total)) for start in range(0, total, step.chunk))
+
+
+class _ThreeProducts(torch.autograd.Function):
+    """Computes the gradients while the scores of a chunk are at hand, so that backward need not compute them again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        outputs_ND: Tensor,
+        rows_wD: Tensor,
+        bias_w: Tensor | None,
+        candidates: Candidates,
+        temperature: float,
+        group: Group,
+    ) -> Tensor:
+        with torch.autocast(outputs_ND.device.type, enabled=False):
+            step = row_step(outputs_ND, rows_wD, candidates, temperature, group)
+            gradients = _Gradients(outputs_ND, rows_wD, step, bias_wanted=ctx.needs_input_grad[2])
+            losses = []
+            for part in _chunks(step, outputs_ND):
+                residuals = step.residuals(outputs_ND[part], candidates.positive_N[part])
+                losses.append(residuals.loss_n)
+                if any(ctx.needs_input_grad):
+                    gradients.add(part, candidates.positive_N[part], residuals)
+            group.all_reduce_(gradients.outputs)
+        ctx.save_for_backward(gradients.outputs, gradients.rows, gradients.bias)
+        ctx.scale = 1 / temperature
+        return torch.cat(losses).sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        grad_outputs, grad_rows, grad_bias = ctx.saved_tensors
+        slope = grad_loss * ctx.scale
+        both = grad_outputs * slope, (grad_rows * slope).to(grad_outputs.dtype)
+        return *both, None if grad_bias is None else grad_bias * grad_loss, None, None, None
+
+
+class _Gradients:
+    """The loss's gradients by outputs and rows (times the temperature), and by biases, as chunks come in."""
+
+    def __init__(self, outputs_ND: Tensor, rows_wD: Tensor, step: RowStep, bias_wanted: bool) -> None:
+        total_dtype = torch.promote_types(rows_wD.dtype, torch.float32)
+        self._inputs, self._step = (outputs_ND, rows_wD), step
+        self.outputs = torch.empty_like(outputs_ND)
+        self.rows = torch.zeros_like(rows_wD, dtype=total_dtype)
+        self.bias = rows_wD.new_zeros(len(rows_wD), dtype=total_dtype) if bias_wanted else None
+
+    def add(self, part: slice, positive_n: Tensor, residuals: Residuals) -> None:
+        """The gradients of the outputs of `part`, and what they add to those of rows and biases."""
+        (outputs_ND, rows_wD), (_, matrix_nw, weight_n1) = self._inputs, residuals
+        outputs_nD, gradient_nD = outputs_ND[part], self.outputs[part]
+        torch.mm(matrix_nw, rows_wD, out=gradient_nD)
+        if weight_n1 is not None:
+            gradient_nD.mul_(weight_n1)
+            outputs_nD = outputs_nD * weight_n1
+        self._step.add_product_(self.rows, matrix_nw.T, outputs_nD)
+        if self.bias is not None:
+            self._add_to_bias(self.bias, positive_n, residuals)
+
+    def _add_to_bias(self, bias_w: Tensor, positive_n: Tensor, residuals: Residuals) -> None:
+        """Probabilities: the loss does not subtract the positive's bias, so that the residuals' -1 is made up for."""
+        _, matrix_nw, weight_n1 = residuals
+        sums = matrix_nw.sum(0, dtype=bias_w.dtype) if weight_n1 is None else torch.mv(matrix_nw.T, weight_n1[:, 0])
+        held_n = (positive_n >= 0) & (positive_n < len(bias_w))
+        bias_w.add_(sums).index_add_(0, positive_n.clamp(0, len(bias_w) - 1), held_n.to(bias_w.dtype))

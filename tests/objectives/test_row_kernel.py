@@ -1,0 +1,234 @@
+"""The loss by the Triton kernel against the reference in float64: on CUDA, and in Triton's interpreter elsewhere."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megahead.config.loss_chunks import ChunkSize
+from megahead.distributed import Group
+from megahead.objectives import (
+    Candidates,
+    CandidateShard,
+    candidate_loss,
+    candidate_loss_reference,
+    evaluation_sums,
+    three_products,
+)
+from megahead.parallel import parallel_candidate_loss, parallel_evaluation_sums
+from support.on_ranks import on_ranks
+
+pytest.importorskip("triton", reason="needs triton (the `test` extra, or torch for CUDA)")
+TEMPERATURE = 0.7
+
+
+def interpret(patch: pytest.MonkeyPatch) -> None:
+    """CPU tensors take the kernel, with blocks and chunks so small that a few dozen rows fill several."""
+    from megahead.objectives import row_kernel
+
+    patch.setattr(three_products, "on_gpu", lambda tensor: tensor.dtype != torch.float64)
+    patch.setattr(row_kernel, "BLOCK", 16)
+    patch.setattr(row_kernel, "ON_GPU", ChunkSize(score_bytes=1, least_outputs=8, multiple=1))
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    if request.param == "cpu":
+        if torch.cuda.is_available():
+            pytest.skip("Triton's interpreter is for machines without a GPU")
+        interpret(monkeypatch)
+    return torch.device(request.param)
+
+
+def drawn(
+    n: int, u: int, d: int, dtype: torch.dtype, device: torch.device, apart: bool = True
+) -> tuple[Tensor, Tensor, Candidates]:
+    """Outputs, rows, candidates; `apart`: the last has the bias -inf for all but the outputs whose positive it is."""
+    generator = torch.Generator().manual_seed(n + u + d)
+    outputs = torch.randn(n, d, generator=generator).to(device, dtype).requires_grad_()
+    rows = (torch.randn(u, d, generator=generator) * min(1, 5 / d**0.5)).to(device, dtype).requires_grad_()
+    own = torch.randint(u, (n,), generator=generator).to(device)
+    own[0] = u - 1
+    bias = torch.randn(u, generator=generator, dtype=torch.float64).to(device)
+    if not apart:
+        return outputs, rows, Candidates(None, bias, own)
+    positive_bias = bias.clone()
+    bias[-1] = -torch.inf
+    return outputs, rows, Candidates(None, bias, own, positive_bias)
+
+
+def solved(loss: Tensor, inputs: list[Tensor]) -> list[Tensor]:
+    return [loss.detach().double(), *(gradient.double() for gradient in torch.autograd.grad(3 * loss, inputs))]
+
+
+def truth(outputs: Tensor, rows: Tensor, candidates: Candidates, temperature: float) -> list[Tensor]:
+    exact = [tensor.detach().double().requires_grad_() for tensor in (outputs, rows)]
+    return solved(candidate_loss_reference(*exact, candidates, temperature), exact)
+
+
+@pytest.mark.parametrize(("n", "u", "d"), [(1, 2, 1), (16, 16, 16), (19, 37, 23), (33, 18, 40)])
+@pytest.mark.parametrize("apart", [False, True])
+def test_float32_equals_the_reference(device: torch.device, n: int, u: int, d: int, apart: bool) -> None:
+    outputs, rows, candidates = drawn(n, u, d, torch.float32, device, apart)
+    mine = solved(candidate_loss(outputs, rows, candidates, TEMPERATURE), [outputs, rows])
+    for value, exact in zip(mine, truth(outputs, rows, candidates, TEMPERATURE), strict=True):
+        torch.testing.assert_close(value, exact, rtol=2e-5, atol=2e-5)
+
+
+def test_without_biases_it_equals_the_reference(device: torch.device) -> None:
+    outputs, rows, candidates = drawn(19, 37, 23, torch.float32, device)
+    candidates = Candidates(None, None, candidates.positive_N)
+    mine = solved(candidate_loss(outputs, rows, candidates), [outputs, rows])
+    for value, exact in zip(mine, truth(outputs, rows, candidates, 1.0), strict=True):
+        torch.testing.assert_close(value, exact, rtol=2e-5, atol=2e-5)
+
+
+def assert_rounded_once(mine: list[Tensor], exact: list[Tensor], dtype: torch.dtype) -> None:
+    """The loss as in float32, gradients within a few roundings of `dtype`."""
+    torch.testing.assert_close(mine[0], exact[0], rtol=1e-5, atol=1e-5)
+    for value, true in zip(mine[1:], exact[1:], strict=True):
+        assert (value - true).norm() < 2 * torch.finfo(dtype).eps * true.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("apart", [False, True])
+def test_half_precision_rounds_residuals_and_results_and_nothing_else(
+    device: torch.device, dtype: torch.dtype, apart: bool
+) -> None:
+    outputs, rows, candidates = drawn(21, 35, 24, dtype, device, apart)
+    loss = candidate_loss(outputs, rows, candidates)
+    assert loss.dtype == torch.float32
+    assert [gradient.dtype for gradient in torch.autograd.grad(loss, [outputs, rows], retain_graph=True)] == [dtype] * 2
+    assert_rounded_once(solved(loss, [outputs, rows]), truth(outputs, rows, candidates, 1.0), dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("n", "u", "d"), [(4096, 1536, 512), (16384, 4608, 512), (3001, 4599, 1024), (1500, 50257, 768)]
+)
+def test_half_precision_at_sizes_of_training(n: int, u: int, d: int, dtype: torch.dtype) -> None:
+    outputs, rows, candidates = drawn(n, u, d, dtype, torch.device("cuda"))
+    assert_rounded_once(
+        solved(candidate_loss(outputs, rows, candidates), [outputs, rows]), truth(outputs, rows, candidates, 1.0), dtype
+    )
+
+
+def test_extreme_scores_stay_finite(device: torch.device) -> None:
+    outputs = torch.tensor([[100.0, 0.0], [-100.0, 0.0], [0.0, 0.0]], device=device).bfloat16().requires_grad_()
+    rows = torch.tensor([[100.0, 0.0], [-100.0, 0.0]], device=device).bfloat16().requires_grad_()
+    loss = candidate_loss(outputs, rows, Candidates(None, None, torch.tensor([1, 0, 0], device=device)))
+    assert loss.item() == pytest.approx(4e4, rel=1e-2)
+    for gradient in torch.autograd.grad(loss, [outputs, rows]):
+        assert gradient.isfinite().all()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_a_learned_bias_gets_its_gradient(device: torch.device, temperature: float) -> None:
+    outputs, rows, candidates = drawn(19, 23, 16, torch.float32, device, apart=False)
+    results = []
+    for way, dtype in ((candidate_loss, torch.float32), (candidate_loss_reference, torch.float64)):
+        inputs = [x.detach().to(dtype).requires_grad_() for x in (outputs, rows, candidates.bias_U)]
+        results.append(solved(way(*inputs[:2], replace(candidates, bias_U=inputs[2]), temperature), inputs))
+    for mine, exact in zip(*results, strict=True):
+        torch.testing.assert_close(mine, exact, rtol=2e-5, atol=2e-5)
+
+
+def test_evaluation_sums_equal_those_in_float64(device: torch.device) -> None:
+    outputs, rows, candidates = drawn(40, 37, 23, torch.bfloat16, device, apart=False)
+    mine = evaluation_sums(outputs, rows, candidates, 0.5)
+    exact = evaluation_sums(outputs.double(), rows.double(), candidates, 0.5)
+    assert exact.correct > 0
+    assert mine.loss == pytest.approx(exact.loss, rel=1e-5)
+    assert (mine.correct, mine.targets) == (exact.correct, exact.targets)
+
+
+def split(group: Group, count: int, apart: bool) -> tuple[Tensor, Tensor, Tensor, tuple[float, int, int]]:
+    with pytest.MonkeyPatch.context() as patch:
+        interpret(patch)
+        outputs, rows, candidates = drawn(23, count, 24, torch.bfloat16, torch.device("cpu"), apart)
+        shard = CandidateShard.of(count, -(-count // group.size), group)
+        table = rows.new_full((shard.width, 24), 77.0)  # where there is no candidate, nonsense
+        table[: shard.count] = rows[shard.first : shard.first + shard.count].detach()
+        table.requires_grad_()
+        loss = parallel_candidate_loss(outputs, table, candidates, TEMPERATURE, shard)
+        value, of_outputs, of_rows = solved(loss, [outputs, table])
+        assert not of_rows[shard.count :].any()
+        sums = parallel_evaluation_sums(outputs, table, replace(candidates, positive_bias_U=None), TEMPERATURE, shard)
+        return value, of_outputs, of_rows[: shard.count], tuple(sums)
+
+
+@pytest.mark.parametrize(("size", "count", "apart"), [(1, 7, False), (2, 21, True), (4, 37, False), (4, 2, True)])
+def test_split_over_ranks_it_equals_the_reference(size: int, count: int, apart: bool) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("Triton's interpreter is for machines without a GPU")
+    outputs, rows, candidates = drawn(23, count, 24, torch.bfloat16, torch.device("cpu"), apart)
+    exact = truth(outputs, rows, candidates, TEMPERATURE)
+    plain = replace(candidates, positive_bias_U=None)
+    sums = evaluation_sums(outputs.double(), rows.double(), plain, TEMPERATURE)
+    results = on_ranks(size, split, count, apart)
+    of_rows = torch.cat([result[2] for result in results])
+    for value, of_outputs, _, (loss, correct, targets) in results:
+        assert_rounded_once([value, of_outputs, of_rows], exact, torch.bfloat16)
+        assert loss == pytest.approx(sums.loss, rel=1e-5)
+        assert (correct, targets) == (sums.correct, sums.targets)
+
+
+@pytest.mark.gpu
+def test_cuda_takes_the_kernel_for_half_precision_and_under_autocast() -> None:
+    outputs, rows, candidates = drawn(300, 700, 512, torch.bfloat16, torch.device("cuda"))
+    loss = candidate_loss(outputs, rows, candidates)
+    with torch.autocast("cuda", torch.bfloat16):
+        cast = candidate_loss(outputs.float(), rows.float(), candidates)
+    assert torch.equal(cast, loss)
+
+
+@pytest.mark.gpu
+def test_results_do_not_vary_and_nothing_waits_for_the_device() -> None:
+    outputs, rows, candidates = drawn(5000, 2048, 512, torch.bfloat16, torch.device("cuda"))
+    first = solved(candidate_loss(outputs, rows, candidates), [outputs, rows])
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        again = solved(candidate_loss(outputs, rows, candidates), [outputs, rows])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(map(torch.equal, first, again))
+
+
+class Operations(TorchDispatchMode):
+    """How often each operation ran, those that compute nothing left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.is_view and "empty" not in func.name():
+            self.counts[func.name().removeprefix("aten::").partition(".")[0]] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_chunk_takes_three_products_and_a_difference_beside_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    interpret(monkeypatch)
+    outputs, rows, candidates = drawn(40, 37, 16, torch.float32, torch.device("cpu"))
+    counts = []
+    for chunk in (8, 40):
+        monkeypatch.setattr("megahead.objectives.row_kernel.ON_GPU", ChunkSize(1, least_outputs=chunk, multiple=1))
+        monkeypatch.setattr("megahead.objectives.row_kernel.KernelRowStep._sum_up", sums_of_nothing)
+        with Operations() as operations:
+            torch.autograd.grad(candidate_loss(outputs, rows, candidates), [outputs, rows])
+        counts.append(operations.counts)
+    five, one = counts
+    assert five - one == Counter({"mm": 4 * 2, "addmm_": 4, "sub": 4})
+    assert one.total() <= 4 + 12, one
+
+
+def sums_of_nothing(step: Any, scores_nw: Tensor, *_: Any, **__: Any) -> Tensor:
+    """In the kernel's place, which the interpreter would compute by torch's operations."""
+    return torch.empty(4, len(scores_nw))

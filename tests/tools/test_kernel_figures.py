@@ -1,0 +1,30 @@
+"""The loss's kernel compiles for every architecture that it is meant for, without a device."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from support.forked import ROOT
+
+pytest.importorskip("triton", reason="needs triton (the `test` extra, or torch for CUDA)")
+
+
+def test_the_kernel_spills_nothing_on_any_architecture_and_leaves_room_for_many_programs() -> None:
+    """In an interpreter of its own: here Triton may be imported for interpreting, which compiles nothing."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "tools/kernel_figures.py"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    lines = [line.split() for line in done.stdout.splitlines()]
+    compiled = {(line[0], *line[1:-4]): [int(number.replace(",", "")) for number in line[-4:]] for line in lines[1:10]}
+    assert {sm for sm, *_ in compiled} == {"80", "90", "100"}
+    assert len(compiled) == 9
+    for registers, spilled, shared, blocks in compiled.values():
+        assert 0 < registers <= 64
+        assert spilled == 0
+        assert shared <= 1024
+        assert blocks >= 8
