@@ -209,7 +209,7 @@ class Operations(TorchDispatchMode):
         self.counts: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not func.is_view and "empty" not in func.name():
+        if not func.is_view and "empty" not in func.name() and func is not torch.ops.aten.promote_types.default:
             self.counts[func.name().removeprefix("aten::").partition(".")[0]] += 1
         return func(*args, **(kwargs or {}))
 
@@ -226,7 +226,7 @@ def test_a_chunk_takes_three_products_and_a_difference_beside_the_kernel(monkeyp
         counts.append(operations.counts)
     five, one = counts
     assert five - one == Counter({"mm": 4 * 2, "addmm_": 4, "sub": 4})
-    assert one.total() <= 4 + 12, one
+    assert (one - Counter({"mm": 2, "addmm_": 1, "sub": 1})).total() <= 10, one
 
 
 def sums_of_nothing(step: Any, scores_nw: Tensor, *_: Any, **__: Any) -> Tensor:
