@@ -2,8 +2,8 @@
 
 Every rank holds all outputs and an equal share of the candidates. It is not the share whose embedding rows it owns, as
 in Megatron's vocabulary-parallel loss: frequent ids have neighbouring numbers, so those shares would be uneven. A chunk
-of outputs costs collectives of a few numbers for each output (two on CPUs, one on GPUs); the outputs' gradient costs one
-more, of N x D.
+of outputs costs collectives of a few numbers for each output (two on CPUs, one on GPUs); the outputs' gradient costs
+one more, of N x D.
 
 N outputs, D features, U candidates; w: the candidates of one rank.
 """
