@@ -1,0 +1,33 @@
+"""Chunks of a loss: as few as fit, and even."""
+
+from __future__ import annotations
+
+import pytest
+
+from megahead.config.loss_chunks import ON_CPU, ON_GPU, ChunkSize
+
+
+@pytest.mark.parametrize(
+    ("total", "candidates", "outputs"),
+    [
+        (16384, 4608, 1664),  # 1,792 would fit: ten chunks either way, and the last is not a remnant
+        (1000, 4608, 1000),
+        (16384, 50304, 1024),  # no fewer, though they do not fit
+        (1100, 50304, 640),
+    ],
+)
+def test_chunks_for_gpus_are_even_multiples_of_what_is_computed_at_once(
+    total: int, candidates: int, outputs: int
+) -> None:
+    assert ON_GPU.outputs(total, candidates, 4) == outputs
+
+
+@pytest.mark.parametrize("size", [ON_CPU, ON_GPU, ChunkSize(1, 1, 1)])
+@pytest.mark.parametrize("total", [1, 100, 1025, 40_000])
+@pytest.mark.parametrize("candidates", [1, 3000, 1_000_000])
+def test_scores_stay_within_the_bytes_unless_a_chunk_has_the_least_outputs(
+    size: ChunkSize, total: int, candidates: int
+) -> None:
+    outputs = size.outputs(total, candidates, 4)
+    assert 1 <= outputs <= total
+    assert outputs * candidates * 4 <= size.score_bytes or outputs <= size.least_outputs
