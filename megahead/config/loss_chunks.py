@@ -14,7 +14,7 @@ class ChunkSize:
     """Scores held at once."""
 
     least_outputs: int
-    """Outputs in a chunk, however many candidates there are: each chunk adds to the gradient of all rows."""
+    """Outputs that a chunk may always have, however many candidates: each chunk adds to the gradient of all rows."""
 
     multiple: int
     """Outputs in a chunk are a multiple of this, unless there are fewer."""
