@@ -20,7 +20,9 @@ def streamed_sums(
     outputs_ND: Tensor, blocks: Iterable[Tensor], vocabulary: Candidates, temperature: float = 1.0
 ) -> EvaluationSums:
     """What `evaluation_sums` gives for all rows, consecutive [b, D], of which at most one block is held."""
-    lowest = torch.finfo(torch.float32).min  # not -inf: also where a block has nothing but -inf, differences are numbers
+    lowest = torch.finfo(
+        torch.float32
+    ).min  # not -inf: also where a block has nothing but -inf, differences are numbers
     top_N = outputs_ND.new_full((len(outputs_ND),), lowest, dtype=torch.float32)  # of all but the positive
     total_N, positive_N, first = torch.zeros_like(top_N), torch.zeros_like(top_N), 0
     for rows_bD in blocks:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import megahead.objectives.streamed as streamed
+from megahead.config.loss_chunks import ChunkSize
 from megahead.objectives import streamed_sums, vocabulary_candidates
 from megahead.objectives.candidate_softmax import evaluation_sums
 
@@ -16,7 +17,7 @@ from megahead.objectives.candidate_softmax import evaluation_sums
 def test_blocks_and_chunks_give_what_the_whole_gives(
     biased: bool, block: int, chunk_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(streamed, "CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(streamed, "ON_CPU", ChunkSize(chunk_bytes, least_outputs=1, multiple=1))
     torch.manual_seed(block)
     outputs, rows = 3 * torch.randn(20, 8), torch.randn(50, 8)
     bias = torch.randn(50) if biased else None
@@ -33,3 +34,11 @@ def test_extreme_scores_stay_finite() -> None:
     outputs, rows = torch.tensor([[100.0], [-100.0]]), torch.tensor([[-100.0], [0.0], [100.0]])
     sums = streamed_sums(outputs, rows.split(1), vocabulary_candidates(torch.tensor([0, 2])))
     assert sums.loss == pytest.approx(4e4)
+
+
+@pytest.mark.parametrize("block", [1, 2, 3])
+def test_a_tie_counts_as_wrong_as_it_does_for_the_whole(block: int) -> None:
+    outputs, rows = torch.ones(2, 1), torch.tensor([[1.0], [0.0], [1.0]])
+    vocabulary = vocabulary_candidates(torch.tensor([0, 2]))
+    assert streamed_sums(outputs, rows.split(block), vocabulary).correct == 0
+    assert evaluation_sums(outputs, rows, vocabulary).correct == 0
