@@ -109,6 +109,18 @@ def test_vanilla_is_berts_own_loss(tied: bool, activation: str) -> None:
     assert scores.correct == int((logits.argmax(1) == batch.target_ids_N).sum())
 
 
+def test_biases_alike_for_all_tokens_change_nothing_in_half_precision() -> None:
+    """Own biases are added up over all targets: rounded to eight bits, their sum would be far off."""
+    config = config_of({"name": "vanilla", "tied": True})
+    micro = micro_batch(config, np.random.default_rng(0).integers(2, 61, (5, 14)))
+    model = initialized(config).bfloat16()
+    losses = []
+    for bias in (0.0, 7.0625):
+        torch.nn.init.constant_(model.mask_head.bias, bias)
+        losses.append(model(micro))
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=0)
+
+
 @pytest.mark.parametrize("objective", OBJECTIVES.values(), ids=OBJECTIVES.keys())
 def test_without_targets_the_loss_is_zero_and_reaches_every_weight(objective) -> None:
     config = config_of(objective)
