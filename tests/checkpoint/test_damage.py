@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import re
@@ -13,18 +12,16 @@ from typing import Any
 import pytest
 import torch
 
-import megahead.checkpoint.saving as saving
 from megahead.checkpoint import find_checkpoint, open_checkpoint, save_checkpoint
 from megahead.checkpoint.folders import is_complete
 from megahead.distributed import Group
 from megahead.errors import CheckpointError
 from support.dying import die_at
-from support.on_ranks import on_ranks
 
 
-def save(root: Path, step: int, group: Group | None = None) -> Path:
+def save(root: Path, step: int) -> Path:
     tensors = {f"weight/{i}": torch.full((50,), float(step + i)) for i in range(4)}
-    return save_checkpoint(root, step, tensors.items(), state={"step": step}, config={}, group=group or Group(), keep=1)
+    return save_checkpoint(root, step, tensors.items(), state={"step": step}, config={}, group=Group(), keep=1)
 
 
 def read_all(path: Path) -> int:
@@ -152,40 +149,14 @@ def test_bytes_and_names_are_on_disk_before_the_folder_gets_its_name(
     assert acts == [f"flush {name}" for name in files] + named
 
 
-def no_room(*_: Any) -> None:
-    raise OSError(errno.ENOSPC, "No space left on device")
-
-
-def save_on_full_disk(group: Group, root: str) -> str:
-    """The last rank's disk is full."""
-    if group.rank == group.size - 1:
-        saving.save_file = no_room  # type: ignore[assignment]
-    with pytest.raises(CheckpointError) as error:
-        save(Path(root), 2, group)
-    return str(error.value)
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_full_disk_on_one_rank_fails_all_alike_and_harms_nothing(ranks: int, tmp_path: Path) -> None:
-    save(tmp_path, 1)
-    sentences = on_ranks(ranks, save_on_full_disk, str(tmp_path))
-    assert len(set(sentences)) == 1
-    assert "must have room for a checkpoint of 800 bytes, but its disk or quota is full" in sentences[0]
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step-00000001"]
-    assert read_all(tmp_path) == 1
-
-
-def test_too_little_room_is_seen_before_writing_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save(tmp_path, 1)
-    usage = saving.shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(saving.shutil, "disk_usage", lambda _: usage._replace(free=300))
-    with pytest.raises(CheckpointError, match="room for a checkpoint of 800 bytes, but 500 of them are missing"):
-        save(tmp_path, 2)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step-00000001"]
-
-
-def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    blocker = tmp_path / "file"
-    blocker.write_text("")
-    with pytest.raises(CheckpointError, match="checkpoints"):
-        save(blocker / "checkpoints", 1)
+@pytest.mark.parametrize("lost", [Path.unlink, lambda path: path.write_bytes(b"")], ids=["removed", "emptied"])
+def test_a_file_that_is_lost_while_its_checkpoint_is_open_is_told(lost: Callable[[Path], Any], tmp_path: Path) -> None:
+    folder = save(tmp_path, 1)
+    fresh, begun = open_checkpoint(folder), open_checkpoint(folder)
+    begun.read("weight/0")
+    (file,) = folder.glob("*.safetensors")
+    lost(file)
+    with pytest.raises(CheckpointError, match=f"{file.name}` must hold weight/1, but cannot be read"):
+        begun.read("weight/1")
+    with pytest.raises(CheckpointError, match=f"{file.name}` must (be readable, but is not|match its checksum)"):
+        fresh.read("weight/1")

@@ -1,0 +1,99 @@
+"""Saves that cannot succeed: every rank is told the same, and the older checkpoints are as they were."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from on_ranks import on_ranks
+from safetensors import SafetensorError
+
+import megahead.checkpoint.saving as saving
+from megahead.checkpoint import open_checkpoint, save_checkpoint
+from megahead.distributed import Group
+from megahead.errors import CheckpointError
+
+
+def save(root: Path, step: int, group: Group | None = None) -> Path:
+    tensors = {f"weight/{i}": torch.full((50,), float(step + i)) for i in range(4)}
+    return save_checkpoint(root, step, tensors.items(), state={"step": step}, config={}, group=group or Group(), keep=1)
+
+
+def assert_the_first_is_unharmed(root: Path) -> None:
+    """And nothing beside it is left."""
+    assert sorted(path.name for path in root.iterdir()) == ["latest", "step-00000001"]
+    checkpoint = open_checkpoint(root)
+    checkpoint.verify()
+    assert torch.equal(checkpoint.read("weight/1"), torch.full((50,), 2.0))
+
+
+def no_room(*_: Any) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def save_on_full_disk(group: Group, root: str) -> str:
+    """The last rank's disk is full."""
+    if group.rank == group.size - 1:
+        saving.save_file = no_room  # type: ignore[assignment]
+    with pytest.raises(CheckpointError) as error:
+        save(Path(root), 2, group)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_full_disk_on_one_rank_fails_all_alike_and_harms_nothing(ranks: int, tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    sentences = on_ranks(ranks, save_on_full_disk, str(tmp_path))
+    assert len(set(sentences)) == 1
+    assert "must have room for a checkpoint of 800 bytes, but its disk or quota is full" in sentences[0]
+    assert_the_first_is_unharmed(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (OSError(errno.EDQUOT, "Disk quota exceeded"), "must have room for .* its disk or quota is full"),
+        (SafetensorError("I/O error: No space left (os error 28)"), "must have room for .* its disk or quota is full"),
+        (SafetensorError("I/O error: Input/output error (os error 5)"), "must take a checkpoint, but cannot"),
+    ],
+    ids=str,
+)
+def test_a_full_disk_is_told_by_whatever_it_is_reported(
+    error: Exception, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(saving, "save_file", fail)
+    with pytest.raises(CheckpointError, match=says):
+        save(tmp_path, 1)
+
+
+def test_what_does_not_read_back_as_it_was_written_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, 1)
+    write = saving.save_file
+    for spoiled in (torch.zeros(50), torch.full((5, 10), 4.0)):
+        tensors = {"weight/2": spoiled}
+        monkeypatch.setattr(saving, "save_file", lambda all_, path, changed=tensors: write(all_ | changed, path))
+        with pytest.raises(CheckpointError, match=r"safetensors` must read back as it was written, but weight/2 does"):
+            save(tmp_path, 2)
+        assert_the_first_is_unharmed(tmp_path)
+
+
+def test_too_little_room_is_seen_before_writing_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, 1)
+    usage = saving.shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(saving.shutil, "disk_usage", lambda _: usage._replace(free=300))
+    with pytest.raises(CheckpointError, match="room for a checkpoint of 800 bytes, but 500 of them are missing"):
+        save(tmp_path, 2)
+    assert_the_first_is_unharmed(tmp_path)
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    blocker = tmp_path / "file"
+    blocker.write_text("")
+    with pytest.raises(CheckpointError, match="checkpoints"):
+        save(blocker / "checkpoints", 1)
