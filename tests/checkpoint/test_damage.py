@@ -94,6 +94,13 @@ def test_a_folder_that_is_no_checkpoint_is_reported(tmp_path: Path) -> None:
         open_checkpoint(tmp_path)
 
 
+def test_a_folder_of_nothing_but_damaged_ones_tells_what_the_newest_lacks(tmp_path: Path) -> None:
+    (file,) = save(tmp_path, 1).glob("*.safetensors")
+    os.truncate(file, 100)
+    with pytest.raises(CheckpointError, match=rf"{file.parent.name}/{file.name}` must have \d+ bytes, but has 100"):
+        open_checkpoint(tmp_path)
+
+
 @pytest.mark.parametrize("replace", [False, True], ids=["next step", "same step"])
 def test_a_process_killed_anywhere_in_a_save_leaves_a_sound_checkpoint(replace: bool, tmp_path: Path) -> None:
     """Ends the process at its 1st, 2nd, ... durable act until one save gets through; nothing stale remains."""

@@ -104,6 +104,15 @@ def test_neither_milestones_nor_the_best_of_another_history_count(tmp_path: Path
     assert (counted(tmp_path), aside(tmp_path)) == ([4, 5, 7], ["6", "8"])  # 4 a milestone, 5 the best of this history
 
 
+def test_what_lies_above_a_step_is_not_looked_at_when_told_so(tmp_path: Path) -> None:
+    for step in (2, 4, 6):
+        save(tmp_path, step, keep=9)
+    damage(tmp_path, 6)
+    for up_to, expected in ((5, 4), (4, 4), (3, 2), (1, None)):
+        checkpoint, told = newest_sound(tmp_path, up_to=up_to)
+        assert (None if checkpoint is None else checkpoint.step, told) == (expected, [])
+
+
 OLD, NEW = 1.0, 2.0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megahead.checkpoint import find_checkpoint, open_checkpoint, save_checkpoint
+from megahead.checkpoint import find_checkpoint, open_checkpoint, save_checkpoint, steps_in
 from megahead.distributed import Group
 from megahead.errors import CheckpointError
 from support.forked import run_script
@@ -130,16 +131,35 @@ def test_run_checkpoints_and_step_folders_all_mean_the_newest(tmp_path: Path) ->
     assert find_checkpoint(tmp_path / "nowhere") is None
 
 
+@pytest.mark.parametrize("lost", [Path.unlink, lambda file: os.truncate(file, 100)], ids=["missing", "truncated"])
 @pytest.mark.parametrize("latest", [None, "step-00000009", "../elsewhere", "", b"\xff\xfe"])
-def test_without_a_usable_latest_the_highest_complete_step_counts(latest: str | bytes | None, tmp_path: Path) -> None:
+def test_without_a_usable_latest_the_highest_complete_step_counts(
+    latest: str | bytes | None, lost: Callable[[Path], None], tmp_path: Path
+) -> None:
     second = save(tmp_path, 2, some_tensors(1))
     save(tmp_path, 3, some_tensors(1))
-    next((tmp_path / "step-00000003").glob("tensors-*")).unlink()
+    lost(next((tmp_path / "step-00000003").glob("tensors-*")))
     if latest is None:
         (tmp_path / "latest").unlink()
     else:
         (tmp_path / "latest").write_bytes(latest if isinstance(latest, bytes) else latest.encode())
     assert find_checkpoint(tmp_path) == second
+
+
+def test_the_highest_step_comes_first_however_many_digits_it_has(tmp_path: Path) -> None:
+    """And of two of one step the one that keeps its name."""
+    names = ["step-100000000", "step-99999999", "step-00000020", "step-00000020.replaced", "step-00000003"]
+    for name in [*sorted(names), "step-4", "step-00000004.partial", "abandoned-step-00000030"]:
+        (tmp_path / name).mkdir()
+    assert [folder.name for folder in steps_in(tmp_path)] == names
+
+
+def test_slices_of_one_memory_are_saved_each_by_itself(tmp_path: Path) -> None:
+    whole = torch.arange(1000.0)
+    tensors = {"first": whole[:3], "overlapping": whole[2:6], "crossed": whole[:6].view(2, 3).T}
+    checkpoint = open_checkpoint(save(tmp_path, 1, tensors))
+    assert all(torch.equal(checkpoint.read(name), tensor) for name, tensor in tensors.items())
+    assert sum(entry.bytes for entry in checkpoint.files.values()) < whole.nbytes
 
 
 def test_an_unknown_tensor_is_reported(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from megahead.config import RunConfig, config_from_dict
 from megahead.data import Batch, causal_batch
 from megahead.objectives import Candidates, build_objective, cwt_loss, log_unigram
 from megahead.optim import decay_groups
-from megahead.pretraining import EvaluationRequest, MicroBatch, Pretraining, documents_of
+from megahead.pretraining import EvaluationRequest, MicroBatch, Pretraining, documents_of, first_weights, weight_shapes
 from support.initialized import initialized
 
 
@@ -116,6 +116,14 @@ def test_the_same_seed_gives_the_same_backbone_whatever_the_objective() -> None:
         assert torch.equal(mine, theirs), name
 
 
+@pytest.mark.parametrize("objective", [EVERY_PART, {"name": "vanilla"}])
+def test_every_weight_starts_in_the_shape_that_is_stated_for_it(objective: dict[str, object]) -> None:
+    config = tiny(objective)
+    shapes, weight = weight_shapes(config), first_weights(config)
+    assert shapes
+    assert {name: weight(name).shape for name in shapes} == shapes
+
+
 def test_a_mixed_loss_is_the_weighted_sum_of_both() -> None:
     mixed, headless = tiny({"vanilla_weight": 0.25}), initialized(tiny({}))
     pretraining = initialized(mixed)
@@ -162,13 +170,16 @@ def test_groups_within_a_micro_batch_share_nothing() -> None:
 
 
 @pytest.mark.parametrize("objective", [{}, {"max_candidates": 4}, {"bias": "corrected"}], ids=str)
-def test_staging_for_a_gpu_finds_the_documents_and_pads_candidates_without_changing_the_loss(
+def test_staging_for_a_gpu_finds_the_documents_pads_candidates_and_pins_all_without_changing_the_loss(
     monkeypatch: pytest.MonkeyPatch, objective: dict[str, object]
 ) -> None:
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+    pinned: list[torch.Tensor] = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pinned.append(tensor) or tensor)
     pretraining = initialized(tiny(objective))
     micro = prepared(pretraining)
     staged = micro.staged(torch.device("cuda"))
+    held = [value for part in (staged.batch, *staged.candidates) for value in vars(part).values()]
+    assert {id(value) for value in held if isinstance(value, torch.Tensor)} == {id(tensor) for tensor in pinned}
     assert staged.batch.cu_seqlens is not None
     assert staged.batch.cu_seqlens.tolist()[-1] == 4 * 8
     assert len(staged.candidates[0].ids_U) == 512

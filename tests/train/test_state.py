@@ -124,10 +124,11 @@ def test_a_datasets_own_counts_weigh_as_often_as_it_is_read_and_none_is_lost() -
 
 
 def test_an_evaluation_counts_for_the_step_it_was_made_at() -> None:
-    state = state_of(step=3)
+    state = state_of(step=2)
     assert not state.evaluated
+    state.learned(samples=4, targets=40)
     state.validation = {"step": 3, "loss": 4.0}
     assert state.evaluated
     state.learned(samples=8, targets=100)
-    assert (state.step, state.target_samples, state.targets) == (4, 8, 100)
+    assert (state.step, state.target_samples, state.targets) == (4, 12, 140)
     assert not state.evaluated
