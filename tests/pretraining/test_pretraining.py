@@ -12,7 +12,15 @@ from megahead.config import RunConfig, config_from_dict
 from megahead.data import Batch, causal_batch
 from megahead.objectives import Candidates, build_objective, cwt_loss, log_unigram
 from megahead.optim import decay_groups
-from megahead.pretraining import EvaluationRequest, MicroBatch, Pretraining, documents_of, first_weights, weight_shapes
+from megahead.pretraining import (
+    EvaluationRequest,
+    LearnedTemperature,
+    MicroBatch,
+    Pretraining,
+    documents_of,
+    first_weights,
+    weight_shapes,
+)
 from support.initialized import initialized
 
 
@@ -155,6 +163,14 @@ def test_a_learned_temperature_starts_where_it_is_told_gets_gradient_and_never_d
     assert slope == pytest.approx((ends[0] - ends[1]) / (2 * step), rel=1e-2)
     decay = {name: group["weight_decay"] for group in decay_groups(learned, 0.1) for name in group["names"]}
     assert decay["temperature.log_value"] == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_learned_temperature_divides_outputs_in_their_own_type(dtype: torch.dtype) -> None:
+    temperature = LearnedTemperature(2.0)
+    torch.nn.init.constant_(temperature.log_value, log(2))
+    outputs = torch.arange(6, dtype=dtype).view(2, 3)
+    torch.testing.assert_close(temperature(outputs), outputs / 2)
 
 
 def test_groups_within_a_micro_batch_share_nothing() -> None:

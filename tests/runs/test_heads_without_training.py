@@ -89,11 +89,3 @@ def test_a_checkpoint_from_before_these_rows_were_counted_has_those_of_its_steps
     resumed = TrainingState(config.model.padded_vocab_size(), 2)
     resumed.restore(open_checkpoint(old), Group())
     assert resumed.target_samples == new.state["target_samples"] == ROWS
-
-
-def test_a_group_has_what_is_expected_of_its_rows_until_a_step_was_applied() -> None:
-    state = TrainingState(64, group_samples=4)
-    state.samples = 8
-    assert state.group_targets(expected=24) == 96
-    state.record_applied_step(8, 8 * 23)
-    assert state.group_targets(expected=24) == 92

@@ -132,3 +132,11 @@ def test_an_evaluation_counts_for_the_step_it_was_made_at() -> None:
     state.learned(samples=8, targets=100)
     assert (state.step, state.target_samples, state.targets) == (4, 12, 140)
     assert not state.evaluated
+
+
+def test_a_group_has_what_is_expected_of_its_rows_until_a_step_was_applied() -> None:
+    state = TrainingState(64, group_samples=4)
+    state.samples = 8
+    assert state.group_targets(expected=24) == 96
+    state.learned(8, 188)
+    assert state.group_targets(expected=24) == 94
