@@ -78,6 +78,21 @@ def test_every_way_of_reading_gives_the_same_samples_on_more_ranks_and_smaller_m
         assert parts[0][step][1] == parts[1][step][1] == reference[step][1]
 
 
+class Numbered(RowSource):
+    """Rows of their own numbers."""
+
+    def rows(self, indices: range) -> np.ndarray[Any, Any]:
+        return np.repeat(np.asarray(indices)[:, None], 25, axis=1)
+
+
+def test_steps_read_every_sample_once_and_in_order_from_the_first_on(tmp_path: Path) -> None:
+    config = small_config(tmp_path, {"data.isolate_documents": False})
+    feed = Feed(Numbered(), build_objective(config.objective, VOCABULARY), config.data, config.batch, Group())  # type: ignore[arg-type]
+    steps = [step for step, _ in zip(feed.steps(first_sample=16), range(2), strict=False)]
+    read = [number for step in steps for micro in step.micro_batches for number in micro.batch.input_ids_BT[:, 0]]
+    assert read == list(range(16, 32))
+
+
 class SameText(RowSource):
     """Rows that are all alike, whatever their numbers."""
 

@@ -55,6 +55,15 @@ def test_what_is_about_to_be_saved_does_not_follow_the_run() -> None:
     assert written["recent_losses"] == [5.0]
 
 
+def test_a_run_that_begins_has_counted_nothing() -> None:
+    state = TrainingState(len(COUNTS), 8)
+    assert not any(state.counters()[name] for name in (*READ, *LEARNED, "target_samples"))
+    assert state.dataset_counts.tolist() == state.target_counts(Group()).tolist() == [0, 0, 0]
+    assert state.dataset_counts.dtype == state.local_counts.dtype == torch.int64
+    state.count(targets(1, 2, 1))
+    assert state.target_counts(Group()).tolist() == [0, 2, 1]
+
+
 def test_going_back_forgets_what_was_learned_and_keeps_what_was_read(tmp_path: Path) -> None:
     checkpoint = saved(tmp_path, state_of(**READ, **LEARNED, **SETTLED).counters())
     further = {name: 2 * value for name, value in READ.items()}
