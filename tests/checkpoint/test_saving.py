@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from on_ranks import on_ranks
 from safetensors import SafetensorError
 
 import megahead.checkpoint.saving as saving
 from megahead.checkpoint import Snapshot, open_checkpoint, save_checkpoint, write_snapshot
 from megahead.distributed import Group
 from megahead.errors import CheckpointError
+from support.on_ranks import on_ranks
 
 
 def save(root: Path, step: int, group: Group | None = None) -> Path:

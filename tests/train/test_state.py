@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from on_ranks import on_ranks
 from torch import Tensor
 
 from megahead.checkpoint import Checkpoint, open_checkpoint, save_checkpoint
@@ -16,6 +14,7 @@ from megahead.data import Batch
 from megahead.distributed import Group
 from megahead.errors import CheckpointError
 from megahead.train.state import TrainingState
+from support.on_ranks import on_ranks
 
 READ = {"samples": 40, "tokens": 960, "skipped_steps": 2, "spikes": 3, "rollbacks": 1, "seconds": 2.5}
 LEARNED = {"step": 4, "targets": 300, "recent_losses": [5.0, 4.5], "validation": {"step": 4, "loss": 4.0}}
@@ -26,7 +25,7 @@ COUNTS = torch.tensor([5, 0, 7])
 def state_of(**values: Any) -> TrainingState:
     state = TrainingState(len(COUNTS), group_samples=8)
     for name, value in values.items():
-        setattr(state, name, value)
+        setattr(state, "data_fingerprints" if name == "texts" else name, value)
     return state
 
 
@@ -43,7 +42,7 @@ def targets(*ids: int) -> Batch:
 def test_what_is_remembered_comes_back_from_a_checkpoint(tmp_path: Path) -> None:
     written = state_of(**READ, **LEARNED, **SETTLED).counters()
     assert written == READ | LEARNED | SETTLED
-    resumed = TrainingState(len(COUNTS), 8, texts=SETTLED["texts"])  # type: ignore[arg-type]
+    resumed = TrainingState(len(COUNTS), 8, data_fingerprints=SETTLED["texts"])  # type: ignore[arg-type]
     resumed.restore(saved(tmp_path, written), Group())
     assert resumed.counters() == written
 
@@ -60,16 +59,18 @@ def test_a_run_that_begins_has_counted_nothing() -> None:
     assert not any(state.counters()[name] for name in (*READ, *LEARNED, "target_samples"))
     assert state.dataset_counts.tolist() == state.target_counts(Group()).tolist() == [0, 0, 0]
     assert state.dataset_counts.dtype == state.local_counts.dtype == torch.int64
-    state.count(targets(1, 2, 1))
+    state.count_targets(targets(1, 2, 1))
     assert state.target_counts(Group()).tolist() == [0, 2, 1]
 
 
 def test_going_back_forgets_what_was_learned_and_keeps_what_was_read(tmp_path: Path) -> None:
     checkpoint = saved(tmp_path, state_of(**READ, **LEARNED, **SETTLED).counters())
     further = {name: 2 * value for name, value in READ.items()}
-    later = state_of(**further, step=6, targets=450, target_samples=48, recent_losses=[3.0], texts=SETTLED["texts"])
-    later.count(targets(1, 1))
-    later.go_back(checkpoint, Group())
+    later = state_of(
+        **further, step=6, targets=450, target_samples=48, recent_losses=[3.0], data_fingerprints=SETTLED["texts"]
+    )
+    later.count_targets(targets(1, 1))
+    later.roll_back_to(checkpoint, Group())
     assert later.counters() == further | LEARNED | SETTLED
     assert torch.equal(later.local_counts, COUNTS)
     later.recent_losses.append(9.0)
@@ -80,7 +81,7 @@ def resumed_counts(group: Group, root: str) -> list[int]:
     """Over all ranks, twice, of a run whose ranks see one more target each."""
     state = TrainingState(len(COUNTS), 8)
     state.restore(open_checkpoint(Path(root)), group)
-    state.count(targets(1, 2, 2))
+    state.count_targets(targets(1, 2, 2))
     state.target_counts(group)
     return state.target_counts(group).tolist()
 
@@ -113,7 +114,7 @@ def test_a_checkpoint_that_states_a_counter_wrongly_or_not_at_all_is_refused(tmp
     without = {key: value for key, value in counters.items() if key != name}
     for wrong in ([counters | {name: WRONG[name]}], [without])[: 1 if name in old else 2]:
         checkpoint = saved(tmp_path, *wrong)
-        with pytest.raises(CheckpointError, match=f"must state `{name}`, but does not rightly"):
+        with pytest.raises(CheckpointError, match=f"has no valid `{name}`; use another checkpoint"):
             TrainingState(len(COUNTS), 8).restore(checkpoint, Group())
 
 
@@ -123,22 +124,13 @@ def test_counts_of_another_vocabulary_are_refused(tmp_path: Path) -> None:
         TrainingState(len(COUNTS), 8).restore(checkpoint, Group())
 
 
-def test_a_datasets_own_counts_weigh_as_often_as_it_is_read_and_none_is_lost() -> None:
-    state = TrainingState(4, 8)
-    known = SimpleNamespace(info=SimpleNamespace(token_counts=[4, 0, 1]))
-    state.note_dataset(known, 0.5)  # type: ignore[arg-type]
-    state.note_dataset(known, 1.0)  # type: ignore[arg-type]
-    state.note_dataset(SimpleNamespace(info=None), 1.0)  # type: ignore[arg-type]
-    assert state.dataset_counts.tolist() == [6, 0, 2, 0]
-
-
 def test_an_evaluation_counts_for_the_step_it_was_made_at() -> None:
     state = state_of(step=2)
     assert not state.evaluated
-    state.learned(samples=4, targets=40)
+    state.record_applied_step(samples=4, targets=40)
     state.validation = {"step": 3, "loss": 4.0}
     assert state.evaluated
-    state.learned(samples=8, targets=100)
+    state.record_applied_step(samples=8, targets=100)
     assert (state.step, state.target_samples, state.targets) == (4, 12, 140)
     assert not state.evaluated
 
@@ -147,5 +139,5 @@ def test_a_group_has_what_is_expected_of_its_rows_until_a_step_was_applied() -> 
     state = TrainingState(64, group_samples=4)
     state.samples = 8
     assert state.group_targets(expected=24) == 96
-    state.learned(8, 188)
+    state.record_applied_step(8, 188)
     assert state.group_targets(expected=24) == 94
