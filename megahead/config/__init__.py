@@ -3,13 +3,15 @@
 from megahead.config.batch import BatchConfig
 from megahead.config.data import DataConfig
 from megahead.config.deepspeed import deepspeed_config
+from megahead.config.families import NAMED_SIZES
 from megahead.config.loading import config_from_dict, load_config
 from megahead.config.masking import MaskingConfig
-from megahead.config.model import NAMED_SIZES, ModelConfig
+from megahead.config.model import ModelConfig
 from megahead.config.objective import HeadName, ObjectiveConfig, resolve_candidate_group_samples
 from megahead.config.parallel import ParallelConfig
 from megahead.config.plan import RunPlan
 from megahead.config.resilience import FaultsConfig, ResumeConfig
+from megahead.config.rotary import RotaryScalingConfig
 from megahead.config.run import InitConfig, RunConfig, TrainingConfig
 from megahead.config.tasks import TasksConfig
 from megahead.config.training import EngineConfig, OptimizerConfig, ScheduleConfig
@@ -28,6 +30,7 @@ __all__ = [
     "OptimizerConfig",
     "ParallelConfig",
     "ResumeConfig",
+    "RotaryScalingConfig",
     "RunConfig",
     "RunPlan",
     "ScheduleConfig",

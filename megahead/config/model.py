@@ -1,4 +1,4 @@
-"""The shape of a backbone, and named sizes: of the Pythia suite, and of BERT."""
+"""The shape of a backbone."""
 
 from __future__ import annotations
 
@@ -7,57 +7,20 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from megahead.config.base import Settings
+from megahead.config.families import DEFAULTS, FIXED, NAMED_SIZES
+from megahead.config.rotary import RotaryScalingConfig
 from megahead.errors import ConfigError
 
 
-def _size(num_layers: int, hidden_size: int, num_heads: int) -> dict[str, Any]:
-    return {"num_layers": num_layers, "hidden_size": hidden_size, "num_heads": num_heads}
-
-
-def _encoder(num_layers: int, hidden_size: int, num_heads: int, token_types: int = 2) -> dict[str, Any]:
-    return {"family": "bert", **_size(num_layers, hidden_size, num_heads), "token_types": token_types}
-
-
-NAMED_SIZES: dict[str, dict[str, Any]] = {
-    "pythia-14m": _size(6, 128, 4),
-    "pythia-31m": _size(6, 256, 8),
-    "pythia-70m": _size(6, 512, 8),
-    "pythia-160m": _size(12, 768, 12),
-    "pythia-410m": _size(24, 1024, 16),
-    "pythia-1b": _size(16, 2048, 8),
-    "pythia-1.4b": _size(24, 2048, 16),
-    "pythia-2.8b": _size(32, 2560, 32),
-    "pythia-6.9b": _size(32, 4096, 32),
-    "pythia-12b": _size(36, 5120, 40),
-    "bert-base": _encoder(12, 768, 12),
-    "bert-small": _encoder(4, 512, 8),
-    "bert-mini": _encoder(4, 256, 4),
-    "bert-tiny": _encoder(2, 128, 2),
-    "distilbert-multilingual": _encoder(6, 768, 12, token_types=0),
-}
-
-_BERT_DEFAULTS: dict[str, Any] = {
-    "max_positions": 512,
-    "token_types": 2,
-    "rotary_pct": 0.0,
-    "parallel_residual": False,
-    "activation": "gelu",
-    "norm_eps": 1e-12,
-    "hidden_dropout": 0.1,
-    "attention_dropout": 0.1,
-    "init": "normal",
-}
-"""What BERT has otherwise than Pythia, unless given."""
-
-
 class ModelConfig(Settings):
-    """A decoder (GPT-NeoX, Pythia's architecture) or an encoder (BERT): tokens to hidden states, without a head."""
+    """A decoder (GPT-NeoX, Pythia's architecture; Llama) or an encoder (BERT): tokens to hidden states, no head."""
 
-    family: Literal["gpt_neox", "bert"] = "gpt_neox"
-    """The architecture; `bert` has other defaults (BERT's own: 512 positions, dropout 0.1, erf GELU, eps 1e-12)."""
+    family: Literal["gpt_neox", "llama", "bert"] = "gpt_neox"
+    """The architecture. `llama` is also Qwen 2 and 3 and Mistral; it has other defaults (rotary positions on whole
+    heads, SwiGLU, no biases), and so has `bert` (BERT's own: 512 positions, dropout 0.1, erf GELU, eps 1e-12)."""
 
     size: str | None = None
-    """A named size such as `pythia-70m` or `bert-base`; it fills family and shape unless given."""
+    """A named size such as `pythia-70m`, `llama-60m` or `bert-base`; it fills family and shape unless given."""
 
     num_layers: int = Field(gt=0, le=10_000)
     """Transformer blocks."""
@@ -68,8 +31,24 @@ class ModelConfig(Settings):
     num_heads: int = Field(gt=0)
     """Attention heads; must divide hidden_size."""
 
+    num_key_heads: int | None = Field(default=None, gt=0)
+    """llama: heads of keys and values, fewer than num_heads, which they must divide (grouped-query attention); as many
+    when left out."""
+
+    head_dim: int | None = Field(default=None, gt=0, le=2**16)
+    """llama: dimensions of a head; hidden_size / num_heads when left out."""
+
+    qk_norm: bool = False
+    """llama: norm queries and keys head by head (Qwen 3)."""
+
+    attention_bias: Literal["none", "qkv", "all"] = "all"
+    """llama: which projections of attention have a bias; `qkv`: those of queries, keys and values (Qwen 2)."""
+
     intermediate_size: int | None = Field(default=None, gt=0, le=2**24)
-    """Width of the MLP; 4 x hidden_size when left out."""
+    """Width of the MLP; when left out 4 x hidden_size, in a llama 8/3 x hidden_size, rounded up to a multiple of 64."""
+
+    mlp_bias: bool = True
+    """llama: whether the MLP's projections have a bias."""
 
     vocab_size: int = Field(gt=1, lt=2**31)
     """Token ids the tokenizer can produce (V)."""
@@ -89,14 +68,18 @@ class ModelConfig(Settings):
     rotary_base: float = Field(default=10000.0, gt=0)
     """Base of the rotary frequencies."""
 
+    rotary_scaling: RotaryScalingConfig | None = None
+    """llama: slows rotary frequencies down; none when left out."""
+
     parallel_residual: bool = True
     """x + attention(norm1 x) + mlp(norm2 x) in one go (Pythia), or one after the other."""
 
-    activation: Literal["gelu", "gelu_tanh"] = "gelu_tanh"
-    """GELU by erf, or its tanh form, with which Pythia was trained; on a CPU the latter takes four times as long."""
+    activation: Literal["gelu", "gelu_tanh", "silu"] = "gelu_tanh"
+    """GELU by erf, or its tanh form, with which Pythia was trained; on a CPU the latter takes four times as long.
+    `silu`, of the gate, makes a llama's SwiGLU."""
 
     norm_eps: float = Field(default=1e-5, gt=0)
-    """Added to the variance in layer norms."""
+    """Added to the variance in layer norms, to the mean square in RMS norms."""
 
     hidden_dropout: float = Field(default=0.0, ge=0, lt=1)
     """Dropout of what each sublayer adds to the residual stream."""
@@ -115,22 +98,24 @@ class ModelConfig(Settings):
     def _fill_from_size(cls, given: Any) -> Any:
         if not isinstance(given, dict):
             return given
-        if given.get("size") is None:
-            return {**(_BERT_DEFAULTS if given.get("family") == "bert" else {}), **given}
-        if not isinstance(given["size"], str) or given["size"] not in NAMED_SIZES:
+        size = given.get("size")
+        if size is not None and (not isinstance(size, str) or size not in NAMED_SIZES):
             raise ConfigError(
                 "size",
                 f"be one of {', '.join(NAMED_SIZES)}",
-                got=repr(given["size"]),
+                got=repr(size),
                 hint="or leave it out and give the shape",
             )
-        filled = {**NAMED_SIZES[given["size"]], **given}
-        return {**(_BERT_DEFAULTS if filled.get("family") == "bert" else {}), **filled}
+        filled = {**({} if size is None else NAMED_SIZES[size]), **given}
+        family = filled.get("family")
+        return {**(DEFAULTS.get(family, {}) if isinstance(family, str) else {}), **filled}
 
     @model_validator(mode="after")
     def _heads_divide(self) -> ModelConfig:
         if self.hidden_size % self.num_heads:
             raise ConfigError("hidden_size", f"be a multiple of num_heads ({self.num_heads})", got=self.hidden_size)
+        if self.num_heads % self.key_heads():
+            raise ConfigError("num_key_heads", f"divide num_heads ({self.num_heads})", got=self.key_heads())
         if self.rotary_dims() % 2:
             raise ConfigError(
                 "rotary_pct",
@@ -141,10 +126,21 @@ class ModelConfig(Settings):
 
     @model_validator(mode="after")
     def _is_of_its_family(self) -> ModelConfig:
-        foreign = {"rotary_pct": 0.0, "parallel_residual": False} if self.is_encoder() else {"token_types": 0}
-        for field, value in foreign.items():
+        for field, value in FIXED[self.family].items():
             if getattr(self, field) != value:
                 raise ConfigError(field, f"be left out of a {self.family}", got=getattr(self, field))
+        if self.activation == "silu" and self.family != "llama":
+            raise ConfigError("activation", f"be gelu or gelu_tanh in a {self.family}", got="silu")
+        return self
+
+    @model_validator(mode="after")
+    def _is_a_known_kind_of_llama(self) -> ModelConfig:
+        """Others would train, but nobody else could read them."""
+        if self.family == "llama" and self.qk_norm and (self.attention_bias == "qkv" or self.mlp_bias):
+            has = "attention_bias: qkv" if self.attention_bias == "qkv" else "mlp_bias: true"
+            raise ConfigError("qk_norm", f"be false with {has}, which no published model has together", got="true")
+        if self.family == "llama" and self.mlp_bias and self.attention_bias == "qkv":
+            raise ConfigError("mlp_bias", "be false with attention_bias: qkv, as in Qwen 2", got="true")
         return self
 
     def is_encoder(self) -> bool:
@@ -153,7 +149,19 @@ class ModelConfig(Settings):
 
     def head_size(self) -> int:
         """Dimensions of one attention head."""
-        return self.hidden_size // self.num_heads
+        return self.head_dim or self.hidden_size // self.num_heads
+
+    def key_heads(self) -> int:
+        """Heads of keys and values."""
+        return self.num_key_heads or self.num_heads
+
+    def has_gated_mlp(self) -> bool:
+        """Whether the MLP has a third matrix, of the gate."""
+        return self.family == "llama"
+
+    def has_rms_norm(self) -> bool:
+        """Whether norms are RMS norms, which have no bias."""
+        return self.family == "llama"
 
     def rotary_dims(self) -> int:
         """Dimensions of a head that are rotated."""
@@ -161,7 +169,9 @@ class ModelConfig(Settings):
 
     def mlp_size(self) -> int:
         """Width of the MLP."""
-        return self.intermediate_size or 4 * self.hidden_size
+        if self.intermediate_size is not None:
+            return self.intermediate_size
+        return -(-8 * self.hidden_size // (3 * 64)) * 64 if self.has_gated_mlp() else 4 * self.hidden_size
 
     def padded_vocab_size(self) -> int:
         """Rows of the embedding table: vocab_size rounded up to vocab_multiple."""

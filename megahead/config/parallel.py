@@ -29,6 +29,10 @@ class ParallelConfig(Settings):
         for name, width in widths.items():
             if width % self.tensor:
                 raise ConfigError("parallel.tensor", f"divide the model's {name} ({width})", got=self.tensor)
+        keys = model.key_heads()
+        if keys % self.tensor and self.tensor % keys:
+            rule = f"divide the model's num_key_heads ({keys}), or be a multiple of it"
+            raise ConfigError("parallel.tensor", rule, got=self.tensor)
         if self.sequence and sequence_length % self.tensor:
             raise ConfigError(
                 "data.sequence_length",

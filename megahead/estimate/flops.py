@@ -3,7 +3,8 @@
 A product of [m, k] and [k, n] takes 2 m k n operations. Backward computes two such products for each of forward's
 (gradients of both factors), so that training is three times the forward pass (Kaplan et al. 2020, arXiv 2001.08361).
 Norms, activations, softmax, lookups and recomputation are not counted.
-D hidden size, F width of the MLP, L blocks, T tokens a row, U candidate rows of the softmax.
+D hidden size, A width of all heads (mostly D), F width of the MLP, L blocks, T tokens a row, U candidate rows of the
+softmax.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megahead.config import ModelConfig
+from megahead.estimate.parameters import attention_matrices, mlp_matrices
 
 
 @dataclass(frozen=True)
@@ -18,10 +20,10 @@ class FlopsPerToken:
     """Operations per input token, forward and backward, by part."""
 
     body: float
-    """Matrices of the blocks: 3 * 2 L (4 D^2 + 2 D F)."""
+    """Matrices of the blocks: 3 * 2 L (4 D^2 + 2 D F), or what a Llama's have."""
 
     attention: float
-    """Scores and weighted sums: 3 * 4 L D * context, where context is the mean number of tokens that a token sees."""
+    """Scores and weighted sums: 3 * 4 L A * context, where context is the mean number of tokens that a token sees."""
 
     head: float
     """Scores of the candidates: 3 * 2 D U."""
@@ -45,14 +47,15 @@ def training_flops(
     (T + 1) / 2 for causal attention, T for an encoder (isolated documents see less). `targets`: of a row, all T when
     left out; for other tokens an encoder's last block computes only keys and values. Its transform is not counted.
     """
-    hidden, layers, mlp = config.hidden_size, config.num_layers, config.mlp_size()
+    hidden, layers = config.hidden_size, config.num_layers
+    attention, mlp = attention_matrices(config), mlp_matrices(config)
     whole_row = sequence_length if config.is_encoder() else (sequence_length + 1) / 2
     context = whole_row if context is None else context
     share = 1.0 if targets is None else targets / sequence_length
     saved = (1 - share) if config.is_encoder() else 0.0
-    matrices = layers * (4 * hidden**2 + 2 * hidden * mlp) - saved * (2 * hidden**2 + 2 * hidden * mlp)
+    matrices = layers * (attention + mlp) - saved * (attention / 2 + mlp)
     return FlopsPerToken(
         body=3 * 2 * matrices,
-        attention=3 * 4 * (layers - saved) * hidden * context,
+        attention=3 * 4 * (layers - saved) * config.num_heads * config.head_size() * context,
         head=3 * 2 * hidden * candidate_rows * share,
     )

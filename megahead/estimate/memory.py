@@ -1,6 +1,6 @@
 """Memory of one rank while it trains, by part, from the config: whether a run fits, and at which ZeRO stage.
 
-t tensor ranks, D hidden size, F width of the MLP.
+t tensor ranks, D hidden size, A width of all heads, K of the key heads, F width of the MLP.
 What DeepSpeed keeps at each stage was read in its optimizers and measured, phase by phase, on a CPU: the peaks of 21 M
 parameters on two ranks are 1.02 to 1.09 times this estimate, in fp32 and bf16. The process itself is not included, nor
 memory that an allocator keeps (glibc's: up to all gradients, unless MALLOC_MMAP_THRESHOLD_ is set).
@@ -15,7 +15,7 @@ from typing import Any
 
 from megahead.config import RunConfig, RunPlan
 from megahead.config.loss_chunks import ON_CPU, ON_GPU
-from megahead.estimate.parameters import run_parameters
+from megahead.estimate.parameters import norm_parameters, run_parameters
 
 _DEFAULTS = {
     "reduce_bucket_size": 500_000_000,
@@ -145,12 +145,17 @@ def ways_to_need_less(plan: RunPlan, stage: int | None = None) -> list[str]:
 
 
 def rank_parameters(config: RunConfig) -> int:
-    """Parameters of one tensor rank; norms, and biases of row-parallel layers, are held in full by each, and an
-    embedding in rows is none of them."""
+    """Parameters of one tensor rank; norms, biases of row-parallel layers, and projections of fewer key heads than
+    there are ranks, are held in full by each, and an embedding in rows is none of them."""
+    model, tensor = config.model, config.parallel.tensor
+    norm, keys = norm_parameters(model), 2 * model.key_heads() * model.head_size()
+    in_block = 2 * norm + model.hidden_size * ((model.attention_bias == "all") + model.mlp_bias)
+    in_block += 2 * model.head_size() if model.qk_norm else 0
+    in_block += keys * (model.hidden_size + (model.attention_bias != "none")) if model.key_heads() < tensor else 0
+    held_by_each = model.num_layers * in_block + norm
     counts = run_parameters(config)
-    held_by_each = config.model.hidden_size * (6 * config.model.num_layers + 2)
     beside = counts.embedding if config.engine.embedding == "rows" else 0
-    return held_by_each + (counts.total - beside - held_by_each) // config.parallel.tensor
+    return held_by_each + (counts.total - beside - held_by_each) // tensor
 
 
 def expected_candidates(targets: int, vocab_size: int) -> int:
@@ -172,14 +177,22 @@ def _activations(config: RunConfig, compute: int) -> float:
 
     Per token, a block keeps its input, two normed inputs and (7 D + 2 F) / t elements. With activation checkpointing
     each block keeps its input alone, and one block at a time all of it; `selective` also keeps 2 D + (4 D + F) / t of
-    products and attention. Sequence parallelism divides inputs by t too, but gathers one layer's at a time.
+    products and attention. In a Llama these are three inputs and (3 A + 2 K + 4 F) / t, with norms of heads A + K more,
+    and 2 D + (2 A + 2 K + 2 F) / t; on a CPU its norms keep their outputs twice. Sequence parallelism divides inputs by
+    t too, but gathers one layer's at a time.
     """
     model, tensor = config.model, config.parallel.tensor
     tokens = config.batch.micro_size * config.data.sequence_length
     block_input = model.hidden_size / (tensor if config.parallel.sequence else 1)
-    block = 3 * block_input + (7 * model.hidden_size + 2 * model.mlp_size()) / tensor
+    heads, mlp = model.num_heads * model.head_size() / tensor, model.mlp_size() / tensor
+    keys = max(model.key_heads() / tensor, 1) * model.head_size()
+    if model.has_gated_mlp():
+        inside, products = (3 + model.qk_norm) * heads + (2 + model.qk_norm) * keys + 4 * mlp, 2 * (heads + keys + mlp)
+        block = 4 * block_input + inside
+    else:
+        block, products = 3 * block_input + 7 * heads + 2 * mlp, 4 * heads + mlp
     recompute = config.engine.activation_checkpointing
-    selective = block_input + 2 * model.hidden_size + (4 * model.hidden_size + model.mlp_size()) / tensor
+    selective = block_input + 2 * model.hidden_size + products
     kept = {False: block, True: block_input, "selective": selective}[recompute]
     working = (block if recompute else 0) + model.hidden_size - block_input
     return compute * tokens * (model.num_layers * kept + working)

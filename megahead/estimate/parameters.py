@@ -1,6 +1,7 @@
 """Exact parameter counts of a model, from its config.
 
-D hidden size, F width of the MLP, L blocks, V rows of the embedding table (padding included).
+D hidden size, A width of all heads (mostly D), K of the key heads, F width of the MLP, L blocks, V rows of the
+embedding table (padding included).
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ class ParameterCounts:
     """V D."""
 
     body: int
-    """Blocks and final norm: L (4 D^2 + 2 D F + F + 9 D) + 2 D. Pythia's "non-embedding parameters". In an encoder the
-    embedding's norm, positions and types instead of the final norm."""
+    """Blocks and final norm: Pythia's "non-embedding parameters", L (4 D^2 + 2 D F + F + 9 D) + 2 D; in a Llama
+    L (2 D A + 2 D K + 3 D F + 2 D) + D. In an encoder the embedding's norm, positions and types instead of the final
+    norm."""
 
     head: int
     """V D for an untied vanilla head; D^2 + 3 D + V for an encoder's transform and bias; else 0."""
@@ -31,17 +33,39 @@ class ParameterCounts:
 
 def count_parameters(config: ModelConfig, *, untied_head: bool = False, mask_head: bool = False) -> ParameterCounts:
     """Parameters of `config`'s backbone, and of an output matrix (`untied_head`) and BERT's transform (`mask_head`)."""
-    hidden, mlp = config.hidden_size, config.mlp_size()
-    attention = (hidden + 1) * 3 * hidden + (hidden + 1) * hidden
-    feed_forward = (hidden + 1) * mlp + (mlp + 1) * hidden
-    norm = 2 * hidden
+    hidden, norm = config.hidden_size, norm_parameters(config)
     table = config.padded_vocab_size() * hidden
-    body = config.num_layers * (attention + feed_forward + 2 * norm) + norm
+    blocks = attention_matrices(config) + mlp_matrices(config) + block_biases(config) + 2 * norm
+    body = config.num_layers * blocks + norm
     if config.is_encoder():
         body += (config.max_positions + config.token_types) * hidden
     transform = hidden**2 + hidden + norm + config.padded_vocab_size()
     head = (table if untied_head else 0) + (transform if mask_head else 0)
     return ParameterCounts(embedding=table, body=body, head=head)
+
+
+def attention_matrices(config: ModelConfig) -> int:
+    """Numbers in the matrices of a block's attention: 2 D A + 2 D K, which is 4 D^2 where all heads have keys."""
+    return 2 * config.hidden_size * config.head_size() * (config.num_heads + config.key_heads())
+
+
+def mlp_matrices(config: ModelConfig) -> int:
+    """Of its MLP: 2 D F, with a gate 3 D F."""
+    return (3 if config.has_gated_mlp() else 2) * config.hidden_size * config.mlp_size()
+
+
+def norm_parameters(config: ModelConfig) -> int:
+    """Of a norm over D features: a weight, and a bias in layer norms."""
+    return config.hidden_size * (1 if config.has_rms_norm() else 2)
+
+
+def block_biases(config: ModelConfig) -> int:
+    """Of a block's projections, and the weights of its norms of heads."""
+    projected = (config.num_heads + 2 * config.key_heads()) * config.head_size()
+    biases = {"none": 0, "qkv": projected, "all": projected + config.hidden_size}[config.attention_bias]
+    if config.mlp_bias:
+        biases += (2 if config.has_gated_mlp() else 1) * config.mlp_size() + config.hidden_size
+    return biases + (2 * config.head_size() if config.qk_norm else 0)
 
 
 def run_parameters(config: RunConfig) -> ParameterCounts:

@@ -5,6 +5,7 @@ from megahead.models.bert import Bert
 from megahead.models.compilation import CompiledBlocks
 from megahead.models.gpt_neox import GPTNeoX
 from megahead.models.initialize import initial_value
+from megahead.models.llama import Llama
 from megahead.models.registry import SHARDING, build_backbone
 
 __all__ = [
@@ -13,6 +14,7 @@ __all__ = [
     "Bert",
     "CompiledBlocks",
     "GPTNeoX",
+    "Llama",
     "build_backbone",
     "initial_value",
 ]

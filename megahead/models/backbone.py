@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from megahead.distributed import Group
 from megahead.models.compilation import CompiledBlocks
-from megahead.nn import Attend, BidirectionalSelfAttention, CausalSelfAttention, Documents, TargetPositions
+from megahead.nn import Attend, CausalSelfAttention, Documents, SelfAttention, TargetPositions
 from megahead.nn.activation_checkpointing import Recompute, checkpointed
 
 
@@ -40,7 +40,7 @@ class Backbone(nn.Module, ABC):
     def use_attention(self, attend: Attend) -> None:
         """Has every layer compute attention by `attend`, which must serve this backbone's device and precision."""
         for layer in self.modules():
-            if isinstance(layer, CausalSelfAttention | BidirectionalSelfAttention):
+            if isinstance(layer, CausalSelfAttention | SelfAttention):
                 layer.attend = attend
 
     def run_block(self, block: nn.Module, *inputs: object, static_shapes: bool = True) -> Tensor:

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from megahead.config import ModelConfig
 from megahead.models.backbone import Backbone
-from megahead.nn import MLP, BidirectionalSelfAttention, Documents, PostNormBlock, TargetPositions
+from megahead.nn import MLP, Documents, Heads, PostNormBlock, SelfAttention, TargetPositions
 
 
 class Bert(Backbone):
@@ -59,9 +59,10 @@ class Bert(Backbone):
 
 
 def _block(config: ModelConfig) -> PostNormBlock:
+    heads = Heads(config.num_heads, config.num_heads, config.head_size())
     return PostNormBlock(
         config.hidden_size,
-        BidirectionalSelfAttention(config.hidden_size, config.num_heads, config.attention_dropout),
+        SelfAttention(config.hidden_size, heads, causal=False, dropout=config.attention_dropout),
         MLP(config.hidden_size, config.mlp_size(), config.activation),
         norm_eps=config.norm_eps,
         dropout=config.hidden_dropout,
@@ -72,8 +73,8 @@ SHARDING = {
     "embedding": "vocabulary",  # rows of the table; positions and types are small
     "blocks.*.attention": "heads",  # not split itself; knows the group, to draw its own dropout
     "blocks.*.attention.query": "column",  # whole heads
-    "blocks.*.attention.key": "column",
-    "blocks.*.attention.value": "column",
+    "blocks.*.attention.key": "key_heads",
+    "blocks.*.attention.value": "key_heads",
     "blocks.*.attention.output": "row",
     "blocks.*.mlp.up": "column",
     "blocks.*.mlp.down": "row",

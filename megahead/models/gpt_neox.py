@@ -1,45 +1,31 @@
-"""GPT-NeoX (Black et al. 2022, arXiv 2204.06745), the decoder of the Pythia suite, without its head.
-
-B rows, T tokens a row, t those of them that this rank holds, D hidden size.
-"""
+"""GPT-NeoX (Black et al. 2022, arXiv 2204.06745), the decoder of the Pythia suite, without its head."""
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from collections.abc import Callable
+from functools import partial
+
+from torch import nn
 
 from megahead.config import ModelConfig
-from megahead.distributed import gather_from_group, scatter_to_group
-from megahead.models.backbone import Backbone
-from megahead.nn import MLP, Block, CausalSelfAttention, Documents, rotary_at
+from megahead.models.decoder import Decoder
+from megahead.nn import MLP, Block, CausalSelfAttention
 
 
-class GPTNeoX(Backbone):
-    """Embedding, blocks, final norm; parameters only, nothing is kept in buffers."""
+class GPTNeoX(Decoder):
+    """Layer norms, rotary positions on a part of each head, attention and MLP side by side."""
 
     def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.rotary_dims = config.rotary_dims()
-        self.rotary_base = config.rotary_base
-        self.embedding = nn.Embedding(config.padded_vocab_size(), config.hidden_size)
-        self.blocks = nn.ModuleList(_block(config) for _ in range(config.num_layers))
-        self.final_norm = nn.LayerNorm(config.hidden_size, eps=config.norm_eps)
-
-    def encode(self, rows_BTD: Tensor, documents: Documents) -> Tensor:
-        """[B, T, D]: hidden states after the final norm; see `Backbone.encode`."""
-        rotation = rotary_at(documents.positions_BT, self.rotary_dims, self.rotary_base)
-        x_BtD = scatter_to_group(rows_BTD, self.sequence_group, dim=1)
-        for block in self.blocks:
-            x_BtD = self.run_block(block, x_BtD, rotation, documents)
-        return gather_from_group(self.final_norm(x_BtD), self.sequence_group, dim=1)
+        norm = partial(nn.LayerNorm, config.hidden_size, eps=config.norm_eps)
+        super().__init__(config, partial(_block, config, norm), norm)
 
 
-def _block(config: ModelConfig) -> Block:
+def _block(config: ModelConfig, norm: Callable[[], nn.Module]) -> Block:
     return Block(
-        config.hidden_size,
         CausalSelfAttention(config.hidden_size, config.num_heads, config.attention_dropout),
         MLP(config.hidden_size, config.mlp_size(), config.activation),
+        norm,
         parallel=config.parallel_residual,
-        norm_eps=config.norm_eps,
         dropout=config.hidden_dropout,
     )
 

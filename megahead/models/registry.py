@@ -5,12 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from megahead.config import ModelConfig
-from megahead.models import bert, gpt_neox
+from megahead.models import bert, gpt_neox, llama
 from megahead.models.backbone import Backbone
 
-_BACKBONES: dict[str, Callable[[ModelConfig], Backbone]] = {"gpt_neox": gpt_neox.GPTNeoX, "bert": bert.Bert}
+_BACKBONES: dict[str, Callable[[ModelConfig], Backbone]] = {
+    "gpt_neox": gpt_neox.GPTNeoX,
+    "llama": llama.Llama,
+    "bert": bert.Bert,
+}
 
-SHARDING: dict[str, dict[str, str]] = {"gpt_neox": gpt_neox.SHARDING, "bert": bert.SHARDING}
+SHARDING: dict[str, dict[str, str]] = {
+    "gpt_neox": gpt_neox.SHARDING,
+    "llama": llama.SHARDING,
+    "bert": bert.SHARDING,
+}
 """Per family: pattern of module names (`*` is one layer's number) -> how it splits, in words of `parallel`."""
 
 

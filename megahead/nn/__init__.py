@@ -1,13 +1,14 @@
-"""Layers of a backbone: attention over documents, rotary positions, the MLP, and residual blocks."""
+"""Layers of a backbone: attention over documents, rotary positions, norms, MLPs, and residual blocks."""
 
 from megahead.nn.attention import CausalSelfAttention
 from megahead.nn.backends import BACKENDS, Attend, AttentionSpec, Backend, attend, choose_backend
-from megahead.nn.bidirectional import BidirectionalSelfAttention
 from megahead.nn.block import Block
 from megahead.nn.documents import Documents
-from megahead.nn.mlp import MLP
+from megahead.nn.mlp import MLP, GatedMLP
 from megahead.nn.post_norm import PostNormBlock
-from megahead.nn.rotary import Rotation, apply_rotary, rotary_at
+from megahead.nn.rms_norm import RMSNorm
+from megahead.nn.rotary import Rotation, Scaling, apply_rotary, rotary_at, scaled_as_llama3, scaled_linearly
+from megahead.nn.self_attention import Heads, HeadsLinear, SelfAttention
 from megahead.nn.target_positions import TargetPositions
 
 __all__ = [
@@ -16,15 +17,22 @@ __all__ = [
     "Attend",
     "AttentionSpec",
     "Backend",
-    "BidirectionalSelfAttention",
     "Block",
     "CausalSelfAttention",
     "Documents",
+    "GatedMLP",
+    "Heads",
+    "HeadsLinear",
     "PostNormBlock",
+    "RMSNorm",
     "Rotation",
+    "Scaling",
+    "SelfAttention",
     "TargetPositions",
     "apply_rotary",
     "attend",
     "choose_backend",
     "rotary_at",
+    "scaled_as_llama3",
+    "scaled_linearly",
 ]

@@ -1,5 +1,6 @@
 """The ways to compute attention over documents; `attend_masked` is the reference, the others do the same for less.
 
+Keys and values may have fewer heads than queries, each serving as many of these in turn.
 B rows, T tokens, H heads (of this rank), d dimensions of a head.
 """
 
@@ -27,8 +28,11 @@ def attend_rows(q_BTHd: Tensor, k_BTHd: Tensor, v_BTHd: Tensor, dropout: float, 
     """Rows of one document each; torch chooses the kernel, but for short bf16 rows on a CPU."""
     q, k, v = (x.transpose(1, 2) for x in (q_BTHd, k_BTHd, v_BTHd))
     if cpu_attention.serves(q, dropout):
+        k, v = repeated(k, q.shape[1]), repeated(v, q.shape[1])
         return cpu_attention.half_rows(q, k, v, causal).transpose(1, 2)
-    return F.scaled_dot_product_attention(q, k, v, is_causal=causal, dropout_p=dropout).transpose(1, 2)
+    grouped = q.shape[1] != k.shape[1]
+    heads = F.scaled_dot_product_attention(q, k, v, is_causal=causal, dropout_p=dropout, enable_gqa=grouped)
+    return heads.transpose(1, 2)
 
 
 def attend_masked(
@@ -37,7 +41,13 @@ def attend_masked(
     """The reference for the other backends: every pair of a row is scored, then hidden by a boolean mask."""
     q, k, v = (x.transpose(1, 2) for x in (q_BTHd, k_BTHd, v_BTHd))
     mask_B1TT = (documents.causal_mask_BTT if causal else documents.same_document_BTT)[:, None]
+    k, v = repeated(k, q.shape[1]), repeated(v, q.shape[1])
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask_B1TT, dropout_p=dropout).transpose(1, 2)
+
+
+def repeated(x_BHTd: Tensor, heads: int) -> Tensor:
+    """Each head as often in a row as makes `heads`; torch's kernels that take a mask on GPUs want that."""
+    return x_BHTd if x_BHTd.shape[1] == heads else x_BHTd.repeat_interleave(heads // x_BHTd.shape[1], 1)
 
 
 def attend_per_document(
@@ -57,8 +67,8 @@ def attend_varlen(
 
     q, k, v = (x.flatten(0, 1) for x in (q_BTHd, k_BTHd, v_BTHd))
     cu_seqlens, longest = documents.cu_seqlens, q_BTHd.shape[1]
-    window = (-1, 0) if causal else (-1, -1)
-    output = varlen_attn(q, k, v, cu_seqlens, cu_seqlens, longest, longest, window_size=window)
+    window, grouped = (-1, 0) if causal else (-1, -1), q.shape[1] != k.shape[1]
+    output = varlen_attn(q, k, v, cu_seqlens, cu_seqlens, longest, longest, window_size=window, enable_gqa=grouped)
     assert isinstance(output, Tensor)
     return output.view_as(q_BTHd)
 

@@ -1,6 +1,8 @@
-"""One pre-norm transformer block, its two sublayers side by side (GPT-NeoX, GPT-J) or in sequence."""
+"""One pre-norm transformer block, its two sublayers side by side (GPT-NeoX, GPT-J) or in sequence (Llama)."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -8,8 +10,9 @@ from torch.nn import functional as F
 from megahead.distributed import Group, per_rank_rng
 from megahead.nn.attention import CausalSelfAttention
 from megahead.nn.documents import Documents
-from megahead.nn.mlp import MLP
+from megahead.nn.mlp import MLP, GatedMLP
 from megahead.nn.rotary import Rotation
+from megahead.nn.self_attention import SelfAttention
 
 
 class Block(nn.Module):
@@ -17,21 +20,21 @@ class Block(nn.Module):
 
     def __init__(
         self,
-        hidden_size: int,
-        attention: CausalSelfAttention,
-        mlp: MLP,
+        attention: CausalSelfAttention | SelfAttention,
+        mlp: MLP | GatedMLP,
+        norm: Callable[[], nn.Module],
         *,
         parallel: bool,
-        norm_eps: float,
         dropout: float,
     ) -> None:
+        """`norm` makes each of the two."""
         super().__init__()
         self.parallel = parallel
         self.sequence_group = Group()  # ranks that hold the rows' other tokens: each draws its own dropout
         self.dropout = dropout
-        self.attention_norm = nn.LayerNorm(hidden_size, eps=norm_eps)
+        self.attention_norm = norm()
         self.attention = attention
-        self.mlp_norm = nn.LayerNorm(hidden_size, eps=norm_eps)
+        self.mlp_norm = norm()
         self.mlp = mlp
 
     def forward(self, x_BTD: Tensor, rotation: Rotation, documents: Documents) -> Tensor:

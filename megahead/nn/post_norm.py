@@ -5,9 +5,9 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from megahead.nn.bidirectional import BidirectionalSelfAttention
 from megahead.nn.documents import Documents
 from megahead.nn.mlp import MLP
+from megahead.nn.self_attention import SelfAttention
 from megahead.nn.target_positions import TargetPositions
 
 
@@ -17,7 +17,7 @@ class PostNormBlock(nn.Module):
     def __init__(
         self,
         hidden_size: int,
-        attention: BidirectionalSelfAttention,
+        attention: SelfAttention,
         mlp: MLP,
         *,
         norm_eps: float,
@@ -33,7 +33,7 @@ class PostNormBlock(nn.Module):
     def forward(self, x_BTD: Tensor, documents: Documents, targets: TargetPositions | None = None) -> Tensor:
         """[B, T, D]; [N, D] with `targets`: keys and values of all tokens, everything else of the targets alone."""
         x = x_BTD if targets is None else targets.take(x_BTD)
-        x = self.attention_norm(x + self._drop(self.attention(x_BTD, documents, targets)))
+        x = self.attention_norm(x + self._drop(self.attention(x_BTD, None, documents, targets)))
         output: Tensor = self.mlp_norm(x + self._drop(self.mlp(x)))
         return output
 

@@ -2,7 +2,13 @@
 
 from megahead.parallel.build import assemble, fill_
 from megahead.parallel.candidate_softmax import parallel_candidate_loss, parallel_evaluation_sums
-from megahead.parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabularyParallelEmbedding
+from megahead.parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    SharedHeadsLinear,
+    SharedRMSNorm,
+    VocabularyParallelEmbedding,
+)
 from megahead.parallel.plan import parallelize_, shard_dims
 from megahead.parallel.pretraining import TensorParallelPretraining
 from megahead.parallel.rows import place_table_
@@ -14,6 +20,8 @@ __all__ = [
     "SequenceColumnLinear",
     "SequenceLayerNorm",
     "SequenceRowLinear",
+    "SharedHeadsLinear",
+    "SharedRMSNorm",
     "TensorParallelPretraining",
     "VocabularyParallelEmbedding",
     "assemble",

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from megahead.distributed import Group, copy_to_group, reduce_from_group, reduce_scatter_to_group
+from megahead.nn import HeadsLinear, RMSNorm
 
 
 def _slice(full: Tensor, group: Group, dim: int) -> nn.Parameter:
@@ -33,16 +34,44 @@ class ColumnParallelLinear(nn.Module):
     """
 
     shard_dims: ClassVar[Mapping[str, int]] = {"weight": 0, "bias": 0}
+    weight: Tensor
+    bias: Tensor | None
 
     def __init__(self, full: nn.Linear, group: Group) -> None:
         super().__init__()
         self.group = group
         self.weight = _slice(full.weight, group, 0)
-        self.bias = _slice(full.bias, group, 0)
+        self.bias = None if full.bias is None else _slice(full.bias, group, 0)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         """[B, T, f]: this rank's output features."""
-        return F.linear(copy_to_group(x_BTD, self.group), self.weight, self.bias)
+        return F.linear(copy_to_group(x_BTD, self.group), *self.own())
+
+    def own(self) -> tuple[Tensor, Tensor | None]:
+        """[f, D] and [f]: what makes this rank's output features."""
+        return self.weight, self.bias
+
+
+class SharedHeadsLinear(ColumnParallelLinear):
+    """A column layer with fewer heads than there are ranks: consecutive ranks return the same head.
+
+    Every rank holds all heads, and uses one; gradients are summed over the group, whose copies stay alike: an
+    all-reduce of the weight, which is small beside [B, T, D].
+    """
+
+    shard_dims: ClassVar[Mapping[str, int]] = {}
+
+    def __init__(self, full: HeadsLinear, group: Group) -> None:
+        nn.Module.__init__(self)
+        self.group, self.heads = group, full.heads
+        self.weight, self.bias = full.weight, full.bias
+
+    def own(self) -> tuple[Tensor, Tensor | None]:
+        """The rows of this rank's head."""
+        size = self.weight.shape[0] // self.heads
+        first = self.group.rank * self.heads // self.group.size * size
+        weight_fD = copy_to_group(self.weight, self.group)[first : first + size]
+        return weight_fD, None if self.bias is None else copy_to_group(self.bias, self.group)[first : first + size]
 
 
 class RowParallelLinear(nn.Module):
@@ -54,11 +83,12 @@ class RowParallelLinear(nn.Module):
         super().__init__()
         self.group = group
         self.weight = _slice(full.weight, group, 1)
-        self.bias = nn.Parameter(full.bias.detach().clone())
+        self.bias = None if full.bias is None else nn.Parameter(full.bias.detach().clone())
 
     def forward(self, x_BTf: Tensor) -> Tensor:
         """[B, T, D] on every rank, from this rank's input features."""
-        return reduce_from_group(F.linear(x_BTf, self.weight), self.group) + self.bias
+        summed_BTD = reduce_from_group(F.linear(x_BTf, self.weight), self.group)
+        return summed_BTD if self.bias is None else summed_BTD + self.bias
 
 
 class VocabularyParallelEmbedding(nn.Module):
@@ -92,11 +122,40 @@ class VocabularyParallelEmbedding(nn.Module):
         return rows.masked_fill(foreign[..., None], 0.0)
 
 
-Twins = Mapping[str, tuple[type[nn.Module], Callable[..., nn.Module]]]
+class SharedRMSNorm(nn.Module):
+    """A norm whose weight serves other ranks' heads or tokens, too; its gradients are summed over the ranks, whose
+    copies stay alike.
+
+    The sum is part of autograd, because DeepSpeed takes gradients as soon as they are there.
+    """
+
+    def __init__(self, full: RMSNorm, group: Group) -> None:
+        super().__init__()
+        self.group = group
+        self.normalized_shape, self.eps = full.normalized_shape, full.eps
+        self.weight = full.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., D]; an all-reduce of [D] backward."""
+        weight = copy_to_group(self.weight, self.group).to(x.dtype)
+        return F.rms_norm(x, self.normalized_shape, weight, self.eps)
+
+
+def _split_heads(full: HeadsLinear, group: Group) -> nn.Module:
+    return ColumnParallelLinear(full, group) if full.heads % group.size == 0 else SharedHeadsLinear(full, group)
+
+
+def _unchanged(layer: nn.Module, _: Group) -> nn.Module:
+    return layer
+
+
+Twins = Mapping[str, Mapping[type[nn.Module], Callable[..., nn.Module]]]
 
 TWINS: Twins = {
-    "column": (nn.Linear, ColumnParallelLinear),
-    "row": (nn.Linear, RowParallelLinear),
-    "vocabulary": (nn.Embedding, VocabularyParallelEmbedding),
+    "column": {nn.Linear: ColumnParallelLinear},
+    "key_heads": {HeadsLinear: _split_heads},
+    "head_norm": {RMSNorm: SharedRMSNorm, nn.Identity: _unchanged},  # where a model has them
+    "row": {nn.Linear: RowParallelLinear},
+    "vocabulary": {nn.Embedding: VocabularyParallelEmbedding},
 }
-"""From a sharding table's words to the plain layer and its twin."""
+"""From a sharding table's words to the plain layers, and the twin of each."""

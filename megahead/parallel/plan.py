@@ -20,7 +20,8 @@ def parallelize_(module: nn.Module, sharding: Mapping[str, str], group: Group, *
     """Replaces every layer that a pattern of `sharding` names by its twin over `group`; sends nothing.
 
     `*` in a pattern stands for one part of a dotted name, "" for `module` itself. "heads" marks an attention layer,
-    which stays as it is but learns that other ranks hold other heads. With `sequence` tokens are split as well:
+    which stays as it is but learns that other ranks hold other heads, "key_heads" layers that may have fewer heads than
+    there are ranks, "head_norm" norms of each head. With `sequence` tokens are split as well:
     "tokens" marks modules that learn that other ranks hold other tokens, "norm" the norms between them.
     Raises ValueError for a pattern that matches no layer, or a layer it cannot split: with a wrong table, slices would
     train as if they were full weights.
@@ -43,6 +44,7 @@ def shard_dims(module: nn.Module) -> dict[str, int]:
         f"{prefix}.{name}" if prefix else name: dim
         for prefix, layer in module.named_modules()
         for name, dim in getattr(layer, "shard_dims", {}).items()
+        if getattr(layer, name) is not None  # a bias that it does without
     }
 
 
@@ -56,8 +58,8 @@ def _apply_(module: nn.Module, name: str, kind: str, twins: Twins, group: Group)
     if kind in _MARKS:
         setattr(layer, _MARKS[kind], group)
         return
-    plain, twin = twins[kind]
-    if type(layer) is not plain:
-        raise ValueError(f"{name} must be a {plain.__name__} to be split by {kind}, but is a {type(layer).__name__}")
+    if type(layer) not in twins[kind]:
+        plain = " or ".join(known.__name__ for known in twins[kind])
+        raise ValueError(f"{name} must be a {plain} to be split by {kind}, but is a {type(layer).__name__}")
     parent, _, child = name.rpartition(".")
-    setattr(module.get_submodule(parent), child, twin(layer, group))
+    setattr(module.get_submodule(parent), child, twins[kind][type(layer)](layer, group))

@@ -16,7 +16,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from megahead.distributed import Group, copy_to_group, reduce_scatter_to_group
-from megahead.parallel.layers import TWINS, ColumnParallelLinear, RowParallelLinear, Twins
+from megahead.nn import HeadsLinear, RMSNorm
+from megahead.parallel.layers import (
+    TWINS,
+    ColumnParallelLinear,
+    RowParallelLinear,
+    SharedHeadsLinear,
+    SharedRMSNorm,
+    Twins,
+)
 
 
 class SequenceColumnLinear(ColumnParallelLinear):
@@ -28,9 +36,13 @@ class SequenceColumnLinear(ColumnParallelLinear):
 
     def forward(self, x_BtD: Tensor) -> Tensor:
         """[B, T, f]: this rank's output features."""
-        inputs = _in_autocast_type(x_BtD, self.weight, self.bias)
+        inputs = _in_autocast_type(x_BtD, *self.own())
         output_BTf: Tensor = _GatheredLinear.apply(*inputs, self.group)
         return output_BTf
+
+
+class SequenceSharedHeadsLinear(SharedHeadsLinear, SequenceColumnLinear):
+    """The same with fewer heads than ranks."""
 
 
 class SequenceRowLinear(RowParallelLinear):
@@ -39,7 +51,7 @@ class SequenceRowLinear(RowParallelLinear):
     def forward(self, x_BTf: Tensor) -> Tensor:
         """[B, t, D]: this rank's tokens."""
         summed_BtD = reduce_scatter_to_group(F.linear(x_BTf, self.weight), self.group, dim=1)
-        return summed_BtD + copy_to_group(self.bias, self.group)
+        return summed_BtD if self.bias is None else summed_BtD + copy_to_group(self.bias, self.group)
 
 
 class SequenceLayerNorm(nn.Module):
@@ -60,11 +72,16 @@ class SequenceLayerNorm(nn.Module):
         return F.layer_norm(x_BtD, self.normalized_shape, weight, bias, self.eps)
 
 
+def _split_heads(full: HeadsLinear, group: Group) -> nn.Module:
+    return SequenceColumnLinear(full, group) if full.heads % group.size == 0 else SequenceSharedHeadsLinear(full, group)
+
+
 SEQUENCE_TWINS: Twins = {
     **TWINS,
-    "column": (nn.Linear, SequenceColumnLinear),
-    "row": (nn.Linear, SequenceRowLinear),
-    "norm": (nn.LayerNorm, SequenceLayerNorm),
+    "column": {nn.Linear: SequenceColumnLinear},
+    "key_heads": {HeadsLinear: _split_heads},
+    "row": {nn.Linear: SequenceRowLinear},
+    "norm": {nn.LayerNorm: SequenceLayerNorm, RMSNorm: SharedRMSNorm},
 }
 """The same where tokens are split too."""
 
@@ -73,22 +90,22 @@ class _GatheredLinear(torch.autograd.Function):
     """`linear` of all ranks' tokens that keeps this rank's and gathers the others' again in the backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, x_BtD: Tensor, weight_fD: Tensor, bias_f: Tensor, group: Group) -> Tensor:
-        ctx.group = group
+    def forward(ctx: Any, x_BtD: Tensor, weight_fD: Tensor, bias_f: Tensor | None, group: Group) -> Tensor:
+        ctx.group, ctx.has_bias = group, bias_f is not None
         ctx.save_for_backward(x_BtD, weight_fD)
         return F.linear(group.unshard(x_BtD, dim=1), weight_fD, bias_f)
 
     @staticmethod
-    def backward(ctx: Any, grad_BTf: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad_BTf: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None]:  # type: ignore[override]
         x_BtD, weight_fD = ctx.saved_tensors
         grad_Nf, x_ND = grad_BTf.flatten(0, 1), ctx.group.unshard(x_BtD, dim=1).flatten(0, 1)
         grad_BtD = ctx.group.reduce_scatter(grad_BTf @ weight_fD, dim=1)
-        return grad_BtD, grad_Nf.T @ x_ND, grad_Nf.sum(0), None
+        return grad_BtD, grad_Nf.T @ x_ND, grad_Nf.sum(0) if ctx.has_bias else None, None
 
 
-def _in_autocast_type(*tensors: Tensor) -> list[Tensor]:
+def _in_autocast_type(x: Tensor, *parameters: Tensor | None) -> list[Tensor | None]:
     """As autocast would give them to `linear`; as they are outside of it."""
-    kind = tensors[0].device.type
-    if not torch.is_autocast_enabled(kind):
-        return list(tensors)
-    return [tensor.to(torch.get_autocast_dtype(kind)) for tensor in tensors]
+    if not torch.is_autocast_enabled(x.device.type):
+        return [x, *parameters]
+    dtype = torch.get_autocast_dtype(x.device.type)
+    return [None if tensor is None else tensor.to(dtype) for tensor in (x, *parameters)]

@@ -60,6 +60,7 @@ def files_of(config: RunConfig) -> tuple[str, str]:
 
 def _shape(model: ModelConfig) -> str:
     layers, heads = counted(model.num_layers, "layer"), counted(model.num_heads, "head")
+    heads += f" ({model.key_heads()} of keys)" if model.key_heads() != model.num_heads else ""
     table = f"vocabulary {model.vocab_size:,} (table of {model.padded_vocab_size():,})"
     return f"{model.family}, {layers} x {model.hidden_size}, {heads}, {table}"
 

@@ -23,13 +23,14 @@ def test_contributing_names_files_that_exist() -> None:
 def test_contributing_names_parts_that_stand_where_it_says() -> None:
     """A name in backticks, and the file that the same step names."""
     named = {
-        "NAMED_SIZES": "config/model.py",
-        "_is_of_its_family": "config/model.py",
+        "NAMED_SIZES": "config/families.py",
+        "DEFAULTS": "config/families.py",
+        "FIXED": "config/families.py",
         "Backbone": "models/backbone.py",
         "encode": "models/backbone.py",
         "encode_at": "models/backbone.py",
         "Documents": "nn/documents.py",
-        "SHARDING": "models/gpt_neox.py",
+        "SHARDING": "models/llama.py",
         "_BACKBONES": "models/registry.py",
         "Family": "convert/families.py",
         "weigh": "objectives/weights.py",

@@ -18,6 +18,10 @@ BERT: dict[str, Any] = {
     "data.sequence_length": 16,
     "data.end_token": 2,
 }
+LLAMA: dict[str, Any] = {"model.size": None} | {
+    f"model.{field}": value
+    for field, value in {"family": "llama", "num_layers": 1, "hidden_size": 32, "num_heads": 4}.items()
+}
 MASKS: dict[str, Any] = {"mask_token": 3, "cls_token": 1, "sep_token": 2}
 
 MISTAKES: list[tuple[dict[str, Any], str]] = [
@@ -56,11 +60,11 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"seed": -1}, "`seed` must be at least 0, but is -1 instead."),
     (
         {"model.size": "pythia-15m"},
-        "`model.size` must be one of pythia-14m, pythia-31m, pythia-70m, pythia-160m, pythia-410m, pythia-1b, pythia-1.4b, pythia-2.8b, pythia-6.9b, pythia-12b, bert-base, bert-small, bert-mini, bert-tiny, distilbert-multilingual, but is 'pythia-15m' instead; or leave it out and give the shape.",
+        "`model.size` must be one of pythia-14m, pythia-31m, pythia-70m, pythia-160m, pythia-410m, pythia-1b, pythia-1.4b, pythia-2.8b, pythia-6.9b, pythia-12b, llama-15m, llama-60m, llama-130m, llama-350m, llama-1b, llama-3b, llama-8b, qwen2-0.5b, qwen3-0.6b, qwen3-1.7b, qwen3-4b, qwen3-8b, bert-base, bert-small, bert-mini, bert-tiny, distilbert-multilingual, but is 'pythia-15m' instead; or leave it out and give the shape.",
     ),
     (
         {"model.size": {"a": 1}},
-        "`model.size` must be one of pythia-14m, pythia-31m, pythia-70m, pythia-160m, pythia-410m, pythia-1b, pythia-1.4b, pythia-2.8b, pythia-6.9b, pythia-12b, bert-base, bert-small, bert-mini, bert-tiny, distilbert-multilingual, but is {'a': 1} instead; or leave it out and give the shape.",
+        "`model.size` must be one of pythia-14m, pythia-31m, pythia-70m, pythia-160m, pythia-410m, pythia-1b, pythia-1.4b, pythia-2.8b, pythia-6.9b, pythia-12b, llama-15m, llama-60m, llama-130m, llama-350m, llama-1b, llama-3b, llama-8b, qwen2-0.5b, qwen3-0.6b, qwen3-1.7b, qwen3-4b, qwen3-8b, bert-base, bert-small, bert-mini, bert-tiny, distilbert-multilingual, but is {'a': 1} instead; or leave it out and give the shape.",
     ),
     ({"model.num_heads": 3}, "`model.hidden_size` must be a multiple of num_heads (3), but is 128 instead."),
     (
@@ -68,6 +72,30 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
         "`model.rotary_pct` must rotate an even number of each head's 32 dimensions, but is 0.1 (3 dimensions) instead.",
     ),
     ({"model.token_types": 2}, "`model.token_types` must be left out of a gpt_neox, but is 2 instead."),
+    ({"model.num_key_heads": 2}, "`model.num_key_heads` must be left out of a gpt_neox, but is 2 instead."),
+    ({"model.activation": "silu"}, "`model.activation` must be gelu or gelu_tanh in a gpt_neox, but is silu instead."),
+    (LLAMA | {"model.rotary_pct": 0.5}, "`model.rotary_pct` must be left out of a llama, but is 0.5 instead."),
+    (LLAMA | {"model.num_key_heads": 3}, "`model.num_key_heads` must divide num_heads (4), but is 3 instead."),
+    (
+        LLAMA | {"model.qk_norm": True, "model.attention_bias": "qkv"},
+        "`model.qk_norm` must be false with attention_bias: qkv, which no published model has together, but is true instead.",
+    ),
+    (
+        LLAMA | {"model.mlp_bias": True, "model.attention_bias": "qkv"},
+        "`model.mlp_bias` must be false with attention_bias: qkv, as in Qwen 2, but is true instead.",
+    ),
+    (
+        LLAMA | {"model.rotary_scaling": {"kind": "linear", "factor": 2, "original_positions": 64}},
+        "`model.rotary_scaling.original_positions` must be left out of `linear` scaling, but is 64 instead.",
+    ),
+    (
+        LLAMA | {"model.rotary_scaling": {"kind": "llama3", "factor": 2, "low_frequency_factor": 4}},
+        "`model.rotary_scaling.high_frequency_factor` must be above low_frequency_factor (4), but is 4 instead.",
+    ),
+    (
+        LLAMA | {"model.rotary_scaling": {"kind": "yarn", "factor": 2}},
+        "`model.rotary_scaling.kind` must be 'linear' or 'llama3', but is 'yarn' instead.",
+    ),
     ({"model.vocab_size": 1}, "`model.vocab_size` must be greater than 1, but is 1 instead."),
     (
         {"data.sequence_length": 4096},

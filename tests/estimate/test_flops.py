@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -23,6 +25,18 @@ def test_equal_to_counted_matrix_products():
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         (backbone.encode(rows, Documents.whole_rows(2, 10)) @ candidates.T).sum().backward()
     estimate = training_flops(CONFIG, sequence_length=10, candidate_rows=7, context=10)
+    assert counter.get_total_flops() == pytest.approx(20 * estimate.total)
+
+
+@pytest.mark.parametrize("more", [{}, {"num_key_heads": 1, "head_dim": 24, "qk_norm": True}], ids=str)
+def test_a_llama_is_counted_with_its_gate_and_its_key_heads(more: dict[str, Any]) -> None:
+    shape = {"num_layers": 2, "hidden_size": 48, "num_heads": 3, "intermediate_size": 100, "vocab_size": 61}
+    config = ModelConfig(family="llama", **shape, **more)
+    rows = torch.randn(2, 10, 48, requires_grad=True)
+    candidates = torch.randn(7, 48, requires_grad=True)
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        (build_backbone(config).encode(rows, Documents.whole_rows(2, 10)) @ candidates.T).sum().backward()
+    estimate = training_flops(config, sequence_length=10, candidate_rows=7, context=10)
     assert counter.get_total_flops() == pytest.approx(20 * estimate.total)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megahead.errors import ConfigError
-from megahead.nn import BACKENDS, AttentionSpec, attend, choose_backend
+from megahead.nn import BACKENDS, AttentionSpec, Documents, attend, choose_backend
 from megahead.nn.attention_kernels import attend_rows
 from support.exact_attention import POSITIONS, random_qkv, relative_errors
 
@@ -23,6 +23,18 @@ HERE = [backend.attend for backend in BACKENDS.values() if not backend.obstacle(
 @pytest.mark.parametrize("causal", [True, False])
 def test_every_way_equals_the_formula(way, positions: Tensor | None, causal: bool) -> None:
     assert max(relative_errors(way, random_qkv(), positions, causal)) < 1e-12
+
+
+@pytest.mark.parametrize("way", [attend, *HERE])
+@pytest.mark.parametrize("positions", [None, POSITIONS])
+@pytest.mark.parametrize("causal", [True, False])
+def test_fewer_key_heads_serve_as_many_queries_in_turn(way, positions: Tensor | None, causal: bool) -> None:
+    q, k, v = random_qkv(shape=(2, 7, 6, 8))
+    documents = Documents.whole_rows(2, 7) if positions is None else Documents(positions)
+    k, v = k[:, :, :2], v[:, :, :2]
+    whole = [x.repeat_interleave(3, 2) for x in (k, v)]
+    found, expected = way(q, k, v, documents, causal=causal), way(q, *whole, documents, causal=causal)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("way", HERE)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
 
-from megahead.nn import apply_rotary, rotary_at
+from megahead.nn import apply_rotary, rotary_at, scaled_as_llama3, scaled_linearly
 
 
 def test_pairs_turn_by_position_times_frequency():
@@ -51,3 +52,16 @@ def test_each_row_has_its_own_positions():
     assert torch.equal(turned[0, :2], turned[1, :2])
     assert torch.equal(turned[1, 2], x_BTHd[1, 2])
     assert not torch.equal(turned[0, 2], turned[1, 2])
+
+
+def test_linear_scaling_counts_positions_less() -> None:
+    plain = rotary_at(torch.arange(5) / 4, 8, 10000.0)
+    scaled = rotary_at(torch.arange(5), 8, 10000.0, partial(scaled_linearly, factor=4.0))
+    torch.testing.assert_close(scaled, plain)
+
+
+def test_llama3_scaling_slows_down_what_hardly_turns() -> None:
+    """Turns in 64 positions: 128, 5, 2.5, 0.5; from 4 on they stay, up to 1 they are 8 times fewer."""
+    frequencies = torch.tensor([128.0, 5.0, 2.5, 0.5]) * 2 * math.pi / 64
+    scaled = scaled_as_llama3(frequencies, 8.0, low=1.0, high=4.0, positions=64)
+    torch.testing.assert_close(scaled / frequencies, torch.tensor([1.0, 1.0, 0.5 + 0.5 / 8, 1 / 8]))

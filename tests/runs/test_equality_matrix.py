@@ -116,6 +116,30 @@ def test_a_table_of_rows_in_half_precision_stays_near_plain_torch(
     assert_near(ours, references["headless"], config_of(tmp_path, "headless"))
 
 
+LLAMA = {"model.family": "llama", "model.num_key_heads": 1, "model.qk_norm": True}
+"""On two tensor ranks both hold the one key head."""
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Course:
+    folder = tmp_path_factory.mktemp("plain")
+    write_text(folder)
+    return plain_torch(config_of(folder, "headless", **LLAMA))
+
+
+@pytest.mark.parametrize(
+    ("stage", "tensor", "data", "changes"),
+    [(stage, 2, 2, {"parallel.sequence": stage % 2 == 0}) for stage in (0, 1, 2, 3)]
+    + [(0, 1, 1, {}), (3, 2, 1, {"engine.activation_checkpointing": True})],
+    ids=str,
+)
+def test_a_llama_equals_plain_torch(
+    tmp_path: Path, llama: Course, stage: int, tensor: int, data: int, changes: dict[str, Any]
+) -> None:
+    write_text(tmp_path)
+    assert_equal(on_mesh(tmp_path, "headless", stage, tensor, data, **(LLAMA | changes)), llama)
+
+
 SEQUENCE = {"parallel.sequence": True}
 
 

@@ -15,6 +15,7 @@ VARIANTS = {
     "in the background": stage(1) | {"training.save_in_background": True},
     "with offload": offloaded(2),
     "in rows": stage(1) | {"engine.embedding": "rows", "training.save_in_background": True},
+    "a llama": stage(2) | {"model.family": "llama", "model.num_key_heads": 1, "model.qk_norm": True},
 }
 
 

@@ -1,0 +1,60 @@
+"""Llama (Touvron et al. 2023, arXiv 2302.13971), without its head; Qwen 2 and 3 and Mistral are settings of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from torch import nn
+
+from megahead.config import ModelConfig
+from megahead.models.decoder import Decoder
+from megahead.nn import Block, GatedMLP, Heads, RMSNorm, SelfAttention
+
+
+class Llama(Decoder):
+    """RMS norms, rotary positions, a gated MLP after attention, whose keys and values may have fewer heads."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        norm = partial(RMSNorm, config.hidden_size, eps=config.norm_eps)
+        super().__init__(config, partial(_block, config, norm), norm)
+
+
+def _block(config: ModelConfig, norm: Callable[[], nn.Module]) -> Block:
+    heads = Heads(
+        queries=config.num_heads,
+        keys=config.key_heads(),
+        size=config.head_size(),
+        bias=config.attention_bias != "none",
+        output_bias=config.attention_bias == "all",
+        norm_eps=config.norm_eps if config.qk_norm else None,
+    )
+    return Block(
+        SelfAttention(config.hidden_size, heads, causal=True, dropout=config.attention_dropout),
+        GatedMLP(config.hidden_size, config.mlp_size(), config.activation, bias=config.mlp_bias),
+        norm,
+        parallel=False,
+        dropout=config.hidden_dropout,
+    )
+
+
+SHARDING = {
+    "": "tokens",
+    "embedding": "vocabulary",  # rows of the table
+    "blocks.*": "tokens",  # each rank draws its own dropout
+    "blocks.*.attention_norm": "norm",
+    "blocks.*.attention": "heads",  # each rank draws its own dropout
+    "blocks.*.attention.query": "column",  # whole heads
+    "blocks.*.attention.key": "key_heads",
+    "blocks.*.attention.value": "key_heads",
+    "blocks.*.attention.query_norm": "head_norm",  # one weight for all heads
+    "blocks.*.attention.key_norm": "head_norm",
+    "blocks.*.attention.output": "row",
+    "blocks.*.mlp_norm": "norm",
+    "blocks.*.mlp.gate": "column",
+    "blocks.*.mlp.up": "column",
+    "blocks.*.mlp.down": "row",
+    "final_norm": "norm",
+}
+"""How each module splits over a tensor group; "tokens" and "norm" matter under sequence parallelism only. What is not
+named here is held in full by every rank."""

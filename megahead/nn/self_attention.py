@@ -1,0 +1,129 @@
+"""Self-attention whose queries, keys and values have a projection each, as in BERT and Llama.
+
+B rows, T tokens, H heads and K key heads (of this rank), d dimensions of a head, D hidden size, N targets.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import NamedTuple
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from megahead.distributed import Group, per_rank_rng
+from megahead.nn.attention_kernels import repeated
+from megahead.nn.backends import Attend, attend
+from megahead.nn.documents import Documents
+from megahead.nn.rms_norm import RMSNorm
+from megahead.nn.rotary import Rotation, apply_rotary
+from megahead.nn.target_positions import TargetPositions
+
+
+class Heads(NamedTuple):
+    """How many heads there are, and what their projections are like."""
+
+    queries: int
+    keys: int
+    """Heads of keys and values; each serves queries / keys heads (Ainslie et al. 2023, arXiv 2305.13245)."""
+
+    size: int
+    """Dimensions of each."""
+
+    bias: bool = True
+    """Of the projections that make queries, keys and values."""
+
+    output_bias: bool = True
+    """Of the one that joins the heads."""
+
+    norm_eps: float | None = None
+    """Queries and keys are normed head by head before they are compared; None: they are not."""
+
+
+class HeadsLinear(nn.Linear):
+    """A linear layer whose output features are `heads` of equal size."""
+
+    def __init__(self, hidden_size: int, heads: int, head_size: int, bias: bool) -> None:
+        super().__init__(hidden_size, heads * head_size, bias)
+        self.heads = heads
+
+
+class SelfAttention(nn.Module):
+    """Multi-head attention over documents, causal or over both sides.
+
+    The last block of an encoder can compute queries for a few tokens only. The number of heads is read from the
+    projections' width, so that a rank may hold a part of them.
+    """
+
+    def __init__(self, hidden_size: int, heads: Heads, *, causal: bool, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.head_size = heads.size
+        self.causal = causal
+        self.dropout = dropout
+        self.group = Group()  # ranks that hold the other heads: each draws its own dropout
+        self.attend: Attend = attend
+        width = heads.queries * heads.size
+        self.query = nn.Linear(hidden_size, width, heads.bias)
+        self.key = HeadsLinear(hidden_size, heads.keys, heads.size, heads.bias)
+        self.value = HeadsLinear(hidden_size, heads.keys, heads.size, heads.bias)
+        self.query_norm = _norm(heads)
+        self.key_norm = _norm(heads)
+        self.output = nn.Linear(width, hidden_size, heads.output_bias)
+
+    def forward(
+        self,
+        x_BTD: Tensor,
+        rotation: Rotation | None,
+        documents: Documents,
+        targets: TargetPositions | None = None,
+    ) -> Tensor:
+        """[B, T, D]: what each token reads from its document; with `targets` [N, D], for these alone.
+
+        Without `rotation` positions must be in the input already; with it there can be no `targets`.
+        """
+        queried = x_BTD if targets is None else targets.take(x_BTD)
+        q, k, v = (
+            layer(x).unflatten(-1, (-1, self.head_size))
+            for layer, x in ((self.query, queried), (self.key, x_BTD), (self.value, x_BTD))
+        )
+        q, k = self.query_norm(q), self.key_norm(k)
+        if rotation is not None:
+            q, k = apply_rotary(q, rotation), apply_rotary(k, rotation)
+        dropout = self.dropout if self.training else 0.0
+        with per_rank_rng(self.group, x_BTD.device) if dropout else nullcontext():
+            heads = self._attend(q, k, v, documents, targets, dropout)
+        mixed: Tensor = self.output(heads.flatten(-2))
+        return mixed
+
+    def _attend(
+        self,
+        q: Tensor,
+        k_BTKd: Tensor,
+        v_BTKd: Tensor,
+        documents: Documents,
+        targets: TargetPositions | None,
+        dropout: float,
+    ) -> Tensor:
+        """[B, T, H, d], or [N, H, d] for queries of targets."""
+        if targets is None:
+            return self.attend(q, k_BTKd, v_BTKd, documents, dropout, causal=self.causal)
+        return targets.gather(attend_at(targets.spread(q), k_BTKd, v_BTKd, documents, targets, dropout))
+
+
+def _norm(heads: Heads) -> nn.Module:
+    return nn.Identity() if heads.norm_eps is None else RMSNorm(heads.size, eps=heads.norm_eps)
+
+
+def attend_at(
+    q_BMHd: Tensor,
+    k_BTKd: Tensor,
+    v_BTKd: Tensor,
+    documents: Documents,
+    targets: TargetPositions,
+    dropout: float,
+) -> Tensor:
+    """[B, M, H, d]: softmax(q k / sqrt(d)) v of M queries a row over the whole document of each."""
+    q, k, v = (x.transpose(1, 2) for x in (q_BMHd, k_BTKd, v_BTKd))
+    k, v = repeated(k, q.shape[1]), repeated(v, q.shape[1])
+    mask_B1MT = None if documents.one_per_row else targets.mask(documents.same_document_BTT)[:, None]
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask_B1MT, dropout_p=dropout).transpose(1, 2)
