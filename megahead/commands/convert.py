@@ -74,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
         type=existing,
         required=True,
         metavar="DIR",
-        help="folder of a GPT-NeoX, BERT or DistilBERT in safetensors",
+        help="folder of a GPT-NeoX, Llama, Mistral, Qwen 2 or 3, BERT or DistilBERT in safetensors",
     )
     back.add_argument("--output", type=Path, required=True, metavar="DIR", help="new run folder")
     return parser

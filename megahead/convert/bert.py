@@ -125,20 +125,20 @@ _DISTILBERT_SETTINGS = {
 """Settings of ours and theirs that mean the same."""
 
 
-def bert_config(model: ModelConfig, *, vocab_size: int, architecture: str, tied: bool) -> dict[str, Any]:
-    """The content of `config.json` of a BERT whose table has `vocab_size` rows."""
+def bert_config(model: ModelConfig) -> dict[str, Any]:
+    """What `config.json` says of the shape of a BERT."""
     settings = {theirs: _value(model, ours) for ours, theirs in _BERT_SETTINGS.items()}
     activation = {"hidden_act": _HF_ACTIVATIONS[model.activation], "position_embedding_type": "absolute"}
-    return _shared("bert", architecture, tied) | settings | activation | {"vocab_size": vocab_size}
+    return {"model_type": "bert", **settings, **activation}
 
 
-def distilbert_config(model: ModelConfig, *, vocab_size: int, architecture: str, tied: bool) -> dict[str, Any]:
-    """The content of `config.json` of a DistilBERT whose table has `vocab_size` rows."""
+def distilbert_config(model: ModelConfig) -> dict[str, Any]:
+    """The same of a DistilBERT."""
     if model.norm_eps != _EPS:
         raise FieldError("model.norm_eps", f"be {_EPS} in a DistilBERT (token_types 0)", got=model.norm_eps)
     settings = {theirs: _value(model, ours) for ours, theirs in _DISTILBERT_SETTINGS.items()}
     activation = {"activation": _HF_ACTIVATIONS[model.activation], "sinusoidal_pos_embds": False}
-    return _shared("distilbert", architecture, tied) | settings | activation | {"vocab_size": vocab_size}
+    return {"model_type": "distilbert", **settings, **activation}
 
 
 def bert_settings(content: Mapping[str, Any]) -> dict[str, Any]:
@@ -152,10 +152,6 @@ def bert_settings(content: Mapping[str, Any]) -> dict[str, Any]:
 def distilbert_settings(content: Mapping[str, Any]) -> dict[str, Any]:
     """The same for DistilBERT."""
     return _settings(content, _DISTILBERT_SETTINGS, "activation") | {"token_types": 0, "norm_eps": _EPS}
-
-
-def _shared(kind: str, architecture: str, tied: bool) -> dict[str, Any]:
-    return {"architectures": [architecture], "model_type": kind, "tie_word_embeddings": tied}
 
 
 def _value(model: ModelConfig, field: str) -> Any:

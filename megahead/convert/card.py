@@ -25,10 +25,11 @@ _HEADS = {
     "none": "none: the backbone alone, outputs are hidden states",
     "tied": "`E h`, the input embedding itself",
     "pmi": "`E h + log q`, training-free: q is the distribution of the training targets (of all candidates, where the "
-    "objective has others), folded into the head's own weights",
+    "objective has others), ",
     "trained": "the one that was trained",
 }
-_PADDED = ", and rows of padding that are never probable: their bias is folded into the head's own weights"
+_PADDED = ", and rows of padding that are never probable: their bias is "
+_FOLDED, _STORED = "folded into the head's own weights", "the head's own"
 
 
 def write_tokenizer(source: Path, folder: Path, config: RunConfig) -> dict[str, int]:
@@ -106,7 +107,7 @@ def model_card(model: TrainedModel, head: Head, dtype: str, parity: Parity) -> s
     tokens, shape = model.checkpoint.state.get("tokens"), config.model
     learned = "contrastive weight tying (headless)" if objective.name == "headless" else "vanilla softmax"
     errors = ", ".join(f"{error:.1e} in {kind}" for kind, error in parity.largest_error.items())
-    family = family_of(config.model)
+    family = family_of(config.model, head_bias=head.bias_V is not None)
     loader = "AutoModel" if head.matrix is None else family.auto_with_head
     facts = {
         "Objective": f"{learned}, temperature {model.temperature():g}",
@@ -115,13 +116,20 @@ def model_card(model: TrainedModel, head: Head, dtype: str, parity: Parity) -> s
         + (f", {counted(tokens, 'token')}" if tokens is not None else ""),
         "Data": dataset_names(config.data),
         "Held-out text": held_out(model) or "not evaluated",
-        "Head": _HEADS[head.name] + ("" if head.folded is None or head.name == "pmi" else _PADDED),
+        "Head": _head(head),
         "Stored as": dtype,
         "Largest error": f"{errors}, of {parity.compared} up to {parity.largest_output:.1f}, against the checkpoint",
         "Exported by": code_version(),
     }
     table = "\n".join(f"| {key} | {value} |" for key, value in facts.items())
     return _CARD.format(name=config.name, table=table, loader=loader, family=family.title)
+
+
+def _head(head: Head) -> str:
+    place = _STORED if head.bias_V is not None else _FOLDED
+    if head.name == "pmi":
+        return _HEADS["pmi"] + place
+    return _HEADS[head.name] + ("" if head.folded is None and head.bias_V is None else _PADDED + place)
 
 
 _CARD = """---

@@ -9,6 +9,9 @@ output h' = h + delta has (1/w).h' = S' = S + D or S - D, never near 0; with u =
 `W = E / T + (log q - E delta / T) (outer) u` gives W h' = E h / T + log q exactly. Any other head whose padding rows
 are kept has a bias in the same way, 0 but for those rows: without one they would take a share of the probability.
 
+Behind an RMS norm nothing can be folded in; a Llama whose head needs a bias goes out as a class that has one
+(`megahead/convert/ernie.py`), and one with norms of queries and keys, which no such class has, cannot have that head.
+
 V vocabulary, D features; lower-case v: rows of one chunk.
 """
 
@@ -71,6 +74,9 @@ class Head:
     temperature: float = 1.0
     folded: FoldedBias | None = None
 
+    bias_V: Tensor | None = None
+    """Over the padded vocabulary, stored as it is beside the matrix."""
+
     transform: Mapping[str, Tensor] | None = None
     """An encoder's layers between outputs and matrix, temperature included, and the bias; by our names."""
 
@@ -112,8 +118,15 @@ def make_head(name: HeadName, model: TrainedModel, *, keep_padding: bool = False
     if model.config.model.is_encoder():
         return Head(name, matrix, model.temperature(), transform=_transform(name, model))
     padded = keep_padding and model.config.model.padded_vocab_size() > model.config.model.vocab_size
-    folded = _folded(name, model) if name == "pmi" or padded else None
-    return Head(name, matrix, model.temperature(), folded)
+    if name != "pmi" and not padded:
+        return Head(name, matrix, model.temperature())
+    if not model.config.model.has_rms_norm():
+        return Head(name, matrix, model.temperature(), _folded(name, model))
+    if model.config.model.qk_norm:
+        asked, given = name if name == "pmi" else f"{name} --keep-padding", "beside norms of queries and keys (Qwen 3)"
+        others = "tied or none without --keep-padding, or train a head"
+        raise _impossible(asked, "a bias in the head", f"no class of transformers has one {given}", others)
+    return Head(name, matrix, model.temperature(), bias_V=_padded_bias(name, model))
 
 
 def best_head(model: TrainedModel) -> HeadName:

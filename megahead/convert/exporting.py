@@ -11,6 +11,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megahead.config import HeadName
@@ -55,7 +56,9 @@ def export(
 ) -> ExportReport:
     """Writes `output_dir` as transformers reads it: a `GPTNeoXForCausalLM`, or a `GPTNeoXModel` for the head `none`.
 
-    An encoder becomes a `BertForMaskedLM` or `BertModel`, and without token types a DistilBERT.
+    An encoder becomes a `BertForMaskedLM` or `BertModel`, and without token types a DistilBERT; a Llama becomes a
+    `LlamaForCausalLM`, `Qwen2ForCausalLM` or `Qwen3ForCausalLM`, and with a bias in its head the class of
+    `megahead/convert/ernie.py`.
 
     checkpoint: a step folder, or a run (its newest). keep_padding: keep the rows that pad the vocabulary; so that they
     get no probability, a decoder's head is then stored separately from its embedding, with a bias folded in.
@@ -90,14 +93,16 @@ def fingerprint(model: TrainedModel) -> str:
 
 def _tensors(model: TrainedModel, head: Head, vocab_size: int) -> Iterator[Streamed]:
     """Every tensor of the export under its Hugging Face name, the head's last."""
-    family = family_of(model.config.model)
+    family = family_of(model.config.model, head_bias=head.bias_V is not None)
     for name, shape in model.shapes.items():
         if name in (HEAD, TEMPERATURE) or name.startswith(MASK_HEAD):  # the head's are last, the temperature in them
             continue
         theirs = _hf_name(family, name)
         exported = theirs.removeprefix(family.prefix) if head.matrix is None else theirs
         size = (vocab_size, *shape[1:]) if name == EMBEDDING else tuple(shape)
-        yield Streamed(exported, size, partial(_backbone_pieces, model, head, name, size[0]))
+        yield Streamed(exported, size, partial(_backbone_pieces, model, head, family, name, size[0]))
+    for name, width in family.zeros(model.config.model).items():
+        yield Streamed(name, (width,), partial(_one_piece, torch.zeros(width)))
     for name, tensor in (head.transform or {}).items():
         part = tensor[:vocab_size] if name == _VOCABULARY_BIAS else tensor
         yield Streamed(_hf_name(family, name), tuple(part.shape), partial(_one_piece, part))
@@ -106,14 +111,16 @@ def _tensors(model: TrainedModel, head: Head, vocab_size: int) -> Iterator[Strea
     if head.matrix is not None and not head.is_embedding():
         size = (vocab_size, model.config.model.hidden_size)
         yield Streamed(_hf_name(family, HEAD), size, partial(_head_pieces, model, head, head.matrix, vocab_size))
+    if head.bias_V is not None and family.head_bias is not None:
+        yield Streamed(family.head_bias, (vocab_size,), partial(_one_piece, head.bias_V[:vocab_size]))
 
 
 def _one_piece(tensor: Tensor) -> Iterator[Tensor]:
     yield tensor
 
 
-def _backbone_pieces(model: TrainedModel, head: Head, name: str, rows: int) -> Iterator[Tensor]:
-    weight = model.weight(name)
+def _backbone_pieces(model: TrainedModel, head: Head, family: Family, name: str, rows: int) -> Iterator[Tensor]:
+    weight = family.as_stored(model.config.model, name, model.weight(name))
     yield head.norm_bias(weight) if name == _NORM_BIAS else weight[:rows]
 
 
@@ -132,7 +139,8 @@ def _hf_name(family: Family, name: str) -> str:
 
 def _write_settings(folder: Path, model: TrainedModel, head: Head, dtype: str, vocab_size: int) -> Path | None:
     """Writes config.json, generation_config.json and the tokenizer files; returns the tokenizer's source."""
-    config, end, family = model.config, model.config.data.end_token, family_of(model.config.model)
+    config, end = model.config, model.config.data.end_token
+    family = family_of(config.model, head_bias=head.bias_V is not None)
     tokenizer = model.tokenizer()
     if config.masking is not None:
         ids = {"pad_token_id": 0}
@@ -141,13 +149,8 @@ def _write_settings(folder: Path, model: TrainedModel, head: Head, dtype: str, v
         ids = {"bos_token_id": end, "eos_token_id": end, "pad_token_id": end}
         ids |= {} if tokenizer is None else write_tokenizer(tokenizer, folder, config)
     architecture = family.backbone if head.matrix is None else family.with_head
-    content = hf_config(
-        config.model,
-        vocab_size=vocab_size,
-        end_token=end,
-        architecture=architecture,
-        tied=head.is_embedding(),
-    )
+    tied = head.is_embedding()
+    content = hf_config(family, config.model, vocab_size=vocab_size, architecture=architecture, tied=tied)
     origin = {
         "run": config.name,
         "head": head.name,

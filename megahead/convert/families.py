@@ -6,9 +6,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
 from megahead.config import ModelConfig
-from megahead.convert import bert, gpt_neox
+from megahead.convert import bert, ernie, gpt_neox, llama
 from megahead.errors import FieldError
+
+
+def _as_it_is(_: ModelConfig, __: str, tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _none(_: ModelConfig) -> dict[str, int]:
+    return {}
 
 
 @dataclass(frozen=True)
@@ -39,8 +49,34 @@ class Family:
     settings: Callable[[Mapping[str, Any]], dict[str, Any]]
     """Makes the settings of a ModelConfig from config.json."""
 
+    config: Callable[[ModelConfig], dict[str, Any]]
+    """What config.json says of a shape."""
+
     untied_bias: str | None = None
     """A second name of an encoder's output bias, wanted beside an output matrix of its own."""
+
+    head_bias: str | None = None
+    """Name of a decoder's output bias; None where it has none."""
+
+    as_stored: Callable[[ModelConfig, str, Tensor], Tensor] = _as_it_is
+    """A parameter of ours, with its name, as theirs holds it."""
+
+    zeros: Callable[[ModelConfig], dict[str, int]] = _none
+    """Vectors that theirs has and ours does without: names and sizes."""
+
+
+def _llama(kind: str, title: str) -> Family:
+    return Family(
+        title,
+        llama.BACKBONE_PREFIX,
+        f"{title}Model",
+        f"{title}ForCausalLM",
+        "AutoModelForCausalLM",
+        llama.our_name,
+        llama.RENAMES.theirs,
+        llama.settings_of(kind),
+        llama.llama_config,
+    )
 
 
 _FAMILIES = {
@@ -53,7 +89,12 @@ _FAMILIES = {
         gpt_neox.our_name,
         gpt_neox.RENAMES.theirs,
         gpt_neox.model_settings,
+        gpt_neox.gpt_neox_config,
     ),
+    "llama": _llama("llama", "Llama"),
+    "mistral": _llama("mistral", "Mistral"),
+    "qwen2": _llama("qwen2", "Qwen2"),
+    "qwen3": _llama("qwen3", "Qwen3"),
     "bert": Family(
         "BERT",
         bert.BERT.prefix,
@@ -63,6 +104,7 @@ _FAMILIES = {
         bert.BERT.ours,
         bert.BERT.table.theirs,
         bert.bert_settings,
+        bert.bert_config,
         untied_bias="cls.predictions.decoder.bias",
     ),
     "distilbert": Family(
@@ -74,12 +116,32 @@ _FAMILIES = {
         bert.DISTILBERT.ours,
         bert.DISTILBERT.table.theirs,
         bert.distilbert_settings,
+        bert.distilbert_config,
     ),
 }
 
 
-def family_of(model: ModelConfig) -> Family:
-    """The kind that `model` is exported as: a BERT without token types is a DistilBERT."""
+_LLAMA_WITH_HEAD_BIAS = Family(
+    "Llama (as an ERNIE 4.5 without experts, whose head has a bias)",
+    llama.BACKBONE_PREFIX,
+    "Ernie4_5_MoeModel",
+    "Ernie4_5_MoeForCausalLM",
+    "AutoModelForCausalLM",
+    llama.our_name,
+    llama.RENAMES.theirs,
+    llama.settings_of("llama"),
+    ernie.ernie_config,
+    head_bias=ernie.HEAD_BIAS,
+    as_stored=ernie.as_stored,
+    zeros=ernie.zero_biases,
+)
+
+
+def family_of(model: ModelConfig, *, head_bias: bool = False) -> Family:
+    """The kind that `model` is exported as: a BERT without token types is a DistilBERT, a Llama what its settings say,
+    and with a bias of its head an ERNIE."""
+    if model.family == "llama":
+        return _LLAMA_WITH_HEAD_BIAS if head_bias else _FAMILIES[llama.kind_of(model)]
     return _FAMILIES["distilbert" if model.is_encoder() and not model.token_types else model.family]
 
 
@@ -91,11 +153,7 @@ def family_named(content: Mapping[str, Any]) -> Family:
     return _FAMILIES[kind]
 
 
-def hf_config(model: ModelConfig, *, vocab_size: int, end_token: int, architecture: str, tied: bool) -> dict[str, Any]:
+def hf_config(family: Family, model: ModelConfig, *, vocab_size: int, architecture: str, tied: bool) -> dict[str, Any]:
     """The content of `config.json` for a model whose table has `vocab_size` rows."""
-    if not model.is_encoder():
-        return gpt_neox.hf_config(
-            model, vocab_size=vocab_size, end_token=end_token, architecture=architecture, tied=tied
-        )
-    make = bert.bert_config if model.token_types else bert.distilbert_config
-    return make(model, vocab_size=vocab_size, architecture=architecture, tied=tied)
+    told = {"architectures": [architecture], "vocab_size": vocab_size, "tie_word_embeddings": tied}
+    return family.config(model) | told

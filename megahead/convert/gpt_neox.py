@@ -46,15 +46,13 @@ def our_name(theirs: str) -> str | None:
     return ours
 
 
-def hf_config(model: ModelConfig, *, vocab_size: int, end_token: int, architecture: str, tied: bool) -> dict[str, Any]:
-    """The content of `config.json` for a model whose table has `vocab_size` rows.
+def gpt_neox_config(model: ModelConfig) -> dict[str, Any]:
+    """What `config.json` says of the shape of `model`.
 
     Rotary settings appear twice: `rope_parameters` for transformers 5, `rotary_*` for older readers.
     """
     return {
-        "architectures": [architecture],
         "model_type": "gpt_neox",
-        "vocab_size": vocab_size,
         "hidden_size": model.hidden_size,
         "num_hidden_layers": model.num_layers,
         "num_attention_heads": model.num_heads,
@@ -74,9 +72,6 @@ def hf_config(model: ModelConfig, *, vocab_size: int, end_token: int, architectu
         },
         "rotary_pct": model.rotary_pct,
         "rotary_emb_base": model.rotary_base,
-        "bos_token_id": end_token,
-        "eos_token_id": end_token,
-        "tie_word_embeddings": tied,
         "use_cache": True,
     }
 

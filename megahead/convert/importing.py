@@ -1,4 +1,4 @@
-"""From a Hugging Face folder (GPT-NeoX, BERT, DistilBERT) to a checkpoint of ours that a run can start from."""
+"""From a Hugging Face folder (of a kind in `families`) to a checkpoint of ours that a run can start from."""
 
 from __future__ import annotations
 
@@ -57,9 +57,12 @@ def from_hf(model_dir: Path, output_dir: Path) -> Path:
 
 
 def weight_files(model_dir: Path) -> dict[str, Path]:
-    """Which file holds each stored tensor; CheckpointError where there are no safetensors."""
+    """Which file holds each stored tensor; CheckpointError where there are no safetensors.
+
+    Those that transformers reads: model.safetensors, else what the index lists, else all; others may lie beside them.
+    """
     found = {}
-    for path in sorted(model_dir.glob("*.safetensors")):
+    for path in _files(model_dir):
         try:
             with safe_open(path, framework="pt") as file:
                 found.update(dict.fromkeys(file.keys(), path))
@@ -78,6 +81,19 @@ def weight_files(model_dir: Path) -> dict[str, Path]:
     return found
 
 
+def _files(model_dir: Path) -> list[Path]:
+    index, single = model_dir / "model.safetensors.index.json", model_dir / "model.safetensors"
+    if single.is_file():
+        return [single]
+    if not index.is_file():
+        return sorted(model_dir.glob("*.safetensors"))
+    try:
+        named = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+        return [model_dir / name for name in sorted(set(named))]
+    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+        raise CheckpointError(f"`{index}` must list the weights' files, but cannot be read as that.") from None
+
+
 def _config(model_dir: Path, content: Mapping[str, Any], family: Family, *, has_head: bool) -> RunConfig:
     """A run's config around the folder's model; only model, objective and special tokens mean something."""
     headless = not has_head and family.with_head not in (content.get("architectures") or [])
@@ -92,7 +108,7 @@ def _config(model_dir: Path, content: Mapping[str, Any], family: Family, *, has_
         "data": {
             "train": "(weights imported, no text)",
             "sequence_length": content.get("max_position_embeddings", 2048),
-            "end_token": content.get("eos_token_id") or (masking["sep_token"] if masking else 0),
+            "end_token": _end_token(content) or (masking["sep_token"] if masking else 0),
         },
         "batch": {"global_size": 1, "micro_size": 1},
         "objective": {"name": "headless"} if headless else {"name": "vanilla", "tied": tied},
@@ -100,6 +116,12 @@ def _config(model_dir: Path, content: Mapping[str, Any], family: Family, *, has_
         "training": {"steps": 1},
     }
     return config_from_dict(tree, source=str(model_dir / "config.json"))
+
+
+def _end_token(content: Mapping[str, Any]) -> int | None:
+    """The first of those that end a text."""
+    named = content.get("eos_token_id")
+    return (named[0] if named else None) if isinstance(named, list) else named
 
 
 def _masking(model_dir: Path) -> dict[str, int]:

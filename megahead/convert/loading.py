@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from transformers import (
     AutoConfig,
+    AutoModel,
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
     AutoModelForSequenceClassification,
@@ -24,8 +25,8 @@ from transformers.utils import logging
 
 from megahead.errors import CheckpointError
 
-_BACKBONE = {"embed_in": "disk", "layers": "disk", "final_layer_norm": "cpu", "rotary_emb": "cpu", "emb_dropout": "cpu"}
-_CAUSAL = {"lm_head": "disk", **{f"gpt_neox.{part}": place for part, place in _BACKBONE.items()}}
+_NEOX = {"embed_in": "disk", "layers": "disk", "final_layer_norm": "cpu", "rotary_emb": "cpu", "emb_dropout": "cpu"}
+_LLAMA = {"embed_tokens": "disk", "layers": "disk", "norm": "cpu", "rotary_emb": "cpu"}
 
 
 def load_causal(folder: Path, dtype: torch.dtype = torch.float32, *, stream_to: Path | None = None) -> Any:
@@ -34,7 +35,9 @@ def load_causal(folder: Path, dtype: torch.dtype = torch.float32, *, stream_to: 
     A folder without a head is refused: transformers would fill in a random one. stream_to: read each layer's weights
     from disk whenever it is called, those of another dtype from a copy in this folder.
     """
-    return _load(AutoModelForCausalLM, folder, dtype, _offload(_CAUSAL, stream_to))
+    prefix, places = ("gpt_neox", _NEOX) if _model_type(folder) == "gpt_neox" else ("model", _LLAMA)
+    whole = {"lm_head": "disk", **{f"{prefix}.{part}": place for part, place in places.items()}}
+    return _load(AutoModelForCausalLM, folder, dtype, _offload(whole, stream_to))
 
 
 def load_backbone(folder: str | Path, dtype: torch.dtype = torch.float32, *, stream_to: Path | None = None) -> Any:
@@ -48,7 +51,9 @@ def load_backbone(folder: str | Path, dtype: torch.dtype = torch.float32, *, str
         return _load(BertModel, folder, dtype, {"add_pooling_layer": False})
     if kind == "distilbert":
         return _load(DistilBertModel, folder, dtype, {})
-    return _load(GPTNeoXModel, folder, dtype, _offload(_BACKBONE, stream_to))
+    if kind in ("llama", "qwen2", "qwen3", "mistral"):
+        return _load(AutoModel, folder, dtype, _offload(_LLAMA, stream_to))
+    return _load(GPTNeoXModel, folder, dtype, _offload(_NEOX, stream_to))
 
 
 def load_masked(folder: Path, dtype: torch.dtype = torch.float32) -> Any:

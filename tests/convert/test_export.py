@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, GPTNeoXConfig
 
 import megahead
 from megahead.convert import Origin, export, export_heads, exporting, hf_folder, load_causal, origin
-from megahead.convert.gpt_neox import hf_config
+from megahead.convert.families import hf_config
 from megahead.corpus import IndexedDatasetWriter, load_tokenizer
 from megahead.errors import CheckpointError, DataError, UserError
 from support.small_checkpoint import save_small, save_tokenizer, small_config

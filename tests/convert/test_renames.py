@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+from megahead.convert import llama
 from megahead.convert.gpt_neox import RENAMES, our_name
 from megahead.convert.renames import Renames
 from megahead.errors import FieldError
@@ -21,6 +22,18 @@ def test_the_table_is_a_bijection_between_our_parameters_and_those_of_transforme
     renamed = [RENAMES.theirs(name) for name in ours]
     assert set(renamed) == theirs
     assert [RENAMES.ours(name) for name in renamed if name] == ours
+
+
+@pytest.mark.parametrize("bias", ["none", "all"])
+def test_so_is_the_table_of_llama(bias: str) -> None:
+    model = {"family": "llama", "qk_norm": True, "attention_bias": bias}
+    ours = list(weight_shapes(small_config(model=model, objective={"name": "vanilla"})))
+    with torch.device("meta"):
+        shape = {"num_hidden_layers": 2, "hidden_size": 48, "num_attention_heads": 3, "vocab_size": 61}
+        their_model = Qwen3ForCausalLM(Qwen3Config(**shape, attention_bias=bias == "all"))
+    renamed = [llama.RENAMES.theirs(name) for name in ours]
+    assert set(renamed) == {name for name, _ in their_model.named_parameters()}
+    assert [llama.our_name(name) for name in renamed if name] == ours
 
 
 def test_layer_numbers_of_any_size_survive() -> None:

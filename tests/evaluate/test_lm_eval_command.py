@@ -19,8 +19,9 @@ LIMIT = 12
 
 
 @pytest.mark.slow
-def test_the_same_numbers(shared_data: Path, tmp_path: Path) -> None:
-    save_small(tmp_path / "run", small_config(model={"vocab_size": 300}))
+@pytest.mark.parametrize("family", ["gpt_neox", "llama"])
+def test_the_same_numbers(shared_data: Path, tmp_path: Path, family: str) -> None:
+    save_small(tmp_path / "run", small_config(model={"vocab_size": 300, "family": family}))
     save_tokenizer(tmp_path / "run" / "tokenizer.json")
     folder = hf_folder(tmp_path / "run")
     files = task_files(["lambada_openai", "arc_easy"], shared_data)

@@ -150,3 +150,38 @@ def test_outputs(tmp_path: Path, case: tuple[Any, ...]) -> None:
     scale, error = float(right.abs().max()), float((exported(folder, head, ids_BT) - right).abs().max())
     assert 1 < scale < 60
     assert error < (1e-4 if dtype == "float32" else ROUNDING[dtype] * scale)
+
+
+LLAMAS: dict[str, dict[str, Any]] = {
+    "llama": {"num_key_heads": 1},
+    "qwen2": {"num_key_heads": 2, "attention_bias": "qkv"},
+    "qwen3": {"num_key_heads": 1, "head_dim": 12, "qk_norm": True},
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "head", "objective", "stage", "dtype"),
+    [
+        ("llama", "pmi", {"temperature": 0.7}, 3, "float32"),
+        ("qwen2", "pmi", {}, 1, "bfloat16"),
+        ("qwen3", "trained", {"name": "vanilla", "temperature": 0.5}, 2, "float32"),
+        ("qwen3", "none", {}, 0, "float16"),
+    ],
+    ids=str,
+)
+def test_a_llama_from_four_ranks(tmp_path: Path, kind: str, head: Any, objective: Any, stage: int, dtype: str) -> None:
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
+    config = small_config(
+        model={"family": "llama", "num_layers": 2, "hidden_size": 32, "num_heads": 4, "norm_eps": 1e-4, **LLAMAS[kind]},
+        objective=objective,
+        engine={"deepspeed": {"zero_optimization": zero}, "precision": "fp32"},
+        parallel={"tensor": 2, "sequence": stage == 3},
+        batch={"global_size": 12, "micro_size": 1},
+    )
+    on_ranks(4, save, config, str(tmp_path / "run"))
+    folder = export(tmp_path / "run", tmp_path / "out", head, dtype=dtype).folder
+    ids_BT = torch.arange(60).view(2, 30)
+    right = expected(config, head, ids_BT)
+    scale, error = float(right.abs().max()), float((exported(folder, head, ids_BT) - right).abs().max())
+    assert 1 < scale < 60
+    assert error < (1e-4 if dtype == "float32" else ROUNDING[dtype] * scale)
