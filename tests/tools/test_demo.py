@@ -14,7 +14,7 @@ from rich.console import Console
 
 from demo_pipeline.outcome import show
 from demo_pipeline.pipeline import Pipeline
-from demo_pipeline.sizes import QUICK
+from demo_pipeline.sizes import MODELS, QUICK
 from demo_pipeline.training import ROOT, train
 from support.forked import run_script
 
@@ -37,15 +37,16 @@ def without_a_launcher(config: str, overrides: Sequence[str], console: Console) 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("model", MODELS)
 def test_text_to_a_speaking_model_and_everything_reused_the_second_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str
 ) -> None:
     monkeypatch.chdir(ROOT)
     trainings = {"demo-headless": train, "demo-head": without_a_launcher}
     monkeypatch.setattr("demo_pipeline.pipeline.train", lambda config, *rest: trainings[config](config, *rest))
     roots = [Path(str(module.__file__)).parent for module in (email, logging, numpy)]
     console = Console(record=True, width=80)
-    pipeline = Pipeline(tmp_path, console, size=QUICK, overrides=LITTLE, roots=roots)
+    pipeline = Pipeline(tmp_path, console, size=QUICK.of(model), overrides=LITTLE, roots=roots)
     rows = pipeline.run(with_vanilla=False)
     assert [row["model"] for row in rows] == ["tied head", "pmi head", "trained head"]
     assert all(1 < row["perplexity"] < 2000 for row in rows)
@@ -54,6 +55,6 @@ def test_text_to_a_speaking_model_and_everything_reused_the_second_time(
     assert (tmp_path / "curves.png").stat().st_size > 10_000
     assert "perplexity of the pmi head" in console.export_text()
 
-    again = Pipeline(tmp_path, console, size=QUICK, overrides=LITTLE, roots=roots)
+    again = Pipeline(tmp_path, console, size=QUICK.of(model), overrides=LITTLE, roots=roots)
     assert again.run(with_vanilla=False) == rows
     assert all(stage.reused for stage in again.stages.finished)

@@ -14,6 +14,7 @@ from demo_pipeline.pipeline import Pipeline
 from demo_pipeline.sizes import FULL, QUICK, Size
 from megahead.config import RunConfig, load_config
 from megahead.errors import FieldError
+from megahead.estimate import run_parameters
 from support.commands import ROOT, call
 from support.forked import run_script
 
@@ -23,7 +24,10 @@ def run_of(folder: Path, size: Size, name: str) -> RunConfig:
     return load_config(ROOT / f"configs/demo-{name}.yaml", settings)
 
 
-@pytest.mark.parametrize("size", [FULL, QUICK], ids=lambda size: size.name)
+SIZES = [FULL, QUICK, FULL.of("llama"), QUICK.of("llama")]
+
+
+@pytest.mark.parametrize("size", SIZES, ids=lambda size: size.name)
 def test_runs_of_a_size_fit_each_other_and_end_in_an_evaluation(tmp_path: Path, size: Size) -> None:
     headless, head, vanilla = (run_of(tmp_path, size, name) for name in ("headless", "head", "vanilla"))
     assert headless.model == head.model == vanilla.model
@@ -37,10 +41,18 @@ def test_runs_of_a_size_fit_each_other_and_end_in_an_evaluation(tmp_path: Path, 
 def test_the_quick_one_learns_less_and_lies_elsewhere(tmp_path: Path) -> None:
     full, quick = (run_of(tmp_path, size, "headless") for size in (FULL, QUICK))
     assert quick.training.steps * quick.batch.global_size <= full.training.steps * full.batch.global_size / 4
-    assert FULL.folder != QUICK.folder
+    assert len({size.folder for size in SIZES}) == len({size.name for size in SIZES}) == 4
     for file, pattern in ((".gitignore", "^/{}$"), (".dockerignore", "^{}$"), ("Makefile", r"^\trm -rf .*\b{}( |$)")):
-        for size in (FULL, QUICK):
+        for size in SIZES:
             assert re.search(pattern.format(size.folder), (ROOT / file).read_text(), re.MULTILINE), (file, size.folder)
+
+
+def test_a_llama_is_as_large_as_the_decoder_it_stands_beside(tmp_path: Path) -> None:
+    """Of biases it has none."""
+    pythia, llama = (run_of(tmp_path, size, "headless") for size in (FULL, FULL.of("llama")))
+    assert llama.model.family == "llama"
+    counts = [run_parameters(config).body for config in (pythia, llama)]
+    assert counts[1] == pytest.approx(counts[0], rel=0.02)
 
 
 def test_a_folder_holds_one_size_alone(tmp_path: Path) -> None:
@@ -73,5 +85,10 @@ def test_help_comes_at_once_and_fits_a_terminal() -> None:
     assert re.search(r"\| +argparse$", done.stderr, re.MULTILINE)
     assert not re.search(r"\| +torch$", done.stderr, re.MULTILINE)
     assert max(map(len, done.stdout.splitlines())) <= 80
-    commands = re.findall(r"^ +(make demo\S*(?: ARGS=\S+)?)", done.stdout, re.MULTILINE)
-    assert commands == ["make demo", "make demo ARGS=--quick", "make demo ARGS=--with-vanilla"]
+    commands = re.findall(r"^ +(make demo\S*(?: ARGS=(?:\"[^\"]+\"|\S+))?)", done.stdout, re.MULTILINE)
+    assert commands == [
+        "make demo",
+        "make demo ARGS=--quick",
+        "make demo ARGS=--with-vanilla",
+        'make demo ARGS="--model llama"',
+    ]

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from megahead.errors import FieldError
+
+MODELS: Mapping[str, Sequence[str]] = {"pythia": (), "llama": ("model.family=llama", "model.activation=silu")}
+"""The decoders of the demo, by the settings that make them; all have as many blocks, as wide."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +34,13 @@ class Size:
 
     settings_of: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """Of one run, by its name."""
+
+    def of(self, model: str) -> Size:
+        """The same for another of `MODELS`, in a folder of its own."""
+        if not MODELS[model]:
+            return self
+        settings = [*self.settings, *MODELS[model]]
+        return replace(self, name=f"{self.name} {model}", folder=f"{self.folder}-{model}", settings=settings)
 
     def claim(self, folder: Path) -> None:
         """Keeps `folder` for demos of this size: FieldError where one of another size lies."""
