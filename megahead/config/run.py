@@ -64,12 +64,23 @@ class TrainingConfig(Settings):
 class InitConfig(Settings):
     """Weights to start from, instead of random ones."""
 
-    from_checkpoint: str
+    from_checkpoint: str | None = None
     """A checkpoint folder of ours (or a run folder: its newest one)."""
+
+    from_hf: str | None = None
+    """Instead of a checkpoint, a Hugging Face folder with safetensors of a model such as `model` says: its body and
+    embedding, and its head where the objective has one."""
 
     mode: Literal["continue", "finetune", "probe"] = "finetune"
     """`finetune`: train an untied head, started as a copy of the embedding, with the body; `probe`: that head alone,
     the body frozen; `continue`: the weights as they are, a new schedule."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> InitConfig:
+        if (self.from_checkpoint is None) == (self.from_hf is None):
+            given = "missing" if self.from_hf is None else "given beside it"
+            raise ConfigError("from_checkpoint", "be given, or else from_hf", got=given)
+        return self
 
 
 class RunConfig(Settings):

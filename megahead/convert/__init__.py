@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from megahead.convert.exporting import ExportReport, export
     from megahead.convert.importing import from_hf
     from megahead.convert.loading import load_backbone, load_causal, load_classifier, load_masked, load_tokenizer_folder
+    from megahead.convert.published import PublishedModel
     from megahead.convert.resolve import Origin, hf_folder, origin
     from megahead.convert.verify import Parity
 
@@ -21,6 +22,7 @@ __all__ = [
     "FoldedBias",
     "Origin",
     "Parity",
+    "PublishedModel",
     "export",
     "fold_bias",
     "from_hf",
@@ -41,6 +43,7 @@ __getattr__ = on_first_use(
     export_heads=("FoldedBias", "fold_bias"),
     importing=("from_hf",),
     loading=("load_backbone", "load_causal", "load_classifier", "load_masked", "load_tokenizer_folder"),
+    published=("PublishedModel",),
     resolve=("Origin", "hf_folder", "origin"),
     verify=("Parity",),
 )

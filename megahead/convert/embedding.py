@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megahead.checkpoint import find_checkpoint
 from megahead.convert.families import family_named
-from megahead.convert.importing import read_settings, weight_files
+from megahead.convert.published import read_settings, weight_files
 from megahead.convert.source import EMBEDDING, TrainedModel
 from megahead.errors import CheckpointError
 

@@ -81,6 +81,7 @@ def model_settings(content: Mapping[str, Any]) -> dict[str, Any]:
     _check(content)
     rope = content.get("rope_parameters") or {}
     return {
+        "family": "gpt_neox",
         "num_layers": content["num_hidden_layers"],
         "hidden_size": content["hidden_size"],
         "num_heads": content["num_attention_heads"],

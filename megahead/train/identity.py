@@ -30,6 +30,7 @@ MAY_CHANGE = (
     "engine.embedding",
     "engine.timeout_seconds",
     "init.from_checkpoint",
+    "init.from_hf",
     "objective.group_samples",
 )
 """Settings and sections that may change between two sessions of a run: how long it trains, where, on what hardware,

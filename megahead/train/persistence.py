@@ -17,9 +17,11 @@ from megahead.checkpoint import (
     run_on_all_ranks,
 )
 from megahead.config import RunConfig, RunPlan
+from megahead.convert import PublishedModel
+from megahead.convert.source import TEMPERATURE
 from megahead.distributed import Group
 from megahead.engine import Engine
-from megahead.errors import CheckpointError
+from megahead.errors import CheckpointError, ConfigError
 from megahead.pretraining import first_weights, weight_shapes
 from megahead.run_folder import RunFolder
 from megahead.train.lineage import Lineage
@@ -114,23 +116,46 @@ def starting_weights(
         return lambda name: _matching(resumed, f"weight/{name}", shapes[name])
     if init is None:
         return first_weights(config)
-    source, head_from_embedding = _source(init.from_checkpoint, world_group), init.mode != "continue"
+    source = (
+        _published(config, init.from_hf, world_group)
+        if init.from_hf
+        else _source(init.from_checkpoint or "", world_group)
+    )
 
     def weight(name: str) -> Tensor:
-        origin = "backbone.embedding.weight" if head_from_embedding and name == "head.weight" else name
-        return _matching(source, f"weight/{origin}", shapes[name])
+        copied = init.mode != "continue" and name == "head.weight"
+        return source("backbone.embedding.weight" if copied else name, shapes[name])
 
     return weight
 
 
-def _source(path: str, world_group: Group) -> Checkpoint:
-    """The checkpoint at `init.from_checkpoint`."""
+def _source(path: str, world_group: Group) -> Callable[[str, torch.Size], Tensor]:
+    """Reads the checkpoint at `init.from_checkpoint`."""
     found = run_on_all_ranks(world_group, lambda: find_checkpoint(Path(path)) if world_group.rank == 0 else None, str)[
         0
     ]
     if found is None:
         raise CheckpointError(f"`init.from_checkpoint` must hold a checkpoint, but {path} holds none.")
-    return open_together(found, world_group)
+    checkpoint = open_together(found, world_group)
+    return lambda name, shape: _matching(checkpoint, f"weight/{name}", shape)
+
+
+def _published(config: RunConfig, path: str, world_group: Group) -> Callable[[str, torch.Size], Tensor]:
+    """Reads the folder at `init.from_hf`, which must be of a model that computes what `config.model` does."""
+
+    def opened() -> None:
+        if not Path(path).is_dir():
+            raise CheckpointError(f"`init.from_hf` must be a Hugging Face folder, but {path} is none.")
+        there, objective = PublishedModel.open(Path(path)), config.objective
+        there.refuse_another_shape(config.model)
+        if objective.name == "vanilla" and going_on and objective.tied != there.is_tied():
+            rule = f"be {str(there.is_tied()).lower()}, as in {path}"
+            raise ConfigError("objective.tied", rule, got=str(objective.tied).lower())
+
+    going_on = config.init is not None and config.init.mode == "continue"
+    run_on_all_ranks(world_group, opened, str)
+    published, first = PublishedModel.open(Path(path)), first_weights(config)
+    return lambda name, shape: first(name) if name == TEMPERATURE else published.weight(name, shape)
 
 
 def _matching(checkpoint: Checkpoint, name: str, shape: torch.Size) -> Tensor:

@@ -189,7 +189,11 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"init": {"mode": "probe"}},
-        "`init.from_checkpoint` must be given, but is missing (A checkpoint folder of ours (or a run folder: its newest one)).",
+        "`init.from_checkpoint` must be given, or else from_hf, but is missing.",
+    ),
+    (
+        {"init": {"from_checkpoint": "a", "from_hf": "b"}},
+        "`init.from_checkpoint` must be given, or else from_hf, but is given beside it instead.",
     ),
     (
         {"init.from_checkpoint": "runs/x"},

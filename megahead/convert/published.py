@@ -1,0 +1,140 @@
+"""A published model at rest: a Hugging Face folder, seen as parameters of ours, read one at a time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from megahead.config import ModelConfig
+from megahead.convert.families import Family, family_named
+from megahead.convert.source import EMBEDDING, HEAD, MASK_HEAD
+from megahead.errors import CheckpointError, ConfigError
+
+_OF_NO_WEIGHT = ("size", "vocab_multiple", "max_positions", "hidden_dropout", "attention_dropout", "init", "init_std")
+"""Settings of a model that change nothing in what its weights compute."""
+
+
+@dataclass(frozen=True)
+class PublishedModel:
+    """An open folder; no weight is loaded until asked for."""
+
+    folder: Path
+    content: Mapping[str, Any]
+    """Of config.json."""
+
+    family: Family
+    files: Mapping[str, Path]
+    """Which file holds each stored tensor."""
+
+    stored: Mapping[str, str]
+    """Name in the folder of each of our parameters."""
+
+    @staticmethod
+    def open(folder: Path) -> PublishedModel:
+        """UserError for a folder that is no model of a kind we have, in safetensors."""
+        files, content = weight_files(folder), read_settings(folder)
+        family = family_named(content)
+        stored = {ours: name for name in files if (ours := family.our_name(name)) is not None}
+        return PublishedModel(folder, content, family, files, stored)
+
+    def settings(self) -> dict[str, Any]:
+        """Of a ModelConfig; FieldError for what config.json asks and ours has not."""
+        return self.family.settings(self.content)
+
+    def has_head(self) -> bool:
+        """Whether an output matrix, or what stands before it, is stored."""
+        return any(name == HEAD or name.startswith(MASK_HEAD) for name in self.stored)
+
+    def is_tied(self) -> bool:
+        """Whether outputs are scored against the input embedding."""
+        return bool(self.content.get("tie_word_embeddings", self.settings()["family"] == "bert"))
+
+    def weight(self, name: str, shape: torch.Size) -> Tensor:
+        """Our parameter `name` in fp32, rows of zeros where the vocabulary is padded; CheckpointError where the folder
+        lacks it or has another shape."""
+        if name not in self.stored:
+            raise CheckpointError(f"`{self.folder}` must hold the weights of {name}, but lacks them.")
+        theirs = self.stored[name]
+        with safe_open(self.files[theirs], framework="pt") as file:
+            tensor: Tensor = file.get_tensor(theirs).float()
+        if name in (EMBEDDING, HEAD, f"{MASK_HEAD}bias") and len(tensor) == self.content["vocab_size"] < shape[0]:
+            tensor = torch.cat([tensor, tensor.new_zeros(shape[0] - len(tensor), *tensor.shape[1:])])
+        if tensor.shape != shape:
+            raise CheckpointError(f"`{self.folder}` must hold {theirs} as {list(shape)}, but has {list(tensor.shape)}.")
+        return tensor
+
+    def refuse_another_shape(self, model: ModelConfig) -> None:
+        """ConfigError with all settings in which `model` would compute something else with these weights."""
+        theirs = ModelConfig(**self.settings())
+        resolved = [_resolved(theirs), _resolved(model)]
+        differing = [
+            f"{name}={resolved[0][name]}" for name in resolved[0] if resolved[0][name] != resolved[1][name]
+        ]  # as YAML and --set have it
+        if differing:
+            raise ConfigError("model", f"be that of {self.folder}", got="another", hint=f"set {', '.join(differing)}")
+
+
+def _resolved(model: ModelConfig) -> dict[str, Any]:
+    """What a model computes, with what was left out filled in."""
+    told = {name: value for name, value in model.model_dump(mode="json").items() if name not in _OF_NO_WEIGHT}
+    made = {"num_key_heads": model.key_heads(), "head_dim": model.head_size(), "intermediate_size": model.mlp_size()}
+    if model.is_encoder():  # learned positions have rows
+        made["max_positions"] = model.max_positions
+    return told | made
+
+
+def weight_files(model_dir: Path) -> dict[str, Path]:
+    """Which file holds each stored tensor; CheckpointError where there are no safetensors.
+
+    Those that transformers reads: model.safetensors, else what the index lists, else all; others may lie beside them.
+    """
+    found = {}
+    for path in _files(model_dir):
+        try:
+            with safe_open(path, framework="pt") as file:
+                found.update(dict.fromkeys(file.keys(), path))
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"`{path}` must be a safetensors file, but cannot be read ({error}).") from None
+    if not found and any(model_dir.rglob("layer_*-model_*-model_states.pt")):
+        raise CheckpointError(
+            f"`{model_dir}` must be a Hugging Face folder, but is a checkpoint of the GPT-NeoX library in layer files; "
+            "convert it with that library's tools/ckpts/convert_neox_to_hf.py and import what it writes."
+        )
+    if not found:
+        raise CheckpointError(
+            f"`{model_dir}` must hold model weights as *.safetensors, but has none; "
+            "for other formats, save it again with transformers' save_pretrained."
+        )
+    return found
+
+
+def _files(model_dir: Path) -> list[Path]:
+    index, single = model_dir / "model.safetensors.index.json", model_dir / "model.safetensors"
+    if single.is_file():
+        return [single]
+    if not index.is_file():
+        return sorted(model_dir.glob("*.safetensors"))
+    try:
+        named = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+        return [model_dir / name for name in sorted(set(named))]
+    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+        raise CheckpointError(f"`{index}` must list the weights' files, but cannot be read as that.") from None
+
+
+def read_settings(model_dir: Path) -> Mapping[str, Any]:
+    """config.json; CheckpointError where there is none."""
+    path = model_dir / "config.json"
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        raise CheckpointError(f"`{path}` must be a model's JSON settings, but cannot be read as that.") from None
+    if not isinstance(content, dict):
+        raise CheckpointError(f"`{path}` must hold a JSON object, but holds {type(content).__name__} instead.")
+    return content
