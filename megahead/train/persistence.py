@@ -16,7 +16,7 @@ from megahead.checkpoint import (
     open_together,
     run_on_all_ranks,
 )
-from megahead.config import RunConfig, RunPlan
+from megahead.config import InitConfig, RunConfig, RunPlan
 from megahead.convert import PublishedModel
 from megahead.convert.source import TEMPERATURE
 from megahead.distributed import Group
@@ -108,7 +108,7 @@ def starting_weights(
 ) -> Callable[[str], Tensor]:
     """A function from a parameter's name to the full (unsharded) tensor that a session starts from. Collective.
 
-    It comes from the checkpoint that is resumed; in a new run it is random, or from the checkpoint that `init` names,
+    It comes from the checkpoint that is resumed; in a new run it is random, or from what `init` names,
     which is not needed when the run is resumed. A head to be fine-tuned starts as a copy of the embedding.
     """
     init, shapes = config.init, weight_shapes(config)
@@ -116,11 +116,8 @@ def starting_weights(
         return lambda name: _matching(resumed, f"weight/{name}", shapes[name])
     if init is None:
         return first_weights(config)
-    source = (
-        _published(config, init.from_hf, world_group)
-        if init.from_hf
-        else _source(init.from_checkpoint or "", world_group)
-    )
+    path = init.from_checkpoint
+    source = _published(config, init, world_group) if path is None else _source(path, world_group)
 
     def weight(name: str) -> Tensor:
         copied = init.mode != "continue" and name == "head.weight"
@@ -131,30 +128,32 @@ def starting_weights(
 
 def _source(path: str, world_group: Group) -> Callable[[str, torch.Size], Tensor]:
     """Reads the checkpoint at `init.from_checkpoint`."""
-    found = run_on_all_ranks(world_group, lambda: find_checkpoint(Path(path)) if world_group.rank == 0 else None, str)[
-        0
-    ]
+
+    def find() -> Path | None:
+        return find_checkpoint(Path(path)) if world_group.rank == 0 else None
+
+    found = run_on_all_ranks(world_group, find, str)[0]
     if found is None:
         raise CheckpointError(f"`init.from_checkpoint` must hold a checkpoint, but {path} holds none.")
     checkpoint = open_together(found, world_group)
     return lambda name, shape: _matching(checkpoint, f"weight/{name}", shape)
 
 
-def _published(config: RunConfig, path: str, world_group: Group) -> Callable[[str, torch.Size], Tensor]:
+def _published(config: RunConfig, init: InitConfig, world_group: Group) -> Callable[[str, torch.Size], Tensor]:
     """Reads the folder at `init.from_hf`, which must be of a model that computes what `config.model` does."""
+    path, objective = Path(init.from_hf or ""), config.objective
 
-    def opened() -> None:
-        if not Path(path).is_dir():
+    def check() -> None:
+        if not path.is_dir():
             raise CheckpointError(f"`init.from_hf` must be a Hugging Face folder, but {path} is none.")
-        there, objective = PublishedModel.open(Path(path)), config.objective
+        there = PublishedModel.open(path)
         there.refuse_another_shape(config.model)
-        if objective.name == "vanilla" and going_on and objective.tied != there.is_tied():
+        if objective.name == "vanilla" and init.mode == "continue" and objective.tied != there.is_tied():
             rule = f"be {str(there.is_tied()).lower()}, as in {path}"
             raise ConfigError("objective.tied", rule, got=str(objective.tied).lower())
 
-    going_on = config.init is not None and config.init.mode == "continue"
-    run_on_all_ranks(world_group, opened, str)
-    published, first = PublishedModel.open(Path(path)), first_weights(config)
+    run_on_all_ranks(world_group, check, str)
+    published, first = PublishedModel.open(path), first_weights(config)
     return lambda name, shape: first(name) if name == TEMPERATURE else published.weight(name, shape)
 
 
