@@ -8,6 +8,7 @@ from typing import Any
 
 from megahead.config.run import RunConfig
 from megahead.config.shipped import find_named
+from megahead.config.zero_tuning import tuned_settings
 from megahead.errors import ConfigError, UserError
 
 _OWN_LOG = "runs log into their own folder"
@@ -20,11 +21,11 @@ _OTHERS_DECIDE = {
 """Keys whose subject is not DeepSpeed's, and why."""
 
 
-def deepspeed_config(run: RunConfig, data_ranks: int) -> dict[str, Any]:
+def deepspeed_config(run: RunConfig, data_ranks: int, device: str = "cpu") -> dict[str, Any]:
     """The content DeepSpeed gets: the file of `engine.deepspeed` plus batch triad, clipping and precision.
 
-    The file may set what the run does not, such as fp16's search for a loss scale.
-    ConfigError where it contradicts the run.
+    The file may set what the run does not, such as fp16's search for a loss scale; what it leaves out of bundling and
+    sending gradients is set for `device`. ConfigError where it contradicts the run.
     """
     given = run.engine.deepspeed
     given = read_deepspeed(given) if isinstance(given, str) else given
@@ -36,6 +37,8 @@ def deepspeed_config(run: RunConfig, data_ranks: int) -> dict[str, Any]:
             "be true or false at ZeRO stage 3, where DeepSpeed adds to products that would be kept",
             got="`selective`",
         )
+    zero = _section(given, "zero_optimization")
+    given = _completed(given, tuned_settings(zero, device, run.engine.precision, data_ranks))
     derived: dict[str, Any] = {
         "train_batch_size": run.batch.global_size,
         "train_micro_batch_size_per_gpu": run.batch.micro_size,
@@ -83,6 +86,15 @@ def _section(content: dict[str, Any], name: str) -> dict[str, Any]:
     if not isinstance(section, dict):
         raise ConfigError(f"engine.deepspeed[{name!r}]", "be a section of settings", got=repr(section))
     return section
+
+
+def _completed(content: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
+    """`content` with what it leaves out from `defaults`, also within sections."""
+    sections = {
+        name: value | _section(content, name) if isinstance(value, dict) else content.get(name, value)
+        for name, value in defaults.items()
+    }
+    return content | sections
 
 
 def _refuse_what_others_decide(content: dict[str, Any]) -> None:

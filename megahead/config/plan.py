@@ -28,11 +28,16 @@ class RunPlan:
     """What is partitioned over data ranks: 0 nothing, 1 the optimizer, 2 gradients too, 3 weights too."""
 
     @staticmethod
-    def of(config: RunConfig, ranks: int = 1) -> RunPlan:
+    def of(config: RunConfig, ranks: int = 1, device: str | None = None) -> RunPlan:
         """ConfigError if `config` cannot be split over `ranks`, or DeepSpeed's settings contradict it; UserError if
-        these are a file that cannot be read. It is read only here."""
+        these are a file that cannot be read. It is read only here.
+
+        `device`: cpu or cuda, what the ranks run on; when left out, what `engine.device` says, where `auto` counts as
+        cuda: a plan for machines that are not at hand is one for GPUs.
+        """
         data_ranks = config.parallel.data_ranks(ranks)
-        deepspeed = deepspeed_config(config, data_ranks)
+        device = device or ("cpu" if config.engine.device == "cpu" else "cuda")
+        deepspeed = deepspeed_config(config, data_ranks, device)
         return RunPlan(config, ranks, data_ranks, deepspeed, zero_stage(deepspeed))
 
     @property

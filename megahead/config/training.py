@@ -70,7 +70,7 @@ class ScheduleConfig(Settings):
         return self
 
 
-REPLICATED = {"zero_optimization": {"stage": 0, "reduce_bucket_size": 500_000}}
+REPLICATED = {"zero_optimization": {"stage": 0}}
 """DeepSpeed's settings where none are given, those of `configs/deepspeed/zero0.json`: every rank has all weights."""
 
 
@@ -80,8 +80,9 @@ class EngineConfig(Settings):
     deepspeed: str | dict[str, Any] = REPLICATED
     """DeepSpeed's settings, or a JSON file that holds them: looked for from the working directory, then from this
     config's folder and those above it, then among those that ship (`configs/deepspeed/zero1.json`). Batch sizes,
-    clipping and precision are added from this config, and what contradicts them is refused. fp16's search for a loss
-    scale is set there (`fp16.initial_scale_power`)."""
+    clipping and precision are added from this config, and what contradicts them is refused. How gradients are bundled
+    and sent is chosen for the device where it is left out there (`reduce_bucket_size`, `overlap_comm`, ...). fp16's
+    search for a loss scale is set there (`fp16.initial_scale_power`)."""
 
     embedding: Literal["dense", "rows"] = "dense"
     """Where the embedding lies. `dense`: it is a weight like all others. `rows`: its rows are dealt out to all ranks,

@@ -62,8 +62,7 @@ def rank_memory(plan: RunPlan, stage: int | None = None) -> RankMemory:
     config, zero = plan.config, plan.zero
     stage = plan.zero_stage if stage is None else stage
     precision = "fp32" if config.engine.precision == "auto" else config.engine.precision
-    parts = _states(rank_parameters(config), plan.data_ranks, stage, precision, zero)
-    weights, gradients, optimizer, buffers = parts
+    weights, gradients, optimizer, buffers = _states(plan, stage, precision)
     host = optimizer if "offload_optimizer" in zero else 0
     if "offload_param" in zero:
         host, weights = host + weights, 0
@@ -86,15 +85,15 @@ def _table(plan: RunPlan) -> float:
     return (a_row + 4) * rows / plan.ranks + (a_row + 4 * 5 * hidden) * fetched
 
 
-def _states(
-    parameters: int, data: int, stage: int, precision: str, zero: Mapping[str, Any]
-) -> tuple[float, float, float, float]:
-    """Bytes of weights, gradients, optimizer and buffers at the peak, for this number of parameters.
+def _states(plan: RunPlan, stage: int, precision: str) -> tuple[float, float, float, float]:
+    """Bytes of weights, gradients, optimizer and buffers at the peak.
 
     Of two buffers that never exist at the same time only the larger counts; buckets count in full.
     """
-    share, width, bucket = parameters / data, 4 if precision == "fp32" else 2, _size(zero, "reduce_bucket_size")
-    bucket_bytes = (4 if stage == 1 else width) * bucket if zero.get("contiguous_gradients", True) else 0
+    parameters, zero = rank_parameters(plan.config), plan.zero
+    share, width = parameters / plan.data_ranks, 4 if precision == "fp32" else 2
+    bucket, buckets = _size(zero, "reduce_bucket_size"), 2 if stage < 3 and zero.get("overlap_comm") else 1
+    bucket_bytes = (4 if stage == 1 else width) * bucket * buckets if zero.get("contiguous_gradients", True) else 0
     send_copy = 4 * min(parameters, bucket)  # of gradients that are sent together
     if stage == 0:  # autocast keeps weights in bf16 from the forward to the backward pass
         return (
@@ -104,8 +103,9 @@ def _states(
             send_copy + (0 if precision == "fp32" else 2 * parameters),
         )
     separate_fp32_sum = precision == "bf16" and "offload_optimizer" not in zero
-    if stage == 1 and separate_fp32_sum:  # gradients, their fp32 sum, and a bf16 copy of that to send
-        return 2 * parameters, 6 * parameters, 12 * share, 2 * parameters + send_copy
+    if stage == 1 and separate_fp32_sum:  # gradients (unless freed as they come), their fp32 sum, a bf16 copy to send
+        freed = plan.deepspeed.get("bf16", {}).get("immediate_grad_update", False)
+        return 2 * parameters, (4 if freed else 6) * parameters, 12 * share, 2 * parameters + send_copy
     if stage == 1:  # the rank's gradients are copied for the optimizer; in fp32 after the others' are freed
         copy = 4 * share if width == 2 else max(0, 8 * share - 4 * parameters)
         return width * parameters, 4 * parameters, 12 * share, copy + bucket_bytes

@@ -63,7 +63,7 @@ def pretrain(config: RunConfig, launch: Launch = ONE_PROCESS, resume: str = "aut
         require_boards(config)
         device = choose_device(config.engine.device, launch.local_rank)
         with connected(launch, device, config.engine.timeout_seconds) as ranks, deepspeed_session():
-            plan = RunPlan.of(settle_precision(config, device, ranks), ranks.size)
+            plan = RunPlan.of(settle_precision(config, device, ranks), ranks.size, device.type)
             with explain_out_of_memory(plan):
                 return _pretrain(plan, ranks, device, resume)
 

@@ -35,6 +35,12 @@ def test_a_plan_holds_what_config_and_ranks_decide_together(tmp_path: Path) -> N
     assert (plan.group_samples(), plan.group_samples(stored=8)) == (2, 8)
 
 
+def test_a_plan_that_is_not_told_its_device_takes_the_configs(tmp_path: Path) -> None:
+    on_cpu, anywhere = (small_config(tmp_path, {"engine.device": device}) for device in ("cpu", "auto"))
+    assert RunPlan.of(on_cpu).zero == RunPlan.of(anywhere, device="cpu").zero
+    assert RunPlan.of(anywhere).zero == RunPlan.of(anywhere, device="cuda").zero != RunPlan.of(on_cpu).zero
+
+
 def test_a_config_that_cannot_be_cut_over_the_ranks_has_no_plan(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"`parallel.tensor` must divide the number of ranks \(3\)"):
         RunPlan.of(small_config(tmp_path, {"parallel.tensor": 2}), 3)

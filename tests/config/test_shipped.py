@@ -79,7 +79,7 @@ def test_a_deepspeed_file_may_lie_beside_its_config(tmp_path: Path) -> None:
 
 def test_a_config_without_a_file_of_its_own_finds_what_ships() -> None:
     config = config_from_dict({**GOOD, "engine": {"deepspeed": "configs/deepspeed/zero1.json"}})
-    assert deepspeed_config(config, 1)["zero_optimization"] == ZERO1["zero_optimization"]
+    assert deepspeed_config(config, 1)["zero_optimization"].items() >= ZERO1["zero_optimization"].items()
 
 
 def test_settings_left_out_are_those_of_zero_0() -> None:

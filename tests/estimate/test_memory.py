@@ -43,6 +43,21 @@ def test_masters_and_moments_are_divided_by_data_ranks_from_stage_1_on() -> None
     assert zero[2].weights > zero[3].weights
 
 
+def test_on_gpus_gradients_at_stage_1_are_held_as_fp32_sums_alone() -> None:
+    config = pythia("engine.precision=bf16")
+    there, here = (RunPlan.of(config, 256, device) for device in ("cuda", "cpu"))
+    assert rank_memory(there).gradients == 4 * rank_parameters(config)
+    assert rank_memory(here).gradients == 6 * rank_parameters(config)
+
+
+def test_buckets_sent_beside_the_backward_pass_are_two() -> None:
+    two, one = (
+        planned("engine.deepspeed=" + f"{{zero_optimization: {{stage: 2, overlap_comm: {overlap}}}}}")
+        for overlap in ("true", "false")
+    )
+    assert rank_memory(two).buffers - rank_memory(one).buffers == 2 * two.zero["reduce_bucket_size"]
+
+
 def test_offloading_moves_the_optimizer_to_the_host() -> None:
     here = rank_memory(planned())
     away = rank_memory(planned(f"engine.deepspeed={ROOT}/configs/deepspeed/zero1_offload.json"))

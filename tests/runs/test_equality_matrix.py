@@ -10,7 +10,7 @@ import torch
 
 from megahead.config import RunConfig
 from megahead.report.metrics import read_metrics
-from support.plain_course import OBJECTIVES, Course, config_of, distance, initial, on_mesh, plain_torch
+from support.plain_course import OBJECTIVES, Course, as_on_gpus, config_of, distance, initial, on_mesh, plain_torch
 from support.small_run import write_text
 
 ROOT = Path(__file__).parents[2]
@@ -172,6 +172,20 @@ def test_bf16_stays_near_plain_torch(tmp_path: Path, references: dict[str, Cours
     write_text(tmp_path)
     ours = on_mesh(tmp_path, objective, stage, 2, 2, **{"engine.precision": "bf16"})
     assert_near(ours, references[objective], config_of(tmp_path, objective))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_the_settings_for_gpus_equal_plain_torch(
+    tmp_path: Path, references: dict[str, Course], stage: int, precision: str
+) -> None:
+    """Overlapped, in contiguous buckets, gradients freed as they are summed; here over gloo."""
+    write_text(tmp_path)
+    ours = on_mesh(tmp_path, "headless", stage, 1, 2, **as_on_gpus(tmp_path, stage, precision))
+    if precision == "fp32":
+        assert_equal(ours, references["headless"])
+    else:
+        assert_near(ours, references["headless"], config_of(tmp_path, "headless"))
 
 
 @NEEDS_FP16

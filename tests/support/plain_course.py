@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from megahead.checkpoint import open_checkpoint
-from megahead.config import RunConfig, resolve_candidate_group_samples
+from megahead.config import RunConfig, deepspeed_config, resolve_candidate_group_samples
 from megahead.corpus import IndexedDataset
 from megahead.data import StreamSamples
 from megahead.distributed import Group, Launch
@@ -78,19 +78,28 @@ def run(group: Group, config: RunConfig) -> str:
 
 
 def on_mesh(folder: Path, objective: str, stage: int, tensor: int, data: int, **changes: Any) -> Course:
-    """The same under DeepSpeed with the settings we ship for `stage`, at the size of a small model.
+    """The same under DeepSpeed with the settings we have for `stage`, at the size of a small model.
 
     Some gradients are bundled and some sent by themselves; at stage 3 even the smallest parameter is cut up.
     """
-    zero = shipped(f"zero{stage}")["zero_optimization"] | {
-        "reduce_bucket_size": 2000,
-        "stage3_param_persistence_threshold": 0,
-    }
+    small = {"reduce_bucket_size": 2000, "stage3_param_persistence_threshold": 0}
+    zero = shipped(f"zero{stage}")["zero_optimization"] | small
     meshed = {"parallel.tensor": tensor, "engine.deepspeed": {"zero_optimization": zero}}
     on_ranks(tensor * data, run, config_of(folder, objective, **(meshed | changes)))
     records, checkpoint = read_metrics(folder / "run").training, open_checkpoint(folder / "run")
     weights = {name: checkpoint.read(name) for name in checkpoint.names() if name.startswith("weight/")}
     return Course([r["loss"] for r in records], [r["gradient_norm"] for r in records], weights)
+
+
+def as_on_gpus(folder: Path, stage: int, precision: str) -> dict[str, Any]:
+    """The change to the settings that runs on GPUs have at `stage`, but for buckets of a small model's size."""
+    small = {"stage": stage, "reduce_bucket_size": 2000, "stage3_param_persistence_threshold": 0}
+    asked = {"engine.deepspeed": {"zero_optimization": small}, "engine.precision": precision}
+    complete = deepspeed_config(config_of(folder, "headless", **asked), data_ranks=2, device="cuda")
+    tuned = {
+        name: complete[name] for name in ("zero_optimization", "bf16", "communication_data_type") if name in complete
+    }
+    return asked | {"engine.deepspeed": tuned}
 
 
 def distance(course: Course, reference: Course, start: dict[str, Tensor]) -> float:
