@@ -23,9 +23,11 @@ _SAVED_OPERATORS = frozenset(
         "torch_attn::_varlen_attn",
         "flash_attn::_flash_attn_varlen_forward",
         "flash_attn_3::fwd",
+        "flash_attn_3::_flash_attn_forward",  # since it is an operator of Python's around the former
     }
 )
-"""Products with weights, and attention where it is one operator: nearly all of a block's operations."""
+"""Products with weights, and attention where it is one operator: nearly all of a block's operations. flash-attn 4 is
+none, so it is computed again."""
 
 
 def checkpointed(block: Callable[..., Tensor], *inputs: object, selective: bool = False) -> Tensor:

@@ -46,7 +46,7 @@ def attend_masked(
 
 
 def repeated(x_BHTd: Tensor, heads: int) -> Tensor:
-    """Each head as often in a row as makes `heads`; torch's kernels that take a mask on GPUs want that."""
+    """Each head (dim 1) as often in a row as makes `heads`; torch's kernels that take a mask on GPUs want that."""
     return x_BHTd if x_BHTd.shape[1] == heads else x_BHTd.repeat_interleave(heads // x_BHTd.shape[1], 1)
 
 
@@ -62,13 +62,18 @@ def attend_per_document(
 def attend_varlen(
     q_BTHd: Tensor, k_BTHd: Tensor, v_BTHd: Tensor, documents: Documents, dropout: float, causal: bool
 ) -> Tensor:
-    """torch's own kernel for sequences of differing lengths, which has no dropout."""
+    """torch's own kernel for sequences of differing lengths. `varlen_attn` has no dropout, its operator has."""
     from torch.nn.attention.varlen import varlen_attn
 
     q, k, v = (x.flatten(0, 1) for x in (q_BTHd, k_BTHd, v_BTHd))
     cu_seqlens, longest = documents.cu_seqlens, q_BTHd.shape[1]
-    window, grouped = (-1, 0) if causal else (-1, -1), q.shape[1] != k.shape[1]
-    output = varlen_attn(q, k, v, cu_seqlens, cu_seqlens, longest, longest, window_size=window, enable_gqa=grouped)
+    lengths = cu_seqlens, cu_seqlens, longest, longest
+    if dropout:
+        k, v = repeated(k, q.shape[1]), repeated(v, q.shape[1])
+        output = torch.ops.aten._flash_attention_forward(q, k, v, *lengths, dropout, causal, False)[0]
+    else:
+        window, grouped = (-1, 0) if causal else (-1, -1), q.shape[1] != k.shape[1]
+        output = varlen_attn(q, k, v, *lengths, window_size=window, enable_gqa=grouped)
     assert isinstance(output, Tensor)
     return output.view_as(q_BTHd)
 

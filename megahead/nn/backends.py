@@ -150,7 +150,6 @@ BACKENDS = {
             attend_varlen,
             "torch's kernel for sequences of differing lengths",
             kernel=("torch.nn.attention.varlen", "varlen_attn"),
-            supports_dropout=False,
             traceable=False,
         ),
         Backend("sdpa", attend_masked, "torch's scaled dot product, documents by a mask"),

@@ -46,6 +46,21 @@ def test_documents_do_not_feel_each_other(name: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("name", BACKENDS)
+def test_dropout_keeps_the_mean_and_the_gradient_of_what_was_kept(name: str) -> None:
+    obstacle = BACKENDS[name].obstacle(AttentionSpec(torch.device("cuda"), torch.bfloat16, 64, 0.2))
+    if obstacle:
+        pytest.skip(obstacle)
+    q, k, _ = random_qkv("cuda", torch.bfloat16, (2, 512, 3, 64))
+    v = torch.ones_like(k, requires_grad=True)
+    output = BACKENDS[name].attend(q, k, v, Documents(LONG.cuda()), 0.2, causal=False)
+    assert 0.98 < output.mean() < 1.02
+    assert output.std() > 0.01
+    (gradient,) = torch.autograd.grad(output.sum(), v)  # the function is linear in v: its gradient gives it again
+    torch.testing.assert_close((gradient * v).double().sum(), output.double().sum(), rtol=1e-2, atol=0)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("positions", [None, POSITIONS])
 def test_float32_equals_the_cpu(positions: Tensor | None) -> None:
     assert max(relative_errors(attend, random_qkv("cuda", torch.float32), positions, True)) < 1e-4

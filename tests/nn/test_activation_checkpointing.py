@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megahead.config import ModelConfig
 from megahead.models import build_backbone
-from megahead.nn.activation_checkpointing import Recompute
+from megahead.nn.activation_checkpointing import Recompute, checkpointed
 from support.initialized import initialized_backbone
 
 IDS = torch.arange(2 * 40).view(2, 40) % 50
@@ -83,6 +83,28 @@ def test_selective_recomputation_multiplies_no_matrices() -> None:
     once, again, selective = (trained(recompute)[-1] for recompute in (False, True, "selective"))
     assert selective == once
     assert again > 1.3 * once
+
+
+@pytest.mark.parametrize("name", ["flash_attn::_flash_attn_varlen_forward", "flash_attn_3::_flash_attn_forward"])
+def test_selective_recomputation_keeps_what_flash_attention_gave(name: str) -> None:
+    """An operator of flash-attn's name in its place, whose calls are counted."""
+    calls = 0
+
+    def forward(x: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return x.sin()
+
+    operator = torch.library.custom_op(name, forward, mutates_args=(), schema="(Tensor x) -> Tensor")
+    operator.register_autograd(
+        lambda ctx, grad: grad * ctx.saved_tensors[0].cos(),
+        setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[0]),
+    )
+    for selective, expected in ((True, 1), (False, 2)):
+        calls = 0
+        x = torch.ones(3, requires_grad=True)
+        checkpointed(lambda x: operator(x * 2) * x, x, selective=selective).sum().backward()
+        assert calls == expected
 
 
 @pytest.mark.parametrize("recompute", [False, True, "selective"])

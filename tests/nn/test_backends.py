@@ -8,6 +8,7 @@ import types
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megahead.errors import ConfigError
 from megahead.nn import BACKENDS, AttentionSpec, Documents, attend, choose_backend
@@ -63,7 +64,7 @@ def test_a_cpu_goes_document_by_document_and_refuses_kernels() -> None:
         ((9, 0), {"flash_attn", "flash_attn_interface"}, True, 0.1, "flash2"),
         ((9, 0), set(), True, 0.0, "varlen"),
         ((8, 0), {"flash_attn_interface"}, True, 0.0, "varlen"),
-        ((9, 0), set(), True, 0.1, "sdpa"),
+        ((9, 0), set(), True, 0.1, "varlen"),
         ((9, 0), {"flash_attn"}, False, 0.0, "sdpa"),
         ((7, 5), {"flash_attn"}, True, 0.0, "sdpa"),
     ],
@@ -100,3 +101,33 @@ def test_flash_attention_is_told_where_documents_begin(monkeypatch, name: str, p
     module, function = BACKENDS[name].kernel
     monkeypatch.setitem(sys.modules, module, types.SimpleNamespace(**{function: stand_in}))
     assert max(relative_errors(BACKENDS[name].attend, random_qkv(), positions, causal)) < 1e-12
+
+
+class Called(TorchDispatchMode):
+    """Knows which operators were called, with what."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operators: dict[str, tuple[object, ...]] = {}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.operators[function._schema.name] = args
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("dropout", "operator"), [(0.0, "torch_attn::_varlen_attn"), (0.1, "aten::_flash_attention_forward")]
+)
+@pytest.mark.parametrize("causal", [True, False])
+def test_torchs_kernel_takes_rows_of_documents_with_dropout_and_without(dropout: float, operator: str, causal: bool):
+    """Shapes alone, on no device; what is computed needs a GPU."""
+    qkv = torch.randn(3, 2, 7, 3, 8, device="meta", dtype=torch.bfloat16, requires_grad=True)
+    documents = Documents(POSITIONS.to("meta"), torch.empty(6, dtype=torch.int32, device="meta"))
+    with Called() as called:
+        output = BACKENDS["varlen"].attend(*qkv, documents, dropout, causal=causal)
+        (gradient,) = torch.autograd.grad(output.sum(), qkv)
+    assert (output.shape, gradient.shape) == ((2, 7, 3, 8), qkv.shape)
+    given = called.operators[operator]
+    assert all(x is documents.cu_seqlens for x in given[3:5])
+    assert given[5:7] == (7, 7)
+    assert not dropout or given[7:9] == (dropout, causal)
