@@ -50,8 +50,11 @@ class Group:
         return full.chunk(self.size, dim)[self.rank].clone(memory_format=torch.contiguous_format)
 
     def unshard(self, part: Tensor, dim: int) -> Tensor:
-        """All ranks' parts (of one shape) in rank order along `dim`: the inverse of `shard`."""
-        return part if self.size == 1 else torch.cat(self.all_gather(part).unbind(), dim)
+        """All ranks' parts (of one shape) in rank order along `dim` (from 0 on): the inverse of `shard`.
+
+        They are received where they belong if `dim` is 0, else copied once.
+        """
+        return part if self.size == 1 else self.all_gather(part).movedim(0, dim).flatten(dim, dim + 1)
 
     def all_reduce_(self, tensor: Tensor) -> Tensor:
         """Sums `tensor` over the group in place; every rank gets the sum. Moves ~2x its bytes."""
@@ -69,17 +72,17 @@ class Group:
         """[size, *shape]: every rank's tensor (all of one shape) in rank order."""
         if self.size == 1:
             return tensor.unsqueeze(0)
-        parts = [torch.empty_like(tensor) for _ in range(self.size)]
-        dist.all_gather(parts, tensor.contiguous(), group=self.handle)
-        return torch.stack(parts)
+        gathered = tensor.new_empty(self.size, *tensor.shape)
+        dist.all_gather_into_tensor(gathered.flatten(), tensor.flatten(), group=self.handle)
+        return gathered
 
     def reduce_scatter(self, tensor: Tensor, dim: int = 0) -> Tensor:
         """This rank's slice along `dim`, as `shard` cuts it, of the sum of all ranks' tensors."""
         if self.size == 1:
             return tensor
-        parts = [part.contiguous() for part in tensor.chunk(self.size, dim)]
+        parts = tensor.unflatten(dim, (self.size, -1)).movedim(dim, 0).contiguous()
         share = torch.empty_like(parts[0])
-        dist.reduce_scatter(share, parts, group=self.handle)
+        dist.reduce_scatter_tensor(share.flatten(), parts.flatten(), group=self.handle)
         return share
 
     def all_to_all(self, tensor: Tensor, sent: list[int] | None = None, received: list[int] | None = None) -> Tensor:

@@ -80,6 +80,7 @@ class Engine:
         if self.searches_loss_scale:
             self._scaler.raise_error_at_min_scale = False  # type: ignore[union-attr] # the guard decides
         self._backward_done = False
+        self._grad_norm: Tensor | None = None
         if self._stage == 3 or half:
             self.load_weights(lambda key: weights(key.removeprefix(f"{WEIGHT}/")))
 
@@ -101,6 +102,8 @@ class Engine:
         self._backward_done = self._deepspeed.is_gradient_accumulation_boundary()
         if self._backward_done and self._reduces:
             self._deepspeed.allreduce_gradients(self._deepspeed.zero_reduce_bucket_size())
+        if self._backward_done and self._stage == 0:  # enqueued before the host waits for the losses
+            self._grad_norm = global_norm(self.module.parameters(), self._mesh.tensor_group)
         if not self._backward_done:
             self._deepspeed.step()  # only counts the micro step
         return loss.detach()
@@ -133,7 +136,7 @@ class Engine:
         self._backward_done = False
 
     def _step_replicated(self) -> StepResult:
-        norm = global_norm(self.module.parameters(), self._mesh.tensor_group)
+        norm = float(self._grad_norm)  # type: ignore[arg-type] # made by the last micro step
         if isfinite(norm):
             clip_(self.module.parameters(), norm, self._clipping)
         else:
@@ -191,16 +194,16 @@ class Engine:
         return int(self._counters()[0])
 
     def tensors(self) -> Iterator[tuple[str, Tensor | Dealt]]:
-        """All state that a restart needs, as full fp32 CPU tensors, in the same order on every rank and mesh.
+        """All state that a restart needs, as full fp32 tensors, in the same order on every rank and mesh.
 
         Keys are `weight/NAME`, `exp_avg/NAME`, `exp_avg_sq/NAME` with names as in the module; frozen parameters have
-        only a weight. Collective, one tensor in memory at a time; a tensor may share the engine's memory: copy it if it
-        is needed after the next step.
+        only a weight. Collective, one tensor in memory at a time. A tensor lies where the engine has it: whoever writes
+        it moves it to the host. It may share the engine's memory: copy it if it is needed after the next step.
         """
         for kind in (WEIGHT, *MOMENTS):
             for name, parameter in self._parameters(kind):
                 full = self._merge(name, self._parameter_states.get(parameter, kind))
-                yield f"{kind}/{name}", full.detach().to("cpu", torch.float32)
+                yield f"{kind}/{name}", full.detach().float()
 
     def load(self, read: Callable[[str], Tensor], optimizer_steps: int) -> None:
         """Sets weights, moments and step count; the inverse of `tensors`, from any stage and mesh.

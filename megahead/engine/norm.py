@@ -14,8 +14,9 @@ from torch.nn.utils import get_total_norm
 from megahead.distributed import Group
 
 
-def global_norm(parameters: Iterable[nn.Parameter], tensor_group: Group) -> float:
-    """L2 norm of all gradients, each counted once over the tensor ranks. One collective, one host sync.
+def global_norm(parameters: Iterable[nn.Parameter], tensor_group: Group) -> Tensor:
+    """L2 norm of all gradients, each counted once over the tensor ranks; [] on their device. One collective, and the
+    host does not wait.
 
     Parameters that carry `model_parallel = True` are slices whose squares add up; others are copies.
     """
@@ -26,7 +27,7 @@ def global_norm(parameters: Iterable[nn.Parameter], tensor_group: Group) -> floa
             (slices if getattr(parameter, "model_parallel", False) else copies).append(parameter.grad)
     counted = slices + copies if tensor_group.rank == 0 else slices
     squared = get_total_norm(counted).square() if counted else torch.zeros(())
-    return float(tensor_group.all_reduce_(squared).sqrt())
+    return tensor_group.all_reduce_(squared).sqrt()
 
 
 def clip_(parameters: Iterable[nn.Parameter], norm: float, largest: float) -> None:

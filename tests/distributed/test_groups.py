@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megahead.distributed import Group, Launch, Mesh, read_launch
 from megahead.errors import ConfigError, UserError
@@ -32,6 +33,33 @@ def test_every_rank_hears_all(size: int) -> None:
         assert heard["objects"] == [f"rank {r}" for r in range(size)]
         assert heard["first"] == {"rank": 0}
         assert heard["shard"] == list(range(8))[rank * 8 // size : (rank + 1) * 8 // size]
+
+
+class Called(TorchDispatchMode):
+    """Knows which operators were called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.append(function._schema.name)
+        return function(*args, **(kwargs or {}))
+
+
+COPIES = {"aten::cat", "aten::stack", "aten::clone", "aten::copy_", "aten::_to_copy"}
+
+
+def copies(group: Group, dim: int) -> int:
+    """Tensors copied on this rank beside those received."""
+    with Called() as called:
+        group.unshard(torch.ones(4, 4), dim)
+    return sum(name in COPIES for name in called.names)
+
+
+@pytest.mark.parametrize(("dim", "expected"), [(0, 0), (1, 1)])
+def test_parts_are_received_where_they_belong_or_copied_once(dim: int, expected: int) -> None:
+    assert on_ranks(2, copies, dim) == [expected] * 2
 
 
 def test_one_rank_needs_no_process_group() -> None:

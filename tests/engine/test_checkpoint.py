@@ -5,11 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
-from megahead.checkpoint import open_checkpoint, save_checkpoint
+from megahead.checkpoint import Snapshot, open_checkpoint, save_checkpoint
 from megahead.distributed import Group
 from megahead.engine import Engine
+from support.forked import forked
 from support.on_ranks import on_ranks
 from support.small_engine import differing, small_batches, small_engine, whole
 
@@ -53,3 +55,25 @@ def test_one_rank_without_zero_reads_what_four_ranks_at_stage_3_wrote(tmp_path: 
     assert len(checkpoint.files) == 4
     (loaded,) = on_ranks(1, resume, 0, str(tmp_path), False)
     assert differing(loaded, {name: checkpoint.read(name) for name in checkpoint.names()}) == []
+
+
+class OnNoDevice:
+    """States that lie on a device from which nothing can be moved."""
+
+    def get(self, parameter: nn.Parameter, kind: str) -> Tensor:
+        return torch.empty(parameter.shape, device="meta")
+
+    def set(self, parameter: nn.Parameter, kind: str, value: Tensor) -> None: ...
+
+
+def share_of_a_rank_that_writes_nothing() -> tuple[int, int]:
+    """Its tensors, and those of all ranks."""
+    engine = small_engine(Group(), 0)
+    engine._parameter_states = OnNoDevice()
+    snapshot = Snapshot.take(engine.tensors(), Group(999, 1000))
+    return len(snapshot.tensors), len(snapshot.entries)
+
+
+def test_what_another_rank_writes_is_not_moved_to_the_host() -> None:
+    mine, all_ranks = forked(share_of_a_rank_that_writes_nothing)
+    assert (mine, all_ranks > 6) == (0, True)

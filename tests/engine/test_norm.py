@@ -9,7 +9,10 @@ import torch
 from torch import nn
 
 from megahead.distributed import Group
+from megahead.engine import engine as engine_module
 from megahead.engine.norm import clip_, global_norm
+from support.forked import forked
+from support.small_engine import small_batches, small_engine
 
 
 def parameters(scale: float) -> list[nn.Parameter]:
@@ -23,7 +26,7 @@ def parameters(scale: float) -> list[nn.Parameter]:
 @pytest.mark.parametrize(("scale", "largest"), [(2.0, 0.01), (2.0, 1.0), (2.0, 1e6), (1e-7, 1e-8)])
 def test_norm_and_clipping_equal_torch(scale: float, largest: float) -> None:
     ours, theirs = parameters(scale), parameters(scale)
-    norm = global_norm(ours, Group())
+    norm = float(global_norm(ours, Group()))
     clip_(ours, norm, largest)
     assert norm == pytest.approx(float(nn.utils.clip_grad_norm_(theirs, largest)), rel=1e-6)
     for a, b in zip(ours[:3], theirs[:3], strict=True):
@@ -32,7 +35,7 @@ def test_norm_and_clipping_equal_torch(scale: float, largest: float) -> None:
 
 def test_zero_means_no_limit_and_no_gradients_mean_norm_zero() -> None:
     free = parameters(100.0)
-    norm = global_norm(free, Group())
+    norm = float(global_norm(free, Group()))
     clip_(free, norm, 0.0)
     assert global_norm(free, Group()) == norm
     assert global_norm([nn.Parameter(torch.zeros(2))], Group()) == 0.0
@@ -44,3 +47,19 @@ def test_one_bad_entry_makes_the_norm_not_finite(bad: float) -> None:
     assert given[1].grad is not None
     given[1].grad[2] = bad
     assert not math.isfinite(global_norm(given, Group()))
+
+
+def test_the_norm_is_asked_for_with_the_last_micro_step_so_that_the_host_waits_once() -> None:
+    assert forked(norms_asked_for) == [0, 1, 1]
+
+
+def norms_asked_for() -> list[int]:
+    """After the first and the last micro step of two, and after the step."""
+    made, original = [], engine_module.global_norm
+    engine_module.global_norm = lambda *given: made.append(original(*given)) or made[-1]
+    engine, counts = small_engine(Group(), 0, accumulation=2), []
+    for batch in small_batches([6, 6], 1 / 6, seed=0):
+        engine.micro_step(batch)
+        counts.append(len(made))
+    assert engine.step(0.01).grad_norm == float(made[0])
+    return [*counts, len(made)]
