@@ -73,10 +73,10 @@ def _vocabularies(given: str | None) -> list[int]:
 
 
 def _plans(arguments: argparse.Namespace, config: RunConfig) -> list[Plan]:
-    """Every objective as it is, then every one compiled (where it is not), then with a whole last block."""
+    """Every objective as it is, then every one compiled, then with a whole last block."""
     names = arguments.objectives.split(",")
     plans: list[Plan] = [(name, "as it is") for name in names]
-    plans += [(name, "compiled") for name in names if arguments.compile and not config.engine.compile]
+    plans += [(name, "compiled") for name in names if arguments.compile and config.engine.compile is not True]
     plans += [(name, "whole last block") for name in names if arguments.whole]
     return plans
 
@@ -84,6 +84,7 @@ def _plans(arguments: argparse.Namespace, config: RunConfig) -> list[Plan]:
 def _config(arguments: argparse.Namespace) -> RunConfig:
     """Of the file or the preset; --precision and --set change either, the latter last."""
     overrides = [f"engine.precision={arguments.precision}"] if arguments.precision else []
+    overrides += ["engine.compile=false"] if arguments.compile else []  # as it is: plain, also on CUDA
     overrides += arguments.set
     if arguments.config:
         for option, setting in (("micro_batch", "batch.micro_size"), ("sequence_length", "data.sequence_length")):

@@ -102,9 +102,9 @@ class EngineConfig(Settings):
     """How attention is computed: flash-attn 2, 3 or 4, torch's kernel for sequences of differing lengths, torch's
     scaled dot product with a mask, or the same document by document; `auto` takes the best that serves the run."""
 
-    compile: bool = False
+    compile: bool | Literal["auto"] = "auto"
     """Put blocks through `torch.compile`, one for all layers; where that cannot be done, a line gives the reason and
-    they run as they are. Takes from seconds to minutes at the start."""
+    they run as they are. Takes from seconds to minutes at the start. `auto` does so on CUDA alone."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to run; `auto` takes CUDA when it is there."""

@@ -46,9 +46,10 @@ class Backbone(nn.Module, ABC):
     def run_block(self, block: nn.Module, *inputs: object, static_shapes: bool = True) -> Tensor:
         """`block(*inputs)`, recomputed in the backward pass where `recompute_blocks`; dropout draws the same again.
 
-        `static_shapes`: the same in every batch, so that compiling for them pays.
+        `static_shapes`: the same in every batch of training, so that compiling for them pays; not in evaluation.
         """
-        call = block if self.compiled is None or not static_shapes else partial(self.compiled, block)
+        compiled = self.compiled if static_shapes and self.training else None
+        call = block if compiled is None else partial(compiled, block)
         if self.recompute_blocks and self.training:
             return checkpointed(call, *inputs, selective=self.recompute_blocks == "selective")
         output: Tensor = call(*inputs)

@@ -6,9 +6,9 @@ B rows, T tokens, H heads (of this rank), d dimensions of a head.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -82,7 +82,8 @@ def attend_varlen(
 class FlashAttention:
     """One of flash-attn's generations, which differ in where they are imported from and in what they return."""
 
-    module: str
+    load: Callable[[], Callable[..., Any]]
+    """Imports it; by an `import` statement, which `torch.compile` can trace."""
     supports_dropout: bool
 
     def varlen(
@@ -90,8 +91,7 @@ class FlashAttention:
     ) -> Tensor:
         """[B, T, H, d], as by `attend_masked`."""
         cu_seqlens, longest = documents.cu_seqlens, q_BTHd.shape[1]
-        flash_attn_varlen_func = importlib.import_module(self.module).flash_attn_varlen_func
-        found = flash_attn_varlen_func(
+        found = self.load()(
             *(x.flatten(0, 1) for x in (q_BTHd, k_BTHd, v_BTHd)),
             cu_seqlens_q=cu_seqlens,
             cu_seqlens_k=cu_seqlens,
@@ -103,3 +103,21 @@ class FlashAttention:
         )
         output: Tensor = found[0] if isinstance(found, tuple) else found  # some add the logsumexp
         return output.view_as(q_BTHd)
+
+
+def load_flash2() -> Callable[..., Any]:
+    from flash_attn import flash_attn_varlen_func
+
+    return flash_attn_varlen_func  # type: ignore[no-any-return]
+
+
+def load_flash3() -> Callable[..., Any]:
+    from flash_attn_interface import flash_attn_varlen_func
+
+    return flash_attn_varlen_func  # type: ignore[no-any-return]
+
+
+def load_flash4() -> Callable[..., Any]:
+    from flash_attn.cute import flash_attn_varlen_func
+
+    return flash_attn_varlen_func  # type: ignore[no-any-return]

@@ -11,6 +11,7 @@ B rows, T tokens, H heads (of this rank), d dimensions of a head.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple, Protocol
@@ -27,6 +28,9 @@ from megahead.nn.attention_kernels import (
     attend_per_document,
     attend_rows,
     attend_varlen,
+    load_flash2,
+    load_flash3,
+    load_flash4,
 )
 from megahead.nn.documents import Documents
 
@@ -90,8 +94,7 @@ class Backend:
     supports_dropout: bool = True
     """Whether it can drop attention weights."""
     traceable: bool = True
-    """Whether `torch.compile` can trace it: not where lengths differ from batch to batch, or where operators are
-    none of torch's."""
+    """Whether `torch.compile` can trace it: not where the host reads lengths, or where kernels are no operators."""
 
     def attend(
         self,
@@ -126,31 +129,43 @@ class Backend:
         return _missing(*self.kernel)
 
 
-def _flash(name: str, description: str, module: str, *, supports_dropout: bool = False, **where: Any) -> Backend:
+def _flash(
+    name: str,
+    description: str,
+    module: str,
+    load: Callable[[], Callable[..., Any]],
+    *,
+    supports_dropout: bool = False,
+    **where: Any,
+) -> Backend:
     return Backend(
         name,
-        FlashAttention(module, supports_dropout).varlen,
+        FlashAttention(load, supports_dropout).varlen,
         description,
         dense=None,
         kernel=(module, "flash_attn_varlen_func"),
         supports_dropout=supports_dropout,
-        traceable=False,
         **where,
     )
 
 
+_FLASH4: dict[str, Any] = {
+    "generations": range(9, 13),
+    "head_sizes": range(8, 129, 8),
+    "traceable": False,
+}  # no operator of torch's
+
 BACKENDS = {
     backend.name: backend
     for backend in (
-        _flash("flash3", "flash-attn 3", "flash_attn_interface", generations=range(9, 10)),
-        _flash("flash4", "flash-attn 4", "flash_attn.cute", generations=range(9, 13), head_sizes=range(8, 129, 8)),
-        _flash("flash2", "flash-attn 2", "flash_attn", head_sizes=range(1, 257), supports_dropout=True),
+        _flash("flash3", "flash-attn 3", "flash_attn_interface", load_flash3, generations=range(9, 10)),
+        _flash("flash4", "flash-attn 4", "flash_attn.cute", load_flash4, **_FLASH4),
+        _flash("flash2", "flash-attn 2", "flash_attn", load_flash2, head_sizes=range(1, 257), supports_dropout=True),
         Backend(
             "varlen",
             attend_varlen,
             "torch's kernel for sequences of differing lengths",
             kernel=("torch.nn.attention.varlen", "varlen_attn"),
-            traceable=False,
         ),
         Backend("sdpa", attend_masked, "torch's scaled dot product, documents by a mask"),
         Backend("documents", attend_per_document, "torch's scaled dot product, document by document", traceable=False),

@@ -45,18 +45,22 @@ class Documents:
 
     @cached_property
     def cu_seqlens(self) -> Tensor:
-        """[S + 1] int32: first token of each document in the flattened B*T tokens, then B*T.
+        """[S + 1] int32: first token of each document in the flattened B*T tokens, then B*T (again for each document
+        that is empty: `padded_cu_seqlens`).
 
         Synchronises with a GPU unless it was given.
         """
         starts_S = self.starts_BT.flatten().nonzero().flatten()
         return F.pad(starts_S, (0, 1), value=self.starts_BT.numel()).to(torch.int32)
 
+    def padded_cu_seqlens(self, multiple: int) -> Tensor:
+        """`cu_seqlens` with empty documents at the end, so that its length is a multiple: few shapes to compile for."""
+        return F.pad(self.cu_seqlens, (0, -len(self.cu_seqlens) % multiple), value=self.starts_BT.numel())
+
     @cached_property
     def lengths(self) -> list[int]:
         """Tokens of each document, in order; they sum to B*T. Synchronises with a GPU."""
-        lengths: list[int] = self.cu_seqlens.diff().tolist()
-        return lengths
+        return [length for length in self.cu_seqlens.diff().tolist() if length]
 
     @cached_property
     def same_document_BTT(self) -> Tensor:

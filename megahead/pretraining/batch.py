@@ -15,6 +15,10 @@ from megahead.table import RowPlan
 CANDIDATE_MULTIPLE = 512
 """On CUDA the candidates of a group are padded to a multiple of this: full kernel blocks, reusable allocations."""
 
+DOCUMENT_MULTIPLE = 128
+"""On CUDA boundaries of documents are padded to a multiple of this: compiled blocks then see one shape or two. Kernels
+leave documents without tokens at once."""
+
 
 def documents_of(batch: Batch) -> Documents:
     """Where each document of the batch begins, on its device."""
@@ -60,7 +64,8 @@ class MicroBatch:
         if device.type != "cuda":
             return self
         candidates = tuple(one.padded(CANDIDATE_MULTIPLE).pinned() for one in self.candidates)
-        cu_seqlens = None if self.batch.positions_BT is None else documents_of(self.batch).cu_seqlens
+        packed = self.batch.positions_BT is not None
+        cu_seqlens = documents_of(self.batch).padded_cu_seqlens(DOCUMENT_MULTIPLE) if packed else None
         return MicroBatch(replace(self.batch, cu_seqlens=cu_seqlens).pinned(), candidates, self.loss_weight)
 
 

@@ -27,7 +27,7 @@ def accelerate_(
     backbone.recompute_blocks = engine.activation_checkpointing
     backbone.use_attention(backend.attend)
     lines = [("attention", f"{backend.name} ({backend.description})")]
-    if engine.compile:
+    if device.type == "cuda" if engine.compile == "auto" else engine.compile:
         obstacle = _obstacle_to_compiling(config, device, zero_stage)
         lines.append(("compiled", f"no, {obstacle}" if obstacle else "one block for all layers"))
         if not obstacle:

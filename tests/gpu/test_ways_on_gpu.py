@@ -23,7 +23,7 @@ BF16 = {"engine.precision": "bf16"}
     [
         {"engine.compile": True},
         {"engine.compile": True, "engine.activation_checkpointing": True},
-        {"engine.compile": True, "engine.attention": "varlen"},
+        {"engine.compile": "auto", "engine.attention": "varlen"},
         {"engine.activation_checkpointing": "selective"},
         *({"engine.attention": name} for name in BACKENDS),
     ],

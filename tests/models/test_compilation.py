@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import sys
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -79,6 +81,45 @@ def test_documents_of_other_lengths_are_not_compiled_for() -> None:
     for tensor, found in zip(expected[1], trained(backbone, POSITIONS.flip(0)), strict=True):
         torch.testing.assert_close(found, tensor)
     assert counting.graphs == graphs
+
+
+@pytest.mark.parametrize("family", ["gpt_neox", "bert"])
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_a_kernel_for_documents_is_part_of_the_one_graph_however_many_they_are(family: str, dropout: float) -> None:
+    """As on a GPU, on no device: shapes alone. Two batches, of 2 and of 3 documents, their boundaries padded."""
+    backbone, counting = tiny(family, dropout).to("meta"), Counting()
+    backbone.use_attention(BACKENDS["varlen"].attend)
+    backbone.compiled = CompiledBlocks(backend=counting, fullgraph=True)
+    for positions in (torch.arange(24).repeat(2, 1), POSITIONS):
+        documents = Documents(positions.to("meta"), Documents(positions).padded_cu_seqlens(8).to("meta"))
+        hidden = backbone(IDS.to("meta"), documents)
+        hidden.sum().backward()
+    assert counting.graphs == 1
+    assert not backbone.compiled.obstacle
+
+
+@pytest.mark.parametrize("name", ["flash2", "flash3"])
+def test_flash_attention_is_part_of_the_graph(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """A function in its place, which returns something of the right shape."""
+    module, function = BACKENDS[name].kernel or ("", "")
+    stand_in = types.ModuleType(module)
+    monkeypatch.setattr(stand_in, function, lambda q, k, v, **_: q + k + v, raising=False)
+    monkeypatch.setitem(sys.modules, module, stand_in)
+    backbone, counting = tiny(), Counting()
+    backbone.use_attention(BACKENDS[name].attend)
+    documents = Documents(POSITIONS, Documents(POSITIONS).cu_seqlens)
+    expected = backbone(IDS, documents)
+    backbone.compiled = CompiledBlocks(backend=counting, fullgraph=True)
+    torch.testing.assert_close(backbone(IDS, documents), expected)
+    assert counting.graphs == 1
+    assert BACKENDS[name].traceable
+
+
+def test_evaluation_is_not_compiled_for() -> None:
+    backbone, counting = tiny().eval(), Counting()
+    backbone.compiled = CompiledBlocks(backend=counting)
+    backbone(IDS)
+    assert counting.graphs == 0
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")

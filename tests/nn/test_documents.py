@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from megahead.nn import Documents
@@ -40,6 +41,14 @@ def test_boundaries_that_are_known_are_not_looked_for():
     cu_seqlens = torch.tensor([0, 3, 5, 6, 10], dtype=torch.int32)
     assert Documents(POSITIONS, cu_seqlens).cu_seqlens is cu_seqlens
     assert torch.equal(Documents(POSITIONS).cu_seqlens, cu_seqlens)
+
+
+@pytest.mark.parametrize(("multiple", "length"), [(4, 8), (5, 5), (64, 64)])
+def test_padded_boundaries_add_documents_without_tokens(multiple: int, length: int) -> None:
+    padded = Documents(POSITIONS).padded_cu_seqlens(multiple)
+    assert padded.tolist() == [0, 3, 5, 6, 10] + [10] * (length - 5)
+    assert padded.dtype == torch.int32
+    assert Documents(POSITIONS, padded).lengths == [3, 2, 1, 4]
 
 
 def test_whole_rows_are_documents_without_a_mask_of_their_own():

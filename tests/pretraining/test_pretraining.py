@@ -197,6 +197,7 @@ def test_staging_for_a_gpu_finds_the_documents_pads_candidates_and_pins_all_with
     held = [value for part in (staged.batch, *staged.candidates) for value in vars(part).values()]
     assert {id(value) for value in held if isinstance(value, torch.Tensor)} == {id(tensor) for tensor in pinned}
     assert staged.batch.cu_seqlens is not None
+    assert len(staged.batch.cu_seqlens) == 128
     assert staged.batch.cu_seqlens.tolist()[-1] == 4 * 8
     assert len(staged.candidates[0].ids_U) == 512
     torch.testing.assert_close(pretraining(staged), pretraining(micro))

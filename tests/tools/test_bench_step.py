@@ -97,7 +97,8 @@ def test_settings_of_a_config_are_kept_where_objectives_are_compared(tmp_path: P
     kept = contending(tied, "vanilla", "as it is")
     assert (kept.objective.tied, kept.engine.compile) == (True, True)
     assert contending(tied, "headless", "as it is").objective.tied is False
-    plain = small_config(tmp_path)
+    plain = small_config(tmp_path, {"engine.compile": False})
+    assert contending(small_config(tmp_path), "headless", "as it is").engine.compile == "auto"
     assert [contending(plain, "headless", how).engine.compile for how in ("as it is", "compiled")] == [False, True]
 
 

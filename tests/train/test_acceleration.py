@@ -13,13 +13,14 @@ from megahead.config import RunConfig
 from megahead.distributed import Group, Launch
 from megahead.errors import ConfigError
 from megahead.models import CompiledBlocks, build_backbone
+from megahead.nn import BACKENDS
 from megahead.report.metrics import read_metrics
 from megahead.train import acceleration, pretrain
 from megahead.train.acceleration import accelerate_
 from support.on_ranks import on_ranks
 from support.small_run import small_config, stage, write_text
 
-CPU = torch.device("cpu")
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 COMPILE = {"engine.compile": True}
 
 
@@ -44,6 +45,20 @@ def test_the_attention_back_end_is_said_and_can_be_set(tmp_path: Path) -> None:
 )
 def test_why_blocks_are_not_compiled_is_said(tmp_path: Path, changes: dict[str, Any], zero: int, reason: str) -> None:
     assert told(small_config(tmp_path, COMPILE | changes), zero)["compiled"].startswith(f"no, {reason}")
+
+
+def test_auto_compiles_on_cuda_alone_and_says_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(acceleration, "choose_backend", lambda wanted, spec: BACKENDS["sdpa"])
+    monkeypatch.setattr(acceleration.importlib.util, "find_spec", lambda name: name == "triton")
+    config, split = small_config(tmp_path), small_config(tmp_path, {"parallel.tensor": 2})
+    backbone = build_backbone(config.model)
+    assert "compiled" not in dict(accelerate_(backbone, config, CPU))
+    assert backbone.compiled is None
+    assert dict(accelerate_(backbone, config, CUDA, 2))["compiled"] == "one block for all layers"
+    assert backbone.compiled is not None
+    assert dict(accelerate_(backbone, config, CUDA, 3))["compiled"].startswith("no, ZeRO 3")
+    assert dict(accelerate_(backbone, split, CUDA))["compiled"].startswith("no, tensor ranks")
+    assert "compiled" not in dict(accelerate_(backbone, small_config(tmp_path, {"engine.compile": False}), CUDA))
 
 
 def test_without_a_compiler_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -168,7 +168,7 @@ def contending(config: RunConfig, objective: str, how: How) -> RunConfig:
         rule = "be fp32 or bf16 for steps without an engine, which scales fp16's loss"
         raise FieldError("engine.precision", rule, got="fp16")
     tree = config.model_dump(mode="json")
-    tree["engine"]["compile"] |= how == "compiled"
+    tree["engine"]["compile"] = how == "compiled" or config.engine.compile
     if objective != config.objective.name:
         tied = objective == "vanilla" and (config.objective.tied or config.model.is_encoder())
         tree["objective"] |= {"name": objective, "tied": tied}

@@ -31,7 +31,7 @@ def hold(
 
     memory = [
         None
-        if device.type == "cuda" or config.engine.compile or plan[1] == "compiled"
+        if device.type == "cuda" or config.engine.compile is True or plan[1] == "compiled"
         else _peak_of_a_step(partial(contender, *plan))
         for plan in plans
     ]
