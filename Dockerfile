@@ -5,6 +5,8 @@
 #       deepspeed launch/pretrain.py --config configs/pythia-70m-headless.yaml
 FROM python:3.11-slim-bookworm
 
+# No nvcc: attention is torch's own kernel for documents (`varlen`), or flash-attn 4 (`.venv/bin/pip install -e '.[gpu]'`, a wheel).
+# flash-attn 2 and 3 are built from source, in an image with CUDA's compiler.
 # g++ for Triton and torch.compile; pdsh and ssh for hostfiles.
 RUN apt-get update \
     && apt-get install -y --no-install-recommends g++ git make openssh-client pdsh \

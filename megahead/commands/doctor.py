@@ -102,7 +102,7 @@ def packages() -> Iterator[Finding]:
     for name in ("torch", "deepspeed", "transformers", "lm_eval", "datasets"):
         yield package(name, "problem", "`make install`, or pip install megahead")
     if torch.cuda.is_available():
-        yield package("flash_attn", "note", "pip install flash-attn: packed documents attend faster")
+        yield package("flash_attn", "note", "torch's own kernel serves; since Hopper also `pip install -e '.[gpu]'`")
         yield package("triton", "note", "pip install triton: the kernel of the loss")
 
 
