@@ -13,7 +13,7 @@ help:
 	@echo "make demo ARGS='--model llama'   with a Llama instead of Pythia's shape"
 	@echo "make test                the checks and all tests (ARGS: pytest's own, such as ARGS='-n0 -x tests/nn')"
 	@echo "make check               format, lint, types, direction of imports"
-	@echo "make test-gpu            the tests that need a CUDA device"
+	@echo "make test-gpu            the tests that need a CUDA device (GPU_PYTHON=python3: by that interpreter, installing nothing)"
 
 .venv/.torch:
 	@echo "installing into .venv: some minutes, on Linux some GB (TORCH_INDEX=https://download.pytorch.org/whl/cpu: torch without CUDA)"
@@ -50,8 +50,9 @@ test: lint
 pytest: .venv/.installed-test
 	$(BIN)/python -m pytest $(WORKERS) $(ARGS)
 
-test-gpu: .venv/.installed-test
-	$(BIN)/python -m pytest -m gpu $(ARGS)
+# GPU_PYTHON: an interpreter that has all it takes already, where nothing can be installed
+test-gpu: $(if $(GPU_PYTHON),,.venv/.installed-test)
+	$(or $(GPU_PYTHON),$(BIN)/python) -m pytest -m gpu tests/gpu tests/objectives tests/optim $(ARGS)
 
 format: .venv/.installed-test
 	$(BIN)/ruff format .

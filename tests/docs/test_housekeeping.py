@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from pathlib import Path
 
 import yaml
@@ -94,3 +95,13 @@ def test_hooks_are_what_make_check_runs() -> None:
     recipes = [re.findall(rf"^{part}:.*\n((?:\t.*\n)+)", makefile, re.MULTILINE)[0] for part in parts.split()]
     checked = [line.strip().removeprefix("$(BIN)/").removesuffix(" .") for line in "".join(recipes).splitlines()]
     assert [hook["entry"].removeprefix(".venv/bin/") for hook in hooks] == checked
+
+
+def test_make_test_gpu_runs_every_file_with_such_tests_and_installs_nothing_where_told() -> None:
+    command = ["make", "-n", "test-gpu", "GPU_PYTHON=python3"]
+    (line,) = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert line.startswith("python3 -m pytest -m gpu ")
+    folders = [ROOT / word for word in line.split() if word.startswith("tests/")]
+    marked = [path for path in (ROOT / "tests").rglob("test_*.py") if "@pytest.mark.gpu\n" in path.read_text()]
+    assert len(marked) > 3
+    assert not [path for path in marked if not any(path.is_relative_to(folder) for folder in folders)]
