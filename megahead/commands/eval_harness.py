@@ -1,4 +1,4 @@
-"""Scores models with lm-eval on local task files; models are Hugging Face folders, runs or checkpoints.
+"""Scores models on local task files, lm-eval's and BLiMP's; models are Hugging Face folders, runs or checkpoints.
 
 megahead eval-harness --model runs/headless runs/vanilla --data data --tasks lambada_openai,sciq --output scores.json
 
@@ -44,7 +44,7 @@ def main() -> None:
         value = getattr(arguments, name)
         if value is not None and value < 1:
             raise FieldError(f"--{name.replace('_', '-')}", "be at least 1", got=value)
-    files = task_files(arguments.tasks.split(","), arguments.data, arguments.cloze)
+    files = task_files(arguments.tasks.split(","), arguments.data, arguments.cloze, arguments.text)
     console = Console(highlight=False)
     if arguments.write_tasks:
         console.print(f"wrote {write_tasks(files, arguments.write_tasks)}", soft_wrap=True)
@@ -119,7 +119,8 @@ def _parser() -> argparse.ArgumentParser:
         help="folder of task files as published (DIR/lambada/lambada_test.jsonl)",
     )
     parser.add_argument("--cloze", type=existing, metavar="FILE", help='jsonl of {"text"}: its last word is predicted')
-    parser.add_argument("--limit", type=int, metavar="N", help="only the first N examples of each task")
+    parser.add_argument("--text", type=existing, metavar="FILE", help="text whose bits_per_byte are asked for")
+    parser.add_argument("--limit", type=int, metavar="N", help="only the first N examples of each task or paradigm")
     parser.add_argument("--batch-size", type=int, metavar="N", help="examples at once (default: what fits memory)")
     parser.add_argument("--output", type=Path, metavar="JSON", help="keep results there, and go on from them")
     parser.add_argument("--curve", type=Path, metavar="PNG", help="draw the models' scores over the tokens they read")

@@ -1,4 +1,4 @@
-"""lm-eval's tasks in the middle of training."""
+"""Tasks in the middle of training."""
 
 from __future__ import annotations
 
@@ -13,12 +13,18 @@ class TasksConfig(Settings):
     names: tuple[str, ...] = Field(min_length=1)
     """Tasks as `megahead eval-harness` knows them, shared out over all ranks."""
 
-    data: str
-    """Folder of their files, as published; no hub is asked."""
+    data: str | None = None
+    """Folder of their files, as published; no hub is asked. May be left out where all tasks have a file named below."""
+
+    cloze: str | None = None
+    """A jsonl of {"text"} for the task `cloze`: the last word of each is predicted."""
+
+    text: str | None = None
+    """Text, as `megahead preprocess` takes it, for the task `bits_per_byte`."""
 
     every: int = Field(gt=0)
     """Optimizer steps between evaluations, each on an export of a checkpoint saved for it; also at the end."""
 
     limit: int | None = Field(default=None, gt=0)
-    """Only the first examples of each task; all when left out. Ranks that are done wait for the slowest, at most
-    `engine.timeout_seconds`."""
+    """Only the first examples of each task (of `blimp`: of each paradigm); all when left out. Ranks that are done wait
+    for the slowest, at most `engine.timeout_seconds`."""

@@ -12,7 +12,14 @@ if TYPE_CHECKING:
     from megahead.convert.export_heads import FoldedBias, fold_bias
     from megahead.convert.exporting import ExportReport, export
     from megahead.convert.importing import from_hf
-    from megahead.convert.loading import load_backbone, load_causal, load_classifier, load_masked, load_tokenizer_folder
+    from megahead.convert.loading import (
+        is_encoder,
+        load_backbone,
+        load_causal,
+        load_classifier,
+        load_masked,
+        load_tokenizer_folder,
+    )
     from megahead.convert.published import PublishedModel
     from megahead.convert.resolve import Origin, hf_folder, origin
     from megahead.convert.verify import Parity
@@ -28,6 +35,7 @@ __all__ = [
     "from_hf",
     "hf_folder",
     "input_embedding",
+    "is_encoder",
     "load_backbone",
     "load_causal",
     "load_classifier",
@@ -42,7 +50,14 @@ __getattr__ = on_first_use(
     exporting=("ExportReport", "export"),
     export_heads=("FoldedBias", "fold_bias"),
     importing=("from_hf",),
-    loading=("load_backbone", "load_causal", "load_classifier", "load_masked", "load_tokenizer_folder"),
+    loading=(
+        "is_encoder",
+        "load_backbone",
+        "load_causal",
+        "load_classifier",
+        "load_masked",
+        "load_tokenizer_folder",
+    ),
     published=("PublishedModel",),
     resolve=("Origin", "hf_folder", "origin"),
     verify=("Parity",),

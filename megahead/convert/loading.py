@@ -46,7 +46,7 @@ def load_backbone(folder: str | Path, dtype: torch.dtype = torch.float32, *, str
     stream_to: as for `load_causal`; an encoder is loaded whole.
     """
     folder = Path(folder)
-    kind = _model_type(folder)
+    kind = _settings(folder).get("model_type")
     if kind == "bert":
         return _load(BertModel, folder, dtype, {"add_pooling_layer": False})
     if kind == "distilbert":
@@ -54,6 +54,13 @@ def load_backbone(folder: str | Path, dtype: torch.dtype = torch.float32, *, str
     if kind in ("llama", "qwen2", "qwen3", "mistral"):
         return _load(AutoModel, folder, dtype, _offload(_LLAMA, stream_to))
     return _load(GPTNeoXModel, folder, dtype, _offload(_NEOX, stream_to))
+
+
+def is_encoder(folder: Path) -> bool:
+    """Whether the model in `folder` says that it is one that guesses masked tokens; False where nothing is said."""
+    settings = _settings(folder)
+    named = settings.get("architectures") or ()
+    return settings.get("model_type") in ("bert", "distilbert") or any(name.endswith("ForMaskedLM") for name in named)
 
 
 def load_masked(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
@@ -90,13 +97,13 @@ def load_tokenizer_folder(folder: Path) -> Any:
         return PreTrainedTokenizerFast.from_pretrained(str(folder))
 
 
-def _model_type(folder: Path) -> str | None:
-    """The content of config.json; None where there is none (loading then raises)."""
+def _settings(folder: Path) -> Mapping[str, Any]:
+    """The content of config.json; nothing where there is none (loading then raises)."""
     try:
-        kind: str | None = json.loads((folder / "config.json").read_text(encoding="utf-8"))["model_type"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return kind
+        content: Mapping[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
 def _offload(places: Mapping[str, str], stream_to: Path | None) -> dict[str, Any]:

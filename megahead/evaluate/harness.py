@@ -1,34 +1,16 @@
-"""Runs lm-eval's own `hf` model on Hugging Face folders, for local tasks and without its scan of 14,000 others."""
+"""Scores Hugging Face folders on tasks over local files: lm-eval's by its own `hf` model, others by ours."""
 
 from __future__ import annotations
 
-import io
-import logging
-import os
-import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
-from typing import Any
 
-import datasets
-import psutil
-import torch
-from lm_eval.evaluator import simple_evaluate
-from lm_eval.models.huggingface import HFLM
-from lm_eval.tasks import TaskManager
-from rich.console import Console
-from rich.progress import Progress, TextColumn
-
-from megahead.convert import load_causal, load_tokenizer_folder
-from megahead.evaluate.harness_tasks import task_rows, write_tasks
-from megahead.evaluate.results import HarnessResult, Score, TaskResult
-
-_BOOTSTRAPS = 1000  # resamples behind a standard error without a formula: 2 s for the whole of LAMBADA
-_LOGIT_COPIES = 3  # alive at once in lm-eval: logits, their log-softmax, and what it gathers from
-_LARGEST_BATCH = 32
+from megahead.convert import is_encoder
+from megahead.evaluate.harness_tasks import TASKS, OwnTask, require_for_encoder, task_rows
+from megahead.evaluate.language_models import LanguageModel, open_language_model
+from megahead.evaluate.progress import forward_progress
+from megahead.evaluate.results import HarnessResult, TaskResult
 
 
 def evaluate_harness(
@@ -45,84 +27,25 @@ def evaluate_tasks(
 ) -> Iterator[TaskResult]:
     """Scores the language model in `model_dir` (its tokenizer beside it), in fp32, and yields task by task.
 
-    files: task name to its data, from `task_files`. limit: only the first examples of each. On a GPU if there is one.
-    batch_size: examples at once; None: what fits the memory that is free (`fitting_batch_size`).
-    Raises CheckpointError for a folder without its own head or tokenizer.
+    files: task name to its data, from `task_files`. limit: only the first examples of each (of each paradigm). On a
+    GPU if there is one. batch_size: examples at once; None: what fits the memory that is free.
+    Raises CheckpointError for a folder without its own head or tokenizer, FieldError for an encoder that is to read
+    a decoder's task.
     """
-    tokenizer = load_tokenizer_folder(model_dir)
-    model = load_causal(model_dir).to("cuda" if torch.cuda.is_available() else "cpu")
+    if is_encoder(model_dir):
+        require_for_encoder(files)
+    model = open_language_model(model_dir, batch_size)
     for name, file in files.items():
-        size = batch_size or fitting_batch_size(model, _longest(name, file, tokenizer), _free_bytes())
-        with tempfile.TemporaryDirectory() as folder, _progress(f"{model_dir.name}: {name}") as progress, _quiet():
-            definitions = write_tasks({name: file}, Path(folder))
-            manager = TaskManager(include_path=str(definitions), include_defaults=False)
-            lm = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=size)
-            found = _evaluate(lm, manager, name, limit, progress)
-        yield _result(name, found, limit)
+        task = TASKS[name]
+        with forward_progress(model.model, f"{model_dir.name}: {name}"):
+            if isinstance(task, OwnTask):
+                yield _score(task, model, name, file, limit)
+            else:
+                from megahead.evaluate.lm_eval_task import evaluate_with_lm_eval  # imports lm-eval: seconds
+
+                yield evaluate_with_lm_eval(model, name, file, limit, batch_size)
 
 
-def fitting_batch_size(model: Any, tokens: int, free_bytes: int) -> int:
-    """Examples of `tokens` tokens each whose logits and residual streams take at most a quarter of `free_bytes`."""
-    config = model.config
-    tokens = min(tokens, config.max_position_embeddings)
-    floats = tokens * (_LOGIT_COPIES * config.vocab_size + 2 * config.intermediate_size + 8 * config.hidden_size)
-    return max(1, min(_LARGEST_BATCH, free_bytes // 4 // int(4 * floats)))
-
-
-def _free_bytes() -> int:
-    return int(torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else psutil.virtual_memory().available)
-
-
-def _longest(name: str, file: Path, tokenizer: Any) -> int:
-    """Tokens of the longest example, its choices included."""
-    longest = max((" ".join(map(str, row.values())) for row in task_rows(name, file)), key=len)
-    return len(tokenizer(longest)["input_ids"])
-
-
-def _evaluate(lm: HFLM, manager: TaskManager, name: str, limit: int | None, progress: Progress) -> Mapping[str, Any]:
-    tasks = list(manager.load([name])["tasks"].values())
-    (bar,) = progress.task_ids
-    hook = lm.model.register_forward_hook(lambda _, __, outputs: progress.advance(bar, len(outputs.logits)))
-    try:
-        found: Mapping[str, Any] = simple_evaluate(
-            lm, tasks=tasks, task_manager=manager, limit=limit, bootstrap_iters=_BOOTSTRAPS, log_samples=False
-        )
-    finally:
-        hook.remove()
-    return found
-
-
-def _result(task: str, found: Mapping[str, Any], limit: int | None) -> TaskResult:
-    """lm-eval keeps `acc,none` and `acc_stderr,none` side by side in one dict."""
-    values = found["results"][task]
-    scores = []
-    for metric in found["higher_is_better"][task]:
-        stderr = values.get(f"{metric}_stderr,none")
-        scores.append(
-            Score(metric, float(values[f"{metric},none"]), None if stderr in (None, "N/A") else float(stderr))
-        )
-    return TaskResult(task, found["n-samples"][task]["effective"], scores, limit)
-
-
-def _progress(name: str) -> Progress:
-    columns = TextColumn("{task.description}"), TextColumn("sequence {task.completed}")
-    progress = Progress(*columns, console=Console(file=sys.stderr), transient=True, disable=not sys.stderr.isatty())
-    progress.add_task(name, total=None)
-    return progress
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Keeps lm-eval's bars, prints and notes to itself, and its bootstrap in this process; errors still raise."""
-    logger = logging.getLogger("lm_eval")
-    level, bars = logger.level, datasets.are_progress_bars_disabled()
-    logger.setLevel(logging.ERROR)
-    datasets.disable_progress_bars()
-    os.environ.setdefault("DISABLE_MULTIPROC", "1")
-    try:
-        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
-            yield
-    finally:
-        logger.setLevel(level)
-        if not bars:
-            datasets.enable_progress_bars()
+def _score(task: OwnTask, model: LanguageModel, name: str, file: Path, limit: int | None) -> TaskResult:
+    rows = task_rows(name, file, limit)
+    return TaskResult(name, len(rows), task.score(model, rows), limit)

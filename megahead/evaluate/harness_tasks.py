@@ -1,20 +1,27 @@
-"""lm-eval tasks over local files: which shipped definition each one follows, and where its data is.
+"""Tasks over local files: what scores each one, a definition that lm-eval ships or a function here; where its data is.
 
-A new task is a line in `TASKS`: its shipped YAML, its file, and the reader that gives the fields the YAML reads.
+A new task is a line in `TASKS`: its shipped YAML (or its score), its file, and the reader that gives what that reads.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from megahead.errors import DataError, FieldError
-from megahead.evaluate.harness_rows import Reader, Row, arc, boolq, crows_pairs, lines, pubmedqa, qasper, race
+from megahead.evaluate.bits_per_byte import bits_per_byte, documents
+from megahead.evaluate.harness_rows import Reader, arc, boolq, crows_pairs, lines, pubmedqa, qasper, race
+from megahead.evaluate.minimal_pairs import accuracy_by, blimp
+from megahead.evaluate.results import Score
+
+if TYPE_CHECKING:
+    from megahead.evaluate.language_models import LanguageModel
 
 
 @dataclass(frozen=True)
@@ -30,9 +37,25 @@ class LocalTask:
     read: Reader
 
 
+@dataclass(frozen=True)
+class OwnTask:
+    """A task that is scored here, by the log-probabilities of whole texts."""
+
+    file: str | None
+    """As a `LocalTask`'s; may be a folder."""
+
+    read: Callable[[Path, int | None], Sequence[Any]]
+    """The examples, or the first of them up to a limit."""
+
+    score: Callable[[LanguageModel, Any], list[Score]]
+
+    for_encoders: bool
+    """Whether pseudo-log-likelihoods will do."""
+
+
 _SCIQ = lines("support", "question", "distractor1", "distractor2", "distractor3", "correct_answer")
 
-TASKS: Mapping[str, LocalTask] = {
+TASKS: Mapping[str, LocalTask | OwnTask] = {
     "cloze": LocalTask("lambada/lambada_openai.yaml", None, lines("text")),
     "lambada_openai": LocalTask("lambada/lambada_openai.yaml", "lambada/lambada_test.jsonl", lines("text")),
     "arc_easy": LocalTask("arc/arc_easy.yaml", "eval/ARC/ARC-e/ARC-Easy-Test.jsonl", arc),
@@ -49,28 +72,47 @@ TASKS: Mapping[str, LocalTask] = {
     "openbookqa": LocalTask(
         "openbookqa/openbookqa.yaml", "eval/openbookqa/validation.jsonl", lines("question_stem", "choices", "answerKey")
     ),
+    "blimp": OwnTask("eval/blimp", blimp, accuracy_by("field"), for_encoders=True),
+    "blimp_paradigms": OwnTask("eval/blimp", blimp, accuracy_by("UID"), for_encoders=True),
+    "bits_per_byte": OwnTask(None, documents, bits_per_byte, for_encoders=False),
 }
 """By name. `cloze`: any jsonl of {"text"}, the last word is predicted, scored exactly as lambada_openai.
+
+`bits_per_byte`: any text that `megahead preprocess` takes.
 
 `qasper_bool` counts every answer's right class as yes, as lm-eval ships it: its f1 is not to be trusted.
 """
 
 
-def task_files(names: Sequence[str], data: Path | None = None, cloze: Path | None = None) -> dict[str, Path]:
-    """The file of each task, in the folder `data` or named (`cloze`), read through once; FieldError or DataError."""
+def task_files(
+    names: Sequence[str], data: Path | None = None, cloze: Path | None = None, text: Path | None = None
+) -> dict[str, Path]:
+    """The file of each task, in the folder `data` or named (`cloze`, `text`), read through once.
+
+    Raises FieldError (its field an option of `megahead eval-harness`) or DataError.
+    """
     files = {}
     for name in names:
         if name not in TASKS:
             raise FieldError("--tasks", f"name tasks of {', '.join(TASKS)}", got=name)
-        files[name] = _file_of(name, data, cloze)
+        files[name] = _file_of(name, data, {"cloze": ("--cloze", cloze), "bits_per_byte": ("--text", text)})
         task_rows(name, files[name])
     return files
 
 
-def task_rows(name: str, file: Path) -> list[Row]:
-    """Every example of a task, in the fields that its definition reads; DataError for a file that is not that."""
+def require_for_encoder(names: Iterable[str]) -> None:
+    """FieldError for a task that only a decoder can be scored on."""
+    fit = [name for name, task in TASKS.items() if isinstance(task, OwnTask) and task.for_encoders]
+    for name in names:
+        if name not in fit:
+            raise FieldError("--tasks", f"name tasks of {', '.join(fit)} for an encoder", got=name)
+
+
+def task_rows(name: str, file: Path, limit: int | None = None) -> Sequence[Any]:
+    """The examples of a task (the first ones), as its definition or score reads them; DataError for another file."""
+    task = TASKS[name]
     try:
-        rows = TASKS[name].read(file)
+        rows = task.read(file, limit) if isinstance(task, OwnTask) else task.read(file)[:limit]
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise DataError(f"`{file}` must hold {name} as published, but an example differs ({error!r}).") from None
     if not rows:
@@ -79,7 +121,7 @@ def task_rows(name: str, file: Path) -> list[Row]:
 
 
 def write_tasks(files: Mapping[str, Path], folder: Path) -> Path:
-    """Writes a definition and its rows for each task, for lm-eval's `--include_path`; returns the folder to name there.
+    """Writes definition and rows of lm-eval's tasks among them, for its `--include_path`; returns the folder to name.
 
     The definitions name their data and lm-eval's shipped ones by absolute path, and share a cache in `folder`.
     """
@@ -87,10 +129,13 @@ def write_tasks(files: Mapping[str, Path], folder: Path) -> Path:
     definitions = folder / "tasks"
     definitions.mkdir(parents=True, exist_ok=True)
     for name, file in files.items():
+        task = TASKS[name]
+        if isinstance(task, OwnTask):
+            continue
         rows = folder / f"{name}.jsonl"
         rows.write_text("".join(json.dumps(row) + "\n" for row in task_rows(name, file)), encoding="utf-8")
         content = {
-            "include": str(_shipped() / TASKS[name].definition),
+            "include": str(_shipped() / task.definition),
             "task": name,
             "tag": None,
             "dataset_path": "json",
@@ -104,15 +149,16 @@ def write_tasks(files: Mapping[str, Path], folder: Path) -> Path:
     return definitions
 
 
-def _file_of(name: str, data: Path | None, cloze: Path | None) -> Path:
+def _file_of(name: str, data: Path | None, named: Mapping[str, tuple[str, Path | None]]) -> Path:
     place = TASKS[name].file
     if place is None:
-        if cloze is None:
-            raise FieldError("--cloze", f"name the file of task {name}", got="missing")
-        return cloze
+        option, file = named[name]
+        if file is None:
+            raise FieldError(option, f"name the file of task {name}", got="missing")
+        return file
     if data is None:
         raise FieldError("--data", f"name the folder that holds {place} (task {name})", got="missing")
-    if not (data / place).is_file():
+    if not (data / place).exists():
         raise DataError(f"`{data}` must hold {place} for task {name}, but lacks it; get it or leave the task out.")
     return data / place
 

@@ -1,4 +1,4 @@
-"""What models reach on lm-eval's tasks, and where that is kept."""
+"""What models reach on tasks, and where that is kept."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Score:
     metric: str
     value: float
     stderr: float | None
-    """Standard error as lm-eval gives it (bootstrapped for perplexity); None where it has none."""
+    """Standard error, for lm-eval's tasks as it gives it (bootstrapped for perplexity); None where there is none."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class HarnessResult:
 
 
 class ResultsFile:
-    """Results of lm-eval's tasks in one JSON file, as `ResultCache` keeps them.
+    """Results of tasks in one JSON file, as `ResultCache` keeps them.
 
     A result is found again for the same model folder, weights, task, data and limit, under the same lm-eval.
     """
@@ -82,6 +82,6 @@ def _key(model: Path, folder: Path, task: str, file: Path, limit: int | None) ->
         "task": task,
         "limit": limit,
         "weights": fingerprint_model(folder),
-        "data": fingerprint_files([file]),
+        "data": fingerprint_files(sorted(file.iterdir()) if file.is_dir() else [file]),
         "lm_eval": version("lm-eval"),
     }

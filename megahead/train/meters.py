@@ -138,7 +138,7 @@ class Meters:
         )
 
     def tasks(self, results: Sequence[TaskResult], state: TrainingState) -> None:
-        """Writes the results of lm-eval's tasks: value and standard error of each metric."""
+        """Writes the results of tasks: value and standard error of each metric."""
         if not self._active:
             return
         scores = [(result.task, score) for result in results for score in result.scores]

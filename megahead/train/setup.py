@@ -113,7 +113,7 @@ def _pretrain(plan: RunPlan, ranks: Group, device: torch.device, resume: str) ->
         meters=meters,
         stop=StopRequest(prints=world_group.rank == 0),
         evaluation=None if datasets.validation is None else Evaluation(config, datasets.validation, data_group, device),
-        tasks=None if config.tasks is None else TaskEvaluation(config.tasks, world_group),
+        tasks=TaskEvaluation.of(config, world_group),
         saver=Saver(engine, state, config, data_group, world_group, lineage),
         roll_back=partial(roll_back, engine, state, lineage, data_group, world_group),
         device=device,

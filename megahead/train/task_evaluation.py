@@ -1,4 +1,4 @@
-"""lm-eval's tasks in the middle of training: one export, and the tasks divided among the ranks."""
+"""Tasks in the middle of training: one export, and the tasks divided among the ranks."""
 
 from __future__ import annotations
 
@@ -6,22 +6,29 @@ import shutil
 from itertools import chain
 from pathlib import Path
 
-from megahead.config import TasksConfig
+from megahead.config import RunConfig, TasksConfig
 from megahead.distributed import Group
-from megahead.errors import UserError
-from megahead.evaluate.harness_tasks import task_files
+from megahead.errors import FieldError, UserError
+from megahead.evaluate.harness_tasks import require_for_encoder, task_files
 from megahead.evaluate.results import TaskResult
 from megahead.run_folder import RunFolder
+
+_SETTINGS = {"--tasks": "tasks.names", "--data": "tasks.data", "--cloze": "tasks.cloze", "--text": "tasks.text"}
 
 
 class TaskEvaluation:
     """The tasks of a run. Reads their files once when made, so that a mistake is an error before training."""
 
-    def __init__(self, config: TasksConfig, world_group: Group) -> None:
+    def __init__(self, config: TasksConfig, world_group: Group, *, encoder: bool) -> None:
         self.every = config.every
         self._limit = config.limit
-        self._files = task_files(config.names, Path(config.data))
+        self._files = _files(config, encoder)
         self._world_group = world_group
+
+    @classmethod
+    def of(cls, config: RunConfig, world_group: Group) -> TaskEvaluation | None:
+        """What a run's `tasks` ask for, if anything."""
+        return config.tasks and cls(config.tasks, world_group, encoder=config.model.is_encoder())
 
     def run(self, checkpoint: Path) -> list[TaskResult]:
         """Results of all tasks in their order, for the model in `checkpoint`, with the best head it has. Collective.
@@ -29,7 +36,7 @@ class TaskEvaluation:
         Rank 0 exports, rank r of W evaluates tasks r, r + W, ... in fp32, and the export is removed. Torch's random
         state is not kept: steps seed their own. UserError where the export fails.
         """
-        from megahead.evaluate.harness import evaluate_tasks  # imports lm-eval and transformers: seconds
+        from megahead.evaluate.harness import evaluate_tasks  # imports transformers: seconds
 
         folder = RunFolder.of(checkpoint).exports / "evaluated"
         problem = self._world_group.broadcast_object(
@@ -45,6 +52,17 @@ class TaskEvaluation:
             shutil.rmtree(folder)
         found = {result.task: result for result in chain.from_iterable(shares)}
         return [found[name] for name in self._files]
+
+
+def _files(config: TasksConfig, encoder: bool) -> dict[str, Path]:
+    """`task_files` of a run's settings; a mistake in them is told by their names."""
+    places = [None if place is None else Path(place) for place in (config.data, config.cloze, config.text)]
+    try:
+        if encoder:
+            require_for_encoder(config.names)
+        return task_files(config.names, *places)
+    except FieldError as error:
+        raise FieldError(_SETTINGS[error.field], error.rule, got=error.got, hint=error.hint) from None
 
 
 def _export(checkpoint: Path, folder: Path) -> str | None:

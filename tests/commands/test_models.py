@@ -108,6 +108,6 @@ def test_scores_are_printed_kept_and_not_computed_twice(run: Path, monkeypatch, 
     assert "perplexity" in first
     (entry,) = json.loads(scores.read_text())["results"]
     assert (entry["model"], entry["task"], entry["samples"]) == (str(run), "cloze", 3)
-    monkeypatch.setattr(harness, "simple_evaluate", None)
+    monkeypatch.setattr(harness, "open_language_model", None)
     assert command(monkeypatch, "eval_harness", *arguments) == 0
     assert capsys.readouterr().out == first

@@ -36,6 +36,17 @@ def test_what_was_kept_is_found_again_until_anything_changes(model: Path) -> Non
     assert kept.find(model, model, "sciq", data, 3) is None
 
 
+def test_a_folder_of_data_is_known_by_its_files(model: Path) -> None:
+    data = model.parent / "blimp"
+    data.mkdir()
+    (data / "one.jsonl").write_text("{}")
+    kept = ResultsFile(None)
+    kept.add(model, model, data, replace(RESULT, task="blimp"))
+    assert kept.find(model, model, "blimp", data, 3) is not None
+    (data / "one.jsonl").write_text("{} ")
+    assert kept.find(model, model, "blimp", data, 3) is None
+
+
 def test_a_newer_result_takes_the_place_of_the_older_and_of_no_other(model: Path) -> None:
     output, data = model.parent / "scores.json", model.parent / "sciq.jsonl"
     kept = ResultsFile(output)

@@ -9,21 +9,24 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megahead.config import RunConfig
+from megahead.config import RunConfig, TasksConfig
 from megahead.convert import hf_folder
+from megahead.corpus.vocabulary import train_wordpiece
 from megahead.distributed import Group, Launch
-from megahead.errors import ConfigErrors
+from megahead.errors import ConfigErrors, FieldError
 from megahead.evaluate.harness import evaluate_harness
 from megahead.evaluate.harness_tasks import task_files
 from megahead.report.metrics import read_metrics
 from megahead.train import pretrain
+from megahead.train.task_evaluation import TaskEvaluation
 from support.on_ranks import on_ranks
 from support.small_checkpoint import save_tokenizer
 from support.small_run import small_config, write_text
 
 PASSAGES = ["the cat sat on the mat and the dog saw the cat", "the dog sat on the cat", "on the mat sat the dog"]
 QUESTION = {"support": "the cat sat", "question": "who", "distractor1": "the dog", "distractor2": "the mat"}
-NAMES = ("lambada_openai", "sciq")
+PAIR = {"sentence_good": "the cat sat", "sentence_bad": "the cat cat", "field": "syntax", "UID": "one"}
+NAMES = ("lambada_openai", "sciq", "blimp", "cloze", "bits_per_byte")
 
 
 def config_of(folder: Path, name: str, tasks: dict[str, Any] | None) -> RunConfig:
@@ -37,6 +40,7 @@ def write_data(folder: Path) -> Path:
     rows = {
         "lambada/lambada_test.jsonl": [{"text": text} for text in PASSAGES],
         "eval/sciq/validation.jsonl": [{**QUESTION, "distractor3": "a dog", "correct_answer": "the cat"}] * 2,
+        "eval/blimp/one.jsonl": [PAIR, {**PAIR, "sentence_bad": "cat the sat"}, {**PAIR, "sentence_bad": "sat"}],
     }
     for name, examples in rows.items():
         (folder / name).parent.mkdir(parents=True)
@@ -49,14 +53,15 @@ def run(group: Group, config: RunConfig) -> str:
 
 
 def test_two_ranks_share_the_tasks_and_the_training_does_not_notice(tmp_path: Path) -> None:
-    tasks = {"names": NAMES, "data": str(write_data(tmp_path)), "every": 4}
+    passages = str(write_data(tmp_path) / "lambada/lambada_test.jsonl")
+    tasks = {"names": NAMES, "data": str(tmp_path), "cloze": passages, "text": passages, "every": 4}
     on_ranks(2, run, config_of(tmp_path, "with", tasks))
     on_ranks(2, run, config_of(tmp_path, "without", None))
     mine, plain = read_metrics(tmp_path / "with"), read_metrics(tmp_path / "without")
     assert [record["loss"] for record in mine.training] == [record["loss"] for record in plain.training]
     assert [record["step"] for record in mine.tasks] == [4, 6]
     assert plain.tasks == []
-    later = evaluate_harness(hf_folder(tmp_path / "with"), task_files(NAMES, tmp_path))
+    later = evaluate_harness(hf_folder(tmp_path / "with"), task_files(NAMES, tmp_path, Path(passages), Path(passages)))
     logged = mine.tasks[-1]["tasks"]
     assert list(logged) == list(NAMES)
     for task in later.tasks:
@@ -65,14 +70,35 @@ def test_two_ranks_share_the_tasks_and_the_training_does_not_notice(tmp_path: Pa
     board = EventAccumulator(str(tmp_path / "with" / "tensorboard"))
     board.Reload()
     assert [event.step for event in board.Scalars("tasks/sciq/acc")] == [4, 6]
+    assert [event.step for event in board.Scalars("tasks/blimp/acc_syntax")] == [4, 6]
     assert not (tmp_path / "with/exports/evaluated").exists()
 
 
 def test_mistakes_are_told_before_training(tmp_path: Path) -> None:
-    tasks = {"names": NAMES, "data": str(write_data(tmp_path)), "every": 4}
+    tasks = {"names": NAMES[:3], "data": str(write_data(tmp_path)), "every": 4}
     with pytest.raises(ConfigErrors, match=r"`data\.tokenizer` must name the tokenizer"):
         small_config(tmp_path, {"tasks": tasks})
     (tmp_path / "eval/sciq/validation.jsonl").unlink()
     with pytest.raises(AssertionError, match=r"DataError: .*must hold eval/sciq/validation\.jsonl for task sciq"):
         on_ranks(1, run, config_of(tmp_path, "broken", tasks))
     assert not list((tmp_path / "broken").rglob("step-*"))
+    for names, field in ((["cloze"], "cloze"), (["bits_per_byte"], "text"), (["blimp"], "data"), (["race!"], "names")):
+        with pytest.raises(FieldError, match=rf"`tasks\.{field}` must name"):
+            TaskEvaluation(TasksConfig(names=names, every=4), Group(), encoder=False)
+    with pytest.raises(FieldError, match=r"`tasks\.names` must name tasks of blimp, .* for an encoder, but is sciq"):
+        TaskEvaluation(TasksConfig(names=["sciq"], data=str(tmp_path), every=4), Group(), encoder=True)
+
+
+def test_an_encoders_grammar_along_training(tmp_path: Path) -> None:
+    write_data(tmp_path)
+    train_wordpiece([" ".join(PASSAGES)] * 3, 61).save(str(tmp_path / "tokenizer.json"))
+    model = {"family": "bert", "num_layers": 2, "hidden_size": 32, "num_heads": 4, "vocab_size": 61}
+    masking = {"mask_token": 4, "cls_token": 2, "sep_token": 3}
+    changes = {"model": model, "masking": masking, "output_dir": str(tmp_path / "encoder")}
+    changes |= {"data.isolate_documents": False, "data.boundary_targets": True}
+    tasks = {"names": ["blimp"], "data": str(tmp_path), "every": 6}
+    config = small_config(tmp_path, {**changes, "data.tokenizer": str(tmp_path / "tokenizer.json"), "tasks": tasks})
+    on_ranks(1, run, config)
+    (record,) = read_metrics(tmp_path / "encoder").tasks
+    (task,) = evaluate_harness(hf_folder(tmp_path / "encoder"), task_files(["blimp"], tmp_path)).tasks
+    assert record["tasks"]["blimp"]["acc"]["value"] == pytest.approx(task.scores[0].value)

@@ -1,0 +1,86 @@
+"""Whole texts' log-probabilities, by a decoder or (as pseudo-log-likelihoods) by an encoder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from megahead.convert import is_encoder, load_causal, load_masked, load_tokenizer_folder
+from megahead.errors import DataError
+from megahead.evaluate.masked_rows import MaskedRows
+from megahead.evaluate.predictions import Row, TokenPredictor
+
+
+class LanguageModel(Protocol):
+    """What gives texts a probability."""
+
+    model: Any
+    """The Hugging Face model."""
+
+    tokenizer: Any
+
+    def log_probabilities(self, texts: Sequence[str]) -> list[float]:
+        """Of each text, in nats."""
+
+
+def open_language_model(folder: Path, batch_size: int | None = None) -> LanguageModel:
+    """The model in `folder` in fp32, on a GPU if there is one; CheckpointError without its own head or tokenizer.
+
+    batch_size: rows of tokens at once; None: as many as `TokenPredictor` finds right.
+    """
+    return (Encoder if is_encoder(folder) else Decoder)(folder, batch_size)
+
+
+class Decoder:
+    """A text's tokens, each after all before it as far as the context reaches, the first after an end of document."""
+
+    def __init__(self, folder: Path, batch_size: int | None) -> None:
+        self.tokenizer = load_tokenizer_folder(folder)
+        self.model = _placed(load_causal(folder))
+        self._predictor = TokenPredictor(self.model, causal=True, batch_size=batch_size)
+
+    def log_probabilities(self, texts: Sequence[str]) -> list[float]:
+        """As lm-eval's, a text longer than the context in windows that share no prediction."""
+        encoded = self.tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
+        rows = [list(self._windows(ids)) for ids in encoded]
+        return _by_text(rows, self._predictor)
+
+    def _windows(self, ids: Sequence[int]) -> Iterator[Row]:
+        """The last one begins early enough to fill the context."""
+        first = self.tokenizer.eos_token_id if self.tokenizer.bos_token_id is None else self.tokenizer.bos_token_id
+        tokens, context = (first, *ids), self.model.config.max_position_embeddings
+        for start, end in pairwise([*range(0, len(ids), context), len(ids)]):
+            begin = max(0, end - context)
+            yield Row(tokens[begin:end], tuple(range(start - begin, end - begin)), tokens[start + 1 : end + 1])
+
+
+class Encoder:
+    """A text's tokens, each from all others but those that follow in its own word (Kauf & Ivanova 2023)."""
+
+    def __init__(self, folder: Path, batch_size: int | None) -> None:
+        self.tokenizer = load_tokenizer_folder(folder)
+        self.model = _placed(load_masked(folder))
+        self._predictor = TokenPredictor(self.model, causal=False, batch_size=batch_size)
+        self._rows = MaskedRows(self.tokenizer, folder)
+
+    def log_probabilities(self, texts: Sequence[str]) -> list[float]:
+        """Pseudo-log-likelihoods; DataError for a text longer than the context."""
+        rows, context = self._rows.of_texts(texts, whole_words=True), self.model.config.max_position_embeddings
+        for text, its in zip(texts, rows, strict=True):
+            if len(its) + 2 > context:
+                raise DataError(f"a text must have at most {context - 2} tokens, but has {len(its)}: {text[:40]!r}.")
+        return _by_text(rows, self._predictor)
+
+
+def _by_text(rows: Sequence[Sequence[Row]], predictor: TokenPredictor) -> list[float]:
+    """Sums over the rows of each text."""
+    found = iter(predictor.log_probabilities([row for its in rows for row in its]))
+    return [sum(next(found) for _ in its) for its in rows]
+
+
+def _placed(model: Any) -> Any:
+    return model.to("cuda" if torch.cuda.is_available() else "cpu")

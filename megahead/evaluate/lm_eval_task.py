@@ -1,0 +1,89 @@
+"""Runs lm-eval's own `hf` model on a model in memory, for a local task and without its scan of 14,000 others."""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import datasets
+import psutil
+import torch
+from lm_eval.evaluator import simple_evaluate
+from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks import TaskManager
+
+from megahead.evaluate.harness_tasks import task_rows, write_tasks
+from megahead.evaluate.language_models import LanguageModel
+from megahead.evaluate.results import Score, TaskResult
+
+_BOOTSTRAPS = 1000  # resamples behind a standard error without a formula: 2 s for the whole of LAMBADA
+_LOGIT_COPIES = 3  # alive at once in lm-eval: logits, their log-softmax, and what it gathers from
+_LARGEST_BATCH = 32
+
+
+def evaluate_with_lm_eval(
+    model: LanguageModel, name: str, file: Path, limit: int | None, batch_size: int | None
+) -> TaskResult:
+    """The result of one of lm-eval's tasks on `file`; batch_size None: what fits memory (`fitting_batch_size`)."""
+    size = batch_size or fitting_batch_size(model.model, _longest(name, file, model.tokenizer), _free_bytes())
+    with tempfile.TemporaryDirectory() as folder, _quiet():
+        manager = TaskManager(include_path=str(write_tasks({name: file}, Path(folder))), include_defaults=False)
+        tasks = list(manager.load([name])["tasks"].values())
+        lm = HFLM(pretrained=model.model, tokenizer=model.tokenizer, batch_size=size)
+        found: Mapping[str, Any] = simple_evaluate(
+            lm, tasks=tasks, task_manager=manager, limit=limit, bootstrap_iters=_BOOTSTRAPS, log_samples=False
+        )
+    return _result(name, found, limit)
+
+
+def fitting_batch_size(model: Any, tokens: int, free_bytes: int) -> int:
+    """Examples of `tokens` tokens each whose logits and residual streams take at most a quarter of `free_bytes`."""
+    config = model.config
+    tokens = min(tokens, config.max_position_embeddings)
+    floats = tokens * (_LOGIT_COPIES * config.vocab_size + 2 * config.intermediate_size + 8 * config.hidden_size)
+    return max(1, min(_LARGEST_BATCH, free_bytes // 4 // int(4 * floats)))
+
+
+def _free_bytes() -> int:
+    return int(torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else psutil.virtual_memory().available)
+
+
+def _longest(name: str, file: Path, tokenizer: Any) -> int:
+    """Tokens of the longest example, its choices included."""
+    longest = max((" ".join(map(str, row.values())) for row in task_rows(name, file)), key=len)
+    return len(tokenizer(longest)["input_ids"])
+
+
+def _result(task: str, found: Mapping[str, Any], limit: int | None) -> TaskResult:
+    """lm-eval keeps `acc,none` and `acc_stderr,none` side by side in one dict."""
+    values = found["results"][task]
+    scores = []
+    for metric in found["higher_is_better"][task]:
+        stderr = values.get(f"{metric}_stderr,none")
+        scores.append(
+            Score(metric, float(values[f"{metric},none"]), None if stderr in (None, "N/A") else float(stderr))
+        )
+    return TaskResult(task, found["n-samples"][task]["effective"], scores, limit)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keeps lm-eval's bars, prints and notes to itself, and its bootstrap in this process; errors still raise."""
+    logger = logging.getLogger("lm_eval")
+    level, bars = logger.level, datasets.are_progress_bars_disabled()
+    logger.setLevel(logging.ERROR)
+    datasets.disable_progress_bars()
+    os.environ.setdefault("DISABLE_MULTIPROC", "1")
+    try:
+        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        logger.setLevel(level)
+        if not bars:
+            datasets.enable_progress_bars()

@@ -1,0 +1,99 @@
+"""Log-probabilities of whole texts are lm-eval's for decoders, and for encoders those of masking by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from lm_eval.api.instance import Instance
+from lm_eval.models.huggingface import HFLM
+from transformers import BertConfig, BertForMaskedLM
+
+from megahead.convert import hf_folder, load_causal, load_tokenizer_folder
+from megahead.errors import DataError
+from megahead.evaluate.language_models import open_language_model
+from megahead.evaluate.predictions import Row, TokenPredictor
+from support.small_checkpoint import save_small, save_tokenizer, small_config
+from support.small_encoder import save_small_encoder
+
+SENTENCES = [" the cat sat", " the cat saw the dog", " a dog", " the cat sat on the mat"]
+LONG = "the cat sat on the mat and the dog saw the cat on the mat " * 5
+
+
+@pytest.fixture
+def decoder(tmp_path: Path) -> Path:
+    save_small(tmp_path / "run", small_config(model={"vocab_size": 300, "max_positions": 32}))
+    save_tokenizer(tmp_path / "run" / "tokenizer.json")
+    return hf_folder(tmp_path / "run")
+
+
+@pytest.fixture
+def encoder(tmp_path: Path) -> Path:
+    folder = save_small_encoder(tmp_path / "encoder")
+    model = BertForMaskedLM(BertConfig.from_pretrained(folder))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+    model.save_pretrained(folder)
+    return folder
+
+
+def lm_eval_of(folder: Path) -> HFLM:
+    return HFLM(pretrained=load_causal(folder), tokenizer=load_tokenizer_folder(folder), batch_size=2, device="cpu")
+
+
+@pytest.mark.parametrize("batch_size", [None, 1, 3])
+def test_a_decoders_sentences_are_lm_evals(decoder: Path, batch_size: int | None) -> None:
+    found = open_language_model(decoder, batch_size).log_probabilities(SENTENCES)
+    requests = [Instance("loglikelihood", {}, ("", text), k) for k, text in enumerate(SENTENCES)]
+    assert found == pytest.approx([value for value, _ in lm_eval_of(decoder).loglikelihood(requests)], rel=1e-5)
+
+
+def test_a_text_longer_than_the_context_is_read_in_lm_evals_windows(decoder: Path) -> None:
+    texts = [LONG, LONG[:150], "the", LONG[:61]]
+    lengths = [len(ids) for ids in load_tokenizer_folder(decoder)(texts)["input_ids"]]
+    assert lengths[0] > 64 > lengths[1] > 32 > lengths[3]
+    found = open_language_model(decoder).log_probabilities(texts)
+    requests = [Instance("loglikelihood_rolling", {}, (text,), k) for k, text in enumerate(texts)]
+    assert found == pytest.approx(lm_eval_of(decoder).loglikelihood_rolling(requests), rel=1e-5)
+
+
+@torch.no_grad()
+def by_hand(folder: Path, text: str) -> float:
+    """Pseudo-log-likelihood; the rest of a word is masked with its tokens, which `##` joins to those before."""
+    model, tokenizer = BertForMaskedLM.from_pretrained(folder).eval(), load_tokenizer_folder(folder)
+    ids = [tokenizer.cls_token_id, *tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.sep_token_id]
+    pieces, total = tokenizer.convert_ids_to_tokens(ids), 0.0
+    for place in range(1, len(ids) - 1):
+        masked, later = list(ids), place + 1
+        masked[place] = tokenizer.mask_token_id
+        while pieces[later].startswith("##"):
+            masked[later] = tokenizer.mask_token_id
+            later += 1
+        total += model(torch.tensor([masked])).logits[0, place].log_softmax(-1)[ids[place]].item()
+    return total
+
+
+@pytest.mark.parametrize("batch_size", [None, 1, 5])
+def test_an_encoder_guesses_each_token_without_the_rest_of_its_word(encoder: Path, batch_size: int | None) -> None:
+    texts = ["the cat sat", "dogmatic cats runway", "no", ""]
+    pieces = load_tokenizer_folder(encoder).tokenize(texts[1])
+    assert any(piece.startswith("##") for piece in pieces)
+    found = open_language_model(encoder, batch_size).log_probabilities(texts)
+    assert found == pytest.approx([*(by_hand(encoder, text) for text in texts[:3]), 0.0], rel=1e-5)
+
+
+def test_a_text_too_long_for_an_encoder_is_reported(encoder: Path) -> None:
+    with pytest.raises(DataError, match="must have at most 62 tokens, but has 63"):
+        open_language_model(encoder).log_probabilities(["the " * 63])
+
+
+def test_rows_that_begin_alike_ask_the_head_once(decoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = load_causal(decoder)
+    asked: list[int] = []
+    model.lm_head.register_forward_hook(lambda _, inputs, __: asked.append(inputs[0].shape[1]))
+    rows = [Row((0, 5, 6, 7), (0, 1, 2, 3), (5, 6, 7, 8)), Row((0, 5, 6, 9), (0, 1, 2, 3), (5, 6, 9, 8))]
+    one, other, again = TokenPredictor(model, causal=True).log_probabilities([*rows, rows[0]])
+    assert asked == [5]
+    assert one == again != other
