@@ -28,7 +28,9 @@ class TaskEvaluation:
     @classmethod
     def of(cls, config: RunConfig, world_group: Group) -> TaskEvaluation | None:
         """What a run's `tasks` ask for, if anything."""
-        return config.tasks and cls(config.tasks, world_group, encoder=config.model.is_encoder())
+        if config.tasks is None:
+            return None
+        return cls(config.tasks, world_group, encoder=config.model.is_encoder())
 
     def run(self, checkpoint: Path) -> list[TaskResult]:
         """Results of all tasks in their order, for the model in `checkpoint`, with the best head it has. Collective.
