@@ -35,7 +35,7 @@ def load_causal(folder: Path, dtype: torch.dtype = torch.float32, *, stream_to: 
     A folder without a head is refused: transformers would fill in a random one. stream_to: read each layer's weights
     from disk whenever it is called, those of another dtype from a copy in this folder.
     """
-    prefix, places = ("gpt_neox", _NEOX) if _model_type(folder) == "gpt_neox" else ("model", _LLAMA)
+    prefix, places = ("gpt_neox", _NEOX) if _settings(folder).get("model_type") == "gpt_neox" else ("model", _LLAMA)
     whole = {"lm_head": "disk", **{f"{prefix}.{part}": place for part, place in places.items()}}
     return _load(AutoModelForCausalLM, folder, dtype, _offload(whole, stream_to))
 
