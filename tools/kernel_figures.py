@@ -10,100 +10,17 @@ triton.
 
 from __future__ import annotations
 
-import re
-import subprocess
-import tempfile
-from collections.abc import Iterator
-from pathlib import Path
+import argparse
 
-import triton
-from rich.console import Console
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-
-from megahead.config.loss_chunks import ON_GPU
 from megahead.errors import run_command
-from megahead.objectives import row_kernel
-from megahead.report import to_rich
-
-WAYS = {
-    "sums and residuals": {"lse": "constexpr", "residuals": "*bf16"},
-    "sums (evaluation, split)": {"lse": "constexpr", "residuals": "constexpr"},
-    "residuals (split)": {"lse": "*fp32", "residuals": "*bf16"},
-}
-PRODUCTS, CACHE, MEMORY = 650e12, 5.5e12, 3.35e12
-"""Assumed of an H100: operations a second of large bf16 products; bytes a second of its cache and its memory."""
-
-LAUNCH = 2e-6
-"""Assumed seconds between one small kernel and the next."""
-
-Line = dict[str, object]
 
 
 def main() -> None:
-    console = Console(highlight=False, width=160)
-    console.print(to_rich([compiled(capability, way) for capability in (80, 90, 100) for way in WAYS]))
-    console.print(to_rich(list(losses())))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.parse_args()
+    from benchmarks.kernels import print_figures
 
-
-def compiled(capability: int, way: str) -> Line:
-    """The kernel in bf16 with a bias, with arguments aligned as they are in training."""
-    pointers = {"scores": "*fp32", "sums": "*fp32", "positive": "*i64", "bias": "*fp32", "positive_bias": "constexpr"}
-    numbers = {"scale": "fp32", "count": "i32", "width": "i32", "stride": "i32", "BLOCK": "constexpr"}
-    types, names = pointers | numbers | WAYS[way], row_kernel._row_step.arg_names
-    constants: dict[tuple[int, ...], int | None] = {
-        (names.index(name),): None for name, kind in types.items() if kind == "constexpr"
-    }
-    constants |= {(names.index("BLOCK"),): row_kernel.BLOCK}
-    aligned = [place for place, name in enumerate(names) if types[name] not in ("constexpr", "fp32")]
-    attributes = {(place,): [["tt.divisibility", 16]] for place in aligned}
-    source = ASTSource(row_kernel._row_step, {name: types[name] for name in names}, constants, attributes)
-    options = {"num_warps": row_kernel.WARPS}
-    kernel = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    registers, spilled, shared = resources(kernel.asm["cubin"])
-    blocks = min(65536 // (-(-registers // 8) * 8 * 32 * row_kernel.WARPS), 64 // row_kernel.WARPS)
-    return {
-        "sm": capability,
-        "way": way,
-        "registers": registers,
-        "spilled": spilled,
-        "shared": shared,
-        "blocks": blocks,
-    }
-
-
-def resources(binary: bytes) -> tuple[int, int, int]:
-    """Registers a thread, bytes of stack and local memory, bytes of shared memory."""
-    reader = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(binary)
-        file.flush()
-        told = subprocess.run([reader, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
-    found = {name: int(number) for name, number in re.findall(r"(REG|STACK|LOCAL|SHARED):(\d+)", told.stdout)}
-    return found["REG"], found["STACK"] + found["LOCAL"], found["SHARED"]
-
-
-def losses() -> Iterator[Line]:
-    for outputs, candidates, features in (
-        (16384, 4608, 512), (16384, 4608, 1024), (16384, 4608, 2048), (8192, 3072, 5120), (16384, 50304, 512)
-    ):  # fmt: skip
-        yield summed_up(outputs, candidates, features)
-
-
-def summed_up(outputs: int, candidates: int, features: int) -> Line:
-    """One loss, forward and backward, on one rank in bf16."""
-    chunks = -(-outputs // ON_GPU.outputs(outputs, candidates, 4))
-    kernels = 5 * chunks + 10  # three products, the row step, a difference; then biases, sums and scaling
-    operations = 6 * outputs * candidates * features
-    row_bytes = 10 * outputs * candidates  # scores read twice, residuals written
-    memory = 2 * outputs * features * 4 + 8 * candidates * features * chunks + 12 * candidates * features
-    parts = operations / PRODUCTS, row_bytes / CACHE, kernels * LAUNCH
-    return {
-        "N": f"{outputs:,}", "U": f"{candidates:,}", "D": f"{features:,}", "chunks": chunks, "kernels": kernels,
-        "TFLOP": f"{operations / 1e12:.2f}", "products ms": f"{parts[0] * 1e3:.2f}", "rows ms": f"{parts[1] * 1e3:.2f}",
-        "launches ms": f"{parts[2] * 1e3:.2f}", "memory MB": f"{memory / 1e6:,.0f}",
-        "memory ms": f"{memory / MEMORY * 1e3:.2f}", "products' share": f"{parts[0] / sum(parts):.0%}",
-    }  # fmt: skip
+    print_figures()
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from megahead.distributed import Group
 def on_ranks(count: int, function: Callable[..., Any], *args: Any, timeout: float = 120) -> list[Any]:
     """`function(group, *args)` on `count` ranks; the results (torch-saved, hence small) in rank order.
 
-    The first rank that raises fails the caller with that rank's traceback.
+    Ranks that raise fail the caller with their tracebacks, the first one's first.
     """
     with tempfile.TemporaryDirectory() as folder:
         context = multiprocessing.get_context("fork")
@@ -36,7 +36,7 @@ def on_ranks(count: int, function: Callable[..., Any], *args: Any, timeout: floa
                 process.kill()
         failures = sorted(Path(folder).glob("failure-*"), key=lambda path: path.stat().st_mtime_ns)
         if failures:
-            raise AssertionError(f"{failures[0].name}:\n{failures[0].read_text()}")
+            raise AssertionError("\n".join(f"{failure.name}:\n{failure.read_text()}" for failure in failures))
         return [torch.load(Path(folder, f"result-{r}"), weights_only=False) for r in range(count)]
 
 

@@ -40,6 +40,7 @@ WRONG: dict[str, str] = {
     "tools/demo.py": "",
     "tools/headless_picture.py": "",
     "tools/import_diagram.py": "",
+    "tools/kernel_figures.py": "",
     "tools/paper.py": "decoders --text nowhere.jsonl",
     "tools/profile_step.py": "--config nowhere.yaml",
 }
