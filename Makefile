@@ -9,7 +9,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 .PHONY: help install demo test check lint types pytest test-gpu format clean
 help:
 	@echo "make demo                from the text on this machine to a speaking headless model (about 15 minutes)"
-	@echo "make demo ARGS=--quick   the same with less text and fewer steps, to see it first (a few minutes)"
+	@echo "make demo ARGS=--quick   the same with less text and fewer steps, to see it first (about 2 minutes)"
 	@echo "make demo ARGS='--model llama'   with a Llama instead of Pythia's shape"
 	@echo "make test                the checks and all tests (ARGS: pytest's own, such as ARGS='-n0 -x tests/nn')"
 	@echo "make check               format, lint, types, direction of imports"
