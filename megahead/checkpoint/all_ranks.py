@@ -21,7 +21,9 @@ class _Failure:
     sentence: str
 
 
-def run_on_all_ranks(group: Group, action: Callable[[], T], describe_error: Callable[[Exception], str]) -> list[T]:
+def run_on_all_ranks(
+    group: Group, action: Callable[[], T], describe_error: Callable[[Exception], str] = str
+) -> list[T]:
     """Runs `action` on every rank; returns its (small) results in rank order, on all of them.
 
     If it fails on any rank, all ranks raise a CheckpointError with the first failing rank's `describe_error(error)`, so

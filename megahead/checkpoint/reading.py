@@ -39,7 +39,7 @@ def newest_sound(path: Path, group: Group = _ALONE, *, up_to: int | None = None)
     """The newest undamaged checkpoint of a run or checkpoints folder (at most step `up_to`), every byte verified, and a
     sentence for each newer one that is damaged. Collective."""
     damage: list[str] = []
-    for folder in run_on_all_ranks(group, lambda: _listed(path, up_to) if group.rank == 0 else [], str)[0]:
+    for folder in run_on_all_ranks(group, lambda: _listed(path, up_to) if group.rank == 0 else [])[0]:
         try:
             return open_together(folder, group), damage
         except CheckpointError as error:
@@ -54,7 +54,7 @@ def _listed(path: Path, up_to: int | None) -> list[Path]:
 def open_together(folder: Path, group: Group) -> Checkpoint:
     """The checkpoint in a step folder, verified byte for byte: each rank reads a share of its files, at about 1 GB a
     second. Collective; the same CheckpointError on all ranks."""
-    run_on_all_ranks(group, lambda: check_lengths(folder, Manifest.read(folder)), str)
+    run_on_all_ranks(group, lambda: check_lengths(folder, Manifest.read(folder)))
     checkpoint = Checkpoint(folder, Manifest.read(folder))
     checkpoint.verify(group)
     return checkpoint

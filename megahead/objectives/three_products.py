@@ -4,7 +4,7 @@ One product gives a chunk's scores, a row step their residuals (on CPUs by torch
 kernel, `row_kernel`), two products both gradients: in the forward pass, so that nothing is computed twice. Nothing
 waits for the device, and nothing is added atomically: results do not vary.
 
-N outputs, D features, w candidates in this rank's table (all of them where there is one rank).
+N outputs, D features, w candidates of this rank (all of them where there is one rank).
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from megahead.objectives.row_step import Residuals, RowStep, RowSums, TorchRowSt
 def three_product_loss(
     outputs_ND: Tensor, rows_wD: Tensor, candidates: Candidates, temperature: float, group: Group
 ) -> Tensor:
-    """`candidate_loss` for N > 0, without its constant: on every rank of `group` that of all ranks' candidates.
+    """`candidate_loss` for N > 0 without `candidates.constant`; on every rank of `group` that of all ranks' candidates.
 
-    `candidates`: this rank's biases [w] (-inf: no candidate), places of positives in its table, others outside of it.
+    `candidates`: this rank's biases [w] (-inf: no candidate), places of positives among them, others outside.
     The outputs' gradient comes summed over the ranks. Both gradients, N x D in the inputs' type and w x D in float32,
     are all that is kept for the backward pass. Collective.
     """

@@ -34,9 +34,9 @@ def find_resume(resume: str, folder: RunFolder, world_group: Group) -> tuple[Che
     if resume == "auto":
         checkpoint, damage = _newest_sound(folder.path, world_group)
         if checkpoint is None:
-            run_on_all_ranks(world_group, lambda: _refuse_abandoned(folder) if world_group.rank == 0 else None, str)
+            run_on_all_ranks(world_group, lambda: _refuse_abandoned(folder) if world_group.rank == 0 else None)
         return checkpoint, damage
-    named = run_on_all_ranks(world_group, lambda: _named(resume, folder) if world_group.rank == 0 else None, str)[0]
+    named = run_on_all_ranks(world_group, lambda: _named(resume, folder) if world_group.rank == 0 else None)[0]
     return (None if named is None else open_together(named, world_group)), []
 
 
@@ -132,7 +132,7 @@ def _source(path: str, world_group: Group) -> Callable[[str, torch.Size], Tensor
     def find() -> Path | None:
         return find_checkpoint(Path(path)) if world_group.rank == 0 else None
 
-    found = run_on_all_ranks(world_group, find, str)[0]
+    found = run_on_all_ranks(world_group, find)[0]
     if found is None:
         raise CheckpointError(f"`init.from_checkpoint` must hold a checkpoint, but {path} holds none.")
     checkpoint = open_together(found, world_group)
@@ -152,7 +152,7 @@ def _published(config: RunConfig, init: InitConfig, world_group: Group) -> Calla
             rule = f"be {str(there.is_tied()).lower()}, as in {path}"
             raise ConfigError("objective.tied", rule, got=str(objective.tied).lower())
 
-    run_on_all_ranks(world_group, check, str)
+    run_on_all_ranks(world_group, check)
     published, first = PublishedModel.open(path), first_weights(config)
     return lambda name, shape: first(name) if name == TEMPERATURE else published.weight(name, shape)
 

@@ -92,7 +92,7 @@ class Saver:
 
     def _checked(self, check: Callable[[], None], write: Callable[[], Path]) -> Path:
         """Writes, unless `check` raises on any rank."""
-        run_on_all_ranks(self._world_group, check, str)
+        run_on_all_ranks(self._world_group, check)
         return write()
 
 

@@ -41,7 +41,7 @@ def must_be_shared(folder: RunFolder, world_group: Group) -> None:
         run_on_all_ranks(
             world_group, write if world_group.rank == 0 else _nothing, lambda error: _cannot_write(folder, error)
         )
-        run_on_all_ranks(world_group, lambda: _see(mark, world_group.rank), str)
+        run_on_all_ranks(world_group, lambda: _see(mark, world_group.rank))
     finally:
         if world_group.rank == 0:
             with contextlib.suppress(OSError):
