@@ -18,6 +18,7 @@ _SIGNS = (
     "out of memory",
     "Cannot allocate memory",
     "can't allocate memory",
+    "can't start new thread",  # no room for its stack
     "std::bad_alloc",
     "overflowed",
 )

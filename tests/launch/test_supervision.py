@@ -43,7 +43,8 @@ def test_torchrun_starts_all_ranks_again_and_they_resume(tmp_path: Path) -> None
         ["bash", supervised, config], capture_output=True, text=True, env=environment, cwd=ROOT, timeout=300
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "rank 1 died" in done.stderr
+    by_torchrun = "failed (exitcode: 9) local_rank: 1"  # which may end the other rank before that can speak
+    assert "rank 1 died" in done.stderr or by_torchrun in done.stderr
     assert "resumed     step 3" in done.stdout
     assert "finished at step 6" in done.stdout
     undisturbed = small_config(tmp_path, {"output_dir": str(tmp_path / "undisturbed")})
