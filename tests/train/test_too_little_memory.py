@@ -20,6 +20,7 @@ from support.small_run import small_config, stage
         OSError(12, "Cannot allocate memory"),
         torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB."),
         RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory"),
+        RuntimeError("can't start new thread"),
     ],
     ids=lambda error: type(error).__name__,
 )
