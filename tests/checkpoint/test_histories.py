@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megahead.checkpoint import KeepRules, abandoned_in, newest_sound, open_checkpoint, save_checkpoint, step_of
-from megahead.checkpoint.retention import KEEP_NO_OTHERS
+from megahead.checkpoint.retention import KEEP_NO_OTHERS, abandon_after
 from megahead.distributed import Group
 from support.dying import die_at
 
@@ -151,3 +151,17 @@ def test_a_process_killed_anywhere_in_turning_away_leaves_one_history_and_no_mix
 
 def loss_of(folder: Path) -> float:
     return float(open_checkpoint(folder).read("weight")[0])
+
+
+def test_a_parent_that_is_gone_is_not_what_latest_points_to(tmp_path: Path) -> None:
+    save(tmp_path, 8)
+    abandon_after(tmp_path / "step-00000006", 4)  # and the process dies here
+    assert (tmp_path / "latest").read_text() == "step-00000008\n"
+    assert aside(tmp_path) == ["8"]
+
+
+def test_one_that_a_crash_left_without_its_name_has_it_again_after_the_next_save(tmp_path: Path) -> None:
+    save(tmp_path, 4)
+    (tmp_path / "step-00000004").rename(tmp_path / "step-00000004.replaced")
+    save(tmp_path, 8)
+    assert counted(tmp_path) == [4, 8]

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
 
 import megahead.checkpoint.integrity as integrity
@@ -14,6 +15,7 @@ from megahead.checkpoint import newest_sound, open_checkpoint, save_checkpoint
 from megahead.checkpoint.integrity import share_of
 from megahead.checkpoint.manifest import FileEntry
 from megahead.distributed import Group
+from megahead.errors import CheckpointError
 from support.on_ranks import on_ranks
 
 
@@ -93,6 +95,27 @@ def test_what_one_rank_finds_damaged_all_pass_over_with_one_sentence(tmp_path: P
     assert step == 1
     assert ["must match its checksum" in sentence for sentence in damage] == [True, True]
     assert ["step-00000003/tensors-00000" in damage[0], "step-00000002/tensors-00001" in damage[1]] == [True, True]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_file_that_is_too_short_is_seen_before_any_is_read(ranks: int, tmp_path: Path) -> None:
+    on_ranks(2, save, str(tmp_path), 1)
+    on_ranks(2, save, str(tmp_path), 2)
+    path = sorted((tmp_path / "step-00000002").glob("*.safetensors"))[-1]
+    path.write_bytes(path.read_bytes()[:-1])
+    for step, (sentence,) in on_ranks(ranks, told, str(tmp_path)):
+        assert step == 1
+        assert f"`{path}` must have" in sentence
+
+
+def test_what_cannot_be_read_is_not_called_changed(tmp_path: Path) -> None:
+    on_ranks(2, save, str(tmp_path), 1)
+    checkpoint = open_checkpoint(tmp_path)
+    path = sorted(checkpoint.folder.glob("*.safetensors"))[0]
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(CheckpointError, match="must be readable, but is not"):
+        checkpoint.verify()
 
 
 def test_bytes_are_shared_out_evenly() -> None:

@@ -57,11 +57,12 @@ def test_late_rows_are_read_up_to_date(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(late, "_BLOCK", 10)
     checkpoint, (rows, touched, rule) = open_checkpoint(tmp_path), course()
     assert len(checkpoint.files) == ranks
+    read = [name for name in checkpoint.names() if not name.startswith("late/")]
+    assert sorted(read) == sorted(f"{kind}/{NAME}" for kind in rows)
     for kind, values in rows.items():
         assert torch.equal(checkpoint.read(f"late/{kind}/{NAME}"), values)
     rule.catch_up_(rows, touched)
     for kind, values in rows.items():
-        assert f"{kind}/{NAME}" in checkpoint.names()
         torch.testing.assert_close(checkpoint.read(f"{kind}/{NAME}"), values, rtol=0, atol=1e-7)
 
 
@@ -83,6 +84,8 @@ def test_plain_rows_are_all_moved_at_the_last_step(tmp_path: Path) -> None:
     for kind, values in rows.items():
         assert torch.equal(checkpoint.read(f"late/{kind}/{NAME}"), values)
     assert checkpoint.read(f"late/touched/{NAME}").tolist() == [30] * ROWS
-    assert checkpoint.read(f"late/rates/{NAME}").tolist() == [0.0] * 30
+    rates = checkpoint.read(f"late/rates/{NAME}")
+    assert rates.dtype == torch.float64
+    assert rates.tolist() == [0.0] * 30
     with pytest.raises(CheckpointError, match="late/square_sum"):
         checkpoint.read(f"late/square_sum/{NAME}")

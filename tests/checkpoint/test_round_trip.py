@@ -198,3 +198,5 @@ def test_files_may_be_read_by_whom_the_folder_lets_in(tmp_path: Path) -> None:
     finally:
         os.umask(old)
     assert {path.stat().st_mode & 0o777 for path in saved.iterdir()} == {0o640}
+    saved = save_checkpoint(tmp_path, 2, [("a", torch.ones(2))], state={}, config={}, group=Group(), keep=1)
+    assert not any(path.stat().st_mode & 0o111 for path in saved.iterdir())  # a folder may be entered, a file not run

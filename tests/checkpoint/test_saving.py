@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 
 import megahead.checkpoint.saving as saving
 from megahead.checkpoint import Snapshot, open_checkpoint, save_checkpoint, write_snapshot
-from megahead.distributed import Group
+from megahead.distributed import Dealt, Group, deal
 from megahead.errors import CheckpointError
 from support.on_ranks import on_ranks
 
@@ -108,3 +108,33 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     blocker.write_text("")
     with pytest.raises(CheckpointError, match="checkpoints"):
         save(blocker / "checkpoints", 1)
+
+
+def test_room_is_asked_for_as_many_bytes_as_all_ranks_write() -> None:
+    def total(group: Group) -> int:
+        dealt = Dealt(deal(torch.zeros(6, 3), group), 6)
+        return Snapshot.take([("weight/rows", dealt), ("weight/0", torch.zeros(5))], group).total_bytes
+
+    for ranks in (1, 2, 3):
+        assert {total(Group(rank, ranks)) for rank in range(ranks)} == {4 * (6 * 3 + 5)}
+
+
+def test_folders_above_that_are_missing_are_made(tmp_path: Path) -> None:
+    assert open_checkpoint(save(tmp_path / "runs" / "first" / "checkpoints", 1)).step == 1
+
+
+def test_a_folder_in_which_another_rank_s_file_arrived_cut_off_gets_no_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, 1)
+    write = saving.Manifest.write
+
+    def lose_some(manifest: saving.Manifest, folder: Path) -> None:
+        (file,) = folder.glob("*.safetensors")
+        file.write_bytes(file.read_bytes()[:-1])
+        write(manifest, folder)
+
+    monkeypatch.setattr(saving.Manifest, "write", lose_some)
+    with pytest.raises(CheckpointError, match=r"must have \d+ bytes, but has \d+ instead"):
+        save(tmp_path, 2)
+    assert_the_first_is_unharmed(tmp_path)
