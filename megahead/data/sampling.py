@@ -82,7 +82,7 @@ def token_counts(datasets: Sequence[IndexedDataset], samples: Samples | Blend, s
     for dataset, epochs in zip(datasets, relative_epochs(samples), strict=True):
         if dataset.info is not None:
             counted_V = torch.tensor(dataset.info.token_counts)
-            counts_V[: len(counted_V)] += (counted_V * epochs).ceil().long()
+            counts_V[: len(counted_V)] += (counted_V.double() * epochs).ceil().long()
     return counts_V
 
 

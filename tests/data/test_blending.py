@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -91,6 +92,13 @@ def test_ids_are_counted_as_often_as_their_text_is_read(tmp_path: Path) -> None:
     assert token_counts(datasets, blend, 6).tolist() == [0, first, 390, 0, 0, 0]
     (tmp_path / "part1.json").unlink()  # it has not counted
     assert token_counts([datasets[0], IndexedDataset(tmp_path / "part1")], blend, 6).tolist() == [0, first, 0, 0, 0, 0]
+
+
+def test_counts_of_billions_keep_all_digits(datasets: list[IndexedDataset], monkeypatch: pytest.MonkeyPatch) -> None:
+    info, many = datasets[0].info, 3 * 2**30 + 1
+    assert info is not None
+    monkeypatch.setattr(datasets[0], "info", replace(info, token_counts=[many, 0, 1]))
+    assert token_counts(datasets[:1], StreamSamples(datasets[0], 10, 0), 4).tolist() == [many, 0, 1, 0]
 
 
 def test_temperature_lifts_the_small_ones() -> None:
