@@ -87,5 +87,6 @@ def test_plain_rows_are_all_moved_at_the_last_step(tmp_path: Path) -> None:
     rates = checkpoint.read(f"late/rates/{NAME}")
     assert rates.dtype == torch.float64
     assert rates.tolist() == [0.0] * 30
-    with pytest.raises(CheckpointError, match="late/square_sum"):
-        checkpoint.read(f"late/square_sum/{NAME}")
+    for absent in (f"late/square_sum/{NAME}", "late/touched/another", "late/rates/another", f"touched/{NAME}"):
+        with pytest.raises(CheckpointError, match=f"must hold the tensor {absent}, but does not"):
+            checkpoint.read(absent)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors import safe_open
 from torch import Tensor
 
 from megahead.checkpoint import find_checkpoint, open_checkpoint, save_checkpoint, steps_in
@@ -96,6 +97,16 @@ def test_ranks_share_the_bytes_evenly_and_one_process_reads_all(ranks: int, tmp_
         sum(tensors[n].nbytes for n, e in checkpoint.tensors.items() if e.file == file) for file in checkpoint.files
     ]
     assert max(loads) - min(loads) <= largest
+
+
+def test_each_tensor_lies_in_one_file(tmp_path: Path) -> None:
+    tensors = some_tensors(9)
+    on_ranks(4, save_on_ranks, str(tmp_path), tensors)
+    held = []
+    for path in open_checkpoint(tmp_path).folder.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            held += file.keys()
+    assert sorted(held) == sorted(tensors)
 
 
 def test_more_ranks_than_tensors(tmp_path: Path) -> None:

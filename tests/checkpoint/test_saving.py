@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,22 @@ def test_too_little_room_is_seen_before_writing_and_counted(tmp_path: Path, monk
     usage = saving.shutil.disk_usage(tmp_path)
     monkeypatch.setattr(saving.shutil, "disk_usage", lambda _: usage._replace(free=300))
     with pytest.raises(CheckpointError, match="room for a checkpoint of 800 bytes, but 500 of them are missing"):
+        save(tmp_path, 2)
+    assert_the_first_is_unharmed(tmp_path)
+
+
+def test_what_was_written_so_far_counts_as_room_when_the_disk_fills_up_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fill(_: Any, path: Path) -> None:
+        path.write_bytes(bytes(600))
+        usage = shutil.disk_usage(tmp_path)
+        monkeypatch.setattr(saving.shutil, "disk_usage", lambda _: usage._replace(free=0))
+        no_room()
+
+    save(tmp_path, 1)
+    monkeypatch.setattr(saving, "save_file", fill)
+    with pytest.raises(CheckpointError, match="room for a checkpoint of 800 bytes, but 200 of them are missing"):
         save(tmp_path, 2)
     assert_the_first_is_unharmed(tmp_path)
 
