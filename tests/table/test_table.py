@@ -88,14 +88,19 @@ def test_a_split_table_is_a_split_embedding(ranks: int) -> None:
         assert apart < 1e-5
 
 
-def test_reading_rows_leaves_no_trace() -> None:
-    owned = OwnedRows(6, WIDTH, build_row_rule("adamw", CONFIG), CPU)
-    owned.fill_(whole_table()[:6])
-    for step in range(5):
+def moved(owned: OwnedRows, steps: int) -> OwnedRows:
+    for step in range(steps):
         places = torch.tensor([step % 3, 3])
         taken = owned.take(places)
         owned.rule.step_(taken, torch.ones(2, WIDTH), 0.1)
         owned.put(places, taken)
+    return owned
+
+
+def test_reading_rows_leaves_no_trace() -> None:
+    owned = OwnedRows(6, WIDTH, build_row_rule("adamw", CONFIG), CPU)
+    owned.fill_(whole_table()[:6])
+    moved(owned, 5)
     before = {name: values.clone() for name, values in owned.rows.items()}, owned.touched_n.clone()
     now = torch.cat(list(owned.blocks()))
     assert all(torch.equal(before[0][name], values) for name, values in owned.rows.items())
@@ -103,3 +108,16 @@ def test_reading_rows_leaves_no_trace() -> None:
     assert owned.late(torch.arange(6)) == 4
     assert (now[2] != before[0]["weight"][2]).all()
     assert torch.equal(now[3], before[0]["weight"][3])
+
+
+def test_rows_that_are_filled_again_have_forgotten_all_steps() -> None:
+    fresh, used = (OwnedRows(6, WIDTH, build_row_rule("adamw", CONFIG), CPU) for _ in range(2))
+    moved(used, 5)
+    for owned in (fresh, used):
+        owned.fill_(whole_table()[:6])
+    assert (used.steps, used.late(torch.arange(6))) == (0, 0)
+    moved(fresh, 4)
+    moved(used, 4)
+    assert all(torch.equal(values, used.rows[name]) for name, values in fresh.rows.items())
+    assert torch.equal(fresh.touched_n, used.touched_n)
+    assert len(fresh.rule.history.rates) == len(used.rule.history.rates) == 4
