@@ -75,7 +75,7 @@ class Feed:
         candidates = self._candidate_groups.choose(first_sample, batches, sizes_RA, self._group)
         micro_batches = [MicroBatch(*pair, scale) for pair in zip(batches, candidates, strict=True)]
         staged = [micro.staged(self._device) for micro in micro_batches]
-        return StepBatches(staged, targets, _mean_candidates(micro_batches), self._plan(staged))
+        return StepBatches(staged, targets, mean_candidates(micro_batches), self._plan(staged))
 
     def _plan(self, micro_batches: list[MicroBatch]) -> RowPlan | None:
         """Of the step's rows, each fetched once for all its micro-batches."""
@@ -89,7 +89,7 @@ class Feed:
         return range(start, start + self._batch.micro_size)
 
 
-def _mean_candidates(micro_batches: list[MicroBatch]) -> float:
+def mean_candidates(micro_batches: list[MicroBatch]) -> float:
     """Number of candidates, averaged over candidate groups; 0 for the whole vocabulary."""
     counts = [0 if g.ids_U is None else g.ids_U.numel() for micro in micro_batches for g in micro.candidates]
     return sum(counts) / len(counts)

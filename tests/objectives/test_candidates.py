@@ -36,6 +36,8 @@ def test_padded_candidates_give_the_same_loss_and_gradients(multiple: int) -> No
 def test_the_whole_vocabulary_is_not_padded() -> None:
     candidates = vocabulary_candidates(torch.tensor([1, 2]))
     assert candidates.padded(512) is candidates
+    biased = replace(candidates, bias_U=torch.tensor([0.0, 0.0, -torch.inf]))
+    assert biased.padded(512) is biased
 
 
 def test_all_tensors_move_and_the_constant_stays() -> None:

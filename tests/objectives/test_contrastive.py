@@ -27,6 +27,7 @@ from megahead.objectives import (
     unique_candidates,
 )
 from megahead.objectives.sampling import draw_ids, inclusion_probabilities, systematic_sample
+from megahead.objectives.weights import weigh
 
 V, N, D = 12, 30, 5
 TOKEN_COUNTS = torch.arange(1, V + 1) ** 2
@@ -238,6 +239,11 @@ def test_token_counts_are_asked_for_where_they_are_needed() -> None:
         with pytest.raises(ConfigError, match=asked):
             build_objective(ObjectiveConfig(**fields), V, torch.zeros(V, dtype=torch.int64))  # type: ignore[arg-type]
     build_objective(ObjectiveConfig(negatives=5, negatives_from="uniform"), V)
+
+
+def test_the_corrected_bias_needs_the_chances_that_it_corrects() -> None:
+    with pytest.raises(ValueError, match="needs the probabilities"):
+        weigh("corrected", torch.ones(3), None)
 
 
 def test_the_head_of_candidates_that_count_once_is_how_often_they_are_candidates() -> None:

@@ -30,6 +30,19 @@ def test_blocks_and_chunks_give_what_the_whole_gives(
     assert ours.correct >= 9
 
 
+@pytest.mark.parametrize("kinds", [(torch.bfloat16,) * 3, (torch.float32, torch.bfloat16, torch.float64)])
+def test_rows_of_any_precision_are_summed_up_in_full(kinds: tuple[torch.dtype, ...]) -> None:
+    torch.manual_seed(0)
+    outputs, rows, bias = (
+        each.to(kind)
+        for each, kind in zip((torch.randn(20, 8), torch.randn(50, 8), torch.randn(50)), kinds, strict=True)
+    )
+    positive = torch.randint(50, (20,))
+    full = streamed_sums(outputs.float(), rows.float().split(7), vocabulary_candidates(positive, bias.float()))
+    ours = streamed_sums(outputs, rows.split(7), vocabulary_candidates(positive, bias))
+    assert ours.loss == pytest.approx(full.loss, rel=1e-6)
+
+
 def test_extreme_scores_stay_finite() -> None:
     outputs, rows = torch.tensor([[100.0], [-100.0]]), torch.tensor([[-100.0], [0.0], [100.0]])
     sums = streamed_sums(outputs, rows.split(1), vocabulary_candidates(torch.tensor([0, 2])))

@@ -7,7 +7,8 @@ from dataclasses import replace
 import torch
 
 from megahead.data import Batch
-from megahead.pretraining import documents_of, target_positions_of
+from megahead.objectives import Candidates
+from megahead.pretraining import MicroBatch, documents_of, target_positions_of
 
 BATCH = Batch(
     torch.zeros(2, 4, dtype=torch.int64),
@@ -32,6 +33,13 @@ def test_rows_without_positions_are_documents() -> None:
     assert documents.one_per_row
     assert documents.positions_BT.tolist() == [[0, 1, 2, 3]]
     assert documents.cu_seqlens.tolist() == [0, 4, 8]
+
+
+def test_ids_are_those_of_inputs_and_candidates() -> None:
+    batch = replace(BATCH, input_ids_BT=torch.arange(8).reshape(2, 4))
+    groups = [Candidates(torch.tensor(ids), None, torch.zeros(1, dtype=torch.int64)) for ids in ([20, 21], [30])]
+    ids = MicroBatch(batch, (*groups, replace(groups[0], ids_U=None)), 1.0).ids()
+    assert ids.tolist() == [*range(8), 20, 21, 30]
 
 
 def test_targets_are_those_of_the_batch() -> None:

@@ -13,11 +13,11 @@ import torch
 
 from megahead.config import RunConfig
 from megahead.corpus import IndexedDataset, IndexedDatasetWriter
-from megahead.data import RowSource, StreamSamples, training_samples
+from megahead.data import Batch, RowSource, StreamSamples, training_samples
 from megahead.distributed import Group
-from megahead.objectives import build_objective
-from megahead.pretraining import Feed
-from megahead.pretraining.feed import prefetched
+from megahead.objectives import Candidates, build_objective
+from megahead.pretraining import Feed, MicroBatch
+from megahead.pretraining.feed import mean_candidates, prefetched
 from support.on_ranks import on_ranks
 from support.small_run import VOCABULARY, small_config, write_text
 
@@ -177,6 +177,13 @@ def test_a_step_of_hardly_any_targets_is_averaged_over_those_and_may_have_none(t
     assert step.targets == targets
     assert {micro.loss_weight for micro in step.micro_batches} == {4 / max(targets, 1)}
     assert step.candidates == 0  # the whole vocabulary
+
+
+def test_candidates_are_counted_on_average_over_groups() -> None:
+    batch = Batch(torch.zeros(1, 4, dtype=torch.int64), None, torch.arange(3), torch.arange(3))
+    one, two, all_ids = (Candidates(ids, None, torch.arange(3)) for ids in (torch.arange(3), torch.arange(4), None))
+    assert mean_candidates([MicroBatch(batch, (one, two), 1.0), MicroBatch(batch, (two,), 1.0)]) == 11 / 3
+    assert mean_candidates([MicroBatch(batch, (all_ids,), 1.0)]) == 0
 
 
 def test_targets_are_what_was_counted(tmp_path: Path) -> None:
