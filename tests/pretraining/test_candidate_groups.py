@@ -35,7 +35,7 @@ class Rows(RowSource):
         generator = np.random.default_rng(0)
         tokens = generator.integers(1, 60, (8, LENGTH + 1)) * (generator.random((8, LENGTH + 1)) > 0.3)
         tokens[6:] = 0
-        return tokens[np.asarray(indices)]
+        return tokens[np.asarray(indices) % 8]
 
 
 def ragged_config(**objective: Any) -> RunConfig:
@@ -43,11 +43,11 @@ def ragged_config(**objective: Any) -> RunConfig:
     return small_config(Path("nowhere"), changes)
 
 
-def fed(group: Group, config: RunConfig, group_samples: int) -> StepBatches:
+def fed(group: Group, config: RunConfig, group_samples: int, first_sample: int = 0) -> StepBatches:
     objective = build_objective(config.objective, 60, TOKEN_COUNTS)
     channel = group.side_channel()
     feed = Feed(Rows(), objective, config.data, config.batch, channel, group_samples=group_samples, seed=3)
-    return feed.step(0)
+    return feed.step(first_sample)
 
 
 def all_candidates(group: Group, config: RunConfig, group_samples: int) -> list[tuple[Candidates, ...]]:
@@ -72,6 +72,21 @@ def test_candidates_belong_to_the_samples_not_to_the_ranks(
             for name in ("ids_U", "bias_U", "positive_N", "positive_bias_U"):
                 a, b = getattr(mine, name), getattr(other, name)
                 assert (a is None and b is None) or torch.equal(a, b), name
+
+
+@pytest.mark.parametrize("group_samples", [1, 2, 4, 8])
+def test_candidates_belong_to_the_samples_not_to_the_size_of_micro_batches(group_samples: int) -> None:
+    """In a later step, where samples' numbers are not their places in the batch."""
+    drawn = []
+    for micro_size in (1, 2, 4, 8):
+        config = ragged_config(negatives=9)
+        config = config.model_copy(update={"batch": config.batch.model_copy(update={"micro_size": micro_size})})
+        step = fed(Group(), config, group_samples, first_sample=16)
+        groups = [group for micro in step.micro_batches for group in micro.candidates]
+        each = max(1, group_samples // micro_size)  # micro-batches of one group have the same candidates
+        drawn.append([(group.ids_U.tolist(), group.bias_U.tolist()) for group in groups[::each]])  # type: ignore[union-attr]
+    assert [len(groups) for groups in drawn] == [8 // group_samples] * 4
+    assert all(groups == drawn[0] for groups in drawn)
 
 
 def test_a_group_holds_the_targets_of_its_samples_with_their_counts() -> None:
