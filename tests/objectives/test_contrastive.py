@@ -27,6 +27,7 @@ from megahead.objectives import (
     unique_candidates,
 )
 from megahead.objectives.sampling import draw_ids, inclusion_probabilities, systematic_sample
+from megahead.objectives.training_free_head import log_negatives
 from megahead.objectives.weights import weigh
 
 V, N, D = 12, 30, 5
@@ -174,6 +175,15 @@ def test_draws_belong_to_their_seed_and_follow_their_distribution() -> None:
     again, same, other = (rule.pool(targets, seed).shared_bias_P for seed in (1, 1, 2))
     assert torch.equal(again, same)
     assert not torch.equal(again, other)
+
+
+def test_negatives_are_drawn_as_asked_for() -> None:
+    counts = 10**8 * torch.tensor([6, 3, 1])
+    unigram = log_negatives(ObjectiveConfig(negatives=5), 3, counts).exp()
+    torch.testing.assert_close(unigram, torch.tensor([0.6, 0.3, 0.1]))
+    for known in (counts, None):
+        even = log_negatives(ObjectiveConfig(negatives=5, negatives_from="uniform"), 3, known).exp()
+        torch.testing.assert_close(even, torch.full((3,), 1 / 3))
 
 
 @pytest.mark.parametrize("preferred", [False, True])

@@ -66,6 +66,29 @@ def test_value_and_gradients_equal_the_reference(size: int, count: int, biased: 
     torch.testing.assert_close(torch.cat([grad for *_, grad in results]), rows.grad, rtol=1e-10, atol=1e-10 * scale)
 
 
+def gradient_of_the_bias(group: Group, count: int) -> Tensor:
+    """Of a learned bias of all candidates, which every rank has whole."""
+    outputs, rows, candidates = problem(count, True)
+    shard, table = shard_of(rows, group)
+    assert candidates.bias_U is not None
+    bias = candidates.bias_U.requires_grad_()
+    with mock.patch.object(row_step, "ON_CPU", ChunkSize(8 * 4 * table.shape[0], 1, 1)):
+        loss = parallel_candidate_loss(outputs, table, candidates, TEMPERATURE, shard)
+    return torch.autograd.grad(3 * loss, bias)[0]
+
+
+@pytest.mark.parametrize("count", [7, 16])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_every_rank_has_the_gradient_of_all_learned_biases(size: int, count: int) -> None:
+    outputs, rows, candidates = problem(count, True)
+    assert candidates.bias_U is not None
+    bias = candidates.bias_U.requires_grad_()
+    reference = candidate_loss_reference(outputs, rows, candidates, TEMPERATURE)
+    (expected,) = torch.autograd.grad(3 * reference, bias)
+    for whole in on_ranks(size, gradient_of_the_bias, count):
+        torch.testing.assert_close(whole, expected, rtol=1e-10, atol=1e-10)
+
+
 def scores(group: Group, count: int) -> tuple[float, int, int]:
     outputs, rows, candidates = problem(count, True)
     shard, table = shard_of(rows, group)
