@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from megahead.checkpoint import Snapshot, open_checkpoint, save_checkpoint
 from megahead.distributed import Group
 from megahead.engine import Engine
+from megahead.errors import CheckpointError
 from support.forked import forked
 from support.on_ranks import on_ranks
 from support.small_engine import differing, small_batches, small_engine, whole
@@ -55,6 +57,24 @@ def test_one_rank_without_zero_reads_what_four_ranks_at_stage_3_wrote(tmp_path: 
     assert len(checkpoint.files) == 4
     (loaded,) = on_ranks(1, resume, 0, str(tmp_path), False)
     assert differing(loaded, {name: checkpoint.read(name) for name in checkpoint.names()}) == []
+
+
+def load_of_another_size(group: Group, stage: int) -> str:
+    engine = small_engine(group, stage)
+    wrong = {name: torch.zeros(*tensor.shape, 2) for name, tensor in whole(engine).items()}
+    with pytest.raises(CheckpointError) as error:
+        engine.load(wrong.__getitem__, 1)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_checkpoint_of_another_size_is_refused_in_one_sentence(stage: int) -> None:
+    for sentence in on_ranks(2, load_of_another_size, stage):
+        assert re.fullmatch(
+            r"the checkpoint's weight/\S+ must have the model's shape \(.*\), but has \(.*, 2\) instead; "
+            r"give `model` the sizes of that run\.",
+            sentence,
+        )
 
 
 class OnNoDevice:

@@ -109,3 +109,19 @@ def test_the_loss_scale_is_saved_and_goes_on() -> None:
     assert state["cur_scale"] == scale < 2**16
     assert first == second
     assert first[-1] < scale
+
+
+def overflows_at_the_smallest_scale(group: Group) -> list[tuple[bool, float]]:
+    engine, outcomes = small_engine(group, 1, "fp16"), []
+    engine.set_loss_scale_state({**engine.loss_scale_state(), "cur_scale": 1.0})
+    (batch,) = small_batches([6], 1e-2, seed=1)
+    for _ in range(3):
+        engine.micro_step(batch._replace(scale=float("nan")))
+        outcomes.append((engine.step(0.01).applied, engine.loss_scale))
+    return outcomes
+
+
+@pytest.mark.skipif(not FP16_HERE, reason="no fp16 arithmetic here")
+def test_what_overflows_at_the_smallest_scale_is_not_applied_and_that_is_all() -> None:
+    """What to do then is the guard's decision."""
+    assert on_ranks(1, overflows_at_the_smallest_scale) == [[(False, 1.0)] * 3]

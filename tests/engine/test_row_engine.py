@@ -127,6 +127,34 @@ def test_rows_have_a_rate_of_their_own() -> None:
         assert body == 1
 
 
+def unclipped(group: Group) -> list[str]:
+    """What differs between no limit and one that is out of reach."""
+    courses = [RowCourse(group, 1, {"optimizer.gradient_clipping": limit}) for limit in (0.0, 1e9)]
+    before = courses[0].kept()
+    for course in courses:
+        course.step(0)
+    assert not torch.equal(before["late/weight/backbone.embedding.weight"], courses[0].table.kept()["weight"].part)
+    return courses[0].differs(courses[1])
+
+
+def test_without_clipping_rows_go_all_the_way() -> None:
+    assert on_ranks(2, unclipped) == [[], []]
+
+
+def moments(group: Group, precision: str) -> Tensor:
+    course = RowCourse(group, 1, {"engine.precision": precision})
+    assert course.step(0).applied
+    return course.table.kept()["exp_avg"].part
+
+
+@pytest.mark.parametrize("precision", PRECISIONS[1:])
+def test_gradients_of_rows_are_those_of_full_precision_without_the_loss_scale(precision: str) -> None:
+    """Adam's steps would hide another scale, its moments do not."""
+    full, half = (on_ranks(2, moments, each) for each in ("fp32", precision))
+    for expected, ours in zip(full, half, strict=True):
+        assert (ours - expected).norm() < 0.02 * expected.norm()
+
+
 def too_early(group: Group) -> list[str]:
     course, told = RowCourse(group), []
     for act in (lambda: course.engine.micro_step(course._micro_batch(0, 0, 1.0)), lambda: course.table.step(1.0, 1.0)):

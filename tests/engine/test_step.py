@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from megahead.distributed import Group
+from megahead.engine import StepResult
 from support.on_ranks import on_ranks
 from support.small_engine import SmallBatch, SmallModel, differing, small_batches, small_engine, small_optimizer, whole
 
@@ -171,13 +173,52 @@ def test_evaluation_sees_the_trained_weights_also_those_used_outside_of_their_la
         assert training
 
 
-def steps_too_early(group: Group) -> str:
-    engine = small_engine(group, 0, accumulation=2)
-    engine.micro_step(small_batches([3], 1.0, seed=0)[0])
+class Watched(SmallModel):
+    """Notes the mode of every forward pass, and fails when told so."""
+
+    fails = False
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        self.modes = [*getattr(self, "modes", []), self.training]
+        if self.fails:
+            raise ValueError("told so")
+        return super().forward(*args, **kwargs)
+
+
+def modes_of_passes(group: Group) -> list[bool]:
+    module = Watched(False)
+    engine, (batch,) = small_engine(group, 1, module=module), small_batches([6], 1 / 6, seed=0)
+    engine.evaluate(batch)
+    module.fails = True
+    with pytest.raises(ValueError, match="told so"):
+        engine.evaluate(batch)
+    module.fails = False
+    engine.micro_step(batch)
+    return module.modes
+
+
+def test_only_evaluation_is_in_evaluation_mode_also_after_it_failed() -> None:
+    assert on_ranks(1, modes_of_passes) == [[False, False, True]]
+
+
+def steps_too_early(group: Group) -> list[str]:
+    """Amid an accumulation, and a second time after one."""
+    engine, told = small_engine(group, 0, accumulation=2), []
+    for end in (engine.step, lambda _: engine.skip_step()):
+        for k in range(2):
+            engine.micro_step(small_batches([3], 1.0, seed=0)[0])
+            told += refused(end) if k == 0 else []
+        end(0.01)
+        told += refused(end)
+    return told
+
+
+def refused(end: Callable[[float], StepResult]) -> list[str]:
     with pytest.raises(RuntimeError) as error:
-        engine.step(0.01)
-    return str(error.value)
+        end(0.01)
+    return [str(error.value)]
 
 
 def test_a_step_amid_accumulation_is_refused() -> None:
-    assert "last micro step" in on_ranks(1, steps_too_early)[0]
+    (told,) = on_ranks(1, steps_too_early)
+    assert ["last micro step" in each for each in told] == [True] * 4
