@@ -1,4 +1,10 @@
-"""Step folders of full named tensors: written atomically, verified when read, loadable on any mesh."""
+"""Checkpoints: folders `step-N` of full (unsharded) named tensors, written atomically, verified when read, loadable on
+any mesh.
+
+*Complete*: every file has its full length; *sound*: its checksum matches too. *Set aside*: renamed to
+`abandoned-step-N`, because the run went on from an older checkpoint. *Snapshot*: what one rank will write. *Late rows*:
+rows of an embedding as of their last update, saved with what they need to be brought up to date (`late.py`).
+"""
 
 from megahead.checkpoint.all_ranks import run_on_all_ranks
 from megahead.checkpoint.counters import target_samples

@@ -1,4 +1,4 @@
-"""Runs something on every rank, after which either all of them continue, or all of them raise."""
+"""Runs a function on every rank, after which either all ranks continue or all of them raise."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megahead.errors import CheckpointError
 T = TypeVar("T")
 
 MEETING_SECONDS = 5.0
-"""How long ranks work before they meet again."""
+"""How long ranks work before they synchronize again."""
 
 
 @dataclass(frozen=True)
@@ -24,10 +24,10 @@ class _Failure:
 def run_on_all_ranks(
     group: Group, action: Callable[[], T], describe_error: Callable[[Exception], str] = str
 ) -> list[T]:
-    """Runs `action` on every rank; returns its (small) results in rank order, on all of them.
+    """Runs `action` on every rank; returns all ranks' (small) results in rank order. Collective.
 
     If it fails on any rank, all ranks raise a CheckpointError with the first failing rank's `describe_error(error)`, so
-    that none is left waiting. One gather of objects, after which every rank's action is over.
+    that none is left waiting. Costs one all-gather of objects; on return every rank's action is over.
     """
     cause: Exception | None = None
     result: T | _Failure
@@ -43,10 +43,10 @@ def run_on_all_ranks(
 
 
 def run_long_on_all_ranks(group: Group, work: Iterator[None], describe_error: Callable[[Exception], str]) -> None:
-    """Runs `work` to its end on every rank, as `run_on_all_ranks` does, however long it takes.
+    """Runs `work` to its end on every rank, as `run_on_all_ranks` does, however long it takes. Collective.
 
-    All ranks meet every few seconds, well within `group.timeout_seconds`, so that those with less work do not give up
-    on the others; for that `work` must yield often. Collective.
+    All ranks synchronize every few seconds, well within `group.timeout_seconds`, so that those with less work do not
+    time out; for that `work` must yield often.
     """
     seconds = min(MEETING_SECONDS, group.timeout_seconds / 10)
     while any(run_on_all_ranks(group, lambda: _has_more(work, seconds), describe_error)):

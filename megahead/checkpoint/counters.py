@@ -1,4 +1,4 @@
-"""Counters that earlier versions did not write, worked out from what their checkpoints have."""
+"""Counters that earlier versions did not write, computed from what their checkpoints hold."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from megahead.checkpoint.reading import Checkpoint
 
 
 def target_samples(checkpoint: Checkpoint) -> int:
-    """Samples that the checkpoint's `targets` came from: those of steps that were applied and not rolled back.
+    """Samples whose targets the checkpoint's `targets` counts: those of steps that were applied and not rolled back.
 
-    Where they were not counted yet: the checkpoint's step times its `batch.global_size`.
+    For checkpoints without this counter: their step times `batch.global_size`.
     """
     batch = checkpoint.config.get("batch")
     rows = batch.get("global_size") if isinstance(batch, dict) else None

@@ -1,10 +1,10 @@
-"""The folders under `checkpoints/`: their names, which one counts, and how they come and go.
+"""The folders under `checkpoints/`: their names, which one is used, and how they are published and removed.
 
-step-00001000/            a complete checkpoint, always: it appears under this name by one rename
-latest                    text: the name of the newest one, switched last
+step-00001000/            always a complete checkpoint: it gets this name by one rename
+latest                    text: the name of the newest checkpoint, switched last
 .step-00001000.partial    being written, or being removed; worthless after a crash
-step-00001000.replaced    complete, while a new one takes its name
-abandoned-step-00001000   set aside: of a history that the run does not continue; found only by its own name
+step-00001000.replaced    the complete old checkpoint, while a new one of the same step takes its name
+abandoned-step-00001000   set aside: the run went on from an older checkpoint; found only by this name
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ def partial_folder(root: Path, step: int) -> Path:
 
 
 def find_checkpoint(path: Path) -> Path | None:
-    """The step folder that `path` means: itself, or the newest complete one in a run or checkpoints folder.
+    """The step folder that `path` means: itself, or the newest complete one in a run or checkpoints folder, if any.
 
-    That is the one `latest` names if it is complete, else the highest step. Complete means that every file has its full
-    length; contents are verified when they are read. None where there is none.
+    The newest is the one that `latest` names if it is complete, else the highest step. Complete means that every file
+    has its full length; contents are verified when they are read.
     """
     if (path / MANIFEST).is_file():
         return path
@@ -52,7 +52,7 @@ def step_folders(path: Path) -> list[Path]:
 
 
 def is_complete(folder: Path) -> bool:
-    """Whether the folder's manifest is sound and its files have their lengths."""
+    """Whether the folder's manifest is undamaged and its files have the lengths that it records."""
     try:
         check_lengths(folder, Manifest.read(folder))
     except CheckpointError:
@@ -74,7 +74,7 @@ def check_lengths(folder: Path, manifest: Manifest) -> None:
 
 
 def clear_remains(root: Path) -> None:
-    """Removes what a crash left in the middle of an earlier save."""
+    """Removes what a crash in the middle of an earlier save left behind."""
     for folder in root.glob(".step-*.partial"):
         shutil.rmtree(folder)
     for file in root.glob(f"{_LATEST}.*.partial"):
@@ -88,9 +88,9 @@ def clear_remains(root: Path) -> None:
 
 
 def publish(partial: Path, final: Path) -> None:
-    """Gives a complete folder its name, in place of an older one of that name, and points `latest` to it.
+    """Renames a complete folder to `final`, replacing an older one of that name, and points `latest` to it.
 
-    At every instant one of the old and the new folder can be found.
+    At every instant either the old or the new folder can be found.
     """
     root, replaced = final.parent, final.with_name(f"{final.name}.replaced")
     flush(partial)
@@ -104,23 +104,23 @@ def publish(partial: Path, final: Path) -> None:
 
 
 def point_to(folder: Path) -> None:
-    """Makes `folder` the newest one."""
+    """Makes `latest` name `folder`."""
     write_atomically(folder.parent / _LATEST, f"{folder.name}\n")
 
 
 def set_aside(folders: Iterable[Path]) -> None:
-    """Renames checkpoints so that they are found only by their own names from now on."""
+    """Renames checkpoints to `abandoned-step-N`, so that from now on only that name finds them."""
     for folder in folders:
         folder.rename(_free_name(folder.with_name(f"{_ABANDONED}{folder.name}")))
 
 
 def abandoned_in(path: Path) -> list[Path]:
-    """What was set aside in a run or checkpoints folder, by name."""
+    """The checkpoints that were set aside in a run or checkpoints folder, sorted by name."""
     return sorted(_checkpoints_of(path).glob(f"{_ABANDONED}step-*"))
 
 
 def remove(folder: Path) -> None:
-    """Removes a checkpoint; renames it first, so that a crash leaves no half folder that looks complete."""
+    """Removes a checkpoint; renames it first, so that a crash leaves no half-removed folder under its name."""
     hidden = folder.with_name(f".{folder.name}.partial")
     folder.rename(hidden)
     shutil.rmtree(hidden)
@@ -148,7 +148,7 @@ def _by_preference(root: Path) -> Iterator[Path]:
 
 
 def steps_in(root: Path) -> list[Path]:
-    """Step folders, highest step first; of two of one step, the one named `.replaced` last."""
+    """Step folders, highest step first; `.replaced` comes after the other folder of its step."""
     found = filter(is_step_folder, root.glob("step-*"))
     return sorted(found, key=lambda folder: (step_of(folder), not folder.suffix), reverse=True)
 

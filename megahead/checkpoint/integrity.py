@@ -15,8 +15,8 @@ _BLOCK = 1 << 20
 
 
 def check_files(folder: Path, files: Mapping[str, FileEntry]) -> Iterator[None]:
-    """Reads all of `files`, about 1 GB a second, and yields after each block; CheckpointError for the first that is
-    damaged."""
+    """Reads all of `files`, at about 1 GB per second, and yields after each block; CheckpointError for the first
+    damaged file."""
     for name, entry in files.items():
         yield from _check(folder / name, entry.sha256)
 

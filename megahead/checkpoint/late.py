@@ -1,8 +1,9 @@
-"""An embedding in a checkpoint, as its reader needs it: up to date, or as rows that were moved when they were used.
+"""An embedding in a checkpoint, in the form that its reader needs: all rows up to date, or late rows.
 
-Who saves a table of rows saves `late/KIND/NAME`: rows and moments as they were last moved, `touched`, the steps at
-which that was, and the `rates` of all steps. Who asks for `KIND/NAME` gets what AdamW on all rows would have there, and
-who asks for late rows of a checkpoint that has none gets all of them, moved at its last step.
+Late rows are those that the last steps did not update, because no batch used them. A run with `engine.embedding: rows`
+saves `late/KIND/NAME`: weights and moments as of each row's last update, `touched` (the step of that update) and
+`rates` (the learning rate of every step). Reading `KIND/NAME` then gives what AdamW over all rows would have made of
+them. Reading `late/KIND/NAME` of a checkpoint with an ordinary embedding gives rows that its last step updated.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class Stored(Protocol):
 
 
 def late_names(stored: Iterable[str]) -> list[str]:
-    """The names that stand for rows kept late."""
+    """The names that can be read because late rows were saved for them."""
     names = [name.removeprefix(_LATE) for name in stored if name.startswith(_LATE)]
     return [name for name in names if name.split("/")[0] not in (_TOUCHED, _RATES)]
 

@@ -30,12 +30,12 @@ class TensorEntry(BaseModel):
 
     model_config = ConfigDict(frozen=True)
     file: FileName | tuple[FileName, ...]
-    """Of several, row i of the tensor is in file i mod their number."""
+    """A tensor in R files is sharded round-robin: row i is in file i mod R."""
     shape: tuple[int, ...]
     dtype: str
 
     def files(self) -> tuple[str, ...]:
-        """Where it is, one file or several."""
+        """The files that hold it, one or several."""
         return (self.file,) if isinstance(self.file, str) else self.file
 
 

@@ -30,14 +30,15 @@ def open_checkpoint(path: Path) -> Checkpoint:
         for damaged in step_folders(path):
             _opened(damaged)
         raise CheckpointError(
-            f"`{path}` must be a checkpoint (a folder with {MANIFEST}) or hold complete ones (step-*), but does not."
+            f"`{path}` must be a checkpoint (a folder with {MANIFEST}) or a folder that holds complete ones (step-*), "
+            "but is neither."
         )
     return _opened(folder)
 
 
 def newest_sound(path: Path, group: Group = _ALONE, *, up_to: int | None = None) -> tuple[Checkpoint | None, list[str]]:
-    """The newest undamaged checkpoint of a run or checkpoints folder (at most step `up_to`), every byte verified, and a
-    sentence for each newer one that is damaged. Collective."""
+    """The newest undamaged checkpoint in a run or checkpoints folder (at most step `up_to`), every byte verified, and
+    one sentence for each newer but damaged one. Collective."""
     damage: list[str] = []
     for folder in run_on_all_ranks(group, lambda: _listed(path, up_to) if group.rank == 0 else [])[0]:
         try:
@@ -52,7 +53,7 @@ def _listed(path: Path, up_to: int | None) -> list[Path]:
 
 
 def open_together(folder: Path, group: Group) -> Checkpoint:
-    """The checkpoint in a step folder, verified byte for byte: each rank reads a share of its files, at about 1 GB a
+    """The checkpoint in a step folder, every byte verified: each rank reads a share of its files, at about 1 GB per
     second. Collective; the same CheckpointError on all ranks."""
     run_on_all_ranks(group, lambda: check_lengths(folder, Manifest.read(folder)))
     checkpoint = Checkpoint(folder, Manifest.read(folder))
@@ -87,8 +88,8 @@ class Checkpoint:
         return self._manifest.state
 
     def state_value(self, name: str, kind: Any, absent: Any = None) -> Any:
-        """`state[name]`, or `absent` if it is not there (earlier versions wrote less); CheckpointError if its type
-        is not `kind` (or one of its types)."""
+        """`state[name]`, or `absent` if it is missing (earlier versions wrote less); CheckpointError if it is not an
+        instance of `kind`."""
         value = self.state.get(name, absent)
         if not isinstance(value, kind):
             raise CheckpointError(f"`{self.folder / MANIFEST}` has no valid `{name}`; use another checkpoint.")
@@ -110,14 +111,14 @@ class Checkpoint:
         return self._manifest.tensors
 
     def names(self) -> list[str]:
-        """Names of the tensors that can be read: as they were saved, then those worked out of late rows."""
+        """Names of the tensors that can be read: first the saved ones, then those that are computed from late rows."""
         return [*self._manifest.tensors, *late_names(self._manifest.tensors)]
 
     def read(self, name: str) -> Tensor:
         """One full tensor on the CPU.
 
-        The first tensor of each file costs that file's checksum too (a full read, about a second a GB); later
-        ones only their own bytes. Raises a CheckpointError if the name is unknown or the file is damaged.
+        Reading the first tensor of a file also verifies the file's checksum (a full read, about one second per GB);
+        later tensors read only their own bytes. CheckpointError if the name is unknown or the file is damaged.
         """
         entry = self._manifest.tensors.get(name)
         if entry is None:
@@ -125,16 +126,16 @@ class Checkpoint:
         return gathered([self._read(file, name) for file in entry.files()])
 
     def read_rows(self, name: str, rows: range) -> Tensor:
-        """Consecutive rows of a tensor that was saved, on the CPU; as `read`, without ever holding all of it."""
+        """Consecutive rows of a saved tensor, on the CPU; verified as by `read`, but never all of it in memory."""
         files = self._manifest.tensors[name].files()
         count = len(files)
         places = [range(-(-(rows.start - r) // count), -(-(rows.stop - r) // count)) for r in range(count)]
-        turn = rows.start % count  # whose is the first
+        turn = rows.start % count  # the file that holds the first of these rows
         parts = [self._read(file, name, place) for file, place in zip(files, places, strict=True)]
         return gathered([*parts[turn:], *parts[:turn]])
 
     def _read(self, file: str, name: str, rows: range | None = None) -> Tensor:
-        """What a file holds of a tensor, or `rows` of that."""
+        """The part of a tensor that `file` holds, or these `rows` of that part."""
         self._verify_once(file)
         try:
             with safe_open(self.folder / file, framework="pt") as opened:
@@ -146,12 +147,12 @@ class Checkpoint:
         return tensor
 
     def verify(self, group: Group = _ALONE) -> None:
-        """Verifies the checksum of every file, divided among `group`; afterwards no rank verifies it again.
+        """Verifies the checksum of every file, divided among `group`; afterwards no rank verifies any of them again.
 
         Collective; the same CheckpointError on all ranks."""
         mine = share_of(self.files, group)
         unread = {name: entry for name, entry in mine.items() if name not in self._verified}
-        run_long_on_all_ranks(group, check_files(self.folder, unread), str)
+        run_long_on_all_ranks(group, check_files(self.folder, unread), describe_error=str)
         self._verified.update(self.files)
 
     def _verify_once(self, file: str) -> None:

@@ -14,22 +14,23 @@ from megahead.errors import CheckpointError
 
 @dataclass(frozen=True)
 class KeepRules:
-    """Checkpoints that are kept beside the newest."""
+    """Checkpoints that are kept in addition to the newest ones."""
 
     every: int | None = None
     """Those whose step is a multiple of this."""
 
     best: int = 0
-    """How many of those with the lowest held-out loss: `validation` in their state, evaluated at their own step."""
+    """How many of those with the lowest held-out loss (`validation` in their state, if evaluated at their own step)."""
 
 
 KEEP_NO_OTHERS = KeepRules()
 
 
 def abandon_after(final: Path, parent_step: int) -> None:
-    """Sets aside the other checkpoints above `parent_step`, which `final` continues; called before `final` appears.
+    """Sets aside all checkpoints above `parent_step` (that of the checkpoint which `final` continues) except `final`.
 
-    Points `latest` to the parent first, so that after a crash in between no abandoned checkpoint is resumed.
+    Called before `final` appears. Points `latest` to the parent first, so that after a crash in between no abandoned
+    checkpoint is resumed.
     """
     root = final.parent
     above, origin = (
@@ -42,7 +43,8 @@ def abandon_after(final: Path, parent_step: int) -> None:
 
 
 def retain(root: Path, newest: Path, keep: int, keep_rules: KeepRules = KEEP_NO_OTHERS) -> None:
-    """Removes all checkpoints but `newest` (just written), the `keep - 1` highest other steps, and `keep_rules`'."""
+    """Removes all checkpoints except `newest` (just written), the `keep - 1` highest other steps, and those that
+    `keep_rules` keeps."""
     others = [folder for folder in steps_in(root) if folder != newest]
     best = _best([newest, *others], keep_rules.best)
     for folder in others[keep - 1 :]:
@@ -51,7 +53,7 @@ def retain(root: Path, newest: Path, keep: int, keep_rules: KeepRules = KEEP_NO_
 
 
 def _best(folders: Iterable[Path], count: int) -> set[Path]:
-    """The `count` folders with the lowest held-out loss; reads every manifest if any are asked for."""
+    """The `count` folders with the lowest held-out loss; reads every manifest unless `count` is 0."""
     if not count:
         return set()
     losses = {folder: loss for folder in folders if (loss := _held_out_loss(folder)) is not None}

@@ -41,11 +41,10 @@ def save_checkpoint(
 ) -> Path:
     """Saves full named tensors as `root`/step-NNNNNNNN and keeps the `keep` newest checkpoints. Collective.
 
-    Every rank iterates the same names in the same order and holds only its share (about 1 / `group.size` of
-    all bytes) until it is written. An existing folder of this step is replaced. `parent_step`: the checkpoint in
-    `root` that this one continues. All others above it are set aside: every one for -1 (it continues none), only those
-    above `step` for None. If a rank fails, all raise the same CheckpointError; old checkpoints stay intact and nothing
-    half-written is left.
+    Every rank iterates over the same names in the same order and holds only its share (about 1 / `group.size` of
+    all bytes) until it is written. An existing folder of this step is replaced. `parent_step`: the step of the
+    checkpoint in `root` that this one continues, -1 for none, None for `step`; all others above it are set aside. If a
+    rank fails, all raise the same CheckpointError; old checkpoints stay intact and nothing half-written is left.
     """
     snapshot = Snapshot.take(tensors, group)
     return write_snapshot(
@@ -73,7 +72,7 @@ def write_snapshot(
     keep_rules: KeepRules = KEEP_NO_OTHERS,
     parent_step: int | None = None,
 ) -> Path:
-    """The second half of `save_checkpoint`; touches nothing but the snapshot, so it may run in another thread with a
+    """The second half of `save_checkpoint`. It uses nothing but the snapshot, so it may run in another thread with a
     `group` of its own."""
     partial, final = partial_folder(root, step), step_folder(root, step)
 
@@ -83,7 +82,7 @@ def write_snapshot(
     def finish() -> None:
         if group.rank == 0:
             manifest.write(partial)
-            check_lengths(partial, manifest)  # also that this rank sees what the others wrote
+            check_lengths(partial, manifest)  # checks too that this rank sees what the others wrote
             abandon_after(final, step if parent_step is None else min(parent_step, step))
             publish(partial, final)
             retain(root, final, keep, keep_rules)
@@ -105,7 +104,7 @@ def write_snapshot(
 
 @dataclass(frozen=True)
 class Snapshot:
-    """This rank's share of a checkpoint, and the names and entries of all."""
+    """This rank's share of a checkpoint's tensors, and the manifest entries of all of them."""
 
     tensors: dict[str, Tensor]
     file: str
@@ -115,8 +114,8 @@ class Snapshot:
 
     @staticmethod
     def take(tensors: Iterable[tuple[str, Tensor | Dealt]], group: Group, *, copied: bool = False) -> Snapshot:
-        """Each tensor goes to the rank with the fewest bytes so far, which all ranks compute alike; of a tensor that
-        is dealt out each rank writes its own rows.
+        """Each tensor goes to the rank with the fewest bytes so far (every rank computes the same choice); of a tensor
+        that is sharded round-robin each rank writes its own rows.
 
         `copied`: copy the tensors, so that the originals may change.
         """
@@ -138,7 +137,7 @@ class Snapshot:
 
 
 def _standalone(tensor: Tensor) -> Tensor:
-    """On the CPU, in a storage of its own and without gaps, as safetensors wants it; copied only where needed."""
+    """The tensor on the CPU, contiguous and in a storage of its own, as safetensors requires; copied only if needed."""
     tensor = tensor.detach().cpu().contiguous()
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
@@ -155,7 +154,7 @@ def _prepare(partial: Path, needed: int) -> None:
 def _write(partial: Path, snapshot: Snapshot) -> FileEntry:
     path = partial / snapshot.file
     save_file(snapshot.tensors, path)
-    path.chmod(partial.stat().st_mode & 0o666)  # safetensors keeps its files to the user; the folder follows the umask
+    path.chmod(partial.stat().st_mode & 0o666)  # safetensors makes files that only the user can read
     flush(path)
     with safe_open(path, framework="pt") as file:
         wrong = [name for name, tensor in snapshot.tensors.items() if not _same_bytes(tensor, file.get_tensor(name))]
@@ -173,12 +172,12 @@ def _sentence(error: Exception, partial: Path, needed: int) -> str:
     if isinstance(error, CheckpointError):
         return str(error)
     if not _is_full(error):
-        return f"`{root}` must take a checkpoint, but cannot ({error}); the older ones are unharmed."
+        return f"`{root}` must take a checkpoint, but cannot ({error}); older checkpoints are unharmed."
     there = shutil.disk_usage(root).free + sum(file.stat().st_size for file in partial.glob("*"))
-    lack = f"{needed - there} of them are missing" if needed > there else "its disk or quota is full"
+    lack = f"{needed - there} bytes are missing" if needed > there else "its disk or quota is full"
     return (
         f"`{root}` must have room for a checkpoint of {needed} bytes, but {lack}; free some or lower "
-        "training.keep_checkpoints (the older ones are unharmed)."
+        "training.keep_checkpoints (older checkpoints are unharmed)."
     )
 
 

@@ -1,4 +1,5 @@
-"""The engine of a model whose embedding is a table of rows beside it: one step of both, or of neither."""
+"""The engine for a model whose embedding is kept outside it, as a table of rows that are sharded round-robin over all
+ranks. A step is applied to both or to neither. Late rows are those that the last step did not update."""
 
 from __future__ import annotations
 
@@ -15,10 +16,10 @@ from megahead.table import BALLAST, RowPlan, RowTable
 
 
 class RowEngine(Engine):
-    """An `Engine`, whose `begin` fetches the rows of a step, and whose steps move them.
+    """An `Engine` whose `begin` fetches the rows that a step needs, and whose `step` updates them.
 
-    `module` has a `RowTable` somewhere, whose rows `weights` and `tensors` call `NAME.weight`, like those of an
-    embedding in its place.
+    `module` contains a `RowTable`. In `weights` and `tensors` its rows are named `NAME.weight`, as an embedding's
+    would be.
     """
 
     def __init__(
@@ -41,7 +42,9 @@ class RowEngine(Engine):
         self._table.fill_(weights(f"{self._name}.weight"))
 
     def begin(self, rows: RowPlan | None) -> int:
-        """Fetches the rows that the micro steps to come look up; how many of this rank's were late. Collective."""
+        """Fetches the rows that the next micro-steps look up; returns how many that this rank owns were late.
+
+        Collective."""
         assert rows is not None
         late = self._table.owned.late(rows.owned_O)
         self._table.fetch(rows)
@@ -62,8 +65,8 @@ class RowEngine(Engine):
         return super().skip_step()
 
     def tensors(self) -> Iterator[tuple[str, Tensor | Dealt]]:
-        """Those of the body as of any engine, and the table's rows as they were last moved: `late/KIND/NAME`, KIND
-        being `weight`, a moment, `touched` (the steps) and `rates` (of all steps)."""
+        """The body's tensors as in any engine. Then the table's, as `late/KIND/NAME`: `weight` and the moments as last
+        updated, `touched` (the step of each row's last update), `rates` (the learning rate of every step)."""
         yield from super().tensors()
         for kind, part in self._table.kept().items():
             yield f"late/{kind}/{self._name}.weight", part
@@ -77,5 +80,5 @@ class RowEngine(Engine):
         self._table.fill_(read(f"{WEIGHT}/{self._name}.weight"))
 
     def _parameters(self, kind: str) -> Iterator[tuple[str, nn.Parameter]]:
-        """The ballast is nobody's business."""
+        """Leaves out the ballast (see `table`): it is neither saved nor loaded."""
         return (pair for pair in super()._parameters(kind) if pair[1] is not self._table.ballast)

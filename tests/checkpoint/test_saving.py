@@ -99,7 +99,7 @@ def test_too_little_room_is_seen_before_writing_and_counted(tmp_path: Path, monk
     save(tmp_path, 1)
     usage = saving.shutil.disk_usage(tmp_path)
     monkeypatch.setattr(saving.shutil, "disk_usage", lambda _: usage._replace(free=300))
-    with pytest.raises(CheckpointError, match="room for a checkpoint of 800 bytes, but 500 of them are missing"):
+    with pytest.raises(CheckpointError, match="room for a checkpoint of 800 bytes, but 500 bytes are missing"):
         save(tmp_path, 2)
     assert_the_first_is_unharmed(tmp_path)
 
