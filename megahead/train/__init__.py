@@ -1,6 +1,10 @@
 """Training: the state that survives a restart, the step, the loop, and the setup that puts a run together.
 
-To train needs torch and DeepSpeed: imported with the first use of `pretrain`, not with the package.
+A *run* is a config trained to its end; a *session* is one launch of it, from start or resume to its *ending*. *Step*:
+one optimizer step, applied or skipped. *Guard*: judges each step by its losses; *fault*: what it found wrong.
+*Lineage*: which checkpoints led to the run's weights. *Meters*: everything that a run reports.
+
+Training needs torch and DeepSpeed, which are imported at the first use of `pretrain`, not with the package.
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""How a run's blocks are computed: by which attention backend, and whether compiled."""
+"""How a run's transformer blocks are computed: by which attention backend, and whether compiled."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 def accelerate_(
     backbone: Backbone, config: RunConfig, device: torch.device, zero_stage: int = 0
 ) -> list[tuple[str, str]]:
-    """Sets `backbone` up by `config.engine`; returns what was chosen, as (name, value) lines.
+    """Sets up `backbone` as `config.engine` says; returns what was chosen, as (name, value) lines of the banner.
 
-    ConfigError for an attention backend that does not work here.
+    ConfigError for an attention backend that does not work on this device.
     """
     model, engine = config.model, config.engine
     spec = AttentionSpec(device, _TYPES[engine.precision], model.head_size(), model.attention_dropout)
@@ -42,7 +42,7 @@ def _compile_(backbone: Backbone, backend: Backend) -> None:
 
 
 def _obstacle_to_compiling(config: RunConfig, device: torch.device, zero_stage: int) -> str:
-    """Why blocks cannot be compiled, as far as it is known beforehand; empty if they can."""
+    """Why blocks cannot be compiled, as far as that is known before trying; empty if they can."""
     if config.parallel.tensor > 1:
         return "tensor ranks communicate within a block"
     if zero_stage == 3:

@@ -1,4 +1,4 @@
-"""Where curves are watched while a run trains: TensorBoard, and Weights & Biases where asked for."""
+"""Live curves of a run: TensorBoard, and Weights & Biases (W&B) if the config asks for it."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from megahead.errors import ConfigError
 
 
 def require_boards(config: RunConfig) -> None:
-    """ConfigError where the run asks for a board that is not installed."""
+    """ConfigError if the run asks for W&B, but it is not installed."""
     if config.training.wandb is not None and find_spec("wandb") is None:
         hint = "pip install -e '.[wandb]'"
         raise ConfigError("training.wandb", "be left out where wandb is not installed", got="given", hint=hint)
 
 
 class Boards:
-    """Scalars by step. A resumed run continues the same W&B run, identified by its folder."""
+    """Writes scalars by step. A resumed run continues the same W&B run, identified by its folder."""
 
     def __init__(self, config: RunConfig) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -38,10 +38,10 @@ class Boards:
                 dir=str(folder),
                 config=config.model_dump(mode="json"),
             )
-            self._wandb.define_metric("*", step_metric="step")  # which goes back after a rollback
+            self._wandb.define_metric("*", step_metric="step")  # W&B's own step cannot go back, as a rollback does
 
     def add(self, group: str, values: Mapping[str, float], step: int) -> None:
-        """Values under `group`/NAME."""
+        """Writes each value as `group`/NAME."""
         named = {f"{group}/{name}": value for name, value in values.items()}
         for name, value in named.items():
             self._tensorboard.add_scalar(name, value, step)
@@ -49,7 +49,7 @@ class Boards:
             self._wandb.log({**named, "step": step})
 
     def close(self) -> None:
-        """Writes what is left."""
+        """Writes what is still buffered."""
         self._tensorboard.close()
         if self._wandb is not None:
             self._wandb.finish()

@@ -28,15 +28,15 @@ class RunDatasets:
     samples: Samples | Blend
 
     token_counts: Tensor
-    """int64 [padded vocabulary]: how often each id is in the text of the samples, see `data.sampling`."""
+    """int64 [padded vocabulary]: how often each id occurs in the text that samples are drawn from (`data.sampling`)."""
 
     validation: IndexedDataset | None
 
     def describe(self, config: RunConfig) -> list[tuple[str, str]]:
-        """Lines of the banner: epochs, shares of a blend, and datasets whose documents cannot be isolated."""
+        """Lines of the banner: epochs, shares of a blend, and datasets whose documents can attend to each other."""
         end = config.data.end_token
         apart = [
-            ("documents", f"{dataset.prefix}: not kept apart, no row looked at has an end token ({end})")
+            ("documents", f"{dataset.prefix}: not kept apart, no row that was checked has an end token ({end})")
             for dataset in self.train
             if without_boundaries(config.data, dataset)
         ]
@@ -44,9 +44,9 @@ class RunDatasets:
 
 
 def open_datasets(config: RunConfig, world_group: Group | None = None) -> RunDatasets:
-    """Opens what the run reads: on rank 0 of `world_group` first, which packs rows if need be, then on the others.
+    """Opens what the run reads: on rank 0 of `world_group` first, which packs rows if necessary, then on the others.
 
-    UserError on all ranks for what is missing, too short, of another vocabulary or closed by another end token on any.
+    UserError on all ranks if on any rank a dataset is missing, too short, or of another vocabulary or end token.
     Collective; packing must end within the group's timeout.
     """
     opened: list[RunDatasets] = []
@@ -55,7 +55,7 @@ def open_datasets(config: RunConfig, world_group: Group | None = None) -> RunDat
         try:
             run_on_all_ranks(group, (lambda: opened.append(_opened(config))) if turn else _nothing, _sentence)
         except CheckpointError as error:
-            raise error.__cause__ or DataError(str(error)) from None  # the cause, if it is on this rank
+            raise error.__cause__ or DataError(str(error)) from None  # the cause exists on the rank that failed
     return opened[0]
 
 
@@ -72,7 +72,7 @@ def _opened(config: RunConfig) -> RunDatasets:
 
 
 def _open(config: RunConfig, prefix: str, field: str) -> IndexedDataset:
-    """The dataset at `prefix`; refused when its ids do not fit the model's vocabulary."""
+    """The dataset at `prefix`; ConfigError if its vocabulary is larger than the model's."""
     dataset = IndexedDataset(prefix)
     if dataset.info is not None and dataset.info.vocab_size > config.model.vocab_size:
         raise ConfigError(
@@ -85,7 +85,7 @@ def _open(config: RunConfig, prefix: str, field: str) -> IndexedDataset:
 
 
 def _require_end_tokens(data: DataConfig, train: Sequence[IndexedDataset], validation: IndexedDataset | None) -> None:
-    """Checks end tokens where documents depend on them: packed rows know where documents begin."""
+    """Checks end tokens where documents are told apart by them alone; packed rows know where documents begin."""
     for dataset in train:
         require_end_tokens(data, dataset, boundaries_known=data.pack == "best_fit")
     if validation is not None:

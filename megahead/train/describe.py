@@ -1,4 +1,4 @@
-"""What a run will do, in a few lines: the banner, and all that a dry run prints."""
+"""What a run will do, in a few lines: the banner that it prints first, and all that a dry run prints."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from megahead.wording import GIB, counted, gib
 def describe_run(plan: RunPlan, group_samples: int | None = None) -> list[tuple[str, str]]:
     """(name, value) lines of the run.
 
-    `group_samples`: samples that share candidates in a run that is resumed; the config's when left out.
+    `group_samples`: samples in a candidate group (whose targets are candidates for each other) of a run that is
+    resumed; by default what the config asks for.
     """
     config, steps = plan.config, plan.config.training.steps
     batch, schedule = config.batch, config.schedule
@@ -40,22 +41,22 @@ def describe_run(plan: RunPlan, group_samples: int | None = None) -> list[tuple[
 
 
 def _embedding(plan: RunPlan) -> list[tuple[str, str]]:
-    """How rows are dealt out, where they are."""
+    """How the embedding's rows are sharded over ranks; empty if they are not."""
     config = plan.config
     if config.engine.embedding == "dense":
         return []
     rows, table = config.model.padded_vocab_size(), config.optimizer.table
     share = f"{rows:,} rows, {-(-rows // plan.ranks):,} a rank"
-    return [("embedding", f"{share}, moved by {table.rule} at {table.learning_rate_ratio:g} times the learning rate")]
+    return [("embedding", f"{share}, updated by {table.rule} at {table.learning_rate_ratio:g} times the learning rate")]
 
 
 def files_of(config: RunConfig) -> tuple[str, str]:
-    """(name, value): which of the files a run would read are missing; none is opened."""
+    """(name, value): which of the files that a run would read are missing. Opens none."""
     prefixes = [part.prefix for part in config.data.parts()] + [config.data.validation or ""]
     named = [f"{prefix}{ending}" for prefix in prefixes if prefix for ending in (".bin", ".idx")]
     named += [config.data.tokenizer] if config.data.tokenizer else []
     missing = [name for name in named if not Path(name).exists()]
-    return "files", f"not there: {', '.join(missing)}" if missing else f"{len(named)} there, not opened"
+    return "files", f"missing: {', '.join(missing)}" if missing else f"all {len(named)} exist (not opened)"
 
 
 def _shape(model: ModelConfig) -> str:

@@ -1,4 +1,8 @@
-"""Evaluation in the middle of training: held-out text, scored with the head the objective has."""
+"""Evaluation during training: held-out text, scored with the objective's head.
+
+A headless objective trains no head over the vocabulary. Its *training-free head* (`pmi`) is made of the input
+embeddings and a bias from counted token frequencies.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +22,10 @@ from megahead.train.state import TrainingState
 
 
 class Evaluation:
-    """Scores the validation dataset, a headless run with the training-free head.
+    """Scores the validation dataset; in a headless run with the training-free head.
 
-    Its bias is log q for the paper's objective: q is counted from the targets so far and smoothed by the dataset's
-    counts; where rare tokens are masked more often than in held-out rows, it is the dataset's distribution alone.
+    For the paper's objective its bias is log q, where q is the distribution of the targets so far, smoothed with the
+    dataset's counts. If training masks rare tokens more often than held-out rows do, q is the dataset's distribution.
     """
 
     def __init__(self, config: RunConfig, validation: IndexedDataset, data_group: Group, device: torch.device) -> None:
@@ -34,7 +38,7 @@ class Evaluation:
         self._device = device
 
     def run(self, engine: Engine, state: TrainingState, interrupted: Callable[[], bool]) -> ValidationResult | None:
-        """The result; None once `interrupted()`, called before each batch, is true (on all ranks). Collective."""
+        """The result, or None if `interrupted()`, which is called before each batch, was true. Collective."""
         bias_V = None
         if self.head == "pmi":
             counts_V = state.target_counts(self._data_group)

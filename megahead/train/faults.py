@@ -1,7 +1,7 @@
 """Bad steps: how they are found, in which micro-batches, and what is done about them; the same on every rank.
 
-A step whose loss is not finite, or is a spike (unless those are only noted), is skipped before the optimizer sees it.
-The engine skips one whose gradients are not finite. Shapes: W ranks of the world, A accumulation steps.
+A step is skipped before the optimizer sees it if its loss is not finite, or is a spike and the config does more than
+note it. The engine skips a step whose gradients are not finite. Shapes: W ranks, A accumulation steps.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megahead.engine import StepResult
 Kind = Literal["loss not finite", "gradients not finite", "overflow", "spike"]
 Action = Literal["apply", "skip", "rollback", "stop"]
 _OF_NORMAL = 1.4826
-"""Standard deviations of a normal distribution in its median absolute deviation."""
+"""The standard deviation of a normal distribution is this many times its median absolute deviation."""
 
 
 @dataclass(frozen=True)
@@ -29,19 +29,19 @@ class Fault:
 
     kind: Kind
     places: tuple[tuple[int, int], ...]
-    """(world rank, micro-step) of every loss that is not finite, or of a spike's highest; none for gradients."""
+    """(world rank, micro-step) of every loss that is not finite, or of a spike's highest loss; empty for gradients."""
 
 
 def robust_score(value: float, others: list[float]) -> float:
-    """How many standard deviations `value` is above the median of `others`. The deviation is estimated from the median
-    absolute deviation, so that single outliers do not matter, and is at least 1 % of the median."""
+    """How many standard deviations `value` is above the median of `others`. The standard deviation is estimated from
+    the median absolute deviation, so that single outliers do not matter, and is at least 1 % of the median."""
     middle = median(others)
     deviation = _OF_NORMAL * median([abs(other - middle) for other in others])
     return (value - middle) / max(deviation, 0.01 * abs(middle), 1e-12)
 
 
 class Guard:
-    """Judges steps by the config's rules; `recent_losses` are the training state's."""
+    """Judges steps by the config's rules. `recent_losses` belong to the training state: they survive a restart."""
 
     def __init__(self, rules: FaultsConfig) -> None:
         self._rules = rules
@@ -50,7 +50,7 @@ class Guard:
         self._rollbacks = 0
 
     def suspects(self, losses_WA: Tensor, recent_losses: list[float]) -> Fault | None:
-        """The fault that the losses [W, A] of all micro-batches show, before the optimizer's step; None for none."""
+        """The fault, if any, that the losses [W, A] of all micro-batches show before the optimizer's step."""
         finite_WA = losses_WA.isfinite()
         if not finite_WA.all():
             return Fault("loss not finite", _places(~finite_WA))
@@ -64,7 +64,7 @@ class Guard:
         return fault is not None and (fault.kind != "spike" or self._rules.spike != "note")
 
     def decide(self, fault: Fault | None) -> Action:
-        """What to do about a step; counts bad ones in a row."""
+        """What to do about a step; counts bad steps in a row."""
         kind = None if fault is None else fault.kind
         policies = {None: "apply", "overflow": "skip", "spike": self._rules.spike}
         policy = policies.get(kind, self._rules.bad_step)
@@ -78,7 +78,7 @@ class Guard:
         return policy  # type: ignore[return-value]
 
     def saved(self) -> None:
-        """There is a new checkpoint: rollbacks to the same one are counted from 0."""
+        """To be called after a save: rollbacks to the new checkpoint are counted from 0."""
         self._rollbacks = 0
 
     def remember(self, loss: float, recent_losses: list[float]) -> None:
@@ -88,7 +88,7 @@ class Guard:
 
 
 def found_afterwards(result: StepResult, searches_loss_scale: bool) -> Fault | None:
-    """The fault that the engine found after the losses were fine: gradients that are not finite. None for none."""
+    """The fault, if any, that the engine found although the losses were fine: gradients that are not finite."""
     if result.applied:
         return None
     overflow = searches_loss_scale and not isfinite(result.grad_norm)

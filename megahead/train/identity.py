@@ -1,4 +1,4 @@
-"""What must not change when a run is resumed: settings that decide what is computed, and the data they name."""
+"""What must not change when a run is resumed: settings that change its result, and the data that they name."""
 
 from __future__ import annotations
 
@@ -33,8 +33,9 @@ MAY_CHANGE = (
     "init.from_hf",
     "objective.group_samples",
 )
-"""Settings and sections that may change between two sessions of a run: how long it trains, where, on what hardware,
-and what it writes. (The number that `objective.group_samples` was resolved to is compared in persistence.py.)"""
+"""Settings and sections that may change between two sessions (launches) of a run: how long it trains, where, on what
+hardware, and what it writes. (`objective.group_samples` may be written differently: the number that the run began with
+is kept, see persistence.py.)"""
 
 
 def data_fingerprints(config: RunConfig, datasets: RunDatasets) -> dict[str, Any]:
@@ -51,7 +52,7 @@ def data_fingerprints(config: RunConfig, datasets: RunDatasets) -> dict[str, Any
 def refuse_another_run(checkpoint: Checkpoint, config: RunConfig, fingerprints: dict[str, Any]) -> None:
     """CheckpointError naming every setting or file that differs and is neither in MAY_CHANGE nor in `resume.allow`.
 
-    `fingerprints`: what `data_fingerprints` gives now; the checkpoint's state has what it gave then.
+    `fingerprints`: what `data_fingerprints` returns now; the checkpoint's state holds what it returned when saved.
     """
     saved = config_from_dict(checkpoint.config, source=f"the configuration in {checkpoint.folder}")
     then = saved.flat() | checkpoint.state_value("texts", dict, absent=fingerprints)
@@ -64,8 +65,8 @@ def refuse_another_run(checkpoint: Checkpoint, config: RunConfig, fingerprints: 
     ]
     if differing:
         raise CheckpointError(
-            f"{checkpoint.folder} must be of the same run to resume, but differs in {', '.join(differing)}; set them "
-            "back, name them in resume.allow, or start another run with init.from_checkpoint."
+            f"{checkpoint.folder} must be of the same run to resume, but differs in {', '.join(differing)}; change "
+            "these back, name them in resume.allow, or start another run with init.from_checkpoint."
         )
 
 

@@ -1,4 +1,4 @@
-"""Which checkpoints in a run's folder led to its weights, since a run may be resumed from an older one."""
+"""Which checkpoints in a run's folder led to its present weights: not all, if it was resumed from an older one."""
 
 from __future__ import annotations
 
@@ -11,29 +11,30 @@ from megahead.run_folder import RunFolder
 
 @dataclass
 class Lineage:
-    """All checkpoints up to step `tip` led to the run's weights. Later ones belong to a lineage it abandoned (by
-    resuming from an older one, named to `--resume` or before damaged ones); the next save sets them aside."""
+    """All checkpoints up to step `tip` led to the run's weights. Later ones belong to a branch that the run abandoned
+    when it went on from an older checkpoint (one given to `--resume`, or because newer ones are damaged); the next save
+    sets them aside."""
 
     root: Path
     """The run's folder of checkpoints."""
 
     tip: int = -1
-    """Step of the checkpoint here that the run last saved or resumed from; -1 before there is one."""
+    """Step of the checkpoint in `root` that the run last saved or resumed from; -1 if there is none yet."""
 
     @staticmethod
     def of_resumed(resumed: Checkpoint | None, folder: RunFolder) -> Lineage:
-        """A session's lineage in the run folder `folder`; `resumed` may be None, or a checkpoint elsewhere."""
+        """A session's lineage in the run folder `folder`; `resumed` may also be None or a checkpoint elsewhere."""
         lineage = Lineage(folder.checkpoints)
         if resumed is not None and lineage._holds(resumed) and is_step_folder(resumed.folder):
             lineage.tip = resumed.step
         return lineage
 
     def name_of(self, checkpoint: Checkpoint) -> str:
-        """Its folder's name here; the full path of a checkpoint elsewhere."""
+        """Its folder's name if it is in `root`, else its full path."""
         return checkpoint.folder.name if self._holds(checkpoint) else str(checkpoint.folder)
 
     def extend_to(self, step: int) -> int:
-        """A checkpoint of `step` is being saved; returns its parent step, `tip` before."""
+        """To be called when a checkpoint of `step` is saved; returns the step of its parent (the `tip` until now)."""
         before, self.tip = self.tip, step
         return before
 

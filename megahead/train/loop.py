@@ -1,4 +1,4 @@
-"""The training loop: steps until the end or until someone asks to stop, evaluated and saved on the way."""
+"""The training loop: steps until the end or a request to stop, with evaluations and checkpoints in between."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ class Training:
 def train(run: Training) -> Ending:
     """Trains from `run.state` to the last step, a signal, or the time limit. Collective.
 
-    Evaluates and saves at the configured steps and at the end; after a signal it only saves, because whoever sent it
-    will not wait long.
+    Evaluates and saves at the configured steps and at the end. After a signal it only saves: its sender (a scheduler,
+    say) will soon kill the process.
     """
     state, training = run.state, run.config.training
     _run_missed_evaluation(run)
@@ -79,7 +79,7 @@ def train(run: Training) -> Ending:
 
 
 def _advance(run: Training, batches: StepBatches, watch: Stopwatch) -> bool:
-    """One step, recorded in the state and the meters; whether it was applied."""
+    """Takes one step and records it in the state and the meters; returns whether it was applied."""
     config, state, first_sample = run.config, run.state, run.state.samples
     ratio = learning_rate_ratio(config.schedule, state.step, config.training.steps)
     seed_step(config.seed, first_sample, run.data_group.rank)
@@ -100,7 +100,7 @@ def _advance(run: Training, batches: StepBatches, watch: Stopwatch) -> bool:
 
 
 def _handle_fault(run: Training, report: StepReport, first_sample: int) -> None:
-    """Does what the config asks for after a bad step, and prints it."""
+    """Does what the config asks for after a bad step, and prints that."""
     action = run.guard.decide(report.fault)
     if report.fault is None:
         return
@@ -112,7 +112,7 @@ def _handle_fault(run: Training, report: StepReport, first_sample: int) -> None:
     if action == "stop":
         raise UserError(
             f"steps must be finite and without spikes, but {sentence}, {run.guard.in_a_row} bad in a row; lower "
-            "optimizer.learning_rate, clip harder, use fp32 or bf16, or change `faults`, and resume."
+            "optimizer.learning_rate or the clipping threshold, use fp32 or bf16, or change `faults`, and resume."
         )
     if action == "rollback":
         run.saver.wait()
@@ -134,8 +134,8 @@ def _evaluate_and_save_if_due(run: Training) -> None:
 
 
 def _run_missed_evaluation(run: Training) -> None:
-    """Makes the evaluation due at the step that is resumed, if a signal prevented it; a checkpoint due at that step is
-    written again, with its result."""
+    """Runs the evaluation that was due at the resumed step, if a signal prevented it; a checkpoint that was due at that
+    step is written again, with the result."""
     state, training = run.state, run.config.training
     if not state.step or state.evaluated or state.step % training.evaluate_every:
         return
@@ -145,7 +145,7 @@ def _run_missed_evaluation(run: Training) -> None:
 
 
 def _evaluate(run: Training) -> None:
-    """Evaluates, unless interrupted by a signal, which `_reason_to_stop` then finds too."""
+    """Evaluates, unless a signal interrupts it; `_reason_to_stop` then sees that signal too."""
     if run.evaluation is not None:
         result = run.evaluation.run(run.engine, run.state, lambda: run.stop.agreed(run.world_group))
         if result is not None:
@@ -154,7 +154,7 @@ def _evaluate(run: Training) -> None:
 
 
 def _evaluate_tasks(run: Training, tasks: TaskEvaluation) -> None:
-    """Evaluates the tasks on the checkpoint that was saved last."""
+    """Evaluates the tasks with the checkpoint that was saved last."""
     checkpoint = run.saver.wait()
     if checkpoint is not None:
         run.meters.tasks(tasks.run(checkpoint), run.state)
@@ -168,14 +168,14 @@ def _save(run: Training) -> None:
 def _reason_to_stop(run: Training) -> Ending | None:
     """Why to stop now, the same on every rank: a signal to any rank, or rank 0's clock; None: keep training.
 
-    Raises a failed background save of any rank. Collective.
+    If a background save has failed on any rank, raises its error. Collective.
     """
     limit = run.config.training.max_seconds
-    late = run.world_group.rank == 0 and limit is not None and run.state.seconds >= limit
-    votes = torch.tensor([run.stop.signal is not None, late, run.saver.failed], dtype=torch.int32)
-    stopped, late, failed = run.world_group.all_reduce_(votes).tolist()
+    overtime = run.world_group.rank == 0 and limit is not None and run.state.seconds >= limit
+    votes = torch.tensor([run.stop.signal is not None, overtime, run.saver.failed], dtype=torch.int32)
+    stopped, overtime, failed = run.world_group.all_reduce_(votes).tolist()
     if failed:
         run.saver.wait()
     if stopped:
         return "stopped"
-    return "out of time" if late else None
+    return "out of time" if overtime else None

@@ -28,11 +28,11 @@ Places = Sequence[tuple[int | None, range]]
 _DONE = {"apply": "applied all the same", "skip": "skipped", "rollback": "rolled back", "stop": "the run ends"}
 _MAX_PLACES = 4
 _QUIETER = 10
-"""A terminal gets this many times more progress lines than a log file or a pipe."""
+"""In a log file or a pipe progress lines are this many times rarer than in a terminal."""
 
 
 class Meters:
-    """Collects steps between two log lines, and writes their means."""
+    """Collects the steps between two log lines and writes their means. Does nothing unless `active` (rank 0)."""
 
     def __init__(self, config: RunConfig, *, active: bool, utilization: Utilization | None = None) -> None:
         self._folder = config.folder()
@@ -59,7 +59,7 @@ class Meters:
         lineage: Lineage,
         damage: Sequence[str],
     ) -> None:
-        """Prints what will be trained, from which checkpoint, and which damaged ones were passed over."""
+        """Prints what will be trained, from which checkpoint, and which damaged ones were skipped to find it."""
         if not self._active:
             return
         to_be_abandoned, source = lineage.to_be_abandoned(), None if resumed is None else lineage.name_of(resumed)
@@ -76,12 +76,12 @@ class Meters:
         self._record(state, {"session": facts})
 
     def start(self, state: TrainingState) -> None:
-        """Starts to measure speed."""
+        """Starts a new measurement of speed."""
         self._tokens_logged, self._seconds_logged = state.tokens, state.seconds
         self._last_line = time.monotonic()
 
     def step(self, report: StepReport, state: TrainingState) -> None:
-        """Notes a step, and writes a line when one is due."""
+        """Records a step, and writes a line if one is due."""
         if not self._active:
             return
         if report.applied:
@@ -91,7 +91,7 @@ class Meters:
             self._write(state)
 
     def fault(self, report: StepReport, places: Places, action: Action, state: TrainingState) -> str:
-        """Writes a bad step and returns its sentence. `places`: (rank, its samples); rank None stands for all ranks."""
+        """Writes a bad step and returns the sentence about it. `places`: (rank, its samples); rank None: all ranks."""
         assert report.fault is not None
         where = [{"rank": rank, "first": rows.start, "last": rows.stop - 1} for rank, rows in places]
         step = state.step if report.applied else state.step + 1
@@ -107,7 +107,7 @@ class Meters:
         return sentence
 
     def rolled_back(self, checkpoint: Path | None, steps: int, state: TrainingState) -> None:
-        """Notes a rollback to `checkpoint` (None: there was none). Its `steps` steps are left out of the next line."""
+        """Records a rollback of `steps` steps to `checkpoint` (None: there was none); the next line leaves them out."""
         if checkpoint is None:
             self.print_line("no checkpoint to go back to yet: skipped")
             return
@@ -119,12 +119,12 @@ class Meters:
             self.print_line(f"went back to {checkpoint}")
 
     def saved(self, stall: float, state: TrainingState) -> None:
-        """Notes a checkpoint, and for how many seconds training waited for it."""
+        """Records a checkpoint, and for how many seconds training waited for it."""
         if self._active:
             self._record(state, {"checkpoint": {"stall_seconds": round(stall, 3)}})
 
     def validation(self, result: ValidationResult, state: TrainingState, head: str) -> None:
-        """Writes an evaluation; `head` names what predicted: pmi, tied, trained."""
+        """Writes an evaluation; `head`: what predicted, `pmi` (the training-free head), `tied` or `trained`."""
         if not self._active:
             return
         self._record(state, {"validation": asdict(result) | {"head": head}})
@@ -151,7 +151,7 @@ class Meters:
         self.print_line(f"tasks at step {state.step:,}: {sentence}")
 
     def print_line(self, text: str) -> None:
-        """Prints `text` on rank 0."""
+        """Prints `text` if active."""
         if self._active:
             print(text, flush=True)
 
@@ -222,7 +222,7 @@ class Meters:
 
 
 def _open_log(path: Path) -> BinaryIO:
-    """Opens the log for appending; a last line that a killed run cut short is removed."""
+    """Opens the log for appending; removes a last line that a killed run left unfinished."""
     log = path.open("ab+")
     log.seek(0)
     log.truncate(log.read().rfind(b"\n") + 1)
@@ -230,7 +230,7 @@ def _open_log(path: Path) -> BinaryIO:
 
 
 def describe_fault(report: StepReport, step: int, places: Places, state: TrainingState) -> str:
-    """Such as: step 12: spike (loss 9.1, gradient norm 7, scale 1) on rank 1, samples 88 to 89; 3 skipped so far"""
+    """For example: step 12: spike (loss 9.1, gradient norm 7, scale 1) on rank 1, samples 88 to 89; 3 skipped so far"""
     where = [
         f"{'' if rank is None else f'rank {rank}, '}{span('sample', samples)}" for rank, samples in places[:_MAX_PLACES]
     ]

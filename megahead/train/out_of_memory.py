@@ -1,4 +1,4 @@
-"""Too little memory, explained in a sentence that names what to change."""
+"""Explains an out-of-memory error in one sentence that names what to change."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SIGNS = (
 
 @contextmanager
 def explain_out_of_memory(plan: RunPlan) -> Iterator[None]:
-    """Inside, running out of memory (the host's or the device's) is a UserError."""
+    """Inside the block, running out of memory (the host's or the device's) raises a UserError."""
     try:
         yield
     except (MemoryError, RuntimeError, OverflowError, OSError) as error:

@@ -30,7 +30,7 @@ from megahead.train.state import TrainingState
 
 def find_resume(resume: str, folder: RunFolder, world_group: Group) -> tuple[Checkpoint | None, list[str]]:
     """The checkpoint that `--resume auto|never|DIR` asks for (None: start from the beginning), every byte verified, and
-    a sentence for each damaged one that was passed over. Writes nothing. Collective."""
+    one sentence for each newer but damaged one. Writes nothing. Collective."""
     if resume == "auto":
         checkpoint, damage = _newest_sound(folder.path, world_group)
         if checkpoint is None:
@@ -64,7 +64,7 @@ def _named(resume: str, folder: RunFolder) -> Path | None:
     if resume == "never" and there is not None:
         raise CheckpointError(
             f"`--resume never` needs an output folder without checkpoints, but {folder} has {there.name}; "
-            "choose another output_dir, or remove it."
+            "choose another output_dir, or remove that checkpoint."
         )
     if resume != "never" and there is None:
         raise CheckpointError(f"`--resume` must be auto, never or a checkpoint folder, but {resume} holds none.")
@@ -72,7 +72,8 @@ def _named(resume: str, folder: RunFolder) -> Path | None:
 
 
 def agreed_candidate_group_samples(plan: RunPlan, checkpoint: Checkpoint | None) -> int:
-    """Samples that share candidates: the number the run began with; for a new run the plan's."""
+    """Samples per candidate group (whose targets are candidates for each other): what a resumed run began with, for a
+    new run the plan's."""
     return plan.group_samples(None if checkpoint is None else checkpoint.state_value("group_samples", int))
 
 
@@ -85,9 +86,10 @@ def resume_from(checkpoint: Checkpoint, engine: Engine, state: TrainingState, da
 def roll_back(
     engine: Engine, state: TrainingState, lineage: Lineage, data_group: Group, world_group: Group
 ) -> Path | None:
-    """Restores what was learned from the newest sound checkpoint of `history`; reading continues with the next samples.
+    """Restores weights and counters of what was learned from the newest sound checkpoint of `lineage`; reading goes on
+    with the next samples.
 
-    Returns the checkpoint's folder; None where there is none, and nothing changes. Collective.
+    Returns the checkpoint's folder, or None if there is none, in which case nothing changes. Collective.
     """
     checkpoint, _ = _newest_sound(lineage.root, world_group, up_to=lineage.tip)
     if checkpoint is None:

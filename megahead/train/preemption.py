@@ -1,4 +1,4 @@
-"""Requests to stop: noted when the signal comes, obeyed between steps by all ranks."""
+"""Requests to stop: recorded when a signal arrives, obeyed by all ranks between two steps."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 @contextmanager
 def signals_put_back() -> Iterator[None]:
-    """Restores the signal handlers afterwards."""
+    """Restores the signal handlers when the block ends."""
     before = {number: signal.getsignal(number) for number in SIGNALS}
     try:
         yield
@@ -36,10 +36,10 @@ def _receives_signals() -> bool:
 
 
 class StopRequest:
-    """Notes SIGTERM and SIGUSR1 (preemption, Slurm's `--signal`); further ones change nothing.
+    """Records SIGTERM and SIGUSR1 (preemption, Slurm's `--signal`); further ones change nothing.
 
-    A first Ctrl-C is noted too (with a message if `prints`), a second one ends the process at once. Outside of the main
-    thread no signal is noticed.
+    The first Ctrl-C is recorded too (with a message if `prints`), a second one ends the process at once. Made outside
+    of the main thread it sees no signals.
     """
 
     def __init__(self, prints: bool = True) -> None:

@@ -15,16 +15,16 @@ class Run:
     """A run as `pretrain` left it; the same on every rank."""
 
     folder: RunFolder
-    """What exports and evaluations ask for: a path that knows its `metrics`, `checkpoints`, `config` and the rest."""
+    """Exports and evaluations take it. It knows the paths in it: `folder.metrics`, `folder.checkpoints` and so on."""
 
     step: int
-    """Optimizer steps applied, all sessions together."""
+    """Optimizer steps applied in all sessions (launches of the run) together."""
 
     ending: Ending
-    """`finished`, `out of time` (`training.max_seconds`), or `stopped` by a signal or Ctrl-C, saved each time."""
+    """`finished`, `out of time` (`training.max_seconds`), or `stopped` by a signal or Ctrl-C; saved in each case."""
 
     held_out_perplexity: float | None
-    """exp(loss) of the last evaluation, with the head that training evaluates with; None where there was none."""
+    """exp(loss) of the last evaluation during training; None if there was none."""
 
     @staticmethod
     def of(folder: RunFolder, state: TrainingState, ending: Ending) -> Run:

@@ -25,8 +25,9 @@ from megahead.train.state import TrainingState
 class Saver:
     """Writes checkpoints of the complete run into its folder. Every method is collective over `world_group`.
 
-    In the background, training waits only while weights are copied; a second save waits for the first. A failed one is
-    raised by `wait`, which all ranks must call once `failed` is true on any. A state that is not finite is not saved.
+    In the background, training waits only while weights are copied; a second save waits for the first. If a background
+    save fails, `wait` raises its error; once `failed` is true on any rank, all ranks must call `wait`. A state with
+    numbers that are not finite is not saved.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class Saver:
         self._engine, self._state, self._data_group = engine, state, data_group
         self._config = config.model_dump(mode="json")
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="save") if training.save_in_background else None
+        # a gloo connection of its own, since another thread may use it at the same time
         self._world_group = world_group.side_channel() if self._pool else world_group
         keep_rules, self._lineage = KeepRules(training.keep_every, training.keep_best), lineage
         self._write = partial(
@@ -105,13 +107,13 @@ def _must_be_finite(step: int, tensors: dict[str, Tensor], counters: dict[str, A
     bad += [f"state/{name}" for name, value in counters.items() if not all(map(isfinite, _floats(value)))]
     if bad:
         raise CheckpointError(
-            f"a checkpoint must hold finite numbers only, but at step {step} {bad[0]} does not; it was not saved, the "
-            "older ones are unharmed: clip gradients or lower optimizer.learning_rate, and resume."
+            f"a checkpoint must hold finite numbers only, but at step {step} {bad[0]} has others; it was not saved "
+            "(older checkpoints are unharmed): clip gradients or lower optimizer.learning_rate, and resume."
         )
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    """Whether all numbers are: looks at their sum first, and at each only if that is not finite."""
+    """Whether all numbers are finite. Checks their sum first, and each number only if the sum is not finite."""
     return not tensor.is_floating_point() or isfinite(tensor.sum()) or bool(tensor.isfinite().all())
 
 

@@ -25,38 +25,38 @@ _KEPT_ON_ROLLBACK = {
 }
 _RESTORED_ON_ROLLBACK = {"step": int, "targets": int, "recent_losses": list, "validation": dict | None}
 _BEFORE_THEY_WERE_COUNTED = {"spikes": 0, "rollbacks": 0, "recent_losses": []}
-"""Values for checkpoints that were written before these were counted."""
+"""Values for checkpoints of earlier versions, which did not have these."""
 
 
 @dataclass
 class TrainingState:
-    """Counters of the run. A skipped step advances the place in the data (`samples`), not the schedule (`step`)."""
+    """Counters of the run. A skipped step advances the position in the data (`samples`), not the schedule (`step`)."""
 
     padded_vocab_size: int
 
     group_samples: int
-    """Samples that share candidates, fixed when the run began."""
+    """Consecutive samples whose targets are candidates for each other (a candidate group), fixed when the run began."""
 
     step: int = 0
     """Optimizer steps that were applied."""
 
     samples: int = 0
-    """Samples read, over all data ranks: the next sample's number."""
+    """Samples read by all data ranks together, which is also the next sample's number."""
 
     tokens: int = 0
-    """Input tokens read, over all data ranks, each once."""
+    """Input tokens read by all data ranks together."""
 
     targets: int = 0
     """Targets trained on."""
 
     target_samples: int = 0
-    """Samples these came from: fewer than were read, where steps were skipped or rolled back."""
+    """Samples that these targets came from: fewer than `samples` if steps were skipped or rolled back."""
 
     skipped_steps: int = 0
-    """Steps that were read but not applied: not finite, or a spike that was skipped."""
+    """Steps whose samples were read but that were not applied: not finite, or a spike that was skipped."""
 
     spikes: int = 0
-    """Steps whose loss was far above the recent ones, applied or not."""
+    """Steps whose loss was far above recent losses, applied or not."""
 
     rollbacks: int = 0
     """Returns to a checkpoint after a bad step."""
@@ -65,20 +65,21 @@ class TrainingState:
     """Time spent training, all sessions together."""
 
     recent_losses: list[float] = field(default_factory=list)
-    """Losses of the last applied steps (`faults.spike_window` of them), by which spikes are judged."""
+    """Losses of the last applied steps (`faults.spike_window` of them), with which spikes are found."""
 
     validation: dict[str, float] | None = None
     """`step` and `loss` of the last evaluation."""
 
     data_fingerprints: dict[str, Any] = field(default_factory=dict)
-    """Identify the content of the files that the config names, see `identity`; `texts` in a checkpoint."""
+    """Identify the content of the files that the config names, see `identity`; in a checkpoint they are `texts`."""
 
     local_counts: Tensor = field(init=False)
-    """int64 [padded vocabulary]: how often each id was a target on this rank (rank 0 holds the resumed counts)."""
+    """int64 [padded vocabulary]: how often each id was a target on this rank so far (rank 0's include the counts of the
+    checkpoint that was resumed)."""
 
     dataset_counts: Tensor = field(init=False)
-    """int64 [padded vocabulary]: how often each id is in the training dataset; zeros where it has no counts.
-    Only smooths `local_counts` for ids that were seldom a target so far."""
+    """int64 [padded vocabulary]: how often each id occurs in the training dataset; zeros if the dataset has no counts.
+    Only used to smooth `local_counts` for ids that were seldom a target so far."""
 
     def __post_init__(self) -> None:
         self.local_counts = torch.zeros(self.padded_vocab_size, dtype=torch.int64)
@@ -101,27 +102,27 @@ class TrainingState:
 
     @property
     def evaluated(self) -> bool:
-        """Whether the last evaluation was of the current weights."""
+        """Whether the last evaluation was made with the present weights."""
         return self.validation is not None and self.validation.get("step") == self.step
 
     def group_targets(self, expected: int) -> float:
-        """Mean number of targets in a group so far; before the first step from `expected` targets per sample."""
+        """Mean number of targets in a candidate group so far; before the first step with `expected` ones per sample."""
         per_row = self.targets / self.target_samples if self.target_samples else expected
         return self.group_samples * per_row
 
     def counters(self) -> dict[str, Any]:
-        """All but the counts of targets, as written to a checkpoint's JSON."""
+        """All counters except those per id, as written to a checkpoint's JSON."""
         names = (*_KEPT_ON_ROLLBACK, *_RESTORED_ON_ROLLBACK, "target_samples", "group_samples")
         counters = {name: copy(getattr(self, name)) for name in names}
         return counters | {"texts": copy(self.data_fingerprints)}
 
     def restore(self, checkpoint: Checkpoint, group: Group) -> None:
-        """The inverse of `counters` and `target_counts`: all as when `checkpoint` was saved."""
+        """The inverse of `counters` and `target_counts`: everything is as when `checkpoint` was saved."""
         self._take(_KEPT_ON_ROLLBACK, checkpoint)
         self.roll_back_to(checkpoint, group)
 
     def roll_back_to(self, checkpoint: Checkpoint, group: Group) -> None:
-        """Restores what was learned, as of `checkpoint`; what was read since stays counted."""
+        """Restores the counters of what was learned from `checkpoint`; those of what was read stay as they are."""
         self._take(_RESTORED_ON_ROLLBACK, checkpoint)
         self.target_samples = target_samples(checkpoint)
         counts = checkpoint.read("state/target_counts")

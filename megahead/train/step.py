@@ -1,6 +1,6 @@
-"""One optimizer step: micro-batches through the engine, and the decision of all ranks whether to apply it.
+"""One optimizer step: micro-batches through the engine, then all ranks decide together whether to apply it.
 
-Shapes: W ranks of the world, A accumulation steps.
+Shapes: W ranks, A accumulation steps.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ class StepReport:
     """What was wrong with it, if anything."""
 
     loss_scale: float
-    """fp16's when the step was taken; 1 otherwise."""
+    """fp16's loss scale in this step; 1 for other formats."""
 
     learning_rate: float
     targets: int
     candidates: float
 
     rows_fetched: int | None
-    """Rows of the embedding that this rank looked up; None where it is dense."""
+    """Rows of the embedding that this rank looked up; None unless `engine.embedding` is `rows`."""
 
     rows_late: int
-    """Rows of this rank's that had not been moved by the step before, of those that any rank looked up."""
+    """How many of the rows that this rank owns and any rank looked up were late: not updated by the step before."""
 
 
 def train_step(

@@ -1,4 +1,4 @@
-"""How long training took, pauses left out."""
+"""Measures how long training took, without pauses."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 class Stopwatch:
-    """Runs from when it is made, starting at `seconds`."""
+    """Starts when it is created, at `seconds`."""
 
     def __init__(self, seconds: float = 0.0) -> None:
         self._start = time.monotonic() - seconds

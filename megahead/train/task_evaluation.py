@@ -1,4 +1,4 @@
-"""Tasks in the middle of training: one export, and the tasks divided among the ranks."""
+"""Evaluates tasks during training: one export, and the tasks divided among the ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SETTINGS = {"--tasks": "tasks.names", "--data": "tasks.data", "--cloze": "tasks
 
 
 class TaskEvaluation:
-    """The tasks of a run. Reads their files once when made, so that a mistake is an error before training."""
+    """The tasks of a run. Their files are checked when it is created, so that a mistake is an error before training."""
 
     def __init__(self, config: TasksConfig, world_group: Group, *, encoder: bool) -> None:
         self.every = config.every
@@ -27,7 +27,7 @@ class TaskEvaluation:
 
     @classmethod
     def of(cls, config: RunConfig, world_group: Group) -> TaskEvaluation | None:
-        """What a run's `tasks` ask for, if anything."""
+        """The evaluation that a run's `tasks` ask for, if any."""
         if config.tasks is None:
             return None
         return cls(config.tasks, world_group, encoder=config.model.is_encoder())
@@ -35,8 +35,8 @@ class TaskEvaluation:
     def run(self, checkpoint: Path) -> list[TaskResult]:
         """Results of all tasks in their order, for the model in `checkpoint`, with the best head it has. Collective.
 
-        Rank 0 exports, rank r of W evaluates tasks r, r + W, ... in fp32, and the export is removed. Torch's random
-        state is not kept: steps seed their own. UserError where the export fails.
+        Rank 0 exports, rank r of W evaluates tasks r, r + W, ... in fp32, and the export is removed. Does not restore
+        torch's random state: every step seeds its own. UserError if the export fails.
         """
         from megahead.evaluate.harness import evaluate_tasks  # imports transformers: seconds
 
@@ -57,7 +57,7 @@ class TaskEvaluation:
 
 
 def _files(config: TasksConfig, encoder: bool) -> dict[str, Path]:
-    """`task_files` of a run's settings; a mistake in them is told by their names."""
+    """`task_files` for a run's settings; errors name the settings instead of the command's options."""
     places = [None if place is None else Path(place) for place in (config.data, config.cloze, config.text)]
     try:
         if encoder:

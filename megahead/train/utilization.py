@@ -1,4 +1,5 @@
-"""How much of the devices' peak a speed is: model FLOPs utilisation (Chowdhery et al. 2022, arXiv 2204.02311, B)."""
+"""Model FLOPs utilization (MFU): which share of the devices' peak a speed is (Chowdhery et al. 2022, arXiv 2204.02311,
+appendix B)."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from megahead.estimate import peak_flops, training_flops
 
 @dataclass(frozen=True)
 class Utilization:
-    """For a run on `devices` devices of `device_peak` operations a second each (None: not known)."""
+    """For a run on `devices` devices with a peak of `device_peak` operations per second each (None: not known)."""
 
     config: RunConfig
     devices: int
@@ -24,11 +25,11 @@ class Utilization:
         return cls(plan.config, plan.ranks, peak_flops(device_name(device), plan.config.engine.precision))
 
     def of(self, tokens_per_second: float, candidates: float) -> dict[str, float]:
-        """{"flops_per_second": a device's, and where its peak is known "mfu": its share of that}.
+        """`flops_per_second` of one device, and `mfu`, its share of the device's peak, if that is known.
 
-        Operations that the model needs (body, attention over whole rows, candidates of the targets: an encoder masks
-        few tokens); what is computed again for activation checkpointing does not count. `candidates` 0: the whole
-        vocabulary.
+        Counts the operations that the model needs (body, attention over whole rows, scores of the targets' candidates);
+        what activation checkpointing computes again does not count. `candidates`: mean number that an output is scored
+        against, 0 for the whole vocabulary.
         """
         rows = round(candidates) or self.config.model.padded_vocab_size()
         length, targets = self.config.data.sequence_length, self.config.targets_per_row()

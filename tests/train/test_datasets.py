@@ -82,6 +82,6 @@ def test_rows_in_which_nothing_is_kept_apart_are_reported(tmp_path: Path) -> Non
         writer.add_documents(np.full(250, 7), np.full(10, 25), sequences=np.empty(0, np.int64))
     config = small_config(tmp_path, {"data.order": "stored"})
     told = dict(open_datasets(config).describe(config))
-    assert told["documents"] == f"{tmp_path}/text: not kept apart, no row looked at has an end token (0)"
+    assert told["documents"] == f"{tmp_path}/text: not kept apart, no row that was checked has an end token (0)"
     plain = small_config(tmp_path, {"data.order": "stored", "data.isolate_documents": False})
     assert "documents" not in dict(open_datasets(plain).describe(plain))

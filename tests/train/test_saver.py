@@ -20,8 +20,8 @@ from support.on_ranks import on_ranks
 from support.small_run import small_config, stage, write_text
 
 SENTENCE = (
-    "a checkpoint must hold finite numbers only, but at step 4 {} does not; it was not saved, the older ones are "
-    "unharmed: clip gradients or lower optimizer.learning_rate, and resume."
+    "a checkpoint must hold finite numbers only, but at step 4 {} has others; it was not saved (older checkpoints are "
+    "unharmed): clip gradients or lower optimizer.learning_rate, and resume."
 )
 
 
