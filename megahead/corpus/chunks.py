@@ -1,4 +1,5 @@
-"""Pieces of an input, cut cheaply in one place and parsed anywhere: each is picklable and knows its place."""
+"""Pieces of an input: cut cheaply in the main process, parsed in any process. Each is picklable and knows its position
+in the input, for error messages."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from megahead.errors import DataError
 
 @dataclass
 class Parsed:
-    """The documents of a chunk, and what became none."""
+    """The documents of a chunk, and what did not become a document."""
 
     texts: list[str] = field(default_factory=list)
     """The documents' texts, none of them empty."""
@@ -35,7 +36,7 @@ class Parsed:
         return self.texts
 
     def add(self, place: str, text: str | None) -> None:
-        """Sorts in what the selection made of a record."""
+        """Adds what the selection made of the record at `place`: a text, or None if it is not wanted."""
         if text is None:
             self.left_out += 1
         elif not text or text.isspace():
@@ -57,7 +58,7 @@ class Chunk(Protocol):
 
 @dataclass(frozen=True)
 class JsonLines:
-    """Whole lines of a `.jsonl` file, one JSON object each; blank lines are nothing."""
+    """Whole lines of a `.jsonl` file, one JSON object each; blank lines are ignored."""
 
     path: str
     first_line: int
@@ -66,7 +67,7 @@ class JsonLines:
     consumed: int
 
     def parse(self) -> Parsed:
-        """One document a line."""
+        """One document per line."""
         lines = enumerate(_lines(self.block), self.first_line)
         return _parse_records(self.path, ((number, line) for number, line in lines if line.strip()), self._text)
 
@@ -89,8 +90,8 @@ class Rows:
     consumed: int
 
     def parse(self) -> Parsed:
-        """One document a row."""
-        import pyarrow.ipc  # here, because lines of JSON, the common case, need none of it
+        """One document per row."""
+        import pyarrow.ipc  # here, because JSON lines, the common case, do not need it
 
         rows = pyarrow.ipc.open_stream(self.stream).read_all().to_pylist()
         return _parse_records(self.path, enumerate(rows, self.first_row), self.selection.text)

@@ -1,4 +1,4 @@
-"""`PREFIX.json`: what is known of a dataset beside its tokens, so that nobody has to read them to ask."""
+"""`PREFIX.json`: counts, origin and checksums of a dataset, which can be read without reading its tokens."""
 
 from __future__ import annotations
 
@@ -81,7 +81,8 @@ class DatasetInfo:
 
 
 def verify_file(path: Path, fingerprint: FileFingerprint, advance: Callable[[int], None] = lambda read: None) -> None:
-    """Reads all of `path` and compares its checksum; DataError when it differs. `advance` hears the bytes read."""
+    """Reads all of `path` and compares its checksum; DataError when it differs. `advance` is called with the number of
+    bytes of each block read."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(1 << 22):
@@ -89,6 +90,6 @@ def verify_file(path: Path, fingerprint: FileFingerprint, advance: Callable[[int
             advance(len(block))
     if digest.hexdigest() != fingerprint.sha256:
         raise DataError(
-            f"`{path}` must have the SHA-256 {fingerprint.sha256} noted when it was made, but has {digest.hexdigest()} "
-            "instead; it was damaged or changed since."
+            f"`{path}` must have the SHA-256 {fingerprint.sha256} recorded when it was made, but has "
+            f"{digest.hexdigest()} instead; it was damaged or changed since."
         )

@@ -1,4 +1,4 @@
-"""The unpacked bytes of a plain, .gz or .zst file (or of standard input), a block at a time."""
+"""The decompressed bytes of a plain, .gz or .zst file (or of standard input), block by block."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STANDARD_INPUT = Path("-")
 
 
 def read_blocks(path: Path) -> Iterator[tuple[bytes, int]]:
-    """Blocks of about 4 MB, each with the bytes of the file on disk read by then.
+    """Blocks of about 4 MB, each with the number of bytes of the file on disk that were read so far.
 
     DataError for a file that cannot be read to its end.
     """
@@ -46,9 +46,9 @@ def _gzip_blocks(file: IO[bytes]) -> Iterator[bytes]:
 
 
 def _zstd_blocks(file: IO[bytes]) -> Iterator[bytes]:
-    """One frame after the other. (The library's own stream reader takes a file that was cut short for a whole one.)
+    """Decompresses frame by frame, since the library's own stream reader does not notice that a file was cut short.
 
-    Little is unpacked at a time, because nothing bounds what comes out; it is handed on in whole blocks.
+    Reads little at a time, because nothing bounds the size of what comes out; it is yielded in whole blocks.
     """
     frame, parts, size = None, list[bytes](), 0
     while packed := file.read(BLOCK_BYTES // 32):

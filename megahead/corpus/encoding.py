@@ -1,4 +1,4 @@
-"""Chunks of text into chunks of ids, in this process or in worker processes, always in input order."""
+"""Turns chunks of text into chunks of ids, in this process or in worker processes, always in input order."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True)
 class ChunkTokenizer:
-    """How a chunk becomes ids: the tokenizer's file, the engine found exact, the id that closes each document."""
+    """How a chunk becomes ids: the tokenizer's file, the engine (a library that was found to be exact), and the id that
+    closes each document."""
 
     path: Path
     engine: Engine
@@ -38,7 +39,7 @@ class ChunkTokenizer:
     on_error: OnError = "fail"
 
     def encode(self, chunk: Chunk) -> EncodedChunk:
-        """The ids of the chunk's documents. DataError for a broken one, unless those are to be skipped."""
+        """The ids of the chunk's documents. DataError for a broken document, unless `on_error` says to skip them."""
         parsed = chunk.parse()
         texts = parsed.strict() if self.on_error == "fail" else parsed.texts
         tokenizer = opened(self.path, self.engine)
@@ -53,7 +54,8 @@ class ChunkTokenizer:
     def _closed(
         self, tokenizer: Tokenizer, tokens: Array, lengths: Array, text_bytes: Array
     ) -> tuple[Array, Array, Array]:
-        """With an end token after each document, and without those that a tokenizer knows no character of."""
+        """The same with an end token after each document, and without documents that have no tokens (the tokenizer
+        knows none of their characters)."""
         kept = lengths > 0
         ends = np.cumsum(lengths)[kept]
         tokens = np.insert(tokens.astype(token_dtype(tokenizer.vocab_size), copy=False), ends, self.end_token)
@@ -62,7 +64,7 @@ class ChunkTokenizer:
 
 @dataclass(frozen=True)
 class EncodedChunk:
-    """The documents of one chunk, their tokens back to back."""
+    """The documents of one chunk, their tokens concatenated."""
 
     tokens: Array
     """Ids, each document closed by the end token."""
@@ -90,7 +92,7 @@ class EncodedChunk:
 
 
 class EncodingPool:
-    """`with EncodingPool(workers) as pool`: worker processes that outlive one stream of chunks; none for one worker."""
+    """`with EncodingPool(workers) as pool`: worker processes, for any number of streams of chunks; none for one."""
 
     def __init__(self, workers: int) -> None:
         self.workers = max(workers, 1)
@@ -113,7 +115,7 @@ class EncodingPool:
     def encode(self, chunks: Iterable[Chunk], encoder: ChunkTokenizer) -> Iterator[EncodedChunk]:
         """Each chunk encoded, in order; the workers stay a few chunks ahead of the reader.
 
-        An error of a chunk surfaces at its turn. DataError when a worker dies.
+        An error in a chunk is raised when that chunk would be yielded. DataError if a worker dies.
         """
         if self._pool is None:
             yield from map(encoder.encode, chunks)
@@ -133,7 +135,7 @@ class EncodingPool:
 
 
 def suitable_workers(total_bytes: int | None, cores: int) -> int:
-    """How many worker processes pay off: one for every 32 MB of input on disk, as each warms up its own caches."""
+    """How many worker processes pay off: one per 32 MB of input on disk, as each must warm up its own caches."""
     return cores if total_bytes is None else max(1, min(cores, total_bytes // BYTES_PER_WORKER))
 
 
@@ -150,7 +152,7 @@ def _prepare_worker() -> None:
 
 
 def _end_with_parent() -> None:
-    """A pool's workers outlive a parent that was killed, waiting for it; these do not."""
+    """Ends this worker when its parent was killed: a pool's workers would wait for work forever."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()

@@ -41,7 +41,7 @@ class IndexLayout:
     dtype: np.dtype
     num_sequences: int
     num_boundaries: int
-    """D = documents + 1; 1 in published preshuffled files, which name no documents."""
+    """D = documents + 1; 1 in Pythia's preshuffled files, which list no documents."""
 
     @property
     def sizes_at(self) -> int:
@@ -66,7 +66,7 @@ class IndexLayout:
 
     @staticmethod
     def parse(path: Path, header: bytes, file_bytes: int) -> IndexLayout:
-        """Reads the header of `path`, a file of `file_bytes` bytes. DataError when it is none, or cut short."""
+        """Reads the header of `path`, a file of `file_bytes` bytes. DataError if it is no index, or was cut short."""
         if header[: len(MAGIC)] != MAGIC:
             raise DataError(
                 f"`{path}` must begin with the magic of an indexed dataset ({MAGIC!r}), "

@@ -1,4 +1,4 @@
-"""Reads `PREFIX.bin` + `PREFIX.idx` in place: tokens and index stay on disk, mapped into memory."""
+"""Reads `PREFIX.bin` + `PREFIX.idx` in place: both stay on disk and are mapped into memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class IndexedDataset:
 
     Opening reads the header and the last entries only, whatever the number of sequences; `sizes`, `offsets` and
     `document_index` are copied (aligned) on first use. Arrays of tokens are read-only views of the file.
-    DataError for anything that is missing, cut short, or at odds with itself.
+    DataError for files that are missing, cut short or inconsistent.
     """
 
     def __init__(self, prefix: str | Path) -> None:
@@ -35,7 +35,7 @@ class IndexedDataset:
         self.dtype = self.layout.dtype
         self._map = self._map_tokens()
         self._tokens = np.frombuffer(self._map, self.dtype)
-        self.scattered = False
+        self.random_access = False
         self._vocab_size: int | None = None
         self._check_documents()
 
@@ -63,7 +63,7 @@ class IndexedDataset:
 
     @property
     def num_documents(self) -> int:
-        """Documents named by the index; 0 in preshuffled files (D = 1), whose rows belong to none."""
+        """Documents that the index lists; 0 in preshuffled files (Pythia's), whose index has one boundary (D = 1)."""
         return self.layout.num_boundaries - 1
 
     def document(self, i: int) -> Array:
@@ -78,7 +78,7 @@ class IndexedDataset:
         return self._checked(first_token, self._tokens[first_token : first_token + count])
 
     def expect_ids_below(self, vocab_size: int) -> None:
-        """From here on, reading another id is a DataError (the largest of each span of tokens is looked at)."""
+        """From now on, reading an id that is not below `vocab_size` is a DataError."""
         self._vocab_size = vocab_size
 
     def _checked(self, first: int, tokens: Array) -> Array:
@@ -91,12 +91,12 @@ class IndexedDataset:
             )
         return tokens
 
-    def expect_scattered_reads(self) -> None:
-        """Tells the system that rows will be read here and there: it then reads what is asked for, not what is around.
+    def expect_random_access(self) -> None:
+        """Tells the system that rows will be read in random order, so that it does not read ahead.
 
         Measured on a sparse file of 15 GB: a cold row of 4 KB took 6 to 10 ms before, 13 to 25 us after.
         """
-        self.scattered = True
+        self.random_access = True
         if isinstance(self._map, mmap.mmap):
             self._map.madvise(mmap.MADV_RANDOM)
 
@@ -129,14 +129,15 @@ class IndexedDataset:
         return self._array("<i8", self.layout.num_boundaries, self.layout.documents_at)
 
     def document_boundaries(self) -> Array:
-        """First token of each document, then the number of all; int64 [D]. Reads the whole index."""
+        """First token of each document, then the number of all tokens; int64 [D]. Reads the whole index."""
         ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(self.sizes, dtype=np.int64)])
         boundaries: Array = ends[self.document_index]
         return boundaries
 
     @cached_property
     def info(self) -> DatasetInfo | None:
-        """The content of `PREFIX.json`, if it exists. DataError when it describes other files."""
+        """The content of `PREFIX.json`; None if there is none, since another tool made the dataset. DataError when it
+        describes other files."""
         if not self.info_path.exists():
             return None
         info = DatasetInfo.load(self.info_path)
@@ -149,8 +150,8 @@ class IndexedDataset:
 
     @property
     def fingerprint(self) -> str:
-        """Identifies the text without reading it: its length, and the checksum of its tokens in `PREFIX.json` or,
-        without one, of its index."""
+        """Identifies the text without reading it, by its length and a checksum: that of its tokens in `PREFIX.json`, or
+        if there is none, that of its index."""
         noted = self.info.bin.sha256 if self.info else hashlib.sha256(self._index).hexdigest()
         return f"{self.num_tokens:,} tokens, sha256 {noted[:16]}"
 
@@ -160,7 +161,7 @@ class IndexedDataset:
         return size, offset
 
     def _first_token(self, sequence: int) -> int:
-        """Number of a sequence's first token in the dataset; for `len(self)` the number of all tokens."""
+        """Index of a sequence's first token in the dataset; for `len(self)` the number of all tokens."""
         return self.num_tokens if sequence == len(self) else self._entry(sequence)[1] // self.dtype.itemsize
 
     def _boundary(self, i: int) -> int:

@@ -1,4 +1,4 @@
-"""What an indexed dataset contains, and whether it is still what was written."""
+"""What an indexed dataset contains, and whether its files are still as they were written."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Inspection:
     """int64 [ids]."""
 
     verified: bool
-    """The files were read and have the checksums noted when they were made."""
+    """Whether the files were read and have the checksums recorded when they were made."""
 
     @cached_property
     def used_ids(self) -> Array:
@@ -36,7 +36,7 @@ class Inspection:
         return np.flatnonzero(self.counts)
 
     def sequence(self, i: int) -> Array:
-        """Sequence i; FieldError when there is none."""
+        """Sequence i; FieldError if there is none."""
         if not 0 <= i < len(self.dataset):
             raise FieldError("--sequence", f"be below their number ({counted(len(self.dataset), 'sequence')})", got=i)
         return self.dataset[i]
@@ -50,7 +50,7 @@ class Inspection:
         return self.ends(end_token) / max(self.dataset.num_tokens, 1)
 
     def warnings(self, end_token: int, vocab_size: int | None = None) -> list[str]:
-        """A sentence for whatever would spoil training unnoticed; `vocab_size` is the tokenizer's, where known."""
+        """One sentence for each flaw that would spoil training unnoticed; `vocab_size`: the tokenizer's, if known."""
         findings = []
         ends = self.ends(end_token)
         if self.dataset.num_tokens and ends < max(self.dataset.num_documents, 1):
@@ -70,7 +70,8 @@ class Inspection:
         return findings
 
     def histogram(self) -> list[tuple[str, int]]:
-        """(range of lengths, sequences in it), the ranges doubling; empty ranges at both ends are left out."""
+        """(range of lengths, number of sequences), each range twice as wide as the one before; without empty ranges at
+        both ends."""
         bins = np.bincount(np.frexp(self.dataset.sizes)[1], minlength=1)  # 0 | 1 | 2-3 | 4-7 | ...
         (filled,) = np.nonzero(bins)
         span = range(filled[0], filled[-1] + 1) if len(filled) else range(0)
@@ -81,12 +82,12 @@ class Inspection:
         dataset, info = self.dataset, self.dataset.info
         rows = [
             ("sequences", f"{len(dataset):,}"),
-            ("documents", f"{dataset.num_documents:,}" if dataset.num_documents else "not named (preshuffled rows)"),
+            ("documents", f"{dataset.num_documents:,}" if dataset.num_documents else "not listed (preshuffled rows)"),
             ("tokens", f"{dataset.num_tokens:,} ({dataset.dtype.name})"),
             ("lengths", _lengths(dataset.sizes)),
             ("ids used", _id_range(self.used_ids)),
             ("end tokens", f"{self.end_rate(end_token):.4%} of the tokens (id {end_token})"),
-            ("checksums", "match" if self.verified else "none noted" if info is None else "not compared"),
+            ("checksums", "match" if self.verified else "none recorded" if info is None else "not compared"),
         ]
         if info is not None:
             per_token = info.text_bytes / max(info.tokens, 1)
@@ -96,9 +97,9 @@ class Inspection:
 
 
 def inspect_dataset(prefix: str | Path, *, verify: bool = True, progress: ByteProgress | None = None) -> Inspection:
-    """Looks at a dataset. With `verify` reads all of it and compares checksums, lengths and offsets.
+    """Inspects a dataset. With `verify` reads all of it and compares checksums, lengths and offsets.
 
-    DataError for whatever does not fit. Without a `.json` beside it the tokens are read once to count them.
+    DataError if one of them does not match. If there is no `PREFIX.json`, reads all tokens to count them.
     """
     progress = progress or Silent()
     dataset = IndexedDataset(prefix)

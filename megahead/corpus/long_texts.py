@@ -1,4 +1,4 @@
-"""A very long text is tokenized in pieces, so that memory follows the piece; cut only where that changes no id."""
+"""Cuts a very long text into pieces that are tokenized one by one, to save memory; only where that changes no id."""
 
 from __future__ import annotations
 
@@ -6,24 +6,23 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 
 PIECE = 1 << 20
-"""Characters of a piece, about."""
+"""About how many characters a piece has."""
 
 AROUND = 256
 """Characters on either side of a cut that are tokenized with and without it."""
 
 SEARCHED = 1 << 16
-"""Characters that are searched for a place to cut before the rest stays whole."""
+"""Characters that are searched for a place to cut; if there is none, the rest stays whole."""
 
 _WORD_START = re.compile(r"(?=\s\w)")
 Encode = Callable[[Sequence[str]], list[list[int]]]
 
 
 def pieces(text: str, encode: Encode) -> Iterator[str]:
-    """`text` in pieces of about a million characters whose ids by `encode`, one after the other, are the text's own.
+    """`text` in pieces of about a million characters, whose ids by `encode`, concatenated, are the ids of `text`.
 
-    Cut before the space in front of a word, where the ids around the cut are the same with and without it. As all
-    common tokenizers split there before anything else, that is exact; where no such place is found the rest stays
-    whole.
+    Cuts before the space in front of a word, if the ids around the cut are the same with and without it. That is exact,
+    since all common tokenizers pre-tokenize there. If no such place is found, the rest stays whole.
     """
     start = 0
     while len(text) - start >= 2 * PIECE:

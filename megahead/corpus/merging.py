@@ -1,4 +1,4 @@
-"""Several indexed datasets back to back in one, their documents kept."""
+"""Concatenates several indexed datasets into one, with their document boundaries."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def merge_datasets(
 ) -> IndexedDataset:
     """Writes the sequences and documents of all `prefixes`, in order, to `output`; whole, or not at all.
 
-    Document boundaries are kept as they are, also where a document has several sequences, or where there are none at
-    all (preshuffled rows). Memory: some 100 MB, and the index arrays. DataError when token types, vocabularies or the
-    naming of documents differ, when `output` is one of `prefixes`, or (unless `overwrite`) when it is there already.
+    Document boundaries are kept as they are, also if a document has several sequences, or if the index lists none at
+    all (preshuffled rows). Memory: some 100 MB, and the index arrays. DataError if token types or vocabularies differ,
+    if only some of them list documents, if `output` is one of `prefixes`, or (unless `overwrite`) if it exists.
     """
     datasets = [IndexedDataset(prefix) for prefix in prefixes]
     _check_alike(datasets, output)
@@ -77,7 +77,7 @@ def _check_new(output: str | Path, overwrite: bool) -> None:
 
 
 def _vocabulary(dataset: IndexedDataset) -> int:
-    """The noted vocabulary size; else the least that covers the ids and gives the same token type."""
+    """The vocabulary size in `PREFIX.json`, or else the least that covers the ids and gives the same token type."""
     if dataset.info is not None:
         return dataset.info.vocab_size
     min_size = 1 if dataset.dtype == np.uint16 else LARGEST_UINT16_VOCABULARY
@@ -85,7 +85,7 @@ def _vocabulary(dataset: IndexedDataset) -> int:
 
 
 def _text_bytes(datasets: Sequence[IndexedDataset]) -> int:
-    """Of all datasets; 0 (unknown) when one does not know its own."""
+    """The text bytes of all datasets; 0 (unknown) if they are unknown for one of them."""
     sizes = [0 if dataset.info is None else dataset.info.text_bytes for dataset in datasets if dataset.num_tokens]
     return sum(sizes) if all(sizes) else 0
 

@@ -1,4 +1,4 @@
-"""Text into one indexed dataset, or two when every k-th document is held out for validation."""
+"""Turns text into one indexed dataset, or two if every k-th document is held out for validation."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """How text becomes a dataset; equal recipes make equal files of equal text."""
+    """All settings by which text becomes a dataset: equal recipes make equal files from equal text."""
 
     tokenizer: Path
     """tokenizer.json, or a SentencePiece .model."""
@@ -43,7 +43,7 @@ class Recipe:
     """Share of the documents that goes to `OUTPUT-validation`."""
 
     on_error: OnError = "fail"
-    """Whether a broken line ends the run, or is noted and left out."""
+    """Whether a broken line ends the run, or is reported and left out."""
 
 
 @dataclass
@@ -66,7 +66,7 @@ class PreprocessReport:
     """Documents that the selection does not want."""
 
     engine: str = ""
-    """The library that tokenized."""
+    """The tokenizer backend: the library that tokenized."""
 
     empty_places: list[str] = field(default_factory=list)
     """`FILE:LINE` of the first documents without text."""
@@ -83,7 +83,7 @@ class PreprocessReport:
         self.problems += encoded.broken[: PLACES_KEPT - len(self.problems)]
 
     def add(self, other: PreprocessReport) -> None:
-        """Takes in the report of another part of the input."""
+        """Adds the report of another part of the input."""
         for name in ("documents", "held_out", "tokens", "text_bytes", "skipped", "broken", "left_out"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.engine = other.engine if self.engine in ("", other.engine) else "several engines"
@@ -106,8 +106,8 @@ def preprocess(
     """Writes `OUTPUT.bin`, `.idx` and `.json`, and `OUTPUT-validation.*` when `holdout` is given.
 
     Documents keep their order and are closed by `end_token`; those without text are left out. The result depends on
-    neither `workers` nor the machine. Memory: a few chunks of 4 MB a worker. After an error (DataError that names file
-    and line, usually) nothing of this run is left, and older datasets of these names are untouched.
+    neither `workers` nor the machine. Memory: a few chunks of 4 MB per worker. After an error (usually a DataError that
+    names file and line) nothing of this run is left, and older datasets of these names are untouched.
     """
     recipe = Recipe(
         tokenizer=Path(tokenizer),
@@ -138,7 +138,7 @@ def preprocess_one(
 def write_dataset(
     chunks: Iterator[Chunk], recipe: Recipe, output: str | Path, pool: EncodingPool, progress: ByteProgress
 ) -> PreprocessReport:
-    """One dataset (and its held-out part) of all `chunks`: whole, or not at all."""
+    """Writes one dataset (and its held-out part) of all `chunks`, whole or not at all."""
     if recipe.tokenizer.absolute() in {Path(f"{output}{part}.json").absolute() for part in ("", "-validation")}:
         raise DataError(
             f"`{recipe.tokenizer}` must not be named like the dataset's description, but `{output}` would write over "
@@ -174,7 +174,7 @@ def held_out_share(holdout: Fraction | int) -> Fraction:
 
 
 def _choose_tokenizer(path: Path, chunks: Iterator[Chunk]) -> tuple[Tokenizer, Iterator[Chunk]]:
-    """The fast engine if it is exact on the first documents; the chunks are handed back complete."""
+    """The tokenizer, with the fast engine if that is exact on the first documents; and all chunks (first included)."""
     first = next(chunks, None)
     if first is None:
         return load_tokenizer(path), iter(())
@@ -201,7 +201,7 @@ def _add(
 
 
 def _held_out(numbers: Array, share: Fraction) -> Array:
-    """Which document numbers are held out: evenly spread, floor(share * n) of the first n (1/k: every k-th)."""
+    """bool: whether each document number is held out. They are evenly spread: floor(share * n) of the first n."""
     above, below = share.numerator, share.denominator
     held: Array = (numbers + 1) * above // below > numbers * above // below
     return held

@@ -1,4 +1,4 @@
-"""Reports how far a long reading job is; `Bar` draws it in a terminal."""
+"""Progress of a long reading job; `Bar` draws it in a terminal."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 
 
 class ByteProgress(Protocol):
-    """Hears of a job that reads files of a known total size."""
+    """Is told how far a job is that reads files of a known total size."""
 
     def begin(self, total_bytes: int | None) -> None:
-        """The files' size on disk; None when nobody knows it."""
+        """The files' size on disk; None if it is not known."""
 
     def advance(self, read_bytes: int, text_bytes: int) -> None:
         """More bytes were read from disk, and came out as this many bytes of text."""
 
 
 class Silent:
-    """Tells nobody."""
+    """Shows no progress."""
 
     def begin(self, total_bytes: int | None) -> None:
         """Ignored."""

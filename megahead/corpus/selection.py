@@ -1,4 +1,4 @@
-"""Which text of a record is a document's, and which records are wanted at all."""
+"""Which records of the input become documents, and which of their fields is the text."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ Condition = tuple[str, str]
 
 
 class Unfit(Exception):
-    """What is wrong with a record: the end of a sentence that begins with its place."""
+    """Says what is wrong with a record; the error sentence begins with the record's FILE:LINE."""
 
 
 @dataclass(frozen=True)
 class Selection:
     """Reads one record (a JSON object, a row of a table) as a document.
 
-    Keys may be nested: `meta.pile_set_name` is the record's key of that very name or, where it has none, the key
+    Keys may be nested: `meta.pile_set_name` is the record's key of exactly that name or, if there is none, the key
     `pile_set_name` of its `meta`.
     """
 
     text_key: str = "text"
 
     keep: tuple[Condition, ...] = ()
-    """(key, value) pairs: only records that have one of the values under each key; all when there are none."""
+    """(key, value) pairs: only records that have, for each key in them, one of its values. All records if empty."""
 
     drop: tuple[Condition, ...] = ()
-    """(key, value) pairs: no record that has any of these."""
+    """(key, value) pairs: records that have any of these are left out."""
 
     def text(self, record: Any) -> str | None:
-        """The document's text, None for a record that is not wanted. Unfit when there is no text in it."""
+        """The document's text; None for a record that is not wanted. Raises Unfit for a record without text."""
         if (self.keep or self.drop) and not self._wanted(record):
             return None
         try:
@@ -44,7 +44,7 @@ class Selection:
         return text
 
     def columns(self, names: Sequence[str]) -> list[str]:
-        """Those of a table's top-level columns that must be read. KeyError for one that is not there."""
+        """The top-level columns of a table that must be read, of those in `names`. KeyError for a missing one."""
         wanted = [self.text_key, *(key for key, _ in self.keep + self.drop)]
         found = {key: key if key in names else key.split(".")[0] for key in wanted}
         for key, column in found.items():

@@ -1,10 +1,10 @@
-"""Many input files, one dataset each, in a folder with a manifest: a run that was killed continues where it was.
+"""Many input files, one dataset (*shard*) each, in a folder with a manifest; a killed run continues where it was.
 
     FOLDER/manifest.json    the recipe, and for each finished shard its input's size and time, and its report
     FOLDER/NAME.bin .idx .json    (and NAME-validation.*) of the input file NAME.jsonl.zst
 
-A shard is written under temporary names, renamed, and only then noted. Whatever the manifest does not note is made
-again: at most one shard's work is lost.
+A shard is written under temporary names, renamed, and only then recorded in the manifest. Shards that the manifest does
+not list are made again: at most one shard's work is lost.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ def preprocess_shards(
     workers: int = 1,
     progress: ByteProgress | None = None,
 ) -> PreprocessReport:
-    """One dataset for each input file in `folder`; files that its manifest notes as done are left as they are.
+    """One dataset for each input file in `folder`; shards that its manifest lists as finished are left as they are.
 
-    Returns the report of all shards together, earlier runs' included. DataError when another process works in
-    `folder`, when it was begun with another recipe, or when two inputs have one name.
+    Returns the report of all shards together, those of earlier runs included. DataError if another process works in
+    `folder`, if it was begun with another recipe, or if two inputs have the same name.
     """
     shards = _shards(inputs)
     folder = Path(folder)
@@ -64,7 +64,7 @@ def preprocess_shards(
 
 
 class ShardManifest:
-    """What was made in a folder so far, by which recipe."""
+    """Which shards were finished in a folder so far, and by which recipe."""
 
     def __init__(self, folder: Path, recipe: dict[str, Any], shards: dict[str, Any]) -> None:
         self._folder, self._recipe, self._shards = folder, recipe, shards
@@ -91,20 +91,21 @@ class ShardManifest:
         return ShardManifest(folder, ours, shards)
 
     def report(self, shard: Input) -> PreprocessReport | None:
-        """What was noted of a shard; None when its input changed since, or its files are not whole."""
+        """The report of a finished shard; None if it must be made (again): it is not listed, its input has changed, or
+        its files are incomplete."""
         noted = self._shards.get(shard.name)
         if noted is None or noted["input"] != _fingerprint(shard):
             return None
         try:
             for name in self._names(shard):
-                if IndexedDataset(self._folder / name).info is None:
+                if IndexedDataset(self._folder / name).info is None:  # PREFIX.json is missing: it is incomplete
                     return None
         except DataError:
             return None
         return PreprocessReport(**noted["report"])
 
     def note(self, shard: Input, report: PreprocessReport) -> None:
-        """Marks a shard as finished, on disk."""
+        """Lists a shard as finished; on disk when this returns."""
         self._shards[shard.name] = {"input": _fingerprint(shard), "report": asdict(report)}
         content = {"format": FORMAT, "recipe": self._recipe, "shards": self._shards}
         write_atomically(self._folder / MANIFEST, orjson.dumps(content, option=orjson.OPT_INDENT_2))
@@ -126,11 +127,11 @@ def _shards(inputs: Sequence[str | Path]) -> list[Input]:
     seen: dict[str, Input] = {}
     for shard in shards:
         if shard.path == STANDARD_INPUT:
-            raise DataError("every input must be a file to make one dataset each, but `-` is standard input.")
+            raise DataError("with one dataset per input every input must be a file, but `-` is standard input.")
         if shard.name in seen:
             raise DataError(
-                f"inputs must have names of their own to make one dataset each, but `{seen[shard.name].path}` and "
-                f"`{shard.path}` would both be {shard.name}; give them different folders."
+                f"with one dataset per input, input names must differ, but `{seen[shard.name].path}` and "
+                f"`{shard.path}` would both become {shard.name}; preprocess them into different output folders."
             )
         seen[shard.name] = shard
     return shards
@@ -141,7 +142,7 @@ def _fingerprint(shard: Input) -> dict[str, Any]:
 
 
 def _plain(recipe: Recipe) -> dict[str, Any]:
-    """The recipe as read back from JSON, the tokenizer identified by its content."""
+    """The recipe in the form that JSON gives back, with the tokenizer's SHA-256 in place of its path."""
     if not recipe.tokenizer.is_file():
         raise DataError(f"`{recipe.tokenizer}` must be a tokenizer.json file, but there is none; check the path.")
     return {

@@ -1,4 +1,4 @@
-"""What the user named as input: files, globs, standard input, saved datasets; found, checked and cut into chunks.
+"""Finds, checks and cuts into chunks what the user gave as input: files, globs, standard input, saved datasets.
 
 A new kind of input is a chunk (`megahead.corpus.chunks`) and a function that cuts a file into such chunks, in `KINDS`.
 """
@@ -29,7 +29,7 @@ class Input:
     path: Path
 
     files: tuple[Path, ...]
-    """What is read for it, in order: itself, but for a saved dataset."""
+    """The files that are read for it, in order: several for a saved dataset, else only itself."""
 
     name: str
     """Its file name without the ending of its kind."""
@@ -46,7 +46,7 @@ class Input:
 
 
 def find_inputs(patterns: Sequence[str | Path]) -> list[Input]:
-    """The inputs that paths, globs (`**` too) and `-` name, each glob's in the order of their names.
+    """The inputs that paths, globs (`**` too) and `-` (standard input) stand for; those of a glob in order of name.
 
     DataError for what is missing or of an unknown kind.
     """
@@ -56,7 +56,7 @@ def find_inputs(patterns: Sequence[str | Path]) -> list[Input]:
 
 
 def total_bytes(inputs: Sequence[Input]) -> int | None:
-    """Bytes of all inputs on disk; None with standard input, whose end nobody knows."""
+    """Bytes of all inputs on disk; None if standard input is among them."""
     return None if any(item.path == STANDARD_INPUT for item in inputs) else sum(item.bytes for item in inputs)
 
 
@@ -106,7 +106,7 @@ def _cut_json_lines(path: Path, selection: Selection) -> Iterator[Chunk]:
                 raise DataError(f"`{path}:{first_line}` must be shorter than 1 GiB, but the line is longer; split it.")
             continue
         block = b"".join([*rest, head])
-        rest = [tail]  # before the block is handed out: a long document's parts are not held beside it
+        rest = [tail]  # before the yield, so that the parts of a long document are freed
         yield JsonLines(str(path), first_line, block, selection, position - chunk_end)
         first_line += block.count(b"\n") + 1
         chunk_end = position
@@ -135,7 +135,7 @@ def _cut_arrow(path: Path, selection: Selection) -> Iterator[Chunk]:
 
 
 def _tables() -> ModuleType:
-    """Loaded for tables alone: pyarrow takes longer than a small file of JSON lines."""
+    """Imported only if there are tables: importing pyarrow takes longer than reading a small file of JSON lines."""
     return importlib.import_module("megahead.corpus.tables")
 
 

@@ -20,7 +20,7 @@ SPLITS = "dataset_dict.json"
 
 
 def cut_parquet(path: Path, selection: Selection) -> Iterator[Chunk]:
-    """The rows of a `.parquet` file; only the columns asked for are read, a few pages at a time."""
+    """The rows of a `.parquet` file; reads only the columns that are needed, a few pages at a time."""
     try:
         with pq.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20) as file:
             columns = _columns(path, selection, file.schema_arrow.names)
@@ -47,7 +47,7 @@ def cut_arrow(path: Path, selection: Selection) -> Iterator[Chunk]:
 
 
 def saved_dataset_files(folder: Path) -> list[Path]:
-    """The Arrow files of a saved Hugging Face dataset, in order. DataError for a folder that is none."""
+    """The Arrow files of a saved Hugging Face dataset, in order. DataError for any other folder."""
     if (folder / SPLITS).is_file():
         splits = orjson.loads((folder / SPLITS).read_bytes())["splits"]
         raise DataError(f"`{folder}` must be one split of a saved dataset, but holds {', '.join(splits)}; name one.")
@@ -67,7 +67,7 @@ def _columns(path: Path, selection: Selection, names: list[str]) -> list[str]:
 
 
 def _chunks(path: Path, batches: Iterable[pa.RecordBatch], selection: Selection, row_bytes: float) -> Iterator[Rows]:
-    """Batches put together to about one block of text each."""
+    """Joins batches to chunks of about one block of text each."""
     first, waiting = 0, list[pa.RecordBatch]()
     for batch in batches:
         waiting.append(batch)
@@ -82,7 +82,7 @@ def _rows(path: Path, first: int, batches: list[pa.RecordBatch], selection: Sele
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, batches[0].schema) as writer:
         for batch in batches:
-            writer.write_batch(batch)  # a slice is cut to its own rows here
+            writer.write_batch(batch)  # writes only the rows of a slice, not the whole batch that it is cut from
     last = first + sum(map(len, batches))
     consumed = int(last * row_bytes) - int(first * row_bytes)
     return Rows(str(path), first + 1, sink.getvalue().to_pybytes(), selection, consumed)

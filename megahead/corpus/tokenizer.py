@@ -1,7 +1,7 @@
-"""One tokenizer interface over three engines.
+"""One tokenizer interface over three libraries, called engines.
 
-A `tokenizer.json` is read by Hugging Face `tokenizers`, the reference, or by `fastokens` where that is exact; a
-SentencePiece `.model` by `sentencepiece`.
+A `tokenizer.json` is read by Hugging Face `tokenizers` (the reference) or, if its ids are the same, by the faster
+`fastokens`; a SentencePiece `.model` by `sentencepiece`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ Fingerprint = tuple[int, int, int]
 
 
 class Tokenizer:
-    """A vocabulary file. Encoding adds no special tokens and truncates nothing; their text is still recognised."""
+    """The tokenizer in a file. Encoding adds no special tokens and truncates nothing; the spellings of special tokens
+    in a text are still encoded as such."""
 
     def __init__(self, path: str | Path, engine: Engine = "tokenizers") -> None:
         self.path = Path(path)
@@ -40,14 +41,14 @@ class Tokenizer:
         """One above the largest id, added tokens included."""
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """The ids of each text. Uses all cores the engine is given."""
+        """The ids of each text. Uses as many cores as the engine may."""
         if self._fast is not None:
             ids, lengths = self.encode_flat(texts)
             return [part.tolist() for part in np.split(ids, np.cumsum(lengths)[:-1])] if len(lengths) else []
         return self._reference.encode(list(texts))
 
     def encode_flat(self, texts: Sequence[str]) -> tuple[Array, Array]:
-        """(ids of all texts back to back, length of each): no Python object per token, a long text in pieces."""
+        """(ids of all texts concatenated, number of ids of each): no Python object per token, long texts in pieces."""
         if all(len(text) < 2 * PIECE for text in texts):
             return self._encode_whole(texts)
         parts = [np.concatenate([self._piece(piece) for piece in pieces(text, self.encode_batch)]) for text in texts]
@@ -81,10 +82,10 @@ class Tokenizer:
 
 
 def load_tokenizer(path: str | Path, probe: Sequence[str] = ()) -> Tokenizer:
-    """The tokenizer in `path`: the fast engine when it gives the reference's ids on every text of `probe`.
+    """The tokenizer in `path`, with the fast engine if that gives the reference's ids on every text of `probe`.
 
-    Without a probe, or when the fast engine cannot read the file (WordPiece, for one), the reference itself. A file
-    that was read before is not read again. DataError when it is missing, neither a `tokenizer.json` nor a `.model`.
+    Without a probe, or if the fast engine cannot read the file (WordPiece, for one), with the reference. A file that
+    was read before is not read again. DataError if it is missing, or neither a `tokenizer.json` nor a `.model`.
     """
     reference = opened(path, "tokenizers")
     if not probe or reference.engine == "sentencepiece":
@@ -98,7 +99,7 @@ def load_tokenizer(path: str | Path, probe: Sequence[str] = ()) -> Tokenizer:
 
 
 def opened(path: str | Path, engine: Engine) -> Tokenizer:
-    """The tokenizer in `path` on this engine, kept for the next call while the file stays the same."""
+    """The tokenizer in `path` with this engine; cached until the file changes."""
     return _opened(Path(path), engine, _fingerprint(Path(path)))
 
 
@@ -158,7 +159,7 @@ class _SentencePieceModel:
         return str(self._model.decode(ids))
 
     def id_of(self, token: str) -> int | None:
-        found = int(self._model.piece_to_id(token))  # the unknown piece's id for what it does not know
+        found = int(self._model.piece_to_id(token))  # for an unknown token the id of <unk>
         return found if self._model.id_to_piece(found) == token else None
 
     def spelling(self, id_: int) -> str | None:
@@ -171,7 +172,7 @@ def _reference(path: Path, fingerprint: Fingerprint) -> _Reference:
 
 
 def _fingerprint(path: Path) -> Fingerprint:
-    """What changes with the file; DataError when there is none."""
+    """Changes whenever the file does; DataError if there is no file."""
     if not path.is_file():
         raise DataError(f"`{path}` must be a tokenizer.json file or a .model, but there is none; check the path.")
     stat = path.stat()

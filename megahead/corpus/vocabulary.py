@@ -1,7 +1,7 @@
-"""Makes a tokenizer out of text: byte-level BPE, WordPiece, or SentencePiece, all as one `tokenizer.json`.
+"""Trains a tokenizer on text: byte-level BPE, WordPiece or SentencePiece, each written as a `tokenizer.json`.
 
-Ids are fixed where other code relies on them: `<|endoftext|>` 0 and `<|padding|>` 1, or BERT's own five for WordPiece.
-The vocabulary comes out smaller than asked when the text has too few distinct pieces.
+Some ids are fixed, as other code relies on them: `<|endoftext|>` is 0 and `<|padding|>` 1; in WordPiece BERT's five
+special tokens are 0 to 4. If the text has too few distinct pieces, the vocabulary is smaller than asked for.
 """
 
 from __future__ import annotations
@@ -113,9 +113,9 @@ TRAINERS: dict[str, Callable[..., Tokenizer]] = {
 
 
 def add_encoder_tokens(tokenizer: Tokenizer) -> Tokenizer:
-    """Gives `[CLS]`, `[SEP]` and `[MASK]` ids of their own after all others, where the vocabulary has none yet.
+    """Adds `[CLS]`, `[SEP]` and `[MASK]` after all other ids, unless the vocabulary has them. In place.
 
-    In place. An encoder must never mask with the padding token: it would learn that padding stands for words.
+    An encoder must never mask with the padding token: it would learn that padding stands for words.
     """
     tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in ENCODER_TOKENS])
     return tokenizer
@@ -133,9 +133,10 @@ def sample_texts(
     max_bytes: int | None = None,
     progress: ByteProgress | None = None,
 ) -> Iterator[str]:
-    """The documents of all inputs, or the first of each up to `max_bytes` in all.
+    """The documents of all inputs; with `max_bytes` only the first of each input, up to that many bytes altogether.
 
-    Every file gives its share of `max_bytes` by its size on disk, at least one document, and is not read any further.
+    `max_bytes` is divided among the files by their size on disk; each gives at least one document, and is read no
+    further than needed.
     """
     progress = progress or Silent()
     found = find_inputs(inputs)

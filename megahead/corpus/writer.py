@@ -24,8 +24,8 @@ MAX_DOCUMENT_TOKENS = 2**31 - 1
 class IndexedDatasetWriter:
     """`with IndexedDatasetWriter(prefix, vocab_size=V) as w: w.add_document(tokens)`.
 
-    Holds about a million tokens and 4 bytes a sequence in memory (and 8 a document, once one has several sequences).
-    An old dataset of this name is replaced on a clean exit and untouched after an error.
+    Holds in memory about a million tokens, 4 bytes per sequence and, once a document has several sequences, 8 bytes per
+    document. An old dataset of this name is replaced on a clean exit and untouched after an error.
     """
 
     def __init__(self, prefix: str | Path, *, vocab_size: int, tokenizer: str | None = None) -> None:
@@ -63,9 +63,9 @@ class IndexedDatasetWriter:
         *,
         sequences: np.ndarray[Any, Any] | None = None,
     ) -> None:
-        """Appends many sequences at once: their tokens back to back, and the length of each.
+        """Appends many sequences at once: their tokens concatenated, and the length of each.
 
-        `sequences`: how many of them each document has; left out: one each; an empty array: they belong to no document
+        `sequences`: how many sequences each document has, by default one; an empty array if they belong to no documents
         (as in Pythia's preshuffled files).
         """
         if len(lengths) and lengths.max() > MAX_DOCUMENT_TOKENS:
@@ -84,7 +84,7 @@ class IndexedDatasetWriter:
             self._flush()
 
     def finish(self) -> None:
-        """Brings everything to disk under temporary names: after this, only renaming is left."""
+        """Writes everything to disk under temporary names; after this only renaming is left to do."""
         if self._finished:
             return
         self._flush()
@@ -123,7 +123,7 @@ class IndexedDatasetWriter:
                 staged.discard()
 
     def _note_documents(self, sequences: np.ndarray[Any, Any], added: int) -> None:
-        """Notes where documents end, once that is not at each sequence."""
+        """Records where documents end, as soon as one is not a single sequence."""
         before = len(self._lengths)
         if self._document_ends is None:
             if len(sequences) == added and (sequences == 1).all():

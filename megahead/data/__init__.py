@@ -1,4 +1,9 @@
-"""Indexed text to batches: the order of samples, packing, blending, masking."""
+"""Indexed text to batches: the order of samples, packing, blending, masking.
+
+*Sample*: one numbered training example; *row*: its line in a batch, T inputs and their T targets (T + 1 tokens). A
+sample's number alone decides which tokens it has and how they are masked, on any number of ranks. *Place*: an index
+within an epoch, a row or an order. *Blend*: several datasets in fixed proportions. *Unit*: tokens masked together.
+"""
 
 from megahead.corpus import IndexedDataset, IndexedDatasetWriter
 from megahead.data.batch import Batch, causal_batch

@@ -21,19 +21,20 @@ class Batch:
     """int64."""
 
     positions_BT: Tensor | None
-    """int64, 0 at each document's first token; None if positions are 0 to T - 1 in every row."""
+    """int64, each token's position in its document (0 at the first token); None if every row is one document."""
 
     target_index_N: Tensor
-    """int64, increasing: which of the B * T outputs, rows back to back, have a target."""
+    """int64, increasing: which of the B * T outputs, rows concatenated, have a target."""
 
     target_ids_N: Tensor
     """int64: what those outputs must predict."""
 
     max_targets_per_row: int | None = None
-    """Largest number of targets in a row, where they are few (masked rows); None if almost every output has one."""
+    """Largest number of targets in a row, if they are few (masked rows); None if almost every output has one."""
 
     cu_seqlens: Tensor | None = None
-    """int32: the first token of each document of `positions_BT`, rows back to back, then B * T; None: not computed."""
+    """int32: the index of each document's first token, rows concatenated, then B * T (as flash-attention's varlen
+    functions take it); None: not computed."""
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
         """The same batch on `device`."""
@@ -59,10 +60,10 @@ def causal_batch(
 ) -> Batch:
     """Next-token prediction over `rows`, int64 [B, T+1]: the target of token t is token t + 1.
 
-    A document begins after each end token, which belongs to the document it closes, and where `document_starts` (bool
-    [B, T+1]) is true. With `isolate_documents` positions restart there. Without `boundary_targets` the last token of a
-    document predicts nothing (what follows it is another's). Negative tokens are padding: read as end tokens, each a
-    document of its own, and neither predicted nor predicting.
+    A document begins after each end token (which belongs to the document that it closes), and where `document_starts`
+    (bool [B, T+1]) is true. With `isolate_documents` positions restart there. Without `boundary_targets` the last token
+    of a document has no target (the next token belongs to another document). Negative tokens are padding: they are read
+    as end tokens, each as a document of its own, have no targets and are no targets.
     """
     inputs_BT = np.ascontiguousarray(rows[:, :-1])
     targets = rows[:, 1:].reshape(-1)
@@ -87,9 +88,9 @@ def causal_batch(
 
 
 def document_positions(last_token_BT: Array) -> Array:
-    """int64 [B, T]: distance of each token to the first of its document (or of its row).
+    """int64 [B, T]: distance of each token to the first token of its document (or of its row).
 
-    last_token_BT: bool, where a token is the last of its document.
+    last_token_BT: bool, whether a token is the last of its document.
     """
     place_T = np.arange(last_token_BT.shape[1])
     first_BT = np.zeros(last_token_BT.shape, np.int64)

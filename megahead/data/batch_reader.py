@@ -1,4 +1,5 @@
-"""Samples by number as batches: next-token prediction for a decoder, masked rows for an encoder."""
+"""Reads samples, given by their numbers, as a batch: next-token prediction for a decoder, masked rows for an
+encoder."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from megahead.errors import ConfigError
 
 @dataclass(frozen=True)
 class BatchReader:
-    """Reads batches, which depend only on the samples' numbers."""
+    """Reads batches, which depend on nothing but the samples' numbers."""
 
     samples: RowSource
     data: DataConfig
@@ -45,7 +46,8 @@ class BatchReader:
 def training_masker(config: RunConfig, datasets: Sequence[IndexedDataset]) -> Masker | None:
     """How a run masks its training samples; None for a decoder.
 
-    ConfigError if `datasets` lack the token counts that the strategy needs. PMI reads the text to count neighbours.
+    ConfigError if `datasets` lack the token counts that the strategy needs. The strategy `pmi` reads the text to count
+    pairs of neighbouring tokens.
     """
     if config.masking is None:
         return None
@@ -98,8 +100,8 @@ def _token_counts(datasets: Sequence[IndexedDataset], vocab_size: int) -> np.nda
 
 
 def evaluation_target_counts(config: RunConfig, token_counts_V: Tensor | None) -> Tensor | None:
-    """int64 [V]: how often each id would be a target if the training text were masked as held-out rows are, all tokens
-    with the same chance; None if training does that too, or the text's `token_counts_V` are not known."""
+    """int64 [V]: how often each id would be a target if the training text were masked as held-out rows are (every token
+    with the same probability); None if training masks that way too, or `token_counts_V` are not known."""
     if config.masking is None or config.masking.strategy != "frequency" or token_counts_V is None:
         return None
     special = special_ids(config.masking, config.data.end_token)
@@ -109,7 +111,7 @@ def evaluation_target_counts(config: RunConfig, token_counts_V: Tensor | None) -
 
 
 def held_out_masker(config: RunConfig) -> Masker | None:
-    """How held-out rows are masked, the same for every run on the same rows; None for a decoder."""
+    """How held-out rows are masked: the same in every run with the same rows. None for a decoder."""
     if config.masking is None:
         return None
     data = config.data

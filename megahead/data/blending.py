@@ -1,9 +1,9 @@
 """Several datasets in fixed proportions: which of them sample k comes from, and which of its samples it is.
 
-Proportions are rounded to whole samples of a period. Within it the j-th sample of a dataset with n of P samples may
-come from place floor(j P / n) on and must have come before place ceil((j + 1) P / n); of those that may, the one that
-must soonest is taken (Tijdeman's chairman assignment). Of any first k samples every dataset then has its share k n / P,
-to less than one sample, and the table of one period serves for all.
+Proportions are rounded to whole samples of a period of P samples, and every period has the same schedule. If a dataset
+has n samples in it, its j-th sample may not come before place floor(j P / n) and must come before place
+ceil((j + 1) P / n). Each place takes, among the samples that may come, the one with the earliest deadline (Tijdeman's
+chairman assignment). So among any first k samples each dataset has its share k n / P, to within one sample.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class BlendShare:
 
 
 class Blend:
-    """Samples of several datasets, numbered from 0 without end; each dataset's own are taken in their own order."""
+    """Samples of several datasets, numbered from 0 without end; those of each dataset come in that dataset's order."""
 
     def __init__(self, parts: Sequence[Samples], weights: Sequence[float]) -> None:
         self.parts = list(parts)
@@ -68,7 +68,7 @@ class Blend:
         return rows
 
     def document_starts(self, sample_indices: Sequence[int] | Array) -> Array | None:
-        """bool [B, T+1]: where documents begin, in samples of datasets that know it; None if none does."""
+        """bool [B, T+1]: where documents begin, as far as the samples' datasets know it; None if none of them does."""
         part_B, own_B = self.locate(np.asarray(sample_indices, np.int64))
         known = {part: self.parts[part].document_starts(own_B[part_B == part]) for part in np.unique(part_B).tolist()}
         if all(document_starts is None for document_starts in known.values()):
@@ -103,7 +103,7 @@ class Blend:
 
 
 def temperature_weights(weights: Sequence[float], temperature: float) -> Array:
-    """Weights raised to 1 / temperature, adding up to 1: at 1 as they are, the higher the more equal."""
+    """Weights raised to the power 1 / temperature and normalized to sum 1: unchanged at 1, more equal above."""
     logs = np.log(np.asarray(weights, np.float64)) / temperature
     scaled: Array = np.exp(logs - logs.max())
     shares: Array = scaled / scaled.sum()
@@ -118,7 +118,7 @@ def round_shares(shares: Array, period: int) -> Array:
     missing = period - int(quotas.sum())
     if missing > 0:
         quotas[np.argsort(quotas - shares * period, kind="stable")[:missing]] += 1
-    while missing < 0:  # tiny datasets got more than their share: the most favoured of the others pay
+    while missing < 0:  # tiny datasets got more than their share: taken from those that were rounded up most
         quotas[np.argmax(np.where(quotas > 1, quotas - shares * period, -np.inf))] -= 1
         missing += 1
     return quotas

@@ -1,6 +1,6 @@
-"""Pairs of tokens that are neighbours far more often than by chance, from counts of the text.
+"""Collocations: pairs of tokens that are neighbours far more often than by chance, found by counting the text.
 
-PMI(a, b) = log p(ab) / (p(a) p(b)), in nats.
+Measured by pointwise mutual information, PMI(a, b) = log(p(ab) / (p(a) p(b))), in nats.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class Collocations:
     def of(
         chunks: Iterable[Array], vocab_size: int, *, min_pmi: float, min_count: int, excluded: Sequence[int] = ()
     ) -> Collocations:
-        """Counts the neighbours in `chunks` of tokens; no pair holds an `excluded` id.
+        """Counts neighbouring tokens in `chunks`; pairs with an `excluded` id are left out.
 
-        About 0.3 s a million tokens; memory for the pairs that occur.
+        About 0.3 s per million tokens; memory in proportion to the number of different pairs.
         """
         count_V = np.zeros(vocab_size, np.int64)
         codes, counts = np.zeros(0, np.int64), np.zeros(0, np.int64)
@@ -63,7 +63,7 @@ class Collocations:
 
 
 def token_chunks(datasets: Iterable[IndexedDataset]) -> Iterable[Array]:
-    """The tokens of the datasets, some at a time."""
+    """The tokens of the datasets, in chunks; of each dataset the first MAX_TOKENS."""
     for dataset in datasets:
         end = min(dataset.num_tokens, MAX_TOKENS)
         for first in range(0, end, _CHUNK):

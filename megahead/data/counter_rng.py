@@ -1,7 +1,7 @@
 """Uniform random numbers as a pure function of (seed, sample, purpose, place): the same on any mesh and machine.
 
-SplitMix64 (Steele et al. 2014) over counters, for all B samples of a batch at once, W numbers each; nothing is drawn
-in order.
+A counter-based generator: SplitMix64 (Steele et al. 2014) of counters, for all B samples of a batch at once, W numbers
+each. It has no state that draws would advance.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Array = np.ndarray[Any, Any]
 
 
 class CounterRng:
-    """The random numbers of some samples; samples are independent of each other, and so are purposes."""
+    """The random numbers of some samples, independent between samples and between purposes (what they decide)."""
 
     def __init__(self, seed: int, sample_indices: Sequence[int] | Array) -> None:
         self._seed = seed

@@ -1,11 +1,11 @@
 """From rows of text to masked rows: what an encoder reads, and what it must predict.
 
-A row is [CLS], T - 2 tokens of text as it comes (documents follow each other, each closed by its end token), [SEP]:
+A row is [CLS], T - 2 tokens of consecutive text (documents follow each other, each closed by its end token), [SEP]:
 RoBERTa's "full sentences" (Liu et al. 2019, arXiv 1907.11692), without pairs of segments. So every row is full, and
-no work goes into padding. Where documents are isolated, [CLS] belongs to a row's first document and [SEP] to its last.
+nothing is computed for padding. If documents are isolated, [CLS] belongs to a row's first document, [SEP] to its last.
 
-Targets are the tokens of the text, never their replacements. A unit: a span of tokens masked together (strategies.py).
-B rows, T tokens per row, M = B T tokens, U units, N targets of the batch.
+Targets are the tokens of the text, never their replacements. A unit is a span of tokens masked together
+(strategies.py). B rows, T tokens per row, M = B T tokens, U units, N targets of the batch.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _ORDER, _TREATMENT, _REPLACEMENT = 1, 2, 3  # purposes of random numbers; strate
 
 @dataclass(frozen=True)
 class Masker:
-    """Masks rows by their sample's number: the same for any number of ranks and any micro-batch."""
+    """Masks rows. What is masked depends on the sample's number alone, not on ranks or micro-batches."""
 
     config: MaskingConfig
     strategy: Strategy
@@ -40,12 +40,12 @@ class Masker:
 
     samples_per_step: int = 1
     steps: int = 1
-    """Optimizer steps of the run, for a rate that changes; it is the same for all samples of a step."""
+    """Optimizer steps of the run, for a masking rate that changes; it is the same for all samples of a step."""
 
     def batch(self, text: Array, sample_indices: Sequence[int] | Array, document_starts: Array | None = None) -> Batch:
-        """Rows of T = t + 2 tokens from `text`, int64 [B, t], negative where there is none.
+        """Rows of T = t + 2 tokens from `text`, int64 [B, t], negative where a row is empty.
 
-        document_starts: bool [B, t], where documents begin in addition to after end tokens.
+        document_starts: bool [B, t], where documents begin other than after end tokens.
         """
         tokens_BT, last_token_BT = self._framed(text, document_starts)
         noise = CounterRng(self.seed, sample_indices)
@@ -63,7 +63,7 @@ class Masker:
         )
 
     def _framed(self, text: Array, document_starts: Array | None) -> tuple[Array, Array]:
-        """(tokens, whether a document ends there), both [B, T]; after [SEP] there is one document of end tokens."""
+        """(tokens, whether a document ends there), both [B, T]; what is empty follows [SEP], as end tokens."""
         rows, length = text.shape
         tokens_BT = np.full((rows, length + 2), self.end_token, np.int64)
         tokens_BT[:, 0] = self.config.cls_token
@@ -79,7 +79,7 @@ class Masker:
         return tokens_BT, last_token_BT
 
     def _budget(self, text: Array, sample_indices: Sequence[int] | Array) -> tuple[Array, Array]:
-        """(share of tokens to select, number of them), both [B]."""
+        """(share of tokens to select, number of tokens to select), both [B]."""
         step_B = np.asarray(sample_indices) // self.samples_per_step
         rate_B = np.array([self.config.rate_at(step / max(self.steps - 1, 1)) for step in step_B.tolist()])
         return rate_B, np.rint(rate_B * (text >= 0).sum(1)).astype(np.int64)
@@ -87,8 +87,9 @@ class Masker:
     def _select(self, tokens_BT: Array, allowed_BT: Array, budget: tuple[Array, Array], noise: CounterRng) -> Array:
         """bool [B, T]: the targets.
 
-        Units come in a random order in which each is first with a chance in proportion to its weight (an exponential
-        race); with `count: fixed` those that still fit are taken, so that no unit is cut.
+        With `count: bernoulli` each unit is drawn for itself. With `count: fixed` units are put in a random order, in
+        which each is first with a probability proportional to its weight (exponential clocks), and taken as long as
+        they fit into the row's number of targets: no unit is cut.
         """
         rows, length = tokens_BT.shape
         starts_BT = self.strategy.starts(tokens_BT, noise) | ~allowed_BT
@@ -119,7 +120,7 @@ class Masker:
         return sums_U / np.maximum(size_U, 1)
 
     def _read_as(self, tokens_BT: Array, chosen_BT: Array, noise: CounterRng) -> Array:
-        """The inputs: some of the chosen tokens replaced by the mask token, some by any other token."""
+        """The inputs: some of the chosen tokens replaced by the mask token, some by a random token."""
         treatment_BT = noise.uniform(_TREATMENT, tokens_BT.shape[1])
         masked_BT = chosen_BT & (treatment_BT < self.config.mask_share)
         random_BT = chosen_BT & ~masked_BT & (treatment_BT < self.config.mask_share + self.config.random_share)
@@ -131,12 +132,12 @@ class Masker:
 
 
 def special_ids(config: MaskingConfig, end_token: int) -> list[int]:
-    """Ids that are neither selected nor put in at random."""
+    """Ids that are never selected for masking, and never replace another token."""
     return [config.mask_token, config.cls_token, config.sep_token, end_token, *config.special_tokens]
 
 
 def _fill(row_U: Array, size_U: Array, order_U: Array, count_B: Array) -> Array:
-    """bool [U]: units in `order_U`, row by row, as long as they fit into what is left of their row's count."""
+    """bool [U]: the units that are taken, in `order_U`, if they fit into what is left of their row's count."""
     chosen_U = np.zeros(len(size_U), bool)
     left = count_B.tolist()
     for unit, row, size in zip(order_U.tolist(), row_U[order_U].tolist(), size_U[order_U].tolist(), strict=True):

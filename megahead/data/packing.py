@@ -1,10 +1,10 @@
-"""Complete documents put together in rows (`pack: best_fit`), and the table of them on disk.
+"""Packs complete documents into rows (`pack: best_fit`), and keeps the table of these rows on disk.
 
-Documents longer than a row are cut into full rows that overlap by one token, so that every target is kept, and a rest.
-Windows of 65,536 pieces are packed best-fit decreasing: the longest first, each into the row with the least room that
-still fits it. The table is beside the dataset as `PREFIX.pack-KEY.rows`, made once; its key depends on the lengths of
-the documents and on the settings, so that it can never belong to other data. Each process writes a file of its own and
-renames it when complete, so that several may make the table at once without a lock.
+A document longer than a row is cut into pieces of a full row each, which overlap by one token so that no target is
+lost, and a shorter last piece; other documents are one piece. Windows of 65,536 pieces are packed best-fit decreasing:
+the longest first, each into the row with the least room that still fits it. The table is made once and stored beside
+the dataset as `PREFIX.pack-KEY.rows`; its key is a hash of the documents' lengths and the settings, so that it cannot
+belong to other data. Each process writes a file of its own and renames it when complete, so no lock is needed.
 
     one line of JSON, 256 bytes     starts  R+1 x i64     first tokens  P x i64     lengths  P x i32
 
@@ -36,7 +36,7 @@ FORMAT = "megahead-rows/1"
 HEADER_BYTES = 256
 WINDOW = 65_536
 PADDING = -1
-"""The id at places of a row where there is no document."""
+"""The id in the empty part of a row."""
 
 Array = np.ndarray[Any, Any]
 
@@ -53,7 +53,7 @@ class PackTable:
         return len(self.starts_R1) - 1
 
     def empty_share(self, row_tokens: int) -> float:
-        """Share of the rows' tokens where no document is."""
+        """Which share of the rows is empty."""
         return 1 - int(self.lengths_P.sum(dtype=np.int64)) / max(len(self) * row_tokens, 1)
 
 
@@ -66,7 +66,7 @@ class PackedSamples(Samples):
         self._order = lru_cache(maxsize=4)(self._epoch_order)
 
     def document_starts(self, sample_indices: Sequence[int] | Array) -> Array:
-        """bool [B, T+1]: where the pieces of each row begin, also in a text without end tokens."""
+        """bool [B, T+1]: where the pieces of each row begin, whether or not documents are closed by end tokens."""
         epochs_B, places_B = np.divmod(np.asarray(sample_indices, np.int64), self.per_epoch)
         document_starts = np.zeros((len(places_B), self.sequence_length + 1), bool)
         for member, (epoch, place) in enumerate(zip(epochs_B.tolist(), places_B.tolist(), strict=True)):
@@ -95,10 +95,10 @@ class PackedSamples(Samples):
 
 
 def pack_table(dataset: IndexedDataset, sequence_length: int, max_documents: int | None = None) -> PackTable:
-    """The table for rows of `sequence_length` + 1 tokens, from disk; made first where there is none.
+    """The table for rows of `sequence_length` + 1 tokens, read from disk; made first if it does not exist.
 
     Making one takes about 2 us per document. Several processes may do it at once, with the same result; ranks of a run
-    should let one go first, to save work. DataError when the dataset names no documents, or its folder cannot be
+    should let one go first, to save work. DataError if the dataset's index lists no documents, or its folder cannot be
     written.
     """
     if not dataset.num_documents:
@@ -125,7 +125,7 @@ def best_fit_rows(dataset: IndexedDataset, capacity: int, max_documents: int | N
 
 
 def cut_documents(firsts: Array, sizes: Array, capacity: int) -> tuple[Array, Array]:
-    """(first token, length) of the pieces of all documents, in order; empty documents give none."""
+    """(first token, length) of the pieces of all documents, in order; empty documents have none."""
     firsts, sizes = firsts[sizes > 0], sizes[sizes > 0]
     step = capacity - 1
     pieces = np.maximum(-(-(sizes - 1) // step), 1)
@@ -135,7 +135,10 @@ def cut_documents(firsts: Array, sizes: Array, capacity: int) -> tuple[Array, Ar
 
 
 def best_fit(lengths: Array, capacity: int, max_documents: int | None) -> list[list[int]]:
-    """Rows of piece numbers, best-fit decreasing. An integer with a bit for each free space finds the tightest row."""
+    """Rows, as lists of piece numbers, packed best-fit decreasing.
+
+    `spaces`, an integer with a bit for each amount of free space that some row has, finds the row with the least room.
+    """
     rows: list[list[int]] = []
     open_rows: dict[int, list[int]] = {}
     spaces = 0  # bit s: there is an open row with room for s tokens

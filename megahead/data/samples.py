@@ -1,6 +1,6 @@
-"""Sample k of a dataset: which span of tokens it is, as a pure function of (dataset, row length, seed, k).
+"""Which span of a dataset's tokens sample k is: a pure function of (dataset, row length, seed, k).
 
-Nothing here knows of ranks, batches or progress, so a run resumes at any sample and on any mesh with the same order.
+It does not depend on ranks, batches or progress, so a run resumes at any sample and on any mesh with the same order.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ class Samples(ABC):
         return rows
 
     def document_starts(self, sample_indices: Sequence[int] | Array) -> Array | None:
-        """bool [B, T+1]: where a document is known to begin; None if only end tokens show that."""
+        """bool [B, T+1]: where a document is known to begin; None if the only sign is the end token before it."""
         return None
 
     def _fill(self, rows: Array, members: Array, epoch: int, places: Array) -> None:
         """Writes the samples at `places` of this epoch into `rows[members]`."""
         length = self.sequence_length + 1
         firsts = self._first_tokens(epoch, places).tolist()
-        if self.dataset.scattered:
+        if self.dataset.random_access:
             for first in firsts:  # all at once, so that the disk reads them in parallel
                 self.dataset.will_read(first, length)
         for row, first in zip(members.tolist(), firsts, strict=True):
@@ -63,13 +63,13 @@ class Samples(ABC):
 
     @abstractmethod
     def _first_tokens(self, epoch: int, places: Array) -> Array:
-        """Numbers, in the whole dataset, of the first tokens of the samples at `places` of this epoch."""
+        """For the samples at `places` of this epoch: the index of their first token in the dataset."""
 
 
 class StreamSamples(Samples):
-    """The whole text cut into rows, for training; each epoch cut at another offset and shuffled again.
+    """The whole text cut into rows, for training; each epoch is cut at another offset and shuffled anew.
 
-    n = (tokens - T) // T rows an epoch: at any offset in [0, T) that many fit, and at most 2 T tokens are left out.
+    An epoch has (tokens - T) // T rows: that many fit at any offset in [0, T), and at most 2 T tokens are left out.
     """
 
     def __init__(self, dataset: IndexedDataset, sequence_length: int, seed: int) -> None:
@@ -131,5 +131,5 @@ class StoredSamples(Samples):
 
 def held_out_samples(dataset: IndexedDataset, sequence_length: int) -> Samples:
     """Rows for evaluation: in file order, and never across the rows of a preshuffled file."""
-    kind = SequentialSamples if dataset.num_documents else StoredSamples
+    kind = SequentialSamples if dataset.num_documents else StoredSamples  # preshuffled files name no documents
     return kind(dataset, sequence_length)

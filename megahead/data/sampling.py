@@ -1,4 +1,4 @@
-"""The samples a run trains on, as its config asks: one dataset or a blend, in which rows and which order."""
+"""The samples that a run trains on, as its config asks: of one dataset or a blend, cut into rows and ordered."""
 
 from __future__ import annotations
 
@@ -28,8 +28,7 @@ class RowSource(Protocol):
         ...
 
     def document_starts(self, sample_indices: Sequence[int] | np.ndarray[Any, Any]) -> np.ndarray[Any, Any] | None:
-        """bool [B, T+1]: where a document is known to begin, also without an end token before; None if only end tokens
-        show that."""
+        """bool [B, T+1]: where a document is known to begin; None if the only sign is the end token before it."""
         return None
 
 
@@ -43,7 +42,7 @@ def training_samples(
     length = length or data.sequence_length
     if data.read_ahead == "rows" and data.order == "shuffled":
         for dataset in datasets:
-            dataset.expect_scattered_reads()
+            dataset.expect_random_access()
     if isinstance(data.train, str):
         return _rows_of(data, datasets[0], seed, length)
     parts = [_rows_of(data, dataset, derive_seed(seed, number, 2), length) for number, dataset in enumerate(datasets)]
@@ -68,7 +67,7 @@ def describe_samples(samples: Samples | Blend, count: int) -> list[tuple[str, st
 
 
 def relative_epochs(samples: Samples | Blend) -> list[float]:
-    """How often each dataset is read while the most read one is read once; 1 for a single dataset."""
+    """How often each dataset is read in the time in which the most read one is read once; [1] for a single dataset."""
     if not isinstance(samples, Blend):
         return [1.0]
     epochs = samples.quotas / [part.per_epoch for part in samples.parts]
@@ -76,8 +75,8 @@ def relative_epochs(samples: Samples | Blend) -> list[float]:
 
 
 def token_counts(datasets: Sequence[IndexedDataset], samples: Samples | Blend, size: int) -> Tensor:
-    """int64 [size]: how often each id is in the text of `samples`, read until its most read dataset is read once; zeros
-    for datasets without token counts. `datasets`: those of `samples`, in its order."""
+    """int64 [size]: how often each id occurs in `samples` until the most read dataset is read once; datasets without
+    token counts add nothing. `datasets`: those of `samples`, in its order."""
     counts_V = torch.zeros(size, dtype=torch.int64)
     for dataset, epochs in zip(datasets, relative_epochs(samples), strict=True):
         if dataset.info is not None:

@@ -1,9 +1,9 @@
 """A shuffle of [0, n) that is computed, not stored: any place of the order in constant time and memory.
 
-A Feistel network over the bits of the index is a bijection on a power of two whatever its round function; places that
-land at n or above are sent through again ("cycle walking") until they land below it. It uses integer arithmetic and the
+A Feistel network over the bits of the index is a bijection on [0, 2^bits), whatever its round function; results that
+are n or more are sent through it again ("cycle walking") until they are below n. It uses integer arithmetic and the
 constants below only, so the order depends on (n, seed) alone, on every machine. Changing anything here changes the
-order of every run: a new recipe needs a new class beside this one.
+order of every run: another shuffle needs a new class beside this one.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 ROUNDS = 8
-SMALLEST_BITS = 6  # tiny networks reach too few permutations; below 64 the walk is a little longer instead
+SMALLEST_BITS = 6  # fewer bits can give too few permutations; for n below 64 there is more cycle walking instead
 GOLDEN = 0x9E3779B97F4A7C15
 MIX_1 = 0xBF58476D1CE4E5B9
 MIX_2 = 0x94D049BB133111EB

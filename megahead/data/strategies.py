@@ -27,7 +27,7 @@ class Strategy(Protocol):
         ...
 
     def weights(self, tokens_BT: Array) -> Array | None:
-        """float64 [B, T], above 0: how likely each token is selected, relative to others; None: all the same."""
+        """float64 [B, T], above 0: how likely each token is selected, relative to the others; None: all alike."""
         ...
 
 
@@ -49,7 +49,7 @@ class Frequency(Uniform):
 
     @staticmethod
     def of(token_counts: Sequence[int], power: float) -> Frequency:
-        """By each id's count in the training text."""
+        """From each id's count in the training text."""
         return Frequency((np.asarray(token_counts, np.float64) + 1) ** -power)
 
     def weights(self, tokens_BT: Array) -> Array | None:
@@ -59,15 +59,15 @@ class Frequency(Uniform):
 
 @dataclass(frozen=True)
 class WholeWords(Uniform):
-    """All pieces of a word together (BERT's later models)."""
+    """All tokens of a word together (BERT's "whole word masking")."""
 
     continues_V: Array
     """bool [V]: whether an id continues the word before it."""
 
     @staticmethod
     def of(spellings: Sequence[str | None]) -> WholeWords:
-        """By how a tokenizer spells its tokens: WordPiece marks what continues, byte-level BPE and SentencePiece mark
-        what begins a word."""
+        """From how a tokenizer spells its tokens: WordPiece marks tokens that continue a word, byte-level BPE and
+        SentencePiece mark those that begin one."""
         known = [text or "" for text in spellings]
         if any(text.startswith("##") for text in known):
             return WholeWords(np.array([text.startswith("##") for text in known]))
@@ -80,9 +80,10 @@ class WholeWords(Uniform):
 
 @dataclass(frozen=True)
 class Spans(Uniform):
-    """Spans of tokens whose lengths are geometric, cut at `max_tokens` (SpanBERT, Joshi et al. 2020, arXiv 1907.10529).
+    """Spans whose lengths follow a geometric distribution, cut at `max_tokens` (SpanBERT, Joshi et al. 2020, arXiv
+    1907.10529).
 
-    Each row is laid out in such spans end to end, so that chosen ones have these lengths and never overlap.
+    The whole row is divided into such spans, so that those that are chosen have these lengths and never overlap.
     """
 
     stop: float
@@ -104,9 +105,10 @@ class Spans(Uniform):
 
 @dataclass(frozen=True)
 class Pmi(Uniform):
-    """Neighbours that belong together, and otherwise single tokens (after Levine et al. 2021, arXiv 2010.01825).
+    """Collocations (neighbours far more often than by chance) together, other tokens alone (after Levine et al. 2021,
+    arXiv 2010.01825).
 
-    A unit grows as long as each two neighbours are a collocation, up to `max_tokens` tokens.
+    A unit is extended as long as its last token and the next are a collocation, up to `max_tokens` tokens.
     """
 
     collocations: Collocations

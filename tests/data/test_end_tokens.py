@@ -41,7 +41,7 @@ def test_without_counts_documents_are_looked_at(write_dataset: Write) -> None:
     prefix = write_dataset([[5, 5, 9]] * 300)
     Path(f"{prefix}.json").unlink()
     dataset = IndexedDataset(prefix)
-    with pytest.raises(ConfigError, match="64 of 64 documents looked at neither end nor begin with it"):
+    with pytest.raises(ConfigError, match="64 of 64 documents that were checked neither end nor begin with it"):
         require_end_tokens(settings(end_token=5_000), dataset)
     require_end_tokens(settings(end_token=9), dataset)
 

@@ -57,7 +57,7 @@ def test_the_order_depends_on_the_sample_alone(flat_dataset: Flat) -> None:
 @pytest.mark.parametrize("tokens", [60, 40_000])
 def test_reading_ahead_changes_nothing(flat_dataset: Flat, tokens: int) -> None:
     plain, ahead = IndexedDataset(flat_dataset(tokens)), IndexedDataset(flat_dataset(tokens))
-    ahead.expect_scattered_reads()
+    ahead.expect_random_access()
     indices = range(3 * ((tokens - 30) // 30))
     assert np.array_equal(StreamSamples(plain, 30, 1).rows(indices), StreamSamples(ahead, 30, 1).rows(indices))
 
@@ -74,7 +74,7 @@ def test_ten_million_documents_open_at_once(tmp_path: Path) -> None:
         tokens.truncate(n * 1400)
     started = time.process_time()
     dataset = IndexedDataset(tmp_path / "big")
-    dataset.expect_scattered_reads()
+    dataset.expect_random_access()
     samples = StreamSamples(dataset, 2048, 0)
     assert samples.rows([0]).shape == (1, 2049)
     assert time.process_time() - started < 0.05
