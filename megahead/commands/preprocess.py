@@ -57,15 +57,17 @@ def parse() -> argparse.Namespace:
         nargs="+",
         required=True,
         metavar="F",
-        help=".jsonl or .txt (one document), plain, .gz or .zst; .parquet; saved Hugging Face datasets; "
-        "globs; - for JSON lines on standard input",
+        help=".jsonl, or .txt (the whole file is one document), either may be compressed (.gz, .zst); .parquet; saved "
+        "Hugging Face datasets; globs; - for JSON lines on standard input",
     )
     parser.add_argument("--tokenizer", required=True, metavar="T", help="tokenizer.json, or a SentencePiece .model")
     parser.add_argument("--output", required=True, metavar="PREFIX", help="with --per-file: a folder")
     parser.add_argument("--per-file", action="store_true", help="one dataset for each input file, restartable")
     parser.add_argument("--text-key", default="text", help="key of the text, `a.b` for nested ones (default: text)")
-    parser.add_argument("--keep", nargs="+", default=[], metavar="KEY=VALUE", help="only documents where one holds")
-    parser.add_argument("--drop", nargs="+", default=[], metavar="KEY=VALUE", help="no documents where one holds")
+    keep = "keep only documents that match at least one condition"
+    parser.add_argument("--keep", nargs="+", default=[], metavar="KEY=VALUE", help=keep)
+    drop = "drop documents that match at least one condition"
+    parser.add_argument("--drop", nargs="+", default=[], metavar="KEY=VALUE", help=drop)
     parser.add_argument("--on-error", choices=("fail", "skip"), default="fail", help="at a broken line (default: fail)")
     parser.add_argument("--end-token", default=END_TOKEN, help=f"closes each document (default: {END_TOKEN})")
     parser.add_argument(
@@ -100,7 +102,7 @@ def describe_report(output: str, report: PreprocessReport, seconds: float) -> st
 
 
 def shown(what: str, count: int, places: list[str]) -> list[str]:
-    """The first places of a kind, one a line, and how many more there are."""
+    """Lists the first places, one per line, then how many more there are."""
     if not count:
         return []
     some = places[:PLACES_SHOWN]

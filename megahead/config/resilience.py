@@ -15,8 +15,8 @@ class ResumeConfig(Settings):
     """How far a resumed run may differ from the one that wrote its checkpoint."""
 
     allow: tuple[str, ...] = ()
-    """Settings that may differ although they decide what is computed: `optimizer.learning_rate`, a whole section such
-    as `schedule`, or other content behind a path, `data.train` or `data.tokenizer`."""
+    """Settings that may differ although they change the result: one setting (`optimizer.learning_rate`), a whole
+    section (`schedule`), or a path whose files have changed (`data.train`, `data.tokenizer`)."""
 
 
 class FaultsConfig(Settings):
@@ -31,11 +31,11 @@ class FaultsConfig(Settings):
     """When the loss is far above what was usual; `note` applies the step and prints it."""
 
     spike_score: float = Field(default=8.0, gt=0)
-    """How far: distance to the median of recent losses, in standard deviations estimated from their median absolute
-    deviation (taken as 1 % of the median where it is less)."""
+    """A loss is a spike when it is this many standard deviations above the median of recent losses. The standard
+    deviation is estimated from the median absolute deviation, and is at least 1 % of the median."""
 
     spike_window: int = Field(default=128, ge=16)
-    """Recent losses that are looked at; spikes are seen once a quarter of them is there."""
+    """How many recent losses a loss is compared with. Detection starts once a quarter of that number is recorded."""
 
     most_in_a_row: int = Field(default=20, gt=0)
-    """Bad steps in a row, or returns to one and the same checkpoint, after which the run ends."""
+    """The run ends after this many bad steps in a row, or this many rollbacks to the same checkpoint."""

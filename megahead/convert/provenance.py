@@ -21,8 +21,8 @@ def dataset_names(data: DataConfig) -> str:
 
 
 def code_version() -> str:
-    """The version that exports, with its commit if it runs from a checkout (an installed package may be inside another
-    project's repository)."""
+    """The version that exports, with its commit if `.git` is directly above the package: an installed copy may lie in
+    another project's repository."""
     if not (_CHECKOUT / ".git").exists():
         return f"megahead {__version__}"
     command = ["git", "-C", str(_CHECKOUT), "describe", "--always", "--dirty", "--abbrev=12"]
@@ -34,8 +34,8 @@ def code_version() -> str:
 
 
 def held_out(model: TrainedModel) -> str | None:
-    """The last evaluation before the checkpoint, from the run's metrics.jsonl (which may hold those of other histories
-    too); None if there is none."""
+    """The last evaluation before the checkpoint, from the run's metrics.jsonl (which may also hold evaluations of
+    branches that the run abandoned); None if there is none."""
     try:
         lines = model.run_folder().metrics.read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -52,13 +52,14 @@ def held_out(model: TrainedModel) -> str | None:
 
 
 def _is_known(step: int, loss: float, checkpoint: Checkpoint) -> bool:
-    if "validation" not in checkpoint.state:  # what the first version did not write
+    if "validation" not in checkpoint.state:  # checkpoints of the first version lack it
         return step <= checkpoint.step
     known = checkpoint.state["validation"]
     return known is not None and (step, loss) == (known["step"], known["loss"])
 
 
 def _sentence(step: int, found: dict[str, float]) -> str:
+    """`found["head"]`: what predicted, `trained`, `tied`, or `pmi` (the training-free head)."""
     bits = found.get("bits_per_byte")
     parts = [f"perplexity {found['perplexity']:,.4g}", *([] if bits is None else [f"{bits:.4g} bits a byte"])]
     return f"{', '.join(parts)}, accuracy {found['accuracy']:.1%} ({found['head']} head, step {step:,})"

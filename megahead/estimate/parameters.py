@@ -1,7 +1,7 @@
 """Exact parameter counts of a model, from its config.
 
-D hidden size, A width of all heads (mostly D), K of the key heads, F width of the MLP, L blocks, V rows of the
-embedding table (padding included).
+D hidden size, A total width of the query heads (mostly D), K total width of the key heads, F width of the MLP, L
+blocks, V rows of the embedding table (padding included).
 """
 
 from __future__ import annotations
@@ -45,22 +45,22 @@ def count_parameters(config: ModelConfig, *, untied_head: bool = False, mask_hea
 
 
 def attention_matrices(config: ModelConfig) -> int:
-    """Numbers in the matrices of a block's attention: 2 D A + 2 D K, which is 4 D^2 where all heads have keys."""
+    """Numbers in the matrices of a block's attention: 2 D A + 2 D K (4 D^2 without grouped queries, if A = D)."""
     return 2 * config.hidden_size * config.head_size() * (config.num_heads + config.key_heads())
 
 
 def mlp_matrices(config: ModelConfig) -> int:
-    """Of its MLP: 2 D F, with a gate 3 D F."""
+    """Numbers in the matrices of a block's MLP: 2 D F, or 3 D F with a gate."""
     return (3 if config.has_gated_mlp() else 2) * config.hidden_size * config.mlp_size()
 
 
 def norm_parameters(config: ModelConfig) -> int:
-    """Of a norm over D features: a weight, and a bias in layer norms."""
+    """Parameters of a norm over D features: a weight, and a bias in layer norms."""
     return config.hidden_size * (1 if config.has_rms_norm() else 2)
 
 
 def block_biases(config: ModelConfig) -> int:
-    """Of a block's projections, and the weights of its norms of heads."""
+    """Biases of a block's projections, plus the weights of its query and key norms."""
     projected = (config.num_heads + 2 * config.key_heads()) * config.head_size()
     biases = {"none": 0, "qkv": projected, "all": projected + config.hidden_size}[config.attention_bias]
     if config.mlp_bias:

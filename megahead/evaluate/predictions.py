@@ -1,9 +1,9 @@
 """Log-probabilities of tokens by a language model, many rows at once and nothing twice.
 
-Rows are batched by length, so that little is padding. The head, most of a small model's work, reads only the outputs
-that predict a wanted token, and of a decoder's only one wherever several rows begin alike, as minimal pairs do.
+Rows are batched by length, so that little is padding. The head, most of a small model's work, is applied only to
+outputs that predict a wanted token. In a decoder, rows with the same prefix share one output, as minimal pairs do.
 
-B rows, T tokens, P predictions, O different outputs that make them, V vocabulary.
+B rows, T tokens, P predictions, O distinct outputs from which they are made, V vocabulary.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 _TOKENS, _LOGITS = 1 << 13, 1 << 22  # of a batch on a CPU: 16 MB of logits, which stay in its caches
-_ON_GPU = 32  # a GPU wants more to be busy
-_AT_ONCE = 16  # outputs whose logits are summed up together
+_ON_GPU = 32  # on a GPU, this many times larger batches, to keep it busy
+_AT_ONCE = 16  # outputs per call of logsumexp
 
 
 class Row(NamedTuple):
@@ -37,7 +37,7 @@ class TokenPredictor:
         self._batch_size = batch_size
 
     def log_probabilities(self, rows: Sequence[Row]) -> list[float]:
-        """For each row the sum over its targets, in nats; the very same number for the very same row."""
+        """For each row the sum over its targets, in nats. Equal rows get equal numbers: each is computed once."""
         found: dict[Row, float] = {}
         for batch in self._batches(sorted(set(rows), key=lambda row: (len(row.ids), row))):
             found.update(zip(batch, self._sums(batch).tolist(), strict=True))
@@ -59,7 +59,7 @@ class TokenPredictor:
             yield rows[start:]
 
     def _outputs(self, row: Row) -> list[Hashable]:
-        """What decides the output at each of its places."""
+        """For each of its places a key: equal keys mean equal outputs."""
         return [row.ids[: place + 1] if self._causal else (row.ids, place) for place in row.places]
 
     @torch.inference_mode()
@@ -81,14 +81,14 @@ class TokenPredictor:
         return torch.zeros(len(rows), dtype=torch.float64, device=device).index_add_(0, row_P, log_p_P.double())
 
     def _logits(self, ids_BT: Tensor, lengths_B: Tensor, row_O: Tensor, place_O: Tensor) -> Tensor:
-        """[O, V]: the head's, of the body's outputs at those places alone."""
+        """[O, V]: logits; the head is applied only to the body's outputs at those places."""
 
         def keep(_: Any, __: Any, outputs: Any) -> Any:
             outputs.last_hidden_state = outputs.last_hidden_state[row_O, place_O][None]
             return outputs
 
         options: dict[str, Any] = {"use_cache": False} if self._causal else {}
-        if not self._causal:  # padding comes last, where no causal output looks
+        if not self._causal:  # a causal model needs no mask: padding comes last, and nothing attends to later tokens
             options["attention_mask"] = torch.arange(ids_BT.shape[1], device=ids_BT.device) < lengths_B[:, None]
         hook = self._model.base_model.register_forward_hook(keep)
         try:

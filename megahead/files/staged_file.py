@@ -17,9 +17,8 @@ from megahead.files.errors import InUseError, as_write_error
 class StagedFile:
     """`PATH.partial`, which becomes `PATH` on `publish` and vanishes on `discard`; for what is written over hours.
 
-    A leftover of a killed run is overwritten; one that another process is still writing is refused (InUseError), and
-    so is every failed write (WriteError). Where the file system has no locks, each process writes under a name
-    of its own, and the last one to publish stays.
+    A leftover of a killed run is overwritten. InUseError if another process is still writing it; WriteError for a
+    failed write. On a file system without locks each process writes under its own name, and the last to publish wins.
     """
 
     def __init__(self, path: Path) -> None:

@@ -31,9 +31,11 @@ class PostNormBlock(nn.Module):
         self.mlp_norm = nn.LayerNorm(hidden_size, eps=norm_eps)
 
     def forward(self, x_BTD: Tensor, documents: Documents, targets: TargetPositions | None = None) -> Tensor:
-        """[B, T, D]; [N, D] with `targets`: keys and values of all tokens, everything else of the targets alone."""
+        """[B, T, D]; [N, D] with `targets`, the positions whose outputs are wanted (masked tokens): keys and values are
+        computed for all tokens, everything else only for the targets."""
         x = x_BTD if targets is None else targets.take(x_BTD)
-        x = self.attention_norm(x + self._drop(self.attention(x_BTD, None, documents, targets)))
+        rotation = None  # positions were added to the embeddings
+        x = self.attention_norm(x + self._drop(self.attention(x_BTD, rotation, documents, targets)))
         output: Tensor = self.mlp_norm(x + self._drop(self.mlp(x)))
         return output
 

@@ -1,6 +1,6 @@
 """Scores over a vocabulary whose rows come block by block, and are never there together.
 
-N outputs, D features, b rows of a block, V vocabulary; lower-case n: the outputs of one chunk.
+N outputs, D features, b rows of a block, V vocabulary (the candidates, U elsewhere); n: the outputs of one chunk.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ from megahead.objectives.candidates import Candidates
 def streamed_sums(
     outputs_ND: Tensor, blocks: Iterable[Tensor], vocabulary: Candidates, temperature: float = 1.0
 ) -> EvaluationSums:
-    """What `evaluation_sums` gives for all rows, consecutive [b, D], of which at most one block is held."""
+    """The same as `evaluation_sums` over the whole vocabulary, whose rows arrive as consecutive blocks [b, D]; only one
+    block is in memory at a time."""
     lowest = torch.finfo(
         torch.float32
-    ).min  # not -inf: also where a block has nothing but -inf, differences are numbers
+    ).min  # not -inf, since (-inf) - (-inf) is nan, and all scores of a block may be -inf
     top_N = outputs_ND.new_full((len(outputs_ND),), lowest, dtype=torch.float32)  # of all but the positive
     total_N, positive_N, first = torch.zeros_like(top_N), torch.zeros_like(top_N), 0
     for rows_bD in blocks:
         bias_b = None if vocabulary.bias_U is None else vocabulary.bias_U[first : first + len(rows_bD)]
         place_N = vocabulary.positive_N - first
-        step = ON_CPU.outputs(len(outputs_ND), len(rows_bD), 4)
+        step = ON_CPU.outputs(len(outputs_ND), len(rows_bD), score_size=4)
         for n in range(0, len(outputs_ND), step):
             chunk = slice(n, n + step)
             scores_nb, place_n1 = _scores(outputs_ND[chunk], rows_bD, bias_b, temperature), place_N[chunk, None]
@@ -42,7 +43,7 @@ def streamed_sums(
             top_N[chunk] = higher_n
         first += len(rows_bD)
     loss = (torch.logaddexp(top_N + total_N.log(), positive_N) - positive_N).double().sum()
-    return EvaluationSums(float(loss), int((positive_N > top_N).sum()), len(outputs_ND))
+    return EvaluationSums(loss=float(loss), correct=int((positive_N > top_N).sum()), targets=len(outputs_ND))
 
 
 def _scores(outputs_nD: Tensor, rows_bD: Tensor, bias_b: Tensor | None, temperature: float) -> Tensor:

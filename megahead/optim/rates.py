@@ -1,4 +1,4 @@
-"""The learning rates of the steps that were taken, of which rows that slept through some of them catch up."""
+"""The learning rates of all applied steps. Embedding rows that some of them did not update need these to catch up."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 _STEADY = 2.0
-"""Rates of neighbouring steps further apart than this factor are a jump, not a slope."""
+"""If the rates of two neighbouring steps differ by more than this factor, that is a jump; else they change smoothly."""
 
 
 class Column:
@@ -31,7 +31,7 @@ class Column:
         return self._room[: self._length]
 
     def extend(self, values: NDArray[Any]) -> None:
-        """More of them."""
+        """Appends `values`, one for each further step."""
         needed = self._length + len(values)
         if needed > len(self._room):
             more = max(needed, 2 * len(self._room)) - len(self._room)
@@ -87,5 +87,5 @@ class RateHistory:
 
 
 def _accumulate(column: Column, more: NDArray[Any]) -> None:
-    """Goes on with running sums, in the same roundings one by one and all at once."""
+    """Continues a running sum. Rounding is the same whether values are added one at a time or together."""
     column.extend(np.cumsum(np.concatenate([column.values[-1:], more]))[1:])

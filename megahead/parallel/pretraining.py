@@ -1,5 +1,7 @@
 """Pretraining with its weights split over a tensor group: the same losses and evaluation sums as on one rank.
 
+A candidate group is a number of consecutive samples whose targets are candidates for each other, not a group of ranks.
+
 B rows, T inputs a row, D features, N targets, U candidates, V vocabulary; w: one rank's candidates of a candidate
 group, W: of all candidate groups.
 """
@@ -22,16 +24,17 @@ from megahead.pretraining import MaskHead, OutputEmbedding, Pretraining
 
 
 class SplitOutputEmbedding(OutputEmbedding):
-    """This rank's rows of an untied head, as of the embedding table."""
+    """This rank's rows of an untied head, split like those of the embedding table."""
 
     shard_dims: ClassVar[Mapping[str, int]] = {"weight": 0}
 
 
 class TensorParallelPretraining(Pretraining):
-    """A `Pretraining` whose backbone is split over `group`; every rank of it gets the same requests.
+    """A `Pretraining` whose backbone is split over `group`; every rank of it is called with the same inputs.
 
-    A headless softmax splits its candidates evenly over the ranks; one over the vocabulary leaves each row with its
-    owner, which is even too. An encoder's transform and bias are full on every rank.
+    A headless softmax (over the embeddings of a candidate group's targets) splits its candidates evenly over the ranks;
+    a softmax over the vocabulary leaves each row on the rank that owns it, which also balances the work. An encoder's
+    transform and bias are full on every rank.
     """
 
     def __init__(
@@ -47,7 +50,10 @@ class TensorParallelPretraining(Pretraining):
         self.group = group
 
     def _look_up(self, input_ids_BT: Tensor, per_group: tuple[Candidates, ...]) -> tuple[Tensor, list[Tensor]]:
-        """Embeddings of the inputs [B, T, D], and the rows of this rank's share of each candidate group [w, D]."""
+        """Embeddings of the inputs [B, T, D], and the rows of this rank's share of each candidate group [w, D].
+
+        The split embedding looks up both at once: it returns the rows of all ids, and this rank's even share of the
+        rows of `shared_ids`."""
         tables = [self._even_table(candidates.ids_U) for candidates in per_group if candidates.ids_U is not None]
         if not tables:
             return self.backbone.embed(input_ids_BT), [self._output_rows() for _ in per_group]
@@ -68,16 +74,16 @@ class TensorParallelPretraining(Pretraining):
         return parallel_evaluation_sums(queries_ND, self._output_rows(), vocabulary, self._divisor(), shard)
 
     def _output_rows(self) -> Tensor:
-        """This rank's rows of the output matrix; padding is outside of its shard, see `_shard`."""
+        """This rank's rows of the output matrix, padding rows included, which `_shard` leaves out."""
         return self._output_matrix().weight
 
     def _shard(self, candidates: Candidates) -> CandidateShard:
-        """This rank's share of the candidates; of the vocabulary the rows that it owns."""
+        """This rank's share of the candidates; if they are the whole vocabulary, the rows that this rank owns."""
         if candidates.ids_U is None:
             return CandidateShard.of(self.vocab_size, self._output_rows().shape[0], self.group)
         count = candidates.ids_U.numel()
         return CandidateShard.of(count, self._even(count), self.group)
 
     def _even(self, candidates: int) -> int:
-        """Rows of each rank's table."""
+        """How many candidates each rank gets, padding included."""
         return max(1, -(-candidates // self.group.size))

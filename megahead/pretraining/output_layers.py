@@ -1,4 +1,5 @@
-"""What a vanilla objective trains beside the backbone: an output matrix, and for an encoder BERT's transform.
+"""What a vanilla objective trains beside the backbone: an output matrix, and for an encoder BERT's transform. (A
+headless one, contrastive weight tying, has neither: its softmax runs over the input embeddings of a batch's targets.)
 
 V padded vocabulary, D features, N targets.
 """

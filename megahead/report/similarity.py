@@ -49,7 +49,7 @@ def _draw(axes: Axes, name: str, found: Similarities, color: str) -> None:
 
 
 def _range(models: Mapping[str, Similarities]) -> tuple[float, float]:
-    """Where the pairs are, with a margin."""
+    """Limits of the x axis: the range of nearly all cosines, plus a margin."""
     values = np.concatenate([part.numpy() for found in models.values() for part in (found.synonyms_P, found.random_P)])
     low, high = np.quantile(values, [0.001, 0.999])
     return max(-1.0, float(low) - 0.1), min(1.0, float(high) + 0.1)

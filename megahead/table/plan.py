@@ -1,7 +1,8 @@
 """Who asks whom for which rows in a step, settled ahead of it.
 
 Rows are dealt out: id i lies with rank i mod R at place i // R, so that frequent ids, which stand together in most
-vocabularies, are spread evenly. R ranks; U: ids that this rank needs; S: rows it serves, O of them different ones.
+vocabularies, are spread evenly. R ranks; U: ids that this rank needs; S: rows that others ask of it (repeats counted);
+O: how many of these are distinct.
 """
 
 from __future__ import annotations
@@ -22,22 +23,22 @@ class RowPlan:
     """int64: the ids that it needs, increasing, each once."""
 
     by_owner_U: Tensor
-    """int64: their numbers, owner by owner."""
+    """int64: the permutation that sorts `ids_U` by owning rank."""
 
     asked: list[int]
-    """Rows that it asks of each rank."""
+    """How many rows it asks of each rank."""
 
     served: list[int]
-    """Rows that each rank asks of it."""
+    """How many rows each rank asks of it."""
 
     owned_O: Tensor
-    """int64: places among its own rows of those that anybody asks for, increasing, each once."""
+    """int64: indices, among this rank's own rows, of those that any rank asks for; increasing, without repeats."""
 
     place_S: Tensor
-    """int64: of each row that it serves, asker by asker, the number among these."""
+    """int64: for each row that it serves, ordered by asking rank: its index in `owned_O`."""
 
     lookups: int
-    """Forward passes of the step; the gradients of the last complete it."""
+    """How many forward passes the step has; the last backward pass completes the row gradients."""
 
     def to(self, device: torch.device) -> RowPlan:
         """The same on `device`."""
@@ -46,8 +47,8 @@ class RowPlan:
 
 
 def plan_rows(ids: Tensor, ranks: Group, lookups: int = 1) -> RowPlan:
-    """The plan of a step that needs `ids` (int64 on the CPU, any number of times). Collective over `ranks`, which must
-    carry CPU tensors: a number for each rank, and 4 bytes an id."""
+    """The plan of a step that needs `ids` (int64 on the CPU, repeats allowed). Collective over `ranks`, which must be a
+    group for CPU tensors (gloo): sends one count to each rank, then 4 bytes per id."""
     ids_U = torch.unique(ids)
     owners_U = ids_U % ranks.size
     by_owner_U = torch.argsort(owners_U, stable=True)
