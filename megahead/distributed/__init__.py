@@ -1,4 +1,10 @@
-"""Who computes with whom: groups of ranks as values, the mesh, and how ranks find each other."""
+"""Who computes with whom: groups of ranks as values, the mesh, and how ranks find each other.
+
+*Group*: ranks that communicate; a single rank is a group, too. *Mesh*: data-parallel x tensor-parallel ranks. *Launch*:
+what torchrun, deepspeed or srun passed to this process. *Store*: torch's key-value store, kept by rank 0. *Switchboard*,
+*line*, *watch*: beside torch's connections every rank has one (its line) to a switchboard on rank 0, by which it learns
+which rank died or hangs (`watch.py`).
+"""
 
 from megahead.distributed.collectives import (
     copy_to_group,

@@ -1,7 +1,7 @@
 """Collectives with gradients, named after what the forward pass does.
 
 Two conventions make them short: a value that is equal on every rank of a group has a gradient that is equal on every
-rank, and the scalar that backward starts from is equal on all. At one rank each is the identity.
+rank, and the scalar on which backward is called is equal on all. With one rank each of them is the identity.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from megahead.distributed.group import Group
 
 
 def reduce_from_group(part: Tensor, group: Group) -> Tensor:
-    """The sum of all ranks' parts, on every rank; backward sends nothing. Ends a region where ranks compute apart."""
+    """The sum of all ranks' parts, on every rank; backward sends nothing. Ends a tensor-parallel region (Megatron's g).
+    """
     summed: Tensor = part if group.size == 1 else _ReduceFromGroup.apply(part, group)
     return summed
 
 
 def copy_to_group(same: Tensor, group: Group) -> Tensor:
-    """`same` as it is; backward sums its gradient over the ranks. Begins a region where ranks compute apart."""
+    """`same`, unchanged; backward sums its gradient over the ranks. Begins a tensor-parallel region (Megatron's f)."""
     given: Tensor = same if group.size == 1 else _CopyToGroup.apply(same, group)
     return given
 
@@ -33,15 +34,16 @@ def reduce_scatter_to_group(parts: Tensor, group: Group, dim: int = 0) -> Tensor
 
 
 def scatter_to_group(same: Tensor, group: Group, dim: int) -> Tensor:
-    """This rank's slice along `dim` of what all hold; backward gathers. Begins a region where ranks hold slices."""
+    """This rank's slice along `dim` of a tensor that all ranks have; backward gathers. Begins a sequence-parallel
+    region.
+    """
     share: Tensor = same if group.size == 1 else _ScatterToGroup.apply(same, group, dim)
     return share
 
 
 def gather_from_group(share: Tensor, group: Group, dim: int) -> Tensor:
-    """All ranks' slices along `dim`, on every rank, to be used in the same way on all; backward sends nothing.
-
-    The inverse of `scatter_to_group`.
+    """The whole tensor of which every rank has a slice along `dim`; all ranks must use it alike, since backward sends
+    nothing. The inverse of `scatter_to_group`.
     """
     full: Tensor = share if group.size == 1 else _GatherFromGroup.apply(share, group, dim)
     return full

@@ -27,9 +27,9 @@ _DESTROY_SECONDS = 10.0
 
 @contextmanager
 def connected(launch: Launch, device: torch.device, timeout_seconds: float) -> Iterator[Group]:
-    """All ranks of `launch` as one Group (nccl for CUDA, gloo else), connected until all have left. Collective.
+    """Connects all ranks of `launch` as one Group (nccl for CUDA, else gloo) until all leave the block. Collective.
 
-    Ranks that are connected already are used as they are, and stay connected. Ranks wait for each other at most
+    If torch.distributed is initialized already, that group is used, and stays. Ranks wait for each other at most
     `timeout_seconds`, plus a few seconds to find out which are missing. UserError if they do not find each other,
     LostRankError if one dies, hangs or fails afterwards.
     """

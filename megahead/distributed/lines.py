@@ -12,7 +12,7 @@ from typing import Any
 
 
 class Line:
-    """One end of a line. No call blocks for more than a second, even if the other process is stopped."""
+    """One end of a line. No call blocks for more than a second, even if the other process is suspended."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.settimeout(1)
@@ -51,8 +51,8 @@ class Line:
 class Pulse:
     """When to send a heartbeat (a beat), so that silence means that the other end is lost.
 
-    Silence is counted in this process's own beats, not in seconds: a process that was stopped for a while then does not
-    take the others for lost when it continues.
+    Silence is counted in this process's own beats, not in seconds, so that a process that was suspended for a while
+    does not take the others for lost when it continues.
     """
 
     def __init__(self, limit_seconds: float) -> None:

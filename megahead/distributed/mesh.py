@@ -1,4 +1,4 @@
-"""The ranks as a grid: data ranks x tensor ranks. A row of it shares one copy of the weights, a column one batch."""
+"""The ranks as a grid, data ranks x tensor ranks: a row shares one copy of the weights, a column shares each batch."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from megahead.errors import ConfigError
 class Mesh:
     """This rank's groups: the ranks of `tensor_group` split each layer, those of `data_group` each batch.
 
-    World rank = data rank * tensor size + tensor rank, so that tensor groups are consecutive ranks (the fastest links
-    of a node).
+    World rank = data rank * tensor size + tensor rank: a tensor group is consecutive ranks, with the fastest links.
     """
 
     world_group: Group = field(default_factory=Group)
@@ -25,7 +24,8 @@ class Mesh:
 
     @staticmethod
     def build(world_group: Group, tensor_size: int = 1) -> Mesh:
-        """Cuts `world_group` into consecutive tensor groups of `tensor_size`. Collective over `world_group`."""
+        """Divides `world_group` into tensor groups of `tensor_size` consecutive ranks. Collective over
+        `world_group`."""
         if world_group.size % tensor_size:
             raise ConfigError("parallel.tensor", f"divide the number of ranks ({world_group.size})", got=tensor_size)
         if tensor_size == 1:

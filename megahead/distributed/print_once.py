@@ -1,4 +1,4 @@
-"""Prints an error that all ranks have only once: the first to claim its sentence in the ranks' store prints it."""
+"""Prints an error that all ranks have only once: the rank that is first to claim it in the shared store prints it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megahead.distributed.waiting import with_timeout
 from megahead.errors import print_error
 
 PATIENCE_SECONDS = 5.0
-"""How long a rank tries to reach the store before it prints itself: better twice than never."""
+"""How long a rank tries to reach the store before it prints anyway: better twice than never."""
 
 
 def print_error_once(launch: Launch, sentence: str) -> None:
@@ -28,7 +28,7 @@ def print_error_once(launch: Launch, sentence: str) -> None:
         return print_error(sentence)
     if first:
         print_error(sentence)
-    if launch.rank == 0:  # it may keep the store
+    if launch.rank == 0:  # its process may be the one that serves the store
         with suppress(RuntimeError, TimeoutError):
             with_timeout(PATIENCE_SECONDS, lambda: _until_all_asked(store, launch.world_size))
 

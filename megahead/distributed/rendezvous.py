@@ -33,7 +33,7 @@ class Launch:
     port: int = 29500
 
     attempt: int = 0
-    """How often the launcher has restarted all ranks."""
+    """How often the launcher (torchrun) has restarted all ranks."""
 
 
 def read_launch(environment: Mapping[str, str]) -> Launch:
@@ -67,7 +67,7 @@ def read_launch(environment: Mapping[str, str]) -> Launch:
 
 
 def _has_a_device_of_its_own(environment: Mapping[str, str]) -> bool:
-    """Whether srun gave this task one GPU (`--gpus-per-task`, `--gpu-bind`), which is its first then."""
+    """Whether srun gave this task one GPU of its own (`--gpus-per-task`, `--gpu-bind`), whose number is then 0."""
     return "SLURM_PROCID" in environment and "," not in environment.get("CUDA_VISIBLE_DEVICES", ",")
 
 
@@ -79,7 +79,7 @@ def _missing(name: str, when: str) -> str:
 
 
 def choose_device(asked: Literal["auto", "cpu", "cuda"], local_rank: int) -> torch.device:
-    """This rank's device; `auto` takes CUDA when it is there. Makes it torch's current one."""
+    """This rank's device; `auto` takes CUDA if there is a device. Makes it torch's current device."""
     there = torch.cuda.is_available()
     if asked == "cuda" and not there:
         raise UserError(
@@ -98,20 +98,20 @@ def choose_device(asked: Literal["auto", "cpu", "cuda"], local_rank: int) -> tor
 
 
 def open_store(launch: Launch, seconds: float) -> Store:
-    """The store through which the ranks of `launch` find each other, kept by rank 0 or by a supervisor that started it.
+    """The store through which the ranks of `launch` find each other, in the process of rank 0 or of torchrun.
 
-    Waits `seconds` for it to be there, but not for the other ranks; RuntimeError, OSError or ValueError when it is not.
+    Waits `seconds` for it, but not for the other ranks; RuntimeError, OSError or ValueError if it is not there.
     """
     if launch.rank > 0:
         _until_someone_listens(launch, seconds)
     url = f"tcp://{launch.address}:{launch.port}?rank={launch.rank}&world_size=-1"
     store, _, _ = next(rendezvous(url, timeout=timedelta(seconds=max(seconds, 1))))
-    # a supervisor's store outlives the ranks, and remembers where those of an earlier attempt were
+    # torchrun's store outlives the ranks, and still has the addresses of an earlier attempt
     return PrefixStore(f"attempt {launch.attempt}", store)
 
 
 def _until_someone_listens(launch: Launch, seconds: float) -> None:
-    """Before torch looks for the store, which would fill the screen until it gave up."""
+    """Waits before torch does, which would print warnings until it gave up."""
     deadline = time.monotonic() + seconds
     while True:
         try:

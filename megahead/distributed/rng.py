@@ -14,8 +14,8 @@ from megahead.distributed.group import Group
 def per_rank_rng(group: Group, device: torch.device) -> Iterator[None]:
     """Inside, every rank of `group` draws different numbers; afterwards all draw the same again. Sends nothing.
 
-    Torch's CPU generator must be in the same state on all ranks on entry. What is drawn depends only on that state, so
-    that a forward pass that is repeated from it (activation checkpointing, a resumed run) draws the same again.
+    Torch's CPU generator must be in the same state on all ranks on entry. Draws depend on that state alone, so that a
+    forward pass that is repeated from it (activation checkpointing, a resumed run) draws the same again.
     """
     if group.size == 1:
         yield

@@ -1,8 +1,8 @@
-"""Where the lines of all ranks end, on rank 0: finds out which ranks are lost, and sends that to the others.
+"""Runs on rank 0, to which every rank has a connection (a line): finds out which ranks are lost, and tells the others.
 
-A rank that dies is noticed at once, because its line breaks; one that is stopped, or whose machine is gone, once it was
-silent for the time limit. A rank that hangs still sends beats, from its thread: it is found when another one reports
-that it gave up waiting, and it reports nothing within GRACE_SECONDS.
+A rank that dies is noticed at once, because its line breaks; one that is suspended, or whose machine is gone, after it
+was silent for the time limit. A rank that hangs still sends heartbeats (beats) from its thread: it is found when
+another rank reports that it gave up waiting, and this one reports nothing within GRACE_SECONDS.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from typing import Any
 from megahead.distributed.lines import Line, Pulse
 
 GRACE_SECONDS = 5.0
-"""Seconds that ranks have to report once one gave up waiting, and to end by themselves once they know the reason."""
+"""Seconds that ranks have to report after one gave up waiting, and then to end by themselves."""
 
 _MORE_SECONDS = 1.0
-"""Ranks seldom die alone: seconds to wait for others after the first."""
+"""Seconds to wait for further lost ranks after the first, since ranks seldom die alone."""
 
 
 class Switchboard:

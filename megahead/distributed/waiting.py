@@ -1,4 +1,4 @@
-"""Torch's waits for other ranks: the errors they raise, and a time limit for those that have none."""
+"""Waiting for other ranks in torch: which errors that raises, and a time limit for calls that have none."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 def is_waiting_error(error: BaseException) -> bool:
-    """Whether `error` is what torch raises when other ranks do not take part: it has types for some cases only."""
+    """Whether torch raised `error` because other ranks do not take part; only some of these errors have a type."""
     if isinstance(error, dist.DistError):
         return True
     signs = ("gloo", "NCCL", "Connection closed", "Connection reset", "Timed out", "Broken pipe", "timed out")
@@ -23,7 +23,7 @@ def is_waiting_error(error: BaseException) -> bool:
 def with_timeout(seconds: float, function: Callable[[], T]) -> T:
     """`function()`, or TimeoutError after `seconds`; the call then continues in a thread that nobody waits for.
 
-    For requests to a store: if the process that keeps it is stopped, torch waits forever, whatever its own limit.
+    For requests to a store: if the process that serves it is suspended, torch waits forever, whatever its own limit.
     """
     future: Future[T] = Future()
 

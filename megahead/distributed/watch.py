@@ -1,9 +1,9 @@
 """Lost ranks: when a rank dies or hangs, the others report which one it was, and end.
 
-Without this, a wait for a rank that died may fail at once (gloo), fail after a time limit with a RuntimeError that
-names no rank, or never end: a store whose process is stopped does not answer, and NCCL's kernels wait on. So every rank
-keeps a connection (a `Line`) to rank 0 from `meet` to `leave`, and a thread that reads it. When a rank is lost, a rank
-whose wait failed gets the lost rank's number, and one that still waits `GRACE_SECONDS` later is ended.
+Without this, waiting for a rank that died may fail at once (gloo), fail after a time limit with a RuntimeError that
+names no rank, or never end: a store whose process is suspended does not answer, and NCCL's kernels keep waiting. So
+every rank has a connection (a `Line`) to rank 0 from `meet` to `leave`, and a thread that reads it. When a rank is
+lost, the others learn its number; one that still waits `GRACE_SECONDS` later is ended.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Watch:
             raise LostRankError(lost) from error
 
     def _expect(self, seconds: float | None) -> None:
-        """Waits for rank 0's message that all ranks are as far; LostRankError if it sends lost ranks instead."""
+        """Waits for rank 0's message that all ranks got here; LostRankError if it reports lost ranks instead."""
         try:
             received = self._received.get(timeout=seconds)
         except Empty:
