@@ -1,6 +1,11 @@
-"""How good a model is: held-out text during training, a checkpoint's heads, tasks, and other looks at a model.
+"""How good a model is: perplexity of held-out text, tasks of lm-eval, fine-tuning, synonyms, generated text.
 
-Most of it needs torch, some of it transformers: imported with the first use of a name, not with the package.
+*Head*: what turns hidden states into scores of tokens; `pmi` is the training-free head (the input embeddings and a bias
+of counted log-frequencies), `tied` the embeddings alone, `trained` a matrix of its own. *Harness*: lm-eval. *Row*: the
+tokens of one forward pass, and the places whose outputs are scored. *Result cache*: a file of results, in which an
+interrupted comparison finds those that it has.
+
+Most of it needs torch, some of it transformers: imported at the first use of a name, not with the package.
 """
 
 from typing import TYPE_CHECKING

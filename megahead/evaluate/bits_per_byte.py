@@ -1,4 +1,4 @@
-"""Bits a byte of text costs a decoder, comparable across tokenizers: WikiText's measure, on any text."""
+"""Bits per byte of a decoder on any text, the measure of lm-eval's WikiText task, comparable across tokenizers."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 
 def documents(file: Path, limit: int | None) -> list[str]:
-    """The first `limit` of a file that `megahead preprocess` takes."""
+    """The first `limit` documents of a file in any format that `megahead preprocess` reads."""
     texts = (text for chunk in read_chunks(find_inputs([file]), Selection()) for text in chunk.parse().strict())
     return list(islice(texts, limit))
 
 
 def bits_per_byte(model: LanguageModel, texts: Sequence[str]) -> list[Score]:
-    """Over all documents together, each read from its beginning; the error of a ratio of two sums over documents."""
+    """Over all documents together, each read from its beginning; the standard error is that of a ratio of two sums."""
     bits = [-nats / log(2) for nats in model.log_probabilities(texts)]
     sizes = [len(text.encode()) for text in texts]
     count, value = len(texts), sum(bits) / sum(sizes)

@@ -1,4 +1,4 @@
-"""Text by a model: a prompt and what comes after it."""
+"""Generates text after a prompt."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from megahead.errors import FieldError
 
 
 def continuation(model: Any, tokenizer: Any, prompt: str, max_tokens: int, sampling: dict[str, Any]) -> str:
-    """Up to `max_tokens` tokens after `prompt`, up to the end of the document; an empty prompt begins one.
+    """Up to `max_tokens` tokens that follow `prompt`, ended by the end token; an empty prompt begins a document.
 
-    A prompt longer than the model's context less `max_tokens` loses its beginning.
+    A prompt longer than the model's context minus `max_tokens` is cut at its beginning.
     """
     import torch
 
@@ -26,7 +26,7 @@ def continuation(model: Any, tokenizer: Any, prompt: str, max_tokens: int, sampl
 
 
 def sampling_options(temperature: float, top_k: int, top_p: float) -> dict[str, Any]:
-    """Options of transformers' generate; temperature 0 takes the likeliest token each time."""
+    """Options of transformers' `generate`; temperature 0 means greedy decoding."""
     if temperature < 0:
         raise FieldError("--temperature", "be at least 0", got=temperature)
     if top_k < 0:

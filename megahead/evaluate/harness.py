@@ -1,4 +1,4 @@
-"""Scores Hugging Face folders on tasks over local files: lm-eval's by its own `hf` model, others by ours."""
+"""Scores Hugging Face folders on tasks with local files: lm-eval's tasks by its own `hf` model, others by our code."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def evaluate_tasks(
 ) -> Iterator[TaskResult]:
     """Scores the language model in `model_dir` (its tokenizer beside it), in fp32, and yields task by task.
 
-    files: task name to its data, from `task_files`. limit: only the first examples of each (of each paradigm). On a
-    GPU if there is one. batch_size: examples at once; None: what fits the memory that is free.
-    Raises CheckpointError for a folder without its own head or tokenizer, FieldError for an encoder that is to read
-    a decoder's task.
+    files: task name to its data, from `task_files`. limit: only this many first examples of each task (of each
+    paradigm). On a GPU if there is one. batch_size: examples at once; None: what fits into free memory.
+    Raises CheckpointError for a folder without head or tokenizer, FieldError for an encoder and a task that needs a
+    decoder.
     """
     if is_encoder(model_dir):
         require_for_encoder(files)

@@ -1,6 +1,6 @@
-"""Examples as they are published, turned into the fields that lm-eval's definition of the task reads.
+"""Turns examples as they are published into the fields that lm-eval's definition of the task reads.
 
-Each reader takes a file to its rows (plain values, for JSON) and raises a DataError for a file that is not that.
+Each reader reads a file into rows (plain values, for JSON) and raises a DataError for a file of another form.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Reader = Callable[[Path], list[Row]]
 
 
 def lines(*fields: str) -> Reader:
-    """A JSON object a line; only `fields` are kept, and each must be there."""
+    """A reader of one JSON object per line, which must have all `fields`; others are left out."""
 
     def read(file: Path) -> list[Row]:
         rows = [_object(line) for line in text_of(file).split("\n") if line]
@@ -32,7 +32,7 @@ def lines(*fields: str) -> Reader:
 
 
 def arc(file: Path) -> list[Row]:
-    """Question and choices are inside `question`; the definition wants lists beside each other."""
+    """The file has question and choices inside `question`; the definition wants parallel lists."""
     return [
         {
             "question": row["question"]["stem"],
@@ -44,7 +44,7 @@ def arc(file: Path) -> list[Row]:
 
 
 def boolq(file: Path) -> list[Row]:
-    """The file has true and false, the task wants 1 and 0: left as they are, every answer would silently be wrong."""
+    """The file has true and false, the task wants 1 and 0; otherwise every answer would silently count as wrong."""
     classes = {"false": 0, "true": 1, False: 0, True: 1}
     return [{**row, "label": classes[row["label"]]} for row in lines("passage", "question", "label")(file)]
 
@@ -59,7 +59,7 @@ def crows_pairs(file: Path) -> list[Row]:
 
 
 def race(file: Path) -> list[Row]:
-    """An article a line, its questions in parallel lists; the definition reads them as one Python literal."""
+    """One article per line, its questions in parallel lists; the definition wants them as one Python literal."""
     rows = []
     for row in lines("article", "questions", "options", "answers")(file):
         problems = zip(row["questions"], row["options"], row["answers"], strict=True)
@@ -69,7 +69,7 @@ def race(file: Path) -> list[Row]:
 
 
 def pubmedqa(file: Path) -> list[Row]:
-    """A dict by article; the test set is what test_ground_truth.json, beside it, names."""
+    """A dict by article; test_ground_truth.json, beside it, lists the articles of the test set."""
     articles, tested = _mapping(file), _mapping(file.with_name("test_ground_truth.json"))
     fields = ("QUESTION", "CONTEXTS", "final_decision")
     try:
@@ -79,7 +79,7 @@ def pubmedqa(file: Path) -> list[Row]:
 
 
 def qasper(file: Path) -> list[Row]:
-    """A dict by paper, its questions a list of objects; the definition wants the lists inside."""
+    """A dict by paper, whose questions are a list of objects; the definition wants an object of lists."""
     rows = []
     for paper in _mapping(file).values():
         answers = [{"answer": [given["answer"] for given in asked["answers"]]} for asked in paper["qas"]]
@@ -89,7 +89,7 @@ def qasper(file: Path) -> list[Row]:
 
 
 def text_of(file: Path) -> str:
-    """A whole file, without a byte order mark; DataError for none or another encoding."""
+    """A whole file, without a byte order mark; DataError if it is missing or not UTF-8."""
     try:
         return file.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError):

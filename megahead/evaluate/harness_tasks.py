@@ -1,6 +1,6 @@
-"""Tasks over local files: what scores each one, a definition that lm-eval ships or a function here; where its data is.
+"""Tasks with local files: how each is scored (by a definition that lm-eval ships, or a function here), and its data.
 
-A new task is a line in `TASKS`: its shipped YAML (or its score), its file, and the reader that gives what that reads.
+A new task is a line in `TASKS`: its shipped YAML (or its score function), its file, and a reader of that file.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class LocalTask:
     """The shipped YAML whose prompt and metrics are used, below lm_eval/tasks."""
 
     file: str | None
-    """Where the examples are in a data folder, as published; None: only a file named by the user."""
+    """Where the examples are in a data folder, as published; None if the user must name a file."""
 
     read: Reader
 
@@ -50,7 +50,7 @@ class OwnTask:
     score: Callable[[LanguageModel, Any], list[Score]]
 
     for_encoders: bool
-    """Whether pseudo-log-likelihoods will do."""
+    """Whether encoders can be scored on it, by pseudo-log-likelihoods."""
 
 
 _SCIQ = lines("support", "question", "distractor1", "distractor2", "distractor3", "correct_answer")
@@ -76,20 +76,20 @@ TASKS: Mapping[str, LocalTask | OwnTask] = {
     "blimp_paradigms": OwnTask("eval/blimp", blimp, accuracy_by("UID"), for_encoders=True),
     "bits_per_byte": OwnTask(None, documents, bits_per_byte, for_encoders=False),
 }
-"""By name. `cloze`: any jsonl of {"text"}, the last word is predicted, scored exactly as lambada_openai.
+"""By name. `cloze`: any jsonl of {"text"}, of which the last word is predicted, scored exactly as lambada_openai.
 
-`bits_per_byte`: any text that `megahead preprocess` takes.
+`bits_per_byte`: any text that `megahead preprocess` reads.
 
-`qasper_bool` counts every answer's right class as yes, as lm-eval ships it: its f1 is not to be trusted.
+`qasper_bool`: lm-eval's definition takes yes as the right answer of every question; do not trust its f1.
 """
 
 
 def task_files(
     names: Sequence[str], data: Path | None = None, cloze: Path | None = None, text: Path | None = None
 ) -> dict[str, Path]:
-    """The file of each task, in the folder `data` or named (`cloze`, `text`), read through once.
+    """The file of each task, in the folder `data` or given (`cloze`, `text`). Each is read once, to check it.
 
-    Raises FieldError (its field an option of `megahead eval-harness`) or DataError.
+    Raises FieldError (its field is an option of `megahead eval-harness`) or DataError.
     """
     files = {}
     for name in names:
@@ -109,7 +109,8 @@ def require_for_encoder(names: Iterable[str]) -> None:
 
 
 def task_rows(name: str, file: Path, limit: int | None = None) -> Sequence[Any]:
-    """The examples of a task (the first ones), as its definition or score reads them; DataError for another file."""
+    """The (first `limit`) examples of a task, as its definition or score function reads them; DataError for a file that
+    is not the task's."""
     task = TASKS[name]
     try:
         rows = task.read(file, limit) if isinstance(task, OwnTask) else task.read(file)[:limit]
@@ -121,7 +122,7 @@ def task_rows(name: str, file: Path, limit: int | None = None) -> Sequence[Any]:
 
 
 def write_tasks(files: Mapping[str, Path], folder: Path) -> Path:
-    """Writes definition and rows of lm-eval's tasks among them, for its `--include_path`; returns the folder to name.
+    """Writes definitions and rows of those tasks that lm-eval scores; returns the folder for its `--include_path`.
 
     The definitions name their data and lm-eval's shipped ones by absolute path, and share a cache in `folder`.
     """

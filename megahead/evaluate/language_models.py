@@ -1,4 +1,6 @@
-"""Whole texts' log-probabilities, by a decoder or (as pseudo-log-likelihoods) by an encoder."""
+"""Log-probabilities of whole texts, by a decoder, or by an encoder as pseudo-log-likelihoods (each token masked in
+turn).
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from megahead.evaluate.predictions import Row, TokenPredictor
 
 
 class LanguageModel(Protocol):
-    """What gives texts a probability."""
+    """A model that gives texts a probability."""
 
     model: Any
     """The Hugging Face model."""
@@ -24,19 +26,19 @@ class LanguageModel(Protocol):
     tokenizer: Any
 
     def log_probabilities(self, texts: Sequence[str]) -> list[float]:
-        """Of each text, in nats."""
+        """Of each text, in nats: the sum over its tokens."""
 
 
 def open_language_model(folder: Path, batch_size: int | None = None) -> LanguageModel:
-    """The model in `folder` in fp32, on a GPU if there is one; CheckpointError without its own head or tokenizer.
+    """The model in `folder` in fp32, on a GPU if there is one; CheckpointError if it lacks a head or a tokenizer.
 
-    batch_size: rows of tokens at once; None: as many as `TokenPredictor` finds right.
+    batch_size: rows of tokens at once; None: `TokenPredictor` chooses.
     """
     return (Encoder if is_encoder(folder) else Decoder)(folder, batch_size)
 
 
 class Decoder:
-    """A text's tokens, each after all before it as far as the context reaches, the first after an end of document."""
+    """Predicts each token of a text from those before it, within the model's context; the first from an end token."""
 
     def __init__(self, folder: Path, batch_size: int | None) -> None:
         self.tokenizer = load_tokenizer_folder(folder)
@@ -44,13 +46,13 @@ class Decoder:
         self._predictor = TokenPredictor(self.model, causal=True, batch_size=batch_size)
 
     def log_probabilities(self, texts: Sequence[str]) -> list[float]:
-        """As lm-eval's, a text longer than the context in windows that share no prediction."""
+        """As in lm-eval, a text longer than the context is read in windows, and each token is predicted in one."""
         encoded = self.tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
         rows = [list(self._windows(ids)) for ids in encoded]
         return _by_text(rows, self._predictor)
 
     def _windows(self, ids: Sequence[int]) -> Iterator[Row]:
-        """The last one begins early enough to fill the context."""
+        """Windows of a text; the last one begins early enough to fill the context."""
         first = self.tokenizer.eos_token_id if self.tokenizer.bos_token_id is None else self.tokenizer.bos_token_id
         tokens, context = (first, *ids), self.model.config.max_position_embeddings
         for start, end in pairwise([*range(0, len(ids), context), len(ids)]):
@@ -59,7 +61,7 @@ class Decoder:
 
 
 class Encoder:
-    """A text's tokens, each from all others but those that follow in its own word (Kauf & Ivanova 2023)."""
+    """Predicts each token of a text from all others, except those that follow in its own word (Kauf & Ivanova 2023)."""
 
     def __init__(self, folder: Path, batch_size: int | None) -> None:
         self.tokenizer = load_tokenizer_folder(folder)

@@ -1,4 +1,4 @@
-"""Runs lm-eval's own `hf` model on a model in memory, for a local task and without its scan of 14,000 others."""
+"""Runs lm-eval's own `hf` model with a model in memory on one local task, without its scan of 14,000 other tasks."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from megahead.evaluate.harness_tasks import task_rows, write_tasks
 from megahead.evaluate.language_models import LanguageModel
 from megahead.evaluate.results import Score, TaskResult
 
-_BOOTSTRAPS = 1000  # resamples behind a standard error without a formula: 2 s for the whole of LAMBADA
-_LOGIT_COPIES = 3  # alive at once in lm-eval: logits, their log-softmax, and what it gathers from
+_BOOTSTRAPS = 1000  # resamples for standard errors that have no formula: 2 s for all of LAMBADA
+_LOGIT_COPIES = 3  # in memory at once in lm-eval: logits, their log-softmax, and what it gathers from
 _LARGEST_BATCH = 32
 
 
@@ -61,7 +61,7 @@ def _longest(name: str, file: Path, tokenizer: Any) -> int:
 
 
 def _result(task: str, found: Mapping[str, Any], limit: int | None) -> TaskResult:
-    """lm-eval keeps `acc,none` and `acc_stderr,none` side by side in one dict."""
+    """Our form of lm-eval's result, which has `acc,none` and `acc_stderr,none` side by side in one dict."""
     values = found["results"][task]
     scores = []
     for metric in found["higher_is_better"][task]:
@@ -74,7 +74,7 @@ def _result(task: str, found: Mapping[str, Any], limit: int | None) -> TaskResul
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keeps lm-eval's bars, prints and notes to itself, and its bootstrap in this process; errors still raise."""
+    """Suppresses lm-eval's progress bars, prints and logs, and its worker processes; errors are still raised."""
     logger = logging.getLogger("lm_eval")
     level, bars = logger.level, datasets.are_progress_bars_disabled()
     logger.setLevel(logging.ERROR)

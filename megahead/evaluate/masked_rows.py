@@ -1,4 +1,4 @@
-"""Texts as an encoder guesses them: each token in turn behind a mask, in view of the rest of its text."""
+"""Rows with which an encoder scores a text: one for each token, in which that token is masked."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from megahead.evaluate.predictions import Row
 
 
 class MaskedRows:
-    """Makes rows with the tokenizer of an encoder; CheckpointError for one without [CLS], [SEP] and [MASK]."""
+    """Makes rows with an encoder's tokenizer; CheckpointError if that lacks [CLS], [SEP] or [MASK]."""
 
     def __init__(self, tokenizer: Any, folder: Path) -> None:
         self._tokenizer = tokenizer
         self._start, self._end, self._mask = _special_ids(tokenizer, folder)
 
     def of_texts(self, texts: Sequence[str], *, whole_words: bool, max_length: int | None = None) -> list[list[Row]]:
-        """For each text a row per token, texts cut at `max_length` tokens.
+        """For each text one row per token; texts are cut at `max_length` tokens.
 
-        whole_words: what is left of the token's own word is masked with it. Else a long word's tokens give each other
-        away, and a word counts as likely for being rare (Kauf & Ivanova 2023, arXiv 2305.10588).
+        whole_words: the tokens after it in the same word are masked too. Otherwise the tokens of a long word give each
+        other away, and rare words count as likely (Kauf & Ivanova 2023, arXiv 2305.10588).
         """
         kept = None if max_length is None else max_length - 2
         encoded = self._tokenizer(list(texts), add_special_tokens=False, verbose=False)

@@ -1,7 +1,7 @@
-"""Sentences beside wrong ones that differ in one thing: how often a model finds the right one more likely.
+"""Minimal pairs, a right sentence and a wrong one: how often a model gives the right one the higher probability.
 
-BLiMP (Warstadt et al. 2020, arXiv 1912.00582) has 67 paradigms of grammar with 1,000 pairs each, one a file. Sentences
-are scored whole, after a space, as lm-eval scores them.
+BLiMP (Warstadt et al. 2020, arXiv 1912.00582) has 67 paradigms of grammar with 1,000 pairs each, one per file.
+Sentences are scored whole, after a space, as in lm-eval.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _PAIRS = lines("sentence_good", "sentence_bad", "field", "UID")
 
 
 def blimp(folder: Path, limit: int | None) -> list[Row]:
-    """The pairs in `folder`, the first `limit` of each paradigm; a field that is spelled in two ways gets one."""
+    """The pairs in `folder`, the first `limit` of each paradigm; two spellings of a field of grammar become one."""
     files = sorted(folder.glob("*.jsonl"))
     if not files:
         raise DataError(f"`{folder}` must hold BLiMP's .jsonl files, but holds none.")
@@ -32,7 +32,7 @@ def blimp(folder: Path, limit: int | None) -> list[Row]:
 
 
 def accuracy_by(key: str) -> Callable[[LanguageModel, Sequence[Row]], list[Score]]:
-    """A score: the mean over all paradigms, then that over the paradigms of each `key` ("field" or "UID")."""
+    """A score function: the mean over all paradigms, then over those of each `key` ("field"; "UID" is one paradigm)."""
 
     def score(model: LanguageModel, pairs: Sequence[Row]) -> list[Score]:
         sentences = [f" {pair[side]}" for pair in pairs for side in ("sentence_good", "sentence_bad")]
@@ -49,12 +49,12 @@ def accuracy_by(key: str) -> Callable[[LanguageModel, Sequence[Row]], list[Score
 
 
 def _point(good: float, bad: float) -> float:
-    """A tie is worth half, as a guess would be."""
+    """1 or 0; a tie counts half, as guessing would."""
     return 0.5 if good == bad else float(good > bad)
 
 
 def _mean(metric: str, paradigms: Mapping[str, Sequence[float]]) -> Score:
-    """Every paradigm counts the same; the error is that of drawing other pairs for them (None for a single pair)."""
+    """The mean of the paradigms' means; its standard error is over the choice of pairs (None for a single pair)."""
     value = fmean(map(fmean, paradigms.values()))
     if any(len(points) < 2 for points in paradigms.values()):
         return Score(metric, value, None)

@@ -1,4 +1,4 @@
-"""Held-out perplexity of a checkpoint, with any head it can have."""
+"""Held-out perplexity of a checkpoint, with any head that it can have."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from megahead.pretraining import EvaluationRequest
 def evaluate_checkpoint(
     checkpoint: str | PathLike[str], head: HeadName, *, dataset: str | None = None
 ) -> ValidationResult:
-    """Scores the run's validation text (or `dataset`, a prefix), as many rows as the run's own evaluations read.
+    """Scores the run's validation dataset (or `dataset`, a prefix), as many rows as in the run's own evaluations.
 
-    checkpoint: a step folder or a run (its newest). head: `tied` scores by the embedding alone, `pmi` adds log q,
-    `trained` uses the head's own matrix. In fp32 on the CPU.
+    checkpoint: a step folder, or a run folder for its newest. head: `tied` scores with the embedding alone, `pmi` adds
+    log q (the training-free head), `trained` uses the head's own matrix. In fp32 on the CPU.
     """
     model = TrainedModel.open(Path(checkpoint))
     make_head(head, model)  # UserError if this model cannot have it

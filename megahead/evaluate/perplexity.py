@@ -24,15 +24,14 @@ class ValidationResult:
     """Mean negative log-probability of a target in nats."""
 
     perplexity: float
-    """exp(loss): how many equally likely tokens there were to choose from, on average; of an encoder, for a masked
-    token, which is not comparable with a decoder's."""
+    """exp(loss). An encoder's, for masked tokens, is not comparable with a decoder's."""
 
     accuracy: float
     """Share of targets that were the most probable token."""
 
     bits_per_byte: float | None
-    """Bits per byte of text, comparable across tokenizers; None if the dataset does not name its text's size, or
-    only some tokens are predicted (an encoder)."""
+    """Bits per byte of text, comparable across tokenizers; None if the size of the dataset's text is not known, or only
+    some tokens are predicted (an encoder)."""
 
 
 class ValidationSet:
@@ -74,7 +73,7 @@ class ValidationSet:
         return self._result(loss_sum, correct, max(targets, 1))
 
     def _result(self, loss_sum: float, correct: float, targets: float) -> ValidationResult:
-        """Bytes are counted at the whole dataset's average per token: exact once all of it is read."""
+        """Assumes the whole dataset's average of bytes per token: exact only if all of it was read."""
         loss = loss_sum / targets
         info = self._samples.dataset.info
         known = info is not None and info.text_bytes > 0 and self._reader.masker is None

@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens by a language model, many rows at once and nothing twice.
+"""Log-probabilities of tokens by a language model, for many rows at once, without computing anything twice.
 
 Rows are batched by length, so that little is padding. The head, most of a small model's work, is applied only to
 outputs that predict a wanted token. In a decoder, rows with the same prefix share one output, as minimal pairs do.
@@ -20,7 +20,7 @@ _AT_ONCE = 16  # outputs per call of logsumexp
 
 
 class Row(NamedTuple):
-    """Tokens that a model reads, and what its outputs at some places are asked to predict."""
+    """Tokens that a model reads, and at some places the targets whose probability is wanted."""
 
     ids: tuple[int, ...]
     places: tuple[int, ...]
@@ -28,7 +28,7 @@ class Row(NamedTuple):
 
 
 class TokenPredictor:
-    """Asks a Hugging Face language model for log-probabilities; `causal`: outputs see only what came before."""
+    """Computes log-probabilities with a Hugging Face language model; `causal`: a token attends only to earlier ones."""
 
     def __init__(self, model: Any, *, causal: bool, batch_size: int | None = None) -> None:
         """batch_size: rows at once; None: as many as 8,192 tokens and 4 million logits allow (a GPU: 32 times that)."""

@@ -1,4 +1,4 @@
-"""Pseudo-perplexity of an encoder (Salazar et al. 2020, arXiv 1910.14659): each token guessed from all others."""
+"""Pseudo-perplexity of an encoder (Salazar et al. 2020, arXiv 1910.14659): each token predicted from all others."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megahead.evaluate.predictions import TokenPredictor
 
 @dataclass(frozen=True)
 class PseudoPerplexity:
-    """How well the tokens of texts are guessed, each with the whole rest of its text in view."""
+    """How well the tokens of texts are predicted, each from the rest of its text."""
 
     tokens: int
     loss: float

@@ -1,4 +1,4 @@
-"""One JSON file of results, with which an interrupted comparison can continue."""
+"""A JSON file of results, so that an interrupted comparison continues where it was."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from megahead.files import write_atomically
 
 
 class ResultCache:
-    """Results by keys of all that decides them: read when opened, written atomically after each one.
+    """Results, each under a key of everything that it depends on: read when opened, written atomically after each one.
 
-    `path` None keeps them in memory only. DataError for a file that is something else.
+    `path` None keeps them in memory only. DataError for a file that holds something else.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -26,7 +26,7 @@ class ResultCache:
 
     @property
     def entries(self) -> Sequence[dict[str, Any]]:
-        """All that is kept, in the order it was added."""
+        """All results, in the order in which they were added."""
         return self._entries
 
     def find(self, key: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -34,7 +34,7 @@ class ResultCache:
         return next((entry for entry in self._entries if _agree(entry, key, key)), None)
 
     def add(self, key: Mapping[str, Any], values: Mapping[str, Any], *, replaces: Sequence[str]) -> None:
-        """Keeps `values` under `key`, in place of entries that agree with it in the names `replaces`."""
+        """Stores `values` under `key`, and removes entries that agree with `key` in the names `replaces`."""
         self._entries = [entry for entry in self._entries if not _agree(entry, key, replaces)]
         self._entries.append({**key, **values})
         if self._path is not None:

@@ -1,4 +1,4 @@
-"""What models reach on tasks, and where that is kept."""
+"""Scores of models on tasks, and the file that they are stored in."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ class Score:
     metric: str
     value: float
     stderr: float | None
-    """Standard error, for lm-eval's tasks as it gives it (bootstrapped for perplexity); None where there is none."""
+    """Standard error, for lm-eval's tasks its own (bootstrapped for perplexity); None if there is none."""
 
 
 @dataclass(frozen=True)
 class TaskResult:
-    """What a model reaches on a task."""
+    """A model's scores on a task."""
 
     task: str
     samples: int
     scores: list[Score]
     limit: int | None = None
-    """How many examples were allowed; None: all."""
+    """Largest number of examples that were scored; None: all."""
 
 
 @dataclass(frozen=True)
 class HarnessResult:
-    """What a model reaches on all tasks asked for."""
+    """A model's scores on all tasks that were asked for."""
 
     model: str
     tasks: list[TaskResult]
@@ -55,17 +55,17 @@ class ResultsFile:
         self._kept = ResultCache(path)
 
     def find(self, model: Path, folder: Path, task: str, file: Path, limit: int | None) -> TaskResult | None:
-        """The result kept of this very evaluation, if there is one."""
+        """The stored result of exactly this evaluation, if there is one."""
         entry = self._kept.find(_key(model, folder, task, file, limit))
         return None if entry is None else _result(entry)
 
     def of(self, model: Path, limit: int | None) -> list[TaskResult]:
-        """Every result kept of a model's folder with that limit."""
+        """All stored results of a model's folder with that limit."""
         mine = [entry for entry in self._kept.entries if (entry["model"], entry["limit"]) == (str(model), limit)]
         return [_result(entry) for entry in mine]
 
     def add(self, model: Path, folder: Path, file: Path, result: TaskResult) -> None:
-        """Keeps `result`, in place of what the model reached before on that task with that limit."""
+        """Stores `result`, in place of the model's earlier result on that task with that limit."""
         values = {"samples": result.samples, "scores": [asdict(score) for score in result.scores]}
         key = _key(model, folder, result.task, file, result.limit)
         self._kept.add(key, values, replaces=("model", "task", "limit"))

@@ -1,4 +1,5 @@
-"""How close synonyms of WordNet are in a model's input embedding, against random pairs of the same words (Fig. 9).
+"""How close WordNet's synonyms are in a model's input embedding, against random pairs of the same words (the paper's
+figure 9).
 
 A synset line of WordNet's data files: `offset file type count word id word id ... relations | gloss`, `count` in
 hexadecimal (wndb(5WN)). P pairs, V vocabulary, D features.
@@ -36,7 +37,7 @@ class Similarities:
 
 
 def synonym_pairs(wordnet: Path) -> list[Pair]:
-    """Every two single words that share a synset in `wordnet` (data.noun and so on), each pair once, sorted."""
+    """Every pair of single words that share a synset in the folder `wordnet` (data.noun and so on), once, sorted."""
     pairs: set[Pair] = set()
     for part in _PARTS:
         file = wordnet / f"data.{part}"
@@ -65,7 +66,7 @@ def _synsets(file: Path) -> Iterator[set[str]]:
 
 
 def similarities(weight_VD: Tensor, tokenizer: Tokenizer, pairs: Sequence[Pair], seed: int = 0) -> Similarities:
-    """Cosines of the pairs whose words are one token each (with a space before), and of as many random pairs of them.
+    """Cosines of those pairs whose words are one token each (with a space before), and of as many random pairs of them.
 
     Raises DataError when there are none of either.
     """
@@ -88,7 +89,7 @@ def _cosines(unit_VD: Tensor, ids_P2: Tensor) -> Tensor:
 
 
 def _random_pairs(ids_P2: Tensor, known: Sequence[tuple[int, int]], seed: int) -> Tensor:
-    """Second words drawn again among all of them; those that meet a synonym or themselves are left out."""
+    """The pairs with their second words shuffled; without pairs of synonyms or of equal words."""
     drawn = np.random.default_rng(seed).permutation(ids_P2[:, 1].numpy())
     excluded = {*known, *((b, a) for a, b in known)}
     kept = [(a, b) for a, b in zip(ids_P2[:, 0].tolist(), drawn.tolist(), strict=True) if a != b]

@@ -1,6 +1,6 @@
 """Fine-tuning on GLUE, SuperGLUE and XNLI: tasks and their files, encoding, a plain loop, results over seeds.
 
-What trains needs transformers: imported with the first use of a name, not with the package.
+Training needs transformers, which is imported at the first use of a name, not with the package.
 """
 
 from typing import TYPE_CHECKING

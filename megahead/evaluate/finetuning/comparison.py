@@ -1,4 +1,4 @@
-"""Several models on several tasks with several seeds: kept results are reused, missing ones made and reported."""
+"""Several models on several tasks with several seeds: stored results are reused, missing ones computed and reported."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _CHARACTERS_PER_TOKEN = 4  # about; only to estimate the time left
 
 
 class Comparison:
-    """Models x tasks (with their settings) x seeds; each result is kept as soon as its run is finished."""
+    """Models x tasks (with their settings) x seeds; each result is stored as soon as its run is finished."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class Comparison:
 
 
 def _epoch_cost(data: TaskData, settings: FineTuning) -> int:
-    """An epoch's work in characters read."""
+    """An epoch's work, in characters that are read; to estimate the time left."""
     at_most = _CHARACTERS_PER_TOKEN * settings.max_length
     trained = sum(example.characters(at_most) for example in data.train)
     tested = sum(example.characters(at_most) for example in chain.from_iterable(data.evaluation_sets.values()))

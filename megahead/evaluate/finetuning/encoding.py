@@ -1,4 +1,4 @@
-"""Turns texts into padded batches: joined, cut and tokenized once, then batched by length."""
+"""Turns texts into padded batches: tokenizes, joins and cuts them once, then batches them by length."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SORTED_TOGETHER = 50  # batches whose rows are sorted by length together: littl
 
 @dataclass(frozen=True)
 class Encoded:
-    """An example in tokens, one sequence for each choice."""
+    """A tokenized example, one sequence for each choice."""
 
     sequences: tuple[tuple[list[int], list[int]], ...]
     """Token ids and their token types: 0 for the first text, 1 for the second."""
@@ -29,7 +29,7 @@ class Encoded:
 
 
 class ExampleEncoder:
-    """Joins texts as the model's tokenizer would: `[CLS] a [SEP] b [SEP]`, or for decoders two lines."""
+    """Joins a pair of texts as an encoder's tokenizer would, `[CLS] a [SEP] b [SEP]`; for decoders as two lines."""
 
     def __init__(self, tokenizer: Any, max_length: int) -> None:
         self._tokenizer = tokenizer
@@ -53,7 +53,7 @@ class ExampleEncoder:
         ]
 
     def _joined(self, first: list[int], second: list[int] | None) -> tuple[list[int], list[int]]:
-        """One sequence; of two that are too long together the longer one is cut."""
+        """One sequence; if two texts are too long together, the longer one is cut."""
         room = self._max_length - len(self._open) - len(self._close)
         if second is None:
             ids = [*self._open, *first[:room], *self._close]
@@ -81,7 +81,7 @@ def shares(first: int, second: int, room: int) -> tuple[int, int]:
 
 
 def training_batches(lengths: Sequence[int], batch_size: int, generator: torch.Generator) -> Iterator[list[int]]:
-    """Every row once in random order, rows of like length in a batch; all batches but one are full."""
+    """Every row once, in random batches of rows of similar length; all batches but one are full."""
     order = torch.randperm(len(lengths), generator=generator).tolist()
     reach = batch_size * _SORTED_TOGETHER
     grouped = [k for start in range(0, len(order), reach) for k in by_length(lengths, order[start : start + reach])]
@@ -107,7 +107,7 @@ def collate(examples: Sequence[Encoded], padding: int, device: torch.device) -> 
 
 
 def _special(tokenizer: Any, attribute: str, usual: str) -> int | None:
-    """The id of a special token as the tokenizer names it, or as it is usually called; None where it has none."""
+    """The id of a special token by the tokenizer's own name for it, or its usual name; None if there is none."""
     token = getattr(tokenizer, attribute, None) or usual
     found = tokenizer.get_vocab().get(token)
     return None if found is None else int(found)

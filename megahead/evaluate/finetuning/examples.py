@@ -1,4 +1,4 @@
-"""Rows as they are published, and the examples a classifier reads: a text, what it is paired with, a label."""
+"""Rows as they are published, and the examples a classifier reads: a text, the texts it is paired with, a label."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Builder = Callable[[Row, Sequence[str]], "Example"]
 
 @dataclass(frozen=True)
 class Published:
-    """What a file, or a copy of it on the hub, holds."""
+    """The rows of a file as published, or of its copy on the Hugging Face hub."""
 
     rows: list[Row]
 
@@ -34,26 +34,27 @@ class Example:
     first: str
 
     seconds: tuple[str | None, ...]
-    """What `first` is paired with: one text or None (a class is asked for), or several choices (one of them is)."""
+    """What `first` is paired with: for a class, one text or None; for a choice, all that can be chosen."""
 
     label: float
     """The right class or choice; a number on a scale for regression."""
 
     def characters(self, at_most: int) -> int:
-        """How much there is to read, `at_most` so much of a sequence."""
+        """Number of characters of all its sequences, at most `at_most` of each."""
         return sum(min(len(self.first) + len(second or ""), at_most) for second in self.seconds)
 
 
 def objects(*fields: str) -> Reader:
-    """A JSON object a line, with all of `fields`."""
+    """A reader of one JSON object per line, which must have all of `fields`."""
     read = lines(*fields)
     return lambda file: Published(read(file))
 
 
 def tsv(**columns: str | int) -> Reader:
-    """Tab-separated lines without quoting; our name of each field to its column's name, or its number (no header).
+    """A reader of tab-separated lines without quoting. `columns`: our name of a field to the column's name, or to its
+    number if there is no header.
 
-    Lines that lack one of the columns are left out and counted; DataError where most lines do.
+    Lines that lack one of the columns are left out and counted; DataError if most lines do.
     """
 
     def read(file: Path) -> Published:
@@ -98,7 +99,7 @@ def translated(file: Path) -> Published:
 
 
 def texts(first: str, second: str | None = None) -> Builder:
-    """A class of one text or of a pair, by their fields."""
+    """A builder of examples that ask for the class of one text, or of a pair, given by their fields."""
 
     def build(row: Row, labels: Sequence[str]) -> Example:
         return Example(row[first], (None if second is None else row[second],), class_of(row, labels))
@@ -107,7 +108,7 @@ def texts(first: str, second: str | None = None) -> Builder:
 
 
 def similarity(row: Row, labels: Sequence[str]) -> Example:
-    """STS-B: how alike two sentences are, 0 to 5."""
+    """STS-B: how similar two sentences are, 0 to 5."""
     return Example(row["sentence1"], (row["sentence2"],), float(row["label"]))
 
 

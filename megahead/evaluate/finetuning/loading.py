@@ -1,4 +1,4 @@
-"""Brings a task's examples from published files or from the Hugging Face hub."""
+"""Loads a task's examples from published files or from the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ class Sources:
     """Folder of published files; None for the Hugging Face hub."""
 
     hub: str = ""
-    """Prefix of every repository's name, for copies of them in a folder."""
+    """Prefix of every repository's name: a folder with copies of them."""
 
     def splits(self, name: str) -> tuple[Published | None, Published]:
-        """What to train and to evaluate on; None if there is no training split. DataError if there is neither."""
+        """Rows to train on (None without a training split) and to evaluate on. DataError if there is neither."""
         task = TASKS[name]
         if self.folder is None:
             repository, configuration, test = task.hub
@@ -105,7 +105,7 @@ def load_task(
 
 
 def _examples(name: str, sources: Sources) -> TaskData:
-    """Examples to train and to evaluate on: of two splits, or every other unit of one."""
+    """Examples to train and to evaluate on: from two splits, or (without a training split) every other unit of one."""
     train, test = sources.splits(name)
     task, examples, split = TASKS[name], _build(name, test.rows), name.split("/")[1]
     if train is not None:

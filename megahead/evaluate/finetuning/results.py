@@ -1,4 +1,4 @@
-"""Results of fine-tuning: of each run, as they are kept, and summed up over the seeds of a task."""
+"""Results of fine-tuning: of each run, as they are stored, and summarised over the seeds of a task."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class FineTuningResult:
     epochs: list[EpochScores]
 
     def best(self) -> int:
-        """The epoch (from 0) with the highest score on the first evaluation set, the earliest of equals."""
+        """The epoch (from 0) with the highest score on the first evaluation set; the first of several."""
         metric = TASKS[self.task].metric
         values = [next(iter(epoch.scores.values()))[metric] for epoch in self.epochs]
         return values.index(max(values))
@@ -54,14 +54,14 @@ class FineTuningResults:
         self._kept = ResultCache(path)
 
     def newest(self) -> list[FineTuningResult]:
-        """The last result kept of each model, task and seed, with any settings."""
+        """The last result stored for each model, task and seed, whatever its settings."""
         runs = {(entry["model"], entry["task"], entry["seed"]): entry for entry in self._kept.entries}
         return [_result(entry, *run) for run, entry in runs.items()]
 
     def find(
         self, initial_model: InitialModel, data: TaskData, settings: FineTuning, seed: int
     ) -> FineTuningResult | None:
-        """The result kept of this run, if there is one."""
+        """The stored result of this run, if there is one."""
         entry = self._kept.find(_key(initial_model, data, settings, seed))
         return None if entry is None else _result(entry, initial_model.name, data.name, seed)
 
@@ -73,7 +73,7 @@ class FineTuningResults:
         seed: int,
         epochs: Sequence[EpochScores],
     ) -> FineTuningResult:
-        """Keeps a finished run, in place of an earlier one with the same settings."""
+        """Stores a finished run, in place of an earlier one with the same settings."""
         result = FineTuningResult(initial_model.name, data.name, seed, len(data.train), data.halved, list(epochs))
         facts = {"train_rows": result.train_rows, "halved": data.halved, "metric": data.task.metric}
         values = {**facts, "best_epoch": result.best() + 1, "epochs": [asdict(epoch) for epoch in epochs]}
@@ -94,7 +94,7 @@ class Summary:
     """A value for each seed, at its best epoch."""
 
     epochs: list[int]
-    """The best epochs, from 1; none for means of several tasks."""
+    """The best epochs, counted from 1; empty for means of several tasks."""
 
     def mean(self) -> float:
         """Over seeds."""
@@ -127,7 +127,7 @@ _LEFT_OUT = ("glue/rte", "glue/wnli")  # of GLUE's mean, as in the paper
 
 
 def _suite_mean(suite: str, rows: Sequence[Summary]) -> Summary | None:
-    """The mean of the tasks of a suite seed by seed, each by the metric the paper reports."""
+    """For each seed the mean over a suite's tasks, each measured by the metric that the paper reports."""
     members = [
         row
         for row in rows

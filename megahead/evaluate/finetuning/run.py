@@ -1,4 +1,4 @@
-"""One model on one task, from its folder to its scores."""
+"""Fine-tunes one model on one task, from its folder to its scores."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class InitialModel:
     """A Hugging Face folder, with the tokenizer."""
 
     random_weights: bool = False
-    """Take only the shape and the tokenizer from the folder: the lowest score to compare with."""
+    """Take only the shape and the tokenizer from the folder: a baseline without pretraining."""
 
 
 class FineTuningRun:

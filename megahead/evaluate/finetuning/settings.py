@@ -12,10 +12,10 @@ LossName = Literal["balanced", "regular"]
 
 @dataclass(frozen=True, kw_only=True)
 class FineTuning:
-    """Settings of one task's runs; AdamW, its rate constant after a linear warm-up."""
+    """Settings of one task's runs; AdamW with a constant learning rate after a linear warm-up."""
 
     loss: LossName
-    """Cross-entropy whose classes weigh the same (`balanced`), or whose examples do (`regular`)."""
+    """Cross-entropy in which all classes (`balanced`) or all examples (`regular`) of a batch weigh the same."""
 
     learning_rate: float
     weight_decay: float
@@ -25,7 +25,7 @@ class FineTuning:
     epochs: int = 10
 
     warmup: float = 0.1
-    """Share of all steps in which the rate grows."""
+    """Share of all steps in which the learning rate grows."""
 
     max_length: int = 128
     """Tokens of a sequence; of a longer pair the longer text is cut."""
@@ -43,10 +43,10 @@ class FineTuning:
 
 
 def paper_settings(task: str, loss: LossName | None = None, **changes: float | None) -> FineTuning:
-    """The paper's settings for a task (tables 11 and 13; XNLI as in its text), where `changes` name no others.
+    """The paper's settings for a task (tables 11 and 13; XNLI as in its text), except for `changes` that are not None.
 
     GLUE and SuperGLUE: balanced at 1e-5 without decay, or regular at 5e-6 with 0.01. XNLI: regular, 2e-5, batches of
-    128. Lengths are ours: what the paper's encoders read in pretraining.
+    128. The paper names no lengths: these are what its encoders read in pretraining.
     """
     if task.startswith("xnli/"):
         chosen = FineTuning(loss=loss or "regular", learning_rate=2e-5, weight_decay=0.0, batch_size=128)

@@ -1,4 +1,4 @@
-"""Models beside each other as people read them: percent, and training time."""
+"""A table that compares models: percentages, and training time."""
 
 from __future__ import annotations
 

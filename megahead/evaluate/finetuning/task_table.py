@@ -1,6 +1,6 @@
 """GLUE, SuperGLUE and XNLI: for each task how an example is built, its files, and its metrics.
 
-Not here, as in the paper: the diagnostic sets, MultiRC, ReCoRD, WSC.
+As in the paper, the diagnostic sets, MultiRC, ReCoRD and WSC are left out.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ class Task:
     """Names of the classes or choices in the files, in the order of their numbers; none for regression."""
 
     build: Builder
-    """Makes an example of a row."""
+    """Makes an example from a row."""
 
     files: tuple[Files, ...]
-    """Forms in which it is published, the preferred one first."""
+    """The forms in which it is published, the preferred one first."""
 
     hub: tuple[str, str, str]
     """Repository, configuration and labelled dev split on the Hugging Face hub."""
@@ -55,7 +55,7 @@ class Task:
     """What the paper reports; it also chooses the best epoch."""
 
     also: tuple[str, ...] = ()
-    """Other metrics that are kept."""
+    """Other metrics that are reported."""
 
     rows_per_unit: int = 1
     """Neighbouring rows that belong together: XNLI asks three questions of each premise."""
