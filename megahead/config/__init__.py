@@ -1,4 +1,10 @@
-"""What a run is: a frozen, documented schema, read from YAML and `--set` overrides. Imports no torch."""
+"""The settings of a run: a frozen, documented schema, read from YAML and `--set` overrides. Imports no torch.
+
+*Headless*: trained by contrastive weight tying, a softmax over the input embeddings of the targets of a candidate
+group; *vanilla*: by the usual softmax over the whole vocabulary. *Candidate group*: consecutive samples of a global
+batch whose targets are candidates for each other. *Plan*: a config and its number of ranks, with all that follows from
+both.
+"""
 
 from megahead.config.batch import BatchConfig
 from megahead.config.data import DataConfig

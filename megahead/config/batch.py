@@ -1,4 +1,4 @@
-"""The batch triad (global, micro, accumulation), derived here and nowhere else."""
+"""Global batch, micro-batch and accumulation steps: the only place where one is derived from the others."""
 
 from __future__ import annotations
 

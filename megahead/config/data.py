@@ -1,4 +1,4 @@
-"""Which indexed text a run reads, and how rows are cut from it."""
+"""Which indexed datasets a run reads, and how rows are cut from them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class BlendPart(Settings):
     """Prefix of the dataset."""
 
     weight: float | None = Field(default=None, gt=0)
-    """Share of the samples, relative to the others'; when left out (of all), its number of tokens."""
+    """Share of the samples, relative to the other datasets; when left out of all, each weighs its number of tokens."""
 
 
 def _kind_of(train: Any) -> str:
@@ -39,38 +39,38 @@ class DataConfig(Settings):
     """Prefix of the held-out dataset; no evaluation during training when left out."""
 
     tokenizer: str | None = None
-    """The `tokenizer.json` the text was cut with; copied into the run folder and into exports."""
+    """The `tokenizer.json` that the text was tokenized with; copied into the run folder and into exports."""
 
     sequence_length: int = Field(gt=0)
     """Targets per row (T); a row reads T + 1 tokens."""
 
     order: Literal["shuffled", "stored"] = "shuffled"
-    """`shuffled`: rows in a seeded order, another each epoch; `stored`: the dataset's own sequences are the rows, in
-    their own order (Pythia's preshuffled files)."""
+    """`shuffled`: rows in a seeded random order, another in each epoch; `stored`: the dataset's own sequences are the
+    rows, in their own order (Pythia's preshuffled files)."""
 
     pack: Literal["stream", "best_fit"] = "stream"
-    """`stream`: the text is cut every T tokens; `best_fit`: whole documents are put together to rows (only longer ones
-    are cut), the rest of a row stays empty. Which ones is kept beside the dataset, made once by rank 0."""
+    """`stream`: the text is cut every T tokens; `best_fit`: whole documents are packed into rows (only longer ones are
+    cut), and the rest of a row stays empty. Rank 0 packs once, and stores the result beside the dataset."""
 
     documents_a_row: int | None = Field(default=None, gt=0)
     """Most documents that `best_fit` puts in a row; no limit when left out."""
 
     end_token: int = Field(default=0, ge=0)
-    """Id that closes each document; checked against the text where the run depends on it."""
+    """Id that closes each document; checked against the text if the run depends on it."""
 
     isolate_documents: bool = True
-    """Documents that share a row never see each other, and positions restart at each: after each `end_token`, and with
-    `best_fit` at each document that the dataset names."""
+    """Documents in one row do not attend to each other, and positions restart at each. A document begins after each
+    `end_token`, and with `best_fit` where the dataset's index says so."""
 
     boundary_targets: bool = True
     """Also predict each document's first token, from the end token before it."""
 
     prefetch: int = Field(default=2, ge=0, le=1024)
-    """Optimizer steps prepared ahead in a background thread; 0 prepares each one when it is needed."""
+    """Optimizer steps whose batches a background thread prepares ahead; 0 prepares each one when it is needed."""
 
     read_ahead: Literal["rows", "system"] = "rows"
-    """How shuffled rows come from disk: `rows` asks for just them, a micro-batch at once; `system` leaves it to the
-    kernel, which also reads what is around each (worth trying where every request is slow but large ones are not)."""
+    """How shuffled rows are read from disk: `rows` requests just them, a micro-batch at once; `system` leaves it to the
+    kernel, which also reads ahead (worth trying where each request takes long, whatever its size)."""
 
     def parts(self) -> list[BlendPart]:
         """The training datasets; one for a plain prefix."""
@@ -82,7 +82,7 @@ class DataConfig(Settings):
         if not parts:
             raise ConfigError("train", "name at least one dataset", got="an empty list")
         if len({part.weight is None for part in parts}) > 1:
-            raise ConfigError("train", "give every dataset a weight, or none", got="a mixture of both")
+            raise ConfigError("train", "give every dataset a weight, or none of them", got="a mixture of both")
         if self.order == "stored" and self.pack == "best_fit":
             raise ConfigError("pack", "be `stream` with order: stored, whose rows are ready", got="`best_fit`")
         if self.documents_a_row is not None and self.pack != "best_fit":

@@ -1,4 +1,4 @@
-"""DeepSpeed's JSON, completed from the run: what this writes may not be set to something else there."""
+"""Completes DeepSpeed's JSON from the run's config; a value in the JSON that contradicts the config is refused."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _OTHERS_DECIDE = {
     "scheduler": "the run's own `schedule` is used",
     "bfloat16": "engine.precision decides",
 }
-"""Keys whose subject is not DeepSpeed's, and why."""
+"""Keys of DeepSpeed's JSON that must be left out, and why."""
 
 
 def deepspeed_config(run: RunConfig, data_ranks: int, device: str = "cpu") -> dict[str, Any]:
-    """The content DeepSpeed gets: the file of `engine.deepspeed` plus batch triad, clipping and precision.
+    """The settings that DeepSpeed gets: those of `engine.deepspeed` plus batch sizes, clipping and precision.
 
-    The file may set what the run does not, such as fp16's search for a loss scale; what it leaves out of bundling and
-    sending gradients is set for `device`. ConfigError where it contradicts the run.
+    `engine.deepspeed` may set what the run does not, such as fp16's dynamic loss scale. Buckets and other settings of
+    gradient communication that it leaves out are chosen for `device`. ConfigError if it contradicts the run.
     """
     given = run.engine.deepspeed
     given = read_deepspeed(given) if isinstance(given, str) else given
@@ -57,7 +57,7 @@ def deepspeed_config(run: RunConfig, data_ranks: int, device: str = "cpu") -> di
 
 
 def read_deepspeed(name: str, by: Path | None = None) -> dict[str, Any]:
-    """The content of the JSON file that the config in `by` calls `name`; UserError where it cannot be read."""
+    """The content of the JSON file that the config file `by` calls `name`; UserError if it cannot be read."""
     try:
         content = json.loads(find_named(name, by).read_text(encoding="utf-8"))
     except OSError as error:
@@ -118,7 +118,8 @@ def _formats(precision: str, stage: int) -> dict[str, dict[str, Any]]:
     """The required settings of the sections on number formats, by name. In every precision gradients of micro-batches
     are summed in fp32 and sent in the run's format, overflows are found, and weights and moments are kept in fp32.
 
-    At stage 0 DeepSpeed's own 16-bit wrappers take a stray first step: bf16 goes through autocast there.
+    At stage 0 DeepSpeed's own 16-bit wrappers take an optimizer step with zero gradients when they are made, so bf16
+    uses autocast there.
     """
     if stage == 0 and precision == "fp16":
         raise ConfigError("engine.precision", "be fp32 or bf16 at ZeRO stage 0", got="fp16", hint="or use stage 1")

@@ -1,4 +1,4 @@
-"""Families of models: named sizes, what each has otherwise than Pythia, and what none of a family can have."""
+"""Families of models: named sizes, where a family's defaults differ from Pythia's, and settings that it cannot have."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "init": "normal",
     },
 }
-"""What a family has otherwise than Pythia, unless given."""
+"""Defaults of a family that differ from Pythia's."""
 
 _OF_LLAMA_ALONE = {
     "num_key_heads": None,
@@ -98,4 +98,4 @@ FIXED: dict[str, dict[str, Any]] = {
     "llama": {"token_types": 0, "rotary_pct": 1.0, "parallel_residual": False},
     "bert": {"rotary_pct": 0.0, "parallel_residual": False, **_OF_LLAMA_ALONE},
 }
-"""Settings that are another family's, and what they must therefore be."""
+"""Settings that belong to other families, and the values that they must keep in this one."""

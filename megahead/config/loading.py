@@ -1,4 +1,4 @@
-"""YAML and `--set a.b=c` into a RunConfig; every mistake reported, each in one sentence."""
+"""Reads YAML and `--set a.b=c` into a RunConfig; reports every mistake at once, each in one sentence."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megahead.errors import ConfigError, ConfigErrors, UserError
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML as people write it: `1e-4` is a number, and a key given twice is a mistake."""
+    """YAML as people expect it: `1e-4` is a number, and a key that is given twice is an error."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
@@ -115,11 +115,11 @@ _RULES = {
     "tuple": "be a list",
     "list": "be a list",
 }
-"""By the first word of pydantic's name for an error about a value's type."""
+"""Rules by the first word of pydantic's name for an error about a value's type."""
 
 
 def _sentences(errors: Sequence[ErrorDetails]) -> list[str]:
-    """Pydantic's errors as our sentences, one a field: a field of several types has an error for each."""
+    """Pydantic's errors as our sentences, one per field: pydantic has an error for each type that a field may have."""
     by_field: dict[str, list[ErrorDetails]] = {}
     for details in errors:
         by_field.setdefault(".".join(_location(details)), []).append(details)
@@ -127,7 +127,7 @@ def _sentences(errors: Sequence[ErrorDetails]) -> list[str]:
 
 
 def _location(details: ErrorDetails) -> list[str]:
-    """The way to a field, without the names of a union's types."""
+    """The path to a field, without the names of a union's types."""
     parts = [str(part) for part in details["loc"]]
     return [part for part in parts if not part.startswith(("<", "literal[", "dict[")) and part not in ("str", "int")]
 

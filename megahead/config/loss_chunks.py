@@ -1,4 +1,4 @@
-"""How many outputs' scores the softmax holds at once: `objectives` obeys, `estimate` counts with the same numbers."""
+"""How many outputs' scores the softmax holds at once; `objectives` computes and `estimate` predicts memory with it."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ class ChunkSize:
     """How the outputs of a loss are cut into chunks."""
 
     score_bytes: int
-    """Scores held at once."""
+    """Bytes of the scores that are held at once."""
 
     least_outputs: int
-    """Outputs that a chunk may always have, however many candidates: each chunk adds to the gradient of all rows."""
+    """Outputs that a chunk may have however many candidates there are: each further chunk costs a pass over the
+    gradient of all rows."""
 
     multiple: int
     """Outputs in a chunk are a multiple of this, unless there are fewer."""
 
     def outputs(self, total: int, candidates: int, score_size: int) -> int:
-        """Outputs in each chunk of `total`, with this many candidates of `score_size` bytes: even chunks, no more of
-        them than needed."""
+        """Outputs per chunk, of `total` outputs with this many candidates and scores of `score_size` bytes: equal
+        chunks, no more of them than needed."""
         fitting = self.score_bytes // (candidates * score_size) // self.multiple * self.multiple
         chunks = math.ceil(total / max(self.least_outputs, fitting))
         return min(total, math.ceil(total / chunks / self.multiple) * self.multiple)

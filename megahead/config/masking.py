@@ -1,4 +1,4 @@
-"""How rows of text become masked rows, for encoders: which tokens are targets, and what is read in their place."""
+"""Masking of rows for encoders: which tokens are targets, and what the model reads in their place."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class MaskingConfig(Settings):
     """
 
     mask_token: int = Field(ge=0)
-    """Id that stands for a hidden token; never the padding token, which would come to mean a word."""
+    """Id that replaces masked tokens; never the padding token, which would then be learned to stand for words."""
 
     cls_token: int = Field(ge=0)
     """Id that begins each row."""
@@ -29,13 +29,13 @@ class MaskingConfig(Settings):
     """Id that ends each row's text; it may be data.end_token as well."""
 
     special_tokens: list[int] = Field(default=[])
-    """Further ids that are neither selected nor put in at random, such as padding."""
+    """Further ids that are never masked and never replace another token, such as padding."""
 
     rate: float = Field(default=0.15, gt=0, lt=1)
-    """Share of the text's tokens that are targets; the paper's 15 %."""
+    """Share of the text's tokens that are targets; the paper has 15 %."""
 
     final_rate: float | None = Field(default=None, gt=0, lt=1)
-    """The share at the last step, reached linearly from `rate`; constant when left out."""
+    """This share at the last step, reached linearly from `rate`; constant when left out."""
 
     count: Literal["fixed", "bernoulli"] = "fixed"
     """`fixed`: each row has the same number of targets (tensors keep their shapes); `bernoulli`: each unit of text is
@@ -48,23 +48,24 @@ class MaskingConfig(Settings):
     """Share of the targets that are read as a random token; the rest is read as it is."""
 
     strategy: Strategy = "uniform"
-    """What is selected: single tokens with equal chances (`uniform`), whole words, spans of geometric length (`span`),
-    rare tokens more often (`frequency`), or neighbours that belong together in the training text (`pmi`)."""
+    """What is selected: single tokens with equal probability (`uniform`), whole words, spans of geometrically
+    distributed length (`span`), rare tokens more often (`frequency`), or collocations: tokens that are neighbours in
+    the training text far more often than by chance (`pmi`)."""
 
     span_stop: float = Field(default=0.2, gt=0, le=1)
-    """span: chance that a span ends after each of its tokens."""
+    """span: probability that a span ends after each of its tokens."""
 
     longest_span: int = Field(default=10, gt=0)
-    """span, pmi: tokens a span has at most."""
+    """span, pmi: largest number of tokens in a span or collocation."""
 
     frequency_power: float = Field(default=0.5, gt=0)
-    """frequency: a token is selected in proportion to its count in the training text to the power of minus this."""
+    """frequency: a token's probability is proportional to its count in the training text to the power of minus this."""
 
     least_pmi: float = Field(default=4.0)
-    """pmi: neighbours are masked together from this log p(ab) / p(a) p(b) on, in nats."""
+    """pmi: neighbours a b are masked together if log(p(ab) / (p(a) p(b))) is at least this, in nats."""
 
     least_count: int = Field(default=10, gt=0)
-    """pmi: only pairs that are in the training text at least this often."""
+    """pmi: only pairs that occur at least this often in the training text."""
 
     @model_validator(mode="after")
     def _fits_together(self) -> MaskingConfig:
@@ -79,7 +80,7 @@ class MaskingConfig(Settings):
         return self
 
     def rate_at(self, progress: float) -> float:
-        """Share of targets when `progress` (0 to 1) of the run is done."""
+        """Share of the tokens that are targets when `progress` (0 to 1) of the run is done."""
         last = self.rate if self.final_rate is None else self.final_rate
         return self.rate + (last - self.rate) * min(max(progress, 0.0), 1.0)
 

@@ -1,4 +1,5 @@
-"""The objective: pick each output's target among a group's targets (headless), or the whole vocabulary (vanilla)."""
+"""The objective: pick each output's target among the targets of a candidate group (headless: contrastive weight tying),
+or among the whole vocabulary (vanilla)."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ class ObjectiveConfig(Settings):
     """One softmax over candidate rows of the embedding table (headless) or over all of it (vanilla)."""
 
     name: Literal["headless", "vanilla"] = "headless"
-    """`headless`: contrastive weight tying, candidates are the targets of a group; `vanilla`: the whole vocabulary."""
+    """`headless`: contrastive weight tying, whose candidates are the targets of a candidate group (`group_samples`);
+    `vanilla`: the whole vocabulary."""
 
     tied: bool = False
     """vanilla softmax only: the head is the input embedding itself, instead of a matrix of its own."""
@@ -33,14 +35,15 @@ class ObjectiveConfig(Settings):
     """The temperature is a parameter that starts at `temperature`; it never decays."""
 
     group_samples: int | str = "micro_batch"
-    """headless: consecutive samples of the global batch that share candidates, a divisor or a multiple of
-    batch.micro_size. `micro_batch` (the paper), `data_parallel` (one micro-step over all data ranks) and `global_batch`
-    stand for their number of samples when the run starts, which it keeps on any later number of ranks."""
+    """headless: size of a candidate group, consecutive samples of the global batch whose targets are candidates for
+    each other; a divisor or a multiple of batch.micro_size. `micro_batch` (the paper), `data_parallel` (one micro-step
+    over all data ranks) and `global_batch` stand for the number of samples that these have when the run starts; it is
+    kept on any later number of ranks."""
 
     bias: Literal["paper", "once", "corrected", "own_once"] = "paper"
-    """headless: how much each candidate weighs. `paper`: as often as it is a target of the group; `once`: once;
-    `corrected`: divided by its probability of being a candidate (sampled softmax: learns log p itself);
-    `own_once`: as the paper, but an output's positive weighs once (no false negatives; an ablation)."""
+    """headless: how often each candidate counts in the softmax. `paper`: as often as it is a target of the group;
+    `once`: once; `corrected`: divided by its probability of being a candidate (sampled softmax, which learns log p
+    itself); `own_once`: as the paper, but an output's own target counts once (no false negatives; an ablation)."""
 
     negatives: int = Field(default=0, ge=0)
     """headless: ids drawn in addition for each group, with replacement; they weigh as often as they are drawn."""
@@ -49,11 +52,11 @@ class ObjectiveConfig(Settings):
     """Where `negatives` are drawn from: the dataset's token frequencies, or all ids equally."""
 
     max_candidates: int | None = Field(default=None, gt=0)
-    """headless: at most this many shared candidates, sampled by weight and weighted up, so that the sum over candidates
-    stays right on average; an output's positive is always among them. None: all."""
+    """headless: at most this many shared candidates, sampled by their weight and reweighted so that the sum over
+    candidates is unbiased; an output's own target is always among its candidates. None: all."""
 
     vanilla_weight: float = Field(default=0.0, ge=0, lt=1)
-    """headless: share of the vanilla softmax (tied or not) in the loss; the headless loss has the rest."""
+    """headless: weight of an added vanilla loss (tied or not); the headless loss has weight 1 - this."""
 
     @field_validator("group_samples")
     @classmethod
@@ -103,7 +106,8 @@ def resolve_candidate_group_samples(
 ) -> int:
     """Samples of a candidate group, as a number; `stored`: the number in the checkpoint that is resumed.
 
-    ConfigError unless a group is some whole micro-batches or an equal part of one, and the global batch whole groups.
+    ConfigError unless a group is a number of whole micro-batches or an equal part of one, and the global batch is a
+    number of whole groups.
     """
     if objective.name == "vanilla":
         return batch.micro_size  # which does not matter: all ids are candidates

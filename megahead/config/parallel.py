@@ -1,4 +1,4 @@
-"""How a model is cut over ranks."""
+"""How a model is split over ranks."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from megahead.errors import ConfigError
 
 
 class ParallelConfig(Settings):
-    """The mesh: `tensor` ranks share one copy of the weights; all ranks / tensor of them share each batch."""
+    """The mesh: a copy of the weights is split over `tensor` ranks, a batch over the copies (the data ranks)."""
 
     tensor: int = Field(default=1, gt=0)
-    """Ranks that split every layer among them; keep it within a node."""
+    """Tensor-parallel ranks, which split every layer among them; keep them within a node."""
 
     sequence: bool = False
-    """Also split the tokens of each row over the tensor ranks where layers are not split (norms, dropout, what each
-    block is given): less memory for activations, the same traffic. Changes nothing at `tensor: 1`."""
+    """Sequence parallelism as in Megatron: where layers are not split (norms, dropout, the inputs of blocks), split the
+    tokens of each row over the tensor ranks. Less memory for activations, the same traffic; no effect with `tensor: 1`.
+    """
 
     def check(self, model: ModelConfig, sequence_length: int) -> None:
         """Raises ConfigError when `model`, or its rows, cannot be split evenly."""

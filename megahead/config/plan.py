@@ -1,4 +1,4 @@
-"""A run on a number of ranks: its config, and what depends on both, resolved once before anything else starts."""
+"""A plan: a config and the number of ranks it runs on, and what follows from both, computed once at the very start."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class RunPlan:
     ranks: int
 
     data_ranks: int
-    """Ranks that share each batch; the others share a copy of the weights with one of these."""
+    """Data-parallel ranks: each batch is split over them. All ranks / this are tensor-parallel ranks."""
 
     deepspeed: dict[str, Any]
     """DeepSpeed's settings: the complete content of its JSON."""
@@ -30,10 +30,10 @@ class RunPlan:
     @staticmethod
     def of(config: RunConfig, ranks: int = 1, device: str | None = None) -> RunPlan:
         """ConfigError if `config` cannot be split over `ranks`, or DeepSpeed's settings contradict it; UserError if
-        these are a file that cannot be read. It is read only here.
+        these are in a file that cannot be read.
 
-        `device`: cpu or cuda, what the ranks run on; when left out, what `engine.device` says, where `auto` counts as
-        cuda: a plan for machines that are not at hand is one for GPUs.
+        `device`: cpu or cuda, where the ranks run; by default what `engine.device` says, with `auto` counted as cuda,
+        since plans for other machines are mostly plans for GPUs.
         """
         data_ranks = config.parallel.data_ranks(ranks)
         device = device or ("cpu" if config.engine.device == "cpu" else "cuda")
@@ -52,5 +52,5 @@ class RunPlan:
         return int(self.deepspeed["gradient_accumulation_steps"])
 
     def group_samples(self, stored: int | None = None) -> int:
-        """Samples that share candidates; `stored`: the number in the checkpoint that is resumed."""
+        """Samples in a candidate group; `stored`: their number in the checkpoint that is resumed."""
         return resolve_candidate_group_samples(self.config.objective, self.config.batch, self.data_ranks, stored)

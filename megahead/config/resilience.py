@@ -1,4 +1,4 @@
-"""What a run does when something goes wrong, and what a resumed run may do differently."""
+"""What a run does when a step goes wrong, and which settings may change when it is resumed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class FaultsConfig(Settings):
     always skipped.)"""
 
     spike: Literal["note", "skip", "rollback", "stop"] = "note"
-    """When the loss is far above what was usual; `note` applies the step and prints it."""
+    """When the loss is far above recent losses; `note` applies the step and prints a line."""
 
     spike_score: float = Field(default=8.0, gt=0)
     """A loss is a spike when it is this many standard deviations above the median of recent losses. The standard

@@ -1,4 +1,4 @@
-"""Rotary frequencies for longer rows than a model was first trained on."""
+"""Scaling of rotary embeddings, for longer rows than a model was first trained on (`rope_scaling` in Hugging Face)."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ class RotaryScalingConfig(Settings):
     """How rotary frequencies are slowed down, for longer rows than the model was first trained on."""
 
     kind: Literal["linear", "llama3"]
-    """`linear`: all alike; `llama3`: those that hardly turn within original_positions (Llama 3.1)."""
+    """Which frequencies are lowered. `linear`: all; `llama3`: those whose wavelength is about original_positions or
+    longer (Llama 3.1)."""
 
     factor: float = Field(ge=1)
     """How many times slower."""
 
     low_frequency_factor: float = Field(default=1.0, gt=0)
-    """llama3: what turns less often than this in original_positions is slowed down in full."""
+    """llama3: frequencies with fewer turns than this in original_positions are divided by `factor`."""
 
     high_frequency_factor: float = Field(default=4.0, gt=0)
-    """llama3: what turns more often than this stays as it is."""
+    """llama3: frequencies with more turns than this in original_positions stay as they are."""
 
     original_positions: int = Field(default=8192, gt=0)
     """llama3: the longest rows of the first training, in tokens."""

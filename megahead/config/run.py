@@ -24,7 +24,7 @@ from megahead.run_folder import RunFolder
 
 
 class TrainingConfig(Settings):
-    """How long to train, and what to write on the way."""
+    """How long to train, and what to evaluate, save and log meanwhile."""
 
     steps: int = Field(gt=0)
     """Optimizer steps of the whole run."""
@@ -58,18 +58,18 @@ class TrainingConfig(Settings):
     """This many checkpoints with the lowest held-out loss at their step are kept too."""
 
     save_in_background: bool = False
-    """Train on while a checkpoint is written, at the price of a copy in memory; a second one waits for the first."""
+    """Continue training while a checkpoint is written, which takes a copy in memory; the next save waits for it."""
 
 
 class InitConfig(Settings):
     """Weights to start from, instead of random ones."""
 
     from_checkpoint: str | None = None
-    """A checkpoint folder of ours (or a run folder: its newest one)."""
+    """A checkpoint of megahead, or a run folder, whose newest checkpoint is taken."""
 
     from_hf: str | None = None
-    """Instead of a checkpoint, a Hugging Face folder with safetensors of a model such as `model` says: its body and
-    embedding, and its head where the objective has one."""
+    """Instead of a checkpoint, a Hugging Face folder with the safetensors of a model like `model`: its body and
+    embedding are taken, and its head if the objective has one."""
 
     mode: Literal["continue", "finetune", "probe"] = "finetune"
     """`finetune`: train an untied head, started as a copy of the embedding, with the body; `probe`: that head alone,
@@ -152,7 +152,7 @@ class RunConfig(Settings):
         return self
 
     def _check_table(self) -> None:
-        """Rows that get no gradient at a step are those that `rows` saves; where all get one it only costs."""
+        """`engine.embedding: rows` saves the work on rows without a gradient: ConfigError if all rows get one."""
         (b1, b2), table = self.optimizer.betas, self.optimizer.table
         if self.engine.embedding == "dense":
             if table != TableConfig():
@@ -199,8 +199,8 @@ class RunConfig(Settings):
             raise ConfigError("data.tokenizer", "be given to find whole words (masking.strategy)", got="missing")
 
     def sample_length(self) -> int:
-        """What samples call their length: they read one token more. A masked row has room for two tokens less than
-        data.sequence_length, [CLS] and [SEP]; consecutive ones share a token of text."""
+        """The `sequence_length` of the run's `Samples`, which read one token more than it. A masked row has
+        data.sequence_length - 2 tokens of text between [CLS] and [SEP]; consecutive rows share one of them."""
         return self.data.sequence_length - (3 if self.masking else 0)
 
     def targets_per_row(self) -> int:

@@ -1,4 +1,4 @@
-"""Finds files by the names that configs and people give them, the last place being what ships with megahead."""
+"""Finds config files by name; the last place to look is the `configs/` that ships with megahead."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def shipped_folder() -> Path:
-    """`configs/`: within the package where that is installed, beside it in a checkout."""
+    """`configs/`: inside of an installed package, beside the package in a checkout."""
     package = Path(__file__).parents[1]
     inside = package / "configs"
     return inside if inside.is_dir() else package.parent / "configs"
@@ -18,12 +18,12 @@ def shipped_configs() -> list[str]:
 
 
 def may_be_shipped(path: Path) -> bool:
-    """Whether `path` is what a shipped config may be called: `demo-headless`, `configs/demo-headless.yaml`."""
+    """Whether `path` could mean a shipped config: `demo-headless` or `configs/demo-headless.yaml`."""
     return path.parent in (Path(), Path("configs"))
 
 
 def find_config(path: Path) -> Path:
-    """The file `path`; where there is none, the shipped config of that name."""
+    """The file `path`, or if there is none, the shipped config of that name."""
     bare = path.name.removesuffix(".yaml")
     if may_be_shipped(path) and not path.is_file() and bare in shipped_configs():
         return shipped_folder() / f"{bare}.yaml"
@@ -31,10 +31,10 @@ def find_config(path: Path) -> Path:
 
 
 def find_named(name: str, by: Path | None = None) -> Path:
-    """The file that a config calls `name`; `name` itself where there is none.
+    """The file that the config file `by` calls `name`, or `name` itself if there is none.
 
-    From the working directory, else from the folder of that config (`by`) or one above it, else among what ships, which
-    calls its own folder `configs`.
+    Looks for it from the working directory, then from the folder of `by` and those above it, then in the shipped
+    `configs/`.
     """
     path = Path(name)
     above = [] if by is None else by.absolute().parents

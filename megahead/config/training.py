@@ -1,4 +1,4 @@
-"""How weights move: optimizer, learning-rate schedule, and the engine that drives them."""
+"""How weights are updated: optimizer, learning-rate schedule, and the engine (DeepSpeed)."""
 
 from __future__ import annotations
 
@@ -71,11 +71,11 @@ class ScheduleConfig(Settings):
 
 
 REPLICATED = {"zero_optimization": {"stage": 0}}
-"""DeepSpeed's settings where none are given, those of `configs/deepspeed/zero0.json`: every rank has all weights."""
+"""DeepSpeed's settings if none are given, those of `configs/deepspeed/zero0.json`: every rank has all weights."""
 
 
 class EngineConfig(Settings):
-    """DeepSpeed's half of the run."""
+    """How a step is computed: DeepSpeed's settings, number format, attention, compilation, device."""
 
     deepspeed: str | dict[str, Any] = REPLICATED
     """DeepSpeed's settings, or a JSON file that holds them: looked for from the working directory, then from this
@@ -85,33 +85,34 @@ class EngineConfig(Settings):
     search for a loss scale is set there (`fp16.initial_scale_power`)."""
 
     embedding: Literal["dense", "rows"] = "dense"
-    """Where the embedding lies. `dense`: it is a weight like all others. `rows`: its rows are dealt out to all ranks,
-    and a step fetches, sends and moves only those it uses: its cost does not depend on the vocabulary. The same
-    training; headless objectives alone."""
+    """Where the embedding is. `dense`: it is a weight like all others. `rows`: its rows are sharded round-robin over
+    all ranks (row i on rank i mod R), and a step fetches, sends and updates only those that it uses, so that its cost
+    does not depend on the vocabulary. Trains the same; for headless objectives only."""
 
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "fp32"
-    """Number format of the forward and backward passes; weights are always updated in fp32. `auto` takes bf16 where
-    all ranks have units for it (GPUs since Ampere, CPUs with AMX), else fp32; where it was not decided yet, as in a
-    dry run, it counts as fp32."""
+    """Number format of the forward and backward passes; weights are always updated in fp32. `auto` takes bf16 if all
+    ranks have hardware for it (GPUs since Ampere, CPUs with AMX), else fp32; while that is not known, as in a dry run,
+    it counts as fp32."""
 
     activation_checkpointing: bool | Literal["selective"] = False
-    """Keep only each block's input for the backward pass and compute the block again there: less memory, a third
-    more time. `selective` also keeps what matrix products and attention gave, and computes again what is cheap."""
+    """Keep only each block's input for the backward pass and recompute the block there: less memory, a third more time.
+    `selective` also keeps the results of matrix products and attention, and recomputes only what is cheap."""
 
     attention: Literal["auto", "flash2", "flash3", "flash4", "varlen", "sdpa", "documents"] = "auto"
-    """How attention is computed: flash-attn 2, 3 or 4, torch's kernel for sequences of differing lengths, torch's
-    scaled dot product with a mask, or the same document by document; `auto` takes the best that serves the run."""
+    """How attention is computed: flash-attn 2, 3 or 4; `varlen`, torch's kernel for sequences of different lengths;
+    `sdpa`, torch's scaled_dot_product_attention with a mask; `documents`, the same document by document. `auto` takes
+    the best of those that work for the run."""
 
     compile: bool | Literal["auto"] = "auto"
-    """Put blocks through `torch.compile`, one for all layers; where that cannot be done, a line gives the reason and
-    they run as they are. Takes from seconds to minutes at the start. `auto` does so on CUDA alone."""
+    """Compile the transformer block with `torch.compile`, once for all layers; if that is not possible, a line gives
+    the reason and blocks run uncompiled. Takes from seconds to minutes at the start. `auto` compiles on CUDA only."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to run; `auto` takes CUDA when it is there."""
+    """Where to run; `auto` takes CUDA if there is a device."""
 
     deterministic: bool = False
-    """Only algorithms that give the same bits each time: a run resumed on CUDA then equals the undisturbed one, but is
-    slower. On CPUs a run is deterministic without."""
+    """Only algorithms that give the same bits each time: a run that is resumed on CUDA then equals an uninterrupted
+    one, but is slower. On CPUs a run is deterministic anyway."""
 
     timeout_seconds: float = Field(default=600, gt=0, le=1e7)
     """How long ranks wait for each other before they give up."""

@@ -1,4 +1,4 @@
-"""DeepSpeed's settings where a run gives none: how gradients are bundled and sent, by the device they are on.
+"""DeepSpeed's settings if a run gives none: gradient buckets and their communication, by device.
 
 Those for CPUs were measured (docs/performance.md). Those for CUDA follow from DeepSpeed 0.19's sources; no GPU has
 measured them yet. All compute the same numbers.
@@ -10,17 +10,18 @@ from collections.abc import Mapping
 from typing import Any
 
 _CPU_BUCKET = 500_000
-"""Gradients of more numbers than this are reduced where they lie: on a CPU a copy costs more than a message."""
+"""Gradients with more numbers than this are reduced in place, without a bucket: on a CPU a copy costs more than another
+message."""
 
 _CUDA_BUCKET = 50_000_000
-"""100 MB in bf16: long enough for the links' full rate, and only what is left of the last bucket is sent after the
-backward pass. With buckets of some MB the host would stay within a few reductions of the device."""
+"""100 MB in bf16: large enough for the links' full bandwidth, and only the rest of the last bucket is sent after the
+backward pass. With buckets of a few MB the host could not run far ahead of the device."""
 
 
 def tuned_settings(zero: Mapping[str, Any], device: str, precision: str, data_ranks: int) -> dict[str, Any]:
-    """What a DeepSpeed JSON whose section on ZeRO is `zero` gets where it leaves something out; `device`: cpu or cuda.
+    """Defaults for a DeepSpeed JSON whose section `zero_optimization` is `zero`; `device`: cpu or cuda.
 
-    At stage 1 in bf16 DeepSpeed heeds no bucket: it sums gradients in one fp32 tensor, and sends that at the end.
+    At stage 1 in bf16 DeepSpeed uses no buckets: it sums gradients in one fp32 tensor, and sends that at the end.
     """
     stage = zero.get("stage", 0)
     settings: dict[str, Any] = {"zero_optimization": _on_cuda(stage) if device == "cuda" else _on_cpu(stage)}
@@ -48,4 +49,4 @@ def _on_cuda(stage: int) -> dict[str, Any]:
 
 
 _REDUCED_WHOLE = {"reduce_scatter": False}
-"""DeepSpeed's default scatters nothing either: it flattens, reduces everywhere, and copies back."""
+"""DeepSpeed's `reduce_scatter: true` does not scatter either: it flattens, all-reduces, and copies back."""
