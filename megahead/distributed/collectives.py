@@ -15,8 +15,7 @@ from megahead.distributed.group import Group
 
 
 def reduce_from_group(part: Tensor, group: Group) -> Tensor:
-    """The sum of all ranks' parts, on every rank; backward sends nothing. Ends a tensor-parallel region (Megatron's g).
-    """
+    """The sum of all ranks' parts, on every rank; backward sends nothing. Ends a tensor-parallel region (Megatron's g)."""
     summed: Tensor = part if group.size == 1 else _ReduceFromGroup.apply(part, group)
     return summed
 
@@ -34,9 +33,7 @@ def reduce_scatter_to_group(parts: Tensor, group: Group, dim: int = 0) -> Tensor
 
 
 def scatter_to_group(same: Tensor, group: Group, dim: int) -> Tensor:
-    """This rank's slice along `dim` of a tensor that all ranks have; backward gathers. Begins a sequence-parallel
-    region.
-    """
+    """This rank's slice along `dim` of what all ranks have; backward gathers. Begins a sequence-parallel region."""
     share: Tensor = same if group.size == 1 else _ScatterToGroup.apply(same, group, dim)
     return share
 

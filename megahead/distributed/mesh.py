@@ -24,8 +24,7 @@ class Mesh:
 
     @staticmethod
     def build(world_group: Group, tensor_size: int = 1) -> Mesh:
-        """Divides `world_group` into tensor groups of `tensor_size` consecutive ranks. Collective over
-        `world_group`."""
+        """Divides `world_group` into tensor groups of `tensor_size` consecutive ranks. Collective over all of it."""
         if world_group.size % tensor_size:
             raise ConfigError("parallel.tensor", f"divide the number of ranks ({world_group.size})", got=tensor_size)
         if tensor_size == 1:
