@@ -1,6 +1,6 @@
-"""The sub-commands of `megahead`, a module each, which parses its own arguments in `main`.
+"""The sub-commands of `megahead`: one module each, whose `main` parses its own arguments.
 
-A new one is such a module and a line here; whatever has no need of arguments belongs into the packages below.
+A new one is such a module and a line here; code that does not deal with arguments belongs into the packages below.
 """
 
 from __future__ import annotations

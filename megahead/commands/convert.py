@@ -36,7 +36,7 @@ def main() -> None:
 
 
 def summary(report: convert.ExportReport) -> str:
-    """What a user wants to know of an export, in two lines or three."""
+    """An export, described in two or three lines."""
     parity = report.parity
     errors = ", ".join(f"{error:.1e} in {kind}" for kind, error in parity.largest_error.items())
     lines = [

@@ -1,4 +1,4 @@
-"""Looks at this machine: what training needs, what is there, what is missing, and what to do about it.
+"""Checks this machine: what training needs, what is there, what is missing, and what to do about it.
 
 megahead doctor [--output-dir runs] [--hostfile launch/hostfile] [--port 29500]
 
@@ -67,7 +67,7 @@ def main() -> int:
 
 
 def leave_without(*packages: str) -> None:
-    """Exits with a sentence where one of the packages that the checks need is not installed."""
+    """Exits with one sentence if a package that the checks themselves need is not installed."""
     for name in packages:
         if importlib.util.find_spec(name) is None:
             sys.exit(
@@ -89,12 +89,12 @@ def table(findings: list[Finding]) -> Table:
 
 
 def python() -> Finding:
-    """Always ok: on a Python that the package does not support, this is never reached."""
+    """Always ok: the package cannot be installed on an unsupported Python."""
     return Finding("Python", "ok", sys.version.split()[0])
 
 
 def packages() -> Iterator[Finding]:
-    """What is imported to train, then what makes it faster."""
+    """The packages that training imports, then those that make it faster."""
     import torch
 
     if not torch.cuda.is_available():
@@ -107,7 +107,7 @@ def packages() -> Iterator[Finding]:
 
 
 def package(name: str, lack: Literal["note", "problem"], advice: str) -> Finding:
-    """Whether `name` can be imported, not only whether it lies there."""
+    """Whether `name` can be imported, not only whether it is installed."""
     try:
         importlib.import_module(name)
         return Finding(name, "ok", importlib.metadata.version(name.replace("_", "-")))
@@ -155,7 +155,7 @@ def memory() -> Iterator[Finding]:
 
 
 def disk(folder: Path) -> Finding:
-    """Free space and the right to write, where runs will lie."""
+    """Free space and write permission in the folder for runs."""
     place = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
     free = shutil.disk_usage(place).free
     if not os.access(place, os.W_OK):
@@ -165,7 +165,7 @@ def disk(folder: Path) -> Finding:
 
 
 def connections() -> Finding:
-    """What ranks can talk through."""
+    """torch's backends through which ranks can communicate."""
     import torch
 
     backends = {"nccl": torch.distributed.is_nccl_available, "gloo": torch.distributed.is_gloo_available}

@@ -1,4 +1,4 @@
-"""Does a run fit, which ZeRO stage does it need, and how long does it take? Answered from its config alone.
+"""Estimates from a config alone whether a run fits into memory, which ZeRO stage it needs, and how long it takes.
 
 megahead estimate --config configs/NAME.yaml --world-size 8 --memory 80 --peak 312 [--utilization 0.4] [--set a.b=c ...]
 """
@@ -23,7 +23,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", required=True, help="the run's YAML file")
     parser.add_argument("--set", action="append", default=[], metavar="a.b=c", help="override one setting")
-    parser.add_argument("--world-size", type=int, default=1, help="ranks, one a device")
+    parser.add_argument("--world-size", type=int, default=1, help="number of ranks, one per device")
     parser.add_argument("--memory", type=float, default=80, help="GiB of one device")
     parser.add_argument("--peak", type=float, default=312, help="TFLOP/s of one device at the run's precision")
     parser.add_argument("--utilization", type=float, default=0.4, help="share of the peak that is reached")
@@ -52,12 +52,12 @@ def parameter_lines(config: RunConfig) -> list[str]:
 
 
 def stages(config: RunConfig) -> list[int]:
-    """ZeRO stages that the run's precision works at."""
+    """ZeRO stages that work with the run's precision."""
     return [1, 2, 3] if config.engine.precision == "fp16" else [0, 1, 2, 3]
 
 
 def memory_table(plan: RunPlan, budget: float) -> Table:
-    """GiB a rank by part, a line for each stage."""
+    """GiB per rank by part, one line for each stage."""
     mesh = f"{plan.config.parallel.tensor} tensor x {counted(plan.data_ranks, 'data rank')}"
     title = f"GiB a rank on {mesh}, {plan.config.engine.precision}"
     table = Table(title=title)

@@ -5,7 +5,7 @@ megahead eval-harness --model runs/headless runs/vanilla --data data --tasks lam
 Checkpoints of runs along their training make a curve over tokens:
 megahead eval-harness --model runs/headless/checkpoints/step-* --data data --tasks sciq --curve sciq.png
 
-An interrupted call goes on where it was: results in `--output` are not computed again. lm-eval's own command line
+An interrupted call continues where it was: results in `--output` are not computed again. lm-eval's own command line
 gives the same numbers: write its definitions with `--write-tasks DIR`, then
 lm_eval run --model hf --model_args pretrained=EXPORT,dtype=float32 --include_path DIR/tasks --tasks sciq
 """
@@ -35,7 +35,7 @@ PAPER = [
     "sciq",
     "pubmedqa",
 ]
-"""The tasks of the paper (but QASPER, `qasper_bool`, whose data is seldom at hand)."""
+"""The tasks of the paper except QASPER (`qasper_bool`), whose data few people have."""
 
 
 def main() -> None:
@@ -75,7 +75,7 @@ def evaluate_model(
     limit: int | None,
     batch_size: int | None,
 ) -> HarnessResult:
-    """Results of all tasks in the order asked for; those in `kept` are taken from there, the others added to it."""
+    """Results of all tasks in the order asked for; those in `kept` are not computed again, others are added to it."""
     begin = time.monotonic()
     found = {task: kept.find(model, folder, task, file, limit) for task, file in files.items()}
     missing = {task: file for task, file in files.items() if found[task] is None}
@@ -102,7 +102,7 @@ def table(results: Sequence[HarnessResult]) -> Table:
 
 
 def cell(score: Score) -> str:
-    """Value ± standard error, where there is one."""
+    """Value ± standard error, if there is one."""
     return f"{score.value:.4g}" + ("" if score.stderr is None else f" ± {score.stderr:.2g}")
 
 
@@ -119,11 +119,11 @@ def _parser() -> argparse.ArgumentParser:
         help="folder of task files as published (DIR/lambada/lambada_test.jsonl)",
     )
     parser.add_argument("--cloze", type=existing, metavar="FILE", help='jsonl of {"text"}: its last word is predicted')
-    parser.add_argument("--text", type=existing, metavar="FILE", help="text whose bits_per_byte are asked for")
+    parser.add_argument("--text", type=existing, metavar="FILE", help="text for the task bits_per_byte")
     parser.add_argument("--limit", type=int, metavar="N", help="only the first N examples of each task or paradigm")
     parser.add_argument("--batch-size", type=int, metavar="N", help="examples at once (default: what fits memory)")
-    parser.add_argument("--output", type=Path, metavar="JSON", help="keep results there, and go on from them")
-    parser.add_argument("--curve", type=Path, metavar="PNG", help="draw the models' scores over the tokens they read")
+    parser.add_argument("--output", type=Path, metavar="JSON", help="store results there, and continue from them")
+    parser.add_argument("--curve", type=Path, metavar="PNG", help="draw scores against the tokens of training")
     parser.add_argument(
         "--write-tasks", type=Path, metavar="DIR", help="also write the tasks for lm-eval's command line"
     )

@@ -4,7 +4,7 @@ megahead finetune --model exports/headless exports/vanilla --task glue superglue
 megahead finetune --model exports/headless --task xnli/en xnli/fr --data data --languages en,fr,de --epochs 3
 
 `glue`, `superglue` and `xnli` stand for all their tasks that `--data` holds. `xnli/fr` trains on French and is tested
-in every language at hand. Runs that `--output` holds are not made again: an interrupted call goes on.
+in every language at hand. Runs whose results are in `--output` are not repeated: an interrupted call continues.
 """
 
 from __future__ import annotations
@@ -89,19 +89,21 @@ def _parser() -> argparse.ArgumentParser:
         "--data", type=existing, metavar="DIR", help="folder with glue/, superglue/, xnli/ (default: the hub)"
     )
     parser.add_argument(
-        "--output", type=Path, default=Path("finetuning.json"), metavar="JSON", help="keep results there"
+        "--output", type=Path, default=Path("finetuning.json"), metavar="JSON", help="store results there"
     )
-    parser.add_argument("--seeds", type=int, default=3, metavar="N", help="runs a task, seeds 0 to N - 1 (default: 3)")
-    parser.add_argument("--floor", action="store_true", help="also the first model's shape with random weights")
-    parser.add_argument("--max-train-rows", type=int, metavar="N", help="train on N rows at most, drawn at random")
-    parser.add_argument("--languages", default=",".join(XNLI_LANGUAGES), metavar="A,B", help="XNLI is tested in")
+    parser.add_argument(
+        "--seeds", type=int, default=3, metavar="N", help="runs per task, seeds 0 to N - 1 (default: 3)"
+    )
+    parser.add_argument("--floor", action="store_true", help="also fine-tune the first model with random weights")
+    parser.add_argument("--max-train-rows", type=int, metavar="N", help="train on at most N rows, drawn at random")
+    parser.add_argument("--languages", default=",".join(XNLI_LANGUAGES), metavar="A,B", help="test XNLI in these")
     parser.add_argument(
         "--loss", choices=get_args(LossName), help="cross-entropy (default: balanced; regular for XNLI)"
     )
-    parser.add_argument("--epochs", type=int, metavar="N", help="default: 10, the best one counts")
+    parser.add_argument("--epochs", type=int, metavar="N", help="default: 10; the best one is reported")
     parser.add_argument("--batch-size", type=int, metavar="N", help="default: 32, XNLI 128")
     parser.add_argument("--learning-rate", type=float, metavar="X", help="default: 1e-5, regular 5e-6, XNLI 2e-5")
     parser.add_argument("--weight-decay", type=float, metavar="X", help="default: 0, regular 0.01, XNLI 0")
     parser.add_argument("--max-length", type=int, metavar="N", help="tokens of a sequence (default: 128)")
-    parser.add_argument("--threads", type=int, metavar="N", help="of the CPU (default: torch's)")
+    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: torch's)")
     return parser

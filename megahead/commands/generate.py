@@ -40,7 +40,7 @@ def main() -> None:
 
 
 def opened(model: Path, seed: int) -> tuple[Any, Any]:
-    """The model, on a GPU where there is one, and its tokenizer; what is drawn follows from `seed`."""
+    """The model, on a GPU if there is one, and its tokenizer; seeds torch's random numbers with `seed`."""
     import torch
 
     folder = convert.hf_folder(model)
@@ -85,8 +85,8 @@ def _parser() -> argparse.ArgumentParser:
     prompts.add_argument("--interactive", action="store_true", help="ask for prompts, until an empty line")
     parser.add_argument("--max-tokens", type=int, default=64, metavar="N", help="longest continuation (default: 64)")
     parser.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest token (default: 0.8)")
-    parser.add_argument("--top-k", type=int, default=50, metavar="K", help="draw among the K likeliest; 0: all")
-    parser.add_argument("--top-p", type=float, default=0.95, metavar="P", help="draw among the likeliest P of mass")
+    parser.add_argument("--top-k", type=int, default=50, metavar="K", help="sample from the K likeliest; 0: from all")
+    parser.add_argument("--top-p", type=float, default=0.95, metavar="P", help="nucleus sampling with probability P")
     parser.add_argument(
         "--output", type=Path, metavar="FILE", help="adds prompts and texts to it, a JSON object a line"
     )

@@ -1,4 +1,4 @@
-"""What a checkpoint holds and whether it is sound: `megahead inspect-checkpoint RUN_OR_STEP_FOLDER`."""
+"""Shows what a checkpoint holds, and whether it is undamaged: `megahead inspect-checkpoint RUN_OR_STEP_FOLDER`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shows what lies in an indexed dataset, compares its checksums and warns of what would spoil training.
+"""Shows what an indexed dataset holds, compares its checksums and warns of flaws that would spoil training.
 
 megahead inspect-dataset PREFIX --tokenizer tokenizer.json
 """

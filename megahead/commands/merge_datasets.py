@@ -1,4 +1,4 @@
-"""Puts several indexed datasets into one, in the order given, documents kept.
+"""Concatenates several indexed datasets into one, in the order given, with their document boundaries.
 
 megahead merge-datasets --input data/pile/00 data/pile/01 --output data/pile-2
 megahead merge-datasets --input data/pile --output data/pile-all      (a folder: all it holds, by name)
@@ -33,7 +33,7 @@ def main() -> None:
 
 
 def datasets_of(given: Path) -> list[Path]:
-    """A prefix itself, or the prefixes in a folder by name, held-out parts left out."""
+    """`given` itself if it is a prefix; of a folder, its datasets' prefixes by name, without held-out parts."""
     if not given.is_dir():
         return [given]
     found = [path.with_suffix("") for path in sorted(given.glob("*.idx")) if not path.stem.endswith("-validation")]

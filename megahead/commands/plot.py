@@ -2,7 +2,7 @@
 
 megahead plot runs/headless runs/vanilla --output curves.png
 
-Runs that evaluated tasks while they trained (`tasks` of the config) get a second one, curves-tasks.png.
+Runs that evaluated tasks during training (`tasks` of the config) get a second PNG, curves-tasks.png.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def main() -> None:
 
 
 def last_values(run: RunMetrics) -> dict[str, object]:
-    """Where a run stands: one row of the printed table."""
+    """A run's latest values: one row of the printed table."""
     last = max((*run.training, *run.validation), key=lambda record: record["step"])
     row: dict[str, object] = {"run": run.name, **{key: last[key] for key in ("step", "tokens", "seconds")}}
     if run.training:

@@ -1,4 +1,4 @@
-"""Pretrains, fine-tunes a head, or resumes, on one process or many; the same command again goes on where it was.
+"""Pretrains, fine-tunes a head, or resumes, in one process or many; the same command again continues where it was.
 
 megahead pretrain --config NAME.yaml [--set a.b=c ...] [--resume auto|never|DIR]
 megahead pretrain --config ... --dry-run [--world-size N]
@@ -21,7 +21,7 @@ from megahead.errors import UserError, print_error, run_command
 
 
 def main() -> None:
-    """Ends the process by itself: after an error at once, as other ranks may wait, and one of them speaks for all."""
+    """Ends the process; after an error at once, since other ranks may wait, and only one of them prints the error."""
     run_command(run, at_once=True, report=report_once)
 
 
@@ -56,13 +56,13 @@ def parse() -> argparse.Namespace:
 
 
 def described(config: RunConfig, world_size: int) -> str:
-    """The resolved run, and which of its files are there."""
+    """The resolved run, and which of its files are missing."""
     lines = [*train.describe_run(RunPlan.of(config, world_size)), train.files_of(config)]
     return "\n".join(f"{name:<12}{value}" for name, value in lines)
 
 
 def report_once(sentence: str) -> None:
-    """What went wrong, from one of the ranks that found it."""
+    """Prints the error, on only one of the ranks that have it."""
     if os.environ.get("WORLD_SIZE", os.environ.get("SLURM_NTASKS", "1")) == "1":
         print_error(sentence)  # alone, without waiting for torch
         return

@@ -1,4 +1,4 @@
-"""Compares encoders by pseudo-perplexity on texts: every token guessed from all others of its text.
+"""Compares encoders by pseudo-perplexity on texts: every token predicted from all others of its text.
 
 megahead pseudo-perplexity --model exports/headless exports/vanilla --input held-out.jsonl --texts 200
 """

@@ -1,4 +1,4 @@
-"""Trains a tokenizer on text files and writes it as one tokenizer.json; or gives one the tokens that encoders need.
+"""Trains a tokenizer on text files and writes it as one tokenizer.json; or adds the tokens that encoders need to one.
 
 megahead train-tokenizer --input corpus.jsonl --vocab-size 16384 --type bpe --output tokenizer.json
 megahead train-tokenizer --extend 20B_tokenizer.json --output encoder_tokenizer.json
@@ -45,7 +45,7 @@ def parse() -> argparse.Namespace:
 
 
 def trained(arguments: argparse.Namespace) -> Tokenizer:
-    """A tokenizer of the type asked for, made of the texts."""
+    """A tokenizer of the type asked for, trained on the texts."""
     limit = None if arguments.max_bytes is None else int(arguments.max_bytes)
     with Bar("Reading") as bar:
         selection = Selection(arguments.text_key)

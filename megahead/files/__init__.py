@@ -1,4 +1,7 @@
-"""Files and folders that appear whole or not at all, and are on disk when a call returns."""
+"""Files and folders that appear whole or not at all, and are on disk when a call returns.
+
+*Staged*: written under a temporary name (`.partial`) beside the final one, flushed to disk (fsync), then renamed.
+"""
 
 from megahead.files.durable import flush, sha256_of, write_durably
 from megahead.files.errors import InUseError, WriteError

@@ -17,7 +17,7 @@ def flush(path: Path) -> None:
 
 
 def write_durably(path: Path, text: str) -> None:
-    """Writes a small text file whose bytes are on disk on return (its name is, once the folder is flushed)."""
+    """Writes a small text file, whose bytes are on disk on return (its name only after `flush` of the folder)."""
     path.write_text(text, encoding="utf-8")
     flush(path)
 

@@ -1,4 +1,4 @@
-"""What can go wrong with a file, as a sentence that is an OSError, too."""
+"""Errors in writing files: each is one sentence for the user, and an OSError too."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megahead.errors import UserError
 
 
 class WriteError(UserError, OSError):
-    """A file or folder that cannot be written: a full disk, no right to. `errno` is the system's."""
+    """A file or folder that cannot be written: the disk is full, or permission is missing. `errno` is the system's."""
 
     def __init__(self, path: Path, error: OSError) -> None:
         super().__init__(f"`{path}` must be writable, but is not: {error.strerror or error}; nothing was kept of it.")
@@ -23,7 +23,7 @@ class InUseError(UserError):
 
 @contextmanager
 def as_write_error(path: Path) -> Iterator[None]:
-    """Turns what the system refuses inside into a WriteError of `path`."""
+    """Turns an OSError inside of the block into a WriteError about `path`."""
     try:
         yield
     except WriteError:

@@ -1,4 +1,4 @@
-"""A file that appears whole or not at all: written beside, flushed to disk, renamed."""
+"""A file that appears whole or not at all: written under another name, flushed to disk, renamed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class StagedFile:
             self._file.write(data)
 
     def sync(self) -> None:
-        """Returns once everything written is on the disk: the last thing that can fail for want of space."""
+        """Returns once everything that was written is on disk. After it, nothing can fail for lack of space."""
         with as_write_error(self.path):
             self._file.flush()
             os.fsync(self._file.fileno())
@@ -56,9 +56,9 @@ class StagedFile:
 
 @contextmanager
 def staged(path: Path) -> Iterator[Path]:
-    """A path beside `path` to write a file to, which takes its place when the block ends well and vanishes when it
-    raises. Folders above it are made. Of several processes that do so at once the last one's file stays. WriteError
-    where the system refuses.
+    """A temporary path for a file, which replaces `path` when the block succeeds, and is removed when it raises.
+    Creates missing folders. If several processes do so at once, the last one's file stays. WriteError if the system
+    refuses.
     """
     partial = _own_name(path)
     with as_write_error(path):
@@ -80,7 +80,7 @@ def write_atomically(path: Path, *parts: str | bytes) -> None:
 
 
 def _own_name(path: Path) -> Path:
-    """Beside `path`, a name that no other process has."""
+    """A name beside `path` that no other process uses."""
     return path.with_name(f"{path.name}.{secrets.token_hex(8)}.partial")
 
 
@@ -104,7 +104,7 @@ def _open_locked(partial: Path) -> BinaryIO | None:
         if _still_named(file, partial):
             file.truncate(0)
             return file
-        file.close()  # between opening and locking it was published, or removed: this is not ours to change
+        file.close()  # another process published or removed it between opening and locking: not ours to change
 
 
 def _still_named(file: BinaryIO, path: Path) -> bool:

@@ -1,4 +1,4 @@
-"""A folder that appears whole or not at all: written beside, flushed, renamed."""
+"""A folder that appears whole or not at all: written under another name, flushed to disk, renamed."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from megahead.files.errors import as_write_error
 
 @contextmanager
 def staged_folder(output: Path, *, replaceable: str | None = None) -> Iterator[Path]:
-    """An empty folder beside `output` that takes its name when the block ends well, and vanishes when it raises.
+    """An empty folder beside `output`, which takes its name when the block succeeds, and is removed when it raises.
 
     `output` must not exist, or be empty, or hold a file named `replaceable` (an earlier output of the same command,
-    then replaced). Raises FieldError otherwise, and WriteError where the disk refuses.
+    which is then replaced); FieldError otherwise. WriteError if the system refuses.
     """
     output = output.absolute()
     _check_free(output, replaceable)

@@ -1,6 +1,9 @@
-"""What a run looks like from outside: its metrics as curves, tables and a page.
+"""Shows runs: their metrics as curves (PNG), tables, and one HTML page.
 
-Drawing needs matplotlib: imported with the first use of a name, not with the package.
+*Record*: one line of a run's `metrics.jsonl`; *event*: what happened beside steps (resumed, rolled back, a bad step);
+*panel*: one chart of the page, with a line for each run.
+
+Drawing needs matplotlib, which is imported at the first use of a name, not with the package.
 """
 
 from typing import TYPE_CHECKING

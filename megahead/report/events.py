@@ -1,4 +1,4 @@
-"""What happened to a run beside its steps: sessions that began or resumed, checkpoints passed over, bad steps."""
+"""What happened to a run beside its steps: sessions that resumed, damaged checkpoints, bad steps and rollbacks."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class Event:
     text: str
 
     wrong: bool
-    """Something to look at, rather than what just happens."""
+    """Whether it is a problem, which someone should look at."""
 
 
 def events_of(run: Run) -> list[Event]:
-    """In the order they happened; the beginning of a run that never stopped is none."""
+    """The events of a run in their order; that it began is none."""
     return [
         Event(record["step"], record["tokens"], record["seconds"], text, wrong)
         for record in run.metrics.events

@@ -1,4 +1,4 @@
-"""Draws what *headless* means: what each kind of model compares a hidden state with."""
+"""Draws what *headless* means: with what a vanilla and a headless model compare a hidden state."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FAINT, GROUND = "#d5dbe3", "#ffffff"
 
 
 def draw(output: Path) -> Path:
-    """Writes the PNG, on a ground of its own, so that it is readable on dark pages too."""
+    """Writes the PNG, with a background colour, so that it is readable on dark pages too."""
     figure = Figure(figsize=SIZE, facecolor=GROUND)
     left, right = (figure.add_axes((x, 0, 0.5, 1)) for x in (0, 0.5))
     for axes in (left, right):
@@ -85,7 +85,7 @@ def _model(axes: Axes) -> None:
 
 
 def _fan(axes: Axes, bottom: float, top: float, colour: str) -> None:
-    """From the hidden state to all that it is compared with."""
+    """A triangle from the hidden state to everything that it is compared with."""
     corners = [(40.6, 46), (59, bottom), (59, top)]
     axes.add_patch(Polygon(corners, color=colour, alpha=0.1, linewidth=0))
 

@@ -1,4 +1,4 @@
-"""Reads what training wrote down: `RUN/metrics.jsonl`, one JSON object a line."""
+"""Reads the metrics that training logged: `RUN/metrics.jsonl`, one JSON object per line."""
 
 from __future__ import annotations
 

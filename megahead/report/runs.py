@@ -1,4 +1,4 @@
-"""What a run folder has about its run: metrics, configuration, generated samples, how it ended."""
+"""Reads a run folder for the report: metrics, configuration, generated samples, and how the run ended."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Config = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Run:
-    """A run as its folder shows it; what is not there is empty."""
+    """What a run's folder holds; what is missing there is empty."""
 
     folder: RunFolder
     metrics: RunMetrics
@@ -27,7 +27,7 @@ class Run:
     """RUN/config.yaml as it was written, section by section; not checked, so that runs of any age can be read."""
 
     samples: Sequence[Record]
-    """{"prompt", "text", ...} a line of RUN/samples.jsonl, which `megahead generate --output` writes"""
+    """{"prompt", "text", ...} for each line of RUN/samples.jsonl, which `megahead generate --output` writes"""
 
     ending: str | None
     """finished, out of time or stopped; None while a session runs, or after one that was killed"""
@@ -37,7 +37,7 @@ class Run:
         return self.metrics.name
 
     def setting(self, path: str, default: Any = None) -> Any:
-        """The value of `section.field`, where the configuration has it."""
+        """The value of `section.field`, or `default` if the configuration lacks it."""
         value: Any = self.config
         for part in path.split("."):
             value = value.get(part) if isinstance(value, Mapping) else None
@@ -45,7 +45,7 @@ class Run:
 
 
 def read_runs(folders: Sequence[Path]) -> list[Run]:
-    """The runs of `folders`; those that share a name are called by their paths. Raises UserError as `read_metrics`."""
+    """The runs in `folders`; those that share a name are named by their paths. Raises UserError as `read_metrics`."""
     runs = [_read(RunFolder(folder)) for folder in folders]
     names = [run.name for run in runs]
     return [

@@ -1,4 +1,4 @@
-"""What the charts of a page are drawn from: panels, each with a series a run, as plain JSON."""
+"""The data of the page's charts: panels, each with one series per run, as plain JSON."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megahead.report.curves import running_mean
 from megahead.report.metrics import Record, RunMetrics
 
 MAX_POINTS = 600
-"""Points of a line; of longer logs each is the mean of consecutive values."""
+"""Most points of a line; in longer logs each point is the mean of consecutive values."""
 
 X_AXES = ("tokens", "step", "seconds")
 
@@ -30,9 +30,9 @@ class Panel:
     """The axis begins at 0."""
     percent: bool = False
     dots: bool = False
-    """Few values, each of its own (evaluations), rather than many noisy ones."""
+    """Whether to draw single points, for few values (evaluations), instead of many noisy ones."""
     exact: bool = False
-    """Nothing to smooth."""
+    """Whether values have no noise that should be smoothed."""
 
 
 HELD_OUT = (
@@ -51,7 +51,7 @@ TRAINING = (
 
 
 def build_panels(runs: Sequence[RunMetrics]) -> list[dict[str, Any]]:
-    """The panels that any run has values for, in the order of the page; every number finite or null."""
+    """The panels for which any run has values, in the order of the page; every number is finite or null."""
     drawn = [(panel, [run.validation for run in runs]) for panel in HELD_OUT]
     drawn += [(panel, [run.training for run in runs]) for panel in TRAINING]
     drawn += [(panel, [_along(run.tasks, panel.key) for run in runs]) for panel in _task_panels(runs)]
@@ -65,7 +65,7 @@ def build_panels(runs: Sequence[RunMetrics]) -> list[dict[str, Any]]:
 
 
 def _series(run: int, records: Sequence[Record], panel: Panel) -> dict[str, Any] | None:
-    """None where the run has no value at all. A vanilla run logs 0 candidates, which counts as no value."""
+    """The series of a run; None if it has no value. A vanilla run logs 0 candidates, which counts as no value."""
     values = [record.get(panel.key) for record in records]
     if panel.key == "candidates":
         values = [value or None for value in values]

@@ -1,4 +1,4 @@
-"""How figures look, and how they are written."""
+"""Colours and fonts of figures, and how figures are written to files."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""One table, three forms: for the terminal, for a README, for another program.
+"""One table in three forms: for the terminal, for Markdown, and as JSON for another program.
 
-Rows are mappings; the columns are the keys in the order they first appear, and a missing value stays empty.
+Rows are mappings; the columns are all keys in the order in which they first appear, and a missing value stays empty.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Row = Mapping[str, Any]
 
 
 def to_rich(rows: Sequence[Row], title: str | None = None) -> Table:
-    """A terminal table with numbers to the right."""
+    """A terminal table with right-aligned numbers."""
     table = Table(title=title, title_justify="left", title_style="bold", header_style="bold", box=None, pad_edge=False)
     for name in columns(rows):
         table.add_column(Text(name), justify="right" if _is_numeric(rows, name) else "left")
@@ -50,7 +50,7 @@ def columns(rows: Sequence[Row]) -> list[str]:
 
 
 def show(value: Any) -> str:
-    """A value for people: thousands separated, four significant digits, nothing for None."""
+    """A value as text for people: thousands separated, four significant digits, empty for None."""
     if value is None:
         return ""
     if isinstance(value, bool):

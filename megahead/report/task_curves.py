@@ -1,4 +1,4 @@
-"""Draws how tasks go along training: a panel for each metric of a task, a line for each run."""
+"""Draws scores on tasks during training: a panel for each metric of a task, a line for each run."""
 
 from __future__ import annotations
 
