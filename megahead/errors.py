@@ -65,10 +65,10 @@ def print_error(sentence: str) -> None:
 def run_command(
     main: Callable[[], int | None], *, at_once: bool = False, report: Callable[[str], None] = print_error
 ) -> None:
-    """Runs a command's `main` and exits: its code (0 for None), 2 after a UserError's or the system's sentence.
+    """Runs a command's `main` and exits with its code (0 for None), or with 2 after a UserError or OSError.
 
     `at_once`: after an error the process ends without waiting for its threads, which may wait for other processes.
-    `report` prints the sentence, or leaves that to another process.
+    `report` prints the error's sentence, or leaves that to another process.
     """
     try:
         sys.exit(main() or 0)

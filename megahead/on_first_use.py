@@ -1,7 +1,7 @@
-"""Packages whose names are imported when first asked for.
+"""Lazy imports: a package's names are imported when they are first used.
 
-torch takes a second to import and transformers three more: what needs neither (telling a command's options, or that a
-path is wrong) does not wait for them.
+torch takes a second to import and transformers three more; printing a command's options, or that a path is wrong, does
+not wait for them.
 """
 
 from __future__ import annotations

@@ -10,15 +10,15 @@ _CHECKPOINTS = "checkpoints"
 
 @dataclass(frozen=True)
 class RunFolder:
-    """A run's folder, which need not be there yet; a path wherever one is asked for."""
+    """A run's folder, which need not exist yet; it can be used wherever a path can."""
 
     path: Path
 
     @staticmethod
     def of(place: Path) -> RunFolder:
-        """The run at `place`: its folder, its `checkpoints`, or one of those, through links too.
+        """The run to which `place` belongs: a run folder, its `checkpoints`, or one checkpoint; links are followed.
 
-        A checkpoint that was taken out of its run is a run by itself.
+        A checkpoint that was moved out of its run folder counts as a run folder itself.
         """
         for path in (place.absolute(), place.resolve()):
             if path.parent.name == _CHECKPOINTS:
@@ -34,12 +34,12 @@ class RunFolder:
 
     @property
     def metrics(self) -> Path:
-        """What training wrote down, an object a line."""
+        """What training logged, one JSON object per line."""
         return self / "metrics.jsonl"
 
     @property
     def tensorboard(self) -> Path:
-        """The same curves, to be watched."""
+        """The same curves for TensorBoard."""
         return self / "tensorboard"
 
     @property
@@ -59,22 +59,22 @@ class RunFolder:
 
     @property
     def exports(self) -> Path:
-        """Hugging Face folders of its checkpoints, made when something asks for one."""
+        """Hugging Face folders of its checkpoints, made when a command needs one."""
         return self / "exports"
 
     @property
     def samples(self) -> Path:
-        """Texts it generated, an object a line, where they are kept for the report."""
+        """Texts that it generated, for the report, one JSON object per line."""
         return self / "samples.jsonl"
 
     @property
     def report(self) -> Path:
-        """Its page, where no other place was named for it."""
+        """The default place of its HTML page."""
         return self / "report.html"
 
     @property
     def curves(self) -> Path:
-        """The picture of its metrics, where no other place was named for it."""
+        """The default place of the picture of its metrics."""
         return self / "curves.png"
 
     def __truediv__(self, name: str) -> Path:

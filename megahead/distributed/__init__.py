@@ -1,9 +1,9 @@
 """Who computes with whom: groups of ranks as values, the mesh, and how ranks find each other.
 
-*Group*: ranks that communicate; a single rank is a group, too. *Mesh*: data-parallel x tensor-parallel ranks. *Launch*:
-what torchrun, deepspeed or srun passed to this process. *Store*: torch's key-value store, kept by rank 0. *Switchboard*,
-*line*, *watch*: beside torch's connections every rank has one (its line) to a switchboard on rank 0, by which it learns
-which rank died or hangs (`watch.py`).
+*Group*: ranks that communicate; a single rank is a group, too. *Mesh*: data-parallel x tensor-parallel ranks.
+*Launch*: what torchrun, deepspeed or srun passed to this process. *Store*: torch's key-value store. *Line*: a TCP
+connection that each rank has to rank 0 beside torch's; the *switchboard* there finds out which rank died or hangs, and
+a rank's *watch* learns that from it.
 """
 
 from megahead.distributed.collectives import (

@@ -15,13 +15,13 @@ from megahead.distributed.group import Group
 
 
 def reduce_from_group(part: Tensor, group: Group) -> Tensor:
-    """The sum of all ranks' parts, on every rank; backward sends nothing. Ends a tensor-parallel region (Megatron's g)."""
+    """The sum of all ranks' parts, on every rank; backward sends nothing. Ends a tensor-parallel region."""
     summed: Tensor = part if group.size == 1 else _ReduceFromGroup.apply(part, group)
     return summed
 
 
 def copy_to_group(same: Tensor, group: Group) -> Tensor:
-    """`same`, unchanged; backward sums its gradient over the ranks. Begins a tensor-parallel region (Megatron's f)."""
+    """`same`, unchanged; backward sums its gradient over the ranks. Begins a tensor-parallel region."""
     given: Tensor = same if group.size == 1 else _CopyToGroup.apply(same, group)
     return given
 
