@@ -1,4 +1,10 @@
-"""Objectives: one softmax over candidate rows of the embedding table (headless) or over all of it (vanilla)."""
+"""Objectives: a softmax over candidates, which are some rows of the embedding (headless) or all of them (vanilla).
+
+*Headless*: contrastive weight tying. The candidates are the targets of a *candidate group* (consecutive samples). Each
+has a row (its input embedding) and a bias (log of how often it counts). *Positive*: the candidate that is an output's
+target. *Pool*: all candidates of one group. *Training-free head*: the input embeddings and a bias from counted
+frequencies, with which a headless model predicts tokens. *Row step*: what is done to each output's row of scores.
+"""
 
 from megahead.objectives.candidate_shard import CandidateShard
 from megahead.objectives.candidate_softmax import (

@@ -24,12 +24,12 @@ class CandidateShard:
 
     @staticmethod
     def of(total: int, width: int, group: Group) -> CandidateShard:
-        """The share of `group`'s rank in `total` candidates, `width` for each rank until there are no more."""
+        """This rank's share of `total` candidates: consecutive ones, `width` per rank until there are no more."""
         first = group.rank * width
         return CandidateShard(first, min(max(total - first, 0), width), width, group)
 
     def slice(self, bias_U: Tensor | None, elsewhere: float = 0.0) -> Tensor | None:
-        """[w]: this rank's slice of all candidates' biases, `elsewhere` where it is padded."""
+        """[w]: this rank's slice of all candidates' biases, padded with `elsewhere`."""
         if bias_U is None:
             return None
         return F.pad(bias_U[self.first : self.first + self.count], (0, self.width - self.count), value=elsewhere)

@@ -33,13 +33,13 @@ def candidate_loss_reference(
 
 
 def candidate_loss(outputs_ND: Tensor, rows_UD: Tensor, candidates: Candidates, temperature: float = 1.0) -> Tensor:
-    """What `candidate_loss_reference` gives, a scalar, in bounded memory.
+    """The same as `candidate_loss_reference`, a scalar, in bounded memory.
 
-    outputs_ND, rows_UD: any float type; scores are float32 (float64 for float64 inputs), largest score subtracted, so
-    that scores of +-1e4 stay finite. rows_UD: the rows of `candidates`, in their order. N = 0 gives the constant alone,
-    connected to its inputs.
+    outputs_ND, rows_UD: any float type; scores are float32 (float64 for float64 inputs), and the largest is subtracted,
+    so that scores of +-1e4 stay finite. rows_UD: the rows of `candidates`, in their order. N = 0 gives the constant
+    alone, connected to its inputs.
 
-    On CUDA in half precision (or under autocast to it) gradients come of probabilities rounded to that.
+    On CUDA in half precision (or under autocast to it) gradients use probabilities that are rounded to it.
     """
     return grouped_candidate_loss(outputs_ND, rows_UD, candidates, temperature, Group())
 
@@ -47,20 +47,20 @@ def candidate_loss(outputs_ND: Tensor, rows_UD: Tensor, candidates: Candidates, 
 def grouped_candidate_loss(
     outputs_ND: Tensor, rows_wD: Tensor, candidates: Candidates, temperature: float, group: Group
 ) -> Tensor:
-    """`candidate_loss` for N >= 0 as `three_product_loss` is given its arguments. Collective."""
+    """`candidate_loss` with candidates split over `group`; arguments as of `three_product_loss`. Collective."""
     if outputs_ND.shape[0] == 0:
         return 0.0 * (outputs_ND.float().sum() + rows_wD.float().sum()) + candidates.constant
     return three_product_loss(outputs_ND, rows_wD, candidates, temperature, group) + candidates.constant
 
 
 class EvaluationSums(NamedTuple):
-    """How well outputs predict their targets, summed over N of them. A tuple, because ZeRO-3 looks into outputs."""
+    """How well N outputs predict their targets, summed up. A tuple, since ZeRO-3 looks for tensors in outputs."""
 
     loss: float
     """Negative log-probability in nats."""
 
     correct: int
-    """Targets that had the highest probability, and no other candidate the same."""
+    """Targets that were more probable than every other candidate."""
 
     targets: int
     """N."""
@@ -69,7 +69,7 @@ class EvaluationSums(NamedTuple):
 def evaluation_sums(
     outputs_ND: Tensor, rows_UD: Tensor, candidates: Candidates, temperature: float = 1.0
 ) -> EvaluationSums:
-    """For the distribution `softmax_u(h_i.e_u / T + b_u)`; unlike in the loss, the positive's score has its bias."""
+    """Of the distribution `softmax_u(h_i.e_u / T + b_u)`; unlike in the loss, the target's score has its bias."""
     return grouped_evaluation_sums(outputs_ND, rows_UD, candidates, temperature, Group())
 
 
@@ -77,7 +77,7 @@ def evaluation_sums(
 def grouped_evaluation_sums(
     outputs_ND: Tensor, rows_wD: Tensor, candidates: Candidates, temperature: float, group: Group
 ) -> EvaluationSums:
-    """`evaluation_sums` as `three_product_loss` is given its arguments. Collective."""
+    """`evaluation_sums` with candidates split over `group`; arguments as of `three_product_loss`. Collective."""
     if outputs_ND.shape[0] == 0:
         return EvaluationSums(0.0, 0, 0)
     sums = softmax_sums(outputs_ND, rows_wD, candidates, temperature, group)

@@ -1,6 +1,7 @@
-"""The rows that outputs are scored against, as ids and biases: made on the CPU, before the forward pass.
+"""Candidates: the rows of the embedding that outputs are scored against, given as ids and biases; made on the CPU,
+before the forward pass.
 
-N targets of a micro-batch (or of its part that is one group), U candidates, V vocabulary.
+N targets of a micro-batch (or of its part that is in one candidate group), U candidates, V vocabulary.
 """
 
 from __future__ import annotations
@@ -23,16 +24,16 @@ class Candidates:
 
     bias_U: Tensor | None
     """Added to the candidates' scores; None (only for all rows): zeros. float64, rounded to the scores' type when used.
-    -inf removes the row, except for the outputs whose positive it is. A learned bias gets a gradient."""
+    -inf removes a candidate, except for the outputs whose target it is. A learned bias gets a gradient."""
 
     positive_N: Tensor
-    """int64: the place of each output's positive (its target) among the candidates."""
+    """int64: the index of each output's positive (its target) among the candidates."""
 
     positive_bias_U: Tensor | None = None
-    """Added to a row's score instead of `bias_U`, for outputs whose positive it is; None: `bias_U` for them too."""
+    """Replaces `bias_U` for outputs whose positive the candidate is; None: `bias_U` for them too."""
 
     constant: float = 0.0
-    """Added to the summed loss: minus the positives' biases, for objectives that subtract them."""
+    """Added to the summed loss: minus the sum of the positives' biases, for objectives that subtract these."""
 
     def to(self, device: torch.device) -> Candidates:
         """The same candidates on `device`; copies from pinned memory do not wait."""
@@ -43,7 +44,7 @@ class Candidates:
         return self._mapped(Tensor.pin_memory)
 
     def padded(self, multiple: int) -> Candidates:
-        """Rounds the number of rows up to a multiple, so that shapes repeat; added rows have the bias -inf."""
+        """Pads the number of candidates to a multiple, so that shapes repeat; the added ones have the bias -inf."""
         if self.ids_U is None or self.bias_U is None:
             return self
         missing = -self.ids_U.numel() % multiple
@@ -62,7 +63,7 @@ class Candidates:
 
 
 def unique_candidates(target_ids_N: Tensor) -> Candidates:
-    """The targets themselves, each once, with the bias log(count): the paper's sum over all N targets.
+    """The targets themselves, each once, with the bias log(count): the same as the paper's sum over all N targets.
 
     sum_k exp(o.e(x_k)) over N targets = sum_u exp(o.e_u + log c_u) over the U <= N unique ones. O(N log N).
     """

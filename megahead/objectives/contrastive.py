@@ -1,8 +1,8 @@
 """The objectives. Each is a rule for the candidates; the softmax over them is the same for all.
 
 Headless: Contrastive Weight Tying, Godey, de la Clergerie, Sagot, "Headless Language Models", arXiv 2309.08351.
-N targets of a micro-batch, G targets of its group, M draws, P different ids of a group (its pool), U candidates, V
-vocabulary. Nothing here costs O(V) a group.
+N targets of a micro-batch, G targets of its candidate group, M random negatives, P different ids among G and M (the
+group's pool), U candidates, V vocabulary. Nothing here costs O(V) per group.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megahead.objectives.weights import Weighting, log_inclusion, weigh
 
 
 class Pool(Protocol):
-    """Makes the candidates for the targets of one group."""
+    """Makes the candidates for the targets of one candidate group."""
 
     def candidates(self, target_ids_N: Tensor) -> Candidates:
         """The candidates for the group's targets in one micro-batch."""
@@ -40,18 +40,18 @@ class Objective(Protocol):
 
 @dataclass(frozen=True)
 class SharedPool:
-    """Candidates that all outputs of a group share, and the biases of positives, which need not be among them."""
+    """Candidates that all outputs of a group share, and the biases of positives (targets), which need not be shared."""
 
     ids_P: Tensor
-    """int64, increasing: all targets of the group, and what was drawn."""
+    """int64, increasing: all targets of the group and all random negatives."""
 
     weighting: Weighting
 
     shared_bias_P: Tensor
-    """As the weighting's, but -inf where an id was left out, and weighted up where it might have been."""
+    """The weighting's bias, but -inf for ids that sampling left out, and raised for ids that it could have left out."""
 
     def candidates(self, target_ids_N: Tensor) -> Candidates:
-        """The shared candidates, and the positives that are not among them; ids in increasing order. O(N log P + P)."""
+        """The shared candidates, and the positives that are not shared; ids in increasing order. O(N log P + P)."""
         place_N = torch.searchsorted(self.ids_P, target_ids_N)
         member_P = self.shared_bias_P > -torch.inf
         member_P[place_N] = True
@@ -64,9 +64,9 @@ class SharedPool:
 
 
 class Headless:
-    """Each output picks its target's input embedding among those of the group's targets.
+    """Each output picks its target's input embedding among those of its candidate group's targets.
 
-    `token_counts_V`: how often each id is in the training text, where the config needs it.
+    `token_counts_V`: how often each id occurs in the training text, if the config needs it.
     """
 
     def __init__(self, config: ObjectiveConfig, vocab_size: int, token_counts_V: Tensor | None = None) -> None:
@@ -100,7 +100,7 @@ class Headless:
         return SharedPool(ids_P, weighting, self._capped(weighting.bias_P, generator))
 
     def _capped(self, bias_P: Tensor, generator: torch.Generator) -> Tensor:
-        """The bias of a sample of at most `max_candidates`: each one's weight divided by its chance of being in."""
+        """Biases of a sample of at most `max_candidates`: each weight divided by its probability of being sampled."""
         most = self._config.max_candidates
         if most is None or len(bias_P) <= most:
             return bias_P
@@ -120,7 +120,7 @@ class Vanilla:
 
 
 def build_objective(config: ObjectiveConfig, vocab_size: int, token_counts_V: Tensor | None = None) -> Objective:
-    """The objective that the run asks for; ConfigError when it needs the training text's token counts and has none."""
+    """The objective that a run asks for; ConfigError if it needs token counts of the training text, but has none."""
     return Vanilla() if config.name == "vanilla" else Headless(config, vocab_size, token_counts_V)
 
 

@@ -1,6 +1,7 @@
-"""What happens to a chunk's scores, row by row: the interface, and the way of torch's operations, for CPUs.
+"""Row steps: the softmax of each output's row of scores, chunk by chunk. The interface, and an implementation with
+torch's operations, for CPUs (`row_kernel` is the one for GPUs).
 
-n outputs of a chunk, D features, w candidates in this rank's table (all of them where there is one rank).
+n outputs of a chunk, D features, w candidates of this rank (all of them with one rank).
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from megahead.distributed import Group
 from megahead.objectives.candidates import Candidates
 
 LEAST_SHIFTED_SCORE = -60.0
-"""Scores, after the largest was subtracted, are at least this: e^-60 is lost in rounding anyway, while the denormal
-numbers around e^-90 make the products that follow 13 times slower on a CPU, and e^-inf takes 18 times as long as others
-(measured, one core, 512 x 16,384 and 256 x 20,000)."""
+"""Scores, after the largest was subtracted, are clamped to at least this: e^-60 is lost in rounding anyway, while the
+denormal numbers around e^-90 make the products that follow 13 times slower on a CPU, and e^-inf takes 18 times as long
+as others (measured, one core, 512 x 16,384 and 256 x 20,000)."""
 
 
 class RowSums(NamedTuple):
-    """The softmax of each output over all ranks' candidates, [n] each, in the type of the scores."""
+    """What is needed of each output's softmax over all ranks' candidates; [n] each, in the type of the scores."""
 
     lse: Tensor
     """Logarithm of the sum of all exponentials of biased scores."""
@@ -45,13 +46,13 @@ class Residuals(NamedTuple):
 
 
 class RowStep(Protocol):
-    """Scores a chunk of outputs, and sums up its rows. Collective over the group that candidates are split over."""
+    """Computes the scores of a chunk of outputs, and their sums. Collective over the ranks that share candidates."""
 
     chunk: int
-    """Most outputs at a time."""
+    """Largest number of outputs at a time."""
 
     def sums(self, outputs_nD: Tensor, positive_n: Tensor) -> RowSums:
-        """positive_n: places in this rank's table; of positives on other ranks, any outside of it."""
+        """positive_n: indices into this rank's candidates; outside of them for positives on other ranks."""
         ...
 
     def residuals(self, outputs_nD: Tensor, positive_n: Tensor) -> Residuals:
@@ -59,12 +60,12 @@ class RowStep(Protocol):
         ...
 
     def add_product_(self, total: Tensor, left: Tensor, right: Tensor) -> None:
-        """total += left right, added up in the type of `total`."""
+        """total += left @ right, accumulated in the type of `total`."""
         ...
 
 
 class TorchRowStep:
-    """By torch's operations: exponentials replace the scores they are of. Two small all-reduces a chunk."""
+    """With torch's operations: exponentials overwrite the scores. Two small all-reduces per chunk."""
 
     def __init__(
         self, outputs_ND: Tensor, rows_wD: Tensor, candidates: Candidates, temperature: float, group: Group
@@ -115,11 +116,11 @@ class TorchRowStep:
 
 
 class _Scored(NamedTuple):
-    """A chunk's biased scores, and where in them the positives are."""
+    """A chunk's scores with biases, and the indices of the positives in them."""
 
     scores_nw: Tensor
     index_n1: Tensor
     held_n1: Tensor
     """bool: whether this rank holds the positive; if not, `index_n1` points anywhere."""
     of_positives_n2: Tensor
-    """Scores of positives without and with their biases; 0 where another rank holds them."""
+    """Scores of positives without and with their biases; 0 for those of other ranks."""

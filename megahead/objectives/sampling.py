@@ -1,6 +1,6 @@
-"""Random draws on the CPU: which negatives are drawn, and which candidates are kept when there are too many.
+"""Random draws on the CPU: of negatives, and of the candidates that stay if there are too many.
 
-Everything here is a function of its generator's seed: the same on every machine and mesh. V vocabulary, P some ids.
+Results depend on the generator's seed alone: the same on every machine and mesh. V vocabulary, P some ids.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ def draw_ids(below_V: Tensor, draws: int, generator: torch.Generator) -> Tensor:
 
 
 def inclusion_probabilities(weights_P: Tensor, size: int) -> Tensor:
-    """float64 [P]: chances in [0, 1] that add up to `size`, proportional to the weights but at most 1.
+    """float64 [P]: probabilities that add up to `size`, proportional to the weights but at most 1.
 
-    The least variance that a sample of `size` can have for a sum of terms near these weights. 0 where the weight is 0;
-    all others 1 when there are no more than `size` of them.
+    With these, a sample of `size` estimates a sum of terms near the weights with the least variance. Ids of weight 0
+    have 0; all others have 1 if there are no more than `size` of them.
     """
     certain_P = torch.zeros_like(weights_P, dtype=torch.bool)
     while True:
@@ -35,10 +35,10 @@ def inclusion_probabilities(weights_P: Tensor, size: int) -> Tensor:
 
 
 def systematic_sample(chances_P: Tensor, generator: torch.Generator) -> Tensor:
-    """bool [P]: a sample whose size is the chances' sum (to the nearest whole) and that has each id with its chance.
+    """bool [P]: a sample that has each id with its given probability; its size is their sum, rounded.
 
-    The chances are laid end to end in random order on a line; those that cover an integer, after a random shift, are
-    chosen (Madow 1949).
+    The probabilities are laid end to end on a line, in random order and with a random shift; those that cover an
+    integer are chosen (Madow 1949).
     """
     chosen_P = chances_P >= 1.0
     open_ids = ((chances_P > 0) & ~chosen_P).nonzero().squeeze(1)

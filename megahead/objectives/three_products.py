@@ -24,11 +24,11 @@ from megahead.objectives.row_step import Residuals, RowStep, RowSums, TorchRowSt
 def three_product_loss(
     outputs_ND: Tensor, rows_wD: Tensor, candidates: Candidates, temperature: float, group: Group
 ) -> Tensor:
-    """`candidate_loss` for N > 0 without `candidates.constant`; on every rank of `group` that of all ranks' candidates.
+    """`candidate_loss` for N > 0 without `candidates.constant`, over all ranks' candidates, on every rank of `group`.
 
-    `candidates`: this rank's biases [w] (-inf: no candidate), places of positives among them, others outside.
-    The outputs' gradient comes summed over the ranks. Both gradients, N x D in the inputs' type and w x D in float32,
-    are all that is kept for the backward pass. Collective.
+    `candidates`: this rank's biases [w] (-inf: padding), and positives as indices into them (outside: another rank's).
+    The outputs' gradient is summed over the ranks already. Both gradients, N x D in the inputs' type and w x D in
+    float32, are all that is kept for the backward pass. Collective.
     """
     dtype = product_dtype(outputs_ND, rows_wD)
     inputs = outputs_ND.to(dtype), rows_wD.to(dtype), candidates.bias_U
@@ -39,7 +39,7 @@ def three_product_loss(
 def softmax_sums(
     outputs_ND: Tensor, rows_wD: Tensor, candidates: Candidates, temperature: float, group: Group
 ) -> RowSums:
-    """Of each of N > 0 outputs, as `three_product_loss` is given them, without gradients. Collective."""
+    """The `RowSums` of N > 0 outputs, without gradients; arguments as of `three_product_loss`. Collective."""
     dtype = product_dtype(outputs_ND, rows_wD)
     outputs_ND = outputs_ND.to(dtype)
     step = row_step(outputs_ND, rows_wD.to(dtype), candidates, temperature, group)
@@ -48,7 +48,7 @@ def softmax_sums(
 
 
 def on_gpu(tensor: Tensor) -> bool:
-    """Whether the kernel serves."""
+    """Whether the kernel for GPUs can be used."""
     return tensor.is_cuda and tensor.dtype != torch.float64
 
 
@@ -62,7 +62,7 @@ def product_dtype(outputs_ND: Tensor, rows_wD: Tensor) -> torch.dtype:
 
 
 def row_step(outputs_ND: Tensor, rows_wD: Tensor, candidates: Candidates, temperature: float, group: Group) -> RowStep:
-    """The one for the inputs' device, ready for chunks of these outputs."""
+    """The row step for the inputs' device, prepared for chunks of these outputs."""
     if not on_gpu(outputs_ND):
         return TorchRowStep(outputs_ND, rows_wD, candidates, temperature, group)
     kernel = importlib.import_module("megahead.objectives.row_kernel")  # triton comes with torch for CUDA alone
@@ -75,7 +75,7 @@ def _chunks(step: RowStep, outputs_ND: Tensor) -> Iterator[slice]:
 
 
 class _ThreeProducts(torch.autograd.Function):
-    """Computes the gradients while the scores of a chunk are at hand, so that backward need not compute them again."""
+    """Computes gradients in the forward pass, while a chunk's scores are there, so that nothing is computed twice."""
 
     @staticmethod
     def forward(
@@ -132,7 +132,7 @@ class _Gradients:
             self._add_to_bias(self.bias, positive_n, residuals)
 
     def _add_to_bias(self, bias_w: Tensor, positive_n: Tensor, residuals: Residuals) -> None:
-        """Probabilities: the loss does not subtract the positive's bias, so that the residuals' -1 is made up for."""
+        """Adds probabilities, which are residuals without their -1: the loss does not subtract the positive's bias."""
         _, matrix_nw, weight_n1 = residuals
         sums = matrix_nw.sum(0, dtype=bias_w.dtype) if weight_n1 is None else torch.mv(matrix_nw.T, weight_n1[:, 0])
         held_n = (positive_n >= 0) & (positive_n < len(bias_w))

@@ -4,10 +4,10 @@ The contrastive optimum is h.e_v / T = log p(v | context) - bias(v) + const(cont
 mean weight of id v among the candidates. For the paper's objective it is log q, q the distribution of the targets
 trained on (so that the scores are pointwise mutual information, PMI). Adding it back gives log p(v | context).
 
-This p is of targets chosen as in training. When masking by frequency, id v is chosen with a chance s_v that is higher
-for rare ids, so p(v) is proportional to s_v times the probability of v in text, whose unigram distribution is
-proportional to q / s. Adding `log (q / s) - log q` gives the p of text in which all tokens are masked equally often;
-for the paper's objective both terms together are log (q / s).
+This p is the distribution of targets that are chosen as in training. When masking by frequency, id v is chosen with a
+probability s_v that is higher for rare ids, so p(v) is proportional to s_v times the probability of v in text, whose
+unigram distribution is proportional to q / s. Adding `log (q / s) - log q` gives the p of text in which all tokens are
+masked equally often; for the paper's objective both terms together are log (q / s).
 
 h output, e_v input embedding of id v, T temperature, V vocabulary.
 """
@@ -49,12 +49,12 @@ def training_free_bias(
     group_targets: float,
     evaluation_target_counts_V: Tensor | None = None,
 ) -> Tensor | None:
-    """[V] float32, the bias that turns `E h / T` into log p; None if it is log p already or the head is trained.
+    """[V] float32, the bias that turns `E h / T` into log p; None if that is log p already or the head is trained.
 
-    counts_V: of the targets trained on. token_counts_V: of the training text. group_targets: mean number of targets in
-    a group, which only separate negatives and `once` depend on. evaluation_target_counts_V: of the targets that p is
-    evaluated on, where training drew others. `own_once` is not a proper scoring rule and has no exact head: the
-    paper's is returned.
+    counts_V: counts of the targets trained on. token_counts_V: of the training text. group_targets: mean number of
+    targets in a candidate group, on which only random negatives and `once` depend. evaluation_target_counts_V: of the
+    targets that p is evaluated on, if training chose others. `own_once` is not a proper scoring rule and has no exact
+    head: the paper's is returned.
     """
     if config.head() != "pmi":
         return None

@@ -1,9 +1,10 @@
-"""The weight of each candidate in the softmax: all in which the headless objectives differ.
+"""The weight of each candidate in the softmax, the only thing in which the headless objectives differ.
 
-All are `loss_i = log( exp(s_p + b'_p) + sum_{u != p} exp(s_u + b_u) ) - s_p - b'_p`, p the positive of output i and
-s_u = h_i.e_u / T. b' may differ from b, and only some objectives have the last term.
+All are `loss_i = log( exp(s_p + b'_p) + sum_{u != p} exp(s_u + b_u) ) - s_p - b'_p`, where p is the positive (target)
+of output i and s_u = h_i.e_u / T. b' may differ from b, and only some objectives have the last term.
 
-q the distribution of targets, r that of drawn negatives, N targets of the group, M draws, P different ids among both.
+q: distribution of targets, r: of random negatives; N targets of a candidate group, M random negatives, P different ids
+among both.
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ Bias = Literal["paper", "once", "corrected", "own_once"]
 
 @dataclass(frozen=True)
 class Weighting:
-    """Biases of one group's candidates; float64 [P]."""
+    """Biases of one candidate group's candidates; float64 [P]."""
 
     bias_P: Tensor
-    """b: for outputs of which the id is not the positive."""
+    """b: for outputs with another target than the id."""
 
     positive_bias_P: Tensor
-    """b': for outputs of which the id is the positive."""
+    """b': for outputs whose target the id is."""
 
     subtracts_positive_bias: bool
-    """Whether the loss has the term - b'_p. The paper's has not: it does not change the gradient."""
+    """Whether the loss has the term - b'_p. The paper's loss has not, which does not change gradients."""
 
 
 def weigh(bias: Bias, multiplicity_P: Tensor, log_inclusion_P: Tensor | None) -> Weighting:
