@@ -1,8 +1,7 @@
-"""One optimizer step at a time, at any ZeRO stage, and the complete state in and out by name.
+"""One optimizer step at a time, at any ZeRO stage, and the complete state, read and set by name.
 
-Every stage keeps the same promises here, some of which DeepSpeed keeps only at some stages: the gradient norm is
-returned, a step whose gradients are not finite on any rank changes nothing, and state that is read and loaded into a
-new engine continues bitwise.
+Here every stage keeps promises that DeepSpeed keeps only at some stages: the gradient norm is returned, a step whose
+gradients are not finite on any rank changes nothing, and a new engine into which state is loaded continues bitwise.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ class StepResult:
 
 
 class Engine:
-    """`module` under DeepSpeed, driven by micro steps and steps. Building one is collective.
+    """`module` under DeepSpeed, driven by micro-steps and steps. Building one is collective.
 
     `module(batch)` returns a loss scaled as `sum * data_ranks * accumulation / global_targets`, connected
     to every trainable parameter. `optimizer` is an `AdamW` over the module's trainable parameters, `config` the
@@ -86,17 +85,17 @@ class Engine:
 
     @property
     def module(self) -> nn.Module:
-        """The module given, without a wrapper."""
+        """The module, without DeepSpeed's wrapper."""
         module: nn.Module = self._deepspeed.module
         return module
 
     def begin(self, rows: RowPlan | None) -> int:
-        """To be called before the micro steps of a step; how many of the rows that other steps have left behind it had
-        to bring up to date. Nothing to do where the module has all its weights."""
+        """To be called before the micro-steps of a step. A `RowEngine` fetches the embedding's rows here, and returns
+        how many were late; this engine has nothing to do."""
         return 0
 
     def micro_step(self, batch: Any) -> Tensor:
-        """Forward and backward of one micro-batch; the (detached) scalar the module returned. Collective."""
+        """Forward and backward of one micro-batch; the (detached) scalar that the module returned. Collective."""
         loss: Tensor = self._deepspeed(batch)
         self._deepspeed.backward(loss)
         self._backward_done = self._deepspeed.is_gradient_accumulation_boundary()
@@ -105,11 +104,11 @@ class Engine:
         if self._backward_done and self._stage == 0:  # enqueued before the host waits for the losses
             self._grad_norm = global_norm(self.module.parameters(), self._mesh.tensor_group)
         if not self._backward_done:
-            self._deepspeed.step()  # only counts the micro step
+            self._deepspeed.step()  # only counts the micro-step
         return loss.detach()
 
     def step(self, learning_rate: float) -> StepResult:
-        """Updates the weights after `gradient_accumulation_steps` micro steps, unless the gradient norm is not finite.
+        """Updates the weights after `gradient_accumulation_steps` micro-steps, unless the gradient norm is not finite.
 
         Collective, and waits for the device, because the decision needs the gradient norm.
         """
@@ -119,9 +118,9 @@ class Engine:
         return self._step_replicated() if self._stage == 0 else self._step_zero()
 
     def skip_step(self) -> StepResult:
-        """Instead of `step`: drops the accumulated gradients; weights and state (also fp16's loss scale) stay.
+        """Instead of `step`: discards the accumulated gradients; weights and state (also fp16's loss scale) stay.
 
-        Sends nothing, but every rank must call it. The gradient norm is nan: nobody computed it.
+        Sends nothing, but every rank must call it. The result's gradient norm is nan, since it is not computed.
         """
         self._end_accumulation()
         self._deepspeed.set_gradient_accumulation_boundary(False)
@@ -156,16 +155,16 @@ class Engine:
 
     @property
     def loss_scale(self) -> float:
-        """What fp16 multiplies losses by; 1 in other precisions."""
+        """The factor by which fp16 multiplies losses; 1 in other precisions."""
         return float(getattr(self._scaler, "cur_scale", 1.0))
 
     @property
     def searches_loss_scale(self) -> bool:
-        """Whether overflows are normal, because fp16 searches its loss scale by them."""
+        """Whether fp16's loss scale is dynamic, so that overflows are normal."""
         return bool(getattr(self._scaler, "dynamic", False))
 
     def loss_scale_state(self) -> dict[str, float]:
-        """All that a dynamic loss scale depends on; empty without one."""
+        """The state of a dynamic loss scale; empty without one."""
         return {name: getattr(self._scaler, name) for name in _SCALE_STATE} if self.searches_loss_scale else {}
 
     def set_loss_scale_state(self, state: Mapping[str, float]) -> None:
@@ -197,8 +196,8 @@ class Engine:
         """All state that a restart needs, as full fp32 tensors, in the same order on every rank and mesh.
 
         Keys are `weight/NAME`, `exp_avg/NAME`, `exp_avg_sq/NAME` with names as in the module; frozen parameters have
-        only a weight. Collective, one tensor in memory at a time. A tensor lies where the engine has it: whoever writes
-        it moves it to the host. It may share the engine's memory: copy it if it is needed after the next step.
+        only a weight. Collective, one tensor in memory at a time. A tensor is on the engine's device, and may share its
+        memory: copy it if it is needed after the next step.
         """
         for kind in (WEIGHT, *MOMENTS):
             for name, parameter in self._parameters(kind):

@@ -1,8 +1,8 @@
-"""Drops accumulated gradients, so that the next step begins without any.
+"""Discards accumulated gradients, so that the next step begins without any.
 
-DeepSpeed drops them only inside a step that it does not apply, and not all: with the optimizer on the host (stages 1
+DeepSpeed does so only inside a step that it does not apply, and not with all: with the optimizer on the host (stages 1
 and 2) the fp32 sums of half-precision gradients stay, and every later step adds to sums that are not finite. So
-everything that its optimizers (0.19) hold between two steps is dropped here, on any device.
+everything that its optimizers (0.19) hold between two steps is discarded here, on any device.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 
 def forget_gradients(optimizer: Any, stage: int) -> None:
-    """Drops all gradients that `optimizer`, a DeepSpeedEngine's at ZeRO `stage`, accumulated since its last step.
+    """Discards all gradients that `optimizer`, a DeepSpeedEngine's at ZeRO `stage`, accumulated since its last step.
 
     Sends nothing, but every rank must call it. Weights, moments and loss scale stay.
     """
@@ -24,15 +24,15 @@ def forget_gradients(optimizer: Any, stage: int) -> None:
 
 def _forget_parts(optimizer: Any) -> None:
     """Stages 1 and 2."""
-    optimizer.micro_step_id = -1  # what is there is not added to
+    optimizer.micro_step_id = -1  # the next gradients replace what is there, and are not added to it
     for sums in (optimizer.averaged_gradients, optimizer.all_grad_tensors):
         sums.update(dict.fromkeys(sums))
     if optimizer.cpu_offload:
-        optimizer.reset_cpu_buffers()  # waits for copies on their way to the host; their norms, and what overflowed
+        optimizer.reset_cpu_buffers()  # waits for copies to the host; clears their norms and overflow flags
 
 
 def _forget_slices(optimizer: Any) -> None:
-    """Stage 3: what its step does when it applies nothing, in this order."""
+    """Stage 3: does what DeepSpeed's step does when it applies nothing, in this order."""
     optimizer._pre_step()
     optimizer._partition_all_parameters()
     optimizer._overflow_clean_up(optimizer.loss_scale)

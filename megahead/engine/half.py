@@ -1,4 +1,4 @@
-"""Half precision: DeepSpeed rounds parameters when it starts, so they get their values only afterwards."""
+"""Half precision: DeepSpeed rounds parameters when it starts, so they are given their values only afterwards."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _FORMATS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def half_format(config: dict[str, Any]) -> torch.dtype | None:
-    """The half-precision type of the model's parameters by DeepSpeed's `config`; None for fp32 (also with autocast)."""
+    """The half-precision type that DeepSpeed's `config` gives parameters; None for fp32 (also with autocast)."""
     enabled = [dtype for key, dtype in _FORMATS.items() if config.get(key, {}).get("enabled")]
     return enabled[0] if enabled else None
 

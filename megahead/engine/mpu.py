@@ -1,4 +1,4 @@
-"""The mesh as DeepSpeed's "model parallel unit"."""
+"""The mesh in the form that DeepSpeed takes, Megatron's "model parallel unit" (mpu)."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from megahead.distributed import Mesh
 
 
 class ModelParallelUnit:
-    """Tells DeepSpeed which ranks share a batch (model, tensor) and which share weights (data).
+    """Tells DeepSpeed which ranks split the weights (model, tensor) and which split each batch (data).
 
-    With it DeepSpeed averages gradients over data ranks only, and sums their squares over tensor ranks for
-    parameters that carry `model_parallel = True`; all others count once.
+    With it DeepSpeed averages gradients over data ranks only. For the gradient norm it sums squares over tensor ranks
+    for parameters that carry `model_parallel = True`; all others count once.
     """
 
     def __init__(self, mesh: Mesh) -> None:

@@ -1,6 +1,6 @@
 """The global gradient norm and clipping at ZeRO stage 0.
 
-There DeepSpeed clips without returning the norm, and applies a step whose gradients are not finite.
+DeepSpeed's own clipping there does not return the norm, and applies a step whose gradients are not finite.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Starts DeepSpeed without a compiler, without a rendezvous for one rank, and without its log lines.
+"""Starts DeepSpeed without a compiler, without a rendezvous if there is one rank, and without its log lines.
 
 DeepSpeed is imported here and only when an engine is built, because the import fixes its device for
 the whole process and costs half a second.
@@ -79,7 +79,7 @@ def start_deepspeed(
 class _OneByOne(nn.Module):
     """Gives a module's parameters to DeepSpeed one at a time, in the format of the forward pass, to be partitioned.
 
-    A hollow parameter gets memory only when its turn comes, so that at most one is ever held in full.
+    A hollow parameter gets memory only when it is yielded, so that at most one is ever held in full.
     """
 
     def __init__(self, module: nn.Module, config: dict[str, Any]) -> None:

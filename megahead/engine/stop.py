@@ -1,4 +1,4 @@
-"""Clears what DeepSpeed keeps for the process, so that the next run finds neither this one's ranks nor its model."""
+"""Clears DeepSpeed's process-wide state, so that the next run finds neither this run's ranks nor its model."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _forget_ranks() -> None:
 
 
 def _forget_modules() -> None:
-    """Clears a stack and a method's cache that hold the last model at stage 3."""
+    """Clears a stack and a method's cache, which keep the last model alive at stage 3."""
     importlib.import_module("deepspeed.runtime.zero.parameter_offload").FWD_MODULE_STACK.clear()
     coordinator = importlib.import_module("deepspeed.runtime.zero.partitioned_param_coordinator")
     with suppress(AttributeError, KeyError):  # another DeepSpeed's method may have none
