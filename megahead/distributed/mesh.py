@@ -1,4 +1,4 @@
-"""The ranks as a grid, data ranks x tensor ranks: a row shares one copy of the weights, a column shares each batch."""
+"""The ranks as a grid, data ranks x tensor ranks: a row splits one copy of the weights, a column splits each batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Tensor and sequence parallelism: sharded twins of plain layers, the plan that applies them, and the parallel loss."""
+"""Tensor and sequence parallelism: sharded twins of plain layers, the plan that applies them, and the parallel loss.
+
+*Twin* of a layer: the same function with its weights split over a tensor group. *Sharding table*: names the layers of a
+model that are replaced by twins. *Hollow* parameter: it has a shape, but no memory yet.
+"""
 
 from megahead.parallel.build import assemble, fill_
 from megahead.parallel.candidate_softmax import parallel_candidate_loss, parallel_evaluation_sums

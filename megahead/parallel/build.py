@@ -1,4 +1,4 @@
-"""Makes a run's model: `assemble` its layers, then `fill_` them. No rank ever holds the full model."""
+"""Makes a run's model: `assemble` makes its layers, `fill_` gives them values. No rank ever holds the full model."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from megahead.pretraining import Pretraining, build_pretraining
 def assemble(config: RunConfig, group: Group, device: torch.device) -> Pretraining:
     """The model of `config`, split over `group`, with hollow parameters: they have a shape on `device`, but no memory.
 
-    `fill_` gives them memory and values; so does an engine, which may partition them further. One rank gets the plain
-    layers, which do less. Sends nothing.
+    `fill_` gives them memory and values; so does an engine, which may partition them further. With one rank the layers
+    are the plain ones. Sends nothing.
     """
     with torch.device("meta"):
         module: Pretraining = build_pretraining(config)

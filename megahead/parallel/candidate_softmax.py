@@ -1,9 +1,9 @@
 """The softmax over candidates that are split over a tensor group: `candidate_loss` and `evaluation_sums` in parallel.
 
-Every rank holds all outputs and an equal share of the candidates. It is not the share whose embedding rows it owns, as
-in Megatron's vocabulary-parallel loss: frequent ids have neighbouring numbers, so those shares would be uneven. A chunk
-of outputs costs collectives of a few numbers for each output (two on CPUs, one on GPUs); the outputs' gradient costs
-one more, of N x D.
+Every rank has all outputs and an equal share of the candidates: not those whose embedding rows it owns, as in
+Megatron's vocabulary-parallel loss, because frequent ids are neighbours in most vocabularies and such shares would be
+uneven. Each chunk of outputs costs collectives of a few numbers per output (two on CPUs, one on GPUs); the outputs'
+gradient costs one more, of N x D.
 
 N outputs, D features, U candidates; w: the candidates of one rank.
 """
@@ -24,10 +24,10 @@ from megahead.objectives.candidate_softmax import grouped_candidate_loss, groupe
 def parallel_candidate_loss(
     outputs_ND: Tensor, rows_wD: Tensor, candidates: Candidates, temperature: float, shard: CandidateShard
 ) -> Tensor:
-    """What `candidate_loss` gives for all ranks' rows together, on every rank; and its gradients.
+    """The same as `candidate_loss` with all ranks' rows together, on every rank; and its gradients.
 
     outputs_ND and `candidates` (all U) are the same on every rank, rows_wD are those of this rank's shard. The
-    gradients of outputs_ND and of a learned bias come summed over the ranks. Collective.
+    gradients of outputs_ND and of a learned bias are summed over the ranks already. Collective.
     """
     bias_U = candidates.bias_U
     if bias_U is not None and bias_U.requires_grad:  # full on every rank, which uses only its slice
@@ -40,13 +40,13 @@ def parallel_candidate_loss(
 def parallel_evaluation_sums(
     outputs_ND: Tensor, rows_wD: Tensor, candidates: Candidates, temperature: float, shard: CandidateShard
 ) -> EvaluationSums:
-    """What `evaluation_sums` gives for all ranks' rows together, on every rank. Collective."""
+    """The same as `evaluation_sums` with all ranks' rows together, on every rank. Collective."""
     return grouped_evaluation_sums(outputs_ND, rows_wD, _local(candidates, shard), temperature, shard.group)
 
 
 def _local(candidates: Candidates, shard: CandidateShard) -> Candidates:
-    """The same with this rank's biases alone, [w], -inf where they are padded; positives as places in this
-    table, outside of it where another rank holds them."""
+    """The same with only this rank's biases, [w], padded with -inf, and positives (targets) as indices into this rank's
+    rows; indices outside of them mean that another rank has the positive."""
     bias_U = candidates.bias_U
     if bias_U is None and shard.count < shard.width:
         bias_U = torch.zeros(shard.first + shard.count, device=candidates.positive_N.device)

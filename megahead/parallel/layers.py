@@ -1,4 +1,4 @@
-"""Sharded twins of plain layers: the same function, each rank of a tensor group holding a slice of the weights.
+"""Sharded twins of plain layers: the same function, but each rank of a tensor group has a slice of the weights.
 
 A twin is made from its plain layer, on the meta device too, and keeps its parameters' names. `shard_dims` names which
 dim of which parameter is split; split parameters carry `model_parallel = True`, so that the global gradient norm
@@ -48,15 +48,15 @@ class ColumnParallelLinear(nn.Module):
         return F.linear(copy_to_group(x_BTD, self.group), *self.own())
 
     def own(self) -> tuple[Tensor, Tensor | None]:
-        """[f, D] and [f]: what makes this rank's output features."""
+        """[f, D] and [f]: weight and bias of this rank's output features."""
         return self.weight, self.bias
 
 
 class SharedHeadsLinear(ColumnParallelLinear):
-    """A column layer with fewer heads than there are ranks: consecutive ranks return the same head.
+    """A column layer with fewer heads than there are ranks (grouped queries): consecutive ranks return the same head.
 
-    Every rank holds all heads, and uses one; gradients are summed over the group, whose copies stay alike: an
-    all-reduce of the weight, which is small beside [B, T, D].
+    Every rank has the weights of all heads and uses one of them; gradients are summed over the group, so that its
+    copies stay equal. Costs an all-reduce of the weight, which is small beside [B, T, D].
     """
 
     shard_dims: ClassVar[Mapping[str, int]] = {}
@@ -75,7 +75,7 @@ class SharedHeadsLinear(ColumnParallelLinear):
 
 
 class RowParallelLinear(nn.Module):
-    """`y = x W.T + b` with the input features split over `group`; the bias is full and added once."""
+    """`y = x W.T + b` with the input features split over `group`; the bias, whole on every rank, is added once."""
 
     shard_dims: ClassVar[Mapping[str, int]] = {"weight": 1}
 
@@ -104,8 +104,8 @@ class VocabularyParallelEmbedding(nn.Module):
     def forward(self, ids: Tensor, shared_ids_U: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """[..., D]: rows of `ids` on every rank, by an all-reduce.
 
-        With `shared_ids_U` also [u, D]: this rank's even share of their rows, from any owner, by a reduce-scatter
-        whose backward gathers. U must be a multiple of the group's size; an id of -1 has a row of zeros.
+        With `shared_ids_U` also [u, D]: the rows of this rank's even share of these ids, whichever ranks own them, by a
+        reduce-scatter whose backward gathers. U must be a multiple of the group's size; an id of -1 gives zeros.
         """
         if shared_ids_U is None:
             return reduce_from_group(self._owned(ids), self.group)
@@ -114,7 +114,7 @@ class VocabularyParallelEmbedding(nn.Module):
         return reduce_from_group(inputs.view(*ids.shape, -1), self.group), reduce_scatter_to_group(shared, self.group)
 
     def _owned(self, ids: Tensor) -> Tensor:
-        """Rows of the ids that this rank owns, zeros for the others'."""
+        """Rows of the ids that this rank owns, zeros for other ids."""
         count = self.weight.shape[0]
         local = ids - self.group.rank * count
         foreign = (local < 0) | (local >= count)
@@ -123,10 +123,10 @@ class VocabularyParallelEmbedding(nn.Module):
 
 
 class SharedRMSNorm(nn.Module):
-    """A norm whose weight serves other ranks' heads or tokens, too; its gradients are summed over the ranks, whose
-    copies stay alike.
+    """A norm whose weight is also used for other ranks' heads or tokens; its gradients are summed over the ranks, so
+    that their copies stay equal.
 
-    The sum is part of autograd, because DeepSpeed takes gradients as soon as they are there.
+    The sum is part of autograd, because DeepSpeed takes gradients as soon as they are computed.
     """
 
     def __init__(self, full: RMSNorm, group: Group) -> None:
@@ -158,4 +158,4 @@ TWINS: Twins = {
     "row": {nn.Linear: RowParallelLinear},
     "vocabulary": {nn.Embedding: VocabularyParallelEmbedding},
 }
-"""From a sharding table's words to the plain layers, and the twin of each."""
+"""For each word of a sharding table: which plain layers it may name, and the twin of each."""

@@ -13,18 +13,18 @@ from megahead.parallel.layers import TWINS, Twins
 from megahead.parallel.sequence import SEQUENCE_TWINS
 
 _MARKS = {"heads": "group", "tokens": "sequence_group"}
-"""The attribute by which a module that stays as it is learns of the group."""
+"""The attribute through which a module that is not replaced gets the group."""
 
 
 def parallelize_(module: nn.Module, sharding: Mapping[str, str], group: Group, *, sequence: bool = False) -> None:
     """Replaces every layer that a pattern of `sharding` names by its twin over `group`; sends nothing.
 
-    `*` in a pattern stands for one part of a dotted name, "" for `module` itself. "heads" marks an attention layer,
-    which stays as it is but learns that other ranks hold other heads, "key_heads" layers that may have fewer heads than
-    there are ranks, "head_norm" norms of each head. With `sequence` tokens are split as well:
-    "tokens" marks modules that learn that other ranks hold other tokens, "norm" the norms between them.
-    Raises ValueError for a pattern that matches no layer, or a layer it cannot split: with a wrong table, slices would
-    train as if they were full weights.
+    `*` in a pattern stands for one part of a dotted name, "" for `module` itself. "heads" names an attention layer,
+    which is not replaced but told that other ranks have other heads; "key_heads" layers that may have fewer heads than
+    there are ranks; "head_norm" norms of each head. With `sequence` tokens are split as well: "tokens" names modules
+    that are told that other ranks have other tokens, "norm" the norms between them.
+    Raises ValueError for a pattern that matches no layer, or a layer that has no such twin: with a wrong table, slices
+    would train as if they were full weights.
     """
     if sequence and "tokens" not in sharding.values():
         raise ConfigError("parallel.sequence", f"be false for a {type(module).__name__}", got="true")
@@ -44,7 +44,7 @@ def shard_dims(module: nn.Module) -> dict[str, int]:
         f"{prefix}.{name}" if prefix else name: dim
         for prefix, layer in module.named_modules()
         for name, dim in getattr(layer, "shard_dims", {}).items()
-        if getattr(layer, name) is not None  # a bias that it does without
+        if getattr(layer, name) is not None  # a layer may have no bias
     }
 
 

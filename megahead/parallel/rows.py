@@ -1,4 +1,4 @@
-"""A table of rows in place of a model's embedding."""
+"""Replaces a model's embedding by a `RowTable`, whose rows are sharded over all ranks (see `table`)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megahead.table import RowTable, SplitRowTable
 
 
 def place_table_(module: Pretraining, config: RunConfig, mesh: Mesh, device: torch.device) -> RowTable:
-    """Puts a table in place of the embedding of `module`, a hollow one; its rows are zeros. Collective over `mesh`."""
+    """Replaces the embedding of `module`, whose parameters are hollow, by a table of zeros. Collective over `mesh`."""
     model, settings = config.model, config.optimizer.table
     rule, kind = (
         build_row_rule(settings.rule, config.optimizer),

@@ -1,8 +1,8 @@
-"""Sequence parallelism: between the split layers of a block, each tensor rank holds a share of every row's tokens.
+"""Sequence parallelism: between the split layers of a block, each tensor rank has a share of every row's tokens.
 
-Norms, dropout and the residual stream, which tensor parallelism alone has every rank compute and keep in full, are
-split along the tokens. An all-gather before a column layer and a reduce-scatter after a row layer take the place of
-the all-reduces and move as many bytes. After Korthikanti et al. 2022, arXiv 2205.05198.
+Norms, dropout and the residual stream, which with tensor parallelism alone every rank computes and keeps in full, are
+split along the tokens. An all-gather before a column layer and a reduce-scatter after a row layer replace the
+all-reduces, and send as many bytes. After Korthikanti et al. 2022, arXiv 2205.05198.
 
 B rows, T tokens, t of one rank, D hidden size, f features of one rank.
 """
@@ -28,9 +28,9 @@ from megahead.parallel.layers import (
 
 
 class SequenceColumnLinear(ColumnParallelLinear):
-    """Reads this rank's tokens, returns its features of all tokens.
+    """Reads this rank's tokens, returns this rank's features of all tokens.
 
-    Costs an all-gather of [B, T, D] forward, and backward another, so that only [B, t, D] is kept, and a
+    Costs an all-gather of [B, T, D] forward; backward another one (so that only [B, t, D] is kept) and a
     reduce-scatter.
     """
 
@@ -46,7 +46,8 @@ class SequenceSharedHeadsLinear(SharedHeadsLinear, SequenceColumnLinear):
 
 
 class SequenceRowLinear(RowParallelLinear):
-    """Reads its features of all tokens, returns its tokens: a reduce-scatter forward, an all-gather backward."""
+    """Reads this rank's features of all tokens, returns this rank's tokens: a reduce-scatter forward, an all-gather
+    backward."""
 
     def forward(self, x_BTf: Tensor) -> Tensor:
         """[B, t, D]: this rank's tokens."""
@@ -57,7 +58,7 @@ class SequenceRowLinear(RowParallelLinear):
 class SequenceLayerNorm(nn.Module):
     """A norm of this rank's tokens; the gradients of its weights are summed over the ranks, whose copies stay equal.
 
-    The sum is part of autograd, because DeepSpeed takes gradients as soon as they are there.
+    The sum is part of autograd, because DeepSpeed takes gradients as soon as they are computed.
     """
 
     def __init__(self, full: nn.LayerNorm, group: Group) -> None:
@@ -83,11 +84,11 @@ SEQUENCE_TWINS: Twins = {
     "row": {nn.Linear: SequenceRowLinear},
     "norm": {nn.LayerNorm: SequenceLayerNorm, RMSNorm: SharedRMSNorm},
 }
-"""The same where tokens are split too."""
+"""The same as `TWINS`, if tokens are split too."""
 
 
 class _GatheredLinear(torch.autograd.Function):
-    """`linear` of all ranks' tokens that keeps this rank's and gathers the others' again in the backward pass."""
+    """`linear` over all ranks' tokens; keeps only this rank's, and gathers the others again in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x_BtD: Tensor, weight_fD: Tensor, bias_f: Tensor | None, group: Group) -> Tensor:
@@ -104,7 +105,7 @@ class _GatheredLinear(torch.autograd.Function):
 
 
 def _in_autocast_type(x: Tensor, *parameters: Tensor | None) -> list[Tensor | None]:
-    """As autocast would give them to `linear`; as they are outside of it."""
+    """The tensors in the type that autocast would give to `linear`; unchanged outside of autocast."""
     if not torch.is_autocast_enabled(x.device.type):
         return [x, *parameters]
     dtype = torch.get_autocast_dtype(x.device.type)

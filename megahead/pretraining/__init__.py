@@ -1,4 +1,9 @@
-"""Backbone + objective: from rows of tokens to a loss, and to scores for evaluation."""
+"""Backbone + objective: from rows of tokens to a loss, and to scores for evaluation.
+
+*Headless* (contrastive weight tying): the softmax runs over the input embeddings of a candidate group's targets.
+*Candidate group*: consecutive samples whose targets are candidates for each other. *Feed*: prepares batches and their
+candidates ahead, in a background thread. *Output*: a hidden state that has a target.
+"""
 
 from megahead.pretraining.batch import EvaluationRequest, MicroBatch, StepBatches, documents_of, target_positions_of
 from megahead.pretraining.build import build_pretraining, first_weights, weight_shapes

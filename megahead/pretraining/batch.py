@@ -1,4 +1,4 @@
-"""What is handed to a `Pretraining`: a micro-batch to learn from, or a batch to be scored."""
+"""The inputs of a `Pretraining`: a micro-batch to learn from, or a batch to be scored."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from megahead.objectives import Candidates
 from megahead.table import RowPlan
 
 CANDIDATE_MULTIPLE = 512
-"""On CUDA the candidates of a group are padded to a multiple of this: full kernel blocks, reusable allocations."""
+"""On CUDA the candidates of a candidate group are padded to a multiple of this: full kernel blocks, reusable memory."""
 
 DOCUMENT_MULTIPLE = 128
-"""On CUDA boundaries of documents are padded to a multiple of this: compiled blocks then see one shape or two. Kernels
-leave documents without tokens at once."""
+"""On CUDA boundaries of documents are padded to a multiple of this, so that compiled blocks see one or two shapes.
+Empty documents cost the kernels next to nothing."""
 
 
 def documents_of(batch: Batch) -> Documents:
@@ -43,11 +43,11 @@ class MicroBatch:
     """One for each candidate group with samples in this batch, in the order of its targets."""
 
     loss_weight: float
-    """data_ranks * accumulation / global_targets: by it the loss summed over this micro-batch becomes its share of the
+    """data_ranks * accumulation / global_targets. Times it, the loss summed over this micro-batch is its share of the
     mean over the global batch's targets, since the engine averages over accumulation steps and data ranks."""
 
     def ids(self) -> Tensor:
-        """int64: all ids whose rows it looks up, inputs and candidates."""
+        """int64: all ids whose embeddings it looks up, inputs and candidates."""
         candidates = [group.ids_U for group in self.candidates if group.ids_U is not None]
         return torch.cat([self.batch.input_ids_BT.flatten(), *candidates])
 
@@ -57,9 +57,9 @@ class MicroBatch:
         return MicroBatch(self.batch.to(device, non_blocking=True), candidates, self.loss_weight)
 
     def staged(self, device: torch.device) -> MicroBatch:
-        """The same loss, still on the CPU, prepared for `device`.
+        """The same micro-batch, still on the CPU, prepared for `device`.
 
-        For CUDA: pinned, with candidates of few shapes, and with `cu_seqlens`, so that the host never waits for them.
+        For CUDA: in pinned memory, with padded candidates, and with `cu_seqlens`, so that the host need not wait.
         """
         if device.type != "cuda":
             return self
@@ -83,7 +83,7 @@ class StepBatches:
     """Mean number of candidates an output of this rank is scored against (for logs); 0 means the whole vocabulary."""
 
     rows: RowPlan | None = None
-    """How the step comes by its rows of the embedding, where these lie in a table beside the model."""
+    """How ranks exchange the embedding's rows for this step, if these are in a table beside the model (`table`)."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""A run's model as plain modules, and the weights it starts from."""
+"""A run's model as plain (unsharded) modules, and the weights that it starts from."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megahead.pretraining.temperature import LearnedTemperature
 
 
 def build_pretraining(config: RunConfig) -> Pretraining:
-    """The full model on torch's default device, weights undefined; a run's model is made by `parallel.assemble`."""
+    """The full model on torch's default device, weights undefined; runs use `parallel.assemble`, which shards it."""
     model, objective = config.model, config.objective
     head = OutputEmbedding(model.padded_vocab_size(), model.hidden_size) if objective.trains_head() else None
     mask_head = MaskHead(model) if model.is_encoder() and objective.has_vocabulary_softmax() else None

@@ -1,4 +1,4 @@
-"""Which targets share candidates: groups of consecutive samples, on whichever ranks these are.
+"""Candidate groups: consecutive samples whose targets are candidates for each other, on whichever ranks they are.
 
 Every rank has the same embedding table, so ranks exchange only ids, 4 bytes per target, and no gradients. A candidate
 group is part of a micro-batch, or several complete ones, consecutive over ranks and accumulation steps.
@@ -17,12 +17,12 @@ from megahead.data.shuffle import derive_seed
 from megahead.distributed import Group
 from megahead.objectives import Candidates, Objective, Pool
 
-_PURPOSE = 0xCA4D1DA7E5  # keeps these draws apart from all others of the run's seed
+_PURPOSE = 0xCA4D1DA7E5  # makes these draws independent of others from the run's seed
 
 
 @dataclass(frozen=True)
 class CandidateGroups:
-    """Makes the candidates of a rank's micro-batches; the same for the same samples on any number of ranks."""
+    """Makes the candidates of a rank's micro-batches, which do not depend on the number of ranks."""
 
     objective: Objective
     group_samples: int

@@ -29,10 +29,10 @@ class Feed:
     """Splits global batches into micro-batches. A step's samples depend only on the number of its first one.
 
     In micro-step k rank r of R reads `micro_size` consecutive samples from `first + (k * R + r) * micro_size` on.
-    `group` is used from another thread only (see `Group.side_channel`). `group_samples` consecutive samples share
-    candidates (None: those of a micro-batch); `seed` decides what is drawn; `masker` masks an encoder's rows. `owners`:
-    all ranks, over a connection of their own, where the rows of the embedding are dealt out to them. Batches are on the
-    CPU, staged for `device`.
+    `group`: the data ranks, used only from the feed's thread (see `Group.side_channel`). `group_samples`: size of a
+    candidate group (None: a micro-batch). `seed`: for random negatives. `masker`: masks an encoder's rows. `owners`:
+    all ranks, over a connection of their own, if the embedding's rows are sharded over them. Batches are on the CPU,
+    prepared for `device`.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Feed:
         return StepBatches(staged, targets, mean_candidates(micro_batches), self._plan(staged))
 
     def _plan(self, micro_batches: list[MicroBatch]) -> RowPlan | None:
-        """Of the step's rows, each fetched once for all its micro-batches."""
+        """The exchange of the embedding's rows, each of which is fetched once for all micro-batches of the step."""
         if self._owners is None:
             return None
         return plan_rows(torch.cat([micro.ids() for micro in micro_batches]), self._owners, len(micro_batches))

@@ -22,9 +22,9 @@ class OutputEmbedding(nn.Module):
 
 
 class MaskHead(nn.Module):
-    """What BERT does to an output before it meets the output matrix, and the bias of each token.
+    """BERT's transform of outputs before they are multiplied by the output matrix, and a bias for each token.
 
-    scores = norm(gelu(dense h)) . e_v + bias_v. A headless encoder has none of it.
+    scores = norm(gelu(dense h)) . e_v + bias_v. A headless encoder has neither.
     """
 
     def __init__(self, config: ModelConfig) -> None:

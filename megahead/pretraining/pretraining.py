@@ -1,5 +1,8 @@
 """The module that is trained: one embedding lookup, the backbone, and a softmax over candidates.
 
+In a headless run (contrastive weight tying) the candidates are the input embeddings of a candidate group's targets;
+such a group is consecutive samples. In a vanilla run they are the whole vocabulary.
+
 B rows, T inputs a row, D features, N targets, U candidates, V vocabulary.
 """
 
@@ -32,7 +35,7 @@ class Pretraining(nn.Module):
     """`backbone` trained by `objective`: a MicroBatch gives its weighted loss, an EvaluationRequest its
     EvaluationSums.
 
-    Both go through `forward`, because ZeRO-3 has the weights only there. Rows of the table from `vocab_size` on
+    Both go through `forward`, because under ZeRO-3 weights exist only there. Rows of the embedding from `vocab_size` on
     are padding: never candidates. `mask_head` transforms an encoder's outputs before the softmax over the vocabulary.
     """
 
@@ -77,8 +80,8 @@ class Pretraining(nn.Module):
         return loss * micro.loss_weight
 
     def _loss_among(self, outputs_ND: Tensor, rows_UD: Tensor, candidates: Candidates) -> Tensor:
-        """The loss summed over the outputs. `candidate_loss` leaves the bias out of a positive's score, since counted
-        ones are constants; a learned one belongs there, so it is subtracted here."""
+        """The loss summed over the outputs. `candidate_loss` leaves out the bias of a target's own score, which for
+        biases that are counted is a constant; a learned bias must be there, so it is subtracted here."""
         queries_ND, bias_V = self._queries(outputs_ND, candidates.ids_U is None)
         if bias_V is None:
             return self._candidate_loss(queries_ND, rows_UD, candidates)
@@ -89,9 +92,9 @@ class Pretraining(nn.Module):
         return candidate_loss(queries_ND, rows_UD, candidates, self._divisor())
 
     def _look_up(self, input_ids_BT: Tensor, per_group: tuple[Candidates, ...]) -> tuple[Tensor, list[Tensor]]:
-        """Embeddings of the inputs [B, T, D], and the rows of each candidate group [U, D], in one embedding call.
+        """Embeddings of the inputs [B, T, D], and of each candidate group [U, D], in one embedding call.
 
-        Candidates that are the whole vocabulary have the rows of the output matrix.
+        If the candidates are the whole vocabulary, they are the rows of the output matrix.
         """
         sizes = [0 if candidates.ids_U is None else candidates.ids_U.numel() for candidates in per_group]
         ids = [candidates.ids_U for candidates in per_group if candidates.ids_U is not None]
@@ -115,7 +118,7 @@ class Pretraining(nn.Module):
         return outputs_ND if self.temperature is None else self.temperature(outputs_ND), bias_V
 
     def _divisor(self) -> float:
-        """What scores are divided by; 1 for a learned temperature, which has divided the outputs already."""
+        """The softmax temperature; 1 if it is learned, since the outputs are divided by it already."""
         return self.objective.temperature if self.temperature is None else 1.0
 
     def _evaluation_sums(self, request: EvaluationRequest) -> EvaluationSums:
@@ -136,5 +139,5 @@ class Pretraining(nn.Module):
         return self._output_matrix().weight[: self.vocab_size]
 
     def _output_matrix(self) -> nn.Embedding | OutputEmbedding:
-        """What outputs are scored by: the input embedding itself unless there is a head."""
+        """The matrix that outputs are multiplied by: the input embedding itself unless there is a head."""
         return self.backbone.embedding if self.head is None else self.head
