@@ -1,4 +1,4 @@
-"""How the rows of a table move: only those that have a gradient are looked at, the others catch up when they are.
+"""How the rows of a table are updated: a step updates only those with a gradient; others catch up when they have one.
 
 A row's numbers are `Rows`, n of them together: `weight` [n, D] and its moments, [n, D] or one number a row [n, 1].
 """
@@ -39,7 +39,7 @@ class RowRule(ABC):
 
     @abstractmethod
     def catch_up_(self, rows: Rows, touched_n: Tensor) -> None:
-        """Brings rows to where they would be now, that were last moved at the steps `touched_n` (int32, on the CPU)."""
+        """Brings rows up to date that were last updated at the steps `touched_n` (int32, on the CPU)."""
 
     def step_(self, rows: Rows, gradients_nD: Tensor, rate: float) -> None:
         """One step at `rate` of rows that have caught up. Ranks without rows to move call it too."""

@@ -33,8 +33,8 @@ class FetchedRows:
         self._lookups_left = plan.lookups
 
     def look_up(self, ids: Tensor, ballast: Tensor, alike: int = 0) -> Tensor:
-        """[..., D]: the rows of `ids`, among those fetched. Gradients of the first `alike` of them are not counted:
-        another rank has the same and counts them."""
+        """[..., D]: the rows of `ids`, among those fetched. Gradients of the first `alike` ids are not counted here,
+        since another rank has the same ones and counts them."""
         places = torch.searchsorted(self._plan.ids_U, ids)
         looked_up: Tensor = _LookUp.apply(ballast, self, places, alike)
         return looked_up

@@ -1,6 +1,6 @@
 """Who asks whom for which rows in a step, settled ahead of it.
 
-Rows are dealt out: id i lies with rank i mod R at place i // R, so that frequent ids, which stand together in most
+Rows are dealt out: rank i mod R owns id i, at place i // R, so that frequent ids, which are neighbours in most
 vocabularies, are spread evenly. R ranks; U: ids that this rank needs; S: rows that others ask of it (repeats counted);
 O: how many of these are distinct.
 """

@@ -28,7 +28,7 @@ _BLOCK = 1 << 14
 
 
 class RowTable(nn.Module):
-    """The embedding [rows, D], dealt out to all ranks of `mesh`; a step is `fetch`, lookups, then `step` or `drop`.
+    """The embedding [rows, D], dealt out to all ranks. One step: `fetch`, lookups, then `step` or `drop`.
 
     fp32, whatever the precision of the model around it: looked-up rows come in that of the ballast. In evaluation mode
     lookups fetch what they need; all rows are brought up to date for that, beside those kept, until the next `fetch`.
