@@ -82,7 +82,7 @@ class DataConfig(Settings):
         if not parts:
             raise ConfigError("train", "name at least one dataset", got="an empty list")
         if len({part.weight is None for part in parts}) > 1:
-            raise ConfigError("train", "give every dataset a weight, or none of them", got="a mixture of both")
+            raise ConfigError("train", "give every dataset a weight, or none", got="a mixture of both")
         if self.order == "stored" and self.pack == "best_fit":
             raise ConfigError("pack", "be `stream` with order: stored, whose rows are ready", got="`best_fit`")
         if self.documents_a_row is not None and self.pack != "best_fit":

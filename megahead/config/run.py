@@ -152,7 +152,7 @@ class RunConfig(Settings):
         return self
 
     def _check_table(self) -> None:
-        """`engine.embedding: rows` saves the work on rows without a gradient: ConfigError if all rows get one."""
+        """Rows that get no gradient at a step are those that `rows` saves; where all get one it only costs."""
         (b1, b2), table = self.optimizer.betas, self.optimizer.table
         if self.engine.embedding == "dense":
             if table != TableConfig():

@@ -85,9 +85,9 @@ class EngineConfig(Settings):
     search for a loss scale is set there (`fp16.initial_scale_power`)."""
 
     embedding: Literal["dense", "rows"] = "dense"
-    """Where the embedding is. `dense`: it is a weight like all others. `rows`: its rows are sharded round-robin over
-    all ranks (row i on rank i mod R), and a step fetches, sends and updates only those that it uses, so that its cost
-    does not depend on the vocabulary. Trains the same; for headless objectives only."""
+    """Where the embedding lies. `dense`: it is a weight like all others. `rows`: its rows are dealt out to all ranks,
+    and a step fetches, sends and moves only those it uses: its cost does not depend on the vocabulary. The same
+    training; headless objectives alone."""
 
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "fp32"
     """Number format of the forward and backward passes; weights are always updated in fp32. `auto` takes bf16 if all

@@ -196,8 +196,8 @@ class Engine:
         """All state that a restart needs, as full fp32 tensors, in the same order on every rank and mesh.
 
         Keys are `weight/NAME`, `exp_avg/NAME`, `exp_avg_sq/NAME` with names as in the module; frozen parameters have
-        only a weight. Collective, one tensor in memory at a time. A tensor is on the engine's device, and may share its
-        memory: copy it if it is needed after the next step.
+        only a weight. Collective, one tensor in memory at a time. A tensor lies where the engine has it: whoever writes
+        it moves it to the host. It may share the engine's memory: copy it if it is needed after the next step.
         """
         for kind in (WEIGHT, *MOMENTS):
             for name, parameter in self._parameters(kind):

@@ -55,7 +55,7 @@ def mlp_matrices(config: ModelConfig) -> int:
 
 
 def norm_parameters(config: ModelConfig) -> int:
-    """Parameters of a norm over D features: a weight, and a bias in layer norms."""
+    """Of a norm over D features: a weight, and a bias in layer norms."""
     return config.hidden_size * (1 if config.has_rms_norm() else 2)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from megahead.config import ModelConfig
 
 _WRITES_TO_RESIDUAL = ("attention.output.weight", "mlp.down.weight")
-_BLOCK = 16  # torch draws in blocks of 16, and the last 16 numbers again for other counts: so whole blocks are drawn
+_BLOCK = 16  # torch draws normal numbers on the CPU in blocks of 16, the last of them again when it is not full
 
 
 def initial_value(name: str, shape: Sequence[int], seed: int, config: ModelConfig) -> Tensor:

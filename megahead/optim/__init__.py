@@ -1,9 +1,4 @@
-"""How weights are updated: which of them decay, the optimizer, its schedule, and rules for the rows of a table, which
-are updated only when they are used.
-
-*Late row*: one that the last steps did not update, as no batch used it; to *catch up* is to apply what these steps
-would have done to it (momentum and weight decay). *Touched*: the step of a row's last update.
-"""
+"""How weights move: which of them decay, the optimizer, its rate over time, and rows that move when they are used."""
 
 from megahead.optim.adamw import build_adamw
 from megahead.optim.groups import decay_groups

@@ -1,6 +1,9 @@
 """How the rows of a table are updated: a step updates only those with a gradient; others catch up when they have one.
 
-A row's numbers are `Rows`, n of them together: `weight` [n, D] and its moments, [n, D] or one number a row [n, 1].
+A late row is one that the last steps did not update, as no batch used it. To catch up is to apply what these steps
+would have done to it without a gradient (momentum, weight decay). `touched`: the step of a row's last update.
+
+A row's numbers are `Rows`, n of them together: `weight` [n, D] and its moments, [n, D] or one number per row [n, 1].
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Pretraining with its weights split over a tensor group: the same losses and evaluation sums as on one rank.
 
-A candidate group is a number of consecutive samples whose targets are candidates for each other, not a group of ranks.
+Headless (contrastive weight tying): the softmax runs over the embeddings of a candidate group's targets. A candidate
+group is a number of consecutive samples whose targets are candidates for each other, not a group of ranks.
 
 B rows, T inputs a row, D features, N targets, U candidates, V vocabulary; w: one rank's candidates of a candidate
 group, W: of all candidate groups.
@@ -32,9 +33,8 @@ class SplitOutputEmbedding(OutputEmbedding):
 class TensorParallelPretraining(Pretraining):
     """A `Pretraining` whose backbone is split over `group`; every rank of it is called with the same inputs.
 
-    A headless softmax (over the embeddings of a candidate group's targets) splits its candidates evenly over the ranks;
-    a softmax over the vocabulary leaves each row on the rank that owns it, which also balances the work. An encoder's
-    transform and bias are full on every rank.
+    A headless softmax splits its candidates evenly over the ranks; one over the vocabulary leaves each row with its
+    owner, which is even too. An encoder's transform and bias are full on every rank.
     """
 
     def __init__(

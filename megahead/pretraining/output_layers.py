@@ -1,7 +1,9 @@
-"""What a vanilla objective trains beside the backbone: an output matrix, and for an encoder BERT's transform. (A
-headless one, contrastive weight tying, has neither: its softmax runs over the input embeddings of a batch's targets.)
+"""What a vanilla objective trains beside the backbone: an output matrix, and for an encoder BERT's transform.
 
 V padded vocabulary, D features, N targets.
+
+A headless objective (contrastive weight tying: the softmax runs over the embeddings of the batch's targets) has
+neither.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ class OutputEmbedding(nn.Module):
 
 
 class MaskHead(nn.Module):
-    """BERT's transform of outputs before they are multiplied by the output matrix, and a bias for each token.
+    """What BERT does to an output before it meets the output matrix, and the bias of each token.
 
     scores = norm(gelu(dense h)) . e_v + bias_v. A headless encoder has neither.
     """

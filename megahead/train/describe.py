@@ -41,7 +41,7 @@ def describe_run(plan: RunPlan, group_samples: int | None = None) -> list[tuple[
 
 
 def _embedding(plan: RunPlan) -> list[tuple[str, str]]:
-    """How the embedding's rows are sharded over ranks; empty if they are not."""
+    """How rows are dealt out, where they are."""
     config = plan.config
     if config.engine.embedding == "dense":
         return []

@@ -52,7 +52,7 @@ def data_fingerprints(config: RunConfig, datasets: RunDatasets) -> dict[str, Any
 def refuse_another_run(checkpoint: Checkpoint, config: RunConfig, fingerprints: dict[str, Any]) -> None:
     """CheckpointError naming every setting or file that differs and is neither in MAY_CHANGE nor in `resume.allow`.
 
-    `fingerprints`: what `data_fingerprints` returns now; the checkpoint's state holds what it returned when saved.
+    `fingerprints`: what `data_fingerprints` gives now; the checkpoint's state has what it gave then.
     """
     saved = config_from_dict(checkpoint.config, source=f"the configuration in {checkpoint.folder}")
     then = saved.flat() | checkpoint.state_value("texts", dict, absent=fingerprints)

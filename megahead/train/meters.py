@@ -59,7 +59,7 @@ class Meters:
         lineage: Lineage,
         damage: Sequence[str],
     ) -> None:
-        """Prints what will be trained, from which checkpoint, and which damaged ones were skipped to find it."""
+        """Prints what will be trained, from which checkpoint, and which damaged ones were passed over."""
         if not self._active:
             return
         to_be_abandoned, source = lineage.to_be_abandoned(), None if resumed is None else lineage.name_of(resumed)
@@ -81,7 +81,7 @@ class Meters:
         self._last_line = time.monotonic()
 
     def step(self, report: StepReport, state: TrainingState) -> None:
-        """Records a step, and writes a line if one is due."""
+        """Notes a step, and writes a line when one is due."""
         if not self._active:
             return
         if report.applied:

@@ -89,7 +89,7 @@ def roll_back(
     """Restores weights and counters of what was learned from the newest sound checkpoint of `lineage`; reading goes on
     with the next samples.
 
-    Returns the checkpoint's folder, or None if there is none, in which case nothing changes. Collective.
+    Returns the checkpoint's folder; None where there is none, and nothing changes. Collective.
     """
     checkpoint, _ = _newest_sound(lineage.root, world_group, up_to=lineage.tip)
     if checkpoint is None:

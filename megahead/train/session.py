@@ -1,4 +1,4 @@
-"""A session (one launch of a run): what it writes to the run's folder, which all ranks must share, at begin and end."""
+"""A session in its run's folder, which all ranks must share: what it writes when it begins and when it ends."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def must_be_shared(folder: RunFolder, world_group: Group) -> None:
 
 
 def begin_session(folder: RunFolder, config: RunConfig) -> None:
-    """Writes the settings and the tokenizer, for readers of the checkpoints, and removes the last session's ending."""
+    """Writes what a reader of its checkpoints needs, settings and tokenizer, and removes the last session's ending."""
     folder.path.mkdir(parents=True, exist_ok=True)
     folder.ending.unlink(missing_ok=True)
     folder.config.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
@@ -60,7 +60,7 @@ def begin_session(folder: RunFolder, config: RunConfig) -> None:
 
 
 def end_session(folder: RunFolder, ending: Ending, step: int, steps: int) -> None:
-    """Writes how the session ended, for scripts that restart runs; a session that was killed leaves no such file."""
+    """Writes how it ended, for whoever starts the run again; a session that was killed leaves no such file."""
     write_atomically(folder.ending, json.dumps({"ending": ending, "step": step, "steps": steps}) + "\n")
 
 

@@ -138,7 +138,7 @@ def _state(plan: RunPlan, datasets: RunDatasets, checkpoint: Checkpoint | None) 
 
 
 def _feed(config: RunConfig, datasets: RunDatasets, state: TrainingState, mesh: Mesh, device: torch.device) -> Feed:
-    """Prepares micro-batches with their candidates; ranks exchange ids over a connection of their own."""
+    """Prepares micro-batches with their candidates, over a connection of its own."""
     return Feed(
         datasets.samples,
         build_objective(config.objective, config.model.vocab_size, state.dataset_counts),
