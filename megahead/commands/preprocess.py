@@ -64,7 +64,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--output", required=True, metavar="PREFIX", help="with --per-file: a folder")
     parser.add_argument("--per-file", action="store_true", help="one dataset for each input file, restartable")
     parser.add_argument("--text-key", default="text", help="key of the text, `a.b` for nested ones (default: text)")
-    keep = "keep only documents that match at least one condition"
+    keep = "keep only documents that have one of the VALUEs given for each KEY"
     parser.add_argument("--keep", nargs="+", default=[], metavar="KEY=VALUE", help=keep)
     drop = "drop documents that match at least one condition"
     parser.add_argument("--drop", nargs="+", default=[], metavar="KEY=VALUE", help=drop)
