@@ -115,7 +115,7 @@ def test_what_was_written_so_far_counts_as_room_when_the_disk_fills_up_meanwhile
 
     save(tmp_path, 1)
     monkeypatch.setattr(saving, "save_file", fill)
-    with pytest.raises(CheckpointError, match="room for a checkpoint of 800 bytes, but 200 of them are missing"):
+    with pytest.raises(CheckpointError, match="room for a checkpoint of 800 bytes, but 200 bytes are missing"):
         save(tmp_path, 2)
     assert_the_first_is_unharmed(tmp_path)
 

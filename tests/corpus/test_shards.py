@@ -150,7 +150,7 @@ def test_inputs_that_cannot_be_shards(files: list[Path], tokenizer_path: Path, t
     (tmp_path / "other").mkdir()
     twin = tmp_path / "other" / "part-0.jsonl"
     twin.write_bytes(files[0].read_bytes())
-    for inputs, says in (([files[0], twin], "would both be part-0"), (["-"], "is standard input")):
+    for inputs, says in (([files[0], twin], "would both become part-0"), (["-"], "is standard input")):
         with pytest.raises(DataError, match=says):
             preprocess_shards(inputs, Recipe(tokenizer=tokenizer_path), tmp_path / "out")
 
