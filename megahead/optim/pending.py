@@ -127,13 +127,7 @@ class PendingUpdates:
 
 
 def _rules(ratio: float, window: int) -> tuple[Floats, Floats]:
-    """For each gap up to `window`: its nodes [gap, NODES], and what each term counts there [gap, NODES, window].
-
-    Short gaps have fewer nodes; what is not used counts nothing.
-    """
-    nodes, basis = np.ones((window + 1, NODES)), np.zeros((window + 1, NODES, window))
-    for gap in range(1, window + 1):
-        found = gauss_nodes(ratio, NODES, gap)
-        nodes[gap, : len(found)] = found
-        basis[gap, : len(found), :gap] = lagrange_basis(found, np.arange(1.0, gap + 1))
-    return nodes, basis
+    """For each gap up to `window`: its nodes [gap, NODES], and what each term counts there [gap, NODES, window]."""
+    gaps, places = np.arange(window + 1), np.arange(1.0, window + 1)
+    nodes = gauss_nodes(ratio, NODES, gaps)
+    return nodes, lagrange_basis(nodes, places) * (places <= gaps[:, None])[:, None]
