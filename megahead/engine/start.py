@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import redirect_stdout
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from types import ModuleType
 from typing import Any
 
@@ -35,14 +35,19 @@ def load_deepspeed(device: torch.device) -> ModuleType:
     """
     os.environ.setdefault("DS_ACCELERATOR", device.type)  # read once, by the import
     deepspeed = importlib.import_module("deepspeed")
-    if (kind := deepspeed.accelerator.get_accelerator().device_name()) != device.type:
+    accelerator = deepspeed.accelerator.get_accelerator()
+    if (kind := accelerator.device_name()) != device.type:
         raise UserError(
             f"`engine.device` must be {kind} in this process, where DeepSpeed was started for it, but is {device.type} "
             "instead; start another process (a notebook: restart its kernel), without DS_ACCELERATOR."
         )
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else built by g++ when ranks connect (CPU)
     # norms of gradients in fp32, as torch has them: in fp64 each is a copy twice the size
-    deepspeed.accelerator.get_accelerator().is_fp64_supported = lambda: False
+    accelerator.is_fp64_supported = lambda: False
+    accelerator.device_count = cache(
+        partial(type(accelerator).device_count, accelerator)
+    )  # else asks numactl each time
+    deepspeed.utils.nvtx.enable_nvtx = device.type == "cuda"  # marks that CPUs have no profiler for
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", r".*torch\.distributed\.\w+. is deprecated", FutureWarning)  # its calls, not ours
     return deepspeed

@@ -82,7 +82,7 @@ def _advance(run: Training, batches: StepBatches, watch: Stopwatch) -> bool:
     """Takes one step and records it in the state and the meters; returns whether it was applied."""
     config, state, first_sample = run.config, run.state, run.state.samples
     ratio = learning_rate_ratio(config.schedule, state.step, config.training.steps)
-    seed_step(config.seed, first_sample, run.data_group.rank)
+    seed_step(config.seed, first_sample, run.data_group.rank, run.device)
     learning_rate = config.optimizer.learning_rate * ratio
     report = train_step(run.engine, batches, learning_rate, run.device, run.world_group, run.guard, state.recent_losses)
     state.samples += config.batch.global_size

@@ -80,6 +80,12 @@ def train_step(
     )
 
 
-def seed_step(seed: int, first_sample: int, data_rank: int) -> None:
-    """Seeds dropout from the step's first sample, so that a resumed run draws what an uninterrupted one does."""
-    torch.manual_seed(((seed * 1_000_003 + first_sample) * 65_537 + data_rank) % 2**63)
+def seed_step(seed: int, first_sample: int, data_rank: int, device: torch.device) -> None:
+    """Seeds dropout on `device` from the step's first sample, so that a resumed run draws what others do.
+
+    `torch.manual_seed` would write down the stack for each kind of device that this process does not use: some 4 ms.
+    """
+    step_seed = ((seed * 1_000_003 + first_sample) * 65_537 + data_rank) % 2**63
+    torch.default_generator.manual_seed(step_seed)
+    if device.type == "cuda":
+        torch.cuda.manual_seed(step_seed)

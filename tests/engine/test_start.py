@@ -10,8 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from megahead.distributed import Group
 from megahead.engine.start import load_deepspeed
 from megahead.errors import UserError
+from support.on_ranks import on_ranks
+from support.small_engine import small_batches, small_engine
 
 TESTS = Path(__file__).resolve().parents[1]
 
@@ -44,6 +47,24 @@ def test_a_bare_process_without_compiler_or_launcher_trains_in_silence(tmp_path:
 def test_importing_the_package_leaves_deepspeed_alone() -> None:
     code = "import sys, megahead.engine; print('deepspeed' in sys.modules)"
     assert python(code, dict(os.environ)).stdout == "False\n"
+
+
+def programs_asked(group: Group) -> int:
+    """How often a step of many buckets, and one more, start a program."""
+    engine = small_engine(group, 3, accumulation=2, zero={"reduce_bucket_size": 10})
+    asked: list[str] = []
+    sys.addaudithook(lambda event, _: asked.append(event) if event == "subprocess.Popen" else None)
+    for step in range(2):
+        for batch in small_batches([3, 4], 1 / 7, seed=step):
+            engine.micro_step(batch)
+        assert engine.step(0.01).applied
+    return len(asked)
+
+
+def test_deepspeed_asks_for_the_processors_once_and_not_at_every_bucket() -> None:
+    """By numactl, which may be missing; on a CPU."""
+    (times,) = on_ranks(1, programs_asked)
+    assert times <= 1
 
 
 def test_a_process_that_trained_on_one_kind_of_device_is_told_so_on_another() -> None:

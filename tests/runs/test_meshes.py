@@ -66,7 +66,7 @@ def dropped(world: Group, config: RunConfig) -> list[Tensor]:
     ids = torch.arange(24).reshape(2, 12)
     states = []
     for first_sample in (0, 0, 8):
-        seed_step(config.seed, first_sample, mesh.data_group.rank)
+        seed_step(config.seed, first_sample, mesh.data_group.rank, torch.device("cpu"))
         states.append(backbone(ids).detach())
     return states
 
