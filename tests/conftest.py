@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
+from collections.abc import Generator
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -11,6 +13,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
 
+gc.disable()  # until all is imported and collected, of which little is garbage
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 
 
@@ -26,6 +29,15 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     """Where tests are run; with `-n` that is in the workers, and not where they are handed out."""
     if session.config.getoption("dist", "no") == "no":
         importlib.import_module("support.heavy_imports")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What is collected stays: no later collection of garbage walks through it."""
+    collected = yield
+    gc.freeze()
+    gc.enable()
+    return collected
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

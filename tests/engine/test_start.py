@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -65,6 +66,12 @@ def test_deepspeed_asks_for_the_processors_once_and_not_at_every_bucket() -> Non
     """By numactl, which may be missing; on a CPU."""
     (times,) = on_ranks(1, programs_asked)
     assert times <= 1
+
+
+def test_a_forked_rank_collects_no_garbage_it_was_born_with() -> None:
+    """Of the tests themselves: else DeepSpeed has each rank walk through, and thereby copy, all that is imported."""
+    born_with = [[number] for number in range(50_000)]
+    assert on_ranks(1, lambda _: len(gc.get_objects())) < [len(born_with) // 2]
 
 
 def test_a_process_that_trained_on_one_kind_of_device_is_told_so_on_another() -> None:

@@ -19,6 +19,16 @@ from megahead.engine.start import load_deepspeed
 
 torch.set_num_threads(1)
 load_deepspeed(torch.device("cpu"))  # ranks of tests are CPU processes; GPU runs are processes of their own
-importlib.import_module("deepspeed.runtime.zero.muon.original_muon")
-importlib.import_module("deepspeed.module_inject.auto_ep_layer")
-gc.freeze()  # DeepSpeed collects garbage whenever it starts: forked ranks need not walk through all of torch for it
+for on_first_use in (
+    "deepspeed.comm.mori",
+    "deepspeed.module_inject.auto_ep_layer",
+    "deepspeed.runtime.superoffload.superoffload_stage3",
+    "deepspeed.runtime.zero.muon.original_muon",
+    "deepspeed.utils.pin_memory",
+    "torch._subclasses.schema_check_mode",
+):
+    importlib.import_module(on_first_use)
+
+# DeepSpeed collects garbage whenever it starts: a fork need not walk through, and thereby copy, all it was born with
+gc.freeze()
+os.register_at_fork(after_in_child=gc.freeze)
