@@ -23,6 +23,9 @@ DenseAttention = Callable[[Tensor, Tensor, Tensor, float, bool], Tensor]
 VarlenAttention = Callable[[Tensor, Tensor, Tensor, Documents, float, bool], Tensor]
 """Functions of q, k, v, documents, dropout and causal."""
 
+VARLEN_SHARES_KEYS = torch.__version__ >= "2.12"
+"""Whether `varlen_attn` has `enable_gqa`; in torch 2.11 it has not."""
+
 
 def attend_rows(q_BTHd: Tensor, k_BTHd: Tensor, v_BTHd: Tensor, dropout: float, causal: bool) -> Tensor:
     """Rows of one document each; torch chooses the kernel, but for short bf16 rows on a CPU."""
@@ -68,12 +71,13 @@ def attend_varlen(
     q, k, v = (x.flatten(0, 1) for x in (q_BTHd, k_BTHd, v_BTHd))
     cu_seqlens, longest = documents.cu_seqlens, q_BTHd.shape[1]
     lengths = cu_seqlens, cu_seqlens, longest, longest
-    if dropout:
+    if dropout or not VARLEN_SHARES_KEYS:
         k, v = repeated(k, q.shape[1]), repeated(v, q.shape[1])
+    if dropout:
         output = torch.ops.aten._flash_attention_forward(q, k, v, *lengths, dropout, causal, False)[0]
     else:
-        window, grouped = (-1, 0) if causal else (-1, -1), q.shape[1] != k.shape[1]
-        output = varlen_attn(q, k, v, *lengths, window_size=window, enable_gqa=grouped)
+        shared: dict[str, Any] = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
+        output = varlen_attn(q, k, v, *lengths, window_size=(-1, 0) if causal else (-1, -1), **shared)
     assert isinstance(output, Tensor)
     return output.view_as(q_BTHd)
 

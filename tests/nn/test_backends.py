@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 import types
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention import varlen
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megahead.errors import ConfigError
-from megahead.nn import BACKENDS, AttentionSpec, Documents, attend, choose_backend
+from megahead.nn import BACKENDS, AttentionSpec, Documents, attend, attention_kernels, choose_backend
 from megahead.nn.attention_kernels import attend_rows
 from support.exact_attention import POSITIONS, random_qkv, relative_errors
 
@@ -131,3 +133,25 @@ def test_torchs_kernel_takes_rows_of_documents_with_dropout_and_without(dropout:
     assert all(x is documents.cu_seqlens for x in given[3:5])
     assert given[5:7] == (7, 7)
     assert not dropout or given[7:9] == (dropout, causal)
+
+
+def test_torchs_kernel_is_asked_for_shared_keys_only_where_there_are_some_and_it_knows_them(monkeypatch) -> None:
+    """That of torch 2.11 has no `enable_gqa`: there each head gets keys of its own."""
+    heads: list[int] = []
+
+    def of_torch_2_11(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, window_size=(-1, -1)):
+        heads.extend((query.shape[1], key.shape[1], value.shape[1]))
+        return query
+
+    monkeypatch.setattr(varlen, "varlen_attn", of_torch_2_11)
+    documents = Documents(POSITIONS, torch.empty(6, dtype=torch.int32))
+    q, k = torch.randn(2, 7, 4, 8), torch.randn(2, 7, 2, 8)
+    BACKENDS["varlen"].attend(q, q, q, documents)
+    monkeypatch.setattr(attention_kernels, "VARLEN_SHARES_KEYS", False)
+    BACKENDS["varlen"].attend(q, k, k, documents)
+    assert heads == [4] * 6
+
+
+def test_torchs_kernel_knows_shared_keys_where_we_think_so() -> None:
+    known = "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters
+    assert known == attention_kernels.VARLEN_SHARES_KEYS
