@@ -3,9 +3,9 @@
 tools/kernel_figures.py
 
 First, for each architecture and each way the kernel is called: registers a thread, bytes spilled to memory, bytes of
-shared memory, and blocks a multiprocessor has registers and warps for. Then, for some losses: chunks, kernels, and
-operations and bytes, with the time they take at assumed rates, if nothing overlaps. Needs no device: ptxas comes with
-triton.
+shared memory, blocks a multiprocessor has registers and warps for, and most bytes that a thread loads and stores at
+once. Then, for some losses: chunks, kernels, and operations and bytes, with the time they take at assumed rates, if
+nothing overlaps. Needs no device: ptxas comes with triton.
 """
 
 from __future__ import annotations

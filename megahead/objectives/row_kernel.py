@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.nn import functional as F
 
 from megahead.config.loss_chunks import ON_GPU
 from megahead.distributed import Group
@@ -25,7 +26,8 @@ BLOCK = 1024
 WARPS = 4
 
 ALIGNMENT = 16
-"""Rows of the buffers begin at a multiple of so many elements, so that loads and products move 16 bytes at once."""
+"""Rows of the buffers and biases are padded to a multiple of so many elements, so that loads and products move 16 bytes
+at once however many candidates there are: a vocabulary may have any size."""
 
 
 class KernelRowStep:
@@ -36,7 +38,8 @@ class KernelRowStep:
     ) -> None:
         self._rows_wD, self._scale, self._group = rows_wD, 1 / temperature, group
         biases = candidates.bias_U, candidates.positive_bias_U
-        self._biases = tuple(None if bias is None else bias.detach().float() for bias in biases)
+        bias_w, positive_bias_w = (None if bias is None else bias.detach().float() for bias in biases)
+        self._biases = None if bias_w is None else padded(bias_w), positive_bias_w
         self.chunk = ON_GPU.outputs(outputs_ND.shape[0], len(rows_wD), torch.float32.itemsize)
         shape = self.chunk, triton.cdiv(len(rows_wD), ALIGNMENT) * ALIGNMENT
         self._scores = rows_wD.new_empty(shape, dtype=torch.float32)
@@ -82,6 +85,12 @@ class KernelRowStep:
         return RowSums(lse.logsumexp(dim=0), positive.sum(dim=0), biased.sum(dim=0), rivals.amax(dim=0))
 
 
+def padded(bias_w: Tensor) -> Tensor:
+    """As long as the rows of the buffers; what is added counts nowhere."""
+    missing = -len(bias_w) % ALIGNMENT
+    return F.pad(bias_w, (0, missing)) if missing else bias_w
+
+
 @triton.jit  # type: ignore[untyped-decorator]
 def _row_step(  # type: ignore[no-untyped-def]
     scores, residuals, sums, lse, positive, bias, positive_bias, scale, count, width, stride, BLOCK: tl.constexpr
@@ -99,7 +108,7 @@ def _row_step(  # type: ignore[no-untyped-def]
     elif bias is not None:
         own += tl.load(bias + place, mask=held, other=0.0)
     if lse is None:
-        total, rivals = _sums(scores, bias, place, own, scale, width, BLOCK)
+        total, rivals = _sums(scores, bias, place, own, scale, width, stride, BLOCK)
         tl.store(sums + n, total)
         tl.store(sums + count + n, score)
         tl.store(sums + 2 * count + n, own)
@@ -110,13 +119,13 @@ def _row_step(  # type: ignore[no-untyped-def]
         residuals += n.to(tl.int64) * stride
         for first in range(0, width, BLOCK):
             u = first + tl.arange(0, BLOCK)
-            probabilities = tl.exp(_biased(scores, bias, place, own, u, scale, width) - total)
+            probabilities = tl.exp(_biased(scores, bias, place, own, u, scale, width, stride) - total)
             values = probabilities - tl.where(u == place, 1.0, 0.0)
-            tl.store(residuals + u, values.to(residuals.dtype.element_ty), mask=u < width)
+            tl.store(residuals + u, values.to(residuals.dtype.element_ty), mask=u < stride)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _sums(scores, bias, place, own, scale, width, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _sums(scores, bias, place, own, scale, width, stride, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """(logsumexp of the row, largest score but the positive's), with one exponential for each score.
 
     Each lane has a running maximum and a sum below it; of the two, the one that was lower is scaled.
@@ -126,7 +135,7 @@ def _sums(scores, bias, place, own, scale, width, BLOCK: tl.constexpr):  # type:
     rivals = tl.full((BLOCK,), -float("inf"), tl.float32)
     for first in range(0, width, BLOCK):
         u = first + tl.arange(0, BLOCK)
-        biased = _biased(scores, bias, place, own, u, scale, width)
+        biased = _biased(scores, bias, place, own, u, scale, width, stride)
         fall = tl.exp(-tl.abs(biased - tops))
         totals = tl.where(biased > tops, totals * fall + 1.0, totals + fall)
         tops = tl.maximum(tops, biased)
@@ -136,9 +145,12 @@ def _sums(scores, bias, place, own, scale, width, BLOCK: tl.constexpr):  # type:
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _biased(scores, bias, place, own, u, scale, width):  # type: ignore[no-untyped-def]
-    """Scores of the candidates u, with biases; the positive's is `own`; -inf outside."""
-    biased = tl.load(scores + u, mask=u < width, other=-float("inf")) * scale
+def _biased(scores, bias, place, own, u, scale, width, stride):  # type: ignore[no-untyped-def]
+    """Scores of the candidates u, with biases; the positive's is `own`; -inf outside.
+
+    Read is up to `stride`, a multiple of what a load moves at once, which `width` need not be.
+    """
+    biased = tl.load(scores + u, mask=u < stride, other=0.0) * scale
     if bias is not None:
-        biased += tl.load(bias + u, mask=u < width, other=0.0)
-    return tl.where(u == place, own, biased)
+        biased += tl.load(bias + u, mask=u < stride, other=0.0)
+    return tl.where(u == place, own, tl.where(u < width, biased, -float("inf")))

@@ -19,57 +19,18 @@ from megahead.objectives import (
     candidate_loss,
     candidate_loss_reference,
     evaluation_sums,
-    three_products,
 )
 from megahead.parallel import parallel_candidate_loss, parallel_evaluation_sums
 from support.on_ranks import on_ranks
+from support.row_kernel_cases import assert_rounded_once, drawn, interpret, on_device, solved, truth
 
 pytest.importorskip("triton", reason="needs triton (the `test` extra, or torch for CUDA)")
 TEMPERATURE = 0.7
 
 
-def interpret(patch: pytest.MonkeyPatch) -> None:
-    """CPU tensors take the kernel, with blocks and chunks so small that a few dozen rows fill several."""
-    from megahead.objectives import row_kernel
-
-    patch.setattr(three_products, "on_gpu", lambda tensor: tensor.dtype != torch.float64)
-    patch.setattr(row_kernel, "BLOCK", 16)
-    patch.setattr(row_kernel, "ON_GPU", ChunkSize(score_bytes=1, least_outputs=8, multiple=1))
-
-
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.device:
-    if request.param == "cpu":
-        if torch.cuda.is_available():
-            pytest.skip("Triton's interpreter is for machines without a GPU")
-        interpret(monkeypatch)
-    return torch.device(request.param)
-
-
-def drawn(
-    n: int, u: int, d: int, dtype: torch.dtype, device: torch.device, apart: bool = True
-) -> tuple[Tensor, Tensor, Candidates]:
-    """Outputs, rows, candidates; `apart`: the last has the bias -inf for all but the outputs whose positive it is."""
-    generator = torch.Generator().manual_seed(n + u + d)
-    outputs = torch.randn(n, d, generator=generator).to(device, dtype).requires_grad_()
-    rows = (torch.randn(u, d, generator=generator) * min(1, 5 / d**0.5)).to(device, dtype).requires_grad_()
-    own = torch.randint(u, (n,), generator=generator).to(device)
-    own[0] = u - 1
-    bias = torch.randn(u, generator=generator, dtype=torch.float64).to(device)
-    if not apart:
-        return outputs, rows, Candidates(None, bias, own)
-    positive_bias = bias.clone()
-    bias[-1] = -torch.inf
-    return outputs, rows, Candidates(None, bias, own, positive_bias)
-
-
-def solved(loss: Tensor, inputs: list[Tensor]) -> list[Tensor]:
-    return [loss.detach().double(), *(gradient.double() for gradient in torch.autograd.grad(3 * loss, inputs))]
-
-
-def truth(outputs: Tensor, rows: Tensor, candidates: Candidates, temperature: float) -> list[Tensor]:
-    exact = [tensor.detach().double().requires_grad_() for tensor in (outputs, rows)]
-    return solved(candidate_loss_reference(*exact, candidates, temperature), exact)
+    return on_device(request.param, monkeypatch)
 
 
 @pytest.mark.parametrize(("n", "u", "d"), [(1, 2, 1), (16, 16, 16), (19, 37, 23), (33, 18, 40)])
@@ -87,13 +48,6 @@ def test_without_biases_it_equals_the_reference(device: torch.device) -> None:
     mine = solved(candidate_loss(outputs, rows, candidates), [outputs, rows])
     for value, exact in zip(mine, truth(outputs, rows, candidates, 1.0), strict=True):
         torch.testing.assert_close(value, exact, rtol=2e-5, atol=2e-5)
-
-
-def assert_rounded_once(mine: list[Tensor], exact: list[Tensor], dtype: torch.dtype) -> None:
-    """The loss as in float32, gradients within a few roundings of `dtype`."""
-    torch.testing.assert_close(mine[0], exact[0], rtol=1e-5, atol=1e-5)
-    for value, true in zip(mine[1:], exact[1:], strict=True):
-        assert (value - true).norm() < 2 * torch.finfo(dtype).eps * true.norm()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -216,7 +170,7 @@ class Operations(TorchDispatchMode):
 
 def test_a_chunk_takes_three_products_and_a_difference_beside_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     interpret(monkeypatch)
-    outputs, rows, candidates = drawn(40, 37, 16, torch.float32, torch.device("cpu"))
+    outputs, rows, candidates = drawn(40, 48, 16, torch.float32, torch.device("cpu"))
     counts = []
     for chunk in (8, 40):
         monkeypatch.setattr("megahead.objectives.row_kernel.ON_GPU", ChunkSize(1, least_outputs=chunk, multiple=1))

@@ -22,9 +22,10 @@ def formula(weight: Tensor, gradients: list[Tensor], rates: list[float], decay: 
     return weight
 
 
-def test_updates_equal_the_formula_under_a_changing_rate():
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_updates_equal_the_formula_under_a_changing_rate(device):
     torch.manual_seed(0)
-    layer = nn.Linear(5, 3)
+    layer = nn.Linear(5, 3).to(device)
     start = {name: parameter.detach().double() for name, parameter in layer.named_parameters()}
     gradients = {name: [torch.randn_like(value) for _ in range(4)] for name, value in start.items()}
     rates = [0.001, 0.01, 0.005, 0.0]

@@ -13,18 +13,20 @@ from support.forked import ROOT
 pytest.importorskip("triton", reason="needs triton (the `test` extra, or torch for CUDA)")
 
 
-def test_the_kernel_spills_nothing_on_any_architecture_and_leaves_room_for_many_programs() -> None:
+def test_the_kernel_spills_nothing_leaves_room_for_many_programs_and_moves_16_bytes_at_once() -> None:
     """In an interpreter of its own: here Triton may be imported for interpreting, which compiles nothing."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "tools/kernel_figures.py"]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     lines = [line.split() for line in done.stdout.splitlines()]
-    compiled = {(line[0], *line[1:-4]): [int(number.replace(",", "")) for number in line[-4:]] for line in lines[1:10]}
+    compiled = {(line[0], *line[1:-6]): [int(number.replace(",", "")) for number in line[-6:]] for line in lines[1:10]}
     assert {sm for sm, *_ in compiled} == {"80", "90", "100"}
     assert len(compiled) == 9
-    for registers, spilled, shared, blocks in compiled.values():
+    for (_, *way), (registers, spilled, shared, blocks, load, store) in compiled.items():
         assert 0 < registers <= 64
         assert spilled == 0
         assert shared <= 1024
         assert blocks >= 8
+        assert load == 16, "whatever the number of candidates"
+        assert store == 16 or "residuals" not in way

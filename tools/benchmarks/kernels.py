@@ -39,7 +39,8 @@ def print_figures() -> None:
 
 
 def compiled(capability: int, way: str) -> Line:
-    """The kernel in bf16 with a bias, with arguments aligned as they are in training."""
+    """The kernel in bf16 with a bias, with arguments aligned as they are in training: all but the number of candidates,
+    which is a multiple of nothing for a vocabulary."""
     pointers = {"scores": "*fp32", "sums": "*fp32", "positive": "*i64", "bias": "*fp32", "positive_bias": "constexpr"}
     numbers = {"scale": "fp32", "count": "i32", "width": "i32", "stride": "i32", "BLOCK": "constexpr"}
     types, names = pointers | numbers | WAYS[way], row_kernel._row_step.arg_names
@@ -47,7 +48,9 @@ def compiled(capability: int, way: str) -> Line:
         (names.index(name),): None for name, kind in types.items() if kind == "constexpr"
     }
     constants |= {(names.index("BLOCK"),): row_kernel.BLOCK}
-    aligned = [place for place, name in enumerate(names) if types[name] not in ("constexpr", "fp32")]
+    aligned = [
+        place for place, name in enumerate(names) if name != "width" and types[name] not in ("constexpr", "fp32")
+    ]
     attributes = {(place,): [["tt.divisibility", 16]] for place in aligned}
     source = ASTSource(row_kernel._row_step, {name: types[name] for name in names}, constants, attributes)
     options = {"num_warps": row_kernel.WARPS}
@@ -61,7 +64,15 @@ def compiled(capability: int, way: str) -> Line:
         "spilled": spilled,
         "shared": shared,
         "blocks": blocks,
+        "load": moved_at_once("ld", kernel.asm["ptx"]),
+        "store": moved_at_once("st", kernel.asm["ptx"]),
     }
+
+
+def moved_at_once(what: str, assembly: str) -> int:
+    """Most bytes that an instruction of PTX moves from memory (`ld`) or to it (`st`) for one thread."""
+    found = re.findall(rf"{what}\.global(?:\.[a-z:0-9]+?)*?(?:\.v(\d))?\.[a-z](\d+)\b", assembly)
+    return max(int(count or 1) * int(bits) // 8 for count, bits in found)
 
 
 def resources(binary: bytes) -> tuple[int, int, int]:
