@@ -41,6 +41,11 @@ def duration(seconds: float) -> str:
     return f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"
 
 
+def milliseconds(seconds: float) -> float:
+    """For a table: 0.0123456 -> 12.35, 1.2345 -> 1234."""
+    return round(seconds * 1e3) if seconds >= 0.1 else round(seconds * 1e3, 2)
+
+
 def thousands(value: float) -> str:
     """12345 -> 12.3k."""
     for limit, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):

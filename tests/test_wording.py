@@ -9,7 +9,7 @@ import pytest
 
 from megahead.config import RunPlan
 from megahead.train import describe_run
-from megahead.wording import counted, duration, gib, listed, span, thousands
+from megahead.wording import counted, duration, gib, listed, milliseconds, span, thousands
 from support.small_run import small_config
 
 
@@ -60,3 +60,7 @@ def test_a_duration_is_short_at_any_length(seconds: float, text: str) -> None:
 def test_counts_and_sizes() -> None:
     assert [thousands(n) for n in (999, 12_345, 2_000_000, 3e9)] == ["999", "12.3k", "2.0M", "3.0G"]
     assert gib(3 * 2**29) == "1.50 GiB"
+
+
+def test_short_times_keep_digits_that_long_ones_do_not_need() -> None:
+    assert [milliseconds(seconds) for seconds in (0.0123456, 0.1583, 1.2345)] == [12.35, 158, 1234]

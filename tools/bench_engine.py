@@ -2,6 +2,7 @@
 
 OMP_NUM_THREADS=1 tools/bench_engine.py                 every ZeRO stage on one rank, beside a loop without an engine
 OMP_NUM_THREADS=1 tools/bench_engine.py --ranks 2       the engine on two ranks, beside two single ranks at once
+tools/bench_engine.py --device cuda --preset pythia-70m --sequence-length 2048 --precision bf16
 
 Every contender is a process of its own (DeepSpeed changes what it is imported into) with one thread a rank, and takes
 one step when told to, in turn with the others, so that a noisy machine hits all alike. Ratios are medians over rounds
@@ -14,31 +15,31 @@ from __future__ import annotations
 import argparse
 import statistics
 import tempfile
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from megahead.config import RunConfig, config_from_dict
-from megahead.errors import run_command
+from megahead.config import NAMED_SIZES, RunConfig, config_from_dict
+from megahead.errors import FieldError, run_command
 from megahead.estimate import count_parameters
-from megahead.report import to_rich
-from megahead.wording import counted
+from megahead.report import to_json, to_rich
+from megahead.wording import counted, milliseconds
 
 if TYPE_CHECKING:
     from benchmarks.engines import Contender
 
+PYTHIA_VOCABULARY = 50277
 SHAPE = {"num_layers": 6, "hidden_size": 512, "num_heads": 8, "vocab_size": 12288}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=8, help="rows of a rank's micro-batch (default: 8)")
-    parser.add_argument("--sequence-length", type=int, default=256, help="tokens a row (default: 256)")
-    parser.add_argument("--stages", default="0,1,2,3", help="ZeRO stages to time (default: 0,1,2,3)")
-    parser.add_argument("--ranks", type=int, default=1, help="compare this many ranks with one (default: stages only)")
-    parser.add_argument("--rounds", type=int, default=15, help="counted steps of each (default: 15)")
-    arguments = parser.parse_args()
-    config = make_config(arguments.rows, arguments.sequence_length, SHAPE)
+    arguments = _parser().parse_args()
+    if arguments.device == "cuda" and arguments.ranks > 1:
+        raise FieldError("--ranks", "be 1 with --device cuda, where all would share one device", got=arguments.ranks)
+    shape = SHAPE if arguments.preset is None else {"size": arguments.preset, "vocab_size": PYTHIA_VOCABULARY}
+    config = make_config(arguments.rows, arguments.sequence_length, shape, arguments.device, arguments.precision)
     stages = [int(stage) for stage in arguments.stages.split(",")]
     from benchmarks.engines import on_one_rank, on_ranks
 
@@ -50,9 +51,27 @@ def main() -> None:
         for contender in field:
             contender.stop()
     console = Console(width=100, highlight=False)
-    shape = f"{arguments.rows} x {counted(arguments.sequence_length, 'token')} a rank"
-    console.print(f"{count_parameters(config.model).total / 1e6:.1f} M parameters, {shape}, one thread a rank")
-    console.print(to_rich(summary(field, rounds)))
+    tokens = f"{arguments.rows} x {counted(arguments.sequence_length, 'token')} a rank"
+    threads = "one thread a rank" if arguments.device == "cpu" else f"{arguments.precision} on a CUDA device"
+    console.print(f"{count_parameters(config.model).total / 1e6:.1f} M parameters, {tokens}, {threads}")
+    lines = summary(field, rounds)
+    console.print(to_rich(lines))
+    if arguments.output:
+        arguments.output.write_text(to_json(lines), encoding="utf-8")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--preset", choices=NAMED_SIZES, help="a named decoder (default: 25 M parameters)")
+    parser.add_argument("--rows", type=int, default=8, help="rows of a rank's micro-batch (default: 8)")
+    parser.add_argument("--sequence-length", type=int, default=256, help="tokens a row (default: 256)")
+    parser.add_argument("--stages", default="0,1,2,3", help="ZeRO stages to time (default: 0,1,2,3)")
+    parser.add_argument("--ranks", type=int, default=1, help="compare this many ranks with one (default: stages only)")
+    parser.add_argument("--rounds", type=int, default=15, help="counted steps of each (default: 15)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: cpu")
+    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="default: fp32")
+    parser.add_argument("--output", type=Path, metavar="JSON", help="also write the table's lines there")
+    return parser
 
 
 def summary(field: list[Contender], rounds: list[list[tuple[float, float]]]) -> list[dict[str, object]]:
@@ -63,8 +82,8 @@ def summary(field: list[Contender], rounds: list[list[tuple[float, float]]]) -> 
         ratios = [[steps[place][kind] / steps[0][kind] for steps in rounds] for kind in (0, 1)]
         line: dict[str, object] = {
             "": contender.name,
-            "ms": round(statistics.median(walls) * 1e3),
-            "CPU ms": round(statistics.median(cpus) * 1e3),
+            "ms": milliseconds(statistics.median(walls)),
+            "CPU ms": milliseconds(statistics.median(cpus)),
             "wall ratio": f"{statistics.median(ratios[0]):.3f}",
             "CPU ratio": f"{statistics.median(ratios[1]):.3f}",
         }
@@ -74,7 +93,9 @@ def summary(field: list[Contender], rounds: list[list[tuple[float, float]]]) -> 
     return lines
 
 
-def make_config(rows: int, sequence_length: int, shape: dict[str, int]) -> RunConfig:
+def make_config(
+    rows: int, sequence_length: int, shape: Mapping[str, Any], device: str = "cpu", precision: str = "fp32"
+) -> RunConfig:
     """A headless run of `rows` rows a rank on a decoder of `shape`."""
     return config_from_dict(
         {
@@ -84,6 +105,7 @@ def make_config(rows: int, sequence_length: int, shape: dict[str, int]) -> RunCo
             "batch": {"global_size": rows, "micro_size": rows},
             "optimizer": {"learning_rate": 1e-3},
             "training": {"steps": 1},
+            "engine": {"device": device, "precision": precision},
         }
     )
 

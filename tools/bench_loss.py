@@ -14,6 +14,7 @@ come from Zipf's law.
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from benchmarks.targets import ERROR_SIZE, read_targets
 from megahead.errors import run_command
@@ -45,6 +46,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="of outputs and table")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads")
     parser.add_argument("--plain-up-to", type=int, default=2**14, help="largest N for the plain full softmax")
+    parser.add_argument("--output", type=Path, metavar="JSON", help="also write the numbers there")
     return parser
 
 

@@ -5,19 +5,22 @@ tools/bench_step.py --preset bert-small --micro-batch 16 --sequence-length 128
 tools/bench_step.py --config configs/demo-headless.yaml
 tools/bench_step.py --preset pythia-70m --micro-batch 8 --sequence-length 2048 --precision bf16 --compile
 tools/bench_step.py --preset pythia-31m --micro-batch 8 --sequence-length 256 --vocabulary 32768,131072,524288,1048576
+tools/bench_step.py --preset pythia-410m --sequence-length 2048 --precision bf16 --largest 512
 
 A step is forward, backward, clipping and a fused AdamW update of one micro-batch, without an engine. Tokens come from
 the config's dataset (or --data PREFIX), else from Zipf's law, which has about as many different tokens as real text.
 An encoder masks 15 % of its tokens; its vanilla head is BERT's own, tied.
 
-ms: median step; best: fastest; rows: candidates scored; of rate: share of the device's measured matrix rate; peak MB:
-weights, gradients, moments and activations (on a CPU of one step in a process of its own, not when compiled); body,
-loss, opt: shares of the step in the backbone, in the look-up and the loss (both forward and backward), and in clipping
-and the optimizer. The device is waited for between them.
+ms: median step; best: fastest; rows: candidates scored; of rate: share of the device's measured matrix rate; MFU: share
+of its maker's figure; peak MB: weights, gradients, moments and activations (on a CPU of one step in a process of its
+own, not when compiled); body, loss, opt: shares of the step in the backbone, in the look-up and the loss (both forward
+and backward), and in clipping and the optimizer. The device is waited for between them.
 
 --vocabulary times headless steps through the engine instead, under larger and larger vocabularies and on the same ids,
 with the embedding in rows and dense. ms: of the process, on CPUs; a step's MiB: what it takes beside what lies there
 between steps.
+
+--largest finds the largest micro-batch of each objective that a GPU's memory holds.
 """
 
 from __future__ import annotations
@@ -50,6 +53,7 @@ def main() -> None:
     import torch
 
     from benchmarks.contest import hold
+    from benchmarks.largest import fill
     from benchmarks.vocabularies import grow
     from megahead.distributed import Group
     from megahead.train.precision import settle_precision
@@ -58,8 +62,11 @@ def main() -> None:
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     config = settle_precision(config, device, Group())
-    timed = partial(grow, config, sizes) if sizes else partial(hold, config, plans)
-    lines = timed(arguments.data, arguments.steps, device)
+    if arguments.largest:
+        lines = fill(config, arguments.objectives.split(","), arguments.largest, arguments.data, device)
+    else:
+        timed = partial(grow, config, sizes) if sizes else partial(hold, config, plans)
+        lines = timed(arguments.data, arguments.steps, device)
     if arguments.output:
         arguments.output.write_text(to_json(lines), encoding="utf-8")
 
@@ -125,6 +132,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--sequence-length", type=int, help="targets a row of --preset (default: 512)")
     parser.add_argument("--objectives", default="headless,vanilla", help="what to compare (default: headless,vanilla)")
     parser.add_argument("--vocabulary", metavar="V,...", help="time headless steps under these vocabularies instead")
+    parser.add_argument("--largest", type=int, metavar="ROWS", help="find the largest micro-batch up to so many rows")
     parser.add_argument("--compile", action="store_true", help="time each with compiled blocks, too")
     parser.add_argument("--whole", action="store_true", help="time an encoder's last block of all tokens, too")
     parser.add_argument("--precision", choices=("fp32", "bf16"), help="default: the config's; of --preset, fp32")

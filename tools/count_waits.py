@@ -10,13 +10,14 @@ there is none between its micro-batches.
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from rich.console import Console
 
 from megahead import wording
 from megahead.config import load_config
 from megahead.errors import UserError, run_command
-from megahead.report import to_rich
+from megahead.report import to_json, to_rich
 
 
 def main() -> None:
@@ -32,6 +33,8 @@ def main() -> None:
     console = Console(highlight=False, width=160)
     rows = [{"who": who, "a step": n / arguments.steps, "where": line} for (who, line), n in waits.most_common()]
     console.print(to_rich(rows))
+    if arguments.output:
+        arguments.output.write_text(to_json(rows), encoding="utf-8")
     for who in (*OWNERS.values(), BACKWARD):
         total = sum(n for (owner, _), n in waits.items() if owner == who)
         console.print(f"{who}: {wording.counted(total / arguments.steps, 'wait', 'g')} a step")
@@ -42,6 +45,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--config", required=True, help="a run's YAML file")
     parser.add_argument("--set", action="append", default=[], metavar="a.b=c", help="override one setting")
     parser.add_argument("--steps", type=int, default=5, help="steps to count (default: 5)")
+    parser.add_argument("--output", type=Path, metavar="JSON", help="also write the table's lines there")
     return parser
 
 

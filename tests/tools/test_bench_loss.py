@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import json
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -85,18 +87,60 @@ def cross_entropy(outputs: Tensor, rows: Tensor, own: Tensor, bias: Tensor | Non
     return F.cross_entropy(scores if bias is None else scores + bias, own)
 
 
+def unbiased(outputs: Tensor, rows: Tensor, own: Tensor) -> Tensor:
+    """What takes no bias."""
+    assert outputs.shape[1] == rows.shape[1]
+    return cross_entropy(outputs, rows, own)
+
+
+def breaking(outputs: Tensor, rows: Tensor, own: Tensor, bias: Tensor | None = None) -> Tensor:
+    raise RuntimeError(f"not for\n  {outputs.shape[1]} features")
+
+
+THEIRS = {"theirs": "cross_entropy", "plainer": "unbiased", "broken": "breaking"}
+
+
 def test_other_peoples_kernels_are_asked_for_the_same(monkeypatch) -> None:
-    monkeypatch.setattr(loss_forms, "OTHERS", {"theirs": (__name__, "cross_entropy"), "gone": ("not_installed", "f")})
+    others = {name: (__name__, function) for name, function in THEIRS.items()}
+    monkeypatch.setattr(loss_forms, "OTHERS", others | {"gone": ("not_installed", "f")})
     monkeypatch.setitem(
         sys.modules, __name__, sys.modules.get(__name__) or SimpleNamespace(cross_entropy=cross_entropy)
     )
-    forms, absent = loss_forms.with_others()
-    assert list(forms) == ["ours", "paper", "theirs", "softmax, ours", "softmax, plain", "softmax, theirs"]
-    assert absent == ["without gone: No module named 'not_installed'"]
-    targets = drawn()[1]
-    problem = Problem.drawn(targets, 40, 6, torch.float32)
+    problem = Problem.drawn(drawn()[1], 40, 6, torch.float32)
+    forms, absent = loss_forms.with_others(problem)
+    assert list(forms) == [
+        "ours", "paper", "theirs", "plainer", "softmax, ours", "softmax, plain", "softmax, theirs", "softmax, plainer"
+    ]  # fmt: skip
+    assert absent == ["without broken: not for 6 features", "without gone: No module named 'not_installed'"]
     for line in loss_forms.errors(forms, problem):
         assert 0 <= max(float(line[part]) for part in ("loss", "gradient of outputs", "of the table")) < 1e-6, line
+
+
+def arguments(*given: str) -> argparse.Namespace:
+    return bench_loss._parser().parse_args([*given, "--rounds", "2", "--plain-up-to", "0"])
+
+
+def test_a_form_that_memory_does_not_hold_is_told_and_the_others_are_measured(tmp_path: Path, monkeypatch) -> None:
+    """As on a GPU, where it is an error that can be caught."""
+    tried: list[str] = []
+
+    def paper(outputs: Tensor, targets: Tensor, table: Tensor) -> Tensor:
+        tried.append("paper")
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(losses, "FORMS", {**loss_forms.FORMS, "paper": paper})
+    monkeypatch.setattr(losses, "errors", lambda forms, problem: iter([{"form": "ours", "loss": "1e-8"}]))
+    monkeypatch.setattr(losses, "observe", lambda form, problem: (problem.solved(form) and 0.5, 2.0))
+    monkeypatch.setattr(losses, "device_rate", lambda device, precision: 1e9)
+    output = tmp_path / "loss.json"
+    losses.compare(drawn()[1], arguments("--sizes", "20,30", "--hidden", "6", "--output", str(output)))
+    assert tried == ["paper"] * 2  # once for each size
+    lines = json.loads(output.read_text())
+    assert [(line["N"], line["form"], line["seconds"]) for line in lines[:3]] == [
+        (20, "ours", 0.5), (20, "paper", None), (20, "softmax, ours", 0.5)
+    ]  # fmt: skip
+    assert lines[-1] == {"form": "ours", "loss": "1e-8"}
+    assert len(lines) == 7
 
 
 def test_errors_see_what_is_wrong() -> None:

@@ -8,6 +8,7 @@ import bench_step
 import pytest
 import torch
 
+from benchmarks import largest
 from benchmarks.contender import Contender, How, compare, contending
 from benchmarks.device import matrix_rate
 from benchmarks.tokens import token_rows
@@ -115,3 +116,32 @@ def test_a_step_is_taken_in_the_configs_precision(tmp_path: Path) -> None:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_matrix_rate_is_positive(precision: str) -> None:
     assert matrix_rate(torch.device("cpu"), precision, size=64) > 0
+
+
+@pytest.mark.parametrize(("room", "found"), [(0, 0), (1, 1), (5, 5), (37, 36), (99, 91), (100, 100), (1000, 100)])
+def test_the_largest_that_fits_is_found_to_an_eighth_with_few_tries(room: int, found: int) -> None:
+    tried: list[int] = []
+
+    def fits(rows: int) -> bool:
+        tried.append(rows)
+        return rows <= room
+
+    assert largest.largest_that(fits, 1, 100) == found
+    assert len(tried) == len(set(tried)) <= 12
+
+
+def test_the_largest_micro_batch_is_that_before_memory_ends(tmp_path: Path, monkeypatch) -> None:
+    write_text(tmp_path)
+    config = small_config(tmp_path, {"batch.micro_size": 1})
+    step = Contender.step
+
+    def on_a_small_device(contender: Contender, index: int) -> None:
+        if contender.config.batch.micro_size > (3 if contender.objective == "headless" else 1):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        step(contender, index)
+
+    monkeypatch.setattr(Contender, "step", on_a_small_device)
+    headless, vanilla = largest.fill(config, ["headless", "vanilla"], 64, None, torch.device("cpu"))
+    assert (headless["rows of the micro-batch"], headless["tokens"]) == (3, 72)
+    assert (vanilla["rows of the micro-batch"], vanilla["tokens"]) == (1, 24)
+    assert headless["tokens/s"] > 0

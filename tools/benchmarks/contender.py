@@ -16,13 +16,15 @@ from benchmarks.tokens import micro_batch
 from megahead.config import RunConfig, config_from_dict
 from megahead.distributed import Group
 from megahead.errors import FieldError
-from megahead.estimate import training_flops
+from megahead.estimate import peak_flops, training_flops
 from megahead.nn import Documents, TargetPositions
 from megahead.objectives import build_objective
 from megahead.optim import build_adamw
 from megahead.parallel import assemble, fill_
 from megahead.pretraining import MicroBatch, Pretraining, first_weights
 from megahead.train.acceleration import accelerate_
+from megahead.train.utilization import device_name
+from megahead.wording import milliseconds
 
 How = Literal["as it is", "compiled", "whole last block"]
 """As the config says; compiled besides; an encoder's last block computed for every token, not only for targets."""
@@ -101,13 +103,15 @@ class Contender:
         tokens = self.config.batch.micro_size * self.config.data.sequence_length
         row: dict[str, object] = {
             "objective": self.name(),
-            "ms": round(median * 1e3),
-            "best": round(min(self.seconds()) * 1e3),
+            "ms": milliseconds(median),
+            "best": milliseconds(min(self.seconds())),
             "tokens/s": round(tokens / median),
             "rows": round(statistics.mean(self.candidates)),
             "GFLOP": self.flops() / 1e9,
             "of rate": f"{self.flops() / median / rate:.0%}",
         }
+        if peak := peak_flops(device_name(self.device), self.precision):
+            row["MFU"] = f"{self.flops() / median / peak:.1%}"
         if peak_megabytes is not None:
             row["peak MB"] = round(peak_megabytes)
         for name, times in self.times.items():

@@ -1,6 +1,7 @@
 """Contenders of tools/bench_engine.py: a bare torch loop or the engine, each in processes of its own.
 
-DeepSpeed changes what it is imported into; and a process that has computed cannot be forked.
+DeepSpeed changes what it is imported into; and a process that has computed cannot be forked. They run on the device of
+`engine.device`, which must be cpu or cuda here; for CUDA they are spawned, which no state of its own can disturb.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import multiprocessing
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,6 @@ from megahead.parallel import assemble, fill_
 from megahead.pretraining import MicroBatch, first_weights
 from megahead.wording import counted
 
-CPU = torch.device("cpu")
 Step = Callable[[], None]
 Place = tuple[int, int, str]
 """Rank, number of ranks, and a file at which they meet."""
@@ -36,9 +37,11 @@ SETTINGS = Path(__file__).resolve().parents[2] / "configs/deepspeed"
 class Contender:
     """One or more processes that take a step at the same time when told to."""
 
-    def __init__(self, name: str, makers: list[tuple[Callable[..., Step], tuple[Any, ...]]]) -> None:
+    def __init__(
+        self, name: str, makers: list[tuple[Callable[..., Step], tuple[Any, ...]]], device: str = "cpu"
+    ) -> None:
         self.name = name
-        context = multiprocessing.get_context("fork")
+        context: Any = multiprocessing.get_context("fork" if device == "cpu" else "spawn")
         self._pipes: list[Connection] = []
         for maker, arguments in makers:
             ours, theirs = context.Pipe()
@@ -66,8 +69,9 @@ class Contender:
 
 def on_one_rank(config: RunConfig, stages: list[int]) -> list[Contender]:
     """A bare loop first, then the engine at each stage."""
-    bare = Contender("bare torch", [(bare_step, (config,))])
-    return [bare, *(Contender(f"ZeRO {stage}", [(engine_step, (config, stage))]) for stage in stages)]
+    device = config.engine.device
+    bare = Contender("bare torch", [(bare_step, (config,))], device)
+    return [bare, *(Contender(f"ZeRO {stage}", [(engine_step, (config, stage))], device) for stage in stages)]
 
 
 def on_ranks(config: RunConfig, stages: list[int], count: int, folder: str) -> list[Contender]:
@@ -82,13 +86,16 @@ def on_ranks(config: RunConfig, stages: list[int], count: int, folder: str) -> l
 
 
 def bare_step(config: RunConfig) -> Step:
-    """Forward, backward, clipping, AdamW."""
-    module, micro = assemble(config, Group(), CPU), one_micro_batch(config, 0)
+    """Forward (in bf16 by autocast), backward, clipping, AdamW."""
+    device, half = torch.device(config.engine.device), config.engine.precision == "bf16"
+    module, micro = assemble(config, Group(), device), one_micro_batch(config, 0)
     fill_(module, Group(), first_weights(config))
     optimizer = build_adamw(module, config.optimizer)
 
     def step() -> None:
-        module(micro).backward()
+        with torch.autocast(device.type, torch.bfloat16) if half else nullcontext():
+            loss = module(micro)
+        loss.backward()
         nn.utils.clip_grad_norm_(module.parameters(), config.optimizer.gradient_clipping)
         optimizer.step()
         optimizer.zero_grad()
@@ -108,11 +115,11 @@ def engine_step(config: RunConfig, stage: int, place: Place | None = None) -> St
     tree["batch"]["global_size"] *= count
     tree["engine"]["deepspeed"] = str(SETTINGS / f"zero{stage}.json")
     config = config_from_dict(tree)
-    mesh = Mesh.build(Group.world())
-    module = assemble(config, mesh.tensor_group, CPU)
+    mesh, device = Mesh.build(Group.world()), torch.device(config.engine.device)
+    module = assemble(config, mesh.tensor_group, device)
     optimizer = build_adamw(module, config.optimizer)
-    settings, weights = deepspeed_config(config, count), first_weights(config)
-    engine = Engine(module, optimizer=optimizer, config=settings, mesh=mesh, device=CPU, weights=weights)
+    settings, weights = deepspeed_config(config, count, device.type), first_weights(config)
+    engine = Engine(module, optimizer=optimizer, config=settings, mesh=mesh, device=device, weights=weights)
     micro = one_micro_batch(config, rank)
 
     def step() -> None:
@@ -123,9 +130,9 @@ def engine_step(config: RunConfig, stage: int, place: Place | None = None) -> St
 
 
 def one_micro_batch(config: RunConfig, rank: int) -> MicroBatch:
-    """The rank's rows, of Zipf-distributed tokens."""
-    rule = build_objective(config.objective, config.model.vocab_size)
-    return micro_batch(config, rule, token_rows(config, None, count=rank + 1)[rank])
+    """The rank's rows, of Zipf-distributed tokens, on its device."""
+    rule, device = build_objective(config.objective, config.model.vocab_size), torch.device(config.engine.device)
+    return micro_batch(config, rule, token_rows(config, None, count=rank + 1)[rank]).staged(device).to(device)
 
 
 def _serve(pipe: Connection, maker: Callable[..., Step], arguments: tuple[Any, ...]) -> None:
@@ -135,4 +142,6 @@ def _serve(pipe: Connection, maker: Callable[..., Step], arguments: tuple[Any, .
     while pipe.recv():
         wall, cpu = time.perf_counter(), time.process_time()
         step()
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
         pipe.send((time.perf_counter() - wall, time.process_time() - cpu))

@@ -6,6 +6,7 @@ N outputs, D features, U candidates, V vocabulary.
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
@@ -44,18 +45,24 @@ OTHERS = {
     "liger": ("liger_kernel.transformers.functional", "liger_fused_linear_cross_entropy"),
     "cut": ("cut_cross_entropy", "linear_cross_entropy"),
 }
-"""Kernels of other people for CUDA, Liger's and Apple's: the mean cross-entropy of `(outputs, rows, own places,
-bias=bias of rows)`."""
+"""Kernels of other people for CUDA, Liger's and Apple's: the mean cross-entropy of `(outputs, rows, own places)`, and
+`bias=` of the rows, which Apple's has in its repository, but not on PyPI (25.1)."""
+
+FEATURES = 16
+"""So many more carry the bias where a kernel takes none: the number stays a multiple of what it moves at once."""
 
 
-def with_others() -> tuple[dict[str, Form], list[str]]:
-    """`FORMS` and those of other people that are installed; a line for each that is not."""
+def with_others(small: Problem) -> tuple[dict[str, Form], list[str]]:
+    """`FORMS` and those of other people that solve a small problem here; a line for each that does not."""
     kernels, absent = {}, []
     for name, (module, function) in OTHERS.items():
         try:
-            kernels[name] = getattr(importlib.import_module(module), function)
-        except ImportError as error:
-            absent.append(f"without {name}: {error}")
+            kernel = getattr(importlib.import_module(module), function)
+            for by in (headless_by, softmax_by):
+                small.solved(partial(by, kernel))
+            kernels[name] = kernel
+        except Exception as error:  # what is not installed, and what fails in any way of its own
+            absent.append(f"without {name}: {' '.join(str(error).split())[:200]}")
     headless = {name: partial(headless_by, kernel) for name, kernel in kernels.items()}
     softmax = {f"softmax, {name}": partial(softmax_by, kernel) for name, kernel in kernels.items()}
     return {**HEADLESS, **headless, **SOFTMAX, **softmax}, absent
@@ -66,7 +73,16 @@ def headless_by(kernel: Callable[..., Tensor], outputs_ND: Tensor, targets_N: Te
     chosen = unique_candidates(targets_N)
     assert chosen.ids_U is not None
     assert chosen.bias_U is not None
-    loss = kernel(outputs_ND, table_VD[chosen.ids_U], chosen.positive_N, bias=chosen.bias_U.to(outputs_ND.dtype))
+    rows_UD, bias_U = table_VD[chosen.ids_U], chosen.bias_U.to(outputs_ND.dtype)
+    if "bias" in inspect.signature(kernel).parameters:
+        loss = kernel(outputs_ND, rows_UD, chosen.positive_N, bias=bias_U)
+    else:
+        ones_NF = outputs_ND.new_ones(len(outputs_ND), 1)
+        outputs_ND, rows_UD = (
+            torch.cat([features, F.pad(more, (0, FEATURES - 1))], dim=1)
+            for features, more in ((outputs_ND, ones_NF), (rows_UD, bias_U[:, None]))
+        )
+        loss = kernel(outputs_ND, rows_UD, chosen.positive_N)
     return loss + chosen.bias_U[chosen.positive_N].mean().float()
 
 
