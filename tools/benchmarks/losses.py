@@ -24,7 +24,8 @@ def compare(targets: Tensor, arguments: argparse.Namespace) -> None:
     """Times every form at every size, on the device of `targets`, and tells; then errors against float64. What is known
     is written to `arguments.output` as soon as it is known."""
     device, dtype = targets.device, torch.bfloat16 if arguments.precision == "bf16" else torch.float32
-    forms, absent = FORMS, list[str]()
+    forms = FORMS
+    absent: list[str] = []
     if device.type == "cuda":
         forms, absent = with_others(Problem.drawn(targets[:256], VOCABULARY, arguments.hidden[0], dtype))
     rate = device_rate(device, arguments.precision)

@@ -1,0 +1,128 @@
+"""The parts in the order of what they are worth, in full for a GPU, and tiny for a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.gpu_report.part import RESULT, SECONDS, Part
+from benchmarks.gpu_report.text import Text
+from benchmarks.gpu_report.trainings import PREFIX
+
+DEEPSPEED = ("deepspeed",)
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How large everything is."""
+
+    device: tuple[str, ...]
+    """Options of benchmarks."""
+
+    losses: str
+    steps: dict[str, str]
+    """From the name of a part to its options."""
+
+    engine: str
+    waits: tuple[int, ...]
+    """ZeRO stages."""
+
+    largest: dict[str, str]
+    trainings: dict[str, str]
+    """From a size to its settings."""
+
+
+FULL = Scale(
+    device=("--device", "cuda", "--precision", "bf16"),
+    losses="--sizes 4096,16384,65536 --hidden 512,1024,2048 --rounds 5",
+    steps={
+        "70m": "--preset pythia-70m --micro-batch 8 --sequence-length 2048 --steps 20 --compile",
+        "410m": "--preset pythia-410m --micro-batch 8 --sequence-length 2048 --steps 20 --compile",
+        "160m": "--preset pythia-160m --micro-batch 8 --sequence-length 2048 --steps 20 --compile",
+        "bert-base-512": "--preset bert-base --micro-batch 32 --sequence-length 512 --steps 20 --compile",
+        "bert-base-128": "--preset bert-base --micro-batch 64 --sequence-length 128 --steps 20 --compile",
+    },
+    engine="--preset pythia-70m --sequence-length 2048 --rounds 20",
+    waits=(1, 0, 3),
+    largest={
+        "70m": "--preset pythia-70m --sequence-length 2048 --largest 512",
+        "410m": "--preset pythia-410m --sequence-length 2048 --largest 256",
+    },
+    trainings={
+        "14m": "model.size=pythia-14m batch.micro_size=32",
+        "70m": "model.size=pythia-70m batch.micro_size=32",
+    },
+)
+
+_SMALL = "--set model.num_layers=1 --set model.hidden_size=32 --set model.vocab_size=512 --steps 1 --threads 1"
+DRY = Scale(
+    device=("--device", "cpu", "--precision", "fp32"),
+    losses="--sizes 64 --hidden 8 --rounds 1",
+    steps={
+        "decoder": f"--preset pythia-14m --micro-batch 1 --sequence-length 16 {_SMALL}",
+        "encoder": f"--preset bert-tiny --micro-batch 1 --sequence-length 16 {_SMALL}",
+    },
+    engine="--preset pythia-14m --rows 1 --sequence-length 8 --stages 1 --rounds 1",
+    waits=(1,),
+    largest={"decoder": f"--preset pythia-14m --micro-batch 1 --sequence-length 8 --largest 2 {_SMALL}"},
+    trainings={
+        "tiny": "model.size=pythia-14m model.num_layers=1 model.hidden_size=32 model.num_heads=2 engine.precision=fp32 "
+        "data.sequence_length=16 batch.global_size=2 batch.micro_size=2 training.steps=4 training.evaluate_every=2 "
+        "training.evaluate_samples=2 schedule.warmup_steps=1"
+    },
+)
+
+
+def parts_of(scale: Scale, text: Text, folder: Path) -> list[Part]:
+    """All of them; `folder`: where runs go."""
+    report = ("--output", RESULT)
+    losses = ("tools/bench_loss.py", *scale.losses.split(), *scale.device, *report)
+    engine = ("tools/bench_engine.py", *scale.engine.split(), *scale.device, *report)
+    return [
+        Part("loss", "What does the loss cost, beside other people's kernels?", losses, 150),
+        *(_step(name, options, scale) for name, options in scale.steps.items()),
+        Part("engine", "What does DeepSpeed cost beside a bare loop?", engine, 90, DEEPSPEED),
+        *text.parts(),
+        *(_waits(stage, text, scale) for stage in scale.waits),
+        *(_largest(name, options, scale) for name, options in scale.largest.items()),
+        *(
+            _training(size, objective, settings, text, folder)
+            for size, settings in scale.trainings.items()
+            for objective in ("headless", "vanilla")
+        ),
+    ]
+
+
+def _step(name: str, options: str, scale: Scale) -> Part:
+    command = ("tools/bench_step.py", *options.split(), *scale.device, "--output", RESULT)
+    return Part(f"step-{name}", "How long is a step, headless and vanilla?", command, 75)
+
+
+def _largest(name: str, options: str, scale: Scale) -> Part:
+    command = ("tools/bench_step.py", *options.split(), *scale.device, "--output", RESULT)
+    return Part(f"largest-{name}", "How large can a micro-batch be?", command, 60)
+
+
+def _waits(stage: int, text: Text, scale: Scale) -> Part:
+    settings = [f"data.train={text.prefix}", "data.validation=null", "data.tokenizer=null"]
+    settings += ["batch.global_size=16", f"engine.deepspeed=configs/deepspeed/zero{stage}.json"]
+    command = ("tools/count_waits.py", "--config", "configs/pythia-70m-headless.yaml", *_set(settings))
+    question = f"Where does the host wait for the device at ZeRO {stage}?"
+    return Part(f"waits-{stage}", question, (*command, "--output", RESULT), 45, DEEPSPEED, (text.index,))
+
+
+def _training(size: str, objective: str, settings: str, text: Text, folder: Path) -> Part:
+    """At a constant rate, so that the run may be compared at any time."""
+    name = f"{PREFIX}{size}-{objective}"
+    course = ["schedule.name=constant", "schedule.warmup_steps=100", "batch.global_size=64", "training.steps=1600"]
+    course += ["training.evaluate_every=50", "training.evaluate_samples=64", "training.checkpoint_every=100000"]
+    course += [f"training.max_seconds={SECONDS}", f"objective.name={objective}", *text.settings(), *settings.split()]
+    course += [f"name={name}", f"output_dir={folder / 'runs' / name}"]
+    command = ("launch/pretrain.py", "--config", "configs/pythia-70m-headless.yaml", *_set(course))
+    question = f"How well does {size} {objective} learn, per token and per second?"
+    return Part(name, question, command, 150, DEEPSPEED, (text.index,), text.obstacle_to_training())
+
+
+def _set(settings: Iterable[str]) -> list[str]:
+    return [word for setting in settings for word in ("--set", setting)]

@@ -1,0 +1,67 @@
+"""Measures all that is to be known on a GPU, within a budget of time, and writes a page and its numbers.
+
+tools/gpu_report.py                                     25 minutes, without a training
+tools/gpu_report.py --text a.jsonl.zst b.jsonl.zst --tokenizer 20B_tokenizer.json
+tools/gpu_report.py --only loss step-70m --minutes 5
+tools/gpu_report.py --dry                               tiny, on the CPU, to see that it works
+
+Parts come in the order of what they are worth: the loss beside other people's kernels; whole steps, headless against
+vanilla, plain and compiled; DeepSpeed's cost; waits; the largest micro-batch; and with a text (of at most 50,277 ids)
+real trainings, which share what time is left. Each is a command of its own with a limit, so that none can spoil
+another. report.json and report.md are written anew after each part; called again, it goes on with what is missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from rich.console import Console
+
+from benchmarks.gpu_report.plan import DRY, FULL, parts_of
+from benchmarks.gpu_report.session import DRY_RUN, ON_A_GPU, Session
+from benchmarks.gpu_report.text import Text
+from megahead.errors import FieldError, existing, run_command
+from megahead.report import to_rich
+
+ZIPF_TOKENS, DRY_TOKENS = 2_000_000, 20_000
+
+
+def main() -> None:
+    arguments = _parser().parse_args()
+    folder = (arguments.folder or Path("runs/gpu-report-dry" if arguments.dry else "runs/gpu-report")).absolute()
+    text = Text(folder, tuple(arguments.text), arguments.tokenizer)
+    parts = parts_of(DRY if arguments.dry else FULL, text, folder)
+    console = Console(highlight=False)
+    if arguments.list:
+        console.print(to_rich([{"part": part.name, "about, s": part.seconds, "": part.question} for part in parts]))
+        return
+    if unknown := set(arguments.only) - {part.name for part in parts}:
+        raise FieldError("--only", "name parts that --list has", got=", ".join(sorted(unknown)))
+    session = Session(folder, console, title=DRY_RUN if arguments.dry else ON_A_GPU, again=arguments.again)
+    text.draw(DRY_TOKENS if arguments.dry else ZIPF_TOKENS)
+    wanted = [part for part in parts if not arguments.only or part.name in arguments.only]
+    session.do(wanted, arguments.minutes * 60)
+    console.print(f"wrote {folder}/report.md and report.json", soft_wrap=True)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=25, help="for all parts together (default: 25)")
+    parser.add_argument("--folder", type=Path, help="default: runs/gpu-report, of a dry run runs/gpu-report-dry")
+    parser.add_argument("--text", type=_existing, nargs="+", default=[], metavar="F", help="what to train on")
+    parser.add_argument("--tokenizer", type=_existing, metavar="JSON", help="tokenizer.json for --text")
+    parser.add_argument("--only", nargs="+", default=[], metavar="PART", help="these parts alone")
+    parser.add_argument("--list", action="store_true", help="name the parts and stop")
+    parser.add_argument("--again", action="store_true", help="also measure what an earlier call has measured")
+    parser.add_argument("--dry", action="store_true", help="everything tiny, on the CPU")
+    return parser
+
+
+def _existing(text: str) -> Path:
+    """From anywhere: parts run where the project is."""
+    return existing(text).absolute()
+
+
+if __name__ == "__main__":
+    run_command(main)
