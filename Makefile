@@ -6,7 +6,7 @@ WORKERS ?= -n logical --maxprocesses 4 --dist worksteal
 TORCH_INDEX ?=
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: help install demo test check lint types pytest test-gpu format clean
+.PHONY: help install demo test check lint types pytest test-gpu gpu-report gpu-wheels format clean
 help:
 	@echo "make demo                from the text on this machine to a speaking headless model (about 15 minutes)"
 	@echo "make demo ARGS=--quick   the same with less text and fewer steps, to see it first (about 2 minutes)"
@@ -14,6 +14,8 @@ help:
 	@echo "make test                the checks and all tests (ARGS: pytest's own, such as ARGS='-n0 -x tests/nn')"
 	@echo "make check               format, lint, types, direction of imports"
 	@echo "make test-gpu            the tests that need a CUDA device (GPU_PYTHON=python3: by that interpreter, installing nothing)"
+	@echo "make gpu-report          all measurements on a GPU in 25 minutes (ARGS: of tools/gpu_report.py)"
+	@echo "make gpu-wheels          what a GPU machine without a network lacks, to be carried there with the checkout"
 
 .venv/.torch:
 	@echo "installing into .venv: some minutes, on Linux some GB (TORCH_INDEX=https://download.pytorch.org/whl/cpu: torch without CUDA)"
@@ -50,13 +52,32 @@ test: lint
 pytest: .venv/.installed-test
 	$(BIN)/python -m pytest $(WORKERS) $(ARGS)
 
-# GPU_PYTHON: an interpreter that has all it takes already, where nothing can be installed
-test-gpu: $(if $(GPU_PYTHON),,.venv/.installed-test)
-	$(or $(GPU_PYTHON),$(BIN)/python) -m pytest -m gpu tests/gpu tests/objectives tests/optim $(ARGS)
+# GPU_PYTHON: an interpreter that has torch already, where nothing can be installed; wheels in gpu-wheels/ are laid
+# beside it, and the checkout is found by its path, also by what tests start
+GPU_WORKERS ?= -n 6 --dist worksteal
+GPU_WHEELS := $(wildcard gpu-wheels/*.whl)
+GPU_SITE := build/gpu-site
+GPU_NEEDS = $(if $(GPU_PYTHON),$(if $(GPU_WHEELS),$(GPU_SITE)/.laid),.venv/.installed-test)
+GPU_RUN = PYTHONPATH=$(CURDIR)$(if $(GPU_PYTHON),:$(CURDIR)/$(GPU_SITE)) $(or $(GPU_PYTHON),$(BIN)/python)
+
+$(GPU_SITE)/.laid: $(GPU_WHEELS)
+	rm -rf $(GPU_SITE)
+	$(GPU_PYTHON) -m pip install -q --no-index --no-deps --no-compile --target $(GPU_SITE) $(GPU_WHEELS)
+	@touch $@
+
+.SECONDEXPANSION:
+test-gpu: $$(GPU_NEEDS)
+	$(GPU_RUN) -m pytest -m gpu tests/gpu tests/objectives tests/optim $(GPU_WORKERS) $(ARGS)
+
+gpu-report: $$(GPU_NEEDS)
+	$(GPU_RUN) tools/gpu_report.py $(ARGS)
+
+gpu-wheels: .venv/.installed-test
+	$(BIN)/python tools/gpu_wheels.py $(ARGS)
 
 format: .venv/.installed-test
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf .venv runs demo demo-quick demo-llama demo-quick-llama
+	rm -rf .venv runs demo demo-quick demo-llama demo-quick-llama gpu-wheels $(GPU_SITE)

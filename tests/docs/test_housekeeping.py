@@ -97,11 +97,30 @@ def test_hooks_are_what_make_check_runs() -> None:
     assert [hook["entry"].removeprefix(".venv/bin/") for hook in hooks] == checked
 
 
+def would_run(*words: str) -> list[str]:
+    """The recipes that make would run, with `python3` as the interpreter that has torch."""
+    command = ["make", "-n", "GPU_PYTHON=python3", *words]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+
+
 def test_make_test_gpu_runs_every_file_with_such_tests_and_installs_nothing_where_told() -> None:
-    command = ["make", "-n", "test-gpu", "GPU_PYTHON=python3"]
-    (line,) = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
-    assert line.startswith("python3 -m pytest -m gpu ")
+    (line,) = would_run("test-gpu", "GPU_WHEELS=")
+    path, _, command = line.partition(" ")
+    assert path.startswith(f"PYTHONPATH={ROOT}:")  # where what tests start finds the package
+    assert command.startswith("python3 -m pytest -m gpu ")
     folders = [ROOT / word for word in line.split() if word.startswith("tests/")]
-    marked = [path for path in (ROOT / "tests").rglob("test_*.py") if "@pytest.mark.gpu\n" in path.read_text()]
+    marked = [path for path in (ROOT / "tests").rglob("test_*.py") if re.search(r"mark\.gpu\b(?!\()", path.read_text())]
     assert len(marked) > 3
-    assert not [path for path in marked if not any(path.is_relative_to(folder) for folder in folders)]
+    assert not [path for path in marked if path != Path(__file__) and not any(path.is_relative_to(f) for f in folders)]
+
+
+def test_carried_wheels_are_laid_beside_what_the_interpreter_has() -> None:
+    for target in ("test-gpu", "gpu-report"):
+        *laid, run = would_run(
+            target, "GPU_WHEELS=gpu-wheels/a.whl", "GPU_SITE=/nowhere/site", "-W", "gpu-wheels/a.whl"
+        )
+        (install,) = [line for line in laid if "pip" in line]
+        assert install == (
+            "python3 -m pip install -q --no-index --no-deps --no-compile --target /nowhere/site gpu-wheels/a.whl"
+        )
+        assert "nowhere/site" in run

@@ -38,6 +38,8 @@ WRONG: dict[str, str] = {
     "tools/configuration_page.py": "",
     "tools/count_waits.py": "--config nowhere.yaml",
     "tools/demo.py": "",
+    "tools/gpu_report.py": "--text nowhere.jsonl",
+    "tools/gpu_wheels.py": "",
     "tools/headless_picture.py": "",
     "tools/import_diagram.py": "",
     "tools/kernel_figures.py": "",
