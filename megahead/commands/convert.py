@@ -1,7 +1,8 @@
-"""Exports a checkpoint as a Hugging Face folder, or imports one to start from.
+"""Exports a checkpoint as a Hugging Face folder, imports one to start from, or gives a model another vocabulary.
 
 megahead convert to-hf --checkpoint runs/headless --output exports/headless --head pmi
 megahead convert from-hf --model exports/headless --output runs/imported
+megahead convert revocabulary --model runs/headless --tokenizer larger.json --output runs/larger
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ from megahead import convert
 from megahead.config import HeadName
 from megahead.errors import existing
 
+METHODS = ("mean", "rarity", "random")
+"""Those of `megahead/convert/new_rows.py`, whose import would take a second."""
+
 
 def main() -> None:
     arguments = _parser().parse_args()
@@ -23,6 +27,10 @@ def main() -> None:
     if arguments.direction == "from-hf":
         output = convert.from_hf(arguments.model, arguments.output)
         console.print(f"wrote {output}: a checkpoint for init.from_checkpoint")
+        return
+    if arguments.direction == "revocabulary":
+        moved = convert.revocabulary(arguments.model, arguments.tokenizer, arguments.output, arguments.method)
+        console.print(rows_told(moved))
         return
     report = convert.export(
         arguments.checkpoint,
@@ -47,6 +55,15 @@ def summary(report: convert.ExportReport) -> str:
     if report.tokenizer is None:
         lines.append("no tokenizer: the run has no tokenizer.json")
     return "\n".join(lines)
+
+
+def rows_told(report: convert.RevocabularyReport) -> str:
+    """What became of a model's rows."""
+    return (
+        f"wrote {report.folder}: a checkpoint for init.from_checkpoint, {report.new_ids:,} ids instead of "
+        f"{report.old_ids:,}\n{report.kept:,} rows kept, {report.pieced:,} of tokens in pieces ({report.pieces:.1f} on "
+        f"average), {report.new:,} new"
+    )
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -77,4 +94,16 @@ def _parser() -> argparse.ArgumentParser:
         help="folder of a GPT-NeoX, Llama, Mistral, Qwen 2 or 3, BERT or DistilBERT in safetensors",
     )
     back.add_argument("--output", type=Path, required=True, metavar="DIR", help="new run folder")
+    other = directions.add_parser("revocabulary", help="give a model another tokenizer")
+    other.add_argument(
+        "--model", type=existing, required=True, metavar="DIR", help="run, checkpoint, or folder as for from-hf"
+    )
+    other.add_argument("--tokenizer", type=existing, required=True, metavar="FILE", help="the new tokenizer.json")
+    other.add_argument("--output", type=Path, required=True, metavar="DIR", help="new run folder")
+    other.add_argument(
+        "--method",
+        default="mean",
+        choices=METHODS,
+        help="rows of new tokens: mean of their pieces (default), the same with more weight on rare pieces, or random",
+    )
     return parser

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         load_masked,
         load_tokenizer_folder,
     )
+    from megahead.convert.new_vocabulary import RevocabularyReport, revocabulary
     from megahead.convert.published import PublishedModel
     from megahead.convert.resolve import Origin, hf_folder, origin
     from megahead.convert.verify import Parity
@@ -30,6 +31,7 @@ __all__ = [
     "Origin",
     "Parity",
     "PublishedModel",
+    "RevocabularyReport",
     "export",
     "fold_bias",
     "from_hf",
@@ -42,6 +44,7 @@ __all__ = [
     "load_masked",
     "load_tokenizer_folder",
     "origin",
+    "revocabulary",
 ]
 
 __getattr__ = on_first_use(
@@ -58,6 +61,7 @@ __getattr__ = on_first_use(
         "load_masked",
         "load_tokenizer_folder",
     ),
+    new_vocabulary=("RevocabularyReport", "revocabulary"),
     published=("PublishedModel",),
     resolve=("Origin", "hf_folder", "origin"),
     verify=("Parity",),

@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
+from torch.nn import functional
 
 from megahead.checkpoint import save_checkpoint
 from megahead.config import RunConfig, config_from_dict
 from megahead.convert.published import PublishedModel
+from megahead.convert.source import TARGET_COUNTS
 from megahead.corpus import load_tokenizer
 from megahead.distributed import Group
 from megahead.errors import CheckpointError
@@ -21,13 +23,13 @@ from megahead.pretraining import weight_shapes
 from megahead.run_folder import RunFolder
 
 
-def from_hf(model_dir: Path, output_dir: Path) -> Path:
+def from_hf(model_dir: Path, output_dir: Path, *, target_counts_V: Tensor | None = None) -> Path:
     """Writes the weights of `model_dir` as OUTPUT/checkpoints/step-00000000, and its tokenizer beside; returns OUTPUT.
 
     Good for `init.from_checkpoint`, for export and for evaluation: it holds no optimizer state and no text. The
     model is headless, tied or untied vanilla, as the folder is. The table is padded with zero rows to a multiple
     of 1,024. A pooler is left out. Raises a UserError for a folder that is none of these in safetensors, leaving
-    nothing behind.
+    nothing behind. target_counts_V: of the targets that a headless model was trained on, where they are known.
     """
     published = PublishedModel.open(model_dir)
     config = _config(published)
@@ -36,7 +38,7 @@ def from_hf(model_dir: Path, output_dir: Path) -> Path:
         save_checkpoint(
             run.checkpoints,
             0,
-            _tensors(published, config),
+            _tensors(published, config, target_counts_V),
             state={"step": 0, "tokens": 0},
             config=config.model_dump(mode="json"),
             group=Group(),
@@ -89,7 +91,10 @@ def _masking(model_dir: Path) -> dict[str, int]:
     return {f"{name}_token": vocabulary.id_of(f"[{name.upper()}]") for name in ("mask", "cls", "sep")}
 
 
-def _tensors(published: PublishedModel, config: RunConfig) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter of the model, by our name. CheckpointError where the folder lacks one or its shape differs."""
+def _tensors(published: PublishedModel, config: RunConfig, counts_V: Tensor | None) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter of the model, by our name, and the counts. CheckpointError where the folder lacks a parameter or
+    its shape differs."""
     for name, shape in weight_shapes(config).items():
         yield f"weight/{name}", published.weight(name, shape)
+    if counts_V is not None:
+        yield TARGET_COUNTS, functional.pad(counts_V, (0, config.model.padded_vocab_size() - len(counts_V)))

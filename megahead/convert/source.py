@@ -25,7 +25,7 @@ EMBEDDING = "backbone.embedding.weight"
 HEAD = "head.weight"
 MASK_HEAD = "mask_head."
 TEMPERATURE = "temperature.log_value"
-_COUNTS = "state/target_counts"
+TARGET_COUNTS = "state/target_counts"
 _PRIOR = "state/dataset_counts"
 
 
@@ -62,14 +62,18 @@ class TrainedModel:
 
     def has_target_counts(self) -> bool:
         """Whether the run counted its targets, which the training-free head needs."""
-        return _COUNTS in self.checkpoint.names()
+        return TARGET_COUNTS in self.checkpoint.names()
+
+    def target_counts(self) -> Tensor:
+        """[padded V] int64, where they were counted."""
+        return self.checkpoint.read(TARGET_COUNTS)
 
     def training_free_bias(self) -> Tensor:
         """[V] fp32: the bias that turns `E h / T` into log p. For the paper's objective log q: q the distribution of
         the targets trained on, or of the text's tokens if rare ones were masked more often."""
         names, model = self.checkpoint.names(), self.config.model
         token_counts_V = self.checkpoint.read(_PRIOR) if _PRIOR in names else None
-        counts_V = self.checkpoint.read(_COUNTS)
+        counts_V = self.target_counts()
         bias_V = training_free_bias(
             self.config.objective,
             model.vocab_size,

@@ -1,0 +1,173 @@
+"""A model with another vocabulary: kept rows bit by bit, all else as it was."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, LlamaConfig, LlamaForCausalLM
+
+from megahead.checkpoint import open_checkpoint
+from megahead.config import RunConfig, config_from_dict
+from megahead.convert import export, revocabulary
+from megahead.corpus.spelling import SpelledVocabulary
+from megahead.corpus.translation import translate
+from megahead.corpus.vocabulary import TRAINERS, add_encoder_tokens, save_tokenizer
+from megahead.errors import UserError
+from support.forked import run_script
+from support.small_checkpoint import save_small, small_config
+from support.vocabularies import GERMAN, TEXT, vocabulary
+
+EMBEDDING = "weight/backbone.embedding.weight"
+KINDS: dict[str, dict[str, Any]] = {
+    "headless": {},
+    "tied": {"name": "vanilla", "tied": True},
+    "untied": {"name": "vanilla"},
+}
+MASKING = {"mask_token": 4, "cls_token": 2, "sep_token": 3}
+
+
+def decoder(ids: int, objective: str = "headless") -> RunConfig:
+    return small_config(model={"vocab_size": ids}, objective=KINDS[objective])
+
+
+def encoder(ids: int, objective: str = "headless") -> RunConfig:
+    model = {"vocab_size": ids, "family": "bert", "token_types": 2, "max_positions": 32}
+    masking = {**MASKING, "special_tokens": [0]}
+    return small_config(model=model, objective=KINDS[objective], masking=masking, data={"end_token": 3})
+
+
+def saved(run: Path, old: SpelledVocabulary, config: RunConfig) -> Path:
+    save_small(run, config)
+    (run / "tokenizer.json").write_bytes(old.tokenizer.path.read_bytes())
+    return run
+
+
+def tensors(run: Path) -> dict[str, Tensor]:
+    checkpoint = open_checkpoint(run)
+    return {name: checkpoint.read(name) for name in checkpoint.names()}
+
+
+def logits(run: Path, folder: Path, head: str, encoder: bool = False) -> Tensor:
+    export(run, folder, head)  # type: ignore[arg-type]
+    kind = AutoModelForMaskedLM if encoder else AutoModelForCausalLM
+    with torch.no_grad():
+        result: Tensor = kind.from_pretrained(folder).eval()(torch.arange(5, 29).view(2, 12)).logits
+    return result
+
+
+@pytest.mark.parametrize(("objective", "head"), [("headless", "pmi"), ("tied", "trained"), ("untied", "trained")])
+@pytest.mark.parametrize("kind", ["decoder", "encoder"])
+def test_the_same_tokenizer_changes_no_bit(tmp_path: Path, kind: str, objective: str, head: str) -> None:
+    old = vocabulary(tmp_path, "wordpiece" if kind == "encoder" else "bpe")
+    ids = len(old.spellings)
+    config = (encoder if kind == "encoder" else decoder)(ids, objective)
+    run = saved(tmp_path / "run", old, config)
+    report = revocabulary(run, old.tokenizer.path, tmp_path / "same")
+    assert (report.kept, report.pieced, report.new, report.old_ids, report.new_ids) == (ids, 0, 0, ids, ids)
+    before, after = tensors(run), tensors(tmp_path / "same")
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        whole = tensor[:ids] if len(tensor) == config.model.padded_vocab_size() else tensor
+        assert torch.equal(after[name][: len(whole)], whole), name
+    told = [logits(one, tmp_path / f"{one.name}-hf", head, kind == "encoder") for one in (run, tmp_path / "same")]
+    assert torch.equal(*told)
+
+
+@pytest.mark.parametrize("objective", KINDS)
+@pytest.mark.parametrize(("kind", "size"), [("bpe", 300), ("bpe", 900), ("sentencepiece", 420)])
+def test_shared_rows_stay_and_others_are_means_of_pieces(tmp_path: Path, kind: str, size: int, objective: str) -> None:
+    old, new = vocabulary(tmp_path, "bpe"), vocabulary(tmp_path, kind, size, [*TEXT, *GERMAN])
+    run = saved(tmp_path / "run", old, decoder(len(old.spellings), objective))
+    report = revocabulary(run, new.tokenizer.path, tmp_path / "out")
+    translation = translate(old, new, {"end": 0})
+    assert (report.kept, report.pieced, report.new) == translation.counts()
+    before, after = tensors(run), tensors(tmp_path / "out")
+    assert not [name for name in after if name.startswith("state/")]  # counts of another cut of the text
+    for name in [EMBEDDING, *(["weight/head.weight"] if objective == "untied" else [])]:
+        for id_, kept in enumerate(translation.kept_V):
+            pieces = translation.pieces_V[id_] if kept is None else [kept]
+            if pieces:
+                assert torch.equal(after[name][id_], before[name][pieces].double().mean(0).float())
+        assert not after[name][len(new.text) :].any()  # padding
+    body = [name for name in before if name.startswith("weight/") and "embedding" not in name and "head" not in name]
+    assert len(body) > 10
+    assert all(torch.equal(before[name], after[name]) for name in body)
+    config = config_from_dict(open_checkpoint(tmp_path / "out").config)
+    assert (config.model.vocab_size, config.data.end_token) == (len(new.text), 0)
+    assert len(after[EMBEDDING]) == config.model.padded_vocab_size()
+
+
+def test_an_encoder_has_its_special_tokens_and_bias_where_the_new_ids_are(tmp_path: Path) -> None:
+    save_tokenizer(add_encoder_tokens(TRAINERS["bpe"](TEXT, 400)), tmp_path / "new.json")
+    old, new = vocabulary(tmp_path, "wordpiece"), SpelledVocabulary.open(tmp_path / "new.json")
+    run = saved(tmp_path / "run", old, encoder(len(old.spellings), "tied"))
+    revocabulary(run, tmp_path / "new.json", tmp_path / "out")
+    config = config_from_dict(open_checkpoint(tmp_path / "out").config)
+    cls, sep, mask = (new.tokenizer.id_of(name) for name in ("[CLS]", "[SEP]", "[MASK]"))
+    assert config.masking is not None
+    assert (config.masking.cls_token, config.masking.sep_token, config.masking.mask_token) == (cls, sep, mask)
+    assert config.masking.special_tokens == [0, 1]
+    before, after = tensors(run), tensors(tmp_path / "out")
+    for name in (EMBEDDING, "weight/mask_head.bias"):
+        assert torch.equal(after[name][[cls, sep, mask]], before[name][[2, 3, 4]])
+    the, cat = new.text.index(b" the"), old.text.index(b" the")
+    assert torch.equal(after["weight/mask_head.bias"][the], before["weight/mask_head.bias"][cat])
+    assert export(tmp_path / "out", tmp_path / "hf", "trained").parity.tokens > 0
+
+
+def test_a_published_model_moves_too_and_can_be_exported(tmp_path: Path) -> None:
+    old, new = vocabulary(tmp_path, "bpe"), vocabulary(tmp_path, "sentencepiece", 420)
+    shape = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 48}
+    model = LlamaForCausalLM(LlamaConfig(**shape, vocab_size=512, eos_token_id=0, bos_token_id=0))
+    model.save_pretrained(tmp_path / "hf")
+    (tmp_path / "hf/tokenizer.json").write_bytes(old.tokenizer.path.read_bytes())
+    arguments = ["--model", tmp_path / "hf", "--tokenizer", new.tokenizer.path, "--output", tmp_path / "out"]
+    told = run_script("tools/convert.py", "revocabulary", *arguments).stdout
+    kept, pieced, fresh = translate(old, new, {"end": 0}).counts()
+    assert f"{len(new.text)} ids instead of {len(old.text)}\n{kept} rows kept, {pieced} of tokens in pieces (" in told
+    assert told.rstrip().endswith(f"on average), {fresh} new")
+    assert (tmp_path / "out/tokenizer.json").read_bytes() == new.tokenizer.path.read_bytes()
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(("tmp", "."))]
+    export(tmp_path / "out", tmp_path / "back", "trained")
+    back = AutoModelForCausalLM.from_pretrained(tmp_path / "back")
+    the = model.get_input_embeddings().weight[old.text.index(b" the")]
+    assert torch.equal(back.get_input_embeddings().weight[new.text.index(b" the")], the)
+
+
+def test_methods_differ_where_a_token_is_not_kept(tmp_path: Path) -> None:
+    old, new = vocabulary(tmp_path, "bpe"), vocabulary(tmp_path, "bpe", 900, GERMAN)
+    run = saved(tmp_path / "run", old, decoder(len(old.spellings)))
+    rows = {}
+    for method in ("mean", "rarity", "random"):
+        revocabulary(run, new.tokenizer.path, tmp_path / method, method)
+        rows[method] = tensors(tmp_path / method)[EMBEDDING]
+    hunde = new.text.index(b" hund")
+    assert not torch.equal(rows["mean"][hunde], rows["rarity"][hunde])
+    assert not torch.equal(rows["mean"][hunde], rows["random"][hunde])
+    assert torch.equal(rows["mean"][:2], rows["random"][:2])
+
+
+def test_what_cannot_be_is_told_in_a_sentence_and_leaves_nothing(tmp_path: Path) -> None:
+    old = vocabulary(tmp_path, "bpe")
+    run = saved(tmp_path / "run", old, decoder(len(old.spellings), "untied"))
+    encoding = vocabulary(tmp_path, "wordpiece")
+    encoder_run = saved(tmp_path / "encoder", encoding, encoder(len(encoding.spellings)))
+    small = saved(tmp_path / "small", old, decoder(100))
+    bare = tmp_path / "bare"
+    save_small(bare, decoder(len(old.spellings)))
+    path = old.tokenizer.path
+    for model, tokenizer, method, sentence in (
+        (run, path, "median", "`--method` must be one of mean, rarity, random, but is median"),
+        (run, path, "rarity", "must hold counts of its training targets for --method rarity, but lacks them; use"),
+        (encoder_run, path, "mean", r"must have one of \[CLS\], <s>, .* \(`begin` of a text\), but has none"),
+        (small, path, "mean", r"must have a row for each id of its tokenizer, but has 100 for \d+"),
+        (bare, path, "mean", "must hold a tokenizer.json, but has none; put the model's tokenizer there"),
+        (tmp_path, path, "mean", "must hold model weights"),
+    ):
+        with pytest.raises(UserError, match=sentence):
+            revocabulary(model, tokenizer, tmp_path / "out", method)
+        assert not (tmp_path / "out").exists()
