@@ -71,9 +71,10 @@ class InitConfig(Settings):
     """Instead of a checkpoint, a Hugging Face folder with the safetensors of a model like `model`: its body and
     embedding are taken, and its head if the objective has one."""
 
-    mode: Literal["continue", "finetune", "probe"] = "finetune"
+    mode: Literal["continue", "table", "finetune", "probe"] = "finetune"
     """`finetune`: train an untied head, started as a copy of the embedding, with the body; `probe`: that head alone,
-    the body frozen; `continue`: the weights as they are, a new schedule."""
+    the body frozen; `continue`: the weights as they are, a new schedule; `table`: the same, of which only the embedding
+    is trained (and what the objective has beside the body), for another vocabulary."""
 
     @model_validator(mode="after")
     def _one_source(self) -> InitConfig:
@@ -81,6 +82,10 @@ class InitConfig(Settings):
             given = "missing" if self.from_hf is None else "given beside it"
             raise ConfigError("from_checkpoint", "be given, or else from_hf", got=given)
         return self
+
+    def copies_embedding(self) -> bool:
+        """Whether a head starts as a copy of the embedding, and not as it was."""
+        return self.mode in ("finetune", "probe")
 
 
 class RunConfig(Settings):
@@ -140,12 +145,12 @@ class RunConfig(Settings):
             if not any(f"{setting}.".startswith(f"{name}.") for setting in settings):
                 hint = "write optimizer.learning_rate, or schedule"
                 raise ConfigError("resume.allow", "name settings or their sections", got=repr(name), hint=hint)
-        if self.init and self.init.mode != "continue" and self.model.is_encoder():
-            raise ConfigError("init.mode", "be `continue` for an encoder", got=repr(self.init.mode))
-        if self.init and self.init.mode in ("finetune", "probe") and self.objective.head() != "trained":
+        if self.init and self.init.copies_embedding() and self.model.is_encoder():
+            raise ConfigError("init.mode", "be `continue` or `table` for an encoder", got=repr(self.init.mode))
+        if self.init and self.init.copies_embedding() and self.objective.head() != "trained":
             raise ConfigError(
                 "init.mode",
-                "be `continue` unless the objective is an untied vanilla softmax",
+                "be `continue` or `table` unless the objective is an untied vanilla softmax",
                 got=repr(self.init.mode),
                 hint="set objective.name=vanilla, which trains the head",
             )

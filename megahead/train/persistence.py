@@ -122,7 +122,7 @@ def starting_weights(
     source = _published(config, init, world_group) if path is None else _source(path, world_group)
 
     def weight(name: str) -> Tensor:
-        copied = init.mode != "continue" and name == "head.weight"
+        copied = init.copies_embedding() and name == "head.weight"
         return source("backbone.embedding.weight" if copied else name, shapes[name])
 
     return weight
@@ -150,7 +150,7 @@ def _published(config: RunConfig, init: InitConfig, world_group: Group) -> Calla
             raise CheckpointError(f"`init.from_hf` must be a Hugging Face folder, but {path} is none.")
         there = PublishedModel.open(path)
         there.refuse_another_shape(config.model)
-        if objective.name == "vanilla" and init.mode == "continue" and objective.tied != there.is_tied():
+        if objective.name == "vanilla" and not init.copies_embedding() and objective.tied != there.is_tied():
             rule = f"be {str(there.is_tied()).lower()}, as in {path}"
             raise ConfigError("objective.tied", rule, got=str(objective.tied).lower())
 

@@ -163,8 +163,9 @@ def build_engine(
     config = plan.config
     pretraining = assemble(config, mesh.tensor_group, device)
     engine_lines = accelerate_(pretraining.backbone, config, device, plan.zero_stage)
-    if config.init and config.init.mode == "probe":
+    if config.init and config.init.mode in ("probe", "table"):
         pretraining.backbone.requires_grad_(False)
+        pretraining.backbone.embedding.requires_grad_(config.init.mode == "table")
     in_rows = config.engine.embedding == "rows"
     if in_rows:
         place_table_(pretraining, config, mesh, device)

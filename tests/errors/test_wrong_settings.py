@@ -149,7 +149,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ),
     (
         BERT | {"masking": MASKS} | {"init": {"from_checkpoint": "x", "mode": "probe"}},
-        "`init.mode` must be `continue` for an encoder, but is 'probe' instead.",
+        "`init.mode` must be `continue` or `table` for an encoder, but is 'probe' instead.",
     ),
     ({"objective.temperature": 0}, "`objective.temperature` must be greater than 0, but is 0 instead."),
     (
@@ -197,7 +197,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"init.from_checkpoint": "runs/x"},
-        "`init.mode` must be `continue` unless the objective is an untied vanilla softmax, but is 'finetune' instead; set objective.name=vanilla, which trains the head.",
+        "`init.mode` must be `continue` or `table` unless the objective is an untied vanilla softmax, but is 'finetune' instead; set objective.name=vanilla, which trains the head.",
     ),
     (
         {"resume.allow": ["learning_rate"]},
