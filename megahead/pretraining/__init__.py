@@ -7,6 +7,7 @@ candidates ahead, in a background thread. *Output*: a hidden state that has a ta
 
 from megahead.pretraining.batch import EvaluationRequest, MicroBatch, StepBatches, documents_of, target_positions_of
 from megahead.pretraining.build import build_pretraining, first_weights, weight_shapes
+from megahead.pretraining.candidate_groups import gather_targets
 from megahead.pretraining.feed import Feed
 from megahead.pretraining.output_layers import MaskHead, OutputEmbedding
 from megahead.pretraining.pretraining import Pretraining
@@ -24,6 +25,7 @@ __all__ = [
     "build_pretraining",
     "documents_of",
     "first_weights",
+    "gather_targets",
     "target_positions_of",
     "weight_shapes",
 ]

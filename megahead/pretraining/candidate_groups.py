@@ -70,8 +70,8 @@ def gather_targets(mine: list[Tensor], sizes_RA: Tensor, ranks: Group) -> list[T
     `mine`: those of this rank's A micro-batches; sizes_RA: the number of targets of each. One all-gather, of as many
     4-byte ids as the rank with most targets has.
     """
-    padded = torch.zeros(int(sizes_RA.sum(1).max()), dtype=torch.int32)
     local = torch.cat(mine)
+    padded = local.new_zeros(int(sizes_RA.sum(1).max()), dtype=torch.int32)
     padded[: len(local)] = local
     gathered_R = ranks.all_gather(padded)
     by_rank = [row[: sum(sizes)].long().split(sizes) for row, sizes in zip(gathered_R, sizes_RA.tolist(), strict=True)]

@@ -1,0 +1,1 @@
+"""Headless training under other trainers than ours; a file for each."""

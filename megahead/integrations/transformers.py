@@ -1,0 +1,155 @@
+"""Contrastive weight tying for a language model of Hugging Face, in its own `Trainer`.
+
+B rows, T tokens, D features, N targets, U candidates, V rows of the table.
+"""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL,
+)
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES as MASKED,
+)
+
+from megahead.config import HeadName, ObjectiveConfig
+from megahead.distributed import Group
+from megahead.errors import FieldError
+from megahead.integrations.plain import save_plain
+from megahead.objectives import build_objective, candidate_loss, log_unigram, streamed_sums, vocabulary_candidates
+from megahead.pretraining import gather_targets
+
+_NO_TARGET = -100  # a label, to Hugging Face
+_BLOCK_ROWS = 16_384
+_BODY, _COUNTS = "body.", "target_counts"
+
+
+class Headless(nn.Module):
+    """The body of a causal or masked language model, shared with `model`; its head is neither used nor trained.
+
+    In training it returns the loss that `megahead.cwt_loss` gives, and counts its targets, on all ranks alike; in
+    evaluation the loss of the training-free head with these counts, so that exp(`eval_loss`) is its perplexity (before
+    any target was counted, that of the tied head). Candidates are the targets of the rank's micro-batch, or with
+    `share_candidates` those of all ranks.
+
+    FieldError for a model that is not such, or whose outputs cannot be compared with its input embeddings.
+    """
+
+    body: PreTrainedModel
+    target_counts: Tensor
+    """[V] int64."""
+
+    def __init__(self, model: PreTrainedModel, *, share_candidates: bool = False) -> None:
+        super().__init__()
+        self.loss_type = _loss_type(model)  # by it Trainer counts the targets of a step
+        self.body, self.config, self._kind = cast(PreTrainedModel, model.base_model), model.config, type(model)
+        table = _table_of(model)
+        table.padding_idx = None  # a candidate may be any id, and each has a gradient
+        self.share_candidates = share_candidates
+        self.register_buffer(_COUNTS, torch.zeros(table.num_embeddings, dtype=torch.int64))
+        self._objective = build_objective(ObjectiveConfig(), table.num_embeddings)
+        self._taken = frozenset(inspect.signature(self.body.forward).parameters)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        labels: Tensor,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        **more: Any,
+    ) -> dict[str, Tensor]:
+        """`loss`: summed over the targets, divided by their number or by `num_items_in_batch`, those of the step.
+
+        labels: as Hugging Face has them, unshifted ids for a causal model, -100 where there is no target. An input that
+        the body does not know by name is left out; `more` goes to it as it is. Collective in training.
+        """
+        optional = {"attention_mask": attention_mask, "token_type_ids": token_type_ids, "position_ids": position_ids}
+        given = {name: value for name, value in optional.items() if value is not None and name in self._taken}
+        hidden_BTD = self.body(input_ids=input_ids, **given, **more).last_hidden_state
+        if self.loss_type == "ForCausalLM":
+            hidden_BTD, labels = hidden_BTD[:, :-1], labels[:, 1:]
+        chosen_BT = labels != _NO_TARGET
+        outputs_ND, target_ids_N = hidden_BTD[chosen_BT], labels[chosen_BT]
+        summed = (self._loss if self.training else self._held_out_loss)(outputs_ND, target_ids_N)
+        count = target_ids_N.numel() if num_items_in_batch is None else num_items_in_batch
+        return {"loss": summed / torch.as_tensor(count, device=summed.device).clamp(min=1)}
+
+    def log_frequencies(self) -> Tensor:
+        """[V] log q, fp32: added to `E h` it gives log p."""
+        return log_unigram(self.target_counts, self.target_counts.numel())
+
+    def save(
+        self,
+        folder: str | Path,
+        head: HeadName,
+        tokenizer: Any = None,
+        *,
+        state_dict: dict[str, Tensor] | None = None,
+    ) -> None:
+        """Writes a plain model for `from_pretrained`, with the head `none`, `tied` or `pmi` (training-free).
+
+        tokenizer: of transformers; BERT and DistilBERT need it. state_dict: this module's, where its parameters are
+        not whole (ZeRO-3). UserError where the class has no place for the head, with nothing written.
+        """
+        weights = self.state_dict() if state_dict is None else state_dict
+        body = {name.removeprefix(_BODY): weight.cpu() for name, weight in weights.items() if name.startswith(_BODY)}
+        save_plain(self._kind, self.body, body, weights[_COUNTS].cpu(), Path(folder), head, tokenizer)
+
+    def activation_checkpointing_enable(self, **options: Any) -> None:
+        """What `Trainer` calls where it is asked to."""
+        self.body.activation_checkpointing_enable(**options)
+
+    def _loss(self, outputs_ND: Tensor, target_ids_N: Tensor) -> Tensor:
+        """Over candidates; summed over the outputs. Collective: ranks exchange ids."""
+        everyones = _of_all_ranks(target_ids_N)
+        if torch.is_grad_enabled():
+            self.target_counts.index_add_(0, everyones, torch.ones_like(everyones))
+        pool = self._objective.pool(everyones if self.share_candidates else target_ids_N)
+        candidates = pool.candidates(target_ids_N)
+        rows_UD = self.body.get_input_embeddings()(candidates.ids_U)
+        return candidate_loss(outputs_ND, rows_UD, candidates)
+
+    @torch.no_grad()
+    def _held_out_loss(self, outputs_ND: Tensor, target_ids_N: Tensor) -> Tensor:
+        """Over the vocabulary, whose rows are looked up block by block; summed over the outputs."""
+        table, ids_V = self.body.get_input_embeddings(), torch.arange(len(self.target_counts), device=outputs_ND.device)
+        vocabulary = vocabulary_candidates(target_ids_N, self.log_frequencies())
+        with torch.autocast(outputs_ND.device.type, enabled=False):
+            sums = streamed_sums(outputs_ND, (table(ids_b) for ids_b in ids_V.split(_BLOCK_ROWS)), vocabulary)
+        return torch.tensor(sums.loss, device=outputs_ND.device)
+
+
+def _loss_type(model: PreTrainedModel) -> str:
+    """`ForCausalLM` or `ForMaskedLM`."""
+    names = {kind.__name__ for kind in type(model).__mro__}
+    for loss_type, known in (("ForMaskedLM", MASKED), ("ForCausalLM", CAUSAL)):
+        if names & set(known.values()) and not model.config.is_encoder_decoder:
+            return loss_type
+    hint = "load it by AutoModelForCausalLM or AutoModelForMaskedLM"
+    raise FieldError("model", "be a causal or masked language model", got=f"a {type(model).__name__}", hint=hint)
+
+
+def _table_of(model: PreTrainedModel) -> nn.Embedding:
+    table, width = model.get_input_embeddings(), model.config.hidden_size
+    if type(table) is not nn.Embedding:
+        raise FieldError("model", "look its inputs up in a plain nn.Embedding", got=f"one with {type(table).__name__}")
+    if table.embedding_dim != width:
+        rule = f"have input embeddings as wide as its outputs ({width})"
+        raise FieldError("model", rule, got=f"one of width {table.embedding_dim}")
+    return table
+
+
+def _of_all_ranks(target_ids_N: Tensor) -> Tensor:
+    """Every rank's targets, in rank order, on every rank. Collective."""
+    ranks = Group.world()
+    sizes_R1 = ranks.all_gather(torch.tensor([target_ids_N.numel()], device=target_ids_N.device))
+    return torch.cat(gather_targets([target_ids_N], sizes_R1, ranks))
