@@ -1,7 +1,7 @@
 """Regenerates a table or figure of docs/paper.md: `python tools/paper.py EXPERIMENT --text english.jsonl.zst`.
 
-Tokenizers, datasets, runs, logs and results lie in --folder; a second call reuses what is finished and resumes what is
-not.
+`revocabulary` is an experiment of docs/models.md. Tokenizers, datasets, runs, logs and results lie in
+--folder; a second call reuses what is finished and resumes what is not.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ EXPERIMENTS = (
     "negatives",
     "synonyms",
     "variants",
+    "revocabulary",
 )
-"""In the order of docs/paper.md; each is `compare_NAME` of `experiments/NAME.py`."""
+"""In the order of docs/paper.md, then others; each is `compare_NAME` of `experiments/NAME.py`."""
 
 
 def main() -> None:
@@ -37,6 +38,9 @@ def main() -> None:
     parser.add_argument(
         "--tasks-data", type=existing, metavar="DIR", help="task files, as tools/eval_harness.py takes them"
     )
+    parser.add_argument(
+        "--tokenizer", type=existing, metavar="F", help="revocabulary: another tokenizer.json to change to as well"
+    )
     parser.add_argument("--folder", type=Path, default=Path("runs/paper"), help="where all of it goes")
     parser.add_argument("--only", nargs="+", default=[], metavar="RUN", help="these runs alone")
     parser.add_argument("--set", action="append", default=[], metavar="a.b=c", help="override a setting of every run")
@@ -45,11 +49,13 @@ def main() -> None:
         find_inputs([arguments.text])  # what is wrong with it is told before torch is imported
     folder, text = (arguments.folder / arguments.experiment).absolute(), arguments.text and arguments.text.absolute()
     tasks = arguments.tasks_data and arguments.tasks_data.absolute()
+    tokenizer = arguments.tokenizer and arguments.tokenizer.absolute()
     os.chdir(ROOT)
     experiment = getattr(import_module(f"experiments.{arguments.experiment}"), f"compare_{arguments.experiment}")
     from experiments.laboratory import Laboratory
 
-    laboratory = Laboratory(folder, text, arguments.set, Console(highlight=False), tasks_data=tasks)
+    console = Console(highlight=False)
+    laboratory = Laboratory(folder, text, arguments.set, console, tasks_data=tasks, tokenizer=tokenizer)
     experiment(laboratory, arguments.only)
 
 

@@ -23,6 +23,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 JOURNEY = ROOT / "docs/own-text.md"
 
 RUN_BY = {
+    r"python tools/convert\.py revocabulary ": "convert/test_new_vocabulary.py",
     r"python tools/(train_tokenizer|preprocess|inspect_dataset|convert|generate)\.py": "docs/test_pages.py",
     r"python tools/(report|estimate)\.py": "docs/test_pages.py",
     r"(python|deepspeed|torchrun) .*launch/pretrain\.py": "launch/test_pretrain_command.py",

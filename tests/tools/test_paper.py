@@ -21,12 +21,14 @@ from experiments.latency import compare_latency
 from experiments.measures import Row, lines, over_seeds, percent
 from experiments.multilingual import compare_multilingual
 from experiments.negatives import compare_negatives
+from experiments.revocabulary import WAYS, compare_revocabulary
 from experiments.variants import compare_variants
 from experiments.vocabularies import compare_vocabularies
 from megahead.corpus import IndexedDataset
 from megahead.errors import UserError
 from megahead.report import read_metrics, read_runs
 from support.forked import run_script
+from support.vocabularies import vocabulary
 
 TINY = [
     "model.num_layers=1",
@@ -202,6 +204,30 @@ def test_languages_and_xnli(laboratory: Laboratory, monkeypatch: pytest.MonkeyPa
 
 
 LABELS = ("entailment", "neutral", "contradiction")
+
+
+@pytest.mark.slow
+def test_a_decoder_moves_to_two_vocabularies_and_each_way_is_told(
+    laboratory: Laboratory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name, value in {"LARGER": 400, "STEPS": 2, "EVERY": 1}.items():
+        monkeypatch.setattr(f"experiments.revocabulary.{name}", value)
+    other = vocabulary(tmp_path, "sentencepiece", 420).tokenizer.path
+    settings = [part for part in TINY if "training.steps" not in part]
+    compare_revocabulary(replace(laboratory, tokenizer=other, settings=settings), [])
+    rows = results(laboratory, "revocabulary")
+    assert [(row["vocabulary"], row["way"]) for row in rows] == [
+        (name, way) for name in ("400 ids", "sentencepiece-420") for way in WAYS
+    ]
+    assert all(0 < row["at the end"] < 20 for row in rows)
+    goal = read_metrics(laboratory.folder / "base").validation[-1]["bits_per_byte"]
+    for row in rows:
+        run = read_metrics(laboratory.folder / f"{row['vocabulary']}-{row['way']}".replace(" ", "-"))
+        back = [record["tokens"] for record in run.validation if record["bits_per_byte"] <= goal]
+        assert row["tokens until back"] == (back[0] if back else None)
+    assert (laboratory.folder / "revocabulary.png").stat().st_size > 5_000
+    compare_revocabulary(replace(laboratory, tokenizer=other, settings=settings), ["headless-table"])
+    assert [row["way"] for row in results(laboratory, "revocabulary")] == ["headless-table"] * 2
 
 
 def test_an_experiment_says_that_it_needs_a_text(laboratory: Laboratory) -> None:

@@ -17,6 +17,7 @@ from rich.console import Console
 from experiments.charts import Chart, save_charts
 from megahead.config import RunConfig, load_config
 from megahead.corpus import load_tokenizer
+from megahead.corpus.spelling import SpelledVocabulary
 from megahead.errors import FieldError, UserError
 from megahead.report import RunMetrics, read_metrics, to_markdown, to_rich
 from megahead.run_folder import RunFolder
@@ -37,6 +38,9 @@ class Laboratory:
     tasks_data: Path | None = None
     """Files of the harness's tasks, as tools/eval_harness.py takes them; what needs them is left out without."""
 
+    tokenizer: Path | None = None
+    """Another tokenizer.json, where an experiment changes to one."""
+
     runs: dict[str, dict[str, Any]] = field(default_factory=dict)
     """What each run was: its seed, tokens, seconds and settings."""
 
@@ -54,6 +58,16 @@ class Laboratory:
         ids |= {"data.end_token": ids["masking.sep_token"], "model.vocab_size": tokenizer.vocab_size}
         return [*settings, *(f"{name}={value}" for name, value in ids.items()), "masking.special_tokens=[]"]
 
+    def data_in(self, tokenizer: Path) -> list[str]:
+        """The settings that name the text in the ids of a tokenizer that is there."""
+        spelled = SpelledVocabulary.open(tokenizer)
+        end = spelled.in_role("end")
+        if end is None:
+            raise FieldError("--tokenizer", "have a special token that ends a text", got=str(tokenizer))
+        ends = ["--end-token", spelled.spellings[end] or ""]
+        settings = self._cut(f"of-{tokenizer.stem}", tokenizer, ends)
+        return [*settings, f"data.end_token={end}", f"model.vocab_size={len(spelled.spellings)}"]
+
     def given_text(self) -> Path:
         """What --text names. UserError when it is missing."""
         if self.text is None:
@@ -61,12 +75,15 @@ class Laboratory:
         return self.text
 
     def _indexed(self, name: str, size: int, kind: Sequence[str], ends: Sequence[str]) -> list[str]:
-        folder, text = self.folder.parent / name, str(self.given_text())
-        tokenizer, dataset = folder / "tokenizer.json", folder / "text"
+        tokenizer = self.folder.parent / name / "tokenizer.json"
         vocabulary = [*kind, "--vocab-size", str(size), "--output", str(tokenizer)]
-        self._make(tokenizer, "train_tokenizer.py", "--input", text, *vocabulary)
+        self.make(tokenizer, "train_tokenizer.py", "--input", str(self.given_text()), *vocabulary)
+        return self._cut(name, tokenizer, ends)
+
+    def _cut(self, name: str, tokenizer: Path, ends: Sequence[str]) -> list[str]:
+        dataset = self.folder.parent / name / "text"
         index = [*ends, "--tokenizer", str(tokenizer), "--output", str(dataset), "--holdout", HELD_OUT]
-        self._make(dataset.with_suffix(".idx"), "preprocess.py", "--input", text, *index)
+        self.make(dataset.with_suffix(".idx"), "preprocess.py", "--input", str(self.given_text()), *index)
         return [f"data.train={dataset}", f"data.validation={dataset}-validation", f"data.tokenizer={tokenizer}"]
 
     def train(self, config: str, name: str, *overrides: str) -> RunMetrics:
@@ -94,7 +111,7 @@ class Laboratory:
         self.folder.mkdir(parents=True, exist_ok=True)
         self._do(f"running {tool}", [f"tools/{tool}", *arguments], self.folder / f"{tool}.log")
 
-    def _make(self, output: Path, tool: str, *arguments: str) -> None:
+    def make(self, output: Path, tool: str, *arguments: str) -> None:
         """Runs tools/TOOL unless `output`, which it writes whole or not at all, is there. UserError when it fails."""
         if not output.exists():
             output.parent.mkdir(parents=True, exist_ok=True)
