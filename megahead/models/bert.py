@@ -1,20 +1,22 @@
 """BERT (Devlin et al. 2019, arXiv 1810.04805), an encoder without pooler and head; DistilBERT is it without types.
 
-B rows, T tokens a row, D hidden size, N targets.
+B rows, T tokens a row, D hidden size.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from megahead.config import ModelConfig
-from megahead.models.backbone import Backbone
-from megahead.nn import MLP, Documents, Heads, PostNormBlock, SelfAttention, TargetPositions
+from megahead.models.encoder import Encoder
+from megahead.nn import MLP, Documents, Heads, PostNormBlock, SelfAttention
 
 
-class Bert(Backbone):
+class Bert(Encoder):
     """Tokens, positions and types summed and normed, then post-norm blocks. All tokens have the first type.
 
     Rows are full of packed text, so nothing is computed for padding; where a row is not full, what is left is a
@@ -31,31 +33,16 @@ class Bert(Backbone):
         self.embedding_norm = nn.LayerNorm(hidden_size, eps=config.norm_eps)
         self.blocks = nn.ModuleList(_block(config) for _ in range(config.num_layers))
 
-    def encode(self, rows_BTD: Tensor, documents: Documents) -> Tensor:
-        """[B, T, D]: hidden states after the last block; see `Backbone.encode`."""
-        x_BTD = self._embedded(rows_BTD, documents)
-        for block in self.blocks:
-            x_BTD = self.run_block(block, x_BTD, documents)
-        return x_BTD
-
-    def encode_at(self, rows_BTD: Tensor, documents: Documents, targets: TargetPositions) -> Tensor:
-        """[N, D]: the same at `targets`; where these are few, the last block is computed for them alone.
-
-        Equal to `encode` at these positions; dropout draws other numbers.
-        """
-        if not targets.are_few:
-            return super().encode_at(rows_BTD, documents, targets)
-        x_BTD = self._embedded(rows_BTD, documents)
-        *body, last = self.blocks
-        for block in body:
-            x_BTD = self.run_block(block, x_BTD, documents)
-        return self.run_block(last, x_BTD, documents, targets, static_shapes=False)
-
-    def _embedded(self, rows_BTD: Tensor, documents: Documents) -> Tensor:
+    def embedded(self, rows_BTD: Tensor, documents: Documents) -> Tensor:
+        """[B, T, D]: the normed sum."""
         x_BTD = rows_BTD + self.positions(documents.positions_BT)
         if self.token_types is not None:
             x_BTD = x_BTD + self.token_types(torch.zeros((), dtype=torch.int64, device=rows_BTD.device))
         return F.dropout(self.embedding_norm(x_BTD), self.dropout, self.training)
+
+    def views(self, documents: Documents) -> Sequence[tuple[Documents]]:
+        """The same for each block."""
+        return [(documents,)] * len(self.blocks)
 
 
 def _block(config: ModelConfig) -> PostNormBlock:

@@ -22,9 +22,10 @@ class GPTNeoX(Decoder):
 
 def _block(config: ModelConfig, norm: Callable[[], nn.Module]) -> Block:
     return Block(
+        norm(),
         CausalSelfAttention(config.hidden_size, config.num_heads, config.attention_dropout),
+        norm(),
         MLP(config.hidden_size, config.mlp_size(), config.activation),
-        norm,
         parallel=config.parallel_residual,
         dropout=config.hidden_dropout,
     )

@@ -30,9 +30,10 @@ def _block(config: ModelConfig, norm: Callable[[], nn.Module]) -> Block:
         norm_eps=config.norm_eps if config.qk_norm else None,
     )
     return Block(
+        norm(),
         SelfAttention(config.hidden_size, heads, causal=True, dropout=config.attention_dropout),
+        norm(),
         GatedMLP(config.hidden_size, config.mlp_size(), config.activation, bias=config.mlp_bias),
-        norm,
         parallel=False,
         dropout=config.hidden_dropout,
     )

@@ -16,9 +16,10 @@ from torch.nn import functional as F
 
 from megahead.nn import cpu_attention
 from megahead.nn.documents import Documents
+from megahead.nn.local_attention import attend_near
 
 DenseAttention = Callable[[Tensor, Tensor, Tensor, float, bool], Tensor]
-"""Functions of q, k, v, dropout and causal, where each row is one document."""
+"""Functions of q, k, v, dropout and causal, where each row is one document, seen as a whole."""
 
 VarlenAttention = Callable[[Tensor, Tensor, Tensor, Documents, float, bool], Tensor]
 """Functions of q, k, v, documents, dropout and causal."""
@@ -43,14 +44,14 @@ def attend_masked(
 ) -> Tensor:
     """The reference for the other backends: every pair of a row is scored, then hidden by a boolean mask."""
     q, k, v = (x.transpose(1, 2) for x in (q_BTHd, k_BTHd, v_BTHd))
-    mask_B1TT = (documents.causal_mask_BTT if causal else documents.same_document_BTT)[:, None]
+    mask_B1TT = (documents.causal_mask_BTT if causal else documents.mask_BTT)[:, None]
     k, v = repeated(k, q.shape[1]), repeated(v, q.shape[1])
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask_B1TT, dropout_p=dropout).transpose(1, 2)
 
 
-def repeated(x_BHTd: Tensor, heads: int) -> Tensor:
+def repeated(x: Tensor, heads: int) -> Tensor:
     """Each head (dim 1) as often in a row as makes `heads`; torch's kernels that take a mask on GPUs want that."""
-    return x_BHTd if x_BHTd.shape[1] == heads else x_BHTd.repeat_interleave(heads // x_BHTd.shape[1], 1)
+    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
 
 
 def attend_per_document(
@@ -58,8 +59,17 @@ def attend_per_document(
 ) -> Tensor:
     """One call per document: pairs across documents cost nothing. Split and joined once, so backward copies once."""
     parts = zip(*(x.flatten(0, 1).split(documents.lengths) for x in (q_BTHd, k_BTHd, v_BTHd)), strict=True)
-    outputs = [attend_rows(q[None], k[None], v[None], dropout, causal)[0] for q, k, v in parts]
+    outputs = [_attend_document(q, k, v, documents.reach, dropout, causal) for q, k, v in parts]
     return torch.cat(outputs).view_as(q_BTHd)
+
+
+def _attend_document(
+    q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, reach: int | None, dropout: float, causal: bool
+) -> Tensor:
+    tokens, heads = q_THd.shape[:2]
+    if reach is None or tokens <= reach + 1:
+        return attend_rows(q_THd[None], k_TKd[None], v_TKd[None], dropout, causal)[0]
+    return attend_near(q_THd, repeated(k_TKd, heads), repeated(v_TKd, heads), reach, dropout, causal)
 
 
 def attend_varlen(
@@ -71,13 +81,16 @@ def attend_varlen(
     q, k, v = (x.flatten(0, 1) for x in (q_BTHd, k_BTHd, v_BTHd))
     cu_seqlens, longest = documents.cu_seqlens, q_BTHd.shape[1]
     lengths = cu_seqlens, cu_seqlens, longest, longest
+    far = -1 if documents.reach is None else documents.reach
+    left, right = far, 0 if causal else far
     if dropout or not VARLEN_SHARES_KEYS:
         k, v = repeated(k, q.shape[1]), repeated(v, q.shape[1])
     if dropout:
-        output = torch.ops.aten._flash_attention_forward(q, k, v, *lengths, dropout, causal, False)[0]
+        window = {} if documents.reach is None else {"window_size_left": left, "window_size_right": right}
+        output = torch.ops.aten._flash_attention_forward(q, k, v, *lengths, dropout, causal, False, **window)[0]
     else:
         shared: dict[str, Any] = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
-        output = varlen_attn(q, k, v, *lengths, window_size=(-1, 0) if causal else (-1, -1), **shared)
+        output = varlen_attn(q, k, v, *lengths, window_size=(left, right), **shared)
     assert isinstance(output, Tensor)
     return output.view_as(q_BTHd)
 
@@ -94,7 +107,7 @@ class FlashAttention:
         self, q_BTHd: Tensor, k_BTHd: Tensor, v_BTHd: Tensor, documents: Documents, dropout: float, causal: bool
     ) -> Tensor:
         """[B, T, H, d], as by `attend_masked`."""
-        cu_seqlens, longest = documents.cu_seqlens, q_BTHd.shape[1]
+        cu_seqlens, longest, reach = documents.cu_seqlens, q_BTHd.shape[1], documents.reach
         found = self.load()(
             *(x.flatten(0, 1) for x in (q_BTHd, k_BTHd, v_BTHd)),
             cu_seqlens_q=cu_seqlens,
@@ -103,6 +116,7 @@ class FlashAttention:
             max_seqlen_k=longest,
             causal=causal,
             deterministic=torch.are_deterministic_algorithms_enabled(),
+            **({} if reach is None else {"window_size": (reach, 0 if causal else reach)}),
             **({"dropout_p": dropout} if self.supports_dropout else {}),
         )
         output: Tensor = found[0] if isinstance(found, tuple) else found  # some add the logsumexp

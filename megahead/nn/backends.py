@@ -38,7 +38,7 @@ from megahead.nn.documents import Documents
 class Attend(Protocol):
     """[B, T, H, d]: softmax(q k / sqrt(d)) v, each token over itself and its predecessors in its document.
 
-    Without `causal` over its whole document.
+    Without `causal` over its whole document. Of these it sees what is within the documents' reach.
     """
 
     def __call__(
@@ -61,6 +61,8 @@ class AttentionSpec(NamedTuple):
     """The type of q, k and v."""
     head_size: int
     dropout: float = 0.0
+    local: bool = False
+    """Whether there are layers whose tokens see what is near them alone."""
 
 
 def attend(
@@ -73,7 +75,8 @@ def attend(
     causal: bool = True,
 ) -> Tensor:
     """As `Attend` describes, by the best backend for these tensors."""
-    backend = choose_backend("auto", AttentionSpec(q_BTHd.device, q_BTHd.dtype, q_BTHd.shape[-1], dropout))
+    local = documents.reach is not None
+    backend = choose_backend("auto", AttentionSpec(q_BTHd.device, q_BTHd.dtype, q_BTHd.shape[-1], dropout, local))
     return backend.attend(q_BTHd, k_BTHd, v_BTHd, documents, dropout, causal=causal)
 
 
@@ -85,7 +88,7 @@ class Backend:
     varlen: VarlenAttention
     description: str
     dense: DenseAttention | None = attend_rows
-    """Where each row is one document; None: by `varlen` as well."""
+    """Where each row is one document, seen as a whole; None: by `varlen` as well."""
     kernel: tuple[str, str] | None = None
     """Module and function; None where torch's own operators are all it takes."""
     generations: range = range(8, 100)
@@ -93,6 +96,8 @@ class Backend:
     head_sizes: range = range(8, 257, 8)
     supports_dropout: bool = True
     """Whether it can drop attention weights."""
+    serves_local: bool = True
+    """Whether it can keep to what is within reach."""
     traceable: bool = True
     """Whether `torch.compile` can trace it: not where the host reads lengths, or where kernels are no operators."""
 
@@ -107,7 +112,7 @@ class Backend:
         causal: bool = True,
     ) -> Tensor:
         """As `Attend` describes."""
-        if documents.one_per_row and self.dense is not None:
+        if documents.are_rows and self.dense is not None:
             return self.dense(q_BTHd, k_BTHd, v_BTHd, dropout, causal)
         return self.varlen(q_BTHd, k_BTHd, v_BTHd, documents, dropout, causal)
 
@@ -126,6 +131,8 @@ class Backend:
             return f"it has no heads of {spec.head_size} dimensions"
         if spec.dropout and not self.supports_dropout:
             return "it has no dropout of attention weights"
+        if spec.local and not self.serves_local:
+            return "it has no local attention"
         return _missing(*self.kernel)
 
 
@@ -152,8 +159,9 @@ def _flash(
 _FLASH4: dict[str, Any] = {
     "generations": range(9, 13),
     "head_sizes": range(8, 129, 8),
-    "traceable": False,
-}  # no operator of torch's
+    "traceable": False,  # no operator of torch's
+    "serves_local": False,  # forward everywhere, backward on some devices in some versions
+}
 
 BACKENDS = {
     backend.name: backend

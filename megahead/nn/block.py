@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -13,6 +11,7 @@ from megahead.nn.documents import Documents
 from megahead.nn.mlp import MLP, GatedMLP
 from megahead.nn.rotary import Rotation
 from megahead.nn.self_attention import SelfAttention
+from megahead.nn.target_positions import TargetPositions
 
 
 class Block(nn.Module):
@@ -20,33 +19,42 @@ class Block(nn.Module):
 
     def __init__(
         self,
+        attention_norm: nn.Module,
         attention: CausalSelfAttention | SelfAttention,
+        mlp_norm: nn.Module,
         mlp: MLP | GatedMLP,
-        norm: Callable[[], nn.Module],
         *,
         parallel: bool,
         dropout: float,
     ) -> None:
-        """`norm` makes each of the two."""
         super().__init__()
         self.parallel = parallel
         self.sequence_group = Group()  # ranks that hold the rows' other tokens: each draws its own dropout
         self.dropout = dropout
-        self.attention_norm = norm()
+        self.attention_norm = attention_norm
         self.attention = attention
-        self.mlp_norm = norm()
+        self.mlp_norm = mlp_norm
         self.mlp = mlp
 
-    def forward(self, x_BTD: Tensor, rotation: Rotation, documents: Documents) -> Tensor:
-        """[B, T, D]: the residual stream after this block."""
-        attended_BTD = self._drop(self.attention(self.attention_norm(x_BTD), rotation, documents))
-        if self.parallel:
-            return x_BTD + attended_BTD + self._drop(self.mlp(self.mlp_norm(x_BTD)))
-        x_BTD = x_BTD + attended_BTD
-        return x_BTD + self._drop(self.mlp(self.mlp_norm(x_BTD)))
+    def forward(
+        self, x_BTD: Tensor, rotation: Rotation, documents: Documents, targets: TargetPositions | None = None
+    ) -> Tensor:
+        """[B, T, D]: the residual stream after this block.
 
-    def _drop(self, added_BTD: Tensor) -> Tensor:
+        [N, D] with `targets`: keys and values of all tokens, everything else of the targets alone.
+        """
+        normed_BTD = self.attention_norm(x_BTD)
+        if targets is None:
+            x, attended = x_BTD, self.attention(normed_BTD, rotation, documents)
+        else:
+            x, attended = targets.take(x_BTD), self.attention(normed_BTD, rotation, documents, targets)
+        if self.parallel:
+            return x + self._drop(attended) + self._drop(self.mlp(self.mlp_norm(x)))
+        x = x + self._drop(attended)
+        return x + self._drop(self.mlp(self.mlp_norm(x)))
+
+    def _drop(self, added: Tensor) -> Tensor:
         if not self.training or self.dropout == 0.0:
-            return added_BTD
-        with per_rank_rng(self.sequence_group, added_BTD.device):
-            return F.dropout(added_BTD, self.dropout)
+            return added
+        with per_rank_rng(self.sequence_group, added.device):
+            return F.dropout(added, self.dropout)

@@ -14,18 +14,28 @@ from torch.nn import functional as F
 
 
 class Documents:
-    """Where each document of a batch begins. Tokens attend to their own document alone."""
+    """Where each document of a batch begins. Tokens attend to their own document alone, or to a part of it."""
 
     positions_BT: Tensor
     """int64: place of each token in its document, 0 at the first; [1, T] where each row is one document."""
 
     one_per_row: bool
-    """Whether each row is one document, so that no mask is needed."""
+    """Whether each row is one document."""
 
-    def __init__(self, positions_BT: Tensor, cu_seqlens: Tensor | None = None, *, one_per_row: bool = False) -> None:
+    reach: int | None
+    """How many tokens to each side a token sees; None: all of its document."""
+
+    def __init__(
+        self,
+        positions_BT: Tensor,
+        cu_seqlens: Tensor | None = None,
+        *,
+        one_per_row: bool = False,
+        reach: int | None = None,
+    ) -> None:
         """`positions_BT` restart at 0 with each document. `cu_seqlens`, where they are known already, save a
         synchronisation with the GPU."""
-        self.positions_BT, self.one_per_row = positions_BT, one_per_row
+        self.positions_BT, self.one_per_row, self.reach = positions_BT, one_per_row, reach
         if cu_seqlens is not None:
             self.cu_seqlens = cu_seqlens
 
@@ -35,6 +45,17 @@ class Documents:
         positions_1T = torch.arange(row_length, device=device)[None]
         cu_seqlens = torch.arange(0, rows * row_length + 1, row_length, dtype=torch.int32, device=device)
         return Documents(positions_1T, cu_seqlens, one_per_row=True)
+
+    def within(self, reach: int) -> Documents:
+        """The same documents, in which a token sees `reach` tokens to each side: local attention, a sliding window."""
+        if self.positions_BT.shape[1] <= reach + 1:  # every row lies within
+            return self
+        return Documents(self.positions_BT, self.cu_seqlens, one_per_row=self.one_per_row, reach=reach)
+
+    @property
+    def are_rows(self) -> bool:
+        """Whether all tokens of a row see each other, so that no mask is needed."""
+        return self.one_per_row and self.reach is None
 
     @cached_property
     def starts_BT(self) -> Tensor:
@@ -63,12 +84,17 @@ class Documents:
         return [length for length in self.cu_seqlens.diff().tolist() if length]
 
     @cached_property
-    def same_document_BTT(self) -> Tensor:
-        """True where two tokens are of one document; [1, T, T] where each row is one document."""
+    def mask_BTT(self) -> Tensor:
+        """True where two tokens of an encoder see each other: they are of one document, and within reach; [1, T, T]
+        where each row is one document."""
         document_BT = self.starts_BT.cumsum(1)
-        return document_BT[:, :, None] == document_BT[:, None, :]
+        same_BTT = document_BT[:, :, None] == document_BT[:, None, :]
+        if self.reach is None:
+            return same_BTT
+        place_T = torch.arange(document_BT.shape[1], device=document_BT.device)
+        return same_BTT & ((place_T[:, None] - place_T).abs() <= self.reach)
 
     @cached_property
     def causal_mask_BTT(self) -> Tensor:
         """True where a token (dim 1) of a decoder sees a token (dim 2): itself and what precedes it in its document."""
-        return self.same_document_BTT.tril()
+        return self.mask_BTT.tril()

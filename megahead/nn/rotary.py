@@ -15,6 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megahead.nn.target_positions import TargetPositions
+
 
 class Rotation(NamedTuple):
     """Tables that broadcast against [B, T, H, r], fp32."""
@@ -22,6 +24,10 @@ class Rotation(NamedTuple):
     cos: Tensor
     sin: Tensor
     """Negated in the first half, where the partner is subtracted."""
+
+    def at(self, targets: TargetPositions) -> Rotation:
+        """Tables that broadcast against [N, H, r], of the targets alone."""
+        return Rotation(targets.take(self.cos), targets.take(self.sin))
 
 
 Scaling = Callable[[Tensor], Tensor]

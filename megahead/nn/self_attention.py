@@ -79,7 +79,7 @@ class SelfAttention(nn.Module):
     ) -> Tensor:
         """[B, T, D]: what each token reads from its document; with `targets` [N, D], for these alone.
 
-        Without `rotation` positions must be in the input already; with it there can be no `targets`.
+        Without `rotation` positions must be in the input already.
         """
         queried = x_BTD if targets is None else targets.take(x_BTD)
         q, k, v = (
@@ -88,7 +88,7 @@ class SelfAttention(nn.Module):
         )
         q, k = self.query_norm(q), self.key_norm(k)
         if rotation is not None:
-            q, k = apply_rotary(q, rotation), apply_rotary(k, rotation)
+            q, k = apply_rotary(q, rotation if targets is None else rotation.at(targets)), apply_rotary(k, rotation)
         dropout = self.dropout if self.training else 0.0
         with per_rank_rng(self.group, x_BTD.device) if dropout else nullcontext():
             heads = self._attend(q, k, v, documents, targets, dropout)
@@ -122,8 +122,8 @@ def attend_at(
     targets: TargetPositions,
     dropout: float,
 ) -> Tensor:
-    """[B, M, H, d]: softmax(q k / sqrt(d)) v of M queries a row over the whole document of each."""
+    """[B, M, H, d]: softmax(q k / sqrt(d)) v of M queries a row over the document of each, within its reach."""
     q, k, v = (x.transpose(1, 2) for x in (q_BMHd, k_BTKd, v_BTKd))
     k, v = repeated(k, q.shape[1]), repeated(v, q.shape[1])
-    mask_B1MT = None if documents.one_per_row else targets.mask(documents.same_document_BTT)[:, None]
+    mask_B1MT = None if documents.are_rows else targets.mask(documents.mask_BTT)[:, None]
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask_B1MT, dropout_p=dropout).transpose(1, 2)

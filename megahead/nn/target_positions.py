@@ -39,8 +39,9 @@ class TargetPositions:
         return self.row_length if self.max_per_row is None else self.max_per_row
 
     def take(self, x_BTD: Tensor) -> Tensor:
-        """[N, D]: `x_BTD` at the targets."""
-        return x_BTD.flatten(0, 1).index_select(0, self.index_N)
+        """[N, ...]: `x_BTD` at the targets; [1, T, ...] is the same in all rows."""
+        index_N = self.index_N if len(x_BTD) == self.rows else self.index_N % self.row_length
+        return x_BTD.flatten(0, 1).index_select(0, index_N)
 
     def spread(self, x_ND: Tensor) -> Tensor:
         """[B, M, ...]: each row's targets in its first slots, zeros in the others."""
@@ -57,7 +58,7 @@ class TargetPositions:
 
     def mask(self, mask_BTT: Tensor) -> Tensor:
         """[B, M, T]: the lines of `mask_BTT` that belong to the targets; unused slots see everything."""
-        lines_BMT = self.spread(mask_BTT.flatten(0, 1).index_select(0, self.index_N).to(torch.uint8)).bool()
+        lines_BMT = self.spread(self.take(mask_BTT).to(torch.uint8)).bool()
         return lines_BMT | ~lines_BMT.any(-1, keepdim=True)
 
     @cached_property

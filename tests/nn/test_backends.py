@@ -9,6 +9,7 @@ import types
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.nn.attention import varlen
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -24,16 +25,18 @@ HERE = [backend.attend for backend in BACKENDS.values() if not backend.obstacle(
 @pytest.mark.parametrize("way", [attend, *HERE])
 @pytest.mark.parametrize("positions", [None, POSITIONS])
 @pytest.mark.parametrize("causal", [True, False])
-def test_every_way_equals_the_formula(way, positions: Tensor | None, causal: bool) -> None:
-    assert max(relative_errors(way, random_qkv(), positions, causal)) < 1e-12
+@pytest.mark.parametrize("reach", [None, 1, 2, 3, 6])
+def test_every_way_equals_the_formula(way, positions: Tensor | None, causal: bool, reach: int | None) -> None:
+    assert max(relative_errors(way, random_qkv(), positions, causal, reach)) < 1e-12
 
 
 @pytest.mark.parametrize("way", [attend, *HERE])
 @pytest.mark.parametrize("positions", [None, POSITIONS])
 @pytest.mark.parametrize("causal", [True, False])
-def test_fewer_key_heads_serve_as_many_queries_in_turn(way, positions: Tensor | None, causal: bool) -> None:
+@pytest.mark.parametrize("reach", [2, 6])
+def test_fewer_key_heads_serve_as_many_queries_in_turn(way, positions: Tensor | None, causal: bool, reach: int) -> None:
     q, k, v = random_qkv(shape=(2, 7, 6, 8))
-    documents = Documents.whole_rows(2, 7) if positions is None else Documents(positions)
+    documents = (Documents.whole_rows(2, 7) if positions is None else Documents(positions)).within(reach)
     k, v = k[:, :, :2], v[:, :, :2]
     whole = [x.repeat_interleave(3, 2) for x in (k, v)]
     found, expected = way(q, k, v, documents, causal=causal), way(q, *whole, documents, causal=causal)
@@ -41,10 +44,10 @@ def test_fewer_key_heads_serve_as_many_queries_in_turn(way, positions: Tensor | 
 
 
 @pytest.mark.parametrize("way", HERE)
-def test_every_way_is_within_half_precisions_rounding(way) -> None:
-    assert (
-        max(relative_errors(way, random_qkv(dtype=torch.bfloat16), POSITIONS, True)) < torch.finfo(torch.bfloat16).eps
-    )
+@pytest.mark.parametrize("reach", [None, 2])
+def test_every_way_is_within_half_precisions_rounding(way, reach: int | None) -> None:
+    errors = relative_errors(way, random_qkv(dtype=torch.bfloat16), POSITIONS, True, reach)
+    assert max(errors) < torch.finfo(torch.bfloat16).eps
 
 
 def test_a_cpu_goes_document_by_document_and_refuses_kernels() -> None:
@@ -81,28 +84,48 @@ def test_the_best_way_for_a_gpu(monkeypatch, capability, installed: set[str], ha
     assert choose_backend.__wrapped__("auto", spec).name == best
 
 
+def test_a_kernel_without_local_attention_leaves_it_to_the_next(monkeypatch) -> None:
+    from megahead.nn import backends
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
+    monkeypatch.setattr(backends, "_missing", lambda module, name: "")
+    spec = AttentionSpec(torch.device("cuda"), torch.bfloat16, 64, local=True)
+    assert choose_backend.__wrapped__("auto", spec).name == "flash2"
+    with pytest.raises(ConfigError, match="but is `flash4` instead; it has no local attention; try `auto`"):
+        choose_backend.__wrapped__("flash4", spec)
+
+
 def test_a_kernel_that_is_not_installed_is_named(monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     told = BACKENDS["flash3"].obstacle(AttentionSpec(torch.device("cuda"), torch.bfloat16, 64))
     assert "flash_attn_interface.flash_attn_varlen_func cannot be imported (No module named" in told
 
 
-def stand_in(q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, deterministic, **_):
+def stand_in(
+    q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, deterministic, window_size=(-1, -1), **_
+):
     """What flash-attn's function computes, sequence by sequence, with a second result as some generations have."""
     assert torch.equal(cu_seqlens_q, cu_seqlens_k)
     assert max_seqlen_q == max_seqlen_k >= max(cu_seqlens_q.diff())
+    left, right = (len(q) if size < 0 else size for size in window_size)
     parts = zip(*(x.split(cu_seqlens_q.diff().tolist()) for x in (q, k, v)), strict=True)
-    outputs = [attend_rows(*(x[None] for x in part), 0.0, causal)[0] for part in parts]
+    outputs = []
+    for part in parts:
+        mask = torch.ones(len(part[0]), len(part[0]), dtype=torch.bool).triu(-left).tril(0 if causal else right)
+        outputs.append(F.scaled_dot_product_attention(*(x.transpose(0, 1) for x in part), mask).transpose(0, 1))
     return torch.cat(outputs), None
 
 
 @pytest.mark.parametrize("name", ["flash2", "flash3", "flash4"])
 @pytest.mark.parametrize("positions", [None, POSITIONS])
 @pytest.mark.parametrize("causal", [True, False])
-def test_flash_attention_is_told_where_documents_begin(monkeypatch, name: str, positions: Tensor | None, causal: bool):
+@pytest.mark.parametrize("reach", [None, 2])
+def test_flash_attention_is_told_where_documents_begin_and_how_far_tokens_see(
+    monkeypatch, name: str, positions: Tensor | None, causal: bool, reach: int | None
+):
     module, function = BACKENDS[name].kernel
     monkeypatch.setitem(sys.modules, module, types.SimpleNamespace(**{function: stand_in}))
-    assert max(relative_errors(BACKENDS[name].attend, random_qkv(), positions, causal)) < 1e-12
+    assert max(relative_errors(BACKENDS[name].attend, random_qkv(), positions, causal, reach)) < 1e-12
 
 
 class Called(TorchDispatchMode):
@@ -111,9 +134,10 @@ class Called(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.operators: dict[str, tuple[object, ...]] = {}
+        self.named: dict[str, dict[str, object]] = {}
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.operators[function._schema.name] = args
+        self.operators[function._schema.name], self.named[function._schema.name] = args, kwargs or {}
         return function(*args, **(kwargs or {}))
 
 
@@ -121,10 +145,13 @@ class Called(TorchDispatchMode):
     ("dropout", "operator"), [(0.0, "torch_attn::_varlen_attn"), (0.1, "aten::_flash_attention_forward")]
 )
 @pytest.mark.parametrize("causal", [True, False])
-def test_torchs_kernel_takes_rows_of_documents_with_dropout_and_without(dropout: float, operator: str, causal: bool):
+@pytest.mark.parametrize("reach", [None, 2])
+def test_torchs_kernel_takes_rows_of_documents_with_dropout_and_without(
+    dropout: float, operator: str, causal: bool, reach: int | None
+):
     """Shapes alone, on no device; what is computed needs a GPU."""
     qkv = torch.randn(3, 2, 7, 3, 8, device="meta", dtype=torch.bfloat16, requires_grad=True)
-    documents = Documents(POSITIONS.to("meta"), torch.empty(6, dtype=torch.int32, device="meta"))
+    documents = Documents(POSITIONS.to("meta"), torch.empty(6, dtype=torch.int32, device="meta"), reach=reach)
     with Called() as called:
         output = BACKENDS["varlen"].attend(*qkv, documents, dropout, causal=causal)
         (gradient,) = torch.autograd.grad(output.sum(), qkv)
@@ -133,6 +160,11 @@ def test_torchs_kernel_takes_rows_of_documents_with_dropout_and_without(dropout:
     assert all(x is documents.cu_seqlens for x in given[3:5])
     assert given[5:7] == (7, 7)
     assert not dropout or given[7:9] == (dropout, causal)
+    left, right = -1 if reach is None else reach, 0 if causal else (-1 if reach is None else reach)
+    if dropout and reach is not None:
+        assert called.named[operator] == {"window_size_left": left, "window_size_right": right}
+    if not dropout:
+        assert given[9] == [left, right]
 
 
 def test_torchs_kernel_is_asked_for_shared_keys_only_where_there_are_some_and_it_knows_them(monkeypatch) -> None:

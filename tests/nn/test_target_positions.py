@@ -25,6 +25,12 @@ def test_spread_and_gather_are_inverse_and_rows_keep_their_targets(most: int | N
     assert torch.equal(targets.gather(spread), taken)
 
 
+def test_what_is_the_same_in_all_rows_is_taken_by_the_place_in_the_row() -> None:
+    x_1TD = torch.randn(1, 5, 2)
+    targets = TargetPositions(INDEX, 3, 5)
+    assert torch.equal(targets.take(x_1TD), targets.take(x_1TD.expand(3, 5, 2)))
+
+
 def test_a_mask_has_the_lines_of_the_targets_and_unused_slots_see_everything() -> None:
     mask_BTT = torch.rand(3, 5, 5, generator=torch.Generator().manual_seed(0)) > 0.5
     mask_BTT |= torch.eye(5, dtype=torch.bool)
