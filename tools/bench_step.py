@@ -30,7 +30,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megahead.config import NAMED_SIZES, RunConfig, config_from_dict, load_config
+from megahead.config import NAMED_SIZES, ModelConfig, RunConfig, config_from_dict, load_config
 from megahead.corpus import IndexedDataset
 from megahead.errors import FieldError, run_command
 from megahead.report import to_json
@@ -104,7 +104,7 @@ def _config(arguments: argparse.Namespace) -> RunConfig:
                 )
         return load_config(arguments.config, overrides)
     size, length, rows = arguments.preset, arguments.sequence_length or 512, arguments.micro_batch or 8
-    encoder = NAMED_SIZES[size].get("family") == "bert"
+    encoder = ModelConfig(size=size, vocab_size=2).is_encoder()
     vocabulary = BERT_VOCABULARY.get(size, 30522) if encoder else PYTHIA_VOCABULARY
     return config_from_dict(
         {

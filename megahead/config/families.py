@@ -31,6 +31,10 @@ def _qwen3(num_layers: int, hidden_size: int, num_heads: int, mlp: int) -> dict[
     return _llama(num_layers, hidden_size, num_heads, mlp, **heads, **_qwen(40_960))
 
 
+def _modernbert(num_layers: int, hidden_size: int, num_heads: int, mlp: int) -> dict[str, Any]:
+    return {"family": "modernbert", **_size(num_layers, hidden_size, num_heads), "intermediate_size": mlp}
+
+
 NAMED_SIZES: dict[str, dict[str, Any]] = {
     "pythia-14m": _size(6, 128, 4),
     "pythia-31m": _size(6, 256, 8),
@@ -59,6 +63,9 @@ NAMED_SIZES: dict[str, dict[str, Any]] = {
     "bert-mini": _encoder(4, 256, 4),
     "bert-tiny": _encoder(2, 128, 2),
     "distilbert-multilingual": _encoder(6, 768, 12, token_types=0),
+    "modernbert-15m": _modernbert(7, 288, 6, 576),
+    "modernbert-base": _modernbert(22, 768, 12, 1152),
+    "modernbert-large": _modernbert(28, 1024, 16, 2624),
 }
 
 DEFAULTS: dict[str, dict[str, Any]] = {
@@ -81,21 +88,42 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "attention_dropout": 0.1,
         "init": "normal",
     },
+    "modernbert": {
+        "max_positions": 8192,
+        "rotary_pct": 1.0,
+        "rotary_base": 160_000.0,
+        "global_every": 3,
+        "parallel_residual": False,
+        "activation": "gelu",
+        "attention_bias": "none",
+        "mlp_bias": False,
+        "transform_bias": False,
+        "init": "megatron",
+    },
 }
 """Defaults of a family that differ from Pythia's."""
 
-_OF_LLAMA_ALONE = {
-    "num_key_heads": None,
-    "head_dim": None,
-    "qk_norm": False,
-    "attention_bias": "all",
-    "mlp_bias": True,
-    "rotary_scaling": None,
-}
+_ONE_KIND_OF_HEADS = {"num_key_heads": None, "head_dim": None, "qk_norm": False, "rotary_scaling": None}
+_ALL_BIASES = {"attention_bias": "all", "mlp_bias": True}
+_OF_MODERNBERT_ALONE = {"global_every": 1, "local_window": 128, "local_rotary_base": 10000.0, "transform_bias": True}
 
 FIXED: dict[str, dict[str, Any]] = {
-    "gpt_neox": {"token_types": 0, **_OF_LLAMA_ALONE},
-    "llama": {"token_types": 0, "rotary_pct": 1.0, "parallel_residual": False},
-    "bert": {"rotary_pct": 0.0, "parallel_residual": False, **_OF_LLAMA_ALONE},
+    "gpt_neox": {"token_types": 0, **_ONE_KIND_OF_HEADS, **_ALL_BIASES, **_OF_MODERNBERT_ALONE},
+    "llama": {"token_types": 0, "rotary_pct": 1.0, "parallel_residual": False, **_OF_MODERNBERT_ALONE},
+    "bert": {
+        "rotary_pct": 0.0,
+        "parallel_residual": False,
+        **_ONE_KIND_OF_HEADS,
+        **_ALL_BIASES,
+        **_OF_MODERNBERT_ALONE,
+    },
+    "modernbert": {
+        "token_types": 0,
+        "rotary_pct": 1.0,
+        "parallel_residual": False,
+        "attention_bias": "none",
+        "mlp_bias": False,
+        **_ONE_KIND_OF_HEADS,
+    },
 }
 """Settings that belong to other families, and the values that they must keep in this one."""

@@ -13,14 +13,16 @@ from megahead.errors import ConfigError
 
 
 class ModelConfig(Settings):
-    """A decoder (GPT-NeoX, Pythia's architecture; Llama) or an encoder (BERT): tokens to hidden states, no head."""
+    """A decoder (GPT-NeoX, Pythia's architecture; Llama) or an encoder (BERT; ModernBERT): tokens to hidden states,
+    no head."""
 
-    family: Literal["gpt_neox", "llama", "bert"] = "gpt_neox"
+    family: Literal["gpt_neox", "llama", "bert", "modernbert"] = "gpt_neox"
     """The architecture. `llama` is also Qwen 2 and 3 and Mistral; it has other defaults (rotary positions on whole
-    heads, SwiGLU, no biases), and so has `bert` (BERT's own: 512 positions, dropout 0.1, erf GELU, eps 1e-12)."""
+    heads, SwiGLU, no biases), and so have `bert` (BERT's own: 512 positions, dropout 0.1, erf GELU, eps 1e-12) and
+    `modernbert` (8,192 rotary positions, GeGLU, local attention, no biases)."""
 
     size: str | None = None
-    """A named size such as `pythia-70m`, `llama-60m` or `bert-base`; it fills family and shape unless given."""
+    """A named size such as `pythia-70m`, `llama-60m` or `modernbert-base`; it fills family and shape unless given."""
 
     num_layers: int = Field(gt=0, le=10_000)
     """Transformer blocks."""
@@ -45,7 +47,8 @@ class ModelConfig(Settings):
     """llama: which projections of attention have a bias; `qkv`: those of queries, keys and values (Qwen 2)."""
 
     intermediate_size: int | None = Field(default=None, gt=0, le=2**24)
-    """Width of the MLP; when left out 4 x hidden_size, in a llama 8/3 x hidden_size, rounded up to a multiple of 64."""
+    """Width of the MLP; when left out 4 x hidden_size, with a gate (llama, modernbert) 8/3 x hidden_size, rounded up to
+    a multiple of 64."""
 
     mlp_bias: bool = True
     """llama: whether the MLP's projections have a bias."""
@@ -66,10 +69,22 @@ class ModelConfig(Settings):
     """gpt_neox: share of each head's dimensions that is rotated by position."""
 
     rotary_base: float = Field(default=10000.0, gt=0)
-    """Base of the rotary frequencies."""
+    """Base of the rotary frequencies; in a modernbert of its global layers."""
 
     rotary_scaling: RotaryScalingConfig | None = None
     """llama: slows rotary frequencies down; none when left out."""
+
+    global_every: int = Field(default=1, gt=0)
+    """modernbert: each this many layers, from the first on, a layer sees whole documents; the others are local."""
+
+    local_window: int = Field(default=128, ge=2, multiple_of=2)
+    """modernbert: tokens around each that a local layer sees, an even number: half of them lie to each side."""
+
+    local_rotary_base: float = Field(default=10000.0, gt=0)
+    """modernbert: base of the rotary frequencies of local layers."""
+
+    transform_bias: bool = True
+    """modernbert: whether the dense layer before a vanilla head has a bias."""
 
     parallel_residual: bool = True
     """x + attention(norm1 x) + mlp(norm2 x) in one go (Pythia), or one after the other."""
@@ -87,11 +102,12 @@ class ModelConfig(Settings):
     attention_dropout: float = Field(default=0.0, ge=0, lt=1)
     """Dropout of attention weights."""
 
-    init: Literal["pythia", "normal"] = "pythia"
-    """`pythia`: small-init, with wang-init for output projections; `normal`: init_std everywhere."""
+    init: Literal["pythia", "normal", "megatron"] = "pythia"
+    """`pythia`: small-init, with wang-init for output projections; `normal`: init_std everywhere; `megatron`: so, but
+    output projections 1 / sqrt(2 L) of it, L the number of layers."""
 
     init_std: float = Field(default=0.02, gt=0)
-    """Standard deviation of `init: normal`."""
+    """Standard deviation of `init: normal` and `megatron`."""
 
     @model_validator(mode="before")
     @classmethod
@@ -145,7 +161,7 @@ class ModelConfig(Settings):
 
     def is_encoder(self) -> bool:
         """Whether each token sees both sides, and learns by masking."""
-        return self.family == "bert"
+        return self.family in ("bert", "modernbert")
 
     def head_size(self) -> int:
         """Dimensions of one attention head."""
@@ -157,11 +173,27 @@ class ModelConfig(Settings):
 
     def has_gated_mlp(self) -> bool:
         """Whether the MLP has a third matrix, of the gate."""
-        return self.family == "llama"
+        return self.family in ("llama", "modernbert")
+
+    def has_norm_bias(self) -> bool:
+        """Whether norms have a bias beside their weight."""
+        return self.family in ("gpt_neox", "bert")
 
     def has_rms_norm(self) -> bool:
-        """Whether norms are RMS norms, which have no bias."""
+        """Whether norms are RMS norms, which take no mean off."""
         return self.family == "llama"
+
+    def has_learned_positions(self) -> bool:
+        """Whether there is a vector for each position."""
+        return self.family == "bert"
+
+    def is_local(self, layer: int) -> bool:
+        """Whether tokens of this layer see what is near them alone."""
+        return layer % self.global_every != 0
+
+    def local_layers(self) -> int:
+        """How many layers are local."""
+        return sum(self.is_local(layer) for layer in range(self.num_layers))
 
     def rotary_dims(self) -> int:
         """Dimensions of a head that are rotated."""

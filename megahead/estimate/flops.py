@@ -23,7 +23,8 @@ class FlopsPerToken:
     """Matrices of the blocks: 3 * 2 L (4 D^2 + 2 D F), or what a Llama's have."""
 
     attention: float
-    """Scores and weighted sums: 3 * 4 L A * context, where context is the mean number of tokens that a token sees."""
+    """Scores and weighted sums: 3 * 4 L A * context, where context is the mean number of tokens that a token sees; in
+    local layers fewer."""
 
     head: float
     """Scores of the candidates: 3 * 2 D U."""
@@ -43,9 +44,10 @@ def training_flops(
     """Operations per token of training on rows of `sequence_length` tokens.
 
     `candidate_rows`: for a vanilla softmax the padded vocabulary, for a headless one the unique targets of a group.
-    `context`: mean number of tokens that a token sees, itself included; when left out that of rows with one document:
-    (T + 1) / 2 for causal attention, T for an encoder (isolated documents see less). `targets`: of a row, all T when
-    left out; for other tokens an encoder's last block computes only keys and values. Its transform is not counted.
+    `context`: mean number of tokens that a token of a global layer sees, itself included; when left out that of rows
+    with one document: (T + 1) / 2 for causal attention, T for an encoder (isolated documents see less). `targets`: of a
+    row, all T when left out; for other tokens an encoder's last block computes only keys and values. Its transform is
+    not counted.
     """
     hidden, layers = config.hidden_size, config.num_layers
     attention, mlp = attention_matrices(config), mlp_matrices(config)
@@ -54,8 +56,16 @@ def training_flops(
     share = 1.0 if targets is None else targets / sequence_length
     saved = (1 - share) if config.is_encoder() else 0.0
     matrices = layers * (attention + mlp) - saved * (attention / 2 + mlp)
+    near = min(context, _seen_within(config.local_window // 2, sequence_length))
+    seen = [near if config.is_local(layer) else context for layer in range(layers)]
     return FlopsPerToken(
         body=3 * 2 * matrices,
-        attention=3 * 4 * (layers - saved) * config.num_heads * config.head_size() * context,
+        attention=3 * 4 * (sum(seen) - saved * seen[-1]) * config.num_heads * config.head_size(),
         head=3 * 2 * hidden * candidate_rows * share,
     )
+
+
+def _seen_within(reach: int, tokens: int) -> float:
+    """Mean number of tokens that one of a document of `tokens` sees within `reach` to each side, itself included."""
+    reach = min(reach, tokens - 1)
+    return 1 + 2 * reach - reach * (reach + 1) / tokens

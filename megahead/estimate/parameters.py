@@ -20,11 +20,12 @@ class ParameterCounts:
 
     body: int
     """Blocks and final norm: Pythia's "non-embedding parameters", L (4 D^2 + 2 D F + F + 9 D) + 2 D; in a Llama
-    L (2 D A + 2 D K + 3 D F + 2 D) + D. In an encoder the embedding's norm, positions and types instead of the final
-    norm."""
+    L (2 D A + 2 D K + 3 D F + 2 D) + D. In a BERT the embedding's norm, positions and types instead of the final norm;
+    in a ModernBERT the embedding's norm instead of the first block's."""
 
     head: int
-    """V D for an untied vanilla head; D^2 + 3 D + V for an encoder's transform and bias; else 0."""
+    """V D for an untied vanilla head; for a transform and bias D^2 + 3 D + V in a BERT, D^2 + D + V in a ModernBERT;
+    else 0."""
 
     @property
     def total(self) -> int:
@@ -32,14 +33,14 @@ class ParameterCounts:
 
 
 def count_parameters(config: ModelConfig, *, untied_head: bool = False, mask_head: bool = False) -> ParameterCounts:
-    """Parameters of `config`'s backbone, and of an output matrix (`untied_head`) and BERT's transform (`mask_head`)."""
+    """Parameters of `config`'s backbone, an output matrix (`untied_head`) and an encoder's transform (`mask_head`)."""
     hidden, norm = config.hidden_size, norm_parameters(config)
     table = config.padded_vocab_size() * hidden
     blocks = attention_matrices(config) + mlp_matrices(config) + block_biases(config) + 2 * norm
     body = config.num_layers * blocks + norm
-    if config.is_encoder():
+    if config.has_learned_positions():
         body += (config.max_positions + config.token_types) * hidden
-    transform = hidden**2 + hidden + norm + config.padded_vocab_size()
+    transform = hidden**2 + hidden * config.transform_bias + norm + config.padded_vocab_size()
     head = (table if untied_head else 0) + (transform if mask_head else 0)
     return ParameterCounts(embedding=table, body=body, head=head)
 
@@ -55,8 +56,8 @@ def mlp_matrices(config: ModelConfig) -> int:
 
 
 def norm_parameters(config: ModelConfig) -> int:
-    """Of a norm over D features: a weight, and a bias in layer norms."""
-    return config.hidden_size * (1 if config.has_rms_norm() else 2)
+    """Of a norm over D features: a weight, and mostly a bias."""
+    return config.hidden_size * (2 if config.has_norm_bias() else 1)
 
 
 def block_biases(config: ModelConfig) -> int:

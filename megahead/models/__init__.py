@@ -6,6 +6,7 @@ from megahead.models.compilation import CompiledBlocks
 from megahead.models.gpt_neox import GPTNeoX
 from megahead.models.initialize import initial_value
 from megahead.models.llama import Llama
+from megahead.models.modernbert import ModernBert
 from megahead.models.registry import SHARDING, build_backbone
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "CompiledBlocks",
     "GPTNeoX",
     "Llama",
+    "ModernBert",
     "build_backbone",
     "initial_value",
 ]

@@ -2,6 +2,7 @@
 
 Pythia: normal weights with std sqrt(2 / (5 D)) ("small init", Nguyen & Salazar 2019, arXiv 1910.05895), and
 2 / (L sqrt(D)) where a sublayer writes to the residual stream (GPT-J's "wang init"); biases 0, norms 1.
+Megatron (Shoeybi et al. 2019, arXiv 1909.08053): one std, and 1 / sqrt(2 L) of it where a sublayer writes there.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ def initial_value(name: str, shape: Sequence[int], seed: int, config: ModelConfi
 def _std(name: str, config: ModelConfig) -> float:
     if config.init == "normal":
         return config.init_std
+    if config.init == "megatron":
+        return config.init_std / (math.sqrt(2 * config.num_layers) if name.endswith(_WRITES_TO_RESIDUAL) else 1)
     if name.endswith(_WRITES_TO_RESIDUAL):
         return 2 / (config.num_layers * math.sqrt(config.hidden_size))
     return math.sqrt(2 / (5 * config.hidden_size))

@@ -5,19 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from megahead.config import ModelConfig
-from megahead.models import bert, gpt_neox, llama
+from megahead.models import bert, gpt_neox, llama, modernbert
 from megahead.models.backbone import Backbone
 
 _BACKBONES: dict[str, Callable[[ModelConfig], Backbone]] = {
     "gpt_neox": gpt_neox.GPTNeoX,
     "llama": llama.Llama,
     "bert": bert.Bert,
+    "modernbert": modernbert.ModernBert,
 }
 
 SHARDING: dict[str, dict[str, str]] = {
     "gpt_neox": gpt_neox.SHARDING,
     "llama": llama.SHARDING,
     "bert": bert.SHARDING,
+    "modernbert": modernbert.SHARDING,
 }
 """Per family: pattern of module names (`*` is one layer's number) -> how it splits, in words of `parallel`."""
 

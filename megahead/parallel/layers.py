@@ -145,7 +145,8 @@ def _split_heads(full: HeadsLinear, group: Group) -> nn.Module:
     return ColumnParallelLinear(full, group) if full.heads % group.size == 0 else SharedHeadsLinear(full, group)
 
 
-def _unchanged(layer: nn.Module, _: Group) -> nn.Module:
+def unchanged(layer: nn.Module, _: Group) -> nn.Module:
+    """The twin of a layer that does nothing."""
     return layer
 
 
@@ -154,7 +155,7 @@ Twins = Mapping[str, Mapping[type[nn.Module], Callable[..., nn.Module]]]
 TWINS: Twins = {
     "column": {nn.Linear: ColumnParallelLinear},
     "key_heads": {HeadsLinear: _split_heads},
-    "head_norm": {RMSNorm: SharedRMSNorm, nn.Identity: _unchanged},  # where a model has them
+    "head_norm": {RMSNorm: SharedRMSNorm, nn.Identity: unchanged},  # where a model has them
     "row": {nn.Linear: RowParallelLinear},
     "vocabulary": {nn.Embedding: VocabularyParallelEmbedding},
 }

@@ -24,6 +24,7 @@ from megahead.parallel.layers import (
     SharedHeadsLinear,
     SharedRMSNorm,
     Twins,
+    unchanged,
 )
 
 
@@ -68,9 +69,10 @@ class SequenceLayerNorm(nn.Module):
         self.weight, self.bias = full.weight, full.bias
 
     def forward(self, x_BtD: Tensor) -> Tensor:
-        """[B, t, D]; an all-reduce of [2, D] backward."""
-        weight, bias = copy_to_group(torch.stack([self.weight, self.bias]), self.group)
-        return F.layer_norm(x_BtD, self.normalized_shape, weight, bias, self.eps)
+        """[B, t, D]; an all-reduce of [2, D] backward, or of [1, D] without a bias."""
+        own = (self.weight,) if self.bias is None else (self.weight, self.bias)
+        weight, *bias = copy_to_group(torch.stack(own), self.group)
+        return F.layer_norm(x_BtD, self.normalized_shape, weight, bias[0] if bias else None, self.eps)
 
 
 def _split_heads(full: HeadsLinear, group: Group) -> nn.Module:
@@ -82,7 +84,7 @@ SEQUENCE_TWINS: Twins = {
     "column": {nn.Linear: SequenceColumnLinear},
     "key_heads": {HeadsLinear: _split_heads},
     "row": {nn.Linear: SequenceRowLinear},
-    "norm": {nn.LayerNorm: SequenceLayerNorm, RMSNorm: SharedRMSNorm},
+    "norm": {nn.LayerNorm: SequenceLayerNorm, RMSNorm: SharedRMSNorm, nn.Identity: unchanged},
 }
 """The same as `TWINS`, if tokens are split too."""
 

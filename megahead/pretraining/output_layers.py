@@ -1,4 +1,4 @@
-"""What a vanilla objective trains beside the backbone: an output matrix, and for an encoder BERT's transform.
+"""What a vanilla objective trains beside the backbone: an output matrix, and for an encoder a transform before it.
 
 V padded vocabulary, D features, N targets.
 
@@ -24,7 +24,7 @@ class OutputEmbedding(nn.Module):
 
 
 class MaskHead(nn.Module):
-    """What BERT does to an output before it meets the output matrix, and the bias of each token.
+    """What an encoder does to an output before it meets the output matrix, and the bias of each token.
 
     scores = norm(gelu(dense h)) . e_v + bias_v. A headless encoder has neither.
     """
@@ -32,8 +32,8 @@ class MaskHead(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.approximate = "tanh" if config.activation == "gelu_tanh" else "none"
-        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
-        self.norm = nn.LayerNorm(config.hidden_size, eps=config.norm_eps)
+        self.dense = nn.Linear(config.hidden_size, config.hidden_size, config.transform_bias)
+        self.norm = nn.LayerNorm(config.hidden_size, eps=config.norm_eps, bias=config.has_norm_bias())
         self.bias = nn.Parameter(torch.empty(config.padded_vocab_size()))
 
     def forward(self, outputs_ND: Tensor) -> Tensor:

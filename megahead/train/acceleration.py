@@ -22,7 +22,8 @@ def accelerate_(
     ConfigError for an attention backend that does not work on this device.
     """
     model, engine = config.model, config.engine
-    spec = AttentionSpec(device, _TYPES[engine.precision], model.head_size(), model.attention_dropout)
+    local, precision = model.local_layers() > 0, _TYPES[engine.precision]
+    spec = AttentionSpec(device, precision, model.head_size(), model.attention_dropout, local)
     backend = choose_backend(engine.attention, spec)
     backbone.recompute_blocks = engine.activation_checkpointing
     backbone.use_attention(backend.attend)

@@ -61,6 +61,35 @@ def test_an_encoder_is_counted_with_its_last_block_at_the_targets():
     assert counter.get_total_flops() == pytest.approx(20 * estimate.total)
 
 
+MODERNBERT: dict[str, Any] = {
+    **{"family": "modernbert", "num_layers": 4, "hidden_size": 48, "num_heads": 3, "intermediate_size": 100},
+    **{"vocab_size": 61, "local_window": 4},
+}
+
+
+@pytest.mark.parametrize("targets", [None, 3])
+def test_global_layers_alone_are_counted_as_torch_counts_them(targets: int | None) -> None:
+    config = ModelConfig(**MODERNBERT, global_every=1)
+    rows, at = torch.randn(2, 10, 48, requires_grad=True), torch.tensor([1, 4, 7, 12, 15, 19])
+    backbone, documents = build_backbone(config), Documents.whole_rows(2, 10)
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        some = TargetPositions(at, 2, 10, max_per_row=3)
+        hidden = backbone.encode(rows, documents) if targets is None else backbone.encode_at(rows, documents, some)
+        hidden.sum().backward()
+    assert counter.get_total_flops() == pytest.approx(20 * training_flops(config, 10, 0, targets=targets).total)
+
+
+@pytest.mark.parametrize("window", [2, 4, 18, 100])
+@pytest.mark.parametrize("length", [1, 3, 10])
+def test_local_layers_are_counted_by_what_their_tokens_see(window: int, length: int) -> None:
+    """Of four layers the second and the third are local."""
+    config = ModelConfig(**MODERNBERT | {"local_window": window})
+    seen = Documents.whole_rows(1, length).within(window // 2).mask_BTT.sum() / length
+    attention = training_flops(config, length, 0).attention
+    assert attention == pytest.approx(3 * 4 * 48 * (2 * length + 2 * float(seen)))
+    assert training_flops(config, length, 0, context=1.0).attention == pytest.approx(3 * 4 * 48 * 4)
+
+
 def test_a_whole_row_shows_each_token_half_of_it():
     causal, full = training_flops(CONFIG, 9, 64), training_flops(CONFIG, 9, 64, context=9)
     assert causal.attention == pytest.approx(full.attention * 5 / 9)

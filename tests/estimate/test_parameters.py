@@ -24,9 +24,12 @@ def test_counts_equal_the_model(config):
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_an_encoders_transform_is_counted(tied):
+@pytest.mark.parametrize(
+    "model", [{"family": "bert"}, {"family": "modernbert"}, {"family": "modernbert", "transform_bias": True}], ids=str
+)
+def test_an_encoders_transform_is_counted(tied, model):
     config = small_config(
-        model={"family": "bert", "max_positions": 32},
+        model={**model, "max_positions": 32},
         masking={"mask_token": 3, "cls_token": 1, "sep_token": 2},
         objective={"name": "vanilla", "tied": tied},
     )

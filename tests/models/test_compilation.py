@@ -31,6 +31,7 @@ def _afresh() -> Iterator[None]:
 
 def tiny(family: str = "gpt_neox", dropout: float = 0.0) -> Backbone:
     shape = {"num_layers": 4, "hidden_size": 32, "num_heads": 2, "vocab_size": 50}
+    shape |= {"local_window": 8} if family == "modernbert" else {}
     config = ModelConfig(family=family, **shape, hidden_dropout=dropout, attention_dropout=dropout)
     backbone = initialized_backbone(config, 1)
     return backbone
@@ -70,6 +71,21 @@ def test_one_graph_serves_all_layers_and_computes_the_same(family: str, dropout:
     assert counting.graphs == 1
 
 
+def test_more_global_and_local_layers_need_no_more_graphs() -> None:
+    graphs = []
+    for layers in (6, 9):
+        torch._dynamo.reset()
+        shape = {"num_layers": layers, "hidden_size": 32, "num_heads": 2, "vocab_size": 50, "local_window": 4}
+        backbone, counting = initialized_backbone(ModelConfig(family="modernbert", **shape), 1), Counting()
+        backbone.use_attention(BACKENDS["sdpa"].attend)
+        expected = trained(backbone, POSITIONS)
+        backbone.compiled = CompiledBlocks(backend=counting, fullgraph=True)
+        for found, tensor in zip(trained(backbone, POSITIONS), expected, strict=True):
+            torch.testing.assert_close(found, tensor)
+        graphs.append(counting.graphs)
+    assert graphs[0] == graphs[1]
+
+
 def test_documents_of_other_lengths_are_not_compiled_for() -> None:
     backbone, counting = tiny(), Counting()
     expected = [trained(backbone, POSITIONS), trained(backbone, POSITIONS.flip(0))]
@@ -83,9 +99,11 @@ def test_documents_of_other_lengths_are_not_compiled_for() -> None:
     assert counting.graphs == graphs
 
 
-@pytest.mark.parametrize("family", ["gpt_neox", "bert"])
+@pytest.mark.parametrize(("family", "graphs"), [("gpt_neox", 1), ("bert", 1), ("modernbert", 3)])
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
-def test_a_kernel_for_documents_is_part_of_the_one_graph_however_many_they_are(family: str, dropout: float) -> None:
+def test_a_kernel_for_documents_is_part_of_the_graph_however_many_they_are(
+    family: str, graphs: int, dropout: float
+) -> None:
     """As on a GPU, on no device: shapes alone. Two batches, of 2 and of 3 documents, their boundaries padded."""
     backbone, counting = tiny(family, dropout).to("meta"), Counting()
     backbone.use_attention(BACKENDS["varlen"].attend)
@@ -94,7 +112,7 @@ def test_a_kernel_for_documents_is_part_of_the_one_graph_however_many_they_are(f
         documents = Documents(positions.to("meta"), Documents(positions).padded_cu_seqlens(8).to("meta"))
         hidden = backbone(IDS.to("meta"), documents)
         hidden.sum().backward()
-    assert counting.graphs == 1
+    assert counting.graphs == graphs
     assert not backbone.compiled.obstacle
 
 

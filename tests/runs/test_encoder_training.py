@@ -15,7 +15,8 @@ from megahead.distributed import Group, Launch
 from megahead.report.metrics import read_metrics
 from megahead.train import describe_run, pretrain
 from support.on_ranks import on_ranks
-from support.small_run import small_config, write_text
+from support.plain_course import initial
+from support.small_run import same_tensors, small_config, write_text
 
 OBJECTIVES = {"headless": {}, "vanilla": {"name": "vanilla", "tied": True}}
 
@@ -86,6 +87,56 @@ def test_every_mesh_and_stage_takes_the_same_course(
     one, two = (read_metrics(tmp_path / folder) for folder in ("alone", "run"))
     assert [r["loss"] for r in two.training] == pytest.approx([r["loss"] for r in one.training], abs=1e-5)
     assert two.validation[-1]["loss"] == pytest.approx(one.validation[-1]["loss"], abs=1e-5)
+
+
+MODERNBERT = {
+    "model": {"family": "modernbert", "num_layers": 4, "hidden_size": 32, "num_heads": 4, "vocab_size": 63}
+    | {"vocab_multiple": 64, "max_positions": 32, "local_window": 6, "intermediate_size": 64}
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "number", "tensor", "data", "ways"),
+    [
+        ("headless", 0, 2, 1, {"parallel.sequence": True}),
+        ("headless", 2, 2, 2, {"engine.activation_checkpointing": "selective"}),
+        ("headless", 3, 2, 2, {"parallel.sequence": True, "engine.activation_checkpointing": True}),
+        ("vanilla", 1, 1, 2, {"engine.attention": "sdpa"}),
+        ("vanilla", 3, 2, 1, {"parallel.sequence": True}),
+        ("headless", 1, 1, 2, {"engine.embedding": "rows"}),
+    ],
+    ids=str,
+)
+def test_a_modernbert_takes_the_same_course_on_every_mesh_and_by_every_way(
+    tmp_path: Path, name: str, number: int, tensor: int, data: int, ways: dict[str, Any]
+) -> None:
+    write_text(tmp_path)
+    on_ranks(1, run, encoder_config(tmp_path, OBJECTIVES[name], MODERNBERT | {"output_dir": str(tmp_path / "alone")}))
+    zero = {"engine.deepspeed": {"zero_optimization": {"stage": number, "stage3_param_persistence_threshold": 0}}}
+    meshed = encoder_config(tmp_path, OBJECTIVES[name], MODERNBERT | {"parallel.tensor": tensor} | zero | ways)
+    on_ranks(tensor * data, run, meshed)
+    one, two = (read_metrics(tmp_path / folder) for folder in ("alone", "run"))
+    assert [r["loss"] for r in two.training] == pytest.approx([r["loss"] for r in one.training], abs=1e-5)
+    assert two.validation[-1]["loss"] == pytest.approx(one.validation[-1]["loss"], abs=1e-5)
+    before, after = (initial(meshed), open_checkpoint(tmp_path / "alone"))
+    way = {key: after.read(key) - weight for key, weight in before.items()}
+    for key in way:
+        apart = open_checkpoint(tmp_path / "run").read(key) - after.read(key)
+        assert float(apart.norm()) < 1e-3 * max(float(way[key].norm()), 1e-2), key
+
+
+def test_a_modernbert_learns_and_resumes_bitwise(tmp_path: Path) -> None:
+    write_text(tmp_path)
+    changes = {"training.steps": 30, "training.evaluate_every": 5, "training.checkpoint_every": 15}
+    changes |= {"batch.global_size": 16, "batch.micro_size": 16, "optimizer.learning_rate": 1e-2}
+    changes |= MODERNBERT | {"training.evaluate_samples": 200}
+    whole = encoder_config(tmp_path, {}, changes | {"output_dir": str(tmp_path / "whole")})
+    on_ranks(1, run, whole)
+    first, *_, last = read_metrics(tmp_path / "whole").validation
+    assert last["perplexity"] < first["perplexity"]
+    on_ranks(1, run, encoder_config(tmp_path, {}, changes), str(tmp_path / "whole/checkpoints/step-00000015"))
+    assert same_tensors(tmp_path / "run", tmp_path / "whole")
+    AutoModelForMaskedLM.from_pretrained(hf_folder(tmp_path / "run"))
 
 
 def test_what_a_run_will_do_is_told_in_targets(tmp_path: Path) -> None:

@@ -15,6 +15,9 @@ VARIANTS = {
     "in the background": stage(1) | {"training.save_in_background": True},
     "with offload": offloaded(2),
     "in rows": stage(1) | {"engine.embedding": "rows", "training.save_in_background": True},
+    "a modernbert": stage(1)
+    | {"model.family": "modernbert", "model.num_layers": 2, "model.local_window": 4, "model.hidden_dropout": 0.1}
+    | {"masking": {"mask_token": 57, "cls_token": 58, "sep_token": 59}},
     "a llama": stage(2) | {"model.family": "llama", "model.num_key_heads": 1, "model.qk_norm": True},
 }
 
