@@ -91,7 +91,7 @@ def _parser() -> argparse.ArgumentParser:
         type=existing,
         required=True,
         metavar="DIR",
-        help="folder of a GPT-NeoX, Llama, Mistral, Qwen 2 or 3, BERT or DistilBERT in safetensors",
+        help="folder of a GPT-NeoX, Llama, Mistral, Qwen 2 or 3, BERT, DistilBERT or ModernBERT in safetensors",
     )
     back.add_argument("--output", type=Path, required=True, metavar="DIR", help="new run folder")
     other = directions.add_parser("revocabulary", help="give a model another tokenizer")

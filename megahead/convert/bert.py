@@ -3,48 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from megahead.config import ModelConfig
+from megahead.convert.encoder_names import EncoderNames
 from megahead.convert.renames import Renames
 from megahead.errors import FieldError
 
 _EPS = 1e-12  # DistilBERT's, for which its settings have no key
 
 
-@dataclass(frozen=True)
-class Names:
-    """Parameter names of one kind of model: with a head, or alone and without `prefix`."""
-
-    prefix: str
-    """Begins the backbone's names in a model with a head."""
-
-    table: Renames
-    ignored: tuple[str, ...]
-    """Parts of names of what is no parameter of ours: poolers, buffers, the head's copy of a tied weight."""
-
-    heads: tuple[str, ...]
-    """What the head's names begin with."""
-
-    def ours(self, theirs: str) -> str | None:
-        """Our name of a stored tensor of theirs, in a model with a head or without; None for what we leave out.
-
-        Raises FieldError for a name that this kind of model does not have.
-        """
-        if any(part in theirs for part in self.ignored):
-            return None
-        name = theirs.replace(".gamma", ".weight").replace(".beta", ".bias")  # as TensorFlow called them
-        if not name.startswith((self.prefix, *self.heads)):
-            name = self.prefix + name
-        ours = self.table.ours(name)
-        if ours is None:
-            kind = self.prefix.removesuffix(".")
-            raise FieldError("model", f"hold tensors of a {kind} model only", got=f"one that has {theirs}")
-        return ours
-
-
-BERT = Names(
+BERT = EncoderNames(
+    kind="bert",
     prefix="bert.",
     table=Renames(
         {
@@ -70,7 +40,8 @@ BERT = Names(
     heads=("cls.",),
 )
 
-DISTILBERT = Names(
+DISTILBERT = EncoderNames(
+    kind="distilbert",
     prefix="distilbert.",
     table=Renames(
         {

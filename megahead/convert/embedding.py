@@ -22,7 +22,7 @@ def input_embedding(path: Path) -> tuple[Tensor, Path]:
     if find_checkpoint(path) is None:
         files = weight_files(path)
         family = family_named(read_settings(path))
-        found = next((item for item in files.items() if family.our_name(item[0]) == EMBEDDING), None)
+        found = next((item for item in files.items() if family.our_names(item[0]) == (EMBEDDING,)), None)
         if found is None:
             raise CheckpointError(f"`{path}` must hold an input embedding, but does not.")
         with safe_open(found[1], framework="pt") as file:

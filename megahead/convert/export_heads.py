@@ -23,8 +23,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megahead.config import HeadName
-from megahead.convert.mask_heads import PADDING_BIAS, identity_transform, trained_transform
+from megahead.config import HeadName, ModelConfig
+from megahead.convert.mask_heads import PADDING_BIAS, LastNorm, identity_transform, trained_transform
 from megahead.convert.source import EMBEDDING, HEAD, MASK_HEAD, TrainedModel
 from megahead.errors import CheckpointError, UserError
 
@@ -92,6 +92,11 @@ class Head:
         rows_vD = stored_vD if self.temperature == 1.0 else stored_vD.double() / self.temperature
         return rows_vD if self.folded is None else self.folded.fold(rows_vD, first)
 
+    def shape(self, model: ModelConfig) -> ModelConfig:
+        """`model` as what is exported has it: a transform that gives its input back needs a bias."""
+        biased = self.transform is not None and f"{MASK_HEAD}dense.bias" in self.transform
+        return model.model_copy(update={"transform_bias": model.transform_bias or biased})
+
     def norm_bias(self, stored_D: Tensor) -> Tensor:
         """[D]: the exported bias of the final norm."""
         return stored_D if self.folded is None else stored_D.double() + self.folded.delta_D
@@ -144,9 +149,13 @@ def _transform(name: HeadName, model: TrainedModel) -> dict[str, Tensor]:
     stored = {key: model.weight(key) for key in model.shapes if key.startswith(MASK_HEAD)}
     if stored:
         return trained_transform(stored, shape.vocab_size, model.temperature())
-    norm = f"backbone.blocks.{shape.num_layers - 1}.mlp_norm"
-    weight_D, shift_D = model.weight(f"{norm}.weight"), model.weight(f"{norm}.bias")
-    return identity_transform(weight_D, shift_D, _padded_bias(name, model), model.temperature())
+    last = [key.removesuffix(".weight") for key in model.shapes if key.endswith("norm.weight")][-1]
+    norm = LastNorm(
+        model.weight(f"{last}.weight"),
+        model.weight(f"{last}.bias") if shape.has_norm_bias() else None,
+        shape.norm_eps,
+    )
+    return identity_transform(norm, _padded_bias(name, model), model.temperature())
 
 
 def _folded(name: HeadName, model: TrainedModel) -> FoldedBias:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from os import PathLike
@@ -18,7 +18,7 @@ from megahead.config import HeadName
 from megahead.convert.card import model_card, write_encoder_tokenizer, write_tokenizer
 from megahead.convert.export_heads import Head, make_head
 from megahead.convert.families import Family, family_of, hf_config
-from megahead.convert.source import EMBEDDING, HEAD, MASK_HEAD, TEMPERATURE, TrainedModel
+from megahead.convert.source import BACKBONE, EMBEDDING, HEAD, TrainedModel
 from megahead.convert.stream import DTYPES, Streamed, write_shards
 from megahead.convert.verify import Parity, verify
 from megahead.errors import FieldError
@@ -56,9 +56,9 @@ def export(
 ) -> ExportReport:
     """Writes `output_dir` as transformers reads it: a `GPTNeoXForCausalLM`, or a `GPTNeoXModel` for the head `none`.
 
-    An encoder becomes a `BertForMaskedLM` or `BertModel`, and without token types a DistilBERT; a Llama becomes a
-    `LlamaForCausalLM`, `Qwen2ForCausalLM` or `Qwen3ForCausalLM`, and with a bias in its head the class of
-    `megahead/convert/ernie.py`.
+    An encoder becomes a `BertForMaskedLM` or `BertModel`, without token types a DistilBERT, or a
+    `ModernBertForMaskedLM`; a Llama becomes a `LlamaForCausalLM`, `Qwen2ForCausalLM` or `Qwen3ForCausalLM`, and with a
+    bias in its head the class of `megahead/convert/ernie.py`.
 
     checkpoint: a step folder, or a run (its newest). keep_padding: keep the rows that pad the vocabulary; so that they
     get no probability, a decoder's head is then stored separately from its embedding, with a bias folded in.
@@ -94,13 +94,13 @@ def fingerprint(model: TrainedModel) -> str:
 def _tensors(model: TrainedModel, head: Head, vocab_size: int) -> Iterator[Streamed]:
     """Every tensor of the export under its Hugging Face name, the head's last."""
     family = family_of(model.config.model, head_bias=head.bias_V is not None)
-    for name, shape in model.shapes.items():
-        if name in (HEAD, TEMPERATURE) or name.startswith(MASK_HEAD):  # the head's are last, the temperature in them
-            continue
-        theirs = _hf_name(family, name)
+    body = [name for name in model.shapes if name.startswith(BACKBONE)]  # the head's come last, the temperature in them
+    for theirs in dict.fromkeys(_hf_name(family, name) for name in body):
+        names = family.our_names(theirs)
+        rows, *columns = model.shapes[names[0]]
+        size = (vocab_size if names == (EMBEDDING,) else rows * len(names), *columns)
         exported = theirs.removeprefix(family.prefix) if head.matrix is None else theirs
-        size = (vocab_size, *shape[1:]) if name == EMBEDDING else tuple(shape)
-        yield Streamed(exported, size, partial(_backbone_pieces, model, head, family, name, size[0]))
+        yield Streamed(exported, size, partial(_backbone_pieces, model, head, family, names, size[0]))
     for name, width in family.zeros(model.config.model).items():
         yield Streamed(name, (width,), partial(_one_piece, torch.zeros(width)))
     for name, tensor in (head.transform or {}).items():
@@ -119,9 +119,13 @@ def _one_piece(tensor: Tensor) -> Iterator[Tensor]:
     yield tensor
 
 
-def _backbone_pieces(model: TrainedModel, head: Head, family: Family, name: str, rows: int) -> Iterator[Tensor]:
-    weight = family.as_stored(model.config.model, name, model.weight(name))
-    yield head.norm_bias(weight) if name == _NORM_BIAS else weight[:rows]
+def _backbone_pieces(
+    model: TrainedModel, head: Head, family: Family, names: Sequence[str], rows: int
+) -> Iterator[Tensor]:
+    """One after the other, what a stored tensor holds; of the embedding the first `rows`."""
+    for name in names:
+        weight = family.as_stored(model.config.model, name, model.weight(name))
+        yield head.norm_bias(weight) if name == _NORM_BIAS else weight[:rows]
 
 
 def _head_pieces(model: TrainedModel, head: Head, matrix: str, rows: int) -> Iterator[Tensor]:
@@ -143,14 +147,16 @@ def _write_settings(folder: Path, model: TrainedModel, head: Head, dtype: str, v
     family = family_of(config.model, head_bias=head.bias_V is not None)
     tokenizer = model.tokenizer()
     if config.masking is not None:
-        ids = {"pad_token_id": 0}
+        first, last = config.masking.cls_token, config.masking.sep_token
+        ids = {"pad_token_id": 0, "bos_token_id": first, "cls_token_id": first}
+        ids |= {"eos_token_id": last, "sep_token_id": last}
         ids |= {} if tokenizer is None else write_encoder_tokenizer(tokenizer, folder, config)
     else:
         ids = {"bos_token_id": end, "eos_token_id": end, "pad_token_id": end}
         ids |= {} if tokenizer is None else write_tokenizer(tokenizer, folder, config)
     architecture = family.backbone if head.matrix is None else family.with_head
     tied = head.is_embedding()
-    content = hf_config(family, config.model, vocab_size=vocab_size, architecture=architecture, tied=tied)
+    content = hf_config(family, head.shape(config.model), vocab_size=vocab_size, architecture=architecture, tied=tied)
     origin = {
         "run": config.name,
         "head": head.name,

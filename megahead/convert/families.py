@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from megahead.config import ModelConfig
-from megahead.convert import bert, ernie, gpt_neox, llama
+from megahead.convert import bert, ernie, gpt_neox, llama, modernbert
 from megahead.errors import FieldError
 
 
@@ -40,8 +40,9 @@ class Family:
     auto_with_head: str
     """The Auto class that loads it."""
 
-    our_name: Callable[[str], str | None]
-    """Our name of a stored tensor; None for what is no parameter of ours, FieldError for a stranger."""
+    our_names: Callable[[str], tuple[str, ...]]
+    """Our names of what a stored tensor holds, one below the other; none for what is no parameter of ours, FieldError
+    for a stranger."""
 
     their_name: Callable[[str], str | None]
     """Name of our parameter in a model with a head; None where there is none."""
@@ -72,7 +73,7 @@ def _llama(kind: str, title: str) -> Family:
         f"{title}Model",
         f"{title}ForCausalLM",
         "AutoModelForCausalLM",
-        llama.our_name,
+        llama.our_names,
         llama.RENAMES.theirs,
         llama.settings_of(kind),
         llama.llama_config,
@@ -86,7 +87,7 @@ _FAMILIES = {
         "GPTNeoXModel",
         "GPTNeoXForCausalLM",
         "AutoModelForCausalLM",
-        gpt_neox.our_name,
+        gpt_neox.our_names,
         gpt_neox.RENAMES.theirs,
         gpt_neox.model_settings,
         gpt_neox.gpt_neox_config,
@@ -118,6 +119,17 @@ _FAMILIES = {
         bert.distilbert_settings,
         bert.distilbert_config,
     ),
+    "modernbert": Family(
+        "ModernBERT",
+        modernbert.MODERNBERT.prefix,
+        "ModernBertModel",
+        "ModernBertForMaskedLM",
+        "AutoModelForMaskedLM",
+        modernbert.MODERNBERT.ours,
+        modernbert.MODERNBERT.table.theirs,
+        modernbert.modernbert_settings,
+        modernbert.modernbert_config,
+    ),
 }
 
 
@@ -127,7 +139,7 @@ _LLAMA_WITH_HEAD_BIAS = Family(
     "Ernie4_5_MoeModel",
     "Ernie4_5_MoeForCausalLM",
     "AutoModelForCausalLM",
-    llama.our_name,
+    llama.our_names,
     llama.RENAMES.theirs,
     llama.settings_of("llama"),
     ernie.ernie_config,
@@ -142,7 +154,7 @@ def family_of(model: ModelConfig, *, head_bias: bool = False) -> Family:
     and with a bias of its head an ERNIE."""
     if model.family == "llama":
         return _LLAMA_WITH_HEAD_BIAS if head_bias else _FAMILIES[llama.kind_of(model)]
-    return _FAMILIES["distilbert" if model.is_encoder() and not model.token_types else model.family]
+    return _FAMILIES["distilbert" if model.family == "bert" and not model.token_types else model.family]
 
 
 def family_named(content: Mapping[str, Any]) -> Family:

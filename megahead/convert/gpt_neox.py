@@ -30,18 +30,18 @@ _BUFFERS = (".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq")
 _ACTIVATIONS = {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh"}
 
 
-def our_name(theirs: str) -> str | None:
-    """Our name of a stored tensor of theirs, in a model with a head or without; None for what is no parameter.
+def our_names(theirs: str) -> tuple[str, ...]:
+    """Our name of a stored tensor of theirs, in a model with a head or without; none for what is no parameter.
 
     Raises FieldError for a name that GPT-NeoX does not have.
     """
     if theirs.endswith(_BUFFERS):
-        return None
+        return ()
     name = "embed_out.weight" if theirs == "lm_head.weight" else theirs
     if not name.startswith((BACKBONE_PREFIX, "embed_out.")):
         name = BACKBONE_PREFIX + name
     ours = RENAMES.ours(name)
-    if ours is None:
+    if not ours:
         raise FieldError("model", "hold tensors of a GPT-NeoX model only", got=f"one that has {theirs}")
     return ours
 

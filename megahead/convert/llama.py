@@ -66,15 +66,15 @@ _HF_ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_ta
 _UNTOLD = {"norm_eps": 1e-6, "max_positions": 2048}
 
 
-def our_name(theirs: str) -> str | None:
-    """Our name of a stored tensor of theirs, in a model with a head or without; None for what is no parameter.
+def our_names(theirs: str) -> tuple[str, ...]:
+    """Our name of a stored tensor of theirs, in a model with a head or without; none for what is no parameter.
 
     Raises FieldError for a name that Llama does not have.
     """
     if theirs.endswith(".rotary_emb.inv_freq"):  # stored by old versions
-        return None
+        return ()
     ours = RENAMES.ours(theirs if theirs.startswith((BACKBONE_PREFIX, "lm_head.")) else BACKBONE_PREFIX + theirs)
-    if ours is None:
+    if not ours:
         raise FieldError("model", "hold tensors of a Llama only", got=f"one that has {theirs}")
     return ours
 

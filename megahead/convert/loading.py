@@ -51,6 +51,8 @@ def load_backbone(folder: str | Path, dtype: torch.dtype = torch.float32, *, str
         return _load(BertModel, folder, dtype, {"add_pooling_layer": False})
     if kind == "distilbert":
         return _load(DistilBertModel, folder, dtype, {})
+    if kind == "modernbert":
+        return _load(AutoModel, folder, dtype, {})
     if kind in ("llama", "qwen2", "qwen3", "mistral"):
         return _load(AutoModel, folder, dtype, _offload(_LLAMA, stream_to))
     return _load(GPTNeoXModel, folder, dtype, _offload(_NEOX, stream_to))
@@ -60,7 +62,8 @@ def is_encoder(folder: Path) -> bool:
     """Whether the model in `folder` says that it is one that guesses masked tokens; False where nothing is said."""
     settings = _settings(folder)
     named = settings.get("architectures") or ()
-    return settings.get("model_type") in ("bert", "distilbert") or any(name.endswith("ForMaskedLM") for name in named)
+    kinds = ("bert", "distilbert", "modernbert")
+    return settings.get("model_type") in kinds or any(name.endswith("ForMaskedLM") for name in named)
 
 
 def load_masked(folder: Path, dtype: torch.dtype = torch.float32) -> Any:

@@ -22,6 +22,15 @@ _OF_NO_WEIGHT = ("size", "vocab_multiple", "max_positions", "hidden_dropout", "a
 
 
 @dataclass(frozen=True)
+class Place:
+    """Where a parameter of ours is stored: a tensor, or the part of one that holds several below each other."""
+
+    tensor: str
+    part: int
+    parts: int
+
+
+@dataclass(frozen=True)
 class PublishedModel:
     """An open folder; no weight is loaded until asked for."""
 
@@ -33,15 +42,16 @@ class PublishedModel:
     files: Mapping[str, Path]
     """Which file holds each stored tensor."""
 
-    stored: Mapping[str, str]
-    """Name in the folder of each of our parameters."""
+    stored: Mapping[str, Place]
+    """Of each of our parameters."""
 
     @staticmethod
     def open(folder: Path) -> PublishedModel:
         """UserError for a folder that is no model of a kind we have, in safetensors."""
         files, content = weight_files(folder), read_settings(folder)
         family = family_named(content)
-        stored = {ours: name for name in files if (ours := family.our_name(name)) is not None}
+        held = {name: family.our_names(name) for name in files}
+        stored = {one: Place(name, k, len(ours)) for name, ours in held.items() for k, one in enumerate(ours)}
         return PublishedModel(folder, content, family, files, stored)
 
     def settings(self) -> dict[str, Any]:
@@ -54,21 +64,22 @@ class PublishedModel:
 
     def is_tied(self) -> bool:
         """Whether outputs are scored against the input embedding."""
-        return bool(self.content.get("tie_word_embeddings", self.settings()["family"] == "bert"))
+        return bool(self.content.get("tie_word_embeddings", ModelConfig(**self.settings()).is_encoder()))
 
     def weight(self, name: str, shape: torch.Size) -> Tensor:
         """Our parameter `name` in fp32, rows of zeros where the vocabulary is padded; CheckpointError where the folder
         lacks it or has another shape."""
         if name not in self.stored:
             raise CheckpointError(f"`{self.folder}` must hold the weights of {name}, but lacks them.")
-        theirs = self.stored[name]
-        with safe_open(self.files[theirs], framework="pt") as file:
-            tensor: Tensor = file.get_tensor(theirs).float()
+        place = self.stored[name]
+        with safe_open(self.files[place.tensor], framework="pt") as file:
+            tensor: Tensor = file.get_tensor(place.tensor)
         if name in (EMBEDDING, HEAD, f"{MASK_HEAD}bias") and len(tensor) == self.content["vocab_size"] < shape[0]:
             tensor = torch.cat([tensor, tensor.new_zeros(shape[0] - len(tensor), *tensor.shape[1:])])
-        if tensor.shape != shape:
-            raise CheckpointError(f"`{self.folder}` must hold {theirs} as {list(shape)}, but has {list(tensor.shape)}.")
-        return tensor
+        whole = [place.parts * shape[0], *shape[1:]]
+        if list(tensor.shape) != whole:
+            raise CheckpointError(f"`{self.folder}` must hold {place.tensor} as {whole}, but has {list(tensor.shape)}.")
+        return tensor.chunk(place.parts)[place.part].float()
 
     def refuse_another_shape(self, model: ModelConfig) -> None:
         """ConfigError with all settings in which `model` would compute something else with these weights."""
@@ -85,7 +96,7 @@ def _resolved(model: ModelConfig) -> dict[str, Any]:
     """What a model computes, with what was left out filled in."""
     told = {name: value for name, value in model.model_dump(mode="json").items() if name not in _OF_NO_WEIGHT}
     made = {"num_key_heads": model.key_heads(), "head_dim": model.head_size(), "intermediate_size": model.mlp_size()}
-    if model.is_encoder():  # learned positions have rows
+    if model.has_learned_positions():  # they have rows
         made["max_positions"] = model.max_positions
     return told | made
 

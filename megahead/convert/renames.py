@@ -8,30 +8,35 @@ from collections.abc import Mapping
 class Renames:
     """Pairs of names of modules, whose leaves (`weight`) stay as they are, or of single parameters; ours to theirs.
 
-    `*` stands for a layer's number.
+    `*` stands for a layer's number. Where theirs holds several of ours, one below the other, ours are a tuple.
     """
 
-    def __init__(self, pairs: Mapping[str, str]) -> None:
-        self._theirs = dict(pairs)
-        self._ours = {theirs: ours for ours, theirs in pairs.items()}
-        if len(self._ours) != len(self._theirs):
+    def __init__(self, pairs: Mapping[str | tuple[str, ...], str]) -> None:
+        held = {theirs: (ours,) if isinstance(ours, str) else ours for ours, theirs in pairs.items()}
+        if len(held) != len(pairs):
             raise ValueError("two names of ours are one name of theirs")
+        self._ours = held
+        self._theirs = {ours: (theirs,) for theirs, several in held.items() for ours in several}
 
     def theirs(self, name: str) -> str | None:
         """Their name of our parameter, or None when the table does not know it."""
-        return _translate(name, self._theirs)
+        return next(iter(_translate(name, self._theirs)), None)
 
-    def ours(self, name: str) -> str | None:
-        """Our name of their parameter, or None when the table does not know it."""
+    def ours(self, name: str) -> tuple[str, ...]:
+        """Our names of what their parameter holds, from its first row on; none when the table does not know it."""
         return _translate(name, self._ours)
 
 
-def _translate(name: str, table: Mapping[str, str]) -> str | None:
+def _translate(name: str, table: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
     parts = name.split(".")
     pattern = ["*" if part.isdigit() else part for part in parts]
     known = next((n for n in (len(parts), len(parts) - 1) if ".".join(pattern[:n]) in table), None)
     if known is None:
-        return None
-    numbers = iter([part for part in parts if part.isdigit()])
-    found = [next(numbers) if part == "*" else part for part in table[".".join(pattern[:known])].split(".")]
-    return ".".join([*found, *parts[known:]])
+        return ()
+    numbers = [part for part in parts if part.isdigit()]
+    return tuple(".".join([*_numbered(found, numbers), *parts[known:]]) for found in table[".".join(pattern[:known])])
+
+
+def _numbered(pattern: str, numbers: list[str]) -> list[str]:
+    remaining = iter(numbers)
+    return [next(remaining) if part == "*" else part for part in pattern.split(".")]

@@ -21,6 +21,7 @@ from megahead.parallel import assemble, fill_
 from megahead.pretraining import Pretraining, weight_shapes
 from megahead.run_folder import RunFolder
 
+BACKBONE = "backbone."
 EMBEDDING = "backbone.embedding.weight"
 HEAD = "head.weight"
 MASK_HEAD = "mask_head."

@@ -134,7 +134,8 @@ def _distance(outputs: Tensor, expected: Tensor) -> float:
 def _token_rows(model: TrainedModel) -> Tensor:
     """[B, T] random ids, and rows of the run's own text."""
     vocab_size = model.config.model.vocab_size
-    length = min(_TOKENS, model.config.data.sequence_length)
+    window = model.config.model.local_window if model.config.model.local_layers() else 0
+    length = min(_TOKENS + window, model.config.data.sequence_length)  # further than local layers see
     random_BT = torch.randint(vocab_size, (_ROWS, length), generator=torch.Generator().manual_seed(0))
     real_BT = _real_rows(model, length)
     return random_BT if real_BT is None else torch.cat([random_BT, real_BT])

@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    ModernBertConfig,
+    ModernBertForMaskedLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from megahead.convert import llama
-from megahead.convert.gpt_neox import RENAMES, our_name
+from megahead.convert.gpt_neox import RENAMES, our_names
+from megahead.convert.modernbert import MODERNBERT
 from megahead.convert.renames import Renames
 from megahead.errors import FieldError
 from megahead.pretraining import weight_shapes
@@ -21,7 +29,7 @@ def test_the_table_is_a_bijection_between_our_parameters_and_those_of_transforme
         theirs = {name.replace("lm_head", "embed_out") for name, _ in GPTNeoXForCausalLM(config).named_parameters()}
     renamed = [RENAMES.theirs(name) for name in ours]
     assert set(renamed) == theirs
-    assert [RENAMES.ours(name) for name in renamed if name] == ours
+    assert [RENAMES.ours(name) for name in renamed if name] == [(name,) for name in ours]
 
 
 @pytest.mark.parametrize("bias", ["none", "all"])
@@ -33,7 +41,25 @@ def test_so_is_the_table_of_llama(bias: str) -> None:
         their_model = Qwen3ForCausalLM(Qwen3Config(**shape, attention_bias=bias == "all"))
     renamed = [llama.RENAMES.theirs(name) for name in ours]
     assert set(renamed) == {name for name, _ in their_model.named_parameters()}
-    assert [llama.our_name(name) for name in renamed if name] == ours
+    assert [llama.our_names(name) for name in renamed if name] == [(name,) for name in ours]
+
+
+def test_in_the_table_of_modernbert_some_of_theirs_hold_several_of_ours() -> None:
+    model = {"family": "modernbert", "num_layers": 3, "transform_bias": True}
+    masking = {"mask_token": 3, "cls_token": 1, "sep_token": 2}
+    ours = list(weight_shapes(small_config(model=model, masking=masking, objective={"name": "vanilla"})))
+    with torch.device("meta"):
+        shape = {"num_hidden_layers": 3, "hidden_size": 48, "num_attention_heads": 3, "vocab_size": 61}
+        config = ModernBertConfig(**shape, pad_token_id=0, classifier_bias=True, tie_word_embeddings=False)
+        theirs = [name for name, _ in ModernBertForMaskedLM(config).named_parameters()]
+    table = MODERNBERT.table
+    assert {table.theirs(name) for name in ours} == set(theirs)
+    assert sorted(name for their_name in theirs for name in table.ours(their_name)) == sorted(ours)
+    attention, mlp = "backbone.blocks.2.attention", "backbone.blocks.2.mlp"
+    assert MODERNBERT.ours("layers.2.attn.Wqkv.weight") == tuple(
+        f"{attention}.{part}.weight" for part in ("query", "key", "value")
+    )
+    assert MODERNBERT.ours("layers.2.mlp.Wi.weight") == (f"{mlp}.gate.weight", f"{mlp}.up.weight")
 
 
 def test_layer_numbers_of_any_size_survive() -> None:
@@ -41,20 +67,20 @@ def test_layer_numbers_of_any_size_survive() -> None:
 
 
 def test_names_of_a_lone_backbone_and_of_newer_versions_are_known() -> None:
-    assert our_name("layers.7.attention.dense.weight") == "backbone.blocks.7.attention.output.weight"
-    assert our_name("lm_head.weight") == "head.weight"
+    assert our_names("layers.7.attention.dense.weight") == ("backbone.blocks.7.attention.output.weight",)
+    assert our_names("lm_head.weight") == ("head.weight",)
 
 
 @pytest.mark.parametrize("leaf", ["attention.bias", "attention.masked_bias", "attention.rotary_emb.inv_freq"])
 def test_buffers_of_old_versions_are_no_parameters(leaf: str) -> None:
-    assert our_name(f"gpt_neox.layers.0.{leaf}") is None
+    assert our_names(f"gpt_neox.layers.0.{leaf}") == ()
 
 
 def test_an_unknown_name_is_refused_rather_than_skipped() -> None:
     with pytest.raises(FieldError, match=r"transformer\.wte\.weight"):
-        our_name("transformer.wte.weight")
+        our_names("transformer.wte.weight")
 
 
 def test_a_table_that_cannot_be_reversed_is_refused() -> None:
     with pytest.raises(ValueError, match="one name"):
-        Renames({"a": "x", "b": "x"})
+        Renames({"a": "x", ("b", "c"): "x"})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -77,10 +78,20 @@ def test_one_batch_an_epoch_equals_the_trainer_of_transformers(tmp_path: Path) -
         torch.testing.assert_close(mine, other, rtol=0, atol=2e-5, msg=name)
 
 
-@pytest.mark.parametrize("kind", ["encoder", "decoder"])
+@pytest.mark.parametrize("kind", ["encoder", "decoder", "modernbert"])
 def test_what_can_be_learnt_is_learnt_and_the_same_seed_learns_the_same(tmp_path: Path, kind: str) -> None:
     if kind == "encoder":
         folder = save_small_encoder(tmp_path / "model", types=1)
+    elif kind == "modernbert":
+        save_small_encoder(tmp_path / "words")
+        config = small_config(
+            model={"family": "modernbert", "vocab_size": 120, "local_window": 8},
+            masking={"mask_token": 4, "cls_token": 2, "sep_token": 3},
+            data={"end_token": 3},
+        )
+        save_small(tmp_path / "run", config, scale=0.05)
+        shutil.copyfile(tmp_path / "words/tokenizer.json", tmp_path / "run/tokenizer.json")
+        folder = hf_folder(tmp_path / "run")
     else:
         save_small(tmp_path / "run", small_config(model={"vocab_size": 300}), scale=0.05)
         save_tokenizer(tmp_path / "run" / "tokenizer.json")

@@ -8,7 +8,8 @@ from torch import nn
 from transformers import BertConfig, BertModel, DistilBertConfig, DistilBertModel
 
 from megahead.config import ModelConfig
-from megahead.convert.bert import BERT, DISTILBERT, Names
+from megahead.convert.bert import BERT, DISTILBERT
+from megahead.convert.encoder_names import EncoderNames
 from megahead.models import Bert, build_backbone
 from megahead.nn import Documents
 
@@ -33,7 +34,7 @@ def shape(seed: int, token_types: int) -> ModelConfig:
     )
 
 
-def theirs(config: ModelConfig) -> tuple[nn.Module, Names]:
+def theirs(config: ModelConfig) -> tuple[nn.Module, EncoderNames]:
     activation = "gelu" if config.activation == "gelu" else "gelu_pytorch_tanh"
     if config.token_types:
         model = BertModel(
@@ -70,8 +71,8 @@ def theirs(config: ModelConfig) -> tuple[nn.Module, Names]:
     return model.eval(), BERT if config.token_types else DISTILBERT
 
 
-def ours_from(model: nn.Module, names: Names, config: ModelConfig) -> Bert:
-    weights = {names.ours(name): parameter for name, parameter in model.named_parameters()}
+def ours_from(model: nn.Module, names: EncoderNames, config: ModelConfig) -> Bert:
+    weights = {names.ours(name)[0]: parameter for name, parameter in model.named_parameters()}
     backbone = build_backbone(config)
     with torch.no_grad():
         for name, parameter in backbone.named_parameters():
@@ -117,6 +118,6 @@ def test_gradients(token_types: int) -> None:
     weights = torch.randn(2, 17, config.hidden_size)
     (model(ids).last_hidden_state * weights).mean().backward()
     (backbone(ids) * weights).mean().backward()
-    expected = {names.ours(name): parameter.grad for name, parameter in model.named_parameters()}
+    expected = {names.ours(name)[0]: parameter.grad for name, parameter in model.named_parameters()}
     for name, parameter in backbone.named_parameters():
         torch.testing.assert_close(parameter.grad, expected[f"backbone.{name}"], rtol=1e-4, atol=1e-5, msg=name)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megahead.checkpoint import save_checkpoint
 from megahead.config import RunConfig, deepspeed_config
-from megahead.convert import export, load_backbone, load_causal
+from megahead.convert import export, load_backbone, load_causal, load_masked
 from megahead.distributed import Group, Mesh
 from megahead.engine import Engine
 from megahead.objectives import log_unigram
@@ -185,3 +185,40 @@ def test_a_llama_from_four_ranks(tmp_path: Path, kind: str, head: Any, objective
     scale, error = float(right.abs().max()), float((exported(folder, head, ids_BT) - right).abs().max())
     assert 1 < scale < 60
     assert error < (1e-4 if dtype == "float32" else ROUNDING[dtype] * scale)
+
+
+@pytest.mark.parametrize(
+    ("head", "objective", "stage", "dtype"),
+    [
+        ("pmi", {"temperature": 0.7}, 3, "float32"),
+        ("trained", {"name": "vanilla", "tied": True}, 2, "float32"),
+        ("none", {}, 1, "bfloat16"),
+    ],
+    ids=str,
+)
+def test_a_modernbert_from_four_ranks(tmp_path: Path, head: Any, objective: Any, stage: int, dtype: str) -> None:
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
+    shape = {"num_layers": 3, "hidden_size": 32, "num_heads": 4, "intermediate_size": 48, "local_window": 8}
+    config = small_config(
+        model={"family": "modernbert", **shape},
+        masking={"mask_token": 3, "cls_token": 1, "sep_token": 2},
+        objective=objective,
+        engine={"deepspeed": {"zero_optimization": zero}, "precision": "fp32"},
+        parallel={"tensor": 2, "sequence": stage == 3},
+        batch={"global_size": 12, "micro_size": 1},
+    )
+    on_ranks(4, save, config, str(tmp_path / "run"))
+    folder = export(tmp_path / "run", tmp_path / "out", head, dtype=dtype).folder
+    ids_BT, model = torch.arange(60).view(2, 30), random_model(config)
+    with torch.no_grad():
+        if head == "trained":
+            hidden = model.mask_head(model.backbone(ids_BT))
+            right = hidden @ model.backbone.embedding.weight[:61].T + model.mask_head.bias[:61]
+        else:
+            right = expected(config, head, ids_BT)
+        found = (
+            load_backbone(folder)(ids_BT).last_hidden_state if head == "none" else load_masked(folder)(ids_BT).logits
+        )
+    scale, error = float(right.abs().max()), float((found - right).abs().max())
+    assert 1 < scale < 60
+    assert error < (2e-4 if dtype == "float32" else ROUNDING[dtype] * scale)

@@ -9,14 +9,23 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import BertConfig, BertForMaskedLM, GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    ModernBertConfig,
+    ModernBertForMaskedLM,
+)
 
 from megahead.checkpoint import open_checkpoint
 from megahead.config import RunConfig
 from megahead.convert import export
 from megahead.convert.published import PublishedModel
 from megahead.corpus import IndexedDataset
-from megahead.data import SequentialSamples
+from megahead.data import SequentialSamples, held_out_masker
 from megahead.distributed import Group, Launch
 from megahead.errors import UserError
 from megahead.report.metrics import read_metrics
@@ -132,6 +141,30 @@ def test_an_encoder_is_taken_with_its_transform(tmp_path: Path) -> None:
     for name in ("backbone.positions.weight", "mask_head.dense.weight", "mask_head.bias"):
         weight = checkpoint.read(f"weight/{name}")
         torch.testing.assert_close(weight, published.weight(name, weight.shape))
+
+
+@pytest.mark.parametrize(("tensor", "zero"), [(1, 0), (2, 3)])
+def test_a_modernbert_guesses_held_out_tokens_as_transformers_does(tmp_path: Path, tensor: int, zero: int) -> None:
+    write_text(tmp_path)
+    local = {"local_attention": 8, "pad_token_id": 0, "classifier_bias": True}
+    model = saved(ModernBertForMaskedLM(ModernBertConfig(**HF_SHAPE, intermediate_size=64, **local)), tmp_path / "hf")
+    changes = {
+        "model": {"family": "modernbert", "num_layers": 2, "hidden_size": 32, "num_heads": 4, "intermediate_size": 64}
+        | {"vocab_size": VOCABULARY, "vocab_multiple": 64, "local_window": 8, "transform_bias": True},
+        "masking": {"mask_token": 57, "cls_token": 58, "sep_token": 59},
+        "objective": {"name": "vanilla", "tied": True},
+        "parallel.tensor": tensor,
+    }
+    config = begun(tmp_path, tmp_path / "hf", **changes | stage(zero))
+    on_ranks(2, run, config)
+    (evaluation,) = read_metrics(tmp_path / "run").validation
+    masker, text = held_out_masker(config), IndexedDataset(tmp_path / "text")
+    assert masker is not None
+    batch = masker.batch(SequentialSamples(text, config.sample_length()).rows(range(10)), range(10))
+    with torch.no_grad():
+        logits = model(batch.input_ids_BT).logits.flatten(0, 1)[batch.target_index_N]
+    expected = F.cross_entropy(logits.double(), batch.target_ids_N).item()
+    assert evaluation["loss"] == pytest.approx(expected, abs=1e-5)
 
 
 @pytest.mark.parametrize(
