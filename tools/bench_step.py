@@ -104,7 +104,7 @@ def _config(arguments: argparse.Namespace) -> RunConfig:
                 )
         return load_config(arguments.config, overrides)
     size, length, rows = arguments.preset, arguments.sequence_length or 512, arguments.micro_batch or 8
-    encoder = ModelConfig(size=size, vocab_size=2).is_encoder()
+    encoder = ModelConfig.model_validate({"size": size, "vocab_size": 2}).is_encoder()
     vocabulary = BERT_VOCABULARY.get(size, 30522) if encoder else PYTHIA_VOCABULARY
     return config_from_dict(
         {
