@@ -22,11 +22,11 @@ from transformers import (
 
 from megahead.checkpoint import open_checkpoint
 from megahead.config import RunConfig, config_from_dict
-from megahead.convert import export, from_hf, input_embedding
+from megahead.convert import export, from_hf, input_embedding, modernbert
 from megahead.convert.source import TrainedModel
 from megahead.corpus.vocabulary import train_wordpiece
 from megahead.data import held_out_masker
-from megahead.errors import UserError
+from megahead.errors import CheckpointError, UserError
 from megahead.pretraining import EvaluationRequest
 from support.small_checkpoint import save_small, small_config
 
@@ -102,6 +102,20 @@ def test_what_a_head_gives_back_is_what_it_was_given_within_what_fp32_rounds(tmp
         save_small(tmp_path / f"{eps}", encoder_config(norm_eps=eps))
         errors[eps] = export(tmp_path / f"{eps}", tmp_path / f"out{eps}", "tied").parity
     assert errors[1e-5].largest_error["float32"] < 3 * errors[1e-12].largest_error["float32"]
+
+
+def test_the_check_of_an_export_looks_further_than_local_layers_see(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here config.json lacks the window, and 64 tokens to each side are seen instead of 128."""
+    config = encoder_config(local_window=256, max_positions=400)
+    tree = config.model_dump(mode="json")
+    config = RunConfig.model_validate({**tree, "data": {**tree["data"], "sequence_length": 400}})
+    save_small(tmp_path / "run", config)
+    assert export(tmp_path / "run", tmp_path / "out", "none").parity.tokens == 2 * (64 + 256)
+    monkeypatch.delitem(modernbert._SETTINGS, "local_window")
+    with pytest.raises(CheckpointError, match="hidden states must be within"):
+        export(tmp_path / "run", tmp_path / "out", "none")
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ def test_contributing_names_parts_that_stand_where_it_says() -> None:
         "Backbone": "models/backbone.py",
         "encode": "models/backbone.py",
         "encode_at": "models/backbone.py",
+        "Encoder": "models/encoder.py",
         "Documents": "nn/documents.py",
         "SHARDING": "models/llama.py",
         "_BACKBONES": "models/registry.py",
