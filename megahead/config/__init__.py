@@ -9,7 +9,7 @@ both.
 from megahead.config.batch import BatchConfig
 from megahead.config.data import DataConfig
 from megahead.config.deepspeed import deepspeed_config
-from megahead.config.families import NAMED_SIZES
+from megahead.config.families import ENCODERS, NAMED_SIZES
 from megahead.config.loading import config_from_dict, load_config
 from megahead.config.masking import MaskingConfig
 from megahead.config.model import ModelConfig
@@ -23,6 +23,7 @@ from megahead.config.tasks import TasksConfig
 from megahead.config.training import EngineConfig, OptimizerConfig, ScheduleConfig
 
 __all__ = [
+    "ENCODERS",
     "NAMED_SIZES",
     "BatchConfig",
     "DataConfig",

@@ -68,6 +68,9 @@ NAMED_SIZES: dict[str, dict[str, Any]] = {
     "modernbert-large": _modernbert(28, 1024, 16, 2624),
 }
 
+ENCODERS = ("bert", "modernbert")
+"""Families whose tokens see both sides."""
+
 DEFAULTS: dict[str, dict[str, Any]] = {
     "gpt_neox": {},
     "llama": {

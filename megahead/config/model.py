@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from megahead.config.base import Settings
-from megahead.config.families import DEFAULTS, FIXED, NAMED_SIZES
+from megahead.config.families import DEFAULTS, ENCODERS, FIXED, NAMED_SIZES
 from megahead.config.rotary import RotaryScalingConfig
 from megahead.errors import ConfigError
 
@@ -161,7 +161,7 @@ class ModelConfig(Settings):
 
     def is_encoder(self) -> bool:
         """Whether each token sees both sides, and learns by masking."""
-        return self.family in ("bert", "modernbert")
+        return self.family in ENCODERS
 
     def head_size(self) -> int:
         """Dimensions of one attention head."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from megahead.checkpoint import save_checkpoint
-from megahead.config import ModelConfig, RunConfig, config_from_dict
+from megahead.config import ENCODERS, RunConfig, config_from_dict
 from megahead.convert.published import PublishedModel
 from megahead.convert.source import TARGET_COUNTS
 from megahead.corpus import load_tokenizer
@@ -55,7 +55,7 @@ def _config(published: PublishedModel) -> RunConfig:
     model_dir, content = published.folder, published.content
     headless = not published.has_head() and published.family.with_head not in (content.get("architectures") or [])
     settings = published.settings()
-    masking = _masking(model_dir) if ModelConfig(**settings).is_encoder() else None
+    masking = _masking(model_dir) if settings["family"] in ENCODERS else None
     tree = {
         "name": re.sub(r"[^A-Za-z0-9._-]", "-", model_dir.resolve().name) or "imported",
         "model": settings,

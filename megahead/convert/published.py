@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megahead.config import ModelConfig
+from megahead.config import ENCODERS, ModelConfig
 from megahead.convert.families import Family, family_named
 from megahead.convert.source import EMBEDDING, HEAD, MASK_HEAD
 from megahead.errors import CheckpointError, ConfigError
@@ -64,7 +64,7 @@ class PublishedModel:
 
     def is_tied(self) -> bool:
         """Whether outputs are scored against the input embedding."""
-        return bool(self.content.get("tie_word_embeddings", ModelConfig(**self.settings()).is_encoder()))
+        return bool(self.content.get("tie_word_embeddings", self.settings()["family"] in ENCODERS))
 
     def weight(self, name: str, shape: torch.Size) -> Tensor:
         """Our parameter `name` in fp32, rows of zeros where the vocabulary is padded; CheckpointError where the folder
