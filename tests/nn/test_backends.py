@@ -15,7 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megahead.errors import ConfigError
 from megahead.nn import BACKENDS, AttentionSpec, Documents, attend, attention_kernels, choose_backend
-from megahead.nn.attention_kernels import attend_rows
 from support.exact_attention import POSITIONS, random_qkv, relative_errors
 
 CPU = AttentionSpec(torch.device("cpu"), torch.float64, head_size=8)
