@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from math import sqrt
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,6 +11,7 @@ from pydantic import Field, model_validator
 from megahead.config.base import Settings
 from megahead.config.batch import BatchConfig
 from megahead.config.data import DataConfig
+from megahead.config.embedding import Refusal, refusal_of_rows, wants_rows
 from megahead.config.masking import MaskingConfig
 from megahead.config.model import ModelConfig
 from megahead.config.objective import ObjectiveConfig
@@ -157,29 +157,11 @@ class RunConfig(Settings):
         return self
 
     def _check_table(self) -> None:
-        """Rows that get no gradient at a step are those that `rows` saves; where all get one it only costs."""
-        (b1, b2), table = self.optimizer.betas, self.optimizer.table
-        if self.engine.embedding == "dense":
-            if table != TableConfig():
-                raise ConfigError("optimizer.table", "be left out with engine.embedding: dense", got=table.rule)
-            return
-        if self.objective.has_vocabulary_softmax():
-            raise ConfigError(
-                "engine.embedding", "be `dense` where all ids compete, and each row moves at each step", got="`rows`"
-            )
-        if self.optimizer.learning_rate * self.optimizer.weight_decay * table.learning_rate_ratio >= 1:
-            raise ConfigError(
-                "optimizer.table.learning_rate_ratio",
-                "leave a part of a weight at each step (learning_rate * weight_decay * ratio below 1)",
-                got=table.learning_rate_ratio,
-            )
-        if table.rule != "adagrad" and b1 > 0.98 * sqrt(b2):
-            raise ConfigError(
-                "optimizer.betas",
-                "have a first of at most 0.98 times the root of the second with engine.embedding: rows",
-                got=[b1, b2],
-                hint="or set optimizer.table.rule=adagrad",
-            )
+        table, refusal = self.optimizer.table, self.refusal_of_rows()
+        if self.engine.embedding == "rows" and refusal is not None:
+            raise refusal.error
+        if table != TableConfig() and not self.in_rows():
+            raise ConfigError("optimizer.table", "be left out with engine.embedding: dense", got=table.rule)
 
     def _check_masking(self) -> None:
         masking, encoder = self.masking, self.model.is_encoder()
@@ -202,6 +184,16 @@ class RunConfig(Settings):
             )
         if masking.strategy == "whole_word" and self.data.tokenizer is None:
             raise ConfigError("data.tokenizer", "be given to find whole words (masking.strategy)", got="missing")
+
+    def in_rows(self) -> bool:
+        """Whether the embedding lies in rows, dealt out to all ranks."""
+        if self.engine.embedding != "auto":
+            return self.engine.embedding == "rows"
+        return wants_rows(self.model.vocab_size, self.optimizer.table) and self.refusal_of_rows() is None
+
+    def refusal_of_rows(self) -> Refusal | None:
+        """What keeps the embedding from lying in rows."""
+        return refusal_of_rows(self.objective, self.optimizer)
 
     def sample_length(self) -> int:
         """The `sequence_length` of the run's `Samples`, which read one token more than it. A masked row has

@@ -13,7 +13,7 @@ Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 
 class TableConfig(Settings):
-    """How the rows of the embedding move under `engine.embedding: rows`."""
+    """How the embedding moves where it lies in rows (`engine.embedding`)."""
 
     rule: Literal["adamw", "adamw_row", "adagrad"] = "adamw"
     """`adamw`: as all other weights; `adamw_row`: with one running square a row instead of one a weight, a third
@@ -84,10 +84,11 @@ class EngineConfig(Settings):
     and sent is chosen for the device where it is left out there (`reduce_bucket_size`, `overlap_comm`, ...). fp16's
     search for a loss scale is set there (`fp16.initial_scale_power`)."""
 
-    embedding: Literal["dense", "rows"] = "dense"
+    embedding: Literal["auto", "dense", "rows"] = "auto"
     """Where the embedding lies. `dense`: it is a weight like all others. `rows`: its rows are dealt out to all ranks,
     and a step fetches, sends and moves only those it uses: its cost does not depend on the vocabulary. The same
-    training; headless objectives alone."""
+    training; headless objectives alone. `auto` takes rows from 65,536 ids on, or where `optimizer.table` is given,
+    and dense where rows cannot be."""
 
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "fp32"
     """Number format of the forward and backward passes; weights are always updated in fp32. `auto` takes bf16 if all

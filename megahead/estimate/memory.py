@@ -47,7 +47,7 @@ class RankMemory:
     """Rows of the candidates, a chunk of scores, and both gradients."""
 
     table: float = 0.0
-    """Under `engine.embedding: rows` the rank's rows with their moments, and those of a step."""
+    """Where the embedding lies in rows, the rank's rows with their moments, and those of a step."""
 
     host: float = 0.0
     """Bytes that offloading moved to the host's memory; not in the total."""
@@ -76,7 +76,7 @@ def _table(plan: RunPlan) -> float:
     """Weight and moments of the rank's rows, and the step they were last moved at; of a step's rows the copies with
     moments that are brought up to date, and as many rows fetched, with their gradients, sent and summed."""
     config = plan.config
-    if config.engine.embedding == "dense":
+    if not config.in_rows():
         return 0.0
     rows, hidden = config.model.padded_vocab_size(), config.model.hidden_size
     a_row = 4 * {"adamw": 3 * hidden, "adamw_row": 2 * hidden + 1, "adagrad": hidden + 1}[config.optimizer.table.rule]
@@ -154,7 +154,7 @@ def rank_parameters(config: RunConfig) -> int:
     in_block += keys * (model.hidden_size + (model.attention_bias != "none")) if model.key_heads() < tensor else 0
     held_by_each = model.num_layers * in_block + norm
     counts = run_parameters(config)
-    beside = counts.embedding if config.engine.embedding == "rows" else 0
+    beside = counts.embedding if config.in_rows() else 0
     return held_by_each + (counts.total - beside - held_by_each) // tensor
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from megahead.config import ModelConfig, RunConfig, RunPlan
+from megahead.config.embedding import ROWS_FROM
 from megahead.estimate import RankMemory, rank_memory, run_parameters
 from megahead.wording import GIB, counted, gib
 
@@ -41,10 +42,11 @@ def describe_run(plan: RunPlan, group_samples: int | None = None) -> list[tuple[
 
 
 def _embedding(plan: RunPlan) -> list[tuple[str, str]]:
-    """How rows are dealt out, where they are."""
-    config = plan.config
-    if config.engine.embedding == "dense":
-        return []
+    """How rows are dealt out, or why those of a large vocabulary are not."""
+    config, refusal = plan.config, plan.config.refusal_of_rows()
+    if not config.in_rows():
+        many = config.engine.embedding == "auto" and config.model.vocab_size >= ROWS_FROM
+        return [("embedding", f"dense, because {refusal.reason}")] if many and refusal else []
     rows, table = config.model.padded_vocab_size(), config.optimizer.table
     share = f"{rows:,} rows, {-(-rows // plan.ranks):,} a rank"
     return [("embedding", f"{share}, updated by {table.rule} at {table.learning_rate_ratio:g} times the learning rate")]

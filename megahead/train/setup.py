@@ -149,7 +149,7 @@ def _feed(config: RunConfig, datasets: RunDatasets, state: TrainingState, mesh: 
         seed=config.seed,
         device=device,
         masker=training_masker(config, datasets.train),
-        owners=mesh.world_group.side_channel() if config.engine.embedding == "rows" else None,
+        owners=mesh.world_group.side_channel() if config.in_rows() else None,
     )
 
 
@@ -166,7 +166,7 @@ def build_engine(
     if config.init and config.init.mode in ("probe", "table"):
         pretraining.backbone.requires_grad_(False)
         pretraining.backbone.embedding.requires_grad_(config.init.mode == "table")
-    in_rows = config.engine.embedding == "rows"
+    in_rows = config.in_rows()
     if in_rows:
         place_table_(pretraining, config, mesh, device)
     optimizer, kind = build_adamw(pretraining, config.optimizer), RowEngine if in_rows else Engine

@@ -209,12 +209,16 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ),
     ({"tasks": {"names": [], "data": "data", "every": 5}}, "`tasks.names` must not be empty, but is [] instead."),
     (
-        {"optimizer.table.rule": "adagrad"},
+        {"optimizer.table.rule": "adagrad", "engine.embedding": "dense"},
         "`optimizer.table` must be left out with engine.embedding: dense, but is adagrad instead.",
     ),
     (
         {"objective.name": "vanilla", "engine.embedding": "rows"},
         "`engine.embedding` must be `dense` where all ids compete, and each row moves at each step, but is `rows` instead.",
+    ),
+    (
+        {"objective.name": "vanilla", "optimizer.table.rule": "adagrad"},
+        "`optimizer.table` must be left out with engine.embedding: dense, but is adagrad instead.",
     ),
     (
         {"objective.vanilla_weight": 0.5, "engine.embedding": "rows"},

@@ -67,13 +67,13 @@ def test_offloading_moves_the_optimizer_to_the_host() -> None:
 
 
 def test_a_table_of_rows_is_divided_by_all_ranks_and_lighter_rules_are_lighter() -> None:
-    rows = "engine.embedding=rows", "model.vocab_size=1048576"
-    dense, few = rank_memory(planned(rows[1])), rank_memory(planned(*rows))
+    rows, dense_table = ((f"engine.embedding={kind}", "model.vocab_size=1048576") for kind in ("rows", "dense"))
+    dense, few = rank_memory(planned(*dense_table)), rank_memory(planned(*rows))
     many = rank_memory(planned(*rows, ranks=2048))
     assert dense.table == 0
     assert many.table < few.table / 3
     assert few.total < dense.total
-    assert rank_parameters(pythia(*rows)) == rank_parameters(pythia(*rows[1:])) - 1048576 * 5120 // 8
+    assert rank_parameters(pythia(*rows)) == rank_parameters(pythia(*dense_table)) - 1048576 * 5120 // 8
     light = [rank_memory(planned(*rows, f"optimizer.table.rule={rule}")).table for rule in ("adamw_row", "adagrad")]
     assert few.table > light[0] > light[1]
 
