@@ -9,19 +9,19 @@ them. Reading `late/KIND/NAME` of a checkpoint with an ordinary embedding gives 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from megahead.config import OptimizerConfig
+from megahead.distributed import block_ranges
 from megahead.errors import CheckpointError
 from megahead.optim import RowRule, build_row_rule
 
 _LATE = "late/"
 _TOUCHED, _RATES = "touched", "rates"
-_BLOCK = 1 << 14
-"""Rows that are brought up to date at once."""
 
 
 class Stored(Protocol):
@@ -36,6 +36,7 @@ class Stored(Protocol):
     def state_value(self, name: str, kind: Any, absent: Any = None) -> Any: ...
     def read(self, name: str) -> Tensor: ...
     def read_rows(self, name: str, rows: range) -> Tensor: ...
+    def blocks(self, name: str) -> Iterator[Tensor]: ...
 
 
 def late_names(stored: Iterable[str]) -> list[str]:
@@ -44,41 +45,42 @@ def late_names(stored: Iterable[str]) -> list[str]:
     return [name for name in names if name.split("/")[0] not in (_TOUCHED, _RATES)]
 
 
-def read_otherwise(checkpoint: Stored, name: str) -> Tensor:
-    """A tensor that was not saved under this name; CheckpointError where it cannot be worked out either."""
+@dataclass(frozen=True)
+class WorkedOut:
+    """A tensor that was not saved under this name."""
+
+    shape: tuple[int, ...]
+    blocks: Iterator[Tensor]
+
+
+def work_out(checkpoint: Stored, name: str) -> WorkedOut:
+    """What stands for a tensor that was not saved; CheckpointError where nothing does. Reads when it is iterated."""
     if f"{_LATE}{name}" in checkpoint.tensors:
-        return _joined(up_to_date(checkpoint, name), checkpoint.tensors[f"{_LATE}{name}"].shape)
+        return WorkedOut(checkpoint.tensors[f"{_LATE}{name}"].shape, _up_to_date(checkpoint, name))
     kind, _, parameter = name.removeprefix(_LATE).partition("/")
     known = name.startswith(_LATE) and f"weight/{parameter}" in checkpoint.tensors
     if known and kind == _TOUCHED:
-        rows = checkpoint.tensors[f"weight/{parameter}"].shape[0]
-        return torch.full((rows,), checkpoint.state_value("optimizer_steps", int), dtype=torch.int32)
+        rows = checkpoint.tensors[f"weight/{parameter}"].shape[:1]
+        touched = torch.full(rows, checkpoint.state_value("optimizer_steps", int), dtype=torch.int32)
+        return WorkedOut(rows, iter([touched]))
     if known and kind == _RATES:
-        return torch.zeros(checkpoint.state_value("optimizer_steps", int), dtype=torch.float64)
+        rates = torch.zeros(checkpoint.state_value("optimizer_steps", int), dtype=torch.float64)
+        return WorkedOut(rates.shape, iter([rates]))
     if known and f"{kind}/{parameter}" in checkpoint.tensors:
-        return checkpoint.read(f"{kind}/{parameter}")
+        plain = f"{kind}/{parameter}"
+        return WorkedOut(checkpoint.tensors[plain].shape, checkpoint.blocks(plain))
     raise CheckpointError(
         f"`{checkpoint.folder}` must hold the tensor {name}, but does not; another model or objective saved it."
     )
 
 
-def _joined(blocks: Iterable[Tensor], shape: tuple[int, ...]) -> Tensor:
-    """Blocks in one fp32 tensor, of which there is never a second copy."""
-    whole, first = torch.empty(shape), 0
-    for block in blocks:
-        whole[first : first + len(block)] = block
-        first += len(block)
-    return whole
-
-
-def up_to_date(checkpoint: Stored, name: str) -> Iterator[Tensor]:
-    """`name`, saved as late rows, as it would be now: consecutive blocks of rows."""
+def _up_to_date(checkpoint: Stored, name: str) -> Iterator[Tensor]:
+    """`name`, saved as late rows, as it would be now."""
     kind, _, parameter = name.partition("/")
     rule = _rule_of(checkpoint)
     rule.resume(checkpoint.read(f"{_LATE}{_RATES}/{parameter}").numpy())
     kinds, count = ("weight", *rule.moments), checkpoint.tensors[f"{_LATE}{name}"].shape[0]
-    for start in range(0, count, _BLOCK):
-        block = range(start, min(start + _BLOCK, count))
+    for block in block_ranges(count):
         rows = {each: checkpoint.read_rows(f"{_LATE}{each}/{parameter}", block) for each in kinds}
         rule.catch_up_(rows, checkpoint.read_rows(f"{_LATE}{_TOUCHED}/{parameter}", block))
         yield rows[kind]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,9 @@ from torch import Tensor
 from megahead.checkpoint.all_ranks import run_long_on_all_ranks, run_on_all_ranks
 from megahead.checkpoint.folders import check_lengths, find_checkpoint, step_folders, step_of
 from megahead.checkpoint.integrity import check_files, share_of
-from megahead.checkpoint.late import late_names, read_otherwise
+from megahead.checkpoint.late import late_names, work_out
 from megahead.checkpoint.manifest import FORMAT, MANIFEST, FileEntry, Manifest, TensorEntry
-from megahead.distributed import Group, gathered
+from megahead.distributed import Group, block_ranges, gathered, joined
 from megahead.errors import CheckpointError
 
 _ALONE = Group()
@@ -122,8 +123,21 @@ class Checkpoint:
         """
         entry = self._manifest.tensors.get(name)
         if entry is None:
-            return read_otherwise(self, name)
+            made = work_out(self, name)
+            return joined(made.blocks, made.shape)
         return gathered([self._read(file, name) for file in entry.files()])
+
+    def blocks(self, name: str) -> Iterator[Tensor]:
+        """The same in consecutive blocks of rows; memory holds one of them. Reads when it is iterated."""
+        entry = self._manifest.tensors.get(name)
+        if entry is None:
+            return work_out(self, name).blocks
+        return (self.read_rows(name, rows) for rows in block_ranges(entry.shape[0]))
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """What `read` would have, without reading it; CheckpointError if the name is unknown."""
+        entry = self._manifest.tensors.get(name)
+        return work_out(self, name).shape if entry is None else entry.shape
 
     def read_rows(self, name: str, rows: range) -> Tensor:
         """Consecutive rows of a saved tensor, on the CPU; verified as by `read`, but never all of it in memory."""

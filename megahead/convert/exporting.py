@@ -18,11 +18,12 @@ from megahead.config import HeadName
 from megahead.convert.card import model_card, write_encoder_tokenizer, write_tokenizer
 from megahead.convert.export_heads import Head, make_head
 from megahead.convert.families import Family, family_of, hf_config
-from megahead.convert.source import BACKBONE, EMBEDDING, HEAD, TrainedModel
+from megahead.convert.source import BACKBONE, EMBEDDING, HEAD, MASK_HEAD, TrainedModel
 from megahead.convert.stream import DTYPES, Streamed, write_shards
 from megahead.convert.verify import Parity, verify
 from megahead.errors import FieldError
 from megahead.files import sha256_of, staged_folder
+from megahead.pretraining import TEMPERATURE
 
 PARITY_FILE = "parity.json"
 _NORM_BIAS = "backbone.final_norm.bias"
@@ -66,8 +67,9 @@ def export(
     At the end outputs on random and real tokens are compared, see parity.json. An earlier export in `output_dir` is
     replaced; after an error (UserError) nothing of the new one is left.
 
-    Cost: memory for twice the largest tensor and the logits of the comparison, never for a complete decoder. The
-    comparison reads both models from disk once more.
+    Cost: memory for a block of 16,384 rows of a table, the largest other tensor and the logits of the comparison, for
+    which transformers then reads the exported tables one at a time (an encoder is held whole). The comparison reads
+    both models from disk once more.
     """
     begin = time.monotonic()
     if dtype not in DTYPES:
@@ -123,15 +125,27 @@ def _backbone_pieces(
     model: TrainedModel, head: Head, family: Family, names: Sequence[str], rows: int
 ) -> Iterator[Tensor]:
     """One after the other, what a stored tensor holds; of the embedding the first `rows`."""
+    if names == (EMBEDDING,):
+        yield from _rows_of(model, EMBEDDING, rows)
+        return
     for name in names:
         weight = family.as_stored(model.config.model, name, model.weight(name))
-        yield head.norm_bias(weight) if name == _NORM_BIAS else weight[:rows]
+        yield head.norm_bias(weight) if name == _NORM_BIAS else weight
 
 
 def _head_pieces(model: TrainedModel, head: Head, matrix: str, rows: int) -> Iterator[Tensor]:
-    stored_VD = model.weight(matrix)[:rows]
-    for first in range(0, rows, _PIECE_ROWS):
-        yield head.rows(stored_VD[first : first + _PIECE_ROWS], first)
+    first = 0
+    for stored_vD in _rows_of(model, matrix, rows):
+        yield head.rows(stored_vD, first)
+        first += len(stored_vD)
+
+
+def _rows_of(model: TrainedModel, matrix: str, rows: int) -> Iterator[Tensor]:
+    """Its first rows, some at a time."""
+    for block in model.blocks(matrix):
+        if rows > 0:  # behind them is padding
+            yield from block[:rows].split(_PIECE_ROWS)
+        rows -= len(block)
 
 
 def _hf_name(family: Family, name: str) -> str:

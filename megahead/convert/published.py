@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from torch import Tensor
 from megahead.config import ENCODERS, ModelConfig
 from megahead.convert.families import Family, family_named
 from megahead.convert.source import EMBEDDING, HEAD, MASK_HEAD
+from megahead.distributed import block_ranges, joined
 from megahead.errors import CheckpointError, ConfigError
 
 _OF_NO_WEIGHT = ("size", "vocab_multiple", "max_positions", "hidden_dropout", "attention_dropout", "init", "init_std")
@@ -69,17 +70,24 @@ class PublishedModel:
     def weight(self, name: str, shape: torch.Size) -> Tensor:
         """Our parameter `name` in fp32, rows of zeros where the vocabulary is padded; CheckpointError where the folder
         lacks it or has another shape."""
+        return joined(self.blocks(name, shape), shape)
+
+    def blocks(self, name: str, shape: torch.Size) -> Iterator[Tensor]:
+        """The same in consecutive blocks of rows; memory holds one of them."""
         if name not in self.stored:
             raise CheckpointError(f"`{self.folder}` must hold the weights of {name}, but lacks them.")
         place = self.stored[name]
         with safe_open(self.files[place.tensor], framework="pt") as file:
-            tensor: Tensor = file.get_tensor(place.tensor)
-        if name in (EMBEDDING, HEAD, f"{MASK_HEAD}bias") and len(tensor) == self.content["vocab_size"] < shape[0]:
-            tensor = torch.cat([tensor, tensor.new_zeros(shape[0] - len(tensor), *tensor.shape[1:])])
-        whole = [place.parts * shape[0], *shape[1:]]
-        if list(tensor.shape) != whole:
-            raise CheckpointError(f"`{self.folder}` must hold {place.tensor} as {whole}, but has {list(tensor.shape)}.")
-        return tensor.chunk(place.parts)[place.part].float()
+            stored = file.get_slice(place.tensor)
+            there, whole = list(stored.get_shape()), [place.parts * shape[0], *shape[1:]]
+            of_ids = name in (EMBEDDING, HEAD, f"{MASK_HEAD}bias") and there[0] == self.content["vocab_size"]
+            if whole != ([max(there[0], shape[0]), *there[1:]] if of_ids else there):
+                raise CheckpointError(f"`{self.folder}` must hold {place.tensor} as {whole}, but has {there}.")
+            first = place.part * shape[0]
+            for rows in block_ranges(shape[0]):
+                block: Tensor = stored[first + rows.start : first + rows.stop].float()  # fewer, or none, at its end
+                padding = len(rows) - len(block)
+                yield torch.cat([block, block.new_zeros(padding, *shape[1:])]) if padding else block
 
     def refuse_another_shape(self, model: ModelConfig) -> None:
         """ConfigError with all settings in which `model` would compute something else with these weights."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,18 +14,17 @@ from torch import Tensor, nn
 from megahead.checkpoint import Checkpoint, open_checkpoint, target_samples
 from megahead.config import RunConfig, config_from_dict
 from megahead.data import evaluation_target_counts
-from megahead.distributed import Group
+from megahead.distributed import Group, Renamed
 from megahead.errors import CheckpointError
 from megahead.objectives import training_free_bias
 from megahead.parallel import assemble, fill_
-from megahead.pretraining import Pretraining, weight_shapes
+from megahead.pretraining import TEMPERATURE, Pretraining, weight_shapes
 from megahead.run_folder import RunFolder
 
 BACKBONE = "backbone."
 EMBEDDING = "backbone.embedding.weight"
 HEAD = "head.weight"
 MASK_HEAD = "mask_head."
-TEMPERATURE = "temperature.log_value"
 TARGET_COUNTS = "state/target_counts"
 _PRIOR = "state/dataset_counts"
 
@@ -41,25 +40,29 @@ class TrainedModel:
 
     @staticmethod
     def open(path: Path) -> TrainedModel:
-        """The model of a step folder, or the newest of a run; CheckpointError when it lacks a parameter."""
+        """The model of a step folder, or the newest of a run; CheckpointError when it lacks a parameter, or has
+        another shape for it than its config."""
         checkpoint = open_checkpoint(path)
         config = config_from_dict(checkpoint.config, source=f"the configuration in {checkpoint.folder}")
         shapes = weight_shapes(config)
         stored = set(checkpoint.names())
-        for name in shapes:
+        for name, shape in shapes.items():
             if f"weight/{name}" not in stored:
                 raise CheckpointError(f"`{checkpoint.folder}` must hold the parameter {name}, but lacks it.")
+            held = checkpoint.shape(f"weight/{name}")
+            if held != shape:
+                raise CheckpointError(
+                    f"`{checkpoint.folder}` must hold {name} as {list(shape)}, but holds {list(held)} instead."
+                )
         return TrainedModel(checkpoint, config, shapes)
 
     def weight(self, name: str) -> Tensor:
         """One full parameter in fp32."""
-        tensor = self.checkpoint.read(f"weight/{name}").float()
-        if tensor.shape != self.shapes[name]:
-            raise CheckpointError(
-                f"`{self.checkpoint.folder}` must hold {name} as {list(self.shapes[name])}, "
-                f"but holds {list(tensor.shape)} instead."
-            )
-        return tensor
+        return self.checkpoint.read(f"weight/{name}").float()
+
+    def blocks(self, name: str) -> Iterator[Tensor]:
+        """The same in consecutive blocks of rows; memory holds one of them."""
+        return (block.float() for block in self.checkpoint.blocks(f"weight/{name}"))
 
     def has_target_counts(self) -> bool:
         """Whether the run counted its targets, which the training-free head needs."""
@@ -100,15 +103,17 @@ class TrainedModel:
     def load(self) -> Pretraining:
         """The model itself, in fp32 on the CPU, ready to score."""
         pretraining = assemble(self.config, Group(), torch.device("cpu"))
-        fill_(pretraining, Group(), self.weight)
+        fill_(pretraining, Group(), Renamed(self.checkpoint, lambda name: f"weight/{name}"))
         return pretraining.eval()
 
     def load_streaming(self, dtype: torch.dtype) -> Pretraining:
         """The model itself, on the CPU in `dtype`, whose modules read their weights each time they are called.
 
-        Memory holds the weights of one module at a time; a matrix that is never called stays on `meta`.
+        Memory holds the weights of one module at a time, of the embedding a block; a matrix that is never called stays
+        on `meta`.
         """
         pretraining = assemble(self.config, Group(), torch.device("meta"))
+        pretraining.backbone.register_module("embedding", _StreamedEmbedding(self, dtype))
         for prefix, module in pretraining.named_modules():
             names = [name for name, _ in module.named_parameters(recurse=False)]
             if names:
@@ -130,6 +135,23 @@ class TrainedModel:
     def run_folder(self) -> RunFolder:
         """The folder of the run that was trained."""
         return RunFolder.of(self.checkpoint.folder)
+
+
+class _StreamedEmbedding(nn.Module):
+    """Looks rows up while it reads the table past them."""
+
+    def __init__(self, model: TrainedModel, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._model, self._dtype = model, dtype
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """[..., D]: the rows of `ids`."""
+        rows, first = torch.empty(*ids.shape, self._model.config.model.hidden_size, dtype=self._dtype), 0
+        for block in self._model.blocks(EMBEDDING):
+            inside = (ids >= first) & (ids < first + len(block))
+            rows[inside] = block[ids[inside] - first].to(self._dtype)
+            first += len(block)
+        return rows
 
 
 def _empty(names: Sequence[str], module: nn.Module, _inputs: Any, _output: Any) -> None:

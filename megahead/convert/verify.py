@@ -27,6 +27,8 @@ MAX_PADDING = 1e-6
 _OWN_ROUNDINGS = 4  # of the source, that an export in half precision may be off by
 
 _ROWS, _TOKENS = 2, 64
+_SCORES = 1 << 24
+"""Of larger vocabularies than 65,536 fewer tokens are compared, so that logits stay within 64 MiB."""
 
 
 @dataclass(frozen=True)
@@ -95,19 +97,23 @@ def expected_outputs(model: TrainedModel, head: Head, rows_BT: Tensor, dtype: to
 
     Computed in `dtype` throughout, returned in fp32.
     """
-    pretraining = model.load_streaming(dtype)
+    pretraining, vocab_size = model.load_streaming(dtype), model.config.model.vocab_size
     hidden_BTD: Tensor = pretraining.backbone(rows_BT)
     if head.matrix is None:
         return hidden_BTD.float()
     bias_V = None if head.name != "pmi" else model.training_free_bias()
     if pretraining.mask_head is not None:
         hidden_BTD = pretraining.mask_head(hidden_BTD)
-        bias_V = model.weight(f"{MASK_HEAD}bias")[: model.config.model.vocab_size]
-    matrix_VD = model.weight(head.matrix)[: model.config.model.vocab_size].to(dtype)
-    logits_BTV: Tensor = (hidden_BTD @ matrix_VD.T) / head.temperature
-    if bias_V is not None:
-        logits_BTV = logits_BTV + bias_V.to(dtype)
-    return logits_BTV.float()
+        bias_V = model.weight(f"{MASK_HEAD}bias")[:vocab_size]
+    logits_BTV, first = hidden_BTD.new_empty(*rows_BT.shape, vocab_size, dtype=torch.float32), 0
+    for block in model.blocks(head.matrix):
+        rows_vD = block[: max(vocab_size - first, 0)].to(dtype)
+        scores_BTv = (hidden_BTD @ rows_vD.T) / head.temperature
+        if bias_V is not None:
+            scores_BTv = scores_BTv + bias_V[first : first + len(rows_vD)].to(dtype)
+        logits_BTV[..., first : first + len(rows_vD)] = scores_BTv
+        first += len(rows_vD)
+    return logits_BTV
 
 
 @torch.no_grad()
@@ -135,7 +141,8 @@ def _token_rows(model: TrainedModel) -> Tensor:
     """[B, T] random ids, and rows of the run's own text."""
     vocab_size = model.config.model.vocab_size
     window = model.config.model.local_window if model.config.model.local_layers() else 0
-    length = min(_TOKENS + window, model.config.data.sequence_length)  # further than local layers see
+    wanted = _TOKENS + window  # further than local layers see
+    length = min(wanted, model.config.data.sequence_length, max(1, _SCORES // (2 * _ROWS * vocab_size)))
     random_BT = torch.randint(vocab_size, (_ROWS, length), generator=torch.Generator().manual_seed(0))
     real_BT = _real_rows(model, length)
     return random_BT if real_BT is None else torch.cat([random_BT, real_BT])

@@ -6,6 +6,7 @@ connection that each rank has to rank 0 beside torch's; the *switchboard* there 
 a rank's *watch* learns that from it.
 """
 
+from megahead.distributed.blocks import Renamed, Tensors, Whole, block_ranges, joined, take_rows_
 from megahead.distributed.collectives import (
     copy_to_group,
     gather_from_group,
@@ -14,7 +15,7 @@ from megahead.distributed.collectives import (
     scatter_to_group,
 )
 from megahead.distributed.connection import connected
-from megahead.distributed.dealt import Dealt, deal, gathered
+from megahead.distributed.dealt import Dealt, deal_blocks_, gathered
 from megahead.distributed.group import Group
 from megahead.distributed.mesh import Mesh
 from megahead.distributed.print_once import print_error_once
@@ -28,16 +29,22 @@ __all__ = [
     "Launch",
     "LostRankError",
     "Mesh",
+    "Renamed",
+    "Tensors",
+    "Whole",
+    "block_ranges",
     "choose_device",
     "connected",
     "copy_to_group",
-    "deal",
+    "deal_blocks_",
     "gather_from_group",
     "gathered",
+    "joined",
     "per_rank_rng",
     "print_error_once",
     "read_launch",
     "reduce_from_group",
     "reduce_scatter_to_group",
     "scatter_to_group",
+    "take_rows_",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,9 +26,16 @@ class Dealt:
         return torch.Size([self.rows, *self.part.shape[1:]])
 
 
-def deal(whole: Tensor, group: Group) -> Tensor:
-    """This rank's rows of `whole`, a view. Sends nothing."""
-    return whole[group.rank :: group.size]
+def deal_blocks_(part: Tensor, blocks: Iterable[Tensor], group: Group) -> None:
+    """Fills `part` [n, ...] with this rank's rows of a tensor [V, ...] that comes in consecutive blocks [b, ...].
+
+    Sends nothing: every rank reads all blocks, and holds one at a time. n is V / ranks, up or down."""
+    first = 0
+    for block in blocks:
+        own = block[(group.rank - first) % group.size :: group.size]
+        place = len(range(group.rank, first, group.size))
+        part[place : place + len(own)] = own
+        first += len(block)
 
 
 def gathered(parts: Sequence[Tensor]) -> Tensor:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megahead.distributed import Dealt, Mesh
+from megahead.distributed import Dealt, Mesh, Tensors
 from megahead.engine.gradients import forget_gradients
 from megahead.engine.half import half_format, make_room, refuse_half_without_zero
 from megahead.engine.norm import clip_, global_norm
@@ -47,8 +47,8 @@ class Engine:
     `deepspeed` of a `RunPlan`. At stage 3 `module`'s own parameters are empty outside of its forward: read them through
     `tensors`.
 
-    `weights` maps a parameter's name to the full (unsharded) tensor it starts from, and is called for one at a time:
-    `module` may be hollow (see `parallel.assemble`), so that at stage 3 no rank ever holds all of it.
+    `weights` has the full (unsharded) tensors that parameters start from, under their names, and is asked for one at
+    a time: `module` may be hollow (see `parallel.assemble`), so that at stage 3 no rank ever holds all of it.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Engine:
         config: dict[str, Any],
         mesh: Mesh,
         device: torch.device,
-        weights: Callable[[str], Tensor],
+        weights: Tensors,
     ) -> None:
         self._stage = int(config.get("zero_optimization", {}).get("stage", 0))
         self._clipping = float(config.get("gradient_clipping", 0.0))
@@ -81,7 +81,7 @@ class Engine:
         self._backward_done = False
         self._grad_norm: Tensor | None = None
         if self._stage == 3 or half:
-            self.load_weights(lambda key: weights(key.removeprefix(f"{WEIGHT}/")))
+            self._set(WEIGHT, lambda key: weights.read(key.removeprefix(f"{WEIGHT}/")))
 
     @property
     def module(self) -> nn.Module:
@@ -204,21 +204,16 @@ class Engine:
                 full = self._merge(name, self._parameter_states.get(parameter, kind))
                 yield f"{kind}/{name}", full.detach().float()
 
-    def load(self, read: Callable[[str], Tensor], optimizer_steps: int) -> None:
+    def load(self, tensors: Tensors, optimizer_steps: int) -> None:
         """Sets weights, moments and step count; the inverse of `tensors`, from any stage and mesh.
 
-        `read` maps a key to its full tensor, on every rank. Collective; CheckpointError for a tensor of another shape.
+        Every rank reads all of each, one at a time. Collective; CheckpointError for a tensor of another shape.
         fp16's loss scale is set by `set_loss_scale_state`.
         """
-        self._set(WEIGHT, read)
-        for kind in MOMENTS:
-            self._set(kind, read)
+        for kind in (WEIGHT, *MOMENTS):
+            self._set(kind, tensors.read)
         for counter in self._counters():
             counter.fill_(optimizer_steps)
-
-    def load_weights(self, read: Callable[[str], Tensor]) -> None:
-        """Sets only the weights (keys `weight/NAME`), not the optimizer's state. Collective."""
-        self._set(WEIGHT, read)
 
     def close(self) -> None:
         """Frees the model, which DeepSpeed's gradient hooks hold at stages 1 to 3. The engine is unusable then."""

@@ -3,15 +3,14 @@ ranks. A step is applied to both or to neither. Late rows are those that the las
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from megahead.distributed import Dealt, Mesh
+from megahead.distributed import Dealt, Mesh, Renamed, Tensors, Whole
 from megahead.engine.engine import Engine, StepResult
-from megahead.engine.state import WEIGHT
 from megahead.table import BALLAST, RowPlan, RowTable
 
 
@@ -30,16 +29,16 @@ class RowEngine(Engine):
         config: dict[str, Any],
         mesh: Mesh,
         device: torch.device,
-        weights: Callable[[str], Tensor],
+        weights: Tensors,
     ) -> None:
         self._name, table = next(pair for pair in module.named_modules() if isinstance(pair[1], RowTable))
         self._table = cast(RowTable, table)
 
         def body(name: str) -> Tensor:
-            return torch.zeros(BALLAST) if name == f"{self._name}.ballast" else weights(name)
+            return torch.zeros(BALLAST) if name == f"{self._name}.ballast" else weights.read(name)
 
-        super().__init__(module, optimizer=optimizer, config=config, mesh=mesh, device=device, weights=body)
-        self._table.fill_(weights(f"{self._name}.weight"))
+        super().__init__(module, optimizer=optimizer, config=config, mesh=mesh, device=device, weights=Whole(body))
+        self._table.fill_(weights.blocks(f"{self._name}.weight"))
 
     def begin(self, rows: RowPlan | None) -> int:
         """Fetches the rows that the next micro-steps look up; returns how many that this rank owns were late.
@@ -71,13 +70,10 @@ class RowEngine(Engine):
         for kind, part in self._table.kept().items():
             yield f"late/{kind}/{self._name}.weight", part
 
-    def load(self, read: Callable[[str], Tensor], optimizer_steps: int) -> None:
-        super().load(read, optimizer_steps)
-        self._table.restore(lambda kind: read(f"late/{kind}/{self._name}.weight"))
-
-    def load_weights(self, read: Callable[[str], Tensor]) -> None:
-        super().load_weights(read)
-        self._table.fill_(read(f"{WEIGHT}/{self._name}.weight"))
+    def load(self, tensors: Tensors, optimizer_steps: int) -> None:
+        """As of any engine; rows come block by block, and each rank keeps its own."""
+        super().load(tensors, optimizer_steps)
+        self._table.restore(Renamed(tensors, lambda kind: f"late/{kind}/{self._name}.weight"))
 
     def _parameters(self, kind: str) -> Iterator[tuple[str, nn.Parameter]]:
         """Leaves out the ballast (see `table`): it is neither saved nor loaded."""

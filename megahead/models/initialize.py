@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from megahead.config import ModelConfig
+from megahead.distributed import block_ranges
 
 _WRITES_TO_RESIDUAL = ("attention.output.weight", "mlp.down.weight")
-_BLOCK = 16  # torch draws normal numbers on the CPU in blocks of 16, the last of them again when it is not full
+_AT_ONCE = 16  # torch draws normal numbers on the CPU 16 at a time, the last of them again when they are fewer
 
 
 def initial_value(name: str, shape: Sequence[int], seed: int, config: ModelConfig) -> Tensor:
@@ -25,15 +26,29 @@ def initial_value(name: str, shape: Sequence[int], seed: int, config: ModelConfi
 
     A matrix with more rows starts with the same rows: padding of the vocabulary changes no token's weights.
     """
-    if name.endswith("norm.weight"):
-        return torch.ones(*shape)
-    if name.endswith(".bias"):
-        return torch.zeros(*shape)
-    count = math.prod(shape)
+    return next(_drawn(name, shape, [range(shape[0])], seed, config))
+
+
+def initial_blocks(name: str, shape: Sequence[int], seed: int, config: ModelConfig) -> Iterator[Tensor]:
+    """The same, bit for bit, in consecutive blocks of rows: each is drawn when it is asked for, 16,384 rows at most."""
+    return _drawn(name, shape, block_ranges(shape[0]), seed, config)
+
+
+def _drawn(
+    name: str, shape: Sequence[int], blocks: Iterable[range], seed: int, config: ModelConfig
+) -> Iterator[Tensor]:
     key = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(key[:8], "little") >> 1)
-    draws = torch.randn(-(-count // _BLOCK) * _BLOCK, generator=generator)
-    return draws[:count].view(*shape).mul_(_std(name, config))
+    for rows in blocks:
+        size = (len(rows), *shape[1:])
+        if name.endswith("norm.weight"):
+            yield torch.ones(size)
+        elif name.endswith(".bias"):
+            yield torch.zeros(size)
+        else:
+            count = math.prod(size)
+            draws = torch.randn(-(-count // _AT_ONCE) * _AT_ONCE, generator=generator)
+            yield draws[:count].view(size).mul_(_std(name, config))
 
 
 def _std(name: str, config: ModelConfig) -> float:

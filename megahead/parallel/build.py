@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from megahead.config import RunConfig
-from megahead.distributed import Group
+from megahead.distributed import Group, Tensors, take_rows_
 from megahead.models import SHARDING
 from megahead.parallel.plan import parallelize_, shard_dims
 from megahead.parallel.pretraining import SplitOutputEmbedding, TensorParallelPretraining
@@ -34,13 +32,19 @@ def assemble(config: RunConfig, group: Group, device: torch.device) -> Pretraini
     return module
 
 
-def fill_(module: nn.Module, group: Group, weights: Callable[[str], Tensor]) -> None:
-    """Sets every parameter to this rank's slice of the full tensor `weights(its name)`, one at a time."""
+def fill_(module: nn.Module, group: Group, weights: Tensors) -> None:
+    """Sets every parameter to this rank's slice of the full tensor of its name.
+
+    Beside the parameters memory holds a block of one of them, or all of one whose columns are split.
+    """
     dims = shard_dims(module)
     for name, parameter in module.named_parameters():
-        full = weights(name)
-        part = full if name not in dims else group.shard(full, dims[name])
-        parameter.data = torch.empty(part.shape, dtype=parameter.dtype, device=parameter.device).copy_(part.detach())
+        part = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+        if dims.get(name):  # not the rows
+            part.copy_(group.shard(weights.read(name), dims[name]).detach())
+        else:
+            take_rows_(part, weights.blocks(name), group.rank * len(part) if name in dims else 0)
+        parameter.data = part
 
 
 def _split(full: Pretraining, config: RunConfig, group: Group) -> Pretraining:

@@ -6,7 +6,7 @@ candidates ahead, in a background thread. *Output*: a hidden state that has a ta
 """
 
 from megahead.pretraining.batch import EvaluationRequest, MicroBatch, StepBatches, documents_of, target_positions_of
-from megahead.pretraining.build import build_pretraining, first_weights, weight_shapes
+from megahead.pretraining.build import TEMPERATURE, FirstWeights, build_pretraining, first_weights, weight_shapes
 from megahead.pretraining.candidate_groups import gather_targets
 from megahead.pretraining.feed import Feed
 from megahead.pretraining.output_layers import MaskHead, OutputEmbedding
@@ -14,8 +14,10 @@ from megahead.pretraining.pretraining import Pretraining
 from megahead.pretraining.temperature import LearnedTemperature
 
 __all__ = [
+    "TEMPERATURE",
     "EvaluationRequest",
     "Feed",
+    "FirstWeights",
     "LearnedTemperature",
     "MaskHead",
     "MicroBatch",

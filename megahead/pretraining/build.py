@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from megahead.config import RunConfig
-from megahead.models import build_backbone, initial_value
+from megahead.models import build_backbone, initial_blocks, initial_value
 from megahead.pretraining.output_layers import MaskHead, OutputEmbedding
 from megahead.pretraining.pretraining import Pretraining
 from megahead.pretraining.temperature import LearnedTemperature
+
+TEMPERATURE = "temperature.log_value"
 
 
 def build_pretraining(config: RunConfig) -> Pretraining:
@@ -28,16 +31,29 @@ def weight_shapes(config: RunConfig) -> dict[str, torch.Size]:
         return {name: parameter.shape for name, parameter in build_pretraining(config).named_parameters()}
 
 
-def first_weights(config: RunConfig) -> Callable[[str], Tensor]:
-    """A function from a parameter's name to the full fp32 CPU tensor that a new run starts from.
+@dataclass(frozen=True)
+class FirstWeights:
+    """What the parameters of a new run start from, by name: full fp32 CPU tensors.
 
-    Each is drawn when it is called for, and depends only on `config.seed` and its name.
+    Each is drawn when it is asked for, and depends only on `config.seed` and its name.
     """
-    shapes = weight_shapes(config)
 
-    def weight(name: str) -> Tensor:
-        if name == "temperature.log_value":
-            return LearnedTemperature(config.objective.temperature).first_value()
-        return initial_value(name, shapes[name], config.seed, config.model)
+    config: RunConfig
+    shapes: Mapping[str, torch.Size]
 
-    return weight
+    def read(self, name: str, /) -> Tensor:
+        """All of one."""
+        if name == TEMPERATURE:
+            return LearnedTemperature(self.config.objective.temperature).first_value()
+        return initial_value(name, self.shapes[name], self.config.seed, self.config.model)
+
+    def blocks(self, name: str, /) -> Iterator[Tensor]:
+        """The same bits in blocks of rows."""
+        if name == TEMPERATURE:
+            return iter([self.read(name)])
+        return initial_blocks(name, self.shapes[name], self.config.seed, self.config.model)
+
+
+def first_weights(config: RunConfig) -> FirstWeights:
+    """Those of a run of `config`; draws nothing."""
+    return FirstWeights(config, weight_shapes(config))

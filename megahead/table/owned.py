@@ -9,7 +9,6 @@ from collections.abc import Iterator
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from megahead.optim import RowRule, Rows
@@ -60,16 +59,8 @@ class OwnedRows:
         for places in torch.arange(len(self.touched_n)).split(_BLOCK):
             yield self.take(places)[WEIGHT]
 
-    def fill_(self, weight_nD: Tensor) -> None:
-        """Weights that are as new, everything else as it is before the first step."""
-        for values in (*self.rows.values(), self.touched_n):
+    def forget_steps(self) -> None:
+        """Weights are as new: everything else is as before the first step."""
+        for values in (*(values for name, values in self.rows.items() if name != WEIGHT), self.touched_n):
             values.zero_()
-        self.rows[WEIGHT].copy_(weight_nD)
         self.rule.resume(np.empty(0))
-
-    def restore(self, rows: Rows, touched_n: Tensor, rates: NDArray[np.float64]) -> None:
-        """Goes on where others stood, bit for bit."""
-        for name, values in self.rows.items():
-            values.copy_(rows[name])
-        self.touched_n.copy_(touched_n)
-        self.rule.resume(rates)

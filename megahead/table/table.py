@@ -8,23 +8,24 @@ measures and clips gradients, at any ZeRO stage and in any precision, then deals
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from megahead.distributed import Dealt, Mesh, deal
+from megahead.distributed import Dealt, Mesh, Tensors, deal_blocks_, joined
 from megahead.optim import RowRule
 from megahead.table.exchange import rows_from_owners
 from megahead.table.fetched import FetchedRows
-from megahead.table.owned import OwnedRows
+from megahead.table.owned import WEIGHT, OwnedRows
 from megahead.table.plan import RowPlan, plan_rows
 
 BALLAST = 4096
 """Numbers of the ballast: the gradient of each is 1/64 of the whole, far from fp16's largest number."""
 TOUCHED, RATES = "touched", "rates"
 _BLOCK = 1 << 14
+"""Rows of all ranks that are scored against at once."""
 
 
 class RowTable(nn.Module):
@@ -51,24 +52,27 @@ class RowTable(nn.Module):
         """[..., D]: the rows of `ids`."""
         return self._look_up(ids)
 
-    def fill_(self, whole_VD: Tensor) -> None:
-        """Rows that no step has moved yet."""
-        self.owned.fill_(deal(whole_VD, self._mesh.world_group))
+    def fill_(self, blocks: Iterable[Tensor]) -> None:
+        """Rows that no step has moved yet, from consecutive blocks [b, D] of all of them."""
+        deal_blocks_(self.owned.rows[WEIGHT], blocks, self._mesh.world_group)
+        self.owned.forget_steps()
         self._now_nD = None
 
     def kept(self) -> dict[str, Tensor | Dealt]:
         """What goes on bitwise when it is restored, on any number of ranks: rows and moments as they were last moved,
         `touched`, the steps at which that was [V], and the `rates` of all steps (on every rank)."""
-        parts = {**self.owned.rows, TOUCHED: self.owned.touched_n}
-        dealt = {kind: Dealt(part, self.num_rows) for kind, part in parts.items()}
+        dealt = {kind: Dealt(part, self.num_rows) for kind, part in self._dealt().items()}
         return {**dealt, RATES: torch.from_numpy(self.owned.rule.history.rates)}
 
-    def restore(self, read: Callable[[str], Tensor]) -> None:
-        """The inverse of `kept`; `read` gives the whole of each."""
-        ranks = self._mesh.world_group
-        rows = {kind: deal(read(kind), ranks) for kind in self.owned.rows}
-        self.owned.restore(rows, deal(read(TOUCHED), ranks), read(RATES).numpy())
+    def restore(self, kept: Tensors) -> None:
+        """The inverse of `kept`, whose names these tensors have; of each a block is held at a time."""
+        for kind, part in self._dealt().items():
+            deal_blocks_(part, kept.blocks(kind), self._mesh.world_group)
+        self.owned.rule.resume(kept.read(RATES).numpy())
         self._now_nD = None
+
+    def _dealt(self) -> dict[str, Tensor]:
+        return {**self.owned.rows, TOUCHED: self.owned.touched_n}
 
     def fetch(self, plan: RowPlan) -> None:
         """Rows of a step come here, up to date."""
@@ -91,10 +95,10 @@ class RowTable(nn.Module):
     def weight_blocks(self, until: int) -> Iterator[Tensor]:
         """The first `until` rows, consecutive [b, D], on every rank in the model's precision, in evaluation mode."""
         own_nD, ranks = self._now(), self._mesh.world_group
-        most = -(-self.num_rows // ranks.size)  # some ranks have a row less
-        for place in range(0, -(-until // ranks.size), _BLOCK):
-            part_bD = own_nD[place : place + _BLOCK]
-            even_bD = F.pad(part_bD, (0, 0, 0, min(_BLOCK, most - place) - len(part_bD)))
+        most, of_each = -(-self.num_rows // ranks.size), max(1, _BLOCK // ranks.size)  # some ranks have a row less
+        for place in range(0, -(-until // ranks.size), of_each):
+            part_bD = own_nD[place : place + of_each]
+            even_bD = F.pad(part_bD, (0, 0, 0, min(of_each, most - place) - len(part_bD)))
             yield ranks.all_gather(even_bD).transpose(0, 1).flatten(0, 1)[: until - place * ranks.size]
 
     def _look_up(self, ids: Tensor, alike: int = 0) -> Tensor:
@@ -113,7 +117,8 @@ class RowTable(nn.Module):
     def _now(self) -> Tensor:
         """[n, D]: this rank's rows as they would be now."""
         if self._now_nD is None:
-            self._now_nD = torch.cat([block.to(self.ballast.dtype) for block in self.owned.blocks()])
+            blocks, kept_nD = self.owned.blocks(), self.owned.rows[WEIGHT]
+            self._now_nD = joined((block.to(self.ballast.dtype) for block in blocks), kept_nD.shape)
         return self._now_nD
 
 

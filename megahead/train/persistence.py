@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -18,11 +19,11 @@ from megahead.checkpoint import (
 )
 from megahead.config import InitConfig, RunConfig, RunPlan
 from megahead.convert import PublishedModel
-from megahead.convert.source import TEMPERATURE
-from megahead.distributed import Group
+from megahead.convert.source import EMBEDDING, HEAD
+from megahead.distributed import Group, Renamed, Tensors
 from megahead.engine import Engine
 from megahead.errors import CheckpointError, ConfigError
-from megahead.pretraining import first_weights, weight_shapes
+from megahead.pretraining import TEMPERATURE, FirstWeights, first_weights, weight_shapes
 from megahead.run_folder import RunFolder
 from megahead.train.lineage import Lineage
 from megahead.train.state import TrainingState
@@ -101,35 +102,34 @@ def roll_back(
 
 
 def _load(checkpoint: Checkpoint, engine: Engine) -> None:
-    engine.load(checkpoint.read, checkpoint.state_value("optimizer_steps", int))
+    engine.load(checkpoint, checkpoint.state_value("optimizer_steps", int))
     engine.set_loss_scale_state(checkpoint.state_value("scale", dict, absent={}))
 
 
-def starting_weights(
-    config: RunConfig, world_group: Group, resumed: Checkpoint | None = None
-) -> Callable[[str], Tensor]:
-    """A function from a parameter's name to the full (unsharded) tensor that a session starts from. Collective.
+def starting_weights(config: RunConfig, world_group: Group, resumed: Checkpoint | None = None) -> Tensors:
+    """The full (unsharded) tensors that a session starts from, under the names of its parameters; none is read yet.
 
-    It comes from the checkpoint that is resumed; in a new run it is random, or from what `init` names,
-    which is not needed when the run is resumed. A head to be fine-tuned starts as a copy of the embedding.
+    They come from the checkpoint that is resumed; in a new run they are random, or from what `init` names, which is
+    not needed when the run is resumed. A head to be fine-tuned starts as a copy of the embedding. Collective;
+    CheckpointError for a checkpoint of another model.
     """
     init, shapes = config.init, weight_shapes(config)
-    if resumed is not None:
-        return lambda name: _matching(resumed, f"weight/{name}", shapes[name])
+    if resumed is not None:  # rows as they lie there: `resume_from` says how late they are
+        return _weights_of(resumed, shapes, stored="late/weight")
     if init is None:
         return first_weights(config)
-    path = init.from_checkpoint
-    source = _published(config, init, world_group) if path is None else _source(path, world_group)
+    copies = {HEAD: EMBEDDING} if init.copies_embedding() else {}
+    needed = {name: shape for name, shape in shapes.items() if name not in copies}
+    source: Tensors = (
+        _published(config, init, world_group)
+        if init.from_checkpoint is None
+        else _weights_of(_source(init.from_checkpoint, world_group), needed)
+    )
+    return Renamed(source, lambda name: copies.get(name, name))
 
-    def weight(name: str) -> Tensor:
-        copied = init.copies_embedding() and name == "head.weight"
-        return source("backbone.embedding.weight" if copied else name, shapes[name])
 
-    return weight
-
-
-def _source(path: str, world_group: Group) -> Callable[[str, torch.Size], Tensor]:
-    """Reads the checkpoint at `init.from_checkpoint`."""
+def _source(path: str, world_group: Group) -> Checkpoint:
+    """The checkpoint at `init.from_checkpoint`."""
 
     def find() -> Path | None:
         return find_checkpoint(Path(path)) if world_group.rank == 0 else None
@@ -137,11 +137,41 @@ def _source(path: str, world_group: Group) -> Callable[[str, torch.Size], Tensor
     found = run_on_all_ranks(world_group, find)[0]
     if found is None:
         raise CheckpointError(f"`init.from_checkpoint` must hold a checkpoint, but {path} holds none.")
-    checkpoint = open_together(found, world_group)
-    return lambda name, shape: _matching(checkpoint, f"weight/{name}", shape)
+    return open_together(found, world_group)
 
 
-def _published(config: RunConfig, init: InitConfig, world_group: Group) -> Callable[[str, torch.Size], Tensor]:
+def _weights_of(checkpoint: Checkpoint, shapes: Mapping[str, torch.Size], stored: str = "weight") -> Tensors:
+    """Its parameters, which must have these shapes; `stored`: what their names begin with there."""
+    there = set(checkpoint.names())
+    for parameter, shape in shapes.items():
+        name = f"weight/{parameter}"
+        if name not in there:
+            raise CheckpointError(
+                f"{checkpoint.folder} must hold {name}, but does not; is it of another model or objective?"
+            )
+        if checkpoint.shape(name) != shape:
+            raise CheckpointError(
+                f"{checkpoint.folder} must hold {name} of shape {tuple(shape)}, but has {checkpoint.shape(name)} "
+                "instead; give `model` the sizes of that run."
+            )
+    return Renamed(checkpoint, lambda name: f"{stored}/{name}")
+
+
+@dataclass(frozen=True)
+class _PublishedWeights:
+    """Those of a Hugging Face folder, which has no temperature: it starts as in a new run."""
+
+    model: PublishedModel
+    first: FirstWeights
+
+    def read(self, name: str, /) -> Tensor:
+        return self.first.read(name) if name == TEMPERATURE else self.model.weight(name, self.first.shapes[name])
+
+    def blocks(self, name: str, /) -> Iterator[Tensor]:
+        return self.first.blocks(name) if name == TEMPERATURE else self.model.blocks(name, self.first.shapes[name])
+
+
+def _published(config: RunConfig, init: InitConfig, world_group: Group) -> _PublishedWeights:
     """Reads the folder at `init.from_hf`, which must be of a model that computes what `config.model` does."""
     path, objective = Path(init.from_hf or ""), config.objective
 
@@ -155,19 +185,4 @@ def _published(config: RunConfig, init: InitConfig, world_group: Group) -> Calla
             raise ConfigError("objective.tied", rule, got=str(objective.tied).lower())
 
     run_on_all_ranks(world_group, check)
-    published, first = PublishedModel.open(path), first_weights(config)
-    return lambda name, shape: first(name) if name == TEMPERATURE else published.weight(name, shape)
-
-
-def _matching(checkpoint: Checkpoint, name: str, shape: torch.Size) -> Tensor:
-    if name not in checkpoint.names():
-        raise CheckpointError(
-            f"{checkpoint.folder} must hold {name}, but does not; is it of another model or objective?"
-        )
-    tensor = checkpoint.read(name)
-    if tensor.shape != shape:
-        raise CheckpointError(
-            f"{checkpoint.folder} must hold {name} of shape {tuple(shape)}, but has {tuple(tensor.shape)} "
-            "instead; give `model` the sizes of that run."
-        )
-    return tensor
+    return _PublishedWeights(PublishedModel.open(path), first_weights(config))

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from functools import partial
 
 import torch
-from torch import Tensor
 
 from megahead.checkpoint import Checkpoint
 from megahead.config import RunConfig, RunPlan
 from megahead.data import training_masker
-from megahead.distributed import Group, Launch, Mesh, choose_device, connected
+from megahead.distributed import Group, Launch, Mesh, Tensors, choose_device, connected
 from megahead.engine import Engine, RowEngine, deepspeed_session
 from megahead.objectives import build_objective
 from megahead.optim import build_adamw
@@ -157,7 +156,7 @@ def build_engine(
     plan: RunPlan,
     mesh: Mesh,
     device: torch.device,
-    weights: Callable[[str], Tensor],
+    weights: Tensors,
 ) -> tuple[Engine, list[tuple[str, str]]]:
     """The model, split over the mesh and filled with `weights`, with its optimizer; and the banner's lines about it."""
     config = plan.config

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-import megahead.checkpoint.late as late
+import megahead.distributed.blocks as blocks
 from megahead.checkpoint import open_checkpoint, save_checkpoint
 from megahead.config import OptimizerConfig
-from megahead.distributed import Dealt, Group, deal
+from megahead.distributed import Dealt, Group
 from megahead.errors import CheckpointError
 from megahead.optim import build_row_rule
 from support.on_ranks import on_ranks
@@ -46,7 +46,7 @@ def course() -> tuple[dict[str, Tensor], Tensor, Any]:
 def save(group: Group, root: Path) -> None:
     rows, touched, rule = course()
     kept = {**rows, "touched": touched}
-    tensors = {f"late/{kind}/{NAME}": Dealt(deal(values, group), ROWS) for kind, values in kept.items()}
+    tensors = {f"late/{kind}/{NAME}": Dealt(values[group.rank :: group.size], ROWS) for kind, values in kept.items()}
     tensors[f"late/rates/{NAME}"] = torch.from_numpy(rule.history.rates)
     save_checkpoint(root, 30, tensors.items(), state={"optimizer_steps": 30}, config=WRITTEN, group=group, keep=1)
 
@@ -54,7 +54,7 @@ def save(group: Group, root: Path) -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_late_rows_are_read_up_to_date(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
     on_ranks(ranks, save, tmp_path)
-    monkeypatch.setattr(late, "_BLOCK", 10)
+    monkeypatch.setattr(blocks, "BLOCK", 10)
     checkpoint, (rows, touched, rule) = open_checkpoint(tmp_path), course()
     assert len(checkpoint.files) == ranks
     read = [name for name in checkpoint.names() if not name.startswith("late/")]

@@ -13,6 +13,8 @@ from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, GPTNeoXModel
 from megahead.checkpoint import open_checkpoint
 from megahead.config import config_from_dict
 from megahead.convert import export, from_hf
+from megahead.convert.published import PublishedModel
+from megahead.distributed import blocks
 from megahead.errors import CheckpointError, FieldError, UserError
 from support.small_checkpoint import save_tokenizer
 
@@ -134,3 +136,18 @@ def test_half_precision_weights_go_in_and_out_bit_for_bit(tmp_path: Path, dtype:
     assert after.keys() == halved.keys()
     for name, tensor in halved.items():
         assert torch.equal(tensor, after[name]), name
+
+
+@pytest.mark.parametrize("shape", [(61, 48), (64, 48), (90, 48)], ids=str)
+def test_a_table_is_read_in_blocks_with_its_padding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int]
+) -> None:
+    published = PublishedModel.open(save_theirs(tmp_path / "theirs"))
+    monkeypatch.setattr(blocks, "BLOCK", 20)
+    read = list(published.blocks("backbone.embedding.weight", torch.Size(shape)))
+    assert all(len(block) <= 20 for block in read)
+    whole = torch.cat(read)
+    assert torch.equal(whole[:61], stored(tmp_path / "theirs")["gpt_neox.embed_in.weight"])
+    assert whole.shape == shape
+    assert not whole[61:].any()
+    assert torch.equal(published.weight("backbone.embedding.weight", torch.Size(shape)), whole)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from megahead.checkpoint import Snapshot, open_checkpoint, save_checkpoint
-from megahead.distributed import Group
+from megahead.distributed import Group, Whole
 from megahead.engine import Engine
 from megahead.errors import CheckpointError
 from support.forked import forked
@@ -32,7 +32,7 @@ def train_and_save(group: Group, stage: int, root: str) -> dict[str, Tensor]:
 def resume(group: Group, stage: int, root: str, train: bool) -> dict[str, Tensor]:
     checkpoint = open_checkpoint(Path(root))
     engine = small_engine(group, stage)
-    engine.load(checkpoint.read, checkpoint.state["optimizer_steps"])
+    engine.load(checkpoint, checkpoint.state["optimizer_steps"])
     if train:
         steps(engine, group, range(2, 4))
     return whole(engine)
@@ -63,7 +63,7 @@ def load_of_another_size(group: Group, stage: int) -> str:
     engine = small_engine(group, stage)
     wrong = {name: torch.zeros(*tensor.shape, 2) for name, tensor in whole(engine).items()}
     with pytest.raises(CheckpointError) as error:
-        engine.load(wrong.__getitem__, 1)
+        engine.load(Whole(wrong.__getitem__), 1)
     return str(error.value)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from megahead.distributed import Group, Mesh
+from megahead.distributed import Group, Mesh, Whole
 from megahead.engine import Engine
 from megahead.errors import ConfigError, UserError
 from support.on_ranks import on_ranks
@@ -27,7 +27,7 @@ def test_half_precision_without_zero_is_refused_with_a_way_out(key: str) -> None
             config=config,
             mesh=Mesh(),
             device=torch.device("cpu"),
-            weights=module.state_dict().__getitem__,
+            weights=Whole(module.state_dict().__getitem__),
         )
 
 

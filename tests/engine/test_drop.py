@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megahead.distributed import Group
+from megahead.distributed import Group, Whole
 from megahead.engine import Engine
 from support.on_ranks import on_ranks
 from support.small_engine import SmallBatch, differing, small_batches, small_engine, whole
@@ -98,7 +98,7 @@ def scale_goes_on(group: Group) -> tuple[dict[str, float], float, list[float], l
 
     scales(first, 5)
     state = first.loss_scale_state()
-    second.load(whole(first).__getitem__, first.optimizer_steps)
+    second.load(Whole(whole(first).__getitem__), first.optimizer_steps)
     second.set_loss_scale_state(state)
     return state, first.loss_scale, scales(first, 4), scales(second, 4)
 

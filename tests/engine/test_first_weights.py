@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megahead.config import RunConfig, deepspeed_config
-from megahead.distributed import Group, Mesh
+from megahead.distributed import Group, Mesh, Whole
 from megahead.engine import Engine
 from megahead.optim import build_adamw
 from megahead.parallel import assemble
@@ -26,13 +26,13 @@ def started(world: Group, config: RunConfig) -> tuple[bool, set[int]]:
 
     def weights(name: str) -> Tensor:
         asked[name] += 1
-        return first(name)
+        return first.read(name)
 
     module = assemble(config, mesh.tensor_group, CPU)
     optimizer, content = build_adamw(module, config.optimizer), deepspeed_config(config, mesh.data_group.size)
-    engine = Engine(module, optimizer=optimizer, config=content, mesh=mesh, device=CPU, weights=weights)
+    engine = Engine(module, optimizer=optimizer, config=content, mesh=mesh, device=CPU, weights=Whole(weights))
     held = {key.removeprefix("weight/"): value for key, value in engine.tensors() if key.startswith("weight/")}
-    return all(torch.equal(value, first(name)) for name, value in held.items()), set(asked.values())
+    return all(torch.equal(value, first.read(name)) for name, value in held.items()), set(asked.values())
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megahead.distributed import Group
+from megahead.distributed import Group, Whole
 from megahead.engine import Engine
 from support.on_ranks import on_ranks
 from support.small_engine import SmallModel, differing, small_batches, small_engine, whole
@@ -47,7 +47,7 @@ def resumed(group: Group, stage: int, precision: str, chosen: dict[str, Any]) ->
     saved, steps = whole(first), first.optimizer_steps
     log = train(first, group, range(3, 6))
     second = small_engine(group, stage, precision, **chosen)
-    second.load(saved.__getitem__, steps)
+    second.load(Whole(saved.__getitem__), steps)
     loaded = differing(saved, whole(second))
     same_log = train(second, group, range(3, 6)) == log
     steps = [steps, first.optimizer_steps, second.optimizer_steps]
@@ -83,7 +83,7 @@ def hand_on(group: Group, stage: int, given: dict[str, Tensor] | None, steps: in
     """Loads what another mesh left, trains two steps; the tensors right after loading, and at the end."""
     engine = small_engine(group, stage)
     if given is not None:
-        engine.load(given.__getitem__, steps)
+        engine.load(Whole(given.__getitem__), steps)
     loaded = whole(engine)
     train(engine, group, range(steps, steps + 2))
     return loaded, whole(engine)
@@ -119,7 +119,7 @@ def probed(group: Group, stage: int, precision: str) -> dict[str, Any]:
         for parameter in fresh.parameters():
             parameter.zero_()
     second = small_engine(group, stage, precision, module=fresh)
-    second.load(saved.__getitem__, engine.optimizer_steps)
+    second.load(Whole(saved.__getitem__), engine.optimizer_steps)
     loaded = differing(saved, whole(second))
     same_log = train(engine, group, range(2, 4)) == train(second, group, range(2, 4))
     begun = differing(given, {name: start[name] for name in given})
@@ -132,27 +132,3 @@ def test_a_frozen_body_is_kept_as_it_came(stage: int, precision: str) -> None:
     trained = ["exp_avg/head.weight", "exp_avg_sq/head.weight", "weight/head.weight"]
     for outcome in on_ranks(2, probed, stage, precision):
         assert outcome == {"begun": [], "moved": trained, "loaded": [], "same_log": True}
-
-
-def weights_alone(group: Group, stage: int) -> dict[str, Any]:
-    donor = small_engine(group, stage)
-    train(donor, group, range(2))
-    given = whole(donor)
-    engine = small_engine(group, stage)
-    engine.load_weights({name: value for name, value in given.items() if name.startswith("weight/")}.__getitem__)
-    got = whole(engine)
-    moments = [name for name in got if not name.startswith("weight/") and got[name].any()]
-    return {
-        "steps": engine.optimizer_steps,
-        "moments": moments,
-        "weights": differing(
-            {n: v for n, v in given.items() if n.startswith("weight/")},
-            {n: v for n, v in got.items() if n.startswith("weight/")},
-        ),
-    }
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_weights_alone_leave_the_optimizer_fresh(stage: int) -> None:
-    for outcome in on_ranks(2, weights_alone, stage):
-        assert outcome == {"steps": 0, "moments": [], "weights": []}

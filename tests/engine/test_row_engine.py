@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megahead.distributed import Dealt, Group, gathered
+from megahead.distributed import Dealt, Group, Whole, blocks, gathered
+from megahead.pretraining import first_weights
 from support.on_ranks import on_ranks
 from support.small_rows import RowCourse
 
@@ -53,6 +54,21 @@ def kept_whole(course: RowCourse) -> dict[str, Tensor]:
     return whole
 
 
+def first_rows(group: Group, stage: int, precision: str) -> bool:
+    """Whether the rows start as the first weights of a dense run, to the last bit."""
+    course = RowCourse(group, stage, {"engine.precision": precision})
+    begun = kept_whole(course)["late/weight/backbone.embedding.weight"]
+    return torch.equal(begun, first_weights(course.config).read("backbone.embedding.weight"))
+
+
+@pytest.mark.parametrize(("ranks", "stage", "precision"), [(1, 0, "fp32"), (2, 1, "bf16"), (4, 3, "fp32")])
+def test_rows_start_from_the_first_weights_read_in_blocks(
+    monkeypatch: pytest.MonkeyPatch, ranks: int, stage: int, precision: str
+) -> None:
+    monkeypatch.setattr(blocks, "BLOCK", 144)
+    assert on_ranks(ranks, first_rows, stage, precision) == [True] * ranks
+
+
 def resumed(group: Group, stage: int, changes: dict[str, Any]) -> dict[str, Any]:
     first = RowCourse(group, stage, changes)
     for number in range(12):
@@ -60,7 +76,7 @@ def resumed(group: Group, stage: int, changes: dict[str, Any]) -> dict[str, Any]
     saved, steps = kept_whole(first), first.engine.optimizer_steps
     second = RowCourse(group, stage, changes)
     second.step(50)
-    second.engine.load(saved.__getitem__, steps)
+    second.engine.load(Whole(saved.__getitem__), steps)
     second.engine.set_loss_scale_state(first.engine.loss_scale_state())
     loaded = first.differs(second)
     logs = [[(each.gather(n), each.engine.step(1e-3).grad_norm) for n in range(12, 16)] for each in (first, second)]
@@ -86,7 +102,7 @@ def test_a_resumed_course_is_the_uninterrupted_one_bit_for_bit(ranks: int, stage
 def course_of(group: Group, given: dict[str, Tensor] | None, begun: int, until: int) -> tuple[dict[str, Tensor], ...]:
     course = RowCourse(group, begun % 4)
     if given is not None:
-        course.engine.load(given.__getitem__, begun)
+        course.engine.load(Whole(given.__getitem__), begun)
     loaded = kept_whole(course)
     for number in range(begun, until):
         course.step(number)

@@ -132,7 +132,7 @@ def started_from(checkpoint: str) -> Callable[[Path], Any]:
     def act(folder: Path) -> None:
         model(folder)
         init = {"from_checkpoint": str(folder / checkpoint), "mode": "continue"}
-        starting_weights(small_config(folder, {"init": init}), Group())("backbone.embedding.weight")
+        starting_weights(small_config(folder, {"init": init}), Group()).read("backbone.embedding.weight")
 
     return act
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from megahead.config import ModelConfig
-from megahead.models import build_backbone, initial_value
+from megahead.distributed import blocks
+from megahead.models import build_backbone, initial_blocks, initial_value
 from support.initialized import initialize_, initialized_backbone
 
 CONFIG = ModelConfig(num_layers=3, hidden_size=64, num_heads=2, vocab_size=500, vocab_multiple=128)
@@ -72,3 +73,13 @@ def test_a_head_around_the_backbone_is_drawn_like_the_embedding():
     assert head.std().item() == pytest.approx(embedding.std().item(), rel=0.02)
     assert not torch.equal(head, embedding)
     assert torch.equal(module.backbone.final_norm.weight, torch.ones(64))
+
+
+@pytest.mark.parametrize("shape", [(5, 3), (33, 1), (64, 7), (100, 5), (16, 16)], ids=str)
+@pytest.mark.parametrize("name", ["embedding.weight", "final_norm.weight", "final_norm.bias"])
+def test_blocks_are_the_same_draws(monkeypatch: pytest.MonkeyPatch, name: str, shape: tuple[int, int]) -> None:
+    whole = initial_value(name, shape, 3, CONFIG)
+    monkeypatch.setattr(blocks, "BLOCK", 16)
+    drawn = list(initial_blocks(name, shape, 3, CONFIG))
+    assert len(drawn) == -(-shape[0] // 16)
+    assert torch.equal(torch.cat(drawn), whole)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megahead.distributed import Group
+from megahead.distributed import Group, Whole
 from megahead.models import SHARDING, build_backbone
 from megahead.nn import Documents
 from megahead.parallel import (
@@ -98,7 +98,7 @@ def test_a_backbone_in_parts_gives_the_hidden_states_of_the_whole(size: int) -> 
     def in_parts(group: Group) -> Tensor:
         backbone = build_backbone(config.model).double()
         parallelize_(backbone, SHARDING["gpt_neox"], group)
-        fill_(backbone, group, whole.get_parameter)
+        fill_(backbone, group, Whole(whole.get_parameter))
         hidden: Tensor = backbone(ids, documents)
         return hidden.detach()
 

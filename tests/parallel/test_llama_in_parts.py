@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megahead.config import RunConfig
-from megahead.distributed import Group
+from megahead.distributed import Group, Whole
 from megahead.errors import ConfigErrors
 from megahead.estimate import rank_parameters
 from megahead.models import SHARDING, Backbone, build_backbone
@@ -42,7 +42,7 @@ def in_parts(group: Group, config: RunConfig) -> tuple[Tensor, dict[str, Tensor]
     whole = whole_backbone(config)
     backbone = build_backbone(config.model).double()
     parallelize_(backbone, SHARDING["llama"], group, sequence=config.parallel.sequence)
-    fill_(backbone, group, whole.get_parameter)
+    fill_(backbone, group, Whole(whole.get_parameter))
     hidden = backbone(IDS, DOCUMENTS)
     hidden.cos().sum().backward()
     dims = shard_dims(backbone)

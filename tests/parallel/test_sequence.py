@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from megahead.config import RunConfig, RunPlan
-from megahead.distributed import Group
+from megahead.distributed import Group, Whole
 from megahead.errors import ConfigError, ConfigErrors
 from megahead.estimate import rank_memory
 from megahead.models import SHARDING, Backbone, build_backbone
@@ -40,7 +40,7 @@ def in_parts(group: Group, config: RunConfig, recompute: Recompute) -> tuple[Ten
     whole = whole_backbone(config)
     backbone = build_backbone(config.model).double()
     parallelize_(backbone, SHARDING["gpt_neox"], group, sequence=True)
-    fill_(backbone, group, whole.get_parameter)
+    fill_(backbone, group, Whole(whole.get_parameter))
     backbone.recompute_blocks = recompute
     hidden = backbone(IDS, DOCUMENTS)
     hidden.cos().sum().backward()

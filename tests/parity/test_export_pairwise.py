@@ -17,7 +17,7 @@ from torch import Tensor
 from megahead.checkpoint import save_checkpoint
 from megahead.config import RunConfig, deepspeed_config
 from megahead.convert import export, load_backbone, load_causal, load_masked
-from megahead.distributed import Group, Mesh
+from megahead.distributed import Group, Mesh, Whole
 from megahead.engine import Engine
 from megahead.objectives import log_unigram
 from megahead.parallel import assemble
@@ -104,7 +104,7 @@ def save(group: Group, config: RunConfig, run: str) -> None:
         config=settings,
         mesh=mesh,
         device=CPU,
-        weights=lambda name: weights[name].detach(),
+        weights=Whole(lambda name: weights[name].detach()),
     )
     tensors = [*engine.tensors(), ("state/target_counts", COUNTS)]
     state, plain = {"step": 1, "tokens": 9}, config.model_dump(mode="json")

@@ -127,9 +127,9 @@ def test_the_same_seed_gives_the_same_backbone_whatever_the_objective() -> None:
 @pytest.mark.parametrize("objective", [EVERY_PART, {"name": "vanilla"}])
 def test_every_weight_starts_in_the_shape_that_is_stated_for_it(objective: dict[str, object]) -> None:
     config = tiny(objective)
-    shapes, weight = weight_shapes(config), first_weights(config)
+    shapes, weights = weight_shapes(config), first_weights(config)
     assert shapes
-    assert {name: weight(name).shape for name in shapes} == shapes
+    assert {name: weights.read(name).shape for name in shapes} == shapes
 
 
 def test_a_mixed_loss_is_the_weighted_sum_of_both() -> None:

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from megahead.checkpoint import open_checkpoint
-from megahead.config import RunConfig
+from megahead.checkpoint import Checkpoint, open_checkpoint, save_checkpoint
+from megahead.config import HeadName, RunConfig
+from megahead.convert import export
 from megahead.convert.source import TrainedModel
-from megahead.distributed import Group, Launch
+from megahead.distributed import Group, Launch, blocks
 from megahead.evaluate.offline import evaluate_checkpoint
 from megahead.report.metrics import read_metrics
 from megahead.train import pretrain
@@ -85,6 +86,30 @@ def test_what_reads_a_checkpoint_reads_it_up_to_date(tmp_path: Path) -> None:
     models = [TrainedModel.open(folder).load().state_dict() for folder in (rows, dense)]
     for name, weight in models[1].items():
         torch.testing.assert_close(models[0][name], weight, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("head", ["pmi", "tied", "none"])
+@pytest.mark.parametrize("family", ["gpt_neox", "llama"])
+def test_an_export_of_rows_is_that_of_the_same_weights_kept_dense(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, head: HeadName
+) -> None:
+    """Byte for byte, read in several blocks."""
+    write_text(tmp_path)
+    rows = trained(tmp_path, 2, ROWS | {"model.family": family, "training.steps": 3})
+    monkeypatch.setattr(blocks, "BLOCK", 20)
+    dense = kept_dense(open_checkpoint(rows), tmp_path / "dense")
+    ours, theirs = (export(run, run / "out", head).folder for run in (rows, dense))
+    assert (ours / "model.safetensors").read_bytes() == (theirs / "model.safetensors").read_bytes()
+    assert (ours / "config.json").read_bytes() == (theirs / "config.json").read_bytes()
+
+
+def kept_dense(checkpoint: Checkpoint, run: Path) -> Path:
+    """A run folder with the same checkpoint, its embedding stored as a dense run stores it."""
+    tensors = {n: checkpoint.read(n) for n in checkpoint.names() if not n.startswith("late/")}
+    config = checkpoint.config | {"engine": checkpoint.config["engine"] | {"embedding": "dense"}}
+    root, state = run / "checkpoints", checkpoint.state
+    save_checkpoint(root, checkpoint.step, tensors.items(), state=state, config=config, group=Group(), keep=1)
+    return run
 
 
 def test_a_run_starts_from_the_weights_of_one_in_rows(tmp_path: Path) -> None:

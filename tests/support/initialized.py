@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from megahead.config import ModelConfig, RunConfig
-from megahead.distributed import Group
+from megahead.distributed import Group, Whole
 from megahead.models import Backbone, build_backbone, initial_value
 from megahead.parallel import assemble, fill_
 from megahead.pretraining import Pretraining, first_weights
@@ -29,4 +29,4 @@ def initialized_backbone(config: ModelConfig, seed: int) -> Backbone:
 
 def initialize_(module: nn.Module, seed: int, config: ModelConfig) -> None:
     shapes = {name: parameter.shape for name, parameter in module.named_parameters()}
-    fill_(module, Group(), lambda name: initial_value(name, shapes[name], seed, config))
+    fill_(module, Group(), Whole(lambda name: initial_value(name, shapes[name], seed, config)))

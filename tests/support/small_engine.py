@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from megahead.config import RunConfig, deepspeed_config
-from megahead.distributed import Group, Mesh
+from megahead.distributed import Group, Mesh, Whole
 from megahead.engine import Engine
 from megahead.parallel import shard_dims
 from support.small_run import shipped
@@ -110,7 +110,12 @@ def small_engine(
     config = deepspeed_config(run, mesh.data_group.size)
     weights = own_weights(module, mesh.tensor_group)
     return Engine(
-        module, optimizer=small_optimizer(module), config=config, mesh=mesh, device=CPU, weights=weights.__getitem__
+        module,
+        optimizer=small_optimizer(module),
+        config=config,
+        mesh=mesh,
+        device=CPU,
+        weights=Whole(weights.__getitem__),
     )
 
 

@@ -39,7 +39,7 @@ def whole_table() -> Tensor:
 def table_of(mesh: Mesh) -> RowTable:
     kind = SplitRowTable if mesh.tensor_group.size > 1 else RowTable
     table = kind(ROWS, WIDTH, build_row_rule("adamw", CONFIG), mesh, CPU)
-    table.fill_(whole_table())
+    table.fill_([whole_table()])
     return table
 
 
@@ -88,6 +88,12 @@ def test_a_split_table_is_a_split_embedding(ranks: int) -> None:
         assert apart < 1e-5
 
 
+def as_new(owned: OwnedRows) -> OwnedRows:
+    owned.rows["weight"].copy_(whole_table()[:6])
+    owned.forget_steps()
+    return owned
+
+
 def moved(owned: OwnedRows, steps: int) -> OwnedRows:
     for step in range(steps):
         places = torch.tensor([step % 3, 3])
@@ -98,9 +104,7 @@ def moved(owned: OwnedRows, steps: int) -> OwnedRows:
 
 
 def test_reading_rows_leaves_no_trace() -> None:
-    owned = OwnedRows(6, WIDTH, build_row_rule("adamw", CONFIG), CPU)
-    owned.fill_(whole_table()[:6])
-    moved(owned, 5)
+    owned = moved(as_new(OwnedRows(6, WIDTH, build_row_rule("adamw", CONFIG), CPU)), 5)
     before = {name: values.clone() for name, values in owned.rows.items()}, owned.touched_n.clone()
     now = torch.cat(list(owned.blocks()))
     assert all(torch.equal(before[0][name], values) for name, values in owned.rows.items())
@@ -114,7 +118,7 @@ def test_rows_that_are_filled_again_have_forgotten_all_steps() -> None:
     fresh, used = (OwnedRows(6, WIDTH, build_row_rule("adamw", CONFIG), CPU) for _ in range(2))
     moved(used, 5)
     for owned in (fresh, used):
-        owned.fill_(whole_table()[:6])
+        as_new(owned)
     assert (used.steps, used.late(torch.arange(6))) == (0, 0)
     moved(fresh, 4)
     moved(used, 4)

@@ -10,7 +10,7 @@ import torch
 
 from megahead.checkpoint import newest_sound
 from megahead.config import RunConfig
-from megahead.distributed import Group, Launch
+from megahead.distributed import Group, Launch, Whole
 from megahead.engine import Engine, StepResult
 from megahead.errors import CheckpointError
 from megahead.evaluate import ValidationResult
@@ -41,7 +41,7 @@ def run_and_spoil(group: Group, config: RunConfig, name: str, value: float) -> s
         if engine.optimizer_steps == 4:
             tensors = {name: tensor.clone() for name, tensor in engine.tensors()}
             tensors[name].view(-1)[-1] = value
-            engine.load(tensors.__getitem__, 4)
+            engine.load(Whole(tensors.__getitem__), 4)
         return result
 
     Engine.step = step  # type: ignore[method-assign]

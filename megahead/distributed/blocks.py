@@ -1,0 +1,82 @@
+"""Tensors by name, read when they are asked for: whole, or in blocks of rows, so that nobody holds all of a large one.
+
+n rows of a part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Protocol
+
+from torch import Tensor
+
+BLOCK = 1 << 14
+"""Rows of a block: 64 MiB of 1,024 features. A multiple of the 16 numbers that torch draws at once."""
+
+
+class Tensors(Protocol):
+    """Full CPU tensors; what is missing, or not what its reader needs, is an error of whoever has them."""
+
+    def read(self, name: str, /) -> Tensor:
+        """All of one."""
+
+    def blocks(self, name: str, /) -> Iterator[Tensor]:
+        """The same, in consecutive parts along dim 0."""
+
+
+@dataclass(frozen=True)
+class Whole:
+    """Tensors that come in one piece."""
+
+    function: Callable[[str], Tensor]
+
+    def read(self, name: str, /) -> Tensor:
+        return self.function(name)
+
+    def blocks(self, name: str, /) -> Iterator[Tensor]:
+        yield self.function(name)
+
+
+@dataclass(frozen=True)
+class Renamed:
+    """The same tensors under other names."""
+
+    tensors: Tensors
+    theirs: Callable[[str], str]
+    """Their name of each."""
+
+    def read(self, name: str, /) -> Tensor:
+        return self.tensors.read(self.theirs(name))
+
+    def blocks(self, name: str, /) -> Iterator[Tensor]:
+        return self.tensors.blocks(self.theirs(name))
+
+
+def block_ranges(rows: int) -> Iterator[range]:
+    """The rows of each block of `rows`; one at least."""
+    return (range(first, min(first + BLOCK, rows)) for first in range(0, max(rows, 1), BLOCK))
+
+
+def joined(blocks: Iterable[Tensor], shape: Sequence[int]) -> Tensor:
+    """A tensor of `shape` from its blocks, of which there is never a second copy; a lone block is the tensor."""
+    left = iter(blocks)
+    head = next(left)
+    if head.shape == tuple(shape):
+        return head
+    whole, row = head.new_empty(tuple(shape)), 0
+    for block in chain([head], left):
+        whole[row : row + len(block)] = block
+        row += len(block)
+    return whole
+
+
+def take_rows_(part: Tensor, blocks: Iterable[Tensor], first: int) -> None:
+    """Fills `part` with the n rows from `first` on of a tensor that comes in blocks, all of which are read."""
+    row = 0
+    for block in blocks:
+        lower, upper = max(first, row), min(first + len(part), row + len(block))
+        if lower < upper:
+            part[lower - first : upper - first] = block.detach()[lower - row : upper - row]
+        row += len(block)

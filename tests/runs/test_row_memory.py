@@ -1,0 +1,95 @@
+"""No rank ever holds the whole table: not when a run starts, resumes or begins from another, nor when it is exported.
+
+The table is 64 MiB, read in blocks of 1 MiB.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import megahead.convert.verify as verify
+from megahead.checkpoint import Checkpoint, open_checkpoint
+from megahead.config import RunConfig, RunPlan
+from megahead.convert import export
+from megahead.convert.source import TrainedModel
+from megahead.distributed import Group, Launch, Mesh, blocks
+from megahead.engine import Engine
+from megahead.train import pretrain
+from megahead.train.persistence import starting_weights
+from megahead.train.setup import build_engine
+from support.forked import forked
+from support.on_ranks import on_ranks
+from support.peaks import NEEDS_PEAKS, peak_above
+from support.small_engine import CPU
+from support.small_run import small_config, write_text
+
+TABLE = 64 * 2**20
+LARGE = {"model.vocab_size": 2**18, "model.hidden_size": 64, "data.validation": None, "training.steps": 2}
+
+
+def large(folder: Path, changes: dict[str, Any] | None = None) -> RunConfig:
+    return small_config(folder, LARGE | (changes or {}))
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run of two ranks."""
+    folder = tmp_path_factory.mktemp("large")
+    write_text(folder)
+    assert on_ranks(2, trained, large(folder)) == ["finished"] * 2
+    assert "late/weight/backbone.embedding.weight" in open_checkpoint(folder / "run").tensors  # chosen by their number
+    return folder
+
+
+def trained(_: Group, config: RunConfig) -> str:
+    return pretrain(config, Launch()).ending
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks, "BLOCK", 2**12)
+
+
+def started(group: Group, config: RunConfig, resumes: bool) -> int:
+    """Bytes that starting takes at most beside what a rank keeps; all code and connections are there before."""
+    begun(group, small_config(Path("nowhere"), {"engine.embedding": "rows"}), None)
+    checkpoint = open_checkpoint(config.folder().path) if resumes else None
+    return peak_above(lambda: begun(group, config, checkpoint))[1]
+
+
+def begun(group: Group, config: RunConfig, checkpoint: Checkpoint | None) -> Engine:
+    weights = starting_weights(config, group, checkpoint)
+    engine, _ = build_engine(RunPlan.of(config, group.size), Mesh.build(group), CPU, weights)
+    if checkpoint is not None:
+        engine.load(checkpoint, checkpoint.step)
+    return engine
+
+
+@NEEDS_PEAKS
+@pytest.mark.parametrize("way", ["new", "resumed", "from another"])
+def test_a_rank_starts_with_its_rows_and_a_block(run: Path, way: str) -> None:
+    init = {"init": {"from_checkpoint": str(run / "run"), "mode": "continue"}} if way == "from another" else {}
+    assert max(on_ranks(2, started, large(run, init), way == "resumed")) < TABLE / 3
+
+
+def exported(source: Path, folder: Path, alone: bool) -> int:
+    """Bytes that an export takes at most; `alone`: compared with itself instead of with transformers."""
+    trained(Group(), small_config(source, {"output_dir": str(folder / "small"), "engine.embedding": "rows"}))
+    export(folder / "small", folder / "warm", "pmi")
+    if alone:
+        model = TrainedModel.open(source / "run")
+        verify._exported_outputs = lambda _, *compared: verify.expected_outputs(model, *compared)
+    return peak_above(lambda: export(source / "run", folder / "out", "pmi"))[0]
+
+
+@NEEDS_PEAKS
+@pytest.mark.parametrize(("alone", "tables"), [(True, 0.8), (False, 1.7)])
+def test_an_export_holds_a_block_and_what_transformers_loads_to_compare(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alone: bool, tables: float
+) -> None:
+    """Measured: 0.6 tables, of which vectors and logits as long as the vocabulary are most; 1.4 with transformers."""
+    monkeypatch.setattr(verify, "_SCORES", 1)  # logits of a token a row
+    assert forked(exported, run, tmp_path, alone) < tables * TABLE
