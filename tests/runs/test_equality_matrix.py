@@ -140,6 +140,14 @@ def test_a_llama_equals_plain_torch(
     assert_equal(on_mesh(tmp_path, "headless", stage, tensor, data, **(LLAMA | changes)), llama)
 
 
+@pytest.mark.parametrize(("stage", "tensor", "data"), [(2, 2, 2), (0, 1, 1)])
+def test_a_llama_with_a_table_of_rows_equals_plain_torch(
+    tmp_path: Path, llama: Course, stage: int, tensor: int, data: int
+) -> None:
+    write_text(tmp_path)
+    assert_equal(on_mesh(tmp_path, "headless", stage, tensor, data, **(LLAMA | ROWS)), llama)
+
+
 SEQUENCE = {"parallel.sequence": True}
 
 
