@@ -18,12 +18,11 @@ from megahead.config import HeadName
 from megahead.convert.card import model_card, write_encoder_tokenizer, write_tokenizer
 from megahead.convert.export_heads import Head, make_head
 from megahead.convert.families import Family, family_of, hf_config
-from megahead.convert.source import BACKBONE, EMBEDDING, HEAD, MASK_HEAD, TrainedModel
+from megahead.convert.source import BACKBONE, EMBEDDING, HEAD, TrainedModel
 from megahead.convert.stream import DTYPES, Streamed, write_shards
 from megahead.convert.verify import Parity, verify
 from megahead.errors import FieldError
 from megahead.files import sha256_of, staged_folder
-from megahead.pretraining import TEMPERATURE
 
 PARITY_FILE = "parity.json"
 _NORM_BIAS = "backbone.final_norm.bias"

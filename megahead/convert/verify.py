@@ -142,7 +142,7 @@ def _token_rows(model: TrainedModel) -> Tensor:
     vocab_size = model.config.model.vocab_size
     window = model.config.model.local_window if model.config.model.local_layers() else 0
     wanted = _TOKENS + window  # further than local layers see
-    length = min(wanted, model.config.data.sequence_length, max(1, _SCORES // (2 * _ROWS * vocab_size)))
+    length = min(wanted, model.config.data.sequence_length, max(1 + window, _SCORES // (2 * _ROWS * vocab_size)))
     random_BT = torch.randint(vocab_size, (_ROWS, length), generator=torch.Generator().manual_seed(0))
     real_BT = _real_rows(model, length)
     return random_BT if real_BT is None else torch.cat([random_BT, real_BT])

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +44,11 @@ class Contender:
         self.name = name
         context: Any = multiprocessing.get_context("fork" if device == "cpu" else "spawn")
         self._pipes: list[Connection] = []
+        self.processes: list[BaseProcess] = []
         for maker, arguments in makers:
             ours, theirs = context.Pipe()
-            context.Process(target=_serve, args=(theirs, maker, arguments), daemon=True).start()
+            self.processes.append(context.Process(target=_serve, args=(theirs, maker, arguments), daemon=True))
+            self.processes[-1].start()
             theirs.close()  # so that the end of a process ends what waits for it
             self._pipes.append(ours)
         for pipe in self._pipes:
@@ -63,8 +66,9 @@ class Contender:
         return max(walls), statistics.mean(cpus)
 
     def stop(self) -> None:
-        for pipe in self._pipes:
+        for pipe, process in zip(self._pipes, self.processes, strict=True):
             pipe.send(False)
+            process.join()
 
 
 def on_one_rank(config: RunConfig, stages: list[int]) -> list[Contender]:

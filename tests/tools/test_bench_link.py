@@ -1,0 +1,45 @@
+"""The benchmark of links steps real engines behind them, and counts what passes."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+
+import pytest
+from bench_engine import make_config
+
+from benchmarks import link
+from benchmarks.network import linked
+
+SHAPE = {"num_layers": 1, "hidden_size": 32, "num_heads": 2, "vocab_size": 20_000}
+
+
+def may_link() -> bool:
+    """Whether this machine lets a process make namespaces and limit their links."""
+    if os.geteuid() or not (shutil.which("ip") and shutil.which("tc")):
+        return False
+    probe = "ip link add name probe type bridge && tc qdisc add dev probe root tbf rate 1mbit burst 1mb limit 10mb"
+    return not subprocess.run(["unshare", "-n", "sh", "-c", probe], capture_output=True).returncode
+
+
+pytestmark = pytest.mark.skipif(not may_link(), reason="needs root, ip and tc")
+
+
+def test_each_way_is_timed_and_its_bytes_are_counted() -> None:
+    rows, replicated, partitioned = link.compare(make_config(2, 16, SHAPE), [2], 1000, 2)
+    assert [line["embedding"] for line in (rows, replicated, partitioned)] == ["rows", "dense, ZeRO 0", "dense, ZeRO 3"]
+    sent = [float(str(line["MB sent a step"])) for line in (rows, replicated, partitioned)]
+    table = 20_480 * 32 * 4 / 1e6
+    assert sent[0] < 0.1 * table
+    assert table < sent[1] < 1.2 * table  # half of it there and half back, and a small body
+    assert sent[2] > sent[1]
+    assert all(float(str(line["ms"])) > 0 for line in (rows, replicated, partitioned))
+
+
+def test_namespaces_are_gone_afterwards() -> None:
+    with linked(2, 100) as names:
+        there = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
+        assert all(name in there for name in names)
+    there = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
+    assert not any(name in there for name in names)

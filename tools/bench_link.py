@@ -1,0 +1,46 @@
+"""Times steps of ranks behind slow links, the embedding in rows or dense, and counts the bytes that each rank sends.
+
+sudo OMP_NUM_THREADS=1 tools/bench_link.py --ranks 2,4 --vocabulary 1048576 --megabits 1000
+
+Each rank is a process of one thread in a network namespace of its own, whose link lets so many megabits a second pass
+in each direction (root, and iproute2's ip and tc). MB sent a step: counted at the link of the rank that sent most, all
+headers and acknowledgements included. Steps are those of an engine, without a feed: rows are planned within them.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from bench_engine import make_config
+
+from megahead.errors import run_command
+from megahead.estimate import count_parameters
+from megahead.report import to_json
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", default="2,4", metavar="R,...", help="numbers of ranks (default: 2,4)")
+    parser.add_argument("--vocabulary", type=int, default=1 << 20, help="ids (default: 1048576)")
+    parser.add_argument("--hidden-size", type=int, default=64, help="features of a row (default: 64)")
+    parser.add_argument("--layers", type=int, default=3, help="layers of the body (default: 3)")
+    parser.add_argument("--rows", type=int, default=8, help="rows of a rank's micro-batch (default: 8)")
+    parser.add_argument("--sequence-length", type=int, default=256, help="tokens a row (default: 256)")
+    parser.add_argument("--megabits", type=int, default=1000, help="a second, of each link (default: 1000)")
+    parser.add_argument("--steps", type=int, default=5, help="counted steps of each (default: 5)")
+    parser.add_argument("--output", type=Path, metavar="JSON", help="also write the table's lines there")
+    arguments = parser.parse_args()
+    shape = {"num_layers": arguments.layers, "hidden_size": arguments.hidden_size, "num_heads": 2}
+    config = make_config(arguments.rows, arguments.sequence_length, shape | {"vocab_size": arguments.vocabulary})
+    parameters = count_parameters(config.model)
+    print(f"{parameters.embedding:,} numbers in the table, {parameters.body:,} in the body")
+    from benchmarks.link import compare
+
+    lines = compare(config, [int(count) for count in arguments.ranks.split(",")], arguments.megabits, arguments.steps)
+    if arguments.output:
+        arguments.output.write_text(to_json(lines), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,83 @@
+"""Steps of ranks that a link of a given rate joins, their embedding in rows or dense: time, and bytes sent."""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from collections.abc import Callable
+
+import torch.distributed as dist
+from rich.console import Console
+
+from benchmarks.engines import CPU, SETTINGS, Contender
+from benchmarks.network import enter, linked, sent_bytes
+from benchmarks.tokens import micro_batch, token_rows
+from megahead.config import RunConfig, RunPlan, config_from_dict
+from megahead.distributed import Group, Mesh
+from megahead.objectives import build_objective
+from megahead.pretraining import first_weights
+from megahead.report import to_rich
+from megahead.table import plan_rows
+
+WAYS = (("rows", 0), ("dense", 0), ("dense", 3))
+"""Embedding and ZeRO stage."""
+
+
+def compare(config: RunConfig, ranks: list[int], megabits: int, steps: int) -> list[dict[str, object]]:
+    """Measures all ways on each number of ranks, one after the other, and tells; the table's lines."""
+    lines: list[dict[str, object]] = []
+    for count in ranks:
+        with linked(count, megabits) as namespaces:
+            lines += [_measured(_under(config, count, *way), way, namespaces, steps) for way in WAYS]
+    Console(highlight=False).print(to_rich(lines))
+    return lines
+
+
+def _measured(config: RunConfig, way: tuple[str, int], namespaces: list[str], steps: int) -> dict[str, object]:
+    """Medians over steps; bytes are those of the rank that sent most."""
+    count = len(namespaces)
+    with tempfile.TemporaryDirectory() as folder:
+        places = [(config, rank, count, f"{folder}/store", namespaces[rank], steps + 1) for rank in range(count)]
+        contender = Contender("", [(linked_step, place) for place in places])
+        seconds: list[float] = []
+        sent: list[int] = []
+        for _ in range(steps + 1):
+            before = [sent_bytes(process.pid) for process in contender.processes]
+            seconds.append(contender.step()[0])
+            after = [sent_bytes(process.pid) for process in contender.processes]
+            sent.append(max(b - a for a, b in zip(before, after, strict=True)))
+        contender.stop()
+    return {
+        "ranks": count,
+        "embedding": way[0] if way[0] == "rows" else f"{way[0]}, ZeRO {way[1]}",
+        "MB sent a step": f"{statistics.median(sent[1:]) / 1e6:,.2f}",
+        "ms": round(statistics.median(seconds[1:]) * 1e3),
+    }
+
+
+def linked_step(config: RunConfig, rank: int, count: int, store: str, namespace: str, steps: int) -> Callable[[], None]:
+    """In a fresh process of one thread: a step of this rank, each time with another text."""
+    enter(namespace)
+    from megahead.train.setup import build_engine
+
+    meeting = dist.FileStore(store, count)  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=meeting, rank=rank, world_size=count)
+    world = Group.world()
+    engine, _ = build_engine(RunPlan.of(config, count, "cpu"), Mesh.build(world), CPU, first_weights(config))
+    rule, asking = build_objective(config.objective, config.model.vocab_size), world.side_channel()
+    texts = iter(token_rows(config, None, count=count * steps)[rank::count])
+
+    def step() -> None:
+        micro = micro_batch(config, rule, next(texts))
+        engine.begin(plan_rows(micro.ids(), asking) if config.in_rows() else None)
+        engine.micro_step(micro)
+        engine.step(1e-3)
+
+    return step
+
+
+def _under(config: RunConfig, ranks: int, embedding: str, stage: int) -> RunConfig:
+    tree = config.model_dump(mode="json")
+    tree["batch"]["global_size"] = ranks * config.batch.micro_size
+    tree["engine"] |= {"embedding": embedding, "deepspeed": str(SETTINGS / f"zero{stage}.json")}
+    return config_from_dict(tree)
