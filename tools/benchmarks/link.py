@@ -6,10 +6,11 @@ import statistics
 import tempfile
 from collections.abc import Callable
 
+import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from benchmarks.engines import CPU, SETTINGS, Contender
+from benchmarks.engines import SETTINGS, Contender
 from benchmarks.network import enter, linked, sent_bytes
 from benchmarks.tokens import micro_batch, token_rows
 from megahead.config import RunConfig, RunPlan, config_from_dict
@@ -18,6 +19,8 @@ from megahead.objectives import build_objective
 from megahead.pretraining import first_weights
 from megahead.report import to_rich
 from megahead.table import plan_rows
+
+CPU = torch.device("cpu")
 
 WAYS = (("rows", 0), ("dense", 0), ("dense", 3))
 """Embedding and ZeRO stage."""
