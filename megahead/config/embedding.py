@@ -32,10 +32,6 @@ def refusal_of_rows(objective: ObjectiveConfig, optimizer: OptimizerConfig) -> R
     if objective.has_vocabulary_softmax():
         rule = "be `dense` where all ids compete, and each row moves at each step"
         return Refusal("all ids compete", ConfigError("engine.embedding", rule, got="`rows`"))
-    if optimizer.learning_rate * optimizer.weight_decay * table.learning_rate_ratio >= 1:
-        rule = "leave a part of a weight at each step (learning_rate * weight_decay * ratio below 1)"
-        field = "optimizer.table.learning_rate_ratio"
-        return Refusal("weight decay leaves nothing", ConfigError(field, rule, got=table.learning_rate_ratio))
     if table.rule != "adagrad" and b1 > 0.98 * sqrt(b2):
         rule = "have a first of at most 0.98 times the root of the second with engine.embedding: rows"
         hint = "or set optimizer.table.rule=adagrad"
@@ -45,4 +41,4 @@ def refusal_of_rows(objective: ObjectiveConfig, optimizer: OptimizerConfig) -> R
 
 def wants_rows(vocab_size: int, table: TableConfig) -> bool:
     """Whether `auto` takes rows where nothing keeps it from that: they have a rule of their own, or they are many."""
-    return vocab_size >= ROWS_FROM or table != TableConfig()
+    return vocab_size >= ROWS_FROM or table.rule != "adamw"

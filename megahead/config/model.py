@@ -109,6 +109,9 @@ class ModelConfig(Settings):
     init_std: float = Field(default=0.02, gt=0)
     """Standard deviation of `init: normal` and `megatron`."""
 
+    init_embedding_std: float | None = Field(default=None, gt=0)
+    """Standard deviation of the embedding's first values; as `init` says when left out."""
+
     @model_validator(mode="before")
     @classmethod
     def _fill_from_size(cls, given: Any) -> Any:

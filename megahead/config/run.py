@@ -18,7 +18,7 @@ from megahead.config.objective import ObjectiveConfig
 from megahead.config.parallel import ParallelConfig
 from megahead.config.resilience import FaultsConfig, ResumeConfig
 from megahead.config.tasks import TasksConfig
-from megahead.config.training import EngineConfig, OptimizerConfig, ScheduleConfig, TableConfig
+from megahead.config.training import EngineConfig, OptimizerConfig, ScheduleConfig
 from megahead.errors import ConfigError
 from megahead.run_folder import RunFolder
 
@@ -158,10 +158,16 @@ class RunConfig(Settings):
 
     def _check_table(self) -> None:
         table, refusal = self.optimizer.table, self.refusal_of_rows()
+        if self.optimizer.learning_rate * self.optimizer.weight_decay * table.learning_rate_ratio >= 1:
+            raise ConfigError(
+                "optimizer.table.learning_rate_ratio",
+                "leave a part of a weight at each step (learning_rate * weight_decay * ratio below 1)",
+                got=table.learning_rate_ratio,
+            )
         if self.engine.embedding == "rows" and refusal is not None:
             raise refusal.error
-        if table != TableConfig() and not self.in_rows():
-            raise ConfigError("optimizer.table", "be left out with engine.embedding: dense", got=table.rule)
+        if table.rule != "adamw" and not self.in_rows():
+            raise ConfigError("optimizer.table.rule", "be adamw where the embedding is dense", got=table.rule)
 
     def _check_masking(self) -> None:
         masking, encoder = self.masking, self.model.is_encoder()

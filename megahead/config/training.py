@@ -13,18 +13,35 @@ Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 
 class TableConfig(Settings):
-    """How the embedding moves where it lies in rows (`engine.embedding`)."""
+    """How the embedding moves, and an untied head with it."""
 
     rule: Literal["adamw", "adamw_row", "adagrad"] = "adamw"
-    """`adamw`: as all other weights; `adamw_row`: with one running square a row instead of one a weight, a third
-    lighter; `adagrad`: one sum of squares a row and no running mean, a third of the memory."""
+    """`adamw`: as all other weights. Under `engine.embedding: rows` also `adamw_row`: with one running square a row
+    instead of one a weight, a third lighter; `adagrad`: one sum of squares a row and no running mean, a third of the
+    memory."""
 
     learning_rate_ratio: float = Field(default=1.0, gt=0)
-    """Their learning rate over that of all other weights."""
+    """Learning rate of the embedding, and of an untied head, over that of all other weights."""
+
+
+class MuonConfig(Settings):
+    """What Muon has beside the settings of all optimizers; `betas` and `eps` are AdamW's alone."""
+
+    momentum: Fraction = 0.95
+    """Decay of the running mean of gradients, of which Nesterov's form is made orthogonal."""
+
+    learning_rate_ratio: float = Field(default=1.0, gt=0)
+    """Learning rate of Muon's matrices over that of all other weights. Updates are scaled by 0.2 times the root of a
+    matrix's longer side, so that their size is that of AdamW's (Liu et al. 2025) and 1 is a good beginning."""
 
 
 class OptimizerConfig(Settings):
-    """AdamW; weight decay acts on matrices only, never on norms and biases."""
+    """AdamW, or Muon beside it; weight decay acts on matrices only, never on norms and biases."""
+
+    name: Literal["adamw", "muon"] = "adamw"
+    """`adamw`: for all weights; `muon`: for the matrices of the blocks, whose momentum is made orthogonal (Jordan et
+    al. 2024), and AdamW for all others, embedding and head among them. On every mesh and at every ZeRO stage updates
+    are those of whole matrices: 2 bytes a number of them are gathered for each step."""
 
     learning_rate: float = Field(gt=0)
     """Peak learning rate."""
@@ -41,7 +58,14 @@ class OptimizerConfig(Settings):
     gradient_clipping: float = Field(default=1.0, ge=0)
     """Largest global gradient norm; 0 turns clipping off."""
 
+    muon: MuonConfig = MuonConfig()
     table: TableConfig = TableConfig()
+
+    @model_validator(mode="after")
+    def _muon_is_used(self) -> OptimizerConfig:
+        if self.name != "muon" and self.muon != MuonConfig():
+            raise ConfigError("muon", f"be left out with name: {self.name}", got="given", hint="set name: muon")
+        return self
 
 
 class ScheduleConfig(Settings):
@@ -87,7 +111,7 @@ class EngineConfig(Settings):
     embedding: Literal["auto", "dense", "rows"] = "auto"
     """Where the embedding lies. `dense`: it is a weight like all others. `rows`: its rows are dealt out to all ranks,
     and a step fetches, sends and moves only those it uses: its cost does not depend on the vocabulary. The same
-    training; headless objectives alone. `auto` takes rows from 65,536 ids on, or where `optimizer.table` is given,
+    training; headless objectives alone. `auto` takes rows from 65,536 ids on, or where `optimizer.table.rule` asks for it,
     and dense where rows cannot be."""
 
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "fp32"

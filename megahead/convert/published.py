@@ -18,7 +18,16 @@ from megahead.convert.source import EMBEDDING, HEAD, MASK_HEAD
 from megahead.distributed import block_ranges, joined
 from megahead.errors import CheckpointError, ConfigError
 
-_OF_NO_WEIGHT = ("size", "vocab_multiple", "max_positions", "hidden_dropout", "attention_dropout", "init", "init_std")
+_OF_NO_WEIGHT = (
+    "size",
+    "vocab_multiple",
+    "max_positions",
+    "hidden_dropout",
+    "attention_dropout",
+    "init",
+    "init_std",
+    "init_embedding_std",
+)
 """Settings of a model that change nothing in what its weights compute."""
 
 

@@ -19,8 +19,10 @@ from megahead.engine.gradients import forget_gradients
 from megahead.engine.half import half_format, make_room, refuse_half_without_zero
 from megahead.engine.norm import clip_, global_norm
 from megahead.engine.start import start_deepspeed
-from megahead.engine.state import MOMENTS, WEIGHT, open_parameter_states
+from megahead.engine.state import MOMENTS, WEIGHT, moments_of, open_parameter_states
+from megahead.engine.whole_matrices import gather_for_muon
 from megahead.errors import CheckpointError
+from megahead.optim import Muon, set_learning_rate
 from megahead.parallel import fill_, shard_dims
 from megahead.table import RowPlan
 
@@ -43,9 +45,9 @@ class Engine:
     """`module` under DeepSpeed, driven by micro-steps and steps. Building one is collective.
 
     `module(batch)` returns a loss scaled as `sum * data_ranks * accumulation / global_targets`, connected
-    to every trainable parameter. `optimizer` is an `AdamW` over the module's trainable parameters, `config` the
-    `deepspeed` of a `RunPlan`. At stage 3 `module`'s own parameters are empty outside of its forward: read them through
-    `tensors`.
+    to every trainable parameter. `optimizer` is an `AdamW` or a `Muon` over the module's trainable parameters, `config`
+    the `deepspeed` of a `RunPlan`. At stage 3 `module`'s own parameters are empty outside of its forward: read them
+    through `tensors`.
 
     `weights` has the full (unsharded) tensors that parameters start from, under their names, and is asked for one at
     a time: `module` may be hollow (see `parallel.assemble`), so that at stage 3 no rank ever holds all of it.
@@ -70,11 +72,15 @@ class Engine:
         half = half_format(config) is not None  # values that DeepSpeed would round are set after it has started
         if self._stage < 3:
             make_room(module) if half else fill_(module, mesh.tensor_group, weights)
+        self._moments = {p: moments_of(group) for group in optimizer.param_groups for p in group["params"]}
         self._deepspeed = start_deepspeed(module, optimizer, config, mesh, device)
         self._reduces = self._stage < 2 and not hasattr(self._deepspeed.optimizer, "reduce_gradients")
         self._deepspeed.enable_backward_allreduce = not self._reduces  # there it ignores the bucket's size
         self._parameter_states = open_parameter_states(self._deepspeed, self._stage, mesh.data_group)
         self._shard_dims = shard_dims(module)
+        if isinstance(optimizer, Muon):
+            dims = {module.get_parameter(name): dim for name, dim in self._shard_dims.items()}
+            gather_for_muon(self._deepspeed, optimizer, self._stage, mesh, dims)
         self._scaler = getattr(self._deepspeed.optimizer, "loss_scaler", None)
         if self.searches_loss_scale:
             self._scaler.raise_error_at_min_scale = False  # type: ignore[union-attr] # the guard decides
@@ -113,8 +119,7 @@ class Engine:
         Collective, and waits for the device, because the decision needs the gradient norm.
         """
         self._end_accumulation()
-        for group in self._deepspeed.optimizer.param_groups:
-            group["lr"] = learning_rate
+        set_learning_rate(self._deepspeed.optimizer.param_groups, learning_rate)
         return self._step_replicated() if self._stage == 0 else self._step_zero()
 
     def skip_step(self) -> StepResult:
@@ -196,8 +201,9 @@ class Engine:
         """All state that a restart needs, as full fp32 tensors, in the same order on every rank and mesh.
 
         Keys are `weight/NAME`, `exp_avg/NAME`, `exp_avg_sq/NAME` with names as in the module; frozen parameters have
-        only a weight. Collective, one tensor in memory at a time. A tensor lies where the engine has it: whoever writes
-        it moves it to the host. It may share the engine's memory: copy it if it is needed after the next step.
+        only a weight, and Muon's no `exp_avg_sq`. Collective, one tensor in memory at a time. A tensor lies where the
+        engine has it: whoever writes it moves it to the host. It may share the engine's memory: copy it if it is needed
+        after the next step.
         """
         for kind in (WEIGHT, *MOMENTS):
             for name, parameter in self._parameters(kind):
@@ -238,7 +244,7 @@ class Engine:
 
     def _parameters(self, kind: str) -> Iterator[tuple[str, nn.Parameter]]:
         for name, parameter in self.module.named_parameters():
-            if kind == WEIGHT or parameter.requires_grad:
+            if kind == WEIGHT or kind in self._moments.get(parameter, ()):
                 yield name, parameter
 
     def _counters(self) -> list[Tensor]:

@@ -7,7 +7,7 @@ where they are: `get` and `set` read and write one parameter, in full and in fp3
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from megahead.distributed import Group
 from megahead.engine.frozen import FrozenWeights
+from megahead.optim import MOMENTUM
 
 WEIGHT = "weight"
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -42,7 +43,8 @@ def open_parameter_states(engine: Any, stage: int, data_group: Group) -> Paramet
         return ReplicatedStates(optimizer)
     frozen = FrozenWeights(data_group, engine.device)
     if stage == 3:
-        _make_moments(optimizer.optimizer, optimizer.fp32_partitioned_groups_flat)
+        groups = (optimizer.param_groups[index] for index in optimizer.sub_group_to_group_id.values())
+        _make_moments(optimizer.optimizer, zip(groups, optimizer.fp32_partitioned_groups_flat, strict=True))
         return ShardedStates(frozen)
     _make_moments(optimizer.optimizer, _parameters(optimizer))
     if getattr(optimizer, "round_robin_gradients", False):
@@ -51,19 +53,27 @@ def open_parameter_states(engine: Any, stage: int, data_group: Group) -> Paramet
     return PartitionedStates(frozen)
 
 
-def _parameters(optimizer: Any) -> Iterator[Tensor]:
+def moments_of(group: Mapping[str, Any]) -> tuple[str, ...]:
+    """What an optimizer keeps beside each weight of a parameter group."""
+    return (MOMENTUM,) if group.get("orthogonal") else MOMENTS
+
+
+Member = tuple[Mapping[str, Any], Tensor]
+
+
+def _parameters(optimizer: Any) -> Iterator[Member]:
     for group in optimizer.param_groups:
-        yield from group["params"]
+        for tensor in group["params"]:
+            yield group, tensor
 
 
-def _make_moments(adam: torch.optim.Optimizer, tensors: Iterable[Tensor]) -> None:
-    """The state that Adam itself would make at its first step, with the names of its `state_dict`."""
-    group = adam.param_groups[0]
-    on_device = group.get("capturable") or group.get("fused")
-    for tensor in tensors:
+def _make_moments(adam: torch.optim.Optimizer, members: Iterable[Member]) -> None:
+    """The state that the optimizer itself would make at its first step, with the names of its `state_dict`."""
+    for group, tensor in members:
+        on_device = group.get("capturable") or group.get("fused")
         adam.state[tensor] = {
             "step": torch.zeros((), device=tensor.device if on_device else "cpu"),
-            **{kind: torch.zeros_like(tensor, requires_grad=False) for kind in MOMENTS},
+            **{kind: torch.zeros_like(tensor, requires_grad=False) for kind in moments_of(group)},
         }
 
 

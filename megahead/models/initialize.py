@@ -52,6 +52,8 @@ def _drawn(
 
 
 def _std(name: str, config: ModelConfig) -> float:
+    if name.endswith("embedding.weight") and config.init_embedding_std is not None:
+        return config.init_embedding_std
     if config.init == "normal":
         return config.init_std
     if config.init == "megatron":

@@ -1,16 +1,21 @@
-"""How weights move: which of them decay, the optimizer, its rate over time, and rows that move when they are used."""
+"""How weights move: in which groups, by which optimizer, its rate over time, and rows that move when they are used."""
 
-from megahead.optim.adamw import build_adamw
-from megahead.optim.groups import decay_groups
+from megahead.optim.build import build_optimizer
+from megahead.optim.groups import parameter_groups, set_learning_rate
+from megahead.optim.muon import MOMENTUM, Muon, scaled_orthogonal
 from megahead.optim.row_rules import RULES, RowRule, Rows, build_row_rule
 from megahead.optim.schedule import learning_rate_ratio
 
 __all__ = [
+    "MOMENTUM",
     "RULES",
+    "Muon",
     "RowRule",
     "Rows",
-    "build_adamw",
+    "build_optimizer",
     "build_row_rule",
-    "decay_groups",
     "learning_rate_ratio",
+    "parameter_groups",
+    "scaled_orthogonal",
+    "set_learning_rate",
 ]

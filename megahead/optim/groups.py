@@ -1,23 +1,56 @@
-"""Which weights decay: matrices do, norms and biases do not."""
+"""Which weights move how: which of them decay, which have a learning rate of their own, and which Muon moves."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
+
+from megahead.config import OptimizerConfig
+
+TABLES = ("embedding.weight", "head.weight")
+"""How the names of the embedding and of an untied head end."""
 
 
-def decay_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Parameter groups for an optimizer: {"params", "names", "weight_decay"}, those that decay first.
+class Move(NamedTuple):
+    """What is the same for all parameters of a group; what is left out decays, at the rate of all, by AdamW."""
+
+    weight_decay: float
+    rate_ratio: float = 1.0
+    """Learning rate over that of a step."""
+
+    orthogonal: bool = False
+    """Whether Muon moves them."""
+
+
+def parameter_groups(module: nn.Module, config: OptimizerConfig) -> list[dict[str, Any]]:
+    """Parameter groups for an optimizer: {"params", "names"} and the fields of a `Move`, those that decay first.
 
     Everything with two dims or more decays, the embedding included; vectors do not. Frozen parameters and empty
     groups are left out; a parameter shared under several names appears once.
     """
+    members: dict[Move, list[tuple[str, nn.Parameter]]] = {}
     trained = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
-    matrices = [(name, parameter) for name, parameter in trained if parameter.ndim >= 2]
-    vectors = [(name, parameter) for name, parameter in trained if parameter.ndim < 2]
+    for name, parameter in sorted(trained, key=lambda member: member[1].ndim < 2):
+        members.setdefault(_move(name, parameter, config), []).append((name, parameter))
     return [
-        {"params": [p for _, p in members], "names": [name for name, _ in members], "weight_decay": decay}
-        for members, decay in ((matrices, weight_decay), (vectors, 0.0))
-        if members
+        {"params": [p for _, p in found], "names": [name for name, _ in found], **move._asdict()}
+        for move, found in members.items()
     ]
+
+
+def set_learning_rate(groups: Iterable[dict[str, Any]], learning_rate: float) -> None:
+    """The rate of the next step, for each group times its own ratio."""
+    for group in groups:
+        group["lr"] = learning_rate * group.get("rate_ratio", 1.0)
+
+
+def _move(name: str, parameter: Tensor, config: OptimizerConfig) -> Move:
+    if parameter.ndim < 2:
+        return Move(weight_decay=0.0)
+    if name.endswith(TABLES):
+        return Move(config.weight_decay, config.table.learning_rate_ratio)
+    if config.name == "muon" and "blocks." in name:
+        return Move(config.weight_decay, config.muon.learning_rate_ratio, orthogonal=True)
+    return Move(config.weight_decay)

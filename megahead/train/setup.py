@@ -15,7 +15,7 @@ from megahead.data import training_masker
 from megahead.distributed import Group, Launch, Mesh, Tensors, choose_device, connected
 from megahead.engine import Engine, RowEngine, deepspeed_session
 from megahead.objectives import build_objective
-from megahead.optim import build_adamw
+from megahead.optim import build_optimizer
 from megahead.parallel import assemble, place_table_
 from megahead.pretraining import Feed
 from megahead.train.acceleration import accelerate_
@@ -168,6 +168,6 @@ def build_engine(
     in_rows = config.in_rows()
     if in_rows:
         place_table_(pretraining, config, mesh, device)
-    optimizer, kind = build_adamw(pretraining, config.optimizer), RowEngine if in_rows else Engine
+    optimizer, kind = build_optimizer(pretraining, config.optimizer), RowEngine if in_rows else Engine
     engine = kind(pretraining, optimizer=optimizer, config=plan.deepspeed, mesh=mesh, device=device, weights=weights)
     return engine, engine_lines

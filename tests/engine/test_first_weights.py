@@ -12,7 +12,7 @@ from torch import Tensor
 from megahead.config import RunConfig, deepspeed_config
 from megahead.distributed import Group, Mesh, Whole
 from megahead.engine import Engine
-from megahead.optim import build_adamw
+from megahead.optim import build_optimizer
 from megahead.parallel import assemble
 from megahead.pretraining import first_weights
 from support.on_ranks import on_ranks
@@ -29,7 +29,7 @@ def started(world: Group, config: RunConfig) -> tuple[bool, set[int]]:
         return first.read(name)
 
     module = assemble(config, mesh.tensor_group, CPU)
-    optimizer, content = build_adamw(module, config.optimizer), deepspeed_config(config, mesh.data_group.size)
+    optimizer, content = build_optimizer(module, config.optimizer), deepspeed_config(config, mesh.data_group.size)
     engine = Engine(module, optimizer=optimizer, config=content, mesh=mesh, device=CPU, weights=Whole(weights))
     held = {key.removeprefix("weight/"): value for key, value in engine.tensors() if key.startswith("weight/")}
     return all(torch.equal(value, first.read(name)) for name, value in held.items()), set(asked.values())

@@ -210,7 +210,11 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"tasks": {"names": [], "data": "data", "every": 5}}, "`tasks.names` must not be empty, but is [] instead."),
     (
         {"optimizer.table.rule": "adagrad", "engine.embedding": "dense"},
-        "`optimizer.table` must be left out with engine.embedding: dense, but is adagrad instead.",
+        "`optimizer.table.rule` must be adamw where the embedding is dense, but is adagrad instead.",
+    ),
+    (
+        {"optimizer.muon.momentum": 0.9},
+        "`optimizer.muon` must be left out with name: adamw, but is given instead; set name: muon.",
     ),
     (
         {"objective.name": "vanilla", "engine.embedding": "rows"},

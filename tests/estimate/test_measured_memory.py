@@ -16,7 +16,7 @@ from megahead.distributed import Group, Launch, Mesh
 from megahead.engine import Engine
 from megahead.estimate import rank_memory
 from megahead.objectives import build_objective
-from megahead.optim import build_adamw
+from megahead.optim import build_optimizer
 from megahead.parallel import assemble
 from megahead.pretraining import Feed, first_weights
 from megahead.train import pretrain
@@ -57,7 +57,7 @@ def config_of(folder: Path, stage: int, changes: dict[str, Any], **zero: int) ->
 def trained(world: Group, config: RunConfig, steps: int) -> Engine:
     mesh = Mesh.build(world, config.parallel.tensor)
     module = assemble(config, mesh.tensor_group, CPU)
-    optimizer, content = build_adamw(module, config.optimizer), deepspeed_config(config, mesh.data_group.size)
+    optimizer, content = build_optimizer(module, config.optimizer), deepspeed_config(config, mesh.data_group.size)
     weights = first_weights(config)
     engine = Engine(module, optimizer=optimizer, config=content, mesh=mesh, device=CPU, weights=weights)
     samples = StreamSamples(IndexedDataset(config.data.train), config.data.sequence_length, config.seed)

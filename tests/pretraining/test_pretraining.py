@@ -8,10 +8,10 @@ import pytest
 import torch
 from numpy.random import default_rng
 
-from megahead.config import RunConfig, config_from_dict
+from megahead.config import OptimizerConfig, RunConfig, config_from_dict
 from megahead.data import Batch, causal_batch
 from megahead.objectives import Candidates, build_objective, cwt_loss, log_unigram
-from megahead.optim import decay_groups
+from megahead.optim import parameter_groups
 from megahead.pretraining import (
     EvaluationRequest,
     LearnedTemperature,
@@ -161,7 +161,8 @@ def test_a_learned_temperature_starts_where_it_is_told_gets_gradient_and_never_d
             parameter.fill_(log(0.5) + sign * step)
             ends.append(learned(micro).item())
     assert slope == pytest.approx((ends[0] - ends[1]) / (2 * step), rel=1e-2)
-    decay = {name: group["weight_decay"] for group in decay_groups(learned, 0.1) for name in group["names"]}
+    groups = parameter_groups(learned, OptimizerConfig(learning_rate=1e-3))
+    decay = {name: group["weight_decay"] for group in groups for name in group["names"]}
     assert decay["temperature.log_value"] == 0
 
 

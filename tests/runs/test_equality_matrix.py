@@ -77,6 +77,7 @@ def test_a_table_of_rows_equals_plain_torch(
         (3, {"objective.learned_temperature": True, "objective.bias": "own_once"}),
         (2, {"parallel.sequence": True, "engine.activation_checkpointing": True}),
         (0, {"batch.micro_size": 2, "data.prefetch": 0}),
+        (1, {"optimizer.table": {"learning_rate_ratio": 4}}),
     ],
 )
 def test_a_table_of_rows_goes_with_everything_else(tmp_path: Path, stage: int, changes: dict[str, Any]) -> None:
@@ -114,6 +115,48 @@ def test_a_table_of_rows_in_half_precision_stays_near_plain_torch(
     write_text(tmp_path)
     ours = on_mesh(tmp_path, "headless", stage, 1, 2, **ROWS | {"engine.precision": precision})
     assert_near(ours, references["headless"], config_of(tmp_path, "headless"))
+
+
+RATED = {"optimizer.table": {"learning_rate_ratio": 4}, "model.init_embedding_std": 0.3}
+
+
+@pytest.mark.parametrize(
+    ("objective", "stage", "tensor", "data"),
+    [("vanilla", stage, 2, 2) for stage in (0, 1, 2, 3)] + [("headless", 0, 1, 1), ("tied", 3, 1, 2)],
+)
+def test_a_rate_for_table_and_head_equals_plain_torch(
+    tmp_path: Path, references: dict[str, Course], objective: str, stage: int, tensor: int, data: int
+) -> None:
+    write_text(tmp_path)
+    reference = plain_torch(config_of(tmp_path, objective, **RATED))
+    assert abs(reference.losses[-1] - references[objective].losses[-1]) > 0.01
+    assert_equal(on_mesh(tmp_path, objective, stage, tensor, data, **RATED), reference)
+
+
+MUON = {"optimizer.name": "muon", "optimizer.table": {"learning_rate_ratio": 2}}
+
+
+@pytest.mark.parametrize(
+    ("stage", "tensor", "data", "changes"),
+    [(stage, 2, 2, {}) for stage in (0, 1, 2, 3)]
+    + [(1, 1, 2, {"model.family": "llama", "model.num_key_heads": 1}), (2, 2, 1, {"engine.embedding": "rows"})],
+    ids=str,
+)
+def test_muon_stays_near_plain_torch(
+    tmp_path: Path, stage: int, tensor: int, data: int, changes: dict[str, Any]
+) -> None:
+    """Near, since gradients that are added up otherwise are rounded to other bf16 numbers."""
+    write_text(tmp_path)
+    config = config_of(tmp_path, "headless", **MUON | changes | {"engine.embedding": "dense"})
+    assert_near(on_mesh(tmp_path, "headless", stage, tensor, data, **MUON | changes), plain_torch(config), config)
+
+
+@pytest.mark.parametrize(("name", "precision"), [("zero2_offload", "fp32"), ("zero3_offload", "bf16")])
+def test_muon_beside_offloading_stays_near_plain_torch(tmp_path: Path, name: str, precision: str) -> None:
+    write_text(tmp_path)
+    changes = {"engine.deepspeed": f"{ROOT}/configs/deepspeed/{name}.json", "engine.precision": precision, **MUON}
+    config = config_of(tmp_path, "headless", **MUON)
+    assert_near(on_mesh(tmp_path, "headless", 0, 1, 2, **changes), plain_torch(config), config)
 
 
 LLAMA = {"model.family": "llama", "model.num_key_heads": 1, "model.qk_norm": True}

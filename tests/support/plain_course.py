@@ -14,7 +14,7 @@ from megahead.corpus import IndexedDataset
 from megahead.data import StreamSamples
 from megahead.distributed import Group, Launch
 from megahead.objectives import build_objective
-from megahead.optim import build_adamw, learning_rate_ratio
+from megahead.optim import build_optimizer, learning_rate_ratio, set_learning_rate
 from megahead.pretraining import Feed
 from megahead.report.metrics import read_metrics
 from megahead.train import pretrain
@@ -54,7 +54,7 @@ def config_of(folder: Path, objective: str, **changes: Any) -> RunConfig:
 def plain_torch(config: RunConfig) -> Course:
     """No DeepSpeed, no ranks: micro-batches, clipping, AdamW."""
     module = initialized(config)
-    optimizer = build_adamw(module, config.optimizer)
+    optimizer = build_optimizer(module, config.optimizer)
     samples = StreamSamples(IndexedDataset(config.data.train), config.data.sequence_length, config.seed)
     objective = build_objective(config.objective, config.model.vocab_size, torch.ones(config.model.vocab_size))
     group = resolve_candidate_group_samples(config.objective, config.batch, 1)
@@ -66,8 +66,8 @@ def plain_torch(config: RunConfig) -> Course:
         loss = torch.stack([module(micro) for micro in micro_batches]).mean()
         loss.backward()
         norms.append(float(nn.utils.clip_grad_norm_(module.parameters(), config.optimizer.gradient_clipping)))
-        for group in optimizer.param_groups:
-            group["lr"] = config.optimizer.learning_rate * learning_rate_ratio(config.schedule, step, STEPS)
+        ratio = learning_rate_ratio(config.schedule, step, STEPS)
+        set_learning_rate(optimizer.param_groups, config.optimizer.learning_rate * ratio)
         optimizer.step()
         losses.append(loss.item())
     return Course(losses, norms, {f"weight/{name}": p.detach() for name, p in module.named_parameters()})

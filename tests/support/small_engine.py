@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -87,6 +88,7 @@ def small_engine(
     offload: bool = False,
     zero: dict[str, Any] | None = None,
     deepspeed: dict[str, Any] | None = None,
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer] = small_optimizer,
 ) -> Engine:
     """An engine as a run would get it with the settings we ship, those of `zero` and of `deepspeed` changed.
 
@@ -111,7 +113,7 @@ def small_engine(
     weights = own_weights(module, mesh.tensor_group)
     return Engine(
         module,
-        optimizer=small_optimizer(module),
+        optimizer=optimizer(module),
         config=config,
         mesh=mesh,
         device=CPU,

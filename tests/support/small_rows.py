@@ -14,7 +14,7 @@ from megahead.data.batch import causal_batch
 from megahead.distributed import Dealt, Group, Mesh
 from megahead.engine import RowEngine, StepResult
 from megahead.objectives import unique_candidates
-from megahead.optim import build_adamw
+from megahead.optim import build_optimizer
 from megahead.parallel import assemble, place_table_
 from megahead.pretraining import MicroBatch, first_weights
 from megahead.table import plan_rows
@@ -35,7 +35,7 @@ class RowCourse:
         self.table = place_table_(module, self.config, self.mesh, CPU)
         self.engine = RowEngine(
             module,
-            optimizer=build_adamw(module, self.config.optimizer),
+            optimizer=build_optimizer(module, self.config.optimizer),
             config=deepspeed_config(self.config, group.size),
             mesh=self.mesh,
             device=CPU,

@@ -19,7 +19,7 @@ from megahead.errors import FieldError
 from megahead.estimate import peak_flops, training_flops
 from megahead.nn import Documents, TargetPositions
 from megahead.objectives import build_objective
-from megahead.optim import build_adamw
+from megahead.optim import build_optimizer
 from megahead.parallel import assemble, fill_
 from megahead.pretraining import MicroBatch, Pretraining, first_weights
 from megahead.train.acceleration import accelerate_
@@ -51,7 +51,7 @@ class Contender:
         fill_(self.model, Group(), first_weights(self.config))
         self.ways = accelerate_(self.model.backbone, self.config, self.device)
         self.rule = build_objective(self.config.objective, self.config.model.vocab_size)
-        self.optimizer = build_adamw(self.model, self.config.optimizer)
+        self.optimizer = build_optimizer(self.model, self.config.optimizer)
         self._watch_body()
 
     def step(self, index: int) -> None:

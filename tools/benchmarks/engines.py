@@ -24,7 +24,7 @@ from benchmarks.tokens import micro_batch, token_rows
 from megahead.config import RunConfig, config_from_dict, deepspeed_config
 from megahead.distributed import Group, Mesh
 from megahead.objectives import build_objective
-from megahead.optim import build_adamw
+from megahead.optim import build_optimizer
 from megahead.parallel import assemble, fill_
 from megahead.pretraining import MicroBatch, first_weights
 from megahead.wording import counted
@@ -94,7 +94,7 @@ def bare_step(config: RunConfig) -> Step:
     device, half = torch.device(config.engine.device), config.engine.precision == "bf16"
     module, micro = assemble(config, Group(), device), one_micro_batch(config, 0)
     fill_(module, Group(), first_weights(config))
-    optimizer = build_adamw(module, config.optimizer)
+    optimizer = build_optimizer(module, config.optimizer)
 
     def step() -> None:
         with torch.autocast(device.type, torch.bfloat16) if half else nullcontext():
@@ -121,7 +121,7 @@ def engine_step(config: RunConfig, stage: int, place: Place | None = None) -> St
     config = config_from_dict(tree)
     mesh, device = Mesh.build(Group.world()), torch.device(config.engine.device)
     module = assemble(config, mesh.tensor_group, device)
-    optimizer = build_adamw(module, config.optimizer)
+    optimizer = build_optimizer(module, config.optimizer)
     settings, weights = deepspeed_config(config, count, device.type), first_weights(config)
     engine = Engine(module, optimizer=optimizer, config=settings, mesh=mesh, device=device, weights=weights)
     micro = one_micro_batch(config, rank)

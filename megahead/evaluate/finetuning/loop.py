@@ -18,7 +18,7 @@ from megahead.evaluate.finetuning.encoding import Encoded, by_length, collate, t
 from megahead.evaluate.finetuning.scoring import class_loss, measure, number_loss
 from megahead.evaluate.finetuning.settings import FineTuning
 from megahead.evaluate.finetuning.task_table import Task
-from megahead.optim import build_adamw, learning_rate_ratio
+from megahead.optim import build_optimizer, learning_rate_ratio, set_learning_rate
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def fine_tune(
     lengths = [example.length() for example in train]
     steps = settings.epochs * math.ceil(len(train) / settings.batch_size)
     schedule = ScheduleConfig(name="constant", warmup_steps=math.ceil(settings.warmup * steps))
-    optimizer = build_adamw(
+    optimizer = build_optimizer(
         classifier.model,
         OptimizerConfig(learning_rate=settings.learning_rate, betas=(0.9, 0.999), weight_decay=settings.weight_decay),
     )
@@ -98,8 +98,8 @@ def fine_tune(
             loss = classifier.loss([train[row] for row in batch], balanced=settings.loss == "balanced")
             loss.backward()
             torch.nn.utils.clip_grad_norm_(classifier.model.parameters(), settings.gradient_clipping)
-            for group in optimizer.param_groups:
-                group["lr"] = settings.learning_rate * learning_rate_ratio(schedule, step, steps)
+            rate = settings.learning_rate * learning_rate_ratio(schedule, step, steps)
+            set_learning_rate(optimizer.param_groups, rate)
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.detach())

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from megahead.config import OptimizerConfig
-from megahead.optim import build_adamw
+from megahead.optim import build_optimizer
 
 CONFIG = OptimizerConfig(learning_rate=0.01, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.3)
 
@@ -29,7 +29,7 @@ def test_updates_equal_the_formula_under_a_changing_rate(device):
     start = {name: parameter.detach().double() for name, parameter in layer.named_parameters()}
     gradients = {name: [torch.randn_like(value) for _ in range(4)] for name, value in start.items()}
     rates = [0.001, 0.01, 0.005, 0.0]
-    optimizer = build_adamw(layer, CONFIG)
+    optimizer = build_optimizer(layer, CONFIG)
     for step, rate in enumerate(rates):
         for group in optimizer.param_groups:
             group["lr"] = rate
@@ -42,7 +42,7 @@ def test_updates_equal_the_formula_under_a_changing_rate(device):
 
 
 def test_settings_reach_every_group():
-    optimizer = build_adamw(nn.Linear(5, 3), CONFIG)
+    optimizer = build_optimizer(nn.Linear(5, 3), CONFIG)
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.3, 0.0]
     for group in optimizer.param_groups:
         assert (group["lr"], group["betas"], group["eps"]) == (0.01, (0.8, 0.9), 1e-6)
@@ -56,5 +56,5 @@ def test_cuda_equals_cpu():
     for layer in layers:
         for parameter in layer.parameters():
             parameter.grad = torch.ones_like(parameter)
-        build_adamw(layer, CONFIG).step()
+        build_optimizer(layer, CONFIG).step()
     torch.testing.assert_close(layers[1].weight.cpu(), layers[0].weight)

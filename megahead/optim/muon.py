@@ -1,0 +1,73 @@
+"""Muon: a matrix moves by its momentum made orthogonal (Jordan et al. 2024, kellerjordan.github.io/posts/muon).
+
+Its update is that of torch.optim.Muon with `adjust_lr_fn="match_rms_adamw"` (Liu et al. 2025, arXiv 2502.16982), which
+cannot be taken itself: it needs whole matrices, and ZeRO and tensor ranks leave pieces of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megahead.config import OptimizerConfig
+
+MOMENTUM = "exp_avg"
+"""A running mean of gradients, as AdamW's first moment is; all that Muon keeps beside a weight."""
+
+_COEFFICIENTS, _ITERATIONS, _EPS = (3.4445, -4.7750, 2.0315), 5, 1e-7
+
+
+class Muon(torch.optim.AdamW):
+    """AdamW, and Muon for the parameter groups that are `orthogonal`."""
+
+    def __init__(self, groups: list[dict[str, Any]], config: OptimizerConfig, *, fused: bool) -> None:
+        super().__init__(groups, lr=config.learning_rate, betas=config.betas, eps=config.eps, fused=fused)
+        self._momentum = config.muon.momentum
+        self.whole_update: Callable[[Tensor, Tensor], Tensor] = lambda held, update: scaled_orthogonal(update)
+        """From what the optimizer holds as one parameter, and its momentum, to its update; an engine whose parameters
+        are no whole matrices sets another."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        groups = self.param_groups
+        self.param_groups = [group for group in groups if not group["orthogonal"]]
+        try:
+            super().step()
+        finally:
+            self.param_groups = groups
+        for group in groups:
+            for parameter in group["params"] if group["orthogonal"] else ():
+                if parameter.grad is not None:
+                    self._move_(parameter, group["lr"], group["weight_decay"])
+
+    def _move_(self, parameter: Tensor, rate: float, weight_decay: float) -> None:
+        state = self.state[parameter]
+        if not state:
+            state |= {"step": torch.zeros(()), MOMENTUM: torch.zeros_like(parameter)}
+        state["step"] += 1
+        gradient = parameter.grad
+        assert gradient is not None
+        momentum = state[MOMENTUM].lerp_(gradient, 1 - self._momentum)
+        update = self.whole_update(parameter, gradient.lerp(momentum, self._momentum))
+        parameter.mul_(1 - rate * weight_decay)
+        parameter.add_(update, alpha=-rate)
+
+
+def scaled_orthogonal(matrix: Tensor) -> Tensor:
+    """fp32 of the shape of `matrix`, about the nearest orthogonal matrix to it, scaled to the size of AdamW's updates.
+
+    Newton and Schulz's iteration in bf16, whose singular values come out between 0.7 and 1.2.
+    """
+    a, b, c = _COEFFICIENTS
+    wide = matrix.bfloat16()
+    wide = wide.T if wide.shape[0] > wide.shape[1] else wide
+    wide = wide / wide.norm().clamp(min=_EPS)
+    for _ in range(_ITERATIONS):
+        gram = wide @ wide.T
+        wide = torch.addmm(wide, torch.addmm(gram, gram, gram, beta=b, alpha=c), wide, beta=a)
+    orthogonal = wide.T if matrix.shape[0] > matrix.shape[1] else wide
+    return orthogonal.float() * (0.2 * math.sqrt(max(matrix.shape)))

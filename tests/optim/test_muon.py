@@ -1,0 +1,68 @@
+"""Muon's update is that of torch's own Muon; all other weights move by AdamW."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from megahead.config import OptimizerConfig
+from megahead.config.training import MuonConfig
+from megahead.optim import Muon, build_optimizer, set_learning_rate
+
+CONFIG = OptimizerConfig(
+    name="muon", learning_rate=0.02, weight_decay=0.3, muon=MuonConfig(momentum=0.9, learning_rate_ratio=0.5)
+)
+RATES = [0.001, 0.02, 0.01, 0.0]
+
+
+class Small(nn.Module):
+    """A tall, a wide and a square matrix in blocks, and a table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(11, 6)
+        self.blocks = nn.ModuleList([nn.Linear(6, 20), nn.Linear(20, 6), nn.Linear(6, 6)])
+
+
+def train(module: nn.Module, optimizers: list[torch.optim.Optimizer], ratios: list[float]) -> dict[str, Tensor]:
+    """The weights after a step at each rate, on gradients that are always the same."""
+    chance = torch.Generator().manual_seed(1)
+    for rate in RATES:
+        for parameter in module.parameters():
+            parameter.grad = torch.randn(parameter.shape, generator=chance)
+        for optimizer, ratio in zip(optimizers, ratios, strict=True):
+            set_learning_rate(optimizer.param_groups, rate * ratio)
+            optimizer.step()
+    return {name: parameter.detach() for name, parameter in module.named_parameters()}
+
+
+def torchs_own() -> dict[str, Tensor]:
+    module = Small()
+    matrices = [layer.weight for layer in module.blocks]
+    vectors = [layer.bias for layer in module.blocks]
+    muon = torch.optim.Muon(matrices, weight_decay=0.3, momentum=0.9, adjust_lr_fn="match_rms_adamw")
+    settings = {"betas": CONFIG.betas, "eps": CONFIG.eps}
+    table = torch.optim.AdamW([module.embedding.weight], weight_decay=0.3, **settings)
+    rest = torch.optim.AdamW(vectors, weight_decay=0.0, **settings)
+    return train(module, [muon, table, rest], [0.5, 1.0, 1.0])
+
+
+def test_the_update_is_that_of_torch() -> None:
+    module, expected = Small(), torchs_own()
+    start = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+    optimizer = build_optimizer(module, CONFIG)
+    assert isinstance(optimizer, Muon)
+    ours = train(module, [optimizer], [1.0])
+    for name, weight in expected.items():
+        assert (weight - start[name]).abs().max() > 4e-3
+        torch.testing.assert_close(ours[name], weight, rtol=0, atol=1e-7)
+
+
+def test_it_keeps_one_moment_of_a_matrix_and_counts_its_steps() -> None:
+    module = Small()
+    optimizer = build_optimizer(module, CONFIG)
+    train(module, [optimizer], [1.0])
+    state = optimizer.state[module.blocks[0].weight]
+    assert state.keys() == {"step", "exp_avg"}
+    assert int(state["step"]) == len(RATES)
