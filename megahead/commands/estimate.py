@@ -11,9 +11,17 @@ from dataclasses import fields
 from rich.console import Console
 from rich.table import Table
 
-from megahead.config import RunConfig, RunPlan, load_config
+from megahead.config import RunConfig, RunPlan, load_config, phases_of
 from megahead.errors import ConfigError
-from megahead.estimate import RankMemory, candidate_rows, rank_memory, run_parameters, training_flops, ways_to_need_less
+from megahead.estimate import (
+    FlopsPerToken,
+    RankMemory,
+    candidate_rows,
+    rank_memory,
+    run_parameters,
+    training_flops,
+    ways_to_need_less,
+)
 from megahead.wording import GIB, counted
 
 PARTS = [field.name for field in fields(RankMemory)]
@@ -40,15 +48,22 @@ def main() -> None:
 
 
 def parameter_lines(config: RunConfig) -> list[str]:
-    """Parameters, and operations per token with their parts."""
-    counts, targets = run_parameters(config), config.targets_per_row()
-    flops = training_flops(config.model, config.data.sequence_length, candidate_rows(config), targets=targets)
+    """Parameters, and operations per token with their parts, of each phase."""
+    counts = run_parameters(config)
+    total = f"{counts.total:,} parameters: body {counts.body:,}, embedding {counts.embedding:,}, head {counts.head:,}"
+    return [total, *(_operations(phase.config) for phase in phases_of(config))]
+
+
+def _operations(config: RunConfig) -> str:
+    flops = _flops(config)
     parts = {"body": flops.body, "attention": flops.attention, "candidates": flops.head}
     shares = ", ".join(f"{name} {value / flops.total:.0%}" for name, value in parts.items())
-    return [
-        f"{counts.total:,} parameters: body {counts.body:,}, embedding {counts.embedding:,}, head {counts.head:,}",
-        f"{flops.total / 1e9:.3g} GFLOP a token: {shares}",
-    ]
+    return f"{flops.total / 1e9:.3g} GFLOP a token ({config.objective.name}): {shares}"
+
+
+def _flops(config: RunConfig) -> FlopsPerToken:
+    targets = config.targets_per_row()
+    return training_flops(config.model, config.data.sequence_length, candidate_rows(config), targets=targets)
 
 
 def stages(config: RunConfig) -> list[int]:
@@ -83,9 +98,9 @@ def time_taken(config: RunConfig, speed: float) -> str:
     """How long the run takes at `speed` operations a second."""
     if speed <= 0:
         raise ConfigError("--peak x --utilization", "be above 0", got=speed)
-    flops = training_flops(config.model, config.data.sequence_length, candidate_rows(config))
     tokens = config.training.steps * config.tokens_per_step()
-    hours = flops.total * tokens / speed / 3600
+    operations = sum(_flops(phase.config).total * len(phase.steps) for phase in phases_of(config))
+    hours = operations * config.tokens_per_step() / speed / 3600
     time_needed = (
         f"{hours / 24:,.3g} days"
         if hours >= 48

@@ -15,6 +15,7 @@ from megahead.config.masking import MaskingConfig
 from megahead.config.model import ModelConfig
 from megahead.config.objective import HeadName, ObjectiveConfig, resolve_candidate_group_samples
 from megahead.config.parallel import ParallelConfig
+from megahead.config.phases import Phase, phase_at, phase_that_saved, phases_of
 from megahead.config.plan import RunPlan
 from megahead.config.resilience import FaultsConfig, ResumeConfig
 from megahead.config.rotary import RotaryScalingConfig
@@ -36,6 +37,7 @@ __all__ = [
     "ObjectiveConfig",
     "OptimizerConfig",
     "ParallelConfig",
+    "Phase",
     "ResumeConfig",
     "RotaryScalingConfig",
     "RunConfig",
@@ -46,5 +48,8 @@ __all__ = [
     "config_from_dict",
     "deepspeed_config",
     "load_config",
+    "phase_at",
+    "phase_that_saved",
+    "phases_of",
     "resolve_candidate_group_samples",
 ]

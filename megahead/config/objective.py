@@ -18,6 +18,25 @@ HeadName = Literal["none", "tied", "pmi", "trained"]
 """The head of an export; `none` for the backbone alone."""
 
 
+class ObjectiveScheduleConfig(Settings):
+    """A headless run that ends with the vanilla softmax: a trained head at a part of its cost."""
+
+    vanilla_share: float = Field(gt=0, lt=1)
+    """Share of training.steps, the last ones, that learn by the softmax over the whole vocabulary. Its head is born of
+    the training-free one, so that nothing jumps: the embedding itself (`objective.tied`) or a copy of it, and a bias
+    for each token. The optimizer's state goes on; evaluations and exports are from then on those of a vanilla model."""
+
+    def switch_step(self, steps: int) -> int:
+        """How many of a run's `steps` are headless."""
+        return steps - round(self.vanilla_share * steps)
+
+    def check(self, steps: int) -> None:
+        """ConfigError unless both objectives have a step."""
+        if not 0 < self.switch_step(steps) < steps:
+            rule = f"leave both objectives a step of training.steps ({steps})"
+            raise ConfigError("objective.schedule.vanilla_share", rule, got=self.vanilla_share)
+
+
 class ObjectiveConfig(Settings):
     """One softmax over candidate rows of the embedding table (headless) or over all of it (vanilla)."""
 
@@ -27,6 +46,10 @@ class ObjectiveConfig(Settings):
 
     tied: bool = False
     """vanilla softmax only: the head is the input embedding itself, instead of a matrix of its own."""
+
+    output_bias: bool = False
+    """vanilla: a learned bias for each token; an encoder has it in place of BERT's transform. In a run that begins with
+    a headless run's weights (`init.from_checkpoint`) it begins as the bias of the training-free head, else with 0."""
 
     temperature: float = Field(default=1.0, gt=0)
     """Scores are divided by this; the paper uses 1."""
@@ -58,6 +81,9 @@ class ObjectiveConfig(Settings):
     vanilla_weight: float = Field(default=0.0, ge=0, lt=1)
     """headless: weight of an added vanilla loss (tied or not); the headless loss has weight 1 - this."""
 
+    schedule: ObjectiveScheduleConfig | None = None
+    """headless: ends with the vanilla softmax; the whole run is headless when left out."""
+
     @field_validator("group_samples")
     @classmethod
     def _known_group(cls, value: int | str) -> int | str:
@@ -68,12 +94,18 @@ class ObjectiveConfig(Settings):
     @model_validator(mode="after")
     def _fits_together(self) -> ObjectiveConfig:
         if self.name == "vanilla":
-            for field in ("group_samples", "bias", "negatives", "max_candidates", "vanilla_weight"):
+            for field in ("group_samples", "bias", "negatives", "max_candidates", "vanilla_weight", "schedule"):
                 default, value = type(self).model_fields[field].default, getattr(self, field)
                 if value != default:
                     raise ConfigError(field, "be left out of a vanilla objective", got=value, hint="use name: headless")
-        elif self.tied and self.vanilla_weight == 0:
+        elif self.tied and self.vanilla_weight == 0 and self.schedule is None:
             raise ConfigError("tied", "be left out of a headless objective without vanilla_weight", got=True)
+        elif self.output_bias:
+            raise ConfigError("output_bias", "be left out of a headless objective", got=True)
+        if self.schedule is not None and self.vanilla_weight:
+            raise ConfigError(
+                "schedule", "be left out with vanilla_weight, whose head is trained from the beginning", got="given"
+            )
         if self.negatives_from != "unigram" and self.negatives == 0:
             raise ConfigError(
                 "negatives_from", "be left out without negatives", got=self.negatives_from, hint="set negatives"
@@ -93,8 +125,21 @@ class ObjectiveConfig(Settings):
         return "tied" if learns_log_p else "pmi"
 
     def has_vocabulary_softmax(self) -> bool:
-        """Whether all ids compete, in all of the loss or a share of it; an encoder then has BERT's transform."""
+        """Whether all ids compete, in all of the loss or a share of it."""
         return self.name == "vanilla" or self.vanilla_weight > 0
+
+    def has_mask_head(self) -> bool:
+        """Whether an encoder has BERT's transform."""
+        return self.has_vocabulary_softmax() and not self.output_bias
+
+    def first(self) -> ObjectiveConfig:
+        """What a scheduled run begins with."""
+        return self.model_copy(update={"schedule": None, "tied": False})
+
+    def last(self) -> ObjectiveConfig:
+        """What a scheduled run ends with."""
+        kept = {name: getattr(self, name) for name in ("tied", "temperature", "learned_temperature")}
+        return ObjectiveConfig(name="vanilla", output_bias=True, **kept)
 
     def needs_token_counts(self) -> bool:
         """Whether the dataset must have token counts."""

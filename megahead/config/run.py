@@ -132,6 +132,8 @@ class RunConfig(Settings):
             )
         self._check_masking()
         self._check_table()
+        if self.objective.schedule:
+            self.objective.schedule.check(self.training.steps)
         if self.schedule.warmup_steps + (self.schedule.decay_steps or 0) > self.training.steps:
             raise ConfigError(
                 "schedule.warmup_steps",
@@ -168,6 +170,10 @@ class RunConfig(Settings):
             raise refusal.error
         if table.rule != "adamw" and not self.in_rows():
             raise ConfigError("optimizer.table.rule", "be adamw where the embedding is dense", got=table.rule)
+        if table.rule != "adamw" and self.objective.schedule:
+            raise ConfigError(
+                "optimizer.table.rule", "be adamw with objective.schedule, by which all rows end", got=table.rule
+            )
 
     def _check_masking(self) -> None:
         masking, encoder = self.masking, self.model.is_encoder()

@@ -9,7 +9,7 @@ from pathlib import Path
 import tokenizers
 from tokenizers.processors import TemplateProcessing
 
-from megahead.config import RunConfig
+from megahead.config import ObjectiveConfig, RunConfig
 from megahead.convert.export_heads import Head
 from megahead.convert.families import family_of
 from megahead.convert.provenance import code_version, dataset_names, held_out
@@ -29,6 +29,7 @@ _HEADS = {
     "trained": "the one that was trained",
 }
 _PADDED = ", and rows of padding that are never probable: their bias is "
+_BIASED = ", with a bias for each token, which is "
 _FOLDED, _STORED = "folded into the head's own weights", "the head's own"
 
 
@@ -116,7 +117,7 @@ def model_card(model: TrainedModel, head: Head, dtype: str, parity: Parity) -> s
         + (f", {counted(tokens, 'token')}" if tokens is not None else ""),
         "Data": dataset_names(config.data),
         "Held-out text": held_out(model) or "not evaluated",
-        "Head": _head(head),
+        "Head": _head(head, objective),
         "Stored as": dtype,
         "Largest error": f"{errors}, of {parity.compared} up to {parity.largest_output:.1f}, against the checkpoint",
         "Exported by": code_version(),
@@ -125,11 +126,13 @@ def model_card(model: TrainedModel, head: Head, dtype: str, parity: Parity) -> s
     return _CARD.format(name=config.name, table=table, loader=loader, family=family.title)
 
 
-def _head(head: Head) -> str:
+def _head(head: Head, objective: ObjectiveConfig) -> str:
     place = _STORED if head.bias_V is not None else _FOLDED
     if head.name == "pmi":
         return _HEADS["pmi"] + place
-    return _HEADS[head.name] + ("" if head.folded is None and head.bias_V is None else _PADDED + place)
+    if head.folded is None and head.bias_V is None:
+        return _HEADS[head.name]
+    return _HEADS[head.name] + (_BIASED if objective.output_bias else _PADDED) + place
 
 
 _CARD = """---

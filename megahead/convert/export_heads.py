@@ -123,14 +123,15 @@ def make_head(name: HeadName, model: TrainedModel, *, keep_padding: bool = False
     if model.config.model.is_encoder():
         return Head(name, matrix, model.temperature(), transform=_transform(name, model))
     padded = keep_padding and model.config.model.padded_vocab_size() > model.config.model.vocab_size
-    if name != "pmi" and not padded:
+    if name != "pmi" and not padded and not objective.output_bias:
         return Head(name, matrix, model.temperature())
     if not model.config.model.has_rms_norm():
         return Head(name, matrix, model.temperature(), _folded(name, model))
     if model.config.model.qk_norm:
-        asked, given = name if name == "pmi" else f"{name} --keep-padding", "beside norms of queries and keys (Qwen 3)"
-        others = "tied or none without --keep-padding, or train a head"
-        raise _impossible(asked, "a bias in the head", f"no class of transformers has one {given}", others)
+        asked = name if name == "pmi" or not padded else f"{name} --keep-padding"
+        given = "no class of transformers has one beside norms of queries and keys (Qwen 3)"
+        others = "none" if objective.output_bias else "tied or none without --keep-padding, or train a head"
+        raise _impossible(asked, "a bias in the head", given, others)
     return Head(name, matrix, model.temperature(), bias_V=_padded_bias(name, model))
 
 
@@ -166,7 +167,8 @@ def _folded(name: HeadName, model: TrainedModel) -> FoldedBias:
 def _padded_bias(name: HeadName, model: TrainedModel) -> Tensor:
     """[padded vocabulary]: the training-free bias for the head `pmi`, else 0; a low bias for padding rows."""
     shape = model.config.model
-    bias_V = _training_free_bias(model) if name == "pmi" else torch.zeros(shape.vocab_size)
+    bias_V = _training_free_bias(model) if name == "pmi" else model.learned_bias()
+    bias_V = torch.zeros(shape.vocab_size) if bias_V is None else bias_V
     padding = bias_V.new_full((shape.padded_vocab_size() - shape.vocab_size,), PADDING_BIAS)
     return torch.cat([bias_V, padding])
 

@@ -25,6 +25,7 @@ BACKBONE = "backbone."
 EMBEDDING = "backbone.embedding.weight"
 HEAD = "head.weight"
 MASK_HEAD = "mask_head."
+OUTPUT_BIAS = "output_bias.bias"
 TARGET_COUNTS = "state/target_counts"
 _PRIOR = "state/dataset_counts"
 
@@ -42,7 +43,11 @@ class TrainedModel:
     def open(path: Path) -> TrainedModel:
         """The model of a step folder, or the newest of a run; CheckpointError when it lacks a parameter, or has
         another shape for it than its config."""
-        checkpoint = open_checkpoint(path)
+        return TrainedModel.of(open_checkpoint(path))
+
+    @staticmethod
+    def of(checkpoint: Checkpoint) -> TrainedModel:
+        """The model in a checkpoint; as `open`."""
         config = config_from_dict(checkpoint.config, source=f"the configuration in {checkpoint.folder}")
         shapes = weight_shapes(config)
         stored = set(checkpoint.names())
@@ -87,6 +92,11 @@ class TrainedModel:
             evaluation_target_counts(self.config, token_counts_V),
         )
         return torch.zeros(model.vocab_size) if bias_V is None else bias_V
+
+    def learned_bias(self) -> Tensor | None:
+        """[V] fp32: the bias of a trained head; None where there is none."""
+        name = next((name for name in (f"{MASK_HEAD}bias", OUTPUT_BIAS) if name in self.shapes), None)
+        return None if name is None else self.weight(name)[: self.config.model.vocab_size]
 
     def temperature(self) -> float:
         """What scores are divided by."""

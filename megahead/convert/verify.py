@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megahead.convert.export_heads import Head
 from megahead.convert.loading import load_backbone, load_causal, load_masked
-from megahead.convert.source import MASK_HEAD, TrainedModel
+from megahead.convert.source import TrainedModel
 from megahead.convert.stream import DTYPES
 from megahead.corpus import IndexedDataset
 from megahead.data import SequentialSamples
@@ -101,10 +101,9 @@ def expected_outputs(model: TrainedModel, head: Head, rows_BT: Tensor, dtype: to
     hidden_BTD: Tensor = pretraining.backbone(rows_BT)
     if head.matrix is None:
         return hidden_BTD.float()
-    bias_V = None if head.name != "pmi" else model.training_free_bias()
+    bias_V = model.training_free_bias() if head.name == "pmi" else model.learned_bias()
     if pretraining.mask_head is not None:
         hidden_BTD = pretraining.mask_head(hidden_BTD)
-        bias_V = model.weight(f"{MASK_HEAD}bias")[:vocab_size]
     logits_BTV, first = hidden_BTD.new_empty(*rows_BT.shape, vocab_size, dtype=torch.float32), 0
     for block in model.blocks(head.matrix):
         rows_vD = block[: max(vocab_size - first, 0)].to(dtype)

@@ -79,7 +79,7 @@ class Engine:
         self._parameter_states = open_parameter_states(self._deepspeed, self._stage, mesh.data_group)
         self._shard_dims = shard_dims(module)
         if isinstance(optimizer, Muon):
-            dims = {module.get_parameter(name): dim for name, dim in self._shard_dims.items()}
+            dims: dict[Tensor, int] = {module.get_parameter(name): dim for name, dim in self._shard_dims.items()}
             gather_for_muon(self._deepspeed, optimizer, self._stage, mesh, dims)
         self._scaler = getattr(self._deepspeed.optimizer, "loss_scaler", None)
         if self.searches_loss_scale:

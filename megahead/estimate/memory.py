@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from megahead.config import RunConfig, RunPlan
+from megahead.config import RunConfig, RunPlan, phases_of
 from megahead.config.loss_chunks import ON_CPU, ON_GPU
-from megahead.estimate.parameters import norm_parameters, run_parameters
+from megahead.estimate.parameters import attention_matrices, mlp_matrices, norm_parameters, run_parameters
 
 _DEFAULTS = {
     "reduce_bucket_size": 500_000_000,
@@ -35,7 +35,7 @@ class RankMemory:
     gradients: float
 
     optimizer: float
-    """fp32 masters and Adam's two moments."""
+    """fp32 masters and Adam's two moments, or Muon's one."""
 
     buffers: float
     """Gradients being sent, and weights gathered to compute with."""
@@ -58,11 +58,19 @@ class RankMemory:
 
 
 def rank_memory(plan: RunPlan, stage: int | None = None) -> RankMemory:
-    """The memory of each rank, at the config's ZeRO stage or at `stage`."""
+    """The memory of each rank, at the config's ZeRO stage or at `stage`, in the phase that needs most."""
+    phases = [replace(plan, config=phase.config) for phase in phases_of(plan.config)]
+    return max((_phase_memory(phase, stage) for phase in phases), key=lambda memory: memory.total)
+
+
+def _phase_memory(plan: RunPlan, stage: int | None) -> RankMemory:
     config, zero = plan.config, plan.zero
     stage = plan.zero_stage if stage is None else stage
     precision = "fp32" if config.engine.precision == "auto" else config.engine.precision
     weights, gradients, optimizer, buffers = _states(plan, stage, precision)
+    orthogonal = _muon_parameters(config)
+    optimizer -= 4 * orthogonal / (plan.data_ranks if stage else 1)  # it has one moment
+    buffers += 6 * orthogonal  # all in bf16, and updates
     host = optimizer if "offload_optimizer" in zero else 0
     if "offload_param" in zero:
         host, weights = host + weights, 0
@@ -83,6 +91,14 @@ def _table(plan: RunPlan) -> float:
     targets = config.batch.global_size // plan.data_ranks * config.targets_per_row()
     fetched = expected_candidates(targets, config.model.vocab_size)
     return (a_row + 4) * rows / plan.ranks + (a_row + 4 * 5 * hidden) * fetched
+
+
+def _muon_parameters(config: RunConfig) -> float:
+    """Numbers in the matrices of one tensor rank that Muon moves."""
+    if config.optimizer.name != "muon":
+        return 0
+    in_block = attention_matrices(config.model) + mlp_matrices(config.model)
+    return config.model.num_layers * in_block / config.parallel.tensor
 
 
 def _states(plan: RunPlan, stage: int, precision: str) -> tuple[float, float, float, float]:
@@ -145,15 +161,15 @@ def ways_to_need_less(plan: RunPlan, stage: int | None = None) -> list[str]:
 
 
 def rank_parameters(config: RunConfig) -> int:
-    """Parameters of one tensor rank; norms, biases of row-parallel layers, and projections of fewer key heads than
-    there are ranks, are held in full by each, and an embedding in rows is none of them."""
+    """Parameters of one tensor rank; norms, biases of row-parallel layers and of tokens, and projections of fewer key
+    heads than there are ranks, are held in full by each, and an embedding in rows is none of them."""
     model, tensor = config.model, config.parallel.tensor
     norm, keys = norm_parameters(model), 2 * model.key_heads() * model.head_size()
     in_block = 2 * norm + model.hidden_size * ((model.attention_bias == "all") + model.mlp_bias)
     in_block += 2 * model.head_size() if model.qk_norm else 0
     in_block += keys * (model.hidden_size + (model.attention_bias != "none")) if model.key_heads() < tensor else 0
-    held_by_each = model.num_layers * in_block + norm
-    counts = run_parameters(config)
+    counts, last = run_parameters(config), phases_of(config)[-1].config.objective
+    held_by_each = model.num_layers * in_block + norm + (model.padded_vocab_size() if last.output_bias else 0)
     beside = counts.embedding if config.in_rows() else 0
     return held_by_each + (counts.total - beside - held_by_each) // tensor
 

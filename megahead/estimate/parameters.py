@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megahead.config import ModelConfig, RunConfig
+from megahead.config import ModelConfig, RunConfig, phases_of
 
 
 @dataclass(frozen=True)
@@ -25,15 +25,18 @@ class ParameterCounts:
 
     head: int
     """V D for an untied vanilla head; for a transform and bias D^2 + 3 D + V in a BERT, D^2 + D + V in a ModernBERT;
-    else 0."""
+    V for a bias alone; else 0."""
 
     @property
     def total(self) -> int:
         return self.embedding + self.body + self.head
 
 
-def count_parameters(config: ModelConfig, *, untied_head: bool = False, mask_head: bool = False) -> ParameterCounts:
-    """Parameters of `config`'s backbone, an output matrix (`untied_head`) and an encoder's transform (`mask_head`)."""
+def count_parameters(
+    config: ModelConfig, *, untied_head: bool = False, mask_head: bool = False, output_bias: bool = False
+) -> ParameterCounts:
+    """Parameters of `config`'s backbone, and of an output matrix (`untied_head`), an encoder's transform (`mask_head`)
+    and a bias for each token (`output_bias`)."""
     hidden, norm = config.hidden_size, norm_parameters(config)
     table = config.padded_vocab_size() * hidden
     blocks = attention_matrices(config) + mlp_matrices(config) + block_biases(config) + 2 * norm
@@ -42,6 +45,7 @@ def count_parameters(config: ModelConfig, *, untied_head: bool = False, mask_hea
         body += (config.max_positions + config.token_types) * hidden
     transform = hidden**2 + hidden * config.transform_bias + norm + config.padded_vocab_size()
     head = (table if untied_head else 0) + (transform if mask_head else 0)
+    head += config.padded_vocab_size() if output_bias else 0
     return ParameterCounts(embedding=table, body=body, head=head)
 
 
@@ -70,10 +74,11 @@ def block_biases(config: ModelConfig) -> int:
 
 
 def run_parameters(config: RunConfig) -> ParameterCounts:
-    """Parameters of what a run trains."""
-    objective, encoder = config.objective, config.model.is_encoder()
+    """Parameters of what a run trains, in its last phase."""
+    objective, encoder = phases_of(config)[-1].config.objective, config.model.is_encoder()
     return count_parameters(
         config.model,
         untied_head=objective.trains_head(),
-        mask_head=encoder and objective.has_vocabulary_softmax(),
+        mask_head=encoder and objective.has_mask_head(),
+        output_bias=objective.output_bias,
     )

@@ -51,4 +51,5 @@ def _split(full: Pretraining, config: RunConfig, group: Group) -> Pretraining:
     parallelize_(full.backbone, SHARDING[config.model.family], group, sequence=config.parallel.sequence)
     rows, features = config.model.padded_vocab_size() // group.size, config.model.hidden_size
     head = None if full.head is None else SplitOutputEmbedding(rows, features)
-    return TensorParallelPretraining(full.backbone, full.objective, full.vocab_size, head, full.mask_head, group)
+    layers = head, full.mask_head, full.output_bias
+    return TensorParallelPretraining(full.backbone, full.objective, full.vocab_size, *layers, group)

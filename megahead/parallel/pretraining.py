@@ -21,7 +21,7 @@ from megahead.distributed import Group
 from megahead.models import Backbone
 from megahead.objectives import Candidates, CandidateShard, EvaluationSums
 from megahead.parallel.candidate_softmax import parallel_candidate_loss, parallel_evaluation_sums
-from megahead.pretraining import MaskHead, OutputEmbedding, Pretraining
+from megahead.pretraining import MaskHead, OutputBias, OutputEmbedding, Pretraining
 
 
 class SplitOutputEmbedding(OutputEmbedding):
@@ -34,7 +34,7 @@ class TensorParallelPretraining(Pretraining):
     """A `Pretraining` whose backbone is split over `group`; every rank of it is called with the same inputs.
 
     A headless softmax splits its candidates evenly over the ranks; one over the vocabulary leaves each row with its
-    owner, which is even too. An encoder's transform and bias are full on every rank.
+    owner, which is even too. An encoder's transform, and biases, are full on every rank.
     """
 
     def __init__(
@@ -44,9 +44,10 @@ class TensorParallelPretraining(Pretraining):
         vocab_size: int,
         head: SplitOutputEmbedding | None,
         mask_head: MaskHead | None,
+        output_bias: OutputBias | None,
         group: Group,
     ) -> None:
-        super().__init__(backbone, objective, vocab_size, head, mask_head)
+        super().__init__(backbone, objective, vocab_size, head, mask_head, output_bias)
         self.group = group
 
     def _look_up(self, input_ids_BT: Tensor, per_group: tuple[Candidates, ...]) -> tuple[Tensor, list[Tensor]]:

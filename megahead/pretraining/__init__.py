@@ -9,7 +9,7 @@ from megahead.pretraining.batch import EvaluationRequest, MicroBatch, StepBatche
 from megahead.pretraining.build import TEMPERATURE, FirstWeights, build_pretraining, first_weights, weight_shapes
 from megahead.pretraining.candidate_groups import gather_targets
 from megahead.pretraining.feed import Feed
-from megahead.pretraining.output_layers import MaskHead, OutputEmbedding
+from megahead.pretraining.output_layers import MaskHead, OutputBias, OutputEmbedding
 from megahead.pretraining.pretraining import Pretraining
 from megahead.pretraining.temperature import LearnedTemperature
 
@@ -21,6 +21,7 @@ __all__ = [
     "LearnedTemperature",
     "MaskHead",
     "MicroBatch",
+    "OutputBias",
     "OutputEmbedding",
     "Pretraining",
     "StepBatches",

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megahead.config import RunConfig
 from megahead.models import build_backbone, initial_blocks, initial_value
-from megahead.pretraining.output_layers import MaskHead, OutputEmbedding
+from megahead.pretraining.output_layers import MaskHead, OutputBias, OutputEmbedding
 from megahead.pretraining.pretraining import Pretraining
 from megahead.pretraining.temperature import LearnedTemperature
 
@@ -21,8 +21,9 @@ def build_pretraining(config: RunConfig) -> Pretraining:
     """The full model on torch's default device, weights undefined; runs use `parallel.assemble`, which shards it."""
     model, objective = config.model, config.objective
     head = OutputEmbedding(model.padded_vocab_size(), model.hidden_size) if objective.trains_head() else None
-    mask_head = MaskHead(model) if model.is_encoder() and objective.has_vocabulary_softmax() else None
-    return Pretraining(build_backbone(model), objective, model.vocab_size, head, mask_head)
+    mask_head = MaskHead(model) if model.is_encoder() and objective.has_mask_head() else None
+    output_bias = OutputBias(model.padded_vocab_size()) if objective.output_bias else None
+    return Pretraining(build_backbone(model), objective, model.vocab_size, head, mask_head, output_bias)
 
 
 def weight_shapes(config: RunConfig) -> dict[str, torch.Size]:

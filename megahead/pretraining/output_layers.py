@@ -1,4 +1,4 @@
-"""What a vanilla objective trains beside the backbone: an output matrix, and for an encoder a transform before it.
+"""What a vanilla objective trains beside the backbone: an output matrix, a bias, and for an encoder a transform.
 
 V padded vocabulary, D features, N targets.
 
@@ -21,6 +21,14 @@ class OutputEmbedding(nn.Module):
     def __init__(self, padded_vocab_size: int, hidden_size: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(padded_vocab_size, hidden_size))
+
+
+class OutputBias(nn.Module):
+    """What is added to each token's score, [V]: a parameter only."""
+
+    def __init__(self, padded_vocab_size: int) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.empty(padded_vocab_size))
 
 
 class MaskHead(nn.Module):

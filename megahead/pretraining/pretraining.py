@@ -26,7 +26,7 @@ from megahead.objectives import (
     vocabulary_candidates,
 )
 from megahead.pretraining.batch import EvaluationRequest, MicroBatch, documents_of, target_positions_of
-from megahead.pretraining.output_layers import MaskHead, OutputEmbedding
+from megahead.pretraining.output_layers import MaskHead, OutputBias, OutputEmbedding
 from megahead.pretraining.temperature import LearnedTemperature
 from megahead.table import RowTable
 
@@ -46,6 +46,7 @@ class Pretraining(nn.Module):
         vocab_size: int,
         head: OutputEmbedding | None = None,
         mask_head: MaskHead | None = None,
+        output_bias: OutputBias | None = None,
     ) -> None:
         super().__init__()
         self.backbone = backbone
@@ -53,6 +54,7 @@ class Pretraining(nn.Module):
         self.vocab_size = vocab_size
         self.head = head
         self.mask_head = mask_head
+        self.output_bias = output_bias
         self.temperature = LearnedTemperature(objective.temperature) if objective.learned_temperature else None
 
     @overload
@@ -115,6 +117,8 @@ class Pretraining(nn.Module):
         bias_V = None
         if vocabulary and self.mask_head is not None:
             outputs_ND, bias_V = self.mask_head(outputs_ND), self.mask_head.bias[: self.vocab_size]
+        if vocabulary and self.output_bias is not None:
+            bias_V = self.output_bias.bias[: self.vocab_size]
         return outputs_ND if self.temperature is None else self.temperature(outputs_ND), bias_V
 
     def _divisor(self) -> float:

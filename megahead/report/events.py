@@ -40,7 +40,8 @@ def _session(session: Record) -> Iterator[tuple[str, bool]]:
     for sentence in session.get("damaged", ()):
         yield f"passed over a damaged checkpoint: {sentence}", True
     if session.get("resumed") is not None:
-        yield f"resumed from {session['resumed']}", False
+        gone_over = session.get("new_head", False)
+        yield f"{'the vanilla softmax went on' if gone_over else 'resumed'} from {session['resumed']}", False
 
 
 def _fault(fault: Record) -> Iterator[tuple[str, bool]]:

@@ -62,7 +62,7 @@ def _what(run: Run) -> str:
     """What was trained, in a line; settings that the configuration lacks are left out."""
     size, layers, width = (run.setting(f"model.{name}") for name in ("size", "num_layers", "hidden_size"))
     parts = [
-        run.setting("objective.name"),
+        _objective(run),
         size or (f"{run.setting('model.family', 'model')}, {counted(layers, 'layer')} x {width}" if layers else None),
         f"vocabulary {run.setting('model.vocab_size'):,}" if run.setting("model.vocab_size") else None,
         f"{run.setting('batch.global_size')} x {run.setting('data.sequence_length')} tokens a step"
@@ -71,6 +71,12 @@ def _what(run: Run) -> str:
         run.setting("engine.precision"),
     ]
     return " · ".join(part for part in parts if part)
+
+
+def _objective(run: Run) -> str | None:
+    """Such as: headless, vanilla for the last 20 % of the steps."""
+    name, share = run.setting("objective.name"), run.setting("objective.schedule.vanilla_share")
+    return f"{name}, vanilla for the last {share:.0%} of the steps" if name and share else name
 
 
 def _figures(run: Run) -> dict[str, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megahead.config import ModelConfig, RunConfig, RunPlan
+from megahead.config import ModelConfig, RunConfig, RunPlan, phases_of
 from megahead.config.embedding import ROWS_FROM
 from megahead.estimate import RankMemory, rank_memory, run_parameters
 from megahead.wording import GIB, counted, gib
@@ -26,6 +26,7 @@ def describe_run(plan: RunPlan, group_samples: int | None = None) -> list[tuple[
         ("model", _shape(config.model)),
         ("parameters", _parameters(config)),
         ("objective", _objective(config, rows)),
+        *describe_phases(config),
         (
             "batch",
             f"{counted(batch.global_size, 'row')} x {config.data.sequence_length} = "
@@ -34,11 +35,40 @@ def describe_run(plan: RunPlan, group_samples: int | None = None) -> list[tuple[
         ),
         ("length", f"{counted(steps, 'step')}, {counted(steps * config.tokens_per_step(), 'token')}"),
         ("schedule", f"{schedule.name}, {warm_up}, peak {config.optimizer.learning_rate:g}{ending}"),
+        *_own_rates(config),
         *_embedding(plan),
         ("mesh", f"{config.parallel.tensor} tensor x {counted(plan.data_ranks, 'data rank')}"),
         ("engine", f"ZeRO {plan.zero_stage}, {config.engine.precision}"),
         ("memory", _memory(rank_memory(plan))),
     ]
+
+
+def describe_phases(config: RunConfig) -> list[tuple[str, str]]:
+    """Which objective has which steps, where there is more than one."""
+    first, *others = phases_of(config)
+    sentence = f"{first.config.objective.name} for {counted(len(first.steps), 'step')}"
+    for phase in others:
+        kind = "tied" if phase.config.objective.tied else "untied"
+        sentence += (
+            f", then {phase.config.objective.name} ({kind}, with a bias) for {counted(len(phase.steps), 'step')}"
+        )
+    return [("phases", sentence)] if others else []
+
+
+def _own_rates(config: RunConfig) -> list[tuple[str, str]]:
+    """What moves otherwise than the rest."""
+    optimizer = config.optimizer
+    table, lines = optimizer.table.learning_rate_ratio, []
+    if optimizer.name == "muon":
+        ratio = optimizer.muon.learning_rate_ratio
+        lines.append(f"muon for the matrices of blocks at {ratio:g} times the learning rate, adamw for the rest")
+    if not config.in_rows() and table != 1:
+        lines.append(f"{table:g} times the learning rate for embedding{' and head' if _has_head(config) else ''}")
+    return [("optimizer", "; ".join(lines))] if lines else []
+
+
+def _has_head(config: RunConfig) -> bool:
+    return phases_of(config)[-1].config.objective.trains_head()
 
 
 def _embedding(plan: RunPlan) -> list[tuple[str, str]]:
@@ -88,6 +118,7 @@ def _objective(config: RunConfig, rows: int) -> str:
     parts = ["headless" if objective.name == "headless" else f"vanilla, {'tied' if objective.tied else 'untied'}"]
     if objective.name == "vanilla":
         parts.append(f"all {config.model.vocab_size:,} ids")
+        parts += ["with a bias"] if objective.output_bias else []
     else:
         parts.append(f"candidates from {counted(rows, 'row')} ({counted(rows * config.targets_per_row(), 'target')})")
         parts += [f"bias {objective.bias}"] if objective.bias != "paper" else []

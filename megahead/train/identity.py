@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megahead.checkpoint import Checkpoint
-from megahead.config import RunConfig, config_from_dict
+from megahead.config import RunConfig, config_from_dict, phase_that_saved
 from megahead.errors import CheckpointError
 from megahead.train.datasets import RunDatasets
 
@@ -52,11 +52,13 @@ def data_fingerprints(config: RunConfig, datasets: RunDatasets) -> dict[str, Any
 def refuse_another_run(checkpoint: Checkpoint, config: RunConfig, fingerprints: dict[str, Any]) -> None:
     """CheckpointError naming every setting or file that differs and is neither in MAY_CHANGE nor in `resume.allow`.
 
-    `fingerprints`: what `data_fingerprints` gives now; the checkpoint's state has what it gave then.
+    `config`: of the whole run; the checkpoint has that of the phase that saved it. `fingerprints`: what
+    `data_fingerprints` gives now; the checkpoint's state has what it gave then.
     """
     saved = config_from_dict(checkpoint.config, source=f"the configuration in {checkpoint.folder}")
+    phase = phase_that_saved(config, saved.objective.name)
     then = saved.flat() | checkpoint.state_value("texts", dict, absent=fingerprints)
-    now = config.flat() | fingerprints
+    now = phase.config.flat() | fingerprints
     allowed = (*MAY_CHANGE, *config.resume.allow)
     differing = [
         f"{name} (was {then.get(name)}, is {now.get(name)})"
@@ -67,6 +69,12 @@ def refuse_another_run(checkpoint: Checkpoint, config: RunConfig, fingerprints: 
         raise CheckpointError(
             f"{checkpoint.folder} must be of the same run to resume, but differs in {', '.join(differing)}; change "
             "these back, name them in resume.allow, or start another run with init.from_checkpoint."
+        )
+    if phase.steps.start > checkpoint.step:
+        raise CheckpointError(
+            f"`objective.schedule` must have its last objective from step {checkpoint.step:,} on, where "
+            f"{checkpoint.folder} has it already, but has it from step {phase.steps.start:,} on instead; set "
+            "training.steps or the share back."
         )
 
 

@@ -31,6 +31,14 @@ class Training:
     """The parts of a run that are ready to train; `setup` puts them together."""
 
     config: RunConfig
+    """That of the phase."""
+
+    until: int
+    """Steps of the run at which the phase ends."""
+
+    new_head: bool
+    """Whether its head was made of the last phase's weights, so that an evaluation shows what it is worth."""
+
     engine: Engine
     feed: Feed
     state: TrainingState
@@ -51,18 +59,18 @@ class Training:
 
 
 def train(run: Training) -> Ending:
-    """Trains from `run.state` to the last step, a signal, or the time limit. Collective.
+    """Trains from `run.state` to the last step of its phase, a signal, or the time limit. Collective.
 
     Evaluates and saves at the configured steps and at the end. After a signal it only saves: its sender (a scheduler,
     say) will soon kill the process.
     """
-    state, training = run.state, run.config.training
-    _run_missed_evaluation(run)
+    state = run.state
+    _evaluate(run) if run.new_head else _run_missed_evaluation(run)
     began_at, watch = state.step, Stopwatch(state.seconds)
     ending: Ending | None = None
     run.meters.start(state)
     with closing(run.feed.steps(state.samples)) as steps:
-        while state.step < training.steps and ending is None:
+        while state.step < run.until and ending is None:
             applied = _advance(run, next(steps), watch)
             with watch.paused():
                 if applied:
@@ -94,7 +102,7 @@ def _advance(run: Training, batches: StepBatches, watch: Stopwatch) -> bool:
             state.count_targets(micro.batch)
         run.guard.remember(report.loss, state.recent_losses)
     state.skipped_steps += not report.applied
-    run.meters.step(report, state)
+    run.meters.step(report, state, last=state.step >= run.until)
     _handle_fault(run, report, first_sample)
     return report.applied
 

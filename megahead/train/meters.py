@@ -58,8 +58,10 @@ class Meters:
         resumed: Checkpoint | None,
         lineage: Lineage,
         damage: Sequence[str],
+        new_head: bool = False,
     ) -> None:
-        """Prints what will be trained, from which checkpoint, and which damaged ones were passed over."""
+        """Prints what will be trained, from which checkpoint (by a head that is new there or not), and which damaged
+        ones were passed over."""
         if not self._active:
             return
         to_be_abandoned, source = lineage.to_be_abandoned(), None if resumed is None else lineage.name_of(resumed)
@@ -73,22 +75,22 @@ class Meters:
         lines += [("progress", f"at most a line every {self._print_seconds:g} s; the first step takes longest")]
         self.print_line("\n".join(f"{name:<12}{value}" for name, value in lines))
         facts = {"resumed": source, "continues": max(lineage.tip, 0), "damaged": list(damage)}
-        self._record(state, {"session": facts})
+        self._record(state, {"session": facts | ({"new_head": True} if new_head else {})})
 
     def start(self, state: TrainingState) -> None:
         """Starts a new measurement of speed."""
         self._tokens_logged, self._seconds_logged = state.tokens, state.seconds
         self._last_line = time.monotonic()
 
-    def step(self, report: StepReport, state: TrainingState) -> None:
-        """Notes a step, and writes a line when one is due."""
+    def step(self, report: StepReport, state: TrainingState, *, last: bool) -> None:
+        """Notes a step, and writes a line when one is due, or when it is the `last` of its objective."""
         if not self._active:
             return
         if report.applied:
             self._reports.append(report)
         due = time.monotonic() - self._last_line >= self._log_seconds
-        if self._reports and (due or state.step >= self._total_steps):
-            self._write(state)
+        if self._reports and (due or last):
+            self._write(state, last)
 
     def fault(self, report: StepReport, places: Places, action: Action, state: TrainingState) -> str:
         """Writes a bad step and returns the sentence about it. `places`: (rank, its samples); rank None: all ranks."""
@@ -165,11 +167,11 @@ class Meters:
             self._log.close()
             self._boards.close()
 
-    def _write(self, state: TrainingState) -> None:
+    def _write(self, state: TrainingState, last: bool) -> None:
         scalars = self._scalars(state)
         self._record(state, scalars)
         self._boards.add("train", scalars, state.step)
-        if time.monotonic() - self._last_printed >= self._print_seconds or state.step >= self._total_steps:
+        if time.monotonic() - self._last_printed >= self._print_seconds or last:
             self.print_line(self._line(scalars, state))
             self._last_printed = time.monotonic()
         self._reports.clear()

@@ -17,14 +17,15 @@ from megahead.checkpoint import (
     open_together,
     run_on_all_ranks,
 )
-from megahead.config import InitConfig, RunConfig, RunPlan
+from megahead.config import InitConfig, Phase, RunConfig, RunPlan
 from megahead.convert import PublishedModel
-from megahead.convert.source import EMBEDDING, HEAD
+from megahead.convert.source import EMBEDDING, HEAD, OUTPUT_BIAS
 from megahead.distributed import Group, Renamed, Tensors
 from megahead.engine import Engine
 from megahead.errors import CheckpointError, ConfigError
 from megahead.pretraining import TEMPERATURE, FirstWeights, first_weights, weight_shapes
 from megahead.run_folder import RunFolder
+from megahead.train.birth import WithNewHead, has_new_head
 from megahead.train.lineage import Lineage
 from megahead.train.state import TrainingState
 
@@ -78,32 +79,42 @@ def agreed_candidate_group_samples(plan: RunPlan, checkpoint: Checkpoint | None)
     return plan.group_samples(None if checkpoint is None else checkpoint.state_value("group_samples", int))
 
 
-def resume_from(checkpoint: Checkpoint, engine: Engine, state: TrainingState, data_group: Group) -> None:
-    """Continues exactly where `checkpoint` was saved. Collective."""
+def resume_from(
+    checkpoint: Checkpoint, config: RunConfig, engine: Engine, state: TrainingState, data_group: Group
+) -> None:
+    """Continues exactly where `checkpoint` was saved, by the objective of `config`. Collective."""
     _load(checkpoint, engine)
     state.restore(checkpoint, data_group)
+    _forget_other_losses(checkpoint, config, state)
 
 
 def roll_back(
-    engine: Engine, state: TrainingState, lineage: Lineage, data_group: Group, world_group: Group
+    phase: Phase, engine: Engine, state: TrainingState, lineage: Lineage, data_group: Group, world_group: Group
 ) -> Path | None:
     """Restores weights and counters of what was learned from the newest sound checkpoint of `lineage`; reading goes on
     with the next samples.
 
-    Returns the checkpoint's folder; None where there is none, and nothing changes. Collective.
+    Returns the checkpoint's folder; None where there is none that `phase` went on from: nothing changes. Collective.
     """
     checkpoint, _ = _newest_sound(lineage.root, world_group, up_to=lineage.tip)
-    if checkpoint is None:
+    if checkpoint is None or checkpoint.step < phase.steps.start:
         return None
     _load(checkpoint, engine)
     state.roll_back_to(checkpoint, data_group)
+    _forget_other_losses(checkpoint, phase.config, state)
     lineage.tip = checkpoint.step
     return checkpoint.folder
 
 
 def _load(checkpoint: Checkpoint, engine: Engine) -> None:
-    engine.load(checkpoint, checkpoint.state_value("optimizer_steps", int))
+    engine.load(WithNewHead(checkpoint), checkpoint.state_value("optimizer_steps", int))
     engine.set_loss_scale_state(checkpoint.state_value("scale", dict, absent={}))
+
+
+def _forget_other_losses(checkpoint: Checkpoint, config: RunConfig, state: TrainingState) -> None:
+    """Another objective's losses say nothing about spikes of this one's."""
+    if has_new_head(checkpoint, config):
+        state.recent_losses.clear()
 
 
 def starting_weights(config: RunConfig, world_group: Group, resumed: Checkpoint | None = None) -> Tensors:
@@ -115,7 +126,7 @@ def starting_weights(config: RunConfig, world_group: Group, resumed: Checkpoint 
     """
     init, shapes = config.init, weight_shapes(config)
     if resumed is not None:  # rows as they lie there: `resume_from` says how late they are
-        return _weights_of(resumed, shapes, stored="late/weight")
+        return _weights_of(resumed, shapes, stored="late/weight", born=(HEAD, OUTPUT_BIAS))
     if init is None:
         return first_weights(config)
     copies = {HEAD: EMBEDDING} if init.copies_embedding() else {}
@@ -140,11 +151,19 @@ def _source(path: str, world_group: Group) -> Checkpoint:
     return open_together(found, world_group)
 
 
-def _weights_of(checkpoint: Checkpoint, shapes: Mapping[str, torch.Size], stored: str = "weight") -> Tensors:
-    """Its parameters, which must have these shapes; `stored`: what their names begin with there."""
+def _weights_of(
+    checkpoint: Checkpoint,
+    shapes: Mapping[str, torch.Size],
+    stored: str = "weight",
+    born: tuple[str, ...] = (OUTPUT_BIAS,),
+) -> Tensors:
+    """Its parameters, which must have these shapes; `stored`: what their names begin with there. Those of a head that
+    are `born` need not be there."""
     there = set(checkpoint.names())
     for parameter, shape in shapes.items():
         name = f"weight/{parameter}"
+        if name not in there and parameter in born:
+            continue
         if name not in there:
             raise CheckpointError(
                 f"{checkpoint.folder} must hold {name}, but does not; is it of another model or objective?"
@@ -154,21 +173,24 @@ def _weights_of(checkpoint: Checkpoint, shapes: Mapping[str, torch.Size], stored
                 f"{checkpoint.folder} must hold {name} of shape {tuple(shape)}, but has {checkpoint.shape(name)} "
                 "instead; give `model` the sizes of that run."
             )
-    return Renamed(checkpoint, lambda name: f"{stored}/{name}")
+    return Renamed(WithNewHead(checkpoint), lambda name: f"{stored}/{name}")
+
+
+_OURS_ALONE = (TEMPERATURE, OUTPUT_BIAS)
 
 
 @dataclass(frozen=True)
 class _PublishedWeights:
-    """Those of a Hugging Face folder, which has no temperature: it starts as in a new run."""
+    """Those of a Hugging Face folder; what it cannot have, a temperature or a bias alone, starts as in a new run."""
 
     model: PublishedModel
     first: FirstWeights
 
     def read(self, name: str, /) -> Tensor:
-        return self.first.read(name) if name == TEMPERATURE else self.model.weight(name, self.first.shapes[name])
+        return self.first.read(name) if name in _OURS_ALONE else self.model.weight(name, self.first.shapes[name])
 
     def blocks(self, name: str, /) -> Iterator[Tensor]:
-        return self.first.blocks(name) if name == TEMPERATURE else self.model.blocks(name, self.first.shapes[name])
+        return self.first.blocks(name) if name in _OURS_ALONE else self.model.blocks(name, self.first.shapes[name])
 
 
 def _published(config: RunConfig, init: InitConfig, world_group: Group) -> _PublishedWeights:

@@ -1,4 +1,4 @@
-"""A session in its run's folder, which all ranks must share: what it writes when it begins and when it ends."""
+"""A process's time in a run: what its phases share, and what it writes into the run's folder, which all ranks share."""
 
 from __future__ import annotations
 
@@ -7,17 +7,63 @@ import json
 import secrets
 import shutil
 import time
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
+import torch
 import yaml
 
 from megahead.checkpoint import run_on_all_ranks
-from megahead.config import RunConfig
-from megahead.distributed import Group
+from megahead.config import RunConfig, RunPlan
+from megahead.distributed import Group, Mesh
 from megahead.errors import CheckpointError
 from megahead.files import write_atomically
 from megahead.run_folder import RunFolder
-from megahead.train.preemption import Ending
+from megahead.train.datasets import RunDatasets
+from megahead.train.meters import Meters
+from megahead.train.preemption import Ending, StopRequest
+from megahead.train.state import TrainingState
+from megahead.train.utilization import Utilization
+
+
+@dataclass(frozen=True)
+class Session:
+    """What the phases of a run share, from when this process takes part in it."""
+
+    plan: RunPlan
+    """Of the whole run."""
+
+    mesh: Mesh
+    device: torch.device
+    datasets: RunDatasets
+
+    world_group: Group
+    """All ranks, for CPU tensors."""
+
+    data_group: Group
+    """Data-parallel ranks, for CPU tensors."""
+
+    @cached_property
+    def meters(self) -> Meters:
+        """Made when a phase is ready to train: a run that is refused before has written nothing."""
+        if self.world_group.rank == 0:
+            _begin(self.plan.config.folder(), self.plan.config)
+        utilization = Utilization.on(self.device, self.plan)
+        return Meters(self.plan.config, active=self.world_group.rank == 0, utilization=utilization)
+
+    @cached_property
+    def stop(self) -> StopRequest:
+        """Notes signals from when it is made."""
+        return StopRequest(prints=self.world_group.rank == 0)
+
+    def end(self, ending: Ending, state: TrainingState) -> None:
+        """Writes how it ended, for whoever starts the run again; a session that was killed leaves no such file."""
+        self.meters.close(ending, state)
+        if self.world_group.rank == 0:
+            content = {"ending": ending, "step": state.step, "steps": self.plan.config.training.steps}
+            write_atomically(self.plan.config.folder().ending, json.dumps(content) + "\n")
+
 
 PATIENCE = 10.0
 """Seconds that a network file system may take to show one rank what another wrote."""
@@ -50,18 +96,13 @@ def must_be_shared(folder: RunFolder, world_group: Group) -> None:
                     place.rmdir()
 
 
-def begin_session(folder: RunFolder, config: RunConfig) -> None:
+def _begin(folder: RunFolder, config: RunConfig) -> None:
     """Writes what a reader of its checkpoints needs, settings and tokenizer, and removes the last session's ending."""
     folder.path.mkdir(parents=True, exist_ok=True)
     folder.ending.unlink(missing_ok=True)
     folder.config.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
     if config.data.tokenizer is not None:
         shutil.copyfile(config.data.tokenizer, folder.tokenizer)
-
-
-def end_session(folder: RunFolder, ending: Ending, step: int, steps: int) -> None:
-    """Writes how it ended, for whoever starts the run again; a session that was killed leaves no such file."""
-    write_atomically(folder.ending, json.dumps({"ending": ending, "step": step, "steps": steps}) + "\n")
 
 
 def _see(mark: Path, rank: int) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from functools import partial
+from itertools import chain, repeat
 
 import torch
 
 from megahead.checkpoint import Checkpoint
-from megahead.config import RunConfig, RunPlan
+from megahead.config import RunConfig, RunPlan, phase_at
 from megahead.data import training_masker
 from megahead.distributed import Group, Launch, Mesh, Tensors, choose_device, connected
 from megahead.engine import Engine, RowEngine, deepspeed_session
@@ -19,15 +21,15 @@ from megahead.optim import build_optimizer
 from megahead.parallel import assemble, place_table_
 from megahead.pretraining import Feed
 from megahead.train.acceleration import accelerate_
+from megahead.train.birth import has_new_head
 from megahead.train.boards import require_boards
-from megahead.train.datasets import RunDatasets, open_datasets
-from megahead.train.describe import describe_run
+from megahead.train.datasets import open_datasets
+from megahead.train.describe import describe_phases, describe_run
 from megahead.train.evaluation import Evaluation
 from megahead.train.faults import Guard
 from megahead.train.identity import data_fingerprints, refuse_another_run
 from megahead.train.lineage import Lineage
 from megahead.train.loop import Training, train
-from megahead.train.meters import Meters
 from megahead.train.out_of_memory import explain_out_of_memory
 from megahead.train.persistence import (
     agreed_candidate_group_samples,
@@ -37,13 +39,13 @@ from megahead.train.persistence import (
     starting_weights,
 )
 from megahead.train.precision import settle_precision
-from megahead.train.preemption import StopRequest, signals_put_back
+from megahead.train.preemption import Ending, signals_put_back
 from megahead.train.run import Run
 from megahead.train.saver import Saver
-from megahead.train.session import begin_session, end_session, must_be_shared
+from megahead.train.session import Session, must_be_shared
 from megahead.train.state import TrainingState
 from megahead.train.task_evaluation import TaskEvaluation
-from megahead.train.utilization import Utilization, device_name
+from megahead.train.utilization import device_name
 
 ONE_PROCESS = Launch()
 
@@ -61,7 +63,7 @@ def pretrain(config: RunConfig, launch: Launch = ONE_PROCESS, resume: str = "aut
     with _numerics(config.engine.deterministic), signals_put_back():
         require_boards(config)
         device = choose_device(config.engine.device, launch.local_rank)
-        with connected(launch, device, config.engine.timeout_seconds) as ranks, deepspeed_session():
+        with connected(launch, device, config.engine.timeout_seconds) as ranks:
             plan = RunPlan.of(settle_precision(config, device, ranks), ranks.size, device.type)
             with explain_out_of_memory(plan):
                 return _pretrain(plan, ranks, device, resume)
@@ -84,71 +86,88 @@ def _numerics(deterministic: bool) -> Iterator[None]:
 
 
 def _pretrain(plan: RunPlan, ranks: Group, device: torch.device, resume: str) -> Run:
-    config = plan.config
-    mesh = Mesh.build(ranks, config.parallel.tensor)
+    """Phase after phase: the next one resumes what the last one has left, as another session would."""
+    mesh, folder = Mesh.build(ranks, plan.config.parallel.tensor), plan.config.folder()
     world_group, data_group = mesh.world_group.side_channel(), mesh.data_group.side_channel()
-    datasets = open_datasets(config, world_group)
-    folder = config.folder()
+    datasets = open_datasets(plan.config, world_group)
     must_be_shared(folder, world_group)
+    session = Session(plan, mesh, device, datasets, world_group, data_group)
+    for where in chain([resume], repeat("auto")):
+        with deepspeed_session():
+            ending, state = _train_phase(session, where)
+        if ending != "finished" or state.step >= plan.config.training.steps:
+            break
+    session.end(ending, state)
+    return Run.of(folder, state, ending)
+
+
+def _train_phase(session: Session, resume: str) -> tuple[Ending, TrainingState]:
+    """Trains from where `resume` says to the end of the phase that this is in."""
+    device, world_group, data_group = session.device, session.world_group, session.data_group
+    folder, validation = session.plan.config.folder(), session.datasets.validation
     checkpoint, damage = find_resume(resume, folder, world_group)
+    phase = phase_at(session.plan.config, checkpoint.step if checkpoint else 0)
+    plan, config = replace(session.plan, config=phase.config), phase.config
+    new_head = checkpoint is not None and has_new_head(checkpoint, config)
     lineage = Lineage.of_resumed(checkpoint, folder)
-    state = _state(plan, datasets, checkpoint)
-    feed = _feed(config, datasets, state, mesh, device)
-    engine, engine_lines = build_engine(plan, mesh, device, starting_weights(config, world_group, checkpoint))
+    state = _state(session, plan, checkpoint)
+    feed = _feed(session, config, state)
+    engine, lines = build_engine(plan, session.mesh, device, starting_weights(config, world_group, checkpoint))
     if checkpoint is not None:
-        resume_from(checkpoint, engine, state, data_group)
-    if world_group.rank == 0:
-        begin_session(folder, config)
-    meters = Meters(config, active=world_group.rank == 0, utilization=Utilization.on(device, plan))
-    facts = [*describe_run(plan, state.group_samples), *datasets.describe(config)]
-    facts += [("on", f"{plan.ranks} x {device_name(device)}"), *engine_lines]
-    meters.banner(facts, state, resumed=checkpoint, lineage=lineage, damage=damage)
+        resume_from(checkpoint, config, engine, state, data_group)
+    facts = _facts(session, plan, state) + lines
+    session.meters.banner(facts, state, resumed=checkpoint, lineage=lineage, damage=damage, new_head=new_head)
     run = Training(
         config=config,
+        until=phase.steps.stop,
+        new_head=new_head,
         engine=engine,
         feed=feed,
         state=state,
         guard=Guard(config.faults),
-        meters=meters,
-        stop=StopRequest(prints=world_group.rank == 0),
-        evaluation=None if datasets.validation is None else Evaluation(config, datasets.validation, data_group, device),
+        meters=session.meters,
+        stop=session.stop,
+        evaluation=None if validation is None else Evaluation(config, validation, data_group, device),
         tasks=TaskEvaluation.of(config, world_group),
         saver=Saver(engine, state, config, data_group, world_group, lineage),
-        roll_back=partial(roll_back, engine, state, lineage, data_group, world_group),
+        roll_back=partial(roll_back, phase, engine, state, lineage, data_group, world_group),
         device=device,
         data_group=data_group,
         world_group=world_group,
     )
     with closing(engine):
-        ending = train(run)
-    meters.close(ending, state)
-    if world_group.rank == 0:
-        end_session(folder, ending, state.step, config.training.steps)
-    return Run.of(folder, state, ending)
+        return train(run), state
 
 
-def _state(plan: RunPlan, datasets: RunDatasets, checkpoint: Checkpoint | None) -> TrainingState:
+def _state(session: Session, plan: RunPlan, checkpoint: Checkpoint | None) -> TrainingState:
     """The counters of a new run (`resume_from` loads a checkpoint's); CheckpointError for another run's checkpoint."""
     state = TrainingState(plan.config.model.padded_vocab_size(), agreed_candidate_group_samples(plan, checkpoint))
-    state.data_fingerprints, state.dataset_counts = data_fingerprints(plan.config, datasets), datasets.token_counts
+    state.data_fingerprints = data_fingerprints(plan.config, session.datasets)
+    state.dataset_counts = session.datasets.token_counts
     if checkpoint is not None:
-        refuse_another_run(checkpoint, plan.config, state.data_fingerprints)
+        refuse_another_run(checkpoint, session.plan.config, state.data_fingerprints)
     return state
 
 
-def _feed(config: RunConfig, datasets: RunDatasets, state: TrainingState, mesh: Mesh, device: torch.device) -> Feed:
+def _facts(session: Session, plan: RunPlan, state: TrainingState) -> list[tuple[str, str]]:
+    """The banner's lines but for those about the engine."""
+    of_run = [*describe_phases(session.plan.config), *session.datasets.describe(plan.config)]
+    return [*describe_run(plan, state.group_samples), *of_run, ("on", f"{plan.ranks} x {device_name(session.device)}")]
+
+
+def _feed(session: Session, config: RunConfig, state: TrainingState) -> Feed:
     """Prepares micro-batches with their candidates, over a connection of its own."""
     return Feed(
-        datasets.samples,
+        session.datasets.samples,
         build_objective(config.objective, config.model.vocab_size, state.dataset_counts),
         config.data,
         config.batch,
-        mesh.data_group.side_channel(),
+        session.mesh.data_group.side_channel(),
         group_samples=state.group_samples,
         seed=config.seed,
-        device=device,
-        masker=training_masker(config, datasets.train),
-        owners=mesh.world_group.side_channel() if config.in_rows() else None,
+        device=session.device,
+        masker=training_masker(config, session.datasets.train),
+        owners=session.mesh.world_group.side_channel() if config.in_rows() else None,
     )
 
 

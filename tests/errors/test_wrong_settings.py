@@ -217,6 +217,26 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
         "`optimizer.muon` must be left out with name: adamw, but is given instead; set name: muon.",
     ),
     (
+        {"objective.schedule": {"vanilla_share": 0.2}, "objective.name": "vanilla"},
+        "`objective.schedule` must be left out of a vanilla objective, but is vanilla_share=0.2 instead; use name: headless.",
+    ),
+    (
+        {"objective.schedule": {"vanilla_share": 0.2}, "objective.vanilla_weight": 0.5},
+        "`objective.schedule` must be left out with vanilla_weight, whose head is trained from the beginning, but is given instead.",
+    ),
+    (
+        {"objective.schedule": {"vanilla_share": 0.001}},
+        "`objective.schedule.vanilla_share` must leave both objectives a step of training.steps (100), but is 0.001 instead.",
+    ),
+    (
+        {"objective.schedule": {"vanilla_share": 0.2}, "engine.embedding": "rows", "optimizer.table.rule": "adagrad"},
+        "`optimizer.table.rule` must be adamw with objective.schedule, by which all rows end, but is adagrad instead.",
+    ),
+    (
+        {"objective.output_bias": True},
+        "`objective.output_bias` must be left out of a headless objective, but is True instead.",
+    ),
+    (
         {"objective.name": "vanilla", "engine.embedding": "rows"},
         "`engine.embedding` must be `dense` where all ids compete, and each row moves at each step, but is `rows` instead.",
     ),

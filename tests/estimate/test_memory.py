@@ -27,8 +27,10 @@ def planned(*overrides: str, ranks: int = 256) -> RunPlan:
 
 
 @pytest.mark.parametrize("tensor", [1, 2, 8])
-def test_parameters_of_a_tensor_rank_are_those_of_the_split_model(tensor: int) -> None:
-    config = pythia(f"parallel.tensor={tensor}", "model.num_layers=3", "objective.name=vanilla")
+@pytest.mark.parametrize("bias", ["false", "true"])
+def test_parameters_of_a_tensor_rank_are_those_of_the_split_model(tensor: int, bias: str) -> None:
+    vanilla = "objective.name=vanilla", f"objective.output_bias={bias}"
+    config = pythia(f"parallel.tensor={tensor}", "model.num_layers=3", *vanilla)
     split = assemble(config, Group(0, tensor), torch.device("meta"))
     assert rank_parameters(config) == sum(p.numel() for p in split.parameters())
 
@@ -41,6 +43,20 @@ def test_masters_and_moments_are_divided_by_data_ranks_from_stage_1_on() -> None
     assert zero[0].optimizer > zero[1].optimizer == zero[2].optimizer
     assert zero[1].gradients > zero[2].gradients
     assert zero[2].weights > zero[3].weights
+
+
+def test_muon_keeps_one_moment_of_the_matrices_it_moves() -> None:
+    adamw, muon = rank_memory(planned()), rank_memory(planned("optimizer.name=muon"))
+    matrices = 36 * 12 * 5120**2 / 8  # of a tensor rank
+    assert adamw.optimizer - muon.optimizer == 4 * matrices / 32
+    assert muon.buffers - adamw.buffers == 6 * matrices
+
+
+def test_a_run_in_phases_needs_what_its_larger_phase_needs() -> None:
+    scheduled = planned("objective.schedule.vanilla_share=0.1")
+    headless, vanilla = planned(), planned("objective.name=vanilla", "objective.output_bias=true")
+    assert rank_memory(scheduled) == rank_memory(vanilla)
+    assert rank_memory(vanilla).total > rank_memory(headless).total
 
 
 def test_on_gpus_gradients_at_stage_1_are_held_as_fp32_sums_alone() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megahead.config import NAMED_SIZES, ModelConfig
+from megahead.config import NAMED_SIZES, ModelConfig, phases_of
 from megahead.estimate import count_parameters, run_parameters
 from megahead.models import build_backbone
 from megahead.pretraining import weight_shapes
@@ -35,6 +35,17 @@ def test_an_encoders_transform_is_counted(tied, model):
     )
     parameters = sum(shape.numel() for shape in weight_shapes(config).values())
     assert run_parameters(config).total == parameters
+
+
+@pytest.mark.parametrize(
+    "objective", [{"name": "vanilla", "output_bias": True}, {"tied": True, "schedule": {"vanilla_share": 0.5}}]
+)
+def test_a_bias_for_each_token_is_counted(objective):
+    config = small_config(objective=objective)
+    last = phases_of(config)[-1].config
+    assert run_parameters(config).total == sum(shape.numel() for shape in weight_shapes(last).values())
+    heads = [shape for name, shape in weight_shapes(last).items() if not name.startswith("backbone.")]
+    assert run_parameters(config).head == sum(shape.numel() for shape in heads)
 
 
 def test_an_untied_head_is_one_more_table():

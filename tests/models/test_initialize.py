@@ -39,6 +39,13 @@ def test_normal_spread_is_the_same_everywhere():
     assert [values.std().item() for values in matrices] == pytest.approx([0.5] * len(matrices), rel=0.05)
 
 
+def test_the_embedding_may_have_a_spread_of_its_own():
+    config = CONFIG.model_copy(update={"init_embedding_std": 0.5})
+    plain, own = initialised(), initialised(config)
+    assert own.pop("embedding.weight").std().item() == pytest.approx(0.5, rel=0.05)
+    assert all(torch.equal(values, plain[name]) for name, values in own.items())
+
+
 def test_seed_and_name_decide():
     first, again, other = initialised(seed=1), initialised(seed=1), initialised(seed=2)
     assert all(torch.equal(first[name], again[name]) for name in first)

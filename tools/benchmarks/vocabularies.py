@@ -54,7 +54,7 @@ class Stepper:
         """Seconds of the process (on CUDA of the clock) for a step, from the choice of its candidates on."""
         start = self._now()
         micro = micro_batch(self.config, self._rule, rows).staged(self._device)
-        self.engine.begin(plan_rows(micro.ids(), Group()) if self.config.engine.embedding == "rows" else None)
+        self.engine.begin(plan_rows(micro.ids(), Group()) if self.config.in_rows() else None)
         self.engine.micro_step(micro.to(self._device))
         self.engine.step(1e-3)
         return self._now() - start

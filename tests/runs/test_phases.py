@@ -1,0 +1,269 @@
+"""Runs that begin headless and end with the vanilla softmax: nothing jumps, and both parts are ordinary runs."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megahead.checkpoint import open_checkpoint
+from megahead.config import RunConfig
+from megahead.convert import export
+from megahead.convert.export_heads import best_head
+from megahead.convert.source import TrainedModel
+from megahead.distributed import Group, Launch
+from megahead.errors import UserError
+from megahead.evaluate.offline import evaluate_checkpoint
+from megahead.report.metrics import read_metrics
+from megahead.train import pretrain
+from support.bad_rows import run_with
+from support.on_ranks import on_ranks
+from support.plain_phases import plain_phases
+from support.small_run import same_tensors, shipped, small_config, stage, write_text
+
+STEPS, SWITCH = 8, 5
+SCHEDULE: dict[str, Any] = {
+    "objective.schedule": {"vanilla_share": 3 / 8},
+    "optimizer.eps": 1e-4,
+    "optimizer.gradient_clipping": 0.5,
+    "training.steps": STEPS,
+    "training.checkpoint_every": 1,
+    "training.evaluate_every": 100,
+}
+TIED = {"objective.tied": True}
+ROWS = {"engine.embedding": "rows"}
+LLAMA = {"model.family": "llama", "model.num_key_heads": 1}
+ENCODER = {
+    "model.family": "bert",
+    "model.vocab_size": 64,
+    "model.hidden_dropout": 0.0,
+    "model.attention_dropout": 0.0,
+    "masking": {"mask_token": 60, "cls_token": 61, "sep_token": 62},
+}
+
+
+def run(group: Group, config: RunConfig, resume: str = "auto") -> str:
+    try:
+        return pretrain(config, Launch(), resume).ending
+    except UserError as error:
+        return str(error)
+
+
+def scheduled(folder: Path, **changes: Any) -> RunConfig:
+    return small_config(folder, SCHEDULE | changes)
+
+
+def trained(folder: Path, ranks: int, changes: dict[str, Any], resume: str = "auto") -> Path:
+    """A run's folder once it has ended."""
+    config = scheduled(folder, **changes)
+    assert on_ranks(ranks, run, config, resume) == ["finished"] * ranks
+    return Path(config.folder())
+
+
+def records(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def checkpoint(folder: Path, step: int) -> Path:
+    return folder / f"checkpoints/step-{step:08d}"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "changes", "apart"),
+    [
+        (1, {}, 1e-6),
+        (1, TIED | {"objective.learned_temperature": True, "objective.temperature": 2.0}, 1e-6),
+        (1, LLAMA | {"objective.bias": "once", "objective.negatives": 9}, 1e-6),
+        (1, ENCODER, 1e-6),
+        (2, stage(3) | TIED | {"objective.bias": "corrected"}, 1e-6),
+        (4, stage(1) | ROWS | {"parallel.tensor": 2}, 1e-6),
+        (2, stage(1) | {"engine.precision": "bf16"}, 1e-3),
+    ],
+    ids=["untied", "tied", "llama", "encoder", "corrected", "in rows", "bf16"],
+)
+def test_the_softmax_begins_with_what_the_training_free_head_ended_with(
+    tmp_path: Path, ranks: int, changes: dict[str, Any], apart: float
+) -> None:
+    """By held-out loss, from the same weights, before and after."""
+    write_text(tmp_path)
+    folder = trained(tmp_path, ranks, changes)
+    at_switch = [r["validation"] for r in records(folder) if "validation" in r and r["step"] == SWITCH]
+    heads = [found["head"] for found in at_switch]
+    assert heads == ["tied" if changes.get("objective.bias") == "corrected" else "pmi", *heads[1:]]
+    assert heads[1:] == ["tied" if "objective.tied" in changes else "trained"]
+    before, after = (found["loss"] for found in at_switch)
+    assert after == pytest.approx(before, abs=apart)
+    last = read_metrics(folder).validation[-1]
+    assert last["step"] == STEPS
+    assert last["loss"] < after
+
+
+def on_mesh(number: int, tensor: int) -> dict[str, Any]:
+    """The settings we ship for a stage, at the size of a small model."""
+    small = {"reduce_bucket_size": 2000, "stage3_param_persistence_threshold": 0}
+    zero = shipped(f"zero{number}")["zero_optimization"] | small
+    return {"parallel.tensor": tensor, "engine.deepspeed": {"zero_optimization": zero}}
+
+
+@pytest.mark.parametrize(
+    ("number", "tensor", "data", "changes"),
+    [(number, 2, 2, TIED if number % 2 else {}) for number in (0, 1, 2, 3)]
+    + [(0, 1, 1, TIED), (3, 1, 2, {}), (1, 1, 2, ROWS), (2, 2, 1, LLAMA | TIED)],
+    ids=str,
+)
+def test_both_phases_equal_plain_torch(
+    tmp_path: Path, number: int, tensor: int, data: int, changes: dict[str, Any]
+) -> None:
+    """Weights and moments go on, those of the new head begin with 0."""
+    write_text(tmp_path)
+    reference = plain_phases(scheduled(tmp_path, **changes))
+    folder = trained(tmp_path, tensor * data, on_mesh(number, tensor) | changes)
+    curve, newest = read_metrics(folder).training, open_checkpoint(folder)
+    assert [record["loss"] for record in curve] == pytest.approx(reference.losses, abs=3e-6)
+    assert [record["gradient_norm"] for record in curve] == pytest.approx(reference.norms, rel=1e-5)
+    assert [record["candidates"] == 0 for record in curve] == [step > SWITCH for step in range(1, STEPS + 1)]
+    for name, weight in reference.weights.items():
+        torch.testing.assert_close(newest.read(name), weight, rtol=0, atol=3e-6, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "changes"),
+    [
+        (1, stage(0) | {"training.save_in_background": True}),
+        (2, stage(2) | TIED | {"engine.precision": "bf16"}),
+        (2, stage(3) | ROWS),
+        (4, stage(1) | {"parallel.tensor": 2}),
+    ],
+    ids=["0", "2 in bf16", "3 in rows", "1 on a mesh"],
+)
+def test_a_resumed_run_equals_the_undisturbed_one_bitwise(tmp_path: Path, ranks: int, changes: dict[str, Any]) -> None:
+    """From before the switch, at it, and after it."""
+    write_text(tmp_path)
+    whole = trained(tmp_path, ranks, changes)
+    for step in (SWITCH - 2, SWITCH, SWITCH + 1):
+        again = trained(
+            tmp_path, ranks, changes | {"output_dir": str(tmp_path / f"{step}")}, str(checkpoint(whole, step))
+        )
+        assert same_tensors(whole, again), step
+
+
+def test_a_run_stopped_after_each_step_equals_the_undisturbed_one_bitwise(tmp_path: Path) -> None:
+    write_text(tmp_path)
+    whole = trained(tmp_path, 1, {})
+    stopping = scheduled(tmp_path, **{"output_dir": str(tmp_path / "often"), "training.max_seconds": 1e-9})
+    for _ in range(STEPS):
+        assert on_ranks(1, run, stopping) == ["out of time"]
+    assert open_checkpoint(tmp_path / "often").step == STEPS
+    assert same_tensors(whole, tmp_path / "often")
+
+
+def test_the_last_phase_goes_on_on_another_mesh(tmp_path: Path) -> None:
+    write_text(tmp_path)
+    whole = trained(tmp_path, 1, {})
+    elsewhere = on_mesh(3, 2) | {"output_dir": str(tmp_path / "elsewhere")}
+    for step in (SWITCH - 1, SWITCH, SWITCH + 1):
+        again = trained(
+            tmp_path, 4, elsewhere | {"output_dir": str(tmp_path / str(step))}, str(checkpoint(whole, step))
+        )
+        ours, theirs = open_checkpoint(again), open_checkpoint(whole)
+        for name in theirs.names():
+            torch.testing.assert_close(ours.read(name), theirs.read(name), rtol=0, atol=3e-6)
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, TIED | {"objective.temperature": 2.0}, LLAMA, ENCODER, ENCODER | TIED], ids=str
+)
+def test_exports_and_evaluations_are_those_of_the_phase_that_saved(tmp_path: Path, changes: dict[str, Any]) -> None:
+    """An export is compared with the checkpoint before it appears."""
+    write_text(tmp_path)
+    folder = trained(tmp_path, 1, changes)
+    for step, head, name in ((SWITCH, "pmi", "headless"), (STEPS, "trained", "vanilla")):
+        model = TrainedModel.open(checkpoint(folder, step))
+        assert (best_head(model), model.config.objective.name, model.config.objective.schedule) == (head, name, None)
+        report = export(checkpoint(folder, step), tmp_path / head, head)
+        assert report.parity.compared == "logits"
+    scored = evaluate_checkpoint(folder, "trained")
+    assert scored.loss == pytest.approx(read_metrics(folder).validation[-1]["loss"], abs=1e-6)
+    bias_V = TrainedModel.open(folder).learned_bias()
+    born_V = TrainedModel.open(checkpoint(folder, SWITCH)).training_free_bias()
+    assert bias_V is not None
+    assert 1e-4 < (bias_V - born_V).abs().max() < 0.1
+
+
+def test_a_head_without_a_place_for_its_bias_is_told(tmp_path: Path) -> None:
+    write_text(tmp_path)
+    folder = trained(tmp_path, 1, LLAMA | {"model.qk_norm": True})
+    with pytest.raises(
+        UserError, match="`--head trained` needs a bias in the head, but no class of transformers has one"
+    ):
+        export(folder, tmp_path / "out", "trained")
+
+
+def test_a_rollback_goes_to_the_switch_and_not_before_it(tmp_path: Path) -> None:
+    """The step after the switch is bad: with its checkpoint the run goes back to it, without it the step is skipped."""
+    write_text(tmp_path)
+    bad = (8 * SWITCH,)
+    back = scheduled(tmp_path, **{"faults.bad_step": "rollback", "output_dir": str(tmp_path / "back")})
+    assert on_ranks(1, run_with, back, math.nan, bad) == ["finished"]
+    (rollback,) = (record["rollback"] for record in records(tmp_path / "back") if "rollback" in record)
+    assert rollback == {"checkpoint": f"step-{SWITCH:08d}"}
+    skipped = scheduled(tmp_path, **{"output_dir": str(tmp_path / "skipped")})
+    assert on_ranks(1, run_with, skipped, math.nan, bad) == ["finished"]
+    assert same_tensors(tmp_path / "back", tmp_path / "skipped")
+
+
+def test_other_losses_are_no_spikes(tmp_path: Path) -> None:
+    """The softmax over all ids has a higher loss than one over a few candidates."""
+    write_text(tmp_path)
+    few = {"batch.micro_size": 1, "data.sequence_length": 6}
+    folder = trained(tmp_path, 1, few | {"faults.spike": "skip", "faults.spike_window": 16, "faults.spike_score": 6})
+    assert not [record for record in records(folder) if "fault" in record]
+
+
+def test_a_headless_run_in_progress_may_be_given_a_schedule(tmp_path: Path) -> None:
+    write_text(tmp_path)
+    whole = trained(tmp_path, 1, {})
+    elsewhere = {"output_dir": str(tmp_path / "later")}
+    begun = scheduled(tmp_path, **elsewhere, **{"objective.schedule": None, "training.max_seconds": 1e-9})
+    assert on_ranks(1, run, begun) == ["out of time"]
+    assert same_tensors(whole, trained(tmp_path, 1, elsewhere))
+
+
+def test_the_switch_cannot_be_moved_behind_what_has_gone_over(tmp_path: Path) -> None:
+    write_text(tmp_path)
+    trained(tmp_path, 1, {})
+    (sentence,) = on_ranks(1, run, scheduled(tmp_path, **{"training.steps": 16}))
+    assert sentence.startswith("`objective.schedule` must have its last objective from step 8 on, where ")
+    assert sentence.endswith("but has it from step 10 on instead; set training.steps or the share back.")
+
+
+def test_the_banner_and_the_log_tell_the_switch(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    write_text(tmp_path)
+    folder = trained(tmp_path, 1, TIED)
+    told = capfd.readouterr().out
+    assert told.count("phases      headless for 5 steps, then vanilla (tied, with a bias) for 3 steps") == 2
+    assert "objective   vanilla, tied, all 60 ids, with a bias" in told
+    sessions = [record["session"] for record in records(folder) if "session" in record]
+    assert [session.get("new_head") for session in sessions] == [None, True]
+    assert json.loads((folder / "ending.json").read_text()) == {"ending": "finished", "step": STEPS, "steps": STEPS}
+
+
+def test_a_head_to_be_fine_tuned_begins_with_the_training_free_bias(tmp_path: Path) -> None:
+    write_text(tmp_path)
+    source = trained(tmp_path, 1, {"objective.schedule": None})
+    begun = {
+        "init": {"from_checkpoint": str(source)},
+        "objective": {"name": "vanilla", "output_bias": True},
+        "optimizer.learning_rate": 1e-12,
+        "training.steps": 1,
+        "schedule.warmup_steps": 0,
+        "output_dir": str(tmp_path / "tuned"),
+    }
+    (ending,) = on_ranks(1, run, small_config(tmp_path, begun))
+    assert ending == "finished"
+    expected = read_metrics(source).validation[-1]["loss"]
+    assert read_metrics(tmp_path / "tuned").validation[-1]["loss"] == pytest.approx(expected, abs=1e-6)

@@ -1,0 +1,41 @@
+"""What the first lines of a run say of phases, and of weights that move otherwise."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megahead.config import RunPlan
+from megahead.train import describe_run
+from support.small_run import small_config
+
+
+def described(folder: Path, **changes: Any) -> dict[str, str]:
+    return dict(describe_run(RunPlan.of(small_config(folder, changes))))
+
+
+def test_an_ordinary_run_says_nothing_of_them(tmp_path: Path) -> None:
+    assert not {"phases", "optimizer"} & described(tmp_path).keys()
+
+
+@pytest.mark.parametrize(("tied", "head"), [(False, 64 * 32 + 64), (True, 64)])
+def test_a_run_in_phases_tells_their_steps_and_counts_its_head(tmp_path: Path, tied: bool, head: int) -> None:
+    lines = described(tmp_path, **{"objective.schedule": {"vanilla_share": 0.5}, "objective.tied": tied})
+    kind = "tied" if tied else "untied"
+    assert lines["phases"] == f"headless for 3 steps, then vanilla ({kind}, with a bias) for 3 steps"
+    assert lines["objective"].startswith("headless, ")
+    assert lines["parameters"].endswith(f" {head:,} head)")
+
+
+def test_own_rates_are_told(tmp_path: Path) -> None:
+    muon = {"optimizer.name": "muon", "optimizer.muon": {"learning_rate_ratio": 0.5}}
+    rated = {"optimizer.table": {"learning_rate_ratio": 8}}
+    told = "muon for the matrices of blocks at 0.5 times the learning rate, adamw for the rest"
+    assert described(tmp_path, **muon)["optimizer"] == told
+    table = described(tmp_path, **rated, **{"objective.name": "vanilla"})["optimizer"]
+    assert table == "8 times the learning rate for embedding and head"
+    rows = described(tmp_path, **rated, **{"engine.embedding": "rows"})
+    assert "optimizer" not in rows
+    assert rows["embedding"].endswith("moved by adamw at 8 times the learning rate")
