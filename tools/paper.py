@@ -27,6 +27,7 @@ EXPERIMENTS = (
     "synonyms",
     "variants",
     "revocabulary",
+    "precision",
 )
 """In the order of docs/paper.md, then others; each is `compare_NAME` of `experiments/NAME.py`."""
 

@@ -160,7 +160,8 @@ class RunConfig(Settings):
 
     def _check_table(self) -> None:
         table, refusal = self.optimizer.table, self.refusal_of_rows()
-        if self.optimizer.learning_rate * self.optimizer.weight_decay * table.learning_rate_ratio >= 1:
+        decay = self.optimizer.learning_rate * self.optimizer.weight_decay * table.learning_rate_ratio
+        if decay >= 1 and (self.in_rows() or table.learning_rate_ratio != 1):
             raise ConfigError(
                 "optimizer.table.learning_rate_ratio",
                 "leave a part of a weight at each step (learning_rate * weight_decay * ratio below 1)",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from megahead.errors import UserError
 from megahead.evaluate.offline import evaluate_checkpoint
 from megahead.report.metrics import read_metrics
 from megahead.train import pretrain
+from megahead.train.meters import Meters
 from support.bad_rows import run_with
 from support.on_ranks import on_ranks
 from support.plain_phases import plain_phases
@@ -203,17 +205,36 @@ def test_a_head_without_a_place_for_its_bias_is_told(tmp_path: Path) -> None:
         export(folder, tmp_path / "out", "trained")
 
 
+BAD = (8 * SWITCH,)
+"""The first sample of the step after the switch."""
+
+
+def run_that_loses_the_switch(group: Group, config: RunConfig) -> str:
+    """Its checkpoint is gone by the time that the bad step is noticed."""
+    told = Meters.fault
+
+    def losing(self: Meters, *facts: Any) -> str:
+        shutil.rmtree(checkpoint(config.folder().path, SWITCH))
+        return told(self, *facts)
+
+    Meters.fault = losing  # type: ignore[method-assign]
+    return run_with(group, config, math.nan, BAD)
+
+
 def test_a_rollback_goes_to_the_switch_and_not_before_it(tmp_path: Path) -> None:
-    """The step after the switch is bad: with its checkpoint the run goes back to it, without it the step is skipped."""
+    """Where nothing is left to go back to, a bad step is skipped."""
     write_text(tmp_path)
-    bad = (8 * SWITCH,)
-    back = scheduled(tmp_path, **{"faults.bad_step": "rollback", "output_dir": str(tmp_path / "back")})
-    assert on_ranks(1, run_with, back, math.nan, bad) == ["finished"]
+    skipped, back, lost = (
+        scheduled(tmp_path, **{"faults.bad_step": policy, "output_dir": str(tmp_path / name)})
+        for name, policy in (("skipped", "skip"), ("back", "rollback"), ("lost", "rollback"))
+    )
+    assert on_ranks(1, run_with, skipped, math.nan, BAD) == ["finished"]
+    assert on_ranks(1, run_with, back, math.nan, BAD) == ["finished"]
     (rollback,) = (record["rollback"] for record in records(tmp_path / "back") if "rollback" in record)
     assert rollback == {"checkpoint": f"step-{SWITCH:08d}"}
-    skipped = scheduled(tmp_path, **{"output_dir": str(tmp_path / "skipped")})
-    assert on_ranks(1, run_with, skipped, math.nan, bad) == ["finished"]
     assert same_tensors(tmp_path / "back", tmp_path / "skipped")
+    assert on_ranks(1, run_that_loses_the_switch, lost) == ["finished"]
+    assert same_tensors(tmp_path / "lost", tmp_path / "skipped")
 
 
 def test_other_losses_are_no_spikes(tmp_path: Path) -> None:

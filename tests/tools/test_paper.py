@@ -21,6 +21,7 @@ from experiments.latency import compare_latency
 from experiments.measures import Row, lines, over_seeds, percent
 from experiments.multilingual import compare_multilingual
 from experiments.negatives import compare_negatives
+from experiments.precision import compare_precision
 from experiments.revocabulary import WAYS, compare_revocabulary
 from experiments.variants import compare_variants
 from experiments.vocabularies import compare_vocabularies
@@ -201,6 +202,20 @@ def test_languages_and_xnli(laboratory: Laboratory, monkeypatch: pytest.MonkeyPa
     rows = results(laboratory, "xnli")
     assert [row["model"] for row in rows] == ["headless", "vanilla", "random weights"]
     assert all(float(row[column]) > 0 for row in rows for column in ("English only", "target language", "de", "en"))
+
+
+def test_precisions_are_held_against_seeds(laboratory: Laboratory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("experiments.precision.VOCABULARY", 320)
+    shape = ["model.num_heads=2", "batch.micro_size=8", "training.evaluate_every=1"]
+    compare_precision(replace(laboratory, settings=[*TINY, *shape]), [])
+    rows = results(laboratory, "precision")
+    assert [(row["precision"], row["seed"], row["step"]) for row in rows] == [
+        (precision, seed, step) for seed in (0, 1) for precision in ("fp32", "bf16") for step in (1, 2)
+    ]
+    apart = {row["differ in"]: row for row in results(laboratory, "precision-apart")}
+    assert apart.keys() == {"precision", "seed", "precision and seed"}
+    assert 0 < apart["precision"]["mean apart"] < apart["seed"]["mean apart"]
+    assert [row["seeds"] for row in results(laboratory, "precision-ends")] == [2, 2]
 
 
 LABELS = ("entailment", "neutral", "contradiction")
