@@ -22,9 +22,10 @@ class ObjectiveScheduleConfig(Settings):
     """A headless run that ends with the vanilla softmax: a trained head at a part of its cost."""
 
     vanilla_share: float = Field(gt=0, lt=1)
-    """Share of training.steps, the last ones, that learn by the softmax over the whole vocabulary. Its head is born of
-    the training-free one, so that nothing jumps: the embedding itself (`objective.tied`) or a copy of it, and a bias
-    for each token. The optimizer's state goes on; evaluations and exports are from then on those of a vanilla model."""
+    """Share of training.steps, the last ones, with the softmax over the whole vocabulary as objective. Its head starts
+    as the training-free head, so that the loss does not jump: the embedding itself (`objective.tied`) or a copy of it,
+    and a bias for each token. The optimizer's state is kept; from then on evaluations and exports are those of a
+    vanilla model."""
 
     def switch_step(self, steps: int) -> int:
         """How many of a run's `steps` are headless."""
@@ -48,8 +49,8 @@ class ObjectiveConfig(Settings):
     """vanilla softmax only: the head is the input embedding itself, instead of a matrix of its own."""
 
     output_bias: bool = False
-    """vanilla: a learned bias for each token; an encoder has it in place of BERT's transform. In a run that begins with
-    a headless run's weights (`init.from_checkpoint`) it begins as the bias of the training-free head, else with 0."""
+    """vanilla: a learned bias for each token; an encoder has it instead of BERT's transform. In a run that starts from
+    a headless run's weights (`init.from_checkpoint`) it starts as the bias of the training-free head, else as 0."""
 
     temperature: float = Field(default=1.0, gt=0)
     """Scores are divided by this; the paper uses 1."""
@@ -82,7 +83,7 @@ class ObjectiveConfig(Settings):
     """headless: weight of an added vanilla loss (tied or not); the headless loss has weight 1 - this."""
 
     schedule: ObjectiveScheduleConfig | None = None
-    """headless: ends with the vanilla softmax; the whole run is headless when left out."""
+    """headless: the run ends with the vanilla softmax; if left out, all of it is headless."""
 
     @field_validator("group_samples")
     @classmethod

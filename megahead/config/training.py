@@ -13,7 +13,7 @@ Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 
 class TableConfig(Settings):
-    """How the embedding moves, and an untied head with it."""
+    """How the embedding is updated, and an untied head with it."""
 
     rule: Literal["adamw", "adamw_row", "adagrad"] = "adamw"
     """`adamw`: as all other weights. Under `engine.embedding: rows` also `adamw_row`: with one running square a row
@@ -25,23 +25,23 @@ class TableConfig(Settings):
 
 
 class MuonConfig(Settings):
-    """What Muon has beside the settings of all optimizers; `betas` and `eps` are AdamW's alone."""
+    """Settings of Muon alone; `betas` and `eps` are AdamW's, which it does not use."""
 
     momentum: Fraction = 0.95
-    """Decay of the running mean of gradients, of which Nesterov's form is made orthogonal."""
+    """Decay of the running mean of gradients; Nesterov's variant of it is made orthogonal."""
 
     learning_rate_ratio: float = Field(default=1.0, gt=0)
     """Learning rate of Muon's matrices over that of all other weights. Updates are scaled by 0.2 times the root of a
-    matrix's longer side, so that their size is that of AdamW's (Liu et al. 2025) and 1 is a good beginning."""
+    matrix's longer side, which makes them about as large as AdamW's (Liu et al. 2025), so start with 1."""
 
 
 class OptimizerConfig(Settings):
-    """AdamW, or Muon beside it; weight decay acts on matrices only, never on norms and biases."""
+    """AdamW, or Muon and AdamW; weight decay acts on matrices only, never on norms and biases."""
 
     name: Literal["adamw", "muon"] = "adamw"
     """`adamw`: for all weights; `muon`: for the matrices of the blocks, whose momentum is made orthogonal (Jordan et
-    al. 2024), and AdamW for all others, embedding and head among them. On every mesh and at every ZeRO stage updates
-    are those of whole matrices: 2 bytes a number of them are gathered for each step."""
+    al. 2024), and AdamW for all other weights, such as embedding and head. Updates are those of whole matrices on every
+    mesh and at every ZeRO stage, for which each step gathers 2 bytes for each of their numbers."""
 
     learning_rate: float = Field(gt=0)
     """Peak learning rate."""

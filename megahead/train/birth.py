@@ -1,4 +1,4 @@
-"""The head that a vanilla softmax begins with after headless training: the training-free head, made of parameters.
+"""The head that a vanilla softmax starts with after headless training: the training-free head as parameters.
 
 Scores are `E h / T + b`, with the embedding E or a copy of it, and b the training-free head's bias (log q for the
 paper's objective): the first loss of the softmax is the last held-out loss of the headless model.

@@ -38,4 +38,4 @@ def test_own_rates_are_told(tmp_path: Path) -> None:
     assert table == "8 times the learning rate for embedding and head"
     rows = described(tmp_path, **rated, **{"engine.embedding": "rows"})
     assert "optimizer" not in rows
-    assert rows["embedding"].endswith("moved by adamw at 8 times the learning rate")
+    assert rows["embedding"].endswith("updated by adamw at 8 times the learning rate")
