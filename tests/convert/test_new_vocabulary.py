@@ -171,3 +171,11 @@ def test_what_cannot_be_is_told_in_a_sentence_and_leaves_nothing(tmp_path: Path)
         with pytest.raises(UserError, match=sentence):
             revocabulary(model, tokenizer, tmp_path / "out", method)
         assert not (tmp_path / "out").exists()
+
+
+def test_a_text_ends_as_it_did_where_both_have_that_token(tmp_path: Path) -> None:
+    """[SEP] ends texts too, of encoders."""
+    old = vocabulary(tmp_path, "bpe")
+    save_tokenizer(add_encoder_tokens(TRAINERS["bpe"](TEXT, 400)), tmp_path / "both.json")
+    revocabulary(saved(tmp_path / "run", old, decoder(len(old.spellings))), tmp_path / "both.json", tmp_path / "out")
+    assert config_from_dict(open_checkpoint(tmp_path / "out").config).data.end_token == 0

@@ -54,7 +54,8 @@ def test_published_tokenizers(shared_data: Path) -> None:
     cased = SpelledVocabulary.open(shared_data / "tokenizers/bert-base-multilingual-cased-tokenizer.json")
     neox = SpelledVocabulary.open(shared_data / "tokenizers/20B_tokenizer.json")
     assert (len(cased.text), len(neox.text)) == (119_547, 50_277)
-    assert {b" the", b"ing", "猫".encode(), b",", b" caf"} <= {*cased.text} & {*neox.text}
+    assert {b" the", b"ing", b","} <= {*cased.text} & {*neox.text}
+    assert "猫".encode() in cased.text
     assert (cased.in_role("mask"), neox.in_role("end")) == (103, 0)
 
 
