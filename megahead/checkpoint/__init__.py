@@ -3,7 +3,7 @@ any mesh.
 
 *Complete*: every file has its full length; *sound*: its checksum matches too. *Set aside*: renamed to
 `abandoned-step-N`, because the run went on from an older checkpoint. *Snapshot*: what one rank will write.
-*Late rows*: rows of an embedding as of their last update, saved with what they need to be brought up to date.
+*Stale rows*: rows of an embedding as of their last update, saved with what they need to be brought up to date.
 """
 
 from megahead.checkpoint.all_ranks import run_on_all_ranks

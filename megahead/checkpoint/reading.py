@@ -12,9 +12,9 @@ from torch import Tensor
 from megahead.checkpoint.all_ranks import run_long_on_all_ranks, run_on_all_ranks
 from megahead.checkpoint.folders import check_lengths, find_checkpoint, step_folders, step_of
 from megahead.checkpoint.integrity import check_files, share_of
-from megahead.checkpoint.late import late_names, work_out
 from megahead.checkpoint.manifest import FORMAT, MANIFEST, FileEntry, Manifest, TensorEntry
-from megahead.distributed import Group, block_ranges, gathered, joined
+from megahead.checkpoint.stale import derive, stale_names
+from megahead.distributed import Group, block_ranges, interleave_rows, joined
 from megahead.errors import CheckpointError
 
 _ALONE = Group()
@@ -112,8 +112,8 @@ class Checkpoint:
         return self._manifest.tensors
 
     def names(self) -> list[str]:
-        """Names of the tensors that can be read: first the saved ones, then those that are computed from late rows."""
-        return [*self._manifest.tensors, *late_names(self._manifest.tensors)]
+        """Names of the tensors that can be read: first the saved ones, then those that are computed from stale rows."""
+        return [*self._manifest.tensors, *stale_names(self._manifest.tensors)]
 
     def read(self, name: str) -> Tensor:
         """One full tensor on the CPU.
@@ -123,21 +123,21 @@ class Checkpoint:
         """
         entry = self._manifest.tensors.get(name)
         if entry is None:
-            made = work_out(self, name)
+            made = derive(self, name)
             return joined(made.blocks, made.shape)
-        return gathered([self._read(file, name) for file in entry.files()])
+        return interleave_rows([self._read(file, name) for file in entry.files()])
 
     def blocks(self, name: str) -> Iterator[Tensor]:
         """The same in consecutive blocks of rows; memory holds one of them. Reads when it is iterated."""
         entry = self._manifest.tensors.get(name)
         if entry is None:
-            return work_out(self, name).blocks
+            return derive(self, name).blocks
         return (self.read_rows(name, rows) for rows in block_ranges(entry.shape[0]))
 
     def shape(self, name: str) -> tuple[int, ...]:
         """What `read` would have, without reading it; CheckpointError if the name is unknown."""
         entry = self._manifest.tensors.get(name)
-        return work_out(self, name).shape if entry is None else entry.shape
+        return derive(self, name).shape if entry is None else entry.shape
 
     def read_rows(self, name: str, rows: range) -> Tensor:
         """Consecutive rows of a saved tensor, on the CPU; verified as by `read`, but never all of it in memory."""
@@ -146,7 +146,7 @@ class Checkpoint:
         places = [range(-(-(rows.start - r) // count), -(-(rows.stop - r) // count)) for r in range(count)]
         turn = rows.start % count  # the file that holds the first of these rows
         parts = [self._read(file, name, place) for file, place in zip(files, places, strict=True)]
-        return gathered([*parts[turn:], *parts[:turn]])
+        return interleave_rows([*parts[turn:], *parts[:turn]])
 
     def _read(self, file: str, name: str, rows: range | None = None) -> Tensor:
         """The part of a tensor that `file` holds, or these `rows` of that part."""

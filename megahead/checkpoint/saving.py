@@ -22,7 +22,7 @@ from megahead.checkpoint.all_ranks import run_on_all_ranks
 from megahead.checkpoint.folders import check_lengths, clear_remains, partial_folder, publish, step_folder
 from megahead.checkpoint.manifest import FileEntry, Manifest, TensorEntry
 from megahead.checkpoint.retention import KEEP_NO_OTHERS, KeepRules, abandon_after, retain
-from megahead.distributed import Dealt, Group
+from megahead.distributed import Group, RowShard
 from megahead.errors import CheckpointError
 from megahead.files import flush, sha256_of
 
@@ -30,7 +30,7 @@ from megahead.files import flush, sha256_of
 def save_checkpoint(
     root: Path,
     step: int,
-    tensors: Iterable[tuple[str, Tensor | Dealt]],
+    tensors: Iterable[tuple[str, Tensor | RowShard]],
     *,
     state: dict[str, Any],
     config: dict[str, Any],
@@ -113,7 +113,7 @@ class Snapshot:
     total_bytes: int
 
     @staticmethod
-    def take(tensors: Iterable[tuple[str, Tensor | Dealt]], group: Group, *, copied: bool = False) -> Snapshot:
+    def take(tensors: Iterable[tuple[str, Tensor | RowShard]], group: Group, *, copied: bool = False) -> Snapshot:
         """Each tensor goes to the rank with the fewest bytes so far (every rank computes the same choice); of a tensor
         that is sharded round-robin each rank writes its own rows.
 
@@ -124,8 +124,8 @@ class Snapshot:
         mine: dict[str, Tensor] = {}
         entries: dict[str, TensorEntry] = {}
         for name, given in tensors:
-            writers = range(group.size) if isinstance(given, Dealt) else (loads.index(min(loads)),)
-            part, shape = (given.part, given.shape) if isinstance(given, Dealt) else (given, given.shape)
+            writers = range(group.size) if isinstance(given, RowShard) else (loads.index(min(loads)),)
+            part, shape = (given.part, given.shape) if isinstance(given, RowShard) else (given, given.shape)
             for rank in writers:
                 loads[rank] += shape.numel() * part.itemsize // len(writers)
             files = tuple(names[rank] for rank in writers)

@@ -1,4 +1,4 @@
-"""Where the embedding lies: a weight like all others, or a table whose rows are dealt out to all ranks.
+"""Where the embedding lies: a weight like all others, or a table whose rows are sharded round-robin over all ranks.
 
 Rows that get no gradient at a step are what a table of rows saves; where all get one it only costs.
 """
@@ -30,7 +30,7 @@ def refusal_of_rows(objective: ObjectiveConfig, optimizer: OptimizerConfig) -> R
     """What keeps the embedding of such a run from lying in rows; None where it may."""
     (b1, b2), table = optimizer.betas, optimizer.table
     if objective.has_vocabulary_softmax():
-        rule = "be `dense` where all ids compete, and each row moves at each step"
+        rule = "be `dense` where all ids compete, and each row is updated at each step"
         return Refusal("all ids compete", ConfigError("engine.embedding", rule, got="`rows`"))
     if table.rule != "adagrad" and b1 > 0.98 * sqrt(b2):
         rule = "have a first of at most 0.98 times the root of the second with engine.embedding: rows"

@@ -21,8 +21,8 @@ class Phase:
 def phases_of(config: RunConfig) -> tuple[Phase, ...]:
     """In their order; a run without `objective.schedule` is one phase.
 
-    All weights and the optimizer's state go from a phase to the next. Rows of the embedding are dealt out no longer
-    where all ids compete: each moves at each step.
+    All weights and the optimizer's state go from a phase to the next. Rows of the embedding are sharded round-robin no
+    longer where all ids compete: each moves at each step.
     """
     steps, schedule = config.training.steps, config.objective.schedule
     if schedule is None:

@@ -199,7 +199,7 @@ class RunConfig(Settings):
             raise ConfigError("data.tokenizer", "be given to find whole words (masking.strategy)", got="missing")
 
     def in_rows(self) -> bool:
-        """Whether the embedding lies in rows, dealt out to all ranks."""
+        """Whether the embedding lies in rows, sharded round-robin over all ranks."""
         if self.engine.embedding != "auto":
             return self.engine.embedding == "rows"
         return wants_rows(self.model.vocab_size, self.optimizer.table) and self.refusal_of_rows() is None

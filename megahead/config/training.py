@@ -109,10 +109,10 @@ class EngineConfig(Settings):
     search for a loss scale is set there (`fp16.initial_scale_power`)."""
 
     embedding: Literal["auto", "dense", "rows"] = "auto"
-    """Where the embedding lies. `dense`: it is a weight like all others. `rows`: its rows are dealt out to all ranks,
-    and a step fetches, sends and moves only those it uses: its cost does not depend on the vocabulary. The same
-    training; headless objectives alone. `auto` takes rows from 65,536 ids on, or where `optimizer.table.rule` is not
-    adamw, and dense where rows cannot be."""
+    """Where the embedding lies. `dense`: it is a weight like all others. `rows`: its rows are sharded round-robin over
+    all ranks, and a step fetches, sends and updates only those it uses: its cost does not depend on the vocabulary.
+    Training is the same; for headless objectives only. `auto` takes rows from 65,536 ids on, or where
+    `optimizer.table.rule` is not adamw, and dense where rows cannot be."""
 
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "fp32"
     """Number format of the forward and backward passes; weights are always updated in fp32. `auto` takes bf16 if all

@@ -15,30 +15,30 @@ from megahead.distributed.collectives import (
     scatter_to_group,
 )
 from megahead.distributed.connection import connected
-from megahead.distributed.dealt import Dealt, deal_blocks_, gathered
 from megahead.distributed.group import Group
 from megahead.distributed.mesh import Mesh
 from megahead.distributed.print_once import print_error_once
 from megahead.distributed.rendezvous import Launch, choose_device, read_launch
 from megahead.distributed.rng import per_rank_rng
+from megahead.distributed.row_shards import RowShard, fill_row_shard_, interleave_rows
 from megahead.distributed.watch import LostRankError
 
 __all__ = [
-    "Dealt",
     "Group",
     "Launch",
     "LostRankError",
     "Mesh",
     "Renamed",
+    "RowShard",
     "Tensors",
     "Whole",
     "block_ranges",
     "choose_device",
     "connected",
     "copy_to_group",
-    "deal_blocks_",
+    "fill_row_shard_",
     "gather_from_group",
-    "gathered",
+    "interleave_rows",
     "joined",
     "per_rank_rng",
     "print_error_once",

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megahead.distributed import Dealt, Mesh, Tensors
+from megahead.distributed import Mesh, RowShard, Tensors
 from megahead.engine.gradients import forget_gradients
 from megahead.engine.half import half_format, make_room, refuse_half_without_zero
 from megahead.engine.norm import clip_, global_norm
@@ -97,7 +97,7 @@ class Engine:
 
     def begin(self, rows: RowPlan | None) -> int:
         """To be called before the micro-steps of a step. A `RowEngine` fetches the embedding's rows here, and returns
-        how many were late; this engine has nothing to do."""
+        how many were stale; this engine has nothing to do."""
         return 0
 
     def micro_step(self, batch: Any) -> Tensor:
@@ -197,13 +197,12 @@ class Engine:
         """Steps that were applied, as Adam counts them for its bias correction."""
         return int(self._counters()[0])
 
-    def tensors(self) -> Iterator[tuple[str, Tensor | Dealt]]:
+    def tensors(self) -> Iterator[tuple[str, Tensor | RowShard]]:
         """All state that a restart needs, as full fp32 tensors, in the same order on every rank and mesh.
 
         Keys are `weight/NAME`, `exp_avg/NAME`, `exp_avg_sq/NAME` with names as in the module; frozen parameters have
-        only a weight, and Muon's no `exp_avg_sq`. Collective, one tensor in memory at a time. A tensor lies where the
-        engine has it: whoever writes it moves it to the host. It may share the engine's memory: copy it if it is needed
-        after the next step.
+        only a weight, and Muon's no `exp_avg_sq`. Collective, one tensor in memory at a time. A tensor is on the
+        engine's device, and may share its memory: copy it if it is needed after the next step.
         """
         for kind in (WEIGHT, *MOMENTS):
             for name, parameter in self._parameters(kind):

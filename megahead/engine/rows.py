@@ -1,5 +1,5 @@
 """The engine for a model whose embedding is kept outside it, as a table of rows that are sharded round-robin over all
-ranks. A step is applied to both or to neither. Late rows are those that the last step did not update."""
+ranks. A step is applied to both or to neither. Stale rows are those that the last step did not update."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from megahead.distributed import Dealt, Mesh, Renamed, Tensors, Whole
+from megahead.distributed import Mesh, Renamed, RowShard, Tensors, Whole
 from megahead.engine.engine import Engine, StepResult
 from megahead.table import BALLAST, RowPlan, RowTable
 
@@ -41,13 +41,13 @@ class RowEngine(Engine):
         self._table.fill_(weights.blocks(f"{self._name}.weight"))
 
     def begin(self, rows: RowPlan | None) -> int:
-        """Fetches the rows that the next micro-steps look up; returns how many that this rank owns were late.
+        """Fetches the rows that the next micro-steps look up; returns how many that this rank owns were stale.
 
         Collective."""
         assert rows is not None
-        late = self._table.owned.late(rows.owned_O)
+        stale = self._table.owned.count_stale(rows.owned_O)
         self._table.fetch(rows)
-        return late
+        return stale
 
     def step(self, learning_rate: float) -> StepResult:
         loss_scale = self.loss_scale
@@ -56,18 +56,18 @@ class RowEngine(Engine):
             clipped = min(1.0, self._clipping / (result.grad_norm + 1e-6)) if self._clipping else 1.0
             self._table.step(learning_rate, clipped / loss_scale)
         else:
-            self._table.drop()
+            self._table.discard()
         return result
 
     def skip_step(self) -> StepResult:
-        self._table.drop()
+        self._table.discard()
         return super().skip_step()
 
-    def tensors(self) -> Iterator[tuple[str, Tensor | Dealt]]:
+    def tensors(self) -> Iterator[tuple[str, Tensor | RowShard]]:
         """The body's tensors as in any engine. Then the table's, as `late/KIND/NAME`: `weight` and the moments as last
         updated, `touched` (the step of each row's last update), `rates` (the learning rate of every step)."""
         yield from super().tensors()
-        for kind, part in self._table.kept().items():
+        for kind, part in self._table.state().items():
             yield f"late/{kind}/{self._name}.weight", part
 
     def load(self, tensors: Tensors, optimizer_steps: int) -> None:

@@ -81,7 +81,7 @@ def _phase_memory(plan: RunPlan, stage: int | None) -> RankMemory:
 
 
 def _table(plan: RunPlan) -> float:
-    """Weight and moments of the rank's rows, and the step they were last moved at; of a step's rows the copies with
+    """Weight and moments of the rank's rows, and the step they were last updated at; of a step's rows the copies with
     moments that are brought up to date, and as many rows fetched, with their gradients, sent and summed."""
     config = plan.config
     if not config.in_rows():

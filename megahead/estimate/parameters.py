@@ -60,7 +60,7 @@ def mlp_matrices(config: ModelConfig) -> int:
 
 
 def norm_parameters(config: ModelConfig) -> int:
-    """Of a norm over D features: a weight, and mostly a bias."""
+    """Parameters of a norm over D features: a weight, and mostly a bias."""
     return config.hidden_size * (2 if config.has_norm_bias() else 1)
 
 

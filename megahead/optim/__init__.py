@@ -1,4 +1,5 @@
-"""How weights move: in which groups, by which optimizer, its rate over time, and rows that move when they are used."""
+"""How weights are updated: in which groups, by which optimizer, its rate over time, and rows that are updated when they
+are used."""
 
 from megahead.optim.build import build_optimizer
 from megahead.optim.groups import parameter_groups, set_learning_rate

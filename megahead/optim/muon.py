@@ -42,9 +42,9 @@ class Muon(torch.optim.AdamW):
         for group in groups:
             for parameter in group["params"] if group["orthogonal"] else ():
                 if parameter.grad is not None:
-                    self._move_(parameter, group["lr"], group["weight_decay"])
+                    self._update_(parameter, group["lr"], group["weight_decay"])
 
-    def _move_(self, parameter: Tensor, rate: float, weight_decay: float) -> None:
+    def _update_(self, parameter: Tensor, rate: float, weight_decay: float) -> None:
         state = self.state[parameter]
         if not state:
             state |= {"step": torch.zeros(()), MOMENTUM: torch.zeros_like(parameter)}

@@ -1,6 +1,6 @@
 """How the rows of a table are updated: a step updates only those with a gradient; others catch up when they have one.
 
-A late row is one that the last steps did not update, as no batch used it. To catch up is to apply what these steps
+A stale row is one that the last steps did not update, as no batch used it. To catch up is to apply what these steps
 would have done to it without a gradient (momentum, weight decay). `touched`: the step of a row's last update.
 
 A row's numbers are `Rows`, n of them together: `weight` [n, D] and its moments, [n, D] or one number per row [n, 1].
@@ -27,7 +27,7 @@ WEIGHT = "weight"
 
 
 class RowRule(ABC):
-    """Moves rows in place, and remembers the rate of every applied step. Every rank that has rows has one."""
+    """Updates rows in place, and remembers the rate of every applied step. Every rank that has rows has one."""
 
     moments: ClassVar[Moments]
     """Names of what is kept beside a weight: a number for each, or one for the row."""
@@ -45,18 +45,18 @@ class RowRule(ABC):
         """Brings rows up to date that were last updated at the steps `touched_n` (int32, on the CPU)."""
 
     def step_(self, rows: Rows, gradients_nD: Tensor, rate: float) -> None:
-        """One step at `rate` of rows that have caught up. Ranks without rows to move call it too."""
+        """One step at `rate` of rows that have caught up. Ranks without rows to update call it too."""
         self.history.push(rate)
         rows[WEIGHT].mul_(1 - rate * self._config.weight_decay)
-        self._move_(rows, gradients_nD, rate)
+        self._update_(rows, gradients_nD, rate)
 
     @abstractmethod
-    def _move_(self, rows: Rows, gradients_nD: Tensor, rate: float) -> None:
+    def _update_(self, rows: Rows, gradients_nD: Tensor, rate: float) -> None:
         """The step but for weight decay; the history has it already."""
 
 
 class DeferredAdamW(RowRule):
-    """AdamW to the last digits, as if every row were moved at every step."""
+    """AdamW to the last digits, as if every row were updated at every step."""
 
     moments: ClassVar[Moments] = {"exp_avg": "each", "exp_avg_sq": "each"}
 
@@ -80,7 +80,7 @@ class DeferredAdamW(RowRule):
                 for name, values in rows.items():
                     values.index_copy_(0, index, part[name])
 
-    def _move_(self, rows: Rows, gradients_nD: Tensor, rate: float) -> None:
+    def _update_(self, rows: Rows, gradients_nD: Tensor, rate: float) -> None:
         (b1, b2), step = self._config.betas, self.history.steps
         mean, square = rows["exp_avg"], rows["exp_avg_sq"]
         mean.lerp_(gradients_nD, 1 - b1)
@@ -110,7 +110,7 @@ class RowwiseAdaGrad(RowRule):
         kept_n = torch.from_numpy(self.history.kept(touched_n.numpy(), self.history.steps))
         rows[WEIGHT].mul_(kept_n.to(rows[WEIGHT].device, rows[WEIGHT].dtype)[:, None])
 
-    def _move_(self, rows: Rows, gradients_nD: Tensor, rate: float) -> None:
+    def _update_(self, rows: Rows, gradients_nD: Tensor, rate: float) -> None:
         total = rows["square_sum"].add_(gradients_nD.square().mean(1, keepdim=True))
         rows[WEIGHT].addcdiv_(gradients_nD, total.sqrt().add_(self._config.eps), value=-rate)
 

@@ -33,8 +33,8 @@ class SplitOutputEmbedding(OutputEmbedding):
 class TensorParallelPretraining(Pretraining):
     """A `Pretraining` whose backbone is split over `group`; every rank of it is called with the same inputs.
 
-    A headless softmax splits its candidates evenly over the ranks; one over the vocabulary leaves each row with its
-    owner, which is even too. An encoder's transform, and biases, are full on every rank.
+    A headless softmax splits its candidates evenly over the ranks; a softmax over the vocabulary leaves each row on the
+    rank that owns it, which also balances the work. An encoder's transform, and biases, are full on every rank.
     """
 
     def __init__(
@@ -67,12 +67,12 @@ class TensorParallelPretraining(Pretraining):
         width = self._even(ids_U.numel())
         return F.pad(ids_U, (0, width * self.group.size - ids_U.numel()), value=-1).view(self.group.size, width)
 
-    def _candidate_loss(self, queries_ND: Tensor, rows_wD: Tensor, candidates: Candidates) -> Tensor:
-        return parallel_candidate_loss(queries_ND, rows_wD, candidates, self._divisor(), self._shard(candidates))
+    def _candidate_loss(self, hidden_ND: Tensor, rows_wD: Tensor, candidates: Candidates) -> Tensor:
+        return parallel_candidate_loss(hidden_ND, rows_wD, candidates, self._temperature(), self._shard(candidates))
 
-    def _vocabulary_sums(self, queries_ND: Tensor, vocabulary: Candidates) -> EvaluationSums:
+    def _vocabulary_sums(self, hidden_ND: Tensor, vocabulary: Candidates) -> EvaluationSums:
         shard = self._shard(vocabulary)
-        return parallel_evaluation_sums(queries_ND, self._output_rows(), vocabulary, self._divisor(), shard)
+        return parallel_evaluation_sums(hidden_ND, self._output_rows(), vocabulary, self._temperature(), shard)
 
     def _output_rows(self) -> Tensor:
         """This rank's rows of the output matrix, padding rows included, which `_shard` leaves out."""

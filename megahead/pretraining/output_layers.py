@@ -32,7 +32,7 @@ class OutputBias(nn.Module):
 
 
 class MaskHead(nn.Module):
-    """What an encoder does to an output before it meets the output matrix, and the bias of each token.
+    """What an encoder does to an output before it is multiplied by the output matrix, and the bias of each token.
 
     scores = norm(gelu(dense h)) . e_v + bias_v. A headless encoder has neither.
     """

@@ -84,14 +84,14 @@ class Pretraining(nn.Module):
     def _loss_among(self, outputs_ND: Tensor, rows_UD: Tensor, candidates: Candidates) -> Tensor:
         """The loss summed over the outputs. `candidate_loss` leaves out the bias of a target's own score, which for
         biases that are counted is a constant; a learned bias must be there, so it is subtracted here."""
-        queries_ND, bias_V = self._queries(outputs_ND, candidates.ids_U is None)
+        hidden_ND, bias_V = self._final_hidden(outputs_ND, candidates.ids_U is None)
         if bias_V is None:
-            return self._candidate_loss(queries_ND, rows_UD, candidates)
-        loss = self._candidate_loss(queries_ND, rows_UD, replace(candidates, bias_U=bias_V))
+            return self._candidate_loss(hidden_ND, rows_UD, candidates)
+        loss = self._candidate_loss(hidden_ND, rows_UD, replace(candidates, bias_U=bias_V))
         return loss - bias_V.index_select(0, candidates.positive_N).sum(dtype=loss.dtype)
 
-    def _candidate_loss(self, queries_ND: Tensor, rows_UD: Tensor, candidates: Candidates) -> Tensor:
-        return candidate_loss(queries_ND, rows_UD, candidates, self._divisor())
+    def _candidate_loss(self, hidden_ND: Tensor, rows_UD: Tensor, candidates: Candidates) -> Tensor:
+        return candidate_loss(hidden_ND, rows_UD, candidates, self._temperature())
 
     def _look_up(self, input_ids_BT: Tensor, per_group: tuple[Candidates, ...]) -> tuple[Tensor, list[Tensor]]:
         """Embeddings of the inputs [B, T, D], and of each candidate group [U, D], in one embedding call.
@@ -109,7 +109,7 @@ class Pretraining(nn.Module):
         """[N, D]: the hidden states that have targets."""
         return self.backbone.encode_at(inputs_BTD, documents_of(batch), target_positions_of(batch))
 
-    def _queries(self, outputs_ND: Tensor, vocabulary: bool) -> tuple[Tensor, Tensor | None]:
+    def _final_hidden(self, outputs_ND: Tensor, vocabulary: bool) -> tuple[Tensor, Tensor | None]:
         """[N, D]: outputs to be multiplied by rows (divided by a learned temperature); [V]: a learned bias, or None.
 
         With `vocabulary` an encoder's outputs go through BERT's transform.
@@ -121,22 +121,22 @@ class Pretraining(nn.Module):
             bias_V = self.output_bias.bias[: self.vocab_size]
         return outputs_ND if self.temperature is None else self.temperature(outputs_ND), bias_V
 
-    def _divisor(self) -> float:
+    def _temperature(self) -> float:
         """The softmax temperature; 1 if it is learned, since the outputs are divided by it already."""
         return self.objective.temperature if self.temperature is None else 1.0
 
     def _evaluation_sums(self, request: EvaluationRequest) -> EvaluationSums:
         batch = request.batch
         outputs_ND = self._outputs(self.backbone.embed(batch.input_ids_BT), batch)
-        queries_ND, learned_V = self._queries(outputs_ND, vocabulary=True)
+        hidden_ND, learned_V = self._final_hidden(outputs_ND, vocabulary=True)
         bias_V = request.bias_V if learned_V is None else learned_V
         vocabulary, table = vocabulary_candidates(batch.target_ids_N, bias_V), self.backbone.embedding
         if isinstance(table, RowTable):
-            return streamed_sums(queries_ND, table.weight_blocks(self.vocab_size), vocabulary, self._divisor())
-        return self._vocabulary_sums(queries_ND, vocabulary)
+            return streamed_sums(hidden_ND, table.weight_blocks(self.vocab_size), vocabulary, self._temperature())
+        return self._vocabulary_sums(hidden_ND, vocabulary)
 
-    def _vocabulary_sums(self, queries_ND: Tensor, vocabulary: Candidates) -> EvaluationSums:
-        return evaluation_sums(queries_ND, self._output_rows(), vocabulary, self._divisor())
+    def _vocabulary_sums(self, hidden_ND: Tensor, vocabulary: Candidates) -> EvaluationSums:
+        return evaluation_sums(hidden_ND, self._output_rows(), vocabulary, self._temperature())
 
     def _output_rows(self) -> Tensor:
         """[V, D]: the output matrix without its padding."""

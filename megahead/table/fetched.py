@@ -30,13 +30,13 @@ class FetchedRows:
         self._plan, self._mesh = plan.to(taken[WEIGHT].device), mesh
         self._rows_UD = rows_from_owners(taken[WEIGHT], self._plan, mesh.world_group).to(dtype)
         self._gradients_UD: Tensor | None = None
-        self._lookups_left = plan.lookups
+        self._lookups_left = plan.num_lookups
 
-    def look_up(self, ids: Tensor, ballast: Tensor, alike: int = 0) -> Tensor:
-        """[..., D]: the rows of `ids`, among those fetched. Gradients of the first `alike` ids are not counted here,
-        since another rank has the same ones and counts them."""
+    def look_up(self, ids: Tensor, ballast: Tensor, num_duplicates: int = 0) -> Tensor:
+        """[..., D]: the rows of `ids`, among those fetched. Gradients of the first `num_duplicates` ids are not counted
+        here, since another rank has the same ones and counts them."""
         places = torch.searchsorted(self._plan.ids_U, ids)
-        looked_up: Tensor = _LookUp.apply(ballast, self, places, alike)
+        looked_up: Tensor = _LookUp.apply(ballast, self, places, num_duplicates)
         return looked_up
 
     def rows_at(self, places: Tensor) -> Tensor:
@@ -62,16 +62,16 @@ class _LookUp(torch.autograd.Function):
     """Sends gradients to `fetched`, and to the ballast a gradient as long as they are together once that is known."""
 
     @staticmethod
-    def forward(ctx: Any, ballast: Tensor, fetched: FetchedRows, places: Tensor, alike: int) -> Tensor:
+    def forward(ctx: Any, ballast: Tensor, fetched: FetchedRows, places: Tensor, num_duplicates: int) -> Tensor:
         ctx.save_for_backward(places)
-        ctx.fetched, ctx.alike, ctx.zeros = fetched, alike, torch.zeros_like(ballast)
+        ctx.fetched, ctx.num_duplicates, ctx.zeros = fetched, num_duplicates, torch.zeros_like(ballast)
         return fetched.rows_at(places)
 
     @staticmethod
     def backward(ctx: Any, gradients: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         (places,) = ctx.saved_tensors
-        counted = gradients.reshape(-1, gradients.shape[-1])[ctx.alike :]
-        length = ctx.fetched.add_gradients(places.flatten()[ctx.alike :], counted)
+        counted = gradients.reshape(-1, gradients.shape[-1])[ctx.num_duplicates :]
+        length = ctx.fetched.add_gradients(places.flatten()[ctx.num_duplicates :], counted)
         return ctx.zeros if length is None else vector_of_length(length, ctx.zeros), None, None, None
 
 

@@ -1,4 +1,4 @@
-"""The rows that one rank owns, with their moments: kept as they were when last moved, read as they would be now.
+"""The rows that one rank owns, with their moments: kept as they were when last updated, read as they would be now.
 
 n rows of this rank, D features; O: some of them.
 """
@@ -19,7 +19,7 @@ _BLOCK = 1 << 14
 
 
 class OwnedRows:
-    """fp32 on the device; `touched`, the steps at which rows were last moved, on the CPU.
+    """fp32 on the device; `touched`, the steps at which rows were last updated, on the CPU.
 
     Rows are never brought up to date in place only to look at them: roundings would move, and a run that was saved
     would not go on bitwise.
@@ -36,8 +36,8 @@ class OwnedRows:
         """Steps applied so far."""
         return self.rule.history.steps
 
-    def late(self, owned_O: Tensor) -> int:
-        """How many of these have not been moved by the last step (int64 on the CPU)."""
+    def count_stale(self, owned_O: Tensor) -> int:
+        """How many of these have not been updated by the last step (int64 on the CPU)."""
         return int((self.touched_n[owned_O] < self.steps).sum())
 
     def take(self, owned_O: Tensor) -> dict[str, Tensor]:
@@ -48,7 +48,7 @@ class OwnedRows:
         return taken
 
     def put(self, owned_O: Tensor, rows: Rows) -> None:
-        """These rows were moved by the last step."""
+        """These rows were updated by the last step."""
         there_O = owned_O.to(self.rows[WEIGHT].device)
         for name, values in self.rows.items():
             values.index_copy_(0, there_O, rows[name])

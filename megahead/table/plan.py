@@ -1,8 +1,8 @@
 """Who asks whom for which rows in a step, settled ahead of it.
 
-Rows are dealt out: rank i mod R owns id i, at place i // R, so that frequent ids, which are neighbours in most
-vocabularies, are spread evenly. R ranks; U: ids that this rank needs; S: rows that others ask of it (repeats counted);
-O: how many of these are distinct.
+Rows are sharded round-robin: rank i mod R owns id i, at place i // R, so that frequent ids, which are neighbours in
+most vocabularies, are spread evenly. R ranks; U: ids that this rank needs; S: rows that others ask of it (repeats
+counted); O: how many of these are distinct.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class RowPlan:
     place_S: Tensor
     """int64: for each row that it serves, ordered by asking rank: its index in `owned_O`."""
 
-    lookups: int
+    num_lookups: int
     """How many forward passes the step has; the last backward pass completes the row gradients."""
 
     def to(self, device: torch.device) -> RowPlan:
@@ -46,7 +46,7 @@ class RowPlan:
         return replace(self, **{name: getattr(self, name).to(device, non_blocking=True) for name in names})
 
 
-def plan_rows(ids: Tensor, ranks: Group, lookups: int = 1) -> RowPlan:
+def plan_rows(ids: Tensor, ranks: Group, num_lookups: int = 1) -> RowPlan:
     """The plan of a step that needs `ids` (int64 on the CPU, repeats allowed). Collective over `ranks`, which must be a
     group for CPU tensors (gloo): sends one count to each rank, then 4 bytes per id."""
     ids_U = torch.unique(ids)
@@ -56,4 +56,4 @@ def plan_rows(ids: Tensor, ranks: Group, lookups: int = 1) -> RowPlan:
     served = ranks.all_to_all(asked).tolist()
     wanted_S = ranks.all_to_all(ids_U[by_owner_U].int(), asked.tolist(), served).long()
     owned_O, place_S = torch.unique(wanted_S // ranks.size, return_inverse=True)
-    return RowPlan(ids_U, by_owner_U, asked.tolist(), served, owned_O, place_S, lookups)
+    return RowPlan(ids_U, by_owner_U, asked.tolist(), served, owned_O, place_S, num_lookups)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from megahead.distributed import Dealt, Mesh, Tensors, deal_blocks_, joined
+from megahead.distributed import Mesh, RowShard, Tensors, fill_row_shard_, joined
 from megahead.optim import RowRule
 from megahead.table.exchange import rows_from_owners
 from megahead.table.fetched import FetchedRows
@@ -29,7 +29,8 @@ _BLOCK = 1 << 14
 
 
 class RowTable(nn.Module):
-    """The embedding [rows, D], dealt out to all ranks. One step: `fetch`, lookups, then `step` or `drop`.
+    """The embedding [rows, D], sharded round-robin over all ranks. One step: `fetch`, lookups, then `step` or
+    `discard`.
 
     fp32, whatever the precision of the model around it: looked-up rows come in that of the ballast. In evaluation mode
     lookups fetch what they need; all rows are brought up to date for that, beside those kept, until the next `fetch`.
@@ -53,25 +54,25 @@ class RowTable(nn.Module):
         return self._look_up(ids)
 
     def fill_(self, blocks: Iterable[Tensor]) -> None:
-        """Rows that no step has moved yet, from consecutive blocks [b, D] of all of them."""
-        deal_blocks_(self.owned.rows[WEIGHT], blocks, self._mesh.world_group)
+        """Rows that no step has updated yet, from consecutive blocks [b, D] of all of them."""
+        fill_row_shard_(self.owned.rows[WEIGHT], blocks, self._mesh.world_group)
         self.owned.forget_steps()
         self._now_nD = None
 
-    def kept(self) -> dict[str, Tensor | Dealt]:
-        """What goes on bitwise when it is restored, on any number of ranks: rows and moments as they were last moved,
+    def state(self) -> dict[str, Tensor | RowShard]:
+        """What goes on bitwise when it is restored, on any number of ranks: rows and moments as they were last updated,
         `touched`, the steps at which that was [V], and the `rates` of all steps (on every rank)."""
-        dealt = {kind: Dealt(part, self.num_rows) for kind, part in self._dealt().items()}
-        return {**dealt, RATES: torch.from_numpy(self.owned.rule.history.rates)}
+        shards = {kind: RowShard(part, self.num_rows) for kind, part in self._shards().items()}
+        return {**shards, RATES: torch.from_numpy(self.owned.rule.history.rates)}
 
-    def restore(self, kept: Tensors) -> None:
-        """The inverse of `kept`, whose names these tensors have; of each a block is held at a time."""
-        for kind, part in self._dealt().items():
-            deal_blocks_(part, kept.blocks(kind), self._mesh.world_group)
-        self.owned.rule.resume(kept.read(RATES).numpy())
+    def restore(self, state: Tensors) -> None:
+        """The inverse of `state`, whose names these tensors have; of each a block is held at a time."""
+        for kind, part in self._shards().items():
+            fill_row_shard_(part, state.blocks(kind), self._mesh.world_group)
+        self.owned.rule.resume(state.read(RATES).numpy())
         self._now_nD = None
 
-    def _dealt(self) -> dict[str, Tensor]:
+    def _shards(self) -> dict[str, Tensor]:
         return {**self.owned.rows, TOUCHED: self.owned.touched_n}
 
     def fetch(self, plan: RowPlan) -> None:
@@ -80,15 +81,15 @@ class RowTable(nn.Module):
         self._fetched = FetchedRows(plan, self.owned.take(plan.owned_O), self._mesh, self.ballast.dtype)
 
     def step(self, learning_rate: float, scale: float) -> None:
-        """Moves the rows that were fetched, by their gradients times `scale`."""
+        """Updates the rows that were fetched, by their gradients times `scale`."""
         fetched = self._fetched
         if fetched is None or fetched.sums_OD is None:
-            raise RuntimeError("rows are moved once, after the last backward pass since they were fetched")
+            raise RuntimeError("rows are updated once, after the last backward pass since they were fetched")
         self.owned.rule.step_(fetched.taken, fetched.sums_OD.mul_(scale), learning_rate * self._rate_ratio)
         self.owned.put(self._plan.owned_O, fetched.taken)
-        self.drop()
+        self.discard()
 
-    def drop(self) -> None:
+    def discard(self) -> None:
         """Forgets what was fetched."""
         self._fetched = None
 
@@ -101,13 +102,13 @@ class RowTable(nn.Module):
             even_bD = F.pad(part_bD, (0, 0, 0, min(of_each, most - place) - len(part_bD)))
             yield ranks.all_gather(even_bD).transpose(0, 1).flatten(0, 1)[: until - place * ranks.size]
 
-    def _look_up(self, ids: Tensor, alike: int = 0) -> Tensor:
-        """Rows of `ids`; another rank counts the gradients of the first `alike` of them."""
+    def _look_up(self, ids: Tensor, num_duplicates: int = 0) -> Tensor:
+        """Rows of `ids`; another rank counts the gradients of the first `num_duplicates` of them."""
         if not self.training:
             return self._look_up_now(ids)
         if self._fetched is None:
             raise RuntimeError("rows are fetched before they are looked up")
-        return self._fetched.look_up(ids, self.ballast, alike)
+        return self._fetched.look_up(ids, self.ballast, num_duplicates)
 
     def _look_up_now(self, ids: Tensor) -> Tensor:
         plan = plan_rows(ids.flatten().cpu(), self._asking).to(ids.device)
@@ -133,10 +134,10 @@ class SplitRowTable(RowTable):
         an id of -1 has a row of zeros.
         """
         tensor = self._mesh.tensor_group
-        alike = ids.numel() if tensor.rank else 0
+        num_duplicates = ids.numel() if tensor.rank else 0
         if shared_ids_U is None:
-            return self._look_up(ids, alike)
+            return self._look_up(ids, num_duplicates)
         share_u = tensor.shard(shared_ids_U, 0)
-        looked_up = self._look_up(torch.cat([ids.flatten(), share_u.clamp_min(0)]), alike)
+        looked_up = self._look_up(torch.cat([ids.flatten(), share_u.clamp_min(0)]), num_duplicates)
         inputs, rows_uD = looked_up.split([ids.numel(), len(share_u)])
         return inputs.view(*ids.shape, -1), rows_uD.masked_fill((share_u < 0)[:, None], 0.0)

@@ -72,7 +72,7 @@ def _has_head(config: RunConfig) -> bool:
 
 
 def _embedding(plan: RunPlan) -> list[tuple[str, str]]:
-    """How rows are dealt out, or why those of a large vocabulary are not."""
+    """How rows are sharded round-robin, or why those of a large vocabulary are not."""
     config, refusal = plan.config, plan.config.refusal_of_rows()
     if not config.in_rows():
         many = config.engine.embedding == "auto" and config.model.vocab_size >= ROWS_FROM

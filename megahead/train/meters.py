@@ -61,7 +61,7 @@ class Meters:
         new_head: bool = False,
     ) -> None:
         """Prints what will be trained, from which checkpoint (by a head that is new there or not), and which damaged
-        ones were passed over."""
+        ones were skipped to find it."""
         if not self._active:
             return
         to_be_abandoned, source = lineage.to_be_abandoned(), None if resumed is None else lineage.name_of(resumed)
@@ -83,7 +83,7 @@ class Meters:
         self._last_line = time.monotonic()
 
     def step(self, report: StepReport, state: TrainingState, *, last: bool) -> None:
-        """Notes a step, and writes a line when one is due, or when it is the `last` of its objective."""
+        """Records a step, and writes a line if one is due, or when it is the `last` of its objective."""
         if not self._active:
             return
         if report.applied:
@@ -195,7 +195,7 @@ class Meters:
         fetched = [r.rows_fetched for r in reports if r.rows_fetched is not None]
         if fetched:
             scalars["rows_fetched"] = sum(fetched) / len(fetched)
-            scalars["rows_late"] = sum(r.rows_late for r in reports) / len(reports)
+            scalars["rows_late"] = sum(r.rows_stale for r in reports) / len(reports)
         return scalars | (self._utilization.of(speed, candidates) if self._utilization else {})
 
     def _record(self, state: TrainingState, fields: Mapping[str, Any]) -> None:

@@ -125,7 +125,7 @@ def starting_weights(config: RunConfig, world_group: Group, resumed: Checkpoint 
     CheckpointError for a checkpoint of another model.
     """
     init, shapes = config.init, weight_shapes(config)
-    if resumed is not None:  # rows as they lie there: `resume_from` says how late they are
+    if resumed is not None:  # rows as they lie there: `resume_from` says how stale they are
         return _weights_of(resumed, shapes, stored="late/weight", born=(HEAD, OUTPUT_BIAS))
     if init is None:
         return first_weights(config)

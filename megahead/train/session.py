@@ -58,7 +58,8 @@ class Session:
         return StopRequest(prints=self.world_group.rank == 0)
 
     def end(self, ending: Ending, state: TrainingState) -> None:
-        """Writes how it ended, for whoever starts the run again; a session that was killed leaves no such file."""
+        """Writes how the session ended, for scripts that restart runs; a session that was killed leaves no such
+        file."""
         self.meters.close(ending, state)
         if self.world_group.rank == 0:
             content = {"ending": ending, "step": state.step, "steps": self.plan.config.training.steps}
@@ -97,7 +98,7 @@ def must_be_shared(folder: RunFolder, world_group: Group) -> None:
 
 
 def _begin(folder: RunFolder, config: RunConfig) -> None:
-    """Writes what a reader of its checkpoints needs, settings and tokenizer, and removes the last session's ending."""
+    """Writes the settings and the tokenizer, for readers of the checkpoints, and removes the last session's ending."""
     folder.path.mkdir(parents=True, exist_ok=True)
     folder.ending.unlink(missing_ok=True)
     folder.config.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))

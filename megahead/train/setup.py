@@ -156,7 +156,7 @@ def _facts(session: Session, plan: RunPlan, state: TrainingState) -> list[tuple[
 
 
 def _feed(session: Session, config: RunConfig, state: TrainingState) -> Feed:
-    """Prepares micro-batches with their candidates, over a connection of its own."""
+    """Prepares micro-batches with their candidates; ranks exchange ids over a connection of their own."""
     return Feed(
         session.datasets.samples,
         build_objective(config.objective, config.model.vocab_size, state.dataset_counts),

@@ -41,8 +41,8 @@ class StepReport:
     rows_fetched: int | None
     """Rows of the embedding that this rank looked up; None unless `engine.embedding` is `rows`."""
 
-    rows_late: int
-    """How many of the rows that this rank owns and any rank looked up were late: not updated by the step before."""
+    rows_stale: int
+    """How many of the rows that this rank owns and any rank looked up were stale: not updated by the step before."""
 
 
 def train_step(
@@ -58,7 +58,7 @@ def train_step(
 
     `world_group`: all ranks, on a connection for CPU tensors.
     """
-    late = engine.begin(batches.rows)
+    stale = engine.begin(batches.rows)
     losses = [engine.micro_step(micro.to(device)) for micro in batches.micro_batches]
     # each is its sum times data_ranks * accumulation / targets; the mean over both is the mean over targets
     losses_WA = world_group.all_gather(torch.stack(losses).double().cpu())
@@ -76,7 +76,7 @@ def train_step(
         targets=batches.targets,
         candidates=batches.candidates,
         rows_fetched=None if batches.rows is None else len(batches.rows.ids_U),
-        rows_late=late,
+        rows_stale=stale,
     )
 
 

@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 
 import megahead.checkpoint.saving as saving
 from megahead.checkpoint import Snapshot, open_checkpoint, save_checkpoint, write_snapshot
-from megahead.distributed import Dealt, Group
+from megahead.distributed import Group, RowShard
 from megahead.errors import CheckpointError
 from support.on_ranks import on_ranks
 
@@ -129,7 +129,7 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 
 def test_room_is_asked_for_as_many_bytes_as_all_ranks_write() -> None:
     def total(group: Group) -> int:
-        dealt = Dealt(torch.zeros(6, 3)[group.rank :: group.size], 6)
+        dealt = RowShard(torch.zeros(6, 3)[group.rank :: group.size], 6)
         return Snapshot.take([("weight/rows", dealt), ("weight/0", torch.zeros(5))], group).total_bytes
 
     for ranks in (1, 2, 3):

@@ -1,4 +1,4 @@
-"""Tensors in blocks: put together, cut and dealt out they are what they are as a whole."""
+"""Tensors in blocks: put together, cut and sharded round-robin they are what they are as a whole."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megahead.distributed import Group, Renamed, Whole, block_ranges, blocks, deal_blocks_, joined, take_rows_
+from megahead.distributed import Group, Renamed, Whole, block_ranges, blocks, fill_row_shard_, joined, take_rows_
 
 ROWS, WIDTH = 23, 3
 WHOLE = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(0))
@@ -41,11 +41,11 @@ def test_some_rows_are_taken(size: int, rows: range) -> None:
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("ranks", [1, 2, 4, 30])
-def test_every_rank_is_dealt_its_rows(size: int, ranks: int) -> None:
+def test_every_rank_gets_its_rows(size: int, ranks: int) -> None:
     for rank in range(ranks):
         own = WHOLE[rank::ranks]
         part = torch.full_like(own, torch.nan)
-        deal_blocks_(part, in_blocks(size), Group(rank, ranks))
+        fill_row_shard_(part, in_blocks(size), Group(rank, ranks))
         assert torch.equal(part, own)
 
 

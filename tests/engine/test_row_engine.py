@@ -1,4 +1,4 @@
-"""Body and table move together or not at all, and come back from what is kept, bit for bit."""
+"""Body and table are updated together or not at all, and come back from what is kept, bit for bit."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megahead.distributed import Dealt, Group, Whole, blocks, gathered
+from megahead.distributed import Group, RowShard, Whole, blocks, interleave_rows
 from megahead.pretraining import first_weights
 from support.on_ranks import on_ranks
 from support.small_rows import RowCourse
@@ -47,8 +47,8 @@ def kept_whole(course: RowCourse) -> dict[str, Tensor]:
     """What checkpoints hold: whole tensors."""
     group, whole = course.mesh.world_group, {}
     for name, tensor in course.engine.tensors():
-        if isinstance(tensor, Dealt):
-            whole[name] = gathered(group.all_gather_objects(tensor.part)).clone()
+        if isinstance(tensor, RowShard):
+            whole[name] = interleave_rows(group.all_gather_objects(tensor.part)).clone()
         else:
             whole[name] = tensor.clone()
     return whole
@@ -121,7 +121,7 @@ def test_any_stage_and_number_of_ranks_goes_on_from_any_other() -> None:
     assert straight.keys() == left.keys()
     for name, expected in straight.items():
         torch.testing.assert_close(left[name], expected, rtol=0, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
-    assert (straight["late/touched/backbone.embedding.weight"] < 15).any(), "no row was late"
+    assert (straight["late/touched/backbone.embedding.weight"] < 15).any(), "no row was stale"
 
 
 def ratios(group: Group) -> tuple[float, float]:
@@ -129,9 +129,9 @@ def ratios(group: Group) -> tuple[float, float]:
     gone = []
     for ratio in (1.0, 4.0):
         course = RowCourse(group, 0, {"optimizer.table": {"learning_rate_ratio": ratio}, "optimizer.weight_decay": 0.0})
-        before = course.kept()
+        before = course.state()
         course.step(0)
-        after = course.kept()
+        after = course.state()
         names = "late/weight/backbone.embedding.weight", "weight/backbone.final_norm.bias"
         gone.append([float((after[name] - before[name]).abs().max()) for name in names])
     return gone[1][0] / gone[0][0], gone[1][1] / gone[0][1]
@@ -146,10 +146,10 @@ def test_rows_have_a_rate_of_their_own() -> None:
 def unclipped(group: Group) -> list[str]:
     """What differs between no limit and one that is out of reach."""
     courses = [RowCourse(group, 1, {"optimizer.gradient_clipping": limit}) for limit in (0.0, 1e9)]
-    before = courses[0].kept()
+    before = courses[0].state()
     for course in courses:
         course.step(0)
-    assert not torch.equal(before["late/weight/backbone.embedding.weight"], courses[0].table.kept()["weight"].part)
+    assert not torch.equal(before["late/weight/backbone.embedding.weight"], courses[0].table.state()["weight"].part)
     return courses[0].differs(courses[1])
 
 
@@ -160,7 +160,7 @@ def test_without_clipping_rows_go_all_the_way() -> None:
 def moments(group: Group, precision: str) -> Tensor:
     course = RowCourse(group, 1, {"engine.precision": precision})
     assert course.step(0).applied
-    return course.table.kept()["exp_avg"].part
+    return course.table.state()["exp_avg"].part
 
 
 @pytest.mark.parametrize("precision", PRECISIONS[1:])
@@ -181,6 +181,6 @@ def too_early(group: Group) -> list[str]:
 
 
 def test_steps_out_of_turn_are_refused() -> None:
-    ((looked_up, moved),) = on_ranks(1, too_early)
+    ((looked_up, updated),) = on_ranks(1, too_early)
     assert "fetched before" in looked_up
-    assert "moved once" in moved
+    assert "updated once" in updated

@@ -238,7 +238,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"objective.name": "vanilla", "engine.embedding": "rows"},
-        "`engine.embedding` must be `dense` where all ids compete, and each row moves at each step, but is `rows` instead.",
+        "`engine.embedding` must be `dense` where all ids compete, and each row is updated at each step, but is `rows` instead.",
     ),
     (
         {"objective.name": "vanilla", "optimizer.table.rule": "adagrad"},
@@ -246,7 +246,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"objective.vanilla_weight": 0.5, "engine.embedding": "rows"},
-        "`engine.embedding` must be `dense` where all ids compete, and each row moves at each step, but is `rows` instead.",
+        "`engine.embedding` must be `dense` where all ids compete, and each row is updated at each step, but is `rows` instead.",
     ),
     (
         {"optimizer.betas": [0.95, 0.9], "engine.embedding": "rows"},

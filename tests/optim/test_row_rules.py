@@ -1,4 +1,4 @@
-"""Rows that move only when they are used end where moving all of them at every step leads."""
+"""Rows that are updated only when they are used end where updating all of them at every step leads."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def optimizer_config(betas: tuple[float, float], decay: float, eps: float = 1e-8
 
 
 class LateTable:
-    """A table whose rows move when they are used, as an owner of rows does it."""
+    """A table whose rows are updated when they are used, as an owner of rows does it."""
 
     def __init__(self, rule: str, config: OptimizerConfig, start: Tensor) -> None:
         self.rule: RowRule = build_row_rule(rule, config)
@@ -116,7 +116,7 @@ def test_deferred_adamw_is_dense_adamw(betas: tuple[float, float], decay: float,
     config, course = optimizer_config(betas, decay, eps), gradients_of(STEPS)
     rates = [rate(step) for step in range(STEPS)]
     table = trained("adamw", config, course, rates)
-    assert (table.touched < STEPS - 250).any(), "no row was late by more than the window"
+    assert (table.touched < STEPS - 250).any(), "no row was stale by more than the window"
     ours, expected = table.now(), dense(config, start_of(), course, rates)
     for values, name in zip(expected, ("weight", "exp_avg", "exp_avg_sq"), strict=True):
         torch.testing.assert_close(ours[name], values, rtol=0, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
@@ -125,7 +125,7 @@ def test_deferred_adamw_is_dense_adamw(betas: tuple[float, float], decay: float,
 
 
 def all_rows(rule: str, config: OptimizerConfig, course: list[tuple[Tensor, Tensor]], rates: list[float]) -> Tensor:
-    """The weights that the rules with one number a row lead to, all rows moved at every step, in float64."""
+    """The weights that the rules with one number a row lead to, all rows updated at every step, in float64."""
     weight, mean, square = start_of().double(), torch.zeros(ROWS, WIDTH).double(), torch.zeros(ROWS, 1).double()
     b1, b2 = config.betas
     for step, ((ids, values), rate) in enumerate(zip(course, rates, strict=True), start=1):

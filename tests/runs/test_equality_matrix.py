@@ -82,7 +82,7 @@ def test_a_table_of_rows_equals_plain_torch(
 )
 def test_a_table_of_rows_goes_with_everything_else(tmp_path: Path, stage: int, changes: dict[str, Any]) -> None:
     """Two runs, dense and with rows, equal in what they log, and in what held-out text is given. Few tokens a step, so
-    that rows are late."""
+    that rows are stale."""
     courses, held_out = [], []
     changes = {"data.sequence_length": 8, "batch.global_size": 4, "batch.micro_size": 1, **changes}
     for kind in ("dense", "rows"):

@@ -20,7 +20,7 @@ from support.on_ranks import on_ranks
 from support.small_run import same_tensors, small_config, stage, write_text
 
 ROWS = {"engine.embedding": "rows", "optimizer.eps": 1e-4, "data.sequence_length": 6}
-"""Few tokens a step, so that rows are late."""
+"""Few tokens a step, so that rows are stale."""
 
 
 def run(group: Group, config: RunConfig, resume: str) -> str:

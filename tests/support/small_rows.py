@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megahead.config import RunConfig, deepspeed_config
 from megahead.data.batch import causal_batch
-from megahead.distributed import Dealt, Group, Mesh
+from megahead.distributed import Group, Mesh, RowShard
 from megahead.engine import RowEngine, StepResult
 from megahead.objectives import unique_candidates
 from megahead.optim import build_optimizer
@@ -53,13 +53,13 @@ class RowCourse:
         self.gather(number, factor)
         return self.engine.step(3e-3 / (1 + number % 7))
 
-    def kept(self) -> dict[str, Tensor]:
+    def state(self) -> dict[str, Tensor]:
         """Everything a restart needs, copied; of rows this rank's."""
         tensors = dict(self.engine.tensors())
-        return {name: (t.part if isinstance(t, Dealt) else t).clone() for name, t in tensors.items()}
+        return {name: (t.part if isinstance(t, RowShard) else t).clone() for name, t in tensors.items()}
 
     def differs(self, other: RowCourse) -> list[str]:
-        mine, theirs = self.kept(), other.kept()
+        mine, theirs = self.state(), other.state()
         assert mine.keys() == theirs.keys()
         return [name for name in mine if not torch.equal(mine[name], theirs[name])]
 

@@ -109,7 +109,7 @@ def test_reading_rows_leaves_no_trace() -> None:
     now = torch.cat(list(owned.blocks()))
     assert all(torch.equal(before[0][name], values) for name, values in owned.rows.items())
     assert torch.equal(before[1], owned.touched_n)
-    assert owned.late(torch.arange(6)) == 4
+    assert owned.count_stale(torch.arange(6)) == 4
     assert (now[2] != before[0]["weight"][2]).all()
     assert torch.equal(now[3], before[0]["weight"][3])
 
@@ -119,7 +119,7 @@ def test_rows_that_are_filled_again_have_forgotten_all_steps() -> None:
     moved(used, 5)
     for owned in (fresh, used):
         as_new(owned)
-    assert (used.steps, used.late(torch.arange(6))) == (0, 0)
+    assert (used.steps, used.stale(torch.arange(6))) == (0, 0)
     moved(fresh, 4)
     moved(used, 4)
     assert all(torch.equal(values, used.rows[name]) for name, values in fresh.rows.items())

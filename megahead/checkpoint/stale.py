@@ -1,6 +1,6 @@
-"""An embedding in a checkpoint, in the form that its reader needs: all rows up to date, or late rows.
+"""An embedding in a checkpoint, in the form that its reader needs: all rows up to date, or stale rows.
 
-Late rows are those that the last steps did not update, because no batch used them. A run with `engine.embedding: rows`
+Stale rows are those that the last steps did not update, because no batch used them. A run with `engine.embedding: rows`
 saves `late/KIND/NAME`: weights and moments as of each row's last update, `touched` (the step of that update) and
 `rates` (the learning rate of every step). Reading `KIND/NAME` then gives what AdamW over all rows would have made of
 them. Reading `late/KIND/NAME` of a checkpoint with an ordinary embedding gives rows that its last step updated.
@@ -20,7 +20,8 @@ from megahead.distributed import block_ranges
 from megahead.errors import CheckpointError
 from megahead.optim import RowRule, build_row_rule
 
-_LATE = "late/"
+_STALE = "late/"
+"""What their names begin with in a checkpoint."""
 _TOUCHED, _RATES = "touched", "rates"
 
 
@@ -39,50 +40,50 @@ class Stored(Protocol):
     def blocks(self, name: str) -> Iterator[Tensor]: ...
 
 
-def late_names(stored: Iterable[str]) -> list[str]:
-    """The names that can be read because late rows were saved for them."""
-    names = [name.removeprefix(_LATE) for name in stored if name.startswith(_LATE)]
+def stale_names(stored: Iterable[str]) -> list[str]:
+    """The names that can be read because stale rows were saved for them."""
+    names = [name.removeprefix(_STALE) for name in stored if name.startswith(_STALE)]
     return [name for name in names if name.split("/")[0] not in (_TOUCHED, _RATES)]
 
 
 @dataclass(frozen=True)
-class WorkedOut:
+class DerivedTensor:
     """A tensor that was not saved under this name."""
 
     shape: tuple[int, ...]
     blocks: Iterator[Tensor]
 
 
-def work_out(checkpoint: Stored, name: str) -> WorkedOut:
+def derive(checkpoint: Stored, name: str) -> DerivedTensor:
     """What stands for a tensor that was not saved; CheckpointError where nothing does. Reads when it is iterated."""
-    if f"{_LATE}{name}" in checkpoint.tensors:
-        return WorkedOut(checkpoint.tensors[f"{_LATE}{name}"].shape, _up_to_date(checkpoint, name))
-    kind, _, parameter = name.removeprefix(_LATE).partition("/")
-    known = name.startswith(_LATE) and f"weight/{parameter}" in checkpoint.tensors
+    if f"{_STALE}{name}" in checkpoint.tensors:
+        return DerivedTensor(checkpoint.tensors[f"{_STALE}{name}"].shape, _up_to_date(checkpoint, name))
+    kind, _, parameter = name.removeprefix(_STALE).partition("/")
+    known = name.startswith(_STALE) and f"weight/{parameter}" in checkpoint.tensors
     if known and kind == _TOUCHED:
         rows = checkpoint.tensors[f"weight/{parameter}"].shape[:1]
         touched = torch.full(rows, checkpoint.state_value("optimizer_steps", int), dtype=torch.int32)
-        return WorkedOut(rows, iter([touched]))
+        return DerivedTensor(rows, iter([touched]))
     if known and kind == _RATES:
         rates = torch.zeros(checkpoint.state_value("optimizer_steps", int), dtype=torch.float64)
-        return WorkedOut(rates.shape, iter([rates]))
+        return DerivedTensor(rates.shape, iter([rates]))
     if known and f"{kind}/{parameter}" in checkpoint.tensors:
         plain = f"{kind}/{parameter}"
-        return WorkedOut(checkpoint.tensors[plain].shape, checkpoint.blocks(plain))
+        return DerivedTensor(checkpoint.tensors[plain].shape, checkpoint.blocks(plain))
     raise CheckpointError(
         f"`{checkpoint.folder}` must hold the tensor {name}, but does not; another model or objective saved it."
     )
 
 
 def _up_to_date(checkpoint: Stored, name: str) -> Iterator[Tensor]:
-    """`name`, saved as late rows, as it would be now."""
+    """`name`, saved as stale rows, as it would be now."""
     kind, _, parameter = name.partition("/")
     rule = _rule_of(checkpoint)
-    rule.resume(checkpoint.read(f"{_LATE}{_RATES}/{parameter}").numpy())
-    kinds, count = ("weight", *rule.moments), checkpoint.tensors[f"{_LATE}{name}"].shape[0]
+    rule.resume(checkpoint.read(f"{_STALE}{_RATES}/{parameter}").numpy())
+    kinds, count = ("weight", *rule.moments), checkpoint.tensors[f"{_STALE}{name}"].shape[0]
     for block in block_ranges(count):
-        rows = {each: checkpoint.read_rows(f"{_LATE}{each}/{parameter}", block) for each in kinds}
-        rule.catch_up_(rows, checkpoint.read_rows(f"{_LATE}{_TOUCHED}/{parameter}", block))
+        rows = {each: checkpoint.read_rows(f"{_STALE}{each}/{parameter}", block) for each in kinds}
+        rule.catch_up_(rows, checkpoint.read_rows(f"{_STALE}{_TOUCHED}/{parameter}", block))
         yield rows[kind]
 
 

@@ -1,4 +1,4 @@
-"""Rows that were kept late are read as they would be now, and plain ones as if all had just been moved."""
+"""Rows that were saved stale are read as they would be now, and plain ones as if all had just been updated."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 import megahead.distributed.blocks as blocks
 from megahead.checkpoint import open_checkpoint, save_checkpoint
 from megahead.config import OptimizerConfig
-from megahead.distributed import Dealt, Group
+from megahead.distributed import Group, RowShard
 from megahead.errors import CheckpointError
 from megahead.optim import build_row_rule
 from support.on_ranks import on_ranks
@@ -23,7 +23,7 @@ WRITTEN = {"optimizer": CONFIG.model_dump(mode="json")}
 
 
 def course() -> tuple[dict[str, Tensor], Tensor, Any]:
-    """Rows, touched and the rule after 30 steps that moved some of them."""
+    """Rows, touched and the rule after 30 steps that updated some of them."""
     torch.manual_seed(0)
     rule = build_row_rule("adamw", CONFIG)
     rows = {
@@ -46,7 +46,7 @@ def course() -> tuple[dict[str, Tensor], Tensor, Any]:
 def save(group: Group, root: Path) -> None:
     rows, touched, rule = course()
     kept = {**rows, "touched": touched}
-    tensors = {f"late/{kind}/{NAME}": Dealt(values[group.rank :: group.size], ROWS) for kind, values in kept.items()}
+    tensors = {f"late/{kind}/{NAME}": RowShard(values[group.rank :: group.size], ROWS) for kind, values in kept.items()}
     tensors[f"late/rates/{NAME}"] = torch.from_numpy(rule.history.rates)
     save_checkpoint(root, 30, tensors.items(), state={"optimizer_steps": 30}, config=WRITTEN, group=group, keep=1)
 
@@ -67,7 +67,7 @@ def test_late_rows_are_read_up_to_date(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_any_rows_of_dealt_tensors_are_found(tmp_path: Path, ranks: int) -> None:
+def test_any_rows_of_row_shards_are_found(tmp_path: Path, ranks: int) -> None:
     on_ranks(ranks, save, tmp_path)
     checkpoint, (rows, _, _) = open_checkpoint(tmp_path), course()
     for block in (range(37), range(1), range(5, 6), range(4, 29), range(36, 37), range(7, 7)):

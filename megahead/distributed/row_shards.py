@@ -1,4 +1,4 @@
-"""A tensor whose rows are dealt out to a group like cards: row i lies with rank i mod R at place i // R."""
+"""A tensor whose rows are sharded round-robin over a group: row i lies with rank i mod R at place i // R."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megahead.distributed.group import Group
 
 
 @dataclass(frozen=True)
-class Dealt:
+class RowShard:
     """One rank's rows of such a tensor."""
 
     part: Tensor
@@ -26,7 +26,7 @@ class Dealt:
         return torch.Size([self.rows, *self.part.shape[1:]])
 
 
-def deal_blocks_(part: Tensor, blocks: Iterable[Tensor], group: Group) -> None:
+def fill_row_shard_(part: Tensor, blocks: Iterable[Tensor], group: Group) -> None:
     """Fills `part` [n, ...] with this rank's rows of a tensor [V, ...] that comes in consecutive blocks [b, ...].
 
     Sends nothing: every rank reads all blocks, and holds one at a time. n is V / ranks, up or down."""
@@ -38,7 +38,7 @@ def deal_blocks_(part: Tensor, blocks: Iterable[Tensor], group: Group) -> None:
         first += len(block)
 
 
-def gathered(parts: Sequence[Tensor]) -> Tensor:
+def interleave_rows(parts: Sequence[Tensor]) -> Tensor:
     """The whole tensor, from all ranks' parts in rank order."""
     if len(parts) == 1:
         return parts[0]
