@@ -32,11 +32,22 @@ def refusal_of_rows(objective: ObjectiveConfig, optimizer: OptimizerConfig) -> R
     if objective.has_vocabulary_softmax():
         rule = "be `dense` where all ids compete, and each row is updated at each step"
         return Refusal("all ids compete", ConfigError("engine.embedding", rule, got="`rows`"))
+    if (decay := refusal_of_decay(optimizer)) is not None:
+        return Refusal("weight decay leaves nothing", decay)
     if table.rule != "adagrad" and b1 > 0.98 * sqrt(b2):
         rule = "have a first of at most 0.98 times the root of the second with engine.embedding: rows"
         hint = "or set optimizer.table.rule=adagrad"
         return Refusal("optimizer.betas are too near", ConfigError("optimizer.betas", rule, got=[b1, b2], hint=hint))
     return None
+
+
+def refusal_of_decay(optimizer: OptimizerConfig) -> ConfigError | None:
+    """What keeps the embedding from having such a learning rate of its own."""
+    ratio = optimizer.table.learning_rate_ratio
+    if optimizer.learning_rate * optimizer.weight_decay * ratio < 1:
+        return None
+    rule = "leave a part of a weight at each step (learning_rate * weight_decay * ratio below 1)"
+    return ConfigError("optimizer.table.learning_rate_ratio", rule, got=ratio)
 
 
 def wants_rows(vocab_size: int, table: TableConfig) -> bool:

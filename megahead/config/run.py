@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 from megahead.config.base import Settings
 from megahead.config.batch import BatchConfig
 from megahead.config.data import DataConfig
-from megahead.config.embedding import Refusal, refusal_of_rows, wants_rows
+from megahead.config.embedding import Refusal, refusal_of_decay, refusal_of_rows, wants_rows
 from megahead.config.masking import MaskingConfig
 from megahead.config.model import ModelConfig
 from megahead.config.objective import ObjectiveConfig
@@ -159,14 +159,9 @@ class RunConfig(Settings):
         return self
 
     def _check_table(self) -> None:
-        table, refusal = self.optimizer.table, self.refusal_of_rows()
-        decay = self.optimizer.learning_rate * self.optimizer.weight_decay * table.learning_rate_ratio
-        if decay >= 1 and (self.in_rows() or table.learning_rate_ratio != 1):
-            raise ConfigError(
-                "optimizer.table.learning_rate_ratio",
-                "leave a part of a weight at each step (learning_rate * weight_decay * ratio below 1)",
-                got=table.learning_rate_ratio,
-            )
+        table, decay, refusal = self.optimizer.table, refusal_of_decay(self.optimizer), self.refusal_of_rows()
+        if decay is not None and table.learning_rate_ratio != 1:
+            raise decay
         if self.engine.embedding == "rows" and refusal is not None:
             raise refusal.error
         if table.rule != "adamw" and not self.in_rows():

@@ -89,4 +89,6 @@ def _compare(model: PreTrainedModel, bias_V: Tensor) -> None:
     error = (model(ids_BT).logits - expected_BTV).abs().max()
     if not error <= _TOLERANCE * expected_BTV.abs().max():
         kind = type(model).__name__
-        raise UserError(f"`head` must be none, since a {kind} does more to its outputs than multiply by its embedding.")
+        raise UserError(
+            f"`head` must be none for a {kind}, but is not; it does more to its outputs than multiply by its embedding."
+        )

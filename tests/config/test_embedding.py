@@ -20,13 +20,13 @@ MANY = {"model.vocab_size": 65536}
     [
         ({}, False, None),
         ({"model.vocab_size": 65535}, False, None),
-        (MANY, True, "65,536 rows, 32,768 a rank, moved by adamw at 1 times the learning rate"),
+        (MANY, True, "65,536 rows, 32,768 a rank, updated by adamw at 1 times the learning rate"),
         (MANY | {"engine.embedding": "dense"}, False, None),
-        ({"engine.embedding": "rows"}, True, "64 rows, 32 a rank, moved by adamw at 1 times the learning rate"),
+        ({"engine.embedding": "rows"}, True, "64 rows, 32 a rank, updated by adamw at 1 times the learning rate"),
         (
             {"optimizer.table.rule": "adagrad"},
             True,
-            "64 rows, 32 a rank, moved by adagrad at 1 times the learning rate",
+            "64 rows, 32 a rank, updated by adagrad at 1 times the learning rate",
         ),
         ({"objective.name": "vanilla"}, False, None),
         (MANY | {"objective.name": "vanilla"}, False, "dense, because all ids compete"),

@@ -242,7 +242,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"objective.name": "vanilla", "optimizer.table.rule": "adagrad"},
-        "`optimizer.table` must be left out with engine.embedding: dense, but is adagrad instead.",
+        "`optimizer.table.rule` must be adamw where the embedding is dense, but is adagrad instead.",
     ),
     (
         {"objective.vanilla_weight": 0.5, "engine.embedding": "rows"},

@@ -274,7 +274,7 @@ def test_other_families_have_it_where_the_head_has_a_bias(tmp_path: Path, head: 
         (
             lambda: CohereForCausalLM(CohereConfig(**SHAPE, logit_scale=0.5, eos_token_id=0, bos_token_id=0)),
             "tied",
-            "must be none, since a CohereForCausalLM does more to its outputs than",
+            "must be none for a CohereForCausalLM, but is not; it does more to its outputs than",
         ),
     ],
 )

@@ -119,7 +119,7 @@ def test_rows_that_are_filled_again_have_forgotten_all_steps() -> None:
     moved(used, 5)
     for owned in (fresh, used):
         as_new(owned)
-    assert (used.steps, used.stale(torch.arange(6))) == (0, 0)
+    assert (used.steps, used.count_stale(torch.arange(6))) == (0, 0)
     moved(fresh, 4)
     moved(used, 4)
     assert all(torch.equal(values, used.rows[name]) for name, values in fresh.rows.items())
