@@ -18,8 +18,8 @@ import os, runpy, sys
 from megahead.train.meters import Meters
 
 note = Meters.step
-def noted(meters, report, state):
-    note(meters, report, state)
+def noted(meters, report, state, **kwargs):
+    note(meters, report, state, **kwargs)
     if state.step == 4 and os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         os._exit(9)
 Meters.step = noted

@@ -31,8 +31,8 @@ def at_step(step: int, victim: int, act: Act) -> Sabotage:
     def sabotage(rank: int) -> None:
         note = Meters.step
 
-        def noted(meters: Meters, report: Any, state: Any) -> None:
-            note(meters, report, state)
+        def noted(meters: Meters, report: Any, state: Any, **kwargs: Any) -> None:
+            note(meters, report, state, **kwargs)
             if rank == victim and state.step == step:
                 act()
 

@@ -58,9 +58,9 @@ def run_and_ask(group: Group, config: RunConfig) -> set[bool]:
     demanded: set[bool] = set()
     step = Meters.step
 
-    def asking(meters: Meters, report: Any, state: Any) -> None:
+    def asking(*args: Any, **kwargs: Any) -> None:
         demanded.add(torch.are_deterministic_algorithms_enabled())
-        step(meters, report, state)
+        step(*args, **kwargs)
 
     Meters.step = asking  # type: ignore[method-assign]
     run(group, config)
@@ -152,8 +152,8 @@ def interrupted(group: Group, config: RunConfig, at_step: int) -> str:
     """One rank, not the first, gets SIGTERM in the middle of training."""
     step = Meters.step
 
-    def step_then_signal(meters: Meters, report: Any, state: Any) -> None:
-        step(meters, report, state)
+    def step_then_signal(meters: Meters, report: Any, state: Any, **kwargs: Any) -> None:
+        step(meters, report, state, **kwargs)
         if state.step == at_step and group.rank == group.size - 1:
             os.kill(os.getpid(), signal.SIGTERM)
 
