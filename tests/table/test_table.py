@@ -103,6 +103,14 @@ def moved(owned: OwnedRows, steps: int) -> OwnedRows:
     return owned
 
 
+@pytest.mark.parametrize(
+    ("rule", "widths"), [("adamw", [WIDTH, WIDTH, WIDTH]), ("adamw_row", [WIDTH, WIDTH, 1]), ("adagrad", [WIDTH, 1])]
+)
+def test_a_rule_s_moments_are_as_wide_as_it_says(rule: str, widths: list[int]) -> None:
+    owned = OwnedRows(6, WIDTH, build_row_rule(rule, CONFIG), CPU)
+    assert [values.shape for values in owned.rows.values()] == [(6, width) for width in widths]
+
+
 def test_reading_rows_leaves_no_trace() -> None:
     owned = moved(as_new(OwnedRows(6, WIDTH, build_row_rule("adamw", CONFIG), CPU)), 5)
     before = {name: values.clone() for name, values in owned.rows.items()}, owned.touched_n.clone()
