@@ -39,7 +39,7 @@ class WithNewHead:
         if name is None:
             return self.checkpoint.blocks(key)
         first = self.checkpoint.blocks(f"weight/{EMBEDDING}") if name == HEAD else iter([first_bias(self.checkpoint)])
-        return first if key == f"weight/{name}" else (torch.zeros_like(block) for block in first)
+        return first if key.endswith(f"weight/{name}") else (torch.zeros_like(block) for block in first)
 
     def _name_of_new(self, key: str) -> str | None:
         """The parameter that `key` is of, if it is in a head that the checkpoint lacks."""
