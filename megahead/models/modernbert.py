@@ -31,7 +31,7 @@ class ModernBert(Encoder):
         self.head_size = config.head_size()
         self.rotary_base, self.local_rotary_base = config.rotary_base, config.local_rotary_base
         self.local = [config.is_local(layer) for layer in range(config.num_layers)]
-        self.reach = config.local_window // 2
+        self.window = config.local_window // 2  # to each side
         self.embedding = nn.Embedding(config.padded_vocab_size(), config.hidden_size)
         self.embedding_norm = norm()
         self.blocks = nn.ModuleList(_block(config, layer, norm) for layer in range(config.num_layers))
@@ -48,7 +48,7 @@ class ModernBert(Encoder):
     def views(self, documents: Documents) -> Sequence[tuple[Rotation, Documents]]:
         """Whole documents for global blocks, what is near for local ones; each with its rotation."""
         whole = self._rotation(documents, self.rotary_base), documents
-        near = self._rotation(documents, self.local_rotary_base), documents.within(self.reach)
+        near = self._rotation(documents, self.local_rotary_base), documents.within(self.window)
         return [near if local else whole for local in self.local]
 
     def normed(self, x: Tensor) -> Tensor:

@@ -59,17 +59,17 @@ def attend_per_document(
 ) -> Tensor:
     """One call per document: pairs across documents cost nothing. Split and joined once, so backward copies once."""
     parts = zip(*(x.flatten(0, 1).split(documents.lengths) for x in (q_BTHd, k_BTHd, v_BTHd)), strict=True)
-    outputs = [_attend_document(q, k, v, documents.reach, dropout, causal) for q, k, v in parts]
+    outputs = [_attend_document(q, k, v, documents.window, dropout, causal) for q, k, v in parts]
     return torch.cat(outputs).view_as(q_BTHd)
 
 
 def _attend_document(
-    q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, reach: int | None, dropout: float, causal: bool
+    q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, window: int | None, dropout: float, causal: bool
 ) -> Tensor:
     tokens, heads = q_THd.shape[:2]
-    if reach is None or tokens <= reach + 1:
+    if window is None or tokens <= window + 1:
         return attend_rows(q_THd[None], k_TKd[None], v_TKd[None], dropout, causal)[0]
-    return attend_near(q_THd, repeated(k_TKd, heads), repeated(v_TKd, heads), reach, dropout, causal)
+    return attend_near(q_THd, repeated(k_TKd, heads), repeated(v_TKd, heads), window, dropout, causal)
 
 
 def attend_varlen(
@@ -81,13 +81,13 @@ def attend_varlen(
     q, k, v = (x.flatten(0, 1) for x in (q_BTHd, k_BTHd, v_BTHd))
     cu_seqlens, longest = documents.cu_seqlens, q_BTHd.shape[1]
     lengths = cu_seqlens, cu_seqlens, longest, longest
-    far = -1 if documents.reach is None else documents.reach
+    far = -1 if documents.window is None else documents.window
     left, right = far, 0 if causal else far
     if dropout or not VARLEN_SHARES_KEYS:
         k, v = repeated(k, q.shape[1]), repeated(v, q.shape[1])
     if dropout:
-        window = {} if documents.reach is None else {"window_size_left": left, "window_size_right": right}
-        output = torch.ops.aten._flash_attention_forward(q, k, v, *lengths, dropout, causal, False, **window)[0]
+        sides = {} if documents.window is None else {"window_size_left": left, "window_size_right": right}
+        output = torch.ops.aten._flash_attention_forward(q, k, v, *lengths, dropout, causal, False, **sides)[0]
     else:
         shared: dict[str, Any] = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
         output = varlen_attn(q, k, v, *lengths, window_size=(left, right), **shared)
@@ -107,7 +107,7 @@ class FlashAttention:
         self, q_BTHd: Tensor, k_BTHd: Tensor, v_BTHd: Tensor, documents: Documents, dropout: float, causal: bool
     ) -> Tensor:
         """[B, T, H, d], as by `attend_masked`."""
-        cu_seqlens, longest, reach = documents.cu_seqlens, q_BTHd.shape[1], documents.reach
+        cu_seqlens, longest, window = documents.cu_seqlens, q_BTHd.shape[1], documents.window
         found = self.load()(
             *(x.flatten(0, 1) for x in (q_BTHd, k_BTHd, v_BTHd)),
             cu_seqlens_q=cu_seqlens,
@@ -116,7 +116,7 @@ class FlashAttention:
             max_seqlen_k=longest,
             causal=causal,
             deterministic=torch.are_deterministic_algorithms_enabled(),
-            **({} if reach is None else {"window_size": (reach, 0 if causal else reach)}),
+            **({} if window is None else {"window_size": (window, 0 if causal else window)}),
             **({"dropout_p": dropout} if self.supports_dropout else {}),
         )
         output: Tensor = found[0] if isinstance(found, tuple) else found  # some add the logsumexp

@@ -38,7 +38,7 @@ from megahead.nn.documents import Documents
 class Attend(Protocol):
     """[B, T, H, d]: softmax(q k / sqrt(d)) v, each token over itself and its predecessors in its document.
 
-    Without `causal` over its whole document. Of these it sees what is within the documents' reach.
+    Without `causal` over its whole document. Under local attention only what is within `documents.window` counts.
     """
 
     def __call__(
@@ -62,7 +62,7 @@ class AttentionSpec(NamedTuple):
     head_size: int
     dropout: float = 0.0
     local: bool = False
-    """Whether there are layers whose tokens see what is near them alone."""
+    """Whether there are layers with local attention, whose tokens see a window of their document."""
 
 
 def attend(
@@ -75,7 +75,7 @@ def attend(
     causal: bool = True,
 ) -> Tensor:
     """As `Attend` describes, by the best backend for these tensors."""
-    local = documents.reach is not None
+    local = documents.window is not None
     backend = choose_backend("auto", AttentionSpec(q_BTHd.device, q_BTHd.dtype, q_BTHd.shape[-1], dropout, local))
     return backend.attend(q_BTHd, k_BTHd, v_BTHd, documents, dropout, causal=causal)
 
@@ -92,14 +92,14 @@ class Backend:
     kernel: tuple[str, str] | None = None
     """Module and function; None where torch's own operators are all it takes."""
     generations: range = range(8, 100)
-    """CUDA devices (major compute capability) that `kernel` was made for."""
+    """Major compute capabilities of the CUDA devices that `kernel` was made for."""
     head_sizes: range = range(8, 257, 8)
     supports_dropout: bool = True
     """Whether it can drop attention weights."""
-    serves_local: bool = True
-    """Whether it can keep to what is within reach."""
+    supports_local: bool = True
+    """Whether it has local attention: a window to each side of a token."""
     traceable: bool = True
-    """Whether `torch.compile` can trace it: not where the host reads lengths, or where kernels are no operators."""
+    """Whether `torch.compile` can trace it: not if the host reads lengths, or a kernel is not a torch operator."""
 
     def attend(
         self,
@@ -112,7 +112,7 @@ class Backend:
         causal: bool = True,
     ) -> Tensor:
         """As `Attend` describes."""
-        if documents.are_rows and self.dense is not None:
+        if documents.need_no_mask and self.dense is not None:
             return self.dense(q_BTHd, k_BTHd, v_BTHd, dropout, causal)
         return self.varlen(q_BTHd, k_BTHd, v_BTHd, documents, dropout, causal)
 
@@ -131,7 +131,7 @@ class Backend:
             return f"it has no heads of {spec.head_size} dimensions"
         if spec.dropout and not self.supports_dropout:
             return "it has no dropout of attention weights"
-        if spec.local and not self.serves_local:
+        if spec.local and not self.supports_local:
             return "it has no local attention"
         return _missing(*self.kernel)
 
@@ -159,8 +159,8 @@ def _flash(
 _FLASH4: dict[str, Any] = {
     "generations": range(9, 13),
     "head_sizes": range(8, 129, 8),
-    "traceable": False,  # no operator of torch's
-    "serves_local": False,  # forward everywhere, backward on some devices in some versions
+    "traceable": False,  # not a torch operator
+    "supports_local": False,  # forward everywhere, backward on some devices in some versions
 }
 
 BACKENDS = {

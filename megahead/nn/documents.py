@@ -22,8 +22,8 @@ class Documents:
     one_per_row: bool
     """Whether each row is one document."""
 
-    reach: int | None
-    """How many tokens to each side a token sees; None: all of its document."""
+    window: int | None
+    """How many tokens to each side a token sees, as flash-attn's `window_size`; None: all of its document."""
 
     def __init__(
         self,
@@ -31,11 +31,11 @@ class Documents:
         cu_seqlens: Tensor | None = None,
         *,
         one_per_row: bool = False,
-        reach: int | None = None,
+        window: int | None = None,
     ) -> None:
         """`positions_BT` restart at 0 with each document. `cu_seqlens`, where they are known already, save a
         synchronisation with the GPU."""
-        self.positions_BT, self.one_per_row, self.reach = positions_BT, one_per_row, reach
+        self.positions_BT, self.one_per_row, self.window = positions_BT, one_per_row, window
         if cu_seqlens is not None:
             self.cu_seqlens = cu_seqlens
 
@@ -46,16 +46,16 @@ class Documents:
         cu_seqlens = torch.arange(0, rows * row_length + 1, row_length, dtype=torch.int32, device=device)
         return Documents(positions_1T, cu_seqlens, one_per_row=True)
 
-    def within(self, reach: int) -> Documents:
-        """The same documents, in which a token sees `reach` tokens to each side: local attention, a sliding window."""
-        if self.positions_BT.shape[1] <= reach + 1:  # every row lies within
+    def within(self, window: int) -> Documents:
+        """The same documents, in which a token sees `window` tokens to each side: local attention."""
+        if self.positions_BT.shape[1] <= window + 1:  # no row is longer
             return self
-        return Documents(self.positions_BT, self.cu_seqlens, one_per_row=self.one_per_row, reach=reach)
+        return Documents(self.positions_BT, self.cu_seqlens, one_per_row=self.one_per_row, window=window)
 
     @property
-    def are_rows(self) -> bool:
+    def need_no_mask(self) -> bool:
         """Whether all tokens of a row see each other, so that no mask is needed."""
-        return self.one_per_row and self.reach is None
+        return self.one_per_row and self.window is None
 
     @cached_property
     def starts_BT(self) -> Tensor:
@@ -85,14 +85,14 @@ class Documents:
 
     @cached_property
     def mask_BTT(self) -> Tensor:
-        """True where two tokens of an encoder see each other: they are of one document, and within reach; [1, T, T]
-        where each row is one document."""
+        """True where two tokens of an encoder see each other: they are of one document, and within the window;
+        [1, T, T] where each row is one document."""
         document_BT = self.starts_BT.cumsum(1)
         same_BTT = document_BT[:, :, None] == document_BT[:, None, :]
-        if self.reach is None:
+        if self.window is None:
             return same_BTT
         place_T = torch.arange(document_BT.shape[1], device=document_BT.device)
-        return same_BTT & ((place_T[:, None] - place_T).abs() <= self.reach)
+        return same_BTT & ((place_T[:, None] - place_T).abs() <= self.window)
 
     @cached_property
     def causal_mask_BTT(self) -> Tensor:

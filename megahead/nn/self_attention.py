@@ -122,8 +122,8 @@ def attend_at(
     targets: TargetPositions,
     dropout: float,
 ) -> Tensor:
-    """[B, M, H, d]: softmax(q k / sqrt(d)) v of M queries a row over the document of each, within its reach."""
+    """[B, M, H, d]: softmax(q k / sqrt(d)) v of M queries a row over the document of each, within its window."""
     q, k, v = (x.transpose(1, 2) for x in (q_BMHd, k_BTKd, v_BTKd))
     k, v = repeated(k, q.shape[1]), repeated(v, q.shape[1])
-    mask_B1MT = None if documents.are_rows else targets.mask(documents.mask_BTT)[:, None]
+    mask_B1MT = None if documents.need_no_mask else targets.mask(documents.mask_BTT)[:, None]
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask_B1MT, dropout_p=dropout).transpose(1, 2)

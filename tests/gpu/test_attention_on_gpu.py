@@ -19,16 +19,16 @@ LONG[1] = torch.arange(512)
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("head_size", [64, 80])
-@pytest.mark.parametrize("reach", [None, 64])
+@pytest.mark.parametrize("window", [None, 64])
 @pytest.mark.parametrize("name", BACKENDS)
 def test_every_kernel_is_within_rounding(
-    name: str, reach: int | None, head_size: int, packed: bool, causal: bool, dtype: torch.dtype
+    name: str, window: int | None, head_size: int, packed: bool, causal: bool, dtype: torch.dtype
 ) -> None:
-    spec = AttentionSpec(torch.device("cuda"), dtype, head_size, local=reach is not None)
+    spec = AttentionSpec(torch.device("cuda"), dtype, head_size, local=window is not None)
     if obstacle := BACKENDS[name].obstacle(spec):
         pytest.skip(obstacle)
     qkv = random_qkv("cuda", dtype, (2, 512, 3, head_size))
-    errors = relative_errors(BACKENDS[name].attend, qkv, LONG if packed else None, causal, reach)
+    errors = relative_errors(BACKENDS[name].attend, qkv, LONG if packed else None, causal, window)
     assert max(errors) < torch.finfo(dtype).eps
 
 

@@ -24,18 +24,20 @@ HERE = [backend.attend for backend in BACKENDS.values() if not backend.obstacle(
 @pytest.mark.parametrize("way", [attend, *HERE])
 @pytest.mark.parametrize("positions", [None, POSITIONS])
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("reach", [None, 1, 2, 3, 6])
-def test_every_way_equals_the_formula(way, positions: Tensor | None, causal: bool, reach: int | None) -> None:
-    assert max(relative_errors(way, random_qkv(), positions, causal, reach)) < 1e-12
+@pytest.mark.parametrize("window", [None, 1, 2, 3, 6])
+def test_every_way_equals_the_formula(way, positions: Tensor | None, causal: bool, window: int | None) -> None:
+    assert max(relative_errors(way, random_qkv(), positions, causal, window)) < 1e-12
 
 
 @pytest.mark.parametrize("way", [attend, *HERE])
 @pytest.mark.parametrize("positions", [None, POSITIONS])
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("reach", [2, 6])
-def test_fewer_key_heads_serve_as_many_queries_in_turn(way, positions: Tensor | None, causal: bool, reach: int) -> None:
+@pytest.mark.parametrize("window", [2, 6])
+def test_fewer_key_heads_serve_as_many_queries_in_turn(
+    way, positions: Tensor | None, causal: bool, window: int
+) -> None:
     q, k, v = random_qkv(shape=(2, 7, 6, 8))
-    documents = (Documents.whole_rows(2, 7) if positions is None else Documents(positions)).within(reach)
+    documents = (Documents.whole_rows(2, 7) if positions is None else Documents(positions)).within(window)
     k, v = k[:, :, :2], v[:, :, :2]
     whole = [x.repeat_interleave(3, 2) for x in (k, v)]
     found, expected = way(q, k, v, documents, causal=causal), way(q, *whole, documents, causal=causal)
@@ -43,9 +45,9 @@ def test_fewer_key_heads_serve_as_many_queries_in_turn(way, positions: Tensor | 
 
 
 @pytest.mark.parametrize("way", HERE)
-@pytest.mark.parametrize("reach", [None, 2])
-def test_every_way_is_within_half_precisions_rounding(way, reach: int | None) -> None:
-    errors = relative_errors(way, random_qkv(dtype=torch.bfloat16), POSITIONS, True, reach)
+@pytest.mark.parametrize("window", [None, 2])
+def test_every_way_is_within_half_precisions_rounding(way, window: int | None) -> None:
+    errors = relative_errors(way, random_qkv(dtype=torch.bfloat16), POSITIONS, True, window)
     assert max(errors) < torch.finfo(torch.bfloat16).eps
 
 
@@ -118,13 +120,13 @@ def stand_in(
 @pytest.mark.parametrize("name", ["flash2", "flash3", "flash4"])
 @pytest.mark.parametrize("positions", [None, POSITIONS])
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("reach", [None, 2])
+@pytest.mark.parametrize("window", [None, 2])
 def test_flash_attention_is_told_where_documents_begin_and_how_far_tokens_see(
-    monkeypatch, name: str, positions: Tensor | None, causal: bool, reach: int | None
+    monkeypatch, name: str, positions: Tensor | None, causal: bool, window: int | None
 ):
     module, function = BACKENDS[name].kernel
     monkeypatch.setitem(sys.modules, module, types.SimpleNamespace(**{function: stand_in}))
-    assert max(relative_errors(BACKENDS[name].attend, random_qkv(), positions, causal, reach)) < 1e-12
+    assert max(relative_errors(BACKENDS[name].attend, random_qkv(), positions, causal, window)) < 1e-12
 
 
 class Called(TorchDispatchMode):
@@ -144,13 +146,13 @@ class Called(TorchDispatchMode):
     ("dropout", "operator"), [(0.0, "torch_attn::_varlen_attn"), (0.1, "aten::_flash_attention_forward")]
 )
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("reach", [None, 2])
+@pytest.mark.parametrize("window", [None, 2])
 def test_torchs_kernel_takes_rows_of_documents_with_dropout_and_without(
-    dropout: float, operator: str, causal: bool, reach: int | None
+    dropout: float, operator: str, causal: bool, window: int | None
 ):
     """Shapes alone, on no device; what is computed needs a GPU."""
     qkv = torch.randn(3, 2, 7, 3, 8, device="meta", dtype=torch.bfloat16, requires_grad=True)
-    documents = Documents(POSITIONS.to("meta"), torch.empty(6, dtype=torch.int32, device="meta"), reach=reach)
+    documents = Documents(POSITIONS.to("meta"), torch.empty(6, dtype=torch.int32, device="meta"), window=window)
     with Called() as called:
         output = BACKENDS["varlen"].attend(*qkv, documents, dropout, causal=causal)
         (gradient,) = torch.autograd.grad(output.sum(), qkv)
@@ -159,8 +161,8 @@ def test_torchs_kernel_takes_rows_of_documents_with_dropout_and_without(
     assert all(x is documents.cu_seqlens for x in given[3:5])
     assert given[5:7] == (7, 7)
     assert not dropout or given[7:9] == (dropout, causal)
-    left, right = -1 if reach is None else reach, 0 if causal else (-1 if reach is None else reach)
-    if dropout and reach is not None:
+    left, right = -1 if window is None else window, 0 if causal else (-1 if window is None else window)
+    if dropout and window is not None:
         assert called.named[operator] == {"window_size_left": left, "window_size_right": right}
     if not dropout:
         assert given[9] == [left, right]

@@ -62,12 +62,12 @@ def test_whole_rows_are_documents_without_a_mask_of_their_own():
     assert torch.equal(whole.positions_BT.expand(3, 5), spelled_out.positions_BT)
 
 
-@pytest.mark.parametrize("reach", [1, 2, 3])
-def test_within_reach_a_token_sees_its_document_to_both_sides_as_far_as_that(reach: int) -> None:
-    near = Documents(POSITIONS).within(reach)
+@pytest.mark.parametrize("window", [1, 2, 3])
+def test_within_a_window_a_token_sees_its_document_to_both_sides_as_far_as_that(window: int) -> None:
+    near = Documents(POSITIONS).within(window)
     for row, starts in enumerate([[0, 0, 0, 3, 3], [0, 1, 1, 1, 1]]):
         for one in range(5):
-            seen = [starts[one] == starts[other] and abs(one - other) <= reach for other in range(5)]
+            seen = [starts[one] == starts[other] and abs(one - other) <= window for other in range(5)]
             assert near.mask_BTT[row, one].tolist() == seen
             assert near.causal_mask_BTT[row, one].tolist() == [see and other <= one for other, see in enumerate(seen)]
     assert near.cu_seqlens.tolist() == [0, 3, 5, 6, 10]
@@ -76,6 +76,6 @@ def test_within_reach_a_token_sees_its_document_to_both_sides_as_far_as_that(rea
 def test_rows_that_are_within_reach_need_no_mask_and_longer_ones_do() -> None:
     whole = Documents.whole_rows(2, 5)
     assert whole.within(4) is whole
-    assert whole.are_rows
-    assert not whole.within(3).are_rows
+    assert whole.need_no_mask
+    assert not whole.within(3).need_no_mask
     assert whole.within(3).one_per_row

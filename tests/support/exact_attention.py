@@ -13,12 +13,12 @@ POSITIONS = torch.tensor([[0, 1, 2, 3, 0, 1, 2], [0, 0, 0, 1, 2, 3, 4]])
 """Of two rows; the second begins with documents of one token."""
 
 
-def seen(positions_BT: Tensor, causal: bool, reach: int | None = None) -> Tensor:
-    """[B, T, T] bool: which tokens each token reads, at most `reach` away."""
+def seen(positions_BT: Tensor, causal: bool, window: int | None = None) -> Tensor:
+    """[B, T, T] bool: which tokens each token reads, at most `window` away."""
     document_BT = (positions_BT == 0).cumsum(1)
     same_BTT = document_BT[:, :, None] == document_BT[:, None, :]
-    if reach is not None:
-        same_BTT = same_BTT.triu(-reach).tril(reach)
+    if window is not None:
+        same_BTT = same_BTT.triu(-window).tril(window)
     return same_BTT.tril() if causal else same_BTT
 
 
@@ -44,19 +44,19 @@ def value_and_gradient(output: Tensor, qkv: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def relative_errors(
-    attend: Attend, qkv: Tensor, positions: Tensor | None, causal: bool, reach: int | None = None
+    attend: Attend, qkv: Tensor, positions: Tensor | None, causal: bool, window: int | None = None
 ) -> list[float]:
     """|| found - exact || / || exact || of value and gradient; exact is the formula in float64 on the same qkv.
 
-    Without `positions` each row is one document. `reach`: of local attention.
+    Without `positions` each row is one document. `window`: of local attention.
     """
     exact_qkv = qkv.detach().double().cpu().requires_grad_()
     rows, length = qkv.shape[1:3]
     whole = torch.arange(length).expand(rows, length)
-    mask_BTT = seen(whole if positions is None else positions, causal, reach)
+    mask_BTT = seen(whole if positions is None else positions, causal, window)
     exact = value_and_gradient(formula(*exact_qkv, mask_BTT), exact_qkv)
     whole_rows = Documents.whole_rows(rows, length, qkv.device)
     documents = whole_rows if positions is None else Documents(positions.to(qkv.device))
-    documents = documents if reach is None else documents.within(reach)
+    documents = documents if window is None else documents.within(window)
     found = value_and_gradient(attend(*qkv, documents, causal=causal), qkv)
     return [float((f.double().cpu() - e).norm() / e.norm()) for f, e in zip(found, exact, strict=True)]
