@@ -1,4 +1,7 @@
-"""One vocabulary's tokens in another's: which both have, and which pieces say the others."""
+"""Maps a new vocabulary to an old one: which tokens both have, and which old tokens make up each of the others.
+
+V ids of the new vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -10,68 +13,73 @@ from megahead.corpus.spelling import ROLES, SpelledVocabulary
 
 @dataclass(frozen=True)
 class Translation:
-    """By new id, what it is in old ids."""
+    """What each new id is in old ids."""
 
-    old_ids: int
+    old_size: int
+    """How many ids the old vocabulary has."""
+
     kept_V: list[int | None]
-    """The old id of the same bytes, or of the same special role; None where there is none."""
+    """The old id of the same bytes, or of the same special role; None for tokens that are not kept."""
 
     pieces_V: list[list[int]]
-    """Old ids that together say a token that is not kept; none where it cannot be said."""
+    """For a token that is not kept, the old ids whose bytes make it up; empty where none do."""
 
     def counts(self) -> tuple[int, int, int]:
-        """Tokens kept, said by pieces, and new."""
+        """Tokens that are kept, made up of pieces, and neither."""
         kept = sum(id_ is not None for id_ in self.kept_V)
         pieced = sum(bool(pieces) for pieces in self.pieces_V)
         return kept, pieced, len(self.kept_V) - kept - pieced
 
     def only_renumbers(self) -> bool:
         """Whether all tokens of both vocabularies are kept, each once."""
-        return set(self.kept_V) == {*range(self.old_ids)} and len(self.kept_V) == self.old_ids
+        return set(self.kept_V) == {*range(self.old_size)} and len(self.kept_V) == self.old_size
 
 
 def translate(old: SpelledVocabulary, new: SpelledVocabulary, roles: Mapping[str, int]) -> Translation:
-    """What each token of `new` is in `old`; `roles`: old ids of special roles that the model itself names."""
+    """What each token of `new` is in `old`; `roles`: old ids of special tokens by role (a key of ROLES), where the
+    model's config names them."""
     known = _Known.of(old)
     kept = [_kept(id_, old, new, known, roles) for id_ in range(len(new.spellings))]
     wanted = [id_ for id_, text in enumerate(new.text) if text and kept[id_] is None]
-    said = _pieces([new.text[id_] or b"" for id_ in wanted], old, known)
+    found = _pieces([new.text[id_] or b"" for id_ in wanted], old, known)
     pieces: list[list[int]] = [[] for _ in new.spellings]
-    for id_, found in zip(wanted, said, strict=True):
-        pieces[id_] = found
+    for id_, old_ids in zip(wanted, found, strict=True):
+        pieces[id_] = old_ids
     return Translation(len(old.spellings), kept, pieces)
 
 
 @dataclass(frozen=True)
 class _Known:
-    """The old ids of what stands for text."""
+    """Old tokens that stand for text, by their bytes."""
 
     by_bytes: dict[bytes, int]
-    by_both: dict[tuple[bytes, str], int]
-    """By bytes and spelling: SentencePiece may have a byte twice, as itself and to fall back on."""
+    by_bytes_and_spelling: dict[tuple[bytes, str], int]
+    """SentencePiece may have a byte twice: as a character and as a fallback, `<0x41>`."""
 
     longest: int
+    """Bytes of the longest."""
 
     @staticmethod
     def of(vocabulary: SpelledVocabulary) -> _Known:
         by_bytes: dict[bytes, int] = {}
-        by_both: dict[tuple[bytes, str], int] = {}
+        by_bytes_and_spelling: dict[tuple[bytes, str], int] = {}
         for id_, (text, spelled) in enumerate(zip(vocabulary.text, vocabulary.spellings, strict=True)):
             if text and spelled is not None:
-                by_both[text, spelled] = id_
+                by_bytes_and_spelling[text, spelled] = id_
                 if text not in by_bytes or not spelled.startswith("<0x"):
                     by_bytes[text] = id_
-        return _Known(by_bytes, by_both, max(map(len, by_bytes), default=0))
+        return _Known(by_bytes, by_bytes_and_spelling, max(map(len, by_bytes), default=0))
 
 
 def _kept(
     id_: int, old: SpelledVocabulary, new: SpelledVocabulary, known: _Known, roles: Mapping[str, int]
 ) -> int | None:
+    """The old id of a new token: of the same bytes (in the same spelling, if two have them), or of the same role."""
     text, spelled = new.text[id_], new.spellings[id_]
     if spelled is None:
         return None
     if text is not None:
-        return known.by_both.get((text, spelled), known.by_bytes.get(text))
+        return known.by_bytes_and_spelling.get((text, spelled), known.by_bytes.get(text))
     if spelled in old.special:
         return old.special[spelled]
     role = next((role for role, names in ROLES.items() if spelled in names), None)
@@ -79,8 +87,9 @@ def _kept(
 
 
 def _pieces(tokens: Sequence[bytes], old: SpelledVocabulary, known: _Known) -> list[list[int]]:
-    """Old ids of each token: the old tokenizer's own where they have just its bytes, else the longest that fit from
-    left to right, else what the tokenizer makes of it (in lower case, say) but for unknown tokens."""
+    """The old ids that make up each token. They are what the old tokenizer encodes it as, if that is just its bytes;
+    else the longest old tokens that match from left to right; else what the old tokenizer encodes it as after all
+    (because it lower-cases, say), without unknown tokens."""
     found = []
     for token, ids in zip(tokens, old.tokenizer.encode_batch([_readable(token) for token in tokens]), strict=True):
         exact = b"".join(old.text[id_] or b"" for id_ in ids) == token
@@ -90,7 +99,7 @@ def _pieces(tokens: Sequence[bytes], old: SpelledVocabulary, known: _Known) -> l
 
 
 def _readable(token: bytes) -> str:
-    """Its text; none where it is not made of whole characters."""
+    """Its text; empty where its bytes are not whole characters."""
     try:
         return token.decode()
     except UnicodeDecodeError:
@@ -98,7 +107,7 @@ def _readable(token: bytes) -> str:
 
 
 def _longest(token: bytes, known: _Known) -> list[int]:
-    """The longest known piece at each place, from left to right; none where a byte is in no piece."""
+    """The longest old token at each position, from left to right; empty where one matches nowhere."""
     ids, at = [], 0
     while at < len(token):
         ends = range(min(len(token), at + known.longest), at, -1)

@@ -63,8 +63,8 @@ class Blend:
         part_B, own_B = self.locate(np.asarray(sample_indices, np.int64))
         rows = np.empty((len(part_B), self.sequence_length + 1), np.int64)
         for part in np.unique(part_B):
-            (members,) = np.nonzero(part_B == part)
-            rows[members] = self.parts[part].rows(own_B[members])
+            (slots,) = np.nonzero(part_B == part)
+            rows[slots] = self.parts[part].rows(own_B[slots])
         return rows
 
     def document_starts(self, sample_indices: Sequence[int] | Array) -> Array | None:

@@ -9,7 +9,8 @@ belong to other data. Each process writes a file of its own and renames it when 
     one line of JSON, 256 bytes     starts  R+1 x i64     first tokens  P x i64     lengths  P x i32
 
 R rows, R1 = R + 1, P pieces, B samples of a batch, T targets per row.
-Row r is the pieces starts[r] to starts[r + 1], each a span of the dataset's tokens.
+Row r is the pieces starts[r] to starts[r + 1], each a span of the dataset's tokens. A row of this table becomes a
+sample: the one at the place that the epoch's order gives it, written to a slot (a row) of the batch.
 """
 
 from __future__ import annotations
@@ -69,23 +70,23 @@ class PackedSamples(Samples):
         """bool [B, T+1]: where the pieces of each row begin, whether or not documents are closed by end tokens."""
         epochs_B, places_B = np.divmod(np.asarray(sample_indices, np.int64), self.per_epoch)
         document_starts = np.zeros((len(places_B), self.sequence_length + 1), bool)
-        for member, (epoch, place) in enumerate(zip(epochs_B.tolist(), places_B.tolist(), strict=True)):
+        for slot, (epoch, place) in enumerate(zip(epochs_B.tolist(), places_B.tolist(), strict=True)):
             (row,) = self._order(epoch).take(np.array([place]))
             lengths = self.table.lengths_P[self.table.starts_R1[row] : self.table.starts_R1[row + 1]]
-            document_starts[member, np.cumsum(lengths) - lengths] = True
+            document_starts[slot, np.cumsum(lengths) - lengths] = True
         return document_starts
 
     def _epoch_order(self, epoch: int) -> FeistelOrder:
         return FeistelOrder(self.per_epoch, derive_seed(self.seed, epoch, 0))
 
-    def _fill(self, rows: Array, members: Array, epoch: int, places: Array) -> None:
-        rows[members] = PADDING
+    def _fill(self, rows: Array, slots: Array, epoch: int, places: Array) -> None:
+        rows[slots] = PADDING
         table = self.table
-        for member, row in zip(members.tolist(), self._order(epoch).take(places).tolist(), strict=True):
+        for slot, row in zip(slots.tolist(), self._order(epoch).take(places).tolist(), strict=True):
             at = 0
             for piece in range(table.starts_R1[row], table.starts_R1[row + 1]):
                 length = int(table.lengths_P[piece])
-                rows[member, at : at + length] = self.dataset.read(int(table.firsts_P[piece]), length)
+                rows[slot, at : at + length] = self.dataset.read(int(table.firsts_P[piece]), length)
                 at += length
 
     def _first_tokens(self, epoch: int, places: Array) -> Array:

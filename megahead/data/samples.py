@@ -1,6 +1,7 @@
 """Which span of a dataset's tokens sample k is: a pure function of (dataset, row length, seed, k).
 
 It does not depend on ranks, batches or progress, so a run resumes at any sample and on any mesh with the same order.
+Sample k has place k % `per_epoch` in epoch k // `per_epoch`.
 """
 
 from __future__ import annotations
@@ -43,22 +44,22 @@ class Samples(ABC):
         rows = np.empty((len(indices_B), self.sequence_length + 1), np.int64)
         epochs_B, places_B = np.divmod(indices_B, self.per_epoch)
         for epoch in set(epochs_B.tolist()):
-            (members,) = np.nonzero(epochs_B == epoch)
-            self._fill(rows, members, epoch, places_B[members])
+            (slots,) = np.nonzero(epochs_B == epoch)
+            self._fill(rows, slots, epoch, places_B[slots])
         return rows
 
     def document_starts(self, sample_indices: Sequence[int] | Array) -> Array | None:
         """bool [B, T+1]: where a document is known to begin; None if the only sign is the end token before it."""
         return None
 
-    def _fill(self, rows: Array, members: Array, epoch: int, places: Array) -> None:
-        """Writes the samples at `places` of this epoch into `rows[members]`."""
+    def _fill(self, rows: Array, slots: Array, epoch: int, places: Array) -> None:
+        """Writes the samples at `places` of this epoch into `rows[slots]`; a slot is a row of the batch."""
         length = self.sequence_length + 1
         firsts = self._first_tokens(epoch, places).tolist()
         if self.dataset.random_access:
             for first in firsts:  # all at once, so that the disk reads them in parallel
                 self.dataset.will_read(first, length)
-        for row, first in zip(members.tolist(), firsts, strict=True):
+        for row, first in zip(slots.tolist(), firsts, strict=True):
             rows[row] = self.dataset.read(first, length)
 
     @abstractmethod
@@ -111,9 +112,9 @@ class StoredSamples(Samples):
             self._check(dataset, i, sequence_length)
         super().__init__(dataset, sequence_length, len(dataset), min_tokens=sequence_length + 1)
 
-    def _fill(self, rows: Array, members: Array, epoch: int, places: Array) -> None:
-        for member, place in zip(members.tolist(), places.tolist(), strict=True):
-            rows[member] = self._check(self.dataset, place, self.sequence_length)
+    def _fill(self, rows: Array, slots: Array, epoch: int, places: Array) -> None:
+        for slot, place in zip(slots.tolist(), places.tolist(), strict=True):
+            rows[slot] = self._check(self.dataset, place, self.sequence_length)
 
     def _first_tokens(self, epoch: int, places: Array) -> Array:
         return places * (self.sequence_length + 1)

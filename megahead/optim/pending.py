@@ -7,8 +7,10 @@ A weight p with moments m, v after step s has after step t = s + n, without grad
     E_j = eps sqrt(1 - b2^{s+j}) b2^{-j/2}
 
 where W is what weight decay leaves. b1 < sqrt(b2) makes the sum die out within a window of steps. Four nodes of Gauss
-quadrature stand for it; all terms are added where its terms are no slope: near the first step, where the corrections of
-bias are singular, and where the learning rate jumped.
+quadrature stand for it, which is exact for terms that change smoothly with j. Where they do not, all terms are added:
+near the first step, where Adam's bias correction is singular, and where the learning rate jumped.
+
+`touched` is s, the step of a row's last update.
 """
 
 from __future__ import annotations
@@ -39,40 +41,40 @@ def window_of(betas: tuple[float, float]) -> float:
 
 @dataclass(frozen=True)
 class Owed:
-    """For steps s, what a row touched then is owed now; S steps, K summands (float64)."""
+    """What later steps would have done to rows last updated at each of S steps, as K summands (float64)."""
 
     kept_S: Floats
-    """W(s, t)."""
+    """W(s, t), what weight decay leaves."""
     weights_SK: Floats
     """A at the nodes, or at every term."""
     offsets_SK: Floats
     """E there."""
     first_S: Floats
-    """b1^n."""
+    """b1^n, the factor of the first moment."""
     second_S: Floats
-    """b2^n."""
+    """b2^n, that of the second."""
 
-    def together(self) -> Floats:
-        """[S, 3 + 2 K]: W, b1^n, b2^n, then A and E by turns."""
-        by_turns = np.stack([self.weights_SK, self.offsets_SK], 2)
-        by_turns = by_turns.reshape(len(self.kept_S), 2 * self.weights_SK.shape[1])
-        return np.concatenate([np.stack([self.kept_S, self.first_S, self.second_S], 1), by_turns], 1)
+    def columns(self) -> Floats:
+        """[S, 3 + 2 K]: W, b1^n, b2^n, then A and E in turn."""
+        in_turn = np.stack([self.weights_SK, self.offsets_SK], 2)
+        in_turn = in_turn.reshape(len(self.kept_S), 2 * self.weights_SK.shape[1])
+        return np.concatenate([np.stack([self.kept_S, self.first_S, self.second_S], 1), in_turn], 1)
 
 
 class PendingUpdates:
-    """Answers `owed` from a history of rates that grows as steps are applied."""
+    """The updates that stale rows wait for, from a history of learning rates that grows as steps are applied."""
 
     def __init__(self, betas: tuple[float, float], eps: float, history: RateHistory) -> None:
         self._betas, self._eps, self._history = betas, eps, history
         self._window = int(min(window_of(betas), LONGEST_WINDOW))
         self._ratio = betas[0] / math.sqrt(betas[1]) if betas[0] else 0.0
         self._powers = self._ratio ** np.arange(1, self._window + 1)
-        self._nodes, self._basis = _rules(self._ratio, self._window)
-        self._corrected = Column(0.0)  # rates, with Adam's corrections of bias, by step
+        self._nodes, self._basis = _quadrature(self._ratio, self._window)
+        self._corrected = Column(0.0)  # rates with Adam's bias correction, by step
         self._settled = Column(np.zeros(NODES))  # sums over the whole window behind a step
 
-    def follow(self) -> None:
-        """Takes note of what the history has had since: some 0.1 ms a step, whatever the number of rows."""
+    def _extend(self) -> None:
+        """Continues both columns to the history's last step: some 0.1 ms a step, whatever the number of rows."""
         b1, b2 = self._betas
         steps = np.arange(len(self._corrected), self._history.steps + 1)
         self._corrected.extend(self._history.rate(steps) * np.sqrt(1 - b2**steps) / (1 - b1**steps))
@@ -80,17 +82,17 @@ class PendingUpdates:
         for part in np.array_split(behind, len(behind) // 4096 + 1):
             self._settled.extend(self._at_nodes(part, np.full(len(part), self._window)))
 
-    def uneven(self, touched: Ints) -> NDArray[np.bool_]:
-        """Whether the sum of a row touched then has to be added term by term."""
+    def needs_every_term(self, touched: Ints) -> NDArray[np.bool_]:
+        """Whether all terms have to be added for rows last updated at these steps: quadrature would not be exact."""
         until = np.minimum(touched + self._window, self._history.steps)
         jumps = self._history.jumps(np.minimum(touched + 1, until), until)
-        asleep = (touched > 0) & (touched < self._history.steps)
-        answer: NDArray[np.bool_] = asleep & ((touched < EARLY_STEPS) | (jumps > 0))
+        stale = (touched > 0) & (touched < self._history.steps)
+        answer: NDArray[np.bool_] = stale & ((touched < EARLY_STEPS) | (jumps > 0))
         return answer
 
     def owed(self, touched: Ints) -> Owed:
-        """By NODES nodes, for steps that are not `uneven`."""
-        self.follow()
+        """By quadrature; for steps of which `needs_every_term` is false."""
+        self._extend()
         gaps = np.minimum(self._history.steps - touched, self._window)
         weights, fresh = np.empty((len(touched), NODES)), gaps < self._window
         weights[fresh] = self._at_nodes(touched[fresh], gaps[fresh])
@@ -98,8 +100,8 @@ class PendingUpdates:
         return self._with(touched, weights, self._offsets(touched[:, None], self._nodes[gaps]))
 
     def owed_term_by_term(self, touched: Ints) -> Owed:
-        """By every term, for any steps."""
-        self.follow()
+        """By adding every term; for any steps."""
+        self._extend()
         now = self._history.steps
         longest = min(self._window, int(np.max(now - touched, initial=1)))
         terms = np.arange(1, longest + 1)
@@ -126,8 +128,8 @@ class PendingUpdates:
         return offsets
 
 
-def _rules(ratio: float, window: int) -> tuple[Floats, Floats]:
-    """For each gap up to `window`: its nodes [gap, NODES], and what each term counts there [gap, NODES, window]."""
+def _quadrature(ratio: float, window: int) -> tuple[Floats, Floats]:
+    """For each gap up to `window`: its nodes [gap, NODES], and the weight of each term there [gap, NODES, window]."""
     gaps, places = np.arange(window + 1), np.arange(1.0, window + 1)
     nodes = gauss_nodes(ratio, NODES, gaps)
     return nodes, lagrange_basis(nodes, places) * (places <= gaps[:, None])[:, None]

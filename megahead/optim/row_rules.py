@@ -66,8 +66,8 @@ class DeferredAdamW(RowRule):
 
     def catch_up_(self, rows: Rows, touched_n: Tensor) -> None:
         steps_S, place_n = np.unique(touched_n.numpy().astype(np.int64), return_inverse=True)
-        uneven_S = self._pending.uneven(steps_S)
-        parts = (~uneven_S, self._pending.owed), (uneven_S, self._pending.owed_term_by_term)
+        every_term_S = self._pending.needs_every_term(steps_S)
+        parts = (~every_term_S, self._pending.owed), (every_term_S, self._pending.owed_term_by_term)
         for wanted_S, owed_by in parts:
             if wanted_S.all():
                 _settle_(rows, owed_by(steps_S), place_n)
@@ -124,9 +124,9 @@ def build_row_rule(name: str, config: OptimizerConfig) -> RowRule:
 
 
 def _settle_(rows: Rows, owed: Owed, place_n: Ints) -> None:
-    """What rows are owed, those of each step in its place of `owed`; one pass over them for each summand."""
+    """Applies what rows are owed; row i stands at `owed`'s step place_n[i]. One pass over them for each summand."""
     weight, mean, square = rows[WEIGHT], rows["exp_avg"], rows["exp_avg_sq"]
-    kept, first, second, *summands = _columns(owed.together(), place_n, weight)
+    kept, first, second, *summands = _columns(owed.columns(), place_n, weight)
     root, total = square.sqrt(), torch.zeros_like(square)
     for share, offset in zip(summands[0::2], summands[1::2], strict=True):
         total.addcdiv_(share.expand_as(root), root + offset)

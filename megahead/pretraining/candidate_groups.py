@@ -22,7 +22,7 @@ _PURPOSE = 0xCA4D1DA7E5  # makes these draws independent of others from the run'
 
 @dataclass(frozen=True)
 class CandidateGroups:
-    """Makes the candidates of a rank's micro-batches, which do not depend on the number of ranks."""
+    """Chooses the candidates of a rank's micro-batches: the same for a sample on any number of ranks."""
 
     objective: Objective
     group_samples: int
@@ -30,24 +30,26 @@ class CandidateGroups:
     seed: int
 
     def choose(
-        self, first_sample: int, batches: list[Batch], sizes_RA: Tensor, ranks: Group
+        self, first_sample: int, batches: list[Batch], counts_RA: Tensor, ranks: Group
     ) -> list[tuple[Candidates, ...]]:
         """For each micro-batch, the candidates of each candidate group with samples in it.
 
-        The global batch begins at `first_sample`; rank r of R has its micro-batches k * R + r, with sizes_RA[r, k]
+        The global batch begins at `first_sample`; rank r of R has its micro-batches k * R + r, with counts_RA[r, k]
         targets. Collective where groups are larger than micro-batches: one all-gather of ids.
         """
         if self.group_samples <= self.micro_size:
             starts = [first_sample + (k * ranks.size + ranks.rank) * self.micro_size for k in range(len(batches))]
             return [self._within(start, batch) for start, batch in zip(starts, batches, strict=True)]
-        ids = gather_targets([batch.target_ids_N for batch in batches], sizes_RA, ranks)
-        members = self.group_samples // self.micro_size
+        ids = gather_targets([batch.target_ids_N for batch in batches], counts_RA, ranks)
+        per_group = self.group_samples // self.micro_size  # micro-batches
         mine = [k * ranks.size + ranks.rank for k in range(len(batches))]
         pools = {
-            index: self._pool(first_sample + index * self.group_samples, torch.cat(ids[index * members :][:members]))
-            for index in {place // members for place in mine}
+            group: self._pool(
+                first_sample + group * self.group_samples, torch.cat(ids[group * per_group :][:per_group])
+            )
+            for group in {k // per_group for k in mine}
         }
-        return [(pools[p // members].candidates(b.target_ids_N),) for p, b in zip(mine, batches, strict=True)]
+        return [(pools[k // per_group].candidates(b.target_ids_N),) for k, b in zip(mine, batches, strict=True)]
 
     def _within(self, first_sample: int, batch: Batch) -> tuple[Candidates, ...]:
         """The candidates of each group of a micro-batch that holds complete groups and begins at `first_sample`."""
@@ -56,23 +58,25 @@ class CandidateGroups:
         sizes = torch.searchsorted(batch.target_index_N, ends).diff(prepend=torch.zeros(1, dtype=torch.int64))
         groups = batch.target_ids_N.split(sizes.tolist())
         return tuple(
-            self._pool(first_sample + place * self.group_samples, ids).candidates(ids)
-            for place, ids in enumerate(groups)
+            self._pool(first_sample + group * self.group_samples, ids).candidates(ids)
+            for group, ids in enumerate(groups)
         )
 
     def _pool(self, first_sample: int, target_ids_G: Tensor) -> Pool:
         return self.objective.pool(target_ids_G, seed=derive_seed(self.seed, first_sample, _PURPOSE))
 
 
-def gather_targets(mine: list[Tensor], sizes_RA: Tensor, ranks: Group) -> list[Tensor]:
+def gather_targets(mine: list[Tensor], counts_RA: Tensor, ranks: Group) -> list[Tensor]:
     """The target ids of every micro-batch of the global batch, in the order of their samples, on every rank.
 
-    `mine`: those of this rank's A micro-batches; sizes_RA: the number of targets of each. One all-gather, of as many
-    4-byte ids as the rank with most targets has.
+    `mine`: those of this rank's A micro-batches; counts_RA: how many each micro-batch of each rank has. One all-gather,
+    of as many 4-byte ids as the rank with most targets has.
     """
     local = torch.cat(mine)
-    padded = local.new_zeros(int(sizes_RA.sum(1).max()), dtype=torch.int32)
+    padded = local.new_zeros(int(counts_RA.sum(1).max()), dtype=torch.int32)
     padded[: len(local)] = local
     gathered_R = ranks.all_gather(padded)
-    by_rank = [row[: sum(sizes)].long().split(sizes) for row, sizes in zip(gathered_R, sizes_RA.tolist(), strict=True)]
-    return [parts[k] for k in range(sizes_RA.shape[1]) for parts in by_rank]
+    by_rank = [
+        ids[: sum(counts)].long().split(counts) for ids, counts in zip(gathered_R, counts_RA.tolist(), strict=True)
+    ]
+    return [parts[k] for k in range(counts_RA.shape[1]) for parts in by_rank]

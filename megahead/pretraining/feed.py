@@ -69,10 +69,10 @@ class Feed:
         ranks = self._group.size
         accumulation = self._batch.accumulation_steps(ranks)
         batches = [self._reader.read(self.samples(first_sample, k, self._group.rank)) for k in range(accumulation)]
-        sizes_RA = self._group.all_gather(torch.tensor([batch.target_ids_N.numel() for batch in batches]))
-        targets = int(sizes_RA.sum())
+        counts_RA = self._group.all_gather(torch.tensor([batch.target_ids_N.numel() for batch in batches]))
+        targets = int(counts_RA.sum())
         scale = ranks * accumulation / max(targets, 1)
-        candidates = self._candidate_groups.choose(first_sample, batches, sizes_RA, self._group)
+        candidates = self._candidate_groups.choose(first_sample, batches, counts_RA, self._group)
         micro_batches = [MicroBatch(*pair, scale) for pair in zip(batches, candidates, strict=True)]
         staged = [micro.staged(self._device) for micro in micro_batches]
         return StepBatches(staged, targets, mean_candidates(micro_batches), self._plan(staged))

@@ -1,6 +1,6 @@
 """The rows of one step on one rank: looked up in its forward passes, their gradients gathered in the backward passes.
 
-U rows fetched, O rows owned and asked for, D features.
+U rows fetched, O rows that this rank owns and any rank asks for, D features. *Places* are indices into the U rows.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from megahead.table.plan import RowPlan
 class FetchedRows:
     """What came from the owners, and what will go back to them once the step's last backward pass is done."""
 
-    def __init__(self, plan: RowPlan, taken: Rows, mesh: Mesh, dtype: torch.dtype) -> None:
-        """`taken`: the rows that this rank is asked for, up to date; `dtype`: of looked-up rows. Collective."""
-        self.taken = taken
+    def __init__(self, plan: RowPlan, served: Rows, mesh: Mesh, dtype: torch.dtype) -> None:
+        """`served`: the O rows, up to date; `dtype`: of looked-up rows. Collective."""
+        self.served = served
         self.sums_OD: Tensor | None = None
-        """Gradients of `taken`, over all micro-batches and ranks, on average over data ranks."""
-        self._plan, self._mesh = plan.to(taken[WEIGHT].device), mesh
-        self._rows_UD = rows_from_owners(taken[WEIGHT], self._plan, mesh.world_group).to(dtype)
+        """Gradients of `served`, over all micro-batches and ranks, on average over data ranks."""
+        self._plan, self._mesh = plan.to(served[WEIGHT].device), mesh
+        self._rows_UD = rows_from_owners(served[WEIGHT], self._plan, mesh.world_group).to(dtype)
         self._gradients_UD: Tensor | None = None
         self._lookups_left = plan.num_lookups
 
@@ -43,7 +43,7 @@ class FetchedRows:
         return F.embedding(places, self._rows_UD)
 
     def add_gradients(self, places: Tensor, gradients: Tensor) -> Tensor | None:
-        """Of one backward pass; after the last one the length of all rows' gradients together. Collective then."""
+        """Of one backward pass; after the last one the norm of all rows' gradients together. Collective then."""
         passed_UD = torch.ops.aten.embedding_dense_backward(
             gradients.float(), places, len(self._rows_UD), padding_idx=-1, scale_grad_by_freq=False
         )
@@ -59,7 +59,8 @@ class FetchedRows:
 
 
 class _LookUp(torch.autograd.Function):
-    """Sends gradients to `fetched`, and to the ballast a gradient as long as they are together once that is known."""
+    """Hands gradients to `fetched`; the ballast's gradient is 0, but in the last backward pass has the norm of all
+    rows' gradients together."""
 
     @staticmethod
     def forward(ctx: Any, ballast: Tensor, fetched: FetchedRows, places: Tensor, num_duplicates: int) -> Tensor:
@@ -71,17 +72,17 @@ class _LookUp(torch.autograd.Function):
     def backward(ctx: Any, gradients: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         (places,) = ctx.saved_tensors
         counted = gradients.reshape(-1, gradients.shape[-1])[ctx.num_duplicates :]
-        length = ctx.fetched.add_gradients(places.flatten()[ctx.num_duplicates :], counted)
-        return ctx.zeros if length is None else vector_of_length(length, ctx.zeros), None, None, None
+        norm = ctx.fetched.add_gradients(places.flatten()[ctx.num_duplicates :], counted)
+        return ctx.zeros if norm is None else vector_of_norm(norm, ctx.zeros), None, None, None
 
 
-def vector_of_length(length: Tensor, like: Tensor) -> Tensor:
-    """Positive numbers as many and in the format of `like`, whose squares add up to length^2 but for 1e-5 of it.
+def vector_of_norm(norm: Tensor, like: Tensor) -> Tensor:
+    """Positive numbers as many and in the format of `like`, whose squares add up to norm^2 but for 1e-5 of it.
 
     In half precision some are rounded up and the others down, in the shares that leave the sum as it is.
     """
     kind, count = torch.finfo(like.dtype), like.numel()
-    each = length.double() / math.sqrt(count)
+    each = norm.double() / math.sqrt(count)
     spacing = (kind.eps * torch.exp2(torch.frexp(each).exponent - 1.0)).clamp_min(kind.smallest_normal * kind.eps)
     shares = (torch.arange(count, device=like.device, dtype=torch.float64) + 0.5) / count
     return (torch.floor(each / spacing + shares) * spacing).to(like.dtype).view_as(like)

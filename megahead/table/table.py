@@ -2,7 +2,7 @@
 
 The table is no parameter. What makes it count in the global gradient norm, in clipping, and where something is not
 finite, is a parameter of a few numbers that does nothing else, the *ballast*: in the last backward pass of a step
-row gradients go to their owners, and the ballast's gradient becomes as long as theirs together. Whoever reduces,
+row gradients go to their owners, and the ballast's gradient gets the norm of all of them together. Whoever reduces,
 measures and clips gradients, at any ZeRO stage and in any precision, then deals with the table without knowing it.
 """
 
@@ -85,8 +85,8 @@ class RowTable(nn.Module):
         fetched = self._fetched
         if fetched is None or fetched.sums_OD is None:
             raise RuntimeError("rows are updated once, after the last backward pass since they were fetched")
-        self.owned.rule.step_(fetched.taken, fetched.sums_OD.mul_(scale), learning_rate * self._rate_ratio)
-        self.owned.put(self._plan.owned_O, fetched.taken)
+        self.owned.rule.step_(fetched.served, fetched.sums_OD.mul_(scale), learning_rate * self._rate_ratio)
+        self.owned.put(self._plan.owned_O, fetched.served)
         self.discard()
 
     def discard(self) -> None:

@@ -1,4 +1,4 @@
-"""A few nodes stand for every step that a row slept through."""
+"""A few nodes stand for every step that did not update a row."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ def test_what_is_told_step_by_step_is_told_at_once() -> None:
         history.push(float(rate))
         grown.owed(np.array([history.steps // 2]))
     given = PendingUpdates((0.9, 0.98), 1e-8, RateHistory(0.1, rates))
-    for ours, theirs in zip(*(each.owed(np.arange(701)).together().T for each in (grown, given)), strict=True):
+    for ours, theirs in zip(*(each.owed(np.arange(701)).columns().T for each in (grown, given)), strict=True):
         np.testing.assert_array_equal(ours, theirs)
 
 
-def test_early_steps_and_jumps_are_uneven() -> None:
+def test_early_steps_and_jumps_need_every_term() -> None:
     rates = np.full(1000, 1e-3)
     rates[500:] = 1e-4
     pending = PendingUpdates((0.9, 0.95), 1e-8, RateHistory(0.0, rates))
-    uneven = pending.uneven(np.array([0, 1, 63, 64, 200, 300, 499, 500, 999, 1000]))
-    assert uneven.tolist() == [False, True, True, False, False, True, True, False, False, False]
+    every_term = pending.needs_every_term(np.array([0, 1, 63, 64, 200, 300, 499, 500, 999, 1000]))
+    assert every_term.tolist() == [False, True, True, False, False, True, True, False, False, False]

@@ -12,7 +12,7 @@ from megahead.distributed import Group, Mesh
 from megahead.optim import build_row_rule
 from megahead.parallel import VocabularyParallelEmbedding
 from megahead.table import OwnedRows, RowTable, SplitRowTable, plan_rows
-from megahead.table.fetched import vector_of_length
+from megahead.table.fetched import vector_of_norm
 from support.on_ranks import on_ranks
 
 CPU, ROWS, WIDTH = torch.device("cpu"), 29, 4
@@ -22,14 +22,14 @@ CONFIG = OptimizerConfig(learning_rate=0.1, weight_decay=0.0)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("length", [0.0, 1e-4, 0.37, 1.0, 12345.678, 3e5])
 def test_a_vector_has_its_length_in_any_format(dtype: torch.dtype, length: float) -> None:
-    vector = vector_of_length(torch.tensor(length, dtype=torch.float64), torch.zeros(4096, dtype=dtype))
+    vector = vector_of_norm(torch.tensor(length, dtype=torch.float64), torch.zeros(4096, dtype=dtype))
     coarse = dtype == torch.float16 and length / 64 < 1e-4  # below fp16's normal numbers
     assert float(vector.double().norm()) == pytest.approx(length, rel=1e-3 if coarse else 1e-5)
 
 
 @pytest.mark.parametrize("length", [float("nan"), float("inf")])
 def test_what_is_not_finite_stays_so(length: float) -> None:
-    assert not vector_of_length(torch.tensor(length), torch.zeros(4096, dtype=torch.bfloat16)).isfinite().any()
+    assert not vector_of_norm(torch.tensor(length), torch.zeros(4096, dtype=torch.bfloat16)).isfinite().any()
 
 
 def whole_table() -> Tensor:
