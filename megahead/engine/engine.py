@@ -6,7 +6,7 @@ gradients are not finite on any rank changes nothing, and a new engine into whic
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import isfinite, nan
 from typing import Any
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from megahead.distributed import Mesh, RowShard, Tensors
 from megahead.engine.gradients import forget_gradients
 from megahead.engine.half import half_format, make_room, refuse_half_without_zero
+from megahead.engine.loss_scale import LossScale
 from megahead.engine.norm import clip_, global_norm
 from megahead.engine.start import start_deepspeed
 from megahead.engine.state import MOMENTS, WEIGHT, moments_of, open_parameter_states
@@ -25,9 +26,6 @@ from megahead.errors import CheckpointError
 from megahead.optim import Muon, set_learning_rate
 from megahead.parallel import fill_, shard_dims
 from megahead.table import RowPlan
-
-_SCALE_STATE = frozenset({"cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis"})
-"""Attributes of DeepSpeed's `DynamicLossScaler` that change during training."""
 
 
 @dataclass(frozen=True)
@@ -74,16 +72,15 @@ class Engine:
             make_room(module) if half else fill_(module, mesh.tensor_group, weights)
         self._moments = {p: moments_of(group) for group in optimizer.param_groups for p in group["params"]}
         self._deepspeed = start_deepspeed(module, optimizer, config, mesh, device)
-        self._reduces = self._stage < 2 and not hasattr(self._deepspeed.optimizer, "reduce_gradients")
-        self._deepspeed.enable_backward_allreduce = not self._reduces  # there it ignores the bucket's size
+        self._reduces_gradients = self._stage < 2 and not hasattr(self._deepspeed.optimizer, "reduce_gradients")
+        # else DeepSpeed does in its backward, where it ignores the bucket's size
+        self._deepspeed.enable_backward_allreduce = not self._reduces_gradients
         self._parameter_states = open_parameter_states(self._deepspeed, self._stage, mesh.data_group)
         self._shard_dims = shard_dims(module)
         if isinstance(optimizer, Muon):
             dims: dict[Tensor, int] = {module.get_parameter(name): dim for name, dim in self._shard_dims.items()}
             gather_for_muon(self._deepspeed, optimizer, self._stage, mesh, dims)
-        self._scaler = getattr(self._deepspeed.optimizer, "loss_scaler", None)
-        if self.searches_loss_scale:
-            self._scaler.raise_error_at_min_scale = False  # type: ignore[union-attr] # the guard decides
+        self.loss_scale = LossScale(self._deepspeed.optimizer)
         self._backward_done = False
         self._grad_norm: Tensor | None = None
         if self._stage == 3 or half:
@@ -105,7 +102,7 @@ class Engine:
         loss: Tensor = self._deepspeed(batch)
         self._deepspeed.backward(loss)
         self._backward_done = self._deepspeed.is_gradient_accumulation_boundary()
-        if self._backward_done and self._reduces:
+        if self._backward_done and self._reduces_gradients:
             self._deepspeed.allreduce_gradients(self._deepspeed.zero_reduce_bucket_size())
         if self._backward_done and self._stage == 0:  # enqueued before the host waits for the losses
             self._grad_norm = global_norm(self.module.parameters(), self._mesh.tensor_group)
@@ -129,18 +126,18 @@ class Engine:
         """
         self._end_accumulation()
         self._deepspeed.set_gradient_accumulation_boundary(False)
-        self._deepspeed.step()  # only counts the micro step
+        self._deepspeed.step()  # only counts the micro-step
         self._deepspeed.set_gradient_accumulation_boundary(None)  # by its own count again
         self._forget_gradients()
         return StepResult(nan, applied=False)
 
     def _end_accumulation(self) -> None:
         if not self._backward_done:
-            raise RuntimeError("step() and skip_step() must follow the last micro step of their accumulation")
+            raise RuntimeError("step() and skip_step() must follow the last micro-step of their accumulation")
         self._backward_done = False
 
     def _step_replicated(self) -> StepResult:
-        norm = float(self._grad_norm)  # type: ignore[arg-type] # made by the last micro step
+        norm = float(self._grad_norm)  # type: ignore[arg-type] # made by the last micro-step
         if isfinite(norm):
             clip_(self.module.parameters(), norm, self._clipping)
         else:
@@ -157,26 +154,6 @@ class Engine:
 
     def _forget_gradients(self) -> None:
         forget_gradients(self._deepspeed.optimizer, self._stage)
-
-    @property
-    def loss_scale(self) -> float:
-        """The factor by which fp16 multiplies losses; 1 in other precisions."""
-        return float(getattr(self._scaler, "cur_scale", 1.0))
-
-    @property
-    def searches_loss_scale(self) -> bool:
-        """Whether fp16's loss scale is dynamic, so that overflows are normal."""
-        return bool(getattr(self._scaler, "dynamic", False))
-
-    def loss_scale_state(self) -> dict[str, float]:
-        """The state of a dynamic loss scale; empty without one."""
-        return {name: getattr(self._scaler, name) for name in _SCALE_STATE} if self.searches_loss_scale else {}
-
-    def set_loss_scale_state(self, state: Mapping[str, float]) -> None:
-        """The inverse of `loss_scale_state`; what is not in `state` stays."""
-        if self.searches_loss_scale:
-            for name in _SCALE_STATE & state.keys():
-                setattr(self._scaler, name, state[name])
 
     @torch.no_grad()
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
@@ -213,7 +190,7 @@ class Engine:
         """Sets weights, moments and step count; the inverse of `tensors`, from any stage and mesh.
 
         Every rank reads all of each, one at a time. Collective; CheckpointError for a tensor of another shape.
-        fp16's loss scale is set by `set_loss_scale_state`.
+        fp16's loss scale is set by `loss_scale.restore`.
         """
         for kind in (WEIGHT, *MOMENTS):
             self._set(kind, tensors.read)

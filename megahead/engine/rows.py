@@ -1,5 +1,5 @@
 """The engine for a model whose embedding is kept outside it, as a table of rows that are sharded round-robin over all
-ranks. A step is applied to both or to neither. Stale rows are those that the last step did not update."""
+ranks. A step is applied to both or to neither. Stale rows are those that the last steps did not update."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class RowEngine(Engine):
         return stale
 
     def step(self, learning_rate: float) -> StepResult:
-        loss_scale = self.loss_scale
+        loss_scale = self.loss_scale.value
         result = super().step(learning_rate)
         if result.applied:
             clipped = min(1.0, self._clipping / (result.grad_norm + 1e-6)) if self._clipping else 1.0

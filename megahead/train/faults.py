@@ -87,11 +87,11 @@ class Guard:
         del recent_losses[: -self._rules.spike_window]
 
 
-def found_afterwards(result: StepResult, searches_loss_scale: bool) -> Fault | None:
+def found_afterwards(result: StepResult, dynamic_loss_scale: bool) -> Fault | None:
     """The fault, if any, that the engine found although the losses were fine: gradients that are not finite."""
     if result.applied:
         return None
-    overflow = searches_loss_scale and not isfinite(result.grad_norm)
+    overflow = dynamic_loss_scale and not isfinite(result.grad_norm)
     return Fault("overflow" if overflow else "gradients not finite", ())
 
 

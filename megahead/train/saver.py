@@ -74,7 +74,7 @@ class Saver:
         }
         tensors = chain(engine.tensors(), extra.items())
         snapshot = Snapshot.take(tensors, self._world_group, copied=self._pool is not None)
-        counters = state.counters() | {"optimizer_steps": engine.optimizer_steps, "scale": engine.loss_scale_state()}
+        counters = state.counters() | {"optimizer_steps": engine.optimizer_steps, "scale": engine.loss_scale.state()}
         check = partial(_must_be_finite, state.step, snapshot.tensors, counters)
         parent_step = self._lineage.extend_to(state.step)
         write = partial(self._write, state.step, snapshot, state=counters, config=self._config, parent_step=parent_step)

@@ -31,18 +31,13 @@ from megahead.train.identity import data_fingerprints, refuse_another_run
 from megahead.train.lineage import Lineage
 from megahead.train.loop import Training, train
 from megahead.train.out_of_memory import explain_out_of_memory
-from megahead.train.persistence import (
-    agreed_candidate_group_samples,
-    find_resume,
-    resume_from,
-    roll_back,
-    starting_weights,
-)
+from megahead.train.persistence import agreed_candidate_group_samples, find_resume, resume_from, roll_back
 from megahead.train.precision import settle_precision
 from megahead.train.preemption import Ending, signals_put_back
 from megahead.train.run import Run
 from megahead.train.saver import Saver
 from megahead.train.session import Session, must_be_shared
+from megahead.train.starting_weights import starting_weights
 from megahead.train.state import TrainingState
 from megahead.train.task_evaluation import TaskEvaluation
 from megahead.train.utilization import device_name

@@ -62,7 +62,7 @@ def train_step(
     losses = [engine.micro_step(micro.to(device)) for micro in batches.micro_batches]
     # each is its sum times data_ranks * accumulation / targets; the mean over both is the mean over targets
     losses_WA = world_group.all_gather(torch.stack(losses).double().cpu())
-    loss_scale = engine.loss_scale
+    loss_scale = engine.loss_scale.value
     fault = guard.suspects(losses_WA, recent_losses)
     skip = guard.must_skip(fault)
     result = engine.skip_step() if skip else engine.step(learning_rate)
@@ -70,7 +70,7 @@ def train_step(
         loss=float(losses_WA.mean()),
         grad_norm=result.grad_norm,
         applied=result.applied,
-        fault=fault if skip else found_afterwards(result, engine.searches_loss_scale) or fault,
+        fault=fault if skip else found_afterwards(result, engine.loss_scale.is_dynamic) or fault,
         loss_scale=loss_scale,
         learning_rate=learning_rate,
         targets=batches.targets,

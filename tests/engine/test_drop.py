@@ -43,7 +43,7 @@ class Course:
         return self.engine
 
     def traces(self) -> tuple[dict[str, torch.Tensor], dict[str, float], int]:
-        return whole(self.engine), self.engine.loss_scale_state(), self.engine.optimizer_steps
+        return whole(self.engine), self.engine.loss_scale.state(), self.engine.optimizer_steps
 
     def unchanged(self, before: tuple[dict[str, torch.Tensor], dict[str, float], int]) -> bool:
         tensors, scale, steps = self.traces()
@@ -56,7 +56,7 @@ def tried_and_undone(course: Course, attempt: str, batches: list[SmallBatch]) ->
     engine = course.gather(batches)
     result = engine.skip_step() if attempt == "drop" else engine.step(0.01)
     if attempt == "step":
-        engine.set_loss_scale_state(before[1])
+        engine.loss_scale.restore(before[1])
     return not result.applied and course.unchanged(before)
 
 
@@ -93,14 +93,14 @@ def scale_goes_on(group: Group) -> tuple[dict[str, float], float, list[float], l
         for _ in range(steps):
             engine.micro_step(batch._replace(scale=1e3))
             engine.step(0.01)
-            told.append(engine.loss_scale)
+            told.append(engine.loss_scale.value)
         return told
 
     scales(first, 5)
-    state = first.loss_scale_state()
+    state = first.loss_scale.state()
     second.load(Whole(whole(first).__getitem__), first.optimizer_steps)
-    second.set_loss_scale_state(state)
-    return state, first.loss_scale, scales(first, 4), scales(second, 4)
+    second.loss_scale.restore(state)
+    return state, first.loss_scale.value, scales(first, 4), scales(second, 4)
 
 
 @pytest.mark.skipif(not FP16_HERE, reason="no fp16 arithmetic here")
@@ -113,11 +113,11 @@ def test_the_loss_scale_is_saved_and_goes_on() -> None:
 
 def overflows_at_the_smallest_scale(group: Group) -> list[tuple[bool, float]]:
     engine, outcomes = small_engine(group, 1, "fp16"), []
-    engine.set_loss_scale_state({**engine.loss_scale_state(), "cur_scale": 1.0})
+    engine.loss_scale.restore({**engine.loss_scale.state(), "cur_scale": 1.0})
     (batch,) = small_batches([6], 1e-2, seed=1)
     for _ in range(3):
         engine.micro_step(batch._replace(scale=float("nan")))
-        outcomes.append((engine.step(0.01).applied, engine.loss_scale))
+        outcomes.append((engine.step(0.01).applied, engine.loss_scale.value))
     return outcomes
 
 

@@ -54,7 +54,7 @@ def test_the_norm_is_asked_for_with_the_last_micro_step_so_that_the_host_waits_o
 
 
 def norms_asked_for() -> list[int]:
-    """After the first and the last micro step of two, and after the step."""
+    """After the first and the last micro-step of two, and after the step."""
     made, original = [], engine_module.global_norm
     engine_module.global_norm = lambda *given: made.append(original(*given)) or made[-1]
     engine, counts = small_engine(Group(), 0, accumulation=2), []

@@ -24,11 +24,11 @@ def without_a_trace(group: Group, stage: int) -> dict[str, Any]:
     for precision in PRECISIONS[: 2 if stage == 0 else 3]:
         course, bystander = (RowCourse(group, stage, {"engine.precision": precision}) for _ in range(2))
         told = [each.step(1).applied for each in (course, bystander)]
-        scale = course.engine.loss_scale_state()
+        scale = course.engine.loss_scale.state()
         course.gather(2)
         told += [not course.engine.skip_step().applied]
         told += [not course.step(3, nan if group.rank == group.size - 1 else 1.0).applied]
-        course.engine.set_loss_scale_state(scale)
+        course.engine.loss_scale.restore(scale)
         told += [course.differs(bystander) == []]
         told += [each.step(4).applied for each in (course, bystander)]
         told += [course.differs(bystander) == [], course.engine.optimizer_steps == 2]
@@ -77,7 +77,7 @@ def resumed(group: Group, stage: int, changes: dict[str, Any]) -> dict[str, Any]
     second = RowCourse(group, stage, changes)
     second.step(50)
     second.engine.load(Whole(saved.__getitem__), steps)
-    second.engine.set_loss_scale_state(first.engine.loss_scale_state())
+    second.engine.loss_scale.restore(first.engine.loss_scale.state())
     loaded = first.differs(second)
     logs = [[(each.gather(n), each.engine.step(1e-3).grad_norm) for n in range(12, 16)] for each in (first, second)]
     return {"loaded": loaded, "same log": logs[0] == logs[1], "later": first.differs(second)}

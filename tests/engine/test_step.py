@@ -221,4 +221,4 @@ def refused(end: Callable[[float], StepResult]) -> list[str]:
 
 def test_a_step_amid_accumulation_is_refused() -> None:
     (told,) = on_ranks(1, steps_too_early)
-    assert ["last micro step" in each for each in told] == [True] * 4
+    assert ["last micro-step" in each for each in told] == [True] * 4

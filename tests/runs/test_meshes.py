@@ -15,7 +15,7 @@ from megahead.distributed import Group, Launch, Mesh
 from megahead.parallel import assemble, fill_
 from megahead.report.metrics import read_metrics
 from megahead.train import pretrain
-from megahead.train.persistence import starting_weights
+from megahead.train.starting_weights import starting_weights
 from megahead.train.step import seed_step
 from support.initialized import initialized
 from support.on_ranks import on_ranks

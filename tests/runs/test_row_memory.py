@@ -18,8 +18,8 @@ from megahead.convert.source import TrainedModel
 from megahead.distributed import Group, Launch, Mesh, blocks
 from megahead.engine import Engine
 from megahead.train import pretrain
-from megahead.train.persistence import starting_weights
 from megahead.train.setup import build_engine
+from megahead.train.starting_weights import starting_weights
 from support.forked import forked
 from support.on_ranks import on_ranks
 from support.peaks import NEEDS_PEAKS, peak_above
