@@ -113,10 +113,10 @@ def _handle_fault(run: Training, report: StepReport, first_sample: int) -> None:
     if report.fault is None:
         return
     state, tensor_size = run.state, run.world_group.size // run.data_group.size
-    places = [(rank, run.feed.samples(first_sample, k, rank // tensor_size)) for rank, k in report.fault.places]
+    bad = [(rank, run.feed.samples(first_sample, k, rank // tensor_size)) for rank, k in report.fault.places]
     rows = range(first_sample, first_sample + run.config.batch.global_size)
     state.spikes += report.fault.kind == "spike"
-    sentence = run.meters.fault(report, places or [(None, rows)], action, state)
+    sentence = run.meters.fault(report, bad or [(None, rows)], action, state)
     if action == "stop":
         raise UserError(
             f"steps must be finite and without spikes, but {sentence}, {run.guard.in_a_row} bad in a row; lower "

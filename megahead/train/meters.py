@@ -19,14 +19,13 @@ from megahead.evaluate.results import TaskResult
 from megahead.train.boards import Boards
 from megahead.train.faults import Action
 from megahead.train.lineage import Lineage
+from megahead.train.log_lines import BadSamples, describe_fault, progress_line
 from megahead.train.state import TrainingState
 from megahead.train.step import StepReport
 from megahead.train.utilization import Utilization
-from megahead.wording import counted, duration, span, thousands
+from megahead.wording import duration, thousands
 
-Places = Sequence[tuple[int | None, range]]
 _DONE = {"apply": "applied all the same", "skip": "skipped", "rollback": "rolled back", "stop": "the run ends"}
-_MAX_PLACES = 4
 _QUIETER = 10
 """In a log file or a pipe progress lines are this many times rarer than in a terminal."""
 
@@ -60,8 +59,8 @@ class Meters:
         damage: Sequence[str],
         new_head: bool = False,
     ) -> None:
-        """Prints what will be trained, from which checkpoint (by a head that is new there or not), and which damaged
-        ones were skipped to find it."""
+        """Prints what will be trained, the checkpoint that it goes on from, and the damaged ones that were passed over
+        to find it; records that, and whether the phase begins with a `new_head`."""
         if not self._active:
             return
         to_be_abandoned, source = lineage.to_be_abandoned(), None if resumed is None else lineage.name_of(resumed)
@@ -83,7 +82,7 @@ class Meters:
         self._last_line = time.monotonic()
 
     def step(self, report: StepReport, state: TrainingState, *, last: bool) -> None:
-        """Records a step, and writes a line if one is due, or when it is the `last` of its objective."""
+        """Records a step; writes a line if one is due, or when it is the `last` of its phase."""
         if not self._active:
             return
         if report.applied:
@@ -92,12 +91,12 @@ class Meters:
         if self._reports and (due or last):
             self._write(state, last)
 
-    def fault(self, report: StepReport, places: Places, action: Action, state: TrainingState) -> str:
-        """Writes a bad step and returns the sentence about it. `places`: (rank, its samples); rank None: all ranks."""
+    def fault(self, report: StepReport, bad: BadSamples, action: Action, state: TrainingState) -> str:
+        """Writes a bad step and returns the sentence about it."""
         assert report.fault is not None
-        where = [{"rank": rank, "first": rows.start, "last": rows.stop - 1} for rank, rows in places]
+        where = [{"rank": rank, "first": rows.start, "last": rows.stop - 1} for rank, rows in bad]
         step = state.step if report.applied else state.step + 1
-        sentence = describe_fault(report, step, places, state)
+        sentence = describe_fault(report, step, bad, state)
         if self._active:
             facts = {"kind": report.fault.kind, "action": action, "scale": report.loss_scale, "where": where}
             values = {
@@ -172,7 +171,7 @@ class Meters:
         self._record(state, scalars)
         self._boards.add("train", scalars, state.step)
         if time.monotonic() - self._last_printed >= self._print_seconds or last:
-            self.print_line(self._line(scalars, state))
+            self.print_line(progress_line(scalars, state, self._total_steps, self._perplexity))
             self._last_printed = time.monotonic()
         self._reports.clear()
         self.start(state)
@@ -203,25 +202,6 @@ class Meters:
         self._log.write(orjson.dumps(where | dict(fields)) + b"\n")
         self._log.flush()
 
-    def _line(self, scalars: Mapping[str, float], state: TrainingState) -> str:
-        remaining = (self._total_steps - state.step) * scalars["step_seconds"]
-        parts = [
-            f"step {state.step:>{len(str(self._total_steps))}}/{self._total_steps}",
-            f"loss {scalars['loss']:.4f}",
-            f"lr {scalars['learning_rate']:.2e}",
-            f"|g| {scalars['gradient_norm']:.2f}",
-            f"{thousands(scalars['tokens_per_second'])} tokens/s",
-        ]
-        if "mfu" in scalars:
-            parts.append(f"MFU {scalars['mfu']:.1%}")
-        if scalars["candidates"]:
-            parts.append(counted(scalars["candidates"], "candidate", ",.0f"))
-        if self._perplexity is not None:
-            parts.append(f"held out {self._perplexity:,.1f}")
-        if state.skipped_steps:
-            parts.append(f"{state.skipped_steps:,} skipped")
-        return "  ".join([*parts, f"ETA {duration(remaining)}"])
-
 
 def _open_log(path: Path) -> BinaryIO:
     """Opens the log for appending; removes a last line that a killed run left unfinished."""
@@ -229,16 +209,3 @@ def _open_log(path: Path) -> BinaryIO:
     log.seek(0)
     log.truncate(log.read().rfind(b"\n") + 1)
     return log
-
-
-def describe_fault(report: StepReport, step: int, places: Places, state: TrainingState) -> str:
-    """For example: step 12: spike (loss 9.1, gradient norm 7, scale 1) on rank 1, samples 88 to 89; 3 skipped so far"""
-    where = [
-        f"{'' if rank is None else f'rank {rank}, '}{span('sample', samples)}" for rank, samples in places[:_MAX_PLACES]
-    ]
-    where += [f"{len(places) - _MAX_PLACES} more"] if len(places) > _MAX_PLACES else []
-    kind = report.fault.kind if report.fault else "good"
-    return (
-        f"step {step:,}: {kind} (loss {report.loss:.4g}, gradient norm {report.grad_norm:.4g}, scale "
-        f"{report.loss_scale:g}) on {'; '.join(where)}; {state.skipped_steps} skipped so far"
-    )

@@ -1,0 +1,48 @@
+"""The lines that a run prints while it trains: its progress, and bad steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from megahead.train.state import TrainingState
+from megahead.train.step import StepReport
+from megahead.wording import counted, duration, span, thousands
+
+BadSamples = Sequence[tuple[int | None, range]]
+"""(rank, its samples) of each bad micro-batch; rank None: all ranks."""
+
+_MAX_NAMED = 4
+
+
+def progress_line(scalars: Mapping[str, float], state: TrainingState, steps: int, perplexity: float | None) -> str:
+    """The training values since the last line, of a run of `steps`; `perplexity`: the last held-out one, if any."""
+    remaining = (steps - state.step) * scalars["step_seconds"]
+    parts = [
+        f"step {state.step:>{len(str(steps))}}/{steps}",
+        f"loss {scalars['loss']:.4f}",
+        f"lr {scalars['learning_rate']:.2e}",
+        f"|g| {scalars['gradient_norm']:.2f}",
+        f"{thousands(scalars['tokens_per_second'])} tokens/s",
+    ]
+    if "mfu" in scalars:
+        parts.append(f"MFU {scalars['mfu']:.1%}")
+    if scalars["candidates"]:
+        parts.append(counted(scalars["candidates"], "candidate", ",.0f"))
+    if perplexity is not None:
+        parts.append(f"held out {perplexity:,.1f}")
+    if state.skipped_steps:
+        parts.append(f"{state.skipped_steps:,} skipped")
+    return "  ".join([*parts, f"ETA {duration(remaining)}"])
+
+
+def describe_fault(report: StepReport, step: int, bad: BadSamples, state: TrainingState) -> str:
+    """For example: step 12: spike (loss 9.1, gradient norm 7, scale 1) on rank 1, samples 88 to 89; 3 skipped so far"""
+    where = [
+        f"{'' if rank is None else f'rank {rank}, '}{span('sample', samples)}" for rank, samples in bad[:_MAX_NAMED]
+    ]
+    where += [f"{len(bad) - _MAX_NAMED} more"] if len(bad) > _MAX_NAMED else []
+    kind = report.fault.kind if report.fault else "good"
+    return (
+        f"step {step:,}: {kind} (loss {report.loss:.4g}, gradient norm {report.grad_norm:.4g}, scale "
+        f"{report.loss_scale:g}) on {'; '.join(where)}; {state.skipped_steps} skipped so far"
+    )
