@@ -48,14 +48,15 @@ def stale_names(stored: Iterable[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class DerivedTensor:
-    """A tensor that was not saved under this name."""
+    """A tensor that was not saved, but can be made of others that were."""
 
     shape: tuple[int, ...]
     blocks: Iterator[Tensor]
 
 
 def derive(checkpoint: Stored, name: str) -> DerivedTensor:
-    """What stands for a tensor that was not saved; CheckpointError where nothing does. Reads when it is iterated."""
+    """`name`, which was not saved, made of tensors that were; CheckpointError where that cannot be. Blocks are read
+    when they are iterated."""
     if f"{_STALE}{name}" in checkpoint.tensors:
         return DerivedTensor(checkpoint.tensors[f"{_STALE}{name}"].shape, _up_to_date(checkpoint, name))
     kind, _, parameter = name.removeprefix(_STALE).partition("/")
@@ -76,7 +77,7 @@ def derive(checkpoint: Stored, name: str) -> DerivedTensor:
 
 
 def _up_to_date(checkpoint: Stored, name: str) -> Iterator[Tensor]:
-    """`name`, saved as stale rows, as it would be now."""
+    """`name`, saved as stale rows, with all updates that they wait for."""
     kind, _, parameter = name.partition("/")
     rule = _rule_of(checkpoint)
     rule.resume(checkpoint.read(f"{_STALE}{_RATES}/{parameter}").numpy())
@@ -88,5 +89,6 @@ def _up_to_date(checkpoint: Stored, name: str) -> Iterator[Tensor]:
 
 
 def _rule_of(checkpoint: Stored) -> RowRule:
+    """The optimizer of its rows (`optimizer.table.rule`)."""
     config = OptimizerConfig.model_validate(checkpoint.config.get("optimizer"))
     return build_row_rule(config.table.rule, config)

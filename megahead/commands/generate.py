@@ -1,4 +1,5 @@
-"""Continues prompts with a model: a Hugging Face folder, a run or a checkpoint (with the best head it has).
+"""Continues prompts with a model: a Hugging Face folder, a run or a checkpoint (with a trained head where it has one,
+else one that needs no training).
 
 megahead generate --model runs/headless --prompt "The capital of France" "Once upon a time"
 megahead generate --model runs/headless --file prompts.txt    # a prompt a line
@@ -27,8 +28,8 @@ def main() -> None:
         raise FieldError("--max-tokens", "be at least 1", got=arguments.max_tokens)
     sampling = evaluate.sampling_options(arguments.temperature, arguments.top_k, arguments.top_p)
     console = Console(highlight=False, soft_wrap=True, markup=False)
-    prompts = typed(console) if arguments.interactive else given(arguments.prompt, arguments.file)
-    model, tokenizer = opened(arguments.model, arguments.seed)
+    prompts = typed_prompts(console) if arguments.interactive else given_prompts(arguments.prompt, arguments.file)
+    model, tokenizer = load_model(arguments.model, arguments.seed)
     for prompt in prompts:
         if not arguments.interactive:
             console.print(prompt, style="bold", end="")
@@ -39,7 +40,7 @@ def main() -> None:
                 file.write(json.dumps({"prompt": prompt, "text": text}, ensure_ascii=False) + "\n")
 
 
-def opened(model: Path, seed: int) -> tuple[Any, Any]:
+def load_model(model: Path, seed: int) -> tuple[Any, Any]:
     """The model, on a GPU if there is one, and its tokenizer; seeds torch's random numbers with `seed`."""
     import torch
 
@@ -49,7 +50,7 @@ def opened(model: Path, seed: int) -> tuple[Any, Any]:
     return loaded, convert.load_tokenizer_folder(folder)
 
 
-def given(prompts: Sequence[str] | None, file: Path | None) -> list[str]:
+def given_prompts(prompts: Sequence[str] | None, file: Path | None) -> list[str]:
     """The prompts of the command line, or the lines of `file`."""
     if file is None:
         return list(prompts or [])
@@ -62,7 +63,7 @@ def given(prompts: Sequence[str] | None, file: Path | None) -> list[str]:
     return lines
 
 
-def typed(console: Console) -> Iterator[str]:
+def typed_prompts(console: Console) -> Iterator[str]:
     """Prompts as they are typed, until an empty line or the end of input."""
     while True:
         try:

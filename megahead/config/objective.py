@@ -11,7 +11,8 @@ from megahead.config.base import Settings
 from megahead.config.batch import BatchConfig
 from megahead.errors import ConfigError
 
-GROUPS = ("micro_batch", "data_parallel", "global_batch")
+GROUP_SHORTHANDS = ("micro_batch", "data_parallel", "global_batch")
+"""Names for the number of samples of a candidate group (`group_samples`)."""
 
 HeadKind = Literal["pmi", "tied", "trained"]
 HeadName = Literal["none", "tied", "pmi", "trained"]
@@ -56,7 +57,7 @@ class ObjectiveConfig(Settings):
     """Scores are divided by this; the paper uses 1."""
 
     learned_temperature: bool = False
-    """The temperature is a parameter that starts at `temperature`; it never decays."""
+    """The temperature is a parameter that starts at `temperature`, without weight decay."""
 
     group_samples: int | str = "micro_batch"
     """headless: size of a candidate group, consecutive samples of the global batch whose targets are candidates for
@@ -88,8 +89,10 @@ class ObjectiveConfig(Settings):
     @field_validator("group_samples")
     @classmethod
     def _known_group(cls, value: int | str) -> int | str:
-        if value not in GROUPS and (isinstance(value, str) or value < 1):
-            raise ConfigError("group_samples", f"be a positive number of samples or {', '.join(GROUPS)}", got=value)
+        if value not in GROUP_SHORTHANDS and (isinstance(value, str) or value < 1):
+            raise ConfigError(
+                "group_samples", f"be a positive number of samples or {', '.join(GROUP_SHORTHANDS)}", got=value
+            )
         return value
 
     @model_validator(mode="after")
@@ -133,12 +136,12 @@ class ObjectiveConfig(Settings):
         """Whether an encoder has BERT's transform."""
         return self.has_vocabulary_softmax() and not self.output_bias
 
-    def first(self) -> ObjectiveConfig:
-        """What a scheduled run begins with."""
+    def first_phase(self) -> ObjectiveConfig:
+        """What a run with a `schedule` begins with."""
         return self.model_copy(update={"schedule": None, "tied": False})
 
-    def last(self) -> ObjectiveConfig:
-        """What a scheduled run ends with."""
+    def last_phase(self) -> ObjectiveConfig:
+        """What a run with a `schedule` ends with."""
         kept = {name: getattr(self, name) for name in ("tied", "temperature", "learned_temperature")}
         return ObjectiveConfig(name="vanilla", output_bias=True, **kept)
 
@@ -158,7 +161,9 @@ def resolve_candidate_group_samples(
     if objective.name == "vanilla":
         return batch.micro_size  # which does not matter: all ids are candidates
     asked = objective.group_samples
-    shorthands = dict(zip(GROUPS, (batch.micro_size, batch.micro_size * data_ranks, batch.global_size), strict=True))
+    shorthands = dict(
+        zip(GROUP_SHORTHANDS, (batch.micro_size, batch.micro_size * data_ranks, batch.global_size), strict=True)
+    )
     samples = asked if isinstance(asked, int) else shorthands[asked] if stored is None else stored
     if stored is not None and samples != stored:
         raise ConfigError("objective.group_samples", f"stay what the run began with ({stored})", got=samples)

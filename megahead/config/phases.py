@@ -28,9 +28,9 @@ def phases_of(config: RunConfig) -> tuple[Phase, ...]:
     if schedule is None:
         return (Phase(config, range(steps)),)
     switch = schedule.switch_step(steps)
-    begun = config.model_copy(update={"objective": config.objective.first()})
+    begun = config.model_copy(update={"objective": config.objective.first_phase()})
     dense = config.engine.model_copy(update={"embedding": "dense"})
-    ended = config.model_copy(update={"objective": config.objective.last(), "engine": dense})
+    ended = config.model_copy(update={"objective": config.objective.last_phase(), "engine": dense})
     return Phase(begun, range(switch)), Phase(ended, range(switch, steps))
 
 

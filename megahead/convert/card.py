@@ -12,7 +12,7 @@ from tokenizers.processors import TemplateProcessing
 from megahead.config import ObjectiveConfig, RunConfig
 from megahead.convert.export_heads import Head
 from megahead.convert.families import family_of
-from megahead.convert.provenance import code_version, dataset_names, held_out
+from megahead.convert.provenance import code_version, dataset_names, last_evaluation
 from megahead.convert.source import TrainedModel
 from megahead.convert.verify import Parity
 from megahead.errors import DataError
@@ -116,7 +116,7 @@ def model_card(model: TrainedModel, head: Head, dtype: str, parity: Parity) -> s
         "Trained for": counted(model.checkpoint.step, "step")
         + (f", {counted(tokens, 'token')}" if tokens is not None else ""),
         "Data": dataset_names(config.data),
-        "Held-out text": held_out(model) or "not evaluated",
+        "Held-out text": last_evaluation(model) or "not evaluated",
         "Head": _head(head, objective),
         "Stored as": dtype,
         "Largest error": f"{errors}, of {parity.compared} up to {parity.largest_output:.1f}, against the checkpoint",

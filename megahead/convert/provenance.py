@@ -33,7 +33,7 @@ def code_version() -> str:
     return f"megahead {__version__}, commit {commit}"
 
 
-def held_out(model: TrainedModel) -> str | None:
+def last_evaluation(model: TrainedModel) -> str | None:
     """The last evaluation before the checkpoint, from the run's metrics.jsonl (which may also hold evaluations of
     branches that the run abandoned); None if there is none."""
     try:
@@ -44,22 +44,23 @@ def held_out(model: TrainedModel) -> str | None:
     for line in lines:
         try:
             record = json.loads(line)
-            if _is_known(record["step"], record["validation"].get("loss"), model.checkpoint):
+            if _is_checkpoints_own(record["step"], record["validation"].get("loss"), model.checkpoint):
                 sentence = _sentence(record["step"], record["validation"])
         except (ValueError, KeyError, TypeError):  # another kind of record, or a line cut short
             continue
     return sentence
 
 
-def _is_known(step: int, loss: float, checkpoint: Checkpoint) -> bool:
+def _is_checkpoints_own(step: int, loss: float, checkpoint: Checkpoint) -> bool:
+    """Whether the evaluation at `step` is one that `checkpoint` remembers, not a branch's that the run abandoned."""
     if "validation" not in checkpoint.state:  # checkpoints of the first version lack it
         return step <= checkpoint.step
-    known = checkpoint.state["validation"]
-    return known is not None and (step, loss) == (known["step"], known["loss"])
+    last = checkpoint.state["validation"]
+    return last is not None and (step, loss) == (last["step"], last["loss"])
 
 
 def _sentence(step: int, found: dict[str, float]) -> str:
-    """`found["head"]`: what predicted, `trained`, `tied`, or `pmi` (the training-free head)."""
+    """An evaluation in words. `found["head"]` predicted: `trained`, `tied`, or `pmi` (the training-free head)."""
     bits = found.get("bits_per_byte")
     parts = [f"perplexity {found['perplexity']:,.4g}", *([] if bits is None else [f"{bits:.4g} bits a byte"])]
     return f"{', '.join(parts)}, accuracy {found['accuracy']:.1%} ({found['head']} head, step {step:,})"

@@ -1,4 +1,4 @@
-"""A published model at rest: a Hugging Face folder, seen as parameters of ours, read one at a time."""
+"""A published model: a Hugging Face folder seen as parameters of ours, which are read one at a time."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _OF_NO_WEIGHT = (
 
 @dataclass(frozen=True)
 class Place:
-    """Where a parameter of ours is stored: a tensor, or the part of one that holds several below each other."""
+    """Where a parameter of ours is stored: in a tensor of its own, or as one of several parts along dimension 0."""
 
     tensor: str
     part: int
@@ -65,7 +65,7 @@ class PublishedModel:
         return PublishedModel(folder, content, family, files, stored)
 
     def settings(self) -> dict[str, Any]:
-        """Of a ModelConfig; FieldError for what config.json asks and ours has not."""
+        """Those of a ModelConfig; FieldError for what config.json asks for and ours cannot do."""
         return self.family.settings(self.content)
 
     def has_head(self) -> bool:
@@ -87,35 +87,32 @@ class PublishedModel:
             raise CheckpointError(f"`{self.folder}` must hold the weights of {name}, but lacks them.")
         place = self.stored[name]
         with safe_open(self.files[place.tensor], framework="pt") as file:
-            stored = file.get_slice(place.tensor)
-            there, whole = list(stored.get_shape()), [place.parts * shape[0], *shape[1:]]
-            of_ids = name in (EMBEDDING, HEAD, f"{MASK_HEAD}bias") and there[0] == self.content["vocab_size"]
-            if whole != ([max(there[0], shape[0]), *there[1:]] if of_ids else there):
-                raise CheckpointError(f"`{self.folder}` must hold {place.tensor} as {whole}, but has {there}.")
+            tensor = file.get_slice(place.tensor)
+            has, wanted = list(tensor.get_shape()), [place.parts * shape[0], *shape[1:]]
+            of_ids = name in (EMBEDDING, HEAD, f"{MASK_HEAD}bias") and has[0] == self.content["vocab_size"]
+            if wanted != ([max(has[0], shape[0]), *has[1:]] if of_ids else has):
+                raise CheckpointError(f"`{self.folder}` must hold {place.tensor} as {wanted}, but has {has}.")
             first = place.part * shape[0]
             for rows in block_ranges(shape[0]):
-                block: Tensor = stored[first + rows.start : first + rows.stop].float()  # fewer, or none, at its end
+                block: Tensor = tensor[first + rows.start : first + rows.stop].float()  # fewer, or none, at its end
                 padding = len(rows) - len(block)
                 yield torch.cat([block, block.new_zeros(padding, *shape[1:])]) if padding else block
 
     def refuse_another_shape(self, model: ModelConfig) -> None:
         """ConfigError with all settings in which `model` would compute something else with these weights."""
-        theirs = ModelConfig(**self.settings())
-        resolved = [_resolved(theirs), _resolved(model)]
-        differing = [
-            f"{name}={resolved[0][name]}" for name in resolved[0] if resolved[0][name] != resolved[1][name]
-        ]  # as YAML and --set have it
+        theirs, ours = _resolved(ModelConfig(**self.settings())), _resolved(model)
+        differing = [f"{name}={theirs[name]}" for name in theirs if theirs[name] != ours[name]]  # as --set has it
         if differing:
             raise ConfigError("model", f"be that of {self.folder}", got="another", hint=f"set {', '.join(differing)}")
 
 
 def _resolved(model: ModelConfig) -> dict[str, Any]:
     """What a model computes, with what was left out filled in."""
-    told = {name: value for name, value in model.model_dump(mode="json").items() if name not in _OF_NO_WEIGHT}
-    made = {"num_key_heads": model.key_heads(), "head_dim": model.head_size(), "intermediate_size": model.mlp_size()}
-    if model.has_learned_positions():  # they have rows
-        made["max_positions"] = model.max_positions
-    return told | made
+    given = {name: value for name, value in model.model_dump(mode="json").items() if name not in _OF_NO_WEIGHT}
+    derived = {"num_key_heads": model.key_heads(), "head_dim": model.head_size(), "intermediate_size": model.mlp_size()}
+    if model.has_learned_positions():  # a weight has as many rows
+        derived["max_positions"] = model.max_positions
+    return given | derived
 
 
 def weight_files(model_dir: Path) -> dict[str, Path]:

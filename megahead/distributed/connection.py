@@ -1,4 +1,8 @@
-"""Connects ranks, watches for lost ones while they work, and disconnects them."""
+"""Connects ranks, watches for lost ones while they work, and disconnects them.
+
+Beside torch's process group each rank has a *line*, a TCP connection to the *switchboard* at rank 0, over which lost
+ranks are noticed; a rank's *watch* is its end of the line.
+"""
 
 from __future__ import annotations
 

@@ -101,16 +101,16 @@ class VocabularyParallelEmbedding(nn.Module):
         self.group = group
         self.weight = _slice(full.weight, group, 0)
 
-    def forward(self, ids: Tensor, shared_ids_U: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+    def forward(self, ids: Tensor, scattered_ids_U: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """[..., D]: rows of `ids` on every rank, by an all-reduce.
 
-        With `shared_ids_U` also [u, D]: the rows of this rank's even share of these ids, whichever ranks own them, by a
-        reduce-scatter whose backward gathers. U must be a multiple of the group's size; an id of -1 gives zeros.
+        With `scattered_ids_U` also [u, D]: the rows of this rank's even share of these ids, whichever ranks own them,
+        by a reduce-scatter whose backward gathers. U must be a multiple of the group's size; an id of -1 gives zeros.
         """
-        if shared_ids_U is None:
+        if scattered_ids_U is None:
             return reduce_from_group(self._owned(ids), self.group)
-        rows = self._owned(torch.cat([ids.flatten(), shared_ids_U]))
-        inputs, shared = rows.split([ids.numel(), shared_ids_U.numel()])
+        rows = self._owned(torch.cat([ids.flatten(), scattered_ids_U]))
+        inputs, shared = rows.split([ids.numel(), scattered_ids_U.numel()])
         return reduce_from_group(inputs.view(*ids.shape, -1), self.group), reduce_scatter_to_group(shared, self.group)
 
     def _owned(self, ids: Tensor) -> Tensor:

@@ -53,13 +53,13 @@ class TensorParallelPretraining(Pretraining):
     def _look_up(self, input_ids_BT: Tensor, per_group: tuple[Candidates, ...]) -> tuple[Tensor, list[Tensor]]:
         """Embeddings of the inputs [B, T, D], and the rows of this rank's share of each candidate group [w, D].
 
-        The split embedding looks up both at once: it returns the rows of all ids, and this rank's even share of the
-        rows of `shared_ids`."""
+        The split embedding looks up both at once: it returns the rows of all inputs on every rank, and scatters those
+        of `scattered_ids`, an even share to each rank."""
         tables = [self._even_table(candidates.ids_U) for candidates in per_group if candidates.ids_U is not None]
         if not tables:
             return self.backbone.embed(input_ids_BT), [self._output_rows() for _ in per_group]
-        shared_ids = torch.cat(tables, dim=1).flatten()  # rank by rank, each rank's share of every candidate group
-        inputs_BTD, shares_WD = self.backbone.embedding(input_ids_BT, shared_ids)
+        scattered_ids = torch.cat(tables, dim=1).flatten()  # rank by rank, each rank's share of every candidate group
+        inputs_BTD, shares_WD = self.backbone.embedding(input_ids_BT, scattered_ids)
         return inputs_BTD, list(shares_WD.split([table.shape[1] for table in tables]))
 
     def _even_table(self, ids_U: Tensor) -> Tensor:

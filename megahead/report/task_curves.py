@@ -15,7 +15,8 @@ from megahead.evaluate.results import Score, TaskResult
 from megahead.report.metrics import RunMetrics
 from megahead.report.style import PALETTE, STYLE, save_figure
 
-_ACROSS = 3
+_COLUMNS = 3
+"""Panels beside each other, at most."""
 
 
 @dataclass(frozen=True)
@@ -44,11 +45,11 @@ def draw_task_curves(points: Sequence[TaskPoint]) -> Figure:
     """Values with their standard errors against tokens; perplexities on a logarithmic scale."""
     metrics = list(dict.fromkeys((t.task, s.metric) for point in points for t in point.tasks for s in t.scores))
     runs = list(dict.fromkeys(point.run for point in points))
-    down = ceil(len(metrics) / _ACROSS)
+    rows = ceil(len(metrics) / _COLUMNS)
     with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(4.2 * min(len(metrics), _ACROSS), 0.6 + 2.8 * down))
+        figure = Figure(figsize=(4.2 * min(len(metrics), _COLUMNS), 0.6 + 2.8 * rows))
         figure.set_layout_engine("constrained", w_pad=0.1, h_pad=0.1)
-        panels: Any = list(figure.subplots(down, min(len(metrics), _ACROSS), squeeze=False).flat)
+        panels: Any = list(figure.subplots(rows, min(len(metrics), _COLUMNS), squeeze=False).flat)
         for axes, (task, metric) in zip(panels, metrics, strict=False):
             axes.set_title(f"{task}  ·  {metric}")
             axes.set_xlabel("tokens")

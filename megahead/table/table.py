@@ -127,17 +127,17 @@ class SplitRowTable(RowTable):
     """The same for a model whose weights are split over the mesh's tensor ranks: the twin of a
     `VocabularyParallelEmbedding`, which looks inputs up on every rank and candidates in shares."""
 
-    def forward(self, ids: Tensor, shared_ids_U: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:  # type: ignore[override]
+    def forward(self, ids: Tensor, scattered_ids_U: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:  # type: ignore[override]
         """[..., D]: rows of `ids` on every tensor rank, which all have the same gradient.
 
-        With `shared_ids_U` also [u, D]: this rank's even share of their rows. U must be a multiple of the tensor ranks;
-        an id of -1 has a row of zeros.
+        With `scattered_ids_U` also [u, D]: this rank's even share of their rows. U must be a multiple of the tensor
+        ranks; an id of -1 has a row of zeros.
         """
         tensor = self._mesh.tensor_group
         num_duplicates = ids.numel() if tensor.rank else 0
-        if shared_ids_U is None:
+        if scattered_ids_U is None:
             return self._look_up(ids, num_duplicates)
-        share_u = tensor.shard(shared_ids_U, 0)
+        share_u = tensor.shard(scattered_ids_U, 0)
         looked_up = self._look_up(torch.cat([ids.flatten(), share_u.clamp_min(0)]), num_duplicates)
         inputs, rows_uD = looked_up.split([ids.numel(), len(share_u)])
         return inputs.view(*ids.shape, -1), rows_uD.masked_fill((share_u < 0)[:, None], 0.0)
