@@ -10,6 +10,7 @@ from megahead.config.batch import BatchConfig
 from megahead.config.data import DataConfig
 from megahead.config.deepspeed import deepspeed_config
 from megahead.config.families import ENCODERS, NAMED_SIZES
+from megahead.config.init import InitConfig
 from megahead.config.loading import config_from_dict, load_config
 from megahead.config.masking import MaskingConfig
 from megahead.config.model import ModelConfig
@@ -19,9 +20,9 @@ from megahead.config.phases import Phase, phase_at, phase_that_saved, phases_of
 from megahead.config.plan import RunPlan
 from megahead.config.resilience import FaultsConfig, ResumeConfig
 from megahead.config.rotary import RotaryScalingConfig
-from megahead.config.run import InitConfig, RunConfig, TrainingConfig
+from megahead.config.run import RunConfig
 from megahead.config.tasks import TasksConfig
-from megahead.config.training import EngineConfig, OptimizerConfig, ScheduleConfig
+from megahead.config.training import EngineConfig, OptimizerConfig, ScheduleConfig, TrainingConfig
 
 __all__ = [
     "ENCODERS",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import Field, model_validator
 
@@ -12,80 +12,16 @@ from megahead.config.base import Settings
 from megahead.config.batch import BatchConfig
 from megahead.config.data import DataConfig
 from megahead.config.embedding import Refusal, refusal_of_decay, refusal_of_rows, wants_rows
+from megahead.config.init import InitConfig
 from megahead.config.masking import MaskingConfig
 from megahead.config.model import ModelConfig
 from megahead.config.objective import ObjectiveConfig
 from megahead.config.parallel import ParallelConfig
 from megahead.config.resilience import FaultsConfig, ResumeConfig
 from megahead.config.tasks import TasksConfig
-from megahead.config.training import EngineConfig, OptimizerConfig, ScheduleConfig
+from megahead.config.training import EngineConfig, OptimizerConfig, ScheduleConfig, TrainingConfig
 from megahead.errors import ConfigError
 from megahead.run_folder import RunFolder
-
-
-class TrainingConfig(Settings):
-    """How long to train, and what to evaluate, save and log meanwhile."""
-
-    steps: int = Field(gt=0)
-    """Optimizer steps of the whole run."""
-
-    max_seconds: float | None = Field(default=None, gt=0)
-    """Stop (saved, evaluated) after this many seconds of training, whatever the step."""
-
-    log_seconds: float = Field(default=5.0, ge=0)
-    """Seconds between lines of metrics.jsonl and of the console, ten times as many where that is a file or a pipe; 0
-    writes every step."""
-
-    wandb: str | None = None
-    """Project of Weights & Biases that curves go to as well (`pip install -e '.[wandb]'`); none when left out."""
-
-    evaluate_every: int = Field(default=500, gt=0)
-    """Optimizer steps between evaluations; also evaluated at the end."""
-
-    evaluate_samples: int = Field(default=64, gt=0)
-    """Samples of the validation dataset that an evaluation reads."""
-
-    checkpoint_every: int = Field(default=1000, gt=0)
-    """Optimizer steps between checkpoints; also saved at the end."""
-
-    keep_checkpoints: int = Field(default=2, gt=0)
-    """Newest checkpoints kept on disk, of those that led to the run's weights."""
-
-    keep_every: int | None = Field(default=None, gt=0)
-    """Checkpoints whose step is a multiple of this are kept for good."""
-
-    keep_best: int = Field(default=0, ge=0)
-    """This many checkpoints with the lowest held-out loss at their step are kept too."""
-
-    save_in_background: bool = False
-    """Continue training while a checkpoint is written, which takes a copy in memory; the next save waits for it."""
-
-
-class InitConfig(Settings):
-    """Weights to start from, instead of random ones."""
-
-    from_checkpoint: str | None = None
-    """A checkpoint of megahead, or a run folder, whose newest checkpoint is taken."""
-
-    from_hf: str | None = None
-    """Instead of a checkpoint, a Hugging Face folder with the safetensors of a model like `model`: its body and
-    embedding are taken, and its head if the objective has one."""
-
-    mode: Literal["continue", "table", "finetune", "probe"] = "finetune"
-    """`finetune`: train an untied head, started as a copy of the embedding, with the body; `probe`: that head alone,
-    the body frozen; `continue`: the weights as they are, a new schedule; `table`: the same, of which only the embedding
-    is trained (and what the objective has beside the body), for another vocabulary."""
-
-    @model_validator(mode="after")
-    def _one_source(self) -> InitConfig:
-        if (self.from_checkpoint is None) == (self.from_hf is None):
-            given = "missing" if self.from_hf is None else "given beside it"
-            raise ConfigError("from_checkpoint", "be given, or else from_hf", got=given)
-        return self
-
-    def copies_embedding(self) -> bool:
-        """Whether a head starts as a copy of the embedding, and not as it was."""
-        return self.mode in ("finetune", "probe")
 
 
 class RunConfig(Settings):

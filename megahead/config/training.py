@@ -1,4 +1,4 @@
-"""How weights are updated: optimizer, learning-rate schedule, and the engine (DeepSpeed)."""
+"""How weights are updated and for how long: optimizer, schedule, engine (DeepSpeed), and the training around them."""
 
 from __future__ import annotations
 
@@ -141,3 +141,41 @@ class EngineConfig(Settings):
 
     timeout_seconds: float = Field(default=600, gt=0, le=1e7)
     """How long ranks wait for each other before they give up."""
+
+
+class TrainingConfig(Settings):
+    """How long to train, and what to evaluate, save and log meanwhile."""
+
+    steps: int = Field(gt=0)
+    """Optimizer steps of the whole run."""
+
+    max_seconds: float | None = Field(default=None, gt=0)
+    """Stop (saved, evaluated) after this many seconds of training, whatever the step."""
+
+    log_seconds: float = Field(default=5.0, ge=0)
+    """Seconds between lines of metrics.jsonl and of the console, ten times as many where that is a file or a pipe; 0
+    writes every step."""
+
+    wandb: str | None = None
+    """Project of Weights & Biases that curves go to as well (`pip install -e '.[wandb]'`); none when left out."""
+
+    evaluate_every: int = Field(default=500, gt=0)
+    """Optimizer steps between evaluations; also evaluated at the end."""
+
+    evaluate_samples: int = Field(default=64, gt=0)
+    """Samples of the validation dataset that an evaluation reads."""
+
+    checkpoint_every: int = Field(default=1000, gt=0)
+    """Optimizer steps between checkpoints; also saved at the end."""
+
+    keep_checkpoints: int = Field(default=2, gt=0)
+    """Newest checkpoints kept on disk, of those that led to the run's weights."""
+
+    keep_every: int | None = Field(default=None, gt=0)
+    """Checkpoints whose step is a multiple of this are kept for good."""
+
+    keep_best: int = Field(default=0, ge=0)
+    """This many checkpoints with the lowest held-out loss at their step are kept too."""
+
+    save_in_background: bool = False
+    """Continue training while a checkpoint is written, which takes a copy in memory; the next save waits for it."""

@@ -1,10 +1,9 @@
 """What a model costs, from its config alone: parameters, floating-point operations, memory. Imports no torch."""
 
+from megahead.estimate.candidates import candidate_rows, expected_candidates
 from megahead.estimate.flops import FlopsPerToken, training_flops
 from megahead.estimate.memory import (
     RankMemory,
-    candidate_rows,
-    expected_candidates,
     rank_memory,
     rank_parameters,
     ways_to_need_less,

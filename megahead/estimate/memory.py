@@ -1,6 +1,5 @@
 """Memory of one rank while it trains, by part, from the config: whether a run fits, and at which ZeRO stage.
 
-t tensor ranks, D hidden size, A width of all heads, K of the key heads, F width of the MLP.
 What DeepSpeed keeps at each stage was read in its optimizers and measured, phase by phase, on a CPU: the peaks of 21 M
 parameters on two ranks are 1.02 to 1.09 times this estimate, in fp32 and bf16. The process itself is not included, nor
 memory that an allocator keeps (glibc's: up to all gradients, unless MALLOC_MMAP_THRESHOLD_ is set).
@@ -15,6 +14,8 @@ from typing import Any
 
 from megahead.config import RunConfig, RunPlan, phases_of
 from megahead.config.loss_chunks import ON_CPU, ON_GPU
+from megahead.estimate.activations import activation_bytes
+from megahead.estimate.candidates import candidate_rows, expected_candidates
 from megahead.estimate.parameters import attention_matrices, mlp_matrices, norm_parameters, run_parameters
 
 _DEFAULTS = {
@@ -76,7 +77,7 @@ def _phase_memory(plan: RunPlan, stage: int | None) -> RankMemory:
         host, weights = host + weights, 0
     optimizer = 0 if "offload_optimizer" in zero else optimizer
     compute = 4 if precision == "fp32" else 2
-    peak = _activations(config, compute), _loss(config, compute), _table(plan)
+    peak = activation_bytes(config, compute), _loss(config, compute), _table(plan)
     return RankMemory(weights, gradients, optimizer, buffers, *peak, host)
 
 
@@ -172,46 +173,6 @@ def rank_parameters(config: RunConfig) -> int:
     held_by_each = model.num_layers * in_block + norm + (model.padded_vocab_size() if last.output_bias else 0)
     beside = counts.embedding if config.in_rows() else 0
     return held_by_each + (counts.total - beside - held_by_each) // tensor
-
-
-def expected_candidates(targets: int, vocab_size: int) -> int:
-    """Unique ids among `targets` tokens of text: 4,300 x (targets / 16,384)^0.62, fitted to English Wikipedia with a
-    vocabulary of 50,000 (measured 4.3k, 10.9k, 22k for 16k, 65k, 262k targets)."""
-    of_text: float = 4300 * float(targets / 16384) ** 0.62
-    return min(targets, vocab_size, round(of_text))
-
-
-def candidate_rows(config: RunConfig) -> int:
-    """Candidate rows in the softmax of one micro-batch."""
-    if config.objective.name == "vanilla":
-        return config.model.padded_vocab_size()
-    return expected_candidates(config.batch.micro_size * config.targets_per_row(), config.model.vocab_size)
-
-
-def _activations(config: RunConfig, compute: int) -> float:
-    """Bytes kept for the backward pass, `compute` for each element.
-
-    Per token, a block keeps its input, two normed inputs and (7 D + 2 F) / t elements. With activation checkpointing
-    each block keeps its input alone, and one block at a time all of it; `selective` also keeps 2 D + (4 D + F) / t of
-    products and attention. In a Llama these are three inputs and (3 A + 2 K + 4 F) / t, with norms of heads A + K more,
-    and 2 D + (2 A + 2 K + 2 F) / t; on a CPU its norms keep their outputs twice. Sequence parallelism divides inputs by
-    t too, but gathers one layer's at a time.
-    """
-    model, tensor = config.model, config.parallel.tensor
-    tokens = config.batch.micro_size * config.data.sequence_length
-    block_input = model.hidden_size / (tensor if config.parallel.sequence else 1)
-    heads, mlp = model.num_heads * model.head_size() / tensor, model.mlp_size() / tensor
-    keys = max(model.key_heads() / tensor, 1) * model.head_size()
-    if model.has_gated_mlp():
-        inside, products = (3 + model.qk_norm) * heads + (2 + model.qk_norm) * keys + 4 * mlp, 2 * (heads + keys + mlp)
-        block = 4 * block_input + inside
-    else:
-        block, products = 3 * block_input + 7 * heads + 2 * mlp, 4 * heads + mlp
-    recompute = config.engine.activation_checkpointing
-    selective = block_input + 2 * model.hidden_size + products
-    kept = {False: block, True: block_input, "selective": selective}[recompute]
-    working = (block if recompute else 0) + model.hidden_size - block_input
-    return compute * tokens * (model.num_layers * kept + working)
 
 
 def _loss(config: RunConfig, compute: int) -> float:
