@@ -41,17 +41,17 @@ class Family:
     """The Auto class that loads it."""
 
     our_names: Callable[[str], tuple[str, ...]]
-    """Our names of what a stored tensor holds, one below the other; none for what is no parameter of ours, FieldError
-    for a stranger."""
+    """Our names of the parameters in a stored tensor, several where it stacks them along dimension 0; none for a tensor
+    that we do without, FieldError for an unknown one."""
 
     their_name: Callable[[str], str | None]
     """Name of our parameter in a model with a head; None where there is none."""
 
     settings: Callable[[Mapping[str, Any]], dict[str, Any]]
-    """Makes the settings of a ModelConfig from config.json."""
+    """From the content of config.json to the settings of a ModelConfig."""
 
     config: Callable[[ModelConfig], dict[str, Any]]
-    """What config.json says of a shape."""
+    """From a ModelConfig to the content of config.json."""
 
     untied_bias: str | None = None
     """A second name of an encoder's output bias, wanted beside an output matrix of its own."""
@@ -60,7 +60,7 @@ class Family:
     """Name of a decoder's output bias; None where it has none."""
 
     as_stored: Callable[[ModelConfig, str, Tensor], Tensor] = _as_it_is
-    """A parameter of ours, with its name, as theirs holds it."""
+    """From a parameter of ours, with its name, to the tensor that theirs stores."""
 
     zeros: Callable[[ModelConfig], dict[str, int]] = _none
     """Vectors that theirs has and ours does without: names and sizes."""
@@ -167,5 +167,5 @@ def family_named(content: Mapping[str, Any]) -> Family:
 
 def hf_config(family: Family, model: ModelConfig, *, vocab_size: int, architecture: str, tied: bool) -> dict[str, Any]:
     """The content of `config.json` for a model whose table has `vocab_size` rows."""
-    told = {"architectures": [architecture], "vocab_size": vocab_size, "tie_word_embeddings": tied}
-    return family.config(model) | told
+    common = {"architectures": [architecture], "vocab_size": vocab_size, "tie_word_embeddings": tied}
+    return family.config(model) | common

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from megahead.distributed import Mesh, RowShard, Tensors
-from megahead.engine.gradients import forget_gradients
-from megahead.engine.half import half_format, make_room, refuse_half_without_zero
+from megahead.engine.gradients import discard_gradients
+from megahead.engine.half import allocate_, half_format, refuse_half_without_zero
 from megahead.engine.loss_scale import LossScale
 from megahead.engine.norm import clip_, global_norm
 from megahead.engine.start import start_deepspeed
@@ -69,7 +69,7 @@ class Engine:
         self._mesh = mesh
         half = half_format(config) is not None  # values that DeepSpeed would round are set after it has started
         if self._stage < 3:
-            make_room(module) if half else fill_(module, mesh.tensor_group, weights)
+            allocate_(module) if half else fill_(module, mesh.tensor_group, weights)
         self._moments = {p: moments_of(group) for group in optimizer.param_groups for p in group["params"]}
         self._deepspeed = start_deepspeed(module, optimizer, config, mesh, device)
         self._reduces_gradients = self._stage < 2 and not hasattr(self._deepspeed.optimizer, "reduce_gradients")
@@ -128,7 +128,7 @@ class Engine:
         self._deepspeed.set_gradient_accumulation_boundary(False)
         self._deepspeed.step()  # only counts the micro-step
         self._deepspeed.set_gradient_accumulation_boundary(None)  # by its own count again
-        self._forget_gradients()
+        self._discard_gradients()
         return StepResult(nan, applied=False)
 
     def _end_accumulation(self) -> None:
@@ -141,7 +141,7 @@ class Engine:
         if isfinite(norm):
             clip_(self.module.parameters(), norm, self._clipping)
         else:
-            self._forget_gradients()  # Adam passes over parameters without gradients
+            self._discard_gradients()  # Adam passes over parameters without gradients
         self._deepspeed.step()
         return StepResult(norm, isfinite(norm))
 
@@ -149,11 +149,11 @@ class Engine:
         self._deepspeed.step()
         applied = self._deepspeed.was_step_applied()
         if not applied:
-            self._forget_gradients()
+            self._discard_gradients()
         return StepResult(float(self._deepspeed.get_global_grad_norm()), applied)
 
-    def _forget_gradients(self) -> None:
-        forget_gradients(self._deepspeed.optimizer, self._stage)
+    def _discard_gradients(self) -> None:
+        discard_gradients(self._deepspeed.optimizer, self._stage)
 
     @torch.no_grad()
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:

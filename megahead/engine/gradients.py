@@ -10,19 +10,19 @@ from __future__ import annotations
 from typing import Any
 
 
-def forget_gradients(optimizer: Any, stage: int) -> None:
+def discard_gradients(optimizer: Any, stage: int) -> None:
     """Discards all gradients that `optimizer`, a DeepSpeedEngine's at ZeRO `stage`, accumulated since its last step.
 
     Sends nothing, but every rank must call it. Weights, moments and loss scale stay.
     """
     optimizer.zero_grad()
     if stage == 3:
-        _forget_slices(optimizer)
+        _discard_slices(optimizer)
     elif hasattr(optimizer, "averaged_gradients"):  # unlike stage 0's, and the one for bf16 at stage 1
-        _forget_parts(optimizer)
+        _discard_parts(optimizer)
 
 
-def _forget_parts(optimizer: Any) -> None:
+def _discard_parts(optimizer: Any) -> None:
     """Stages 1 and 2."""
     optimizer.micro_step_id = -1  # the next gradients replace what is there, and are not added to it
     for sums in (optimizer.averaged_gradients, optimizer.all_grad_tensors):
@@ -31,7 +31,7 @@ def _forget_parts(optimizer: Any) -> None:
         optimizer.reset_cpu_buffers()  # waits for copies to the host; clears their norms and overflow flags
 
 
-def _forget_slices(optimizer: Any) -> None:
+def _discard_slices(optimizer: Any) -> None:
     """Stage 3: does what DeepSpeed's step does when it applies nothing, in this order."""
     optimizer._pre_step()
     optimizer._partition_all_parameters()

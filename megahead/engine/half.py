@@ -30,7 +30,7 @@ def refuse_half_without_zero(config: dict[str, Any], stage: int) -> None:
             )
 
 
-def make_room(module: nn.Module) -> None:
+def allocate_(module: nn.Module) -> None:
     """Gives hollow parameters memory, filled with zeros."""
     for parameter in module.parameters():
         parameter.data = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
