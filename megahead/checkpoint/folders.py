@@ -17,7 +17,7 @@ from pathlib import Path
 
 from megahead.checkpoint.manifest import MANIFEST, Manifest
 from megahead.errors import CheckpointError
-from megahead.files import flush, write_atomically
+from megahead.files import fsync, write_atomically
 from megahead.run_folder import RunFolder
 
 _STEP = re.compile(r"step-(\d{8,})(\.replaced)?")
@@ -93,11 +93,11 @@ def publish(partial: Path, final: Path) -> None:
     At every instant either the old or the new folder can be found.
     """
     root, replaced = final.parent, final.with_name(f"{final.name}.replaced")
-    flush(partial)
+    fsync(partial)
     if final.exists():
         final.rename(replaced)
     partial.rename(final)
-    flush(root)
+    fsync(root)
     point_to(final)
     if replaced.exists():
         remove(replaced)

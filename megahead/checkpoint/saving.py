@@ -24,7 +24,7 @@ from megahead.checkpoint.manifest import FileEntry, Manifest, TensorEntry
 from megahead.checkpoint.retention import KEEP_NO_OTHERS, KeepRules, abandon_after, retain
 from megahead.distributed import Group, RowShard
 from megahead.errors import CheckpointError
-from megahead.files import flush, sha256_of
+from megahead.files import fsync, sha256_of
 
 
 def save_checkpoint(
@@ -155,7 +155,7 @@ def _write(partial: Path, snapshot: Snapshot) -> FileEntry:
     path = partial / snapshot.file
     save_file(snapshot.tensors, path)
     path.chmod(partial.stat().st_mode & 0o666)  # safetensors makes files that only the user can read
-    flush(path)
+    fsync(path)
     with safe_open(path, framework="pt") as file:
         wrong = [name for name, tensor in snapshot.tensors.items() if not _same_bytes(tensor, file.get_tensor(name))]
     if wrong:

@@ -9,8 +9,9 @@ belong to other data. Each process writes a file of its own and renames it when 
     one line of JSON, 256 bytes     starts  R+1 x i64     first tokens  P x i64     lengths  P x i32
 
 R rows, R1 = R + 1, P pieces, B samples of a batch, T targets per row.
-Row r is the pieces starts[r] to starts[r + 1], each a span of the dataset's tokens. A row of this table becomes a
-sample: the one at the place that the epoch's order gives it, written to a slot (a row) of the batch.
+Row r is the pieces starts[r] to starts[r + 1], each a span of the dataset's tokens: the index of its first token, and
+its length. A row of this table becomes a sample: the one at the place that the epoch's order gives it, written to a
+slot (a row) of the batch.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ import orjson
 
 from megahead.corpus.indexed import IndexedDataset
 from megahead.data.samples import Samples
-from megahead.data.shuffle import FeistelOrder, derive_seed
+from megahead.data.shuffle import ORDER, FeistelOrder, derive_seed
 from megahead.errors import DataError
 from megahead.files import write_atomically
 
@@ -77,7 +78,7 @@ class PackedSamples(Samples):
         return document_starts
 
     def _epoch_order(self, epoch: int) -> FeistelOrder:
-        return FeistelOrder(self.per_epoch, derive_seed(self.seed, epoch, 0))
+        return FeistelOrder(self.per_epoch, derive_seed(self.seed, epoch, ORDER))
 
     def _fill(self, rows: Array, slots: Array, epoch: int, places: Array) -> None:
         rows[slots] = PADDING
@@ -90,7 +91,7 @@ class PackedSamples(Samples):
                 at += length
 
     def _first_tokens(self, epoch: int, places: Array) -> Array:
-        """The first token of each row's first piece."""
+        """The index in the dataset of the first token of each row's first piece."""
         first: Array = self.table.firsts_P[self.table.starts_R1[self._order(epoch).take(places)]]
         return first
 
@@ -126,7 +127,7 @@ def best_fit_rows(dataset: IndexedDataset, capacity: int, max_documents: int | N
 
 
 def cut_documents(firsts: Array, sizes: Array, capacity: int) -> tuple[Array, Array]:
-    """(first token, length) of the pieces of all documents, in order; empty documents have none."""
+    """(index of the first token, length) of the pieces of all documents, in order; empty documents have none."""
     firsts, sizes = firsts[sizes > 0], sizes[sizes > 0]
     step = capacity - 1
     pieces = np.maximum(-(-(sizes - 1) // step), 1)

@@ -17,7 +17,7 @@ Row = dict[str, Any]
 Reader = Callable[[Path], list[Row]]
 
 
-def lines(*fields: str) -> Reader:
+def json_lines(*fields: str) -> Reader:
     """A reader of one JSON object per line, which must have all `fields`; others are left out."""
 
     def read(file: Path) -> list[Row]:
@@ -39,14 +39,14 @@ def arc(file: Path) -> list[Row]:
             "choices": {key: [choice[key] for choice in row["question"]["choices"]] for key in ("text", "label")},
             "answerKey": row["answerKey"],
         }
-        for row in lines("question", "answerKey")(file)
+        for row in json_lines("question", "answerKey")(file)
     ]
 
 
 def boolq(file: Path) -> list[Row]:
     """The file has true and false, the task wants 1 and 0; otherwise every answer would silently count as wrong."""
     classes = {"false": 0, "true": 1, False: 0, True: 1}
-    return [{**row, "label": classes[row["label"]]} for row in lines("passage", "question", "label")(file)]
+    return [{**row, "label": classes[row["label"]]} for row in json_lines("passage", "question", "label")(file)]
 
 
 def crows_pairs(file: Path) -> list[Row]:
@@ -61,7 +61,7 @@ def crows_pairs(file: Path) -> list[Row]:
 def race(file: Path) -> list[Row]:
     """One article per line, its questions in parallel lists; the definition wants them as one Python literal."""
     rows = []
-    for row in lines("article", "questions", "options", "answers")(file):
+    for row in json_lines("article", "questions", "options", "answers")(file):
         problems = zip(row["questions"], row["options"], row["answers"], strict=True)
         named = [dict(zip(("question", "options", "answer"), problem, strict=True)) for problem in problems]
         rows.append({"article": row["article"], "problems": repr(named)})

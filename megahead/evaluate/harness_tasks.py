@@ -16,7 +16,7 @@ import yaml
 
 from megahead.errors import DataError, FieldError
 from megahead.evaluate.bits_per_byte import bits_per_byte, documents
-from megahead.evaluate.harness_rows import Reader, arc, boolq, crows_pairs, lines, pubmedqa, qasper, race
+from megahead.evaluate.harness_rows import Reader, arc, boolq, crows_pairs, json_lines, pubmedqa, qasper, race
 from megahead.evaluate.minimal_pairs import accuracy_by, blimp
 from megahead.evaluate.results import Score
 
@@ -53,11 +53,11 @@ class OwnTask:
     """Whether encoders can be scored on it, by pseudo-log-likelihoods."""
 
 
-_SCIQ = lines("support", "question", "distractor1", "distractor2", "distractor3", "correct_answer")
+_SCIQ = json_lines("support", "question", "distractor1", "distractor2", "distractor3", "correct_answer")
 
 TASKS: Mapping[str, LocalTask | OwnTask] = {
-    "cloze": LocalTask("lambada/lambada_openai.yaml", None, lines("text")),
-    "lambada_openai": LocalTask("lambada/lambada_openai.yaml", "lambada/lambada_test.jsonl", lines("text")),
+    "cloze": LocalTask("lambada/lambada_openai.yaml", None, json_lines("text")),
+    "lambada_openai": LocalTask("lambada/lambada_openai.yaml", "lambada/lambada_test.jsonl", json_lines("text")),
     "arc_easy": LocalTask("arc/arc_easy.yaml", "eval/ARC/ARC-e/ARC-Easy-Test.jsonl", arc),
     "arc_challenge": LocalTask("arc/arc_challenge.yaml", "eval/ARC/ARC-c/ARC-Challenge-Test.jsonl", arc),
     "boolq": LocalTask("super_glue/boolq/default.yaml", "superglue/BoolQ/val.jsonl", boolq),
@@ -68,9 +68,11 @@ TASKS: Mapping[str, LocalTask | OwnTask] = {
     "sciq": LocalTask("sciq/sciq.yaml", "eval/sciq/validation.jsonl", _SCIQ),
     "pubmedqa": LocalTask("pubmedqa/pubmedqa.yaml", "eval/pubmedqa/ori_pqal.json", pubmedqa),
     "qasper_bool": LocalTask("qasper/bool.yaml", "eval/qasper/qasper-test-v0.3.json", qasper),
-    "piqa": LocalTask("piqa/piqa.yaml", "eval/piqa/validation.jsonl", lines("goal", "sol1", "sol2", "label")),
+    "piqa": LocalTask("piqa/piqa.yaml", "eval/piqa/validation.jsonl", json_lines("goal", "sol1", "sol2", "label")),
     "openbookqa": LocalTask(
-        "openbookqa/openbookqa.yaml", "eval/openbookqa/validation.jsonl", lines("question_stem", "choices", "answerKey")
+        "openbookqa/openbookqa.yaml",
+        "eval/openbookqa/validation.jsonl",
+        json_lines("question_stem", "choices", "answerKey"),
     ),
     "blimp": OwnTask("eval/blimp", blimp, accuracy_by("field"), for_encoders=True),
     "blimp_paradigms": OwnTask("eval/blimp", blimp, accuracy_by("UID"), for_encoders=True),
@@ -79,6 +81,9 @@ TASKS: Mapping[str, LocalTask | OwnTask] = {
 """By name. `cloze`: any jsonl of {"text"}, of which the last word is predicted, scored exactly as lambada_openai.
 
 `bits_per_byte`: any text that `megahead preprocess` reads.
+
+`blimp`: accuracy over all of BLiMP's paradigms, and over those of each field of grammar (`field`); `blimp_paradigms`:
+over all, and in each paradigm (`UID`).
 
 `qasper_bool`: lm-eval's definition takes yes as the right answer of every question; do not trust its f1.
 """

@@ -13,13 +13,13 @@ from statistics import fmean, variance
 from typing import TYPE_CHECKING
 
 from megahead.errors import DataError
-from megahead.evaluate.harness_rows import Row, lines
+from megahead.evaluate.harness_rows import Row, json_lines
 from megahead.evaluate.results import Score
 
 if TYPE_CHECKING:
     from megahead.evaluate.language_models import LanguageModel
 
-_PAIRS = lines("sentence_good", "sentence_bad", "field", "UID")
+_PAIRS = json_lines("sentence_good", "sentence_bad", "field", "UID")
 
 
 def blimp(folder: Path, limit: int | None) -> list[Row]:

@@ -3,7 +3,7 @@
 *Staged*: written under a temporary name (`.partial`) beside the final one, flushed to disk (fsync), then renamed.
 """
 
-from megahead.files.durable import flush, sha256_of, write_durably
+from megahead.files.durable import fsync, sha256_of, write_durably
 from megahead.files.errors import InUseError, WriteError
 from megahead.files.staged_file import StagedFile, staged, write_atomically
 from megahead.files.staged_folder import staged_folder
@@ -12,7 +12,7 @@ __all__ = [
     "InUseError",
     "StagedFile",
     "WriteError",
-    "flush",
+    "fsync",
     "sha256_of",
     "staged",
     "staged_folder",

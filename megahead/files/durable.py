@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 
-def flush(path: Path) -> None:
+def fsync(path: Path) -> None:
     """Waits until a file's bytes, or a folder's list of names, are on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -17,9 +17,9 @@ def flush(path: Path) -> None:
 
 
 def write_durably(path: Path, text: str) -> None:
-    """Writes a small text file, whose bytes are on disk on return (its name only after `flush` of the folder)."""
+    """Writes a small text file, whose bytes are on disk on return (its name only after `fsync` of the folder)."""
     path.write_text(text, encoding="utf-8")
-    flush(path)
+    fsync(path)
 
 
 def sha256_of(path: Path) -> str:

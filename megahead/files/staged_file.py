@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from megahead.files.durable import flush
+from megahead.files.durable import fsync
 from megahead.files.errors import InUseError, as_write_error
 
 
@@ -44,7 +44,7 @@ class StagedFile:
         with as_write_error(self.path):
             self.partial.replace(self.path)
             self._file.close()
-            flush(self.path.parent)
+            fsync(self.path.parent)
 
     def discard(self) -> None:
         """Removes what was written, unless it was published."""
@@ -65,9 +65,9 @@ def staged(path: Path) -> Iterator[Path]:
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             yield partial
-            flush(partial)
+            fsync(partial)
             partial.replace(path)
-            flush(path.parent)
+            fsync(path.parent)
         finally:
             partial.unlink(missing_ok=True)
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from megahead.errors import FieldError
-from megahead.files.durable import flush
+from megahead.files.durable import fsync
 from megahead.files.errors import as_write_error
 
 
@@ -42,14 +42,14 @@ def _check_free(output: Path, replaceable: str | None) -> None:
 
 def _publish(partial: Path, output: Path) -> None:
     for path in partial.rglob("*"):
-        flush(path)
-    flush(partial)
+        fsync(path)
+    fsync(partial)
     replaced = output.with_name(f".{output.name}.replaced")
     _remove(replaced)
     if output.exists():
         output.rename(replaced)
     partial.rename(output)
-    flush(output.parent)
+    fsync(output.parent)
     _remove(replaced)
 
 

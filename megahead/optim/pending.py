@@ -22,13 +22,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megahead.optim.quadrature import gauss_nodes, lagrange_basis
-from megahead.optim.rates import Column, Floats, Ints, RateHistory
+from megahead.optim.rates import Floats, Ints, PerStep, RateHistory
 
 NODES = 4
 EARLY_STEPS = 64
 """Steps whose terms are added one by one (measured without warm-up: four nodes alone err by 7e-4 there)."""
 _NEGLIGIBLE = 1e-7
 LONGEST_WINDOW = 1024
+"""Terms; later ones are left out. A run has none: betas whose window is longer than 798 are refused with its config."""
 
 
 def window_of(betas: tuple[float, float]) -> float:
@@ -70,11 +71,11 @@ class PendingUpdates:
         self._ratio = betas[0] / math.sqrt(betas[1]) if betas[0] else 0.0
         self._powers = self._ratio ** np.arange(1, self._window + 1)
         self._nodes, self._basis = _quadrature(self._ratio, self._window)
-        self._corrected = Column(0.0)  # rates with Adam's bias correction, by step
-        self._settled = Column(np.zeros(NODES))  # sums over the whole window behind a step
+        self._corrected = PerStep(0.0)  # rates with Adam's bias correction
+        self._settled = PerStep(np.zeros(NODES))  # sums over the whole window behind a step
 
     def _extend(self) -> None:
-        """Continues both columns to the history's last step: some 0.1 ms a step, whatever the number of rows."""
+        """Continues both `PerStep`s to the history's last step: some 0.1 ms a step, whatever the number of rows."""
         b1, b2 = self._betas
         steps = np.arange(len(self._corrected), self._history.steps + 1)
         self._corrected.extend(self._history.rate(steps) * np.sqrt(1 - b2**steps) / (1 - b1**steps))

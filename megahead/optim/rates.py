@@ -15,8 +15,8 @@ _STEADY = 2.0
 """If the rates of two neighbouring steps differ by more than this factor, that is a jump; else they change smoothly."""
 
 
-class Column:
-    """Numbers, or rows of them, one for each step; appending is cheap."""
+class PerStep:
+    """Numbers, or rows of them, one for each step; appending is cheap. `first` is that of step 0."""
 
     def __init__(self, first: Any) -> None:
         self._room = np.array([first])
@@ -45,7 +45,7 @@ class RateHistory:
 
     def __init__(self, weight_decay: float, rates: Sequence[float] | Floats = ()) -> None:
         self._weight_decay = weight_decay
-        self._rates, self._log_kept, self._jumps = Column(0.0), Column(0.0), Column(0)
+        self._rates, self._log_kept, self._jumps = PerStep(0.0), PerStep(0.0), PerStep(0)
         self.extend(np.asarray(rates, np.float64))
 
     @property
@@ -86,6 +86,6 @@ class RateHistory:
         return jumps[until] - jumps[since]
 
 
-def _accumulate(column: Column, more: NDArray[Any]) -> None:
+def _accumulate(sums: PerStep, more: NDArray[Any]) -> None:
     """Continues a running sum. Rounding is the same whether values are added one at a time or together."""
-    column.extend(np.cumsum(np.concatenate([column.values[-1:], more]))[1:])
+    sums.extend(np.cumsum(np.concatenate([sums.values[-1:], more]))[1:])

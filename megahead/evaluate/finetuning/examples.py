@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megahead.errors import DataError
-from megahead.evaluate.harness_rows import Row, lines, text_of
+from megahead.evaluate.harness_rows import Row, json_lines, text_of
 from megahead.wording import counted
 
 Builder = Callable[[Row, Sequence[str]], "Example"]
@@ -46,7 +46,7 @@ class Example:
 
 def objects(*fields: str) -> Reader:
     """A reader of one JSON object per line, which must have all of `fields`."""
-    read = lines(*fields)
+    read = json_lines(*fields)
     return lambda file: Published(read(file))
 
 
