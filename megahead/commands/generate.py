@@ -41,7 +41,8 @@ def main() -> None:
 
 
 def load_model(model: Path, seed: int) -> tuple[Any, Any]:
-    """The model, on a GPU if there is one, and its tokenizer; seeds torch's random numbers with `seed`."""
+    """The model, on a GPU if there is one, and its tokenizer; seeds torch's random numbers with `seed`. A run or
+    checkpoint is exported first, unless it has been (RUN/exports)."""
     import torch
 
     folder = convert.hf_folder(model)

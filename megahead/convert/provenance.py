@@ -35,7 +35,7 @@ def code_version() -> str:
 
 def last_evaluation(model: TrainedModel) -> str | None:
     """The last evaluation before the checkpoint, from the run's metrics.jsonl (which may also hold evaluations of
-    branches that the run abandoned); None if there is none."""
+    branches: steps that the run abandoned when it went on from an older checkpoint); None if there is none."""
     try:
         lines = model.run_folder().metrics.read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -1,5 +1,8 @@
 """Maps a new vocabulary to an old one: which tokens both have, and which old tokens make up each of the others.
 
+A token is *spelled* as in its tokenizer.json (` the` as `Ġthe`, say); its *text* is the bytes that it stands for, None
+for special tokens. These have a *role* instead: begin, end, padding, mask or unknown.
+
 V ids of the new vocabulary.
 """
 

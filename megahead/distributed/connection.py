@@ -66,6 +66,7 @@ def _disconnect() -> None:
 
 
 def _end_process(launch: Launch, why: str) -> None:
+    """Called in the watch's thread, where a rank was lost and the main thread does not end the run within seconds."""
     print_error_once(launch, why)
     leave(2)
 

@@ -175,7 +175,8 @@ class Engine:
         return int(self._counters()[0])
 
     def tensors(self) -> Iterator[tuple[str, Tensor | RowShard]]:
-        """All state that a restart needs, as full fp32 tensors, in the same order on every rank and mesh.
+        """All state that a restart needs, as full fp32 tensors, in the same order on every rank and mesh; of a
+        `RowEngine`'s embedding (`engine.embedding: rows`) only this rank's rows, as a `RowShard`.
 
         Keys are `weight/NAME`, `exp_avg/NAME`, `exp_avg_sq/NAME` with names as in the module; frozen parameters have
         only a weight, and Muon's no `exp_avg_sq`. Collective, one tensor in memory at a time. A tensor is on the

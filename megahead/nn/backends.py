@@ -86,6 +86,7 @@ class Backend:
 
     name: str
     varlen: VarlenAttention
+    """Where rows may have several documents, or tokens see a window of theirs."""
     description: str
     dense: DenseAttention | None = attend_rows
     """Where each row is one document, seen as a whole; None: by `varlen` as well."""

@@ -52,7 +52,9 @@ class SharedPool:
     """The weighting's bias, but -inf for ids that sampling left out, and raised for ids that it could have left out."""
 
     def candidates(self, target_ids_N: Tensor) -> Candidates:
-        """The shared candidates, and the positives that are not shared; ids in increasing order. O(N log P + P)."""
+        """The shared candidates, and the positives that are not shared; ids in increasing order. O(N log P + P).
+
+        Where the objective subtracts the bias of each positive from its loss, all of these are the `constant`."""
         place_N = torch.searchsorted(self.ids_P, target_ids_N)
         member_P = self.shared_bias_P > -torch.inf
         member_P[place_N] = True

@@ -1,4 +1,5 @@
-"""Pretraining with its weights split over a tensor group: the same losses and evaluation sums as on one rank.
+"""Pretraining with its weights split over a tensor group: the same losses and evaluation sums (of losses, right
+predictions and targets) as on one rank.
 
 Headless (contrastive weight tying): the softmax runs over the embeddings of a candidate group's targets. A candidate
 group is a number of consecutive samples whose targets are candidates for each other, not a group of ranks.
@@ -34,7 +35,8 @@ class TensorParallelPretraining(Pretraining):
     """A `Pretraining` whose backbone is split over `group`; every rank of it is called with the same inputs.
 
     A headless softmax splits its candidates evenly over the ranks; a softmax over the vocabulary leaves each row on the
-    rank that owns it, which also balances the work. An encoder's transform, and biases, are full on every rank.
+    rank that owns it, which also balances the work. An encoder's transform (`mask_head`), and biases, are full on every
+    rank.
     """
 
     def __init__(

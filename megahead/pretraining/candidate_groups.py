@@ -2,6 +2,8 @@
 
 Every rank has the same embedding table, so ranks exchange only ids, 4 bytes per target, and no gradients. A candidate
 group is part of a micro-batch, or several complete ones, consecutive over ranks and accumulation steps.
+Its `Pool` is made of all its targets and of random negatives drawn for it, and makes the candidates for the targets
+that it has in one micro-batch.
 Shapes: N targets of a micro-batch, G of a candidate group, R data ranks, A accumulation steps.
 """
 
@@ -52,7 +54,9 @@ class CandidateGroups:
         return [(pools[k // per_group].candidates(b.target_ids_N),) for k, b in zip(mine, batches, strict=True)]
 
     def _within(self, first_sample: int, batch: Batch) -> tuple[Candidates, ...]:
-        """The candidates of each group of a micro-batch that holds complete groups and begins at `first_sample`."""
+        """The candidates of each group of a micro-batch that holds complete groups and begins at `first_sample`.
+
+        Its targets are cut where groups end: `target_index_N` counts through the rows, one after another."""
         rows, row_length = batch.input_ids_BT.shape
         ends = torch.arange(self.group_samples, rows + 1, self.group_samples) * row_length
         sizes = torch.searchsorted(batch.target_index_N, ends).diff(prepend=torch.zeros(1, dtype=torch.int64))

@@ -82,4 +82,6 @@ def _line(points: Sequence[TaskPoint], run: str, task: str, metric: str) -> tupl
 
 
 def _result(task: str, found: Mapping[str, Mapping[str, Any]]) -> TaskResult:
-    return TaskResult(task, 0, [Score(metric, score["value"], score["stderr"]) for metric, score in found.items()])
+    """As it was logged, which is without the number of examples."""
+    scores = [Score(metric, score["value"], score["stderr"]) for metric, score in found.items()]
+    return TaskResult(task, samples=0, scores=scores)

@@ -23,7 +23,8 @@ class FetchedRows:
     """What came from the owners, and what will go back to them once the step's last backward pass is done."""
 
     def __init__(self, plan: RowPlan, served: Rows, mesh: Mesh, dtype: torch.dtype) -> None:
-        """`served`: the O rows, up to date; `dtype`: of looked-up rows. Collective."""
+        """`plan`: which rows this rank asks of others and they of it, and how many forward passes the step has;
+        `served`: the O rows, up to date; `dtype`: of looked-up rows. Collective."""
         self.served = served
         self.sums_OD: Tensor | None = None
         """Gradients of `served`, over all micro-batches and ranks, on average over data ranks."""

@@ -60,7 +60,8 @@ class Meters:
         new_head: bool = False,
     ) -> None:
         """Prints what will be trained, the checkpoint that it goes on from, and the damaged ones that were passed over
-        to find it; records that, and whether the phase begins with a `new_head`."""
+        to find it; records that, and whether the phase begins with a `new_head`. `lineage`: which of the folder's
+        checkpoints led to the weights (those up to step `tip`); later ones are set aside by the next save."""
         if not self._active:
             return
         to_be_abandoned, source = lineage.to_be_abandoned(), None if resumed is None else lineage.name_of(resumed)
@@ -92,9 +93,10 @@ class Meters:
             self._write(state, last)
 
     def fault(self, report: StepReport, bad: BadSamples, action: Action, state: TrainingState) -> str:
-        """Writes a bad step and returns the sentence about it."""
+        """Writes a bad step and returns the sentence about it. `bad`: (rank, its samples) of each bad micro-batch;
+        `action`: what the guard does about it."""
         assert report.fault is not None
-        where = [{"rank": rank, "first": rows.start, "last": rows.stop - 1} for rank, rows in bad]
+        where = [{"rank": rank, "first": samples.start, "last": samples.stop - 1} for rank, samples in bad]
         step = state.step if report.applied else state.step + 1
         sentence = describe_fault(report, step, bad, state)
         if self._active:
