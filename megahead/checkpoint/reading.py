@@ -88,11 +88,11 @@ class Checkpoint:
         """The trainer's counters."""
         return self._manifest.state
 
-    def state_value(self, name: str, kind: Any, absent: Any = None) -> Any:
+    def state_value(self, name: str, type_: Any, absent: Any = None) -> Any:
         """`state[name]`, or `absent` if it is missing (earlier versions wrote less); CheckpointError if it is not an
-        instance of `kind`."""
+        instance of `type_`."""
         value = self.state.get(name, absent)
-        if not isinstance(value, kind):
+        if not isinstance(value, type_):
             raise CheckpointError(f"`{self.folder / MANIFEST}` has no valid `{name}`; use another checkpoint.")
         return value
 

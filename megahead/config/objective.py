@@ -67,8 +67,9 @@ class ObjectiveConfig(Settings):
 
     bias: Literal["paper", "once", "corrected", "own_once"] = "paper"
     """headless: how often each candidate counts in the softmax. `paper`: as often as it is a target of the group;
-    `once`: once; `corrected`: divided by its probability of being a candidate (sampled softmax, which learns log p
-    itself); `own_once`: as the paper, but an output's own target counts once (no false negatives; an ablation)."""
+    `once`: once; `corrected`: divided by its probability of being a candidate (sampled softmax, whose scores become
+    log-probabilities of tokens without a bias); `own_once`: as the paper, but an output's own target counts once (no
+    false negatives; an ablation)."""
 
     negatives: int = Field(default=0, ge=0)
     """headless: ids drawn in addition for each group, with replacement; they weigh as often as they are drawn."""
@@ -125,8 +126,8 @@ class ObjectiveConfig(Settings):
         is; `pmi`, the embedding and a bias that needs no training."""
         if self.trains_head():
             return "trained"
-        learns_log_p = self.has_vocabulary_softmax() or self.bias == "corrected"
-        return "tied" if learns_log_p else "pmi"
+        learns_log_probabilities = self.has_vocabulary_softmax() or self.bias == "corrected"
+        return "tied" if learns_log_probabilities else "pmi"
 
     def has_vocabulary_softmax(self) -> bool:
         """Whether all ids compete, in all of the loss or a share of it."""

@@ -1,7 +1,8 @@
 """Maps a new vocabulary to an old one: which tokens both have, and which old tokens make up each of the others.
 
 A token is *spelled* as in its tokenizer.json (` the` as `Ġthe`, say); its *text* is the bytes that it stands for, None
-for special tokens. These have a *role* instead: begin, end, padding, mask or unknown.
+for special tokens. Some of these have a *role*: begin, end, padding, mask or unknown. Special tokens are the same if
+they are spelled alike, or else have the same role.
 
 V ids of the new vocabulary.
 """
@@ -22,7 +23,7 @@ class Translation:
     """How many ids the old vocabulary has."""
 
     kept_V: list[int | None]
-    """The old id of the same bytes, or of the same special role; None for tokens that are not kept."""
+    """The old id of the same bytes, or of the same special token; None for tokens that are not kept."""
 
     pieces_V: list[list[int]]
     """For a token that is not kept, the old ids whose bytes make it up; empty where none do."""
@@ -77,7 +78,8 @@ class _Known:
 def _kept(
     id_: int, old: SpelledVocabulary, new: SpelledVocabulary, known: _Known, roles: Mapping[str, int]
 ) -> int | None:
-    """The old id of a new token: of the same bytes (in the same spelling, if two have them), or of the same role."""
+    """The old id of a new token: of the same bytes (in the same spelling, if two have them), or the same special
+    token."""
     text, spelled = new.text[id_], new.spellings[id_]
     if spelled is None:
         return None

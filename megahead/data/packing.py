@@ -30,7 +30,7 @@ import orjson
 
 from megahead.corpus.indexed import IndexedDataset
 from megahead.data.samples import Samples
-from megahead.data.shuffle import ORDER, FeistelOrder, derive_seed
+from megahead.data.shuffle import FOR_ORDER, FeistelOrder, derive_seed
 from megahead.errors import DataError
 from megahead.files import write_atomically
 
@@ -78,7 +78,7 @@ class PackedSamples(Samples):
         return document_starts
 
     def _epoch_order(self, epoch: int) -> FeistelOrder:
-        return FeistelOrder(self.per_epoch, derive_seed(self.seed, epoch, ORDER))
+        return FeistelOrder(self.per_epoch, derive_seed(self.seed, epoch, FOR_ORDER))
 
     def _fill(self, rows: Array, slots: Array, epoch: int, places: Array) -> None:
         rows[slots] = PADDING
@@ -104,7 +104,7 @@ def pack_table(dataset: IndexedDataset, sequence_length: int, max_documents: int
     written.
     """
     if not dataset.num_documents:
-        raise DataError(f"`{dataset.prefix}` must name its documents to be packed, but does not; use pack: stream.")
+        raise DataError(f"`{dataset.prefix}` must list its documents to be packed, but does not; use pack: stream.")
     key = zlib.crc32(repr((FORMAT, WINDOW, sequence_length, max_documents)).encode())
     key = zlib.crc32(dataset.document_index.data, zlib.crc32(dataset.sizes.data, key))
     path = Path(f"{dataset.prefix}.pack-{key:08x}.rows")
@@ -186,5 +186,5 @@ def _content(table: PackTable) -> list[bytes]:
     digest = hashlib.sha256()
     for part in body:
         digest.update(part)
-    sums = {"rows": len(table), "pieces": len(table.firsts_P), "sha256": digest.hexdigest()}
-    return [orjson.dumps({"format": FORMAT, **sums}).ljust(HEADER_BYTES - 1) + b"\n", *body]
+    numbers = {"rows": len(table), "pieces": len(table.firsts_P), "sha256": digest.hexdigest()}
+    return [orjson.dumps({"format": FORMAT, **numbers}).ljust(HEADER_BYTES - 1) + b"\n", *body]

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from megahead.corpus.indexed import IndexedDataset
-from megahead.data.shuffle import OFFSET, ORDER, FeistelOrder, derive_seed
+from megahead.data.shuffle import FOR_OFFSET, FOR_ORDER, FeistelOrder, derive_seed
 from megahead.errors import DataError
 from megahead.wording import counted
 
@@ -81,10 +81,10 @@ class StreamSamples(Samples):
 
     def offset(self, epoch: int) -> int:
         """Tokens skipped at the start of the text in this epoch, in [0, T)."""
-        return derive_seed(self.seed, epoch, OFFSET) % self.sequence_length
+        return derive_seed(self.seed, epoch, FOR_OFFSET) % self.sequence_length
 
     def _epoch_order(self, epoch: int) -> FeistelOrder:
-        return FeistelOrder(self.per_epoch, derive_seed(self.seed, epoch, ORDER))
+        return FeistelOrder(self.per_epoch, derive_seed(self.seed, epoch, FOR_ORDER))
 
     def _first_tokens(self, epoch: int, places: Array) -> Array:
         return self.offset(epoch) + self._order(epoch).take(places) * self.sequence_length

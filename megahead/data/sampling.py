@@ -13,7 +13,7 @@ from megahead.corpus.indexed import IndexedDataset
 from megahead.data.blending import Blend, temperature_weights
 from megahead.data.packing import PackedSamples, pack_table
 from megahead.data.samples import Samples, StoredSamples, StreamSamples
-from megahead.data.shuffle import DATASET, derive_seed
+from megahead.data.shuffle import FOR_DATASET, derive_seed
 from megahead.wording import counted
 
 if TYPE_CHECKING:
@@ -46,7 +46,8 @@ def training_samples(
     if isinstance(data.train, str):
         return _rows_of(data, datasets[0], seed, length)
     parts = [
-        _rows_of(data, dataset, derive_seed(seed, number, DATASET), length) for number, dataset in enumerate(datasets)
+        _rows_of(data, dataset, derive_seed(seed, number, FOR_DATASET), length)
+        for number, dataset in enumerate(datasets)
     ]
     weights = [part.weight or float(set_.num_tokens) for part, set_ in zip(data.train, datasets, strict=True)]
     return Blend(parts, temperature_weights(weights, data.blend_temperature).tolist())

@@ -20,7 +20,7 @@ MIX_1 = 0xBF58476D1CE4E5B9
 MIX_2 = 0x94D049BB133111EB
 MASK_64 = (1 << 64) - 1
 
-ORDER, OFFSET, DATASET = 0, 1, 2
+FOR_ORDER, FOR_OFFSET, FOR_DATASET = 0, 1, 2
 """What a seed derived from a run's is for, as the last number: an epoch's order, where an epoch is cut, one dataset."""
 
 Array = np.ndarray[Any, Any]

@@ -47,7 +47,7 @@ def connected(launch: Launch, device: torch.device, timeout_seconds: float) -> I
             _disconnect()  # the engine makes a group of one
         return
     with _failing_to(launch, timeout_seconds, "be found" if launch.rank == 0 else "find rank 0 there"):
-        store, line = with_timeout(timeout_seconds + 1, lambda: _call(launch, timeout_seconds))
+        store, line = with_timeout(timeout_seconds + 1, lambda: _open_line(launch, timeout_seconds))
     watch = Watch(line, launch.rank, timeout_seconds, partial(_end_process, launch))
     watch.meet()
     with _failing_to(launch, timeout_seconds, "connect to the others"), watch.naming_lost_ranks():
@@ -82,7 +82,7 @@ def _failing_to(launch: Launch, seconds: float, trouble: str) -> Iterator[None]:
         ) from error
 
 
-def _call(launch: Launch, seconds: float) -> tuple[Store, Line]:
+def _open_line(launch: Launch, seconds: float) -> tuple[Store, Line]:
     """The store, and this rank's line to rank 0, whose address is in the store."""
     store = open_store(launch, seconds)
     store.set_timeout(timedelta(seconds=seconds))

@@ -67,7 +67,7 @@ class Engine:
         if self._stage == 0:
             config = {**config, "gradient_clipping": 0.0}  # ours, see `_step_replicated`
         self._mesh = mesh
-        half = half_format(config) is not None  # values that DeepSpeed would round are set after it has started
+        half = half_format(config) is not None  # bf16 or fp16: DeepSpeed rounds what is set before it has started
         if self._stage < 3:
             allocate_(module) if half else fill_(module, mesh.tensor_group, weights)
         self._moments = {p: moments_of(group) for group in optimizer.param_groups for p in group["params"]}
@@ -141,7 +141,7 @@ class Engine:
         if isfinite(norm):
             clip_(self.module.parameters(), norm, self._clipping)
         else:
-            self._discard_gradients()  # Adam passes over parameters without gradients
+            self._discard_gradients()  # Adam skips parameters without gradients
         self._deepspeed.step()
         return StepResult(norm, isfinite(norm))
 

@@ -87,13 +87,13 @@ class Headless:
             self._log_q_V = log_unigram(token_counts_V, vocab_size)
         if config.negatives:
             self._log_r_V = log_negatives(config, vocab_size, token_counts_V)
-            self._drawn_below_V = self._log_r_V.exp().double().cumsum(0)
+            self._cumulative_r_V = self._log_r_V.exp().double().cumsum(0)
 
     def pool(self, target_ids_G: Tensor, seed: int = 0) -> SharedPool:
         """O((G + M) log (G + M) + M log V), on the CPU."""
         config, generator, ids = self._config, torch.Generator().manual_seed(seed), target_ids_G
         if self._log_r_V is not None:
-            ids = torch.cat([ids, draw_ids(self._drawn_below_V, config.negatives, generator)])
+            ids = torch.cat([ids, draw_ids(self._cumulative_r_V, config.negatives, generator)])
         ids_P, multiplicity_P = torch.unique(ids, return_counts=True)
         log_pi_P = None
         if config.bias == "corrected" and self._log_q_V is not None:

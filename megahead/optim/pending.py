@@ -10,7 +10,7 @@ where W is what weight decay leaves. b1 < sqrt(b2) makes the sum die out within 
 quadrature stand for it, which is exact for terms that change smoothly with j. Where they do not, all terms are added:
 near the first step, where Adam's bias correction is singular, and where the learning rate jumped.
 
-`touched` is s, the step of a row's last update.
+`touched` is s, the step of a row's last update; 0 if there was none, so that only weight decay is owed to it.
 """
 
 from __future__ import annotations
@@ -72,32 +72,32 @@ class PendingUpdates:
         self._powers = self._ratio ** np.arange(1, self._window + 1)
         self._nodes, self._basis = _quadrature(self._ratio, self._window)
         self._corrected = PerStep(0.0)  # rates with Adam's bias correction
-        self._settled = PerStep(np.zeros(NODES))  # sums over the whole window behind a step
+        self._settled = PerStep(np.zeros(NODES))  # sums over the whole window after a step
 
     def _extend(self) -> None:
         """Continues both `PerStep`s to the history's last step: some 0.1 ms a step, whatever the number of rows."""
         b1, b2 = self._betas
         steps = np.arange(len(self._corrected), self._history.steps + 1)
         self._corrected.extend(self._history.rate(steps) * np.sqrt(1 - b2**steps) / (1 - b1**steps))
-        behind = np.arange(len(self._settled), self._history.steps - self._window + 1)
-        for part in np.array_split(behind, len(behind) // 4096 + 1):
+        window_passed = np.arange(len(self._settled), self._history.steps - self._window + 1)
+        for part in np.array_split(window_passed, len(window_passed) // 4096 + 1):
             self._settled.extend(self._at_nodes(part, np.full(len(part), self._window)))
 
     def needs_every_term(self, touched: Ints) -> NDArray[np.bool_]:
         """Whether all terms have to be added for rows last updated at these steps: quadrature would not be exact."""
         until = np.minimum(touched + self._window, self._history.steps)
         jumps = self._history.jumps(np.minimum(touched + 1, until), until)
-        stale = (touched > 0) & (touched < self._history.steps)
-        answer: NDArray[np.bool_] = stale & ((touched < EARLY_STEPS) | (jumps > 0))
+        has_terms = (touched > 0) & (touched < self._history.steps)
+        answer: NDArray[np.bool_] = has_terms & ((touched < EARLY_STEPS) | (jumps > 0))
         return answer
 
     def owed(self, touched: Ints) -> Owed:
         """By quadrature; for steps of which `needs_every_term` is false."""
         self._extend()
         gaps = np.minimum(self._history.steps - touched, self._window)
-        weights, fresh = np.empty((len(touched), NODES)), gaps < self._window
-        weights[fresh] = self._at_nodes(touched[fresh], gaps[fresh])
-        weights[~fresh] = self._settled.values[touched[~fresh]]
+        weights, in_window = np.empty((len(touched), NODES)), gaps < self._window
+        weights[in_window] = self._at_nodes(touched[in_window], gaps[in_window])
+        weights[~in_window] = self._settled.values[touched[~in_window]]
         return self._with(touched, weights, self._offsets(touched[:, None], self._nodes[gaps]))
 
     def owed_term_by_term(self, touched: Ints) -> Owed:
@@ -123,14 +123,14 @@ class PendingUpdates:
         sums: Floats = np.einsum("sj,snj->sn", terms, self._basis[gaps])
         return sums
 
-    def _offsets(self, touched_S1: Ints, places: Floats | Ints) -> Floats:
+    def _offsets(self, touched_S1: Ints, j: Floats | Ints) -> Floats:
         b2 = self._betas[1]
-        offsets: Floats = self._eps * np.sqrt(1 - b2 ** (touched_S1 + places)) * b2 ** (-places / 2)
+        offsets: Floats = self._eps * np.sqrt(1 - b2 ** (touched_S1 + j)) * b2 ** (-j / 2)
         return offsets
 
 
 def _quadrature(ratio: float, window: int) -> tuple[Floats, Floats]:
     """For each gap up to `window`: its nodes [gap, NODES], and the weight of each term there [gap, NODES, window]."""
-    gaps, places = np.arange(window + 1), np.arange(1.0, window + 1)
+    gaps, j = np.arange(window + 1), np.arange(1.0, window + 1)
     nodes = gauss_nodes(ratio, NODES, gaps)
-    return nodes, lagrange_basis(nodes, places) * (places <= gaps[:, None])[:, None]
+    return nodes, lagrange_basis(nodes, j) * (j <= gaps[:, None])[:, None]

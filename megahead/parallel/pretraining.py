@@ -57,14 +57,14 @@ class TensorParallelPretraining(Pretraining):
 
         The split embedding looks up both at once: it returns the rows of all inputs on every rank, and scatters those
         of `scattered_ids`, an even share to each rank."""
-        tables = [self._even_table(candidates.ids_U) for candidates in per_group if candidates.ids_U is not None]
-        if not tables:
+        by_rank = [self._split_evenly(candidates.ids_U) for candidates in per_group if candidates.ids_U is not None]
+        if not by_rank:
             return self.backbone.embed(input_ids_BT), [self._output_rows() for _ in per_group]
-        scattered_ids = torch.cat(tables, dim=1).flatten()  # rank by rank, each rank's share of every candidate group
+        scattered_ids = torch.cat(by_rank, dim=1).flatten()  # rank by rank, each rank's share of every candidate group
         inputs_BTD, shares_WD = self.backbone.embedding(input_ids_BT, scattered_ids)
-        return inputs_BTD, list(shares_WD.split([table.shape[1] for table in tables]))
+        return inputs_BTD, list(shares_WD.split([ids.shape[1] for ids in by_rank]))
 
-    def _even_table(self, ids_U: Tensor) -> Tensor:
+    def _split_evenly(self, ids_U: Tensor) -> Tensor:
         """[ranks, w]: the ids split evenly, padded with -1."""
         width = self._even(ids_U.numel())
         return F.pad(ids_U, (0, width * self.group.size - ids_U.numel()), value=-1).view(self.group.size, width)

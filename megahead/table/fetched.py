@@ -45,10 +45,10 @@ class FetchedRows:
 
     def add_gradients(self, places: Tensor, gradients: Tensor) -> Tensor | None:
         """Of one backward pass; after the last one the norm of all rows' gradients together. Collective then."""
-        passed_UD = torch.ops.aten.embedding_dense_backward(
+        added_UD = torch.ops.aten.embedding_dense_backward(
             gradients.float(), places, len(self._rows_UD), padding_idx=-1, scale_grad_by_freq=False
         )
-        self._gradients_UD = passed_UD if self._gradients_UD is None else self._gradients_UD.add_(passed_UD)
+        self._gradients_UD = added_UD if self._gradients_UD is None else self._gradients_UD.add_(added_UD)
         self._lookups_left -= 1
         return None if self._lookups_left else self._complete(self._gradients_UD)
 
@@ -82,8 +82,8 @@ def vector_of_norm(norm: Tensor, like: Tensor) -> Tensor:
 
     In half precision some are rounded up and the others down, in the shares that leave the sum as it is.
     """
-    kind, count = torch.finfo(like.dtype), like.numel()
+    limits, count = torch.finfo(like.dtype), like.numel()
     each = norm.double() / math.sqrt(count)
-    spacing = (kind.eps * torch.exp2(torch.frexp(each).exponent - 1.0)).clamp_min(kind.smallest_normal * kind.eps)
+    spacing = (limits.eps * torch.exp2(torch.frexp(each).exponent - 1.0)).clamp_min(limits.smallest_normal * limits.eps)
     shares = (torch.arange(count, device=like.device, dtype=torch.float64) + 0.5) / count
     return (torch.floor(each / spacing + shares) * spacing).to(like.dtype).view_as(like)

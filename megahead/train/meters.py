@@ -43,7 +43,7 @@ class Meters:
         self._reports: list[StepReport] = []
         self._tokens_logged: int | None = None
         self._seconds_logged = 0.0
-        self._last_line = 0.0
+        self._last_logged = 0.0
         self._last_printed = -math.inf
         self._perplexity: float | None = None
         if active:
@@ -80,7 +80,7 @@ class Meters:
     def start(self, state: TrainingState) -> None:
         """Starts a new measurement of speed."""
         self._tokens_logged, self._seconds_logged = state.tokens, state.seconds
-        self._last_line = time.monotonic()
+        self._last_logged = time.monotonic()
 
     def step(self, report: StepReport, state: TrainingState, *, last: bool) -> None:
         """Records a step; writes a line if one is due, or when it is the `last` of its phase."""
@@ -88,7 +88,7 @@ class Meters:
             return
         if report.applied:
             self._reports.append(report)
-        due = time.monotonic() - self._last_line >= self._log_seconds
+        due = time.monotonic() - self._last_logged >= self._log_seconds
         if self._reports and (due or last):
             self._write(state, last)
 

@@ -116,7 +116,7 @@ def test_a_damaged_table_is_refused_and_other_data_gets_its_own(write_dataset: W
 def test_documents_must_be_known(tmp_path: Path) -> None:
     with IndexedDatasetWriter(tmp_path / "rows", vocab_size=10) as writer:
         writer.add_documents(np.ones(20, np.int64), np.array([10, 10]), sequences=np.empty(0, np.int64))
-    with pytest.raises(DataError, match="must name its documents to be packed"):
+    with pytest.raises(DataError, match="must list its documents to be packed"):
         pack_table(IndexedDataset(tmp_path / "rows"), 9)
 
 
