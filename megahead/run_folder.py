@@ -68,6 +68,11 @@ class RunFolder:
         return self / "samples.jsonl"
 
     @property
+    def geometry(self) -> Path:
+        """How its checkpoints' outputs and embeddings lie, measured for the report."""
+        return self / "geometry.json"
+
+    @property
     def report(self) -> Path:
         """The default place of its HTML page."""
         return self / "report.html"

@@ -3,7 +3,7 @@
 megahead report runs/headless runs/vanilla --output report.html
 
 Nothing is loaded from anywhere when the page is opened. It shows the text that
-`megahead generate --model RUN --output RUN/samples.jsonl` made.
+`megahead generate --model RUN --output RUN/samples.jsonl` made, and what `--geometry` measured at any time.
 """
 
 from __future__ import annotations
@@ -19,7 +19,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR", help="run folder")
     parser.add_argument("--output", type=Path, metavar="FILE", help="default: report.html in the first run's folder")
+    parser.add_argument(
+        "--geometry",
+        action="store_true",
+        help="first measure, on held-out text, how much of the loss's gradient each checkpoint's head lets "
+        "through, and how evenly its outputs and embedding fill their space",
+    )
     arguments = parser.parse_args()
+    if arguments.geometry:
+        for run in arguments.runs:
+            report.add_geometry(RunFolder.of(run))
     runs = report.read_runs(arguments.runs)
     output = arguments.output or RunFolder(arguments.runs[0]).report
     print(f"wrote {report.save_page(runs, output)}")

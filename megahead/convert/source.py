@@ -77,12 +77,14 @@ class TrainedModel:
         """[padded V] int64, where they were counted."""
         return self.checkpoint.read(TARGET_COUNTS)
 
+    def dataset_counts(self) -> Tensor | None:
+        """[padded V] int64: how often each id occurs in the training text; None if that is not known."""
+        return self.checkpoint.read(_PRIOR) if _PRIOR in self.checkpoint.names() else None
+
     def training_free_bias(self) -> Tensor:
         """[V] fp32: the bias that turns `E h / T` into log p. For the paper's objective log q: q the distribution of
         the targets trained on, or of the text's tokens if rare ones were masked more often."""
-        names, model = self.checkpoint.names(), self.config.model
-        token_counts_V = self.checkpoint.read(_PRIOR) if _PRIOR in names else None
-        counts_V = self.target_counts()
+        model, token_counts_V, counts_V = self.config.model, self.dataset_counts(), self.target_counts()
         bias_V = training_free_bias(
             self.config.objective,
             model.vocab_size,

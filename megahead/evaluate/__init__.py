@@ -14,6 +14,7 @@ from megahead.on_first_use import on_first_use
 
 if TYPE_CHECKING:
     from megahead.evaluate.generation import continuation, sampling_options
+    from megahead.evaluate.geometry import Geometry, measure_geometry
     from megahead.evaluate.harness import evaluate_harness, evaluate_tasks
     from megahead.evaluate.offline import evaluate_checkpoint
     from megahead.evaluate.perplexity import ValidationResult, ValidationSet
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from megahead.evaluate.synonyms import Similarities, similarities, synonym_pairs
 
 __all__ = [
+    "Geometry",
     "PseudoPerplexity",
     "Similarities",
     "ValidationResult",
@@ -29,6 +31,7 @@ __all__ = [
     "evaluate_checkpoint",
     "evaluate_harness",
     "evaluate_tasks",
+    "measure_geometry",
     "pseudo_perplexity",
     "sampling_options",
     "similarities",
@@ -37,6 +40,7 @@ __all__ = [
 
 __getattr__ = on_first_use(
     __name__,
+    geometry=("Geometry", "measure_geometry"),
     generation=("continuation", "sampling_options"),
     harness=("evaluate_harness", "evaluate_tasks"),
     offline=("evaluate_checkpoint",),

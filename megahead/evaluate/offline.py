@@ -10,11 +10,9 @@ import torch
 from megahead.config import HeadName
 from megahead.convert.export_heads import make_head
 from megahead.convert.source import TrainedModel
-from megahead.corpus import IndexedDataset
-from megahead.data import held_out_masker, held_out_samples
-from megahead.data.end_tokens import require_end_tokens
+from megahead.data import held_out_masker
 from megahead.distributed import Group
-from megahead.errors import FieldError
+from megahead.evaluate.held_out import open_held_out
 from megahead.evaluate.perplexity import ValidationResult, ValidationSet
 from megahead.objectives import EvaluationSums
 from megahead.pretraining import EvaluationRequest
@@ -31,12 +29,7 @@ def evaluate_checkpoint(
     model = TrainedModel.open(Path(checkpoint))
     make_head(head, model)  # UserError if this model cannot have it
     config = model.config
-    prefix = dataset or config.data.validation
-    if prefix is None:
-        raise FieldError("data.validation", "name a held-out dataset", got="missing", hint="or give one to evaluate on")
-    text = IndexedDataset(prefix)
-    require_end_tokens(config.data, text)
-    samples = held_out_samples(text, config.sample_length())
+    samples = open_held_out(config, dataset)
     rows, masker = config.training.evaluate_samples, held_out_masker(config)
     validation_set = ValidationSet(samples, config.data, rows, config.batch.micro_size, Group(), masker)
     pretraining = model.load()

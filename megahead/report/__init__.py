@@ -15,6 +15,7 @@ from megahead.report.tables import to_json, to_markdown, to_rich
 
 if TYPE_CHECKING:
     from megahead.report.curves import draw_curves, save_curves
+    from megahead.report.geometry import add_geometry
     from megahead.report.rendering import render_page, save_page
     from megahead.report.similarity import save_similarities
     from megahead.report.task_curves import TaskPoint, logged_points, save_task_curves
@@ -23,6 +24,7 @@ __all__ = [
     "Run",
     "RunMetrics",
     "TaskPoint",
+    "add_geometry",
     "draw_curves",
     "logged_points",
     "read_metrics",
@@ -40,6 +42,7 @@ __all__ = [
 __getattr__ = on_first_use(
     __name__,
     curves=("draw_curves", "save_curves"),
+    geometry=("add_geometry",),
     rendering=("render_page", "save_page"),
     similarity=("save_similarities",),
     task_curves=("TaskPoint", "logged_points", "save_task_curves"),

@@ -32,7 +32,7 @@ def save_page(runs: Sequence[Run], output: Path) -> Path:
 
 def render_page(runs: Sequence[Run]) -> str:
     """The page's HTML; runs keep their order, and a colour each."""
-    panels = build_panels([run.metrics for run in runs])
+    panels = build_panels(runs)
     events = [events_of(run) for run in runs]
     marked = [
         {"name": run.name, "events": [vars(event) for event in found]} for run, found in zip(runs, events, strict=True)

@@ -10,6 +10,8 @@ from typing import Any
 
 import yaml
 
+from megahead.errors import DataError
+from megahead.evaluate.result_cache import ResultCache
 from megahead.report.metrics import Record, RunMetrics, read_metrics
 from megahead.run_folder import RunFolder
 
@@ -25,6 +27,9 @@ class Run:
 
     config: Config
     """RUN/config.yaml as it was written, section by section; not checked, so that runs of any age can be read."""
+
+    geometry: Sequence[Record]
+    """{"step", "tokens", "seconds", "gradient_share", ...} of each checkpoint that was measured"""
 
     samples: Sequence[Record]
     """{"prompt", "text", ...} for each line of RUN/samples.jsonl, which `megahead generate --output` writes"""
@@ -56,7 +61,8 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
 
 def _read(folder: RunFolder) -> Run:
     metrics = read_metrics(folder.path)
-    return Run(folder, metrics, _config(folder.config), _samples(folder.samples), _ending(folder.ending))
+    config, ending = _config(folder.config), _ending(folder.ending)
+    return Run(folder, metrics, config, _geometry(folder.geometry), _samples(folder.samples), ending)
 
 
 def _config(path: Path) -> Config:
@@ -65,6 +71,13 @@ def _config(path: Path) -> Config:
     except (OSError, ValueError, yaml.YAMLError):
         return {}
     return tree if isinstance(tree, dict) else {}
+
+
+def _geometry(path: Path) -> list[Record]:
+    try:
+        return sorted(ResultCache(path).entries, key=lambda entry: int(entry["step"]))
+    except (DataError, KeyError, ValueError):
+        return []
 
 
 def _samples(path: Path) -> list[Record]:

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from megahead.report.curves import running_mean
-from megahead.report.metrics import Record, RunMetrics
+from megahead.report.metrics import Record
+from megahead.report.runs import Run
 
 MAX_POINTS = 600
 """Most points of a line; in longer logs each point is the mean of consecutive values."""
@@ -48,13 +49,21 @@ TRAINING = (
     Panel("candidates", "Candidates", "ids an output is compared with", zero=True),
     Panel("mfu", "Model FLOPs utilisation", "share of the devices' peak", percent=True, zero=True),
 )
+GEOMETRY = (
+    Panel("gradient_share", "Gradient that the head lets through", "of the loss's, by scores", percent=True, dots=True),
+    Panel("output_rank", "Effective rank of outputs", "at most the width", zero=True, dots=True),
+    Panel("embedding_rank", "Effective rank of the embedding", "at most the width", zero=True, dots=True),
+    Panel("output_anisotropy", "Anisotropy of outputs", "mean cosine of two", dots=True),
+    Panel("embedding_anisotropy", "Anisotropy of the embedding", "mean cosine of two rows", dots=True),
+)
 
 
-def build_panels(runs: Sequence[RunMetrics]) -> list[dict[str, Any]]:
+def build_panels(runs: Sequence[Run]) -> list[dict[str, Any]]:
     """The panels for which any run has values, in the order of the page; every number is finite or null."""
-    drawn = [(panel, [run.validation for run in runs]) for panel in HELD_OUT]
-    drawn += [(panel, [run.training for run in runs]) for panel in TRAINING]
-    drawn += [(panel, [_along(run.tasks, panel.key) for run in runs]) for panel in _task_panels(runs)]
+    drawn = [(panel, [run.metrics.validation for run in runs]) for panel in HELD_OUT]
+    drawn += [(panel, [run.metrics.training for run in runs]) for panel in TRAINING]
+    drawn += [(panel, [_along(run.metrics.tasks, panel.key) for run in runs]) for panel in _task_panels(runs)]
+    drawn += [(panel, [run.geometry for run in runs]) for panel in GEOMETRY]
     built = []
     for panel, records in drawn:
         lines = [_series(k, lines, panel) for k, lines in enumerate(records)]
@@ -95,9 +104,9 @@ def _numbers(values: Any) -> list[float | None]:
     return [float(f"{value:.6g}") if isfinite(value) else None for value in values.tolist()]
 
 
-def _task_panels(runs: Sequence[RunMetrics]) -> Iterator[Panel]:
+def _task_panels(runs: Sequence[Run]) -> Iterator[Panel]:
     """A panel for each metric of each task that any run evaluated while it trained."""
-    for key in dict.fromkeys(key for run in runs for record in run.tasks for key in _flat(record)):
+    for key in dict.fromkeys(key for run in runs for record in run.metrics.tasks for key in _flat(record)):
         yield Panel(key, key.replace("/", "  ·  "), log=key.endswith("perplexity"), dots=True)
 
 

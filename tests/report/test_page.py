@@ -83,6 +83,29 @@ def test_a_run_that_was_resumed_past_a_damaged_checkpoint(tmp_path: Path, monkey
     assert "learning_rate</span><span class=setting>0.003" in page
 
 
+def test_geometry_is_measured_once_for_each_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_text(tmp_path)
+    on_ranks(1, trained, small_config(tmp_path))
+    monkeypatch.setattr(sys, "argv", ["report.py", str(tmp_path / "run"), "--geometry"])
+    report.main()
+    assert capsys.readouterr().out.count("measuring") == 2
+    on_ranks(1, trained, small_config(tmp_path, {"training.steps": 8}))
+    report.main()
+    (measured,) = (line for line in capsys.readouterr().out.splitlines() if "measuring" in line)
+    assert measured.endswith("step-00000008")
+    _, data = page_of(tmp_path / "run")
+    (share,) = (panel["series"][0] for panel in data["panels"] if panel["key"] == "gradient_share")
+    assert share["x"]["step"] == [3, 6, 8]
+    assert share["x"]["tokens"] == [3 * 8 * 24, 6 * 8 * 24, 8 * 8 * 24]
+    assert share["x"]["seconds"][2] > share["x"]["seconds"][0] > 0
+    assert all(0 < value <= 1 for value in share["y"])
+    (tmp_path / "run/geometry.json").write_text("[")
+    _, data = page_of(tmp_path / "run")
+    assert "gradient_share" not in {panel["key"] for panel in data["panels"]}
+
+
 def test_several_runs_share_charts_and_their_differences_are_listed(tmp_path: Path) -> None:
     folders = [
         write_run(tmp_path / "a/run", training(1), evaluation(2, 80.0)),
