@@ -28,6 +28,7 @@ EXPERIMENTS = (
     "variants",
     "revocabulary",
     "precision",
+    "bottleneck",
 )
 """In the order of docs/paper.md, then others; each is `compare_NAME` of `experiments/NAME.py`."""
 

@@ -117,8 +117,8 @@ class _Share:
             self._reaching += float((gradient_nU @ basis_UD).square().sum(dtype=torch.float64))
 
     def share(self) -> float:
-        """1 where all of it comes through."""
-        return self._reaching / self._all if self._all else 1.0
+        """1 where all of it comes through, not more by rounding."""
+        return min(self._reaching / self._all, 1.0) if self._all else 1.0
 
 
 def _whitening(rows_UD: Tensor) -> Tensor:

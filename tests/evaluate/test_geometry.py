@@ -16,7 +16,6 @@ from megahead.pretraining import documents_of, target_positions_of
 from support.small_checkpoint import save_small
 from support.small_run import VOCABULARY, small_config, write_text
 
-
 NARROW = {"model__hidden_size": 16, "model__num_heads": 2}
 """Fewer features than candidates, so that some gradient is lost."""
 

@@ -6,6 +6,7 @@ import json
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import TextIO
 
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from experiments.bottleneck import OBJECTIVES, compare_bottleneck, write_language
 from experiments.charts import Chart, draw_charts
 from experiments.decoders import compare_decoders
 from experiments.encoders import compare_encoders
@@ -243,6 +245,35 @@ def test_a_decoder_moves_to_two_vocabularies_and_each_way_is_told(
     assert (laboratory.folder / "revocabulary.png").stat().st_size > 5_000
     compare_revocabulary(replace(laboratory, tokenizer=other, settings=settings), ["headless-table"])
     assert [row["way"] for row in results(laboratory, "revocabulary")] == ["headless-table"] * 2
+
+
+def test_who_learns_a_language_of_facts(laboratory: Laboratory, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"SIZES": (64,), "RATES": (1e-3, 1.6e-2), "STEPS": 4, "HELD_OUT": 3}.items():
+        monkeypatch.setattr(f"experiments.bottleneck.{name}", value)
+    compare_bottleneck(replace(laboratory, text=None, settings=("schedule.warmup_steps=1",)), [])
+    tried = results(laboratory, "bottleneck-rates")
+    best = results(laboratory, "bottleneck")
+    assert [(row["objective"], row["rate"]) for row in tried] == [
+        (objective, rate) for objective in OBJECTIVES for rate in (1e-3, 1.6e-2)
+    ]
+    assert [row["loss"] for row in best] == [min(tried[k]["loss"], tried[k + 1]["loss"]) for k in (0, 2, 4)]
+    assert all(0 < row["gradient_share"] <= 1 for row in best)
+    assert (laboratory.folder / "bottleneck.png").stat().st_size > 5_000
+
+
+def test_the_language_walks_along_cycles_of_a_permutation(tmp_path: Path) -> None:
+    texts = IndexedDataset(write_language(tmp_path, 128) / "held-out")
+    successor: dict[int, int] = {}
+    for document in map(texts.document, range(100)):
+        *symbols, end = document.tolist()
+        assert end == 0
+        assert len(symbols) == 124
+        assert len(set(symbols)) == 25  # five laps
+        for one, other in pairwise(symbols):
+            assert successor.setdefault(one, other) == other != one
+    assert len({*successor.values()}) == len(successor) == 125
+    first_lap = IndexedDataset(tmp_path / "first-lap").document(0)
+    assert len(set(first_lap.tolist())) == len(first_lap) == 25
 
 
 def test_an_experiment_says_that_it_needs_a_text(laboratory: Laboratory) -> None:
