@@ -125,7 +125,8 @@ def _whitening(rows_UD: Tensor) -> Tensor:
     """[D, rank]: times it, the rows' columns are orthonormal."""
     values_D, vectors_DD = torch.linalg.eigh(rows_UD.double().T @ rows_UD.double())
     there_D = values_D > values_D[-1] * 1e-12
-    return (vectors_DD[:, there_D] * values_D[there_D].rsqrt()).to(rows_UD.dtype)
+    basis: Tensor = vectors_DD[:, there_D] * values_D[there_D].rsqrt()
+    return basis.to(rows_UD.dtype)
 
 
 class _Spread:

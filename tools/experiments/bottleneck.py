@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from experiments.charts import Chart
 from experiments.laboratory import Laboratory
 from experiments.measures import Row, lines, speed
+from megahead.config import HeadName
 from megahead.corpus import IndexedDatasetWriter
 from megahead.evaluate import evaluate_checkpoint, measure_geometry
 
@@ -36,7 +37,7 @@ OBJECTIVES = {
     "tied softmax": ("objective.name=vanilla", "objective.tied=true"),
     "untied softmax": ("objective.name=vanilla", "objective.tied=false"),
 }
-HEADS = {"headless": "pmi", "tied softmax": "tied", "untied softmax": "trained"}
+HEADS: dict[str, HeadName] = {"headless": "pmi", "tied softmax": "tied", "untied softmax": "trained"}
 RATES = (1e-3, 4e-3, 1.6e-2)
 MODEL = ("model.num_layers=2", "model.hidden_size=64", "model.num_heads=2")
 
