@@ -23,7 +23,6 @@ from megahead.report import RunMetrics, read_metrics, to_markdown, to_rich
 from megahead.run_folder import RunFolder
 
 ROOT = Path(__file__).resolve().parents[2]
-HELD_OUT = "50"
 
 
 @dataclass(frozen=True)
@@ -40,6 +39,9 @@ class Laboratory:
 
     tokenizer: Path | None = None
     """Another tokenizer.json, where an experiment changes to one."""
+
+    held_out: int = 50
+    """One in so many documents is kept for evaluation."""
 
     runs: dict[str, dict[str, Any]] = field(default_factory=dict)
     """What each run was: its seed, tokens, seconds and settings."""
@@ -82,7 +84,7 @@ class Laboratory:
 
     def _cut(self, name: str, tokenizer: Path, ends: Sequence[str]) -> list[str]:
         dataset = self.folder.parent / name / "text"
-        index = [*ends, "--tokenizer", str(tokenizer), "--output", str(dataset), "--holdout", HELD_OUT]
+        index = [*ends, "--tokenizer", str(tokenizer), "--output", str(dataset), "--holdout", str(self.held_out)]
         self.make(dataset.with_suffix(".idx"), "preprocess.py", "--input", str(self.given_text()), *index)
         return [f"data.train={dataset}", f"data.validation={dataset}-validation", f"data.tokenizer={tokenizer}"]
 
