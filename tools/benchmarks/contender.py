@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -40,6 +41,9 @@ class Contender:
     rows: list[np.ndarray[Any, Any]]
     how: How = "as it is"
     times: dict[str, list[float]] = field(default_factory=lambda: {"body": [], "loss": [], "opt": []})
+    cpu_seconds: list[float] = field(default_factory=list)
+    """Of all threads together in each step: other programs on a CPU change it less than the time that passes."""
+
     candidates: list[int] = field(default_factory=list)
     extra_bytes: int = 0
     """Largest memory that a step took beside weights and moments: gradients, activations, scores (CUDA only)."""
@@ -58,7 +62,7 @@ class Contender:
         """One whole step; the first is a warm-up and is not counted."""
         micro, candidates = self._prepared(self.rows[index])
         before = self._allocated()
-        start = self._now()
+        start, of_threads = self._now(), time.process_time()
         self._loss(micro).backward()
         backward_done = self._now()
         self._update()
@@ -70,6 +74,7 @@ class Contender:
         if index:
             for name, seconds in zip(self.times, parts, strict=True):
                 self.times[name].append(seconds)
+            self.cpu_seconds.append(time.process_time() - of_threads)
             self.candidates.append(candidates)
 
     def name(self) -> str:
@@ -180,9 +185,15 @@ def contending(config: RunConfig, objective: str, how: How) -> RunConfig:
 
 
 def compare(one: Contender, other: Contender) -> str:
-    """Step time of `other` over `one`, pair by pair, beside what their operations alone would give."""
-    ratios = [b / a for a, b in zip(one.seconds(), other.seconds(), strict=True)]
+    """Step time of `other` over `one`, pair by pair, on a CPU also that of their threads, beside what their operations
+    alone would give."""
+    ratios, of_threads = _ratios(one.seconds(), other.seconds()), _ratios(one.cpu_seconds, other.cpu_seconds)
+    in_cpu_time = f"; in CPU time {statistics.median(of_threads):.2f}" if one.device.type == "cpu" else ""
     return (
-        f"{one.name()} is {statistics.median(ratios):.2f} times as fast as {other.name()} "
-        f"(pairs {min(ratios):.2f} to {max(ratios):.2f}); by operations alone {other.flops() / one.flops():.2f}"
+        f"{one.name()} is {statistics.median(ratios):.2f} times as fast as {other.name()} (pairs {min(ratios):.2f} to "
+        f"{max(ratios):.2f}){in_cpu_time}; by operations alone {other.flops() / one.flops():.2f}"
     )
+
+
+def _ratios(one: Sequence[float], other: Sequence[float]) -> list[float]:
+    return [b / a for a, b in zip(one, other, strict=True)]
