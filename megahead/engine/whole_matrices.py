@@ -49,7 +49,7 @@ class WholeMatrices:
     ) -> None:
         self._cut, self._data_group, self._tensor_group, self._device = cut, data_group, tensor_group, device
 
-    def __call__(self, held: Tensor, momentum: Tensor) -> Tensor:
+    def __call__(self, held: Tensor, momentum: Tensor, joint_head: int | None) -> Tensor:
         """Each rank makes those matrices orthogonal of which it holds a piece. Collective."""
         gathered_Rn = self._data_group.all_gather(momentum.flatten().bfloat16().to(self._device))
         update_n = torch.zeros(momentum.numel(), device=self._device)
@@ -57,14 +57,15 @@ class WholeMatrices:
             mine = matrix.pieces[self._data_group.rank]
             if mine.held.start < mine.held.stop:
                 whole = torch.cat([row[piece.held] for row, piece in zip(gathered_Rn, matrix.pieces, strict=True)])
-                update_n[mine.held] = self._orthogonal(whole.view(matrix.shape), matrix.shard_dim)[mine.of_matrix]
+                made = self._orthogonal(whole.view(matrix.shape), matrix.shard_dim, joint_head)
+                update_n[mine.held] = made[mine.of_matrix]
         return update_n.to(momentum.device).view_as(momentum)
 
-    def _orthogonal(self, matrix: Tensor, shard_dim: int | None) -> Tensor:
+    def _orthogonal(self, matrix: Tensor, shard_dim: int | None, joint_head: int | None) -> Tensor:
         """Flat; its tensor peers hold the same pieces of their shares, and call this in the same order."""
         if shard_dim is None:
-            return scaled_orthogonal(matrix).flatten()
-        whole = scaled_orthogonal(self._tensor_group.unshard(matrix, shard_dim))
+            return scaled_orthogonal(matrix, joint_head).flatten()
+        whole = scaled_orthogonal(self._tensor_group.unshard(matrix, shard_dim), joint_head)
         return self._tensor_group.shard(whole, shard_dim).flatten()
 
 

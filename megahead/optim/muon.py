@@ -15,6 +15,9 @@ from torch import Tensor
 
 from megahead.config import OptimizerConfig
 
+WholeUpdate = Callable[[Tensor, Tensor, int | None], Tensor]
+"""From what the optimizer holds as one parameter, its momentum and its group's `joint_head` to its update."""
+
 MOMENTUM = "exp_avg"
 """A running mean of gradients, as AdamW's first moment is; all that Muon keeps beside a weight."""
 
@@ -27,9 +30,8 @@ class Muon(torch.optim.AdamW):
     def __init__(self, groups: list[dict[str, Any]], config: OptimizerConfig, *, fused: bool) -> None:
         super().__init__(groups, lr=config.learning_rate, betas=config.betas, eps=config.eps, fused=fused)
         self._momentum = config.muon.momentum
-        self.whole_update: Callable[[Tensor, Tensor], Tensor] = lambda held, update: scaled_orthogonal(update)
-        """From what the optimizer holds as one parameter, and its momentum, to its update; an engine whose parameters
-        are no whole matrices sets another."""
+        self.whole_update: WholeUpdate = lambda held, momentum, joint_head: scaled_orthogonal(momentum, joint_head)
+        """An engine whose parameters are no whole matrices sets another."""
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -42,9 +44,9 @@ class Muon(torch.optim.AdamW):
         for group in groups:
             for parameter in group["params"] if group["orthogonal"] else ():
                 if parameter.grad is not None:
-                    self._update_(parameter, group["lr"], group["weight_decay"])
+                    self._update_(parameter, group)
 
-    def _update_(self, parameter: Tensor, rate: float, weight_decay: float) -> None:
+    def _update_(self, parameter: Tensor, group: dict[str, Any]) -> None:
         state = self.state[parameter]
         if not state:
             state |= {"step": torch.zeros(()), MOMENTUM: torch.zeros_like(parameter)}
@@ -52,16 +54,21 @@ class Muon(torch.optim.AdamW):
         gradient = parameter.grad
         assert gradient is not None
         momentum = state[MOMENTUM].lerp_(gradient, 1 - self._momentum)
-        update = self.whole_update(parameter, gradient.lerp(momentum, self._momentum))
-        parameter.mul_(1 - rate * weight_decay)
-        parameter.add_(update, alpha=-rate)
+        update = self.whole_update(parameter, gradient.lerp(momentum, self._momentum), group.get("joint_head"))
+        parameter.mul_(1 - group["lr"] * group["weight_decay"])
+        parameter.add_(update, alpha=-group["lr"])
 
 
-def scaled_orthogonal(matrix: Tensor) -> Tensor:
+def scaled_orthogonal(matrix: Tensor, joint_head: int | None = None) -> Tensor:
     """fp32 of the shape of `matrix`, about the nearest orthogonal matrix to it, scaled to the size of AdamW's updates.
 
-    Newton and Schulz's iteration in bf16, whose singular values come out between 0.7 and 1.2.
+    Newton and Schulz's iteration in bf16, whose singular values come out between 0.7 and 1.2. `joint_head`: rows make
+    queries, keys and values, so many of each for one head after the other; they are three matrices, each treated alone.
     """
+    if joint_head is not None:
+        three = matrix.unflatten(0, (-1, 3, joint_head)).unbind(1)
+        made = [scaled_orthogonal(one.flatten(0, 1)).unflatten(0, (-1, joint_head)) for one in three]
+        return torch.stack(made, 1).flatten(0, 2)
     a, b, c = _COEFFICIENTS
     wide = matrix.bfloat16()
     wide = wide.T if wide.shape[0] > wide.shape[1] else wide

@@ -5,13 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from megahead.config import OptimizerConfig
+from megahead.config import ModelConfig, OptimizerConfig
 from megahead.config.training import MuonConfig
+from megahead.models import build_backbone
 from megahead.optim import Muon, build_optimizer, set_learning_rate
 
 CONFIG = OptimizerConfig(
     name="muon", learning_rate=0.02, weight_decay=0.3, muon=MuonConfig(momentum=0.9, learning_rate_ratio=0.5)
 )
+ONE_RATE = {"muon": MuonConfig(momentum=0.9)}
 RATES = [0.001, 0.02, 0.01, 0.0]
 
 
@@ -66,3 +68,22 @@ def test_it_keeps_one_moment_of_a_matrix_and_counts_its_steps() -> None:
     state = optimizer.state[module.blocks[0].weight]
     assert state.keys() == {"step", "exp_avg"}
     assert int(state["step"]) == len(RATES)
+
+
+def test_queries_keys_and_values_of_one_projection_move_as_three_matrices() -> None:
+    config = ModelConfig(num_layers=1, hidden_size=12, num_heads=3, rotary_pct=1.0, vocab_size=8, vocab_multiple=8)
+    torch.manual_seed(0)
+    attention = build_backbone(config).blocks[0].attention
+    joint, gradient = attention.qkv.weight, torch.randn(36, 12)
+    apart = [nn.Parameter(torch.empty(12, 12)) for _ in range(3)]
+    for number, matrix in enumerate(apart):
+        rows = [12 * head + 4 * number + row for head in range(3) for row in range(4)]  # head by head q, k, v
+        matrix.data, matrix.grad = joint.detach()[rows], gradient[rows]
+    torch.optim.Muon(apart, lr=0.02, weight_decay=0.3, momentum=0.9, adjust_lr_fn="match_rms_adamw").step()
+    joint.grad = gradient
+    build_optimizer(
+        nn.ModuleDict({"blocks": nn.ModuleDict({"0": attention})}), CONFIG.model_copy(update=ONE_RATE)
+    ).step()
+    for number, matrix in enumerate(apart):
+        moved = joint.detach().unflatten(0, (3, 3, 4))[:, number].flatten(0, 1)
+        torch.testing.assert_close(moved, matrix.detach(), rtol=0, atol=1e-7)
