@@ -1,6 +1,6 @@
 """Regenerates a table or figure of docs/paper.md: `python tools/paper.py EXPERIMENT --text english.jsonl.zst`.
 
-`revocabulary` is an experiment of docs/models.md. Tokenizers, datasets, runs, logs and results lie in
+`revocabulary` and `shapes` are experiments of docs/models.md. Tokenizers, datasets, runs, logs and results lie in
 --folder; a second call reuses what is finished and resumes what is not.
 """
 
@@ -29,6 +29,7 @@ EXPERIMENTS = (
     "revocabulary",
     "precision",
     "bottleneck",
+    "shapes",
 )
 """In the order of docs/paper.md, then others; each is `compare_NAME` of `experiments/NAME.py`."""
 
