@@ -81,9 +81,13 @@ class Head:
     """An encoder's layers between outputs and matrix, temperature included, and the bias; by our names."""
 
     def is_embedding(self) -> bool:
-        """Whether the output matrix equals the input embedding, so that it need not be stored."""
-        plain = self.transform is not None or (self.temperature == 1.0 and self.folded is None)
-        return self.matrix == EMBEDDING and plain
+        """Whether the output matrix equals the input embedding, so that it need not be stored.
+
+        Beside a bias it is stored: of a head that is tied, vLLM passes over all that is stored, the bias included, and
+        would speak without it; of one that is not, it refuses a bias that it has no place for.
+        """
+        plain = self.temperature == 1.0 and self.folded is None and self.bias_V is None
+        return self.matrix == EMBEDDING and (self.transform is not None or plain)
 
     def rows(self, stored_vD: Tensor, first: int) -> Tensor:
         """[v, D]: the exported rows, from the stored ones `first` on."""
