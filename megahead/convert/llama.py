@@ -89,7 +89,8 @@ def kind_of(model: ModelConfig) -> str:
 def llama_config(model: ModelConfig) -> dict[str, Any]:
     """What `config.json` says of the shape of `model`, of the kind that `kind_of` names.
 
-    Rotary settings appear twice: `rope_parameters` for transformers 5, the other two for older readers.
+    Rotary settings appear twice: `rope_parameters` for transformers 5, the others for older readers; llama.cpp looks
+    for the positions of `llama3` beside them.
     """
     kind = kind_of(model)
     scaling = _their_scaling(model)
@@ -101,6 +102,7 @@ def llama_config(model: ModelConfig) -> dict[str, Any]:
         "rope_theta": model.rotary_base,
         "rope_scaling": scaling or None,
     }
+    rotary |= {name: value for name, value in scaling.items() if name == _SCALING["original_positions"]}
     biases: dict[str, Any] = {
         "llama": {"attention_bias": model.attention_bias == "all", "mlp_bias": model.mlp_bias},
         "qwen2": {"use_sliding_window": False},

@@ -131,6 +131,15 @@ def test_settings_and_tensors_are_those_that_are_read(
     assert names_in(folder) == ({*listed.tensors.split()} | layers) - first_of_modernbert
 
 
+def test_the_positions_of_llama3_stand_where_llama_cpp_looks(tmp_path: Path) -> None:
+    """Which takes 8,192 where config.json does not tell them outside of `rope_parameters`."""
+    scaling = {"kind": "llama3", "factor": 8.0, "low_frequency_factor": 1.0, "high_frequency_factor": 4.0}
+    folder = exported(tmp_path, "tied", LLAMA | {"rotary_scaling": {**scaling, "original_positions": 32}})
+    told = AutoConfig.from_pretrained(folder).to_dict()
+    assert told["original_max_position_embeddings"] == 32
+    assert told["rope_parameters"]["original_max_position_embeddings"] == 32
+
+
 def test_the_tokenizer_lies_beside_it_and_has_no_id_beyond_the_table(tmp_path: Path) -> None:
     folder = exported(tmp_path, "tied", LLAMA)
     files = {path.name for path in folder.iterdir()}
