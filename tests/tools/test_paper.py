@@ -221,6 +221,7 @@ def test_precisions_are_held_against_seeds(laboratory: Laboratory, monkeypatch: 
     assert [row["seeds"] for row in results(laboratory, "precision-ends")] == [2, 2]
 
 
+@pytest.mark.slow
 def test_shapes_are_swept_and_the_best_rate_gets_the_other_seeds(
     laboratory: Laboratory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
