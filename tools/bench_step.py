@@ -80,11 +80,12 @@ def _vocabularies(given: str | None) -> list[int]:
 
 
 def _plans(arguments: argparse.Namespace, config: RunConfig) -> list[Plan]:
-    """Every objective as it is, then every one compiled, then with a whole last block."""
+    """Every objective as it is, then every one compiled, then with a whole last block, then with Muon."""
     names = arguments.objectives.split(",")
     plans: list[Plan] = [(name, "as it is") for name in names]
     plans += [(name, "compiled") for name in names if arguments.compile and config.engine.compile is not True]
     plans += [(name, "whole last block") for name in names if arguments.whole]
+    plans += [(name, "muon") for name in names if arguments.muon]
     return plans
 
 
@@ -135,6 +136,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--largest", type=int, metavar="ROWS", help="find the largest micro-batch up to so many rows")
     parser.add_argument("--compile", action="store_true", help="time each with compiled blocks, too")
     parser.add_argument("--whole", action="store_true", help="time an encoder's last block of all tokens, too")
+    parser.add_argument("--muon", action="store_true", help="time each with Muon for the blocks, too")
     parser.add_argument("--precision", choices=("fp32", "bf16"), help="default: the config's; of --preset, fp32")
     parser.add_argument("--steps", type=int, default=5, help="counted steps of each (default: 5)")
     parser.add_argument("--device", choices=("cpu", "cuda"))

@@ -128,6 +128,14 @@ def test_a_step_is_taken_in_the_configs_precision(tmp_path: Path) -> None:
     assert kinds == [torch.bfloat16]
 
 
+def test_muon_moves_the_blocks_of_a_contender_that_is_to_have_it(tmp_path: Path) -> None:
+    config = small_config(tmp_path)
+    optimizers = [contending(config, "headless", how).optimizer.name for how in ("as it is", "muon")]
+    assert optimizers == ["adamw", "muon"]
+    asked_for = bench_step._parser().parse_args(["--preset", "pythia-14m", "--objectives", "headless", "--muon"])
+    assert bench_step._plans(asked_for, config) == [("headless", "as it is"), ("headless", "muon")]
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_matrix_rate_is_positive(precision: str) -> None:
     assert matrix_rate(torch.device("cpu"), precision, size=64) > 0

@@ -27,8 +27,9 @@ from megahead.train.acceleration import accelerate_
 from megahead.train.utilization import device_name
 from megahead.wording import milliseconds
 
-How = Literal["as it is", "compiled", "whole last block"]
-"""As the config says; compiled besides; an encoder's last block computed for every token, not only for targets."""
+How = Literal["as it is", "compiled", "whole last block", "muon"]
+"""As the config says; compiled besides; an encoder's last block computed for every token, not only for targets; with
+Muon for the matrices of blocks."""
 
 
 @dataclass
@@ -178,6 +179,8 @@ def contending(config: RunConfig, objective: str, how: How) -> RunConfig:
         raise FieldError("engine.precision", rule, got="fp16")
     tree = config.model_dump(mode="json")
     tree["engine"]["compile"] = how == "compiled" or config.engine.compile
+    if how == "muon":
+        tree["optimizer"]["name"] = "muon"
     if objective != config.objective.name:
         tied = objective == "vanilla" and (config.objective.tied or config.model.is_encoder())
         tree["objective"] |= {"name": objective, "tied": tied}
