@@ -58,6 +58,13 @@ def _move(module: nn.Module, name: str, parameter: Tensor, config: OptimizerConf
     if name.endswith(TABLES):
         return Move(config.weight_decay, config.table.learning_rate_ratio)
     if config.name == "muon" and "blocks." in name:
-        joint_head = module.get_submodule(name.removesuffix(JOINT)).head_size if name.endswith(JOINT) else None
+        joint_head = _joint_head(module, name)
         return Move(config.weight_decay, config.muon.learning_rate_ratio, orthogonal=True, joint_head=joint_head)
     return Move(config.weight_decay)
+
+
+def _joint_head(module: nn.Module, name: str) -> int | None:
+    if not name.endswith(JOINT):
+        return None
+    attention: Any = module.get_submodule(name.removesuffix(JOINT))
+    return int(attention.head_size)

@@ -6,7 +6,8 @@ others. Encoders have 7 layers of 288, and learn as configs/modernbert-15m-headl
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from demo_pipeline.sizes import MODELS
 from experiments.charts import Chart
@@ -63,7 +64,7 @@ def _encoder(laboratory: Laboratory, shape: str) -> list[Row]:
     return [{"shape": shape, "tokens/s": speed(run), **_scores(record)} for record in run.validation]
 
 
-def _scores(record: Row) -> Row:
+def _scores(record: Mapping[str, Any]) -> Row:
     named = {"bits_per_byte": "bits per byte"}
     wanted = ("step", "tokens", "loss", "perplexity", "accuracy", "bits_per_byte")
     return {named.get(name, name): record[name] for name in wanted if name in record}
