@@ -330,6 +330,19 @@ def test_encoders_with_clean_and_with_wrong_labels(laboratory: Laboratory, tmp_p
     assert all(clean[i][-1] == wrong[i][-1] for i in range(len(clean)))
 
 
+def test_a_run_that_was_stopped_is_no_result_until_it_went_on(
+    laboratory: Laboratory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stopped(command: Sequence[str], log: TextIO) -> int:
+        return run_logged([part.replace("training.steps=2", "training.steps=1") for part in command], log)
+
+    monkeypatch.setattr("experiments.laboratory.run_python", stopped)
+    with pytest.raises(UserError, match="training early must reach its last step, but was stopped; call again"):
+        laboratory.train("small-headless", "early", *laboratory.data())
+    monkeypatch.setattr("experiments.laboratory.run_python", run_logged)
+    assert laboratory.train("small-headless", "early", *laboratory.data()).training[-1]["step"] == 2
+
+
 def test_a_run_that_fails_is_told_with_the_end_of_its_log(laboratory: Laboratory) -> None:
     with pytest.raises(UserError, match=r"(?s)training broken must come to its end, but failed.*data\.tokenizer"):
         laboratory.train("small-headless", "broken")

@@ -91,7 +91,7 @@ class Laboratory:
     def train(self, config: str, name: str, *overrides: str) -> RunMetrics:
         """`configs/CONFIG.yaml` trained to its end in `folder/NAME`, or read when it already was.
 
-        Raises UserError with the end of its log when it fails.
+        Raises UserError with the end of its log when it fails, and when it was stopped before.
         """
         run, source = self.folder / name, f"configs/{config}.yaml"
         given = [*overrides, *self.settings, f"output_dir={run}", f"name={run.name}"]
@@ -101,6 +101,8 @@ class Laboratory:
             command = ["launch/pretrain.py", "--config", source]
             command += [part for override in given for part in ("--set", override)]
             self._do(f"training {name}", command, run / "log.txt")
+            if not _finished(run, wanted):  # a run that is told to stop saves, and ends without an error
+                raise UserError(f"training {name} must reach its last step, but was stopped; call again to go on.")
         metrics = read_metrics(run)
         last = metrics.training[-1]
         self.runs[name] = {"seed": wanted.seed, "tokens": last["tokens"], "seconds": last["seconds"]}
