@@ -87,6 +87,14 @@ def test_the_estimate_is_near_the_measured_peak(text: Path, stage: int, precisio
     assert 0.95 < max(on_ranks(2, peak, config)) / rank_memory(RunPlan.of(config, 2)).total < 1.2
 
 
+@NEEDS_PEAKS
+@pytest.mark.parametrize("stage", [0, 3])
+def test_the_estimate_of_a_llama_is_near_its_measured_peak(text: Path, stage: int) -> None:
+    llama = {"family": "llama", "num_key_heads": 2, "intermediate_size": 1408}
+    config = config_of(text, stage, {"model": {**LARGE, **llama}, "engine.precision": "bf16"})
+    assert 0.95 < max(on_ranks(2, peak, config)) / rank_memory(RunPlan.of(config, 2)).total < 1.2
+
+
 RANKS, LIMIT = 4, 260 * 2**20
 SHARED_OUT = {"stage3_prefetch_bucket_size": 10**6, "stage3_max_live_parameters": 10**6}
 SHARED_OUT["stage3_max_reuse_distance"] = 10**6
