@@ -1,7 +1,8 @@
 """Regenerates a table or figure of docs/paper.md: `python tools/paper.py EXPERIMENT --text english.jsonl.zst`.
 
-`revocabulary` and `shapes` are experiments of docs/models.md. Tokenizers, datasets, runs, logs and results lie in
---folder; a second call reuses what is finished and resumes what is not.
+`revocabulary` and `shapes` are experiments of docs/models.md, `large_vocabularies` of docs/large-vocabularies.md.
+Tokenizers, datasets, runs, logs and results lie in --folder; a second call reuses what is finished and resumes what is
+not.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ EXPERIMENTS = (
     "precision",
     "bottleneck",
     "shapes",
+    "large_vocabularies",
 )
 """In the order of docs/paper.md, then others; each is `compare_NAME` of `experiments/NAME.py`."""
 

@@ -1,4 +1,5 @@
-"""Trains a tokenizer on text: byte-level BPE, WordPiece or SentencePiece, each written as a `tokenizer.json`.
+"""Trains a tokenizer on text: byte-level BPE (also for many scripts), WordPiece or SentencePiece, each written as a
+`tokenizer.json`.
 
 Some ids are fixed, as other code relies on them: `<|endoftext|>` is 0 and `<|padding|>` 1; in WordPiece BERT's five
 special tokens are 0 to 4. If the text has too few distinct pieces, the vocabulary is smaller than asked for.
@@ -14,7 +15,7 @@ from pathlib import Path
 
 import sentencepiece
 from sentencepiece import sentencepiece_model_pb2
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from megahead.corpus.progress import ByteProgress, Silent
 from megahead.corpus.selection import Selection
@@ -26,17 +27,35 @@ TEXT_TOKENS = ("<|endoftext|>", "<|padding|>")
 BERT_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 ENCODER_TOKENS = ("[CLS]", "[SEP]", "[MASK]")
 BYTES = 256
+WORDS = r"[^\r\n\p{L}\p{M}\p{N}]?[\p{L}\p{M}]+|\p{N}{1,3}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+"""What no token of a multilingual vocabulary reaches beyond: letters with their marks, three digits, signs, space.
+GPT-2's has no marks, and so cuts each word of Hindi, Bengali, Telugu or Thai at its vowel signs."""
 MAX_LINE_BYTES = 4000  # SentencePiece drops sentences of more than 4,192 bytes
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, *, show_progress: bool = False) -> Tokenizer:
-    """Byte-level BPE, lossless on any text: no normalization, and all 256 bytes are tokens."""
+    """Byte-level BPE as GPT-2 has it, lossless on any text: no normalization, and all 256 bytes are tokens."""
+    return _byte_level(texts, vocab_size, pre_tokenizers.ByteLevel(add_prefix_space=False), 0, show_progress)
+
+
+def train_multilingual(texts: Iterable[str], vocab_size: int, *, show_progress: bool = False) -> Tokenizer:
+    """The same for many scripts and large vocabularies: words are cut as WORDS says, and no token is made of what
+    occurs only once, of which nothing could be learned."""
+    words = pre_tokenizers.Split(Regex(WORDS), "isolated")
+    spelled = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return _byte_level(texts, vocab_size, pre_tokenizers.Sequence([words, spelled]), 2, show_progress)
+
+
+def _byte_level(
+    texts: Iterable[str], vocab_size: int, words: pre_tokenizers.PreTokenizer, least: int, show_progress: bool
+) -> Tokenizer:
     _check_room(vocab_size, BYTES + len(TEXT_TOKENS))
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.pre_tokenizer = words
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
+        min_frequency=least,
         special_tokens=list(TEXT_TOKENS),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=show_progress,
@@ -107,6 +126,7 @@ def from_sentencepiece(model: bytes) -> Tokenizer:
 
 TRAINERS: dict[str, Callable[..., Tokenizer]] = {
     "bpe": train_bpe,
+    "multilingual": train_multilingual,
     "wordpiece": train_wordpiece,
     "sentencepiece": train_sentencepiece,
 }
