@@ -1,7 +1,12 @@
-"""Trains a tokenizer on text files and writes it as one tokenizer.json; or adds the tokens that encoders need to one.
+"""Trains a tokenizer on text files and writes it as one tokenizer.json; or extends one, by what a text needs of it.
 
 megahead train-tokenizer --input corpus.jsonl --vocab-size 16384 --type bpe --output tokenizer.json
 megahead train-tokenizer --extend 20B_tokenizer.json --output encoder_tokenizer.json
+megahead train-tokenizer --extend 20B_tokenizer.json --input hindi.jsonl --vocab-size 65536 --output tokenizer.json
+
+--extend alone adds [CLS], [SEP] and [MASK]. With --input it adds tokens to byte-level BPE, up to V ids in all: those of
+its own pieces that the text needs most often together. Old ids stay; `megahead convert revocabulary` then gives a model
+rows for the new ones.
 """
 
 from __future__ import annotations
@@ -11,17 +16,16 @@ import argparse
 from tokenizers import Tokenizer
 
 from megahead.corpus import Bar, load_tokenizer
-from megahead.corpus.selection import Selection
+from megahead.corpus.growth import grown
+from megahead.corpus.selection import Selection, conditions
 from megahead.corpus.vocabulary import TRAINERS, add_encoder_tokens, sample_texts, save_tokenizer
 
 
 def main() -> None:
     arguments = parse()
-    if arguments.extend is not None:
-        made, kind = opened_tokenizer(arguments.extend), "extended"
-    else:
-        made, kind = trained(arguments), arguments.type
-    if arguments.extend is not None or arguments.encoder:
+    kind = arguments.type if arguments.extend is None else "extended"
+    made = opened_tokenizer(arguments.extend) if arguments.input is None else trained(arguments)
+    if arguments.input is None or arguments.encoder:
         add_encoder_tokens(made)
     save_tokenizer(made, arguments.output)
     print(f"{arguments.output}: {kind} with {made.get_vocab_size()} ids")
@@ -29,27 +33,32 @@ def main() -> None:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    work = parser.add_mutually_exclusive_group(required=True)
-    work.add_argument("--input", nargs="+", metavar="F", help="text to train on, as `megahead preprocess` takes it")
-    work.add_argument("--extend", metavar="T", help="only add [CLS], [SEP] and [MASK] to this tokenizer.json")
-    parser.add_argument("--vocab-size", type=int, metavar="V", help="ids to train, special tokens included")
-    parser.add_argument("--type", choices=TRAINERS, default="bpe")
+    parser.add_argument("--input", nargs="+", metavar="F", help="text to train on, as `megahead preprocess` takes it")
+    parser.add_argument("--extend", metavar="T", help="add to this tokenizer.json instead of training a new one")
+    parser.add_argument("--vocab-size", type=int, metavar="V", help="ids to have, special tokens included")
+    parser.add_argument("--type", choices=TRAINERS, default="bpe", help="of a new tokenizer (default: bpe)")
     parser.add_argument("--encoder", action="store_true", help="add [CLS], [SEP] and [MASK] after the V ids")
     parser.add_argument("--output", required=True, metavar="T", help="tokenizer.json to write")
     parser.add_argument("--text-key", default="text", help="key of the text, `a.b` for nested ones (default: text)")
     parser.add_argument("--max-bytes", type=float, metavar="N", help="read only the first N bytes (1e8: 100 MB)")
+    keep = "read only records that have one of the VALUEs given for each KEY (lang=hi)"
+    parser.add_argument("--keep", nargs="+", default=[], metavar="KEY=VALUE", help=keep)
     arguments = parser.parse_args()
+    if arguments.input is None and arguments.extend is None:
+        parser.error("one of --input and --extend is required")
     if arguments.input is not None and arguments.vocab_size is None:
         parser.error("--vocab-size is required with --input")
     return arguments
 
 
 def trained(arguments: argparse.Namespace) -> Tokenizer:
-    """A tokenizer of the type asked for, trained on the texts."""
+    """A new tokenizer of the type asked for, or the one to extend with what the texts need."""
     limit = None if arguments.max_bytes is None else int(arguments.max_bytes)
     with Bar("Reading") as bar:
-        selection = Selection(arguments.text_key)
+        selection = Selection(arguments.text_key, conditions("--keep", arguments.keep))
         texts = sample_texts(arguments.input, selection=selection, max_bytes=limit, progress=bar)
+        if arguments.extend is not None:
+            return grown(opened_tokenizer(arguments.extend), texts, arguments.vocab_size)
         return TRAINERS[arguments.type](texts, arguments.vocab_size)
 
 

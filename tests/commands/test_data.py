@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import runpy
 import sys
 from collections.abc import Callable
@@ -74,6 +75,24 @@ def test_encoders_get_tokens_of_their_own(command: Command, tokenizer_path: Path
     assert after.encode_batch(["[MASK]"]) == [[282]]
     assert command("train_tokenizer.py", "--extend", extended, "--output", extended)[0] == 0
     assert load_tokenizer(extended).vocab_size == 283  # once is enough
+
+
+def test_a_tokenizer_gets_what_a_language_needs(
+    command: Command, json_lines: Callable[..., Path], tokenizer_path: Path, tmp_path: Path
+) -> None:
+    texts = ["Ein Hund und eine Katze trinken Tee"] * 4
+    more = [json.dumps({"text": text, "lang": "de"}) for text in texts]
+    (tmp_path / "more.jsonl").write_text("\n".join([*more, json.dumps({"text": "zzyzx " * 50, "lang": "en"})]))
+    extended, given = tmp_path / "t.json", ("--extend", tokenizer_path, "--input", tmp_path / "more.jsonl")
+    code, printed, _ = command(
+        "train_tokenizer.py", *given, "--keep", "lang=de", "--vocab-size", 290, "--output", extended
+    )
+    assert (code, "extended with 290 ids" in printed) == (0, True)
+    before, after = load_tokenizer(tokenizer_path), load_tokenizer(extended)
+    assert len(after.encode_batch(texts)[0]) < len(before.encode_batch(texts)[0])
+    assert after.encode_batch(["zzyzx"]) == before.encode_batch(["zzyzx"])
+    assert command("train_tokenizer.py", *given, "--output", extended)[0] == 2  # no --vocab-size
+    assert command("train_tokenizer.py", "--output", extended)[0] == 2
 
 
 @pytest.mark.slow

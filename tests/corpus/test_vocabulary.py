@@ -9,14 +9,22 @@ import pytest
 import sentencepiece
 
 from megahead.corpus import load_tokenizer, vocabulary
-from megahead.corpus.vocabulary import sample_texts, save_tokenizer, train_bpe, train_sentencepiece, train_wordpiece
+from megahead.corpus.vocabulary import (
+    sample_texts,
+    save_tokenizer,
+    train_bpe,
+    train_multilingual,
+    train_sentencepiece,
+    train_wordpiece,
+)
 from megahead.errors import DataError, FieldError
 
 TEXTS = [f"A {a} and its {b} went over the {c}, and back.\n\n  Twice!" for a in "xyz" for b in "klm" for c in "uvwé"]
 STRANGE = "\x00 naïve 語\t🙂 \r\n  <|endoftext|> end"
+HINDI = [f"विद्यालय में {one} पढ़ते हैं" for one in ("बच्चे", "लड़के", "हिन्दी")] * 4
 
 
-@pytest.mark.parametrize("train", [train_bpe, train_sentencepiece])
+@pytest.mark.parametrize("train", [train_bpe, train_multilingual, train_sentencepiece])
 def test_any_text_comes_back(train: Callable[..., vocabulary.Tokenizer], tmp_path: Path) -> None:
     save_tokenizer(train(TEXTS, 290), tmp_path / "t.json")
     tokenizer = load_tokenizer(tmp_path / "t.json")
@@ -45,7 +53,18 @@ def test_sentencepiece_ids_are_the_librarys_own(monkeypatch: pytest.MonkeyPatch)
         assert converted.encode(text, add_special_tokens=False).ids == library.encode(text)
 
 
-@pytest.mark.parametrize("train", [train_bpe, train_sentencepiece, train_wordpiece])
+def test_words_with_vowel_signs_become_whole_tokens_of_a_multilingual_vocabulary() -> None:
+    cut, whole = (train(HINDI, 420).encode("विद्यालय").tokens for train in (train_bpe, train_multilingual))
+    assert len(cut) > 1 == len(whole)
+
+
+def test_what_occurs_once_is_no_token_of_a_multilingual_vocabulary() -> None:
+    once, texts = " unheard", ["met the dog, heard the bird"] * 2
+    assert len(train_bpe([*texts, once], 600).encode(once).tokens) == 1
+    assert len(train_multilingual([*texts, once], 600).encode(once).tokens) > 1
+
+
+@pytest.mark.parametrize("train", [train_bpe, train_multilingual, train_sentencepiece, train_wordpiece])
 def test_too_small_a_vocabulary_is_refused(train: Callable[..., vocabulary.Tokenizer]) -> None:
     with pytest.raises(FieldError, match="`vocab_size` must be at least"):
         train(TEXTS, 5)

@@ -76,9 +76,9 @@ def _split(laboratory: Laboratory) -> Path:
     folder = laboratory.folder.parent / "languages"
     if not (folder / "train.jsonl").exists():
         folder.mkdir(parents=True, exist_ok=True)
-        train = b""
+        train = bytearray()
         for language in LANGUAGES:
-            held_out = b""
+            held_out = bytearray()
             for number, text in enumerate(_documents(laboratory.given_text(), language), start=1):
                 line = json.dumps({"text": text}, ensure_ascii=False).encode() + b"\n"
                 if number % 10 == 0 and len(held_out) < HELD_OUT_BYTES:
@@ -86,8 +86,8 @@ def _split(laboratory: Laboratory) -> Path:
                 else:
                     train += line
             if held_out:
-                write_atomically(folder / f"{language}.jsonl", held_out)
-        write_atomically(folder / "train.jsonl", train)
+                write_atomically(folder / f"{language}.jsonl", bytes(held_out))
+        write_atomically(folder / "train.jsonl", bytes(train))
     return folder
 
 

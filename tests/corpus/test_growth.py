@@ -1,0 +1,73 @@
+"""A tokenizer that is extended with text keeps its ids, and goes on merging where its training ended."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+
+from megahead.corpus import load_tokenizer
+from megahead.corpus.growth import _letters, grown
+from megahead.corpus.vocabulary import (
+    add_encoder_tokens,
+    save_tokenizer,
+    train_bpe,
+    train_multilingual,
+    train_wordpiece,
+)
+from megahead.errors import DataError, FieldError
+from support.vocabularies import GERMAN, TEXT
+
+HINDI = [f"{one} विद्यालय में {other} पढ़ते हैं।" for one in ("बच्चे", "लड़के") for other in ("हिन्दी", "विज्ञान", "गणित")] * 3
+
+
+def ids(tokenizer: Tokenizer, text: str) -> list[int]:
+    return list(tokenizer.encode(text, add_special_tokens=False).ids)
+
+
+def test_ids_stay_and_the_text_takes_fewer_tokens() -> None:
+    old = add_encoder_tokens(train_bpe(TEXT, 320))  # three ids behind those of the model
+    new = grown(old, HINDI, 350)
+    assert new.get_vocab_size() == 350
+    assert old.get_vocab(True).items() <= new.get_vocab(True).items()
+    assert sorted(new.get_vocab(True).values()) == [*range(350)]
+    assert [ids(new, text) for text in TEXT] == [ids(old, text) for text in TEXT]
+    assert len(ids(new, HINDI[0])) < 0.6 * len(ids(old, HINDI[0]))
+    strange = "naïve [MASK] \t<|endoftext|> 語 है"
+    assert new.decode(ids(new, strange), skip_special_tokens=False) == strange
+    assert old.token_to_id("[MASK]") in ids(new, strange)
+
+
+@pytest.mark.parametrize("train", [train_bpe, train_multilingual])
+def test_going_on_with_the_same_text_is_longer_training(train: type[Tokenizer]) -> None:
+    texts = [*TEXT, *GERMAN]
+    whole, parts = train(texts, 360), grown(train(texts, 300), texts, 360)
+    assert parts.get_vocab() == whole.get_vocab()
+    assert [ids(parts, text) for text in texts] == [ids(whole, text) for text in texts]
+
+
+def test_it_goes_on_as_a_file(tmp_path: Path) -> None:
+    save_tokenizer(grown(train_bpe(TEXT, 300), GERMAN, 315), tmp_path / "t.json")
+    tokenizer = load_tokenizer(tmp_path / "t.json", probe=GERMAN)
+    assert tokenizer.vocab_size == 315
+    assert tokenizer.decode(tokenizer.encode_batch([GERMAN[0]])[0]) == GERMAN[0]
+    twice = grown(Tokenizer.from_file(str(tmp_path / "t.json")), HINDI, 350)
+    assert twice.get_vocab_size() == 350
+
+
+def test_what_cannot_be_extended_is_refused() -> None:
+    with pytest.raises(DataError, match="must be byte-level BPE"):
+        grown(train_wordpiece(TEXT, 80), TEXT, 100)
+    with pytest.raises(FieldError, match=r"`vocab_size` must be above .* \(300\), but is 300"):
+        grown(train_bpe(TEXT, 300), TEXT, 300)
+    with pytest.raises(FieldError, match="must be below"):
+        _letters(1_200_000)
+
+
+def test_letters_are_characters_that_no_space_is_among() -> None:
+    letters = [chr(code) for code in _letters(60_000)]
+    assert letters == sorted(letters)
+    assert len(set(letters)) == 60_000
+    assert " " not in letters
+    assert "".join(letters).encode().decode() == "".join(letters)
