@@ -17,8 +17,9 @@ own, not when compiled); body, loss, opt: shares of the step in the backbone, in
 and backward), and in clipping and the optimizer. The device is waited for between them.
 
 --vocabulary times headless steps through the engine instead, under larger and larger vocabularies and on the same ids,
-with the embedding in rows and dense. ms: of the process, on CPUs; a step's MiB: what it takes beside what lies there
-between steps.
+with the embedding in rows and dense, on --ranks ranks of one thread each. CPU ms and CPU ratio (to the first
+vocabulary) leave out waiting for others' programs; a step's MiB: what it takes beside what lies there between steps, on
+the rank that takes most.
 
 --largest finds the largest micro-batch of each objective that a GPU's memory holds.
 """
@@ -48,6 +49,8 @@ def main() -> None:
     config = _config(arguments)
     plans = _plans(arguments, config)
     sizes = _vocabularies(arguments.vocabulary)
+    if arguments.ranks > 1 and (arguments.device == "cuda" or not sizes):
+        raise FieldError("--ranks", "be 1 without --vocabulary and on one GPU", got=arguments.ranks)
     if arguments.data:
         IndexedDataset(arguments.data)  # what is wrong is told before torch is imported
     import torch
@@ -65,7 +68,8 @@ def main() -> None:
     if arguments.largest:
         lines = fill(config, arguments.objectives.split(","), arguments.largest, arguments.data, device)
     else:
-        timed = partial(grow, config, sizes) if sizes else partial(hold, config, plans)
+        growing = partial(grow, config, sizes, arguments.ranks, kinds=arguments.embedding.split(","))
+        timed = growing if sizes else partial(hold, config, plans)
         lines = timed(arguments.data, arguments.steps, device)
     if arguments.output:
         arguments.output.write_text(to_json(lines), encoding="utf-8")
@@ -133,6 +137,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--sequence-length", type=int, help="targets a row of --preset (default: 512)")
     parser.add_argument("--objectives", default="headless,vanilla", help="what to compare (default: headless,vanilla)")
     parser.add_argument("--vocabulary", metavar="V,...", help="time headless steps under these vocabularies instead")
+    parser.add_argument("--ranks", type=int, default=1, help="of each of --vocabulary, on CPUs (default: 1)")
+    parser.add_argument("--embedding", default="rows,dense", help="kinds of --vocabulary (default: rows,dense)")
     parser.add_argument("--largest", type=int, metavar="ROWS", help="find the largest micro-batch up to so many rows")
     parser.add_argument("--compile", action="store_true", help="time each with compiled blocks, too")
     parser.add_argument("--whole", action="store_true", help="time an encoder's last block of all tokens, too")

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from bench_step import _vocabularies
+from bench_step import _vocabularies, main
 
 import benchmarks.vocabularies as vocabularies
+from benchmarks.engines import rank_step
 from benchmarks.tokens import token_rows
 from megahead.config import RunConfig
 from megahead.distributed import Group
+from megahead.engine import Engine
 from megahead.errors import FieldError
 from support.on_ranks import on_ranks
 from support.small_run import small_config, write_text
@@ -20,42 +22,50 @@ from support.small_run import small_config, write_text
 CPU = torch.device("cpu")
 
 
-def weights(stepper: vocabularies.Stepper) -> list[torch.Tensor]:
-    return [tensor.clone() for name, tensor in stepper.engine.tensors() if name.startswith("weight/backbone.blocks")]
+def bodies(group: Group, config: RunConfig) -> list[list[torch.Tensor]]:
+    """Of both kinds, after three steps."""
+    engines: list[Engine] = []
+    step, rows = Engine.step, token_rows(config, None, count=3)
 
+    def watched(engine: Engine, *arguments: float) -> object:
+        engines.append(engine)
+        return step(engine, *arguments)
 
-def apart(group: Group, config: RunConfig) -> float:
-    """How far the bodies of both kinds are from each other after three steps."""
-    steppers = [vocabularies.Stepper(vocabularies._under(config, 2000, kind), CPU) for kind in ("rows", "dense")]
-    for rows in token_rows(config, None, count=3):
-        assert min(stepper.step(rows) for stepper in steppers) > 0
-    return max(float((a - b).abs().max()) for a, b in zip(*map(weights, steppers), strict=True))
+    Engine.step = watched  # type: ignore[method-assign, assignment]
+    for kind in ("rows", "dense"):
+        take = rank_step(vocabularies._under(config, 2000, kind, 1), (0, 1, ""), rows, CPU)
+        for _ in rows:
+            take()
+    return [
+        [tensor.clone() for name, tensor in engine.tensors() if name.startswith("weight/backbone.blocks")]
+        for engine in (engines[0], engines[-1])
+    ]
 
 
 def test_both_kinds_take_the_same_steps(tmp_path: Path) -> None:
     write_text(tmp_path)
-    (distance,) = on_ranks(1, apart, small_config(tmp_path, {"optimizer.eps": 1e-4}))
-    assert distance < 1e-5
+    ((rows, dense),) = on_ranks(1, bodies, small_config(tmp_path, {"optimizer.eps": 1e-4}))
+    assert max(float((a - b).abs().max()) for a, b in zip(rows, dense, strict=True)) < 1e-5
 
 
-def lines(group: Group, config: RunConfig) -> list[dict[str, Any]]:
-    return vocabularies.grow(config, [60, 2000], None, 2, CPU)
-
-
-def test_a_line_for_each_vocabulary_and_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_line_for_each_vocabulary_and_kind(tmp_path: Path, ranks: int) -> None:
     write_text(tmp_path)
-    monkeypatch.setattr(vocabularies, "_in_a_fresh_process", lambda work, *arguments: 7.0)
-    (told,) = on_ranks(1, lines, small_config(tmp_path))
+    told = vocabularies.grow(small_config(tmp_path), [60, 200_000], ranks, None, 2, CPU)
     assert [(line["embedding"], line["vocabulary"]) for line in told] == [
-        *[("rows", 60), ("rows", 2000)],
-        *[("dense", 60), ("dense", 2000)],
+        *[("rows", 60), ("rows", 200_000)],
+        *[("dense", 60), ("dense", 200_000)],
     ]
-    assert [line["to the first"] == "1.00" for line in told[::2]] == [True, True]
-    assert {line["a step's MiB"] for line in told} == {7}
+    assert all(line["wall ratio"] == line["CPU ratio"] == "1.00" for line in told[::2])
+    rows, dense = (float(str(told[place]["a step's MiB"])) for place in (1, 3))
+    assert dense - rows > 0.9 * 200_000 * 32 * 4 / 2**20  # gradients of all rows
 
 
-def test_sizes_are_numbers() -> None:
+def test_sizes_are_numbers_and_ranks_need_them(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _vocabularies("32768, 65536") == [32768, 65536]
     assert _vocabularies(None) == []
     with pytest.raises(FieldError, match="separated by commas"):
         _vocabularies("32k")
+    monkeypatch.setattr(sys, "argv", ["bench_step.py", "--preset", "bert-tiny", "--ranks", "2"])
+    with pytest.raises(FieldError, match="`--ranks` must be 1 without --vocabulary"):
+        main()

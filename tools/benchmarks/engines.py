@@ -1,4 +1,4 @@
-"""Contenders of tools/bench_engine.py: a bare torch loop or the engine, each in processes of its own.
+"""Contenders of benchmarks of whole steps: a bare torch loop or the engine, each in processes of its own.
 
 DeepSpeed changes what it is imported into; and a process that has computed cannot be forked. They run on the device of
 `engine.device`, which must be cpu or cuda here; for CUDA they are spawned, which no state of its own can disturb.
@@ -9,27 +9,32 @@ from __future__ import annotations
 import multiprocessing
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from benchmarks.memory import cost
 from benchmarks.tokens import micro_batch, token_rows
-from megahead.config import RunConfig, config_from_dict, deepspeed_config
+from megahead.config import RunConfig, RunPlan, config_from_dict, deepspeed_config
 from megahead.distributed import Group, Mesh
 from megahead.objectives import build_objective
 from megahead.optim import build_optimizer
 from megahead.parallel import assemble, fill_
 from megahead.pretraining import MicroBatch, first_weights
+from megahead.table import plan_rows
 from megahead.wording import counted
 
 Step = Callable[[], None]
+Rows = np.ndarray[Any, Any]
+"""int64 [B, T+1]: the ids of a micro-batch."""
 Place = tuple[int, int, str]
 """Rank, number of ranks, and a file at which they meet."""
 SETTINGS = Path(__file__).resolve().parents[2] / "configs/deepspeed"
@@ -61,13 +66,19 @@ class Contender:
     def step(self) -> tuple[float, float]:
         """Seconds of a step until its last rank is through, and the ranks' mean CPU seconds."""
         for pipe in self._pipes:
-            pipe.send(True)
+            pipe.send("step")
         walls, cpus = zip(*(pipe.recv() for pipe in self._pipes), strict=True)
         return max(walls), statistics.mean(cpus)
 
+    def peak(self) -> float:
+        """MiB that a step takes beside what lies there between steps, on the rank that takes most; on CPUs."""
+        for pipe in self._pipes:
+            pipe.send("measure")
+        return max(float(pipe.recv()) for pipe in self._pipes)
+
     def stop(self) -> None:
         for pipe, process in zip(self._pipes, self.processes, strict=True):
-            pipe.send(False)
+            pipe.send("stop")
             process.join()
 
 
@@ -133,6 +144,32 @@ def engine_step(config: RunConfig, stage: int, place: Place | None = None) -> St
     return step
 
 
+def rank_step(config: RunConfig, place: Place, texts: Sequence[Rows], device: torch.device) -> Step:
+    """A step of a run's engine on this rank, from the choice of its candidates on, each time on its next text.
+
+    Of `texts` each rank takes its own, in turn.
+    """
+    from megahead.train.setup import build_engine
+
+    rank, count, store = place
+    if count > 1:
+        meeting = dist.FileStore(store, count)  # type: ignore[attr-defined]
+        dist.init_process_group("gloo", store=meeting, rank=rank, world_size=count)
+    world = Group.world()
+    plan = RunPlan.of(config, count, device.type)
+    engine, _ = build_engine(plan, Mesh.build(world), device, first_weights(config))
+    rule, asking = build_objective(config.objective, config.model.vocab_size), world.side_channel()
+    mine = iter(texts[rank::count])
+
+    def step() -> None:
+        micro = micro_batch(config, rule, next(mine)).staged(device)
+        engine.begin(plan_rows(micro.ids(), asking) if config.in_rows() else None)
+        engine.micro_step(micro.to(device))
+        engine.step(1e-3)
+
+    return step
+
+
 def one_micro_batch(config: RunConfig, rank: int) -> MicroBatch:
     """The rank's rows, of Zipf-distributed tokens, on its device."""
     rule, device = build_objective(config.objective, config.model.vocab_size), torch.device(config.engine.device)
@@ -143,7 +180,10 @@ def _serve(pipe: Connection, maker: Callable[..., Step], arguments: tuple[Any, .
     torch.set_num_threads(1)
     step = maker(*arguments)
     pipe.send("ready")
-    while pipe.recv():
+    while (order := pipe.recv()) != "stop":
+        if order == "measure":
+            pipe.send(cost(step)[1])
+            continue
         wall, cpu = time.perf_counter(), time.process_time()
         step()
         if torch.cuda.is_initialized():

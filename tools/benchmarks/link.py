@@ -4,21 +4,15 @@ from __future__ import annotations
 
 import statistics
 import tempfile
-from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
 from rich.console import Console
 
-from benchmarks.engines import SETTINGS, Contender
+from benchmarks.engines import SETTINGS, Contender, Step, rank_step
 from benchmarks.network import enter, linked, sent_bytes
-from benchmarks.tokens import micro_batch, token_rows
-from megahead.config import RunConfig, RunPlan, config_from_dict
-from megahead.distributed import Group, Mesh
-from megahead.objectives import build_objective
-from megahead.pretraining import first_weights
+from benchmarks.tokens import token_rows
+from megahead.config import RunConfig, config_from_dict
 from megahead.report import to_rich
-from megahead.table import plan_rows
 
 CPU = torch.device("cpu")
 
@@ -58,25 +52,10 @@ def _measured(config: RunConfig, way: tuple[str, int], namespaces: list[str], st
     }
 
 
-def linked_step(config: RunConfig, rank: int, count: int, store: str, namespace: str, steps: int) -> Callable[[], None]:
+def linked_step(config: RunConfig, rank: int, count: int, store: str, namespace: str, steps: int) -> Step:
     """In a fresh process of one thread: a step of this rank, each time with another text."""
     enter(namespace)
-    from megahead.train.setup import build_engine
-
-    meeting = dist.FileStore(store, count)  # type: ignore[attr-defined]
-    dist.init_process_group("gloo", store=meeting, rank=rank, world_size=count)
-    world = Group.world()
-    engine, _ = build_engine(RunPlan.of(config, count, "cpu"), Mesh.build(world), CPU, first_weights(config))
-    rule, asking = build_objective(config.objective, config.model.vocab_size), world.side_channel()
-    texts = iter(token_rows(config, None, count=count * steps)[rank::count])
-
-    def step() -> None:
-        micro = micro_batch(config, rule, next(texts))
-        engine.begin(plan_rows(micro.ids(), asking) if config.in_rows() else None)
-        engine.micro_step(micro)
-        engine.step(1e-3)
-
-    return step
+    return rank_step(config, (rank, count, store), token_rows(config, None, count=count * steps), CPU)
 
 
 def _under(config: RunConfig, ranks: int, embedding: str, stage: int) -> RunConfig:
