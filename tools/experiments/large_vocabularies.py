@@ -171,7 +171,7 @@ def _megabytes(step: int, run: RunMetrics, text: Text) -> float:
 
 def _milliseconds(run: RunMetrics) -> int:
     last = run.training[-1]
-    return round(1e3 * last["tokens"] / last["step"] / speed(run))
+    return round(1e3 * float(last["tokens"]) / float(last["step"]) / speed(run))
 
 
 def _known(texts: dict[int, Text]) -> list[str]:
