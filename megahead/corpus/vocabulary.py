@@ -1,8 +1,8 @@
 """Trains a tokenizer on text: byte-level BPE (also for many scripts), WordPiece or SentencePiece, each written as a
 `tokenizer.json`.
 
-Some ids are fixed, as other code relies on them: `<|endoftext|>` is 0 and `<|padding|>` 1; in WordPiece BERT's five
-special tokens are 0 to 4. If the text has too few distinct pieces, the vocabulary is smaller than asked for.
+Some ids are fixed, as other code relies on them: `<|endoftext|>` is 0 and `<|padding|>` 1, in a multilingual BPE
+`[CLS]`, `[SEP]` and `[MASK]` 2 to 4; in WordPiece BERT's five special tokens are 0 to 4. If the text has too few distinct pieces, the vocabulary is smaller than asked for.
 """
 
 from __future__ import annotations
@@ -35,28 +35,36 @@ MAX_LINE_BYTES = 4000  # SentencePiece drops sentences of more than 4,192 bytes
 
 def train_bpe(texts: Iterable[str], vocab_size: int, *, show_progress: bool = False) -> Tokenizer:
     """Byte-level BPE as GPT-2 has it, lossless on any text: no normalization, and all 256 bytes are tokens."""
-    return _byte_level(texts, vocab_size, pre_tokenizers.ByteLevel(add_prefix_space=False), 0, show_progress)
+    words = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    return _byte_level(texts, vocab_size, words, TEXT_TOKENS, 0, show_progress)
 
 
 def train_multilingual(texts: Iterable[str], vocab_size: int, *, show_progress: bool = False) -> Tokenizer:
     """The same for many scripts and large vocabularies: words are cut as WORDS says, and no token is made of what
-    occurs only once, of which nothing could be learned."""
+    occurs only once, of which nothing could be learned. Encoders' tokens are 2 to 4, however many ids the text gives.
+    """
     words = pre_tokenizers.Split(Regex(WORDS), "isolated")
     spelled = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    return _byte_level(texts, vocab_size, pre_tokenizers.Sequence([words, spelled]), 2, show_progress)
+    both, special = pre_tokenizers.Sequence([words, spelled]), (*TEXT_TOKENS, *ENCODER_TOKENS)
+    return _byte_level(texts, vocab_size, both, special, 2, show_progress)
 
 
 def _byte_level(
-    texts: Iterable[str], vocab_size: int, words: pre_tokenizers.PreTokenizer, least: int, show_progress: bool
+    texts: Iterable[str],
+    vocab_size: int,
+    words: pre_tokenizers.PreTokenizer,
+    special: Sequence[str],
+    least: int,
+    show_progress: bool,
 ) -> Tokenizer:
-    _check_room(vocab_size, BYTES + len(TEXT_TOKENS))
+    _check_room(vocab_size, BYTES + len(special))
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = words
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         min_frequency=least,
-        special_tokens=list(TEXT_TOKENS),
+        special_tokens=list(special),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=show_progress,
     )

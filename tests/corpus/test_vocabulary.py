@@ -10,6 +10,7 @@ import sentencepiece
 
 from megahead.corpus import load_tokenizer, vocabulary
 from megahead.corpus.vocabulary import (
+    add_encoder_tokens,
     sample_texts,
     save_tokenizer,
     train_bpe,
@@ -51,6 +52,13 @@ def test_sentencepiece_ids_are_the_librarys_own(monkeypatch: pytest.MonkeyPatch)
     library = sentencepiece.SentencePieceProcessor(model_proto=models[0])
     for text in [*TEXTS, "two  spaces", " leading", "", "\n", "語 and é"]:
         assert converted.encode(text, add_special_tokens=False).ids == library.encode(text)
+
+
+def test_encoders_find_their_tokens_in_a_multilingual_vocabulary_of_any_size() -> None:
+    for size in (300, 420):
+        tokenizer = train_multilingual(HINDI, size)
+        assert [tokenizer.token_to_id(f"[{name}]") for name in ("CLS", "SEP", "MASK")] == [2, 3, 4]
+        assert add_encoder_tokens(tokenizer).get_vocab_size() == tokenizer.get_vocab_size() <= size
 
 
 def test_words_with_vowel_signs_become_whole_tokens_of_a_multilingual_vocabulary() -> None:
