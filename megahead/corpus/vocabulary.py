@@ -2,7 +2,8 @@
 `tokenizer.json`.
 
 Some ids are fixed, as other code relies on them: `<|endoftext|>` is 0 and `<|padding|>` 1, in a multilingual BPE
-`[CLS]`, `[SEP]` and `[MASK]` 2 to 4; in WordPiece BERT's five special tokens are 0 to 4. If the text has too few distinct pieces, the vocabulary is smaller than asked for.
+`[CLS]`, `[SEP]` and `[MASK]` 2 to 4; in WordPiece BERT's five special tokens are 0 to 4. If the text has too few
+distinct pieces, the vocabulary is smaller than asked for.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
-from megahead.config import RunConfig, config_from_dict, load_config
+from megahead.config import RunConfig, RunPlan, config_from_dict, load_config
 from megahead.errors import ConfigErrors
 from support.good_settings import GOOD
 
@@ -92,6 +92,14 @@ def test_every_shipped_config_is_sound() -> None:
     for path in sorted((root / "configs").glob("*.yaml")):
         load_config(path)
         assert path.read_text().startswith("# "), f"{path} must open with its purpose"
+
+
+def test_a_million_ids_lie_in_rows_and_are_planned() -> None:
+    root = Path(__file__).parents[2]
+    for name, ranks in (("multilingual-million-headless", 64), ("multilingual-million-small-headless", 1)):
+        plan = RunPlan.of(load_config(root / f"configs/{name}.yaml"), ranks)
+        assert plan.config.model.vocab_size == 1_000_000
+        assert plan.config.in_rows()
 
 
 def test_reading_a_config_imports_no_torch() -> None:
