@@ -19,6 +19,8 @@ from megahead.errors import DataError, FieldError
 LEAST = 2
 """How often a pair must occur: of a token that occurs once nothing is learned."""
 _TEXTS_AT_ONCE = 64
+_MORE = 64
+"""Merges that are learned beyond those wanted: some make tokens that are there already."""
 _FIRST, _SURROGATES, _LAST = 0x21, range(0xD800, 0xE000), 0x110000
 Array = np.ndarray[Any, Any]
 
@@ -36,8 +38,9 @@ def grown(tokenizer: Tokenizer, texts: Iterable[str], vocab_size: int) -> Tokeni
     size = max(ids.values()) + 1
     if vocab_size <= size:
         raise FieldError("vocab_size", f"be above that of the tokenizer to extend ({size:,})", got=f"{vocab_size:,}")
-    merges = _learned(_in_letters(tokenizer, texts, _letters(size)), _letters(vocab_size), size)
-    _append(content["model"], ids, merges)
+    letters_V, wanted = _letters(size), vocab_size - size
+    merges = _learned(_in_letters(tokenizer, texts, letters_V), letters_V, wanted + wanted // 8 + _MORE)
+    _append(content["model"], ids, merges, vocab_size)
     return Tokenizer.from_str(json.dumps(content))
 
 
@@ -62,13 +65,13 @@ def _in_letters(tokenizer: Tokenizer, texts: Iterable[str], letters_V: Array) ->
             yield np.insert(letters_V[encoding.ids], breaks, ord(" ")).astype("<u4").tobytes().decode("utf-32-le")
 
 
-def _learned(words: Iterator[str], letters_V: Array, size: int) -> list[tuple[list[int], list[int]]]:
-    """What is merged, in order: the old tokens that its two sides are made of."""
+def _learned(words: Iterator[str], letters_V: Array, count: int) -> list[tuple[list[int], list[int]]]:
+    """Up to `count` merges, in order: the old tokens that the two sides of each are made of."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.Split(" ", "removed")
-    alphabet = list(letters_V[:size].astype("<u4").tobytes().decode("utf-32-le"))
+    alphabet = list(letters_V.astype("<u4").tobytes().decode("utf-32-le"))
     trainer = trainers.BpeTrainer(
-        vocab_size=len(letters_V), min_frequency=LEAST, initial_alphabet=alphabet, show_progress=False
+        vocab_size=len(letters_V) + count, min_frequency=LEAST, initial_alphabet=alphabet, show_progress=False
     )
     bpe.train_from_iterator(words, trainer)
     id_of = {letter: id_ for id_, letter in enumerate(alphabet)}
@@ -76,17 +79,17 @@ def _learned(words: Iterator[str], letters_V: Array, size: int) -> list[tuple[li
     return [([id_of[one] for one in left], [id_of[one] for one in right]) for left, right in merges]
 
 
-def _append(model: dict[str, Any], ids: dict[str, int], merges: list[tuple[list[int], list[int]]]) -> None:
-    """Writes merges and their tokens into the model; added tokens too, so that those keep their ids."""
+def _append(
+    model: dict[str, Any], ids: dict[str, int], merges: list[tuple[list[int], list[int]]], vocab_size: int
+) -> None:
+    """Writes merges and their tokens, up to `vocab_size` ids; added tokens too, so that they keep theirs."""
     spelled, vocabulary = {id_: token for token, id_ in ids.items()}, dict(ids)
+    gaps = max(ids.values()) + 1 - len(ids)
     pairs = dict.fromkeys(tuple(pair) for pair in model["merges"])
     for sides in merges:
+        if len(vocabulary) + gaps == vocab_size:
+            break
         left, right = ("".join(spelled[id_] for id_ in side) for side in sides)
         pairs[left, right] = None  # one that is known stays in its place
-        vocabulary.setdefault(left + right, len(vocabulary) + _gaps(ids))
+        vocabulary.setdefault(left + right, len(vocabulary) + gaps)
     model["merges"], model["vocab"] = [list(pair) for pair in pairs], vocabulary
-
-
-def _gaps(ids: dict[str, int]) -> int:
-    """Ids below the largest that no token has."""
-    return max(ids.values()) + 1 - len(ids)

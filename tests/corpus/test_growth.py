@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,8 @@ from tokenizers import Tokenizer
 
 from megahead.corpus import load_tokenizer
 from megahead.corpus.growth import _letters, grown
+from megahead.corpus.spelling import SpelledVocabulary
+from megahead.corpus.translation import translate
 from megahead.corpus.vocabulary import (
     add_encoder_tokens,
     save_tokenizer,
@@ -40,7 +43,7 @@ def test_ids_stay_and_the_text_takes_fewer_tokens() -> None:
 
 
 @pytest.mark.parametrize("train", [train_bpe, train_multilingual])
-def test_going_on_with_the_same_text_is_longer_training(train: type[Tokenizer]) -> None:
+def test_going_on_with_the_same_text_is_longer_training(train: Callable[..., Tokenizer]) -> None:
     texts = [*TEXT, *GERMAN]
     whole, parts = train(texts, 360), grown(train(texts, 300), texts, 360)
     assert parts.get_vocab() == whole.get_vocab()
@@ -54,6 +57,17 @@ def test_it_goes_on_as_a_file(tmp_path: Path) -> None:
     assert tokenizer.decode(tokenizer.encode_batch([GERMAN[0]])[0]) == GERMAN[0]
     twice = grown(Tokenizer.from_file(str(tmp_path / "t.json")), HINDI, 350)
     assert twice.get_vocab_size() == 350
+
+
+def test_a_model_keeps_its_rows_and_each_new_token_has_pieces(tmp_path: Path) -> None:
+    old = add_encoder_tokens(train_bpe(TEXT, 300))
+    save_tokenizer(old, tmp_path / "old.json")
+    save_tokenizer(grown(old, [*TEXT, *GERMAN], 330), tmp_path / "new.json")
+    before, after = (SpelledVocabulary.open(tmp_path / f"{name}.json") for name in ("old", "new"))
+    found = translate(before, after, {})
+    assert found.kept_V[:303] == [*range(303)]
+    assert found.kept_V[303:] == [None] * 27
+    assert all(len(pieces) > 1 for pieces in found.pieces_V[303:])
 
 
 def test_what_cannot_be_extended_is_refused() -> None:
