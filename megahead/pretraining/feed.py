@@ -31,8 +31,8 @@ class Feed:
     In micro-step k rank r of R reads `micro_size` consecutive samples from `first + (k * R + r) * micro_size` on.
     `group`: the data ranks, used only from the feed's thread (see `Group.side_channel`). `group_samples`: size of a
     candidate group (None: a micro-batch). `seed`: for random negatives. `masker`: masks an encoder's rows. `owners`:
-    all ranks, over a connection of their own, if the embedding's rows are sharded over them. Batches are on the CPU,
-    prepared for `device`.
+    all ranks, over a connection of their own, if the embedding's rows are sharded over them; `sharing`: those that read
+    the same samples. Batches are on the CPU, prepared for `device`.
     """
 
     def __init__(
@@ -48,6 +48,7 @@ class Feed:
         device: torch.device = CPU,
         masker: Masker | None = None,
         owners: Group | None = None,
+        sharing: Group | None = None,
     ) -> None:
         self._reader = BatchReader(samples, data, masker)
         self._candidate_groups = CandidateGroups(objective, group_samples or batch.micro_size, batch.micro_size, seed)
@@ -55,7 +56,7 @@ class Feed:
         self._batch = batch
         self._group = group
         self._device = device
-        self._owners = owners
+        self._owners, self._sharing = owners, sharing
 
     def steps(self, first_sample: int) -> Generator[StepBatches, None, None]:
         """The batches of all optimizer steps from `first_sample` on; never ends. Collective over the group."""
@@ -81,7 +82,8 @@ class Feed:
         """The exchange of the embedding's rows, each of which is fetched once for all micro-batches of the step."""
         if self._owners is None:
             return None
-        return plan_rows(torch.cat([micro.ids() for micro in micro_batches]), self._owners, len(micro_batches))
+        ids = torch.cat([micro.ids() for micro in micro_batches])
+        return plan_rows(ids, self._owners, len(micro_batches), self._sharing)
 
     def samples(self, first_sample: int, micro_step: int, rank: int) -> range:
         """The samples that `rank` reads for a micro-step of the step that begins at `first_sample`."""

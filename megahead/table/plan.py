@@ -1,8 +1,10 @@
 """Who asks whom for which rows in a step, settled ahead of it.
 
 Rows are sharded round-robin: rank i mod R owns id i, at place i // R, so that frequent ids, which are neighbours in
-most vocabularies, are spread evenly. R ranks; U: ids that this rank needs; S: rows that others ask of it (repeats
-counted); O: how many of these are distinct.
+most vocabularies, are spread evenly. R ranks; U: ids that this rank needs; u: those that it asks for; S: rows that
+others ask of it (repeats counted); O: how many of these are distinct.
+
+Ranks that need the same ids, a tensor group, ask for every T-th each, and share what comes: u = U / T.
 """
 
 from __future__ import annotations
@@ -22,8 +24,11 @@ class RowPlan:
     ids_U: Tensor
     """int64: the ids that it needs, increasing, each once."""
 
-    by_owner_U: Tensor
-    """int64: the permutation that sorts `ids_U` by owning rank."""
+    sharing: Group
+    """T ranks that need the same ids. Its rank t asks for `ids_U[t::T]`."""
+
+    by_owner_u: Tensor
+    """int64: the permutation that sorts the ids it asks for by owning rank."""
 
     asked: list[int]
     """How many rows it asks of each rank."""
@@ -42,18 +47,22 @@ class RowPlan:
 
     def to(self, device: torch.device) -> RowPlan:
         """The same on `device`."""
-        names = ("ids_U", "by_owner_U", "owned_O", "place_S")
+        names = ("ids_U", "by_owner_u", "owned_O", "place_S")
         return replace(self, **{name: getattr(self, name).to(device, non_blocking=True) for name in names})
 
 
-def plan_rows(ids: Tensor, ranks: Group, num_lookups: int = 1) -> RowPlan:
-    """The plan of a step that needs `ids` (int64 on the CPU, repeats allowed). Collective over `ranks`, which must be a
-    group for CPU tensors (gloo): sends one count to each rank, then 4 bytes per id."""
-    ids_U = torch.unique(ids)
-    owners_U = ids_U % ranks.size
-    by_owner_U = torch.argsort(owners_U, stable=True)
-    asked = torch.bincount(owners_U, minlength=ranks.size)
+def plan_rows(ids: Tensor, ranks: Group, num_lookups: int = 1, sharing: Group | None = None) -> RowPlan:
+    """The plan of a step that needs `ids` (int64 on the CPU, repeats allowed), the same ones on all ranks of `sharing`.
+
+    Collective over `ranks`, which must be a group for CPU tensors (gloo): sends one count to each rank, then 4 bytes
+    per id. Nothing is sent over `sharing` yet.
+    """
+    ids_U, sharing = torch.unique(ids), sharing or Group()
+    asked_u = ids_U[sharing.rank :: sharing.size]
+    owners_u = asked_u % ranks.size
+    by_owner_u = torch.argsort(owners_u, stable=True)
+    asked = torch.bincount(owners_u, minlength=ranks.size)
     served = ranks.all_to_all(asked).tolist()
-    wanted_S = ranks.all_to_all(ids_U[by_owner_U].int(), asked.tolist(), served).long()
+    wanted_S = ranks.all_to_all(asked_u[by_owner_u].int(), asked.tolist(), served).long()
     owned_O, place_S = torch.unique(wanted_S // ranks.size, return_inverse=True)
-    return RowPlan(ids_U, by_owner_U, asked.tolist(), served, owned_O, place_S, num_lookups)
+    return RowPlan(ids_U, sharing, by_owner_u, asked.tolist(), served, owned_O, place_S, num_lookups)

@@ -163,6 +163,7 @@ def _feed(session: Session, config: RunConfig, state: TrainingState) -> Feed:
         device=session.device,
         masker=training_masker(config, session.datasets.train),
         owners=session.mesh.world_group.side_channel() if config.in_rows() else None,
+        sharing=session.mesh.tensor_group,
     )
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megahead.distributed import Group
+from megahead.distributed import Group, Mesh
 from megahead.table import plan_rows
 from megahead.table.exchange import gradients_to_owners, rows_from_owners
 from support.on_ranks import on_ranks
@@ -46,6 +46,30 @@ def exchanged(group: Group) -> tuple[bool, bool, bool]:
         torch.equal(sums[0], expected) and torch.equal(*sums),
         owned == {i for i in asked_for if i % group.size == group.rank},
     )
+
+
+def shared(group: Group) -> tuple[bool, bool, int]:
+    """Two pairs of ranks: each pair needs the same rows, and shares them."""
+    mesh = Mesh.build(group, 2)
+    pair, ids = mesh.data_group.rank, wanted(mesh.data_group.rank)
+    plan = plan_rows(ids, group.side_channel(), sharing=mesh.tensor_group)
+    rows = rows_from_owners(table()[group.rank :: 4][plan.owned_O], plan, group)
+    mine = gradients(pair) * (1 + mesh.tensor_group.rank)
+    sums = gradients_to_owners(mine, plan, group)
+    whole = torch.zeros(VOCABULARY, WIDTH)
+    for other in range(2):
+        whole[wanted(other).unique()] += gradients(other) + 2 * gradients(other)
+    expected = whole[group.rank :: 4][plan.owned_O]
+    return torch.equal(rows, table()[ids.unique()]), torch.allclose(sums, expected), sum(plan.asked)
+
+
+def test_ranks_that_need_the_same_rows_ask_for_each_once() -> None:
+    outcomes = on_ranks(4, shared)
+    assert all(came and summed for came, summed, _ in outcomes)
+    distinct = [len(wanted(pair).unique()) for pair in range(2)]
+    asked = [count for _, _, count in outcomes]
+    assert [sum(asked[:2]), sum(asked[2:])] == distinct
+    assert max(asked[0] - asked[1], asked[2] - asked[3]) == 1  # one of them is odd
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])

@@ -71,7 +71,7 @@ def beside_the_split_embedding(group: Group) -> tuple[bool, float]:
     split, table = VocabularyParallelEmbedding(full, mesh.tensor_group), table_of(mesh)
     ids = ids.clamp_max(ROWS - 1)
     asked = torch.cat([ids.flatten(), shared.clamp_min(0)])
-    table.fetch(plan_rows(asked, group.side_channel()))
+    table.fetch(plan_rows(asked, group.side_channel(), sharing=mesh.tensor_group))
     outcomes = [each(ids, shared) for each in (split, table)]
     for inputs, rows in outcomes:
         (inputs.square().sum() + (rows**3).sum() * (1 + mesh.tensor_group.rank)).backward()
