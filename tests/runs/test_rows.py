@@ -13,7 +13,7 @@ from megahead.config import HeadName, RunConfig
 from megahead.convert import export
 from megahead.convert.source import TrainedModel
 from megahead.distributed import Group, Launch, blocks
-from megahead.evaluate.offline import evaluate_checkpoint
+from megahead.evaluate.offline import evaluate_checkpoint, evaluate_on_each
 from megahead.report.metrics import read_metrics
 from megahead.train import pretrain
 from support.on_ranks import on_ranks
@@ -82,6 +82,10 @@ def test_what_reads_a_checkpoint_reads_it_up_to_date(tmp_path: Path) -> None:
     assert 0 < last["rows_late"] < 48
     assert "rows_late" not in read_metrics(dense).training[-1]
     assert evaluate_checkpoint(rows, "pmi").loss == pytest.approx(told, abs=1e-5)
+    other = write_text(tmp_path, "other", documents=20, seed=1)
+    both = evaluate_on_each(rows, "pmi", [tmp_path / "text", other])
+    assert both == [evaluate_checkpoint(rows, "pmi"), evaluate_checkpoint(rows, "pmi", dataset=other)]
+    assert both[0] != both[1]
     assert read_metrics(dense).validation[-1]["loss"] == pytest.approx(told, abs=1e-5)
     models = [TrainedModel.open(folder).load().state_dict() for folder in (rows, dense)]
     for name, weight in models[1].items():
