@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import exp, log
 
@@ -14,6 +14,10 @@ from megahead.data import BatchReader, Masker, Samples
 from megahead.distributed import Group
 from megahead.objectives import EvaluationSums
 from megahead.pretraining import EvaluationRequest
+
+_AT_ONCE = 8
+"""Micro-batches that are scored in one pass over the vocabulary, which a table of rows must gather for it. Their hidden
+states take less than what training keeps of one."""
 
 
 @dataclass(frozen=True)
@@ -62,15 +66,23 @@ class ValidationSet:
         """
         totals = torch.zeros(3, dtype=torch.float64)
         bias = None if bias_V is None else bias_V.to(device)
-        stride = self._micro_size * self._group.size
-        for first in range(0, self._rows, stride):
-            start = first + self._group.rank * self._micro_size
-            mine = range(start, min(start + self._micro_size, self._rows))
-            scores = score(EvaluationRequest(self._reader.read(mine or range(1)).to(device), bias))
-            if mine:
+        for mine in self._requests():
+            batches = tuple(self._reader.read(rows or range(1)).to(device) for rows in mine)
+            scores = score(EvaluationRequest(batches, bias))
+            if mine[0]:
                 totals += torch.tensor([scores.loss, scores.correct, scores.targets], dtype=torch.float64)
         loss_sum, correct, targets = self._group.all_reduce_(totals).tolist()
         return self._result(loss_sum, correct, max(targets, 1))
+
+    def _requests(self) -> Iterator[list[range]]:
+        """The rows of the micro-batches that this rank has scored together, as many on all ranks. What is left of the
+        rows is scored alone, for some ranks may have none of it, and score a row that does not count."""
+        stride = self._micro_size * self._group.size
+        whole, rest = [*range(0, self._rows - stride + 1, stride)], self._rows % stride
+        together = [whole[n : n + _AT_ONCE] for n in range(0, len(whole), _AT_ONCE)]
+        for firsts in [*together, *([[self._rows - rest]] if rest else [])]:
+            starts = [first + self._group.rank * self._micro_size for first in firsts]
+            yield [range(start, min(start + self._micro_size, self._rows)) for start in starts]
 
     def _result(self, loss_sum: float, correct: float, targets: float) -> ValidationResult:
         """Assumes the whole dataset's average of bytes per token: exact only if all of it was read."""

@@ -88,9 +88,10 @@ class StepBatches:
 
 @dataclass(frozen=True)
 class EvaluationRequest:
-    """A batch whose targets are to be scored by a head over the whole vocabulary."""
+    """Batches whose targets are to be scored by a head over the whole vocabulary, each run through the body by itself,
+    all together in one pass over the vocabulary."""
 
-    batch: Batch
+    batches: tuple[Batch, ...]
 
     bias_V: Tensor | None
     """Added to the scores of all V ids: log q for a headless model's training-free head; None: no bias."""

@@ -126,11 +126,11 @@ class Pretraining(nn.Module):
         return self.objective.temperature if self.temperature is None else 1.0
 
     def _evaluation_sums(self, request: EvaluationRequest) -> EvaluationSums:
-        batch = request.batch
-        outputs_ND = self._outputs(self.backbone.embed(batch.input_ids_BT), batch)
+        outputs = [self._outputs(self.backbone.embed(batch.input_ids_BT), batch) for batch in request.batches]
+        outputs_ND, target_ids_N = torch.cat(outputs), torch.cat([batch.target_ids_N for batch in request.batches])
         hidden_ND, learned_V = self._final_hidden(outputs_ND, vocabulary=True)
         bias_V = request.bias_V if learned_V is None else learned_V
-        vocabulary, table = vocabulary_candidates(batch.target_ids_N, bias_V), self.backbone.embedding
+        vocabulary, table = vocabulary_candidates(target_ids_N, bias_V), self.backbone.embedding
         if isinstance(table, RowTable):
             return streamed_sums(hidden_ND, table.weight_blocks(self.vocab_size), vocabulary, self._temperature())
         return self._vocabulary_sums(hidden_ND, vocabulary)

@@ -38,7 +38,7 @@ class Evaluation:
         self._device = device
 
     def run(self, engine: Engine, state: TrainingState, interrupted: Callable[[], bool]) -> ValidationResult | None:
-        """The result, or None if `interrupted()`, which is called before each batch, was true. Collective."""
+        """The result, or None if `interrupted()`, which is called before every few batches, was true. Collective."""
         bias_V = None
         if self.head == "pmi":
             counts_V = state.target_counts(self._data_group)

@@ -76,7 +76,7 @@ def test_an_export_speaks_as_its_checkpoint(tmp_path: Path, head: str, objective
         if head == "none":
             return
         logits = AutoModelForMaskedLM.from_pretrained(folder)(batch.input_ids_BT).logits
-        scores = ours.load()(EvaluationRequest(batch, ours.training_free_bias() if head == "pmi" else None))
+        scores = ours.load()(EvaluationRequest((batch,), ours.training_free_bias() if head == "pmi" else None))
     targets_NV = logits.flatten(0, 1)[batch.target_index_N]
     loss = F.cross_entropy(targets_NV, batch.target_ids_N, reduction="sum")
     assert loss.item() == pytest.approx(scores.loss, abs=1e-4 * scores.targets)

@@ -36,7 +36,7 @@ def held_out(prefix: Path, rows: int = 10, micro_size: int = 4, group: Group | N
 
 def evenly(request: EvaluationRequest) -> EvaluationSums:
     """A model that finds 32 tokens equally likely each time, and has the right one first at every even target."""
-    targets = request.batch.target_ids_N
+    targets = torch.cat([batch.target_ids_N for batch in request.batches])
     return EvaluationSums(targets.numel() * log(32), int((targets % 2 == 0).sum()), targets.numel())
 
 
@@ -68,9 +68,8 @@ def scored(group: Group, prefix: Path, rows: int) -> ValidationResult:
 
 def uneven(request: EvaluationRequest) -> EvaluationSums:
     """Worse at larger ids, so that each row counts differently."""
-    return EvaluationSums(
-        float(request.batch.target_ids_N.sum()), evenly(request).correct, request.batch.target_ids_N.numel()
-    )
+    targets = torch.cat([batch.target_ids_N for batch in request.batches])
+    return EvaluationSums(float(targets.sum()), evenly(request).correct, targets.numel())
 
 
 @pytest.mark.parametrize("rows", [3, 99])
@@ -81,3 +80,21 @@ def test_every_row_asked_for_counts_once_on_any_number_of_ranks(tmp_path: Path, 
     for result in on_ranks(ranks, scored, prefix, rows):
         assert result.loss == pytest.approx(targets.mean())
         assert result.accuracy == pytest.approx((targets % 2 == 0).mean())
+
+
+def batches_a_request(group: Group, prefix: Path, rows: int) -> list[int]:
+    counts: list[int] = []
+
+    def score(request: EvaluationRequest) -> EvaluationSums:
+        counts.append(len(request.batches))
+        return evenly(request)
+
+    held_out(prefix, rows, 1, group).evaluate(score, None, CPU)
+    return counts
+
+
+@pytest.mark.parametrize(("ranks", "rows", "counts"), [(1, 10, [8, 2]), (2, 9, [4, 1]), (4, 3, [1]), (1, 8, [8])])
+def test_several_micro_batches_share_a_pass_over_the_vocabulary(
+    tmp_path: Path, ranks: int, rows: int, counts: list[int]
+) -> None:
+    assert on_ranks(ranks, batches_a_request, text(tmp_path), rows) == [counts] * ranks

@@ -49,7 +49,7 @@ def outcome(module: Pretraining, config: RunConfig) -> tuple[Tensor, float]:
     loss = module(MicroBatch(batch, (candidates,), 0.5))
     loss.backward()
     with torch.no_grad():
-        scores = module(EvaluationRequest(batch, torch.linspace(-2, 2, 47, dtype=torch.float64)))
+        scores = module(EvaluationRequest((batch,), torch.linspace(-2, 2, 47, dtype=torch.float64)))
     return loss.detach(), scores.loss
 
 

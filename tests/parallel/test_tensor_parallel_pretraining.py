@@ -56,7 +56,7 @@ def outcome(module: Pretraining, config: RunConfig, targets: int | None) -> tupl
     loss.backward()
     bias = torch.linspace(-2, 2, config.model.vocab_size, dtype=torch.float64)
     with torch.no_grad():
-        scores = module(EvaluationRequest(micro.batch, bias))
+        scores = module(EvaluationRequest((micro.batch,), bias))
     return loss.detach(), (scores.loss, scores.correct, scores.targets)
 
 

@@ -44,7 +44,7 @@ def test_every_variant_exports_the_head_it_is_evaluated_with(tmp_path: Path, obj
     )
     with torch.no_grad():
         logits = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(batch.input_ids_BT).logits
-        scores = ours.load()(EvaluationRequest(batch, ours.training_free_bias() if head == "pmi" else None))
+        scores = ours.load()(EvaluationRequest((batch,), ours.training_free_bias() if head == "pmi" else None))
     assert logits.shape[-1] == (256 if padding == "kept" else 61)
     loss = F.cross_entropy(logits.flatten(0, 1), batch.target_ids_N, reduction="sum")
     assert loss.item() / scores.targets == pytest.approx(scores.loss / scores.targets, abs=1e-5)

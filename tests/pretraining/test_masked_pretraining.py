@@ -104,7 +104,7 @@ def test_vanilla_is_berts_own_loss(tied: bool, activation: str) -> None:
     (expected * 0.25).backward()
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(grads[name], parameter.grad, rtol=0, atol=1e-10, msg=name)
-    scores = model(EvaluationRequest(batch, None))
+    scores = model(EvaluationRequest((batch,), None))
     assert scores.loss == pytest.approx(expected.item())
     assert scores.correct == int((logits.argmax(1) == batch.target_ids_N).sum())
 

@@ -90,7 +90,7 @@ def test_scoring_is_the_log_probability_under_the_training_free_head() -> None:
     pretraining = initialized(tiny({}))
     batch = prepared(pretraining).batch
     bias = log_unigram(torch.arange(64), 50)
-    scores = pretraining(EvaluationRequest(batch, bias))
+    scores = pretraining(EvaluationRequest((batch,), bias))
     outputs = pretraining.backbone(batch.input_ids_BT, documents_of(batch)).flatten(0, 1)
     logits = outputs @ pretraining.backbone.embedding.weight[:50].T + bias
     expected = torch.nn.functional.cross_entropy(logits, batch.target_ids_N, reduction="sum")
@@ -148,8 +148,8 @@ def test_a_learned_temperature_starts_where_it_is_told_gets_gradient_and_never_d
     learned = initialized(tiny({"temperature": 0.5, "learned_temperature": True, **objective}))
     micro = prepared(fixed)
     torch.testing.assert_close(learned(micro), fixed(micro))
-    assert learned(EvaluationRequest(micro.batch, None)).loss == pytest.approx(
-        fixed(EvaluationRequest(micro.batch, None)).loss, rel=1e-5
+    assert learned(EvaluationRequest((micro.batch,), None)).loss == pytest.approx(
+        fixed(EvaluationRequest((micro.batch,), None)).loss, rel=1e-5
     )
     learned(micro).backward()
     parameter = learned.get_parameter("temperature.log_value")
