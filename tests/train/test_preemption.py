@@ -43,7 +43,7 @@ def signalled(owner: Any, name: str, at_call: int, signals: int = 1) -> Callable
 
 PHASES = {
     "training": signalled(Engine, "micro_step", 5),  # two a step: the third step
-    "evaluation": signalled(Engine, "evaluate", 2),
+    "evaluation": signalled(Engine, "evaluate", 1),  # of two
     "saving, twice": signalled(saving, "_write", 1, signals=2),
 }
 
