@@ -12,6 +12,7 @@ from megahead.config.deepspeed import deepspeed_config
 from megahead.config.families import ENCODERS, NAMED_SIZES
 from megahead.config.init import InitConfig
 from megahead.config.loading import config_from_dict, load_config
+from megahead.config.masked_inputs import MaskedInputsConfig
 from megahead.config.masking import MaskingConfig
 from megahead.config.model import ModelConfig
 from megahead.config.objective import HeadName, ObjectiveConfig, resolve_candidate_group_samples
@@ -33,6 +34,7 @@ __all__ = [
     "FaultsConfig",
     "HeadName",
     "InitConfig",
+    "MaskedInputsConfig",
     "MaskingConfig",
     "ModelConfig",
     "ObjectiveConfig",

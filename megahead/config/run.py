@@ -13,6 +13,7 @@ from megahead.config.batch import BatchConfig
 from megahead.config.data import DataConfig
 from megahead.config.embedding import Refusal, refusal_of_decay, refusal_of_rows, wants_rows
 from megahead.config.init import InitConfig
+from megahead.config.masked_inputs import MaskedInputsConfig
 from megahead.config.masking import MaskingConfig
 from megahead.config.model import ModelConfig
 from megahead.config.objective import ObjectiveConfig
@@ -41,6 +42,9 @@ class RunConfig(Settings):
     masking: MaskingConfig | None = None
     """How an encoder's rows are masked; left out for decoders, which predict the next token."""
 
+    masked_inputs: MaskedInputsConfig | None = None
+    """A decoder reads some tokens masked, and predicts the text; left out, it reads all as they are."""
+
     batch: BatchConfig
     objective: ObjectiveConfig = ObjectiveConfig()
     optimizer: OptimizerConfig
@@ -67,6 +71,7 @@ class RunConfig(Settings):
                 "data.end_token", f"be below model.vocab_size ({self.model.vocab_size})", got=self.data.end_token
             )
         self._check_masking()
+        self._check_masked_inputs()
         self._check_table()
         if self.objective.schedule:
             self.objective.schedule.check(self.training.steps)
@@ -128,6 +133,19 @@ class RunConfig(Settings):
             )
         if masking.strategy == "whole_word" and self.data.tokenizer is None:
             raise ConfigError("data.tokenizer", "be given to find whole words (masking.strategy)", got="missing")
+
+    def _check_masked_inputs(self) -> None:
+        if self.masked_inputs is None:
+            return
+        token = self.masked_inputs.mask_token
+        if self.model.is_encoder():
+            raise ConfigError("masked_inputs", "be left out of an encoder", got="given", hint="it has `masking`")
+        if token >= self.model.vocab_size:
+            rule = f"be below model.vocab_size ({self.model.vocab_size})"
+            hint = f"for an id beyond the tokenizer's set model.vocab_size={token + 1}"
+            raise ConfigError("masked_inputs.mask_token", rule, got=token, hint=hint)
+        if token == self.data.end_token:
+            raise ConfigError("masked_inputs.mask_token", "differ from data.end_token", got=token)
 
     def in_rows(self) -> bool:
         """Whether the embedding lies in rows, sharded round-robin over all ranks."""

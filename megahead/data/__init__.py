@@ -7,8 +7,15 @@ within an epoch, a row or an order. *Blend*: several datasets in fixed proportio
 
 from megahead.corpus import IndexedDataset, IndexedDatasetWriter
 from megahead.data.batch import Batch, causal_batch
-from megahead.data.batch_reader import BatchReader, evaluation_target_counts, held_out_masker, training_masker
+from megahead.data.batch_reader import (
+    BatchReader,
+    RowMasker,
+    evaluation_target_counts,
+    held_out_masker,
+    training_masker,
+)
 from megahead.data.blending import Blend
+from megahead.data.masked_inputs import MaskedInputs
 from megahead.data.masking import Masker
 from megahead.data.packing import PackedSamples
 from megahead.data.samples import Samples, SequentialSamples, StoredSamples, StreamSamples, held_out_samples
@@ -22,8 +29,10 @@ __all__ = [
     "FeistelOrder",
     "IndexedDataset",
     "IndexedDatasetWriter",
+    "MaskedInputs",
     "Masker",
     "PackedSamples",
+    "RowMasker",
     "RowSource",
     "Samples",
     "SequentialSamples",

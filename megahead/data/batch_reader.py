@@ -1,10 +1,11 @@
-"""Reads samples, given by their numbers, as a batch: next-token prediction for a decoder, masked rows for an
-encoder."""
+"""Reads samples, given by their numbers, as a batch: next-token prediction for a decoder (of masked inputs, where asked
+for), masked rows for an encoder."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 from torch import Tensor
@@ -14,10 +15,25 @@ from megahead.corpus.indexed import IndexedDataset
 from megahead.corpus.tokenizer import load_tokenizer
 from megahead.data.batch import Batch, causal_batch
 from megahead.data.collocations import Collocations, token_chunks
+from megahead.data.masked_inputs import MaskedInputs
 from megahead.data.masking import Masker, special_ids
 from megahead.data.sampling import RowSource
 from megahead.data.strategies import Frequency, Pmi, Spans, Strategy, Uniform, WholeWords
 from megahead.errors import ConfigError
+
+
+class RowMasker(Protocol):
+    """Makes batches some of whose inputs are masked."""
+
+    def batch(
+        self,
+        rows: np.ndarray[Any, Any],
+        sample_indices: Sequence[int],
+        document_starts: np.ndarray[Any, Any] | None = None,
+        /,
+    ) -> Batch:
+        """The batch of a `RowSource`'s rows, int64 [B, t], and its `document_starts`, bool [B, t]."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -26,8 +42,8 @@ class BatchReader:
 
     samples: RowSource
     data: DataConfig
-    masker: Masker | None = None
-    """None for next-token prediction."""
+    masker: RowMasker | None = None
+    """None for next-token prediction from whole rows."""
 
     def read(self, sample_indices: Sequence[int]) -> Batch:
         """The batch of these samples, in their order."""
@@ -43,12 +59,15 @@ class BatchReader:
         )
 
 
-def training_masker(config: RunConfig, datasets: Sequence[IndexedDataset]) -> Masker | None:
-    """How a run masks its training samples; None for a decoder.
+def training_masker(config: RunConfig, datasets: Sequence[IndexedDataset]) -> RowMasker | None:
+    """How a run masks its training samples; None for a decoder that reads whole rows.
 
-    ConfigError if `datasets` lack the token counts that the strategy needs. The strategy `pmi` reads the text to count
-    pairs of neighbouring tokens.
+    ConfigError if `datasets` lack the token counts that the strategy needs, or have a decoder's mask token in their
+    text. The strategy `pmi` reads the text to count pairs of neighbouring tokens.
     """
+    if config.masked_inputs is not None:
+        _refuse_in_text(config.masked_inputs.mask_token, datasets)
+        return MaskedInputs(config.masked_inputs, config.data, config.seed)
     if config.masking is None:
         return None
     return Masker(
@@ -81,6 +100,17 @@ def _strategy(config: RunConfig, masking: MaskingConfig, datasets: Sequence[Inde
         )
         return Pmi(pairs, masking.longest_span)
     return Uniform()
+
+
+def _refuse_in_text(mask_token: int, datasets: Sequence[IndexedDataset]) -> None:
+    """ConfigError if a dataset is known to have the token: it would stand for itself and for all others."""
+    for dataset in datasets:
+        counts = () if dataset.info is None else dataset.info.token_counts
+        if mask_token < len(counts) and counts[mask_token]:
+            rule = f"be an id that {dataset.prefix} does not have"
+            hint = "take the tokenizer's mask token, or raise model.vocab_size by one for an id of its own"
+            got = f"{mask_token} ({counts[mask_token]:,} times)"
+            raise ConfigError("masked_inputs.mask_token", rule, got=got, hint=hint)
 
 
 def _token_counts(datasets: Sequence[IndexedDataset], vocab_size: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:

@@ -14,7 +14,7 @@ from typing import TypeVar
 import torch
 
 from megahead.config import BatchConfig, DataConfig
-from megahead.data import BatchReader, Masker, RowSource
+from megahead.data import BatchReader, RowMasker, RowSource
 from megahead.distributed import Group
 from megahead.objectives import Objective
 from megahead.pretraining.batch import MicroBatch, StepBatches
@@ -30,8 +30,8 @@ class Feed:
 
     In micro-step k rank r of R reads `micro_size` consecutive samples from `first + (k * R + r) * micro_size` on.
     `group`: the data ranks, used only from the feed's thread (see `Group.side_channel`). `group_samples`: size of a
-    candidate group (None: a micro-batch). `seed`: for random negatives. `masker`: masks an encoder's rows. `owners`:
-    all ranks, over a connection of their own, if the embedding's rows are sharded over them; `sharing`: those that read
+    candidate group (None: a micro-batch). `seed`: for random negatives. `masker`: masks what is read. `owners`: all
+    ranks, over a connection of their own, if the embedding's rows are sharded over them; `sharing`: those that read
     the same samples. Batches are on the CPU, prepared for `device`.
     """
 
@@ -46,7 +46,7 @@ class Feed:
         group_samples: int | None = None,
         seed: int = 0,
         device: torch.device = CPU,
-        masker: Masker | None = None,
+        masker: RowMasker | None = None,
         owners: Group | None = None,
         sharing: Group | None = None,
     ) -> None:

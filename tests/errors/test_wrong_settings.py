@@ -117,6 +117,18 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
         {"data.documents_a_row": 4},
         "`data.documents_a_row` must be left out unless pack is `best_fit`, but is 4 instead.",
     ),
+    (
+        {"masked_inputs": {"mask_token": 50277}},
+        "`masked_inputs.mask_token` must be below model.vocab_size (50277), but is 50277 instead; for an id beyond the tokenizer's set model.vocab_size=50278.",
+    ),
+    (
+        {"masked_inputs": {"mask_token": 0}},
+        "`masked_inputs.mask_token` must differ from data.end_token, but is 0 instead.",
+    ),
+    (
+        BERT | {"masking": MASKS, "masked_inputs": {"mask_token": 3}},
+        "`masked_inputs` must be left out of an encoder, but is given instead; it has `masking`.",
+    ),
     ({"masking": MASKS}, "`masking` must be left out of a decoder, but is given instead."),
     (BERT, "`masking` must be given for an encoder, but is missing; name mask_token, cls_token and sep_token."),
     (

@@ -13,7 +13,7 @@ import torch
 
 from megahead.config import RunConfig
 from megahead.corpus import IndexedDataset, IndexedDatasetWriter
-from megahead.data import Batch, RowSource, StreamSamples, training_samples
+from megahead.data import Batch, RowSource, StreamSamples, training_masker, training_samples
 from megahead.distributed import Group
 from megahead.objectives import Candidates, build_objective
 from megahead.pretraining import Feed, MicroBatch
@@ -24,8 +24,10 @@ from support.small_run import VOCABULARY, small_config, write_text
 
 def fed(group: Group, config: RunConfig) -> list[tuple[list[list[int]], int, float]]:
     """(inputs of each micro-batch, global targets, loss scale) of three steps."""
-    samples = training_samples(config.data, [IndexedDataset(part.prefix) for part in config.data.parts()], config.seed)
-    feed = Feed(samples, build_objective(config.objective, 60), config.data, config.batch, group.side_channel())
+    datasets = [IndexedDataset(part.prefix) for part in config.data.parts()]
+    samples, masker = training_samples(config.data, datasets, config.seed), training_masker(config, datasets)
+    rule = build_objective(config.objective, 60)
+    feed = Feed(samples, rule, config.data, config.batch, group.side_channel(), masker=masker)
     steps = feed.steps(first_sample=16)
     return [
         (
@@ -57,7 +59,7 @@ def test_micro_batches_are_cut_in_rank_order_and_targets_counted_once(
             assert parts[rank][step][2] == pytest.approx(4 / targets)
 
 
-@pytest.mark.parametrize("reads", ["blend", "best_fit", "stored"])
+@pytest.mark.parametrize("reads", ["blend", "best_fit", "stored", "masked"])
 def test_every_way_of_reading_gives_the_same_samples_on_more_ranks_and_smaller_micro_batches(
     tmp_path: Path, reads: str
 ) -> None:
@@ -69,6 +71,7 @@ def test_every_way_of_reading_gives_the_same_samples_on_more_ranks_and_smaller_m
         "blend": {"data.train": [{"prefix": write_text(tmp_path), "weight": 3}, {"prefix": other, "weight": 1}]},
         "best_fit": {"data.train": other, "data.pack": "best_fit"},
         "stored": {"data.train": str(tmp_path / "rows"), "data.order": "stored"},
+        "masked": {"data.train": other, "model.vocab_size": 61, "masked_inputs": {"mask_token": 60}},
     }[reads]
     (reference,) = on_ranks(1, fed, small_config(tmp_path, changes))
     parts = on_ranks(2, fed, small_config(tmp_path, {**changes, "batch.micro_size": 1}))

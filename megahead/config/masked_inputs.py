@@ -1,0 +1,19 @@
+"""Masked inputs of a decoder (MEAP): which share of what it reads is hidden, and behind which id."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from megahead.config.base import Settings
+
+
+class MaskedInputsConfig(Settings):
+    """Some tokens that a decoder reads are replaced by a mask token; what it predicts are the next tokens of the text
+    as ever (MEAP: Zhuang et al. 2025, arXiv 2502.07490). Held-out text is read as it is."""
+
+    mask_token: int = Field(ge=0)
+    """Id that is read in place of a masked token. It must not occur in the text: that of a tokenizer's mask token, or,
+    where it has none, an id beyond the tokenizer's (raise model.vocab_size by one)."""
+
+    share: float = Field(default=0.15, gt=0, lt=1)
+    """Share of each row's tokens that are masked; end tokens never are."""
