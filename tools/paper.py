@@ -32,6 +32,7 @@ EXPERIMENTS = (
     "bottleneck",
     "shapes",
     "large_vocabularies",
+    "neighbours",
 )
 """In the order of docs/paper.md, then others; each is `compare_NAME` of `experiments/NAME.py`."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from math import cos, pi
 from typing import Literal
 
 from pydantic import Field, model_validator
@@ -9,7 +11,12 @@ from pydantic import Field, model_validator
 from megahead.config.base import Settings
 from megahead.errors import ConfigError
 
-Strategy = Literal["uniform", "whole_word", "span", "frequency", "pmi"]
+Strategy = Literal["uniform", "whole_word", "span", "frequency", "informative", "pmi"]
+
+_COURSES: Mapping[str, Callable[[float], float]] = {
+    "linear": lambda progress: progress,
+    "cosine": lambda progress: (1 - cos(pi * progress)) / 2,
+}
 
 
 class MaskingConfig(Settings):
@@ -35,7 +42,11 @@ class MaskingConfig(Settings):
     """Share of the text's tokens that are targets; the paper has 15 %."""
 
     final_rate: float | None = Field(default=None, gt=0, lt=1)
-    """This share at the last step, reached linearly from `rate`; constant when left out."""
+    """This share at the last step, reached from `rate`; constant when left out."""
+
+    rate_course: Literal["linear", "cosine"] = "linear"
+    """How the share goes from `rate` to `final_rate`: along a line, or half a cosine (masking ratio decay, arXiv
+    2208.10806)."""
 
     count: Literal["fixed", "bernoulli"] = "fixed"
     """`fixed`: each row has the same number of targets (tensors keep their shapes); `bernoulli`: each unit of text is
@@ -49,8 +60,9 @@ class MaskingConfig(Settings):
 
     strategy: Strategy = "uniform"
     """What is selected: single tokens with equal probability (`uniform`), whole words, spans of geometrically
-    distributed length (`span`), rare tokens more often (`frequency`), or collocations: tokens that are neighbours in
-    the training text far more often than by chance (`pmi`)."""
+    distributed length (`span`), rare tokens more often (`frequency`), tokens that say much about their neighbours more
+    often (`informative`), or collocations: tokens that are neighbours in the training text far more often than by
+    chance (`pmi`)."""
 
     span_stop: float = Field(default=0.2, gt=0, le=1)
     """span: probability that a span ends after each of its tokens."""
@@ -65,7 +77,7 @@ class MaskingConfig(Settings):
     """pmi: neighbours a b are masked together if log(p(ab) / (p(a) p(b))) is at least this, in nats."""
 
     least_count: int = Field(default=10, gt=0)
-    """pmi: only pairs that occur at least this often in the training text."""
+    """pmi, informative: only pairs that occur at least this often in the training text."""
 
     @model_validator(mode="after")
     def _fits_together(self) -> MaskingConfig:
@@ -77,12 +89,22 @@ class MaskingConfig(Settings):
             raise ConfigError(
                 "random_share", f"leave the sum with mask_share ({self.mask_share}) at most 1", got=self.random_share
             )
+        if self.rate_course != "linear" and self.final_rate is None:
+            raise ConfigError("rate_course", "be left out without final_rate", got=self.rate_course)
         return self
 
     def rate_at(self, progress: float) -> float:
         """Share of the tokens that are targets when `progress` (0 to 1) of the run is done."""
         last = self.rate if self.final_rate is None else self.final_rate
-        return self.rate + (last - self.rate) * min(max(progress, 0.0), 1.0)
+        return self.rate + (last - self.rate) * _COURSES[self.rate_course](min(max(progress, 0.0), 1.0))
+
+    def never_masked(self, end_token: int) -> list[int]:
+        """Ids that are never selected for masking, and never replace another token."""
+        return [self.mask_token, self.cls_token, self.sep_token, end_token, *self.special_tokens]
+
+    def weighs_ids(self) -> bool:
+        """Whether some ids are selected more often than others."""
+        return self.strategy in ("frequency", "informative")
 
     def held_out(self) -> MaskingConfig:
         """How held-out rows are masked, the same for every run: 15 % of single tokens, 80 / 10 / 10."""

@@ -53,8 +53,13 @@ class ObjectiveConfig(Settings):
     """vanilla: a learned bias for each token; an encoder has it instead of BERT's transform. In a run that starts from
     a headless run's weights (`init.from_checkpoint`) it starts as the bias of the training-free head, else as 0."""
 
+    score: Literal["dot", "cosine", "harmonic"] = "dot"
+    """How an output is compared with a row: `dot`, their product (the paper); `cosine` of both; `harmonic`, minus the
+    logarithm of their distance (harmonic loss, arXiv 2502.01628). Only a dot product can be exported with a head."""
+
     temperature: float = Field(default=1.0, gt=0)
-    """Scores are divided by this; the paper uses 1."""
+    """Scores are divided by this; the paper uses 1. A cosine needs some 0.05 to 0.1, a harmonic score the inverse of
+    its exponent (its paper has the root of hidden_size for that)."""
 
     learned_temperature: bool = False
     """The temperature is a parameter that starts at `temperature`, without weight decay."""
@@ -107,6 +112,8 @@ class ObjectiveConfig(Settings):
             raise ConfigError("tied", "be left out of a headless objective without vanilla_weight", got=True)
         elif self.output_bias:
             raise ConfigError("output_bias", "be left out of a headless objective", got=True)
+        if self.score == "harmonic" and self.learned_temperature:
+            raise ConfigError("learned_temperature", "be left out with score: harmonic", got=True)
         if self.schedule is not None and self.vanilla_weight:
             raise ConfigError(
                 "schedule", "be left out with vanilla_weight, whose head is trained from the beginning", got="given"
@@ -143,7 +150,7 @@ class ObjectiveConfig(Settings):
 
     def last_phase(self) -> ObjectiveConfig:
         """What a run with a `schedule` ends with."""
-        kept = {name: getattr(self, name) for name in ("tied", "temperature", "learned_temperature")}
+        kept = {name: getattr(self, name) for name in ("tied", "score", "temperature", "learned_temperature")}
         return ObjectiveConfig(name="vanilla", output_bias=True, **kept)
 
     def needs_token_counts(self) -> bool:

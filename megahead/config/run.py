@@ -83,6 +83,8 @@ class RunConfig(Settings):
             )
         if self.tasks and self.data.tokenizer is None:
             raise ConfigError("data.tokenizer", "name the tokenizer that `tasks` are read with", got="missing")
+        if self.tasks and (reason := self.why_headless_exports()):
+            raise ConfigError("tasks", f"be left out of a run that {reason}, whose exports have no head", got="given")
         settings = self.flat()
         for name in self.resume.allow:
             if not any(f"{setting}.".startswith(f"{name}.") for setting in settings):
@@ -146,6 +148,10 @@ class RunConfig(Settings):
             raise ConfigError("masked_inputs.mask_token", rule, got=token, hint=hint)
         if token == self.data.end_token:
             raise ConfigError("masked_inputs.mask_token", "differ from data.end_token", got=token)
+
+    def why_headless_exports(self) -> str | None:
+        """What keeps exports from having a head: something that no class of transformers does; None where they can."""
+        return None if self.objective.score == "dot" else f"scores by `{self.objective.score}`"
 
     def in_rows(self) -> bool:
         """Whether the embedding lies in rows, sharded round-robin over all ranks."""

@@ -109,20 +109,15 @@ class Head:
 def make_head(name: HeadName, model: TrainedModel, *, keep_padding: bool = False) -> Head:
     """The head `name` of a trained model, over the padding rows too with `keep_padding`.
 
-    Raises UserError where the model cannot have it.
+    Raises UserError where the model cannot have it, or no class of transformers.
     """
-    objective = model.config.objective
+    objective, reason = model.config.objective, model.config.why_headless_exports()
+    require_head(name, model)
     if name == "none":
         return Head(name)
-    headless, own = objective.name == "headless", objective.head()
-    if name == "trained" and headless and own != "trained":
-        raise _impossible(name, "a run that trained a head", "this one was headless", "pmi, tied or none")
-    if name == "tied" and own == "trained":
-        raise _impossible(name, "a run that scored by its embedding", "this one trained a head", "trained or none")
-    if name == "pmi" and not headless:
-        raise _impossible(name, "a headless model", "this one is vanilla", "trained or none")
-    if name == "pmi" and own != "pmi":
-        raise _impossible(name, "a model whose scores lack a bias", "this one's do not", f"{own} or none")
+    if reason is not None:
+        raise _impossible(name, "a model that a class of transformers can be", f"this one {reason}", "none")
+    own = objective.head()
     matrix = HEAD if own == "trained" else EMBEDDING
     if model.config.model.is_encoder():
         return Head(name, matrix, model.temperature(), transform=_transform(name, model))
@@ -139,12 +134,28 @@ def make_head(name: HeadName, model: TrainedModel, *, keep_padding: bool = False
     return Head(name, matrix, model.temperature(), bias_V=_padded_bias(name, model))
 
 
+def require_head(name: HeadName, model: TrainedModel) -> None:
+    """UserError unless a model that was trained so has scores by the head `name`."""
+    headless, own = model.config.objective.name == "headless", model.config.objective.head()
+    if name == "trained" and headless and own != "trained":
+        raise _impossible(name, "a run that trained a head", "this one was headless", "pmi, tied or none")
+    if name == "tied" and own == "trained":
+        raise _impossible(name, "a run that scored by its embedding", "this one trained a head", "trained or none")
+    if name == "pmi" and not headless:
+        raise _impossible(name, "a headless model", "this one is vanilla", "trained or none")
+    if name == "pmi" and own != "pmi":
+        raise _impossible(name, "a model whose scores lack a bias", "this one's do not", f"{own} or none")
+
+
 def best_head(model: TrainedModel) -> HeadName:
-    """The head that predicts best without training: one of its own, the embedding as it is, or with its bias.
+    """The head of an export that predicts best without training: one of its own, the embedding as it is, or with its
+    bias; `none` where no export can have one.
 
     A tied matrix that was trained as a softmax is called `trained`.
     """
     objective = model.config.objective
+    if model.config.why_headless_exports() is not None:
+        return "none"
     return "trained" if objective.name == "vanilla" else objective.head()
 
 

@@ -10,15 +10,13 @@ from typing import Any, Protocol
 import numpy as np
 from torch import Tensor
 
-from megahead.config import DataConfig, MaskingConfig, RunConfig
+from megahead.config import DataConfig, RunConfig
 from megahead.corpus.indexed import IndexedDataset
-from megahead.corpus.tokenizer import load_tokenizer
 from megahead.data.batch import Batch, causal_batch
-from megahead.data.collocations import Collocations, token_chunks
 from megahead.data.masked_inputs import MaskedInputs
-from megahead.data.masking import Masker, special_ids
+from megahead.data.masking import Masker
 from megahead.data.sampling import RowSource
-from megahead.data.strategies import Frequency, Pmi, Spans, Strategy, Uniform, WholeWords
+from megahead.data.strategies import STRATEGIES, TrainingText, Uniform
 from megahead.errors import ConfigError
 
 
@@ -63,7 +61,7 @@ def training_masker(config: RunConfig, datasets: Sequence[IndexedDataset]) -> Ro
     """How a run masks its training samples; None for a decoder that reads whole rows.
 
     ConfigError if `datasets` lack the token counts that the strategy needs, or have a decoder's mask token in their
-    text. The strategy `pmi` reads the text to count pairs of neighbouring tokens.
+    text. Some strategies read the text to count pairs of neighbouring tokens.
     """
     if config.masked_inputs is not None:
         _refuse_in_text(config.masked_inputs.mask_token, datasets)
@@ -72,7 +70,7 @@ def training_masker(config: RunConfig, datasets: Sequence[IndexedDataset]) -> Ro
         return None
     return Masker(
         config.masking,
-        _strategy(config, config.masking, datasets),
+        STRATEGIES[config.masking.strategy](config.masking, TrainingText(config, datasets)),
         config.model.vocab_size,
         config.data.end_token,
         config.data.isolate_documents,
@@ -80,26 +78,6 @@ def training_masker(config: RunConfig, datasets: Sequence[IndexedDataset]) -> Ro
         samples_per_step=config.batch.global_size,
         steps=config.training.steps,
     )
-
-
-def _strategy(config: RunConfig, masking: MaskingConfig, datasets: Sequence[IndexedDataset]) -> Strategy:
-    vocab_size = config.model.vocab_size
-    if masking.strategy == "span":
-        return Spans(masking.span_stop, masking.longest_span)
-    if masking.strategy == "whole_word":
-        return WholeWords.of(load_tokenizer(str(config.data.tokenizer)).spellings(vocab_size))
-    if masking.strategy == "frequency":
-        return Frequency.of(_token_counts(datasets, vocab_size).tolist(), masking.frequency_power)
-    if masking.strategy == "pmi":
-        pairs = Collocations.of(
-            token_chunks(datasets),
-            vocab_size,
-            min_pmi=masking.least_pmi,
-            min_count=masking.least_count,
-            excluded=special_ids(masking, config.data.end_token),
-        )
-        return Pmi(pairs, masking.longest_span)
-    return Uniform()
 
 
 def _refuse_in_text(mask_token: int, datasets: Sequence[IndexedDataset]) -> None:
@@ -113,28 +91,12 @@ def _refuse_in_text(mask_token: int, datasets: Sequence[IndexedDataset]) -> None
             raise ConfigError("masked_inputs.mask_token", rule, got=got, hint=hint)
 
 
-def _token_counts(datasets: Sequence[IndexedDataset], vocab_size: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """int64 [V]: token counts of all datasets together."""
-    counts_V = np.zeros(vocab_size, np.int64)
-    for dataset in datasets:
-        if dataset.info is None:
-            raise ConfigError(
-                "masking.strategy",
-                "have a dataset with token counts (its .json file)",
-                got="frequency",
-                hint="preprocess the text again, or change the strategy",
-            )
-        known = np.asarray(dataset.info.token_counts, np.int64)
-        counts_V[: len(known)] += known
-    return counts_V
-
-
 def evaluation_target_counts(config: RunConfig, token_counts_V: Tensor | None) -> Tensor | None:
     """int64 [V]: how often each id would be a target if the training text were masked as held-out rows are (every token
     with the same probability); None if training masks that way too, or `token_counts_V` are not known."""
-    if config.masking is None or config.masking.strategy != "frequency" or token_counts_V is None:
+    if config.masking is None or not config.masking.weighs_ids() or token_counts_V is None:
         return None
-    special = special_ids(config.masking, config.data.end_token)
+    special = config.masking.never_masked(config.data.end_token)
     counts_V = token_counts_V[: config.model.vocab_size].clone()
     counts_V[[id_ for id_ in special if id_ < len(counts_V)]] = 0
     return counts_V

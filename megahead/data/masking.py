@@ -5,7 +5,7 @@ RoBERTa's "full sentences" (Liu et al. 2019, arXiv 1907.11692), without pairs of
 nothing is computed for padding. If documents are isolated, [CLS] belongs to a row's first document, [SEP] to its last.
 
 Targets are the tokens of the text, never their replacements. A unit is a span of tokens masked together
-(strategies.py). B rows, T tokens per row, M = B T tokens, U units, N targets of the batch.
+(`strategies`). B rows, T tokens per row, M = B T tokens, U units, N targets of the batch.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Masker:
         """
         tokens_BT, last_token_BT = self._framed(text, document_starts)
         noise = CounterRng(self.seed, sample_indices)
-        allowed_BT = ~np.isin(tokens_BT, special_ids(self.config, self.end_token))
+        allowed_BT = ~np.isin(tokens_BT, self.config.never_masked(self.end_token))
         chosen_BT = self._select(tokens_BT, allowed_BT, self._budget(text, sample_indices), noise)
         index_N = np.flatnonzero(chosen_BT)
         isolated = bool((text < 0).any()) or (self.isolate_documents and bool(last_token_BT[:, :-1].any()))
@@ -124,16 +124,11 @@ class Masker:
         treatment_BT = noise.uniform(_TREATMENT, tokens_BT.shape[1])
         masked_BT = chosen_BT & (treatment_BT < self.config.mask_share)
         random_BT = chosen_BT & ~masked_BT & (treatment_BT < self.config.mask_share + self.config.random_share)
-        ordinary = np.setdiff1d(np.arange(self.vocab_size), special_ids(self.config, self.end_token))
+        ordinary = np.setdiff1d(np.arange(self.vocab_size), self.config.never_masked(self.end_token))
         draw_BT = noise.uniform(_REPLACEMENT, tokens_BT.shape[1])
         read_BT = np.where(masked_BT, self.config.mask_token, tokens_BT)
         read_BT[random_BT] = ordinary[(draw_BT[random_BT] * len(ordinary)).astype(np.int64)]
         return read_BT
-
-
-def special_ids(config: MaskingConfig, end_token: int) -> list[int]:
-    """Ids that are never selected for masking, and never replace another token."""
-    return [config.mask_token, config.cls_token, config.sep_token, end_token, *config.special_tokens]
 
 
 def _fill(row_U: Array, size_U: Array, order_U: Array, count_B: Array) -> Array:

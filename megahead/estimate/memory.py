@@ -186,4 +186,5 @@ def _loss(config: RunConfig, compute: int) -> float:
     half = compute == 2
     chunk = (ON_GPU if half else ON_CPU).outputs(targets, math.ceil(rows), score_size=4)
     matrices = 2 * compute * (targets + rows) + (4 * rows if half else 0)
-    return matrices * config.model.hidden_size + (4 + compute if half else 4) * chunk * rows
+    slopes = 4 if config.objective.score == "harmonic" else 0
+    return matrices * config.model.hidden_size + ((4 + compute if half else 4) + slopes) * chunk * rows

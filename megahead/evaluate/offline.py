@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from megahead.config import HeadName, RunConfig
-from megahead.convert.export_heads import make_head
+from megahead.convert.export_heads import require_head
 from megahead.convert.source import TrainedModel
 from megahead.data import Samples, held_out_masker
 from megahead.distributed import Group
@@ -35,7 +35,7 @@ def evaluate_on_each(
 ) -> list[ValidationResult]:
     """The same for several datasets, one language each for example, with the weights read once."""
     model = TrainedModel.open(Path(checkpoint))
-    make_head(head, model)  # UserError if this model cannot have it
+    require_head(head, model)
     opened = [open_held_out(model.config, None if prefix is None else str(prefix)) for prefix in datasets]
     pretraining = model.load()
     bias_V = model.training_free_bias() if head == "pmi" else None

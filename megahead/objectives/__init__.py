@@ -15,16 +15,22 @@ from megahead.objectives.candidate_softmax import (
 )
 from megahead.objectives.candidates import Candidates, unique_candidates, vocabulary_candidates
 from megahead.objectives.contrastive import Headless, Objective, Pool, Vanilla, build_objective, cwt_loss
+from megahead.objectives.scores import SCORES, Cosine, Dot, Harmonic, Score
 from megahead.objectives.streamed import streamed_sums
 from megahead.objectives.training_free_head import log_unigram, training_free_bias
 
 __all__ = [
+    "SCORES",
     "CandidateShard",
     "Candidates",
+    "Cosine",
+    "Dot",
     "EvaluationSums",
+    "Harmonic",
     "Headless",
     "Objective",
     "Pool",
+    "Score",
     "Vanilla",
     "build_objective",
     "candidate_loss",

@@ -12,19 +12,20 @@ from torch import Tensor
 
 from megahead.distributed import Group
 from megahead.objectives.candidates import Candidates
+from megahead.objectives.scores import Dot, Score
 from megahead.objectives.three_products import softmax_sums, three_product_loss
 
+DOT = Dot()
 
-def candidate_loss_reference(
-    outputs_ND: Tensor, rows_UD: Tensor, candidates: Candidates, temperature: float = 1.0
-) -> Tensor:
+
+def candidate_loss_reference(outputs_ND: Tensor, rows_UD: Tensor, candidates: Candidates, score: Score = DOT) -> Tensor:
     """`sum_i [ log( exp(s_p + b'_p) + sum_{u != p} exp(s_u + b_u) ) - s_p ] + constant`, written out.
 
-    p is the positive of output i, s_u = h_i.e_u / T, T the temperature; b is `bias_U`, b' is `positive_bias_U`, or b if
-    that is None. Holds N x U scores.
+    p is the positive of output i, s_u its `score` against row u (h_i.e_u / T, T the temperature); b is `bias_U`, b' is
+    `positive_bias_U`, or b if that is None. Holds N x U scores.
     """
     positive_N1 = candidates.positive_N[:, None]
-    scores_NU = outputs_ND @ rows_UD.T / temperature
+    scores_NU = score.written_out(outputs_ND, rows_UD)
     positive_scores_N1 = scores_NU.gather(1, positive_N1)
     biased_NU = scores_NU if candidates.bias_U is None else scores_NU + candidates.bias_U
     if candidates.positive_bias_U is not None:
@@ -32,7 +33,7 @@ def candidate_loss_reference(
     return (biased_NU.logsumexp(dim=1) - positive_scores_N1.squeeze(1)).sum() + candidates.constant
 
 
-def candidate_loss(outputs_ND: Tensor, rows_UD: Tensor, candidates: Candidates, temperature: float = 1.0) -> Tensor:
+def candidate_loss(outputs_ND: Tensor, rows_UD: Tensor, candidates: Candidates, score: Score = DOT) -> Tensor:
     """The same as `candidate_loss_reference`, a scalar, in bounded memory.
 
     outputs_ND, rows_UD: any float type; scores are float32 (float64 for float64 inputs), and the largest is subtracted,
@@ -41,16 +42,17 @@ def candidate_loss(outputs_ND: Tensor, rows_UD: Tensor, candidates: Candidates, 
 
     On CUDA in half precision (or under autocast to it) gradients use probabilities that are rounded to it.
     """
-    return grouped_candidate_loss(outputs_ND, rows_UD, candidates, temperature, Group())
+    return grouped_candidate_loss(outputs_ND, rows_UD, candidates, score, Group())
 
 
 def grouped_candidate_loss(
-    outputs_ND: Tensor, rows_wD: Tensor, candidates: Candidates, temperature: float, group: Group
+    outputs_ND: Tensor, rows_wD: Tensor, candidates: Candidates, score: Score, group: Group
 ) -> Tensor:
     """`candidate_loss` with candidates split over `group`; arguments as of `three_product_loss`. Collective."""
+    outputs_NE, rows_wE = score.outputs(outputs_ND), score.rows(rows_wD)
     if outputs_ND.shape[0] == 0:
-        return 0.0 * (outputs_ND.float().sum() + rows_wD.float().sum()) + candidates.constant
-    return three_product_loss(outputs_ND, rows_wD, candidates, temperature, group) + candidates.constant
+        return 0.0 * (outputs_NE.float().sum() + rows_wE.float().sum()) + candidates.constant
+    return three_product_loss(outputs_NE, rows_wE, candidates, score, group) + candidates.constant
 
 
 class EvaluationSums(NamedTuple):
@@ -66,20 +68,18 @@ class EvaluationSums(NamedTuple):
     """N."""
 
 
-def evaluation_sums(
-    outputs_ND: Tensor, rows_UD: Tensor, candidates: Candidates, temperature: float = 1.0
-) -> EvaluationSums:
-    """Of the distribution `softmax_u(h_i.e_u / T + b_u)`; unlike in the loss, the target's score has its bias."""
-    return grouped_evaluation_sums(outputs_ND, rows_UD, candidates, temperature, Group())
+def evaluation_sums(outputs_ND: Tensor, rows_UD: Tensor, candidates: Candidates, score: Score = DOT) -> EvaluationSums:
+    """Of the distribution `softmax_u(s_u + b_u)`; unlike in the loss, the target's score has its bias."""
+    return grouped_evaluation_sums(outputs_ND, rows_UD, candidates, score, Group())
 
 
 @torch.no_grad()
 def grouped_evaluation_sums(
-    outputs_ND: Tensor, rows_wD: Tensor, candidates: Candidates, temperature: float, group: Group
+    outputs_ND: Tensor, rows_wD: Tensor, candidates: Candidates, score: Score, group: Group
 ) -> EvaluationSums:
     """`evaluation_sums` with candidates split over `group`; arguments as of `three_product_loss`. Collective."""
     if outputs_ND.shape[0] == 0:
         return EvaluationSums(0.0, 0, 0)
-    sums = softmax_sums(outputs_ND, rows_wD, candidates, temperature, group)
+    sums = softmax_sums(score.outputs(outputs_ND), score.rows(rows_wD), candidates, score, group)
     loss, correct = (sums.lse - sums.biased).double().sum(), (sums.biased > sums.rivals).sum()
     return EvaluationSums(float(loss), int(correct), candidates.positive_N.numel())

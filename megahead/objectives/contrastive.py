@@ -19,6 +19,7 @@ from megahead.errors import ConfigError
 from megahead.objectives.candidate_softmax import candidate_loss
 from megahead.objectives.candidates import Candidates, unique_candidates, vocabulary_candidates
 from megahead.objectives.sampling import draw_ids, inclusion_probabilities, systematic_sample
+from megahead.objectives.scores import Dot
 from megahead.objectives.training_free_head import log_negatives, log_unigram
 from megahead.objectives.weights import Weighting, log_inclusion, weigh
 
@@ -143,5 +144,5 @@ def cwt_loss(outputs_ND: Tensor, target_ids_N: Tensor, embedding_VD: Tensor, *, 
     rows_UD = embedding_VD.index_select(0, candidates.ids_U)
     if target_ids_N.numel() == 0:
         return 0.0 * (outputs_ND.float().sum() + embedding_VD.float().sum())
-    total = candidate_loss(outputs_ND, rows_UD, candidates, temperature)
+    total = candidate_loss(outputs_ND, rows_UD, candidates, Dot(temperature))
     return total / target_ids_N.numel()

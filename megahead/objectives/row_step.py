@@ -14,6 +14,7 @@ from torch import Tensor
 from megahead.config.loss_chunks import ON_CPU
 from megahead.distributed import Group
 from megahead.objectives.candidates import Candidates
+from megahead.objectives.scores import Score
 
 LEAST_SHIFTED_SCORE = -60.0
 """Scores, after the largest was subtracted, are clamped to at least this: e^-60 is lost in rounding anyway, while the
@@ -43,6 +44,8 @@ class Residuals(NamedTuple):
     """The gradient by this rank's scores, in the type that products read, divided by `weight_n1`; a buffer."""
     weight_n1: Tensor | None
     """None: ones."""
+    slopes_nw: Tensor | None = None
+    """Of the scores by the products that they come from, divided by the scale; None: ones."""
 
 
 class RowStep(Protocol):
@@ -67,12 +70,10 @@ class RowStep(Protocol):
 class TorchRowStep:
     """With torch's operations: exponentials overwrite the scores. Two small all-reduces per chunk."""
 
-    def __init__(
-        self, outputs_ND: Tensor, rows_wD: Tensor, candidates: Candidates, temperature: float, group: Group
-    ) -> None:
+    def __init__(self, outputs_ND: Tensor, rows_wD: Tensor, candidates: Candidates, score: Score, group: Group) -> None:
         width, dtype = rows_wD.shape[0], rows_wD.dtype
         bias_w, positive_bias_w = candidates.bias_U, candidates.positive_bias_U
-        self._rows_wD, self._scale, self._group = rows_wD, 1 / temperature, group
+        self._rows_wD, self._score, self._group = rows_wD, score, group
         self._bias_w = rows_wD.new_zeros(width) if bias_w is None else bias_w.detach().to(dtype)
         self._positive_bias_w = None if positive_bias_w is None else positive_bias_w.to(dtype)
         self.chunk = ON_CPU.outputs(outputs_ND.shape[0], width, dtype.itemsize)
@@ -88,31 +89,42 @@ class TorchRowStep:
         return RowSums(lse_n, positive_n, biased_n, self._group.all_reduce_max_(scores_nw.amax(dim=1)))
 
     def residuals(self, outputs_nD: Tensor, positive_n: Tensor) -> Residuals:
-        scores_nw, index_n1, held_n1, of_positives_n2 = self._scored(outputs_nD, positive_n)
+        scores_nw, index_n1, held_n1, of_positives_n2, slopes_nw = self._scored(outputs_nD, positive_n)
         top_n1 = self._group.all_reduce_max_(scores_nw.amax(dim=1, keepdim=True))
         scores_nw.sub_(top_n1).clamp_min_(LEAST_SHIFTED_SCORE).exp_()
         sums_n3 = torch.cat([scores_nw.sum(dim=1, keepdim=True), of_positives_n2], dim=1)
         total_n1, positive_n1, _ = self._group.all_reduce_(sums_n3).split(1, dim=1)
         scores_nw.scatter_add_(1, index_n1, -total_n1 * held_n1)
-        return Residuals((top_n1 + total_n1.log() - positive_n1).squeeze(1), scores_nw, 1 / total_n1)
+        return Residuals((top_n1 + total_n1.log() - positive_n1).squeeze(1), scores_nw, 1 / total_n1, slopes_nw)
 
     def add_product_(self, total: Tensor, left: Tensor, right: Tensor) -> None:
         total.addmm_(left, right)
 
     def _scored(self, outputs_nD: Tensor, positive_n: Tensor) -> _Scored:
         scores_nw, width = self._buffer[: len(outputs_nD)], self._buffer.shape[1]
-        torch.addmm(self._bias_w, outputs_nD, self._rows_wD.T, alpha=self._scale, out=scores_nw)
+        slopes_nw = self._biased_(scores_nw, outputs_nD)
         held_n1 = ((positive_n >= 0) & (positive_n < width))[:, None]
         index_n = positive_n.clamp(0, width - 1)
         biased_n1 = scores_nw.gather(1, index_n[:, None])
         if self._positive_bias_w is None:
             positive_n1 = biased_n1 - self._bias_w[index_n, None]
         else:
-            positive_n1 = (outputs_nD * self._rows_wD[index_n]).sum(dim=1, keepdim=True) * self._scale
+            positive_n1 = (outputs_nD * self._rows_wD[index_n]).sum(dim=1, keepdim=True)
+            self._score.link_(positive_n1)
+            positive_n1 *= self._score.scale
             biased_n1 = biased_n1.where(~held_n1, positive_n1 + self._positive_bias_w[index_n, None])
             scores_nw.scatter_(1, index_n[:, None], biased_n1)
         of_positives_n2 = torch.cat([positive_n1, biased_n1], dim=1).where(held_n1, 0.0)
-        return _Scored(scores_nw, index_n[:, None], held_n1, of_positives_n2)
+        return _Scored(scores_nw, index_n[:, None], held_n1, of_positives_n2, slopes_nw)
+
+    def _biased_(self, scores_nw: Tensor, outputs_nD: Tensor) -> Tensor | None:
+        """Fills in scores with biases; returns the slopes of the score's link."""
+        if self._score.is_product:
+            torch.addmm(self._bias_w, outputs_nD, self._rows_wD.T, alpha=self._score.scale, out=scores_nw)
+            return None
+        slopes_nw = self._score.link_(torch.mm(outputs_nD, self._rows_wD.T, out=scores_nw))
+        scores_nw.mul_(self._score.scale).add_(self._bias_w)
+        return slopes_nw
 
 
 class _Scored(NamedTuple):
@@ -124,3 +136,5 @@ class _Scored(NamedTuple):
     """bool: whether this rank holds the positive; if not, `index_n1` points anywhere."""
     of_positives_n2: Tensor
     """Scores of positives without and with their biases; 0 for those of other ranks."""
+    slopes_nw: Tensor | None
+    """As in `Residuals`."""

@@ -19,12 +19,15 @@ from torch import Tensor
 from megahead.distributed import Group
 from megahead.objectives.candidates import Candidates
 from megahead.objectives.row_step import Residuals, RowStep, RowSums, TorchRowStep
+from megahead.objectives.scores import Score
 
 
 def three_product_loss(
-    outputs_ND: Tensor, rows_wD: Tensor, candidates: Candidates, temperature: float, group: Group
+    outputs_ND: Tensor, rows_wD: Tensor, candidates: Candidates, score: Score, group: Group
 ) -> Tensor:
     """`candidate_loss` for N > 0 without `candidates.constant`, over all ranks' candidates, on every rank of `group`.
+
+    outputs_ND, rows_wD: what `score` has made of them.
 
     `candidates`: this rank's biases [w] (-inf: padding), and positives as indices into them (outside: another rank's).
     The outputs' gradient is summed over the ranks already. Both gradients, N x D in the inputs' type and w x D in
@@ -32,17 +35,15 @@ def three_product_loss(
     """
     dtype = product_dtype(outputs_ND, rows_wD)
     inputs = outputs_ND.to(dtype), rows_wD.to(dtype), candidates.bias_U
-    loss: Tensor = _ThreeProducts.apply(*inputs, candidates, temperature, group)
+    loss: Tensor = _ThreeProducts.apply(*inputs, candidates, score, group)
     return loss
 
 
-def softmax_sums(
-    outputs_ND: Tensor, rows_wD: Tensor, candidates: Candidates, temperature: float, group: Group
-) -> RowSums:
+def softmax_sums(outputs_ND: Tensor, rows_wD: Tensor, candidates: Candidates, score: Score, group: Group) -> RowSums:
     """The `RowSums` of N > 0 outputs, without gradients; arguments as of `three_product_loss`. Collective."""
     dtype = product_dtype(outputs_ND, rows_wD)
     outputs_ND = outputs_ND.to(dtype)
-    step = row_step(outputs_ND, rows_wD.to(dtype), candidates, temperature, group)
+    step = row_step(outputs_ND, rows_wD.to(dtype), candidates, score, group)
     parts = [step.sums(outputs_ND[part], candidates.positive_N[part]) for part in _chunks(step, outputs_ND)]
     return RowSums(*map(torch.cat, zip(*parts, strict=True)))
 
@@ -61,12 +62,12 @@ def product_dtype(outputs_ND: Tensor, rows_wD: Tensor) -> torch.dtype:
     return both if on_gpu(outputs_ND) and both.itemsize == 2 else torch.promote_types(both, torch.float32)
 
 
-def row_step(outputs_ND: Tensor, rows_wD: Tensor, candidates: Candidates, temperature: float, group: Group) -> RowStep:
+def row_step(outputs_ND: Tensor, rows_wD: Tensor, candidates: Candidates, score: Score, group: Group) -> RowStep:
     """The row step for the inputs' device, prepared for chunks of these outputs."""
     if not on_gpu(outputs_ND):
-        return TorchRowStep(outputs_ND, rows_wD, candidates, temperature, group)
+        return TorchRowStep(outputs_ND, rows_wD, candidates, score, group)
     kernel = importlib.import_module("megahead.objectives.row_kernel")  # triton comes with torch for CUDA alone
-    return cast(RowStep, kernel.KernelRowStep(outputs_ND, rows_wD, candidates, temperature, group))
+    return cast(RowStep, kernel.KernelRowStep(outputs_ND, rows_wD, candidates, score, group))
 
 
 def _chunks(step: RowStep, outputs_ND: Tensor) -> Iterator[slice]:
@@ -84,11 +85,11 @@ class _ThreeProducts(torch.autograd.Function):
         rows_wD: Tensor,
         bias_w: Tensor | None,
         candidates: Candidates,
-        temperature: float,
+        score: Score,
         group: Group,
     ) -> Tensor:
         with torch.autocast(outputs_ND.device.type, enabled=False):
-            step = row_step(outputs_ND, rows_wD, candidates, temperature, group)
+            step = row_step(outputs_ND, rows_wD, candidates, score, group)
             gradients = _Gradients(outputs_ND, rows_wD, step, bias_wanted=ctx.needs_input_grad[2])
             losses = []
             for part in _chunks(step, outputs_ND):
@@ -98,7 +99,7 @@ class _ThreeProducts(torch.autograd.Function):
                     gradients.add(part, candidates.positive_N[part], residuals)
             group.all_reduce_(gradients.outputs)
         ctx.save_for_backward(gradients.outputs, gradients.rows, gradients.bias)
-        ctx.scale = 1 / temperature
+        ctx.scale = score.scale
         return torch.cat(losses).sum()
 
     @staticmethod
@@ -110,7 +111,7 @@ class _ThreeProducts(torch.autograd.Function):
 
 
 class _Gradients:
-    """The loss's gradients by outputs and rows (times the temperature), and by biases, as chunks come in."""
+    """The loss's gradients by outputs and rows (divided by the score's scale), and by biases, as chunks come in."""
 
     def __init__(self, outputs_ND: Tensor, rows_wD: Tensor, step: RowStep, bias_wanted: bool) -> None:
         total_dtype = torch.promote_types(rows_wD.dtype, torch.float32)
@@ -121,19 +122,21 @@ class _Gradients:
 
     def add(self, part: slice, positive_n: Tensor, residuals: Residuals) -> None:
         """The gradients of the outputs of `part`, and what they add to those of rows and biases."""
-        (outputs_ND, rows_wD), (_, matrix_nw, weight_n1) = self._inputs, residuals
+        (outputs_ND, rows_wD), (_, matrix_nw, weight_n1, slopes_nw) = self._inputs, residuals
         outputs_nD, gradient_nD = outputs_ND[part], self.outputs[part]
+        if self.bias is not None:
+            self._add_to_bias(self.bias, positive_n, residuals)
+        if slopes_nw is not None:
+            matrix_nw.mul_(slopes_nw)
         torch.mm(matrix_nw, rows_wD, out=gradient_nD)
         if weight_n1 is not None:
             gradient_nD.mul_(weight_n1)
             outputs_nD = outputs_nD * weight_n1
         self._step.add_product_(self.rows, matrix_nw.T, outputs_nD)
-        if self.bias is not None:
-            self._add_to_bias(self.bias, positive_n, residuals)
 
     def _add_to_bias(self, bias_w: Tensor, positive_n: Tensor, residuals: Residuals) -> None:
         """Adds probabilities, which are residuals without their -1: the loss does not subtract the positive's bias."""
-        _, matrix_nw, weight_n1 = residuals
+        _, matrix_nw, weight_n1, _ = residuals
         sums = matrix_nw.sum(0, dtype=bias_w.dtype) if weight_n1 is None else torch.mv(matrix_nw.T, weight_n1[:, 0])
         held_n = (positive_n >= 0) & (positive_n < len(bias_w))
         bias_w.add_(sums).index_add_(0, positive_n.clamp(0, len(bias_w) - 1), held_n.to(bias_w.dtype))

@@ -17,12 +17,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from megahead.distributed import copy_to_group
-from megahead.objectives import Candidates, CandidateShard, EvaluationSums
+from megahead.objectives import Candidates, CandidateShard, EvaluationSums, Score
 from megahead.objectives.candidate_softmax import grouped_candidate_loss, grouped_evaluation_sums
 
 
 def parallel_candidate_loss(
-    outputs_ND: Tensor, rows_wD: Tensor, candidates: Candidates, temperature: float, shard: CandidateShard
+    outputs_ND: Tensor, rows_wD: Tensor, candidates: Candidates, score: Score, shard: CandidateShard
 ) -> Tensor:
     """The same as `candidate_loss` with all ranks' rows together, on every rank; and its gradients.
 
@@ -34,14 +34,14 @@ def parallel_candidate_loss(
         candidates = replace(candidates, bias_U=copy_to_group(bias_U, shard.group))
     if shard.count < shard.width:  # what lies beyond the candidates gets no gradient at all
         rows_wD = F.pad(rows_wD[: shard.count], (0, 0, 0, shard.width - shard.count))
-    return grouped_candidate_loss(outputs_ND, rows_wD, _local(candidates, shard), temperature, shard.group)
+    return grouped_candidate_loss(outputs_ND, rows_wD, _local(candidates, shard), score, shard.group)
 
 
 def parallel_evaluation_sums(
-    outputs_ND: Tensor, rows_wD: Tensor, candidates: Candidates, temperature: float, shard: CandidateShard
+    outputs_ND: Tensor, rows_wD: Tensor, candidates: Candidates, score: Score, shard: CandidateShard
 ) -> EvaluationSums:
     """The same as `evaluation_sums` with all ranks' rows together, on every rank. Collective."""
-    return grouped_evaluation_sums(outputs_ND, rows_wD, _local(candidates, shard), temperature, shard.group)
+    return grouped_evaluation_sums(outputs_ND, rows_wD, _local(candidates, shard), score, shard.group)
 
 
 def _local(candidates: Candidates, shard: CandidateShard) -> Candidates:

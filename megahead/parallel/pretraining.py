@@ -70,11 +70,11 @@ class TensorParallelPretraining(Pretraining):
         return F.pad(ids_U, (0, width * self.group.size - ids_U.numel()), value=-1).view(self.group.size, width)
 
     def _candidate_loss(self, hidden_ND: Tensor, rows_wD: Tensor, candidates: Candidates) -> Tensor:
-        return parallel_candidate_loss(hidden_ND, rows_wD, candidates, self._temperature(), self._shard(candidates))
+        return parallel_candidate_loss(hidden_ND, rows_wD, candidates, self._score(), self._shard(candidates))
 
     def _vocabulary_sums(self, hidden_ND: Tensor, vocabulary: Candidates) -> EvaluationSums:
         shard = self._shard(vocabulary)
-        return parallel_evaluation_sums(hidden_ND, self._output_rows(), vocabulary, self._temperature(), shard)
+        return parallel_evaluation_sums(hidden_ND, self._output_rows(), vocabulary, self._score(), shard)
 
     def _output_rows(self) -> Tensor:
         """This rank's rows of the output matrix, padding rows included, which `_shard` leaves out."""

@@ -18,8 +18,10 @@ from megahead.config import ObjectiveConfig
 from megahead.data import Batch
 from megahead.models import Backbone
 from megahead.objectives import (
+    SCORES,
     Candidates,
     EvaluationSums,
+    Score,
     candidate_loss,
     evaluation_sums,
     streamed_sums,
@@ -91,7 +93,7 @@ class Pretraining(nn.Module):
         return loss - bias_V.index_select(0, candidates.positive_N).sum(dtype=loss.dtype)
 
     def _candidate_loss(self, hidden_ND: Tensor, rows_UD: Tensor, candidates: Candidates) -> Tensor:
-        return candidate_loss(hidden_ND, rows_UD, candidates, self._temperature())
+        return candidate_loss(hidden_ND, rows_UD, candidates, self._score())
 
     def _look_up(self, input_ids_BT: Tensor, per_group: tuple[Candidates, ...]) -> tuple[Tensor, list[Tensor]]:
         """Embeddings of the inputs [B, T, D], and of each candidate group [U, D], in one embedding call.
@@ -110,7 +112,7 @@ class Pretraining(nn.Module):
         return self.backbone.encode_at(inputs_BTD, documents_of(batch), target_positions_of(batch))
 
     def _final_hidden(self, outputs_ND: Tensor, vocabulary: bool) -> tuple[Tensor, Tensor | None]:
-        """[N, D]: outputs to be multiplied by rows (divided by a learned temperature); [V]: a learned bias, or None.
+        """[N, D]: outputs to be scored against rows; [V]: a learned bias, or None.
 
         With `vocabulary` an encoder's outputs go through BERT's transform.
         """
@@ -119,11 +121,11 @@ class Pretraining(nn.Module):
             outputs_ND, bias_V = self.mask_head(outputs_ND), self.mask_head.bias[: self.vocab_size]
         if vocabulary and self.output_bias is not None:
             bias_V = self.output_bias.bias[: self.vocab_size]
-        return outputs_ND if self.temperature is None else self.temperature(outputs_ND), bias_V
+        return outputs_ND, bias_V
 
-    def _temperature(self) -> float:
-        """The softmax temperature; 1 if it is learned, since the outputs are divided by it already."""
-        return self.objective.temperature if self.temperature is None else 1.0
+    def _score(self) -> Score:
+        """How outputs are compared with rows, by a temperature that is fixed or learned."""
+        return SCORES[self.objective.score](self.temperature or self.objective.temperature)
 
     def _evaluation_sums(self, request: EvaluationRequest) -> EvaluationSums:
         outputs = [self._outputs(self.backbone.embed(batch.input_ids_BT), batch) for batch in request.batches]
@@ -132,11 +134,11 @@ class Pretraining(nn.Module):
         bias_V = request.bias_V if learned_V is None else learned_V
         vocabulary, table = vocabulary_candidates(target_ids_N, bias_V), self.backbone.embedding
         if isinstance(table, RowTable):
-            return streamed_sums(hidden_ND, table.weight_blocks(self.vocab_size), vocabulary, self._temperature())
+            return streamed_sums(hidden_ND, table.weight_blocks(self.vocab_size), vocabulary, self._score())
         return self._vocabulary_sums(hidden_ND, vocabulary)
 
     def _vocabulary_sums(self, hidden_ND: Tensor, vocabulary: Candidates) -> EvaluationSums:
-        return evaluation_sums(hidden_ND, self._output_rows(), vocabulary, self._temperature())
+        return evaluation_sums(hidden_ND, self._output_rows(), vocabulary, self._score())
 
     def _output_rows(self) -> Tensor:
         """[V, D]: the output matrix without its padding."""

@@ -131,6 +131,7 @@ def _objective(config: RunConfig, rows: int) -> str:
         parts += [f"by {config.masking.strategy}"] if config.masking.strategy != "uniform" else []
     if config.masked_inputs is not None:
         parts.append(f"{config.masked_inputs.share:.0%} of the inputs masked")
+    parts += [f"scored by {objective.score}"] if objective.score != "dot" else []
     if objective.learned_temperature or objective.temperature != 1:
         parts.append(f"temperature {objective.temperature:g}{', learned' if objective.learned_temperature else ''}")
     return ", ".join(parts)

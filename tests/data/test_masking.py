@@ -98,11 +98,14 @@ def test_a_sample_is_masked_the_same_in_any_company_and_differently_in_another_e
         assert not np.array_equal(another.target_index_N, alone.target_index_N)
 
 
-def test_the_rate_moves_with_the_run_and_is_one_for_a_step() -> None:
-    moving = masker(rate=0.4, final_rate=0.1, steps=4, samples_per_step=2)
+@pytest.mark.parametrize(
+    ("course", "rates"), [("linear", (0.4, 0.3, 0.2, 0.1)), ("cosine", (0.4, 0.325, 0.175, 0.1))], ids=str
+)
+def test_the_rate_moves_with_the_run_and_is_one_for_a_step(course: str, rates: tuple[float, ...]) -> None:
+    moving = masker(rate=0.4, final_rate=0.1, rate_course=course, steps=4, samples_per_step=2)
     batch = moving.batch(texts(10), range(10))
     per_row = np.bincount(batch.target_index_N.numpy() // 128, minlength=10)
-    assert per_row.tolist() == [round(126 * rate) for rate in (0.4, 0.4, 0.3, 0.3, 0.2, 0.2, 0.1, 0.1, 0.1, 0.1)]
+    assert per_row.tolist() == [round(126 * rate) for rate in (*rates, rates[-1]) for _ in range(2)]
 
 
 def test_documents_are_told_apart_where_asked() -> None:

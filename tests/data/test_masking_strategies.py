@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections import Counter
+from itertools import pairwise
+from math import log
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -11,8 +14,18 @@ from megahead.config import MaskingConfig, config_from_dict
 from megahead.corpus import IndexedDataset, IndexedDatasetWriter
 from megahead.corpus.vocabulary import train_bpe, train_wordpiece
 from megahead.data import Masker, training_masker
-from megahead.data.collocations import Collocations
-from megahead.data.strategies import Frequency, Pmi, Spans, Strategy, WholeWords
+from megahead.data.strategies import (
+    STRATEGIES,
+    Collocations,
+    Frequency,
+    Informative,
+    PairCounts,
+    Pmi,
+    Spans,
+    Strategy,
+    WholeWords,
+)
+from megahead.data.strategies.informative import FLOOR
 from megahead.errors import ConfigError
 
 CLS, SEP, MASK, VOCABULARY = 1, 2, 3, 500
@@ -93,15 +106,15 @@ def test_collocations_are_pairs_of_high_pmi() -> None:
     places = np.arange(0, 19_000, 40)
     run[places], run[places + 1] = 5, 6  # always together
     run[places[:5] + 20], run[places[:5] + 21] = 7, 8  # together too, but seldom
-    pairs = Collocations.of([run[:9000], run[9000:]], 100, min_pmi=3.0, min_count=10)
+    pairs = Collocations.of(PairCounts.of([run[:9000], run[9000:]], 100), min_pmi=3.0, min_count=10)
     assert pairs.contain(np.array([5, 6, 7, 11]), np.array([6, 5, 8, 12])).tolist() == [True, False, False, False]
     assert len(pairs.codes) == 1
 
 
 def test_excluded_ids_are_in_no_pair() -> None:
     run = np.tile([5, 6, 9, 11, 12, 13, 14, 15, 16, 17, 18], 100)
-    every = Collocations.of([run], 100, min_pmi=1.0, min_count=5)
-    some = Collocations.of([run], 100, min_pmi=1.0, min_count=5, excluded=[6])
+    every = Collocations.of(PairCounts.of([run], 100), min_pmi=1.0, min_count=5)
+    some = Collocations.of(PairCounts.of([run], 100), min_pmi=1.0, min_count=5, excluded=[6])
     a, b = np.array([5, 6, 9]), np.array([6, 9, 11])
     assert every.contain(a, b).tolist() == [True, True, True]
     assert some.contain(a, b).tolist() == [False, False, True]
@@ -132,7 +145,7 @@ def run_config(folder, strategy: str, **data: Any):
     )
 
 
-@pytest.mark.parametrize("strategy", ["uniform", "whole_word", "span", "frequency", "pmi"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_run_gets_the_strategy_it_asks_for(tmp_path, strategy: str) -> None:
     tokenizer = train_wordpiece(["the cat sat on the mat"] * 10, 60)
     tokenizer.save(str(tmp_path / "tokenizer.json"))
@@ -145,9 +158,39 @@ def test_a_run_gets_the_strategy_it_asks_for(tmp_path, strategy: str) -> None:
     assert 0 < batch.target_ids_N.numel() <= 4 * batch.max_targets_per_row <= 4 * round(0.15 * 30)
 
 
-def test_frequency_needs_counts(tmp_path) -> None:
+def test_every_name_of_the_setting_has_a_strategy() -> None:
+    assert set(get_args(MaskingConfig.model_fields["strategy"].annotation)) == STRATEGIES.keys()
+
+
+def test_an_id_informs_as_much_as_its_pmi_with_its_neighbours_is_on_average() -> None:
+    """Against the definition written as loops over occurrences."""
+    run = np.random.default_rng(0).integers(5, 12, 4000)
+    run[::7], run[1::7] = 12, 13  # always neighbours
+    pairs, tokens = Counter(pairwise(run.tolist())), Counter(run.tolist())
+    total = sum(pairs.values())
+    expected = np.full(20, FLOOR)
+    for (a, b), count in pairs.items():
+        pmi = log(count / total) - log(tokens[a] / len(run)) - log(tokens[b] / len(run))
+        if count >= 30 and 11 not in (a, b):
+            expected[a] += count * max(pmi, 0.0) / (2 * tokens[a])
+            expected[b] += count * max(pmi, 0.0) / (2 * tokens[b])
+    found = Informative.of(PairCounts.of([run], 20), least_count=30, excluded=[11]).weight_V
+    np.testing.assert_allclose(found, expected)
+    assert found[12] > 2 * found[5:11].max()
+    assert found[11] == found[0] == FLOOR
+
+
+def test_informative_tokens_are_selected_in_proportion_to_their_weight() -> None:
+    weights = np.where(np.arange(VOCABULARY) < 100, 0.2, 1.0)
+    text = texts(3000)
+    selected = chosen(Informative(weights), text, rate=0.02)
+    assert selected[text >= 100].mean() / selected[text < 100].mean() == pytest.approx(5, rel=0.15)
+
+
+@pytest.mark.parametrize("strategy", ["frequency", "informative"])
+def test_what_weighs_ids_needs_their_counts(tmp_path, strategy: str) -> None:
     with IndexedDatasetWriter(tmp_path / "text", vocab_size=VOCABULARY) as writer:
         writer.add_document([5, 6, SEP])
     (tmp_path / "text.json").unlink(missing_ok=True)
     with pytest.raises(ConfigError, match=r"masking\.strategy"):
-        training_masker(run_config(tmp_path, "frequency"), [IndexedDataset(tmp_path / "text")])
+        training_masker(run_config(tmp_path, strategy), [IndexedDataset(tmp_path / "text")])

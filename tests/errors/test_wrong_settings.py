@@ -129,6 +129,10 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
         BERT | {"masking": MASKS, "masked_inputs": {"mask_token": 3}},
         "`masked_inputs` must be left out of an encoder, but is given instead; it has `masking`.",
     ),
+    (
+        BERT | {"masking": MASKS | {"rate_course": "cosine"}},
+        "`masking.rate_course` must be left out without final_rate, but is cosine instead.",
+    ),
     ({"masking": MASKS}, "`masking` must be left out of a decoder, but is given instead."),
     (BERT, "`masking` must be given for an encoder, but is missing; name mask_token, cls_token and sep_token."),
     (
@@ -162,6 +166,22 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     (
         BERT | {"masking": MASKS} | {"init": {"from_checkpoint": "x", "mode": "probe"}},
         "`init.mode` must be `continue` or `table` for an encoder, but is 'probe' instead.",
+    ),
+    (
+        {"objective.score": "harmonic", "objective.learned_temperature": True},
+        "`objective.learned_temperature` must be left out with score: harmonic, but is True instead.",
+    ),
+    (
+        {"objective.score": "euclidean"},
+        "`objective.score` must be 'dot', 'cosine' or 'harmonic', but is 'euclidean' instead.",
+    ),
+    (
+        {
+            "objective.score": "cosine",
+            "tasks": {"names": ["blimp"], "data": "x", "every": 5},
+            "data.tokenizer": "t.json",
+        },
+        "`tasks` must be left out of a run that scores by `cosine`, whose exports have no head, but is given instead.",
     ),
     ({"objective.temperature": 0}, "`objective.temperature` must be greater than 0, but is 0 instead."),
     (

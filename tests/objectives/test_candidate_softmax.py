@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from megahead.config.loss_chunks import ON_CPU, ChunkSize
 from megahead.objectives import (
     Candidates,
+    Dot,
     EvaluationSums,
     candidate_loss,
     candidate_loss_reference,
@@ -68,7 +69,7 @@ def test_chunks_do_not_change_it(monkeypatch: pytest.MonkeyPatch) -> None:
     outputs, targets, embedding = drawn(33, 5, 20)
     candidates = unique_candidates(targets)
     rows = embedding[candidates.ids_U].detach().requires_grad_()
-    args = (outputs, rows, candidates, 0.7)
+    args = (outputs, rows, candidates, Dot(0.7))
     expected = candidate_loss_reference(*args)
     expected_grads = torch.autograd.grad(expected, [outputs, rows])
     for chunk_bytes in (1, 700, 10**9):  # one output at a time, a ragged few, all at once
@@ -107,7 +108,7 @@ def test_a_bias_that_is_learned_gets_its_gradient(others_learn: bool) -> None:
     bias = torch.randn(9, dtype=torch.float64, requires_grad=True)
     arguments = (outputs, embedding) if others_learn else (outputs.detach(), embedding.detach())
     among = Candidates(None, bias, targets)
-    ours, reference = (loss(*arguments, among, 0.7) for loss in (candidate_loss, candidate_loss_reference))
+    ours, reference = (loss(*arguments, among, Dot(0.7)) for loss in (candidate_loss, candidate_loss_reference))
     wanted = [bias, outputs, embedding] if others_learn else [bias]
     for mine, exact in zip(torch.autograd.grad(ours, wanted), torch.autograd.grad(reference, wanted), strict=True):
         torch.testing.assert_close(mine, exact)
@@ -179,7 +180,7 @@ def test_scores_are_those_of_the_softmax() -> None:
     outputs, targets, embedding = drawn(20, 4, 9)
     bias = torch.randn(9)
     log_probs = (outputs @ embedding.T / 0.5 + bias).log_softmax(dim=1)
-    scores = evaluation_sums(outputs, embedding, vocabulary_candidates(targets, bias), 0.5)
+    scores = evaluation_sums(outputs, embedding, vocabulary_candidates(targets, bias), Dot(0.5))
     assert scores.loss == pytest.approx(-log_probs.gather(1, targets[:, None]).sum().item(), rel=1e-9)
     assert scores.correct == int((log_probs.argmax(1) == targets).sum())
     assert scores.targets == 20

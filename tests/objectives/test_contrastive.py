@@ -17,6 +17,7 @@ from megahead.config.loss_chunks import ChunkSize
 from megahead.errors import ConfigError
 from megahead.objectives import (
     Candidates,
+    Dot,
     Headless,
     build_objective,
     candidate_loss,
@@ -50,8 +51,8 @@ def objective(**fields: Any) -> Headless:
 
 def loss_of(candidates: Candidates, outputs: Tensor, table: Tensor, temperature: float = 1.0) -> Tensor:
     rows = table[candidates.ids_U]
-    loss = candidate_loss(outputs, rows, candidates, temperature)
-    expected = candidate_loss_reference(outputs, rows, candidates, temperature)
+    loss = candidate_loss(outputs, rows, candidates, Dot(temperature))
+    expected = candidate_loss_reference(outputs, rows, candidates, Dot(temperature))
     torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)
     return loss
 

@@ -86,9 +86,10 @@ def test_held_out_text_is_predicted_as_it_is(count: str, power: float) -> None:
     assert perplexity(None) > 1.15 * best  # as the masked targets are distributed
 
 
-def test_an_exported_head_speaks_of_text_as_it_is(tmp_path) -> None:
+@pytest.mark.parametrize("strategy", ["frequency", "informative"])
+def test_an_exported_head_speaks_of_text_as_it_is(tmp_path, strategy: str) -> None:
     """Its bias comes from the counts of the text beside the targets', special tokens left out."""
-    config = config_of()
+    config = config_of(strategy=strategy)
     save_small(tmp_path / "run", config, counts=torch.arange(128) * 10)
     found = TrainedModel.open(tmp_path / "run").training_free_bias()
     expected = torch.arange(128) * 10

@@ -16,6 +16,7 @@ from megahead.distributed import Group
 from megahead.objectives import (
     Candidates,
     CandidateShard,
+    Dot,
     candidate_loss,
     candidate_loss_reference,
     evaluation_sums,
@@ -37,7 +38,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> t
 @pytest.mark.parametrize("apart", [False, True])
 def test_float32_equals_the_reference(device: torch.device, n: int, u: int, d: int, apart: bool) -> None:
     outputs, rows, candidates = drawn(n, u, d, torch.float32, device, apart)
-    mine = solved(candidate_loss(outputs, rows, candidates, TEMPERATURE), [outputs, rows])
+    mine = solved(candidate_loss(outputs, rows, candidates, Dot(TEMPERATURE)), [outputs, rows])
     for value, exact in zip(mine, truth(outputs, rows, candidates, TEMPERATURE), strict=True):
         torch.testing.assert_close(value, exact, rtol=2e-5, atol=2e-5)
 
@@ -89,15 +90,15 @@ def test_a_learned_bias_gets_its_gradient(device: torch.device, temperature: flo
     results = []
     for way, dtype in ((candidate_loss, torch.float32), (candidate_loss_reference, torch.float64)):
         inputs = [x.detach().to(dtype).requires_grad_() for x in (outputs, rows, candidates.bias_U)]
-        results.append(solved(way(*inputs[:2], replace(candidates, bias_U=inputs[2]), temperature), inputs))
+        results.append(solved(way(*inputs[:2], replace(candidates, bias_U=inputs[2]), Dot(temperature)), inputs))
     for mine, exact in zip(*results, strict=True):
         torch.testing.assert_close(mine, exact, rtol=2e-5, atol=2e-5)
 
 
 def test_evaluation_sums_equal_those_in_float64(device: torch.device) -> None:
     outputs, rows, candidates = drawn(40, 37, 23, torch.bfloat16, device, apart=False)
-    mine = evaluation_sums(outputs, rows, candidates, 0.5)
-    exact = evaluation_sums(outputs.double(), rows.double(), candidates, 0.5)
+    mine = evaluation_sums(outputs, rows, candidates, Dot(0.5))
+    exact = evaluation_sums(outputs.double(), rows.double(), candidates, Dot(0.5))
     assert exact.correct > 0
     assert mine.loss == pytest.approx(exact.loss, rel=1e-5)
     assert (mine.correct, mine.targets) == (exact.correct, exact.targets)
@@ -111,10 +112,12 @@ def split(group: Group, count: int, apart: bool) -> tuple[Tensor, Tensor, Tensor
         table = rows.new_full((shard.width, 24), 77.0)  # where there is no candidate, nonsense
         table[: shard.count] = rows[shard.first : shard.first + shard.count].detach()
         table.requires_grad_()
-        loss = parallel_candidate_loss(outputs, table, candidates, TEMPERATURE, shard)
+        loss = parallel_candidate_loss(outputs, table, candidates, Dot(TEMPERATURE), shard)
         value, of_outputs, of_rows = solved(loss, [outputs, table])
         assert not of_rows[shard.count :].any()
-        sums = parallel_evaluation_sums(outputs, table, replace(candidates, positive_bias_U=None), TEMPERATURE, shard)
+        sums = parallel_evaluation_sums(
+            outputs, table, replace(candidates, positive_bias_U=None), Dot(TEMPERATURE), shard
+        )
         return value, of_outputs, of_rows[: shard.count], tuple(sums)
 
 
@@ -125,7 +128,7 @@ def test_split_over_ranks_it_equals_the_reference(size: int, count: int, apart: 
     outputs, rows, candidates = drawn(23, count, 24, torch.bfloat16, torch.device("cpu"), apart)
     exact = truth(outputs, rows, candidates, TEMPERATURE)
     plain = replace(candidates, positive_bias_U=None)
-    sums = evaluation_sums(outputs.double(), rows.double(), plain, TEMPERATURE)
+    sums = evaluation_sums(outputs.double(), rows.double(), plain, Dot(TEMPERATURE))
     results = on_ranks(size, split, count, apart)
     of_rows = torch.cat([result[2] for result in results])
     for value, of_outputs, _, (loss, correct, targets) in results:

@@ -16,6 +16,7 @@ from megahead.distributed import Group
 from megahead.objectives import (
     Candidates,
     CandidateShard,
+    Dot,
     candidate_loss,
     candidate_loss_reference,
     evaluation_sums,
@@ -57,10 +58,12 @@ def test_split_over_ranks_it_equals_the_reference(
     def work(group: Group) -> tuple[list[Tensor], tuple[float, int, int]]:
         shard = CandidateShard.of(u, -(-u // size), group)
         table = sharded(rows, shard)
-        loss = parallel_candidate_loss(outputs, table, candidates, TEMPERATURE, shard)
+        loss = parallel_candidate_loss(outputs, table, candidates, Dot(TEMPERATURE), shard)
         value, of_outputs, of_rows = solved(loss, [outputs, table])
         assert not of_rows[shard.count :].any()
-        sums = parallel_evaluation_sums(outputs, table, replace(candidates, positive_bias_U=None), TEMPERATURE, shard)
+        sums = parallel_evaluation_sums(
+            outputs, table, replace(candidates, positive_bias_U=None), Dot(TEMPERATURE), shard
+        )
         return [value, of_outputs, of_rows[: shard.count]], tuple(sums)
 
     results = in_turn(size, work)
@@ -70,7 +73,7 @@ def test_split_over_ranks_it_equals_the_reference(
     for part in parts:
         assert_rounded_once([part[0], of_outputs, of_rows], exact, torch.bfloat16, roundings=3)  # of each rank's part
     plain = replace(candidates, positive_bias_U=None)
-    sums = evaluation_sums(outputs.double(), rows.double(), plain, TEMPERATURE)
+    sums = evaluation_sums(outputs.double(), rows.double(), plain, Dot(TEMPERATURE))
     for _, (loss, correct, targets) in results:
         assert loss == pytest.approx(sums.loss, rel=1e-5)
         assert abs(correct - sums.correct) <= n // 1000  # equal but for ties in rounding
@@ -92,7 +95,9 @@ def test_a_vocabulary_with_a_learned_bias_equals_the_reference(
     for way, kind in ((candidate_loss, dtype), (candidate_loss_reference, torch.float64)):
         bias = candidates.bias_U.to(torch.float32 if kind == dtype else kind).detach().requires_grad_()
         inputs = [outputs.detach().to(kind).requires_grad_(), rows.detach().to(kind).requires_grad_(), bias]
-        results.append(solved(way(*inputs[:2], Candidates(None, bias, candidates.positive_N), TEMPERATURE), inputs))
+        results.append(
+            solved(way(*inputs[:2], Candidates(None, bias, candidates.positive_N), Dot(TEMPERATURE)), inputs)
+        )
     assert_rounded_once(*results, dtype)
 
 
@@ -108,8 +113,8 @@ def test_evaluation_over_a_vocabulary_equals_float64(
 ) -> None:
     outputs, rows, candidates = drawn(n, u, d, dtype, device, apart=False)
     vocabulary = Candidates(None, candidates.bias_U if biased else None, candidates.positive_N)
-    mine = evaluation_sums(outputs, rows, vocabulary, TEMPERATURE)
-    exact = evaluation_sums(outputs.double(), rows.double(), vocabulary, TEMPERATURE)
+    mine = evaluation_sums(outputs, rows, vocabulary, Dot(TEMPERATURE))
+    exact = evaluation_sums(outputs.double(), rows.double(), vocabulary, Dot(TEMPERATURE))
     assert mine.loss == pytest.approx(exact.loss, rel=1e-5)
     assert abs(mine.correct - exact.correct) <= n // 1000
     assert mine.targets == exact.targets

@@ -7,7 +7,7 @@ import torch
 
 import megahead.objectives.streamed as streamed
 from megahead.config.loss_chunks import ChunkSize
-from megahead.objectives import streamed_sums, vocabulary_candidates
+from megahead.objectives import Dot, streamed_sums, vocabulary_candidates
 from megahead.objectives.candidate_softmax import evaluation_sums
 
 
@@ -23,8 +23,8 @@ def test_blocks_and_chunks_give_what_the_whole_gives(
     bias = torch.randn(50) if biased else None
     best = (outputs @ rows.T / 0.7 + (0.0 if bias is None else bias)).argmax(1)
     vocabulary = vocabulary_candidates(torch.where(torch.arange(20) < 9, best, torch.randint(50, (20,))), bias)
-    expected = evaluation_sums(outputs, rows, vocabulary, 0.7)
-    ours = streamed_sums(outputs, rows.split(block), vocabulary, 0.7)
+    expected = evaluation_sums(outputs, rows, vocabulary, Dot(0.7))
+    ours = streamed_sums(outputs, rows.split(block), vocabulary, Dot(0.7))
     assert ours.loss == pytest.approx(expected.loss, rel=1e-5)
     assert (ours.correct, ours.targets) == (expected.correct, expected.targets)
     assert ours.correct >= 9

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megahead.config.loss_chunks import ChunkSize
 from megahead.distributed import Group
-from megahead.objectives import Candidates, CandidateShard, candidate_loss_reference, evaluation_sums, row_step
+from megahead.objectives import Candidates, CandidateShard, Dot, candidate_loss_reference, evaluation_sums, row_step
 from megahead.parallel import parallel_candidate_loss, parallel_evaluation_sums
 from support.on_ranks import on_ranks
 
@@ -41,7 +41,7 @@ def split(group: Group, count: int, biased: bool, scale: float) -> tuple[Tensor,
     outputs.requires_grad_()
     table.requires_grad_()
     with mock.patch.object(row_step, "ON_CPU", ChunkSize(8 * 4 * table.shape[0], 1, 1)):  # four outputs a chunk
-        loss = parallel_candidate_loss(outputs, table, candidates, TEMPERATURE, shard)
+        loss = parallel_candidate_loss(outputs, table, candidates, Dot(TEMPERATURE), shard)
     (3 * loss).backward()
     assert outputs.grad is not None
     assert table.grad is not None
@@ -57,7 +57,7 @@ def test_value_and_gradients_equal_the_reference(size: int, count: int, biased: 
     outputs, rows, candidates = problem(count, biased, scale)
     outputs.requires_grad_()
     rows.requires_grad_()
-    reference = candidate_loss_reference(outputs, rows, candidates, TEMPERATURE)
+    reference = candidate_loss_reference(outputs, rows, candidates, Dot(TEMPERATURE))
     (3 * reference).backward()
     results = on_ranks(size, split, count, biased, scale)
     for loss, grad_outputs, _ in results:
@@ -73,7 +73,7 @@ def gradient_of_the_bias(group: Group, count: int) -> Tensor:
     assert candidates.bias_U is not None
     bias = candidates.bias_U.requires_grad_()
     with mock.patch.object(row_step, "ON_CPU", ChunkSize(8 * 4 * table.shape[0], 1, 1)):
-        loss = parallel_candidate_loss(outputs, table, candidates, TEMPERATURE, shard)
+        loss = parallel_candidate_loss(outputs, table, candidates, Dot(TEMPERATURE), shard)
     return torch.autograd.grad(3 * loss, bias)[0]
 
 
@@ -83,7 +83,7 @@ def test_every_rank_has_the_gradient_of_all_learned_biases(size: int, count: int
     outputs, rows, candidates = problem(count, True)
     assert candidates.bias_U is not None
     bias = candidates.bias_U.requires_grad_()
-    reference = candidate_loss_reference(outputs, rows, candidates, TEMPERATURE)
+    reference = candidate_loss_reference(outputs, rows, candidates, Dot(TEMPERATURE))
     (expected,) = torch.autograd.grad(3 * reference, bias)
     for whole in on_ranks(size, gradient_of_the_bias, count):
         torch.testing.assert_close(whole, expected, rtol=1e-10, atol=1e-10)
@@ -92,13 +92,13 @@ def test_every_rank_has_the_gradient_of_all_learned_biases(size: int, count: int
 def scores(group: Group, count: int) -> tuple[float, int, int]:
     outputs, rows, candidates = problem(count, True)
     shard, table = shard_of(rows, group)
-    result = parallel_evaluation_sums(outputs, table, candidates, TEMPERATURE, shard)
+    result = parallel_evaluation_sums(outputs, table, candidates, Dot(TEMPERATURE), shard)
     return result.loss, result.correct, result.targets
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_scores_equal_one_rank(size: int) -> None:
-    expected = evaluation_sums(*problem(7, True), TEMPERATURE)
+    expected = evaluation_sums(*problem(7, True), Dot(TEMPERATURE))
     assert expected.correct > 0
     for loss, correct, targets in on_ranks(size, scores, 7):
         assert loss == pytest.approx(expected.loss, rel=1e-12)
@@ -108,7 +108,7 @@ def test_scores_equal_one_rank(size: int) -> None:
 def without_targets(group: Group) -> tuple[float, bool]:
     outputs, rows = torch.zeros(0, FEATURES, requires_grad=True), torch.ones(2, FEATURES, requires_grad=True)
     none = Candidates(None, None, torch.zeros(0, dtype=torch.int64))
-    loss = parallel_candidate_loss(outputs, rows, none, 1.0, CandidateShard.of(0, 2, group))
+    loss = parallel_candidate_loss(outputs, rows, none, Dot(), CandidateShard.of(0, 2, group))
     loss.backward()
     return float(loss), rows.grad is not None and not rows.grad.any()
 

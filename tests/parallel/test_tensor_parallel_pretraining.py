@@ -28,6 +28,9 @@ OBJECTIVES = {
     "mixed": {"vanilla_weight": 0.3},
     "untied": {"name": "vanilla"},
     "tied": {"name": "vanilla", "tied": True},
+    "cosine": {"score": "cosine", "learned_temperature": True},
+    "harmonic": {"score": "harmonic", "bias": "own_once"},
+    "harmonic-vanilla": {"score": "harmonic", "name": "vanilla", "output_bias": True},
 }
 MODEL = {"hidden_size": 32, "num_heads": 4, "vocab_multiple": 32, "vocab_size": 47}
 

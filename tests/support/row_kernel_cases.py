@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megahead.config.loss_chunks import ChunkSize
-from megahead.objectives import Candidates, candidate_loss_reference, three_products
+from megahead.objectives import Candidates, Dot, candidate_loss_reference, three_products
 
 
 def interpret(patch: pytest.MonkeyPatch) -> None:
@@ -51,7 +51,7 @@ def solved(loss: Tensor, inputs: list[Tensor]) -> list[Tensor]:
 
 def truth(outputs: Tensor, rows: Tensor, candidates: Candidates, temperature: float) -> list[Tensor]:
     exact = [tensor.detach().double().requires_grad_() for tensor in (outputs, rows)]
-    return solved(candidate_loss_reference(*exact, candidates, temperature), exact)
+    return solved(candidate_loss_reference(*exact, candidates, Dot(temperature)), exact)
 
 
 def assert_rounded_once(mine: list[Tensor], exact: list[Tensor], dtype: torch.dtype, roundings: float = 2) -> None:

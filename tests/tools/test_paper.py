@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -24,6 +25,7 @@ from experiments.latency import compare_latency
 from experiments.measures import Row, lines, over_seeds, percent
 from experiments.multilingual import compare_multilingual
 from experiments.negatives import compare_negatives
+from experiments.neighbours import compare_neighbours
 from experiments.precision import compare_precision
 from experiments.revocabulary import WAYS, compare_revocabulary
 from experiments.shapes import compare_shapes
@@ -244,6 +246,27 @@ def test_shapes_are_swept_and_the_best_rate_gets_the_other_seeds(
     assert along == [(shape, step) for shape in ("bert", "modernbert") for step in (5, 10)]
     families = {run.name: run.config["model"]["family"] for run in read_runs([laboratory.folder / "bert"])}
     assert families == {"bert": "bert"}
+@pytest.mark.parametrize(("kind", "variant"), [("decoder", "meap-30"), ("encoder", "rate-40")])
+def test_neighbours_are_held_against_the_plain_objective_at_equal_tokens_and_time(
+    laboratory: Laboratory, monkeypatch: pytest.MonkeyPatch, kind: str, variant: str
+) -> None:
+    sizes = {"VOCABULARY": 320, "SEEDS": (0,), "STEPS": {kind: 4}, "WARMUP": 1}
+    for name, value in sizes.items():
+        monkeypatch.setattr(f"experiments.neighbours.{name}", value)
+    speeds = {"plain": 100, variant: 150}
+    name_of = re.compile(rf"{kind}-(.*)-0(-time)?")
+    monkeypatch.setattr("experiments.neighbours.speed", lambda run: speeds[name_of.fullmatch(run.name)[1]])  # type: ignore[index]
+    settings = [part for part in TINY if "training.steps" not in part]
+    shape = ["model.num_heads=2", "batch.micro_size=8", "training.evaluate_every=2"]
+    compare_neighbours(replace(laboratory, settings=[*settings, *shape]), [variant])
+    rows = results(laboratory, "neighbours")
+    assert [(row["model"], row["variant"], row["at equal"], row["tokens"]) for row in rows] == [
+        (kind, "plain", "tokens", 4 * 256),
+        (kind, variant, "tokens", 4 * 256),
+        (kind, variant, "time", 6 * 256),  # as many as it takes in the plain one's time
+    ]
+    config = read_runs([laboratory.folder / f"{kind}-{variant}-0"])[0].config
+    assert (config["masking"]["rate"] == 0.4) if kind == "encoder" else (config["masked_inputs"]["mask_token"] == 320)
 
 
 def test_large_vocabularies_are_scored_by_language(

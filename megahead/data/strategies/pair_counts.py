@@ -1,11 +1,11 @@
-"""Collocations: pairs of tokens that are neighbours far more often than by chance, found by counting the text.
+"""How often tokens are neighbours in a text, and how much more often than by chance.
 
-Measured by pointwise mutual information, PMI(a, b) = log(p(ab) / (p(a) p(b))), in nats.
+Measured by pointwise mutual information, PMI(a, b) = log(p(ab) / (p(a) p(b))), in nats. V vocabulary, P pairs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,28 +21,21 @@ MAX_TOKENS = 1 << 26
 
 
 @dataclass(frozen=True)
-class Collocations:
-    """A set of ordered pairs (a, b)."""
+class PairCounts:
+    """Ordered pairs (a, b) of neighbours, each once."""
 
     codes: Array
-    """int64, increasing: a * vocab_size + b."""
+    """int64 [P], increasing: a * V + b."""
 
-    vocab_size: int
+    counts: Array
+    """int64 [P]."""
 
-    def contain(self, a: Array, b: Array) -> Array:
-        """bool, of the shape of both: whether (a, b) is in the set."""
-        wanted = a.astype(np.int64) * self.vocab_size + b
-        if not len(self.codes):
-            return np.zeros(wanted.shape, bool)
-        places = np.minimum(np.searchsorted(self.codes, wanted), len(self.codes) - 1)
-        found: Array = self.codes[places] == wanted
-        return found
+    count_V: Array
+    """int64: of the single tokens."""
 
     @staticmethod
-    def of(
-        chunks: Iterable[Array], vocab_size: int, *, min_pmi: float, min_count: int, excluded: Sequence[int] = ()
-    ) -> Collocations:
-        """Counts neighbouring tokens in `chunks`; pairs with an `excluded` id are left out.
+    def of(chunks: Iterable[Array], vocab_size: int) -> PairCounts:
+        """Counts neighbouring tokens in `chunks`.
 
         About 0.3 s per million tokens; memory in proportion to the number of different pairs.
         """
@@ -54,12 +47,20 @@ class Collocations:
             some, how_often = np.unique(tokens[:-1] * vocab_size + tokens[1:], return_counts=True)
             codes, inverse = np.unique(np.concatenate([codes, some]), return_inverse=True)
             counts = np.bincount(inverse, np.concatenate([counts, how_often])).astype(np.int64)
-        a, b = np.divmod(codes, vocab_size)
+        return PairCounts(codes, counts, count_V)
+
+    def pairs(self) -> tuple[Array, Array]:
+        """(a, b), int64 [P] each."""
+        a, b = np.divmod(self.codes, len(self.count_V))
+        return a, b
+
+    def pmi(self) -> Array:
+        """float64 [P]."""
+        a, b = self.pairs()
         with np.errstate(divide="ignore", invalid="ignore"):
-            log_p_V = np.log(count_V / max(int(count_V.sum()), 1))
-            pmi = np.log(counts / max(int(counts.sum()), 1)) - log_p_V[a] - log_p_V[b]
-        kept = (pmi >= min_pmi) & (counts >= min_count) & ~np.isin(a, excluded) & ~np.isin(b, excluded)
-        return Collocations(codes[kept], vocab_size)
+            log_p_V = np.log(self.count_V / max(int(self.count_V.sum()), 1))
+            pmi_P: Array = np.log(self.counts / max(int(self.counts.sum()), 1)) - log_p_V[a] - log_p_V[b]
+        return pmi_P
 
 
 def token_chunks(datasets: Iterable[IndexedDataset]) -> Iterable[Array]:

@@ -1,0 +1,46 @@
+"""Spans of random lengths (SpanBERT, Joshi et al. 2020, arXiv 1907.10529)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from megahead.config import MaskingConfig
+from megahead.data.counter_rng import CounterRng
+from megahead.data.strategies.strategy import AllAlike
+from megahead.data.strategies.training_text import TrainingText
+
+Array = np.ndarray[Any, Any]
+
+_SPANS = 17  # a purpose of random numbers, apart from the masker's
+
+
+@dataclass(frozen=True)
+class Spans(AllAlike):
+    """Spans whose lengths follow a geometric distribution, cut at `max_tokens`.
+
+    The whole row is divided into such spans, so that those that are chosen have these lengths and never overlap.
+    """
+
+    stop: float
+    max_tokens: int
+
+    @staticmethod
+    def made(masking: MaskingConfig, text: TrainingText) -> Spans:
+        """By the settings alone."""
+        return Spans(masking.span_stop, masking.longest_span)
+
+    def starts(self, tokens_BT: Array, noise: CounterRng) -> Array:
+        rows, length = tokens_BT.shape
+        draw_BT = noise.uniform(_SPANS, length)
+        with np.errstate(divide="ignore"):
+            tail = np.log1p(-self.stop)
+        lengths_BT = np.minimum(np.ceil(np.log(draw_BT) / tail), self.max_tokens).astype(np.int64)
+        ends_BT = np.maximum(lengths_BT, 1).cumsum(1)
+        starts_BT = np.zeros((rows, length), bool)
+        starts_BT[:, 0] = True
+        row_B, span_B = np.nonzero(ends_BT < length)
+        starts_BT[row_B, ends_BT[row_B, span_B]] = True
+        return starts_BT

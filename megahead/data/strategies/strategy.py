@@ -1,0 +1,49 @@
+"""What a masking strategy is: how a row is cut into units, and how likely each is selected.
+
+A unit is a span of tokens that are masked together, all or none. B rows, T tokens per row, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from megahead.data.counter_rng import CounterRng
+
+Array = np.ndarray[Any, Any]
+
+
+class Strategy(Protocol):
+    """One way to cut rows into units."""
+
+    def starts(self, tokens_BT: Array, noise: CounterRng) -> Array:
+        """bool [B, T]: where a unit begins. Special tokens always end a unit."""
+        ...
+
+    def weights(self, tokens_BT: Array) -> Array | None:
+        """float64 [B, T], above 0: how likely each token is selected, relative to the others; None: all alike."""
+        ...
+
+
+class AllAlike:
+    """Units with the same chance, however they are cut."""
+
+    def weights(self, tokens_BT: Array) -> Array | None:
+        return None
+
+
+@dataclass(frozen=True)
+class WeighedIds:
+    """Single tokens, each with the weight of its id."""
+
+    weight_V: Array
+    """float64 [V], above 0."""
+
+    def starts(self, tokens_BT: Array, noise: CounterRng) -> Array:
+        return np.ones(tokens_BT.shape, bool)
+
+    def weights(self, tokens_BT: Array) -> Array | None:
+        weights_BT: Array = self.weight_V[tokens_BT]
+        return weights_BT

@@ -1,0 +1,94 @@
+"""The method's neighbours in the literature, headless: masked inputs, other scores, other masks, on small models.
+
+Each variant is the plain objective with other settings, on the same text, seeds and tokens. Where its steps take longer
+or shorter than the plain ones by more than MARGIN, it is trained once more with as many steps as take the same time.
+All are scored on the same held-out text, encoders on the same masked places of it, by the heads that need no training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from experiments.laboratory import Laboratory
+from experiments.measures import Row, over_seeds, speed
+from megahead.report import RunMetrics
+
+SEEDS = (0, 1)
+MARGIN = 0.05
+VOCABULARY = 16_384
+PLAIN = "plain"
+DECODERS: dict[str, tuple[str, ...]] = {
+    PLAIN: (),
+    "meap-15": ("masked_inputs.share=0.15",),
+    "meap-30": ("masked_inputs.share=0.3",),
+    "learned-temperature": ("objective.learned_temperature=true",),
+    "cosine": ("objective.score=cosine", "objective.temperature=0.07", "objective.learned_temperature=true"),
+    "harmonic": ("objective.score=harmonic", f"objective.temperature={192**-0.5:.6g}"),
+}
+"""Settings beside those of `configs/demo-headless.yaml`. The mask token is an id behind the tokenizer's, in all of
+them."""
+
+ENCODERS: dict[str, tuple[str, ...]] = {
+    PLAIN: (),
+    "rate-40": ("masking.rate=0.4",),
+    "rate-40-pure": ("masking.rate=0.4", "masking.mask_share=1", "masking.random_share=0"),
+    "rate-falls": ("masking.rate=0.3", "masking.final_rate=0.02"),
+    "rate-falls-cosine": ("masking.rate=0.3", "masking.final_rate=0.02", "masking.rate_course=cosine"),
+    "frequency": ("masking.strategy=frequency",),
+    "informative": ("masking.strategy=informative",),
+    "pmi": ("masking.strategy=pmi",),
+}
+"""Settings beside those of `configs/encoder-small-headless.yaml`."""
+
+STEPS = {"decoder": 300, "encoder": 400}
+WARMUP = 40
+
+
+def compare_neighbours(laboratory: Laboratory, only: Sequence[str]) -> None:
+    """Trains the plain models and all variants (or those of `only`) with every seed."""
+    rows: list[Row] = []
+    for kind, variants in (("decoder", DECODERS), ("encoder", ENCODERS)):
+        asked = {name: settings for name, settings in variants.items() if not only or name in only}
+        if asked:
+            rows += _compare(laboratory, kind, {PLAIN: (), **asked})
+            laboratory.record("neighbours", over_seeds(rows, ("model", "variant", "at equal"), _VALUES))
+
+
+_VALUES = ("tokens", "perplexity", "accuracy", "tokens/s")
+
+
+def _compare(laboratory: Laboratory, kind: str, variants: Mapping[str, Sequence[str]]) -> list[Row]:
+    given, rows = _given(laboratory, kind), []
+    for seed in SEEDS:
+        plain = _train(laboratory, kind, f"{PLAIN}-{seed}", seed, STEPS[kind], given)
+        for name, settings in variants.items():
+            run = _train(laboratory, kind, f"{name}-{seed}", seed, STEPS[kind], [*given, *settings])
+            rows.append(_row(kind, name, "tokens", run))
+            ratio = speed(run) / speed(plain)
+            if abs(ratio - 1) > MARGIN:
+                steps = round(STEPS[kind] * ratio)
+                run = _train(laboratory, kind, f"{name}-{seed}-time", seed, steps, [*given, *settings])
+                rows.append(_row(kind, name, "time", run))
+    return rows
+
+
+def _given(laboratory: Laboratory, kind: str) -> list[str]:
+    """What all runs of a kind are told."""
+    if kind == "encoder":
+        return laboratory.encoder_data()
+    ids = f"model.vocab_size={VOCABULARY + 1}"
+    return [*laboratory.data(VOCABULARY), ids, "training.evaluate_samples=256"]
+
+
+def _train(laboratory: Laboratory, kind: str, name: str, seed: int, steps: int, settings: Sequence[str]) -> RunMetrics:
+    config = "demo-headless" if kind == "decoder" else "encoder-small-headless"
+    masks = [f"masked_inputs.mask_token={VOCABULARY}"] if any("masked_inputs" in one for one in settings) else []
+    course = [f"training.steps={steps}", f"training.checkpoint_every={steps}", f"schedule.warmup_steps={WARMUP}"]
+    course.append(f"seed={seed}")
+    return laboratory.train(config, f"{kind}-{name}", *settings, *masks, *course)
+
+
+def _row(kind: str, name: str, equal: str, run: RunMetrics) -> Row:
+    last = run.validation[-1]
+    row = {"model": kind, "variant": name, "at equal": equal, "tokens": run.training[-1]["tokens"]}
+    return row | {"perplexity": last["perplexity"], "accuracy": last["accuracy"], "tokens/s": speed(run)}
