@@ -84,8 +84,10 @@ def checkpoint(folder: Path, step: int) -> Path:
         (2, stage(3) | TIED | {"objective.bias": "corrected"}, 1e-6),
         (4, stage(1) | ROWS | {"parallel.tensor": 2}, 1e-6),
         (2, stage(1) | {"engine.precision": "bf16"}, 1e-3),
+        (1, TIED | {"objective.score": "cosine", "objective.temperature": 0.1}, 1e-6),
+        (2, stage(1) | {"objective.score": "harmonic", "objective.temperature": 0.2, "parallel.tensor": 2}, 1e-5),
     ],
-    ids=["untied", "tied", "llama", "encoder", "corrected", "in rows", "bf16"],
+    ids=["untied", "tied", "llama", "encoder", "corrected", "in rows", "bf16", "cosine", "harmonic"],
 )
 def test_the_softmax_begins_with_what_the_training_free_head_ended_with(
     tmp_path: Path, ranks: int, changes: dict[str, Any], apart: float
