@@ -41,6 +41,10 @@ class DataConfig(Settings):
     tokenizer: str | None = None
     """The `tokenizer.json` that the text was tokenized with; copied into the run folder and into exports."""
 
+    nearest_ids: str | None = None
+    """A file of each id's nearest ids, as `megahead nearest-ids` writes it, for masking.similar_share and
+    objective.nearest."""
+
     sequence_length: int = Field(gt=0)
     """Targets per row (T); a row reads T + 1 tokens."""
 

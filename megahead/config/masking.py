@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 from megahead.config.base import Settings
 from megahead.errors import ConfigError
 
-Strategy = Literal["uniform", "whole_word", "span", "frequency", "informative", "pmi"]
+Strategy = Literal["uniform", "whole_word", "span", "frequency", "informative", "hardest", "pmi"]
 
 _COURSES: Mapping[str, Callable[[float], float]] = {
     "linear": lambda progress: progress,
@@ -58,11 +58,15 @@ class MaskingConfig(Settings):
     random_share: float = Field(default=0.1, ge=0, le=1)
     """Share of the targets that are read as a random token; the rest is read as it is."""
 
+    similar_share: float = Field(default=0.0, ge=0, le=1)
+    """Share of the targets that are read as one of their nearest ids (data.nearest_ids), in place of a mask token:
+    MacBERT (Cui et al. 2020, arXiv 2004.13922) has 0.8, and mask_share 0."""
+
     strategy: Strategy = "uniform"
     """What is selected: single tokens with equal probability (`uniform`), whole words, spans of geometrically
     distributed length (`span`), rare tokens more often (`frequency`), tokens that say much about their neighbours more
-    often (`informative`), or collocations: tokens that are neighbours in the training text far more often than by
-    chance (`pmi`)."""
+    often (`informative`), tokens that the model misses more often (`hardest`), or collocations: tokens that are
+    neighbours in the training text far more often than by chance (`pmi`)."""
 
     span_stop: float = Field(default=0.2, gt=0, le=1)
     """span: probability that a span ends after each of its tokens."""
@@ -72,6 +76,9 @@ class MaskingConfig(Settings):
 
     frequency_power: float = Field(default=0.5, gt=0)
     """frequency: a token's probability is proportional to its count in the training text to the power of minus this."""
+
+    adapt_every: int = Field(default=100, gt=0)
+    """hardest: optimizer steps of a period, after which weights follow what was missed; at least data.prefetch."""
 
     least_pmi: float = Field(default=4.0)
     """pmi: neighbours a b are masked together if log(p(ab) / (p(a) p(b))) is at least this, in nats."""
@@ -89,6 +96,10 @@ class MaskingConfig(Settings):
             raise ConfigError(
                 "random_share", f"leave the sum with mask_share ({self.mask_share}) at most 1", got=self.random_share
             )
+        others = self.mask_share + self.random_share
+        if others + self.similar_share > 1 + 1e-9:  # rounding of tenths
+            rule = f"leave the sum with mask_share and random_share ({others:g}) at most 1"
+            raise ConfigError("similar_share", rule, got=self.similar_share)
         if self.rate_course != "linear" and self.final_rate is None:
             raise ConfigError("rate_course", "be left out without final_rate", got=self.rate_course)
         return self
@@ -104,7 +115,11 @@ class MaskingConfig(Settings):
 
     def weighs_ids(self) -> bool:
         """Whether some ids are selected more often than others."""
-        return self.strategy in ("frequency", "informative")
+        return self.strategy in ("frequency", "informative", "hardest")
+
+    def adapts(self) -> bool:
+        """Whether what is selected follows what the model has learned."""
+        return self.strategy == "hardest"
 
     def held_out(self) -> MaskingConfig:
         """How held-out rows are masked, the same for every run: 15 % of single tokens, 80 / 10 / 10."""

@@ -82,6 +82,9 @@ class ObjectiveConfig(Settings):
     negatives_from: Literal["unigram", "uniform"] = "unigram"
     """Where `negatives` are drawn from: the dataset's token frequencies, or all ids equally."""
 
+    nearest: int = Field(default=0, ge=0)
+    """bias: corrected: hard negatives; so many of each target's nearest ids (data.nearest_ids) are candidates too."""
+
     max_candidates: int | None = Field(default=None, gt=0)
     """headless: at most this many shared candidates, sampled by their weight and reweighted so that the sum over
     candidates is unbiased; an output's own target is always among its candidates. None: all."""
@@ -104,7 +107,15 @@ class ObjectiveConfig(Settings):
     @model_validator(mode="after")
     def _fits_together(self) -> ObjectiveConfig:
         if self.name == "vanilla":
-            for field in ("group_samples", "bias", "negatives", "max_candidates", "vanilla_weight", "schedule"):
+            for field in (
+                "group_samples",
+                "bias",
+                "negatives",
+                "nearest",
+                "max_candidates",
+                "vanilla_weight",
+                "schedule",
+            ):
                 default, value = type(self).model_fields[field].default, getattr(self, field)
                 if value != default:
                     raise ConfigError(field, "be left out of a vanilla objective", got=value, hint="use name: headless")
@@ -118,6 +129,10 @@ class ObjectiveConfig(Settings):
             raise ConfigError(
                 "schedule", "be left out with vanilla_weight, whose head is trained from the beginning", got="given"
             )
+        if self.nearest and self.bias != "corrected":
+            hint = "set objective.bias=corrected, which divides by it"
+            rule = "be 0 unless bias accounts for how often an id is a candidate"
+            raise ConfigError("nearest", rule, got=self.nearest, hint=hint)
         if self.negatives_from != "unigram" and self.negatives == 0:
             raise ConfigError(
                 "negatives_from", "be left out without negatives", got=self.negatives_from, hint="set negatives"

@@ -72,6 +72,7 @@ class RunConfig(Settings):
             )
         self._check_masking()
         self._check_masked_inputs()
+        self._check_nearest_ids()
         self._check_table()
         if self.objective.schedule:
             self.objective.schedule.check(self.training.steps)
@@ -133,6 +134,9 @@ class RunConfig(Settings):
             raise ConfigError(
                 "data.sequence_length", "have room for text between [CLS] and [SEP]", got=self.data.sequence_length
             )
+        if masking.adapts() and masking.adapt_every < self.data.prefetch:
+            rule = f"be at least data.prefetch ({self.data.prefetch}), the steps that are masked ahead"
+            raise ConfigError("masking.adapt_every", rule, got=masking.adapt_every)
         if masking.strategy == "whole_word" and self.data.tokenizer is None:
             raise ConfigError("data.tokenizer", "be given to find whole words (masking.strategy)", got="missing")
 
@@ -148,6 +152,15 @@ class RunConfig(Settings):
             raise ConfigError("masked_inputs.mask_token", rule, got=token, hint=hint)
         if token == self.data.end_token:
             raise ConfigError("masked_inputs.mask_token", "differ from data.end_token", got=token)
+
+    def _check_nearest_ids(self) -> None:
+        similar = self.masking is not None and self.masking.similar_share > 0
+        if (similar or self.objective.nearest) and self.data.nearest_ids is None:
+            rule = f"be given with {'masking.similar_share' if similar else 'objective.nearest'}"
+            raise ConfigError("data.nearest_ids", rule, got="missing", hint="make one: megahead nearest-ids")
+        if self.data.nearest_ids is not None and not similar and not self.objective.nearest:
+            rule = "be left out without masking.similar_share and objective.nearest"
+            raise ConfigError("data.nearest_ids", rule, got=self.data.nearest_ids)
 
     def why_headless_exports(self) -> str | None:
         """What keeps exports from having a head: something that no class of transformers does; None where they can."""

@@ -15,6 +15,7 @@ from megahead.data.batch_reader import (
     training_masker,
 )
 from megahead.data.blending import Blend
+from megahead.data.difficulty import Difficulty
 from megahead.data.masked_inputs import MaskedInputs
 from megahead.data.masking import Masker
 from megahead.data.packing import PackedSamples
@@ -26,6 +27,7 @@ __all__ = [
     "Batch",
     "BatchReader",
     "Blend",
+    "Difficulty",
     "FeistelOrder",
     "IndexedDataset",
     "IndexedDatasetWriter",

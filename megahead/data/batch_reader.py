@@ -13,8 +13,10 @@ from torch import Tensor
 from megahead.config import DataConfig, RunConfig
 from megahead.corpus.indexed import IndexedDataset
 from megahead.data.batch import Batch, causal_batch
+from megahead.data.difficulty import Difficulty
 from megahead.data.masked_inputs import MaskedInputs
 from megahead.data.masking import Masker
+from megahead.data.nearest_ids import open_nearest_ids
 from megahead.data.sampling import RowSource
 from megahead.data.strategies import STRATEGIES, TrainingText, Uniform
 from megahead.errors import ConfigError
@@ -57,26 +59,30 @@ class BatchReader:
         )
 
 
-def training_masker(config: RunConfig, datasets: Sequence[IndexedDataset]) -> RowMasker | None:
+def training_masker(
+    config: RunConfig, datasets: Sequence[IndexedDataset], difficulty: Difficulty | None = None
+) -> RowMasker | None:
     """How a run masks its training samples; None for a decoder that reads whole rows.
 
     ConfigError if `datasets` lack the token counts that the strategy needs, or have a decoder's mask token in their
-    text. Some strategies read the text to count pairs of neighbouring tokens.
+    text. Some strategies read the text to count pairs of neighbouring tokens; `difficulty` is for those that adapt.
     """
     if config.masked_inputs is not None:
         _refuse_in_text(config.masked_inputs.mask_token, datasets)
         return MaskedInputs(config.masked_inputs, config.data, config.seed)
     if config.masking is None:
         return None
+    nearest = config.data.nearest_ids if config.masking.similar_share else None
     return Masker(
         config.masking,
-        STRATEGIES[config.masking.strategy](config.masking, TrainingText(config, datasets)),
+        STRATEGIES[config.masking.strategy](config.masking, TrainingText(config, datasets, difficulty)),
         config.model.vocab_size,
         config.data.end_token,
         config.data.isolate_documents,
         config.seed,
         samples_per_step=config.batch.global_size,
         steps=config.training.steps,
+        nearest_VK=None if nearest is None else open_nearest_ids(nearest, config.model.vocab_size),
     )
 
 

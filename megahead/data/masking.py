@@ -29,7 +29,8 @@ _ORDER, _TREATMENT, _REPLACEMENT = 1, 2, 3  # purposes of random numbers; strate
 
 @dataclass(frozen=True)
 class Masker:
-    """Masks rows. What is masked depends on the sample's number alone, not on ranks or micro-batches."""
+    """Masks rows. What is masked depends on the sample's number alone, not on ranks or micro-batches; with a strategy
+    that adapts also on what the run had learned long enough before. The rows of a batch are of one step."""
 
     config: MaskingConfig
     strategy: Strategy
@@ -42,6 +43,9 @@ class Masker:
     steps: int = 1
     """Optimizer steps of the run, for a masking rate that changes; it is the same for all samples of a step."""
 
+    nearest_VK: Array | None = None
+    """int64: each id's nearest ids, for `similar_share`."""
+
     def batch(self, text: Array, sample_indices: Sequence[int] | Array, document_starts: Array | None = None) -> Batch:
         """Rows of T = t + 2 tokens from `text`, int64 [B, t], negative where a row is empty.
 
@@ -50,7 +54,8 @@ class Masker:
         tokens_BT, last_token_BT = self._framed(text, document_starts)
         noise = CounterRng(self.seed, sample_indices)
         allowed_BT = ~np.isin(tokens_BT, self.config.never_masked(self.end_token))
-        chosen_BT = self._select(tokens_BT, allowed_BT, self._budget(text, sample_indices), noise)
+        strategy = self.strategy.at(int(sample_indices[0]) // self.samples_per_step if len(text) else 0)
+        chosen_BT = self._select(strategy, tokens_BT, allowed_BT, self._budget(text, sample_indices), noise)
         index_N = np.flatnonzero(chosen_BT)
         isolated = bool((text < 0).any()) or (self.isolate_documents and bool(last_token_BT[:, :-1].any()))
         positions_BT = document_positions(last_token_BT) if isolated else None
@@ -84,7 +89,14 @@ class Masker:
         rate_B = np.array([self.config.rate_at(step / max(self.steps - 1, 1)) for step in step_B.tolist()])
         return rate_B, np.rint(rate_B * (text >= 0).sum(1)).astype(np.int64)
 
-    def _select(self, tokens_BT: Array, allowed_BT: Array, budget: tuple[Array, Array], noise: CounterRng) -> Array:
+    def _select(
+        self,
+        strategy: Strategy,
+        tokens_BT: Array,
+        allowed_BT: Array,
+        budget: tuple[Array, Array],
+        noise: CounterRng,
+    ) -> Array:
         """bool [B, T]: the targets.
 
         With `count: bernoulli` each unit is drawn for itself. With `count: fixed` units are put in a random order, in
@@ -92,13 +104,13 @@ class Masker:
         they fit into the row's number of targets: no unit is cut.
         """
         rows, length = tokens_BT.shape
-        starts_BT = self.strategy.starts(tokens_BT, noise) | ~allowed_BT
+        starts_BT = strategy.starts(tokens_BT, noise) | ~allowed_BT
         starts_BT[:, 1:] |= ~allowed_BT[:, :-1]
         starts_BT[:, 0] = True
         unit_M = starts_BT.reshape(-1).cumsum() - 1  # the unit of each token
         row_U = np.flatnonzero(starts_BT) // length
         size_U = np.bincount(unit_M, allowed_BT.reshape(-1)).astype(np.int64)
-        weight_U = self._unit_weights(tokens_BT, allowed_BT, unit_M, size_U)
+        weight_U = _unit_weights(strategy.weights(tokens_BT), allowed_BT, unit_M, size_U)
         draw_U = noise.uniform(_ORDER, length)[starts_BT]
         rate_B, count_B = budget
         if self.config.count == "bernoulli":
@@ -111,16 +123,9 @@ class Masker:
         chosen_BT: Array = chosen_U[unit_M].reshape(rows, length) & allowed_BT
         return chosen_BT
 
-    def _unit_weights(self, tokens_BT: Array, allowed_BT: Array, unit_M: Array, size_U: Array) -> Array:
-        """Mean weight of each unit's tokens."""
-        weights_BT = self.strategy.weights(tokens_BT)
-        if weights_BT is None:
-            return np.ones(len(size_U))
-        sums_U = np.bincount(unit_M, (weights_BT * allowed_BT).reshape(-1))
-        return sums_U / np.maximum(size_U, 1)
-
     def _read_as(self, tokens_BT: Array, chosen_BT: Array, noise: CounterRng) -> Array:
-        """The inputs: some of the chosen tokens replaced by the mask token, some by a random token."""
+        """The inputs: some of the chosen tokens replaced by the mask token, some by a random token, some by a similar
+        one (unless that is a special token)."""
         treatment_BT = noise.uniform(_TREATMENT, tokens_BT.shape[1])
         masked_BT = chosen_BT & (treatment_BT < self.config.mask_share)
         random_BT = chosen_BT & ~masked_BT & (treatment_BT < self.config.mask_share + self.config.random_share)
@@ -128,7 +133,21 @@ class Masker:
         draw_BT = noise.uniform(_REPLACEMENT, tokens_BT.shape[1])
         read_BT = np.where(masked_BT, self.config.mask_token, tokens_BT)
         read_BT[random_BT] = ordinary[(draw_BT[random_BT] * len(ordinary)).astype(np.int64)]
+        if self.nearest_VK is not None:
+            below = self.config.mask_share + self.config.random_share
+            similar_BT = chosen_BT & (treatment_BT >= below) & (treatment_BT < below + self.config.similar_share)
+            place_N = (draw_BT[similar_BT] * self.nearest_VK.shape[1]).astype(np.int64)
+            drawn_N = self.nearest_VK[tokens_BT[similar_BT], place_N]
+            read_BT[similar_BT] = np.where(np.isin(drawn_N, ordinary), drawn_N, tokens_BT[similar_BT])
         return read_BT
+
+
+def _unit_weights(weights_BT: Array | None, allowed_BT: Array, unit_M: Array, size_U: Array) -> Array:
+    """Mean weight of each unit's tokens."""
+    if weights_BT is None:
+        return np.ones(len(size_U))
+    sums_U = np.bincount(unit_M, (weights_BT * allowed_BT).reshape(-1))
+    return sums_U / np.maximum(size_U, 1)
 
 
 def _fill(row_U: Array, size_U: Array, order_U: Array, count_B: Array) -> Array:

@@ -55,6 +55,16 @@ def grouped_candidate_loss(
     return three_product_loss(outputs_NE, rows_wE, candidates, score, group) + candidates.constant
 
 
+@torch.no_grad()
+def grouped_misses(outputs_ND: Tensor, rows_wD: Tensor, candidates: Candidates, score: Score, group: Group) -> Tensor:
+    """bool [N]: whether another candidate is at least as probable as the target; as `grouped_evaluation_sums`.
+    Collective."""
+    if outputs_ND.shape[0] == 0:
+        return torch.zeros(0, dtype=torch.bool, device=outputs_ND.device)
+    sums = softmax_sums(score.outputs(outputs_ND), score.rows(rows_wD), candidates, score, group)
+    return sums.biased <= sums.rivals
+
+
 class EvaluationSums(NamedTuple):
     """How well N outputs predict their targets, summed up. A tuple, since ZeRO-3 looks for tensors in outputs."""
 

@@ -21,7 +21,7 @@ from megahead.objectives.candidates import Candidates, unique_candidates, vocabu
 from megahead.objectives.sampling import draw_ids, inclusion_probabilities, systematic_sample
 from megahead.objectives.scores import Dot
 from megahead.objectives.training_free_head import log_negatives, log_unigram
-from megahead.objectives.weights import Weighting, log_inclusion, weigh
+from megahead.objectives.weights import Weighting, log_inclusion, weigh, with_nearest
 
 
 class Pool(Protocol):
@@ -70,11 +70,19 @@ class SharedPool:
 class Headless:
     """Each output picks its target's input embedding among those of its candidate group's targets.
 
-    `token_counts_V`: how often each id occurs in the training text, if the config needs it.
+    `token_counts_V`: how often each id occurs in the training text, if the config needs it. `nearest_VK`: the nearest
+    ids of each id, for `config.nearest`.
     """
 
-    def __init__(self, config: ObjectiveConfig, vocab_size: int, token_counts_V: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        config: ObjectiveConfig,
+        vocab_size: int,
+        token_counts_V: Tensor | None = None,
+        nearest_VK: Tensor | None = None,
+    ) -> None:
         self._config = config
+        self._nearest_VK = None if nearest_VK is None or not config.nearest else nearest_VK[:, : config.nearest]
         self._log_q_V, self._log_r_V = None, None
         if config.needs_token_counts():
             if token_counts_V is None or not token_counts_V.any():
@@ -86,6 +94,8 @@ class Headless:
                     hint="preprocess the text again, or change the objective",
                 )
             self._log_q_V = log_unigram(token_counts_V, vocab_size)
+            if self._nearest_VK is not None:
+                self._log_q_V = with_nearest(self._log_q_V, self._nearest_VK)
         if config.negatives:
             self._log_r_V = log_negatives(config, vocab_size, token_counts_V)
             self._cumulative_r_V = self._log_r_V.exp().double().cumsum(0)
@@ -95,6 +105,8 @@ class Headless:
         config, generator, ids = self._config, torch.Generator().manual_seed(seed), target_ids_G
         if self._log_r_V is not None:
             ids = torch.cat([ids, draw_ids(self._cumulative_r_V, config.negatives, generator)])
+        if self._nearest_VK is not None:
+            ids = torch.cat([ids, self._nearest_VK[target_ids_G].flatten()])
         ids_P, multiplicity_P = torch.unique(ids, return_counts=True)
         log_pi_P = None
         if config.bias == "corrected" and self._log_q_V is not None:
@@ -123,9 +135,14 @@ class Vanilla:
         return vocabulary_candidates(target_ids_N)
 
 
-def build_objective(config: ObjectiveConfig, vocab_size: int, token_counts_V: Tensor | None = None) -> Objective:
+def build_objective(
+    config: ObjectiveConfig,
+    vocab_size: int,
+    token_counts_V: Tensor | None = None,
+    nearest_VK: Tensor | None = None,
+) -> Objective:
     """The objective that a run asks for; ConfigError if it needs token counts of the training text, but has none."""
-    return Vanilla() if config.name == "vanilla" else Headless(config, vocab_size, token_counts_V)
+    return Vanilla() if config.name == "vanilla" else Headless(config, vocab_size, token_counts_V, nearest_VK)
 
 
 def cwt_loss(outputs_ND: Tensor, target_ids_N: Tensor, embedding_VD: Tensor, *, temperature: float = 1.0) -> Tensor:

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from megahead.distributed import copy_to_group
 from megahead.objectives import Candidates, CandidateShard, EvaluationSums, Score
-from megahead.objectives.candidate_softmax import grouped_candidate_loss, grouped_evaluation_sums
+from megahead.objectives.candidate_softmax import grouped_candidate_loss, grouped_evaluation_sums, grouped_misses
 
 
 def parallel_candidate_loss(
@@ -42,6 +42,15 @@ def parallel_evaluation_sums(
 ) -> EvaluationSums:
     """The same as `evaluation_sums` with all ranks' rows together, on every rank. Collective."""
     return grouped_evaluation_sums(outputs_ND, rows_wD, _local(candidates, shard), score, shard.group)
+
+
+def parallel_misses(
+    outputs_ND: Tensor, rows_wD: Tensor, candidates: Candidates, score: Score, shard: CandidateShard
+) -> Tensor:
+    """bool [N]: whether another candidate is at least as probable as the target, on every rank. Collective."""
+    if shard.count < shard.width:
+        rows_wD = F.pad(rows_wD[: shard.count], (0, 0, 0, shard.width - shard.count))
+    return grouped_misses(outputs_ND, rows_wD, _local(candidates, shard), score, shard.group)
 
 
 def _local(candidates: Candidates, shard: CandidateShard) -> Candidates:

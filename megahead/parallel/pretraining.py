@@ -21,7 +21,7 @@ from megahead.config import ObjectiveConfig
 from megahead.distributed import Group
 from megahead.models import Backbone
 from megahead.objectives import Candidates, CandidateShard, EvaluationSums
-from megahead.parallel.candidate_softmax import parallel_candidate_loss, parallel_evaluation_sums
+from megahead.parallel.candidate_softmax import parallel_candidate_loss, parallel_evaluation_sums, parallel_misses
 from megahead.pretraining import MaskHead, OutputBias, OutputEmbedding, Pretraining
 
 
@@ -71,6 +71,9 @@ class TensorParallelPretraining(Pretraining):
 
     def _candidate_loss(self, hidden_ND: Tensor, rows_wD: Tensor, candidates: Candidates) -> Tensor:
         return parallel_candidate_loss(hidden_ND, rows_wD, candidates, self._score(), self._shard(candidates))
+
+    def _misses(self, hidden_ND: Tensor, rows_wD: Tensor, candidates: Candidates) -> Tensor:
+        return parallel_misses(hidden_ND, rows_wD, candidates, self._score(), self._shard(candidates))
 
     def _vocabulary_sums(self, hidden_ND: Tensor, vocabulary: Candidates) -> EvaluationSums:
         shard = self._shard(vocabulary)

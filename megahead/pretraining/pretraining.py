@@ -8,6 +8,7 @@ B rows, T inputs a row, D features, N targets, U candidates, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import overload
 
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from megahead.config import ObjectiveConfig
 from megahead.data import Batch
+from megahead.distributed import Group
 from megahead.models import Backbone
 from megahead.objectives import (
     SCORES,
@@ -27,10 +29,13 @@ from megahead.objectives import (
     streamed_sums,
     vocabulary_candidates,
 )
+from megahead.objectives.candidate_softmax import grouped_misses
 from megahead.pretraining.batch import EvaluationRequest, MicroBatch, documents_of, target_positions_of
 from megahead.pretraining.output_layers import MaskHead, OutputBias, OutputEmbedding
 from megahead.pretraining.temperature import LearnedTemperature
 from megahead.table import RowTable
+
+NotesMisses = Callable[[Tensor, Tensor], None]
 
 
 class Pretraining(nn.Module):
@@ -39,6 +44,8 @@ class Pretraining(nn.Module):
 
     Both go through `forward`, because under ZeRO-3 weights exist only there. Rows of the embedding from `vocab_size` on
     are padding: never candidates. `mask_head` transforms an encoder's outputs before the softmax over the vocabulary.
+    `note_misses`, where something wants to know, is told the targets of each training batch, int64 [N], and which of
+    them another candidate beat, bool [N]; that costs a third of the loss once more.
     """
 
     def __init__(
@@ -57,6 +64,7 @@ class Pretraining(nn.Module):
         self.head = head
         self.mask_head = mask_head
         self.output_bias = output_bias
+        self.note_misses: NotesMisses | None = None
         self.temperature = LearnedTemperature(objective.temperature) if objective.learned_temperature else None
 
     @overload
@@ -77,6 +85,9 @@ class Pretraining(nn.Module):
         parts = outputs_ND.split([candidates.positive_N.numel() for candidates in micro.candidates])
         losses = [self._loss_among(*part) for part in zip(parts, rows, micro.candidates, strict=True)]
         loss = torch.stack(losses).sum()
+        if self.note_misses is not None:
+            missed = [self._missed_among(*part) for part in zip(parts, rows, micro.candidates, strict=True)]
+            self.note_misses(micro.batch.target_ids_N, torch.cat(missed))
         share = self.objective.vanilla_weight
         if share:
             vanilla = self._loss_among(outputs_ND, self._output_rows(), vocabulary_candidates(micro.batch.target_ids_N))
@@ -91,6 +102,15 @@ class Pretraining(nn.Module):
             return self._candidate_loss(hidden_ND, rows_UD, candidates)
         loss = self._candidate_loss(hidden_ND, rows_UD, replace(candidates, bias_U=bias_V))
         return loss - bias_V.index_select(0, candidates.positive_N).sum(dtype=loss.dtype)
+
+    @torch.no_grad()
+    def _missed_among(self, outputs_ND: Tensor, rows_UD: Tensor, candidates: Candidates) -> Tensor:
+        """bool [N]: whether another candidate is as probable as the target."""
+        hidden_ND, bias_V = self._final_hidden(outputs_ND, candidates.ids_U is None)
+        return self._misses(hidden_ND, rows_UD, candidates if bias_V is None else replace(candidates, bias_U=bias_V))
+
+    def _misses(self, hidden_ND: Tensor, rows_UD: Tensor, candidates: Candidates) -> Tensor:
+        return grouped_misses(hidden_ND, rows_UD, candidates, self._score(), Group())
 
     def _candidate_loss(self, hidden_ND: Tensor, rows_UD: Tensor, candidates: Candidates) -> Tensor:
         return candidate_loss(hidden_ND, rows_UD, candidates, self._score())

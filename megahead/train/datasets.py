@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from megahead.checkpoint import run_on_all_ranks
@@ -14,6 +15,7 @@ from megahead.corpus import IndexedDataset
 from megahead.data import training_samples
 from megahead.data.blending import Blend
 from megahead.data.end_tokens import require_end_tokens, without_boundaries
+from megahead.data.nearest_ids import open_nearest_ids
 from megahead.data.samples import Samples
 from megahead.data.sampling import describe_samples, token_counts
 from megahead.distributed import Group
@@ -31,6 +33,9 @@ class RunDatasets:
     """int64 [padded vocabulary]: how often each id occurs in the text that samples are drawn from (`data.sampling`)."""
 
     validation: IndexedDataset | None
+
+    nearest_ids: Tensor | None = None
+    """int64 [V, K]: each id's nearest ids, where the config names a file of them."""
 
     def describe(self, config: RunConfig) -> list[tuple[str, str]]:
         """Lines of the banner: epochs, shares of a blend, and datasets whose documents can attend to each other."""
@@ -68,7 +73,13 @@ def _opened(config: RunConfig) -> RunDatasets:
     validation = None if prefix is None else _open(config, prefix, "data.validation")
     _require_end_tokens(config.data, train, validation)
     samples = training_samples(config.data, train, config.seed, config.sample_length())
-    return RunDatasets(train, samples, token_counts(train, samples, config.model.padded_vocab_size()), validation)
+    counts = token_counts(train, samples, config.model.padded_vocab_size())
+    return RunDatasets(train, samples, counts, validation, _nearest_ids(config))
+
+
+def _nearest_ids(config: RunConfig) -> Tensor | None:
+    path = config.data.nearest_ids
+    return None if path is None else torch.from_numpy(open_nearest_ids(path, config.model.vocab_size))
 
 
 def _open(config: RunConfig, prefix: str, field: str) -> IndexedDataset:

@@ -39,14 +39,13 @@ is kept, see persistence.py.)"""
 
 
 def data_fingerprints(config: RunConfig, datasets: RunDatasets) -> dict[str, Any]:
-    """Fingerprints of the content of `data.train` (one per dataset) and `data.tokenizer`."""
+    """Fingerprints of the content of `data.train` (one per dataset), `data.tokenizer` and `data.nearest_ids`."""
     parts = [
         dataset.fingerprint if part.weight is None else f"{dataset.fingerprint}, weight {part.weight:g}"
         for part, dataset in zip(config.data.parts(), datasets.train, strict=True)
     ]
-    tokenizer = config.data.tokenizer
-    digest = None if tokenizer is None else hashlib.sha256(Path(tokenizer).read_bytes()).hexdigest()
-    return {"data.train": parts, "data.tokenizer": digest}
+    files = {f"data.{name}": getattr(config.data, name) for name in ("tokenizer", "nearest_ids")}
+    return {"data.train": parts} | {name: None if path is None else _sha256(path) for name, path in files.items()}
 
 
 def refuse_another_run(checkpoint: Checkpoint, config: RunConfig, fingerprints: dict[str, Any]) -> None:
@@ -76,6 +75,10 @@ def refuse_another_run(checkpoint: Checkpoint, config: RunConfig, fingerprints: 
             f"{checkpoint.folder} has it already, but has it from step {phase.steps.start:,} on instead; set "
             "training.steps or the share back."
         )
+
+
+def _sha256(path: str) -> str:
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest()
 
 
 def _within(name: str, sections: tuple[str, ...]) -> bool:

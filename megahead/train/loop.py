@@ -101,6 +101,8 @@ def _advance(run: Training, batches: StepBatches, watch: Stopwatch) -> bool:
         for micro in batches.micro_batches:
             state.count_targets(micro.batch)
         run.guard.remember(report.loss, state.recent_losses)
+    if state.difficulty is not None:
+        state.difficulty.settle(state.samples, report.applied, run.data_group)
     state.skipped_steps += not report.applied
     run.meters.step(report, state, last=state.step >= run.until)
     _handle_fault(run, report, first_sample)

@@ -68,11 +68,7 @@ class Saver:
         started = time.monotonic()
         self.wait()
         state, engine = self._state, self._engine
-        extra = {
-            "state/target_counts": state.target_counts(self._data_group),
-            "state/dataset_counts": state.dataset_counts,
-        }
-        tensors = chain(engine.tensors(), extra.items())
+        tensors = chain(engine.tensors(), state.tensors(self._data_group).items())
         snapshot = Snapshot.take(tensors, self._world_group, copied=self._pool is not None)
         counters = state.counters() | {"optimizer_steps": engine.optimizer_steps, "scale": engine.loss_scale.state()}
         check = partial(_must_be_finite, state.step, snapshot.tensors, counters)

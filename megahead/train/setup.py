@@ -8,18 +8,19 @@ from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import chain, repeat
+from typing import cast
 
 import torch
 
 from megahead.checkpoint import Checkpoint
 from megahead.config import RunConfig, RunPlan, phase_at
-from megahead.data import training_masker
+from megahead.data import Difficulty, training_masker
 from megahead.distributed import Group, Launch, Mesh, Tensors, choose_device, connected
 from megahead.engine import Engine, RowEngine, deepspeed_session
 from megahead.objectives import build_objective
 from megahead.optim import build_optimizer
 from megahead.parallel import assemble, place_table_
-from megahead.pretraining import Feed
+from megahead.pretraining import Feed, Pretraining
 from megahead.train.acceleration import accelerate_
 from megahead.train.birth import has_new_head
 from megahead.train.boards import require_boards
@@ -108,6 +109,8 @@ def _train_phase(session: Session, resume: str) -> tuple[Ending, TrainingState]:
     state = _state(session, plan, checkpoint)
     feed = _feed(session, config, state)
     engine, lines = build_engine(plan, session.mesh, device, starting_weights(config, world_group, checkpoint))
+    if state.difficulty is not None:
+        cast(Pretraining, engine.module).note_misses = state.difficulty.note
     if checkpoint is not None:
         resume_from(checkpoint, config, engine, state, data_group)
     facts = _facts(session, plan, state) + lines
@@ -139,6 +142,9 @@ def _state(session: Session, plan: RunPlan, checkpoint: Checkpoint | None) -> Tr
     state = TrainingState(plan.config.model.padded_vocab_size(), agreed_candidate_group_samples(plan, checkpoint))
     state.data_fingerprints = data_fingerprints(plan.config, session.datasets)
     state.dataset_counts = session.datasets.token_counts
+    masking, batch = plan.config.masking, plan.config.batch
+    if masking is not None and masking.adapts():
+        state.difficulty = Difficulty(state.padded_vocab_size, masking.adapt_every, batch.global_size)
     if checkpoint is not None:
         refuse_another_run(checkpoint, session.plan.config, state.data_fingerprints)
     return state
@@ -154,14 +160,14 @@ def _feed(session: Session, config: RunConfig, state: TrainingState) -> Feed:
     """Prepares micro-batches with their candidates; ranks exchange ids over a connection of their own."""
     return Feed(
         session.datasets.samples,
-        build_objective(config.objective, config.model.vocab_size, state.dataset_counts),
+        build_objective(config.objective, config.model.vocab_size, state.dataset_counts, session.datasets.nearest_ids),
         config.data,
         config.batch,
         session.mesh.data_group.side_channel(),
         group_samples=state.group_samples,
         seed=config.seed,
         device=session.device,
-        masker=training_masker(config, session.datasets.train),
+        masker=training_masker(config, session.datasets.train, state.difficulty),
         owners=session.mesh.world_group.side_channel() if config.in_rows() else None,
         sharing=session.mesh.tensor_group,
     )

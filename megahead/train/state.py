@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megahead.checkpoint import Checkpoint, target_samples
-from megahead.data import Batch
+from megahead.data import Batch, Difficulty
 from megahead.distributed import Group
 from megahead.errors import CheckpointError
 
@@ -26,6 +26,8 @@ _KEPT_ON_ROLLBACK = {
 _RESTORED_ON_ROLLBACK = {"step": int, "targets": int, "recent_losses": list, "validation": dict | None}
 _BEFORE_THEY_WERE_COUNTED = {"spikes": 0, "rollbacks": 0, "recent_losses": []}
 """Values for checkpoints of earlier versions, which did not have these."""
+
+_DIFFICULTY = "state/difficulty"
 
 
 @dataclass
@@ -77,6 +79,9 @@ class TrainingState:
     """int64 [padded vocabulary]: how often each id was a target on this rank so far (rank 0's include the counts of the
     checkpoint that was resumed)."""
 
+    difficulty: Difficulty | None = None
+    """How often each id was missed, where masking follows that; goes with what was read, not with what was learned."""
+
     dataset_counts: Tensor = field(init=False)
     """int64 [padded vocabulary]: how often each id occurs in the training dataset; zeros if the dataset has no counts.
     Only used to smooth `local_counts` for ids that were seldom a target so far."""
@@ -100,6 +105,11 @@ class TrainingState:
         """int64 [padded vocabulary]: counts over all ranks of `group` (CPU tensors). Collective."""
         return group.all_reduce_(self.local_counts.clone())
 
+    def tensors(self, group: Group) -> dict[str, Tensor]:
+        """What a checkpoint holds beside weights and optimizer. Collective over the data ranks."""
+        counts = {"state/target_counts": self.target_counts(group), "state/dataset_counts": self.dataset_counts}
+        return counts if self.difficulty is None else counts | {_DIFFICULTY: self.difficulty.state(group)}
+
     @property
     def evaluated(self) -> bool:
         """Whether the last evaluation was made with the present weights."""
@@ -117,8 +127,10 @@ class TrainingState:
         return counters | {"texts": copy(self.data_fingerprints)}
 
     def restore(self, checkpoint: Checkpoint, group: Group) -> None:
-        """The inverse of `counters` and `target_counts`: everything is as when `checkpoint` was saved."""
+        """The inverse of `counters` and `tensors`: everything is as when `checkpoint` was saved."""
         self._take(_KEPT_ON_ROLLBACK, checkpoint)
+        if self.difficulty is not None:
+            self.difficulty.restore(checkpoint.read(_DIFFICULTY), self.samples, group)
         self.roll_back_to(checkpoint, group)
 
     def roll_back_to(self, checkpoint: Checkpoint, group: Group) -> None:

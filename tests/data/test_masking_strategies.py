@@ -13,7 +13,7 @@ import pytest
 from megahead.config import MaskingConfig, config_from_dict
 from megahead.corpus import IndexedDataset, IndexedDatasetWriter
 from megahead.corpus.vocabulary import train_bpe, train_wordpiece
-from megahead.data import Masker, training_masker
+from megahead.data import Difficulty, Masker, training_masker
 from megahead.data.strategies import (
     STRATEGIES,
     Collocations,
@@ -152,7 +152,7 @@ def test_a_run_gets_the_strategy_it_asks_for(tmp_path, strategy: str) -> None:
     with IndexedDatasetWriter(tmp_path / "text", vocab_size=VOCABULARY) as writer:
         writer.add_document([*texts(1, 2000)[0].tolist(), SEP])
     config = run_config(tmp_path, strategy, tokenizer=str(tmp_path / "tokenizer.json"))
-    masker = training_masker(config, [IndexedDataset(tmp_path / "text")])
+    masker = training_masker(config, [IndexedDataset(tmp_path / "text")], Difficulty(VOCABULARY, 5, 4))
     assert masker is not None
     batch = masker.batch(texts(4, 30), range(4))
     assert 0 < batch.target_ids_N.numel() <= 4 * batch.max_targets_per_row <= 4 * round(0.15 * 30)
@@ -187,7 +187,7 @@ def test_informative_tokens_are_selected_in_proportion_to_their_weight() -> None
     assert selected[text >= 100].mean() / selected[text < 100].mean() == pytest.approx(5, rel=0.15)
 
 
-@pytest.mark.parametrize("strategy", ["frequency", "informative"])
+@pytest.mark.parametrize("strategy", ["frequency", "informative", "hardest"])
 def test_what_weighs_ids_needs_their_counts(tmp_path, strategy: str) -> None:
     with IndexedDatasetWriter(tmp_path / "text", vocab_size=VOCABULARY) as writer:
         writer.add_document([5, 6, SEP])

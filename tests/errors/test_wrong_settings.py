@@ -133,6 +133,10 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
         BERT | {"masking": MASKS | {"rate_course": "cosine"}},
         "`masking.rate_course` must be left out without final_rate, but is cosine instead.",
     ),
+    (
+        BERT | {"masking": MASKS | {"strategy": "hardest", "adapt_every": 3}, "data.prefetch": 4},
+        "`masking.adapt_every` must be at least data.prefetch (4), the steps that are masked ahead, but is 3 instead.",
+    ),
     ({"masking": MASKS}, "`masking` must be left out of a decoder, but is given instead."),
     (BERT, "`masking` must be given for an encoder, but is missing; name mask_token, cls_token and sep_token."),
     (
@@ -182,6 +186,26 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
             "data.tokenizer": "t.json",
         },
         "`tasks` must be left out of a run that scores by `cosine`, whose exports have no head, but is given instead.",
+    ),
+    (
+        {"objective.nearest": 4},
+        "`objective.nearest` must be 0 unless bias accounts for how often an id is a candidate, but is 4 instead; set objective.bias=corrected, which divides by it.",
+    ),
+    (
+        {"objective.nearest": 4, "objective.bias": "corrected"},
+        "`data.nearest_ids` must be given with objective.nearest, but is missing; make one: megahead nearest-ids.",
+    ),
+    (
+        {"data.nearest_ids": "ids.npy"},
+        "`data.nearest_ids` must be left out without masking.similar_share and objective.nearest, but is ids.npy instead.",
+    ),
+    (
+        BERT | {"masking": MASKS | {"similar_share": 0.2}},
+        "`masking.similar_share` must leave the sum with mask_share and random_share (0.9) at most 1, but is 0.2 instead.",
+    ),
+    (
+        BERT | {"masking": MASKS | {"similar_share": 0.8, "mask_share": 0}},
+        "`data.nearest_ids` must be given with masking.similar_share, but is missing; make one: megahead nearest-ids.",
     ),
     ({"objective.temperature": 0}, "`objective.temperature` must be greater than 0, but is 0 instead."),
     (

@@ -286,3 +286,40 @@ def test_choosing_candidates_does_not_cost_a_vocabulary(fields: dict[str, Any]) 
     assert largest.numbers < 2000
     assert candidates.ids_U is not None
     assert torch.equal(candidates.ids_U[candidates.positive_N], targets)
+
+
+NEAREST = torch.tensor([[(u + 1) % V, (u + 5) % V] for u in range(V)])
+
+
+def test_hard_negatives_are_the_nearest_ids_of_all_targets() -> None:
+    rule = build_objective(ObjectiveConfig(bias="corrected", nearest=1), V, TOKEN_COUNTS, NEAREST)
+    targets = torch.tensor([3, 7, 7])
+    candidates = rule.pool(targets).candidates(targets)
+    assert candidates.ids_U is not None
+    assert candidates.ids_U.tolist() == [3, 4, 7, 8]  # the first of the two that the table has
+    assert candidates.ids_U[candidates.positive_N].tolist() == [3, 7, 7]
+
+
+def test_hard_negatives_are_divided_by_how_often_they_are_candidates() -> None:
+    """Counted over many groups: the bias is minus the log of the share of groups that have the id."""
+    rule = build_objective(ObjectiveConfig(bias="corrected", nearest=2), V, TOKEN_COUNTS, NEAREST)
+    q = log_unigram(TOKEN_COUNTS, V).exp()
+    groups, size = 4000, 3
+    drawn_targets = torch.multinomial(q, groups * size, replacement=True, generator=torch.Generator().manual_seed(0))
+    seen, bias = torch.zeros(V, dtype=torch.float64), torch.zeros(V, dtype=torch.float64)
+    for targets in drawn_targets.view(groups, size):
+        candidates = rule.pool(targets).candidates(targets)
+        assert candidates.ids_U is not None
+        assert candidates.bias_U is not None
+        seen[candidates.ids_U] += 1 / groups
+        bias[candidates.ids_U] = candidates.bias_U
+    error = (4.5 * (seen * (1 - seen) / groups).sqrt()).clamp(min=1e-3)
+    assert ((bias.neg().exp() - seen).abs() < error).all()
+
+
+def test_where_hard_negatives_are_all_ids_the_loss_is_the_softmax_over_the_vocabulary() -> None:
+    every = torch.tensor([[(u + k) % V for k in range(1, V)] for u in range(V)])
+    rule = build_objective(ObjectiveConfig(bias="corrected", nearest=V - 1), V, TOKEN_COUNTS, every)
+    outputs, table, targets = drawn()
+    loss = loss_of(rule.pool(targets).candidates(targets), outputs, table)
+    torch.testing.assert_close(loss, torch.nn.functional.cross_entropy(outputs @ table.T, targets, reduction="sum"))

@@ -86,7 +86,7 @@ def test_held_out_text_is_predicted_as_it_is(count: str, power: float) -> None:
     assert perplexity(None) > 1.15 * best  # as the masked targets are distributed
 
 
-@pytest.mark.parametrize("strategy", ["frequency", "informative"])
+@pytest.mark.parametrize("strategy", ["frequency", "informative", "hardest"])
 def test_an_exported_head_speaks_of_text_as_it_is(tmp_path, strategy: str) -> None:
     """Its bias comes from the counts of the text beside the targets', special tokens left out."""
     config = config_of(strategy=strategy)

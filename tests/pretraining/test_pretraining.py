@@ -214,3 +214,25 @@ def test_a_micro_batch_moves_to_its_device_whole() -> None:
             other = getattr(there, name)
             same = other.device.type == "meta" if isinstance(value, torch.Tensor) else other == value
             assert same, name
+
+
+@pytest.mark.parametrize("objective", [{}, {"name": "vanilla", "output_bias": True}, {"score": "cosine"}], ids=str)
+def test_what_wants_to_know_is_told_which_targets_another_candidate_beat(objective: dict[str, object]) -> None:
+    pretraining = initialized(tiny(objective))
+    told: list[tuple[torch.Tensor, torch.Tensor]] = []
+    micro = prepared(pretraining)
+    silent = pretraining(micro)
+    pretraining.note_misses = lambda ids, missed: told.append((ids, missed))
+    assert torch.equal(pretraining(micro), silent)
+    ((ids, missed),) = told
+    assert torch.equal(ids, micro.batch.target_ids_N)
+    (group,) = micro.candidates
+    hidden = pretraining.backbone(micro.batch.input_ids_BT, documents_of(micro.batch)).flatten(0, 1)
+    matrix = pretraining.backbone.embedding.weight if pretraining.head is None else pretraining.head.weight
+    rows = matrix[:50] if group.ids_U is None else matrix[group.ids_U]
+    if "score" in objective:
+        hidden, rows = (torch.nn.functional.normalize(part, dim=-1) for part in (hidden, rows))
+    scores = hidden @ rows.T
+    scores = scores if group.bias_U is None else scores + group.bias_U
+    assert torch.equal(missed, scores.argmax(1) != group.positive_N)
+    assert missed.any()

@@ -36,6 +36,7 @@ ENCODERS: dict[str, tuple[str, ...]] = {
     "rate-falls-cosine": ("masking.rate=0.3", "masking.final_rate=0.02", "masking.rate_course=cosine"),
     "frequency": ("masking.strategy=frequency",),
     "informative": ("masking.strategy=informative",),
+    "hardest": ("masking.strategy=hardest", "masking.adapt_every=25"),
     "pmi": ("masking.strategy=pmi",),
 }
 """Settings beside those of `configs/encoder-small-headless.yaml`."""

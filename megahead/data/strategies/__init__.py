@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from megahead.config import MaskingConfig
 from megahead.data.strategies.collocations import Collocations, Pmi
 from megahead.data.strategies.frequency import Frequency
+from megahead.data.strategies.hardest import Hardest
 from megahead.data.strategies.informative import Informative
 from megahead.data.strategies.pair_counts import PairCounts
 from megahead.data.strategies.spans import Spans
@@ -19,6 +20,7 @@ STRATEGIES: Mapping[str, Callable[[MaskingConfig, TrainingText], Strategy]] = {
     "span": Spans.made,
     "frequency": Frequency.made,
     "informative": Informative.made,
+    "hardest": Hardest.made,
     "pmi": Pmi.made,
 }
 """By `masking.strategy`."""
@@ -27,6 +29,7 @@ __all__ = [
     "STRATEGIES",
     "Collocations",
     "Frequency",
+    "Hardest",
     "Informative",
     "PairCounts",
     "Pmi",

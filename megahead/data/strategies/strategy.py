@@ -6,7 +6,7 @@ A unit is a span of tokens that are masked together, all or none. B rows, T toke
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import numpy as np
 
@@ -18,6 +18,10 @@ Array = np.ndarray[Any, Any]
 class Strategy(Protocol):
     """One way to cut rows into units."""
 
+    def at(self, step: int) -> Strategy:
+        """As it is for the rows of an optimizer step, counted by what was read."""
+        ...
+
     def starts(self, tokens_BT: Array, noise: CounterRng) -> Array:
         """bool [B, T]: where a unit begins. Special tokens always end a unit."""
         ...
@@ -27,7 +31,14 @@ class Strategy(Protocol):
         ...
 
 
-class AllAlike:
+class Constant:
+    """The same at every step."""
+
+    def at(self, step: int) -> Self:
+        return self
+
+
+class AllAlike(Constant):
     """Units with the same chance, however they are cut."""
 
     def weights(self, tokens_BT: Array) -> Array | None:
@@ -35,7 +46,7 @@ class AllAlike:
 
 
 @dataclass(frozen=True)
-class WeighedIds:
+class WeighedIds(Constant):
     """Single tokens, each with the weight of its id."""
 
     weight_V: Array

@@ -10,6 +10,7 @@ import numpy as np
 from megahead.config import RunConfig
 from megahead.corpus.indexed import IndexedDataset
 from megahead.corpus.tokenizer import load_tokenizer
+from megahead.data.difficulty import Difficulty
 from megahead.data.strategies.pair_counts import PairCounts, token_chunks
 from megahead.errors import ConfigError
 
@@ -20,6 +21,9 @@ class TrainingText:
 
     config: RunConfig
     datasets: Sequence[IndexedDataset]
+
+    difficulty: Difficulty | None = None
+    """How often the run misses each id, for a strategy that follows it (`MaskingConfig.adapts`)."""
 
     @property
     def vocab_size(self) -> int:

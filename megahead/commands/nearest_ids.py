@@ -1,0 +1,36 @@
+"""Writes each id's nearest ids in a model's input embedding, for masking with similar words and for hard negatives.
+
+megahead nearest-ids --model runs/headless --output data/nearest.npy    # then data.nearest_ids: data/nearest.npy
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from rich.console import Console
+
+from megahead import convert
+from megahead.corpus import load_tokenizer
+from megahead.errors import FieldError, existing
+
+
+def main() -> None:
+    arguments = _parser().parse_args()
+    if arguments.each < 1:
+        raise FieldError("--each", "be at least 1", got=arguments.each)
+    from megahead.data.nearest_ids import find_nearest_ids, save_nearest_ids
+
+    weight_VD, tokenizer = convert.input_embedding(arguments.model)
+    known = weight_VD[: load_tokenizer(tokenizer).vocab_size]  # what lies behind is padding
+    nearest_VK = find_nearest_ids(known.numpy(), arguments.each)
+    save_nearest_ids(arguments.output, nearest_VK)
+    Console(highlight=False).print(f"wrote {arguments.output}: {arguments.each} for each of {len(nearest_VK):,} ids")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=existing, required=True, metavar="DIR", help="HF folder, run or checkpoint")
+    parser.add_argument("--each", type=int, default=8, metavar="K", help="nearest ids of each id (default: 8)")
+    parser.add_argument("--output", type=Path, required=True, metavar="NPY", help="the file to write")
+    return parser
