@@ -18,8 +18,8 @@ from megahead.estimate import (
     RankMemory,
     candidate_rows,
     rank_memory,
+    run_flops,
     run_parameters,
-    training_flops,
     ways_to_need_less,
 )
 from megahead.wording import GIB, counted
@@ -62,8 +62,7 @@ def _operations(config: RunConfig) -> str:
 
 
 def _flops(config: RunConfig) -> FlopsPerToken:
-    targets = config.targets_per_row()
-    return training_flops(config.model, config.data.sequence_length, candidate_rows(config), targets=targets)
+    return run_flops(config, candidate_rows(config))
 
 
 def stages(config: RunConfig) -> list[int]:

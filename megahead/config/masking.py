@@ -62,6 +62,11 @@ class MaskingConfig(Settings):
     """Share of the targets that are read as one of their nearest ids (data.nearest_ids), in place of a mask token:
     MacBERT (Cui et al. 2020, arXiv 2004.13922) has 0.8, and mask_share 0."""
 
+    masks_from_layer: int = Field(default=0, ge=0)
+    """Layers before this one see no mask tokens, but shorter rows of the other tokens; mask tokens enter here as they
+    are embedded (mask later: Liao et al. 2022, arXiv 2211.04898; MAE-LM: Meng et al. 2023, arXiv 2302.02060). The last
+    layer has the number num_layers - 1. Such models are exported without a head."""
+
     strategy: Strategy = "uniform"
     """What is selected: single tokens with equal probability (`uniform`), whole words, spans of geometrically
     distributed length (`span`), rare tokens more often (`frequency`), tokens that say much about their neighbours more
@@ -122,6 +127,7 @@ class MaskingConfig(Settings):
         return self.strategy == "hardest"
 
     def held_out(self) -> MaskingConfig:
-        """How held-out rows are masked, the same for every run: 15 % of single tokens, 80 / 10 / 10."""
+        """How held-out rows are masked, the same for every run: 15 % of single tokens, 80 / 10 / 10; mask tokens enter
+        where the model knows them."""
         ids = {name: getattr(self, name) for name in ("mask_token", "cls_token", "sep_token", "special_tokens")}
-        return MaskingConfig(**ids)
+        return MaskingConfig(**ids, masks_from_layer=self.masks_from_layer)

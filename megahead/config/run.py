@@ -134,6 +134,15 @@ class RunConfig(Settings):
             raise ConfigError(
                 "data.sequence_length", "have room for text between [CLS] and [SEP]", got=self.data.sequence_length
             )
+        if masking.masks_from_layer >= self.model.num_layers:
+            rule = f"be below model.num_layers ({self.model.num_layers})"
+            raise ConfigError("masking.masks_from_layer", rule, got=masking.masks_from_layer)
+        if masking.masks_from_layer and self.parallel.sequence:
+            rule = "be left out with parallel.sequence, which splits whole rows"
+            raise ConfigError("masking.masks_from_layer", rule, got=masking.masks_from_layer)
+        if masking.masks_from_layer and masking.mask_share == 0:
+            rule = "be left out with mask_share: 0, which has no mask tokens"
+            raise ConfigError("masking.masks_from_layer", rule, got=masking.masks_from_layer)
         if masking.adapts() and masking.adapt_every < self.data.prefetch:
             rule = f"be at least data.prefetch ({self.data.prefetch}), the steps that are masked ahead"
             raise ConfigError("masking.adapt_every", rule, got=masking.adapt_every)
@@ -164,7 +173,16 @@ class RunConfig(Settings):
 
     def why_headless_exports(self) -> str | None:
         """What keeps exports from having a head: something that no class of transformers does; None where they can."""
-        return None if self.objective.score == "dot" else f"scores by `{self.objective.score}`"
+        if self.objective.score != "dot":
+            return f"scores by `{self.objective.score}`"
+        late = self.masking.masks_from_layer if self.masking else 0
+        return f"reads mask tokens from layer {late} on" if late else None
+
+    def early_share(self) -> float:
+        """Share of a row's tokens that are no late mask tokens, on average over the run."""
+        if self.masking is None or not self.masking.masks_from_layer:
+            return 1.0
+        return 1 - self.masking.mask_share * self.targets_per_row() / self.data.sequence_length
 
     def in_rows(self) -> bool:
         """Whether the embedding lies in rows, sharded round-robin over all ranks."""

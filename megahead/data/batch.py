@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,20 @@ import torch
 from torch import Tensor
 
 Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class EarlyTokens:
+    """The tokens that an encoder's first layers see, where mask tokens enter later."""
+
+    index_N: Tensor
+    """int64, increasing: which of the B * T tokens, rows concatenated."""
+
+    max_per_row: int
+    """Largest number of them in a row."""
+
+    layers: int
+    """How many layers see them alone."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +50,9 @@ class Batch:
     """int32: the index of each document's first token, rows concatenated, then B * T (as flash-attention's varlen
     functions take it); None: not computed."""
 
+    early: EarlyTokens | None = None
+    """None: all layers see all tokens."""
+
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
         """The same batch on `device`."""
         return self._mapped(lambda tensor: tensor.to(device, non_blocking=non_blocking))
@@ -47,7 +64,8 @@ class Batch:
     def _mapped(self, change: Callable[[Tensor], Tensor]) -> Batch:
         positions_BT, cu_seqlens = (None if x is None else change(x) for x in (self.positions_BT, self.cu_seqlens))
         targets = change(self.target_index_N), change(self.target_ids_N)
-        return Batch(change(self.input_ids_BT), positions_BT, *targets, self.max_targets_per_row, cu_seqlens)
+        early = None if self.early is None else replace(self.early, index_N=change(self.early.index_N))
+        return Batch(change(self.input_ids_BT), positions_BT, *targets, self.max_targets_per_row, cu_seqlens, early)
 
 
 def causal_batch(

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from megahead.config import MaskingConfig
-from megahead.data.batch import Batch, document_positions
+from megahead.data.batch import Batch, EarlyTokens, document_positions
 from megahead.data.counter_rng import CounterRng
 from megahead.data.strategies import Strategy
 
@@ -59,13 +59,22 @@ class Masker:
         index_N = np.flatnonzero(chosen_BT)
         isolated = bool((text < 0).any()) or (self.isolate_documents and bool(last_token_BT[:, :-1].any()))
         positions_BT = document_positions(last_token_BT) if isolated else None
+        read_BT = self._read_as(tokens_BT, chosen_BT, noise)
         return Batch(
-            torch.from_numpy(self._read_as(tokens_BT, chosen_BT, noise)),
+            torch.from_numpy(read_BT),
             None if positions_BT is None else torch.from_numpy(positions_BT),
             torch.from_numpy(index_N),
             torch.from_numpy(tokens_BT.reshape(-1)[index_N]),
             max_targets_per_row=int(chosen_BT.sum(1).max(initial=0)),
+            early=self._early(chosen_BT & (read_BT == self.config.mask_token)),
         )
+
+    def _early(self, late_BT: Array) -> EarlyTokens | None:
+        """All tokens but the mask tokens, where these enter later."""
+        if not self.config.masks_from_layer:
+            return None
+        most = int((~late_BT).sum(1).max(initial=1))
+        return EarlyTokens(torch.from_numpy(np.flatnonzero(~late_BT)), most, self.config.masks_from_layer)
 
     def _framed(self, text: Array, document_starts: Array | None) -> tuple[Array, Array]:
         """(tokens, whether a document ends there), both [B, T]; what is empty follows [SEP], as end tokens."""

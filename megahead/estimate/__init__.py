@@ -1,7 +1,7 @@
 """What a model costs, from its config alone: parameters, floating-point operations, memory. Imports no torch."""
 
 from megahead.estimate.candidates import candidate_rows, expected_candidates
-from megahead.estimate.flops import FlopsPerToken, training_flops
+from megahead.estimate.flops import EarlyLayers, FlopsPerToken, run_flops, training_flops
 from megahead.estimate.memory import (
     RankMemory,
     rank_memory,
@@ -12,6 +12,7 @@ from megahead.estimate.parameters import ParameterCounts, count_parameters, run_
 from megahead.estimate.peaks import peak_flops
 
 __all__ = [
+    "EarlyLayers",
     "FlopsPerToken",
     "ParameterCounts",
     "RankMemory",
@@ -21,6 +22,7 @@ __all__ = [
     "peak_flops",
     "rank_memory",
     "rank_parameters",
+    "run_flops",
     "run_parameters",
     "training_flops",
     "ways_to_need_less",

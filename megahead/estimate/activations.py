@@ -31,4 +31,6 @@ def activation_bytes(config: RunConfig, compute: int) -> float:
     selective = block_input + 2 * model.hidden_size + products
     kept = {False: block, True: block_input, "selective": selective}[recompute]
     working = (block if recompute else 0) + model.hidden_size - block_input
-    return compute * tokens * (model.num_layers * kept + working)
+    early = config.masking.masks_from_layer if config.masking else 0
+    layers = model.num_layers - early * (1 - config.early_share())
+    return compute * tokens * (layers * kept + working)

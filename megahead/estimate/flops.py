@@ -10,8 +10,9 @@ softmax.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from megahead.config import ModelConfig
+from megahead.config import ModelConfig, RunConfig
 from megahead.estimate.parameters import attention_matrices, mlp_matrices
 
 
@@ -34,12 +35,24 @@ class FlopsPerToken:
         return self.body + self.attention + self.head
 
 
+class EarlyLayers(NamedTuple):
+    """The first layers of an encoder into which mask tokens enter later."""
+
+    layers: int
+    share: float
+    """Of a row's tokens that they see."""
+
+
+ALL_ALIKE = EarlyLayers(0, 1.0)
+
+
 def training_flops(
     config: ModelConfig,
     sequence_length: int,
     candidate_rows: int,
     context: float | None = None,
     targets: int | None = None,
+    early: EarlyLayers = ALL_ALIKE,
 ) -> FlopsPerToken:
     """Operations per token of training on rows of `sequence_length` tokens.
 
@@ -47,7 +60,7 @@ def training_flops(
     `context`: mean number of tokens that a token of a global layer sees, itself included; when left out that of rows
     with one document: (T + 1) / 2 for causal attention, T for an encoder (isolated documents see less). `targets`: of a
     row, all T when left out; for other tokens an encoder's last block computes only keys and values. Its transform is
-    not counted.
+    not counted. `early`: an encoder's first layers, where they see a share of the tokens alone.
     """
     hidden, layers = config.hidden_size, config.num_layers
     attention, mlp = attention_matrices(config), mlp_matrices(config)
@@ -55,14 +68,24 @@ def training_flops(
     context = whole_row if context is None else context
     share = 1.0 if targets is None else targets / sequence_length
     saved = (1 - share) if config.is_encoder() else 0.0
-    matrices = layers * (attention + mlp) - saved * (attention / 2 + mlp)
+    fewer = early.layers * (1 - early.share)
+    matrices = (layers - fewer) * (attention + mlp) - saved * (attention / 2 + mlp)
     near = min(context, _seen_within(config.local_window // 2, sequence_length))
     seen = [near if config.is_local(layer) else context for layer in range(layers)]
+    for layer in range(early.layers):  # fewer tokens, each of which sees fewer
+        seen[layer] = early.share * (near if config.is_local(layer) else early.share * context)
     return FlopsPerToken(
         body=3 * 2 * matrices,
         attention=3 * 4 * (sum(seen) - saved * seen[-1]) * config.num_heads * config.head_size(),
         head=3 * 2 * hidden * candidate_rows * share,
     )
+
+
+def run_flops(config: RunConfig, candidate_rows: int) -> FlopsPerToken:
+    """Those of a run whose outputs are scored against so many rows."""
+    layers = config.masking.masks_from_layer if config.masking else 0
+    early, targets = EarlyLayers(layers, config.early_share()), config.targets_per_row()
+    return training_flops(config.model, config.data.sequence_length, candidate_rows, targets=targets, early=early)
 
 
 def _seen_within(reach: int, tokens: int) -> float:

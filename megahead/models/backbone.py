@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from megahead.distributed import Group
 from megahead.models.compilation import CompiledBlocks
-from megahead.nn import Attend, CausalSelfAttention, Documents, SelfAttention, TargetPositions
+from megahead.nn import Attend, CausalSelfAttention, Documents, LateTokens, SelfAttention, TargetPositions
 from megahead.nn.activation_checkpointing import Recompute, checkpointed
 
 
@@ -59,8 +59,12 @@ class Backbone(nn.Module, ABC):
     def encode(self, rows_BTD: Tensor, documents: Documents) -> Tensor:
         """[B, T, D]: hidden states after the final norm; a token sees its own document alone."""
 
-    def encode_at(self, rows_BTD: Tensor, documents: Documents, targets: TargetPositions) -> Tensor:
-        """[N, D]: `encode` at `targets`. Where these are few, an encoder computes its last block for them alone."""
+    def encode_at(
+        self, rows_BTD: Tensor, documents: Documents, targets: TargetPositions, late: LateTokens | None = None
+    ) -> Tensor:
+        """[N, D]: `encode` at `targets`. Where these are few, an encoder computes its last block for them alone.
+
+        late: tokens that an encoder's first layers do not see; a decoder has none."""
         return targets.take(self.encode(rows_BTD, documents))
 
     def forward(self, input_ids_BT: Tensor, documents: Documents | None = None) -> Tensor:

@@ -6,13 +6,13 @@ B rows, T tokens a row, t those of them that this rank holds, D hidden size, N t
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from torch import Tensor, nn
 
 from megahead.distributed import gather_from_group
 from megahead.models.backbone import Backbone
-from megahead.nn import Documents, TargetPositions
+from megahead.nn import Documents, LateTokens, TargetPositions
 
 
 class Encoder(Backbone):
@@ -34,21 +34,38 @@ class Encoder(Backbone):
 
     def encode(self, rows_BTD: Tensor, documents: Documents) -> Tensor:
         """[B, T, D]: hidden states; see `Backbone.encode`."""
-        x_BtD = self.embedded(rows_BTD, documents)
-        for block, view in zip(self.blocks, self.views(documents), strict=True):
-            x_BtD = self.run_block(block, x_BtD, *view)
+        x_BtD = self._through(self.blocks, self.views(documents), self.embedded(rows_BTD, documents))
         return gather_from_group(self.normed(x_BtD), self.sequence_group, dim=1)
 
-    def encode_at(self, rows_BTD: Tensor, documents: Documents, targets: TargetPositions) -> Tensor:
+    def encode_at(
+        self, rows_BTD: Tensor, documents: Documents, targets: TargetPositions, late: LateTokens | None = None
+    ) -> Tensor:
         """[N, D]: the same at `targets`; where these are few, the last block is computed for them alone.
 
         Equal to `encode` at these positions; dropout draws other numbers. Ranks that share each row's tokens compute
-        all of them.
+        all of them. `late` tokens enter behind the first layers, as they were embedded.
         """
-        if not targets.are_few or self.sequence_group.size > 1:
+        if late is None and (not targets.are_few or self.sequence_group.size > 1):
             return super().encode_at(rows_BTD, documents, targets)
-        x_BTD = self.embedded(rows_BTD, documents)
-        *body, (last, its_view) = zip(self.blocks, self.views(documents), strict=True)
-        for block, view in body:
-            x_BTD = self.run_block(block, x_BTD, *view)
-        return self.normed(self.run_block(last, x_BTD, *its_view, targets, static_shapes=False))
+        x_BTD, first, last = self.embedded(rows_BTD, documents), 0, len(self.blocks) - 1
+        if late is not None:
+            first, views = late.layers, self.views(late.documents(documents))
+            early_BKD = self._through(self.blocks[:first], views[:first], late.without(x_BTD), static_shapes=False)
+            x_BTD = late.joined(early_BKD, x_BTD)
+        views = self.views(documents)
+        x_BTD = self._through(self.blocks[first:last], views[first:last], x_BTD)
+        if not targets.are_few:
+            return self.normed(targets.take(self.run_block(self.blocks[last], x_BTD, *views[last])))
+        return self.normed(self.run_block(self.blocks[last], x_BTD, *views[last], targets, static_shapes=False))
+
+    def _through(
+        self,
+        blocks: Iterable[nn.Module],
+        views: Sequence[tuple[object, ...]],
+        x_BtD: Tensor,
+        static_shapes: bool = True,
+    ) -> Tensor:
+        """[B, t, D]: the last of the blocks' outputs."""
+        for block, view in zip(blocks, views, strict=True):
+            x_BtD = self.run_block(block, x_BtD, *view, static_shapes=static_shapes)
+        return x_BtD

@@ -4,6 +4,7 @@ from megahead.nn.attention import CausalSelfAttention
 from megahead.nn.backends import BACKENDS, Attend, AttentionSpec, Backend, attend, choose_backend
 from megahead.nn.block import Block
 from megahead.nn.documents import Documents
+from megahead.nn.late_tokens import LateTokens
 from megahead.nn.mlp import MLP, GatedMLP
 from megahead.nn.post_norm import PostNormBlock
 from megahead.nn.rms_norm import RMSNorm
@@ -23,6 +24,7 @@ __all__ = [
     "GatedMLP",
     "Heads",
     "HeadsLinear",
+    "LateTokens",
     "PostNormBlock",
     "RMSNorm",
     "Rotation",

@@ -32,10 +32,13 @@ class Documents:
         *,
         one_per_row: bool = False,
         window: int | None = None,
+        starts_BT: Tensor | None = None,
     ) -> None:
-        """`positions_BT` restart at 0 with each document. `cu_seqlens`, where they are known already, save a
-        synchronisation with the GPU."""
+        """`positions_BT` restart at 0 with each document, unless `starts_BT` says where documents begin. `cu_seqlens`,
+        where they are known already, save a synchronisation with the GPU."""
         self.positions_BT, self.one_per_row, self.window = positions_BT, one_per_row, window
+        if starts_BT is not None:
+            self.starts_BT = starts_BT
         if cu_seqlens is not None:
             self.cu_seqlens = cu_seqlens
 
@@ -50,7 +53,10 @@ class Documents:
         """The same documents, in which a token sees `window` tokens to each side: local attention."""
         if self.positions_BT.shape[1] <= window + 1:  # no row is longer
             return self
-        return Documents(self.positions_BT, self.cu_seqlens, one_per_row=self.one_per_row, window=window)
+        starts_BT = None if self.one_per_row else self.starts_BT
+        return Documents(
+            self.positions_BT, self.cu_seqlens, one_per_row=self.one_per_row, window=window, starts_BT=starts_BT
+        )
 
     @property
     def need_no_mask(self) -> bool:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megahead.data import Batch
-from megahead.nn import Documents, TargetPositions
+from megahead.nn import Documents, LateTokens, TargetPositions
 from megahead.objectives import Candidates
 from megahead.table import RowPlan
 
@@ -32,6 +32,15 @@ def target_positions_of(batch: Batch) -> TargetPositions:
     """Which of the batch's outputs have a target."""
     rows, row_length = batch.input_ids_BT.shape
     return TargetPositions(batch.target_index_N, rows, row_length, batch.max_targets_per_row)
+
+
+def late_tokens_of(batch: Batch) -> LateTokens | None:
+    """The batch's mask tokens, if they enter later than the others."""
+    if batch.early is None:
+        return None
+    rows, row_length = batch.input_ids_BT.shape
+    early = TargetPositions(batch.early.index_N, rows, row_length, batch.early.max_per_row)
+    return LateTokens(early, batch.early.layers)
 
 
 @dataclass(frozen=True)

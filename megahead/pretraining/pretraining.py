@@ -30,7 +30,13 @@ from megahead.objectives import (
     vocabulary_candidates,
 )
 from megahead.objectives.candidate_softmax import grouped_misses
-from megahead.pretraining.batch import EvaluationRequest, MicroBatch, documents_of, target_positions_of
+from megahead.pretraining.batch import (
+    EvaluationRequest,
+    MicroBatch,
+    documents_of,
+    late_tokens_of,
+    target_positions_of,
+)
 from megahead.pretraining.output_layers import MaskHead, OutputBias, OutputEmbedding
 from megahead.pretraining.temperature import LearnedTemperature
 from megahead.table import RowTable
@@ -129,7 +135,8 @@ class Pretraining(nn.Module):
 
     def _outputs(self, inputs_BTD: Tensor, batch: Batch) -> Tensor:
         """[N, D]: the hidden states that have targets."""
-        return self.backbone.encode_at(inputs_BTD, documents_of(batch), target_positions_of(batch))
+        places = documents_of(batch), target_positions_of(batch), late_tokens_of(batch)
+        return self.backbone.encode_at(inputs_BTD, *places)
 
     def _final_hidden(self, outputs_ND: Tensor, vocabulary: bool) -> tuple[Tensor, Tensor | None]:
         """[N, D]: outputs to be scored against rows; [V]: a learned bias, or None.

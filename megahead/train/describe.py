@@ -129,6 +129,8 @@ def _objective(config: RunConfig, rows: int) -> str:
     if config.masking is not None:
         parts.append(f"{config.masking.rate:.0%} of the tokens masked")
         parts += [f"{config.masking.final_rate:.0%} at last"] if config.masking.final_rate else []
+        late = config.masking.masks_from_layer
+        parts += [f"mask tokens from layer {late} on"] if late else []
         parts += [f"by {config.masking.strategy}"] if config.masking.strategy != "uniform" else []
     if config.masked_inputs is not None:
         parts.append(f"{config.masked_inputs.share:.0%} of the inputs masked")

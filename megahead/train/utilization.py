@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from megahead.config import RunConfig, RunPlan
-from megahead.estimate import peak_flops, training_flops
+from megahead.estimate import peak_flops, run_flops
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,7 @@ class Utilization:
         against, 0 for the whole vocabulary.
         """
         rows = round(candidates) or self.config.model.padded_vocab_size()
-        length, targets = self.config.data.sequence_length, self.config.targets_per_row()
-        per_token = training_flops(self.config.model, length, rows, targets=targets).total
-        speed = per_token * tokens_per_second / self.devices
+        speed = run_flops(self.config, rows).total * tokens_per_second / self.devices
         return {"flops_per_second": speed} | ({"mfu": speed / self.device_peak} if self.device_peak else {})
 
 

@@ -137,6 +137,18 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
         BERT | {"masking": MASKS | {"strategy": "hardest", "adapt_every": 3}, "data.prefetch": 4},
         "`masking.adapt_every` must be at least data.prefetch (4), the steps that are masked ahead, but is 3 instead.",
     ),
+    (
+        BERT | {"masking": MASKS | {"masks_from_layer": 2}},
+        "`masking.masks_from_layer` must be below model.num_layers (2), but is 2 instead.",
+    ),
+    (
+        BERT | {"masking": MASKS | {"masks_from_layer": 1}, "parallel": {"tensor": 2, "sequence": True}},
+        "`masking.masks_from_layer` must be left out with parallel.sequence, which splits whole rows, but is 1 instead.",
+    ),
+    (
+        BERT | {"masking": MASKS | {"masks_from_layer": 1, "mask_share": 0}},
+        "`masking.masks_from_layer` must be left out with mask_share: 0, which has no mask tokens, but is 1 instead.",
+    ),
     ({"masking": MASKS}, "`masking` must be left out of a decoder, but is given instead."),
     (BERT, "`masking` must be given for an encoder, but is missing; name mask_token, cls_token and sep_token."),
     (

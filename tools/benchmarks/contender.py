@@ -17,7 +17,7 @@ from benchmarks.tokens import micro_batch
 from megahead.config import RunConfig, config_from_dict
 from megahead.distributed import Group
 from megahead.errors import FieldError
-from megahead.estimate import peak_flops, training_flops
+from megahead.estimate import peak_flops, run_flops
 from megahead.nn import Documents, TargetPositions
 from megahead.objectives import build_objective
 from megahead.optim import build_optimizer
@@ -88,12 +88,7 @@ class Contender:
 
     def flops(self) -> float:
         """Floating-point operations of a step."""
-        per_token = training_flops(
-            self.config.model,
-            self.config.data.sequence_length,
-            round(statistics.mean(self.candidates)),
-            targets=self.config.targets_per_row(),
-        )
+        per_token = run_flops(self.config, round(statistics.mean(self.candidates)))
         return per_token.total * self.config.batch.micro_size * self.config.data.sequence_length
 
     def peak_megabytes(self) -> float | None:

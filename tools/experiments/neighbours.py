@@ -23,6 +23,8 @@ DECODERS: dict[str, tuple[str, ...]] = {
     "meap-30": ("masked_inputs.share=0.3",),
     "learned-temperature": ("objective.learned_temperature=true",),
     "cosine": ("objective.score=cosine", "objective.temperature=0.07", "objective.learned_temperature=true"),
+    "corrected": ("objective.bias=corrected",),
+    "nearest-2": ("objective.bias=corrected", "objective.nearest=2"),
     "harmonic": ("objective.score=harmonic", f"objective.temperature={192**-0.5:.6g}"),
 }
 """Settings beside those of `configs/demo-headless.yaml`. The mask token is an id behind the tokenizer's, in all of
@@ -32,12 +34,21 @@ ENCODERS: dict[str, tuple[str, ...]] = {
     PLAIN: (),
     "rate-40": ("masking.rate=0.4",),
     "rate-40-pure": ("masking.rate=0.4", "masking.mask_share=1", "masking.random_share=0"),
+    "rate-40-late": (
+        *("masking.rate=0.4", "masking.mask_share=1", "masking.random_share=0"),
+        "masking.masks_from_layer=1",
+    ),
+    "rate-60-late": (
+        *("masking.rate=0.6", "masking.mask_share=1", "masking.random_share=0"),
+        "masking.masks_from_layer=1",
+    ),
     "rate-falls": ("masking.rate=0.3", "masking.final_rate=0.02"),
     "rate-falls-cosine": ("masking.rate=0.3", "masking.final_rate=0.02", "masking.rate_course=cosine"),
     "frequency": ("masking.strategy=frequency",),
     "informative": ("masking.strategy=informative",),
     "hardest": ("masking.strategy=hardest", "masking.adapt_every=25"),
     "pmi": ("masking.strategy=pmi",),
+    "similar": ("masking.mask_share=0.4", "masking.similar_share=0.4"),
 }
 """Settings beside those of `configs/encoder-small-headless.yaml`."""
 
@@ -63,6 +74,7 @@ def _compare(laboratory: Laboratory, kind: str, variants: Mapping[str, Sequence[
     for seed in SEEDS:
         plain = _train(laboratory, kind, f"{PLAIN}-{seed}", seed, STEPS[kind], given)
         for name, settings in variants.items():
+            settings = [*settings, *_nearest_ids(laboratory, kind, settings)]
             run = _train(laboratory, kind, f"{name}-{seed}", seed, STEPS[kind], [*given, *settings])
             rows.append(_row(kind, name, "tokens", run))
             ratio = speed(run) / speed(plain)
@@ -79,6 +91,15 @@ def _given(laboratory: Laboratory, kind: str) -> list[str]:
         return laboratory.encoder_data()
     ids = f"model.vocab_size={VOCABULARY + 1}"
     return [*laboratory.data(VOCABULARY), ids, "training.evaluate_samples=256"]
+
+
+def _nearest_ids(laboratory: Laboratory, kind: str, settings: Sequence[str]) -> list[str]:
+    """The setting that names those in the first plain model's embedding, where they are used."""
+    if not any("similar" in one or "nearest" in one for one in settings):
+        return []
+    path, model = laboratory.folder / f"{kind}.npy", laboratory.folder / f"{kind}-{PLAIN}-{SEEDS[0]}"
+    laboratory.make(path, "nearest_ids.py", "--model", str(model), "--output", str(path))
+    return [f"data.nearest_ids={path}"]
 
 
 def _train(laboratory: Laboratory, kind: str, name: str, seed: int, steps: int, settings: Sequence[str]) -> RunMetrics:

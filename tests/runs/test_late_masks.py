@@ -1,0 +1,85 @@
+"""Encoders whose mask tokens enter later: the same on every mesh, resumed bitwise, exported without a head."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModel
+
+from megahead.config import RunConfig
+from megahead.convert import export, hf_folder
+from megahead.data import held_out_masker, training_masker
+from megahead.distributed import Group, Launch
+from megahead.errors import UserError
+from megahead.report.metrics import read_metrics
+from megahead.train import pretrain
+from support.on_ranks import on_ranks
+from support.small_run import same_tensors, small_config, stage, write_text
+
+MODEL = {"num_layers": 3, "hidden_size": 32, "num_heads": 4, "vocab_size": 63, "vocab_multiple": 64}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "bert": {"family": "bert", "hidden_dropout": 0.0, "attention_dropout": 0.0, "max_positions": 32},
+    "modernbert": {"family": "modernbert", "intermediate_size": 64, "max_positions": 32, "local_window": 6},
+}
+
+
+def encoder(folder: Path, name: str, family: str, changes: dict[str, Any]) -> RunConfig:
+    fixed = {
+        "model": {**MODEL, **FAMILIES[family]},
+        "masking": {"mask_token": 60, "cls_token": 61, "sep_token": 62, "rate": 0.4, "masks_from_layer": 2},
+        "optimizer.eps": 1e-4,
+        "output_dir": str(folder / name),
+    }
+    return small_config(folder, fixed | changes)
+
+
+def run(group: Group, config: RunConfig, resume: str = "auto") -> str:
+    return pretrain(config, Launch(), resume).ending
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("bert", stage(2) | {"batch.micro_size": 1, "parallel.tensor": 2, "engine.activation_checkpointing": True}),
+        ("modernbert", stage(3) | {"engine.embedding": "rows"}),
+    ],
+    ids=str,
+)
+def test_every_mesh_takes_the_same_course_and_a_resume_is_bitwise(
+    tmp_path: Path, family: str, changes: dict[str, Any]
+) -> None:
+    write_text(tmp_path)
+    group = {"objective.group_samples": 2}
+    on_ranks(1, run, encoder(tmp_path, "alone", family, group))
+    on_ranks(4, run, encoder(tmp_path, "four", family, group | changes))
+    on_ranks(1, run, encoder(tmp_path, "run", family, group), str(tmp_path / "alone/checkpoints/step-00000003"))
+    assert same_tensors(tmp_path / "run", tmp_path / "alone")
+    one, four = (read_metrics(tmp_path / name) for name in ("alone", "four"))
+    assert four.validation[-1]["loss"] == pytest.approx(one.validation[-1]["loss"], abs=2e-5)
+    assert [r["loss"] for r in four.training] == pytest.approx([r["loss"] for r in one.training], abs=1e-5)
+    with pytest.raises(
+        UserError, match=r"`--head pmi` needs .* but this one reads mask tokens from layer 2 on; use none"
+    ):
+        export(tmp_path / "run", tmp_path / "out", "pmi")
+    assert AutoModel.from_pretrained(hf_folder(tmp_path / "run")).config.vocab_size == 63
+
+
+def test_held_out_rows_are_masked_as_ever_with_mask_tokens_where_the_model_knows_them(tmp_path: Path) -> None:
+    config = encoder(tmp_path, "run", "bert", {})
+    plain = encoder(tmp_path, "run", "bert", {"masking": {"mask_token": 60, "cls_token": 61, "sep_token": 62}})
+    text = torch.randint(1, 60, (4, 22), generator=torch.Generator().manual_seed(0)).numpy()
+    late, early = (held_out_masker(one).batch(text, range(4)) for one in (config, plain))  # type: ignore[union-attr]
+    assert torch.equal(late.input_ids_BT, early.input_ids_BT)
+    assert early.early is None
+    assert late.early is not None
+    assert late.early.layers == 2
+    for masker in (held_out_masker(config), training_masker(config, [])):
+        batch = masker.batch(text, range(4))  # type: ignore[union-attr]
+        assert batch.early is not None
+        seen = batch.input_ids_BT.flatten()[batch.early.index_N]
+        assert 60 not in seen
+        assert len(seen) + int((batch.input_ids_BT == 60).sum()) == batch.input_ids_BT.numel()
+        assert batch.to("meta").early.index_N.is_meta  # type: ignore[union-attr]
