@@ -5,6 +5,9 @@ from __future__ import annotations
 from pydantic import Field
 
 from megahead.config.base import Settings
+from megahead.config.data import DataConfig
+from megahead.config.model import ModelConfig
+from megahead.errors import ConfigError
 
 
 class MaskedInputsConfig(Settings):
@@ -17,3 +20,14 @@ class MaskedInputsConfig(Settings):
 
     share: float = Field(default=0.15, gt=0, lt=1)
     """Share of each row's tokens that are masked; end tokens never are."""
+
+    def check(self, model: ModelConfig, data: DataConfig) -> None:
+        """ConfigError unless it is a decoder that reads so, and the mask token one that it has."""
+        if model.is_encoder():
+            raise ConfigError("masked_inputs", "be left out of an encoder", got="given", hint="it has `masking`")
+        if self.mask_token >= model.vocab_size:
+            rule = f"be below model.vocab_size ({model.vocab_size})"
+            hint = f"for an id beyond the tokenizer's set model.vocab_size={self.mask_token + 1}"
+            raise ConfigError("masked_inputs.mask_token", rule, got=self.mask_token, hint=hint)
+        if self.mask_token == data.end_token:
+            raise ConfigError("masked_inputs.mask_token", "differ from data.end_token", got=self.mask_token)

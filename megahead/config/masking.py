@@ -9,6 +9,8 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from megahead.config.base import Settings
+from megahead.config.data import DataConfig
+from megahead.config.model import ModelConfig
 from megahead.errors import ConfigError
 
 Strategy = Literal["uniform", "whole_word", "span", "frequency", "informative", "hardest", "pmi"]
@@ -108,6 +110,37 @@ class MaskingConfig(Settings):
         if self.rate_course != "linear" and self.final_rate is None:
             raise ConfigError("rate_course", "be left out without final_rate", got=self.rate_course)
         return self
+
+    def check(self, model: ModelConfig, data: DataConfig, *, splits_rows: bool) -> None:
+        """ConfigError unless an encoder can read `data` so; `splits_rows`: sequence parallelism does."""
+        ids = (self.mask_token, self.cls_token, self.sep_token, *self.special_tokens)
+        if max(ids) >= model.vocab_size:
+            raise ConfigError("masking", f"name ids below model.vocab_size ({model.vocab_size})", got=max(ids))
+        if data.end_token == self.mask_token:
+            raise ConfigError("masking.mask_token", "differ from data.end_token", got=self.mask_token)
+        if data.order == "stored":
+            raise ConfigError("data.order", "be `shuffled` for an encoder", got="`stored`")
+        if data.sequence_length < 4:
+            raise ConfigError(
+                "data.sequence_length", "have room for text between [CLS] and [SEP]", got=data.sequence_length
+            )
+        self._check_late(model, splits_rows)
+        if self.adapts() and self.adapt_every < data.prefetch:
+            rule = f"be at least data.prefetch ({data.prefetch}), the steps that are masked ahead"
+            raise ConfigError("masking.adapt_every", rule, got=self.adapt_every)
+        if self.strategy == "whole_word" and data.tokenizer is None:
+            raise ConfigError("data.tokenizer", "be given to find whole words (masking.strategy)", got="missing")
+
+    def _check_late(self, model: ModelConfig, splits_rows: bool) -> None:
+        if self.masks_from_layer >= model.num_layers:
+            rule = f"be below model.num_layers ({model.num_layers})"
+            raise ConfigError("masking.masks_from_layer", rule, got=self.masks_from_layer)
+        if self.masks_from_layer and splits_rows:
+            rule = "be left out with parallel.sequence, which splits whole rows"
+            raise ConfigError("masking.masks_from_layer", rule, got=self.masks_from_layer)
+        if self.masks_from_layer and self.mask_share == 0:
+            rule = "be left out with mask_share: 0, which has no mask tokens"
+            raise ConfigError("masking.masks_from_layer", rule, got=self.masks_from_layer)
 
     def rate_at(self, progress: float) -> float:
         """Share of the tokens that are targets when `progress` (0 to 1) of the run is done."""

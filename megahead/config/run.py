@@ -71,7 +71,8 @@ class RunConfig(Settings):
                 "data.end_token", f"be below model.vocab_size ({self.model.vocab_size})", got=self.data.end_token
             )
         self._check_masking()
-        self._check_masked_inputs()
+        if self.masked_inputs:
+            self.masked_inputs.check(self.model, self.data)
         self._check_nearest_ids()
         self._check_table()
         if self.objective.schedule:
@@ -123,44 +124,7 @@ class RunConfig(Settings):
             raise ConfigError("masking", rule, got=got, hint=hint)
         if masking is None:
             return
-        ids = (masking.mask_token, masking.cls_token, masking.sep_token, *masking.special_tokens)
-        if max(ids) >= self.model.vocab_size:
-            raise ConfigError("masking", f"name ids below model.vocab_size ({self.model.vocab_size})", got=max(ids))
-        if self.data.end_token == masking.mask_token:
-            raise ConfigError("masking.mask_token", "differ from data.end_token", got=masking.mask_token)
-        if self.data.order == "stored":
-            raise ConfigError("data.order", "be `shuffled` for an encoder", got="`stored`")
-        if self.data.sequence_length < 4:
-            raise ConfigError(
-                "data.sequence_length", "have room for text between [CLS] and [SEP]", got=self.data.sequence_length
-            )
-        if masking.masks_from_layer >= self.model.num_layers:
-            rule = f"be below model.num_layers ({self.model.num_layers})"
-            raise ConfigError("masking.masks_from_layer", rule, got=masking.masks_from_layer)
-        if masking.masks_from_layer and self.parallel.sequence:
-            rule = "be left out with parallel.sequence, which splits whole rows"
-            raise ConfigError("masking.masks_from_layer", rule, got=masking.masks_from_layer)
-        if masking.masks_from_layer and masking.mask_share == 0:
-            rule = "be left out with mask_share: 0, which has no mask tokens"
-            raise ConfigError("masking.masks_from_layer", rule, got=masking.masks_from_layer)
-        if masking.adapts() and masking.adapt_every < self.data.prefetch:
-            rule = f"be at least data.prefetch ({self.data.prefetch}), the steps that are masked ahead"
-            raise ConfigError("masking.adapt_every", rule, got=masking.adapt_every)
-        if masking.strategy == "whole_word" and self.data.tokenizer is None:
-            raise ConfigError("data.tokenizer", "be given to find whole words (masking.strategy)", got="missing")
-
-    def _check_masked_inputs(self) -> None:
-        if self.masked_inputs is None:
-            return
-        token = self.masked_inputs.mask_token
-        if self.model.is_encoder():
-            raise ConfigError("masked_inputs", "be left out of an encoder", got="given", hint="it has `masking`")
-        if token >= self.model.vocab_size:
-            rule = f"be below model.vocab_size ({self.model.vocab_size})"
-            hint = f"for an id beyond the tokenizer's set model.vocab_size={token + 1}"
-            raise ConfigError("masked_inputs.mask_token", rule, got=token, hint=hint)
-        if token == self.data.end_token:
-            raise ConfigError("masked_inputs.mask_token", "differ from data.end_token", got=token)
+        masking.check(self.model, self.data, splits_rows=self.parallel.sequence)
 
     def _check_nearest_ids(self) -> None:
         similar = self.masking is not None and self.masking.similar_share > 0

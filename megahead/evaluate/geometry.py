@@ -20,11 +20,13 @@ from torch import Tensor
 
 from megahead.convert.source import EMBEDDING, TrainedModel
 from megahead.data import Batch, BatchReader, held_out_masker
+from megahead.data.nearest_ids import open_nearest_ids
 from megahead.distributed import Group
+from megahead.errors import FieldError
 from megahead.evaluate.held_out import open_held_out
-from megahead.objectives import Candidates, build_objective, vocabulary_candidates
+from megahead.objectives import Candidates, Dot, build_objective, vocabulary_candidates
 from megahead.objectives.three_products import row_step
-from megahead.pretraining import Pretraining, documents_of, target_positions_of
+from megahead.pretraining import Pretraining, documents_of, late_tokens_of, target_positions_of
 
 ROWS = 64
 """How many held-out rows are read by default."""
@@ -49,10 +51,12 @@ def measure_geometry(checkpoint: Path, rows: int = ROWS) -> Geometry:
     """Reads the run's held-out text with the model of a step folder, in fp32 on the CPU.
 
     O(N U D) for N outputs: seconds for a small model, minutes for a softmax over 100,000 ids. FieldError if the run
-    names no held-out text.
+    names no held-out text, or scores by no dot product.
     """
     model = TrainedModel.open(checkpoint)
     config, pretraining = model.config, model.load()
+    if config.objective.score != "dot":
+        raise FieldError("objective.score", "be dot for its gradients to be measured", got=config.objective.score)
     samples = open_held_out(config)
     reader = BatchReader(samples, config.data, held_out_masker(config))
     per_group = int(model.checkpoint.state.get("group_samples", config.batch.micro_size))
@@ -72,7 +76,8 @@ def _outputs(pretraining: Pretraining, batch: Batch) -> Tensor:
     """[N, D]: what the head multiplies, for the outputs that have targets."""
     backbone = pretraining.backbone
     inputs_BTD = backbone.embed(batch.input_ids_BT)
-    outputs_ND = backbone.encode_at(inputs_BTD, documents_of(batch), target_positions_of(batch))
+    places = documents_of(batch), target_positions_of(batch), late_tokens_of(batch)
+    outputs_ND = backbone.encode_at(inputs_BTD, *places)
     vanilla = pretraining.objective.name == "vanilla"
     return pretraining.mask_head(outputs_ND) if vanilla and pretraining.mask_head is not None else outputs_ND
 
@@ -84,7 +89,9 @@ def _candidates(model: TrainedModel, pretraining: Pretraining, batch: Batch) -> 
     table_VD = (pretraining.backbone.embedding if pretraining.head is None else pretraining.head).weight[:size]
     if config.objective.name == "vanilla":
         return table_VD, vocabulary_candidates(batch.target_ids_N, model.learned_bias())
-    pool = build_objective(config.objective, size, model.dataset_counts()).pool(batch.target_ids_N)
+    nearest = config.data.nearest_ids if config.objective.nearest else None
+    nearest_VK = None if nearest is None else torch.from_numpy(open_nearest_ids(nearest, size))
+    pool = build_objective(config.objective, size, model.dataset_counts(), nearest_VK).pool(batch.target_ids_N)
     candidates = pool.candidates(batch.target_ids_N)
     return table_VD[candidates.ids_U], candidates
 
@@ -107,11 +114,11 @@ class _Share:
     def add(self, outputs_ND: Tensor, rows_UD: Tensor, candidates: Candidates, temperature: float) -> None:
         """The outputs of one candidate group."""
         basis_UD = rows_UD @ _whitening(rows_UD)
-        step = row_step(outputs_ND, rows_UD, candidates, temperature, Group())
+        step = row_step(outputs_ND, rows_UD, candidates, Dot(temperature), Group())
         for outputs_nD, positive_n in zip(
             outputs_ND.split(step.chunk), candidates.positive_N.split(step.chunk), strict=True
         ):
-            _, matrix_nU, weight_n1 = step.residuals(outputs_nD, positive_n)
+            _, matrix_nU, weight_n1, _ = step.residuals(outputs_nD, positive_n)
             gradient_nU = matrix_nU if weight_n1 is None else matrix_nU * weight_n1
             self._all += float(gradient_nU.square().sum(dtype=torch.float64))
             self._reaching += float((gradient_nU @ basis_UD).square().sum(dtype=torch.float64))

@@ -82,6 +82,8 @@ class Headless:
         nearest_VK: Tensor | None = None,
     ) -> None:
         self._config = config
+        if config.nearest and nearest_VK is None:
+            raise ConfigError("data.nearest_ids", "be given with objective.nearest", got="missing")
         self._nearest_VK = None if nearest_VK is None or not config.nearest else nearest_VK[:, : config.nearest]
         self._log_q_V, self._log_r_V = None, None
         if config.needs_token_counts():

@@ -5,7 +5,14 @@
 candidates ahead, in a background thread. *Output*: a hidden state that has a target.
 """
 
-from megahead.pretraining.batch import EvaluationRequest, MicroBatch, StepBatches, documents_of, target_positions_of
+from megahead.pretraining.batch import (
+    EvaluationRequest,
+    MicroBatch,
+    StepBatches,
+    documents_of,
+    late_tokens_of,
+    target_positions_of,
+)
 from megahead.pretraining.build import TEMPERATURE, FirstWeights, build_pretraining, first_weights, weight_shapes
 from megahead.pretraining.candidate_groups import gather_targets
 from megahead.pretraining.feed import Feed
@@ -29,6 +36,7 @@ __all__ = [
     "documents_of",
     "first_weights",
     "gather_targets",
+    "late_tokens_of",
     "target_positions_of",
     "weight_shapes",
 ]

@@ -103,3 +103,8 @@ def test_even_directions_and_a_single_one(vectors: torch.Tensor, rank: float, an
 def test_a_run_without_held_out_text_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FieldError, match=r"data\.validation"):
         measure_geometry(saved(tmp_path, data__validation=None))
+
+
+def test_a_score_that_is_no_product_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(FieldError, match=r"`objective.score` must be dot .* but is cosine instead"):
+        measure_geometry(saved(tmp_path, objective__score="cosine"))

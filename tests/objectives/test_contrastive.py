@@ -300,6 +300,11 @@ def test_hard_negatives_are_the_nearest_ids_of_all_targets() -> None:
     assert candidates.ids_U[candidates.positive_N].tolist() == [3, 7, 7]
 
 
+def test_hard_negatives_need_their_table() -> None:
+    with pytest.raises(ConfigError, match=r"`data.nearest_ids` must be given with objective.nearest"):
+        build_objective(ObjectiveConfig(bias="corrected", nearest=1), V, TOKEN_COUNTS)
+
+
 def test_hard_negatives_are_divided_by_how_often_they_are_candidates() -> None:
     """Counted over many groups: the bias is minus the log of the share of groups that have the id."""
     rule = build_objective(ObjectiveConfig(bias="corrected", nearest=2), V, TOKEN_COUNTS, NEAREST)

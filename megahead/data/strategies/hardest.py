@@ -1,6 +1,7 @@
 """Single tokens, more often those that the model misses: what it reads changes with what it has learned.
 
-After adaptive masking by how well a model predicts each token (Edman, Fraser 2025, "Mask and You Shall Receive").
+After adaptive masking by how well a model predicts each token (Edman, Fraser 2025, arXiv 2510.20475,
+"Mask and You Shall Receive").
 """
 
 from __future__ import annotations
