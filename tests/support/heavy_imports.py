@@ -16,6 +16,7 @@ import torch.testing
 import torch.utils.tensorboard
 
 from megahead.engine.start import load_deepspeed
+from support.huge_pages import collapse_at_forks
 
 torch.set_num_threads(1)
 load_deepspeed(torch.device("cpu"))  # ranks of tests are CPU processes; GPU runs are processes of their own
@@ -32,3 +33,4 @@ for on_first_use in (
 # DeepSpeed collects garbage whenever it starts: a fork need not walk through, and thereby copy, all it was born with
 gc.freeze()
 os.register_at_fork(after_in_child=gc.freeze)
+collapse_at_forks(every=16)
