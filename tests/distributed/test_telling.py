@@ -8,7 +8,7 @@ import pytest
 
 from megahead.errors import UserError
 from support.commands import SCRIPT, TORCHRUN, config_file, free_port
-from support.forked import run_script
+from support.forked import fork_pythons, run_script
 from support.killable import codes, said, start_ranks
 from support.small_run import small_config, write_text
 
@@ -41,7 +41,8 @@ def test_each_rank_tells_a_mistake_of_its_own(tmp_path: Path) -> None:
     assert outputs(tmp_path) == [f"error: rank {rank} must be right, but is wrong.\n" for rank in range(2)]
 
 
-def test_under_torchrun_a_wrong_setting_is_told_once(tmp_path: Path) -> None:
+def test_under_torchrun_a_wrong_setting_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fork_pythons(monkeypatch)
     launcher = (TORCHRUN, "--nproc_per_node", 2, "--master_port", free_port())
     done = run_script(*launcher, SCRIPT, "--config", config_file(tmp_path), "--set", "model.hiden_size=3")
     assert done.returncode != 0

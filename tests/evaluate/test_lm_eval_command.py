@@ -13,6 +13,7 @@ import pytest
 from megahead.convert import hf_folder
 from megahead.evaluate.harness import evaluate_harness
 from megahead.evaluate.harness_tasks import task_files, write_tasks
+from support.forked import fork_pythons
 from support.small_checkpoint import save_small, save_tokenizer, small_config
 
 LIMIT = 12
@@ -20,11 +21,13 @@ LIMIT = 12
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["gpt_neox", "llama"])
-def test_the_same_numbers(shared_data: Path, tmp_path: Path, family: str) -> None:
+def test_the_same_numbers(shared_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str) -> None:
+    fork_pythons(monkeypatch)
     save_small(tmp_path / "run", small_config(model={"vocab_size": 300, "family": family}))
     save_tokenizer(tmp_path / "run" / "tokenizer.json")
     folder = hf_folder(tmp_path / "run")
     files = task_files(["lambada_openai", "arc_easy"], shared_data)
+    ours = evaluate_harness(folder, files, limit=LIMIT, batch_size=4)  # first: what it imports the fork need not
     definitions = write_tasks(files, tmp_path / "made")
     command = [sys.executable, "-m", "lm_eval", "run", "--model", "hf"]
     command += ["--model_args", f"pretrained={folder},dtype=float32", "--include_path", str(definitions)]
@@ -36,7 +39,7 @@ def test_the_same_numbers(shared_data: Path, tmp_path: Path, family: str) -> Non
     assert done.returncode == 0, done.stderr[-2000:]
     (written,) = (tmp_path / "out").rglob("results_*.json")
     theirs = json.loads(written.read_text())["results"]
-    for task in evaluate_harness(folder, files, limit=LIMIT, batch_size=4).tasks:
+    for task in ours.tasks:
         assert task.samples == LIMIT
         for score in task.scores:
             assert score.value == pytest.approx(theirs[task.task][f"{score.metric},none"], rel=1e-6), score.metric

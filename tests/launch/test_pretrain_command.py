@@ -14,7 +14,7 @@ import pytest
 
 from megahead.checkpoint import open_checkpoint
 from support.commands import CPU, DEEPSPEED, SCRIPT, TORCHRUN, config_file, free_port, losses
-from support.forked import Script, run_script
+from support.forked import Script, fork_pythons, run_script
 
 
 @pytest.mark.slow
@@ -39,7 +39,10 @@ def test_deepspeed_torchrun_and_bare_python_train_alike(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_saves_and_the_same_command_goes_on(tmp_path: Path, number: signal.Signals) -> None:
+def test_a_signal_saves_and_the_same_command_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    fork_pythons(monkeypatch)
     config = config_file(tmp_path, {"training.steps": 100_000, "training.evaluate_every": 100_000})
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONUNBUFFERED": "1"}
     with subprocess.Popen(

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from support.commands import CPU, DEEPSPEED, SCRIPT, TORCHRUN, config_file, free_port, losses
-from support.forked import ROOT, Script, run_script
+from support.forked import ROOT, Script, fork_pythons, run_script
 
 LAUNCH = ROOT / "launch"
 
@@ -38,7 +38,10 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["deepspeed", "torchrun"])
-def test_two_nodes_over_loopback_train_as_one_process(tmp_path: Path, launcher: str, one_process: list[float]) -> None:
+def test_two_nodes_over_loopback_train_as_one_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launcher: str, one_process: list[float]
+) -> None:
+    fork_pythons(monkeypatch)
     config = config_file(tmp_path, {"parallel.tensor": 2})
     command = launchers(tmp_path, free_port())[launcher]
     nodes = [Script(*command, "--node_rank", node, SCRIPT, *OPTIONS, config, environment=CPU) for node in range(2)]

@@ -6,14 +6,18 @@ import multiprocessing
 import multiprocessing.forkserver
 import os
 import runpy
+import signal
 import subprocess
 import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+
+import pytest
 
 FORK = multiprocessing.get_context("fork")
 ROOT = Path(__file__).parents[2]
@@ -37,7 +41,7 @@ class Script:
         self.command = [str(word) for word in command]
         self._cwd, self._environment = cwd, environment or {}
         self._said = [tempfile.TemporaryFile("w+") for _ in range(2)]  # noqa: SIM115 - closed by `done`
-        self._process = FORK.Process(target=self._become)
+        self._process = FORK.Process(target=self._start)
         self._process.start()
 
     def done(self, timeout: float = 300) -> subprocess.CompletedProcess[str]:
@@ -53,24 +57,71 @@ class Script:
             stream.close()
         return subprocess.CompletedProcess(self.command, self._process.exitcode, output, errors)
 
-    def _become(self) -> None:
+    def _start(self) -> None:
         os.chdir(self._cwd)
         os.environ.update(self._environment)
         for number, stream in enumerate(self._said, 1):
             os.dup2(stream.fileno(), number)
-        sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w", buffering=1)
-        sys.argv, sys.path[:0] = self.command, [str(Path(self.command[0]).parent)]
-        multiprocessing.forkserver._forkserver.__init__()  # type: ignore[misc] # the parent's serves no other process
-        code = _code(self.command[0])
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+        _become(self.command)
 
 
-def _code(script: str) -> int:
+def fork_pythons(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From here on scripts and modules that `subprocess` would start an interpreter for, and those that they start, are
+    forks: a launcher's ranks, say, each of which takes four CPU seconds to import what is here already."""
+    start: Callable[..., None] = subprocess.Popen.__init__
+
+    def fork(self: Any, args: Any, *rest: Any, env: Mapping[str, str] | None = None, **options: Any) -> None:
+        if command := _program(args):
+            options["preexec_fn"] = partial(_become_another, command, env)  # never returns, hence never executes `args`
+        start(self, args, *rest, env=env, **options)
+
+    monkeypatch.setattr(subprocess.Popen, "__init__", fork)
+
+
+def _program(args: Any) -> list[str]:
+    """The script, or `-m` and the module, that an interpreter would run; nothing if it is given options of its own."""
+    words = [] if isinstance(args, str | bytes | Path) else [str(word) for word in args]
+    if words[:1] != [sys.executable]:
+        return []
+    command = words[2:] if words[1:2] == ["-u"] else words[1:]
+    return command if command[:1] == ["-m"] or not command[0].startswith("-") else []
+
+
+def _become_another(command: list[str], environment: Mapping[str, str] | None) -> NoReturn:
+    """As a fresh interpreter would be, in the folder and with the streams that it was given: without this one's open
+    files, environment and handlers of signals."""
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for number in [int(entry.name) for entry in Path("/dev/fd").iterdir()]:
+        if number > 2:
+            os.dup2(nowhere, number)  # not closed: objects of the parent would close what is opened in their places
+    for handled in (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
+        signal.signal(handled, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if environment is not None:
+        os.environ.clear()
+        os.environ.update(environment)
+    _become(command)
+
+
+def _become(command: list[str]) -> NoReturn:
+    """Runs a script, or a module after `-m`, with its arguments, to this process's end."""
+    sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))  # noqa: SIM115
+    multiprocessing.forkserver._forkserver.__init__()  # type: ignore[misc] # the parent's serves no other process
+    code = _code(command)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _code(command: list[str]) -> int:
     """How it exits."""
     try:
-        runpy.run_path(script, run_name="__main__")
+        if command[0] == "-m":
+            sys.argv = command[1:]
+            runpy.run_module(command[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv, sys.path[:0] = command, [str(Path(command[0]).parent)]
+            runpy.run_path(command[0], run_name="__main__")
     except SystemExit as leaving:
         return leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
     except BaseException:

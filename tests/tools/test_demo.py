@@ -16,7 +16,7 @@ from demo_pipeline.outcome import show
 from demo_pipeline.pipeline import Pipeline
 from demo_pipeline.sizes import MODELS, QUICK
 from demo_pipeline.training import ROOT, train
-from support.forked import run_script
+from support.forked import fork_pythons, run_script
 
 LITTLE = [
     "model.vocab_size=1024",
@@ -42,6 +42,7 @@ def test_text_to_a_speaking_model_and_everything_reused_the_second_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str
 ) -> None:
     monkeypatch.chdir(ROOT)
+    fork_pythons(monkeypatch)
     trainings = {"demo-headless": train, "demo-head": without_a_launcher}
     monkeypatch.setattr("demo_pipeline.pipeline.train", lambda config, *rest: trainings[config](config, *rest))
     roots = [Path(str(module.__file__)).parent for module in (email, logging, numpy)]
