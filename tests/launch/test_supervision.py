@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from support.commands import ROOT, config_file
+from support.commands import CPU, ROOT, TORCHRUN, config_file
+from support.forked import Script, fork_pythons
 from support.killable import codes, start_ranks
 from support.small_run import same_tensors, small_config
 
@@ -28,20 +28,17 @@ runpy.run_path("launch/pretrain.py", run_name="__main__")
 
 
 @pytest.mark.slow
-def test_torchrun_starts_all_ranks_again_and_they_resume(tmp_path: Path) -> None:
+def test_torchrun_starts_all_ranks_again_and_they_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`launch/supervised.sh`, but for a training script one of whose ranks dies in the first attempt."""
-    command = (ROOT / "launch/supervised.sh").read_text()
     script = tmp_path / "crash_once.py"
     script.write_text(CRASH_ONCE)
-    supervised = tmp_path / "supervised.sh"
-    supervised.write_text(command.replace("launch/pretrain.py", str(script)).replace(".venv/bin/", ""))
-    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "RANKS": "2", "RESTARTS": "1"}
-    environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
-    environment["PYTHONPATH"] = str(ROOT)
-    config = config_file(tmp_path)
-    done = subprocess.run(
-        ["bash", supervised, config], capture_output=True, text=True, env=environment, cwd=ROOT, timeout=300
-    )
+    command = (ROOT / "launch/supervised.sh").read_text().replace("launch/pretrain.py", str(script))
+    assert "exec .venv/bin/torchrun " in command
+    told = command.replace("exec .venv/bin/torchrun ", "printf '%s\\n' ")
+    environment = {**os.environ, "RANKS": "2", "RESTARTS": "1"}
+    options = subprocess.check_output(["bash", "-c", told, "supervised", config_file(tmp_path)], env=environment)
+    fork_pythons(monkeypatch)
+    done = Script(TORCHRUN, *options.decode().splitlines(), environment=CPU).done()
     assert done.returncode == 0, done.stdout + done.stderr
     by_torchrun = "failed (exitcode: 9) local_rank: 1"  # which may end the other rank before that can speak
     assert "rank 1 died" in done.stderr or by_torchrun in done.stderr

@@ -225,7 +225,7 @@ def test_global_groups_reproduce_one_process_step_by_step(tmp_path: Path, object
     common |= {"training.steps": 20, "training.checkpoint_every": 20, "training.evaluate_every": 20}
     common |= {"data.boundary_targets": False}
     one = {"batch.micro_size": 64, "output_dir": str(tmp_path / "one")}
-    two = {"batch.micro_size": 8, "output_dir": str(tmp_path / "two")}
+    two = {"batch.micro_size": 16, "output_dir": str(tmp_path / "two")}
     on_ranks(1, run, small_config(tmp_path, common | one))
     on_ranks(2, run, small_config(tmp_path, common | two | stage(zero)))
     ours, theirs = (read_metrics(tmp_path / name) for name in ("two", "one"))
