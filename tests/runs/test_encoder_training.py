@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,26 @@ def encoder_config(folder: Path, objective: dict[str, Any], changes: dict[str, A
 
 def run(group: Group, config: RunConfig, resume: str = "auto") -> str:
     return pretrain(config, Launch(), resume).ending
+
+
+MODERNBERT = {
+    "model": {"family": "modernbert", "num_layers": 4, "hidden_size": 32, "num_heads": 4, "vocab_size": 63}
+    | {"vocab_multiple": 64, "max_positions": 32, "local_window": 6, "intermediate_size": 64}
+}
+Alone = Callable[[str, str], Path]
+"""The folder of a family's run on one rank, by the name of its objective."""
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Alone:
+    @cache
+    def trained(family: str, objective: str) -> Path:
+        folder = tmp_path_factory.mktemp("alone")
+        write_text(folder)
+        on_ranks(1, run, encoder_config(folder, OBJECTIVES[objective], {"bert": {}, "modernbert": MODERNBERT}[family]))
+        return folder / "run"
+
+    return trained
 
 
 @pytest.mark.parametrize(("objective", "pack"), [("headless", "stream"), ("vanilla", "best_fit")])
@@ -74,25 +96,17 @@ def test_resuming_is_bitwise(tmp_path: Path, objective) -> None:
     ],
 )
 def test_every_mesh_and_stage_takes_the_same_course(
-    tmp_path: Path, name: str, number: int, tensor: int, data: int, embedding: str
+    tmp_path: Path, alone: Alone, name: str, number: int, tensor: int, data: int, embedding: str
 ) -> None:
     write_text(tmp_path)
     objective = OBJECTIVES[name]
-    alone = encoder_config(tmp_path, objective, {"output_dir": str(tmp_path / "alone")})
-    on_ranks(1, run, alone)
     zero = {"engine.deepspeed": {"zero_optimization": {"stage": number, "stage3_param_persistence_threshold": 0}}}
     ways = {"engine.activation_checkpointing": True, "engine.embedding": embedding}
     meshed = encoder_config(tmp_path, objective, {"parallel.tensor": tensor, **zero, **ways})
     on_ranks(tensor * data, run, meshed)
-    one, two = (read_metrics(tmp_path / folder) for folder in ("alone", "run"))
+    one, two = read_metrics(alone("bert", name)), read_metrics(tmp_path / "run")
     assert [r["loss"] for r in two.training] == pytest.approx([r["loss"] for r in one.training], abs=1e-5)
     assert two.validation[-1]["loss"] == pytest.approx(one.validation[-1]["loss"], abs=1e-5)
-
-
-MODERNBERT = {
-    "model": {"family": "modernbert", "num_layers": 4, "hidden_size": 32, "num_heads": 4, "vocab_size": 63}
-    | {"vocab_multiple": 64, "max_positions": 32, "local_window": 6, "intermediate_size": 64}
-}
 
 
 @pytest.mark.parametrize(
@@ -108,17 +122,16 @@ MODERNBERT = {
     ids=str,
 )
 def test_a_modernbert_takes_the_same_course_on_every_mesh_and_by_every_way(
-    tmp_path: Path, name: str, number: int, tensor: int, data: int, ways: dict[str, Any]
+    tmp_path: Path, alone: Alone, name: str, number: int, tensor: int, data: int, ways: dict[str, Any]
 ) -> None:
     write_text(tmp_path)
-    on_ranks(1, run, encoder_config(tmp_path, OBJECTIVES[name], MODERNBERT | {"output_dir": str(tmp_path / "alone")}))
     zero = {"engine.deepspeed": {"zero_optimization": {"stage": number, "stage3_param_persistence_threshold": 0}}}
     meshed = encoder_config(tmp_path, OBJECTIVES[name], MODERNBERT | {"parallel.tensor": tensor} | zero | ways)
     on_ranks(tensor * data, run, meshed)
-    one, two = (read_metrics(tmp_path / folder) for folder in ("alone", "run"))
+    one, two = read_metrics(alone("modernbert", name)), read_metrics(tmp_path / "run")
     assert [r["loss"] for r in two.training] == pytest.approx([r["loss"] for r in one.training], abs=1e-5)
     assert two.validation[-1]["loss"] == pytest.approx(one.validation[-1]["loss"], abs=1e-5)
-    before, after = (initial(meshed), open_checkpoint(tmp_path / "alone"))
+    before, after = (initial(meshed), open_checkpoint(alone("modernbert", name)))
     way = {key: after.read(key) - weight for key, weight in before.items()}
     for key in way:
         apart = open_checkpoint(tmp_path / "run").read(key) - after.read(key)

@@ -35,15 +35,24 @@ def meshed(zero: int, tensor: int) -> dict[str, Any]:
     return stage(zero) | {"parallel.tensor": tensor}
 
 
+@pytest.fixture(scope="module")
+def on_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run at ZeRO 2 on two tensor ranks, and of its text."""
+    folder = tmp_path_factory.mktemp("two")
+    write_text(folder)
+    on_ranks(2, run, small_config(folder, meshed(2, 2)))
+    return folder
+
+
 @pytest.mark.parametrize(
     ("zero", "tensor", "ranks"), [(0, 1, 1), (3, 1, 2), (1, 2, 4), (3, 4, 4)], ids=lambda number: str(number)
 )
-def test_a_run_goes_on_over_another_mesh_and_stage(tmp_path: Path, zero: int, tensor: int, ranks: int) -> None:
-    write_text(tmp_path)
-    on_ranks(2, run, small_config(tmp_path, meshed(2, 2)))
-    resumed = small_config(tmp_path, meshed(zero, tensor) | {"output_dir": str(tmp_path / "resumed")})
-    on_ranks(ranks, run, resumed, str(tmp_path / "run/checkpoints/step-00000003"))
-    assert losses(tmp_path / "resumed") == pytest.approx(losses(tmp_path / "run")[3:], abs=1e-5)
+def test_a_run_goes_on_over_another_mesh_and_stage(
+    on_two_ranks: Path, tmp_path: Path, zero: int, tensor: int, ranks: int
+) -> None:
+    resumed = small_config(on_two_ranks, meshed(zero, tensor) | {"output_dir": str(tmp_path / "resumed")})
+    on_ranks(ranks, run, resumed, str(on_two_ranks / "run/checkpoints/step-00000003"))
+    assert losses(tmp_path / "resumed") == pytest.approx(losses(on_two_ranks / "run")[3:], abs=1e-5)
 
 
 @pytest.mark.parametrize("zero", [0, 3])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +19,22 @@ VOCABULARY = 60
 
 def write_text(folder: Path, name: str = "text", documents: int = 200, seed: int = 0) -> str:
     """A dataset of random walks on a sparse graph: each token has three likely successors; documents end with 0."""
-    successors = np.random.default_rng(1234).integers(1, VOCABULARY, (VOCABULARY, 3))
-    generator = np.random.default_rng(seed)
     with IndexedDatasetWriter(folder / name, vocab_size=VOCABULARY) as writer:
-        for _ in range(documents):
-            tokens = [int(generator.integers(1, VOCABULARY))]
-            while generator.random() > 0.02:
-                tokens.append(int(successors[tokens[-1], generator.integers(3)]))
-            writer.add_document([*tokens, 0])
+        for tokens in _walks(documents, seed):
+            writer.add_document(tokens)
     return str(folder / name)
+
+
+@cache
+def _walks(documents: int, seed: int) -> list[list[int]]:
+    successors = np.random.default_rng(1234).integers(1, VOCABULARY, (VOCABULARY, 3))
+    generator, walks = np.random.default_rng(seed), []
+    for _ in range(documents):
+        tokens = [int(generator.integers(1, VOCABULARY))]
+        while generator.random() > 0.02:
+            tokens.append(int(successors[tokens[-1], generator.integers(3)]))
+        walks.append([*tokens, 0])
+    return walks
 
 
 def small_config(folder: Path, changes: dict[str, Any] | None = None) -> RunConfig:
