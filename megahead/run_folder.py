@@ -58,6 +58,11 @@ class RunFolder:
         return self / "ending.json"
 
     @property
+    def holder(self) -> Path:
+        """Which process trains there now; left behind by one that was killed."""
+        return self / "session"
+
+    @property
     def exports(self) -> Path:
         """Hugging Face folders of its checkpoints, made when a command needs one."""
         return self / "exports"

@@ -19,6 +19,9 @@ from megahead import train
 from megahead.config import RunConfig, RunPlan, load_config
 from megahead.errors import UserError, print_error, run_command
 
+_LEAVES = 75
+"""EX_TEMPFAIL: the node leaves a run that is not at its end, as torchrun thinks when all ranks of a node exit 0."""
+
 
 def main() -> None:
     """Ends the process; after an error at once, since other ranks may wait, and only one of them prints the error."""
@@ -38,7 +41,7 @@ def run() -> None:
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)  # a launcher's second one comes too late to change how it ended
     if done.ending == "stopped":
-        sys.exit(arguments.stopped_code)
+        sys.exit(_LEAVES if arguments.stopped_code is None and config.parallel.elastic else arguments.stopped_code or 0)
 
 
 def parse() -> argparse.Namespace:
@@ -49,7 +52,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--dry-run", action="store_true", help="print the resolved run and stop")
     parser.add_argument("--world-size", type=int, default=1, help="ranks to assume with --dry-run")
     parser.add_argument(
-        "--stopped-code", type=int, default=0, metavar="N", help="exit code after a signal (default: 0)"
+        "--stopped-code",
+        type=int,
+        metavar="N",
+        help=f"exit code after a signal (default: 0; {_LEAVES} with parallel.elastic, by which other nodes go on)",
     )
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # given by the deepspeed launcher
     return parser.parse_args()

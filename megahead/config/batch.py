@@ -30,3 +30,8 @@ class BatchConfig(Settings):
                 hint=f"try {above}" if below == 0 else f"try {below} or {above}",
             )
         return steps
+
+    def most_data_ranks(self, there: int) -> int:
+        """The largest number of data ranks up to `there` that the global batch can be split over; 0: none can."""
+        micro_batches, remainder = divmod(self.global_size, self.micro_size)
+        return 0 if remainder else max((d for d in range(1, there + 1) if micro_batches % d == 0), default=0)

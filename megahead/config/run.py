@@ -75,6 +75,7 @@ class RunConfig(Settings):
             self.masked_inputs.check(self.model, self.data)
         self._check_nearest_ids()
         self._check_table()
+        self._check_elastic()
         if self.objective.schedule:
             self.objective.schedule.check(self.training.steps)
         if self.schedule.warmup_steps + (self.schedule.decay_steps or 0) > self.training.steps:
@@ -116,6 +117,17 @@ class RunConfig(Settings):
                 "optimizer.table.rule", "be adamw with objective.schedule, by which all rows end", got=table.rule
             )
 
+    def _check_elastic(self) -> None:
+        if not self.parallel.elastic:
+            return
+        if not self.batch.most_data_ranks(1):
+            rule = f"be a multiple of batch.micro_size ({self.batch.micro_size}) under parallel.elastic"
+            hint = "no number of ranks can serve it"
+            raise ConfigError("batch.global_size", rule, got=self.batch.global_size, hint=hint)
+        if self.objective.group_samples == "data_parallel":
+            rule = "not depend on the number of ranks under parallel.elastic"
+            raise ConfigError("objective.group_samples", rule, got="data_parallel", hint="write a number of samples")
+
     def _check_masking(self) -> None:
         masking, encoder = self.masking, self.model.is_encoder()
         if (masking is not None) != encoder:
@@ -153,6 +165,17 @@ class RunConfig(Settings):
         if self.engine.embedding != "auto":
             return self.engine.embedding == "rows"
         return wants_rows(self.model.vocab_size, self.optimizer.table) and self.refusal_of_rows() is None
+
+    def usable_ranks(self, there: int) -> int:
+        """How many of the launcher's ranks train: under `parallel.elastic` the most that batch and tensor ranks allow.
+
+        ConfigError if they are too few for one copy of the weights.
+        """
+        if not self.parallel.elastic:
+            return there
+        if there < self.parallel.tensor:
+            raise ConfigError("parallel.tensor", f"be at most the number of ranks ({there})", got=self.parallel.tensor)
+        return self.parallel.tensor * self.batch.most_data_ranks(there // self.parallel.tensor)
 
     def refusal_of_rows(self) -> Refusal | None:
         """What keeps the embedding from lying in rows."""

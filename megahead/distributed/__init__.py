@@ -14,7 +14,7 @@ from megahead.distributed.collectives import (
     reduce_scatter_to_group,
     scatter_to_group,
 )
-from megahead.distributed.connection import connected
+from megahead.distributed.connection import connected, look_on
 from megahead.distributed.group import Group
 from megahead.distributed.mesh import Mesh
 from megahead.distributed.print_once import print_error_once
@@ -40,6 +40,7 @@ __all__ = [
     "gather_from_group",
     "interleave_rows",
     "joined",
+    "look_on",
     "per_rank_rng",
     "print_error_once",
     "read_launch",

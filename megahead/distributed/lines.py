@@ -48,6 +48,15 @@ class Line:
         self._connection.close()
 
 
+def notice_lost_host(connection: socket.socket, seconds: float) -> None:
+    """Breaks `connection`, or those that it accepts, when the machine at the other end is silent for `seconds`. A
+    process there that is stopped or swapped out is another matter: its machine answers."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (("KEEPIDLE", seconds / 4), ("KEEPINTVL", seconds / 4), ("USER_TIMEOUT", 1000 * seconds)):
+        if hasattr(socket, f"TCP_{option}"):  # Linux
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, f"TCP_{option}"), ceil(value))
+
+
 class Pulse:
     """When to send a heartbeat (a beat), so that silence means that the other end is lost.
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch.distributed.distributed_c10d import PrefixStore, Store
@@ -35,6 +35,25 @@ class Launch:
     attempt: int = 0
     """How often the launcher (torchrun) has restarted all ranks."""
 
+    waiting: int = 0
+    """Ranks that the launcher started beyond `world_size`, which wait until those below it end."""
+
+    ranks_per_node: int = 0
+    """Ranks on this node; 0 where the launcher does not say."""
+
+    restarts: bool = False
+    """Whether the launcher (torchrun with --max-restarts) starts ranks again when some are lost or come."""
+
+    keeps_store: bool = False
+    """Whether the launcher (torchrun by default) keeps one store, at one address, however often ranks meet again."""
+
+    host_seconds: float | None = None
+    """A machine that does not answer for so long is lost; None: only whether its ranks take part counts."""
+
+    def using(self, ranks: int, host_seconds: float) -> Launch:
+        """The same, but only the first `ranks` train, and others can take the place of a lost machine."""
+        return replace(self, world_size=ranks, waiting=self.world_size - ranks, host_seconds=host_seconds)
+
 
 def read_launch(environment: Mapping[str, str]) -> Launch:
     """The launch that `environment` describes; a single process when it describes none.
@@ -47,7 +66,7 @@ def read_launch(environment: Mapping[str, str]) -> Launch:
     if not source["WORLD_SIZE"] and environment.get("RANK"):
         raise UserError(_missing("WORLD_SIZE", f"RANK is {environment['RANK']}"))
     if not source["WORLD_SIZE"] or source["WORLD_SIZE"] == "1":
-        return Launch()
+        return Launch(**_torchrun(environment))
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         source[name] = environment.get(name, "")
     missing = [name for name, value in source.items() if not value]
@@ -62,8 +81,23 @@ def read_launch(environment: Mapping[str, str]) -> Launch:
     rank, world_size, local_rank, port = (int(numbers[n]) for n in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"))
     if rank >= world_size:
         raise UserError(f"`RANK` must be below WORLD_SIZE ({world_size}), but is {rank} instead.")
-    attempt = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return Launch(rank, world_size, local_rank, source["MASTER_ADDR"], port, int(attempt) if attempt.isdecimal() else 0)
+    return Launch(rank, world_size, local_rank, source["MASTER_ADDR"], port, **_torchrun(environment))
+
+
+def _torchrun(environment: Mapping[str, str]) -> dict[str, Any]:
+    """What torchrun's agent tells beside a rank's place; each node's counts its own restarts, and not the others'."""
+
+    def number(name: str) -> int:
+        value = environment.get(name, "0")
+        return int(value) if value.isdecimal() else 0
+
+    keeps_store = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return {
+        "attempt": number("TORCHELASTIC_RESTART_COUNT") if keeps_store else 0,
+        "ranks_per_node": number("LOCAL_WORLD_SIZE"),
+        "restarts": number("TORCHELASTIC_MAX_RESTARTS") > 0,
+        "keeps_store": keeps_store,
+    }
 
 
 def _has_a_device_of_its_own(environment: Mapping[str, str]) -> bool:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from selectors import EVENT_READ, DefaultSelector
 from typing import Any
 
-from megahead.distributed.lines import Line, Pulse
+from megahead.distributed.lines import Line, Pulse, notice_lost_host
 
 GRACE_SECONDS = 5.0
 """Seconds that ranks have to report after one gave up waiting, and then to end by themselves."""
@@ -25,11 +25,18 @@ _MORE_SECONDS = 1.0
 
 
 class Switchboard:
-    """Expects `size` ranks within `limit_seconds`; listens until all have left or one is lost."""
+    """Expects `size` ranks within `limit_seconds`; listens until all have left or one is lost.
 
-    def __init__(self, size: int, limit_seconds: float) -> None:
+    `onlookers`: as many ranks beyond these are told how it ends. Nobody waits for them, and they may be lost.
+    `host_seconds`: a machine that is silent for that long counts as lost; by default only its ranks' silence counts.
+    """
+
+    def __init__(self, size: int, limit_seconds: float, onlookers: int = 0, host_seconds: float | None = None) -> None:
         self._all, self._limit = frozenset(range(size)), limit_seconds
-        self._door, self._token = _listen(size), secrets.token_hex(8)
+        self._onlookers = frozenset(range(size, size + onlookers))
+        self._door, self._token = _listen(size + onlookers), secrets.token_hex(8)
+        if host_seconds is not None:
+            notice_lost_host(self._door, host_seconds)
         self._lines: dict[int, Line] = {}
         self._gave_up: set[int] = set()
         self._left: set[int] = set()
@@ -72,7 +79,7 @@ class Switchboard:
             (_, token, rank), *_ = line.receive()
         except (EOFError, ValueError, TypeError):
             token, rank = "", 0
-        if token == self._token and rank in self._all - self._lines.keys():
+        if token == self._token and rank in (self._all | self._onlookers) - self._lines.keys():
             self._add_line(rank, line)
         else:
             line.close()
@@ -80,10 +87,11 @@ class Switchboard:
     def _add_line(self, rank: int, line: Line) -> None:
         self._lines[rank] = line
         self._selector.register(line, EVENT_READ, lambda: self._listen_to(rank))
-        if self._lines.keys() == self._all:
+        if rank in self._all and self._lines.keys() >= self._all:
+            self._send_all("here")
+        if self._lines.keys() == self._all | self._onlookers:
             self._selector.unregister(self._door)
             self._door.close()
-            self._send_all("here")
 
     def _listen_to(self, rank: int) -> None:
         answers: dict[str, Callable[..., Any]] = {
@@ -97,7 +105,7 @@ class Switchboard:
                 answers[word](*more)
         except EOFError:
             self._selector.unregister(self._lines[rank])
-            self._accuse(rank, "died")
+            self._miss(rank, "died")
 
     def _beat(self) -> None:
         self._send_all("beat")
@@ -105,10 +113,15 @@ class Switchboard:
         for rank, line in self._lines.items():
             line.silent_beats += 1
             if line.silent_beats > self._pulse.limit_beats + 1:
-                self._accuse(rank, f"died or hangs (silent for {self._limit:g} s)")
+                self._miss(rank, f"died or hangs (silent for {self._limit:g} s)")
         if self._beats_sent >= self._pulse.limit_beats:
             for rank in self._all - self._lines.keys():
                 self._accuse(rank, f"did not come within {self._limit:g} s")
+
+    def _miss(self, rank: int, fate: str) -> None:
+        """Does without a rank that only looked on; accuses any other."""
+        if rank not in self._onlookers:
+            self._accuse(rank, fate)
 
     def _accuse(self, rank: int, fate: str) -> None:
         """Records a lost rank, unless it is recorded already or has left."""

@@ -28,6 +28,7 @@ class LostRankError(UserError):
 
     def __init__(self, lost: Mapping[int, str]) -> None:
         """`lost`: from rank to what became of it."""
+        self.lost = lost
         super().__init__(f"all ranks must take part in the run, but {_describe_lost(lost)}; start again to resume.")
 
 
@@ -49,6 +50,11 @@ class Watch:
         self._line.send("left")
         self._expect(self._limit)
 
+    def look_on(self) -> None:
+        """For a rank that only looks on: waits until the others have left; LostRankError if they end otherwise."""
+        while self._expect(None) != "left":
+            pass
+
     @contextmanager
     def naming_lost_ranks(self) -> Iterator[None]:
         """Inside, a failed wait for other ranks becomes a LostRankError that names them; any other error is reported to
@@ -64,7 +70,7 @@ class Watch:
                 raise
             raise LostRankError(lost) from error
 
-    def _expect(self, seconds: float | None) -> None:
+    def _expect(self, seconds: float | None) -> str:
         """Waits for rank 0's message that all ranks got here; LostRankError if it reports lost ranks instead."""
         try:
             received = self._received.get(timeout=seconds)
@@ -73,6 +79,7 @@ class Watch:
         if isinstance(received, dict):
             self._ends.set()
             raise LostRankError(received)
+        return received
 
     def _ask(self, *words: str) -> dict[int, str]:
         """Reports why this rank ends; returns the lost ranks, from rank to what became of it."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from megahead.report.metrics import Record
 from megahead.report.runs import Run
-from megahead.wording import listed, span
+from megahead.wording import counted, listed, span
 
 _DONE = {"apply": "applied all the same", "skip": "skipped", "rollback": "rolled back", "stop": "ended the run"}
 
@@ -42,6 +42,15 @@ def _session(session: Record) -> Iterator[tuple[str, bool]]:
     if session.get("resumed") is not None:
         gone_over = session.get("new_head", False)
         yield f"{'the vanilla softmax went on' if gone_over else 'resumed'} from {session['resumed']}", False
+    if "mesh_before" in session:
+        now, before = (_ranks(session[key]) for key in ("mesh", "mesh_before"))
+        yield f"went on with {now} instead of {before}", False
+
+
+def _ranks(mesh: Mapping[str, int]) -> str:
+    tensor = f" x {mesh['tensor']} tensor ranks" if mesh["tensor"] > 1 else ""
+    waiting = f" ({mesh['waiting']} waiting)" if mesh["waiting"] else ""
+    return f"{counted(mesh['data'], 'data rank')}{tensor}{waiting}"
 
 
 def _fault(fault: Record) -> Iterator[tuple[str, bool]]:

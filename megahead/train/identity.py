@@ -62,7 +62,7 @@ def refuse_another_run(checkpoint: Checkpoint, config: RunConfig, fingerprints: 
     differing = [
         f"{name} (was {then.get(name)}, is {now.get(name)})"
         for name in {**then, **now}
-        if then.get(name) != now.get(name) and not _within(name, allowed)
+        if then.get(name) != now.get(name) and not is_within(name, allowed)
     ]
     if differing:
         raise CheckpointError(
@@ -81,5 +81,6 @@ def _sha256(path: str) -> str:
     return hashlib.sha256(Path(path).read_bytes()).hexdigest()
 
 
-def _within(name: str, sections: tuple[str, ...]) -> bool:
+def is_within(name: str, sections: tuple[str, ...]) -> bool:
+    """Whether a setting is one of `sections`, or in one."""
     return any(f"{name}.".startswith(f"{section}.") for section in sections)

@@ -18,8 +18,10 @@ from megahead.evaluate import ValidationResult
 from megahead.evaluate.results import TaskResult
 from megahead.train.boards import Boards
 from megahead.train.faults import Action
+from megahead.train.hold import Hold
 from megahead.train.lineage import Lineage
 from megahead.train.log_lines import BadSamples, describe_fault, progress_line
+from megahead.train.mesh_change import Mesh, MeshChange
 from megahead.train.state import TrainingState
 from megahead.train.step import StepReport
 from megahead.train.utilization import Utilization
@@ -31,14 +33,17 @@ _QUIETER = 10
 
 
 class Meters:
-    """Collects the steps between two log lines and writes their means. Does nothing unless `active` (rank 0)."""
+    """Collects the steps between two log lines and writes their means. Does nothing without a `hold` on the folder,
+    which rank 0 has."""
 
-    def __init__(self, config: RunConfig, *, active: bool, utilization: Utilization | None = None) -> None:
+    def __init__(
+        self, config: RunConfig, *, hold: Hold | None, mesh: Mesh, utilization: Utilization | None = None
+    ) -> None:
         self._folder = config.folder()
         self._total_steps = config.training.steps
         self._log_seconds = config.training.log_seconds
         self._print_seconds = self._log_seconds * (1 if sys.stdout.isatty() else _QUIETER)
-        self._active = active
+        self._active, self._hold = hold is not None, hold
         self._utilization = utilization
         self._reports: list[StepReport] = []
         self._tokens_logged: int | None = None
@@ -46,7 +51,8 @@ class Meters:
         self._last_logged = 0.0
         self._last_printed = -math.inf
         self._perplexity: float | None = None
-        if active:
+        if self._active:
+            self._mesh = MeshChange.since(self._folder.metrics, mesh)
             self._log = _open_log(self._folder.metrics)
             self._boards = Boards(config)
 
@@ -65,7 +71,7 @@ class Meters:
         if not self._active:
             return
         to_be_abandoned, source = lineage.to_be_abandoned(), None if resumed is None else lineage.name_of(resumed)
-        lines = [*lines, *(("damaged", sentence) for sentence in damage)]
+        lines = [*lines, *self._mesh.lines(), *(("damaged", sentence) for sentence in damage)]
         if resumed is not None:
             lines += [("resumed", f"step {resumed.step:,}, {resumed.folder}")]
         if to_be_abandoned:
@@ -74,7 +80,9 @@ class Meters:
             ]
         lines += [("progress", f"at most a line every {self._print_seconds:g} s; the first step takes longest")]
         self.print_line("\n".join(f"{name:<12}{value}" for name, value in lines))
-        facts = {"resumed": source, "continues": max(lineage.tip, 0), "damaged": list(damage)}
+        facts: dict[str, Any] = {"resumed": source, "continues": max(lineage.tip, 0), "damaged": list(damage)}
+        facts |= self._mesh.facts()
+        self._mesh = MeshChange(self._mesh.now)
         self._record(state, {"session": facts | ({"new_head": True} if new_head else {})})
 
     def start(self, state: TrainingState) -> None:
@@ -169,6 +177,8 @@ class Meters:
             self._boards.close()
 
     def _write(self, state: TrainingState, last: bool) -> None:
+        if self._hold is not None:
+            self._hold.check()
         scalars = self._scalars(state)
         self._record(state, scalars)
         self._boards.add("train", scalars, state.step)

@@ -18,6 +18,7 @@ from megahead.config import RunConfig
 from megahead.distributed import Group
 from megahead.engine import Engine
 from megahead.errors import CheckpointError
+from megahead.train.hold import Hold
 from megahead.train.lineage import Lineage
 from megahead.train.state import TrainingState
 
@@ -38,6 +39,7 @@ class Saver:
         data_group: Group,
         world_group: Group,
         lineage: Lineage,
+        hold: Hold | None = None,
     ) -> None:
         training = config.training
         self._engine, self._state, self._data_group = engine, state, data_group
@@ -49,6 +51,7 @@ class Saver:
         self._write = partial(
             write_snapshot, lineage.root, group=self._world_group, keep=training.keep_checkpoints, keep_rules=keep_rules
         )
+        self._hold = hold
         self._pending: Future[Path] | None = None
         self._saved_at = (state.step, state.samples) if lineage.tip == state.step else None
         self._folder: Path | None = None
@@ -89,9 +92,15 @@ class Saver:
         return self._folder
 
     def _checked(self, check: Callable[[], None], write: Callable[[], Path]) -> Path:
-        """Writes, unless `check` raises on any rank."""
-        run_on_all_ranks(self._world_group, check)
+        """Writes, unless `check` raises on any rank, or another session has taken the folder."""
+        run_on_all_ranks(self._world_group, partial(_both, check, self._hold))
         return write()
+
+
+def _both(check: Callable[[], None], hold: Hold | None) -> None:
+    check()
+    if hold is not None:
+        hold.check()
 
 
 def _must_be_finite(step: int, tensors: dict[str, Tensor], counters: dict[str, Any]) -> None:

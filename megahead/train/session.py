@@ -16,11 +16,12 @@ import yaml
 
 from megahead.checkpoint import run_on_all_ranks
 from megahead.config import RunConfig, RunPlan
-from megahead.distributed import Group, Mesh
+from megahead.distributed import Group, Launch, Mesh
 from megahead.errors import CheckpointError
 from megahead.files import write_atomically
 from megahead.run_folder import RunFolder
 from megahead.train.datasets import RunDatasets
+from megahead.train.hold import Hold
 from megahead.train.meters import Meters
 from megahead.train.preemption import Ending, StopRequest
 from megahead.train.state import TrainingState
@@ -33,6 +34,9 @@ class Session:
 
     plan: RunPlan
     """Of the whole run."""
+
+    launch: Launch
+    """This rank's."""
 
     mesh: Mesh
     device: torch.device
@@ -47,10 +51,22 @@ class Session:
     @cached_property
     def meters(self) -> Meters:
         """Made when a phase is ready to train: a run that is refused before has written nothing."""
-        if self.world_group.rank == 0:
-            _begin(self.plan.config.folder(), self.plan.config)
+        hold = self.hold
         utilization = Utilization.on(self.device, self.plan)
-        return Meters(self.plan.config, active=self.world_group.rank == 0, utilization=utilization)
+        mesh = {
+            "tensor": self.mesh.tensor_group.size,
+            "data": self.mesh.data_group.size,
+            "waiting": self.launch.waiting,
+        }
+        return Meters(self.plan.config, hold=hold, mesh=mesh, utilization=utilization)
+
+    @cached_property
+    def hold(self) -> Hold | None:
+        """Rank 0's on the folder, in which it has then begun to write."""
+        if self.world_group.rank != 0:
+            return None
+        _begin(self.plan.config.folder(), self.plan.config)
+        return Hold(self.plan.config.folder().holder)
 
     @cached_property
     def stop(self) -> StopRequest:
@@ -64,6 +80,8 @@ class Session:
         if self.world_group.rank == 0:
             content = {"ending": ending, "step": state.step, "steps": self.plan.config.training.steps}
             write_atomically(self.plan.config.folder().ending, json.dumps(content) + "\n")
+        if self.hold is not None:
+            self.hold.release()
 
 
 PATIENCE = 10.0

@@ -26,6 +26,7 @@ from megahead.train.birth import has_new_head
 from megahead.train.boards import require_boards
 from megahead.train.datasets import open_datasets
 from megahead.train.describe import describe_phases, describe_run
+from megahead.train.elastic import describe_elastic, elastic_launch, settings_of, wait_for_end
 from megahead.train.evaluation import Evaluation
 from megahead.train.faults import Guard
 from megahead.train.identity import data_fingerprints, refuse_another_run
@@ -58,11 +59,14 @@ def pretrain(config: RunConfig, launch: Launch = ONE_PROCESS, resume: str = "aut
     """
     with _numerics(config.engine.deterministic), signals_put_back():
         require_boards(config)
+        launch = elastic_launch(config, launch)
+        if launch.rank >= launch.world_size:
+            return wait_for_end(config, launch)
         device = choose_device(config.engine.device, launch.local_rank)
-        with connected(launch, device, config.engine.timeout_seconds) as ranks:
+        with connected(launch, device, config.engine.timeout_seconds, settings_of(config)) as ranks:
             plan = RunPlan.of(settle_precision(config, device, ranks), ranks.size, device.type)
             with explain_out_of_memory(plan):
-                return _pretrain(plan, ranks, device, resume)
+                return _pretrain(plan, launch, ranks, device, resume)
 
 
 @contextmanager
@@ -81,13 +85,13 @@ def _numerics(deterministic: bool) -> Iterator[None]:
         torch.set_deterministic_debug_mode(before)
 
 
-def _pretrain(plan: RunPlan, ranks: Group, device: torch.device, resume: str) -> Run:
+def _pretrain(plan: RunPlan, launch: Launch, ranks: Group, device: torch.device, resume: str) -> Run:
     """Phase after phase: the next one resumes what the last one has left, as another session would."""
     mesh, folder = Mesh.build(ranks, plan.config.parallel.tensor), plan.config.folder()
     world_group, data_group = mesh.world_group.side_channel(), mesh.data_group.side_channel()
     datasets = open_datasets(plan.config, world_group)
     must_be_shared(folder, world_group)
-    session = Session(plan, mesh, device, datasets, world_group, data_group)
+    session = Session(plan, launch, mesh, device, datasets, world_group, data_group)
     for where in chain([resume], repeat("auto")):
         with deepspeed_session():
             ending, state = _train_phase(session, where)
@@ -127,7 +131,7 @@ def _train_phase(session: Session, resume: str) -> tuple[Ending, TrainingState]:
         stop=session.stop,
         evaluation=None if validation is None else Evaluation(config, validation, data_group, device),
         tasks=TaskEvaluation.of(config, world_group),
-        saver=Saver(engine, state, config, data_group, world_group, lineage),
+        saver=Saver(engine, state, config, data_group, world_group, lineage, session.hold),
         roll_back=partial(roll_back, phase, engine, state, lineage, data_group, world_group),
         device=device,
         data_group=data_group,
@@ -153,7 +157,13 @@ def _state(session: Session, plan: RunPlan, checkpoint: Checkpoint | None) -> Tr
 def _facts(session: Session, plan: RunPlan, state: TrainingState) -> list[tuple[str, str]]:
     """The banner's lines but for those about the engine."""
     of_run = [*describe_phases(session.plan.config), *session.datasets.describe(plan.config)]
-    return [*describe_run(plan, state.group_samples), *of_run, ("on", f"{plan.ranks} x {device_name(session.device)}")]
+    elastic = describe_elastic(plan, session.launch)
+    return [
+        *describe_run(plan, state.group_samples),
+        *of_run,
+        *elastic,
+        ("on", f"{plan.ranks} x {device_name(session.device)}"),
+    ]
 
 
 def _feed(session: Session, config: RunConfig, state: TrainingState) -> Feed:
