@@ -39,3 +39,15 @@ class FaultsConfig(Settings):
 
     most_in_a_row: int = Field(default=20, gt=0)
     """The run ends after this many bad steps in a row, or this many rollbacks to the same checkpoint."""
+
+    replicas: Literal["note", "rollback", "stop", "off"] = "stop"
+    """When weights that several ranks hold are not the same bits on all, as after a fault in memory. Checksums of them
+    are compared every `replicas_every` steps and before each checkpoint; `off` compares nothing. After `stop`, the next
+    start resumes from a checkpoint that agreed. At ZeRO 1 and 2 each step renews replicas from their owners, so that
+    only the last step's faults are seen; at ZeRO 3, and on one data rank, there are no replicas."""
+
+    replicas_every: int = Field(default=100, gt=0)
+    """Steps between comparisons of replicas."""
+
+    slow_rank: float = Field(default=2.0, gt=1)
+    """A line names a rank whose forward passes take this many times as long as the median of the others'."""

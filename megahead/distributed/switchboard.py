@@ -73,14 +73,15 @@ class Switchboard:
         self._selector.register(line, EVENT_READ, lambda: self._greet(line))
 
     def _greet(self, line: Line) -> None:
-        """Reads a rank's first message; connections from anything else are closed."""
+        """Reads a rank's first messages; connections from anything else are closed."""
         self._selector.unregister(line)
         try:
-            (_, token, rank), *_ = line.receive()
+            (_, token, rank), *more = line.receive()
         except (EOFError, ValueError, TypeError):
-            token, rank = "", 0
+            token, rank, more = "", 0, []
         if token == self._token and rank in (self._all | self._onlookers) - self._lines.keys():
             self._add_line(rank, line)
+            self._hear(rank, more)
         else:
             line.close()
 
@@ -94,18 +95,21 @@ class Switchboard:
             self._door.close()
 
     def _listen_to(self, rank: int) -> None:
+        try:
+            self._hear(rank, self._lines[rank].receive())
+        except EOFError:
+            self._selector.unregister(self._lines[rank])
+            self._miss(rank, "died")
+
+    def _hear(self, rank: int, messages: list[list[Any]]) -> None:
         answers: dict[str, Callable[..., Any]] = {
             "beat": lambda: None,
             "gave_up": lambda: self._gave_up.add(rank),
             "ended": lambda error: self._accuse(rank, f"ended with {error}"),
             "left": lambda: self._left.add(rank),
         }
-        try:
-            for word, *more in self._lines[rank].receive():
-                answers[word](*more)
-        except EOFError:
-            self._selector.unregister(self._lines[rank])
-            self._miss(rank, "died")
+        for word, *more in messages:
+            answers[word](*more)
 
     def _beat(self) -> None:
         self._send_all("beat")

@@ -7,5 +7,6 @@ replaces. *Hollow* parameter: it has a shape, but no memory yet. *Master copy*: 
 from megahead.engine.engine import Engine, StepResult
 from megahead.engine.rows import RowEngine
 from megahead.engine.stop import deepspeed_session
+from megahead.engine.weight_sums import weight_sums
 
-__all__ = ["Engine", "RowEngine", "StepResult", "deepspeed_session"]
+__all__ = ["Engine", "RowEngine", "StepResult", "deepspeed_session", "weight_sums"]

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from megahead.distributed import Mesh, RowShard, Tensors
+from megahead.engine.forward_time import ForwardTime
 from megahead.engine.gradients import discard_gradients
 from megahead.engine.half import allocate_, half_format, refuse_half_without_zero
 from megahead.engine.loss_scale import LossScale
@@ -82,6 +83,8 @@ class Engine:
             gather_for_muon(self._deepspeed, optimizer, self._stage, mesh, dims)
         self.loss_scale = LossScale(self._deepspeed.optimizer)
         self._backward_done = False
+        self.forward_time = ForwardTime(device)
+        """Of this rank's forward passes."""
         self._grad_norm: Tensor | None = None
         if self._stage == 3 or half:
             self._set(WEIGHT, lambda key: weights.read(key.removeprefix(f"{WEIGHT}/")))
@@ -99,7 +102,8 @@ class Engine:
 
     def micro_step(self, batch: Any) -> Tensor:
         """Forward and backward of one micro-batch; the (detached) scalar that the module returned. Collective."""
-        loss: Tensor = self._deepspeed(batch)
+        with self.forward_time.measured():
+            loss: Tensor = self._deepspeed(batch)
         self._deepspeed.backward(loss)
         self._backward_done = self._deepspeed.is_gradient_accumulation_boundary()
         if self._backward_done and self._reduces_gradients:
@@ -218,6 +222,10 @@ class Engine:
     def _merge(self, name: str, part: Tensor) -> Tensor:
         dim = self._shard_dims.get(name)
         return part if dim is None else self._mesh.tensor_group.unshard(part, dim)
+
+    def replicated(self) -> dict[str, Tensor]:
+        """The weights that every data rank holds, as the forward pass uses them; none at stage 3."""
+        return {} if self._stage == 3 else {name: weight.data for name, weight in self._parameters(WEIGHT)}
 
     def _parameters(self, kind: str) -> Iterator[tuple[str, nn.Parameter]]:
         for name, parameter in self.module.named_parameters():

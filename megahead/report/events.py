@@ -71,4 +71,14 @@ def _rollback(rollback: Record) -> Iterator[tuple[str, bool]]:
     yield f"went back to {rollback['checkpoint']}", False
 
 
-_DESCRIPTIONS = {"session": _session, "fault": _fault, "rollback": _rollback}
+def _slow(slow: Record) -> Iterator[tuple[str, bool]]:
+    times = slow["seconds"] / slow["usual"]
+    yield f"rank {slow['rank']} on {slow['host']} took {times:.1f} times as long as the others", True
+
+
+def _replica(replica: Record) -> Iterator[tuple[str, bool]]:
+    what = {"note": "noted", "rollback": "rolled back", "stop": "ended the run"}[replica["action"]]
+    yield f"weights of {listed('rank', replica['ranks'])} differed from the other replicas': {what}", True
+
+
+_DESCRIPTIONS = {"session": _session, "fault": _fault, "rollback": _rollback, "slow": _slow, "replica": _replica}

@@ -17,6 +17,7 @@ from megahead.optim import learning_rate_ratio
 from megahead.pretraining import Feed, StepBatches
 from megahead.train.evaluation import Evaluation
 from megahead.train.faults import Guard
+from megahead.train.health import Health
 from megahead.train.meters import Meters
 from megahead.train.preemption import Ending, StopRequest
 from megahead.train.saver import Saver
@@ -43,6 +44,7 @@ class Training:
     feed: Feed
     state: TrainingState
     guard: Guard
+    health: Health
     meters: Meters
     stop: StopRequest
     evaluation: Evaluation | None
@@ -73,7 +75,7 @@ def train(run: Training) -> Ending:
         while state.step < run.until and ending is None:
             applied = _advance(run, next(steps), watch)
             with watch.paused():
-                if applied:
+                if applied and _replicas_agree(run):
                     _evaluate_and_save_if_due(run)
             ending = _reason_to_stop(run)
     if ending != "stopped" and not state.evaluated:
@@ -106,6 +108,9 @@ def _advance(run: Training, batches: StepBatches, watch: Stopwatch) -> bool:
     state.skipped_steps += not report.applied
     run.meters.step(report, state, last=state.step >= run.until)
     _handle_fault(run, report, first_sample)
+    slow = run.health.pace.after_step(report.forward_seconds)
+    if slow is not None:
+        run.meters.slow(slow, state)
     return report.applied
 
 
@@ -125,10 +130,34 @@ def _handle_fault(run: Training, report: StepReport, first_sample: int) -> None:
             "optimizer.learning_rate or the clipping threshold, use fp32 or bf16, or change `faults`, and resume."
         )
     if action == "rollback":
-        run.saver.wait()
-        reached, folder = state.step, run.roll_back()
-        state.rollbacks += folder is not None
-        run.meters.rolled_back(folder, reached - state.step, state)
+        _roll_back(run)
+
+
+def _roll_back(run: Training) -> bool:
+    """Whether there was a checkpoint to go back to."""
+    run.saver.wait()
+    reached, folder = run.state.step, run.roll_back()
+    run.state.rollbacks += folder is not None
+    run.meters.rolled_back(folder, reached - run.state.step, run.state)
+    return folder is not None
+
+
+def _replicas_agree(run: Training) -> bool:
+    """Compares replicas if that is due; where they differ, does what the config asks for. Collective."""
+    step, policy = run.state.step, run.config.faults.replicas
+    saves = step >= run.until or _save_is_due(run)
+    odd = run.health.odd_replica() if run.health.due(step, saves) else None
+    if odd is None:
+        return True
+    sentence = run.meters.odd_replica(odd, run.health.hosts, policy, run.state)
+    if policy == "stop" or (policy == "rollback" and not _roll_back(run)):
+        raise UserError(f"{sentence}; the step is not saved: resume, and test the memory of that machine.")
+    return policy == "note"
+
+
+def _save_is_due(run: Training) -> bool:
+    step, tasks = run.state.step, run.tasks
+    return (tasks is not None and step % tasks.every == 0) or step % run.config.training.checkpoint_every == 0
 
 
 def _evaluate_and_save_if_due(run: Training) -> None:
@@ -136,10 +165,9 @@ def _evaluate_and_save_if_due(run: Training) -> None:
     step, training, tasks = run.state.step, run.config.training, run.tasks
     if step % training.evaluate_every == 0:
         _evaluate(run)
-    tasks_due = tasks is not None and step % tasks.every == 0
-    if tasks_due or step % training.checkpoint_every == 0:
+    if _save_is_due(run):
         _save(run)
-    if tasks and tasks_due:
+    if tasks and step % tasks.every == 0:
         _evaluate_tasks(run, tasks)
 
 

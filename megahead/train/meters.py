@@ -22,6 +22,8 @@ from megahead.train.hold import Hold
 from megahead.train.lineage import Lineage
 from megahead.train.log_lines import BadSamples, describe_fault, progress_line
 from megahead.train.mesh_change import Mesh, MeshChange
+from megahead.train.pace import SlowRank
+from megahead.train.replicas import OddReplica
 from megahead.train.state import TrainingState
 from megahead.train.step import StepReport
 from megahead.train.utilization import Utilization
@@ -115,6 +117,20 @@ class Meters:
             }  # JSON knows neither nan nor inf
             self._record(state, {"fault": facts | values})
             self.print_line(f"{sentence}: {_DONE[action]}")
+        return sentence
+
+    def slow(self, rank: SlowRank, state: TrainingState) -> None:
+        """Writes that a rank is slow."""
+        if self._active:
+            self._record(state, {"slow": asdict(rank)})
+            self.print_line(rank.sentence(state.step))
+
+    def odd_replica(self, odd: OddReplica, hosts: Sequence[str], policy: str, state: TrainingState) -> str:
+        """Writes that replicas differ, and returns the sentence about it."""
+        sentence = odd.sentence(state.step, hosts)
+        if self._active:
+            self._record(state, {"replica": asdict(odd) | {"action": policy}})
+            self.print_line(sentence)
         return sentence
 
     def rolled_back(self, checkpoint: Path | None, steps: int, state: TrainingState) -> None:

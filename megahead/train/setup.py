@@ -29,6 +29,7 @@ from megahead.train.describe import describe_phases, describe_run
 from megahead.train.elastic import describe_elastic, elastic_launch, settings_of, wait_for_end
 from megahead.train.evaluation import Evaluation
 from megahead.train.faults import Guard
+from megahead.train.health import Health
 from megahead.train.identity import data_fingerprints, refuse_another_run
 from megahead.train.lineage import Lineage
 from megahead.train.loop import Training, train
@@ -127,6 +128,7 @@ def _train_phase(session: Session, resume: str) -> tuple[Ending, TrainingState]:
         feed=feed,
         state=state,
         guard=Guard(config.faults),
+        health=Health(config.faults, engine, world_group, plan.data_ranks),
         meters=session.meters,
         stop=session.stop,
         evaluation=None if validation is None else Evaluation(config, validation, data_group, device),

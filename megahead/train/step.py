@@ -44,6 +44,9 @@ class StepReport:
     rows_stale: int
     """How many of the rows that this rank owns and any rank looked up were stale: not updated by the step before."""
 
+    forward_seconds: list[float]
+    """How long each rank's forward passes took."""
+
 
 def train_step(
     engine: Engine,
@@ -61,7 +64,9 @@ def train_step(
     stale = engine.begin(batches.rows)
     losses = [engine.micro_step(micro.to(device)) for micro in batches.micro_batches]
     # each is its sum times data_ranks * accumulation / targets; the mean over both is the mean over targets
-    losses_WA = world_group.all_gather(torch.stack(losses).double().cpu())
+    mine = torch.stack(losses).double().cpu()
+    gathered = world_group.all_gather(torch.cat([mine, mine.new_tensor([engine.forward_time.take()])]))
+    losses_WA, forward_W = gathered[:, :-1], gathered[:, -1]
     loss_scale = engine.loss_scale.value
     fault = guard.suspects(losses_WA, recent_losses)
     skip = guard.must_skip(fault)
@@ -77,6 +82,7 @@ def train_step(
         candidates=batches.candidates,
         rows_fetched=None if batches.rows is None else len(batches.rows.ids_U),
         rows_stale=stale,
+        forward_seconds=forward_W.tolist(),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import threading
 import time
@@ -182,3 +183,31 @@ def test_within_gives_the_result_the_error_or_up() -> None:
 def test_lost_ranks_are_told_with_like_fates_together() -> None:
     error = LostRankError({0: "died", 1: "ended with ValueError: x", 3: "died"})
     assert "but ranks 0, 3 died; rank 1 ended with ValueError: x; start again" in str(error)
+
+
+def test_a_rank_that_fails_as_soon_as_it_has_come_is_named_with_its_reason() -> None:
+    """Its first two messages may arrive at once."""
+    ranks = Ranks(2, absent=1)
+    line = ranks.call()
+    hello, ended = (json.dumps(words).encode() for words in (["hello", ranks.token, 1], ["ended", "ValueError: no"]))
+    line._connection.sendall(hello + b"\n" + ended + b"\n")
+    (waiting,) = ranks.each(raising(WAITED), 0)
+    assert outcome(waiting) == lost("rank 1 ended with ValueError: no")
+
+
+def test_a_rank_that_only_looks_on_is_told_the_end_and_not_missed() -> None:
+    board = Switchboard(1, 60, onlookers=2)
+    port, token = board.address.split()
+    first = board.start()
+    lines = [Line(socket.create_connection(("127.0.0.1", int(port)))) for _ in range(2)]
+    for rank, line in enumerate(lines, 1):
+        line.send("hello", token, rank)
+    watches = [Watch(line, rank, 60, print) for rank, line in enumerate([first, *lines])]
+    watches[0].meet()
+    looking = [ThreadPoolExecutor(1).submit(each.look_on) for each in watches[1:]]
+    lines[0]._connection.shutdown(socket.SHUT_RDWR)  # it is lost
+    assert "rank 0 died" in outcome(looking[0])
+    time.sleep(0.5)
+    assert not looking[1].done()
+    watches[0].leave()
+    assert looking[1].result(10) is None

@@ -29,6 +29,7 @@ for stage, precision in [(0, "fp32"), (1, "bf16"), (3, "fp32")]:
     for batch in small_batches([3, 4], 1 / 7, seed=0):
         engine.micro_step(batch)
         assert engine.step(0.01).applied
+assert "torch._inductor.compile_fx" not in sys.modules  # the compiler: a second of each start
 print("trained")
 """
 

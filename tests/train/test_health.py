@@ -1,0 +1,150 @@
+"""Faults that no loss shows: a slow rank is named, and a flipped bit is found and answered."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.runtime.engine import DeepSpeedEngine
+
+from megahead.engine import Engine, weight_sums
+from megahead.report.events import events_of
+from megahead.report.runs import read_runs
+from megahead.train.pace import WINDOW, Pace, SlowRank
+from megahead.train.replicas import OddReplica, odd_replica
+from support.killable import Sabotage, codes, said, start_ranks
+from support.small_run import same_tensors, small_config, stage, write_text
+
+
+def windows(pace: Pace, *steps: list[float]) -> list[SlowRank | None]:
+    """What is found at the end of a window of each of these steps."""
+    return [[pace.after_step(step) for _ in range(WINDOW)][-1] for step in steps]
+
+
+def test_a_slow_rank_is_told_once_while_it_stays_slow() -> None:
+    pace, usual, slow = Pace("abc", 2.0), [1.0, 1.1, 0.9], [1.0, 2.5, 0.9]
+    first = SlowRank(1, "b", 2.5, 0.95)
+    assert windows(pace, usual, slow, slow, usual, slow) == [None, first, None, None, first]
+    assert first.sentence(40) == (
+        "step 40: rank 1 on b is slow: its forward passes take 2.5 s a step, 2.6 times as long as the other ranks', "
+        "which wait for it"
+    )
+
+
+def test_single_slow_steps_one_rank_and_differences_of_a_moment_are_nothing() -> None:
+    pace = Pace("ab", 2.0)
+    assert [pace.after_step([1.0, 60.0 if k % 3 == 0 else 1.0]) for k in range(WINDOW)] == [None] * WINDOW
+    assert windows(pace, [0.0005, 0.0016]) == [None]
+    assert windows(Pace("a", 2.0), [1.0]) == [None]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_any_flipped_bit_changes_a_checksum(dtype: torch.dtype) -> None:
+    weight = torch.randn(7, 5, dtype=dtype)
+    before = weight_sums([weight, torch.ones(())])
+    for bit in range(8 * weight.element_size()):
+        flipped = weight.clone()
+        whole = flipped.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[weight.element_size()])
+        top = bit == 8 * weight.element_size() - 1
+        whole[3, 2] ^= torch.iinfo(whole.dtype).min if top else 1 << bit
+        assert (weight_sums([flipped, torch.ones(())]) != before).tolist() == [True, False]
+
+
+def test_the_odd_one_out_is_named_and_of_two_both() -> None:
+    same = torch.tensor([[[5, 6]], [[5, 6]], [[5, 6]]])
+    assert odd_replica(same, ["a", "b"]) is None
+    odd = same.clone()
+    odd[1, 0, 1] = 7
+    assert odd_replica(odd, ["a", "b"]) == OddReplica((1,), ("b",))
+    assert odd_replica(odd[:2], ["a", "b"]) == OddReplica((0, 1), ("b",))
+    split = torch.tensor([[[5], [8]], [[5], [8]], [[5], [9]]])  # tensor ranks hold other parts
+    assert odd_replica(split, ["a"]) == OddReplica((5,), ("a",))
+    sentence = OddReplica((1,), ("b", "c")).sentence(3, ["x", "y"])
+    assert sentence == "step 3: replicas must hold the same bits, but rank 1 (y) in b and 1 other weight differs"
+
+
+def slowed(rank: int) -> None:
+    if rank == 1:
+        forward = DeepSpeedEngine.forward
+
+        def slow(engine: DeepSpeedEngine, *arguments: Any, **named: Any) -> Any:
+            time.sleep(0.05)
+            return forward(engine, *arguments, **named)
+
+        DeepSpeedEngine.forward = slow
+
+
+def test_a_run_names_its_slow_rank(tmp_path: Path) -> None:
+    write_text(tmp_path)
+    steps = {"training.steps": WINDOW + 1, "training.checkpoint_every": 100, "training.evaluate_every": 100}
+    config = small_config(tmp_path, steps | {"faults.slow_rank": 3})
+    assert codes(start_ranks(config, 2, tmp_path, sabotage=slowed)) == [0, 0]
+    assert f"step {WINDOW}: rank 1 on " in said(tmp_path, 0)
+    (event,) = events_of(read_runs([tmp_path / "run"])[0])
+    assert event.wrong
+    assert event.text.startswith("rank 1 on ")
+
+
+def flipping(step: int, victim: int) -> Sabotage:
+    """A bit flips in a weight of `victim` right after that step, in the first session."""
+
+    def sabotage(rank: int) -> None:
+        update: Callable[..., Any] = Engine.step
+        steps = 0
+
+        def flipped(engine: Engine, *arguments: Any) -> Any:
+            nonlocal steps
+            result = update(engine, *arguments)
+            steps += 1
+            if rank == victim and steps == step:
+                next(iter(engine.replicated().values())).view(-1)[:1].view(torch.int32).bitwise_xor_(1 << 20)
+            return result
+
+        Engine.step = flipped  # type: ignore[method-assign]
+
+    return sabotage
+
+
+@pytest.mark.parametrize(("number", "step"), [(0, 3), (1, 4), (2, 4)])
+def test_a_flipped_bit_ends_the_run_before_it_is_saved_and_the_next_start_undoes_it(
+    tmp_path: Path, number: int, step: int
+) -> None:
+    """At ZeRO 1 and 2 every step renews the weights that the ranks compute with."""
+    write_text(tmp_path)
+    changes = stage(number) | {"training.checkpoint_every": 2}
+    config = small_config(tmp_path, changes)
+    assert codes(start_ranks(config, 2, tmp_path, sabotage=flipping(step, 1))) == [2, 2]
+    told = said(tmp_path, 0) + said(tmp_path, 1)
+    assert "step 4: replicas must hold the same bits, but ranks 0, 1 (" in told
+    assert [path.name for path in (tmp_path / "run/checkpoints").glob("step-*")] == ["step-00000002"]
+    assert codes(start_ranks(config, 2, tmp_path)) == [0, 0]
+    undisturbed = small_config(tmp_path, changes | {"output_dir": str(tmp_path / "undisturbed")})
+    assert codes(start_ranks(undisturbed, 2, tmp_path)) == [0, 0]
+    assert same_tensors(tmp_path / "run", tmp_path / "undisturbed")
+    assert [event.text for event in events_of(read_runs([tmp_path / "run"])[0])] == [
+        "weights of ranks 0, 1 differed from the other replicas': ended the run",
+        "resumed from step-00000002",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("policy", "said_to"), [("note", "finished"), ("rollback", "went back to"), ("off", "finished")]
+)
+def test_the_policy_says_what_a_flipped_bit_does(tmp_path: Path, policy: str, said_to: str) -> None:
+    write_text(tmp_path)
+    changes = {"training.checkpoint_every": 2, "faults.replicas": policy}
+    config = small_config(tmp_path, changes)
+    assert codes(start_ranks(config, 2, tmp_path, sabotage=flipping(3, 0))) == [0, 0]
+    assert said_to in said(tmp_path, 0)
+    assert ("replicas must hold the same bits" in said(tmp_path, 0)) is (policy != "off")
+
+
+@pytest.mark.parametrize("changes", [stage(2) | {"parallel.tensor": 2}, stage(3), {"engine.embedding": "rows"}])
+def test_replicas_agree_on_every_mesh(tmp_path: Path, changes: dict[str, Any]) -> None:
+    write_text(tmp_path)
+    config = small_config(tmp_path, changes | {"faults.replicas_every": 1})
+    assert codes(start_ranks(config, 4, tmp_path)) == [0] * 4, said(tmp_path, 0)
