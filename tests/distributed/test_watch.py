@@ -191,6 +191,7 @@ def test_a_rank_that_fails_as_soon_as_it_has_come_is_named_with_its_reason() -> 
     line = ranks.call()
     hello, ended = (json.dumps(words).encode() for words in (["hello", ranks.token, 1], ["ended", "ValueError: no"]))
     line._connection.sendall(hello + b"\n" + ended + b"\n")
+    ranks.met()
     (waiting,) = ranks.each(raising(WAITED), 0)
     assert outcome(waiting) == lost("rank 1 ended with ValueError: no")
 
