@@ -77,6 +77,11 @@ class Guard:
             return "stop"
         return policy  # type: ignore[return-value]
 
+    def may_roll_back(self) -> bool:
+        """Counts a rollback for another reason than a bad step; whether it is one of those that are allowed."""
+        self._rollbacks += 1
+        return self._rollbacks < self._rules.most_in_a_row
+
     def saved(self) -> None:
         """To be called after a save: rollbacks to the new checkpoint are counted from 0."""
         self._rollbacks = 0

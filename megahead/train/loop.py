@@ -150,7 +150,7 @@ def _replicas_agree(run: Training) -> bool:
     if odd is None:
         return True
     sentence = run.meters.odd_replica(odd, run.health.hosts, policy, run.state)
-    if policy == "stop" or (policy == "rollback" and not _roll_back(run)):
+    if policy == "stop" or (policy == "rollback" and not (run.guard.may_roll_back() and _roll_back(run))):
         raise UserError(f"{sentence}; the step is not saved: resume, and test the memory of that machine.")
     return policy == "note"
 

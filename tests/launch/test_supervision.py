@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from support.commands import CPU, ROOT, TORCHRUN, config_file
+from support.commands import CPU, ROOT, TORCHRUN, config_file, free_port
 from support.forked import Script, fork_pythons
 from support.killable import codes, start_ranks
 from support.small_run import same_tensors, small_config
@@ -47,6 +48,23 @@ def test_torchrun_starts_all_ranks_again_and_they_resume(tmp_path: Path, monkeyp
     undisturbed = small_config(tmp_path, {"output_dir": str(tmp_path / "undisturbed")})
     assert codes(start_ranks(undisturbed, 2, tmp_path)) == [0, 0]
     assert same_tensors(tmp_path / "run", tmp_path / "undisturbed")
+
+
+@pytest.mark.slow
+def test_a_node_of_an_elastic_run_trains_with_the_ranks_that_its_batch_can_use(tmp_path: Path) -> None:
+    config, script = config_file(tmp_path), tmp_path / "elastic.sh"
+    script.write_text((ROOT / "launch/elastic.sh").read_text().replace(".venv/bin/", ""))
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "RANKS": "3", "NODES": "1:1", "ADDRESS": "127.0.0.1"}
+    environment |= {"PATH": f"{Path(sys.executable).parent}:{environment['PATH']}", "PYTHONPATH": str(ROOT)}
+    command = ["bash", script, f"127.0.0.1:{free_port()}", config]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "elastic     2 of 3 ranks train" in done.stdout
+    assert "rank 2 waits: 8 rows a step in micro-batches of 2 can be split over 2 of 3 ranks" in done.stdout
+    assert "finished at step 6" in done.stdout
+    alone = small_config(tmp_path, {"output_dir": str(tmp_path / "alone")})
+    assert codes(start_ranks(alone, 2, tmp_path)) == [0, 0]
+    assert same_tensors(tmp_path / "run", tmp_path / "alone")
 
 
 @pytest.mark.parametrize(

@@ -70,3 +70,10 @@ def test_only_the_last_losses_are_remembered() -> None:
     losses = USUAL.copy()
     Guard(FaultsConfig(spike_window=16)).remember(7.0, losses)
     assert losses == [*USUAL[-15:], 7.0]
+
+
+def test_rollbacks_for_other_reasons_are_counted_too() -> None:
+    guard = Guard(FaultsConfig(most_in_a_row=3))
+    assert [guard.may_roll_back() for _ in range(3)] == [True, True, False]
+    guard.saved()
+    assert guard.may_roll_back()
