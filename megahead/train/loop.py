@@ -151,7 +151,10 @@ def _replicas_agree(run: Training) -> bool:
         return True
     sentence = run.meters.odd_replica(odd, run.health.hosts, policy, run.state)
     if policy == "stop" or (policy == "rollback" and not (run.guard.may_roll_back() and _roll_back(run))):
-        raise UserError(f"{sentence}; the step is not saved: resume, and test the memory of that machine.")
+        raise UserError(
+            f"replicas of weights must hold the same bits, but at {sentence}; it is not saved: resume, and test the "
+            "memory of that machine."
+        )
     return policy == "note"
 
 

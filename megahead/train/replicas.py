@@ -22,8 +22,7 @@ class OddReplica:
         first, *others = self.names
         where = ", ".join(sorted({hosts[rank] for rank in self.ranks}))
         more = f" and {counted(len(others), 'other weight')}" if others else ""
-        who = f"{listed('rank', self.ranks)} ({where}) in {first}{more} differ{'' if len(self.ranks) > 1 else 's'}"
-        return f"step {step:,}: replicas must hold the same bits, but {who}"
+        return f"step {step:,}: {listed('rank', self.ranks)} ({where}) and other replicas differ in {first}{more}"
 
 
 def odd_replica(sums_DTP: Tensor, names: Sequence[str]) -> OddReplica | None:

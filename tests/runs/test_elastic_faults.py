@@ -99,7 +99,7 @@ class Cluster:
         """Waits until the run stands still behind that step."""
         self.until(lambda: (self.folder / f"paused-{step}").exists())
 
-    def until(self, happened: Callable[[], bool], seconds: float = 60) -> None:
+    def until(self, happened: Callable[[], bool], seconds: float = 150) -> None:
         deadline = time.monotonic() + seconds
         while not happened():
             assert time.monotonic() < deadline, self.said()

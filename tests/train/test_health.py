@@ -64,7 +64,7 @@ def test_the_odd_one_out_is_named_and_of_two_both() -> None:
     split = torch.tensor([[[5], [8]], [[5], [8]], [[5], [9]]])  # tensor ranks hold other parts
     assert odd_replica(split, ["a"]) == OddReplica((5,), ("a",))
     sentence = OddReplica((1,), ("b", "c")).sentence(3, ["x", "y"])
-    assert sentence == "step 3: replicas must hold the same bits, but rank 1 (y) in b and 1 other weight differs"
+    assert sentence == "step 3: rank 1 (y) and other replicas differ in b and 1 other weight"
 
 
 def slowed(rank: int) -> None:
@@ -119,7 +119,7 @@ def test_a_flipped_bit_ends_the_run_before_it_is_saved_and_the_next_start_undoes
     config = small_config(tmp_path, changes)
     assert codes(start_ranks(config, 2, tmp_path, sabotage=flipping(step, 1))) == [2, 2]
     told = said(tmp_path, 0) + said(tmp_path, 1)
-    assert "step 4: replicas must hold the same bits, but ranks 0, 1 (" in told
+    assert "replicas of weights must hold the same bits, but at step 4: ranks 0, 1 (" in told
     assert [path.name for path in (tmp_path / "run/checkpoints").glob("step-*")] == ["step-00000002"]
     assert codes(start_ranks(config, 2, tmp_path)) == [0, 0]
     undisturbed = small_config(tmp_path, changes | {"output_dir": str(tmp_path / "undisturbed")})
@@ -140,7 +140,7 @@ def test_the_policy_says_what_a_flipped_bit_does(tmp_path: Path, policy: str, sa
     config = small_config(tmp_path, changes)
     assert codes(start_ranks(config, 2, tmp_path, sabotage=flipping(3, 0))) == [0, 0]
     assert said_to in said(tmp_path, 0)
-    assert ("replicas must hold the same bits" in said(tmp_path, 0)) is (policy != "off")
+    assert ("and other replicas differ" in said(tmp_path, 0)) is (policy != "off")
 
 
 @pytest.mark.parametrize("changes", [stage(2) | {"parallel.tensor": 2}, stage(3), {"engine.embedding": "rows"}])
