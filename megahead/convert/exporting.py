@@ -2,32 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import Any
-
-import torch
-from torch import Tensor
 
 from megahead.config import HeadName
-from megahead.convert.card import model_card, write_encoder_tokenizer, write_tokenizer
-from megahead.convert.export_heads import Head, make_head
-from megahead.convert.families import Family, family_of, hf_config
-from megahead.convert.source import BACKBONE, EMBEDDING, HEAD, TrainedModel
-from megahead.convert.stream import DTYPES, Streamed, write_shards
+from megahead.convert.card import model_card
+from megahead.convert.export_settings import write_json, write_settings
+from megahead.convert.export_target import ExportTarget
+from megahead.convert.export_tensors import exported_tensors
+from megahead.convert.source import TrainedModel
+from megahead.convert.stream import DTYPES, write_shards
 from megahead.convert.verify import Parity, verify
 from megahead.errors import FieldError
 from megahead.files import sha256_of, staged_folder
 
 PARITY_FILE = "parity.json"
-_NORM_BIAS = "backbone.final_norm.bias"
-_VOCABULARY_BIAS = "mask_head.bias"
-_PIECE_ROWS = 4096
 SHARD_BYTES = 5 * 10**9
 
 
@@ -76,112 +67,16 @@ def export(
     if shard_bytes < 1:
         raise FieldError("--shard-size", "be above 0", got=shard_bytes)
     model, output_dir = TrainedModel.open(Path(checkpoint)), Path(output_dir)
-    made = make_head(head, model, keep_padding=keep_padding)
+    target = ExportTarget.of(model, head, dtype, keep_padding=keep_padding)
     with staged_folder(output_dir, replaceable=PARITY_FILE) as folder:
-        vocab_size = model.config.model.padded_vocab_size() if keep_padding else model.config.model.vocab_size
-        write_shards(folder, list(_tensors(model, made, vocab_size)), DTYPES[dtype], shard_bytes)
-        tokenizer = _write_settings(folder, model, made, dtype, vocab_size)
-        parity = verify(folder, model, made, dtype)
-        _write_json(folder / PARITY_FILE, {**parity.record(), "head": head, "source": fingerprint(model)})
-        (folder / "README.md").write_text(model_card(model, made, dtype, parity), encoding="utf-8")
+        write_shards(folder, list(exported_tensors(target)), DTYPES[dtype], shard_bytes)
+        tokenizer = write_settings(folder, target)
+        parity = verify(folder, target)
+        write_json(folder / PARITY_FILE, {**parity.record(), "head": head, "source": fingerprint(model)})
+        (folder / "README.md").write_text(model_card(target, parity), encoding="utf-8")
     return ExportReport(output_dir, head, dtype, parity, tokenizer, time.monotonic() - begin)
 
 
 def fingerprint(model: TrainedModel) -> str:
     """Identifies a checkpoint: the checksum of its manifest, which holds those of all files."""
     return sha256_of(model.checkpoint.folder / "checkpoint.json")
-
-
-def _tensors(model: TrainedModel, head: Head, vocab_size: int) -> Iterator[Streamed]:
-    """Every tensor of the export under its Hugging Face name, the head's last."""
-    family = family_of(model.config.model, head_bias=head.bias_V is not None)
-    body = [name for name in model.shapes if name.startswith(BACKBONE)]  # the head's come last, the temperature in them
-    for theirs in dict.fromkeys(_hf_name(family, name) for name in body):
-        names = family.our_names(theirs)
-        rows, *columns = model.shapes[names[0]]
-        size = (vocab_size if names == (EMBEDDING,) else rows * len(names), *columns)
-        exported = theirs.removeprefix(family.prefix) if head.matrix is None else theirs
-        yield Streamed(exported, size, partial(_backbone_pieces, model, head, family, names, size[0]))
-    for name, width in family.zeros(model.config.model).items():
-        yield Streamed(name, (width,), partial(_one_piece, torch.zeros(width)))
-    for name, tensor in (head.transform or {}).items():
-        part = tensor[:vocab_size] if name == _VOCABULARY_BIAS else tensor
-        yield Streamed(_hf_name(family, name), tuple(part.shape), partial(_one_piece, part))
-        if name == _VOCABULARY_BIAS and family.untied_bias and not head.is_embedding():
-            yield Streamed(family.untied_bias, tuple(part.shape), partial(_one_piece, part))
-    if head.matrix is not None and not head.is_embedding():
-        size = (vocab_size, model.config.model.hidden_size)
-        yield Streamed(_hf_name(family, HEAD), size, partial(_head_pieces, model, head, head.matrix, vocab_size))
-    if head.bias_V is not None and family.head_bias is not None:
-        yield Streamed(family.head_bias, (vocab_size,), partial(_one_piece, head.bias_V[:vocab_size]))
-
-
-def _one_piece(tensor: Tensor) -> Iterator[Tensor]:
-    yield tensor
-
-
-def _backbone_pieces(
-    model: TrainedModel, head: Head, family: Family, names: Sequence[str], rows: int
-) -> Iterator[Tensor]:
-    """One after the other, what a stored tensor holds; of the embedding the first `rows`."""
-    if names == (EMBEDDING,):
-        yield from _rows_of(model, EMBEDDING, rows)
-        return
-    for name in names:
-        weight = family.as_stored(model.config.model, name, model.weight(name))
-        yield head.norm_bias(weight) if name == _NORM_BIAS else weight
-
-
-def _head_pieces(model: TrainedModel, head: Head, matrix: str, rows: int) -> Iterator[Tensor]:
-    first = 0
-    for stored_vD in _rows_of(model, matrix, rows):
-        yield head.rows(stored_vD, first)
-        first += len(stored_vD)
-
-
-def _rows_of(model: TrainedModel, matrix: str, rows: int) -> Iterator[Tensor]:
-    """Its first rows, some at a time."""
-    for block in model.blocks(matrix):
-        if rows > 0:  # behind them is padding
-            yield from block[:rows].split(_PIECE_ROWS)
-        rows -= len(block)
-
-
-def _hf_name(family: Family, name: str) -> str:
-    theirs = family.their_name(name)
-    if theirs is None:
-        raise ValueError(f"{name} has no Hugging Face name")
-    return theirs
-
-
-def _write_settings(folder: Path, model: TrainedModel, head: Head, dtype: str, vocab_size: int) -> Path | None:
-    """Writes config.json, generation_config.json and the tokenizer files; returns the tokenizer's source."""
-    config, end = model.config, model.config.data.end_token
-    family = family_of(config.model, head_bias=head.bias_V is not None)
-    tokenizer = model.tokenizer()
-    if config.masking is not None:
-        first, last = config.masking.cls_token, config.masking.sep_token
-        ids = {"pad_token_id": 0, "bos_token_id": first, "cls_token_id": first}
-        ids |= {"eos_token_id": last, "sep_token_id": last}
-        ids |= {} if tokenizer is None else write_encoder_tokenizer(tokenizer, folder, config)
-    else:
-        ids = {"bos_token_id": end, "eos_token_id": end, "pad_token_id": end}
-        ids |= {} if tokenizer is None else write_tokenizer(tokenizer, folder, config)
-    architecture = family.backbone if head.matrix is None else family.with_head
-    tied = head.is_embedding()
-    content = hf_config(family, head.shape(config.model), vocab_size=vocab_size, architecture=architecture, tied=tied)
-    origin = {
-        "run": config.name,
-        "head": head.name,
-        "objective": config.objective.model_dump(),
-        "step": model.checkpoint.step,
-        "tokens": model.checkpoint.state.get("tokens"),
-    }
-    _write_json(folder / "config.json", {**content, **ids, "dtype": dtype, "megahead": origin})
-    if head.matrix is not None and not config.model.is_encoder():
-        _write_json(folder / "generation_config.json", ids)
-    return tokenizer
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

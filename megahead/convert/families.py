@@ -163,9 +163,3 @@ def family_named(content: Mapping[str, Any]) -> Family:
     if kind not in _FAMILIES:
         raise FieldError("config.json: model_type", f"be one of {', '.join(_FAMILIES)}", got=kind)
     return _FAMILIES[kind]
-
-
-def hf_config(family: Family, model: ModelConfig, *, vocab_size: int, architecture: str, tied: bool) -> dict[str, Any]:
-    """The content of `config.json` for a model whose table has `vocab_size` rows."""
-    common = {"architectures": [architecture], "vocab_size": vocab_size, "tie_word_embeddings": tied}
-    return family.config(model) | common

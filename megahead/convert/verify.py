@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megahead.convert.export_heads import Head
+from megahead.convert.export_target import ExportTarget
 from megahead.convert.loading import load_backbone, load_causal, load_masked
 from megahead.convert.source import TrainedModel
 from megahead.convert.stream import DTYPES
@@ -60,12 +61,13 @@ class Parity:
         return {**asdict(self), "tolerance": self.tolerance()}
 
 
-def verify(folder: Path, model: TrainedModel, head: Head, dtype: str) -> Parity:
-    """Compares the exported `folder` with `model` computing in fp32; CheckpointError above the tolerance.
+def verify(folder: Path, target: ExportTarget) -> Parity:
+    """Compares the exported `folder` with its model computing in fp32; CheckpointError above the tolerance.
 
     Cost: a forward pass of a few hundred tokens each, with one layer of one model in memory at a time (an exported
     encoder is held whole); the source once more where the export is in half precision, to see what rounding alone does.
     """
+    model, head, dtype = target.model, target.head, target.dtype
     rows_BT = _token_rows(model)
     expected = expected_outputs(model, head, rows_BT)
     width = expected.shape[-1]
@@ -75,7 +77,7 @@ def verify(folder: Path, model: TrainedModel, head: Head, dtype: str) -> Parity:
         errors[kind] = _distance(outputs[..., :width], expected)  # padding rows come last
         padding = max(padding, _probability_from(width, outputs))
     rounded = expected if dtype == "float32" else expected_outputs(model, head, rows_BT, DTYPES[dtype])
-    compared = "hidden states" if head.matrix is None else "logits"
+    compared = "logits" if target.has_head() else "hidden states"
     scale = float(expected.abs().max())
     parity = Parity(compared, rows_BT.numel(), scale, errors, _distance(rounded, expected), padding)
     if not errors[dtype] <= parity.tolerance():  # also when one of them is not a number

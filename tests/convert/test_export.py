@@ -11,8 +11,7 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer, GPTNeoXConfig
 
 import megahead
-from megahead.convert import Origin, export, export_heads, exporting, hf_folder, load_causal, origin
-from megahead.convert.families import hf_config
+from megahead.convert import Origin, export, export_heads, export_settings, hf_folder, load_causal, origin
 from megahead.corpus import IndexedDatasetWriter, load_tokenizer
 from megahead.errors import CheckpointError, DataError, UserError
 from support.small_checkpoint import save_small, save_tokenizer, small_config
@@ -157,8 +156,9 @@ def test_a_head_the_run_cannot_have_is_refused(tmp_path, objective, head) -> Non
 @pytest.mark.parametrize("head", ["tied", "pmi", "none"])
 def test_an_export_that_differs_from_its_source_fails_and_leaves_nothing(tmp_path, monkeypatch, head) -> None:
     save_small(tmp_path / "run", small_config())
-    wrong = {"use_parallel_residual": False}
-    monkeypatch.setattr(exporting, "hf_config", lambda *args, **options: hf_config(*args, **options) | wrong)
+    write = export_settings.write_json
+    wrong = {"config.json": {"use_parallel_residual": False}}
+    monkeypatch.setattr(export_settings, "write_json", lambda path, c: write(path, c | wrong.get(path.name, {})))
     with pytest.raises(CheckpointError, match="must be within"):
         export(tmp_path / "run", tmp_path / "out", head)
     assert [path.name for path in tmp_path.iterdir()] == ["run"]

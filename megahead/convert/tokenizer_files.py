@@ -1,0 +1,85 @@
+"""The tokenizer of an export, as transformers (4 and 5) reads it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import tokenizers
+from tokenizers.processors import TemplateProcessing
+
+from megahead.config import RunConfig
+from megahead.errors import DataError
+
+PADDING_TOKEN = "<|padding|>"
+PADDING_TOKENS = ("[PAD]", PADDING_TOKEN, "<pad>")
+
+
+def write_tokenizer(source: Path, folder: Path, config: RunConfig) -> dict[str, int]:
+    """Copies `source` and adds its settings; returns the ids that generation needs.
+
+    Special tokens are the tokenizer's own, none is added: the end token, and `<|padding|>` where it has one.
+    Raises DataError for a tokenizer that cannot be this model's.
+    """
+    vocabulary, end_token = _opened(source, config.model.vocab_size), config.data.end_token
+    end = _spelling(vocabulary, source, "data.end_token", end_token)
+    padding_id = vocabulary.token_to_id(PADDING_TOKEN)
+    padding = end if padding_id is None else PADDING_TOKEN
+    special = {"bos_token": end, "eos_token": end, "unk_token": end, "pad_token": padding}
+    shutil.copyfile(source, folder / "tokenizer.json")
+    _write_settings(folder, special, {"model_max_length": config.model.max_positions})
+    return {"pad_token_id": end_token if padding_id is None else padding_id}
+
+
+def write_encoder_tokenizer(source: Path, folder: Path, config: RunConfig) -> dict[str, int]:
+    """The same for an encoder, whose tokenizer puts [CLS] before a text and [SEP] behind, also between two texts.
+
+    The tokenizer keeps its own way to do so where it has one with these ids. Returns the ids that the model needs.
+    """
+    masking, vocabulary = config.masking, _opened(source, config.model.vocab_size)
+    assert masking is not None
+    ids = {"cls_token": masking.cls_token, "sep_token": masking.sep_token, "mask_token": masking.mask_token}
+    special = {name: _spelling(vocabulary, source, f"masking.{name}", id_) for name, id_ in ids.items()}
+    found = {name: vocabulary.token_to_id(name) for name in (*PADDING_TOKENS, special["sep_token"])}
+    special["pad_token"] = next(name for name, id_ in found.items() if id_ is not None)
+    special["unk_token"] = "[UNK]" if vocabulary.token_to_id("[UNK]") is not None else special["pad_token"]
+    cls, sep = special["cls_token"], special["sep_token"]
+    vocabulary.no_padding()
+    vocabulary.no_truncation()
+    vocabulary.post_processor = TemplateProcessing(
+        single=f"{cls}:0 $A:0 {sep}:0",
+        pair=f"{cls}:0 $A:0 {sep}:0 $B:1 {sep}:1",
+        special_tokens=[(cls, masking.cls_token), (sep, masking.sep_token)],
+    )
+    vocabulary.save(str(folder / "tokenizer.json"))
+    inputs = ["input_ids", *(["token_type_ids"] if config.model.token_types > 1 else []), "attention_mask"]
+    _write_settings(folder, special, {"model_max_length": config.model.max_positions, "model_input_names": inputs})
+    return {"pad_token_id": int(vocabulary.token_to_id(special["pad_token"]) or 0)}
+
+
+def _opened(source: Path, vocab_size: int) -> tokenizers.Tokenizer:
+    try:
+        vocabulary = tokenizers.Tokenizer.from_file(str(source))
+    except Exception as error:  # the library raises nothing narrower
+        raise DataError(f"`{source}` must be a tokenizer.json, but cannot be read as one: {error}.") from None
+    ids = max(vocabulary.get_vocab(with_added_tokens=True).values()) + 1
+    if ids > vocab_size:
+        raise DataError(f"`{source}` must have at most {vocab_size} ids (model.vocab_size), but has {ids} instead.")
+    return vocabulary
+
+
+def _spelling(vocabulary: tokenizers.Tokenizer, source: Path, field: str, id_: int) -> str:
+    token = vocabulary.id_to_token(id_)
+    if token is None:
+        raise DataError(f"`{source}` must have a token with the id of {field} ({id_}), but has none.")
+    return str(token)
+
+
+def _write_settings(folder: Path, special: dict[str, str], more: dict[str, object]) -> None:
+    shared = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    for name, content in (
+        ("special_tokens_map.json", special),
+        ("tokenizer_config.json", {**special, **shared, **more}),
+    ):
+        (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
