@@ -18,12 +18,12 @@ V vocabulary, D features; lower-case v: rows of one chunk.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from megahead.config import HeadName, ModelConfig
+from megahead.config import HeadName, ModelConfig, ObjectiveConfig
 from megahead.convert.mask_heads import PADDING_BIAS, LastNorm, identity_transform, trained_transform
 from megahead.convert.source import EMBEDDING, HEAD, MASK_HEAD, TrainedModel
 from megahead.errors import CheckpointError, UserError
@@ -117,21 +117,26 @@ def make_head(name: HeadName, model: TrainedModel, *, keep_padding: bool = False
         return Head(name)
     if reason is not None:
         raise _impossible(name, "a model that a class of transformers can be", f"this one {reason}", "none")
-    own = objective.head()
-    matrix = HEAD if own == "trained" else EMBEDDING
-    if model.config.model.is_encoder():
-        return Head(name, matrix, model.temperature(), transform=_transform(name, model))
-    padded = keep_padding and model.config.model.padded_vocab_size() > model.config.model.vocab_size
-    if name != "pmi" and not padded and not objective.output_bias:
-        return Head(name, matrix, model.temperature())
-    if not model.config.model.has_rms_norm():
-        return Head(name, matrix, model.temperature(), _folded(name, model))
-    if model.config.model.qk_norm:
+    shape, plain = model.config.model, Head(name, _matrix(objective), model.temperature())
+    padded = keep_padding and shape.padded_vocab_size() > shape.vocab_size
+    if not (shape.is_encoder() or name == "pmi" or padded or objective.output_bias):
+        return plain
+    bias_V = _padded_bias(name, model)
+    if shape.is_encoder():
+        return replace(plain, transform=_transform(model, bias_V, plain.temperature))
+    if not shape.has_rms_norm():
+        return replace(plain, folded=_folded(model, bias_V))
+    if shape.qk_norm:
         asked = name if name == "pmi" or not padded else f"{name} --keep-padding"
         given = "no class of transformers has one beside norms of queries and keys (Qwen 3)"
         others = "none" if objective.output_bias else "tied or none without --keep-padding, or train a head"
         raise _impossible(asked, "a bias in the head", given, others)
-    return Head(name, matrix, model.temperature(), bias_V=_padded_bias(name, model))
+    return replace(plain, bias_V=bias_V)
+
+
+def _matrix(objective: ObjectiveConfig) -> str:
+    """The parameter that such a run scores by."""
+    return HEAD if objective.head() == "trained" else EMBEDDING
 
 
 def require_head(name: HeadName, model: TrainedModel) -> None:
@@ -159,24 +164,24 @@ def best_head(model: TrainedModel) -> HeadName:
     return "trained" if objective.name == "vanilla" else objective.head()
 
 
-def _transform(name: HeadName, model: TrainedModel) -> dict[str, Tensor]:
-    """An encoder's: its own where it has one, else one that changes nothing but the bias."""
+def _transform(model: TrainedModel, bias_V: Tensor, temperature: float) -> dict[str, Tensor]:
+    """An encoder's: its own where it has one, else one that changes nothing and adds `bias_V`."""
     shape = model.config.model
     stored = {key: model.weight(key) for key in model.shapes if key.startswith(MASK_HEAD)}
     if stored:
-        return trained_transform(stored, shape.vocab_size, model.temperature())
+        return trained_transform(stored, shape.vocab_size, temperature)
     last = [key.removesuffix(".weight") for key in model.shapes if key.endswith("norm.weight")][-1]
     norm = LastNorm(
         model.weight(f"{last}.weight"),
         model.weight(f"{last}.bias") if shape.has_norm_bias() else None,
         shape.norm_eps,
     )
-    return identity_transform(norm, _padded_bias(name, model), model.temperature())
+    return identity_transform(norm, bias_V, temperature)
 
 
-def _folded(name: HeadName, model: TrainedModel) -> FoldedBias:
+def _folded(model: TrainedModel, bias_V: Tensor) -> FoldedBias:
     norm = "backbone.final_norm"
-    return fold_bias(model.weight(f"{norm}.weight"), model.weight(f"{norm}.bias"), _padded_bias(name, model))
+    return fold_bias(model.weight(f"{norm}.weight"), model.weight(f"{norm}.bias"), bias_V)
 
 
 def _padded_bias(name: HeadName, model: TrainedModel) -> Tensor:
