@@ -34,6 +34,7 @@ WRONG: dict[str, str] = {
     "tools/bench_engine.py": "",
     "tools/bench_link.py": "",
     "tools/bench_loss.py": "--data nowhere",
+    "tools/bench_node_loss.py": "",
     "tools/bench_preprocess.py": "--input nowhere.jsonl --tokenizer t.json",
     "tools/bench_step.py": "--preset pythia-14m --data nowhere",
     "tools/compare_finetuning.py": "--model nowhere --task glue/rte",
