@@ -1,0 +1,32 @@
+"""A laboratory whose runs take a second."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import TextIO
+
+from experiments.laboratory import Laboratory
+from experiments.measures import Row
+from support.forked import run_script
+
+TINY = [
+    "model.num_layers=1",
+    "model.hidden_size=16",
+    "data.sequence_length=16",
+    "batch.global_size=16",
+    "training.evaluate_samples=4",
+    "schedule.warmup_steps=1",
+    "training.steps=2",
+]
+
+
+def run_logged(command: Sequence[str], log: TextIO) -> int:
+    done = run_script(*command)
+    log.write(done.stdout + done.stderr)
+    return done.returncode
+
+
+def results(laboratory: Laboratory, name: str) -> list[Row]:
+    record: dict[str, list[Row]] = json.loads((laboratory.folder / f"{name}.json").read_text())
+    return record["results"]

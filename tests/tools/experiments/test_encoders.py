@@ -1,0 +1,71 @@
+"""Encoders and languages, in tiny."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from experiments.encoders import compare_encoders
+from experiments.laboratory import Laboratory
+from experiments.multilingual import compare_multilingual
+from megahead.corpus import IndexedDataset
+from megahead.report import read_runs
+from support.laboratory import TINY, results
+
+
+def test_encoders_with_clean_and_with_wrong_labels(laboratory: Laboratory, tmp_path: Path) -> None:
+    texts = [(word, label) for word in ("man", "dog", "sea") for label in ("entailment", "not_entailment")]
+    for part in ("train", "dev"):
+        (tmp_path / "glue/RTE").mkdir(parents=True, exist_ok=True)
+        rows = [f"{k}\ta {word}\tthe {word}\t{label}\n" for k, (word, label) in enumerate(texts)]
+        (tmp_path / f"glue/RTE/{part}.tsv").write_text("index\tsentence1\tsentence2\tlabel\n" + "".join(rows))
+    for part in ("train", "val"):
+        (tmp_path / "superglue/CB").mkdir(parents=True, exist_ok=True)
+        pairs = [{"premise": f"a {w}", "hypothesis": w, "label": label} for w in ("man", "sea") for label in LABELS]
+        (tmp_path / f"superglue/CB/{part}.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    laboratory = replace(laboratory, settings=[*TINY, "batch.micro_size=16"], tasks_data=tmp_path)
+    compare_encoders(laboratory, [])
+    scored = {row["task"]: row for row in results(laboratory, "encoders-balanced")}
+    assert {"glue/rte", "superglue/cb", "training"} <= {*scored}
+    assert list(scored["glue/rte"])[-4:] == ["headless", "vanilla", "wrong-labels", "random weights"]
+    rows = json.loads((laboratory.folder / "encoders.json").read_text())["results"]
+    assert [row["run"] for row in rows] == ["headless", "vanilla", "wrong-labels"]
+    data = laboratory.folder.parent / "wordpiece-320"
+    clean, wrong = (IndexedDataset(data / name) for name in ("text", "text-wrong"))
+    same = [np.mean(clean[i] == wrong[i]) for i in range(len(clean))]
+    assert 0.87 < np.mean(same) < 0.93
+    assert all(clean[i][-1] == wrong[i][-1] for i in range(len(clean)))
+
+
+LABELS = ("entailment", "neutral", "contradiction")
+
+
+def test_languages_and_xnli(laboratory: Laboratory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    settings = laboratory.encoder_data()
+    made = laboratory.folder.parent / "wordpiece-320"
+    folder = tmp_path / "languages"
+    folder.mkdir()
+    for name, source in {"de": "text", "en": "text", "validation": "text-validation"}.items():
+        for ending in ("bin", "idx", "json"):
+            (folder / f"{name}.{ending}").write_bytes((made / f"{source}.{ending}").read_bytes())
+    (tmp_path / "xnli").mkdir()
+    for language in ("de", "en"):
+        pairs = [(word, label) for word in ("man", "dog", "sea", "sun") for label in LABELS]
+        rows = [f"a {word}\tthe {word} in {language}\t{label}\n" for word, label in pairs]
+        (tmp_path / f"xnli/dev-{language}.tsv").write_text("".join(rows))
+    monkeypatch.setattr("experiments.multilingual.LANGUAGES", ("de", "en"))
+    monkeypatch.setattr("experiments.multilingual.STEPS", 2)
+    given = [part for part in settings if not part.startswith(("data.train=", "data.validation="))]
+    sizes = [part for part in TINY if "training.steps" not in part]
+    several = replace(laboratory, text=folder, settings=[*sizes, *given, "batch.micro_size=16"], tasks_data=tmp_path)
+    compare_multilingual(several, [])
+    assert [row["run"] for row in results(laboratory, "multilingual")] == ["headless", "vanilla"]
+    config = read_runs([laboratory.folder / "headless"])[0].config
+    assert [Path(part["prefix"]).name for part in config["data"]["train"]] == ["de", "en"]
+    rows = results(laboratory, "xnli")
+    assert [row["model"] for row in rows] == ["headless", "vanilla", "random weights"]
+    assert all(float(row[column]) > 0 for row in rows for column in ("English only", "target language", "de", "en"))

@@ -1,0 +1,59 @@
+"""The experiments' laboratory: runs of the normal command, made once, reused, and recorded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TextIO
+
+import pytest
+
+from experiments.laboratory import Laboratory
+from experiments.negatives import compare_negatives
+from experiments.variants import compare_variants
+from megahead.errors import UserError
+from megahead.report import read_metrics
+from support.laboratory import TINY, run_logged
+
+
+def test_a_variant_is_trained_once_scored_with_both_heads_and_recorded(laboratory: Laboratory) -> None:
+    compare_variants(laboratory, ["paper, group 4"])
+    record = json.loads((laboratory.folder / "variants.json").read_text())
+    (row,) = record["results"]
+    run, head = (laboratory.folder / name for name in ("paper-group-4", "paper-group-4-head"))
+    assert row["run"] == "paper, group 4"
+    assert row["own head: perplexity"] == read_metrics(run).validation[-1]["perplexity"]
+    assert row["trained head: perplexity"] == read_metrics(head).validation[-1]["perplexity"]
+    assert record["settings"] == TINY
+    assert record["runs"]["paper-group-4"]["tokens"] == 2 * 16 * 16
+    assert record["runs"]["paper-group-4-head"]["config"]["objective"]["name"] == "vanilla"
+    assert "| paper, group 4 |" in (laboratory.folder / "variants.md").read_text()
+
+    logs = [(folder / "log.txt").read_text() for folder in (run, head)]
+    compare_variants(laboratory, ["paper, group 4"])
+    assert [(folder / "log.txt").read_text() for folder in (run, head)] == logs  # neither was started again
+    assert json.loads((laboratory.folder / "variants.json").read_text())["results"] == [row]
+
+
+def test_an_experiment_says_that_it_needs_a_text(laboratory: Laboratory) -> None:
+    with pytest.raises(UserError, match="`--text` must name what this experiment reads, but is missing"):
+        compare_negatives(replace(laboratory, text=None), [])
+
+
+def test_a_run_that_was_stopped_is_no_result_until_it_went_on(
+    laboratory: Laboratory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stopped(command: Sequence[str], log: TextIO) -> int:
+        return run_logged([part.replace("training.steps=2", "training.steps=1") for part in command], log)
+
+    monkeypatch.setattr("experiments.laboratory.run_python", stopped)
+    with pytest.raises(UserError, match="training early must reach its last step, but was stopped; call again"):
+        laboratory.train("small-headless", "early", *laboratory.data())
+    monkeypatch.setattr("experiments.laboratory.run_python", run_logged)
+    assert laboratory.train("small-headless", "early", *laboratory.data()).training[-1]["step"] == 2
+
+
+def test_a_run_that_fails_is_told_with_the_end_of_its_log(laboratory: Laboratory) -> None:
+    with pytest.raises(UserError, match=r"(?s)training broken must come to its end, but failed.*data\.tokenizer"):
+        laboratory.train("small-headless", "broken")

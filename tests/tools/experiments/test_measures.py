@@ -1,0 +1,29 @@
+"""How rows are put together and drawn."""
+
+from __future__ import annotations
+
+import pytest
+
+from experiments.charts import Chart, draw_charts
+from experiments.measures import lines, over_seeds, percent
+
+
+def test_rows_over_seeds_and_lines() -> None:
+    rows = [{"run": "a", "seed": seed, "x": seed, "loss": loss} for seed, loss in enumerate((1.0, 3.0))]
+    rows.append({"run": "b", "seed": 0, "x": 0, "loss": 5.0})
+    assert over_seeds(rows, ("run",), ("loss",)) == [
+        {"run": "a", "seeds": 2, "loss": 2.0, "± loss": pytest.approx(2**0.5)},
+        {"run": "b", "seeds": 1, "loss": 5.0, "± loss": None},
+    ]
+    assert lines(rows, "run", "x", "loss") == {"a": [(0, 1.0), (1, 3.0)], "b": [(0, 5.0)]}
+    assert [percent(values) for values in ([0.5], [0.25, 0.75])] == ["50.0", "50.0 ± 35.4"]
+
+
+def test_charts_have_one_colour_a_name_and_mark_the_points() -> None:
+    two = {"headless": [(1, 2.0), (4, 3.0)], "vanilla": [(4, 9.0), (1, 8.0)]}
+    figure = draw_charts([Chart("one", "rows", two, log_across=True, from_zero=True), Chart("two", "rows", two)])
+    first, second = figure.axes
+    assert [line.get_color() for line in first.get_lines()] == [line.get_color() for line in second.get_lines()]
+    assert list(first.get_lines()[1].get_xdata()) == [1, 4]  # from left to right, however the rows came
+    assert [label.get_text() for label in first.get_xticklabels()] == ["1", "4"]
+    assert first.get_ylim()[0] == 0 < second.get_ylim()[0]

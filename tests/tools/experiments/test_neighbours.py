@@ -1,0 +1,38 @@
+"""The method's neighbours, in tiny."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from experiments.laboratory import Laboratory
+from experiments.neighbours import compare_neighbours
+from megahead.report import read_runs
+from support.laboratory import TINY, results
+
+
+@pytest.mark.parametrize(("kind", "variant"), [("decoder", "meap-30"), ("encoder", "similar")])
+def test_neighbours_are_held_against_the_plain_objective_at_equal_tokens_and_time(
+    laboratory: Laboratory, monkeypatch: pytest.MonkeyPatch, kind: str, variant: str
+) -> None:
+    sizes = {"VOCABULARY": 320, "SEEDS": (0,), "STEPS": {kind: 4}, "WARMUP": 1}
+    for name, value in sizes.items():
+        monkeypatch.setattr(f"experiments.neighbours.{name}", value)
+    speeds = {"plain": 100, variant: 150}
+    name_of = re.compile(rf"{kind}-(.*)-0(-time)?")
+    monkeypatch.setattr("experiments.neighbours.speed", lambda run: speeds[name_of.fullmatch(run.name)[1]])  # type: ignore[index]
+    settings = [part for part in TINY if "training.steps" not in part]
+    shape = ["model.num_heads=2", "batch.micro_size=8", "training.evaluate_every=2"]
+    compare_neighbours(replace(laboratory, settings=[*settings, *shape]), [variant])
+    rows = results(laboratory, "neighbours")
+    assert [(row["model"], row["variant"], row["at equal"], row["tokens"]) for row in rows] == [
+        (kind, "plain", "tokens", 4 * 256),
+        (kind, variant, "tokens", 4 * 256),
+        (kind, variant, "time", 6 * 256),  # as many as it takes in the plain one's time
+    ]
+    config = read_runs([laboratory.folder / f"{kind}-{variant}-0"])[0].config
+    asked = {"decoder": ("masked_inputs", "mask_token", 320), "encoder": ("masking", "similar_share", 0.4)}
+    section, setting, value = asked[kind]
+    assert config[section][setting] == value
