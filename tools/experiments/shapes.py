@@ -15,7 +15,7 @@ from experiments.laboratory import Laboratory
 from experiments.measures import Row, lines, over_seeds, speed
 
 SEEDS = (0, 1)
-RATES = (1e-3, 2e-3, 4e-3)
+RATES = (1e-3, 2e-3, 4e-3, 8e-3)
 VOCABULARY = 16_384
 """The demo's."""
 
