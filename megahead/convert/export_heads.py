@@ -117,11 +117,11 @@ def make_head(name: HeadName, model: TrainedModel, *, keep_padding: bool = False
         return Head(name)
     if reason is not None:
         raise _impossible(name, "a model that a class of transformers can be", f"this one {reason}", "none")
-    shape, plain = model.config.model, Head(name, _matrix(objective), model.temperature())
+    shape, plain, bias_V = model.config.model, Head(name, _matrix(objective), model.temperature()), model.bias(name)
     padded = keep_padding and shape.padded_vocab_size() > shape.vocab_size
-    if not (shape.is_encoder() or name == "pmi" or padded or objective.output_bias):
+    if bias_V is None and not padded and not shape.is_encoder():
         return plain
-    bias_V = _padded_bias(name, model)
+    bias_V = _padded_bias(bias_V, shape)
     if shape.is_encoder():
         return replace(plain, transform=_transform(model, bias_V, plain.temperature))
     if not shape.has_rms_norm():
@@ -184,22 +184,11 @@ def _folded(model: TrainedModel, bias_V: Tensor) -> FoldedBias:
     return fold_bias(model.weight(f"{norm}.weight"), model.weight(f"{norm}.bias"), bias_V)
 
 
-def _padded_bias(name: HeadName, model: TrainedModel) -> Tensor:
-    """[padded vocabulary]: the training-free bias for the head `pmi`, else 0; a low bias for padding rows."""
-    shape = model.config.model
-    bias_V = _training_free_bias(model) if name == "pmi" else model.learned_bias()
+def _padded_bias(bias_V: Tensor | None, shape: ModelConfig) -> Tensor:
+    """[padded vocabulary]: 0 for None; a low bias for padding rows."""
     bias_V = torch.zeros(shape.vocab_size) if bias_V is None else bias_V
     padding = bias_V.new_full((shape.padded_vocab_size() - shape.vocab_size,), PADDING_BIAS)
     return torch.cat([bias_V, padding])
-
-
-def _training_free_bias(model: TrainedModel) -> Tensor:
-    if not model.has_target_counts():
-        raise CheckpointError(
-            f"`{model.checkpoint.folder}` must hold the counts of its training targets for --head pmi, "
-            "but lacks them; export with --head tied or none."
-        )
-    return model.training_free_bias()
 
 
 def _impossible(name: str, needed: str, given: str, others: str) -> UserError:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from megahead.checkpoint import Checkpoint, open_checkpoint, target_samples
-from megahead.config import RunConfig, config_from_dict
+from megahead.config import HeadName, RunConfig, config_from_dict
 from megahead.data import evaluation_target_counts
 from megahead.distributed import Group, Renamed
 from megahead.errors import CheckpointError
@@ -68,6 +68,18 @@ class TrainedModel:
     def blocks(self, name: str) -> Iterator[Tensor]:
         """The same in consecutive blocks of rows; memory holds one of them."""
         return (block.float() for block in self.checkpoint.blocks(f"weight/{name}"))
+
+    def bias(self, head: HeadName) -> Tensor | None:
+        """[V] fp32: what a head of this name adds to `E h / T`; None if nothing. CheckpointError where counts that the
+        training-free one needs were not kept."""
+        if head != "pmi":
+            return self.learned_bias()
+        if not self.has_target_counts():
+            raise CheckpointError(
+                f"`{self.checkpoint.folder}` must hold the counts of its training targets for --head pmi, "
+                "but lacks them; export with --head tied or none."
+            )
+        return self.training_free_bias()
 
     def has_target_counts(self) -> bool:
         """Whether the run counted its targets, which the training-free head needs."""

@@ -103,7 +103,7 @@ def expected_outputs(model: TrainedModel, head: Head, rows_BT: Tensor, dtype: to
     hidden_BTD: Tensor = pretraining.backbone(rows_BT)
     if head.matrix is None:
         return hidden_BTD.float()
-    bias_V = model.training_free_bias() if head.name == "pmi" else model.learned_bias()
+    bias_V = model.bias(head.name)
     if pretraining.mask_head is not None:
         hidden_BTD = pretraining.mask_head(hidden_BTD)
     logits_BTV, first = hidden_BTD.new_empty(*rows_BT.shape, vocab_size, dtype=torch.float32), 0
