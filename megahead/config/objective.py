@@ -54,8 +54,9 @@ class ObjectiveConfig(Settings):
     a headless run's weights (`init.from_checkpoint`) it starts as the bias of the training-free head, else as 0."""
 
     score: Literal["dot", "cosine", "harmonic"] = "dot"
-    """How an output is compared with a row: `dot`, their product (the paper); `cosine` of both; `harmonic`, minus the
-    logarithm of their distance (harmonic loss, arXiv 2502.01628). Only a dot product can be exported with a head."""
+    """How an output (a final hidden state) is compared with a row: `dot`, their product (the paper); `cosine` of both;
+    `harmonic`, minus the logarithm of their distance (harmonic loss, arXiv 2502.01628). Only a dot product can be
+    exported with a head."""
 
     temperature: float = Field(default=1.0, gt=0)
     """Scores are divided by this; the paper uses 1. A cosine needs some 0.05 to 0.1, a harmonic score the inverse of
@@ -72,9 +73,9 @@ class ObjectiveConfig(Settings):
 
     bias: Literal["paper", "once", "corrected", "own_once"] = "paper"
     """headless: how often each candidate counts in the softmax. `paper`: as often as it is a target of the group;
-    `once`: once; `corrected`: divided by its probability of being a candidate (sampled softmax, whose scores become
-    log-probabilities of tokens without a bias); `own_once`: as the paper, but an output's own target counts once (no
-    false negatives; an ablation)."""
+    `once`: once; `corrected`: 1 / its probability of being a candidate (sampled softmax, whose scores after training
+    are log-probabilities up to a constant, without an added bias); `own_once`: as the paper, but an output's own target
+    counts once (no false negatives; an ablation)."""
 
     negatives: int = Field(default=0, ge=0)
     """headless: ids drawn in addition for each group, with replacement; they weigh as often as they are drawn."""
@@ -83,7 +84,8 @@ class ObjectiveConfig(Settings):
     """Where `negatives` are drawn from: the dataset's token frequencies, or all ids equally."""
 
     nearest: int = Field(default=0, ge=0)
-    """bias: corrected: hard negatives; so many of each target's nearest ids (data.nearest_ids) are candidates too."""
+    """bias: corrected: hard negatives; so many of each target's nearest ids are candidates too: those of the most
+    alike embeddings in an earlier run, read from data.nearest_ids."""
 
     max_candidates: int | None = Field(default=None, gt=0)
     """headless: at most this many shared candidates, sampled by their weight and reweighted so that the sum over

@@ -1,8 +1,8 @@
 """Maps a new vocabulary to an old one: which tokens both have, and which old tokens make up each of the others.
 
 A token is *spelled* as in its tokenizer.json (` the` as `Ġthe`, say); its *text* is the bytes that it stands for, None
-for special tokens. Some of these have a *role*: begin, end, padding, mask or unknown. Special tokens are the same if
-they are spelled alike, or else have the same role.
+for special tokens. Ids without a token, such as padding, have no spelling either. Some special tokens have a *role*:
+begin, end, padding, mask or unknown. They are the same if they are spelled alike, or else have the same role.
 
 V ids of the new vocabulary.
 """

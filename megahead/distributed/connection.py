@@ -49,7 +49,7 @@ def connected(
     if dist.is_initialized():
         yield Group.world(timeout_seconds)
         return
-    if launch.world_size == 1 and not launch.waiting:
+    if launch.world_size == 1 and not launch.spare_ranks:
         try:
             yield Group()
         finally:
@@ -57,7 +57,7 @@ def connected(
         return
     store, watch = _meet(launch, timeout_seconds, settings)
     with _counting_lost_ranks(store, launch):
-        watch.meet()
+        watch.wait_for_all()
         with _failing_to(launch, timeout_seconds, "connect to the others"), watch.naming_lost_ranks():
             _connect(store, launch, device, timeout_seconds)
         with watch.naming_lost_ranks():
@@ -98,7 +98,8 @@ def _refuse_other_settings(rank: int, settings: Settings, first: Settings) -> No
 
 @contextmanager
 def _counting_lost_ranks(store: Store, launch: Launch) -> Iterator[None]:
-    """Spares rank 0, when it prints why it ends, the wait for lost ranks to ask whether they should."""
+    """Before an error is printed every rank asks the store whether it is the first, and rank 0 waits until all have;
+    this tells it how many never will."""
     try:
         yield
     except LostRankError as error:
@@ -137,15 +138,17 @@ def _open_line(launch: Launch, seconds: float, settings: Settings) -> tuple[Stor
     store = open_store(launch, seconds)
     store.set_timeout(timedelta(seconds=seconds))
     if launch.rank == 0:
-        board = Switchboard(launch.world_size, seconds, launch.waiting, launch.host_seconds)
+        board = Switchboard(launch.world_size, seconds, launch.spare_ranks, launch.host_timeout_seconds)
         store.set(_SETTINGS, json.dumps(dict(settings)))
         store.set(_SWITCHBOARD, board.address)
         return store, board.start(), settings
-    first = json.loads(store.get(_SETTINGS))  # before the line: with it rank 0 goes on, and may hang
+    first = json.loads(
+        store.get(_SETTINGS)
+    )  # before connecting: rank 0 goes on as soon as all are, and its store may hang
     port, token = store.get(_SWITCHBOARD).decode().split()
     connection = socket.create_connection((launch.address, int(port)), min(seconds, 60))
-    if launch.host_seconds is not None:
-        notice_lost_host(connection, launch.host_seconds)
+    if launch.host_timeout_seconds is not None:
+        notice_lost_host(connection, launch.host_timeout_seconds)
     line = Line(connection)
     line.send("hello", token, launch.rank)
     return store, line, first

@@ -35,7 +35,7 @@ class Launch:
     attempt: int = 0
     """How often the launcher (torchrun) has restarted all ranks."""
 
-    waiting: int = 0
+    spare_ranks: int = 0
     """Ranks that the launcher started beyond `world_size`, which wait until those below it end."""
 
     ranks_per_node: int = 0
@@ -47,12 +47,14 @@ class Launch:
     keeps_store: bool = False
     """Whether the launcher (torchrun by default) keeps one store, at one address, however often ranks meet again."""
 
-    host_seconds: float | None = None
+    host_timeout_seconds: float | None = None
     """A machine that does not answer for so long is lost; None: only whether its ranks take part counts."""
 
-    def using(self, ranks: int, host_seconds: float) -> Launch:
+    def using(self, ranks: int, timeout_seconds: float) -> Launch:
         """The same, but only the first `ranks` train, and others can take the place of a lost machine."""
-        return replace(self, world_size=ranks, waiting=self.world_size - ranks, host_seconds=host_seconds)
+        return replace(
+            self, world_size=ranks, spare_ranks=self.world_size - ranks, host_timeout_seconds=timeout_seconds
+        )
 
 
 def read_launch(environment: Mapping[str, str]) -> Launch:

@@ -28,15 +28,17 @@ class Switchboard:
     """Expects `size` ranks within `limit_seconds`; listens until all have left or one is lost.
 
     `onlookers`: as many ranks beyond these are told how it ends. Nobody waits for them, and they may be lost.
-    `host_seconds`: a machine that is silent for that long counts as lost; by default only its ranks' silence counts.
+    `host_timeout_seconds`: a machine that is silent for that long is lost; by default only its ranks' silence counts.
     """
 
-    def __init__(self, size: int, limit_seconds: float, onlookers: int = 0, host_seconds: float | None = None) -> None:
+    def __init__(
+        self, size: int, limit_seconds: float, onlookers: int = 0, host_timeout_seconds: float | None = None
+    ) -> None:
         self._all, self._limit = frozenset(range(size)), limit_seconds
         self._onlookers = frozenset(range(size, size + onlookers))
         self._door, self._token = _listen(size + onlookers), secrets.token_hex(8)
-        if host_seconds is not None:
-            notice_lost_host(self._door, host_seconds)
+        if host_timeout_seconds is not None:
+            notice_lost_host(self._door, host_timeout_seconds)
         self._lines: dict[int, Line] = {}
         self._gave_up: set[int] = set()
         self._left: set[int] = set()

@@ -41,7 +41,7 @@ class Watch:
         self._ends = threading.Event()
         threading.Thread(target=self._listen, name="watch", daemon=True).start()
 
-    def meet(self) -> None:
+    def wait_for_all(self) -> None:
         """Waits until all ranks are connected; LostRankError names those that are too late."""
         self._expect(None)  # rank 0 enforces the limit, and the thread notices if rank 0 is lost
 

@@ -68,7 +68,9 @@ class Engine:
         if self._stage == 0:
             config = {**config, "gradient_clipping": 0.0}  # ours, see `_step_replicated`
         self._mesh = mesh
-        half = half_format(config) is not None  # bf16 or fp16: DeepSpeed rounds what is set before it has started
+        half = (
+            half_format(config) is not None
+        )  # bf16, fp16: DeepSpeed rounds what is set before it starts; hence the end
         if self._stage < 3:
             allocate_(module) if half else fill_(module, mesh.tensor_group, weights)
         self._moments = {p: moments_of(group) for group in optimizer.param_groups for p in group["params"]}
@@ -96,8 +98,8 @@ class Engine:
         return module
 
     def begin(self, rows: RowPlan | None) -> int:
-        """To be called before the micro-steps of a step. A `RowEngine` fetches the embedding's rows here, and returns
-        how many were stale; this engine has nothing to do."""
+        """To be called before the micro-steps of a step. A `RowEngine` exchanges the embedding's rows that the step
+        needs (`rows`) here, and returns how many were stale; this engine has nothing to do."""
         return 0
 
     def micro_step(self, batch: Any) -> Tensor:
@@ -121,7 +123,7 @@ class Engine:
         """
         self._end_accumulation()
         set_learning_rate(self._deepspeed.optimizer.param_groups, learning_rate)
-        return self._step_replicated() if self._stage == 0 else self._step_zero()
+        return self._step_replicated() if self._stage == 0 else self._step_sharded()
 
     def skip_step(self) -> StepResult:
         """Instead of `step`: discards the accumulated gradients; weights and state (also fp16's loss scale) stay.
@@ -149,7 +151,7 @@ class Engine:
         self._deepspeed.step()
         return StepResult(norm, isfinite(norm))
 
-    def _step_zero(self) -> StepResult:
+    def _step_sharded(self) -> StepResult:
         self._deepspeed.step()
         applied = self._deepspeed.was_step_applied()
         if not applied:

@@ -48,14 +48,16 @@ class SharedPool:
     """int64, increasing: all targets of the group and all random negatives."""
 
     weighting: Weighting
+    """Log-weights of candidates in the denominator; some objectives put the positive's in the numerator too."""
 
     shared_bias_P: Tensor
-    """The weighting's bias, but -inf for ids that sampling left out, and raised for ids that it could have left out."""
+    """The weighting's bias; with `max_candidates` -inf for ids that were not chosen, and less the log of its chance for
+    one that was."""
 
     def candidates(self, target_ids_N: Tensor) -> Candidates:
         """The shared candidates, and the positives that are not shared; ids in increasing order. O(N log P + P).
 
-        Where the objective subtracts the bias of each positive from its loss, all of these are the `constant`."""
+        `constant`: minus the sum of the positives' biases, where the objective subtracts them from the loss."""
         place_N = torch.searchsorted(self.ids_P, target_ids_N)
         member_P = self.shared_bias_P > -torch.inf
         member_P[place_N] = True

@@ -29,7 +29,7 @@ EARLY_STEPS = 64
 """Steps whose terms are added one by one (measured without warm-up: four nodes alone err by 7e-4 there)."""
 _NEGLIGIBLE = 1e-7
 LONGEST_WINDOW = 1024
-"""Terms; later ones are left out. A run has none: betas whose window is longer than 798 are refused with its config."""
+"""Most terms that are summed. No run comes near: its config refuses betas whose window exceeds 798."""
 
 
 def window_of(betas: tuple[float, float]) -> float:

@@ -73,6 +73,7 @@ class TensorParallelPretraining(Pretraining):
         return parallel_candidate_loss(hidden_ND, rows_wD, candidates, self._score(), self._shard(candidates))
 
     def _misses(self, hidden_ND: Tensor, rows_wD: Tensor, candidates: Candidates) -> Tensor:
+        """bool [N]: whether another candidate is at least as probable as the target."""
         return parallel_misses(hidden_ND, rows_wD, candidates, self._score(), self._shard(candidates))
 
     def _vocabulary_sums(self, hidden_ND: Tensor, vocabulary: Candidates) -> EvaluationSums:

@@ -1,7 +1,7 @@
 """Candidate groups: consecutive samples whose targets are candidates for each other, on whichever ranks they are.
 
-Every rank has the same embedding table, so ranks exchange only ids, 4 bytes per target, and no gradients. A candidate
-group is part of a micro-batch, or several complete ones, consecutive over ranks and accumulation steps.
+Any rank can look up the row of any id itself, so that forming a group exchanges only ids, 4 bytes per target. A
+candidate group is part of a micro-batch, or several complete ones, consecutive over ranks and accumulation steps.
 Its `Pool` is made of all its targets and of random negatives drawn for it, and makes the candidates for the targets
 that it has in one micro-batch.
 Shapes: N targets of a micro-batch, G of a candidate group, R data ranks, A accumulation steps.

@@ -78,7 +78,7 @@ class _LookUp(torch.autograd.Function):
 
 
 def vector_of_norm(norm: Tensor, like: Tensor) -> Tensor:
-    """Positive numbers as many and in the format of `like`, whose squares add up to norm^2 but for 1e-5 of it.
+    """A tensor of positive numbers, of the shape and dtype of `like`, whose L2 norm is `norm` within a relative 1e-5.
 
     In half precision some are rounded up and the others down, in the shares that leave the sum as it is.
     """

@@ -38,7 +38,7 @@ def describe_elastic(plan: RunPlan, launch: Launch) -> list[tuple[str, str]]:
     """The banner's line on ranks that wait, and on who would start lost ones again."""
     if not plan.config.parallel.elastic:
         return []
-    there = launch.world_size + launch.waiting
+    there = launch.world_size + launch.spare_ranks
     parts = [f"{plan.ranks} of {counted(there, 'rank')} train"]
     if not launch.restarts:
         parts.append("nothing starts lost ranks again: torchrun's --max-restarts would, launch/elastic.sh")
@@ -57,9 +57,9 @@ def wait_for_end(config: RunConfig, launch: Launch) -> Run:
 
 
 def _who_waits(config: RunConfig, launch: Launch) -> str:
-    train, there = launch.world_size, launch.world_size + launch.waiting
+    train, there = launch.world_size, launch.world_size + launch.spare_ranks
     return (
-        f"{listed('rank', range(train, there))} {'waits' if launch.waiting == 1 else 'wait'}: "
+        f"{listed('rank', range(train, there))} {'waits' if launch.spare_ranks == 1 else 'wait'}: "
         f"{counted(config.batch.global_size, 'row')} a step in micro-batches of {config.batch.micro_size} can be split "
         f"over {train} of {counted(there, 'rank')}"
     )

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megahead.wording import counted
 
-Mesh = dict[str, int]
+MeshShape = dict[str, int]
 """`data` and `tensor` ranks, and how many ranks are `waiting`."""
 
 
@@ -16,11 +16,11 @@ Mesh = dict[str, int]
 class MeshChange:
     """The mesh of a session; `before`: that of the session before it, if that is known."""
 
-    now: Mesh
-    before: Mesh | None = None
+    now: MeshShape
+    before: MeshShape | None = None
 
     @staticmethod
-    def since(metrics: Path, now: Mesh) -> MeshChange:
+    def since(metrics: Path, now: MeshShape) -> MeshChange:
         """`metrics`: the log that earlier sessions wrote, if there were any."""
         if not metrics.exists():
             return MeshChange(now)
@@ -28,7 +28,7 @@ class MeshChange:
             sessions = [line for line in lines if b'"session":{' in line and line.endswith(b"\n")]
         return MeshChange(now, json.loads(sessions[-1])["session"].get("mesh") if sessions else None)
 
-    def facts(self) -> dict[str, Mesh]:
+    def facts(self) -> dict[str, MeshShape]:
         """For the log: the mesh, and what it was before if that was another."""
         changed = self.before is not None and self.before != self.now
         return {"mesh": self.now} | ({"mesh_before": self.before} if self.before and changed else {})
@@ -39,7 +39,7 @@ class MeshChange:
         return [("mesh now", f"{described(self.now)}; {described(before)} before")] if before else []
 
 
-def described(mesh: Mesh) -> str:
+def described(mesh: MeshShape) -> str:
     """For example: 1 tensor x 2 data ranks, 1 waits."""
     waiting = mesh["waiting"]
     rest = f", {waiting} {'waits' if waiting == 1 else 'wait'}" if waiting else ""

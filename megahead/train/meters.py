@@ -21,7 +21,7 @@ from megahead.train.faults import Action
 from megahead.train.hold import Hold
 from megahead.train.lineage import Lineage
 from megahead.train.log_lines import BadSamples, describe_fault, progress_line
-from megahead.train.mesh_change import Mesh, MeshChange
+from megahead.train.mesh_change import MeshChange, MeshShape
 from megahead.train.pace import SlowRank
 from megahead.train.replicas import OddReplica
 from megahead.train.state import TrainingState
@@ -35,11 +35,11 @@ _QUIETER = 10
 
 
 class Meters:
-    """Collects the steps between two log lines and writes their means. Does nothing without a `hold` on the folder,
-    which rank 0 has."""
+    """Collects the steps between two log lines and writes their means. Does nothing without a `hold`, rank 0's
+    claim on the run folder, which a later session may take over."""
 
     def __init__(
-        self, config: RunConfig, *, hold: Hold | None, mesh: Mesh, utilization: Utilization | None = None
+        self, config: RunConfig, *, hold: Hold | None, mesh: MeshShape, utilization: Utilization | None = None
     ) -> None:
         self._folder = config.folder()
         self._total_steps = config.training.steps

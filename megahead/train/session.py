@@ -56,7 +56,7 @@ class Session:
         mesh = {
             "tensor": self.mesh.tensor_group.size,
             "data": self.mesh.data_group.size,
-            "waiting": self.launch.waiting,
+            "waiting": self.launch.spare_ranks,
         }
         return Meters(self.plan.config, hold=hold, mesh=mesh, utilization=utilization)
 

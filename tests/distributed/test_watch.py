@@ -204,7 +204,7 @@ def test_a_rank_that_only_looks_on_is_told_the_end_and_not_missed() -> None:
     for rank, line in enumerate(lines, 1):
         line.send("hello", token, rank)
     watches = [Watch(line, rank, 60, print) for rank, line in enumerate([first, *lines])]
-    watches[0].meet()
+    watches[0].wait_for_all()
     looking = [ThreadPoolExecutor(1).submit(each.look_on) for each in watches[1:]]
     lines[0]._connection.shutdown(socket.SHUT_RDWR)  # it is lost
     assert "rank 0 died" in outcome(looking[0])

@@ -62,7 +62,7 @@ def test_torchrun_says_whether_it_starts_ranks_again(tmp_path: Path) -> None:
     launch = read_launch(TORCHRUN)
     assert launch == Launch(1, 3, 0, "node0", 1234, ranks_per_node=1, restarts=True)
     used = elastic_launch(small_config(tmp_path, ELASTIC), launch)
-    assert (used.world_size, used.waiting) == (2, 1)
+    assert (used.world_size, used.spare_ranks) == (2, 1)
     plan = RunPlan.of(small_config(tmp_path, ELASTIC), 2)
     assert describe_elastic(plan, used) == [("elastic", "2 of 3 ranks train")]
 
