@@ -4,7 +4,7 @@ Records of --text name their language (`lang`). For each size a multilingual tok
 a small decoder learns in it. All runs take equally many steps, which take equally long; a larger vocabulary has read
 more text by then, so each is also scored at the step at which it had read what the smallest has read at the end.
 
-Two pairs of short runs, headless and vanilla, say how many steps the one takes in the time of the other.
+For the smaller sizes vanilla runs beside it, for as many steps as fit in the time of the headless run.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ LANGUAGES = (
     *("ko", "ru", "sw", "te", "th", "tr", "ur", "vi", "zh"),
 )
 SIZES = (32_768, 120_000, 262_144, 420_000)
-STEPS = 200
-PAIRS, PAIR_STEPS = (32_768, 120_000), 20
+STEPS = 900
+VANILLA_SIZES, SHORT_STEPS = (32_768, 120_000), 20
 HELD_OUT_BYTES = 10_000
 """Of each language, in every tenth document; scoring them takes as long as the vocabulary is large."""
 
@@ -57,7 +57,7 @@ class Text:
 
 
 def compare_large_vocabularies(laboratory: Laboratory, only: Sequence[str]) -> None:
-    """Trains each size, and each pair (or those of `only`: numbers)."""
+    """Trains each size (or those of `only`: numbers)."""
     source = _split(laboratory)
     sizes = [size for size in SIZES if not only or str(size) in only]
     texts = {size: _text(laboratory, source, size) for size in sizes}
@@ -67,8 +67,10 @@ def compare_large_vocabularies(laboratory: Laboratory, only: Sequence[str]) -> N
     laboratory.record("large_vocabularies", [_but_languages(row) for row in scored], chart)
     by_language = [_by_language(language, scored, texts) for language in _known(texts)]
     laboratory.record("large_vocabularies-languages", by_language)
-    pairs = [row for size in PAIRS if size in texts for row in _pair(laboratory, size, texts[size])]
-    laboratory.record("large_vocabularies-vanilla", pairs)
+    vanilla = [
+        row for size in VANILLA_SIZES if size in texts for row in _against_vanilla(laboratory, size, texts[size])
+    ]
+    laboratory.record("large_vocabularies-vanilla", vanilla)
 
 
 def _split(laboratory: Laboratory) -> Path:
@@ -131,18 +133,36 @@ def _scored(laboratory: Laboratory, size: int, text: Text, first: int) -> Iterat
         }
 
 
-def _pair(laboratory: Laboratory, size: int, text: Text) -> list[Row]:
-    """Short runs of both objectives, on equal text; what separates them is the time."""
+def _against_vanilla(laboratory: Laboratory, size: int, text: Text) -> list[Row]:
+    """Vanilla for as long as the headless run of STEPS took, headless for as many steps, and headless for as long."""
+    took = {objective: _speed_of(laboratory, objective, size, text) for objective in ("headless", "vanilla")}
+    times = took["vanilla"] / took["headless"]
+    steps = max(1, round(STEPS / times))
+    vanilla, equal_text = f"vanilla-{size}", f"equal-text-{size}"
+    _trained(laboratory, "vanilla", vanilla, text, steps)
+    _trained(laboratory, "headless", equal_text, text, steps)
+    compared = (
+        ("vanilla", steps, vanilla),
+        ("headless", steps, equal_text),
+        ("headless", STEPS, f"headless-{size}"),
+    )
     rows: list[Row] = []
-    heads: dict[str, HeadName] = {"headless": "pmi", "vanilla": "trained"}
-    for objective, head in heads.items():
-        name = f"pair-{objective}-{size}"
-        given = [*text.settings, *SETTINGS, f"objective.name={objective}", *_course(PAIR_STEPS, PAIR_STEPS)]
-        run = laboratory.train("small-headless", name, *given)
-        bits = _bits_per_byte(laboratory, name, PAIR_STEPS, head, text)
-        row = {"vocabulary": size, "objective": objective, "steps": PAIR_STEPS, "bits per byte": mean(bits.values())}
-        rows.append(row | {"ms a step": _milliseconds(run)})
-    return [row | {"times headless": row["ms a step"] / rows[0]["ms a step"]} for row in rows]
+    for objective, number, name in compared:
+        head: HeadName = "pmi" if objective == "headless" else "trained"
+        bits = mean(_bits_per_byte(laboratory, name, number, head, text).values())
+        row = {"vocabulary": size, "objective": objective, "steps": number, "bits per byte": bits}
+        rows.append(row | {"ms a step": took[objective], "minutes": number * took[objective] / 60_000})
+    return [row | {"times headless": row["ms a step"] / took["headless"]} for row in rows]
+
+
+def _speed_of(laboratory: Laboratory, objective: str, size: int, text: Text) -> int:
+    """ms a step, in a short run of its own."""
+    return _milliseconds(_trained(laboratory, objective, f"pair-{objective}-{size}", text, SHORT_STEPS))
+
+
+def _trained(laboratory: Laboratory, objective: str, name: str, text: Text, steps: int) -> RunMetrics:
+    given = [*text.settings, *SETTINGS, f"objective.name={objective}", *_course(steps, steps)]
+    return laboratory.train("small-headless", name, *given)
 
 
 def _course(steps: int, checkpoint: int) -> list[str]:
