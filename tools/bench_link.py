@@ -1,6 +1,7 @@
-"""Times steps of ranks behind slow links, the embedding in rows or dense, and counts the bytes that each rank sends.
+"""Times steps of ranks behind slow links, by embedding and ZeRO stage, and counts the bytes that each rank sends.
 
 sudo OMP_NUM_THREADS=1 tools/bench_link.py --ranks 2,4 --vocabulary 1048576 --megabits 1000
+sudo OMP_NUM_THREADS=1 tools/bench_link.py --ways dense:0,dense:1,dense:2,dense:3 --negatives --vocabulary 32768
 
 Each rank is a process of one thread in a network namespace of its own, whose link lets so many megabits a second pass
 in each direction (root, and iproute2's ip and tc). MB sent a step: counted at the link of the rank that sent most, all
@@ -27,6 +28,10 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=3, help="layers of the body (default: 3)")
     parser.add_argument("--rows", type=int, default=8, help="rows of a rank's micro-batch (default: 8)")
     parser.add_argument("--sequence-length", type=int, default=256, help="tokens a row (default: 256)")
+    ways = "of steps, each an embedding and a ZeRO stage (default: rows:0,dense:0,dense:3)"
+    parser.add_argument("--ways", default="rows:0,dense:0,dense:3", metavar="WAY,...", help=ways)
+    negatives = "also time sharing one micro-batch's negatives, as ids and as embeddings"
+    parser.add_argument("--negatives", action="store_true", help=negatives)
     parser.add_argument("--megabits", type=int, default=1000, help="a second, of each link (default: 1000)")
     parser.add_argument("--steps", type=int, default=5, help="counted steps of each (default: 5)")
     parser.add_argument("--output", type=Path, metavar="JSON", help="also write the table's lines there")
@@ -35,9 +40,11 @@ def main() -> None:
     config = make_config(arguments.rows, arguments.sequence_length, shape | {"vocab_size": arguments.vocabulary})
     parameters = count_parameters(config.model)
     print(f"{parameters.embedding:,} numbers in the table, {parameters.body:,} in the body")
-    from benchmarks.link import compare
+    from benchmarks.link import compare, compare_negatives, read_ways
 
-    lines = compare(config, [int(count) for count in arguments.ranks.split(",")], arguments.megabits, arguments.steps)
+    ranks, limits = [int(count) for count in arguments.ranks.split(",")], (arguments.megabits, arguments.steps)
+    lines = compare(config, ranks, *limits, list(read_ways(arguments.ways)))
+    lines += compare_negatives(config, ranks, *limits) if arguments.negatives else []
     if arguments.output:
         arguments.output.write_text(to_json(lines), encoding="utf-8")
 

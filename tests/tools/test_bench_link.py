@@ -27,14 +27,24 @@ pytestmark = pytest.mark.skipif(not may_link(), reason="needs root, ip and tc")
 
 
 def test_each_way_is_timed_and_its_bytes_are_counted() -> None:
-    rows, replicated, partitioned = link.compare(make_config(2, 16, SHAPE), [2], 1000, 2)
-    assert [line["embedding"] for line in (rows, replicated, partitioned)] == ["rows", "dense, ZeRO 0", "dense, ZeRO 3"]
-    sent = [float(str(line["MB sent a step"])) for line in (rows, replicated, partitioned)]
+    ways = list(link.read_ways("rows:0,dense:0,dense:3"))
+    lines = link.compare(make_config(2, 16, SHAPE), [2], 1000, 2, ways)
+    assert [(line["embedding"], line["ZeRO"]) for line in lines] == ways == [("rows", 0), ("dense", 0), ("dense", 3)]
+    rows, replicated, partitioned = (float(str(line["MB sent"])) for line in lines)
     table = 20_480 * 32 * 4 / 1e6
-    assert sent[0] < 0.1 * table
-    assert table < sent[1] < 1.2 * table  # half of it there and half back, and a small body
-    assert sent[2] > sent[1]
-    assert all(float(str(line["ms"])) > 0 for line in (rows, replicated, partitioned))
+    assert rows < 0.1 * table
+    assert table < replicated < 1.2 * table  # half of it there and half back, and a small body
+    assert partitioned > replicated
+    assert all(float(str(line["ms"])) > 0 for line in lines)
+
+
+def test_negatives_are_shared_as_ids_and_as_embeddings() -> None:
+    ids, embeddings = link.compare_negatives(make_config(8, 64, SHAPE | {"hidden_size": 128}), [2], 1000, 2)
+    assert (ids["negatives as"], embeddings["negatives as"]) == ("ids", "embeddings")
+    sent = [float(str(line["MB sent"])) for line in (ids, embeddings)]
+    assert sent[0] < 0.01
+    rows = 8 * 64 * 128 * 4 / 1e6
+    assert 2 * rows < sent[1] < 3.2 * rows  # there once; back once, or twice, as gloo scatters sums
 
 
 def test_namespaces_are_gone_afterwards() -> None:
