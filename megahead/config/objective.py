@@ -59,8 +59,8 @@ class ObjectiveConfig(Settings):
     exported with a head."""
 
     temperature: float = Field(default=1.0, gt=0)
-    """Scores are divided by this; the paper uses 1. A cosine needs some 0.05 to 0.1, a harmonic score the inverse of
-    its exponent (its paper has the root of hidden_size for that)."""
+    """Scores are divided by this; the paper uses 1. A cosine needs some 0.05 to 0.1; for a harmonic score it
+    is 1 / exponent, and that paper's exponent is the square root of hidden_size."""
 
     learned_temperature: bool = False
     """The temperature is a parameter that starts at `temperature`, without weight decay."""

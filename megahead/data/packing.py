@@ -10,8 +10,8 @@ belong to other data. Each process writes a file of its own and renames it when 
 
 R rows, R1 = R + 1, P pieces, B samples of a batch, T targets per row.
 Row r is the pieces starts[r] to starts[r + 1], each a span of the dataset's tokens: the index of its first token, and
-its length. A row of this table becomes a sample: the one at the place that the epoch's order gives it, written to a
-slot (a row) of the batch.
+its length. A sample's *place* is its number within its epoch; the epoch's order maps it to a row of this table, which
+is written to a slot (a row) of the batch.
 """
 
 from __future__ import annotations

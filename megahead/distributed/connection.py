@@ -67,7 +67,7 @@ def connected(
 
 
 def look_on(launch: Launch, timeout_seconds: float, settings: Settings = NO_SETTINGS) -> None:
-    """For a rank beyond `launch.world_size`: waits until those below it leave; LostRankError if they end otherwise.
+    """For a spare rank, one beyond `launch.world_size`: waits until the others leave; LostRankError if they do not.
 
     UserError if it does not find rank 0, or `settings` are not rank 0's.
     """
@@ -134,7 +134,7 @@ def _failing_to(launch: Launch, seconds: float, trouble: str) -> Iterator[None]:
 
 
 def _open_line(launch: Launch, seconds: float, settings: Settings) -> tuple[Store, Line, Settings]:
-    """The store, this rank's line to rank 0, whose address is in the store, and rank 0's settings."""
+    """The store, this rank's line to rank 0, whose port and token are in the store, and rank 0's settings."""
     store = open_store(launch, seconds)
     store.set_timeout(timedelta(seconds=seconds))
     if launch.rank == 0:
@@ -142,9 +142,7 @@ def _open_line(launch: Launch, seconds: float, settings: Settings) -> tuple[Stor
         store.set(_SETTINGS, json.dumps(dict(settings)))
         store.set(_SWITCHBOARD, board.address)
         return store, board.start(), settings
-    first = json.loads(
-        store.get(_SETTINGS)
-    )  # before connecting: rank 0 goes on as soon as all are, and its store may hang
+    first = json.loads(store.get(_SETTINGS))  # first: once all are connected rank 0 goes on, and may hang
     port, token = store.get(_SWITCHBOARD).decode().split()
     connection = socket.create_connection((launch.address, int(port)), min(seconds, 60))
     if launch.host_timeout_seconds is not None:

@@ -68,9 +68,7 @@ class Engine:
         if self._stage == 0:
             config = {**config, "gradient_clipping": 0.0}  # ours, see `_step_replicated`
         self._mesh = mesh
-        half = (
-            half_format(config) is not None
-        )  # bf16, fp16: DeepSpeed rounds what is set before it starts; hence the end
+        half = half_format(config) is not None  # bf16, fp16: set below, since DeepSpeed would round it
         if self._stage < 3:
             allocate_(module) if half else fill_(module, mesh.tensor_group, weights)
         self._moments = {p: moments_of(group) for group in optimizer.param_groups for p in group["params"]}

@@ -18,7 +18,7 @@ from megahead.config import ModelConfig
 from megahead.distributed import block_ranges
 
 _WRITES_TO_RESIDUAL = ("attention.output.weight", "mlp.down.weight")
-_AT_ONCE = 16  # torch's CPU draws 16 normal numbers at a time, and the last 16 again if they are fewer
+_AT_ONCE = 16  # numbers: else torch draws the last 16 anew, and a longer tensor would begin otherwise
 
 
 def initial_value(name: str, shape: Sequence[int], seed: int, config: ModelConfig) -> Tensor:

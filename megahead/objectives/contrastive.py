@@ -51,8 +51,8 @@ class SharedPool:
     """Log-weights of candidates in the denominator; some objectives put the positive's in the numerator too."""
 
     shared_bias_P: Tensor
-    """The weighting's bias; with `max_candidates` -inf for ids that were not chosen, and less the log of its chance for
-    one that was."""
+    """The weighting's bias. Under `max_candidates`: -inf for an id that was not sampled; for one that was, the bias
+    minus the log of its probability of being sampled."""
 
     def candidates(self, target_ids_N: Tensor) -> Candidates:
         """The shared candidates, and the positives that are not shared; ids in increasing order. O(N log P + P).

@@ -47,9 +47,9 @@ class Owed:
     kept_S: Floats
     """W(s, t), what weight decay leaves."""
     weights_SK: Floats
-    """A at the nodes, or at every term."""
+    """The weight of each node: the sum over terms j of A_j times the node's Lagrange polynomial at j; or A_j itself."""
     offsets_SK: Floats
-    """E there."""
+    """E at the nodes, or at every term."""
     first_S: Floats
     """b1^n, the factor of the first moment."""
     second_S: Floats
@@ -117,7 +117,7 @@ class PendingUpdates:
         return Owed(kept, kept[:, None] * weights, offsets, b1**gaps, b2**gaps)
 
     def _at_nodes(self, touched: Ints, gaps: Ints) -> Floats:
-        """[S, NODES]: sums over the `gaps` steps after each of `touched`, but for the decay up to now."""
+        """[S, NODES]: the nodes' weights over the `gaps` steps after each of `touched`, but for the decay up to now."""
         steps = np.minimum(touched[:, None] + np.arange(1, self._window + 1), self._history.steps)
         terms = self._corrected.values[steps] / self._history.kept(touched[:, None], steps) * self._powers
         sums: Floats = np.einsum("sj,snj->sn", terms, self._basis[gaps])
