@@ -79,6 +79,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "activation": "silu",
         "attention_bias": "none",
         "mlp_bias": False,
+        "init": "megatron",
     },
     "bert": {
         "max_positions": 512,

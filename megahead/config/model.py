@@ -104,7 +104,8 @@ class ModelConfig(Settings):
 
     init: Literal["pythia", "normal", "megatron"] = "pythia"
     """`pythia`: small-init, with wang-init for output projections; `normal`: init_std everywhere; `megatron`: so, but
-    output projections 1 / sqrt(2 L) of it, L the number of layers."""
+    output projections 1 / sqrt(2 L) of it, L the number of layers. Llama and ModernBERT begin with `megatron`, BERT
+    with `normal`."""
 
     init_std: float = Field(default=0.02, gt=0)
     """Standard deviation of `init: normal` and `megatron`."""
