@@ -42,7 +42,7 @@ class Ranks:
         return [self._pool.submit(act, self.watches[rank]) for rank in ranks]
 
     def met(self) -> Ranks:
-        for meeting in self.each(Watch.meet, *range(len(self.lines))):
+        for meeting in self.each(Watch.wait_for_all, *range(len(self.lines))):
             meeting.result(10)
         return self
 
@@ -83,7 +83,7 @@ def test_nobody_leaves_before_all_do(size: int) -> None:
 
 def test_who_does_not_come_is_named_by_who_came() -> None:
     ranks = Ranks(4, limit_seconds=0.5, absent=2)
-    for meeting in ranks.each(Watch.meet, 0, 1):
+    for meeting in ranks.each(Watch.wait_for_all, 0, 1):
         assert outcome(meeting) == lost("ranks 2, 3 did not come within 0.5 s")
 
 
@@ -156,7 +156,7 @@ def test_strangers_are_sent_away(words: bytes) -> None:
             assert stranger.recv(1) == b""
     late = ranks.call()
     late.send("hello", ranks.token, 1)
-    (meeting,) = ranks.each(Watch.meet, 0)
+    (meeting,) = ranks.each(Watch.wait_for_all, 0)
     assert meeting.result(10) is None
 
 
