@@ -48,12 +48,17 @@ def compare_revocabulary(laboratory: Laboratory, only: Sequence[str]) -> None:
         given = [*text, *_moved(runs, name, text), *_course(STEPS_AFTER, EVERY)]
         points: list[Row] = []
         for way in (way for way in WAYS if not only or way in only):
-            run = runs.train("small-headless", f"{name}-{way}".replace(" ", "-"), *given, *WAYS[way])
+            run = runs.train("small-headless", run_name(name, way), *given, *WAYS[way])
             rows.append({"vocabulary": name, "way": way, **_back(run, goal), "tokens/s": speed(run)})
             points += [{**record, "way": way} for record in run.validation]
         before = {"before": [(point["tokens"], goal) for point in points]}
         charts.append(Chart(name, "tokens", lines(points, "way", "tokens", "bits_per_byte") | before))
     laboratory.record("revocabulary", rows, *charts)
+
+
+def run_name(*words: str) -> str:
+    """As a run's name must be: `32,768 ids` becomes `32768-ids`."""
+    return "-".join(words).replace(",", "").replace(" ", "-")
 
 
 def _course(steps: int, every: int) -> list[str]:
@@ -64,7 +69,7 @@ def _course(steps: int, every: int) -> list[str]:
 def _moved(laboratory: Laboratory, name: str, text: Sequence[str]) -> list[str]:
     """Settings that begin with the base in the vocabulary of `text`; converted where that was not done."""
     tokenizer = next(one.partition("=")[2] for one in text if one.startswith("data.tokenizer="))
-    moved = laboratory.folder / f"moved-{name}".replace(" ", "-")
+    moved = laboratory.folder / run_name("moved", name)
     arguments = ["--model", str(laboratory.folder / "base"), "--tokenizer", tokenizer, "--output", str(moved)]
     laboratory.make(moved, "convert.py", "revocabulary", *arguments)
     return [f"model.vocab_size={load_tokenizer(Path(tokenizer)).vocab_size}", f"init.from_checkpoint={moved}"]

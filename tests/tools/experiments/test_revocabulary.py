@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from experiments.laboratory import Laboratory
-from experiments.revocabulary import WAYS, compare_revocabulary
+from experiments.revocabulary import WAYS, compare_revocabulary, run_name
+from megahead.config import load_config
 from megahead.report import read_metrics
 from support.laboratory import TINY, results
 from support.vocabularies import vocabulary
@@ -30,9 +31,14 @@ def test_a_decoder_moves_to_two_vocabularies_and_each_way_is_told(
     assert all(0 < row["at the end"] < 20 for row in rows)
     goal = read_metrics(laboratory.folder / "runs/base").validation[-1]["bits_per_byte"]
     for row in rows:
-        run = read_metrics(laboratory.folder / "runs" / f"{row['vocabulary']}-{row['way']}".replace(" ", "-"))
+        run = read_metrics(laboratory.folder / "runs" / run_name(row["vocabulary"], row["way"]))
         back = [record["tokens"] for record in run.validation if record["bits_per_byte"] <= goal]
         assert row["tokens until back"] == (back[0] if back else None)
     assert (laboratory.folder / "revocabulary.png").stat().st_size > 5_000
     compare_revocabulary(replace(laboratory, tokenizer=other, settings=settings), ["headless-table"])
     assert [row["way"] for row in results(laboratory, "revocabulary")] == ["headless-table"] * 2
+
+
+def test_large_sizes_name_runs_too() -> None:
+    name = run_name("32,768 ids", "headless-table")
+    assert load_config("configs/small-headless.yaml", [f"name={name}"]).name == "32768-ids-headless-table"
