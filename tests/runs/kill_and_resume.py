@@ -1,7 +1,7 @@
 """Kills a run of two ranks at random moments, resumes it each time, and compares the end with an undisturbed run.
 
 PYTHONPATH=.:tests python tests/runs/kill_and_resume.py [--kills 100] [--seed 0] [--zero 1] [--offload] [--background]
-    [--rows]
+    [--rows] [--vocabulary 1048576]
 
 Where only one rank is killed the other must end by itself: `engine.timeout_seconds` after it began to wait for one that
 was not even there, and a few more. When it does not, the stacks of all its threads are shown.
@@ -160,10 +160,13 @@ def main() -> None:
     parser.add_argument("--offload", action="store_true", help="the optimizer in the host's memory")
     parser.add_argument("--background", action="store_true", help="save in the background")
     parser.add_argument("--rows", action="store_true", help="the embedding in rows")
+    parser.add_argument("--vocabulary", type=int, metavar="IDS", help="of the embedding (default: a hundred)")
     arguments = parser.parse_args()
     changes = offloaded(arguments.zero) if arguments.offload else stage(arguments.zero)
     changes["training.save_in_background"] = arguments.background
     changes["engine.embedding"] = "rows" if arguments.rows else "dense"
+    if arguments.vocabulary:
+        changes["model.vocab_size"] = arguments.vocabulary
     with tempfile.TemporaryDirectory() as folder:
         toll = torture(Path(folder), arguments.kills, arguments.seed, changes)
     print(f"{toll}: weights, optimizer state and curve as undisturbed, no checkpoint lost")
