@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -53,6 +53,9 @@ class Batch:
     early: EarlyTokens | None = None
     """None: all layers see all tokens."""
 
+    weight_N: Tensor | None = None
+    """float32: how often the loss of each target counts; None: once."""
+
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
         """The same batch on `device`."""
         return self._mapped(lambda tensor: tensor.to(device, non_blocking=non_blocking))
@@ -61,11 +64,15 @@ class Batch:
         """The same in page-locked memory, from which a CUDA device copies in the background."""
         return self._mapped(Tensor.pin_memory)
 
+    def weight(self) -> float:
+        """How often all targets count together."""
+        return self.target_ids_N.numel() if self.weight_N is None else float(self.weight_N.sum(dtype=torch.float64))
+
     def _mapped(self, change: Callable[[Tensor], Tensor]) -> Batch:
-        positions_BT, cu_seqlens = (None if x is None else change(x) for x in (self.positions_BT, self.cu_seqlens))
-        targets = change(self.target_index_N), change(self.target_ids_N)
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        changed: dict[str, Any] = {name: change(value) for name, value in values.items() if isinstance(value, Tensor)}
         early = None if self.early is None else replace(self.early, index_N=change(self.early.index_N))
-        return Batch(change(self.input_ids_BT), positions_BT, *targets, self.max_targets_per_row, cu_seqlens, early)
+        return replace(self, **changed, early=early)
 
 
 def causal_batch(

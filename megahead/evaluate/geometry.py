@@ -88,11 +88,11 @@ def _candidates(model: TrainedModel, pretraining: Pretraining, batch: Batch) -> 
     config, size = model.config, model.config.model.vocab_size
     table_VD = (pretraining.backbone.embedding if pretraining.head is None else pretraining.head).weight[:size]
     if config.objective.name == "vanilla":
-        return table_VD, vocabulary_candidates(batch.target_ids_N, model.learned_bias())
+        return table_VD, vocabulary_candidates(batch.target_ids_N, model.learned_bias(), batch.weight_N)
     nearest = config.data.nearest_ids if config.objective.nearest else None
     nearest_VK = None if nearest is None else torch.from_numpy(open_nearest_ids(nearest, size))
     pool = build_objective(config.objective, size, model.dataset_counts(), nearest_VK).pool(batch.target_ids_N)
-    candidates = pool.candidates(batch.target_ids_N)
+    candidates = pool.candidates(batch.target_ids_N, batch.weight_N)
     return table_VD[candidates.ids_U], candidates
 
 
@@ -115,11 +115,11 @@ class _Share:
         """The outputs of one candidate group."""
         basis_UD = rows_UD @ _whitening(rows_UD)
         step = row_step(outputs_ND, rows_UD, candidates, Dot(temperature), Group())
-        for outputs_nD, positive_n in zip(
-            outputs_ND.split(step.chunk), candidates.positive_N.split(step.chunk), strict=True
-        ):
+        counted_N = candidates.weighed(torch.ones_like(outputs_ND[:, 0]))
+        parts = (each_N.split(step.chunk) for each_N in (outputs_ND, candidates.positive_N, counted_N))
+        for outputs_nD, positive_n, counted_n in zip(*parts, strict=True):
             _, matrix_nU, weight_n1, _ = step.residuals(outputs_nD, positive_n)
-            gradient_nU = matrix_nU if weight_n1 is None else matrix_nU * weight_n1
+            gradient_nU = (matrix_nU if weight_n1 is None else matrix_nU * weight_n1) * counted_n[:, None]
             self._all += float(gradient_nU.square().sum(dtype=torch.float64))
             self._reaching += float((gradient_nU @ basis_UD).square().sum(dtype=torch.float64))
 

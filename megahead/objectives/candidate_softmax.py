@@ -19,10 +19,10 @@ DOT = Dot()
 
 
 def candidate_loss_reference(outputs_ND: Tensor, rows_UD: Tensor, candidates: Candidates, score: Score = DOT) -> Tensor:
-    """`sum_i [ log( exp(s_p + b'_p) + sum_{u != p} exp(s_u + b_u) ) - s_p ] + constant`, written out.
+    """`sum_i w_i [ log( exp(s_p + b'_p) + sum_{u != p} exp(s_u + b_u) ) - s_p ] + constant`, written out.
 
-    p is the positive of output i, s_u its `score` against row u (h_i.e_u / T, T the temperature); b is `bias_U`, b' is
-    `positive_bias_U`, or b if that is None. Holds N x U scores.
+    w is `weight_N`, or 1 if that is None. p is the positive of output i, s_u its `score` against row u (h_i.e_u / T, T
+    the temperature); b is `bias_U`, b' is `positive_bias_U`, or b if that is None. Holds N x U scores.
     """
     positive_N1 = candidates.positive_N[:, None]
     scores_NU = score.written_out(outputs_ND, rows_UD)
@@ -30,7 +30,8 @@ def candidate_loss_reference(outputs_ND: Tensor, rows_UD: Tensor, candidates: Ca
     biased_NU = scores_NU if candidates.bias_U is None else scores_NU + candidates.bias_U
     if candidates.positive_bias_U is not None:
         biased_NU = biased_NU.scatter(1, positive_N1, positive_scores_N1 + candidates.positive_bias_U[positive_N1])
-    return (biased_NU.logsumexp(dim=1) - positive_scores_N1.squeeze(1)).sum() + candidates.constant
+    loss_N = biased_NU.logsumexp(dim=1) - positive_scores_N1.squeeze(1)
+    return candidates.weighed(loss_N).sum() + candidates.constant
 
 
 def candidate_loss(outputs_ND: Tensor, rows_UD: Tensor, candidates: Candidates, score: Score = DOT) -> Tensor:
@@ -69,13 +70,23 @@ class EvaluationSums(NamedTuple):
     """How well N outputs predict their targets, summed up. A tuple, since ZeRO-3 looks for tensors in outputs."""
 
     loss: float
-    """Negative log-probability in nats."""
+    """Negative log-probability in nats, of each target as often as it counts."""
 
     correct: int
     """Targets that were more probable than every other candidate."""
 
     targets: int
     """N."""
+
+    weight: float
+    """How often all of them count together: `targets`, unless they have weights of their own."""
+
+    @staticmethod
+    def of(loss_N: Tensor, correct_N: Tensor, candidates: Candidates) -> EvaluationSums:
+        """From each target's negative log-probability, and whether it was the most probable."""
+        ones_N = torch.ones_like(loss_N, dtype=torch.float64)
+        loss, weight = (float(candidates.weighed(each_N.double()).sum()) for each_N in (loss_N, ones_N))
+        return EvaluationSums(loss, int(correct_N.sum()), loss_N.numel(), weight)
 
 
 def evaluation_sums(outputs_ND: Tensor, rows_UD: Tensor, candidates: Candidates, score: Score = DOT) -> EvaluationSums:
@@ -89,7 +100,6 @@ def grouped_evaluation_sums(
 ) -> EvaluationSums:
     """`evaluation_sums` with candidates split over `group`; arguments as of `three_product_loss`. Collective."""
     if outputs_ND.shape[0] == 0:
-        return EvaluationSums(0.0, 0, 0)
+        return EvaluationSums(0.0, 0, 0, 0.0)
     sums = softmax_sums(score.outputs(outputs_ND), score.rows(rows_wD), candidates, score, group)
-    loss, correct = (sums.lse - sums.biased).double().sum(), (sums.biased > sums.rivals).sum()
-    return EvaluationSums(float(loss), int(correct), candidates.positive_N.numel())
+    return EvaluationSums.of(sums.lse - sums.biased, sums.biased > sums.rivals, candidates)

@@ -33,7 +33,14 @@ class Candidates:
     """Replaces `bias_U` for outputs whose positive the candidate is; None: `bias_U` for them too."""
 
     constant: float = 0.0
-    """Added to the summed loss: minus the sum of the positives' biases, for objectives that subtract these."""
+    """Added to the summed loss: minus the weighed sum of the positives' biases, for objectives that subtract these."""
+
+    weight_N: Tensor | None = None
+    """How often each output's loss counts; None: once."""
+
+    def weighed(self, values_N: Tensor) -> Tensor:
+        """[N], each output's value as often as it counts."""
+        return values_N if self.weight_N is None else values_N * self.weight_N.to(values_N.dtype)
 
     def to(self, device: torch.device) -> Candidates:
         """The same candidates on `device`; copies from pinned memory do not wait."""
@@ -71,6 +78,8 @@ def unique_candidates(target_ids_N: Tensor) -> Candidates:
     return Candidates(ids_U, counts_U.double().log(), positive_N)
 
 
-def vocabulary_candidates(target_ids_N: Tensor, bias_V: Tensor | None = None) -> Candidates:
+def vocabulary_candidates(
+    target_ids_N: Tensor, bias_V: Tensor | None = None, weight_N: Tensor | None = None
+) -> Candidates:
     """The whole vocabulary: the ordinary language-model softmax."""
-    return Candidates(None, bias_V, target_ids_N)
+    return Candidates(None, bias_V, target_ids_N, weight_N=weight_N)

@@ -8,7 +8,7 @@ a candidate (`weights.py`). Nothing here costs O(V) per group.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -27,8 +27,8 @@ from megahead.objectives.weights import Weighting, log_inclusion, weigh, with_ne
 class Pool(Protocol):
     """Makes the candidates for the targets of one candidate group."""
 
-    def candidates(self, target_ids_N: Tensor) -> Candidates:
-        """The candidates for the group's targets in one micro-batch."""
+    def candidates(self, target_ids_N: Tensor, weight_N: Tensor | None = None) -> Candidates:
+        """The candidates for the group's targets in one micro-batch; `weight_N`: how often each one's loss counts."""
         ...
 
 
@@ -54,7 +54,7 @@ class SharedPool:
     """The weighting's bias. Under `max_candidates`: -inf for an id that was not sampled; for one that was, the bias
     minus the log of its probability of being sampled."""
 
-    def candidates(self, target_ids_N: Tensor) -> Candidates:
+    def candidates(self, target_ids_N: Tensor, weight_N: Tensor | None = None) -> Candidates:
         """The shared candidates, and the positives that are not shared; ids in increasing order. O(N log P + P).
 
         `constant`: minus the sum of the positives' biases, where the objective subtracts them from the loss."""
@@ -64,9 +64,11 @@ class SharedPool:
         positive_N = (member_P.cumsum(0) - 1)[place_N]
         ids_U, bias_U = self.ids_P[member_P], self.shared_bias_P[member_P]
         positive_bias_U = self.weighting.positive_bias_P[member_P]
-        constant = -float(positive_bias_U[positive_N].sum()) if self.weighting.subtracts_positive_bias else 0.0
         same = torch.equal(bias_U, positive_bias_U)
-        return Candidates(ids_U, bias_U, positive_N, None if same else positive_bias_U, constant)
+        found = Candidates(ids_U, bias_U, positive_N, None if same else positive_bias_U, weight_N=weight_N)
+        if not self.weighting.subtracts_positive_bias:
+            return found
+        return replace(found, constant=-float(found.weighed(positive_bias_U[positive_N]).sum()))
 
 
 class Headless:
@@ -135,8 +137,8 @@ class Vanilla:
     def pool(self, target_ids_G: Tensor, seed: int = 0) -> Vanilla:
         return self
 
-    def candidates(self, target_ids_N: Tensor) -> Candidates:
-        return vocabulary_candidates(target_ids_N)
+    def candidates(self, target_ids_N: Tensor, weight_N: Tensor | None = None) -> Candidates:
+        return vocabulary_candidates(target_ids_N, weight_N=weight_N)
 
 
 def build_objective(

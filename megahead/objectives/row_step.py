@@ -47,6 +47,12 @@ class Residuals(NamedTuple):
     slopes_nw: Tensor | None = None
     """Of the scores by the products that they come from, divided by the scale; None: ones."""
 
+    def weighed(self, weight_n: Tensor) -> Residuals:
+        """Of losses that count so often."""
+        weight_n1 = weight_n[:, None].to(self.matrix_nw.dtype)
+        both_n1 = weight_n1 if self.weight_n1 is None else self.weight_n1 * weight_n1
+        return self._replace(loss_n=self.loss_n * weight_n.to(self.loss_n.dtype), weight_n1=both_n1)
+
 
 class RowStep(Protocol):
     """Computes the scores of a chunk of outputs, and their sums. Collective over the ranks that share candidates."""

@@ -45,8 +45,8 @@ def streamed_sums(
             total_N[chunk] += torch.exp(scores_nb.sub_(higher_n[:, None])).sum(1)
             top_N[chunk] = higher_n
         first += len(rows_bD)
-    loss = (torch.logaddexp(top_N + total_N.log(), positive_N) - positive_N).double().sum()
-    return EvaluationSums(loss=float(loss), correct=int((positive_N > top_N).sum()), targets=len(outputs_ND))
+    loss_N = torch.logaddexp(top_N + total_N.log(), positive_N) - positive_N
+    return EvaluationSums.of(loss_N, positive_N > top_N, vocabulary)
 
 
 def _scores(outputs_nD: Tensor, rows_bD: Tensor, bias_b: Tensor | None, score: Score) -> Tensor:

@@ -90,13 +90,15 @@ class _ThreeProducts(torch.autograd.Function):
     ) -> Tensor:
         with torch.autocast(outputs_ND.device.type, enabled=False):
             step = row_step(outputs_ND, rows_wD, candidates, score, group)
-            gradients = _Gradients(outputs_ND, rows_wD, step, bias_wanted=ctx.needs_input_grad[2])
+            gradients = _Gradients(outputs_ND, rows_wD, candidates, step, bias_wanted=ctx.needs_input_grad[2])
             losses = []
             for part in _chunks(step, outputs_ND):
                 residuals = step.residuals(outputs_ND[part], candidates.positive_N[part])
+                if candidates.weight_N is not None:
+                    residuals = residuals.weighed(candidates.weight_N[part])
                 losses.append(residuals.loss_n)
                 if any(ctx.needs_input_grad):
-                    gradients.add(part, candidates.positive_N[part], residuals)
+                    gradients.add(part, residuals)
             group.all_reduce_(gradients.outputs)
         ctx.save_for_backward(gradients.outputs, gradients.rows, gradients.bias)
         ctx.scale = score.scale
@@ -113,19 +115,21 @@ class _ThreeProducts(torch.autograd.Function):
 class _Gradients:
     """The loss's gradients by outputs and rows (divided by the score's scale), and by biases, as chunks come in."""
 
-    def __init__(self, outputs_ND: Tensor, rows_wD: Tensor, step: RowStep, bias_wanted: bool) -> None:
+    def __init__(
+        self, outputs_ND: Tensor, rows_wD: Tensor, candidates: Candidates, step: RowStep, bias_wanted: bool
+    ) -> None:
         total_dtype = torch.promote_types(rows_wD.dtype, torch.float32)
-        self._inputs, self._step = (outputs_ND, rows_wD), step
+        self._inputs, self._candidates, self._step = (outputs_ND, rows_wD), candidates, step
         self.outputs = torch.empty_like(outputs_ND)
         self.rows = torch.zeros_like(rows_wD, dtype=total_dtype)
         self.bias = rows_wD.new_zeros(len(rows_wD), dtype=total_dtype) if bias_wanted else None
 
-    def add(self, part: slice, positive_n: Tensor, residuals: Residuals) -> None:
+    def add(self, part: slice, residuals: Residuals) -> None:
         """The gradients of the outputs of `part`, and what they add to those of rows and biases."""
         (outputs_ND, rows_wD), (_, matrix_nw, weight_n1, slopes_nw) = self._inputs, residuals
         outputs_nD, gradient_nD = outputs_ND[part], self.outputs[part]
         if self.bias is not None:
-            self._add_to_bias(self.bias, positive_n, residuals)
+            self._add_to_bias(self.bias, part, residuals)
         if slopes_nw is not None:
             matrix_nw.mul_(slopes_nw)
         torch.mm(matrix_nw, rows_wD, out=gradient_nD)
@@ -134,9 +138,14 @@ class _Gradients:
             outputs_nD = outputs_nD * weight_n1
         self._step.add_product_(self.rows, matrix_nw.T, outputs_nD)
 
-    def _add_to_bias(self, bias_w: Tensor, positive_n: Tensor, residuals: Residuals) -> None:
+    def _add_to_bias(self, bias_w: Tensor, part: slice, residuals: Residuals) -> None:
         """Adds probabilities, which are residuals without their -1: the loss does not subtract the positive's bias."""
         _, matrix_nw, weight_n1, _ = residuals
-        sums = matrix_nw.sum(0, dtype=bias_w.dtype) if weight_n1 is None else torch.mv(matrix_nw.T, weight_n1[:, 0])
-        held_n = (positive_n >= 0) & (positive_n < len(bias_w))
-        bias_w.add_(sums).index_add_(0, positive_n.clamp(0, len(bias_w) - 1), held_n.to(bias_w.dtype))
+        if weight_n1 is None:
+            bias_w.add_(matrix_nw.sum(0, dtype=bias_w.dtype))
+        else:
+            self._step.add_product_(bias_w[None], weight_n1.T, matrix_nw)
+        positive_N = self._candidates.positive_N
+        held_N = ((positive_N >= 0) & (positive_N < len(bias_w))).to(bias_w.dtype)
+        counted_n = self._candidates.weighed(held_N)[part]
+        bias_w.index_add_(0, positive_N[part].clamp(0, len(bias_w) - 1), counted_n)

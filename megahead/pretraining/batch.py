@@ -52,8 +52,9 @@ class MicroBatch:
     """One for each candidate group with samples in this batch, in the order of its targets."""
 
     loss_weight: float
-    """data_ranks * accumulation / global_targets. Times it, the loss summed over this micro-batch is its share of the
-    mean over the global batch's targets, since the engine averages over accumulation steps and data ranks."""
+    """data_ranks * accumulation / global_targets, where targets count by their weights. Times it, the loss summed over
+    this micro-batch is its share of the mean over the global batch's targets, since the engine averages over
+    accumulation steps and data ranks."""
 
     def ids(self) -> Tensor:
         """int64: all ids whose embeddings it looks up, inputs and candidates."""

@@ -51,7 +51,10 @@ class CandidateGroups:
             )
             for group in {k // per_group for k in mine}
         }
-        return [(pools[k // per_group].candidates(b.target_ids_N),) for k, b in zip(mine, batches, strict=True)]
+        return [
+            (pools[k // per_group].candidates(batch.target_ids_N, batch.weight_N),)
+            for k, batch in zip(mine, batches, strict=True)
+        ]
 
     def _within(self, first_sample: int, batch: Batch) -> tuple[Candidates, ...]:
         """The candidates of each group of a micro-batch that holds complete groups and begins at `first_sample`.
@@ -61,9 +64,10 @@ class CandidateGroups:
         ends = torch.arange(self.group_samples, rows + 1, self.group_samples) * row_length
         sizes = torch.searchsorted(batch.target_index_N, ends).diff(prepend=torch.zeros(1, dtype=torch.int64))
         groups = batch.target_ids_N.split(sizes.tolist())
+        weights = [None] * len(groups) if batch.weight_N is None else batch.weight_N.split(sizes.tolist())
         return tuple(
-            self._pool(first_sample + group * self.group_samples, ids).candidates(ids)
-            for group, ids in enumerate(groups)
+            self._pool(first_sample + group * self.group_samples, ids).candidates(ids, weight_N)
+            for group, (ids, weight_N) in enumerate(zip(groups, weights, strict=True))
         )
 
     def _pool(self, first_sample: int, target_ids_G: Tensor) -> Pool:

@@ -96,7 +96,8 @@ class Pretraining(nn.Module):
             self.note_misses(micro.batch.target_ids_N, torch.cat(missed))
         share = self.objective.vanilla_weight
         if share:
-            vanilla = self._loss_among(outputs_ND, self._output_rows(), vocabulary_candidates(micro.batch.target_ids_N))
+            all_ids = vocabulary_candidates(micro.batch.target_ids_N, weight_N=micro.batch.weight_N)
+            vanilla = self._loss_among(outputs_ND, self._output_rows(), all_ids)
             loss = (1 - share) * loss + share * vanilla
         return loss * micro.loss_weight
 
@@ -107,7 +108,8 @@ class Pretraining(nn.Module):
         if bias_V is None:
             return self._candidate_loss(hidden_ND, rows_UD, candidates)
         loss = self._candidate_loss(hidden_ND, rows_UD, replace(candidates, bias_U=bias_V))
-        return loss - bias_V.index_select(0, candidates.positive_N).sum(dtype=loss.dtype)
+        own_N = bias_V.index_select(0, candidates.positive_N).to(loss.dtype)
+        return loss - candidates.weighed(own_N).sum()
 
     @torch.no_grad()
     def _missed_among(self, outputs_ND: Tensor, rows_UD: Tensor, candidates: Candidates) -> Tensor:
@@ -159,7 +161,9 @@ class Pretraining(nn.Module):
         outputs_ND, target_ids_N = torch.cat(outputs), torch.cat([batch.target_ids_N for batch in request.batches])
         hidden_ND, learned_V = self._final_hidden(outputs_ND, vocabulary=True)
         bias_V = request.bias_V if learned_V is None else learned_V
-        vocabulary, table = vocabulary_candidates(target_ids_N, bias_V), self.backbone.embedding
+        weights = [batch.weight_N for batch in request.batches if batch.weight_N is not None]
+        weight_N = torch.cat(weights) if weights else None
+        vocabulary, table = vocabulary_candidates(target_ids_N, bias_V, weight_N), self.backbone.embedding
         if isinstance(table, RowTable):
             return streamed_sums(hidden_ND, table.weight_blocks(self.vocab_size), vocabulary, self._score())
         return self._vocabulary_sums(hidden_ND, vocabulary)

@@ -195,7 +195,7 @@ def test_no_targets_score_nothing() -> None:
     scores = evaluation_sums(
         torch.randn(0, 4), torch.randn(7, 4), vocabulary_candidates(torch.zeros(0, dtype=torch.int64))
     )
-    assert scores == EvaluationSums(0.0, 0, 0)
+    assert scores == EvaluationSums(0.0, 0, 0, 0.0)
 
 
 def test_pmi_head_recovers_the_distribution_that_training_aims_at() -> None:

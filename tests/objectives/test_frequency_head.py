@@ -14,7 +14,7 @@ import torch
 
 from megahead.config import RunConfig
 from megahead.convert.source import TrainedModel
-from megahead.data import Masker, evaluation_target_counts, held_out_masker
+from megahead.data import Framing, Masker, evaluation_target_counts, held_out_masker
 from megahead.data.strategies import Frequency
 from megahead.objectives import log_unigram, training_free_bias
 from support.small_checkpoint import save_small, small_config
@@ -64,7 +64,7 @@ def test_held_out_text_is_predicted_as_it_is(count: str, power: float) -> None:
     context_B, text = rows(12_000, seed=1)
     token_counts = np.bincount(text.ravel(), minlength=VOCABULARY)
     strategy = Frequency.of(token_counts.tolist(), power)
-    seen_N, positive_N = targets(Masker(config.masking, strategy, VOCABULARY, 2, False, 0), context_B, text)
+    seen_N, positive_N = targets(Masker(Framing(config.masking, 2, False), strategy, VOCABULARY, 0), context_B, text)
     joint = np.zeros((CONTEXTS, VOCABULARY))
     np.add.at(joint, (seen_N, positive_N), 1)
     target_counts = torch.from_numpy(joint.sum(0)).long()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,12 @@ from support.small_checkpoint import small_config
 
 CPU = torch.device("cpu")
 MODEL = {"family": "bert", "token_types": 2, "hidden_dropout": 0.0, "attention_dropout": 0.0, "max_positions": 32}
-MASKING = {"mask_token": 3, "cls_token": 1, "sep_token": 2, "rate": 0.3}
+MASKING = {"mask_token": 3, "cls_token": 1, "sep_token": 2}
+MASKS: dict[str, dict[str, Any]] = {
+    "fixed": {"rate": 0.3},
+    "bernoulli": {"rate": 0.3, "count": "bernoulli"},
+    "diffusion": {"diffusion": True},
+}
 OBJECTIVES = {
     "headless": {"name": "headless"},
     "learned": {"learned_temperature": True, "temperature": 0.5},
@@ -28,11 +34,11 @@ OBJECTIVES = {
 }
 
 
-def config_of(objective: dict[str, Any], activation: str = "gelu", **masking: Any) -> RunConfig:
+def config_of(objective: dict[str, Any], activation: str = "gelu", masks: str = "fixed") -> RunConfig:
     return small_config(
         model={**MODEL, "activation": activation},
         data={"end_token": 2, "sequence_length": 16, "isolate_documents": True},
-        masking={**MASKING, **masking},
+        masking=MASKING | MASKS[masks],
         objective=objective,
     )
 
@@ -43,7 +49,7 @@ def micro_batch(config: RunConfig, text: np.ndarray | None = None) -> MicroBatch
     text = np.random.default_rng(0).integers(2, 61, (4, 14)) if text is None else text
     batch = masker.batch(text, range(len(text)))
     objective = build_objective(config.objective, config.model.vocab_size, torch.ones(config.model.vocab_size))
-    candidates = objective.pool(batch.target_ids_N).candidates(batch.target_ids_N)
+    candidates = objective.pool(batch.target_ids_N).candidates(batch.target_ids_N, batch.weight_N)
     return MicroBatch(batch, (candidates,), 0.25)
 
 
@@ -57,9 +63,7 @@ def random_model(config: RunConfig) -> Pretraining:
 
 def whole(micro: MicroBatch) -> MicroBatch:
     """The same without a bound on a row's targets: every block is computed for all positions."""
-    batch = micro.batch
-    unbound = type(batch)(batch.input_ids_BT, batch.positions_BT, batch.target_index_N, batch.target_ids_N)
-    return MicroBatch(unbound, micro.candidates, micro.loss_weight)
+    return replace(micro, batch=replace(micro.batch, max_targets_per_row=None))
 
 
 def outcome(model: Pretraining, micro: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -70,11 +74,11 @@ def outcome(model: Pretraining, micro: MicroBatch) -> tuple[torch.Tensor, dict[s
     return loss.detach(), grads
 
 
-@pytest.mark.parametrize("count", ["fixed", "bernoulli"])
+@pytest.mark.parametrize("masks", MASKS)
 @pytest.mark.parametrize("padded", [True, False])
 @pytest.mark.parametrize("objective", OBJECTIVES.values(), ids=OBJECTIVES.keys())
-def test_the_last_block_at_the_targets_alone_changes_nothing(objective, padded, count) -> None:
-    config = config_of(objective, count=count)
+def test_the_last_block_at_the_targets_alone_changes_nothing(objective, padded, masks) -> None:
+    config = config_of(objective, masks=masks)
     text = np.random.default_rng(1).integers(2, 61, (4, 14))
     if padded:
         text[1, 9:] = text[2, 3:] = -1
@@ -87,9 +91,12 @@ def test_the_last_block_at_the_targets_alone_changes_nothing(objective, padded, 
         torch.testing.assert_close(grad, full_grads[name], rtol=0, atol=1e-10, msg=name)
 
 
-@pytest.mark.parametrize(("tied", "activation"), [(True, "gelu"), (False, "gelu_tanh")])
-def test_vanilla_is_berts_own_loss(tied: bool, activation: str) -> None:
-    config = config_of({"name": "vanilla", "tied": tied}, activation)
+@pytest.mark.parametrize(
+    ("tied", "activation", "masks"),
+    [(True, "gelu", "fixed"), (False, "gelu_tanh", "fixed"), (True, "gelu", "diffusion")],
+)
+def test_vanilla_is_berts_own_loss(tied: bool, activation: str, masks: str) -> None:
+    config = config_of({"name": "vanilla", "tied": tied}, activation, masks)
     micro, model = micro_batch(config), random_model(config)
     loss, grads = outcome(model, micro)
     batch, head = micro.batch, model.mask_head
@@ -99,7 +106,8 @@ def test_vanilla_is_berts_own_loss(tied: bool, activation: str) -> None:
     bent_ND = F.gelu(head.dense(hidden_ND), approximate="tanh" if activation == "gelu_tanh" else "none")
     transformed = F.layer_norm(bent_ND, (48,), head.norm.weight, head.norm.bias, 1e-12)
     logits = (transformed @ matrix.T + head.bias)[:, :61]
-    expected = F.cross_entropy(logits, batch.target_ids_N, reduction="sum")
+    weight_N = torch.ones(len(logits)) if batch.weight_N is None else batch.weight_N
+    expected = (weight_N * F.cross_entropy(logits, batch.target_ids_N, reduction="none")).sum()
     torch.testing.assert_close(loss, expected.detach() * 0.25, rtol=0, atol=1e-10)
     (expected * 0.25).backward()
     for name, parameter in model.named_parameters():
