@@ -21,6 +21,13 @@ _COURSES: Mapping[str, Callable[[float], float]] = {
 }
 
 
+_OF_OTHER_MASKS = (
+    *("rate", "final_rate", "rate_course", "count", "mask_share", "random_share", "similar_share"),
+    *("masks_from_layer", "strategy"),
+)
+"""Fields that say what diffusion decides by itself."""
+
+
 class MaskingConfig(Settings):
     """Masked-language modelling: some tokens of a row are replaced, and predicted from both sides.
 
@@ -39,6 +46,11 @@ class MaskingConfig(Settings):
 
     special_tokens: list[int] = Field(default=[])
     """Further ids that are never masked and never replace another token, such as padding."""
+
+    diffusion: bool = False
+    """Masked diffusion (MDLM: Sahoo et al. 2024, arXiv 2406.07524): of each row another share of the text's tokens is
+    masked, one token to all of them, all read as the mask token; each counts in the loss by the inverse of that share,
+    and the loss of held-out rows is an upper bound of the text's. The settings below it are left out."""
 
     rate: float = Field(default=0.15, gt=0, lt=1)
     """Share of the text's tokens that are targets; the paper has 15 %."""
@@ -109,7 +121,16 @@ class MaskingConfig(Settings):
             raise ConfigError("similar_share", rule, got=self.similar_share)
         if self.rate_course != "linear" and self.final_rate is None:
             raise ConfigError("rate_course", "be left out without final_rate", got=self.rate_course)
+        if self.diffusion:
+            self._refuse_beside_diffusion()
         return self
+
+    def _refuse_beside_diffusion(self) -> None:
+        for field in _OF_OTHER_MASKS:
+            default, value = type(self).model_fields[field].default, getattr(self, field)
+            if value != default:
+                rule = "be left out with diffusion, which masks single tokens, a share of its own in each row"
+                raise ConfigError(field, rule, got=value)
 
     def check(self, model: ModelConfig, data: DataConfig, *, splits_rows: bool) -> None:
         """ConfigError unless an encoder can read `data` so; `splits_rows`: sequence parallelism does."""
@@ -143,7 +164,9 @@ class MaskingConfig(Settings):
             raise ConfigError("masking.masks_from_layer", rule, got=self.masks_from_layer)
 
     def rate_at(self, progress: float) -> float:
-        """Share of the tokens that are targets when `progress` (0 to 1) of the run is done."""
+        """Share of the tokens that are targets when `progress` (0 to 1) of the run is done; of diffusion, the mean."""
+        if self.diffusion:
+            return 0.5
         last = self.rate if self.final_rate is None else self.final_rate
         return self.rate + (last - self.rate) * _COURSES[self.rate_course](min(max(progress, 0.0), 1.0))
 
@@ -160,7 +183,7 @@ class MaskingConfig(Settings):
         return self.strategy == "hardest"
 
     def held_out(self) -> MaskingConfig:
-        """How held-out rows are masked, the same for every run: 15 % of single tokens, 80 / 10 / 10; mask tokens enter
-        where the model knows them."""
-        ids = {name: getattr(self, name) for name in ("mask_token", "cls_token", "sep_token", "special_tokens")}
-        return MaskingConfig(**ids, masks_from_layer=self.masks_from_layer)
+        """How held-out rows are masked, the same for every run: 15 % of single tokens, 80 / 10 / 10 (by diffusion where
+        that is trained); mask tokens enter where the model knows them."""
+        kept = ("mask_token", "cls_token", "sep_token", "special_tokens", "masks_from_layer", "diffusion")
+        return MaskingConfig(**{name: getattr(self, name) for name in kept})

@@ -61,6 +61,7 @@ def _is_checkpoints_own(step: int, loss: float, checkpoint: Checkpoint) -> bool:
 
 def _sentence(step: int, found: dict[str, float]) -> str:
     """An evaluation in words. `found["head"]` predicted: `trained`, `tied`, or `pmi` (the training-free head)."""
-    bits = found.get("bits_per_byte")
-    parts = [f"perplexity {found['perplexity']:,.4g}", *([] if bits is None else [f"{bits:.4g} bits a byte"])]
+    bits, most = found.get("bits_per_byte"), "at most " if found.get("upper_bound") else ""
+    parts = [f"perplexity {most}{found['perplexity']:,.4g}"]
+    parts += [] if bits is None else [f"{most}{bits:.4g} bits a byte"]
     return f"{', '.join(parts)}, accuracy {found['accuracy']:.1%} ({found['head']} head, step {step:,})"

@@ -16,6 +16,8 @@ from megahead.data.batch_reader import (
 )
 from megahead.data.blending import Blend
 from megahead.data.difficulty import Difficulty
+from megahead.data.diffusion import Diffusion
+from megahead.data.framing import Framing
 from megahead.data.masked_inputs import MaskedInputs
 from megahead.data.masking import Masker
 from megahead.data.packing import PackedSamples
@@ -28,7 +30,9 @@ __all__ = [
     "BatchReader",
     "Blend",
     "Difficulty",
+    "Diffusion",
     "FeistelOrder",
+    "Framing",
     "IndexedDataset",
     "IndexedDatasetWriter",
     "MaskedInputs",

@@ -10,10 +10,12 @@ from typing import Any, Protocol
 import numpy as np
 from torch import Tensor
 
-from megahead.config import DataConfig, RunConfig
+from megahead.config import DataConfig, MaskingConfig, RunConfig
 from megahead.corpus.indexed import IndexedDataset
 from megahead.data.batch import Batch, causal_batch
 from megahead.data.difficulty import Difficulty
+from megahead.data.diffusion import Diffusion
+from megahead.data.framing import Framing
 from megahead.data.masked_inputs import MaskedInputs
 from megahead.data.masking import Masker
 from megahead.data.nearest_ids import open_nearest_ids
@@ -72,13 +74,13 @@ def training_masker(
         return MaskedInputs(config.masked_inputs, config.data, config.seed)
     if config.masking is None:
         return None
+    if config.masking.diffusion:
+        return Diffusion(_framing(config.masking, config.data), config.seed)
     nearest = config.data.nearest_ids if config.masking.similar_share else None
     return Masker(
-        config.masking,
+        _framing(config.masking, config.data),
         STRATEGIES[config.masking.strategy](config.masking, TrainingText(config, datasets, difficulty)),
         config.model.vocab_size,
-        config.data.end_token,
-        config.data.isolate_documents,
         config.seed,
         samples_per_step=config.batch.global_size,
         steps=config.training.steps,
@@ -108,11 +110,16 @@ def evaluation_target_counts(config: RunConfig, token_counts_V: Tensor | None) -
     return counts_V
 
 
-def held_out_masker(config: RunConfig) -> Masker | None:
-    """How held-out rows are masked: the same in every run with the same rows. None for a decoder."""
+def held_out_masker(config: RunConfig) -> Masker | Diffusion | None:
+    """How held-out rows are masked: the same in every run with the same rows, but for masked diffusion, whose rows are
+    masked as in training. None for a decoder."""
     if config.masking is None:
         return None
-    data = config.data
-    return Masker(
-        config.masking.held_out(), Uniform(), config.model.vocab_size, data.end_token, data.isolate_documents, seed=0
-    )
+    framing = _framing(config.masking.held_out(), config.data)
+    if config.masking.diffusion:
+        return Diffusion(framing, seed=0)
+    return Masker(framing, Uniform(), config.model.vocab_size, seed=0)
+
+
+def _framing(masking: MaskingConfig, data: DataConfig) -> Framing:
+    return Framing(masking, data.end_token, data.isolate_documents)

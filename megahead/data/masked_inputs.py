@@ -41,13 +41,7 @@ class MaskedInputs:
             boundary_targets=self.data.boundary_targets,
         )
         inputs_BT = plain.input_ids_BT.numpy()
-        masked_BT = self._masked(inputs_BT != self.data.end_token, CounterRng(self.seed, sample_indices))
-        return replace(plain, input_ids_BT=torch.from_numpy(np.where(masked_BT, self.config.mask_token, inputs_BT)))
-
-    def _masked(self, allowed_BT: Array, noise: CounterRng) -> Array:
-        """bool [B, T]: the rounded share of each row's allowed places, drawn without replacement."""
-        draw_BT = np.where(allowed_BT, noise.uniform(_PLACES, allowed_BT.shape[1]), np.inf)
-        rank_BT = draw_BT.argsort(axis=1).argsort(axis=1)
+        allowed_BT = inputs_BT != self.data.end_token
         count_B = np.rint(self.config.share * allowed_BT.sum(1))
-        masked_BT: Array = rank_BT < count_B[:, None]
-        return masked_BT
+        masked_BT = CounterRng(self.seed, sample_indices).choice(_PLACES, allowed_BT, count_B)
+        return replace(plain, input_ids_BT=torch.from_numpy(np.where(masked_BT, self.config.mask_token, inputs_BT)))

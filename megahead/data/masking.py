@@ -1,9 +1,5 @@
 """From rows of text to masked rows: what an encoder reads, and what it must predict.
 
-A row is [CLS], T - 2 tokens of consecutive text (documents follow each other, each closed by its end token), [SEP]:
-RoBERTa's "full sentences" (Liu et al. 2019, arXiv 1907.11692), without pairs of segments. So every row is full, and
-nothing is computed for padding. If documents are isolated, [CLS] belongs to a row's first document, [SEP] to its last.
-
 Targets are the tokens of the text, never their replacements. A unit is a span of tokens masked together
 (`strategies`). B rows, T tokens per row, M = B T tokens, U units, N targets of the batch.
 """
@@ -11,15 +7,16 @@ Targets are the tokens of the text, never their replacements. A unit is a span o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 
 from megahead.config import MaskingConfig
-from megahead.data.batch import Batch, EarlyTokens, document_positions
+from megahead.data.batch import Batch, EarlyTokens
 from megahead.data.counter_rng import CounterRng
+from megahead.data.framing import Framing
 from megahead.data.strategies import Strategy
 
 Array = np.ndarray[Any, Any]
@@ -32,11 +29,9 @@ class Masker:
     """Masks rows. What is masked depends on the sample's number alone, not on ranks or micro-batches; with a strategy
     that adapts also on what the run had learned long enough before. The rows of a batch are of one step."""
 
-    config: MaskingConfig
+    framing: Framing
     strategy: Strategy
     vocab_size: int
-    end_token: int
-    isolate_documents: bool
     seed: int
 
     samples_per_step: int = 1
@@ -46,28 +41,21 @@ class Masker:
     nearest_VK: Array | None = None
     """int64: each id's nearest ids, for `similar_share`."""
 
-    def batch(self, text: Array, sample_indices: Sequence[int] | Array, document_starts: Array | None = None) -> Batch:
-        """Rows of T = t + 2 tokens from `text`, int64 [B, t], negative where a row is empty.
+    @property
+    def config(self) -> MaskingConfig:
+        """What is asked for."""
+        return self.framing.masking
 
-        document_starts: bool [B, t], where documents begin other than after end tokens.
-        """
-        tokens_BT, last_token_BT = self._framed(text, document_starts)
+    def batch(self, text: Array, sample_indices: Sequence[int] | Array, document_starts: Array | None = None) -> Batch:
+        """Arguments as of `Framing.rows`."""
+        rows = self.framing.rows(text, document_starts)
         noise = CounterRng(self.seed, sample_indices)
-        allowed_BT = ~np.isin(tokens_BT, self.config.never_masked(self.end_token))
         strategy = self.strategy.at(int(sample_indices[0]) // self.samples_per_step if len(text) else 0)
-        chosen_BT = self._select(strategy, tokens_BT, allowed_BT, self._budget(text, sample_indices), noise)
-        index_N = np.flatnonzero(chosen_BT)
-        isolated = bool((text < 0).any()) or (self.isolate_documents and bool(last_token_BT[:, :-1].any()))
-        positions_BT = document_positions(last_token_BT) if isolated else None
-        read_BT = self._read_as(tokens_BT, chosen_BT, noise)
-        return Batch(
-            torch.from_numpy(read_BT),
-            None if positions_BT is None else torch.from_numpy(positions_BT),
-            torch.from_numpy(index_N),
-            torch.from_numpy(tokens_BT.reshape(-1)[index_N]),
-            max_targets_per_row=int(chosen_BT.sum(1).max(initial=0)),
-            early=self._early(chosen_BT & (read_BT == self.config.mask_token)),
-        )
+        budget = self._budget(text, sample_indices)
+        chosen_BT = self._select(strategy, rows.tokens_BT, rows.maskable_BT, budget, noise)
+        read_BT = self._read_as(rows.tokens_BT, chosen_BT, noise)
+        early = self._early(chosen_BT & (read_BT == self.config.mask_token))
+        return replace(rows.batch(chosen_BT, read_BT), early=early)
 
     def _early(self, late_BT: Array) -> EarlyTokens | None:
         """All tokens but the mask tokens, where these enter later."""
@@ -75,22 +63,6 @@ class Masker:
             return None
         most = int((~late_BT).sum(1).max(initial=1))
         return EarlyTokens(torch.from_numpy(np.flatnonzero(~late_BT)), most, self.config.masks_from_layer)
-
-    def _framed(self, text: Array, document_starts: Array | None) -> tuple[Array, Array]:
-        """(tokens, whether a document ends there), both [B, T]; what is empty follows [SEP], as end tokens."""
-        rows, length = text.shape
-        tokens_BT = np.full((rows, length + 2), self.end_token, np.int64)
-        tokens_BT[:, 0] = self.config.cls_token
-        tokens_BT[:, 1:-1] = np.where(text < 0, self.end_token, text)
-        last_B = 1 + (text >= 0).sum(1)
-        tokens_BT[np.arange(rows), last_B] = self.config.sep_token
-        place_T = np.arange(length + 2)
-        ends_BT = tokens_BT == self.end_token
-        if document_starts is not None:
-            ends_BT[:, 1:length] |= document_starts[:, 1:]  # the token before one that begins a document
-        inside_BT = place_T < last_B[:, None]
-        last_token_BT = (place_T == last_B[:, None]) | (inside_BT & ends_BT & self.isolate_documents)
-        return tokens_BT, last_token_BT
 
     def _budget(self, text: Array, sample_indices: Sequence[int] | Array) -> tuple[Array, Array]:
         """(share of tokens to select, number of tokens to select), both [B]."""
@@ -138,7 +110,7 @@ class Masker:
         treatment_BT = noise.uniform(_TREATMENT, tokens_BT.shape[1])
         masked_BT = chosen_BT & (treatment_BT < self.config.mask_share)
         random_BT = chosen_BT & ~masked_BT & (treatment_BT < self.config.mask_share + self.config.random_share)
-        ordinary = np.setdiff1d(np.arange(self.vocab_size), self.config.never_masked(self.end_token))
+        ordinary = np.setdiff1d(np.arange(self.vocab_size), self.framing.unmaskable())
         draw_BT = noise.uniform(_REPLACEMENT, tokens_BT.shape[1])
         read_BT = np.where(masked_BT, self.config.mask_token, tokens_BT)
         read_BT[random_BT] = ordinary[(draw_BT[random_BT] * len(ordinary)).astype(np.int64)]

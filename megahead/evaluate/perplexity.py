@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megahead.config import DataConfig
-from megahead.data import BatchReader, Masker, Samples
+from megahead.data import BatchReader, Diffusion, RowMasker, Samples
 from megahead.distributed import Group
 from megahead.objectives import EvaluationSums
 from megahead.pretraining import EvaluationRequest
@@ -25,7 +25,7 @@ class ValidationResult:
     """How well a validation set is predicted."""
 
     loss: float
-    """Mean negative log-probability of a target in nats."""
+    """Mean negative log-probability of a target in nats; of masked diffusion, of a token that may be masked."""
 
     perplexity: float
     """exp(loss). An encoder's, for masked tokens, is not comparable with a decoder's."""
@@ -35,7 +35,11 @@ class ValidationResult:
 
     bits_per_byte: float | None
     """Bits per byte of text, comparable across tokenizers; None if the size of the dataset's text is not known, or only
-    some tokens are predicted (an encoder)."""
+    some tokens are predicted (an encoder, but for masked diffusion)."""
+
+    upper_bound: bool = False
+    """Whether loss, perplexity and bits are upper bounds: those of masked diffusion, for a text whose special tokens
+    (end tokens are some) are given, estimated with one mask a row."""
 
 
 class ValidationSet:
@@ -48,7 +52,7 @@ class ValidationSet:
         rows: int,
         micro_size: int,
         group: Group,
-        masker: Masker | None = None,
+        masker: RowMasker | None = None,
     ) -> None:
         self._samples = samples
         self._reader = BatchReader(samples, data, masker)
@@ -64,15 +68,15 @@ class ValidationSet:
         `score` is a Pretraining or an engine's `evaluate`. `bias_V` is the head's bias: log q for a headless model's
         training-free head, None for the embedding alone or a head of the model's own.
         """
-        totals = torch.zeros(3, dtype=torch.float64)
+        totals = torch.zeros(4, dtype=torch.float64)
         bias = None if bias_V is None else bias_V.to(device)
         for mine in self._requests():
             batches = tuple(self._reader.read(rows or range(1)).to(device) for rows in mine)
             scores = score(EvaluationRequest(batches, bias))
             if mine[0]:
-                totals += torch.tensor([scores.loss, scores.correct, scores.targets], dtype=torch.float64)
-        loss_sum, correct, targets = self._group.all_reduce_(totals).tolist()
-        return self._result(loss_sum, correct, max(targets, 1))
+                totals += torch.tensor(scores, dtype=torch.float64)
+        loss, correct, targets, weight = self._group.all_reduce_(totals).tolist()
+        return self._result(EvaluationSums(loss, correct, max(targets, 1), max(weight, 1.0)))
 
     def _requests(self) -> Iterator[list[range]]:
         """The rows of the micro-batches that this rank has scored together, as many on all ranks. What is left of the
@@ -84,10 +88,20 @@ class ValidationSet:
             starts = [first + self._group.rank * self._micro_size for first in firsts]
             yield [range(start, min(start + self._micro_size, self._rows)) for start in starts]
 
-    def _result(self, loss_sum: float, correct: float, targets: float) -> ValidationResult:
-        """Assumes the whole dataset's average of bytes per token: exact only if all of it was read."""
-        loss = loss_sum / targets
-        info = self._samples.dataset.info
-        known = info is not None and info.text_bytes > 0 and self._reader.masker is None
-        bits = loss / log(2) * info.tokens / info.text_bytes if info is not None and known else None
-        return ValidationResult(loss, exp(min(loss, 700.0)), correct / targets, bits)
+    def _result(self, sums: EvaluationSums) -> ValidationResult:
+        loss, bytes_per_token = sums.loss / sums.weight, self._bytes_per_token()
+        bits = None if bytes_per_token is None else loss / log(2) / bytes_per_token
+        bound = isinstance(self._reader.masker, Diffusion)
+        return ValidationResult(loss, exp(min(loss, 700.0)), sums.correct / sums.targets, bits, bound)
+
+    def _bytes_per_token(self) -> float | None:
+        """Bytes of text for each token that counts in the loss; None if unknown, or the loss is of masked places alone.
+
+        The whole dataset's average: exact only if all of it was read.
+        """
+        info, masker = self._samples.dataset.info, self._reader.masker
+        if info is None or not info.text_bytes:
+            return None
+        if isinstance(masker, Diffusion):
+            return info.text_bytes / max(masker.maskable(info.token_counts), 1)
+        return info.text_bytes / info.tokens if masker is None else None

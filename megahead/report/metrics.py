@@ -28,7 +28,8 @@ class RunMetrics:
     """{"step", "tokens", "seconds", "loss", "learning_rate", "gradient_norm", "tokens_per_second", ...}"""
 
     validation: Sequence[Record]
-    """{"step", "tokens", "seconds", "perplexity", "bits_per_byte", "accuracy", "loss"}"""
+    """{"step", "tokens", "seconds", "perplexity", "bits_per_byte", "accuracy", "loss", "upper_bound"}; the last (not in
+    older logs): whether they are upper bounds, of masked diffusion"""
 
     tasks: Sequence[Record] = ()
     """{"step", "tokens", "seconds", "tasks": {task: {metric: {"value", "stderr"}}}}, where lm-eval's tasks were run"""

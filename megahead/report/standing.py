@@ -7,6 +7,7 @@ from html import escape
 from statistics import median
 
 from megahead.report.legend import dot
+from megahead.report.metrics import Record
 from megahead.report.runs import Run
 from megahead.report.tables import show
 from megahead.wording import duration, thousands
@@ -21,8 +22,8 @@ def _figures(run: Run) -> dict[str, str]:
     steps = run.setting("training.steps")
     head = f" ({held_out['head']} head)" if held_out.get("head") else ""
     return {
-        f"held-out perplexity{head}": _number(held_out.get("perplexity")),
-        "bits per byte": _number(held_out.get("bits_per_byte")),
+        f"held-out perplexity{head}": _held_out(held_out, "perplexity"),
+        "bits per byte": _held_out(held_out, "bits_per_byte"),
         "next token right": "" if held_out.get("accuracy") is None else f"{held_out['accuracy']:.1%}",
         "training loss": _number(training[-1].get("loss")) if training else "",
         f"steps{f' of {steps:,}' if steps else ''}": f"{last['step']:,}",
@@ -66,6 +67,12 @@ def _lowest(runs: Sequence[Run], key: str) -> int | None:
     values = {k: run.metrics.validation[-1].get(key) for k, run in enumerate(runs) if run.metrics.validation}
     found = {k: value for k, value in values.items() if value is not None}
     return min(found, key=found.__getitem__) if found else None
+
+
+def _held_out(found: Record, key: str) -> str:
+    """A number of an evaluation, marked where it is an upper bound."""
+    value = _number(found.get(key))
+    return f"\u2264 {value}" if value and found.get("upper_bound") else value
 
 
 def _number(value: float | None) -> str:

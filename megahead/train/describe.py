@@ -127,7 +127,9 @@ def _objective(config: RunConfig, rows: int) -> str:
         parts += [f"at most {objective.max_candidates:,}"] if objective.max_candidates else []
         parts += [f"{objective.vanilla_weight:g} vanilla"] if objective.vanilla_weight else []
     if config.masking is not None:
-        parts.append(f"{config.masking.rate:.0%} of the tokens masked")
+        parts.append(
+            "masked diffusion" if config.masking.diffusion else f"{config.masking.rate:.0%} of the tokens masked"
+        )
         parts += [f"{config.masking.final_rate:.0%} at last"] if config.masking.final_rate else []
         late = config.masking.masks_from_layer
         parts += [f"mask tokens from layer {late} on"] if late else []

@@ -156,11 +156,12 @@ class Meters:
             return
         self._record(state, {"validation": asdict(result) | {"head": head}})
         self._perplexity = result.perplexity
-        found = {name: value for name, value in asdict(result).items() if value is not None}
+        found = {name: value for name, value in asdict(result).items() if isinstance(value, float)}
         self._boards.add("validation", found, state.step)
-        bits = "" if result.bits_per_byte is None else f", {result.bits_per_byte:.3f} bits per byte"
+        most = "at most " if result.upper_bound else ""
+        bits = "" if result.bits_per_byte is None else f", {most}{result.bits_per_byte:.3f} bits per byte"
         self.print_line(
-            f"held out at step {state.step:,}: perplexity {result.perplexity:,.1f}{bits}, "
+            f"held out at step {state.step:,}: perplexity {most}{result.perplexity:,.1f}{bits}, "
             f"accuracy {result.accuracy:.1%} ({head} head)"
         )
 

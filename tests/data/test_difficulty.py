@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megahead.config import MaskingConfig
-from megahead.data import Difficulty, Masker
+from megahead.data import Difficulty, Framing, Masker
 from megahead.data.strategies.hardest import FLOOR, Hardest
 from megahead.distributed import Group
 from support.on_ranks import on_ranks
@@ -78,7 +78,9 @@ def test_ids_are_selected_by_their_share_of_misses() -> None:
         difficulty.note(ids, hard.repeat(1000))
         difficulty.settle((step + 1) * SAMPLES, True, Group())
     config = MaskingConfig(mask_token=3, cls_token=1, sep_token=2, rate=0.02)
-    masker = Masker(config, Hardest(np.ones(V), difficulty), V, 2, False, 5, samples_per_step=SAMPLES, steps=10**6)
+    masker = Masker(
+        Framing(config, 2, False), Hardest(np.ones(V), difficulty), V, 5, samples_per_step=SAMPLES, steps=10**6
+    )
     text = np.random.default_rng(0).integers(4, V, (4000, 126))
 
     def ratio(first_step: int) -> float:

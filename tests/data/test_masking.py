@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from megahead.config import MaskingConfig
-from megahead.data import Masker
+from megahead.data import Framing, Masker
 from megahead.data.counter_rng import CounterRng
 from megahead.data.strategies import Uniform
 
@@ -18,7 +18,7 @@ CLS, SEP, MASK, END, PAD, VOCABULARY = 1, 2, 3, 4, 0, 1000
 def masker(seed: int = 7, isolate: bool = True, steps: int = 1, samples_per_step: int = 1, **settings: Any) -> Masker:
     ids = {"cls_token": CLS, "sep_token": SEP, "mask_token": MASK, "special_tokens": [PAD]}
     config = MaskingConfig(**ids, **settings)
-    return Masker(config, Uniform(), VOCABULARY, END, isolate, seed, samples_per_step, steps)
+    return Masker(Framing(config, END, isolate), Uniform(), VOCABULARY, seed, samples_per_step, steps)
 
 
 def texts(rows: int, length: int = 126, ends: float = 0.0, seed: int = 0) -> np.ndarray:

@@ -13,7 +13,7 @@ import pytest
 from megahead.config import MaskingConfig, config_from_dict
 from megahead.corpus import IndexedDataset, IndexedDatasetWriter
 from megahead.corpus.vocabulary import train_bpe, train_wordpiece
-from megahead.data import Difficulty, Masker, training_masker
+from megahead.data import Difficulty, Framing, Masker, training_masker
 from megahead.data.strategies import (
     STRATEGIES,
     Collocations,
@@ -34,7 +34,7 @@ CLS, SEP, MASK, VOCABULARY = 1, 2, 3, 500
 def chosen(strategy: Strategy, text: np.ndarray, **settings: Any) -> np.ndarray:
     """bool [B, t]: which tokens of the text are targets."""
     config = MaskingConfig(cls_token=CLS, sep_token=SEP, mask_token=MASK, **settings)
-    batch = Masker(config, strategy, VOCABULARY, SEP, False, seed=5).batch(text, range(len(text)))
+    batch = Masker(Framing(config, SEP, False), strategy, VOCABULARY, seed=5).batch(text, range(len(text)))
     selected = np.zeros((len(text), text.shape[1] + 2), bool)
     selected.reshape(-1)[batch.target_index_N.numpy()] = True
     assert not selected[:, 0].any()

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from megahead.config import MaskingConfig
-from megahead.data import Masker
+from megahead.data import Framing, Masker
 from megahead.data.nearest_ids import find_nearest_ids, open_nearest_ids, save_nearest_ids
 from megahead.data.strategies import Uniform
 from megahead.errors import ConfigError, DataError
@@ -55,7 +55,7 @@ def test_a_share_of_the_targets_is_read_as_similar_tokens_and_never_as_a_special
     nearest = np.stack([other, np.where(ids < 20, SEP, (ids + 2 - 20) % 20 + 20)], axis=1)
     settings = {"mask_share": 0.1, "random_share": 0.1, "similar_share": 0.6, "rate": 0.5}
     config = MaskingConfig(mask_token=MASK, cls_token=CLS, sep_token=SEP, **settings)
-    masker = Masker(config, Uniform(), VOCABULARY, SEP, False, 7, nearest_VK=nearest)
+    masker = Masker(Framing(config, SEP, False), Uniform(), VOCABULARY, 7, nearest_VK=nearest)
     text = np.random.default_rng(0).integers(4, VOCABULARY, (400, 126))
     batch = masker.batch(text, range(400))
     read = batch.input_ids_BT.numpy().reshape(-1)[batch.target_index_N.numpy()]

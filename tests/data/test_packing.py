@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from megahead.config import DataConfig, MaskingConfig
 from megahead.config.data import BlendPart
 from megahead.corpus import IndexedDataset, IndexedDatasetWriter
-from megahead.data import BatchReader, Masker, PackedSamples, causal_batch, training_samples
+from megahead.data import BatchReader, Framing, Masker, PackedSamples, causal_batch, training_samples
 from megahead.data.packing import PADDING, best_fit, pack_table
 from megahead.data.strategies import Uniform
 from megahead.errors import DataError
@@ -188,7 +188,7 @@ def test_an_encoders_rows_keep_what_is_known_of_documents(write_dataset: Write) 
     samples = training_samples(data, [IndexedDataset(prefix)], 1, 6)
     masking = MaskingConfig(mask_token=1, cls_token=2, sep_token=3)
     for isolate, expected in ((True, [0, 1, 2, 3, 0, 1, 2, 3, 0]), (False, None)):
-        masker = Masker(masking, Uniform(), 20, 9, isolate, seed=0)
+        masker = Masker(Framing(masking, 9, isolate), Uniform(), 20, seed=0)
         rows, document_starts = samples.rows([0]), samples.document_starts([0])
         assert rows.tolist() == [[5, 6, 7, 5, 6, 7, -1]]
         found = masker.batch(rows, [0], document_starts).positions_BT

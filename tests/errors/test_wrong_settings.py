@@ -137,6 +137,22 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
         BERT | {"masking": MASKS | {"strategy": "hardest", "adapt_every": 3}, "data.prefetch": 4},
         "`masking.adapt_every` must be at least data.prefetch (4), the steps that are masked ahead, but is 3 instead.",
     ),
+    *(
+        (
+            BERT | {"masking": MASKS | {"diffusion": True, field: value}},
+            f"`masking.{field}` must be left out with diffusion, which masks single tokens, a share of its own in each row, but is {value} instead.",
+        )
+        for field, value in {"rate": 0.4, "count": "bernoulli", "mask_share": 0.7, "random_share": 0.2}.items()
+    ),
+    (
+        BERT | {"masking": MASKS | {"diffusion": True, "strategy": "hardest"}},
+        "`masking.strategy` must be left out with diffusion, which masks single tokens, a share of its own in each row, but is hardest instead.",
+    ),
+    (
+        BERT | {"masking": MASKS | {"diffusion": True, "masks_from_layer": 1}},
+        "`masking.masks_from_layer` must be left out with diffusion, which masks single tokens, a share of its own in each row, but is 1 instead.",
+    ),
+    ({"masking": MASKS | {"diffusion": True}}, "`masking` must be left out of a decoder, but is given instead."),
     (
         BERT | {"masking": MASKS | {"masks_from_layer": 2}},
         "`masking.masks_from_layer` must be below model.num_layers (2), but is 2 instead.",

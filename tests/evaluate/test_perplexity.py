@@ -37,7 +37,7 @@ def held_out(prefix: Path, rows: int = 10, micro_size: int = 4, group: Group | N
 def evenly(request: EvaluationRequest) -> EvaluationSums:
     """A model that finds 32 tokens equally likely each time, and has the right one first at every even target."""
     targets = torch.cat([batch.target_ids_N for batch in request.batches])
-    return EvaluationSums(targets.numel() * log(32), int((targets % 2 == 0).sum()), targets.numel())
+    return EvaluationSums(targets.numel() * log(32), int((targets % 2 == 0).sum()), targets.numel(), targets.numel())
 
 
 @pytest.mark.parametrize("bytes_a_token", [1, 4])
@@ -62,6 +62,32 @@ def test_bits_per_byte_are_left_out_where_nobody_counted_bytes_or_only_some_toke
     assert masked.evaluate(evenly, None, CPU).bits_per_byte is None
 
 
+def test_masked_diffusion_is_an_upper_bound_in_bits_of_all_text_but_for_special_tokens(tmp_path: Path) -> None:
+    """A fifth of the tokens end documents, and are given; a target counts by its weight."""
+    with IndexedDatasetWriter(tmp_path / "text", vocab_size=50) as writer:
+        for _ in range(40):
+            writer.add_document([10, 11, 12, 13, 2], 20)
+    encoder = small_config(
+        model={"family": "bert", "token_types": 2, "max_positions": 32},
+        data={"sequence_length": 16, "end_token": 2},
+        masking={"mask_token": 3, "cls_token": 1, "sep_token": 2, "diffusion": True},
+    )
+    samples = held_out_samples(IndexedDataset(tmp_path / "text"), encoder.sample_length())
+    bound = ValidationSet(samples, encoder.data, 12, 4, Group(), held_out_masker(encoder))
+
+    def three_nats(request: EvaluationRequest) -> EvaluationSums:
+        weight = sum(batch.weight() for batch in request.batches)
+        targets = sum(len(batch.target_ids_N) for batch in request.batches)
+        return EvaluationSums(3 * weight, targets // 2, targets, weight)
+
+    found = bound.evaluate(three_nats, None, CPU)
+    assert found.upper_bound
+    assert found.loss == pytest.approx(3)
+    assert found.bits_per_byte == pytest.approx(3 / log(2) * 4 / 20)
+    assert found.accuracy == pytest.approx(0.5, abs=0.1)
+    assert not held_out(text(tmp_path, 81)).evaluate(evenly, None, CPU).upper_bound
+
+
 def scored(group: Group, prefix: Path, rows: int) -> ValidationResult:
     return held_out(prefix, rows, group=group).evaluate(uneven, None, CPU)
 
@@ -69,7 +95,7 @@ def scored(group: Group, prefix: Path, rows: int) -> ValidationResult:
 def uneven(request: EvaluationRequest) -> EvaluationSums:
     """Worse at larger ids, so that each row counts differently."""
     targets = torch.cat([batch.target_ids_N for batch in request.batches])
-    return EvaluationSums(float(targets.sum()), evenly(request).correct, targets.numel())
+    return EvaluationSums(float(targets.sum()), evenly(request).correct, targets.numel(), targets.numel())
 
 
 @pytest.mark.parametrize("rows", [3, 99])

@@ -182,6 +182,27 @@ def test_a_step_of_hardly_any_targets_is_averaged_over_those_and_may_have_none(t
     assert step.candidates == 0  # the whole vocabulary
 
 
+@pytest.mark.parametrize("group_samples", [1, 2, 4])
+def test_weighed_targets_are_averaged_by_their_weights_and_keep_them_in_any_group(
+    tmp_path: Path, group_samples: int
+) -> None:
+    """In masked diffusion a row counts as often as it has tokens, however many of them are masked."""
+    masks = {"mask_token": 60, "cls_token": 61, "sep_token": 62, "diffusion": True}
+    write_text(tmp_path)
+    config = small_config(tmp_path, {"model.family": "bert", "model.vocab_size": 63, "masking": masks})
+    text = IndexedDataset(config.data.train)
+    samples, rule = StreamSamples(text, config.sample_length(), config.seed), build_objective(config.objective, 63)
+    options = {"group_samples": group_samples, "masker": training_masker(config, [text])}
+    step = Feed(samples, rule, config.data, config.batch, Group(), **options).step(0)  # type: ignore[arg-type]
+    tokens = int((samples.rows(range(8)) != 0).sum())
+    assert [micro.loss_weight for micro in step.micro_batches] == pytest.approx([4 / tokens] * 4)
+    assert step.targets == sum(len(micro.batch.target_ids_N) for micro in step.micro_batches) != tokens
+    for micro in step.micro_batches:
+        weights = [group.weight_N for group in micro.candidates if group.weight_N is not None]
+        assert [len(part) for part in weights] == [len(group.positive_N) for group in micro.candidates]
+        assert torch.equal(torch.cat(weights), micro.batch.weight_N)  # type: ignore[arg-type]
+
+
 def test_candidates_are_counted_on_average_over_groups() -> None:
     batch = Batch(torch.zeros(1, 4, dtype=torch.int64), None, torch.arange(3), torch.arange(3))
     one, two, all_ids = (Candidates(ids, None, torch.arange(3)) for ids in (torch.arange(3), torch.arange(4), None))

@@ -72,12 +72,13 @@ def test_it_learns_evaluates_and_exports(tmp_path: Path, objective: str, pack: s
     AutoModelForMaskedLM.from_pretrained(hf_folder(tmp_path / "run"))
 
 
-@pytest.mark.parametrize("objective", OBJECTIVES.values(), ids=OBJECTIVES.keys())
-def test_resuming_is_bitwise(tmp_path: Path, objective) -> None:
+@pytest.mark.parametrize(("objective", "diffusion"), [("headless", False), ("vanilla", False), ("headless", True)])
+def test_resuming_is_bitwise(tmp_path: Path, objective: str, diffusion: bool) -> None:
     write_text(tmp_path)
-    whole = encoder_config(tmp_path, objective, {"output_dir": str(tmp_path / "whole"), "model.hidden_dropout": 0.1})
+    changes = {"model.hidden_dropout": 0.1, "masking.diffusion": diffusion}
+    whole = encoder_config(tmp_path, OBJECTIVES[objective], {"output_dir": str(tmp_path / "whole"), **changes})
     on_ranks(1, run, whole)
-    resumed = encoder_config(tmp_path, objective, {"model.hidden_dropout": 0.1})
+    resumed = encoder_config(tmp_path, OBJECTIVES[objective], changes)
     on_ranks(1, run, resumed, str(tmp_path / "whole/checkpoints/step-00000003"))
     one, two = open_checkpoint(tmp_path / "whole"), open_checkpoint(tmp_path / "run")
     assert one.names() == two.names()

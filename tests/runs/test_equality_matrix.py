@@ -191,6 +191,39 @@ def test_a_llama_with_a_table_of_rows_equals_plain_torch(
     assert_equal(on_mesh(tmp_path, "headless", stage, tensor, data, **(LLAMA | ROWS)), llama)
 
 
+BERT = {"family": "bert", "hidden_dropout": 0.0, "attention_dropout": 0.0}
+MODERNBERT = {"family": "modernbert", "intermediate_size": 64, "local_window": 6}
+ENCODER = {
+    "num_layers": 2,
+    "hidden_size": 32,
+    "num_heads": 4,
+    "vocab_size": 63,
+    "vocab_multiple": 64,
+    "max_positions": 32,
+}
+DIFFUSION = {"masking": {"mask_token": 60, "cls_token": 61, "sep_token": 62, "diffusion": True}}
+
+
+@pytest.mark.parametrize(
+    ("objective", "stage", "tensor", "data", "model", "changes"),
+    [
+        ("headless", 0, 1, 1, BERT, {"objective.vanilla_weight": 0.3}),
+        ("headless", 2, 2, 2, BERT, {"objective.group_samples": 4, "engine.embedding": "rows"}),
+        ("headless", 3, 2, 1, MODERNBERT, {"parallel.sequence": True, "objective.group_samples": 1}),
+        ("vanilla", 1, 1, 4, BERT, {"batch.micro_size": 1}),
+        ("vanilla", 3, 2, 1, MODERNBERT, {}),
+    ],
+    ids=str,
+)
+def test_masked_diffusion_equals_plain_torch(
+    tmp_path: Path, objective: str, stage: int, tensor: int, data: int, model: dict[str, Any], changes: dict[str, Any]
+) -> None:
+    write_text(tmp_path)
+    changes = {"model": ENCODER | model, **DIFFUSION, **changes}
+    reference = plain_torch(config_of(tmp_path, objective, **(changes | {"engine.embedding": "dense"})))
+    assert_equal(on_mesh(tmp_path, objective, stage, tensor, data, **changes), reference)
+
+
 SEQUENCE = {"parallel.sequence": True}
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from megahead.checkpoint import open_checkpoint
 from megahead.config import RunConfig, deepspeed_config, resolve_candidate_group_samples
 from megahead.corpus import IndexedDataset
-from megahead.data import StreamSamples
+from megahead.data import StreamSamples, training_masker
 from megahead.distributed import Group, Launch
 from megahead.objectives import build_objective
 from megahead.optim import build_optimizer, learning_rate_ratio, set_learning_rate
@@ -55,10 +55,12 @@ def plain_torch(config: RunConfig) -> Course:
     """No DeepSpeed, no ranks: micro-batches, clipping, AdamW."""
     module = initialized(config)
     optimizer = build_optimizer(module, config.optimizer)
-    samples = StreamSamples(IndexedDataset(config.data.train), config.data.sequence_length, config.seed)
+    text = IndexedDataset(config.data.train)
+    samples, masker = StreamSamples(text, config.sample_length(), config.seed), training_masker(config, [text])
     objective = build_objective(config.objective, config.model.vocab_size, torch.ones(config.model.vocab_size))
     group = resolve_candidate_group_samples(config.objective, config.batch, 1)
-    feed = Feed(samples, objective, config.data, config.batch, Group(), group_samples=group, seed=config.seed)
+    reading = samples, objective, config.data, config.batch, Group()
+    feed = Feed(*reading, group_samples=group, seed=config.seed, masker=masker)
     losses, norms = [], []
     for step in range(STEPS):
         micro_batches = feed.step(step * config.batch.global_size).micro_batches

@@ -10,7 +10,7 @@ import numpy as np
 
 from megahead.config import RunConfig
 from megahead.corpus import IndexedDataset
-from megahead.data import BatchReader, Masker, RowSource, training_samples
+from megahead.data import BatchReader, Diffusion, Framing, Masker, RowMasker, RowSource, training_samples
 from megahead.data.strategies import Uniform
 from megahead.objectives import Objective
 from megahead.pretraining import MicroBatch
@@ -34,16 +34,18 @@ def token_rows(config: RunConfig, prefix: str | None, count: int) -> list[np.nda
 def micro_batch(config: RunConfig, rule: Objective, rows: np.ndarray[Any, Any]) -> MicroBatch:
     """`rows` with their candidates, as the only micro-batch of its step."""
     batch = BatchReader(_Given(rows), config.data, _masker(config)).read(range(len(rows)))
-    candidates = rule.pool(batch.target_ids_N).candidates(batch.target_ids_N)
-    return MicroBatch(batch, (candidates,), 1 / batch.target_ids_N.numel())
+    candidates = rule.pool(batch.target_ids_N).candidates(batch.target_ids_N, batch.weight_N)
+    return MicroBatch(batch, (candidates,), 1 / batch.weight())
 
 
-def _masker(config: RunConfig) -> Masker | None:
+def _masker(config: RunConfig) -> RowMasker | None:
     """As a run masks, but for which tokens it selects: that costs a step nothing."""
     if config.masking is None:
         return None
-    data = config.data
-    return Masker(config.masking, Uniform(), config.model.vocab_size, data.end_token, data.isolate_documents, seed=0)
+    framing = Framing(config.masking, config.data.end_token, config.data.isolate_documents)
+    if config.masking.diffusion:
+        return Diffusion(framing, seed=0)
+    return Masker(framing, Uniform(), config.model.vocab_size, seed=0)
 
 
 @dataclass(frozen=True)

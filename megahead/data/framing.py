@@ -1,0 +1,85 @@
+"""An encoder's rows: [CLS], T - 2 tokens of consecutive text (documents follow each other, each closed by its end
+token), [SEP].
+
+RoBERTa's "full sentences" (Liu et al. 2019, arXiv 1907.11692), without pairs of segments. So every row is full, and
+nothing is computed for padding. If documents are isolated, [CLS] belongs to a row's first document, [SEP] to its last.
+B rows, T tokens per row, N targets of the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from megahead.config import MaskingConfig
+from megahead.data.batch import Batch, document_positions
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class FramedRows:
+    """Rows before any token is masked."""
+
+    tokens_BT: Array
+    """int64."""
+
+    maskable_BT: Array
+    """bool: tokens of the text but for special ones."""
+
+    positions_BT: Array | None
+    """int64, each token's position in its document; None if every row is one document."""
+
+    def batch(self, chosen_BT: Array, read_BT: Array) -> Batch:
+        """The chosen tokens (bool) are targets; `read_BT`, int64: what is read, in their places and in all others."""
+        index_N = np.flatnonzero(chosen_BT)
+        return Batch(
+            torch.from_numpy(read_BT),
+            None if self.positions_BT is None else torch.from_numpy(self.positions_BT),
+            torch.from_numpy(index_N),
+            torch.from_numpy(self.tokens_BT.reshape(-1)[index_N]),
+            max_targets_per_row=int(chosen_BT.sum(1).max(initial=0)),
+        )
+
+
+@dataclass(frozen=True)
+class Framing:
+    """Makes such rows."""
+
+    masking: MaskingConfig
+    end_token: int
+    isolate_documents: bool
+
+    def unmaskable(self) -> Sequence[int]:
+        """Ids that are never masked."""
+        return self.masking.never_masked(self.end_token)
+
+    def rows(self, text: Array, document_starts: Array | None = None) -> FramedRows:
+        """Rows of T = t + 2 tokens from `text`, int64 [B, t], negative where a row is empty.
+
+        document_starts: bool [B, t], where documents begin other than after end tokens.
+        """
+        tokens_BT, last_token_BT = self._framed(text, document_starts)
+        isolated = bool((text < 0).any()) or (self.isolate_documents and bool(last_token_BT[:, :-1].any()))
+        positions_BT = document_positions(last_token_BT) if isolated else None
+        return FramedRows(tokens_BT, ~np.isin(tokens_BT, self.unmaskable()), positions_BT)
+
+    def _framed(self, text: Array, document_starts: Array | None) -> tuple[Array, Array]:
+        """(tokens, whether a document ends there), both [B, T]; what is empty follows [SEP], as end tokens."""
+        rows, length = text.shape
+        tokens_BT = np.full((rows, length + 2), self.end_token, np.int64)
+        tokens_BT[:, 0] = self.masking.cls_token
+        tokens_BT[:, 1:-1] = np.where(text < 0, self.end_token, text)
+        last_B = 1 + (text >= 0).sum(1)
+        tokens_BT[np.arange(rows), last_B] = self.masking.sep_token
+        place_T = np.arange(length + 2)
+        ends_BT = tokens_BT == self.end_token
+        if document_starts is not None:
+            ends_BT[:, 1:length] |= document_starts[:, 1:]  # the token before one that begins a document
+        inside_BT = place_T < last_B[:, None]
+        last_token_BT = (place_T == last_B[:, None]) | (inside_BT & ends_BT & self.isolate_documents)
+        return tokens_BT, last_token_BT
