@@ -5,6 +5,9 @@ megahead generate --model runs/headless --prompt "The capital of France" "Once u
 megahead generate --model runs/headless --file prompts.txt    # a prompt a line
 megahead generate --model runs/headless --interactive         # a prompt at a time, until an empty line
 
+An encoder (one trained by masked diffusion) writes --max-tokens tokens after a prompt, in random order, in --passes
+passes through the model.
+
 `--output runs/headless/samples.jsonl` keeps them where `megahead report` finds them.
 """
 
@@ -12,7 +15,8 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,26 +33,33 @@ def main() -> None:
     sampling = evaluate.sampling_options(arguments.temperature, arguments.top_k, arguments.top_p)
     console = Console(highlight=False, soft_wrap=True, markup=False)
     prompts = typed_prompts(console) if arguments.interactive else given_prompts(arguments.prompt, arguments.file)
-    model, tokenizer = load_model(arguments.model, arguments.seed)
+    go_on = load_model(arguments.model, arguments.seed, arguments.passes)
     for prompt in prompts:
         if not arguments.interactive:
             console.print(prompt, style="bold", end="")
-        text = evaluate.continuation(model, tokenizer, prompt, arguments.max_tokens, sampling)
+        text = go_on(prompt, arguments.max_tokens, sampling)
         console.print(text, end="\n\n")
         if arguments.output is not None:
             with arguments.output.open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"prompt": prompt, "text": text}, ensure_ascii=False) + "\n")
 
 
-def load_model(model: Path, seed: int) -> tuple[Any, Any]:
-    """The model, on a GPU if there is one, and its tokenizer; seeds torch's random numbers with `seed`. A run or
-    checkpoint is exported first, unless it has been (RUN/exports)."""
+def load_model(model: Path, seed: int, passes: int | None) -> Callable[[str, int, dict[str, Any]], str]:
+    """What goes on from (prompt, most tokens, how to sample) with the model, on a GPU if there is one; seeds torch's
+    random numbers with `seed`. A run or checkpoint is exported first, unless it has been (RUN/exports)."""
     import torch
 
     folder = convert.hf_folder(model)
-    loaded = convert.load_causal(folder).to("cuda" if torch.cuda.is_available() else "cpu")
+    encoder = convert.is_encoder(folder)
+    if passes is not None and not encoder:
+        raise FieldError("--passes", "be left out for a decoder, which writes a token in each", got=passes)
+    loaded = (convert.load_masked if encoder else convert.load_causal)(folder)
+    loaded.to("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(seed)
-    return loaded, convert.load_tokenizer_folder(folder)
+    tokenizer = convert.load_tokenizer_folder(folder)
+    if encoder:
+        return partial(evaluate.unmasked_continuation, loaded, tokenizer, passes=passes)
+    return partial(evaluate.continuation, loaded, tokenizer)
 
 
 def given_prompts(prompts: Sequence[str] | None, file: Path | None) -> list[str]:
@@ -86,6 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     prompts.add_argument("--file", type=existing, metavar="FILE", help="a prompt a line")
     prompts.add_argument("--interactive", action="store_true", help="ask for prompts, until an empty line")
     parser.add_argument("--max-tokens", type=int, default=64, metavar="N", help="longest continuation (default: 64)")
+    parser.add_argument("--passes", type=int, metavar="N", help="encoders: fewer are faster (default: one a token)")
     parser.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest token (default: 0.8)")
     parser.add_argument("--top-k", type=int, default=50, metavar="K", help="sample from the K likeliest; 0: from all")
     parser.add_argument("--top-p", type=float, default=0.95, metavar="P", help="nucleus sampling with probability P")

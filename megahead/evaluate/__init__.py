@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from megahead.evaluate.perplexity import ValidationResult, ValidationSet
     from megahead.evaluate.pseudo import PseudoPerplexity, pseudo_perplexity
     from megahead.evaluate.synonyms import Similarities, similarities, synonym_pairs
+    from megahead.evaluate.unmasking import unmasked_continuation
 
 __all__ = [
     "Geometry",
@@ -36,6 +37,7 @@ __all__ = [
     "sampling_options",
     "similarities",
     "synonym_pairs",
+    "unmasked_continuation",
 ]
 
 __getattr__ = on_first_use(
@@ -47,4 +49,5 @@ __getattr__ = on_first_use(
     perplexity=("ValidationResult", "ValidationSet"),
     pseudo=("PseudoPerplexity", "pseudo_perplexity"),
     synonyms=("Similarities", "similarities", "synonym_pairs"),
+    unmasking=("unmasked_continuation",),
 )

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from megahead.convert import export
+from megahead.corpus.vocabulary import train_wordpiece
 from megahead.evaluate import harness
 from support.small_checkpoint import save_small, save_tokenizer, small_config
 
@@ -56,6 +57,37 @@ def test_the_same_seed_generates_the_same_text(run: Path, monkeypatch, capsys) -
     assert first.startswith("the cat")
     assert text("--seed", 1) == first != text("--seed", 2)
     assert text("--temperature", 0, "--seed", 1) == text("--temperature", 0, "--seed", 2)
+
+
+@pytest.fixture
+def encoder(tmp_path: Path) -> Path:
+    masking = {"mask_token": 4, "cls_token": 2, "sep_token": 3, "diffusion": True}
+    model = {"family": "bert", "token_types": 2, "max_positions": 40}
+    save_small(tmp_path / "run", small_config(model=model, data={"end_token": 3}, masking=masking))
+    train_wordpiece(["the cat sat on the mat and the dog saw the cat"] * 10, 61).save(
+        str(tmp_path / "run/tokenizer.json")
+    )
+    return tmp_path / "run"
+
+
+def test_an_encoder_replaces_mask_tokens_after_a_prompt(encoder: Path, monkeypatch, capsys) -> None:
+    def text(*options: object) -> str:
+        arguments = ("--model", encoder, "--prompt", "the cat", "--max-tokens", 6, *options)
+        assert command(monkeypatch, "generate", *arguments) == 0
+        return capsys.readouterr().out
+
+    first = text("--seed", 1)
+    assert first.startswith("the cat")
+    assert "[" not in first
+    assert text("--seed", 1) == first != text("--seed", 2)
+    assert text("--passes", 2, "--seed", 1) != first
+    assert command(monkeypatch, "generate", "--model", encoder, "--prompt", "a", "--passes", 65) == 2
+    assert "`--max-tokens` must leave 2 of the model's context (40)" in capsys.readouterr().err
+
+
+def test_a_decoder_writes_a_token_a_pass(run: Path, monkeypatch, capsys) -> None:
+    assert command(monkeypatch, "generate", "--model", run, "--prompt", "a", "--passes", 3) == 2
+    assert "`--passes` must be left out for a decoder" in capsys.readouterr().err
 
 
 def test_prompts_come_from_a_file_or_from_the_keyboard(run: Path, monkeypatch, capsys) -> None:
