@@ -12,7 +12,9 @@ from megahead.config import RunConfig
 from megahead.convert import hf_folder
 from megahead.distributed import Group, Launch
 from megahead.evaluate.offline import evaluate_checkpoint
+from megahead.report import read_runs
 from megahead.report.metrics import read_metrics
+from megahead.report.standing import standing
 from megahead.train import pretrain
 from support.on_ranks import on_ranks
 from support.small_run import small_config, write_text
@@ -55,4 +57,7 @@ def test_the_bound_falls_and_is_called_one_and_the_export_has_a_head(
     alone = evaluate_checkpoint(tmp_path / "run", last["head"])
     assert alone.upper_bound
     assert alone.loss == pytest.approx(last["loss"], abs=1e-4)
-    AutoModelForMaskedLM.from_pretrained(hf_folder(tmp_path / "run"))
+    exported = hf_folder(tmp_path / "run")
+    AutoModelForMaskedLM.from_pretrained(exported)
+    assert f"perplexity at most {last['perplexity']:,.4g}" in (exported / "README.md").read_text()
+    assert "\u2264 " in standing(read_runs([tmp_path / "run"]))

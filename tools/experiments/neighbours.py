@@ -2,7 +2,8 @@
 
 Each variant is the plain objective with other settings, on the same text, seeds and tokens. Where its steps take longer
 or shorter than the plain ones by more than MARGIN, it is trained once more with as many steps as take the same time.
-All are scored on the same held-out text, encoders on the same masked places of it, by the heads that need no training.
+All are scored on the same held-out text, encoders on the same masked places of it, by the heads that need no training;
+masked diffusion by an upper bound, so that it is a kind of model by itself, with the vanilla softmax as a variant.
 """
 
 from __future__ import annotations
@@ -52,14 +53,29 @@ ENCODERS: dict[str, tuple[str, ...]] = {
 }
 """Settings beside those of `configs/encoder-small-headless.yaml`."""
 
-STEPS = {"decoder": 300, "encoder": 400}
+DIFFUSIONS: dict[str, tuple[str, ...]] = {
+    PLAIN: (),
+    "diffusion-vanilla": ("objective.name=vanilla", "objective.tied=true"),
+    "diffusion-corrected": ("objective.bias=corrected",),
+}
+"""Settings beside those of `configs/encoder-small-diffusion-headless.yaml`. Their perplexities are upper bounds, and
+comparable with each other alone."""
+
+KINDS = {
+    "decoder": ("demo-headless", DECODERS),
+    "encoder": ("encoder-small-headless", ENCODERS),
+    "diffusion": ("encoder-small-diffusion-headless", DIFFUSIONS),
+}
+"""(config, variants) of each model."""
+
+STEPS = {"decoder": 300, "encoder": 400, "diffusion": 400}
 WARMUP = 40
 
 
 def compare_neighbours(laboratory: Laboratory, only: Sequence[str]) -> None:
     """Trains the plain models and all variants (or those of `only`) with every seed."""
     rows: list[Row] = []
-    for kind, variants in (("decoder", DECODERS), ("encoder", ENCODERS)):
+    for kind, (_, variants) in KINDS.items():
         asked = {name: settings for name, settings in variants.items() if not only or name in only}
         if asked:
             rows += _compare(laboratory, kind, {PLAIN: (), **asked})
@@ -87,7 +103,7 @@ def _compare(laboratory: Laboratory, kind: str, variants: Mapping[str, Sequence[
 
 def _given(laboratory: Laboratory, kind: str) -> list[str]:
     """What all runs of a kind are told."""
-    if kind == "encoder":
+    if kind != "decoder":
         return laboratory.encoder_data()
     ids = f"model.vocab_size={VOCABULARY + 1}"
     return [*laboratory.data(VOCABULARY), ids, "training.evaluate_samples=256"]
@@ -103,7 +119,7 @@ def _nearest_ids(laboratory: Laboratory, kind: str, settings: Sequence[str]) -> 
 
 
 def _train(laboratory: Laboratory, kind: str, name: str, seed: int, steps: int, settings: Sequence[str]) -> RunMetrics:
-    config = "demo-headless" if kind == "decoder" else "encoder-small-headless"
+    config, _ = KINDS[kind]
     masks = [f"masked_inputs.mask_token={VOCABULARY}"] if any("masked_inputs" in one for one in settings) else []
     course = [f"training.steps={steps}", f"training.checkpoint_every={steps}", f"schedule.warmup_steps={WARMUP}"]
     course.append(f"seed={seed}")

@@ -13,7 +13,9 @@ from megahead.report import read_runs
 from support.laboratory import TINY, results
 
 
-@pytest.mark.parametrize(("kind", "variant"), [("decoder", "meap-30"), ("encoder", "similar")])
+@pytest.mark.parametrize(
+    ("kind", "variant"), [("decoder", "meap-30"), ("encoder", "similar"), ("diffusion", "diffusion-vanilla")]
+)
 def test_neighbours_are_held_against_the_plain_objective_at_equal_tokens_and_time(
     laboratory: Laboratory, monkeypatch: pytest.MonkeyPatch, kind: str, variant: str
 ) -> None:
@@ -33,6 +35,10 @@ def test_neighbours_are_held_against_the_plain_objective_at_equal_tokens_and_tim
         (kind, variant, "time", 6 * 256),  # as many as it takes in the plain one's time
     ]
     config = read_runs([laboratory.folder / f"{kind}-{variant}-0"])[0].config
-    asked = {"decoder": ("masked_inputs", "mask_token", 320), "encoder": ("masking", "similar_share", 0.4)}
+    asked = {
+        "decoder": ("masked_inputs", "mask_token", 320),
+        "encoder": ("masking", "similar_share", 0.4),
+        "diffusion": ("objective", "name", "vanilla"),
+    }
     section, setting, value = asked[kind]
     assert config[section][setting] == value
