@@ -43,4 +43,6 @@ def last_values(run: RunMetrics) -> dict[str, object]:
         row["loss"] = run.training[-1]["loss"]
     for key in ("perplexity", "bits_per_byte", "accuracy"):
         row[key] = run.validation[-1].get(key) if run.validation else None
+    if run.validation and run.validation[-1].get("upper_bound"):
+        row["upper bounds"] = True
     return row

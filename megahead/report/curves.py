@@ -131,8 +131,9 @@ def _name_runs(figure: Figure, runs: Sequence[RunMetrics]) -> None:
 
 
 def _last_perplexity(run: RunMetrics) -> str:
-    perplexity = run.validation[-1].get("perplexity") if run.validation else None
-    return "" if perplexity is None else f"  ·  perplexity {_short(perplexity)}"
+    last = run.validation[-1] if run.validation else {}
+    perplexity, most = last.get("perplexity"), "at most " if last.get("upper_bound") else ""
+    return "" if perplexity is None else f"  ·  perplexity {most}{_short(perplexity)}"
 
 
 def _time_unit(runs: Sequence[RunMetrics]) -> tuple[float, str]:

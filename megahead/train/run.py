@@ -24,7 +24,7 @@ class Run:
     """`finished`, `out of time` (`training.max_seconds`), or `stopped` by a signal or Ctrl-C; saved in each case."""
 
     held_out_perplexity: float | None
-    """exp(loss) of the last evaluation during training; None if there was none."""
+    """exp(loss) of the last evaluation during training (of masked diffusion an upper bound); None if there was none."""
 
     @staticmethod
     def of(folder: RunFolder, state: TrainingState, ending: Ending) -> Run:

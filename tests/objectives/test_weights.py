@@ -28,24 +28,32 @@ from megahead.objectives import (
 )
 from megahead.parallel import parallel_candidate_loss, parallel_evaluation_sums
 from support.on_ranks import on_ranks
-from support.row_kernel_cases import assert_rounded_once, interpret, solved
+from support.row_kernel_cases import assert_rounded_once, interpret, on_device, solved
 
 N, U, D = 23, 17, 24
 SCORE = Dot(0.7)
 
 
-def problem(dtype: torch.dtype = torch.float64, apart: bool = False) -> tuple[list[Tensor], Candidates]:
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    """Where the kernel runs; on CPUs in Triton's interpreter."""
+    pytest.importorskip("triton")
+    return on_device(request.param, monkeypatch)
+
+
+def problem(
+    dtype: torch.dtype = torch.float64, apart: bool = False, device: torch.device | None = None
+) -> tuple[list[Tensor], Candidates]:
     """[outputs, rows, a bias] and candidates with weights up to 50. The bias is learned, or with `apart` positives have
     another one."""
     generator = torch.Generator().manual_seed(0)
     outputs, rows, bias = (torch.randn(*size, generator=generator) for size in ((N, D), (U, D), (U,)))
-    weight_N = 50 / torch.randint(1, 51, (N,), generator=generator)
-    inputs = [x.to(kind).requires_grad_() for x, kind in ((outputs, dtype), (rows, dtype), (bias, torch.float64))]
-    positive_N = torch.randint(U, (N,), generator=generator)
-    found = Candidates(None, inputs[2], positive_N, constant=2.5, weight_N=weight_N)
+    weight_N = (50 / torch.randint(1, 51, (N,), generator=generator)).to(device)
+    positive_N, bias = torch.randint(U, (N,), generator=generator).to(device), bias.to(device, torch.float64)
+    inputs = [x.to(device, dtype).requires_grad_() for x in (outputs, rows)]
     if apart:
-        return inputs[:2], replace(found, bias_U=bias.double(), positive_bias_U=bias.double() / 2)
-    return inputs, found
+        return inputs, Candidates(None, bias, positive_N, bias / 2, 2.5, weight_N)
+    return [*inputs, bias.requires_grad_()], Candidates(None, bias, positive_N, constant=2.5, weight_N=weight_N)
 
 
 def exact(inputs: list[Tensor], candidates: Candidates, score: Score = SCORE) -> list[Tensor]:
@@ -80,19 +88,15 @@ def test_chunk_by_chunk_it_equals_the_reference(monkeypatch: pytest.MonkeyPatch,
 
 
 @pytest.mark.parametrize("apart", [False, True])
-def test_by_the_kernel_it_equals_the_reference(monkeypatch: pytest.MonkeyPatch, apart: bool) -> None:
-    pytest.importorskip("triton")
-    interpret(monkeypatch)
-    inputs, candidates = problem(torch.float32, apart)
+def test_by_the_kernel_it_equals_the_reference(device: torch.device, apart: bool) -> None:
+    inputs, candidates = problem(torch.float32, apart, device)
     loss = candidate_loss(*inputs[:2], candidates, SCORE)
     for mine, expected in zip(solved(loss, inputs), exact(inputs, candidates), strict=True):
         torch.testing.assert_close(mine, expected, rtol=2e-5, atol=1e-4)
 
 
-def test_by_the_kernel_in_half_precision_gradients_are_within_a_few_roundings(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("triton")
-    interpret(monkeypatch)
-    inputs, candidates = problem(torch.bfloat16)
+def test_by_the_kernel_in_half_precision_gradients_are_within_a_few_roundings(device: torch.device) -> None:
+    inputs, candidates = problem(torch.bfloat16, device=device)
     loss = candidate_loss(*inputs[:2], candidates, SCORE)
     assert loss.dtype == torch.float32
     assert_rounded_once(solved(loss, inputs), exact(inputs, candidates), torch.bfloat16, roundings=3)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from transformers import AutoModelForMaskedLM
 
+from megahead.commands.plot import last_values
 from megahead.config import RunConfig
 from megahead.convert import hf_folder
 from megahead.distributed import Group, Launch
@@ -61,3 +62,4 @@ def test_the_bound_falls_and_is_called_one_and_the_export_has_a_head(
     AutoModelForMaskedLM.from_pretrained(exported)
     assert f"perplexity at most {last['perplexity']:,.4g}" in (exported / "README.md").read_text()
     assert "\u2264 " in standing(read_runs([tmp_path / "run"]))
+    assert last_values(read_metrics(tmp_path / "run"))["upper bounds"] is True
