@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
@@ -19,8 +19,15 @@ class KeepRules:
     every: int | None = None
     """Those whose step is a multiple of this."""
 
+    steps: Collection[int] = ()
+    """Those of these steps."""
+
     best: int = 0
     """How many of those with the lowest held-out loss (`validation` in their state, if evaluated at their own step)."""
+
+    def holds(self, step: int) -> bool:
+        """Whether a checkpoint of this step is kept, whatever its loss."""
+        return step in self.steps or (self.every is not None and step % self.every == 0)
 
 
 KEEP_NO_OTHERS = KeepRules()
@@ -48,7 +55,7 @@ def retain(root: Path, newest: Path, keep: int, keep_rules: KeepRules = KEEP_NO_
     others = [folder for folder in steps_in(root) if folder != newest]
     best = _best([newest, *others], keep_rules.best)
     for folder in others[keep - 1 :]:
-        if folder not in best and not (keep_rules.every and step_of(folder) % keep_rules.every == 0):
+        if folder not in best and not keep_rules.holds(step_of(folder)):
             remove(folder)
 
 

@@ -11,7 +11,7 @@ from dataclasses import fields
 from rich.console import Console
 from rich.table import Table
 
-from megahead.config import RunConfig, RunPlan, load_config, phases_of
+from megahead.config import RunConfig, RunPlan, load_config, names_of, phases_of
 from megahead.errors import ConfigError
 from megahead.estimate import (
     FlopsPerToken,
@@ -51,14 +51,15 @@ def parameter_lines(config: RunConfig) -> list[str]:
     """Parameters, and operations per token with their parts, of each phase."""
     counts = run_parameters(config)
     total = f"{counts.total:,} parameters: body {counts.body:,}, embedding {counts.embedding:,}, head {counts.head:,}"
-    return [total, *(_operations(phase.config) for phase in phases_of(config))]
+    phases = phases_of(config)
+    return [total, *(_operations(name, phase.config) for name, phase in zip(names_of(phases), phases, strict=True))]
 
 
-def _operations(config: RunConfig) -> str:
+def _operations(name: str, config: RunConfig) -> str:
     flops = _flops(config)
     parts = {"body": flops.body, "attention": flops.attention, "candidates": flops.head}
     shares = ", ".join(f"{name} {value / flops.total:.0%}" for name, value in parts.items())
-    return f"{flops.total / 1e9:.3g} GFLOP a token ({config.objective.name}): {shares}"
+    return f"{flops.total / 1e9:.3g} GFLOP a token ({name}): {shares}"
 
 
 def _flops(config: RunConfig) -> FlopsPerToken:

@@ -17,7 +17,7 @@ from megahead.config.masking import MaskingConfig
 from megahead.config.model import ModelConfig
 from megahead.config.objective import HeadName, ObjectiveConfig, resolve_candidate_group_samples
 from megahead.config.parallel import ParallelConfig
-from megahead.config.phases import Phase, phase_at, phase_that_saved, phases_of
+from megahead.config.phases import Phase, learn_alike, names_of, phase_at, phase_that_saved, phases_of
 from megahead.config.plan import RunPlan
 from megahead.config.resilience import FaultsConfig, ResumeConfig
 from megahead.config.rotary import RotaryScalingConfig
@@ -50,7 +50,9 @@ __all__ = [
     "TrainingConfig",
     "config_from_dict",
     "deepspeed_config",
+    "learn_alike",
     "load_config",
+    "names_of",
     "phase_at",
     "phase_that_saved",
     "phases_of",

@@ -69,7 +69,7 @@ NAMED_SIZES: dict[str, dict[str, Any]] = {
 }
 
 ENCODERS = ("bert", "modernbert")
-"""Families whose tokens see both sides."""
+"""Families whose tokens see both sides, unless `is_causal`."""
 
 DEFAULTS: dict[str, dict[str, Any]] = {
     "gpt_neox": {},
@@ -82,6 +82,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "init": "megatron",
     },
     "bert": {
+        "is_causal": False,
         "max_positions": 512,
         "token_types": 2,
         "rotary_pct": 0.0,
@@ -93,6 +94,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "init": "normal",
     },
     "modernbert": {
+        "is_causal": False,
         "max_positions": 8192,
         "rotary_pct": 1.0,
         "rotary_base": 160_000.0,
@@ -112,8 +114,14 @@ _ALL_BIASES = {"attention_bias": "all", "mlp_bias": True}
 _OF_MODERNBERT_ALONE = {"global_every": 1, "local_window": 128, "local_rotary_base": 10000.0, "transform_bias": True}
 
 FIXED: dict[str, dict[str, Any]] = {
-    "gpt_neox": {"token_types": 0, **_ONE_KIND_OF_HEADS, **_ALL_BIASES, **_OF_MODERNBERT_ALONE},
-    "llama": {"token_types": 0, "rotary_pct": 1.0, "parallel_residual": False, **_OF_MODERNBERT_ALONE},
+    "gpt_neox": {"is_causal": True, "token_types": 0, **_ONE_KIND_OF_HEADS, **_ALL_BIASES, **_OF_MODERNBERT_ALONE},
+    "llama": {
+        "is_causal": True,
+        "token_types": 0,
+        "rotary_pct": 1.0,
+        "parallel_residual": False,
+        **_OF_MODERNBERT_ALONE,
+    },
     "bert": {
         "rotary_pct": 0.0,
         "parallel_residual": False,

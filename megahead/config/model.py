@@ -24,6 +24,11 @@ class ModelConfig(Settings):
     size: str | None = None
     """A named size such as `pythia-70m`, `llama-60m` or `modernbert-base`; it fills family and shape unless given."""
 
+    is_causal: bool = True
+    """Whether a token sees only itself and what precedes it in its document, and the next token is learned. An encoder
+    (bert, modernbert) has false, unless it is to learn as a decoder does: its rows are then framed as ever, and
+    nothing in them is masked. For the first part of a run alone: objective.schedule.causal_share."""
+
     num_layers: int = Field(gt=0, le=10_000)
     """Transformer blocks."""
 
@@ -164,7 +169,7 @@ class ModelConfig(Settings):
         return self
 
     def is_encoder(self) -> bool:
-        """Whether each token sees both sides, and learns by masking."""
+        """Whether it is of a family that reads framed rows and is exported as an encoder."""
         return self.family in ENCODERS
 
     def head_size(self) -> int:

@@ -20,23 +20,42 @@ HeadName = Literal["none", "tied", "pmi", "trained"]
 
 
 class ObjectiveScheduleConfig(Settings):
-    """A headless run that ends with the vanilla softmax: a trained head at a part of its cost."""
+    """A run whose objective changes on the way: one set of weights, one state of the optimizer, one learning rate's
+    course. With both shares there are two switches."""
 
-    vanilla_share: float = Field(gt=0, lt=1)
-    """Share of training.steps, the last ones, with the softmax over the whole vocabulary as objective. Its head starts
-    as the training-free head, so that the loss does not jump: the embedding itself (`objective.tied`) or a copy of it,
-    and a bias for each token. The optimizer's state is kept; from then on evaluations and exports are those of a
-    vanilla model."""
+    causal_share: float | None = Field(default=None, gt=0, lt=1)
+    """encoder: share of training.steps, the first ones, in which it learns as a decoder does, next tokens by causal
+    attention; it learns masked tokens in the others, and is an encoder at the end (CLM, then MLM: Gisserot-Boukhlef et
+    al. 2025, arXiv 2507.00994)."""
 
-    def switch_step(self, steps: int) -> int:
-        """How many of a run's `steps` are headless."""
-        return steps - round(self.vanilla_share * steps)
+    vanilla_share: float | None = Field(default=None, gt=0, lt=1)
+    """headless: share of training.steps, the last ones, with the softmax over the whole vocabulary as objective: a
+    trained head at a part of its cost. It starts as the training-free head, so that the loss does not jump: the
+    embedding itself (`objective.tied`) or a copy of it, and a bias for each token. The optimizer's state is kept; from
+    then on evaluations and exports are those of a vanilla model."""
+
+    @model_validator(mode="after")
+    def _has_a_switch(self) -> ObjectiveScheduleConfig:
+        if self.causal_share is None and self.vanilla_share is None:
+            raise ConfigError("causal_share", "be given, or vanilla_share", got="missing", hint="or leave schedule out")
+        return self
+
+    def causal_until(self, steps: int) -> int:
+        """How many of a run's `steps` are causal because of the schedule."""
+        return 0 if self.causal_share is None else round(self.causal_share * steps)
+
+    def vanilla_from(self, steps: int) -> int:
+        """How many of a run's `steps` come before the vanilla softmax; all without it."""
+        return steps if self.vanilla_share is None else steps - round(self.vanilla_share * steps)
 
     def check(self, steps: int) -> None:
-        """ConfigError unless both objectives have a step."""
-        if not 0 < self.switch_step(steps) < steps:
-            rule = f"leave both objectives a step of training.steps ({steps})"
-            raise ConfigError("objective.schedule.vanilla_share", rule, got=self.vanilla_share)
+        """ConfigError unless each objective has a step."""
+        switches = {"causal_share": self.causal_until(steps), "vanilla_share": self.vanilla_from(steps)}
+        for name, switch in switches.items():
+            share = getattr(self, name)
+            if share is not None and not 0 < switch < steps:
+                rule = f"leave both objectives a step of training.steps ({steps})"
+                raise ConfigError(f"objective.schedule.{name}", rule, got=share)
 
 
 class ObjectiveConfig(Settings):
@@ -95,7 +114,8 @@ class ObjectiveConfig(Settings):
     """headless: weight of an added vanilla loss (tied or not); the headless loss has weight 1 - this."""
 
     schedule: ObjectiveScheduleConfig | None = None
-    """headless: the run ends with the vanilla softmax; if left out, all of it is headless."""
+    """What is learned at first (`causal_share`: next tokens, by an encoder) or at last (`vanilla_share`: the vanilla
+    softmax); if left out, it is the same throughout."""
 
     @field_validator("group_samples")
     @classmethod
@@ -116,21 +136,24 @@ class ObjectiveConfig(Settings):
                 "nearest",
                 "max_candidates",
                 "vanilla_weight",
-                "schedule",
             ):
                 default, value = type(self).model_fields[field].default, getattr(self, field)
                 if value != default:
                     raise ConfigError(field, "be left out of a vanilla objective", got=value, hint="use name: headless")
-        elif self.tied and self.vanilla_weight == 0 and self.schedule is None:
+            if self.ends_vanilla():
+                hint = "use name: headless"
+                raise ConfigError(
+                    "schedule.vanilla_share", "be left out of a vanilla objective", got="given", hint=hint
+                )
+        elif self.tied and self.vanilla_weight == 0 and not self.ends_vanilla():
             raise ConfigError("tied", "be left out of a headless objective without vanilla_weight", got=True)
         elif self.output_bias:
             raise ConfigError("output_bias", "be left out of a headless objective", got=True)
         if self.score == "harmonic" and self.learned_temperature:
             raise ConfigError("learned_temperature", "be left out with score: harmonic", got=True)
-        if self.schedule is not None and self.vanilla_weight:
-            raise ConfigError(
-                "schedule", "be left out with vanilla_weight, whose head is trained from the beginning", got="given"
-            )
+        if self.ends_vanilla() and self.vanilla_weight:
+            rule = "be left out with vanilla_weight, whose head is trained from the beginning"
+            raise ConfigError("schedule.vanilla_share", rule, got="given")
         if self.nearest and self.bias != "corrected":
             hint = "set objective.bias=corrected, which divides by it"
             rule = "be 0 unless bias accounts for how often an id is a candidate"
@@ -161,12 +184,17 @@ class ObjectiveConfig(Settings):
         """Whether an encoder has BERT's transform."""
         return self.has_vocabulary_softmax() and not self.output_bias
 
-    def first_phase(self) -> ObjectiveConfig:
-        """What a run with a `schedule` begins with."""
-        return self.model_copy(update={"schedule": None, "tied": False})
+    def ends_vanilla(self) -> bool:
+        """Whether the run ends with the vanilla softmax by its `schedule`."""
+        return self.schedule is not None and self.schedule.vanilla_share is not None
 
-    def last_phase(self) -> ObjectiveConfig:
-        """What a run with a `schedule` ends with."""
+    def begun(self) -> ObjectiveConfig:
+        """What a run with a `schedule` begins with."""
+        unscheduled = self.model_copy(update={"schedule": None})
+        return unscheduled.model_copy(update={"tied": False}) if self.ends_vanilla() else unscheduled
+
+    def ended(self) -> ObjectiveConfig:
+        """The vanilla softmax that a run with `schedule.vanilla_share` ends with."""
         kept = {name: getattr(self, name) for name in ("tied", "score", "temperature", "learned_temperature")}
         return ObjectiveConfig(name="vanilla", output_bias=True, **kept)
 

@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 
 from megahead.config.base import Settings
 from megahead.config.batch import BatchConfig
+from megahead.config.causal import check_causal
 from megahead.config.data import DataConfig
 from megahead.config.embedding import Refusal, refusal_of_decay, refusal_of_rows, wants_rows
 from megahead.config.init import InitConfig
@@ -40,7 +41,7 @@ class RunConfig(Settings):
     model: ModelConfig
     data: DataConfig
     masking: MaskingConfig | None = None
-    """How an encoder's rows are masked; left out for decoders, which predict the next token."""
+    """How an encoder's rows are framed and masked; left out for decoders, which predict the next token."""
 
     masked_inputs: MaskedInputsConfig | None = None
     """A decoder reads some tokens masked, and predicts the text; left out, it reads all as they are."""
@@ -73,6 +74,7 @@ class RunConfig(Settings):
         self._check_masking()
         if self.masked_inputs:
             self.masked_inputs.check(self.model, self.data)
+        check_causal(self.model, self.objective.schedule, self.masking, self.training, self.tasks)
         self._check_nearest_ids()
         self._check_table()
         self._check_elastic()
@@ -112,10 +114,9 @@ class RunConfig(Settings):
             raise refusal.error
         if table.rule != "adamw" and not self.in_rows():
             raise ConfigError("optimizer.table.rule", "be adamw where the embedding is dense", got=table.rule)
-        if table.rule != "adamw" and self.objective.schedule:
-            raise ConfigError(
-                "optimizer.table.rule", "be adamw with objective.schedule, by which all rows end", got=table.rule
-            )
+        if table.rule != "adamw" and self.objective.ends_vanilla():
+            rule = "be adamw with objective.schedule.vanilla_share, by which all rows end"
+            raise ConfigError("optimizer.table.rule", rule, got=table.rule)
 
     def _check_elastic(self) -> None:
         if not self.parallel.elastic:
@@ -190,6 +191,8 @@ class RunConfig(Settings):
         """Targets of a whole row, on average over the run."""
         if self.masking is None:
             return self.data.sequence_length
+        if self.model.is_causal:
+            return self.data.sequence_length - 2  # the text between [CLS] and [SEP]
         return max(1, round(self.masking.rate_at(0.5) * (self.data.sequence_length - 2)))
 
     def folder(self) -> RunFolder:

@@ -169,7 +169,8 @@ class TrainingConfig(Settings):
     """Optimizer steps between checkpoints; also saved at the end."""
 
     keep_checkpoints: int = Field(default=2, gt=0)
-    """Newest checkpoints kept on disk, of those that led to the run's weights."""
+    """Newest checkpoints kept on disk, of those that led to the run's weights; the last one of each phase of an
+    objective.schedule is kept, too."""
 
     keep_every: int | None = Field(default=None, gt=0)
     """Checkpoints whose step is a multiple of this are kept for good."""

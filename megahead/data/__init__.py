@@ -20,6 +20,7 @@ from megahead.data.diffusion import Diffusion
 from megahead.data.framing import Framing
 from megahead.data.masked_inputs import MaskedInputs
 from megahead.data.masking import Masker
+from megahead.data.next_tokens import NextTokens
 from megahead.data.packing import PackedSamples
 from megahead.data.samples import Samples, SequentialSamples, StoredSamples, StreamSamples, held_out_samples
 from megahead.data.sampling import RowSource, training_samples
@@ -37,6 +38,7 @@ __all__ = [
     "IndexedDatasetWriter",
     "MaskedInputs",
     "Masker",
+    "NextTokens",
     "PackedSamples",
     "RowMasker",
     "RowSource",

@@ -1,5 +1,5 @@
 """Reads samples, given by their numbers, as a batch: next-token prediction for a decoder (of masked inputs, where asked
-for), masked rows for an encoder."""
+for), framed rows for an encoder, masked or (where it is causal) as they are."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ from megahead.data.framing import Framing
 from megahead.data.masked_inputs import MaskedInputs
 from megahead.data.masking import Masker
 from megahead.data.nearest_ids import open_nearest_ids
+from megahead.data.next_tokens import NextTokens
 from megahead.data.sampling import RowSource
 from megahead.data.strategies import STRATEGIES, TrainingText, Uniform
 from megahead.errors import ConfigError
 
 
 class RowMasker(Protocol):
-    """Makes batches some of whose inputs are masked."""
+    """Makes batches that are no plain rows of text: framed ones, or some of whose inputs are masked."""
 
     def batch(
         self,
@@ -64,7 +65,7 @@ class BatchReader:
 def training_masker(
     config: RunConfig, datasets: Sequence[IndexedDataset], difficulty: Difficulty | None = None
 ) -> RowMasker | None:
-    """How a run masks its training samples; None for a decoder that reads whole rows.
+    """How a run frames and masks its training samples; None for a decoder that reads whole rows.
 
     ConfigError if `datasets` lack the token counts that the strategy needs, or have a decoder's mask token in their
     text. Some strategies read the text to count pairs of neighbouring tokens; `difficulty` is for those that adapt.
@@ -74,6 +75,8 @@ def training_masker(
         return MaskedInputs(config.masked_inputs, config.data, config.seed)
     if config.masking is None:
         return None
+    if config.model.is_causal:
+        return _next_tokens(config.masking, config.data)
     if config.masking.diffusion:
         return Diffusion(_framing(config.masking, config.data), config.seed)
     nearest = config.data.nearest_ids if config.masking.similar_share else None
@@ -86,6 +89,10 @@ def training_masker(
         steps=config.training.steps,
         nearest_VK=None if nearest is None else open_nearest_ids(nearest, config.model.vocab_size),
     )
+
+
+def _next_tokens(masking: MaskingConfig, data: DataConfig) -> NextTokens:
+    return NextTokens(_framing(masking, data), data.boundary_targets)
 
 
 def _refuse_in_text(mask_token: int, datasets: Sequence[IndexedDataset]) -> None:
@@ -101,8 +108,10 @@ def _refuse_in_text(mask_token: int, datasets: Sequence[IndexedDataset]) -> None
 
 def evaluation_target_counts(config: RunConfig, token_counts_V: Tensor | None) -> Tensor | None:
     """int64 [V]: how often each id would be a target if the training text were masked as held-out rows are (every token
-    with the same probability); None if training masks that way too, or `token_counts_V` are not known."""
-    if config.masking is None or not config.masking.weighs_ids() or token_counts_V is None:
+    with the same probability); None if training does so too, or masks nothing, or `token_counts_V` are not known."""
+    if config.masking is None or config.model.is_causal:
+        return None
+    if not config.masking.weighs_ids() or token_counts_V is None:
         return None
     special = config.masking.never_masked(config.data.end_token)
     counts_V = token_counts_V[: config.model.vocab_size].clone()
@@ -110,11 +119,13 @@ def evaluation_target_counts(config: RunConfig, token_counts_V: Tensor | None) -
     return counts_V
 
 
-def held_out_masker(config: RunConfig) -> Masker | Diffusion | None:
-    """How held-out rows are masked: the same in every run with the same rows, but for masked diffusion, whose rows are
-    masked as in training. None for a decoder."""
+def held_out_masker(config: RunConfig) -> RowMasker | None:
+    """How held-out rows are framed and masked: the same in every run with the same rows, but for masked diffusion,
+    whose rows are masked as in training. None for a decoder."""
     if config.masking is None:
         return None
+    if config.model.is_causal:
+        return _next_tokens(config.masking, config.data)
     framing = _framing(config.masking.held_out(), config.data)
     if config.masking.diffusion:
         return Diffusion(framing, seed=0)

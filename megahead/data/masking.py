@@ -1,7 +1,7 @@
 """From rows of text to masked rows: what an encoder reads, and what it must predict.
 
-Targets are the tokens of the text, never their replacements. A unit is a span of tokens masked together
-(`strategies`). B rows, T tokens per row, M = B T tokens, U units, N targets of the batch.
+A row is text in its frame (`framing`). Targets are the tokens of the text, never their replacements. A unit is a span
+of tokens masked together (`strategies`). B rows, T tokens per row, M = B T tokens, U units, N targets of the batch.
 """
 
 from __future__ import annotations

@@ -58,19 +58,19 @@ def training_flops(
 
     `candidate_rows`: for a vanilla softmax the padded vocabulary, for a headless one the unique targets of a group.
     `context`: mean number of tokens that a token of a global layer sees, itself included; when left out that of rows
-    with one document: (T + 1) / 2 for causal attention, T for an encoder (isolated documents see less). `targets`: of a
-    row, all T when left out; for other tokens an encoder's last block computes only keys and values. Its transform is
-    not counted. `early`: an encoder's first layers, where they see a share of the tokens alone.
+    with one document: (T + 1) / 2 for causal attention, else T (isolated documents see less). `targets`: of a row, all
+    T when left out; for other tokens the last block of an encoder that sees both sides computes only keys and values.
+    Its transform is not counted. `early`: an encoder's first layers, where they see a share of the tokens alone.
     """
     hidden, layers = config.hidden_size, config.num_layers
     attention, mlp = attention_matrices(config), mlp_matrices(config)
-    whole_row = sequence_length if config.is_encoder() else (sequence_length + 1) / 2
+    whole_row = (sequence_length + 1) / 2 if config.is_causal else sequence_length
     context = whole_row if context is None else context
     share = 1.0 if targets is None else targets / sequence_length
-    saved = (1 - share) if config.is_encoder() else 0.0
+    saved = 0.0 if config.is_causal else 1 - share
     fewer = early.layers * (1 - early.share)
     matrices = (layers - fewer) * (attention + mlp) - saved * (attention / 2 + mlp)
-    near = min(context, _seen_within(config.local_window // 2, sequence_length))
+    near = min(context, _seen_within(config.local_window // 2, sequence_length, 1 if config.is_causal else 2))
     seen = [near if config.is_local(layer) else context for layer in range(layers)]
     for layer in range(early.layers):  # fewer tokens, each of which sees fewer
         seen[layer] = early.share * (near if config.is_local(layer) else early.share * context)
@@ -88,7 +88,8 @@ def run_flops(config: RunConfig, candidate_rows: int) -> FlopsPerToken:
     return training_flops(config.model, config.data.sequence_length, candidate_rows, targets=targets, early=early)
 
 
-def _seen_within(reach: int, tokens: int) -> float:
-    """Mean number of tokens that one of a document of `tokens` sees within `reach` to each side, itself included."""
+def _seen_within(reach: int, tokens: int, sides: int) -> float:
+    """Mean number of tokens that one of a document of `tokens` sees within `reach` to one or two sides, itself
+    included."""
     reach = min(reach, tokens - 1)
-    return 1 + 2 * reach - reach * (reach + 1) / tokens
+    return 1 + sides * (reach - reach * (reach + 1) / (2 * tokens))

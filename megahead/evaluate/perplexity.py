@@ -28,7 +28,8 @@ class ValidationResult:
     """Mean negative log-probability of a target in nats; of masked diffusion, of a token that may be masked."""
 
     perplexity: float
-    """exp(loss). An encoder's, for masked tokens, is not comparable with a decoder's."""
+    """exp(loss). An encoder's, for masked tokens, is not comparable with a decoder's, nor with its own for next tokens
+    while it is causal."""
 
     accuracy: float
     """Share of targets that were the most probable token."""

@@ -49,7 +49,7 @@ def _block(config: ModelConfig) -> PostNormBlock:
     heads = Heads(config.num_heads, config.num_heads, config.head_size())
     return PostNormBlock(
         config.hidden_size,
-        SelfAttention(config.hidden_size, heads, causal=False, dropout=config.attention_dropout),
+        SelfAttention(config.hidden_size, heads, causal=config.is_causal, dropout=config.attention_dropout),
         MLP(config.hidden_size, config.mlp_size(), config.activation),
         norm_eps=config.norm_eps,
         dropout=config.hidden_dropout,

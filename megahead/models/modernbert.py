@@ -65,7 +65,7 @@ def _block(config: ModelConfig, layer: int, norm: Callable[[], nn.Module]) -> Bl
     heads = Heads(config.num_heads, config.num_heads, config.head_size(), bias=False, output_bias=False)
     return Block(
         norm() if layer else nn.Identity(),
-        SelfAttention(config.hidden_size, heads, causal=False, dropout=config.attention_dropout),
+        SelfAttention(config.hidden_size, heads, causal=config.is_causal, dropout=config.attention_dropout),
         norm(),
         GatedMLP(config.hidden_size, config.mlp_size(), config.activation, bias=False),
         parallel=False,

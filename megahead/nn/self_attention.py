@@ -107,7 +107,7 @@ class SelfAttention(nn.Module):
         """[B, T, H, d], or [N, H, d] for queries of targets."""
         if targets is None:
             return self.attend(q, k_BTKd, v_BTKd, documents, dropout, causal=self.causal)
-        return targets.gather(attend_at(targets.spread(q), k_BTKd, v_BTKd, documents, targets, dropout))
+        return targets.gather(attend_at(targets.spread(q), k_BTKd, v_BTKd, documents, targets, dropout, self.causal))
 
 
 def _norm(heads: Heads) -> nn.Module:
@@ -121,9 +121,12 @@ def attend_at(
     documents: Documents,
     targets: TargetPositions,
     dropout: float,
+    causal: bool = False,
 ) -> Tensor:
-    """[B, M, H, d]: softmax(q k / sqrt(d)) v of M queries a row over the document of each, within its window."""
+    """[B, M, H, d]: softmax(q k / sqrt(d)) v of M queries a row over the document of each, within its window; `causal`:
+    over what precedes them there."""
     q, k, v = (x.transpose(1, 2) for x in (q_BMHd, k_BTKd, v_BTKd))
     k, v = repeated(k, q.shape[1]), repeated(v, q.shape[1])
-    mask_B1MT = None if documents.need_no_mask else targets.mask(documents.mask_BTT)[:, None]
+    mask_BTT = documents.causal_mask_BTT if causal else None if documents.need_no_mask else documents.mask_BTT
+    mask_B1MT = None if mask_BTT is None else targets.mask(mask_BTT)[:, None]
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask_B1MT, dropout_p=dropout).transpose(1, 2)

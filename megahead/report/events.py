@@ -40,8 +40,8 @@ def _session(session: Record) -> Iterator[tuple[str, bool]]:
     for sentence in session.get("damaged", ()):
         yield f"passed over a damaged checkpoint: {sentence}", True
     if session.get("resumed") is not None:
-        gone_over = session.get("new_head", False)
-        yield f"{'the vanilla softmax went on' if gone_over else 'resumed'} from {session['resumed']}", False
+        gone_over = session.get("new_phase", False)
+        yield f"{'the next phase went on' if gone_over else 'resumed'} from {session['resumed']}", False
     if "mesh_before" in session:
         now, before = (_ranks(session[key]) for key in ("mesh", "mesh_before"))
         yield f"went on with {now} instead of {before}", False

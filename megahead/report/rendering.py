@@ -74,9 +74,12 @@ def _what(run: Run) -> str:
 
 
 def _objective(run: Run) -> str | None:
-    """Such as: headless, vanilla for the last 20 % of the steps."""
-    name, share = run.setting("objective.name"), run.setting("objective.schedule.vanilla_share")
-    return f"{name}, vanilla for the last {share:.0%} of the steps" if name and share else name
+    """Such as: headless, on next tokens for the first 50 %, vanilla for the last 20 % of the steps."""
+    name = run.setting("objective.name")
+    causal, vanilla = (run.setting(f"objective.schedule.{kind}_share") for kind in ("causal", "vanilla"))
+    shares = [f"on next tokens for the first {causal:.0%}"] if causal else []
+    shares += [f"vanilla for the last {vanilla:.0%}"] if vanilla else []
+    return f"{', '.join([name, *shares])} of the steps" if name and shares else name
 
 
 def _chart(panel: Mapping[str, Any]) -> str:

@@ -14,13 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from megahead.checkpoint import Checkpoint
-from megahead.config import RunConfig
 from megahead.convert.source import EMBEDDING, HEAD, OUTPUT_BIAS, TrainedModel
-
-
-def has_new_head(checkpoint: Checkpoint, config: RunConfig) -> bool:
-    """Whether `checkpoint` was learned by another objective than `config` goes on with."""
-    return bool(checkpoint.config["objective"]["name"] != config.objective.name)
 
 
 @dataclass(frozen=True)

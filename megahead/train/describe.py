@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megahead.config import ModelConfig, RunConfig, RunPlan, phases_of
+from megahead.config import ModelConfig, RunConfig, RunPlan, names_of, phases_of
 from megahead.config.embedding import ROWS_FROM
 from megahead.estimate import RankMemory, rank_memory, run_parameters
 from megahead.wording import GIB, counted, gib
@@ -45,14 +45,10 @@ def describe_run(plan: RunPlan, group_samples: int | None = None) -> list[tuple[
 
 def describe_phases(config: RunConfig) -> list[tuple[str, str]]:
     """Which objective has which steps, where there is more than one."""
-    first, *others = phases_of(config)
-    sentence = f"{first.config.objective.name} for {counted(len(first.steps), 'step')}"
-    for phase in others:
-        kind = "tied" if phase.config.objective.tied else "untied"
-        sentence += (
-            f", then {phase.config.objective.name} ({kind}, with a bias) for {counted(len(phase.steps), 'step')}"
-        )
-    return [("phases", sentence)] if others else []
+    phases = phases_of(config)
+    named = zip(names_of(phases), phases, strict=True)
+    told = [f"{name} for {counted(len(phase.steps), 'step')}" for name, phase in named]
+    return [("phases", ", then ".join(told))] if len(phases) > 1 else []
 
 
 def _own_rates(config: RunConfig) -> list[tuple[str, str]]:
@@ -126,7 +122,9 @@ def _objective(config: RunConfig, rows: int) -> str:
         parts += [f"{objective.nearest} nearest of each"] if objective.nearest else []
         parts += [f"at most {objective.max_candidates:,}"] if objective.max_candidates else []
         parts += [f"{objective.vanilla_weight:g} vanilla"] if objective.vanilla_weight else []
-    if config.masking is not None:
+    if config.masking is not None and config.model.is_causal:
+        parts.append("next tokens by causal attention")
+    elif config.masking is not None:
         parts.append(
             "masked diffusion" if config.masking.diffusion else f"{config.masking.rate:.0%} of the tokens masked"
         )

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megahead.checkpoint import Checkpoint
-from megahead.config import RunConfig, config_from_dict, phase_that_saved
+from megahead.config import Phase, RunConfig, config_from_dict, learn_alike, phase_that_saved
 from megahead.errors import CheckpointError
 from megahead.train.datasets import RunDatasets
 
@@ -48,14 +48,24 @@ def data_fingerprints(config: RunConfig, datasets: RunDatasets) -> dict[str, Any
     return {"data.train": parts} | {name: None if path is None else _sha256(path) for name, path in files.items()}
 
 
+def config_of(checkpoint: Checkpoint) -> RunConfig:
+    """That of the phase which saved it."""
+    return config_from_dict(checkpoint.config, source=f"the configuration in {checkpoint.folder}")
+
+
+def is_of_another_phase(checkpoint: Checkpoint, config: RunConfig) -> bool:
+    """Whether `checkpoint` was learned by another objective, or in another direction, than `config` goes on with."""
+    return not learn_alike(config_of(checkpoint), config)
+
+
 def refuse_another_run(checkpoint: Checkpoint, config: RunConfig, fingerprints: dict[str, Any]) -> None:
     """CheckpointError naming every setting or file that differs and is neither in MAY_CHANGE nor in `resume.allow`.
 
     `config`: of the whole run; the checkpoint has that of the phase that saved it. `fingerprints`: what
     `data_fingerprints` gives now; the checkpoint's state has what it gave then.
     """
-    saved = config_from_dict(checkpoint.config, source=f"the configuration in {checkpoint.folder}")
-    phase = phase_that_saved(config, saved.objective.name)
+    saved = config_of(checkpoint)
+    phase = phase_that_saved(config, saved)
     then = saved.flat() | checkpoint.state_value("texts", dict, absent=fingerprints)
     now = phase.config.flat() | fingerprints
     allowed = (*MAY_CHANGE, *config.resume.allow)
@@ -69,11 +79,17 @@ def refuse_another_run(checkpoint: Checkpoint, config: RunConfig, fingerprints: 
             f"{checkpoint.folder} must be of the same run to resume, but differs in {', '.join(differing)}; change "
             "these back, name them in resume.allow, or start another run with init.from_checkpoint."
         )
-    if phase.steps.start > checkpoint.step:
+    _refuse_another_course(checkpoint, phase, config.training.steps)
+
+
+def _refuse_another_course(checkpoint: Checkpoint, phase: Phase, steps: int) -> None:
+    """CheckpointError where the phase that saved it begins later or ends earlier than the checkpoint; a run itself may
+    be made shorter."""
+    begin, end = phase.steps.start, phase.steps.stop
+    if checkpoint.step < begin or end < min(checkpoint.step, steps):
         raise CheckpointError(
-            f"`objective.schedule` must have its last objective from step {checkpoint.step:,} on, where "
-            f"{checkpoint.folder} has it already, but has it from step {phase.steps.start:,} on instead; set "
-            "training.steps or the share back."
+            f"`objective.schedule` must have the phase that saved {checkpoint.folder} at step {checkpoint.step:,}, but "
+            f"has it from step {begin:,} to step {end:,} instead; set training.steps or the share back."
         )
 
 

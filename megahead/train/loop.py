@@ -37,8 +37,8 @@ class Training:
     until: int
     """Steps of the run at which the phase ends."""
 
-    new_head: bool
-    """Whether its head was made of the last phase's weights, so that an evaluation shows what it is worth."""
+    new_phase: bool
+    """Whether it goes on from another phase's weights, so that an evaluation shows what these are worth to it."""
 
     engine: Engine
     feed: Feed
@@ -67,7 +67,7 @@ def train(run: Training) -> Ending:
     say) will soon kill the process.
     """
     state = run.state
-    _evaluate(run) if run.new_head else _run_missed_evaluation(run)
+    _evaluate(run) if run.new_phase else _run_missed_evaluation(run)
     began_at, watch = state.step, Stopwatch(state.seconds)
     ending: Ending | None = None
     run.meters.start(state)

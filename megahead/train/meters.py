@@ -38,15 +38,15 @@ class Meters:
     """Collects the steps between two log lines and writes their means. Does nothing without a `hold`, rank 0's
     claim on the run folder, which a later session may take over."""
 
-    def __init__(
-        self, config: RunConfig, *, hold: Hold | None, mesh: MeshShape, utilization: Utilization | None = None
-    ) -> None:
+    utilization: Utilization | None = None
+    """By what a step of the phase takes; None: only speeds are told."""
+
+    def __init__(self, config: RunConfig, *, hold: Hold | None, mesh: MeshShape) -> None:
         self._folder = config.folder()
         self._total_steps = config.training.steps
         self._log_seconds = config.training.log_seconds
         self._print_seconds = self._log_seconds * (1 if sys.stdout.isatty() else _QUIETER)
         self._active, self._hold = hold is not None, hold
-        self._utilization = utilization
         self._reports: list[StepReport] = []
         self._tokens_logged: int | None = None
         self._seconds_logged = 0.0
@@ -65,10 +65,10 @@ class Meters:
         resumed: Checkpoint | None,
         lineage: Lineage,
         damage: Sequence[str],
-        new_head: bool = False,
+        new_phase: bool = False,
     ) -> None:
         """Prints what will be trained, the checkpoint that it goes on from, and the damaged ones that were passed over
-        to find it; records that, and whether the phase begins with a `new_head`. `lineage`: which of the folder's
+        to find it; records that, and whether it is another phase's (`new_phase`). `lineage`: which of the folder's
         checkpoints led to the weights (those up to step `tip`); later ones are set aside by the next save."""
         if not self._active:
             return
@@ -85,7 +85,7 @@ class Meters:
         facts: dict[str, Any] = {"resumed": source, "continues": max(lineage.tip, 0), "damaged": list(damage)}
         facts |= self._mesh.facts()
         self._mesh = MeshChange(self._mesh.now)
-        self._record(state, {"session": facts | ({"new_head": True} if new_head else {})})
+        self._record(state, {"session": facts | ({"new_phase": True} if new_phase else {})})
 
     def start(self, state: TrainingState) -> None:
         """Starts a new measurement of speed."""
@@ -224,7 +224,7 @@ class Meters:
         if fetched:
             scalars["rows_fetched"] = sum(fetched) / len(fetched)
             scalars["rows_late"] = sum(r.rows_stale for r in reports) / len(reports)
-        return scalars | (self._utilization.of(speed, candidates) if self._utilization else {})
+        return scalars | (self.utilization.of(speed, candidates) if self.utilization else {})
 
     def _record(self, state: TrainingState, fields: Mapping[str, Any]) -> None:
         where = {"step": state.step, "tokens": state.tokens, "seconds": round(state.seconds, 3)}

@@ -12,12 +12,13 @@ from megahead.checkpoint import (
     open_together,
     run_on_all_ranks,
 )
-from megahead.config import Phase, RunConfig, RunPlan
+from megahead.config import Phase, RunConfig, RunPlan, learn_alike
 from megahead.distributed import Group
 from megahead.engine import Engine
 from megahead.errors import CheckpointError
 from megahead.run_folder import RunFolder
-from megahead.train.birth import WithNewHead, has_new_head
+from megahead.train.birth import WithNewHead
+from megahead.train.identity import config_of
 from megahead.train.lineage import Lineage
 from megahead.train.state import TrainingState
 
@@ -77,7 +78,7 @@ def resume_from(
     """Continues exactly where `checkpoint` was saved, by the objective of `config`. Collective."""
     _load(checkpoint, engine)
     state.restore(checkpoint, data_group)
-    _forget_other_losses(checkpoint, config, state)
+    _forget_another_phase(checkpoint, config, state)
 
 
 def roll_back(
@@ -93,7 +94,7 @@ def roll_back(
         return None
     _load(checkpoint, engine)
     state.roll_back_to(checkpoint, data_group)
-    _forget_other_losses(checkpoint, phase.config, state)
+    _forget_another_phase(checkpoint, phase.config, state)
     lineage.tip = checkpoint.step
     return checkpoint.folder
 
@@ -103,7 +104,11 @@ def _load(checkpoint: Checkpoint, engine: Engine) -> None:
     engine.loss_scale.restore(checkpoint.state_value("scale", dict, absent={}))
 
 
-def _forget_other_losses(checkpoint: Checkpoint, config: RunConfig, state: TrainingState) -> None:
-    """Another objective's losses say nothing about spikes of this one's."""
-    if has_new_head(checkpoint, config):
+def _forget_another_phase(checkpoint: Checkpoint, config: RunConfig, state: TrainingState) -> None:
+    """Another phase's losses say nothing about spikes of this one's; nor do next tokens, counted as targets, say how
+    often masked ones are targets."""
+    saved = config_of(checkpoint)
+    if not learn_alike(saved, config):
         state.recent_losses.clear()
+    if saved.model.is_causal != config.model.is_causal:
+        state.forget_targets()

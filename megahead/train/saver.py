@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from itertools import chain
@@ -40,14 +40,16 @@ class Saver:
         world_group: Group,
         lineage: Lineage,
         hold: Hold | None = None,
+        kept_steps: Collection[int] = (),
     ) -> None:
+        """`kept_steps`: checkpoints of these are kept for good, beside those that the config names."""
         training = config.training
         self._engine, self._state, self._data_group = engine, state, data_group
         self._config = config.model_dump(mode="json")
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="save") if training.save_in_background else None
         # a gloo connection of its own, since another thread may use it at the same time
         self._world_group = world_group.side_channel() if self._pool else world_group
-        keep_rules, self._lineage = KeepRules(training.keep_every, training.keep_best), lineage
+        keep_rules, self._lineage = KeepRules(training.keep_every, kept_steps, training.keep_best), lineage
         self._write = partial(
             write_snapshot, lineage.root, group=self._world_group, keep=training.keep_checkpoints, keep_rules=keep_rules
         )

@@ -15,7 +15,7 @@ import torch
 import yaml
 
 from megahead.checkpoint import run_on_all_ranks
-from megahead.config import RunConfig, RunPlan
+from megahead.config import RunConfig, RunPlan, phases_of
 from megahead.distributed import Group, Launch, Mesh
 from megahead.errors import CheckpointError
 from megahead.files import write_atomically
@@ -52,13 +52,22 @@ class Session:
     def meters(self) -> Meters:
         """Made when a phase is ready to train: a run that is refused before has written nothing."""
         hold = self.hold
-        utilization = Utilization.on(self.device, self.plan)
         mesh = {
             "tensor": self.mesh.tensor_group.size,
             "data": self.mesh.data_group.size,
             "waiting": self.launch.spare_ranks,
         }
-        return Meters(self.plan.config, hold=hold, mesh=mesh, utilization=utilization)
+        return Meters(self.plan.config, hold=hold, mesh=mesh)
+
+    def meters_of(self, phase: RunPlan) -> Meters:
+        """The run's, which hold its speed against what a step of this phase takes."""
+        self.meters.utilization = Utilization.on(self.device, phase)
+        return self.meters
+
+    @property
+    def switches(self) -> list[int]:
+        """Steps at which a phase ends and another begins."""
+        return [phase.steps.start for phase in phases_of(self.plan.config)[1:]]
 
     @cached_property
     def hold(self) -> Hold | None:

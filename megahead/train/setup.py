@@ -22,7 +22,6 @@ from megahead.optim import build_optimizer
 from megahead.parallel import assemble, place_table_
 from megahead.pretraining import Feed, Pretraining
 from megahead.train.acceleration import accelerate_
-from megahead.train.birth import has_new_head
 from megahead.train.boards import require_boards
 from megahead.train.datasets import open_datasets
 from megahead.train.describe import describe_phases, describe_run
@@ -30,7 +29,7 @@ from megahead.train.elastic import describe_elastic, elastic_launch, settings_of
 from megahead.train.evaluation import Evaluation
 from megahead.train.faults import Guard
 from megahead.train.health import Health
-from megahead.train.identity import data_fingerprints, refuse_another_run
+from megahead.train.identity import data_fingerprints, is_of_another_phase, refuse_another_run
 from megahead.train.lineage import Lineage
 from megahead.train.loop import Training, train
 from megahead.train.out_of_memory import explain_out_of_memory
@@ -109,7 +108,7 @@ def _train_phase(session: Session, resume: str) -> tuple[Ending, TrainingState]:
     checkpoint, damage = find_resume(resume, folder, world_group)
     phase = phase_at(session.plan.config, checkpoint.step if checkpoint else 0)
     plan, config = replace(session.plan, config=phase.config), phase.config
-    new_head = checkpoint is not None and has_new_head(checkpoint, config)
+    new_phase = checkpoint is not None and is_of_another_phase(checkpoint, config)
     lineage = Lineage.of_resumed(checkpoint, folder)
     state = _state(session, plan, checkpoint)
     feed = _feed(session, config, state)
@@ -119,21 +118,22 @@ def _train_phase(session: Session, resume: str) -> tuple[Ending, TrainingState]:
     if checkpoint is not None:
         resume_from(checkpoint, config, engine, state, data_group)
     facts = _facts(session, plan, state) + lines
-    session.meters.banner(facts, state, resumed=checkpoint, lineage=lineage, damage=damage, new_head=new_head)
+    meters = session.meters_of(plan)
+    meters.banner(facts, state, resumed=checkpoint, lineage=lineage, damage=damage, new_phase=new_phase)
     run = Training(
         config=config,
         until=phase.steps.stop,
-        new_head=new_head,
+        new_phase=new_phase,
         engine=engine,
         feed=feed,
         state=state,
         guard=Guard(config.faults),
         health=Health(config.faults, engine, world_group, plan.data_ranks),
-        meters=session.meters,
+        meters=meters,
         stop=session.stop,
         evaluation=None if validation is None else Evaluation(config, validation, data_group, device),
         tasks=TaskEvaluation.of(config, world_group),
-        saver=Saver(engine, state, config, data_group, world_group, lineage, session.hold),
+        saver=Saver(engine, state, config, data_group, world_group, lineage, session.hold, session.switches),
         roll_back=partial(roll_back, phase, engine, state, lineage, data_group, world_group),
         device=device,
         data_group=data_group,

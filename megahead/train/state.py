@@ -49,7 +49,7 @@ class TrainingState:
     """Input tokens read by all data ranks together."""
 
     targets: int = 0
-    """Targets trained on."""
+    """Targets trained on, since attention last changed its direction."""
 
     target_samples: int = 0
     """Samples that these targets came from: fewer than `samples` if steps were skipped or rolled back."""
@@ -76,8 +76,8 @@ class TrainingState:
     """Identify the content of the files that the config names, see `identity`; in a checkpoint they are `texts`."""
 
     local_counts: Tensor = field(init=False)
-    """int64 [padded vocabulary]: how often each id was a target on this rank so far (rank 0's include the counts of the
-    checkpoint that was resumed)."""
+    """int64 [padded vocabulary]: how often each id was one of these targets on this rank (rank 0's include the counts
+    of the checkpoint that was resumed)."""
 
     difficulty: Difficulty | None = None
     """How often each id was missed, where masking follows that; goes with what was read, not with what was learned."""
@@ -95,6 +95,11 @@ class TrainingState:
         self.step += 1
         self.target_samples += samples
         self.targets += targets
+
+    def forget_targets(self) -> None:
+        """Begins to count anew: from here on other tokens are targets, by which the training-free head is made."""
+        self.targets = self.target_samples = 0
+        self.local_counts.zero_()
 
     def count_targets(self, batch: Batch) -> None:
         """Adds a batch's targets to the counts."""

@@ -302,11 +302,11 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"objective.schedule": {"vanilla_share": 0.2}, "objective.name": "vanilla"},
-        "`objective.schedule` must be left out of a vanilla objective, but is vanilla_share=0.2 instead; use name: headless.",
+        "`objective.schedule.vanilla_share` must be left out of a vanilla objective, but is given instead; use name: headless.",
     ),
     (
         {"objective.schedule": {"vanilla_share": 0.2}, "objective.vanilla_weight": 0.5},
-        "`objective.schedule` must be left out with vanilla_weight, whose head is trained from the beginning, but is given instead.",
+        "`objective.schedule.vanilla_share` must be left out with vanilla_weight, whose head is trained from the beginning, but is given instead.",
     ),
     (
         {"objective.schedule": {"vanilla_share": 0.001}},
@@ -314,7 +314,50 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"objective.schedule": {"vanilla_share": 0.2}, "engine.embedding": "rows", "optimizer.table.rule": "adagrad"},
-        "`optimizer.table.rule` must be adamw with objective.schedule, by which all rows end, but is adagrad instead.",
+        "`optimizer.table.rule` must be adamw with objective.schedule.vanilla_share, by which all rows end, but is adagrad instead.",
+    ),
+    (
+        {"objective.schedule": {}},
+        "`objective.schedule.causal_share` must be given, or vanilla_share, but is missing; or leave schedule out.",
+    ),
+    (
+        BERT | {"masking": MASKS, "objective.schedule": {"causal_share": 0.001}},
+        "`objective.schedule.causal_share` must leave both objectives a step of training.steps (100), but is 0.001 instead.",
+    ),
+    (
+        {"objective.schedule": {"causal_share": 0.5}},
+        "`objective.schedule.causal_share` must be left out of a gpt_neox, where all steps are causal, but is 0.5 instead.",
+    ),
+    (
+        BERT | {"masking": MASKS, "objective.schedule": {"causal_share": 0.5}, "model.is_causal": True},
+        "`objective.schedule.causal_share` must be left out with model.is_causal: true, where all steps are causal, but is 0.5 instead.",
+    ),
+    (LLAMA | {"model.is_causal": False}, "`model.is_causal` must be left out of a llama, but is False instead."),
+    (
+        BERT | {"model.is_causal": True},
+        "`masking` must be given for an encoder, but is missing; name mask_token, cls_token and sep_token.",
+    ),
+    (
+        BERT | {"masking": MASKS | {"masks_from_layer": 1}, "model.is_causal": True},
+        "`masking.masks_from_layer` must be left out with model.is_causal: nothing is masked where next tokens are learned, but is 1 instead.",
+    ),
+    (
+        BERT | {"masking": MASKS | {"masks_from_layer": 1}, "objective.schedule": {"causal_share": 0.5}},
+        "`masking.masks_from_layer` must be left out with objective.schedule.causal_share: nothing is masked where next tokens are learned, but is 1 instead.",
+    ),
+    (
+        BERT | {"masking": MASKS | {"strategy": "hardest"}, "objective.schedule": {"causal_share": 0.5}},
+        "`masking.strategy` must be one that counts no misses of masked tokens with objective.schedule.causal_share, by which there are none at first, but is hardest instead.",
+    ),
+    (
+        BERT
+        | {"masking": MASKS, "objective.schedule": {"causal_share": 0.5}, "data.tokenizer": "t.json"}
+        | {"tasks": {"names": ["blimp"], "data": "data", "every": 5}},
+        "`tasks` must be left out of a run whose encoder is causal at first or throughout, which no export can be, but is given instead.",
+    ),
+    (
+        BERT | {"masking": MASKS, "objective.schedule": {"causal_share": 0.5}, "training.keep_best": 1},
+        "`training.keep_best` must be left out with objective.schedule.causal_share: losses of next and of masked tokens cannot be compared, but is 1 instead.",
     ),
     (
         {"objective.output_bias": True},

@@ -115,3 +115,19 @@ def test_long_known_rule_of_six_operations_per_weight():
     config = ModelConfig(size="pythia-6.9b", vocab_size=50277)
     weights = 32 * 12 * 4096**2
     assert training_flops(config, 1, 0).total == pytest.approx(6 * weights, rel=1e-3)
+
+
+@pytest.mark.parametrize("window", [2, 4, 40])
+def test_a_causal_encoder_is_counted_with_all_outputs_and_what_precedes_them(window: int) -> None:
+    """Attention by what masks let through; the rest is that of the same encoder with a target at each token."""
+    causal, both = (
+        ModelConfig(**MODERNBERT | {"global_every": 2, "local_window": window, "is_causal": is_causal})
+        for is_causal in (True, False)
+    )
+    whole = Documents.whole_rows(1, 10)
+    near = whole.within(window // 2)
+    seen = [float(documents.causal_mask_BTT.sum()) / 10 for documents in (whole, near, whole, near)]
+    estimate, other = training_flops(causal, 10, 7, targets=8), training_flops(both, 10, 7)
+    assert estimate.attention == pytest.approx(3 * 4 * sum(seen) * 48)
+    assert estimate.body == other.body
+    assert estimate.head == pytest.approx(0.8 * other.head)

@@ -124,15 +124,15 @@ def test_several_runs_share_charts_and_their_differences_are_listed(tmp_path: Pa
     assert "training.steps" not in differing
 
 
-def test_a_run_that_goes_over_to_the_softmax_says_when(tmp_path: Path) -> None:
-    begun = {"resumed": "step-00000002", "continues": 2, "damaged": [], "new_head": True}
+def test_a_run_in_phases_says_when_it_goes_over(tmp_path: Path) -> None:
+    begun = {"resumed": "step-00000002", "continues": 2, "damaged": [], "new_phase": True}
     switch = {"step": 2, "tokens": 200, "seconds": 4.0, "session": begun}
     folder = write_run(tmp_path / "both", training(1), training(2), evaluation(2, 9.0), switch, training(3))
-    settings = {"objective": {"name": "headless", "schedule": {"vanilla_share": 0.2}}}
+    settings = {"objective": {"name": "headless", "schedule": {"causal_share": 0.5, "vanilla_share": 0.2}}}
     (folder / "config.yaml").write_text(yaml.safe_dump(settings))
     page, _ = page_of(folder)
-    assert "<td class=calm>the vanilla softmax went on from step-00000002</td>" in page
-    assert "headless, vanilla for the last 20% of the steps" in page
+    assert "<td class=calm>the next phase went on from step-00000002</td>" in page
+    assert "headless, on next tokens for the first 50%, vanilla for the last 20% of the steps" in page
 
 
 def test_losses_that_are_not_finite_break_the_line_and_stand_among_the_events(tmp_path: Path) -> None:

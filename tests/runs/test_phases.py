@@ -260,8 +260,21 @@ def test_the_switch_cannot_be_moved_behind_what_has_gone_over(tmp_path: Path) ->
     write_text(tmp_path)
     trained(tmp_path, 1, {})
     (sentence,) = on_ranks(1, run, scheduled(tmp_path, **{"training.steps": 16}))
-    assert sentence.startswith("`objective.schedule` must have its last objective from step 8 on, where ")
-    assert sentence.endswith("but has it from step 10 on instead; set training.steps or the share back.")
+    assert sentence.startswith("`objective.schedule` must have the phase that saved ")
+    assert sentence.endswith(
+        "step-00000008 at step 8, but has it from step 10 to step 16 instead; set training.steps or the share back."
+    )
+
+
+def test_the_switch_cannot_be_moved_before_what_has_not_gone_over(tmp_path: Path) -> None:
+    write_text(tmp_path)
+    trained(tmp_path, 1, {"objective.schedule": None})
+    (sentence,) = on_ranks(
+        1, run, scheduled(tmp_path, **{"training.steps": 16, "objective.schedule": {"vanilla_share": 0.75}})
+    )
+    assert sentence.endswith(
+        "step-00000008 at step 8, but has it from step 0 to step 4 instead; set training.steps or the share back."
+    )
 
 
 def test_the_banner_and_the_log_tell_the_switch(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -271,7 +284,7 @@ def test_the_banner_and_the_log_tell_the_switch(tmp_path: Path, capfd: pytest.Ca
     assert told.count("phases      headless for 5 steps, then vanilla (tied, with a bias) for 3 steps") == 2
     assert "objective   vanilla, tied, all 60 ids, with a bias" in told
     sessions = [record["session"] for record in records(folder) if "session" in record]
-    assert [session.get("new_head") for session in sessions] == [None, True]
+    assert [session.get("new_phase") for session in sessions] == [None, True]
     assert json.loads((folder / "ending.json").read_text()) == {"ending": "finished", "step": STEPS, "steps": STEPS}
 
 

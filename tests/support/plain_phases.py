@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from megahead.config import RunConfig, phases_of
 from megahead.corpus import IndexedDataset
-from megahead.data import StreamSamples
+from megahead.data import StreamSamples, training_masker
 from megahead.data.sampling import token_counts
 from megahead.distributed import Group
 from megahead.objectives import build_objective, log_unigram
@@ -20,20 +20,25 @@ from support.plain_course import Course
 def plain_phases(config: RunConfig) -> Course:
     """No DeepSpeed, no ranks, no checkpoints: the second model takes over weights and moments of the first."""
     dataset = IndexedDataset(config.data.train)
-    samples = StreamSamples(dataset, config.data.sequence_length, config.seed)
+    samples = StreamSamples(dataset, config.sample_length(), config.seed)
     text_counts_V = token_counts([dataset], samples, config.model.padded_vocab_size())
     counts_V = torch.zeros_like(text_counts_V)
     losses: list[float] = []
     norms: list[float] = []
     before: tuple[Pretraining, torch.optim.Optimizer] | None = None
+    causal = phases_of(config)[0].config.model.is_causal
     for phase in phases_of(config):
         module = initialized(phase.config)
         optimizer = build_optimizer(module, config.optimizer)
         if before is not None:
             log_q_V = log_unigram(counts_V, config.model.vocab_size, text_counts_V)
             _take_over_(module, optimizer, *before, _padded(log_q_V, len(counts_V)))
+        if phase.config.model.is_causal != causal:  # other tokens are targets from here on
+            causal = phase.config.model.is_causal
+            counts_V.zero_()
         objective = build_objective(phase.config.objective, config.model.vocab_size)
-        feed = Feed(samples, objective, config.data, config.batch, Group(), seed=config.seed)
+        masker = training_masker(phase.config, [dataset])
+        feed = Feed(samples, objective, config.data, config.batch, Group(), seed=config.seed, masker=masker)
         for step in phase.steps:
             micro_batches = feed.step(step * config.batch.global_size).micro_batches
             optimizer.zero_grad()

@@ -10,7 +10,7 @@ import numpy as np
 
 from megahead.config import RunConfig
 from megahead.corpus import IndexedDataset
-from megahead.data import BatchReader, Diffusion, Framing, Masker, RowMasker, RowSource, training_samples
+from megahead.data import BatchReader, Framing, Masker, RowMasker, RowSource, training_masker, training_samples
 from megahead.data.strategies import Uniform
 from megahead.objectives import Objective
 from megahead.pretraining import MicroBatch
@@ -39,12 +39,10 @@ def micro_batch(config: RunConfig, rule: Objective, rows: np.ndarray[Any, Any]) 
 
 
 def _masker(config: RunConfig) -> RowMasker | None:
-    """As a run masks, but for which tokens it selects: that costs a step nothing."""
-    if config.masking is None:
-        return None
+    """As a run frames and masks, but for which tokens it selects: that costs a step nothing."""
+    if config.masking is None or config.model.is_causal or config.masking.diffusion:
+        return training_masker(config, [])
     framing = Framing(config.masking, config.data.end_token, config.data.isolate_documents)
-    if config.masking.diffusion:
-        return Diffusion(framing, seed=0)
     return Masker(framing, Uniform(), config.model.vocab_size, seed=0)
 
 

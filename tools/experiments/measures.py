@@ -18,8 +18,14 @@ def scores(run: RunMetrics, head: str) -> Row:
 
 
 def speed(run: RunMetrics) -> int:
-    """Tokens a second of the median log line."""
-    return round(float(median(record["tokens_per_second"] for record in run.training)))
+    """Tokens a second of the median log line; where steps of a run's phases take differing times, over all of them."""
+    switches = [event["step"] for event in run.events if event.get("session", {}).get("new_phase")]
+    seconds, done, last = 0.0, 0, run.training[-1]
+    for switch in sorted({*switches, last["step"]}):
+        lines = [record for record in run.training if record["step"] <= switch and record["tokens"] > done]
+        seconds += (lines[-1]["tokens"] - done) / float(median(record["tokens_per_second"] for record in lines))
+        done = lines[-1]["tokens"]
+    return round(done / seconds)
 
 
 def candidates(run: RunMetrics) -> int | None:

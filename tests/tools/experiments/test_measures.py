@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from experiments.charts import Chart, draw_charts
-from experiments.measures import lines, over_seeds, percent
+from experiments.measures import lines, over_seeds, percent, speed
+from megahead.report import RunMetrics
 
 
 def test_rows_over_seeds_and_lines() -> None:
@@ -17,6 +18,15 @@ def test_rows_over_seeds_and_lines() -> None:
     ]
     assert lines(rows, "run", "x", "loss") == {"a": [(0, 1.0), (1, 3.0)], "b": [(0, 5.0)]}
     assert [percent(values) for values in ([0.5], [0.25, 0.75])] == ["50.0", "50.0 ± 35.4"]
+
+
+def test_the_speed_of_a_run_in_phases_is_that_of_all_its_tokens() -> None:
+    """Half of them at 100 tokens a second, half at 300; a line that something else slowed down counts for nothing."""
+    speeds = [100, 100, 5, 300, 300, 300]
+    training = [{"step": step, "tokens": 10 * step, "tokens_per_second": found} for step, found in enumerate(speeds, 1)]
+    switch = {"step": 3, "tokens": 30, "seconds": 1.0, "session": {"new_phase": True}}
+    assert speed(RunMetrics("a", training, [], events=[switch])) == 150
+    assert speed(RunMetrics("a", training[3:], [])) == 300
 
 
 def test_charts_have_one_colour_a_name_and_mark_the_points() -> None:

@@ -14,7 +14,8 @@ from support.laboratory import TINY, results
 
 
 @pytest.mark.parametrize(
-    ("kind", "variant"), [("decoder", "meap-30"), ("encoder", "similar"), ("diffusion", "diffusion-vanilla")]
+    ("kind", "variant"),
+    [("decoder", "meap-30"), ("encoder", "similar"), ("encoder", "causal-50"), ("diffusion", "diffusion-vanilla")],
 )
 def test_neighbours_are_held_against_the_plain_objective_at_equal_tokens_and_time(
     laboratory: Laboratory, monkeypatch: pytest.MonkeyPatch, kind: str, variant: str
@@ -36,9 +37,10 @@ def test_neighbours_are_held_against_the_plain_objective_at_equal_tokens_and_tim
     ]
     config = read_runs([laboratory.folder / f"{kind}-{variant}-0"])[0].config
     asked = {
-        "decoder": ("masked_inputs", "mask_token", 320),
-        "encoder": ("masking", "similar_share", 0.4),
-        "diffusion": ("objective", "name", "vanilla"),
+        "meap-30": ("masked_inputs", "mask_token", 320),
+        "similar": ("masking", "similar_share", 0.4),
+        "causal-50": ("objective", "schedule", {"causal_share": 0.5, "vanilla_share": None}),
+        "diffusion-vanilla": ("objective", "name", "vanilla"),
     }
-    section, setting, value = asked[kind]
+    section, setting, value = asked[variant]
     assert config[section][setting] == value

@@ -1,0 +1,94 @@
+"""Which steps of a run learn what."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megahead.config import RunConfig, config_from_dict, learn_alike, phase_at, phase_that_saved, phases_of
+from support.good_settings import GOOD
+
+ENCODER: dict[str, Any] = {
+    "model": {"size": "modernbert-15m", "vocab_size": 50},
+    "masking": {"mask_token": 3, "cls_token": 1, "sep_token": 2},
+}
+
+
+def config(objective: dict[str, Any], **changes: Any) -> RunConfig:
+    tree = GOOD | ENCODER | {"objective": objective, "training": {**GOOD["training"], "steps": 20}} | changes
+    return config_from_dict(tree)
+
+
+def told(run: RunConfig) -> list[tuple[str, bool, range]]:
+    return [(phase.config.objective.name, phase.config.model.is_causal, phase.steps) for phase in phases_of(run)]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "phases"),
+    [
+        (None, [("headless", False, range(20))]),
+        ({"vanilla_share": 0.2}, [("headless", False, range(16)), ("vanilla", False, range(16, 20))]),
+        ({"causal_share": 0.25}, [("headless", True, range(5)), ("headless", False, range(5, 20))]),
+        (
+            {"causal_share": 0.25, "vanilla_share": 0.2},
+            [("headless", True, range(5)), ("headless", False, range(5, 16)), ("vanilla", False, range(16, 20))],
+        ),
+        (
+            {"causal_share": 0.75, "vanilla_share": 0.5},
+            [("headless", True, range(10)), ("vanilla", True, range(10, 15)), ("vanilla", False, range(15, 20))],
+        ),
+        (
+            {"causal_share": 0.5, "vanilla_share": 0.5},
+            [("headless", True, range(10)), ("vanilla", False, range(10, 20))],
+        ),
+    ],
+)
+def test_each_step_has_an_objective_and_a_direction(
+    schedule: dict[str, float] | None, phases: list[tuple[str, bool, range]]
+) -> None:
+    run = config({"schedule": schedule})
+    assert told(run) == phases
+    for phase in phases_of(run):
+        assert all(phase_at(run, step) == phase for step in phase.steps)
+        assert phase_that_saved(run, phase.config) == phase
+    assert phase_at(run, 20) == phases_of(run)[-1]
+
+
+def test_a_vanilla_run_may_begin_causally_and_keeps_its_head() -> None:
+    run = config({"name": "vanilla", "tied": True, "schedule": {"causal_share": 0.5}})
+    assert told(run) == [("vanilla", True, range(10)), ("vanilla", False, range(10, 20))]
+    assert {(phase.config.objective.tied, phase.config.objective.schedule) for phase in phases_of(run)} == {
+        (True, None)
+    }
+
+
+def test_the_first_part_of_a_run_that_ends_vanilla_has_no_head() -> None:
+    run = config({"tied": True, "schedule": {"causal_share": 0.5, "vanilla_share": 0.25}})
+    assert [phase.config.objective.tied for phase in phases_of(run)] == [False, False, True]
+    assert [phase.config.objective.output_bias for phase in phases_of(run)] == [False, False, True]
+
+
+def test_a_phase_is_a_valid_config_of_its_own() -> None:
+    """As which it is read from a checkpoint."""
+    for phase in phases_of(config({"schedule": {"causal_share": 0.25, "vanilla_share": 0.2}})):
+        assert config_from_dict(phase.config.model_dump(mode="json")) == phase.config
+
+
+def test_phases_differ_in_objective_or_direction_and_in_nothing_else() -> None:
+    one, two, three = phases_of(config({"schedule": {"causal_share": 0.25, "vanilla_share": 0.2}}))
+    assert not learn_alike(one.config, two.config)
+    assert not learn_alike(two.config, three.config)
+    assert learn_alike(two.config, two.config.model_copy(update={"seed": 5}))
+
+
+def test_rows_stay_rows_where_attention_alone_changes() -> None:
+    run = config({"schedule": {"causal_share": 0.25, "vanilla_share": 0.2}}, engine={"embedding": "rows"})
+    assert [phase.config.in_rows() for phase in phases_of(run)] == [True, True, False]
+
+
+def test_a_framed_row_of_next_tokens_has_a_target_for_each_token_of_its_text() -> None:
+    causal, masked = (phase.config for phase in phases_of(config({"schedule": {"causal_share": 0.5}})))
+    length = causal.data.sequence_length
+    assert causal.sample_length() == masked.sample_length() == length - 3
+    assert causal.targets_per_row() == length - 2 > masked.targets_per_row()
