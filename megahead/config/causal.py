@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megahead.config.masking import MaskingConfig
 from megahead.config.model import ModelConfig
-from megahead.config.objective import ObjectiveScheduleConfig
+from megahead.config.objective_schedule import ObjectiveScheduleConfig
 from megahead.config.tasks import TasksConfig
 from megahead.config.training import TrainingConfig
 from megahead.errors import ConfigError
@@ -27,7 +27,7 @@ def check_causal(
     if masking is not None and (model.is_causal or share is not None):
         _refuse_what_masked_tokens_have(masking, "model.is_causal" if model.is_causal else _SHARE)
     if tasks and model.is_encoder() and (model.is_causal or share is not None):
-        rule = "be left out of a run whose encoder is causal at first or throughout, which no export can be"
+        rule = "be left out of a run whose encoder is causal at first or throughout: they are those of masked tokens"
         raise ConfigError("tasks", rule, got="given")
     if share is not None and training.keep_best:
         rule = f"be left out with {_SHARE}: losses of next and of masked tokens cannot be compared"

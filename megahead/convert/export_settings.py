@@ -20,6 +20,7 @@ def write_settings(folder: Path, target: ExportTarget) -> Path | None:
         ids = {"pad_token_id": 0, "bos_token_id": first, "cls_token_id": first}
         ids |= {"eos_token_id": last, "sep_token_id": last}
         ids |= {} if tokenizer is None else write_encoder_tokenizer(tokenizer, folder, config)
+        ids |= {"eos_token_id": end} if config.model.is_causal else {}
     else:
         ids = {"bos_token_id": end, "eos_token_id": end, "pad_token_id": end}
         ids |= {} if tokenizer is None else write_tokenizer(tokenizer, folder, config)
@@ -37,7 +38,7 @@ def write_settings(folder: Path, target: ExportTarget) -> Path | None:
     }
     content = family.config(head.shape(config.model)) | shared | ids
     write_json(folder / "config.json", {**content, "dtype": target.dtype, "megahead": origin})
-    if target.has_head() and not config.model.is_encoder():
+    if target.has_head() and not target.guesses_masked():
         write_json(folder / "generation_config.json", ids)
     return tokenizer
 

@@ -8,7 +8,6 @@ from megahead.config import HeadName
 from megahead.convert.export_heads import Head, make_head
 from megahead.convert.families import Family, family_of
 from megahead.convert.source import TrainedModel
-from megahead.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -29,17 +28,15 @@ class ExportTarget:
 
     @staticmethod
     def of(model: TrainedModel, head: HeadName, dtype: str, *, keep_padding: bool) -> ExportTarget:
-        """With a head of this name; UserError where the model cannot have it, or is no model of transformers."""
-        if model.config.model.is_encoder() and model.config.model.is_causal:
-            raise UserError(
-                f"`{model.checkpoint.folder}` must see both sides to be exported as an encoder, but is causal "
-                "(model.is_causal) instead; train it on masked tokens first, in the same run by "
-                "objective.schedule.causal_share or in another by init.from_checkpoint."
-            )
+        """With a head of this name; UserError where the model cannot have it, or is none of transformers'."""
         made = make_head(head, model, keep_padding=keep_padding)
         family = family_of(model.config.model, head_bias=made.bias_V is not None)
         vocab_size = model.config.model.padded_vocab_size() if keep_padding else model.config.model.vocab_size
         return ExportTarget(model, made, family, vocab_size, dtype)
+
+    def guesses_masked(self) -> bool:
+        """Whether its head is one for masked tokens, and not for next ones."""
+        return self.family.auto_with_head == "AutoModelForMaskedLM"
 
     def has_head(self) -> bool:
         """Whether it predicts tokens, and is not the backbone alone."""

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from megahead.config import ModelConfig
-from megahead.convert import bert, ernie, gpt_neox, llama, modernbert
+from megahead.convert import bert, ernie, gpt_neox, llama, modernbert, modernbert_decoder
 from megahead.errors import FieldError
 
 
@@ -130,6 +130,17 @@ _FAMILIES = {
         modernbert.modernbert_settings,
         modernbert.modernbert_config,
     ),
+    "modernbert-decoder": Family(
+        "ModernBERT decoder",
+        modernbert_decoder.MODERNBERT_DECODER.prefix,
+        "ModernBertDecoderModel",
+        "ModernBertDecoderForCausalLM",
+        "AutoModelForCausalLM",
+        modernbert_decoder.MODERNBERT_DECODER.ours,
+        modernbert_decoder.MODERNBERT_DECODER.table.theirs,
+        modernbert_decoder.modernbert_decoder_settings,
+        modernbert_decoder.modernbert_decoder_config,
+    ),
 }
 
 
@@ -150,10 +161,15 @@ _LLAMA_WITH_HEAD_BIAS = Family(
 
 
 def family_of(model: ModelConfig, *, head_bias: bool = False) -> Family:
-    """The kind that `model` is exported as: a BERT without token types is a DistilBERT, a Llama what its settings say,
-    and with a bias of its head an ERNIE."""
+    """The kind that `model` is exported as: a BERT without token types is a DistilBERT, a causal ModernBERT the decoder
+    of that name, a Llama what its settings say, and with a bias of its head an ERNIE. FieldError for a causal BERT."""
     if model.family == "llama":
         return _LLAMA_WITH_HEAD_BIAS if head_bias else _FAMILIES[llama.kind_of(model)]
+    if model.family == "bert" and model.is_causal:
+        rule, hint = "be false in a bert that is exported", "a modernbert is exported either way"
+        raise FieldError("model.is_causal", rule, got="true", hint=hint)
+    if model.family == "modernbert" and model.is_causal:
+        return _FAMILIES["modernbert-decoder"]
     return _FAMILIES["distilbert" if model.family == "bert" and not model.token_types else model.family]
 
 

@@ -33,9 +33,12 @@ def load_causal(folder: Path, dtype: torch.dtype = torch.float32, *, stream_to: 
     """The language model in `folder`, ready to score; CheckpointError when its weights are not exactly its own.
 
     A folder without a head is refused: transformers would fill in a random one. stream_to: read each layer's weights
-    from disk whenever it is called, those of another dtype from a copy in this folder.
+    from disk whenever it is called, those of another dtype from a copy in this folder; a ModernBERT is loaded whole.
     """
-    prefix, places = ("gpt_neox", _NEOX) if _settings(folder).get("model_type") == "gpt_neox" else ("model", _LLAMA)
+    kind = _settings(folder).get("model_type")
+    if kind == "modernbert-decoder":
+        return _load(AutoModelForCausalLM, folder, dtype, {})
+    prefix, places = ("gpt_neox", _NEOX) if kind == "gpt_neox" else ("model", _LLAMA)
     whole = {"lm_head": "disk", **{f"{prefix}.{part}": place for part, place in places.items()}}
     return _load(AutoModelForCausalLM, folder, dtype, _offload(whole, stream_to))
 
@@ -51,7 +54,7 @@ def load_backbone(folder: str | Path, dtype: torch.dtype = torch.float32, *, str
         return _load(BertModel, folder, dtype, {"add_pooling_layer": False})
     if kind == "distilbert":
         return _load(DistilBertModel, folder, dtype, {})
-    if kind == "modernbert":
+    if kind in ("modernbert", "modernbert-decoder"):
         return _load(AutoModel, folder, dtype, {})
     if kind in ("llama", "qwen2", "qwen3", "mistral"):
         return _load(AutoModel, folder, dtype, _offload(_LLAMA, stream_to))

@@ -19,6 +19,7 @@ from megahead.distributed import block_ranges, joined
 from megahead.errors import CheckpointError, ConfigError
 
 _OF_NO_WEIGHT = (
+    "is_causal",
     "size",
     "vocab_multiple",
     "max_positions",
@@ -28,7 +29,7 @@ _OF_NO_WEIGHT = (
     "init_std",
     "init_embedding_std",
 )
-"""Settings of a model that change nothing in what its weights compute."""
+"""Settings of a model that change nothing in what its weights compute, or (`is_causal`) what a run may learn anew."""
 
 
 @dataclass(frozen=True)

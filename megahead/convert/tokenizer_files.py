@@ -33,9 +33,10 @@ def write_tokenizer(source: Path, folder: Path, config: RunConfig) -> dict[str, 
 
 
 def write_encoder_tokenizer(source: Path, folder: Path, config: RunConfig) -> dict[str, int]:
-    """The same for an encoder, whose tokenizer puts [CLS] before a text and [SEP] behind, also between two texts.
+    """The same for an encoder, whose tokenizer puts [CLS] before a text and [SEP] behind, also between two texts; where
+    it is causal nothing behind, so that it may go on.
 
-    The tokenizer keeps its own way to do so where it has one with these ids. Returns the ids that the model needs.
+    Returns the ids that the model needs.
     """
     masking, vocabulary = config.masking, _opened(source, config.model.vocab_size)
     assert masking is not None
@@ -45,11 +46,15 @@ def write_encoder_tokenizer(source: Path, folder: Path, config: RunConfig) -> di
     special["pad_token"] = next(name for name, id_ in found.items() if id_ is not None)
     special["unk_token"] = "[UNK]" if vocabulary.token_to_id("[UNK]") is not None else special["pad_token"]
     cls, sep = special["cls_token"], special["sep_token"]
+    last = "" if config.model.is_causal else f" {sep}:0"
+    if config.model.is_causal:
+        end = _spelling(vocabulary, source, "data.end_token", config.data.end_token)
+        special |= {"bos_token": cls, "eos_token": end}
     vocabulary.no_padding()
     vocabulary.no_truncation()
     vocabulary.post_processor = TemplateProcessing(
-        single=f"{cls}:0 $A:0 {sep}:0",
-        pair=f"{cls}:0 $A:0 {sep}:0 $B:1 {sep}:1",
+        single=f"{cls}:0 $A:0{last}",
+        pair=f"{cls}:0 $A:0 {sep}:0 $B:1{last.replace('0', '1')}",
         special_tokens=[(cls, masking.cls_token), (sep, masking.sep_token)],
     )
     vocabulary.save(str(folder / "tokenizer.json"))

@@ -73,7 +73,7 @@ def verify(folder: Path, target: ExportTarget) -> Parity:
     width = expected.shape[-1]
     errors, padding = {}, 0.0
     for kind in dict.fromkeys(["float32", dtype]):
-        outputs = _exported_outputs(folder, head, rows_BT, DTYPES[kind])
+        outputs = _exported_outputs(folder, target, rows_BT, DTYPES[kind])
         errors[kind] = _distance(outputs[..., :width], expected)  # padding rows come last
         padding = max(padding, _probability_from(width, outputs))
     rounded = expected if dtype == "float32" else expected_outputs(model, head, rows_BT, DTYPES[dtype])
@@ -118,11 +118,11 @@ def expected_outputs(model: TrainedModel, head: Head, rows_BT: Tensor, dtype: to
 
 
 @torch.no_grad()
-def _exported_outputs(folder: Path, head: Head, rows_BT: Tensor, dtype: torch.dtype) -> Tensor:
+def _exported_outputs(folder: Path, target: ExportTarget, rows_BT: Tensor, dtype: torch.dtype) -> Tensor:
     with tempfile.TemporaryDirectory(dir=folder) as converted:
-        if head.matrix is None:
+        if not target.has_head():
             outputs: Tensor = load_backbone(folder, dtype, stream_to=Path(converted))(rows_BT).last_hidden_state
-        elif head.transform is not None:
+        elif target.guesses_masked():
             outputs = load_masked(folder, dtype)(rows_BT).logits
         else:
             outputs = load_causal(folder, dtype, stream_to=Path(converted))(rows_BT).logits

@@ -75,7 +75,10 @@ def test_settings_of_old_versions_are_understood(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"model_type": "gpt2"}, "model_type` must be one of gpt_neox, llama, .*distilbert, modernbert, but is gpt2"),
+        (
+            {"model_type": "gpt2"},
+            "model_type` must be one of gpt_neox, llama, .*distilbert, modernbert, modernbert-decoder, but is gpt2",
+        ),
         ({"hidden_act": "relu"}, "hidden_act` must be one of"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "no scaling"),
         ({"hidden_size": 50}, "`model.hidden_size` must be a multiple of num_heads"),

@@ -353,7 +353,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
         BERT
         | {"masking": MASKS, "objective.schedule": {"causal_share": 0.5}, "data.tokenizer": "t.json"}
         | {"tasks": {"names": ["blimp"], "data": "data", "every": 5}},
-        "`tasks` must be left out of a run whose encoder is causal at first or throughout, which no export can be, but is given instead.",
+        "`tasks` must be left out of a run whose encoder is causal at first or throughout: they are those of masked tokens, but is given instead.",
     ),
     (
         BERT | {"masking": MASKS, "objective.schedule": {"causal_share": 0.5}, "training.keep_best": 1},
