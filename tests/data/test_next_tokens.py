@@ -51,7 +51,7 @@ def test_it_equals_the_definition(isolate: bool, boundary: bool, known: bool) ->
 
 @pytest.mark.parametrize("isolate", [True, False])
 def test_a_sample_is_the_same_text_whether_masked_or_not(isolate: bool) -> None:
-    masked = Masker(MASKING, Uniform(), 50, END, isolate, seed=7).batch(texts(), range(5))
+    masked = Masker(Framing(MASKING, END, isolate), Uniform(), 50, seed=7).batch(texts(), range(5))
     batch = NextTokens(Framing(MASKING, END, isolate), True).batch(texts(), range(5))
     original = masked.input_ids_BT.flatten().index_copy(0, masked.target_index_N, masked.target_ids_N)
     assert torch.equal(batch.input_ids_BT.flatten(), original)
