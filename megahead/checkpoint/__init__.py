@@ -6,12 +6,13 @@ any mesh.
 *Stale rows*: rows of an embedding as of their last update, saved with what they need to be brought up to date.
 """
 
-from megahead.checkpoint.all_ranks import run_on_all_ranks
+from megahead.checkpoint.all_ranks import run_long_on_all_ranks, run_on_all_ranks
 from megahead.checkpoint.counters import target_samples
 from megahead.checkpoint.folders import abandoned_in, find_checkpoint, is_step_folder, step_of, steps_in
 from megahead.checkpoint.reading import Checkpoint, newest_sound, open_checkpoint, open_together
 from megahead.checkpoint.retention import KeepRules
-from megahead.checkpoint.saving import Snapshot, save_checkpoint, write_snapshot
+from megahead.checkpoint.saving import save_checkpoint, write_snapshot, write_together
+from megahead.checkpoint.snapshot import Snapshot
 
 __all__ = [
     "Checkpoint",
@@ -23,10 +24,12 @@ __all__ = [
     "newest_sound",
     "open_checkpoint",
     "open_together",
+    "run_long_on_all_ranks",
     "run_on_all_ranks",
     "save_checkpoint",
     "step_of",
     "steps_in",
     "target_samples",
     "write_snapshot",
+    "write_together",
 ]

@@ -180,3 +180,16 @@ class TrainingConfig(Settings):
 
     save_in_background: bool = False
     """Continue training while a checkpoint is written, which takes a copy in memory; the next save waits for it."""
+
+    copy_every: int | None = Field(default=None, gt=0)
+    """Optimizer steps between copies of the complete state in the memory of the nodes (/dev/shm), of each rank's share
+    one on its own node and one on the next: what a lost node costs are the steps since the last of them. Takes up to
+    four shares of memory a rank, and as long as copying one; none when left out (docs/resilience.md)."""
+
+    @model_validator(mode="after")
+    def _copies_are_newer_than_checkpoints(self) -> TrainingConfig:
+        if self.copy_every is not None and self.copy_every >= self.checkpoint_every:
+            rule = f"be below training.checkpoint_every ({self.checkpoint_every})"
+            hint = "a copy in memory is of use where it is newer than the disk's"
+            raise ConfigError("training.copy_every", rule, got=self.copy_every, hint=hint)
+        return self

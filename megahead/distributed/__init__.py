@@ -17,6 +17,7 @@ from megahead.distributed.collectives import (
 from megahead.distributed.connection import connected, look_on
 from megahead.distributed.group import Group
 from megahead.distributed.mesh import Mesh
+from megahead.distributed.passing import pass_on
 from megahead.distributed.print_once import print_error_once
 from megahead.distributed.rendezvous import Launch, choose_device, read_launch
 from megahead.distributed.rng import per_rank_rng
@@ -41,6 +42,7 @@ __all__ = [
     "interleave_rows",
     "joined",
     "look_on",
+    "pass_on",
     "per_rank_rng",
     "print_error_once",
     "read_launch",

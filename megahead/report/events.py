@@ -42,6 +42,11 @@ def _session(session: Record) -> Iterator[tuple[str, bool]]:
     if session.get("resumed") is not None:
         gone_over = session.get("new_phase", False)
         yield f"{'the next phase went on' if gone_over else 'resumed'} from {session['resumed']}", False
+    memory = session.get("memory", {})
+    if "newer_by" in memory:
+        yield f"the checkpoint came from memory, {counted(memory['newer_by'], 'step')} newer than the disk's", False
+    for sentence in memory.get("problems", ()):
+        yield f"passed over a copy in memory: {sentence}", True
     if "mesh_before" in session:
         now, before = (_ranks(session[key]) for key in ("mesh", "mesh_before"))
         yield f"went on with {now} instead of {before}", False
@@ -81,4 +86,18 @@ def _replica(replica: Record) -> Iterator[tuple[str, bool]]:
     yield f"weights of {listed('rank', replica['ranks'])} differed from the other replicas': {what}", True
 
 
-_DESCRIPTIONS = {"session": _session, "fault": _fault, "rollback": _rollback, "slow": _slow, "replica": _replica}
+def _copy(copy: Record) -> Iterator[tuple[str, bool]]:
+    if "off" in copy:
+        yield f"kept no more copies in memory: {copy['off']}", True
+    if copy.get("skipped") == 1:
+        yield "a copy in memory was left out, since the last one was still on its way", True
+
+
+_DESCRIPTIONS = {
+    "session": _session,
+    "fault": _fault,
+    "rollback": _rollback,
+    "slow": _slow,
+    "replica": _replica,
+    "copy": _copy,
+}

@@ -20,13 +20,14 @@ class Hold:
 
     def __init__(self, file: Path) -> None:
         self._file = file
-        self._mark = f"{socket.gethostname()}, process {os.getpid()} ({secrets.token_hex(4)})\n"
-        write_atomically(file, self._mark)
+        self.mark = f"{socket.gethostname()}, process {os.getpid()} ({secrets.token_hex(4)})\n"
+        """What the file holds now; no other session's."""
+        write_atomically(file, self.mark)
 
     def check(self) -> None:
         """UserError if another session has begun since."""
         there = self._there()
-        if there is not None and there != self._mark:
+        if there is not None and there != self.mark:
             raise UserError(
                 f"output_dir must have one session at a time, but in {self._file.parent} another has begun "
                 f"on {there.strip()}; "
@@ -35,7 +36,7 @@ class Hold:
 
     def release(self) -> None:
         """Leaves the folder to whoever comes."""
-        if self._there() == self._mark:
+        if self._there() == self.mark:
             self._file.unlink(missing_ok=True)
 
     def _there(self) -> str | None:

@@ -12,17 +12,18 @@ from typing import Any, BinaryIO
 
 import orjson
 
-from megahead.checkpoint import Checkpoint
 from megahead.config import RunConfig
 from megahead.evaluate import ValidationResult
 from megahead.evaluate.results import TaskResult
 from megahead.train.boards import Boards
+from megahead.train.copier import Renewal
 from megahead.train.faults import Action
 from megahead.train.hold import Hold
 from megahead.train.lineage import Lineage
 from megahead.train.log_lines import BadSamples, describe_fault, progress_line
 from megahead.train.mesh_change import MeshChange, MeshShape
 from megahead.train.pace import SlowRank
+from megahead.train.persistence import Start
 from megahead.train.replicas import OddReplica
 from megahead.train.state import TrainingState
 from megahead.train.step import StepReport
@@ -62,9 +63,8 @@ class Meters:
         self,
         lines: list[tuple[str, str]],
         state: TrainingState,
-        resumed: Checkpoint | None,
+        start: Start,
         lineage: Lineage,
-        damage: Sequence[str],
         new_phase: bool = False,
     ) -> None:
         """Prints what will be trained, the checkpoint that it goes on from, and the damaged ones that were passed over
@@ -72,18 +72,16 @@ class Meters:
         checkpoints led to the weights (those up to step `tip`); later ones are set aside by the next save."""
         if not self._active:
             return
-        to_be_abandoned, source = lineage.to_be_abandoned(), None if resumed is None else lineage.name_of(resumed)
-        lines = [*lines, *self._mesh.lines(), *(("damaged", sentence) for sentence in damage)]
-        if resumed is not None:
-            lines += [("resumed", f"step {resumed.step:,}, {resumed.folder}")]
+        resumed, to_be_abandoned = start.checkpoint, lineage.to_be_abandoned()
+        lines = [*lines, *self._mesh.lines(), *start.lines()]
         if to_be_abandoned:
             lines += [
                 ("set aside", f"at the next save: {', '.join(to_be_abandoned)}, which this run does not continue")
             ]
         lines += [("progress", f"at most a line every {self._print_seconds:g} s; the first step takes longest")]
         self.print_line("\n".join(f"{name:<12}{value}" for name, value in lines))
-        facts: dict[str, Any] = {"resumed": source, "continues": max(lineage.tip, 0), "damaged": list(damage)}
-        facts |= self._mesh.facts()
+        source = None if resumed is None else lineage.name_of(resumed)
+        facts = {"resumed": source, "continues": max(lineage.tip, 0)} | start.facts() | self._mesh.facts()
         self._mesh = MeshChange(self._mesh.now)
         self._record(state, {"session": facts | ({"new_phase": True} if new_phase else {})})
 
@@ -149,6 +147,13 @@ class Meters:
         """Records a checkpoint, and for how many seconds training waited for it."""
         if self._active:
             self._record(state, {"checkpoint": {"stall_seconds": round(stall, 3)}})
+
+    def copied(self, renewal: Renewal, state: TrainingState) -> None:
+        """Records a copy in memory, or why there is none."""
+        if self._active:
+            self._record(state, {"copy": renewal.facts})
+            if renewal.sentence is not None:
+                self.print_line(renewal.sentence)
 
     def validation(self, result: ValidationResult, state: TrainingState, head: str) -> None:
         """Writes an evaluation; `head`: what predicted, `pmi` (the training-free head), `tied` or `trained`."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megahead.checkpoint import (
     Checkpoint,
@@ -13,6 +16,7 @@ from megahead.checkpoint import (
     run_on_all_ranks,
 )
 from megahead.config import Phase, RunConfig, RunPlan, learn_alike
+from megahead.copies import Rescue
 from megahead.distributed import Group
 from megahead.engine import Engine
 from megahead.errors import CheckpointError
@@ -23,26 +27,64 @@ from megahead.train.lineage import Lineage
 from megahead.train.state import TrainingState
 
 
-def find_resume(resume: str, folder: RunFolder, world_group: Group) -> tuple[Checkpoint | None, list[str]]:
-    """The checkpoint that `--resume auto|never|DIR` asks for (None: start from the beginning), every byte verified, and
-    one sentence for each newer but damaged one. Writes nothing. Collective."""
-    if resume == "auto":
-        checkpoint, damage = _newest_sound(folder.path, world_group)
-        if checkpoint is None:
-            run_on_all_ranks(world_group, lambda: _refuse_abandoned(folder) if world_group.rank == 0 else None)
-        return checkpoint, damage
-    named = run_on_all_ranks(world_group, lambda: _named(resume, folder) if world_group.rank == 0 else None)[0]
-    return (None if named is None else open_together(named, world_group)), []
+@dataclass(frozen=True)
+class Start:
+    """What a session goes on from."""
+
+    checkpoint: Checkpoint | None
+    """Every byte verified; None: from the beginning."""
+
+    damage: list[str]
+    """A sentence for each newer but damaged checkpoint."""
+
+    rescue: Rescue | None = None
+    """Where there were newer copies in memory, what came of them: perhaps this checkpoint."""
+
+    def lines(self) -> list[tuple[str, str]]:
+        """For the banner."""
+        lines = [("damaged", sentence) for sentence in self.damage]
+        if self.rescue is not None:
+            lines += [("in memory", sentence) for sentence in self.rescue.sentences()]
+        if self.checkpoint is not None:
+            lines.append(("resumed", f"step {self.checkpoint.step:,}, {self.checkpoint.folder}"))
+        return lines
+
+    def facts(self) -> dict[str, Any]:
+        """For the log."""
+        facts: dict[str, Any] = {"damaged": self.damage}
+        return facts if self.rescue is None else facts | {"memory": self.rescue.facts()}
 
 
-def _newest_sound(folder: Path, world_group: Group, up_to: int | None = None) -> tuple[Checkpoint | None, list[str]]:
-    checkpoint, damage = newest_sound(folder, world_group, up_to=up_to)
-    if checkpoint is None and damage:
+def _no_rescue(than: int) -> Rescue | None:
+    return None
+
+
+def find_resume(
+    resume: str, folder: RunFolder, world_group: Group, rescue: Callable[[int], Rescue | None] = _no_rescue
+) -> Start:
+    """What `--resume auto|never|DIR` asks for. Collective.
+
+    `rescue`: makes a checkpoint in `folder` of what is newer in memory than a step (-1: than nothing), if `auto` may
+    take it. Otherwise nothing is written.
+    """
+    if resume != "auto":
+        named = run_on_all_ranks(world_group, lambda: _named(resume, folder) if world_group.rank == 0 else None)[0]
+        return Start(None if named is None else open_together(named, world_group), [])
+    checkpoint, damage = newest_sound(folder.path, world_group)
+    rescued = rescue(-1 if checkpoint is None else checkpoint.step)
+    checkpoint = (rescued and rescued.checkpoint) or checkpoint
+    if checkpoint is None:
+        _refuse_damaged(folder.path, damage)
+        run_on_all_ranks(world_group, lambda: _refuse_abandoned(folder) if world_group.rank == 0 else None)
+    return Start(checkpoint, damage, rescued)
+
+
+def _refuse_damaged(folder: Path, damage: list[str]) -> None:
+    if damage:
         raise CheckpointError(
             f"{folder} must hold a sound checkpoint to resume, but holds only damaged ones ({len(damage)}); "
             f"remove them to start again: {' '.join(damage)}"
         )
-    return checkpoint, damage
 
 
 def _refuse_abandoned(folder: RunFolder) -> None:
@@ -89,7 +131,9 @@ def roll_back(
 
     Returns the checkpoint's folder; None where there is none that `phase` went on from: nothing changes. Collective.
     """
-    checkpoint, _ = _newest_sound(lineage.root, world_group, up_to=lineage.tip)
+    checkpoint, damage = newest_sound(lineage.root, world_group, up_to=lineage.tip)
+    if checkpoint is None:
+        _refuse_damaged(lineage.root, damage)
     if checkpoint is None or checkpoint.step < phase.steps.start:
         return None
     _load(checkpoint, engine)

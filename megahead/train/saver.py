@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from itertools import chain
-from math import isfinite
 from pathlib import Path
-from typing import Any
 
-from torch import Tensor
-
-from megahead.checkpoint import KeepRules, Snapshot, run_on_all_ranks, write_snapshot
+from megahead.checkpoint import KeepRules, run_on_all_ranks, write_snapshot
 from megahead.config import RunConfig
 from megahead.distributed import Group
 from megahead.engine import Engine
-from megahead.errors import CheckpointError
 from megahead.train.hold import Hold
 from megahead.train.lineage import Lineage
+from megahead.train.moment import Moment
 from megahead.train.state import TrainingState
 
 
@@ -72,17 +67,21 @@ class Saver:
         """Saves, and returns the seconds that training waited for it."""
         started = time.monotonic()
         self.wait()
-        state, engine = self._state, self._engine
-        tensors = chain(engine.tensors(), state.tensors(self._data_group).items())
-        snapshot = Snapshot.take(tensors, self._world_group, copied=self._pool is not None)
-        counters = state.counters() | {"optimizer_steps": engine.optimizer_steps, "scale": engine.loss_scale.state()}
-        check = partial(_must_be_finite, state.step, snapshot.tensors, counters)
+        state, copied = self._state, self._pool is not None
+        moment = Moment.take(self._engine, state, self._data_group, self._world_group, copied=copied)
         parent_step = self._lineage.extend_to(state.step)
-        write = partial(self._write, state.step, snapshot, state=counters, config=self._config, parent_step=parent_step)
+        write = partial(
+            self._write,
+            moment.step,
+            moment.snapshot,
+            state=moment.counters,
+            config=self._config,
+            parent_step=parent_step,
+        )
         if self._pool:
-            self._pending = self._pool.submit(self._checked, check, write)
+            self._pending = self._pool.submit(self._checked, moment.must_be_finite, write)
         else:
-            self._folder = self._checked(check, write)
+            self._folder = self._checked(moment.must_be_finite, write)
         self._saved_at = state.step, state.samples
         return time.monotonic() - started
 
@@ -103,31 +102,3 @@ def _both(check: Callable[[], None], hold: Hold | None) -> None:
     check()
     if hold is not None:
         hold.check()
-
-
-def _must_be_finite(step: int, tensors: dict[str, Tensor], counters: dict[str, Any]) -> None:
-    """CheckpointError unless all numbers are finite, so that the newest checkpoint is always one to go back to.
-
-    Measured: 0.08 s beside 1.7 s of writing (360 MiB, one thread).
-    """
-    bad = [name for name, tensor in tensors.items() if not _is_finite(tensor)]
-    bad += [f"state/{name}" for name, value in counters.items() if not all(map(isfinite, _floats(value)))]
-    if bad:
-        raise CheckpointError(
-            f"a checkpoint must hold finite numbers only, but at step {step} {bad[0]} has others; it was not saved "
-            "(older checkpoints are unharmed): clip gradients or lower optimizer.learning_rate, and resume."
-        )
-
-
-def _is_finite(tensor: Tensor) -> bool:
-    """Whether all numbers are finite. Checks their sum first, and each number only if the sum is not finite."""
-    return not tensor.is_floating_point() or isfinite(tensor.sum()) or bool(tensor.isfinite().all())
-
-
-def _floats(value: Any) -> Iterator[float]:
-    """All floats in a value of a checkpoint's JSON."""
-    if isinstance(value, float):
-        yield value
-    elif isinstance(value, dict | list):
-        for part in value.values() if isinstance(value, dict) else value:
-            yield from _floats(part)

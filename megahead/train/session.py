@@ -14,8 +14,9 @@ from pathlib import Path
 import torch
 import yaml
 
-from megahead.checkpoint import run_on_all_ranks
+from megahead.checkpoint import KeepRules, run_on_all_ranks
 from megahead.config import RunConfig, RunPlan, phases_of
+from megahead.copies import MemoryCopies, NodeMemory, Rescue, rescue_newer
 from megahead.distributed import Group, Launch, Mesh
 from megahead.errors import CheckpointError
 from megahead.files import write_atomically
@@ -78,6 +79,27 @@ class Session:
         return Hold(self.plan.config.folder().holder)
 
     @cached_property
+    def copies(self) -> MemoryCopies | None:
+        """In the memory of the nodes, if the run keeps any. Made when its state is on disk, and the folder held."""
+        if self.plan.config.training.copy_every is None:
+            return None
+        mark = self.world_group.broadcast_object("" if self.hold is None else self.hold.mark)
+        return MemoryCopies(NodeMemory.of(self.plan.config.folder()), mark, self.world_group)
+
+    def rescue(self, than: int) -> Rescue | None:
+        """A checkpoint made of what the last session has left in memory, if that is newer than step `than`."""
+        training, folder = self.plan.config.training, self.plan.config.folder()
+        if training.copy_every is None:
+            return None
+        rules = KeepRules(training.keep_every, self.switches, training.keep_best)
+        return rescue_newer(than, folder, NodeMemory.of(folder), self.world_group, training.keep_checkpoints, rules)
+
+    def drop_copies(self) -> None:
+        """Leaves nothing in memory of what this session has begun to keep there."""
+        if vars(self).get("copies") is not None:
+            vars(self)["copies"].close()
+
+    @cached_property
     def stop(self) -> StopRequest:
         """Notes signals from when it is made."""
         return StopRequest(prints=self.world_group.rank == 0)
@@ -91,6 +113,7 @@ class Session:
             write_atomically(self.plan.config.folder().ending, json.dumps(content) + "\n")
         if self.hold is not None:
             self.hold.release()
+        self.drop_copies()
 
 
 PATIENCE = 10.0

@@ -23,6 +23,7 @@ from megahead.parallel import assemble, place_table_
 from megahead.pretraining import Feed, Pretraining
 from megahead.train.acceleration import accelerate_
 from megahead.train.boards import require_boards
+from megahead.train.copier import Copier
 from megahead.train.datasets import open_datasets
 from megahead.train.describe import describe_phases, describe_run
 from megahead.train.elastic import describe_elastic, elastic_launch, settings_of, wait_for_end
@@ -92,11 +93,16 @@ def _pretrain(plan: RunPlan, launch: Launch, ranks: Group, device: torch.device,
     datasets = open_datasets(plan.config, world_group)
     must_be_shared(folder, world_group)
     session = Session(plan, launch, mesh, device, datasets, world_group, data_group)
-    for where in chain([resume], repeat("auto")):
-        with deepspeed_session():
-            ending, state = _train_phase(session, where)
-        if ending != "finished" or state.step >= plan.config.training.steps:
-            break
+    try:
+        for where in chain([resume], repeat("auto")):
+            with deepspeed_session():
+                ending, state = _train_phase(session, where)
+            if ending != "finished" or state.step >= plan.config.training.steps:
+                break
+    except BaseException:
+        if not launch.restarts:  # else ranks that start again go on from what is in memory
+            session.drop_copies()
+        raise
     session.end(ending, state)
     return Run.of(folder, state, ending)
 
@@ -105,7 +111,8 @@ def _train_phase(session: Session, resume: str) -> tuple[Ending, TrainingState]:
     """Trains from where `resume` says to the end of the phase that this is in."""
     device, world_group, data_group = session.device, session.world_group, session.data_group
     folder, validation = session.plan.config.folder(), session.datasets.validation
-    checkpoint, damage = find_resume(resume, folder, world_group)
+    start = find_resume(resume, folder, world_group, session.rescue)
+    checkpoint = start.checkpoint
     phase = phase_at(session.plan.config, checkpoint.step if checkpoint else 0)
     plan, config = replace(session.plan, config=phase.config), phase.config
     new_phase = checkpoint is not None and is_of_another_phase(checkpoint, config)
@@ -119,7 +126,7 @@ def _train_phase(session: Session, resume: str) -> tuple[Ending, TrainingState]:
         resume_from(checkpoint, config, engine, state, data_group)
     facts = _facts(session, plan, state) + lines
     meters = session.meters_of(plan)
-    meters.banner(facts, state, resumed=checkpoint, lineage=lineage, damage=damage, new_phase=new_phase)
+    meters.banner(facts, state, start, lineage, new_phase=new_phase)
     run = Training(
         config=config,
         until=phase.steps.stop,
@@ -134,6 +141,7 @@ def _train_phase(session: Session, resume: str) -> tuple[Ending, TrainingState]:
         evaluation=None if validation is None else Evaluation(config, validation, data_group, device),
         tasks=TaskEvaluation.of(config, world_group),
         saver=Saver(engine, state, config, data_group, world_group, lineage, session.hold, session.switches),
+        copier=_copier(session, engine, state, config, lineage),
         roll_back=partial(roll_back, phase, engine, state, lineage, data_group, world_group),
         device=device,
         data_group=data_group,
@@ -141,6 +149,14 @@ def _train_phase(session: Session, resume: str) -> tuple[Ending, TrainingState]:
     )
     with closing(engine):
         return train(run), state
+
+
+def _copier(
+    session: Session, engine: Engine, state: TrainingState, config: RunConfig, lineage: Lineage
+) -> Copier | None:
+    if session.copies is None:
+        return None
+    return Copier(engine, state, config, session.data_group, session.world_group, lineage, session.copies)
 
 
 def _state(session: Session, plan: RunPlan, checkpoint: Checkpoint | None) -> TrainingState:

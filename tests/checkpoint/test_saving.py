@@ -12,6 +12,7 @@ import torch
 from safetensors import SafetensorError
 
 import megahead.checkpoint.saving as saving
+import megahead.checkpoint.snapshot as snapshots
 from megahead.checkpoint import Snapshot, open_checkpoint, save_checkpoint, write_snapshot
 from megahead.distributed import Group, RowShard
 from megahead.errors import CheckpointError
@@ -38,7 +39,7 @@ def no_room(*_: Any) -> None:
 def save_on_full_disk(group: Group, root: str) -> str:
     """The last rank's disk is full."""
     if group.rank == group.size - 1:
-        saving.save_file = no_room  # type: ignore[assignment]
+        snapshots.save_file = no_room  # type: ignore[assignment]
     with pytest.raises(CheckpointError) as error:
         save(Path(root), 2, group)
     return str(error.value)
@@ -68,17 +69,17 @@ def test_a_full_disk_is_told_by_whatever_it_is_reported(
     def fail(*_: Any) -> None:
         raise error
 
-    monkeypatch.setattr(saving, "save_file", fail)
+    monkeypatch.setattr(snapshots, "save_file", fail)
     with pytest.raises(CheckpointError, match=says):
         save(tmp_path, 1)
 
 
 def test_what_does_not_read_back_as_it_was_written_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path, 1)
-    write = saving.save_file
+    write = snapshots.save_file
     for spoiled in (torch.zeros(50), torch.full((5, 10), 4.0)):
         tensors = {"weight/2": spoiled}
-        monkeypatch.setattr(saving, "save_file", lambda all_, path, changed=tensors: write(all_ | changed, path))
+        monkeypatch.setattr(snapshots, "save_file", lambda all_, path, changed=tensors: write(all_ | changed, path))
         with pytest.raises(CheckpointError, match=r"^`\S+` must read back as it was written, but weight/2 does"):
             save(tmp_path, 2)
         assert_the_first_is_unharmed(tmp_path)
@@ -114,7 +115,7 @@ def test_what_was_written_so_far_counts_as_room_when_the_disk_fills_up_meanwhile
         no_room()
 
     save(tmp_path, 1)
-    monkeypatch.setattr(saving, "save_file", fill)
+    monkeypatch.setattr(snapshots, "save_file", fill)
     with pytest.raises(CheckpointError, match="room for a checkpoint of 800 bytes, but 200 bytes are missing"):
         save(tmp_path, 2)
     assert_the_first_is_unharmed(tmp_path)

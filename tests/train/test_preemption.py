@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-import megahead.checkpoint.saving as saving
-from megahead.checkpoint import open_checkpoint
+from megahead.checkpoint import Snapshot, open_checkpoint
 from megahead.engine import Engine
 from megahead.report.metrics import Record, read_metrics
 from megahead.run_folder import RunFolder
@@ -44,7 +43,7 @@ def signalled(owner: Any, name: str, at_call: int, signals: int = 1) -> Callable
 PHASES = {
     "training": signalled(Engine, "micro_step", 5),  # two a step: the third step
     "evaluation": signalled(Engine, "evaluate", 1),  # of two
-    "saving, twice": signalled(saving, "_write", 1, signals=2),
+    "saving, twice": signalled(Snapshot, "write", 1, signals=2),
 }
 
 

@@ -12,8 +12,7 @@ from typing import Any
 import orjson
 import pytest
 
-import megahead.checkpoint.saving as saving
-from megahead.checkpoint import open_checkpoint
+from megahead.checkpoint import Snapshot, open_checkpoint
 from megahead.config import RunConfig
 from megahead.distributed import Group, Launch
 from megahead.errors import UserError
@@ -54,13 +53,13 @@ def run(group: Group, config: RunConfig) -> str:
 
 
 def run_with_slow_writes(group: Group, config: RunConfig, seconds: float) -> str:
-    write = saving._write
+    write = Snapshot.write
 
     def slowly(*args: Any) -> Any:
         time.sleep(seconds)
         return write(*args)
 
-    saving._write = slowly
+    Snapshot.write = slowly  # type: ignore[method-assign]
     return run(group, config)
 
 
@@ -90,7 +89,7 @@ def run_with_a_failing_write(group: Group, config: RunConfig) -> str:
         raise OSError(5, "Input/output error")
 
     if group.rank == 1:
-        saving._write = fail  # type: ignore[assignment]
+        Snapshot.write = fail  # type: ignore[assignment, method-assign]
     return run(group, config)
 
 
