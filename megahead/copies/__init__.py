@@ -6,8 +6,9 @@ node whose *keeper* it is. *Whole*: of a copy, all of its files are on nodes tha
 writes into its run's folder; copies belong to it.
 """
 
+from megahead.copies.handing_over import hand_over
 from megahead.copies.keeping import Copy, MemoryCopies
 from megahead.copies.node_memory import NodeMemory
 from megahead.copies.rescue import Rescue, rescue_newer
 
-__all__ = ["Copy", "MemoryCopies", "NodeMemory", "Rescue", "rescue_newer"]
+__all__ = ["Copy", "MemoryCopies", "NodeMemory", "Rescue", "hand_over", "rescue_newer"]

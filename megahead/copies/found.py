@@ -13,6 +13,7 @@ from megahead.copies.node_memory import NodeMemory
 from megahead.distributed import Group
 from megahead.errors import CheckpointError
 from megahead.files import sha256_of
+from megahead.run_folder import RunFolder
 
 Identity = tuple[int, str]
 """Of a copy: its step, and its manifest's checksum."""
@@ -30,14 +31,15 @@ class Found:
     """A sentence for each that is not."""
 
     @staticmethod
-    def of(mark: str, than: int, memory: NodeMemory, group: Group) -> Found:
-        """What is newer than step `than`. Collective."""
+    def of(mark: str, than: int, run: RunFolder, group: Group) -> Found:
+        """What is newer than step `than`; what others put on disk counts as on the first rank's node. Collective."""
         found, places = Found(), dict[tuple[Identity, str], list[Path]]()
-        for folder in memory.copies(mark):
-            if step_of(folder) > than:
-                found._list(folder, places)
+        memory, shared = NodeMemory.of(run), NodeMemory.shared(run)
         nodes = group.all_gather_objects(memory.node())
         here = [rank for rank, node in enumerate(nodes) if node == nodes[group.rank]]
+        for folder in memory.copies(mark) + (shared.copies(mark) if here[0] == 0 else []):
+            if step_of(folder) > than:
+                found._list(folder, places)
         mine = sorted(places)[here.index(group.rank) :: len(here)]
         run_long_on_all_ranks(group, found._verify({file: places[file] for file in mine}), describe_error=str)
         return found

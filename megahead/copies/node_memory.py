@@ -40,6 +40,11 @@ class NodeMemory:
         digest = hashlib.sha256(os.fsencode(place)).hexdigest()[:12]
         return NodeMemory(ROOT / f"megahead-{place.name[:_MOST_OF_NAME]}-{digest}")
 
+    @staticmethod
+    def shared(run: RunFolder) -> NodeMemory:
+        """Laid out alike, but on the disk that all nodes share."""
+        return NodeMemory(run.handed_over)
+
     def node(self) -> str:
         """The same for all ranks that share this memory, and for no others."""
         try:

@@ -12,9 +12,9 @@ from typing import Any
 from megahead.checkpoint import Checkpoint, KeepRules, open_together, write_together
 from megahead.checkpoint.manifest import FileEntry, Manifest
 from megahead.copies.found import Found, Identity
+from megahead.copies.handing_over import mark_of, wait_for_others
 from megahead.copies.keeping import PARENT_STEP
-from megahead.copies.node_memory import NodeMemory
-from megahead.distributed import Group
+from megahead.distributed import Group, Launch
 from megahead.errors import CheckpointError
 from megahead.files import fsync, sha256_of
 from megahead.run_folder import RunFolder
@@ -53,7 +53,7 @@ class Rescue:
 
 
 def rescue_newer(
-    than: int, folder: RunFolder, memory: NodeMemory, group: Group, keep: int, keep_rules: KeepRules
+    than: int, folder: RunFolder, launch: Launch, group: Group, keep: int, keep_rules: KeepRules
 ) -> Rescue | None:
     """Makes a checkpoint in `folder` of the newest whole copy, if one of the last session is newer than step `than`;
     None if there is none. Collective.
@@ -62,10 +62,11 @@ def rescue_newer(
     copies are worthless. Every file is verified where it lies, and each rank writes some of those on its node.
     """
     began = time.monotonic()
-    mark = group.broadcast_object(_mark(folder) if group.rank == 0 else None)
+    mark = group.broadcast_object(mark_of(folder) if group.rank == 0 else None)
     if mark is None:
         return None
-    found = Found.of(mark, than, memory, group)
+    wait_for_others(folder, mark, launch, group.timeout_seconds / 2)
+    found = Found.of(mark, than, folder, group)
     offers = group.all_gather_objects({identity: set(files) for identity, files in found.sound.items()})
     problems = list(dict.fromkeys(each for rank in group.all_gather_objects(found.problems) for each in rank))
     for identity in sorted({identity for rank in offers for identity in rank}, reverse=True):
@@ -79,13 +80,6 @@ def rescue_newer(
         else:
             return Rescue(checkpoint, identity[0] - max(than, 0), time.monotonic() - began, problems)
     return Rescue(None, problems=problems) if problems else None
-
-
-def _mark(folder: RunFolder) -> str | None:
-    try:
-        return folder.holder.read_text(encoding="utf-8")
-    except OSError:
-        return None
 
 
 def _manifest(identity: Identity, found: Found, group: Group) -> Manifest:

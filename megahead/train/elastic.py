@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 
 from megahead.config import RunConfig, RunPlan
+from megahead.copies import NodeMemory, hand_over
 from megahead.distributed import Launch, look_on
 from megahead.errors import ConfigError, UserError
 from megahead.train.identity import is_within
@@ -50,8 +51,12 @@ def wait_for_end(config: RunConfig, launch: Launch) -> Run:
     was left, without an evaluation."""
     if launch.rank == launch.world_size:
         print(_who_waits(config, launch), flush=True)
+    folder, copies = config.folder(), config.training.copy_every is not None
+    if copies:
+        hand_over(folder, launch)
     look_on(launch, config.engine.timeout_seconds, settings_of(config))
-    folder = config.folder()
+    if copies:
+        NodeMemory.of(folder).remove()
     ending = json.loads(folder.ending.read_text(encoding="utf-8"))
     return Run(folder, ending["step"], ending["ending"], None)
 

@@ -84,7 +84,10 @@ class Session:
         if self.plan.config.training.copy_every is None:
             return None
         mark = self.world_group.broadcast_object("" if self.hold is None else self.hold.mark)
-        return MemoryCopies(NodeMemory.of(self.plan.config.folder()), mark, self.world_group)
+        folder = self.plan.config.folder()
+        if self.world_group.rank == 0:
+            NodeMemory.shared(folder).remove()
+        return MemoryCopies(NodeMemory.of(folder), mark, self.world_group)
 
     def rescue(self, than: int) -> Rescue | None:
         """A checkpoint made of what the last session has left in memory, if that is newer than step `than`."""
@@ -92,7 +95,7 @@ class Session:
         if training.copy_every is None:
             return None
         rules = KeepRules(training.keep_every, self.switches, training.keep_best)
-        return rescue_newer(than, folder, NodeMemory.of(folder), self.world_group, training.keep_checkpoints, rules)
+        return rescue_newer(than, folder, self.launch, self.world_group, training.keep_checkpoints, rules)
 
     def drop_copies(self) -> None:
         """Leaves nothing in memory of what this session has begun to keep there."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,9 @@ import pytest
 import torch
 
 from megahead.checkpoint import KeepRules, Snapshot, open_checkpoint, save_checkpoint
-from megahead.copies import Copy, MemoryCopies, NodeMemory, node_memory, rescue_newer
+from megahead.copies import Copy, MemoryCopies, NodeMemory, hand_over, handing_over, node_memory, rescue_newer
 from megahead.copies.keepers import Keepers
-from megahead.distributed import Group, RowShard
+from megahead.distributed import Group, Launch, RowShard
 from megahead.errors import CheckpointError
 from megahead.run_folder import RunFolder
 from support.node_memories import files_in, give_memory, leave_room, memory_of
@@ -60,11 +61,11 @@ def keep(group: Group, folder: Path, nodes: str, steps: tuple[int, ...], mark: s
     return files_in(memory)
 
 
-def rescue(group: Group, folder: Path, nodes: str, than: int = -1) -> tuple[Any, ...] | None:
+def rescue(group: Group, folder: Path, nodes: str, than: int = -1, waiting: int = 0) -> tuple[Any, ...] | None:
     """On nodes that are left."""
     give_memory(folder, int(nodes[group.rank]))
     run = RunFolder(folder / "run")
-    came = rescue_newer(than, run, NodeMemory.of(run), group, 2, KeepRules())
+    came = rescue_newer(than, run, Launch(waiting=waiting, world_size=group.size), group, 2, KeepRules())
     if came is None:
         return None
     return None if came.checkpoint is None else came.checkpoint.step, came.newer_by, came.problems
@@ -135,6 +136,32 @@ def test_two_runs_of_one_machine_do_not_mix(tmp_path: Path) -> None:
     assert len(list((tmp_path / "memory").iterdir())) == 2
     assert on_ranks(1, rescue, tmp_path / "one", "0") == [(2, 2, [])]
     assert on_ranks(1, rescue, tmp_path / "two", "0") == [(4, 4, [])]
+
+
+def hand(group: Group, folder: Path, launch: Launch) -> None:
+    give_memory(folder, launch.rank)
+    hand_over(RunFolder(folder / "run"), launch)
+
+
+def test_nodes_whose_ranks_only_wait_hand_over_what_the_others_need(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of four nodes the last is lost, and two can train: on these the third's file is missing."""
+    on_ranks(4, keep, tmp_path, "0123", (4,))
+    shutil.rmtree(memory_of(tmp_path, 3))
+    shutil.move(memory_of(tmp_path, 0), memory_of(tmp_path, 4))  # ranks are numbered anew
+    on_ranks(1, hand, tmp_path, Launch(rank=4, world_size=2, waiting=1, port=1))
+    monkeypatch.setattr(handing_over, "PATIENCE_SECONDS", 0.2)
+    assert on_ranks(2, rescue, tmp_path, "12") == [(4, 4, [])] * 2
+    assert same_as_on_disk(tmp_path, 4, 4)
+
+
+def test_those_that_wait_are_waited_for_but_not_for_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_ranks(2, keep, tmp_path, "01", (4,))
+    monkeypatch.setattr(handing_over, "PATIENCE_SECONDS", 0.5)
+    began = time.monotonic()
+    assert on_ranks(1, rescue, tmp_path, "0", -1, 2) == [(4, 4, [])]
+    assert time.monotonic() - began >= 0.5
 
 
 def flip(path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -27,6 +28,7 @@ from support.commands import config_file
 from support.forked import forked
 from support.hosts import Host, Wire, hosts, may_make_hosts
 from support.killable import codes, start_ranks
+from support.node_memories import give_memory, memory_of
 from support.small_run import same_tensors, small_config, write_text
 
 pytestmark = [
@@ -45,6 +47,9 @@ STEPS = {
     "training.evaluate_every": 8,
     "optimizer.eps": 1e-4,  # else a weight without a gradient follows rounding
 }
+
+
+COPIES = {"training.checkpoint_every": 8, "training.copy_every": 2}
 
 
 @pytest.fixture(scope="module")
@@ -92,8 +97,19 @@ class Cluster:
             self.nodes[number], self.agents[number] = node, node.start()
 
     def kill(self, number: int) -> None:
+        """With all that was in its memory."""
         self.hosts[number].kill()
         self.agents[number].join()
+        shutil.rmtree(memory_of(self.folder, number))
+
+    def copied(self, step: int) -> None:
+        """Waits until a copy of that step is in the memory of all nodes."""
+        self.until(
+            lambda: all(
+                any(memory_of(self.folder, number).glob(f"megahead-run-*/*/rank-*/step-{step:08d}"))
+                for number in range(len(self.hosts))
+            )
+        )
 
     def paused(self, step: int) -> None:
         """Waits until the run stands still behind that step."""
@@ -151,6 +167,7 @@ class Cluster:
 
     def _pausing(self, number: int) -> None:
         """In an agent, and so in its ranks: behind such a step they wait, until they may go on or are asked to stop."""
+        give_memory(self.folder, number)
         note, ask = Meters.step, StopRequest._note
         asked: list[int] = []
 
@@ -181,6 +198,10 @@ def cluster(
         yield Cluster(there, wire, folder, config_file(folder, {**STEPS, **(changes or {})}), pauses)
 
 
+def left_in_memory(folder: Path) -> list[str]:
+    return [path.name for number in (0, 1) for path in memory_of(folder, number).iterdir()]
+
+
 def largest_difference(mine: Path, theirs: Path) -> float:
     """Between the weights of two runs' newest checkpoints."""
     ours, others = open_checkpoint(mine), open_checkpoint(theirs)
@@ -191,19 +212,23 @@ def largest_difference(mine: Path, theirs: Path) -> float:
 
 
 def test_a_node_is_killed_and_one_comes_back(tmp_path: Path, undisturbed: Path) -> None:
-    with cluster(tmp_path, 2, pauses=(3, 5, 7)) as run:
+    """There is no checkpoint yet, but a copy of step 2 in memory."""
+    with cluster(tmp_path, 2, pauses=(3, 5, 7), changes=COPIES) as run:
         run.start(0, 1)
         run.paused(3)
+        run.copied(2)
         run.kill(1)
         run.go_on(3)
         run.paused(5)
         assert "all ranks must take part in the run, but rank 1 died" in run.nodes[0].said()
+        assert "in memory   step 2, 2 steps newer than the disk's: saved as step-00000002" in run.nodes[0].said()
         run.start(1)
         run.until(lambda: run.data_ranks() == 2)
         run.go_on(7)
         run.finished()
     assert run.meshes()[0] == FEWER
     assert MORE in run.meshes()
+    assert left_in_memory(tmp_path) == []
     assert largest_difference(tmp_path / "run", undisturbed) < 1e-5
 
 
@@ -240,9 +265,11 @@ def test_ranks_that_the_batch_cannot_use_wait_and_take_the_place_of_a_lost_one(
 
 def test_a_network_is_cut_and_healed(tmp_path: Path, undisturbed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(elastic, "LOST_HOST_SECONDS", 3.0)
-    with cluster(tmp_path, 2, pauses=(3, 5, 7)) as run:
+    """What the lost node still has in its memory is of a session that is over."""
+    with cluster(tmp_path, 2, pauses=(3, 5, 7), changes=COPIES) as run:
         run.start(0, 1)
         run.paused(3)
+        run.copied(2)
         run.wire.cut.add(1)
         run.go_on(3)
         run.paused(5)
@@ -256,6 +283,7 @@ def test_a_network_is_cut_and_healed(tmp_path: Path, undisturbed: Path, monkeypa
         run.finished()
     assert run.meshes()[0] == FEWER
     assert MORE in run.meshes()
+    assert left_in_memory(tmp_path) == []
     assert largest_difference(tmp_path / "run", undisturbed) < 1e-5
 
 
