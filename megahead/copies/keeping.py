@@ -48,7 +48,7 @@ class Copy:
 
 
 class MemoryCopies:
-    """The copies of one session. Made by all ranks of `world_group` at once; methods are collective over it.
+    """The copies of one session. Made by all ranks of `world_group` at once; all but `close` is collective over it.
 
     There are two at most: the last one is removed on no rank before the next is complete on all. Making it removes
     those of earlier sessions, whose state is on disk by then.
@@ -56,7 +56,7 @@ class MemoryCopies:
 
     def __init__(self, memory: NodeMemory, mark: str, world_group: Group) -> None:
         memory.remove()
-        self._memory, self._slot = memory, memory.slot(mark, world_group.rank)
+        self._memory, self._mark, self._slot = memory, mark, memory.slot(mark, world_group.rank)
         self._world_group, self._group = world_group, world_group.side_channel()
         self.keepers = Keepers(world_group.all_gather_objects(memory.node()))
         self._pending: Future[int | None] | None = None
@@ -94,9 +94,9 @@ class MemoryCopies:
         shutil.rmtree(self._slot, ignore_errors=True)
 
     def close(self) -> None:
-        """Leaves nothing in this node's memory. Not collective."""
+        """Leaves nothing of this session in this node's memory."""
         self.forget()
-        self._memory.remove()
+        self._memory.remove(self._mark)
 
     def _keep(self, copy: Copy, ends: threading.Event) -> int | None:
         """The step, or None if it was not to be kept any more."""

@@ -80,10 +80,12 @@ class NodeMemory:
                 "it larger, or leave training.copy_every out."
             )
 
-    def remove(self) -> None:
-        """All copies of the run on this node, of all sessions."""
+    def remove(self, mark: str | None = None) -> None:
+        """All copies of the run on this node, or those of the session with that mark."""
         if self._is_ours():
-            shutil.rmtree(self.folder, ignore_errors=True)
+            shutil.rmtree(self.folder if mark is None else self._session(mark), ignore_errors=True)
+            with suppress(OSError):  # others' are there
+                self.folder.rmdir()
 
     def _session(self, mark: str) -> Path:
         return self.folder / hashlib.sha256(mark.encode()).hexdigest()[:16]

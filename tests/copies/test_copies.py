@@ -247,6 +247,22 @@ def test_without_room_on_one_node_all_are_told_and_nothing_is_left(tmp_path: Pat
     assert all(len(files) == 3 for files in on_ranks(2, keep_with_room, tmp_path, NEEDED))
 
 
+def test_a_session_that_is_over_removes_nothing_of_the_one_that_came_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node_memory, "ROOT", tmp_path)
+    memory = NodeMemory.of(RunFolder(tmp_path / "run"))
+    first = MemoryCopies(memory, "the first", ALONE)
+    second = MemoryCopies(memory, "the second", ALONE)
+    for copies in (first, second):
+        begin(copies, 2, ALONE)
+        wait(copies)
+    first.close()
+    assert len(memory.copies("the second")) == 1
+    second.close()
+    assert not memory.folder.exists()
+
+
 def keep_what_is_bad(group: Group, folder: Path) -> str:
     give_memory(folder, group.rank)
     copies = MemoryCopies(NodeMemory.of(RunFolder(folder / "run")), MARK, group)

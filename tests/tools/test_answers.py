@@ -31,6 +31,7 @@ WRONG: dict[str, str] = {
     "megahead report": "nowhere",
     "megahead synonyms": "--model nowhere --wordnet .",
     "megahead train_tokenizer": "--input nowhere.jsonl --output t.json --vocab-size 300",
+    "tools/bench_copies.py": "--config nowhere.yaml",
     "tools/bench_engine.py": "",
     "tools/bench_link.py": "",
     "tools/bench_loss.py": "--data nowhere",

@@ -102,6 +102,20 @@ def test_a_process_that_dies_before_the_first_checkpoint_loses_little_and_more_r
     assert "in memory   step 4, 4 steps newer than the disk's: saved as step-00000004 in" in said(tmp_path, 0)
 
 
+@pytest.mark.slow
+def test_ranks_that_wait_hand_over_what_is_on_their_nodes(tmp_path: Path) -> None:
+    """Of four nodes the last is lost; two of the others train, which lack the third's file."""
+    write_text(tmp_path)
+    config = small_config(tmp_path, COPIES | {"parallel.elastic": True, "training.checkpoint_every": 100})
+    assert -signal.SIGKILL in codes(start_ranks(config, 4, tmp_path, sabotage=on_node(tmp_path, dies_at=5)))
+    shutil.rmtree(memory_of(tmp_path, 3))
+    assert codes(start_ranks(config, 3, tmp_path, sabotage=on_node(tmp_path))) == [0, 0, 0], said(tmp_path, 0)
+    assert "rank 2 waits" in said(tmp_path, 2)
+    assert "in memory   step 4, 4 steps newer than the disk's: saved as step-00000004 in" in said(tmp_path, 0)
+    assert not (tmp_path / "run/handed-over").exists()
+    assert all(not list(memory_of(tmp_path, node).iterdir()) for node in (0, 1, 2))
+
+
 def events(run: Path) -> list[str]:
     return [event.text for event in events_of(read_runs([run])[0])]
 

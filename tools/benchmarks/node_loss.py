@@ -134,7 +134,7 @@ def _cluster(folder: Path) -> Iterator[list[_Node]]:
     )
     options = {
         "output_dir": folder / "run",
-        "data.train": _text(folder / "text"),
+        "data.train": made_up_text(folder / "text"),
         "data.validation": "null",
         "data.tokenizer": "null",
         "training.steps": 100_000,
@@ -155,7 +155,7 @@ def _cluster(folder: Path) -> Iterator[list[_Node]]:
             node.kill()
 
 
-def _text(prefix: Path) -> Path:
+def made_up_text(prefix: Path) -> Path:
     """Two million made-up tokens of the demo's vocabulary."""
     if not prefix.with_suffix(".idx").exists():
         generator = np.random.default_rng(0)

@@ -1,0 +1,122 @@
+"""Runs with copies in memory, with checkpoints, and with neither: how long a step takes, and what lies in memory."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import shutil
+import socket
+import statistics
+import time
+from contextlib import suppress
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from benchmarks.engines import SETTINGS
+from benchmarks.node_loss import made_up_text
+from megahead.config import RunConfig, load_config
+from megahead.copies import node_memory
+from megahead.distributed import Launch
+from megahead.errors import UserError
+from megahead.report import to_rich
+from megahead.train import pretrain
+
+WARM_UP = 5
+"""Steps that are not counted."""
+
+Line = dict[str, object]
+
+
+def compare(folder: Path, config: str, ranks: int, steps: int, every: int, zero: int) -> list[Line]:
+    """Runs all three, one after the other, and tells; the table's lines."""
+    text = made_up_text(folder / "text")
+    ways = {
+        "neither": [],
+        f"a copy every {every} steps": [f"training.copy_every={every}"],
+        f"a checkpoint every {every} steps": [f"training.checkpoint_every={every}", "training.save_in_background=true"],
+    }
+    common = [
+        f"data.train={text}",
+        *(
+            "data.validation=null",
+            "data.tokenizer=null",
+            "training.log_seconds=0",
+            "engine.device=cpu",
+            "schedule.warmup_steps=2",
+        ),
+        *(f"training.steps={steps}", f"training.checkpoint_every={10 * steps}"),
+        f"engine.deepspeed={SETTINGS / f'zero{zero}.json'}",
+    ]
+    lines = []
+    for number, (name, changes) in enumerate(ways.items()):
+        settings = [*common, f"output_dir={folder / f'run-{number}'}", *changes]
+        lines.append({"": name, **_measured(load_config(config, settings), ranks)})
+    Console(highlight=False).print(to_rich(lines))
+    return lines
+
+
+def _measured(config: RunConfig, ranks: int) -> Line:
+    memories = [node_memory.ROOT / f"megahead-bench-{os.getpid()}-{rank}" for rank in range(ranks)]
+    most = 0
+    try:
+        running = _start(config, memories)
+        while any(rank.is_alive() for rank in running):
+            most = max(most, sum(map(_size, memories)))
+            time.sleep(0.02)
+        if any(rank.exitcode for rank in running):
+            raise UserError(f"all ranks must end well, but did not; see {config.folder()}.")
+    finally:
+        for memory in memories:
+            shutil.rmtree(memory, ignore_errors=True)
+    return _told(config, most / ranks)
+
+
+def _start(config: RunConfig, memories: list[Path]) -> list[BaseProcess]:
+    context = multiprocessing.get_context("spawn")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    launches = [Launch(rank, len(memories), rank, "127.0.0.1", port) for rank in range(len(memories))]
+    ranks = [context.Process(target=_rank, args=(config, *of_rank)) for of_rank in zip(launches, memories, strict=True)]
+    for rank in ranks:
+        rank.start()
+    return ranks
+
+
+def _rank(config: RunConfig, launch: Launch, memory: Path) -> None:
+    memory.mkdir()
+    node_memory.ROOT = memory
+    torch.set_num_threads(1)
+    pretrain(config, launch)
+
+
+def _size(folder: Path) -> int:
+    size = 0
+    for place, _, names in os.walk(folder):
+        for name in names:
+            with suppress(FileNotFoundError):  # removed meanwhile
+                size += Path(place, name).stat().st_blocks * 512
+    return size
+
+
+def _told(config: RunConfig, bytes_a_node: float) -> Line:
+    records = [json.loads(line) for line in config.folder().metrics.read_text(encoding="utf-8").splitlines()]
+    counted = [record for record in records if WARM_UP < record["step"] < config.training.steps]  # then it saves
+    steps = [record["step_seconds"] for record in counted if "loss" in record]
+    kept: list[dict[str, Any]] = [
+        record[kind] for kind in ("copy", "checkpoint") for record in counted if kind in record
+    ]
+    stalls = [each["stall_seconds"] for each in kept if "stall_seconds" in each]
+    total = statistics.fmean(steps) + sum(stalls) / len(steps)
+    return {
+        "step, ms": round(total * 1e3),
+        "of it stalls": round(sum(stalls) / len(steps) * 1e3),
+        "stall, ms": round(statistics.median(stalls) * 1e3) if stalls else 0,
+        "left out": max((each.get("skipped", 0) for each in kept), default=0),
+        "state, MB": round(max((each.get("bytes", 0) for each in kept), default=0) / 1e6, 1),
+        "most in memory a node, MB": round(bytes_a_node / 1e6, 1),
+    }
