@@ -191,5 +191,5 @@ class TrainingConfig(Settings):
         if self.copy_every is not None and self.copy_every >= self.checkpoint_every:
             rule = f"be below training.checkpoint_every ({self.checkpoint_every})"
             hint = "a copy in memory is of use where it is newer than the disk's"
-            raise ConfigError("training.copy_every", rule, got=self.copy_every, hint=hint)
+            raise ConfigError("copy_every", rule, got=self.copy_every, hint=hint)
         return self

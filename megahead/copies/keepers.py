@@ -25,6 +25,10 @@ class Keepers:
         """Those whose keeper it is."""
         return [other for other in range(len(self.nodes)) if self.of(other) == rank]
 
+    def count(self) -> int:
+        """Of nodes."""
+        return len(set(self.nodes))
+
     def on(self, node: str) -> list[int]:
         """The ranks there."""
         return [rank for rank, place in enumerate(self.nodes) if place == node]

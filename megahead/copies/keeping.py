@@ -48,7 +48,7 @@ class Copy:
 
 
 class MemoryCopies:
-    """The copies of one session. Made by all ranks of `world_group` at once; all but `close` is collective over it.
+    """The copies of one session. Made by all ranks of `world_group` at once; `close` alone is not collective over it.
 
     There are two at most: the last one is removed on no rank before the next is complete on all. Making it removes
     those of earlier sessions, whose state is on disk by then.
@@ -71,7 +71,7 @@ class MemoryCopies:
         votes = torch.tensor([not over, error is not None], dtype=torch.int32)
         busy, failed = self._world_group.all_reduce_max_(votes).tolist()
         if failed:
-            sentences = self._world_group.all_gather_objects("" if error is None else str(error))
+            sentences = self._world_group.all_gather_objects(None if error is None else _first_line(error))
             raise CheckpointError(next(filter(None, sentences)))
         if not busy and pending is not None:
             step = pending.result()
@@ -85,17 +85,18 @@ class MemoryCopies:
         self._ends, self._pending = threading.Event(), Future()
         threading.Thread(target=_fulfil, args=(self._pending, self._keep, copy, self._ends), daemon=True).start()
 
-    def forget(self) -> None:
-        """Removes all: the run goes on from another state. One that is on its way ends soon, and is not kept."""
+    def forget(self, patience: float = PATIENCE_SECONDS) -> None:
+        """Removes all: the run goes on from another state. One that is on its way ends soon, and is not kept; it is
+        waited for `patience` seconds at most."""
         self._ends.set()
         if self._pending is not None:
             with suppress(TimeoutError):
-                self._pending.exception(PATIENCE_SECONDS)
+                self._pending.exception(patience)
         shutil.rmtree(self._slot, ignore_errors=True)
 
-    def close(self) -> None:
+    def close(self, patience: float = PATIENCE_SECONDS) -> None:
         """Leaves nothing of this session in this node's memory."""
-        self.forget()
+        self.forget(patience)
         self._memory.remove(self._mark)
 
     def _keep(self, copy: Copy, ends: threading.Event) -> int | None:
@@ -152,6 +153,11 @@ def _place_for(path: Path, size: int) -> Tensor:
     with path.open("xb") as file:
         os.posix_fallocate(file.fileno(), 0, size)
     return torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
+
+
+def _first_line(error: BaseException) -> str:
+    """Without the stacks that torch appends."""
+    return next(iter(str(error).splitlines()), "") or type(error).__name__
 
 
 def _fulfil(future: Future[int | None], function: Callable[..., int | None], *args: Any) -> None:

@@ -29,7 +29,7 @@ class Renewal:
 
 
 class Copier:
-    """Renews the copy of a phase's run. Methods but `due` are collective over `world_group`.
+    """Renews the copy of a phase's run, if it has `copies`. Methods but `due` are collective over `world_group`.
 
     Training waits while weights are copied, but neither for files nor for other nodes: while the last copy is on its
     way, those that are due are left out. What goes wrong ends copies, and nothing else.
@@ -43,36 +43,37 @@ class Copier:
         data_group: Group,
         world_group: Group,
         lineage: Lineage,
-        copies: MemoryCopies,
+        copies: MemoryCopies | None,
     ) -> None:
         self._engine, self._state, self._data_group, self._world_group = engine, state, data_group, world_group
-        self._config, self._every = config.model_dump(mode="json"), config.training.copy_every
+        self._config, self._every = config.model_dump(mode="json"), config.training.copy_every or 0
         self._lineage, self._copies = lineage, copies
-        self._skipped, self._off = 0, False
+        self._skipped = 0
 
     def due(self, step: int) -> bool:
         """Whether to renew it behind that step."""
-        return self._every is not None and not self._off and step % self._every == 0
+        return self._copies is not None and step % self._every == 0
 
     def renew(self) -> Renewal:
-        """Begins a copy of the present state, if the last one is complete."""
-        began = time.monotonic()
+        """Begins a copy of the present state, if the last one is complete; only where one is `due`."""
+        began, copies = time.monotonic(), self._copies
+        assert copies is not None
         try:
-            if not self._copies.may_begin():
+            if not copies.may_begin():
                 return self._skip()
         except CheckpointError as error:
-            self._off = True
-            self._copies.close()
+            self._copies = None
+            copies.close()
             return Renewal({"off": str(error)}, f"step {self._state.step:,}: no more copies in memory: {error}")
         moment = Moment.take(self._engine, self._state, self._data_group, self._world_group, copied=True)
-        self._copies.begin(
+        copies.begin(
             Copy(moment.step, moment.snapshot, moment.must_be_finite, moment.counters, self._config, self._lineage.tip)
         )
         return Renewal({"stall_seconds": round(time.monotonic() - began, 3), "bytes": moment.snapshot.total_bytes})
 
     def forget(self) -> None:
         """Before the run goes back to an older state."""
-        if not self._off:
+        if self._copies is not None:
             self._copies.forget()
 
     def _skip(self) -> Renewal:

@@ -51,7 +51,7 @@ class Training:
     evaluation: Evaluation | None
     tasks: TaskEvaluation | None
     saver: Saver
-    copier: Copier | None
+    copier: Copier
     roll_back: Callable[[], Path | None]
     device: torch.device
 
@@ -138,8 +138,7 @@ def _handle_fault(run: Training, report: StepReport, first_sample: int) -> None:
 def _roll_back(run: Training) -> bool:
     """Whether there was a checkpoint to go back to."""
     run.saver.wait()
-    if run.copier is not None:
-        run.copier.forget()
+    run.copier.forget()
     reached, folder = run.state.step, run.roll_back()
     run.state.rollbacks += folder is not None
     run.meters.rolled_back(folder, reached - run.state.step, run.state)
@@ -149,7 +148,7 @@ def _roll_back(run: Training) -> bool:
 def _replicas_agree(run: Training) -> bool:
     """Compares replicas if that is due; where they differ, does what the config asks for. Collective."""
     step, policy = run.state.step, run.config.faults.replicas
-    saves = step >= run.until or _save_is_due(run) or _copy_is_due(run)
+    saves = step >= run.until or _save_is_due(run) or run.copier.due(step)
     odd = run.health.odd_replica() if run.health.due(step, saves) else None
     if odd is None:
         return True
@@ -167,10 +166,6 @@ def _save_is_due(run: Training) -> bool:
     return (tasks is not None and step % tasks.every == 0) or step % run.config.training.checkpoint_every == 0
 
 
-def _copy_is_due(run: Training) -> bool:
-    return run.copier is not None and run.copier.due(run.state.step)
-
-
 def _evaluate_and_save_if_due(run: Training) -> None:
     """Evaluates and saves what is due after an applied step."""
     step, training, tasks = run.state.step, run.config.training, run.tasks
@@ -178,7 +173,7 @@ def _evaluate_and_save_if_due(run: Training) -> None:
         _evaluate(run)
     if _save_is_due(run):
         _save(run)
-    elif run.copier is not None and run.copier.due(step):
+    elif run.copier.due(step):
         run.meters.copied(run.copier.renew(), run.state)
     if tasks and step % tasks.every == 0:
         _evaluate_tasks(run, tasks)

@@ -27,6 +27,7 @@ from megahead.train.meters import Meters
 from megahead.train.preemption import Ending, StopRequest
 from megahead.train.state import TrainingState
 from megahead.train.utilization import Utilization
+from megahead.wording import counted
 
 
 @dataclass(frozen=True)
@@ -84,10 +85,21 @@ class Session:
         if self.plan.config.training.copy_every is None:
             return None
         mark = self.world_group.broadcast_object("" if self.hold is None else self.hold.mark)
-        folder = self.plan.config.folder()
+        self._remove_handed_over()
+        return MemoryCopies(NodeMemory.of(self.plan.config.folder()), mark, self.world_group)
+
+    def _remove_handed_over(self) -> None:
         if self.world_group.rank == 0:
-            NodeMemory.shared(folder).remove()
-        return MemoryCopies(NodeMemory.of(folder), mark, self.world_group)
+            NodeMemory.shared(self.plan.config.folder()).remove()
+
+    def describe_copies(self) -> list[tuple[str, str]]:
+        """The banner's line."""
+        if self.copies is None:
+            return []
+        nodes = self.copies.keepers.count()
+        alone = "; they outlive its processes, but not the node" if nodes == 1 else ""
+        every = counted(self.plan.config.training.copy_every or 0, "step")
+        return [("copies", f"every {every} in the memory of {counted(nodes, 'node')}{alone}")]
 
     def rescue(self, than: int) -> Rescue | None:
         """A checkpoint made of what the last session has left in memory, if that is newer than step `than`."""
@@ -97,10 +109,11 @@ class Session:
         rules = KeepRules(training.keep_every, self.switches, training.keep_best)
         return rescue_newer(than, folder, self.launch, self.world_group, training.keep_checkpoints, rules)
 
-    def drop_copies(self) -> None:
-        """Leaves nothing in memory of what this session has begun to keep there."""
-        if vars(self).get("copies") is not None:
-            vars(self)["copies"].close()
+    def abandon(self) -> None:
+        """After an error, which others must be told soon: nothing is left in memory, unless ranks will start again, and
+        go on from there."""
+        if "copies" in vars(self) and self.copies is not None and not self.launch.restarts:
+            self.copies.close(patience=0)
 
     @cached_property
     def stop(self) -> StopRequest:
@@ -116,7 +129,9 @@ class Session:
             write_atomically(self.plan.config.folder().ending, json.dumps(content) + "\n")
         if self.hold is not None:
             self.hold.release()
-        self.drop_copies()
+        if self.copies is not None:
+            self.copies.close()
+            self._remove_handed_over()
 
 
 PATIENCE = 10.0

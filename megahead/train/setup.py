@@ -100,8 +100,7 @@ def _pretrain(plan: RunPlan, launch: Launch, ranks: Group, device: torch.device,
             if ending != "finished" or state.step >= plan.config.training.steps:
                 break
     except BaseException:
-        if not launch.restarts:  # else ranks that start again go on from what is in memory
-            session.drop_copies()
+        session.abandon()
         raise
     session.end(ending, state)
     return Run.of(folder, state, ending)
@@ -124,7 +123,7 @@ def _train_phase(session: Session, resume: str) -> tuple[Ending, TrainingState]:
         cast(Pretraining, engine.module).note_misses = state.difficulty.note
     if checkpoint is not None:
         resume_from(checkpoint, config, engine, state, data_group)
-    facts = _facts(session, plan, state) + lines
+    facts = _facts(session, plan, state) + lines + session.describe_copies()
     meters = session.meters_of(plan)
     meters.banner(facts, state, start, lineage, new_phase=new_phase)
     run = Training(
@@ -141,7 +140,7 @@ def _train_phase(session: Session, resume: str) -> tuple[Ending, TrainingState]:
         evaluation=None if validation is None else Evaluation(config, validation, data_group, device),
         tasks=TaskEvaluation.of(config, world_group),
         saver=Saver(engine, state, config, data_group, world_group, lineage, session.hold, session.switches),
-        copier=_copier(session, engine, state, config, lineage),
+        copier=Copier(engine, state, config, data_group, world_group, lineage, session.copies),
         roll_back=partial(roll_back, phase, engine, state, lineage, data_group, world_group),
         device=device,
         data_group=data_group,
@@ -149,14 +148,6 @@ def _train_phase(session: Session, resume: str) -> tuple[Ending, TrainingState]:
     )
     with closing(engine):
         return train(run), state
-
-
-def _copier(
-    session: Session, engine: Engine, state: TrainingState, config: RunConfig, lineage: Lineage
-) -> Copier | None:
-    if session.copies is None:
-        return None
-    return Copier(engine, state, config, session.data_group, session.world_group, lineage, session.copies)
 
 
 def _state(session: Session, plan: RunPlan, checkpoint: Checkpoint | None) -> TrainingState:

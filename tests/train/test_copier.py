@@ -37,7 +37,7 @@ def waiting_for_copies() -> None:
 
     def patiently(mine: copier.Copier) -> copier.Renewal:
         renewal = renew(mine)
-        if mine._copies._pending is not None:
+        if mine._copies is not None and mine._copies._pending is not None:
             mine._copies._pending.exception(60)
         return renewal
 
@@ -100,6 +100,17 @@ def test_a_process_that_dies_before_the_first_checkpoint_loses_little_and_more_r
     assert "resumed" not in said(tmp_path, 0)
     assert codes(start_ranks(config, 2, tmp_path, sabotage=on_node(tmp_path))) == [0, 0], said(tmp_path, 0)
     assert "in memory   step 4, 4 steps newer than the disk's: saved as step-00000004 in" in said(tmp_path, 0)
+
+
+@pytest.mark.slow
+def test_a_later_phase_keeps_copies_too(tmp_path: Path) -> None:
+    write_text(tmp_path)
+    phases = {"objective.schedule": {"vanilla_share": 0.5}, "training.checkpoint_every": 100, "training.steps": 8}
+    config = small_config(tmp_path, phases | {"training.copy_every": 2})
+    assert -signal.SIGKILL in codes(start_ranks(config, 2, tmp_path, sabotage=on_node(tmp_path, dies_at=7)))
+    assert codes(start_ranks(config, 2, tmp_path, sabotage=on_node(tmp_path))) == [0, 0], said(tmp_path, 0)
+    assert "in memory   step 6, 2 steps newer than the disk's: saved as step-00000006 in" in said(tmp_path, 0)
+    assert all(not list(memory_of(tmp_path, rank).iterdir()) for rank in (0, 1))
 
 
 @pytest.mark.slow

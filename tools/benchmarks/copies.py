@@ -56,6 +56,7 @@ def compare(folder: Path, config: str, ranks: int, steps: int, every: int, zero:
     for number, (name, changes) in enumerate(ways.items()):
         settings = [*common, f"output_dir={folder / f'run-{number}'}", *changes]
         lines.append({"": name, **_measured(load_config(config, settings), ranks)})
+        print(json.dumps(lines[-1]), flush=True)
     Console(highlight=False).print(to_rich(lines))
     return lines
 
