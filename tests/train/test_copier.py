@@ -215,6 +215,28 @@ def test_a_rollback_forgets_copies_of_what_it_takes_back(tmp_path: Path) -> None
         assert ending == "finished"
 
 
+def steps_with_compared_replicas(group: Group, config: RunConfig, folder: Path) -> list[int]:
+    give_memory(folder, group.rank)
+    waiting_for_copies()
+    compared: list[int] = []
+    due = loop.Health.due
+
+    def noted(health: loop.Health, step: int, saves: bool) -> bool:
+        answer = due(health, step, saves)
+        compared.extend([step] if answer else [])
+        return answer
+
+    loop.Health.due = noted  # type: ignore[method-assign]
+    pretrain(config, Launch())
+    return compared
+
+
+def test_replicas_are_compared_before_a_copy_as_before_a_checkpoint(tmp_path: Path) -> None:
+    write_text(tmp_path)
+    config = small_config(tmp_path, {"training.copy_every": 2, "training.checkpoint_every": 3})
+    assert on_ranks(2, steps_with_compared_replicas, config, tmp_path) == [[2, 3, 4, 6]] * 2
+
+
 def end_with_an_error(group: Group, config: RunConfig, folder: Path, restarts: bool) -> list[str]:
     memory = give_memory(folder, group.rank)
     waiting_for_copies()

@@ -82,7 +82,8 @@ def _start(config: RunConfig, memories: list[Path]) -> list[BaseProcess]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     launches = [Launch(rank, len(memories), rank, "127.0.0.1", port) for rank in range(len(memories))]
-    ranks = [context.Process(target=_rank, args=(config, *of_rank)) for of_rank in zip(launches, memories, strict=True)]
+    places = zip(launches, memories, strict=True)
+    ranks: list[BaseProcess] = [context.Process(target=_rank, args=(config, *place)) for place in places]
     for rank in ranks:
         rank.start()
     return ranks
