@@ -133,12 +133,16 @@ class MemoryCopies:
 
     def _exchange(self, folder: Path, files: dict[str, FileEntry], ends: threading.Event) -> None:
         """Sends this rank's file to its keeper, and receives its wards'."""
-        rank, names = self._group.rank, list(files)
+        rank, names, theirs = self._group.rank, list(files), dict[int, Tensor]()
         keeper = self.keepers.of(rank)
         if keeper is None:
             return
         wards = {ward: names[ward] for ward in self.keepers.wards(rank)}
-        theirs = {ward: _place_for(folder / name, files[name].bytes) for ward, name in wards.items()}
+
+        def make_places() -> None:
+            theirs.update({ward: _place_for(folder / name, files[name].bytes) for ward, name in wards.items()})
+
+        run_on_all_ranks(self._group, make_places)
         mine = torch.from_file(str(folder / names[rank]), size=files[names[rank]].bytes, dtype=torch.uint8)
         if not pass_on(self._group, mine, keeper, theirs, ends.is_set):
             raise CheckpointError("a copy must be complete to be kept, but was ended before.")

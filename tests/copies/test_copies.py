@@ -3,6 +3,7 @@ been, or is refused with a sentence."""
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 from megahead.checkpoint import KeepRules, Snapshot, open_checkpoint, save_checkpoint
-from megahead.copies import Copy, MemoryCopies, NodeMemory, hand_over, handing_over, node_memory, rescue_newer
+from megahead.copies import Copy, MemoryCopies, NodeMemory, hand_over, handing_over, keeping, node_memory, rescue_newer
 from megahead.copies.keepers import Keepers
 from megahead.distributed import Group, Launch, RowShard
 from megahead.errors import CheckpointError
@@ -245,6 +246,27 @@ def test_without_room_on_one_node_all_are_told_and_nothing_is_left(tmp_path: Pat
         r"^\S+ on \S+ must have room for 0.000 GiB of copies, but has 0.000 GiB .*; make it larger", sentence
     )
     assert all(len(files) == 3 for files in on_ranks(2, keep_with_room, tmp_path, NEEDED))
+
+
+def keep_on_a_node_that_fills_up(group: Group, folder: Path) -> tuple[str, list[str]]:
+    memory = give_memory(folder, group.rank)
+    if group.rank == 1:
+
+        def no_room(*_: Any) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        keeping.os.posix_fallocate = no_room  # type: ignore[assignment]
+    copies = MemoryCopies(NodeMemory.of(RunFolder(folder / "run")), MARK, group)
+    begin(copies, 2, group)
+    wait(copies)
+    with pytest.raises(CheckpointError) as error:
+        copies.may_begin()
+    copies.close()
+    return str(error.value), files_in(memory)
+
+
+def test_a_node_that_fills_up_before_anything_is_sent_keeps_nobody_waiting(tmp_path: Path) -> None:
+    assert on_ranks(2, keep_on_a_node_that_fills_up, tmp_path) == [("[Errno 28] No space left on device", [])] * 2
 
 
 def test_a_session_that_is_over_removes_nothing_of_the_one_that_came_after_it(
