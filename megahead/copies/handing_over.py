@@ -46,7 +46,7 @@ def _put(copy: Path, slot: Path) -> None:
 def wait_for_others(folder: RunFolder, mark: str, launch: Launch, most_seconds: float) -> None:
     """Waits until all ranks beyond those that train have handed over what they have, but not for long."""
     deadline = time.monotonic() + min(PATIENCE_SECONDS, most_seconds)
-    for rank in range(launch.world_size, launch.world_size + launch.waiting):
+    for rank in range(launch.world_size, launch.world_size + launch.spare_ranks):
         done = _done(NodeMemory.shared(folder), mark, launch, rank)
         while not done.exists() and time.monotonic() < deadline:
             time.sleep(0.05)

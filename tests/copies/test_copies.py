@@ -66,7 +66,7 @@ def rescue(group: Group, folder: Path, nodes: str, than: int = -1, waiting: int 
     """On nodes that are left."""
     give_memory(folder, int(nodes[group.rank]))
     run = RunFolder(folder / "run")
-    came = rescue_newer(than, run, Launch(waiting=waiting, world_size=group.size), group, 2, KeepRules())
+    came = rescue_newer(than, run, Launch(spare_ranks=waiting, world_size=group.size), group, 2, KeepRules())
     if came is None:
         return None
     return None if came.checkpoint is None else came.checkpoint.step, came.newer_by, came.problems
@@ -151,7 +151,7 @@ def test_nodes_whose_ranks_only_wait_hand_over_what_the_others_need(
     on_ranks(4, keep, tmp_path, "0123", (4,))
     shutil.rmtree(memory_of(tmp_path, 3))
     shutil.move(memory_of(tmp_path, 0), memory_of(tmp_path, 4))  # ranks are numbered anew
-    on_ranks(1, hand, tmp_path, Launch(rank=4, world_size=2, waiting=1, port=1))
+    on_ranks(1, hand, tmp_path, Launch(rank=4, world_size=2, spare_ranks=1, port=1))
     monkeypatch.setattr(handing_over, "PATIENCE_SECONDS", 0.2)
     assert on_ranks(2, rescue, tmp_path, "12") == [(4, 4, [])] * 2
     assert same_as_on_disk(tmp_path, 4, 4)
