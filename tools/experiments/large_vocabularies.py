@@ -157,11 +157,12 @@ def _against_vanilla(laboratory: Laboratory, size: int, text: Text) -> list[Row]
 
 def _speed_of(laboratory: Laboratory, objective: str, size: int, text: Text) -> int:
     """ms a step, in a short run of its own."""
-    return _milliseconds(_trained(laboratory, objective, f"pair-{objective}-{size}", text, SHORT_STEPS))
+    name = f"pair-{objective}-{size}"
+    return _milliseconds(_trained(laboratory, objective, name, text, SHORT_STEPS, "schedule.warmup_steps=1"))
 
 
-def _trained(laboratory: Laboratory, objective: str, name: str, text: Text, steps: int) -> RunMetrics:
-    given = [*text.settings, *SETTINGS, f"objective.name={objective}", *_course(steps, steps)]
+def _trained(laboratory: Laboratory, objective: str, name: str, text: Text, steps: int, *more: str) -> RunMetrics:
+    given = [*text.settings, *SETTINGS, f"objective.name={objective}", *_course(steps, steps), *more]
     return laboratory.train("small-headless", name, *given)
 
 
