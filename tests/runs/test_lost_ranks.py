@@ -101,7 +101,7 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 PLACES = {
-    "before all have met": (Watch, "meet"),
+    "before all have met": (Watch, "wait_for_all"),
     "before it connects": (dist, "init_process_group"),
     "before its first group": (Group, "side_channel"),
     "before its third group": (Group, "side_channel", 3),
