@@ -10,11 +10,13 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from datetime import datetime, timedelta, tzinfo
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
 from megahead.checkpoint import open_checkpoint
 from megahead.distributed import print_once, switchboard, watch
@@ -168,6 +170,7 @@ class Cluster:
     def _pausing(self, number: int) -> None:
         """In an agent, and so in its ranks: behind such a step they wait, until they may go on or are asked to stop."""
         give_memory(self.folder, number)
+        keep_time_by(self.folder / f"ahead-{number}")
         note, ask = Meters.step, StopRequest._note
         asked: list[int] = []
 
@@ -196,6 +199,21 @@ def cluster(
 ) -> Iterator[Cluster]:
     with hosts(count) as (there, wire):
         yield Cluster(there, wire, folder, config_file(folder, {**STEPS, **(changes or {})}), pauses)
+
+
+def keep_time_by(ahead: Path) -> None:
+    """Of the clock that agents meet by, which runs ahead by the hours in that file, once it is there. That it was read
+    then, a file beside it says."""
+
+    class Clock(datetime):
+        @classmethod
+        def now(cls, tz: tzinfo | None = None) -> datetime:  # type: ignore[override]
+            if not ahead.exists():
+                return datetime.now(tz)
+            ahead.with_suffix(".read").touch()
+            return datetime.now(tz) + timedelta(hours=float(ahead.read_text()))
+
+    dynamic_rendezvous.datetime = Clock  # type: ignore[attr-defined]
 
 
 def left_in_memory(folder: Path) -> list[str]:
@@ -285,6 +303,22 @@ def test_a_network_is_cut_and_healed(tmp_path: Path, undisturbed: Path, monkeypa
     assert MORE in run.meshes()
     assert left_in_memory(tmp_path) == []
     assert largest_difference(tmp_path / "run", undisturbed) < 1e-5
+
+
+@pytest.mark.parametrize("hours", [1, -1])
+def test_a_clock_that_jumps_ends_no_run(
+    tmp_path: Path, undisturbed: Path, undisturbed_by_two: Path, hours: int
+) -> None:
+    """torchrun's agents tell by their clocks who is there. Measured: nobody is given up, and nothing begins again."""
+    with cluster(tmp_path, 2, pauses=(3,)) as run:
+        run.start(0, 1)
+        run.paused(3)
+        (tmp_path / "ahead-1").write_text(str(hours))
+        time.sleep(8)  # agents look after each other once a second, and give one up after six
+        run.go_on(3)
+        run.finished()
+    assert (tmp_path / "ahead-1.read").exists()
+    assert run.equals(undisturbed, undisturbed_by_two)
 
 
 def test_without_the_host_where_they_meet_the_others_end_and_the_next_start_goes_on(
