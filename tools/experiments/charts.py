@@ -47,7 +47,7 @@ def draw_charts(charts: Sequence[Chart]) -> Figure:
         for axes, chart in zip(panels, charts, strict=True):
             _draw(axes, chart, names)
         handles = {line.get_label(): line for axes in panels for line in axes.get_lines()}
-        figure.legend([handles[name] for name in names], names, loc="outside upper left", ncols=4)
+        figure.legend([handles[name] for name in names], names, loc="outside upper left", ncols=min(4, 2 + len(charts)))
         return figure
 
 

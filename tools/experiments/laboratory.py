@@ -162,6 +162,8 @@ def _finished(run: Path, config: RunConfig) -> bool:
         latest = (run / "checkpoints/latest").read_text().strip()
     except OSError:
         return False
+    if not RunFolder(run).config.exists():
+        return False
     same = load_config(RunFolder(run).config).model_dump() == config.model_dump()
     return same and latest == f"step-{config.training.steps:08d}"
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TextIO
 
 import pytest
+import yaml
 
-from experiments.laboratory import Laboratory
+from experiments.laboratory import Laboratory, _finished
 from experiments.negatives import compare_negatives
 from experiments.variants import compare_variants
+from megahead.config import load_config
 from megahead.errors import UserError
 from megahead.report import read_metrics
 from support.laboratory import TINY, run_logged
@@ -57,3 +60,13 @@ def test_a_run_that_was_stopped_is_no_result_until_it_went_on(
 def test_a_run_that_fails_is_told_with_the_end_of_its_log(laboratory: Laboratory) -> None:
     with pytest.raises(UserError, match=r"(?s)training broken must come to its end, but failed.*data\.tokenizer"):
         laboratory.train("small-headless", "broken")
+
+
+def test_a_folder_without_settings_holds_no_result(tmp_path: Path) -> None:
+    latest = tmp_path / "checkpoints/latest"
+    latest.parent.mkdir()
+    latest.write_text("step-00000400")
+    config = load_config("configs/small-headless.yaml", ["training.steps=400"])
+    assert not _finished(tmp_path, config)
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
+    assert _finished(tmp_path, config)
