@@ -46,15 +46,15 @@ def write_encoder_tokenizer(source: Path, folder: Path, config: RunConfig) -> di
     special["pad_token"] = next(name for name, id_ in found.items() if id_ is not None)
     special["unk_token"] = "[UNK]" if vocabulary.token_to_id("[UNK]") is not None else special["pad_token"]
     cls, sep = special["cls_token"], special["sep_token"]
-    last = "" if config.model.is_causal else f" {sep}:0"
+    closings = [""] * 2 if config.model.is_causal else [f" {sep}:{kind}" for kind in (0, 1)]
     if config.model.is_causal:
         end = _spelling(vocabulary, source, "data.end_token", config.data.end_token)
         special |= {"bos_token": cls, "eos_token": end}
     vocabulary.no_padding()
     vocabulary.no_truncation()
     vocabulary.post_processor = TemplateProcessing(
-        single=f"{cls}:0 $A:0{last}",
-        pair=f"{cls}:0 $A:0 {sep}:0 $B:1{last.replace('0', '1')}",
+        single=f"{cls}:0 $A:0{closings[0]}",
+        pair=f"{cls}:0 $A:0 {sep}:0 $B:1{closings[1]}",
         special_tokens=[(cls, masking.cls_token), (sep, masking.sep_token)],
     )
     vocabulary.save(str(folder / "tokenizer.json"))
