@@ -20,9 +20,9 @@ class Health:
         """Each rank's."""
         self.pace = Pace(self.hosts, rules.slow_rank)
 
-    def due(self, step: int, saves: bool) -> bool:
-        """Whether to compare replicas behind that step: from time to time, and before a checkpoint."""
-        return self._rules.replicas != "off" and (saves or step % self._rules.replicas_every == 0)
+    def due(self, step: int, keeps: bool) -> bool:
+        """Whether to compare replicas behind that step: from time to time, and before a checkpoint or a copy."""
+        return self._rules.replicas != "off" and (keeps or step % self._rules.replicas_every == 0)
 
     def odd_replica(self) -> OddReplica | None:
         """Ranks whose weights differ from others'. Reads the weights once, sends 8 bytes for each. Collective."""

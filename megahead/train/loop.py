@@ -148,8 +148,8 @@ def _roll_back(run: Training) -> bool:
 def _replicas_agree(run: Training) -> bool:
     """Compares replicas if that is due; where they differ, does what the config asks for. Collective."""
     step, policy = run.state.step, run.config.faults.replicas
-    saves = step >= run.until or _save_is_due(run) or run.copier.due(step)
-    odd = run.health.odd_replica() if run.health.due(step, saves) else None
+    keeps = step >= run.until or _save_is_due(run) or run.copier.due(step)
+    odd = run.health.odd_replica() if run.health.due(step, keeps) else None
     if odd is None:
         return True
     sentence = run.meters.odd_replica(odd, run.health.hosts, policy, run.state)

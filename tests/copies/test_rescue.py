@@ -1,0 +1,147 @@
+"""What is left of copies in memory after a node is lost becomes the checkpoint that it would have been, or is refused
+with a sentence."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+
+from megahead.copies import hand_over, handing_over
+from megahead.distributed import Group, Launch
+from megahead.run_folder import RunFolder
+from support.copied_state import keep, rescue, same_as_on_disk
+from support.node_memories import give_memory, memory_of
+from support.on_ranks import on_ranks
+
+
+@pytest.mark.parametrize(("nodes", "left"), [("01", "0"), ("01", "1"), ("0011", "11"), ("012", "02"), ("001", "1")])
+def test_without_one_node_the_rest_has_all_of_it(tmp_path: Path, nodes: str, left: str) -> None:
+    on_ranks(len(nodes), keep, tmp_path, nodes, (4,))
+    for lost in set(nodes) - set(left):
+        shutil.rmtree(memory_of(tmp_path, int(lost)))
+    assert on_ranks(len(left), rescue, tmp_path, left) == [(4, 4, [])] * len(left)
+    assert same_as_on_disk(tmp_path, 4, len(nodes))
+
+
+def test_one_node_keeps_one_copy_which_outlives_its_processes(tmp_path: Path) -> None:
+    there = on_ranks(2, keep, tmp_path, "00", (4,))[0]
+    assert sum(file.endswith(".safetensors") for file in there) == 2
+    assert on_ranks(1, rescue, tmp_path, "0") == [(4, 4, [])]
+    assert same_as_on_disk(tmp_path, 4, 2)
+
+
+def test_the_last_copy_stays_until_the_next_is_complete_and_the_newest_is_taken(tmp_path: Path) -> None:
+    there = on_ranks(2, keep, tmp_path, "01", (2, 4, 6))
+    for rank, files in enumerate(there):
+        steps = {file.split("/")[1] for file in files}
+        assert steps == {"step-00000004", "step-00000006"}, files
+        assert {file.split("/")[0] for file in files} == {f"rank-{rank:05d}"}
+    assert on_ranks(2, rescue, tmp_path, "01", 5) == [(6, 1, [])] * 2
+
+
+def test_what_is_older_than_the_disks_is_left_alone(tmp_path: Path) -> None:
+    on_ranks(2, keep, tmp_path, "01", (4,))
+    assert on_ranks(2, rescue, tmp_path, "01", 4) == [None] * 2
+    assert not (tmp_path / "run/checkpoints").exists()
+
+
+def test_copies_of_another_session_are_never_used_and_removed_by_the_next(tmp_path: Path) -> None:
+    on_ranks(2, keep, tmp_path, "01", (8,))
+    (tmp_path / "run/session").write_text("a later one")
+    assert on_ranks(2, rescue, tmp_path, "01") == [None] * 2
+    (tmp_path / "run/session").unlink()  # it ended by itself
+    assert on_ranks(2, rescue, tmp_path, "01") == [None] * 2
+    there = on_ranks(2, keep, tmp_path, "01", (2,), "a third")
+    assert {file.split("/")[1] for files in there for file in files} == {"step-00000002"}
+
+
+def test_two_runs_of_one_machine_do_not_mix(tmp_path: Path) -> None:
+    for name, step in (("one", 2), ("two", 4)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "memory-0").symlink_to(tmp_path / "memory")
+        (tmp_path / "memory").mkdir(exist_ok=True)
+        on_ranks(1, keep, tmp_path / name, "0", (step,))
+    assert len(list((tmp_path / "memory").iterdir())) == 2
+    assert on_ranks(1, rescue, tmp_path / "one", "0") == [(2, 2, [])]
+    assert on_ranks(1, rescue, tmp_path / "two", "0") == [(4, 4, [])]
+
+
+def hand(group: Group, folder: Path, launch: Launch) -> None:
+    give_memory(folder, launch.rank)
+    hand_over(RunFolder(folder / "run"), launch)
+
+
+def test_nodes_whose_ranks_only_wait_hand_over_what_the_others_need(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of four nodes the last is lost, and two can train: on these the third's file is missing."""
+    on_ranks(4, keep, tmp_path, "0123", (4,))
+    shutil.rmtree(memory_of(tmp_path, 3))
+    shutil.move(memory_of(tmp_path, 0), memory_of(tmp_path, 4))  # ranks are numbered anew
+    on_ranks(1, hand, tmp_path, Launch(rank=4, world_size=2, spare_ranks=1, port=1))
+    monkeypatch.setattr(handing_over, "PATIENCE_SECONDS", 0.2)
+    assert on_ranks(2, rescue, tmp_path, "12") == [(4, 4, [])] * 2
+    assert same_as_on_disk(tmp_path, 4, 4)
+
+
+def test_those_that_wait_are_waited_for_but_not_for_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_ranks(2, keep, tmp_path, "01", (4,))
+    monkeypatch.setattr(handing_over, "PATIENCE_SECONDS", 0.5)
+    began = time.monotonic()
+    assert on_ranks(1, rescue, tmp_path, "0", -1, 2) == [(4, 4, [])]
+    assert time.monotonic() - began >= 0.5
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+SPOILED = {
+    "flipped": (flip, "must match its checksum, but does not"),
+    "cut short": (cut, "must match its checksum, but does not"),
+    "gone": (Path.unlink, "a copy in memory must be whole to be used, but of that of step 4 tensors-00001-of-00002"),
+}
+
+
+@pytest.mark.parametrize("damage", SPOILED)
+def test_a_spoiled_copy_is_passed_over_with_a_sentence(tmp_path: Path, damage: str) -> None:
+    on_ranks(2, keep, tmp_path, "01", (2, 4))
+    shutil.rmtree(memory_of(tmp_path, 1))
+    spoil, says = SPOILED[damage]
+    (mine,) = memory_of(tmp_path, 0).rglob("step-00000004/tensors-00001-of-00002.safetensors")
+    spoil(mine)
+    ((step, newer_by, problems),) = on_ranks(1, rescue, tmp_path, "0", 1)
+    assert (step, newer_by) == (2, 1)
+    assert says in " ".join(problems)
+    assert "tensors-00001-of-00002.safetensors is on no node that is here" in problems[-1]
+
+
+def test_a_spoiled_file_is_replaced_by_another_nodes(tmp_path: Path) -> None:
+    on_ranks(2, keep, tmp_path, "01", (4,))
+    for file in memory_of(tmp_path, 0).rglob("*.safetensors"):
+        flip(file)
+    ((step, _, problems), other) = on_ranks(2, rescue, tmp_path, "01")
+    assert other == (step, 4, problems)
+    assert step == 4
+    assert len(problems) == 2
+    assert same_as_on_disk(tmp_path, 4, 2)
+
+
+def test_where_no_copy_is_sound_the_disks_counts(tmp_path: Path) -> None:
+    on_ranks(2, keep, tmp_path, "01", (4,))
+    for memory in (0, 1):
+        for manifest in memory_of(tmp_path, memory).rglob("checkpoint.json"):
+            flip(manifest)
+    results = on_ranks(2, rescue, tmp_path, "01", 3)
+    assert [result[:2] for result in results] == [(None, 0)] * 2
+    assert "checkpoint.json" in results[0][2][0]
+    assert not (tmp_path / "run/checkpoints").exists()
