@@ -29,6 +29,7 @@ EXPERIMENTS = (
     "variants",
     "revocabulary",
     "precision",
+    "recipe",
     "bottleneck",
     "shapes",
     "large_vocabularies",
