@@ -30,6 +30,7 @@ EXPERIMENTS = (
     "revocabulary",
     "precision",
     "recipe",
+    "verdict",
     "bottleneck",
     "shapes",
     "large_vocabularies",
