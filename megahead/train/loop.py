@@ -38,8 +38,9 @@ class Training:
     until: int
     """Steps of the run at which the phase ends."""
 
-    new_phase: bool
-    """Whether it goes on from another phase's weights, so that an evaluation shows what these are worth to it."""
+    evaluate_first: bool
+    """Whether it begins with weights that learned something else, another phase's or those of `init`, so that an
+    evaluation shows what these are worth to it."""
 
     engine: Engine
     feed: Feed
@@ -69,7 +70,7 @@ def train(run: Training) -> Ending:
     say) will soon kill the process.
     """
     state = run.state
-    _evaluate(run) if run.new_phase else _run_missed_evaluation(run)
+    _evaluate(run) if run.evaluate_first else _run_missed_evaluation(run)
     began_at, watch = state.step, Stopwatch(state.seconds)
     ending: Ending | None = None
     run.meters.start(state)

@@ -129,7 +129,7 @@ def _train_phase(session: Session, resume: str) -> tuple[Ending, TrainingState]:
     run = Training(
         config=config,
         until=phase.steps.stop,
-        new_phase=new_phase,
+        evaluate_first=new_phase or (checkpoint is None and config.init is not None),
         engine=engine,
         feed=feed,
         state=state,

@@ -183,6 +183,13 @@ def test_a_llama_equals_plain_torch(
     assert_equal(on_mesh(tmp_path, "headless", stage, tensor, data, **(LLAMA | changes)), llama)
 
 
+@pytest.mark.parametrize(("objective", "stage", "tensor", "data"), [("vanilla", 3, 2, 2), ("tied", 1, 2, 1)])
+def test_a_vanilla_llama_equals_plain_torch(tmp_path: Path, objective: str, stage: int, tensor: int, data: int) -> None:
+    write_text(tmp_path)
+    reference = plain_torch(config_of(tmp_path, objective, **LLAMA))
+    assert_equal(on_mesh(tmp_path, objective, stage, tensor, data, **LLAMA), reference)
+
+
 @pytest.mark.parametrize(("stage", "tensor", "data"), [(2, 2, 2), (0, 1, 1)])
 def test_a_llama_with_a_table_of_rows_equals_plain_torch(
     tmp_path: Path, llama: Course, stage: int, tensor: int, data: int
