@@ -20,10 +20,10 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.launcher.api import LaunchConfig, launch_agent
 
 import support.heavy_imports  # noqa: F401 - else every rank would load it again
+from benchmarks.hosts import Host
 from megahead.commands.pretrain import main
 from megahead.errors import leave
 from support.forked import FORK
-from support.hosts import Host
 from support.killable import speak_to
 
 Sabotage = Callable[[int], None]
