@@ -7,8 +7,9 @@ Nodes are namespaces of this machine (root, ip, /dev/net/tun, loop devices): eac
 memory of its own, and runs launch/elastic.sh. Ranks are killed or stopped; nodes are killed, switched off, frozen,
 asked to leave, and come back; their network is cut or slow, their clock jumps; the disk and the memory for copies fill
 up; checkpoints, copies and weights are damaged; the place where nodes meet is lost. The seed decides which, when and
-where: events.jsonl tells. After the last one the run trains to its end undisturbed; so does a twin, all the way, and
-both are compared: bit for bit with --ranks fixed, by which training waits for lost nodes, else to 1e-5.
+where: events.jsonl tells. After the last one the run trains to its end undisturbed; so does a twin, all the way, which
+has as many ranks at every step, and both must have the same bits. With --ranks fixed training waits for lost nodes,
+else it goes on with those that are there.
 
 Stop it with Ctrl-C or SIGTERM: all ranks save first. What the run says is in node-*.log, the outcome in soak.md and
 soak.json. It ends with exit code 2 where the run does not recover from a fault, and leaves all as it is then.
@@ -32,7 +33,7 @@ def main() -> None:
     parser.add_argument(
         "--every", type=float, default=60.0, help="seconds from event to event, on average (default: 60)"
     )
-    parser.add_argument("--ranks", choices=("fixed", "any"), default="fixed", help="default: fixed")
+    parser.add_argument("--ranks", choices=("any", "fixed"), default="any", help="default: any")
     parser.add_argument("--pace", type=float, default=0.25, help="seconds that a step takes at least (default: 0.25)")
     parser.add_argument("--kinds", help="only these kinds of faults, by commas (default: all)")
     parser.add_argument("--text", type=existing, metavar="FILE.idx", help="a dataset instead of docs/")

@@ -38,7 +38,7 @@ def test_a_run_goes_on_whatever_happens_to_its_nodes(tmp_path: Path, monkeypatch
     for name, module, seconds in IMPATIENCE:
         monkeypatch.setattr(module, name, seconds)
     train_undisturbed(tmp_path)
-    failed = failures_of(SCENARIOS, tmp_path, 300)
+    failed = failures_of(SCENARIOS, tmp_path, at_once=4, seconds=200)
     assert not failed, "\n\n".join(f"{name}:\n{said}" for name, said in failed.items())
 
 

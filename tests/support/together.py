@@ -6,6 +6,7 @@ import os
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from support.forked import FORK
@@ -14,19 +15,25 @@ Scenario = Callable[[Path], None]
 """Raises if something is not as it must be; the folder is its own."""
 
 
-def failures_of(scenarios: Mapping[str, Scenario], folder: Path, seconds: float) -> dict[str, str]:
-    """By the scenario's name: what those raised that did, or that they took too long."""
-    places = [folder / name for name in scenarios]
-    processes = [FORK.Process(target=_play, args=pair) for pair in zip(scenarios.values(), places, strict=True)]
-    deadline = time.monotonic() + seconds
-    for place, process in zip(places, processes, strict=True):
-        place.mkdir()
-        process.start()
-    for process in processes:
-        process.join(max(0.0, deadline - time.monotonic()))
-        process.kill()
-        process.join()
-    endings = {place.name: _ending(place) for place in places}
+def failures_of(scenarios: Mapping[str, Scenario], folder: Path, at_once: int, seconds: float) -> dict[str, str]:
+    """By the scenario's name: what those raised that did, or that they took more than `seconds`."""
+    waiting, running, places = list(scenarios), dict[str, tuple[BaseProcess, float]](), dict[str, Path]()
+    while waiting or running:
+        while waiting and len(running) < at_once:
+            name = waiting.pop(0)
+            places[name] = folder / name
+            places[name].mkdir()
+            process = FORK.Process(target=_play, args=(scenarios[name], places[name]))
+            process.start()
+            running[name] = process, time.monotonic() + seconds
+        for name, (process, deadline) in list(running.items()):
+            if process.is_alive() and time.monotonic() < deadline:
+                continue
+            process.kill()
+            process.join()
+            del running[name]
+        time.sleep(0.02)
+    endings = {name: _ending(place) for name, place in places.items()}
     return {name: ending for name, ending in endings.items() if ending}
 
 

@@ -1,4 +1,7 @@
-"""The end of a soak: the run reaches its last step undisturbed, its twin goes all the way so, and both are compared."""
+"""The end of a soak: the run reaches its last step undisturbed, its twin goes all the way so, and both are compared.
+
+The twin has as many ranks at every step as those had that counted in the end: then all bits must be the same.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,18 +46,53 @@ def finished(run: Path) -> bool:
     return ending.exists() and json.loads(ending.read_text(encoding="utf-8"))["ending"] == "finished"
 
 
-def train_twin(config: Path, run: Path, log: Path, steps: int, ranks: int, stopping: Callable[[], bool]) -> bool:
-    """The same run on as many ranks of this machine, without copies and pauses; False if someone wants to stop before
-    its end, from where it then goes on."""
-    settings = {"output_dir": run, "training.steps": steps, "training.copy_every": "null"}
+@dataclass(frozen=True)
+class Stretch:
+    """Steps of a run that as many ranks took, up to `until`."""
+
+    until: int
+    ranks: int
+
+
+def stretches(metrics: Path) -> list[Stretch]:
+    """By which a run came to its end, those left out that a later session did again."""
+    begun: list[tuple[int, int]] = []
+    last = 0
+    for line in metrics.read_text(encoding="utf-8").splitlines():
+        record = json.loads(line)
+        last = record["step"]
+        if "session" in record:
+            begun = [each for each in begun if each[0] < last]
+            if not begun or begun[-1][1] != record["session"]["mesh"]["data"]:
+                begun.append((last, record["session"]["mesh"]["data"]))
+    ends = [*(step for step, _ in begun[1:]), last]
+    return [Stretch(end, ranks) for end, (_, ranks) in zip(ends, begun, strict=True)]
+
+
+def train_twin(config: Path, run: Path, log: Path, course: Sequence[Stretch], stopping: Callable[[], bool]) -> bool:
+    """The same run on as many ranks of this machine at every step, without copies and pauses; False if someone wants to
+    stop before its end, from where it then goes on."""
+    progress = Progress(run / "metrics.jsonl")
+    for stretch in course:
+        progress.read()
+        there = finished(run) and progress.step >= stretch.until
+        if not there and not _train(config, run, log, stretch, progress, stopping):
+            return False
+    return True
+
+
+def _train(
+    config: Path, run: Path, log: Path, stretch: Stretch, progress: Progress, stopping: Callable[[], bool]
+) -> bool:
+    settings = {"output_dir": run, "training.steps": stretch.until, "training.copy_every": "null"}
     words = [word for name, value in settings.items() for word in ("--set", f"{name}={value}")]
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
-    command = [*launcher, "launch/pretrain.py", "--config", str(config), *words]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command = [*launcher, "--nproc_per_node", str(stretch.ranks), "launch/pretrain.py", "--config", str(config), *words]
     environment = os.environ | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     with log.open("ab") as said:
         launched = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=said, stderr=said)
     try:
-        return _wait(launched, Progress(run / "metrics.jsonl"), run, stopping)
+        return _wait(launched, progress, run, stopping)
     finally:
         launched.send_signal(signal.SIGTERM)
         try:

@@ -242,8 +242,8 @@ KINDS = {
     "clock jumps": Kind((5, 40), _jump, _jump_back),
     "disk full": Kind((5, 40), _fill_disk, _empty_disk),
     "memory for copies full": Kind((5, 40), _fill_memory, _empty_memory),
-    "checkpoint damaged, rank killed": Kind(AT_ONCE, _damage_checkpoint, sign=_sessions),
-    "copy in memory damaged, rank killed": Kind(AT_ONCE, _damage_copy, sign=_sessions),
+    "checkpoint damaged": Kind(AT_ONCE, _damage_checkpoint, sign=_sessions),
+    "copy in memory damaged": Kind(AT_ONCE, _damage_copy, sign=_sessions),
     "bit flipped in a weight": Kind(AT_ONCE, _flip, sign=_odd_replicas, alone=True),
     "meeting place lost": Kind((0, 5), _lose_meeting, _meet_again, sign=_sessions),
 }

@@ -154,7 +154,7 @@ def node_script(folder: Path) -> Path:
     """launch/elastic.sh with both wrappers."""
     text = (ROOT / "launch/elastic.sh").read_text(encoding="utf-8")
     changes = {
-        ".venv/bin/torchrun": f"{sys.executable} {HERE / 'agent.py'}",
+        ".venv/bin/python -m megahead.distributed.agent": f"{sys.executable} {HERE / 'agent.py'}",
         "launch/pretrain.py": str(HERE / "rank.py"),
     }
     for word, instead in changes.items():

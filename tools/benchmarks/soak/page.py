@@ -34,19 +34,18 @@ def twin_step_seconds(folder: Path) -> float:
 
 def _lines(accounts: Accounts, found: Comparison, settings: dict[str, Any]) -> list[str]:
     every = accounts.seconds / max(accounts.events, 1)
-    bits = (
-        "the same bits in weights and optimizer"
-        if found.same_bits
-        else (
-            f"weights that differ by {found.largest_difference:.1e} at most, losses by {found.largest_loss_difference:.1e}"
-        )
-    )
+    rows = "the same rows read" if found.same_rows else "OTHER ROWS READ"
     return [
-        f"{duration(accounts.seconds)} on {settings['hosts']} nodes ({settings['ranks']} ranks), seed {settings['seed']}: "
-        f"{counted(accounts.faults, 'fault')} in {counted(accounts.events, 'event')}, one every {every:.0f} s; "
-        f"{counted(accounts.sessions, 'session')}.",
-        f"After {found.step:,} steps and against the undisturbed twin: {bits}; "
-        f"{'the same rows read' if found.same_rows else 'OTHER ROWS READ'}.",
+        f"{duration(accounts.seconds)} on {settings['hosts']} nodes ({settings['ranks']} ranks), seed "
+        f"{settings['seed']}: {counted(accounts.faults, 'fault')} in {counted(accounts.events, 'event')}, one every "
+        f"{every:.0f} s; {counted(accounts.sessions, 'session')}.",
+        f"After {found.step:,} steps and against the undisturbed twin: {_differences(found)}; {rows}.",
         f"{accounts.steps:,} steps counted meanwhile, {accounts.again:,} were lost and done again. Effective training "
         f"time (seconds of the steps that counted, as logged, over wall time): {accounts.effective:.1%}.",
     ]
+
+
+def _differences(found: Comparison) -> str:
+    if found.same_bits:
+        return "the same bits in weights and optimizer"
+    return f"weights differ by {found.largest_difference:.1e} at most, losses by {found.largest_loss_difference:.1e}"

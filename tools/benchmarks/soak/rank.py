@@ -1,4 +1,4 @@
-"""launch/pretrain.py on a node of the soak: a step takes at least SOAK_PACE seconds, and a bit flips when a file says so.
+"""launch/pretrain.py on a node of the soak: steps take SOAK_PACE seconds at least, and a bit flips when a file says so.
 
 The file names the weight and the bit; it is removed once that has flipped. On one rank alone there are no replicas by
 which it could be found, and none flips.

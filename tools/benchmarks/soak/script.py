@@ -64,9 +64,9 @@ class Script:
         kind = Random(f"{self.seed} round {in_round}").sample(sorted(self.kinds), len(self.kinds))[place]
         chance = Random(f"{self.seed} event {number}")
         faults = [self._fault(kind, 0.0, chance)]
-        if chance.random() < SECOND and kind not in self.alone:
-            another = chance.choice(sorted(self.kinds.keys() - self.alone - {kind}))
-            faults.append(self._fault(another, chance.uniform(0, SECOND_WITHIN), chance))
+        others = sorted(self.kinds.keys() - self.alone - {kind})
+        if others and kind not in self.alone and chance.random() < SECOND:
+            faults.append(self._fault(chance.choice(others), chance.uniform(0, SECOND_WITHIN), chance))
         return Event(number, self.every * chance.uniform(0.5, 1.5), tuple(faults))
 
     def _fault(self, kind: str, after: float, chance: Random) -> Fault:

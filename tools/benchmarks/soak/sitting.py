@@ -15,6 +15,9 @@ from benchmarks.soak.script import Event, Fault, Script
 RECOVERY_SECONDS = 600.0
 """By when a run must have recovered, on a machine however busy."""
 
+PATIENCE_SECONDS = 60.0
+"""For which a fault waits for what it can happen to: a rank to kill, a copy to damage."""
+
 
 def sit(cluster: Cluster, script: Script, journal: Journal, seconds: float) -> None:
     """Until all sittings together have taken that long, or someone wants to stop. Then all have saved."""
@@ -88,7 +91,9 @@ class Happening:
         self._tick()
         now = time.monotonic()
         while self._to_begin and now >= self._began + self._to_begin[0].after:
-            self._begin(self._to_begin.pop(0))
+            if not self._begin(self._to_begin[0]):
+                break
+            self._to_begin.pop(0)
         for end, fault in [due for due in self._to_end if now >= due[0]]:
             KINDS[fault.kind].end(self._cluster.stage, fault)
             self._to_end.remove((end, fault))
@@ -99,19 +104,23 @@ class Happening:
         further = self._progress.step > max(self._before[0], self._quiet_step + 1)
         return noticed and further and self._cluster.whole() and now >= self._quiet_at + self._settles
 
-    def _begin(self, fault: Fault) -> None:
+    def _begin(self, fault: Fault) -> bool:
+        """Whether it has begun, or waited in vain for something that it could happen to."""
         kind: Kind = KINDS[fault.kind]
         before = None if kind.sign is None else (kind.sign, kind.sign(self._progress))
         done = kind.begin(self._cluster.stage, fault)
+        if done is None and time.monotonic() < self._began + fault.after + PATIENCE_SECONDS:
+            return False
         self._journal.note(event=self._event.number, kind=fault.kind, node=fault.node, done=done)
         if done is None:
-            return
+            return True
         self._quiet_at, self._quiet_step = time.monotonic(), self._progress.step
         self._to_end.append((self._quiet_at + fault.lasts, fault))
         if before is None:
             self._settles = max(self._settles, kind.settles)
         else:
             self._signs.append(before)
+        return True
 
     def _finish_faults(self) -> None:
         """Of an event that was interrupted."""
