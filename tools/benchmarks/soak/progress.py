@@ -16,9 +16,12 @@ class Progress:
 
     def __init__(self, metrics: Path) -> None:
         self._metrics, self._place = metrics, 0
-        self.step = self.sessions = self.ranks = self.steps_since_session = self.odd_replicas = 0
+        self.step = self.sessions = self.ranks = self.steps_since_session = 0
+        self.odd_replicas = 0
+        """That were found, and after which another session has begun."""
         self.lines = 0
         """Steps that were logged, those done again included."""
+        self._odd = False
         self._seconds: deque[float] = deque(maxlen=USUAL)
         self.read()
 
@@ -41,7 +44,8 @@ class Progress:
         if isinstance(session := record.get("session"), dict):
             self.sessions, self.steps_since_session = self.sessions + 1, 0
             self.step, self.ranks = int(session["continues"]), int(session["mesh"]["data"])
-        self.odd_replicas += "replica" in record
+            self.odd_replicas, self._odd = self.odd_replicas + self._odd, False
+        self._odd |= "replica" in record
         if "loss" in record:
             self.step, self.lines = int(str(record["step"])), self.lines + 1
             self.steps_since_session += 1
