@@ -19,11 +19,11 @@ def leave_meetings_open() -> None:
     """From here on in this process."""
     close = DynamicRendezvousHandler.shutdown
 
-    def shutdown(handler: DynamicRendezvousHandler) -> bool:
+    def shutdown(self: DynamicRendezvousHandler) -> bool:
         error = sys.exception()  # what ends the agent
         if error is None or isinstance(error, ChildFailedError):
-            return close(handler)
-        handler._stop_heartbeats()
+            return close(self)
+        self._stop_heartbeats()
         return True
 
     DynamicRendezvousHandler.shutdown = shutdown  # type: ignore[method-assign]

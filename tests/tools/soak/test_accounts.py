@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.soak.accounts import account, by_kind
+from benchmarks.soak.accounts import account, by_kind, mean_cost, share
 from benchmarks.soak.journal import Journal, Sitting
 from benchmarks.soak.progress import Progress
 from megahead.errors import UserError
@@ -69,11 +69,13 @@ def test_a_kind_costs_what_it_costs_alone() -> None:
     lines = [fault(0, "a"), outcome(0, 30.0), fault(1, "a"), fault(1, "b"), outcome(1, 500.0)]
     lines += [fault(2, "b"), fault(2, "a", done=None), outcome(2, 6.0), fault(3, "a"), outcome(3, 42.0)]
     lines += [fault(4, "a")]  # in which the sitting was stopped
-    assert by_kind(lines) == [
+    rows = by_kind(lines)
+    assert rows == [
         {"fault": "a", "times": 2, "cost, s": 36.0, "most": 42.0, "steps again": 2, "one an hour": "99.00%"},
         {"fault": "b", "times": 1, "cost, s": 6.0, "most": 6.0, "steps again": 2, "one an hour": "99.83%"},
-        {"fault": "mean over kinds", "times": 3, "cost, s": 21.0, "one an hour": "99.42%", "most": 42.0},
     ]
+    assert mean_cost(rows) == 21
+    assert share(21, 120) == "82.50%"
 
 
 def test_another_sitting_goes_on_with_the_next_event(tmp_path: Path) -> None:

@@ -17,6 +17,16 @@ from benchmarks.soak.script import Fault
 from support.killable import codes, said, start_ranks
 from support.small_run import small_config, write_text
 
+
+class Box(Machine):
+    """A machine that keeps something in its memory."""
+
+    def begin(self) -> None:
+        self.start(
+            "mount -t tmpfs none /dev/shm && ls /dev/shm && touch /dev/shm/kept && hostname x && sleep 99 & wait", {}
+        )
+
+
 needs_hosts = pytest.mark.skipif(not may_make_hosts(), reason="needs root, ip and /dev/net/tun")
 
 
@@ -76,12 +86,9 @@ def test_nodes_run_what_users_run(tmp_path: Path) -> None:
 @needs_hosts
 def test_a_machine_takes_its_memory_along(tmp_path: Path) -> None:
     with hosts(1) as (there, _):
-        machine = Machine(there[0], tmp_path / "log")
+        machine = Box(there[0], tmp_path / "log")
         for _ in range(2):
-            machine.start(
-                "mount -t tmpfs none /dev/shm && ls /dev/shm && touch /dev/shm/kept && hostname x && sleep 99 & wait",
-                {},
-            )
+            machine.begin()
             until(lambda: (first := machine.first()) and Path(f"/proc/{first.pid}/root/dev/shm/kept").exists())
             processes = there[0].processes()
             assert machine.runs()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -46,9 +46,13 @@ class Trained:
     metrics: Path
     nodes: list[Node]
     step: int = 0
-    written: list[str] = field(default_factory=list)
+    training: bool = False
 
     def goes_on(self) -> None:
+        """As ranks do: another session begins once all nodes are there."""
+        if all(node.on for node in self.nodes) and not self.training:
+            self.begins()
+        self.training = all(node.on for node in self.nodes)
         if all(node.on for node in self.nodes):
             self.step += 1
             self._write({"step": self.step, "loss": 1.0, "step_seconds": 0.1})
@@ -66,7 +70,7 @@ class Trained:
 def there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Cluster, Trained, list[bool]]:
     """A cluster of two nodes, its run, and whether someone wants to stop."""
     nodes, asked = [Node(), Node()], list[bool]()
-    trained = Trained(tmp_path / "metrics.jsonl", nodes, step=1)
+    trained = Trained(tmp_path / "metrics.jsonl", nodes, step=2)
     trained.begins()
     stage = Stage(cast(Any, nodes), cast(Any, Node()), cast(Any, None), cast(Any, None), tmp_path)
     cluster = Cluster(stage, Progress(trained.metrics), lambda: bool(asked))
@@ -90,7 +94,6 @@ def kinds(trained: Trained, monkeypatch: pytest.MonkeyPatch, **more: Kind) -> No
 
     def back(stage: Stage, fault: Fault) -> None:
         trained.nodes[fault.node].away = False
-        trained.begins()
 
     lost = Kind((0, 0), lose, back, sign=lambda progress: progress.sessions)
     monkeypatch.setattr(sitting, "KINDS", {"lost": lost, **more})
@@ -135,7 +138,7 @@ def test_a_soak_sits_for_its_time_and_again_with_the_next_event(
     first = journal.next_event()
     assert first > 1
     assert all(not node.on for node in trained.nodes)
-    trained.begins()
+    trained.training = False
     sitting.sit(cluster, script, journal, journal.seconds() + 0.4)
     assert journal.next_event() > first
     assert [s.from_step < s.to_step for s in journal.sittings] == [True, True]

@@ -58,7 +58,7 @@ def account(run: Path, sittings: Sequence[Sitting], events: Sequence[Line]) -> A
 
 
 def by_kind(events: Sequence[Line]) -> list[dict[str, Any]]:
-    """A row a kind, of the events at which nothing else went wrong; the last row is the mean over kinds.
+    """A row a kind, of the events at which nothing else went wrong.
 
     `cost`: seconds from the fault until all nodes train and the run is further than before, less what the steps gained
     meanwhile usually take.
@@ -68,11 +68,17 @@ def by_kind(events: Sequence[Line]) -> list[dict[str, Any]]:
         alone = [outcome for outcome in _outcomes(events) if outcome["kinds"] == [kind]]
         if alone:
             rows.append({"fault": kind, "times": len(alone), **_costs(alone)})
-    if rows:
-        mean = statistics.fmean(row["cost, s"] for row in rows)
-        total = {"fault": "mean over kinds", "times": sum(row["times"] for row in rows), "cost, s": round(mean, 1)}
-        rows.append(total | {"one an hour": _share(mean), "most": max(row["most"] for row in rows)})
     return rows
+
+
+def mean_cost(rows: Sequence[Line]) -> float:
+    """Seconds that a fault of any kind costs, each kind counted once."""
+    return statistics.fmean(row["cost, s"] for row in rows)
+
+
+def share(cost: float, every: float) -> str:
+    """The effective training time if a fault of that cost comes every so many seconds."""
+    return f"{max(0.0, 1 - cost / every):.2%}"
 
 
 def _costs(outcomes: Sequence[Line]) -> dict[str, Any]:
@@ -83,7 +89,7 @@ def _costs(outcomes: Sequence[Line]) -> dict[str, Any]:
         "cost, s": round(mean, 1),
         "most": round(max(costs), 1),
         "steps again": round(again, 1),
-        "one an hour": _share(mean),
+        "one an hour": share(mean, HOUR),
     }
 
 
@@ -94,7 +100,3 @@ def _outcomes(events: Sequence[Line]) -> list[dict[str, Any]]:
         if line.get("done") is not None:
             kinds.setdefault(line["event"], []).append(line["kind"])
     return [{**line, "kinds": kinds.get(line["event"], [])} for line in events if "recovered" in line]
-
-
-def _share(cost: float) -> str:
-    return f"{1 - cost / HOUR:.2%}"

@@ -36,6 +36,9 @@ class Cluster:
     stopping: Callable[[], bool]
     """Whether someone wants this process to stop."""
 
+    _sessions: int = 0
+    """That there were before the nodes were started."""
+
     _ended: dict[int, float] = field(default_factory=dict)
     _heard: float = field(default_factory=time.monotonic)
 
@@ -54,7 +57,7 @@ class Cluster:
 
     def look_after(self) -> None:
         """Starts again what has ended, two seconds later; reads the log."""
-        for number, machine in enumerate([self.stage.meeting, *self.stage.nodes]):
+        for number, machine in enumerate((self.stage.meeting, *self.stage.nodes)):
             if machine.runs():
                 self._ended.pop(number, None)
             elif (
@@ -68,6 +71,7 @@ class Cluster:
             self._heard = time.monotonic()
 
     def start(self) -> None:
+        self._sessions = self.progress.sessions
         for machine in (self.stage.meeting, *self.stage.nodes):
             machine.away = False
             machine.begin()
@@ -76,7 +80,8 @@ class Cluster:
         """Whether all nodes train, and have."""
         nodes, progress = self.stage.nodes, self.progress
         there = all(node.runs() and not node.away for node in nodes)
-        return there and progress.ranks == len(nodes) and progress.steps_since_session >= 2
+        begun = progress.sessions > self._sessions and progress.steps_since_session >= 2
+        return there and begun and progress.ranks == len(nodes)
 
     def stop(self) -> None:
         """All ranks save and end; what has not after a while is killed."""

@@ -229,13 +229,13 @@ def _odd_replicas(progress: Progress) -> int:
     return progress.odd_replicas
 
 
-AT_ONCE = (0.0, 0.0)
+AT_ONCE, AWAY = (0.0, 0.0), (0.0, 60.0)
 KINDS = {
     "rank killed": Kind(AT_ONCE, _kill_rank, sign=_sessions),
     "rank stopped": Kind((2, 70), _stop_rank, _continue),
-    "node killed": Kind((0, 25), _kill_node, _come_back, sign=_sessions),
-    "node switched off": Kind((0, 25), _switch_off, _come_back, sign=_sessions),
-    "node asked to leave": Kind((0, 25), _ask_to_leave, _come_back, sign=_sessions),
+    "node killed": Kind(AWAY, _kill_node, _come_back, sign=_sessions),
+    "node switched off": Kind(AWAY, _switch_off, _come_back, sign=_sessions),
+    "node asked to leave": Kind(AWAY, _ask_to_leave, _come_back, sign=_sessions),
     "node frozen": Kind((2, 30), _freeze, _continue),
     "network cut": Kind((2, 40), _cut, _heal),
     "network slow and lossy": Kind((10, 40), _slow_down, _speed_up),

@@ -11,6 +11,7 @@ import shlex
 import signal
 import subprocess
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -35,7 +36,7 @@ _MEETING = (
 
 
 @dataclass
-class Machine:
+class Machine(ABC):
     """A host that runs one command; its processes end with it, and with this process."""
 
     host: Host
@@ -45,8 +46,11 @@ class Machine:
 
     _process: subprocess.Popen[bytes] | None = field(default=None, init=False)
 
+    @abstractmethod
+    def begin(self) -> None:
+        """Starts it, where it does not run."""
+
     def start(self, command: str, environment: dict[str, str]) -> None:
-        """Nothing if it runs."""
         if self.runs():
             return
         words = f"setpriv --pdeathsig KILL ip netns exec {self.host.name} {_APART} sh -c".split()

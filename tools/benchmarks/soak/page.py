@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.soak.accounts import Accounts, Line, by_kind
+from benchmarks.soak.accounts import HOUR, Accounts, Line, by_kind, mean_cost, share
 from benchmarks.soak.ending import Comparison
 from megahead.report import to_markdown
 from megahead.report.metrics import read_metrics
@@ -21,7 +21,7 @@ def write(folder: Path, accounts: Accounts, found: Comparison, events: Sequence[
     exact = {"settings": settings, "accounts": asdict(accounts), "effective": accounts.effective}
     exact |= {"twin": asdict(found) | {"step_seconds": twin_step_seconds(folder)}, "kinds": kinds}
     (folder / "soak.json").write_text(json.dumps(exact, indent=1) + "\n", encoding="utf-8")
-    page = "\n".join([*_lines(accounts, found, settings), "", to_markdown(kinds)])
+    page = "\n".join([*_lines(accounts, found, settings), *_computed(kinds), "", to_markdown(kinds)])
     (folder / "soak.md").write_text(page + "\n", encoding="utf-8")
     return page
 
@@ -42,6 +42,16 @@ def _lines(accounts: Accounts, found: Comparison, settings: dict[str, Any]) -> l
         f"After {found.step:,} steps and against the undisturbed twin: {_differences(found)}; {rows}.",
         f"{accounts.steps:,} steps counted meanwhile, {accounts.again:,} were lost and done again. Effective training "
         f"time (seconds of the steps that counted, as logged, over wall time): {accounts.effective:.1%}.",
+    ]
+
+
+def _computed(kinds: Sequence[Line]) -> list[str]:
+    if not kinds:
+        return []
+    cost = mean_cost(kinds)
+    return [
+        f"A fault costs {cost:.0f} s (mean over kinds): {share(cost, HOUR)} at one an hour, {share(cost, 120)} at one "
+        "every two minutes."
     ]
 
 

@@ -33,7 +33,7 @@ def disturb(pace: float, flip: Path, ranks: int) -> None:
         last = time.monotonic()
         return result
 
-    Engine.step = disturbed  # type: ignore[method-assign]
+    Engine.step = disturbed  # type: ignore[method-assign, assignment]
 
 
 def _flip(engine: Engine, number: int) -> None:

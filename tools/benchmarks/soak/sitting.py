@@ -29,12 +29,7 @@ def sit(cluster: Cluster, script: Script, journal: Journal, seconds: float) -> N
         began, event = time.monotonic(), script.event(journal.next_event())
         if not Happening(cluster, journal, event, clock.tick).over():
             break
-        pause = script.event(event.number + 1).pause
-        cluster.until(
-            lambda began=began, pause=pause: time.monotonic() > began + pause or not clock.goes_on(seconds),
-            pause + RECOVERY_SECONDS,
-            "steps",
-        )
+        clock.wait_until(began + script.event(event.number + 1).pause, seconds)
     clock.tick()
     return cluster.stop()
 
@@ -43,7 +38,7 @@ class _Clock:
     """Writes down how long the sitting has been, and how far it came."""
 
     def __init__(self, cluster: Cluster, journal: Journal) -> None:
-        self._progress, self._journal, self._stopping = cluster.progress, journal, cluster.stopping
+        self._cluster, self._journal, self._progress = cluster, journal, cluster.progress
         step = cluster.progress.step
         self._sitting = Sitting(datetime.now().isoformat(timespec="seconds"), step, step, 0.0)
         self._began = self._saved = time.monotonic()
@@ -51,7 +46,15 @@ class _Clock:
 
     def goes_on(self, seconds: float) -> bool:
         self.tick()
-        return self._journal.seconds() < seconds and not self._stopping()
+        return self._journal.seconds() < seconds and not self._cluster.stopping()
+
+    def wait_until(self, then: float, seconds: float) -> None:
+        """On the monotonic clock, or until it does not go on."""
+        self._cluster.until(
+            lambda: time.monotonic() > then or not self.goes_on(seconds),
+            max(0.0, then - time.monotonic()) + RECOVERY_SECONDS,
+            "steps",
+        )
 
     def tick(self) -> None:
         now = time.monotonic()
