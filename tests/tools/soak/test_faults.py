@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.hosts import hosts, may_make_hosts
 from benchmarks.soak import disk
-from benchmarks.soak.faults import _damage
+from benchmarks.soak.faults import damage
 from benchmarks.soak.nodes import Machine, node_script
 from benchmarks.soak.rank import disturb
 from benchmarks.soak.script import Fault
@@ -69,12 +69,12 @@ def test_a_damaged_file_is_not_what_it_was(tmp_path: Path) -> None:
         files = [folder / "a", folder / "b"]
         for file in files:
             file.write_bytes(bytes(100))
-        told = _damage(files, Fault("", 0, 0.0, 0.0, chance))
+        told = damage(files, Fault("", 0, 0.0, 0.0, chance))
         assert told is not None
         ways.add(told.partition(":")[0])
         assert [file.read_bytes() if file.exists() else b"" for file in files] != [bytes(100)] * 2
     assert ways == {"a bit flipped", "cut short", "removed", "removed with its folder"}
-    assert _damage([], Fault("", 0, 0.0, 0.0, 0)) is None
+    assert damage([], Fault("", 0, 0.0, 0.0, 0)) is None
 
 
 def test_nodes_run_what_users_run(tmp_path: Path) -> None:

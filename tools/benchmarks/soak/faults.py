@@ -162,7 +162,7 @@ def _empty_memory(stage: Stage, fault: Fault) -> None:
 def _damage_checkpoint(stage: Stage, fault: Fault) -> str | None:
     """The newest, if there is another; and a rank is killed, so that it is asked for."""
     folders = sorted((stage.run / "checkpoints").glob("step-*"))
-    done = _damage(sorted(folders[-1].iterdir()), fault) if len(folders) > 1 else None
+    done = damage(sorted(folders[-1].iterdir()), fault) if len(folders) > 1 else None
     return done and _kill_rank(stage, fault) and done
 
 
@@ -170,11 +170,12 @@ def _damage_copy(stage: Stage, fault: Fault) -> str | None:
     """One in a node's memory; and a rank is killed, so that it is asked for."""
     memory = stage.nodes[fault.node].memory()
     files = [] if memory is None else sorted(memory.glob("megahead-*/*/rank-*/step-*/*"))
-    done = _damage(files, fault)
+    done = damage(files, fault)
     return done and _kill_rank(stage, fault) and done
 
 
-def _damage(files: list[Path], fault: Fault) -> str | None:
+def damage(files: list[Path], fault: Fault) -> str | None:
+    """One of them, in some way; says which, and how."""
     if not files:
         return None
     chance = Random(fault.chance)
