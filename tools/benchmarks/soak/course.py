@@ -35,7 +35,7 @@ def _settings(folder: Path, text: Path, ids: int) -> dict[str, Any]:
         "batch": {"global_size": BATCH, "micro_size": 1},
         "objective": {"name": "headless"},
         "optimizer": {"learning_rate": 1e-3},
-        "schedule": {"name": "constant", "warmup_steps": 50},
+        "schedule": {"name": "constant"},
         "training": {
             "steps": ENDLESS,
             "log_seconds": 0,
