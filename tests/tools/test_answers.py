@@ -49,6 +49,7 @@ WRONG: dict[str, str] = {
     "tools/kernel_figures.py": "",
     "tools/paper.py": "decoders --text nowhere.jsonl",
     "tools/profile_step.py": "--config nowhere.yaml",
+    "tools/soak.py": "--folder nowhere --text nowhere.idx",
 }
 """Arguments of which a path does not exist; none for a command that reads nothing it is told of."""
 
