@@ -25,7 +25,8 @@ def _kind_of(train: Any) -> str:
 
 
 class DataConfig(Settings):
-    """Indexed token files (`PREFIX.bin` + `PREFIX.idx`) and the rows cut from them."""
+    """Indexed token files (`PREFIX.bin` + `PREFIX.idx`) and the rows cut from them. Prefixes and files may be URLs
+    (`s3://BUCKET/text`): they are fetched to each node's disk first (docs/data.md)."""
 
     train: Annotated[
         Annotated[str, Tag("<prefix>")] | Annotated[list[BlendPart], Tag("<blend>")], Discriminator(_kind_of)

@@ -23,6 +23,7 @@ from megahead.config.resilience import FaultsConfig, ResumeConfig
 from megahead.config.tasks import TasksConfig
 from megahead.config.training import EngineConfig, OptimizerConfig, ScheduleConfig, TrainingConfig
 from megahead.errors import ConfigError
+from megahead.far.address import is_far
 from megahead.run_folder import RunFolder
 
 
@@ -78,6 +79,9 @@ class RunConfig(Settings):
         self._check_nearest_ids()
         self._check_table()
         self._check_elastic()
+        if self.output_dir is not None and is_far(self.output_dir):
+            hint = "a run trains on a disk, and is copied to training.mirror"
+            raise ConfigError("output_dir", "be a folder of a disk", got=repr(self.output_dir), hint=hint)
         if self.objective.schedule:
             self.objective.schedule.check(self.training.steps)
         if self.schedule.warmup_steps + (self.schedule.decay_steps or 0) > self.training.steps:

@@ -7,6 +7,7 @@ from pathlib import Path
 from megahead.config import ModelConfig, RunConfig, RunPlan, names_of, phases_of
 from megahead.config.embedding import ROWS_FROM
 from megahead.estimate import RankMemory, rank_memory, run_parameters
+from megahead.far import is_far
 from megahead.wording import GIB, counted, gib
 
 
@@ -83,8 +84,11 @@ def files_of(config: RunConfig) -> tuple[str, str]:
     prefixes = [part.prefix for part in config.data.parts()] + [config.data.validation or ""]
     named = [f"{prefix}{ending}" for prefix in prefixes if prefix for ending in (".bin", ".idx")]
     named += [config.data.tokenizer] if config.data.tokenizer else []
-    missing = [name for name in named if not Path(name).exists()]
-    return "files", f"missing: {', '.join(missing)}" if missing else f"all {len(named)} exist (not opened)"
+    far = [name for name in named if is_far(name)]
+    missing = [name for name in named if name not in far and not Path(name).exists()]
+    unseen = f"; {len(far)} in stores, not looked for" if far else ""
+    found = f"all {len(named) - len(far)} exist (not opened)"
+    return "files", f"missing: {', '.join(missing)}{unseen}" if missing else f"{found}{unseen}"
 
 
 def _shape(model: ModelConfig) -> str:

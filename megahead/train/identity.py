@@ -9,6 +9,7 @@ from typing import Any
 from megahead.checkpoint import Checkpoint
 from megahead.config import Phase, RunConfig, config_from_dict, learn_alike, phase_that_saved
 from megahead.errors import CheckpointError
+from megahead.far import near_file
 from megahead.train.datasets import RunDatasets
 
 MAY_CHANGE = (
@@ -94,7 +95,7 @@ def _refuse_another_course(checkpoint: Checkpoint, phase: Phase, steps: int) -> 
 
 
 def _sha256(path: str) -> str:
-    return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+    return hashlib.sha256(Path(near_file(path)).read_bytes()).hexdigest()
 
 
 def is_within(name: str, sections: tuple[str, ...]) -> bool:

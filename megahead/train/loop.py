@@ -13,6 +13,7 @@ from megahead.config import RunConfig
 from megahead.distributed import Group
 from megahead.engine import Engine
 from megahead.errors import UserError
+from megahead.mirror import Mirror
 from megahead.optim import learning_rate_ratio
 from megahead.pretraining import Feed, StepBatches
 from megahead.train.copier import Copier
@@ -53,6 +54,9 @@ class Training:
     tasks: TaskEvaluation | None
     saver: Saver
     copier: Copier
+    mirror: Mirror | None
+    """Rank 0's."""
+
     roll_back: Callable[[], Path | None]
     device: torch.device
 
@@ -80,6 +84,7 @@ def train(run: Training) -> Ending:
             with watch.paused():
                 if applied and _replicas_agree(run):
                     _evaluate_and_save_if_due(run)
+            run.meters.mirrored([] if run.mirror is None else run.mirror.news(), run.state)
             ending = _reason_to_stop(run)
     if ending != "stopped" and not state.evaluated:
         _evaluate(run)

@@ -15,6 +15,7 @@ import orjson
 from megahead.config import RunConfig
 from megahead.evaluate import ValidationResult
 from megahead.evaluate.results import TaskResult
+from megahead.mirror import News
 from megahead.train.boards import Boards
 from megahead.train.copier import Renewal
 from megahead.train.faults import Action
@@ -154,6 +155,13 @@ class Meters:
             self._record(state, {"copy": renewal.facts})
             if renewal.sentence is not None:
                 self.print_line(renewal.sentence)
+
+    def mirrored(self, news: Sequence[News], state: TrainingState) -> None:
+        """Records what became of checkpoints on their way to the mirror."""
+        for each in news:
+            self._record(state, {"mirror": each.facts})
+            if each.sentence is not None:
+                self.print_line(each.sentence)
 
     def validation(self, result: ValidationResult, state: TrainingState, head: str) -> None:
         """Writes an evaluation; `head`: what predicted, `pmi` (the training-free head), `tied` or `trained`."""

@@ -33,13 +33,15 @@ from megahead.train.health import Health
 from megahead.train.identity import data_fingerprints, is_of_another_phase, refuse_another_run
 from megahead.train.lineage import Lineage
 from megahead.train.loop import Training, train
+from megahead.train.mirroring import near_resume
 from megahead.train.out_of_memory import explain_out_of_memory
 from megahead.train.persistence import agreed_candidate_group_samples, find_resume, resume_from, roll_back
 from megahead.train.precision import settle_precision
 from megahead.train.preemption import Ending, signals_put_back
 from megahead.train.run import Run
 from megahead.train.saver import Saver
-from megahead.train.session import Session, must_be_shared
+from megahead.train.session import Session
+from megahead.train.shared_folder import must_be_shared
 from megahead.train.starting_weights import starting_weights
 from megahead.train.state import TrainingState
 from megahead.train.task_evaluation import TaskEvaluation
@@ -92,6 +94,7 @@ def _pretrain(plan: RunPlan, launch: Launch, ranks: Group, device: torch.device,
     world_group, data_group = mesh.world_group.side_channel(), mesh.data_group.side_channel()
     datasets = open_datasets(plan.config, world_group)
     must_be_shared(folder, world_group)
+    resume = near_resume(resume, plan.config, world_group)
     session = Session(plan, launch, mesh, device, datasets, world_group, data_group)
     try:
         for where in chain([resume], repeat("auto")):
@@ -110,7 +113,7 @@ def _train_phase(session: Session, resume: str) -> tuple[Ending, TrainingState]:
     """Trains from where `resume` says to the end of the phase that this is in."""
     device, world_group, data_group = session.device, session.world_group, session.data_group
     folder, validation = session.plan.config.folder(), session.datasets.validation
-    start = find_resume(resume, folder, world_group, session.rescue)
+    start = find_resume(resume, folder, world_group, session.rescue, session.fetch)
     checkpoint = start.checkpoint
     phase = phase_at(session.plan.config, checkpoint.step if checkpoint else 0)
     plan, config = replace(session.plan, config=phase.config), phase.config
@@ -126,6 +129,7 @@ def _train_phase(session: Session, resume: str) -> tuple[Ending, TrainingState]:
     facts = _facts(session, plan, state) + lines + session.describe_copies()
     meters = session.meters_of(plan)
     meters.banner(facts, state, start, lineage, new_phase=new_phase)
+    mirror = session.mirror_from(start, lineage)
     run = Training(
         config=config,
         until=phase.steps.stop,
@@ -139,8 +143,9 @@ def _train_phase(session: Session, resume: str) -> tuple[Ending, TrainingState]:
         stop=session.stop,
         evaluation=None if validation is None else Evaluation(config, validation, data_group, device),
         tasks=TaskEvaluation.of(config, world_group),
-        saver=Saver(engine, state, config, data_group, world_group, lineage, session.hold, session.switches),
+        saver=Saver(engine, state, config, data_group, world_group, lineage, session.hold, session.switches, mirror),
         copier=Copier(engine, state, config, data_group, world_group, lineage, session.copies),
+        mirror=mirror,
         roll_back=partial(roll_back, phase, engine, state, lineage, data_group, world_group),
         device=device,
         data_group=data_group,
