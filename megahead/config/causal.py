@@ -38,6 +38,9 @@ def _refuse_what_masked_tokens_have(masking: MaskingConfig, setting: str) -> Non
     if masking.masks_from_layer:
         rule = f"be left out with {setting}: nothing is masked where next tokens are learned"
         raise ConfigError("masking.masks_from_layer", rule, got=masking.masks_from_layer)
+    if masking.dropping:
+        rule = f"be left out with {setting}: all tokens have targets where next tokens are learned"
+        raise ConfigError("masking.dropping", rule, got="given")
     if masking.adapts():
         rule = f"be one that counts no misses of masked tokens with {setting}, by which there are none at first"
         raise ConfigError("masking.strategy", rule, got=masking.strategy)

@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 
 from megahead.config.base import Settings
 from megahead.config.data import DataConfig
+from megahead.config.dropping import DroppingConfig
 from megahead.config.model import ModelConfig
 from megahead.errors import ConfigError
 
@@ -23,7 +24,7 @@ _COURSES: Mapping[str, Callable[[float], float]] = {
 
 _OF_OTHER_MASKS = (
     *("rate", "final_rate", "rate_course", "count", "mask_share", "random_share", "similar_share"),
-    *("masks_from_layer", "strategy"),
+    *("masks_from_layer", "dropping", "strategy"),
 )
 """Fields that say what diffusion decides by itself."""
 
@@ -81,6 +82,9 @@ class MaskingConfig(Settings):
     are embedded (mask later: Liao et al. 2022, arXiv 2211.04898; MAE-LM: Meng et al. 2023, arXiv 2302.02060). The last
     layer has the number num_layers - 1. Such models are exported without a head."""
 
+    dropping: DroppingConfig | None = None
+    """Middle layers compute important tokens alone; left out, all layers compute all."""
+
     strategy: Strategy = "uniform"
     """What is selected: single tokens with equal probability (`uniform`), whole words, spans of geometrically
     distributed length (`span`), rare tokens more often (`frequency`), tokens that say much about their neighbours more
@@ -97,7 +101,8 @@ class MaskingConfig(Settings):
     """frequency: a token's probability is proportional to its count in the training text to the power of minus this."""
 
     adapt_every: int = Field(default=100, gt=0)
-    """hardest: optimizer steps of a period, after which weights follow what was missed; at least data.prefetch."""
+    """hardest, also of `dropping.by`: optimizer steps of a period, after which weights follow what was missed; at least
+    data.prefetch."""
 
     least_pmi: float = Field(default=4.0)
     """pmi: neighbours a b are masked together if log(p(ab) / (p(a) p(b))) is at least this, in nats."""
@@ -130,7 +135,7 @@ class MaskingConfig(Settings):
             default, value = type(self).model_fields[field].default, getattr(self, field)
             if value != default:
                 rule = "be left out with diffusion, which masks single tokens, a share of its own in each row"
-                raise ConfigError(field, rule, got=value)
+                raise ConfigError(field, rule, got="given" if field == "dropping" else value)
 
     def check(self, model: ModelConfig, data: DataConfig, *, splits_rows: bool) -> None:
         """ConfigError unless an encoder can read `data` so; `splits_rows`: sequence parallelism does."""
@@ -146,6 +151,9 @@ class MaskingConfig(Settings):
                 "data.sequence_length", "have room for text between [CLS] and [SEP]", got=data.sequence_length
             )
         self._check_late(model, splits_rows)
+        if self.dropping:
+            masked = self.mask_share * max(self.rate, self.final_rate or 0.0)
+            self.dropping.check(model, masked, self.masks_from_layer, splits_rows=splits_rows)
         if self.adapts() and self.adapt_every < data.prefetch:
             rule = f"be at least data.prefetch ({data.prefetch}), the steps that are masked ahead"
             raise ConfigError("masking.adapt_every", rule, got=self.adapt_every)
@@ -179,8 +187,8 @@ class MaskingConfig(Settings):
         return self.strategy in ("frequency", "informative", "hardest")
 
     def adapts(self) -> bool:
-        """Whether what is selected follows what the model has learned."""
-        return self.strategy == "hardest"
+        """Whether what is selected, or kept, follows what the model has learned."""
+        return self.strategy == "hardest" or (self.dropping is not None and self.dropping.by == "hardest")
 
     def held_out(self) -> MaskingConfig:
         """How held-out rows are masked, the same for every run: 15 % of single tokens, 80 / 10 / 10 (by diffusion where

@@ -155,12 +155,6 @@ class RunConfig(Settings):
         late = self.masking.masks_from_layer if self.masking else 0
         return f"reads mask tokens from layer {late} on" if late else None
 
-    def early_share(self) -> float:
-        """Share of a row's tokens that are no late mask tokens, on average over the run."""
-        if self.masking is None or not self.masking.masks_from_layer:
-            return 1.0
-        return 1 - self.masking.mask_share * self.targets_per_row() / self.data.sequence_length
-
     def in_rows(self) -> bool:
         """Whether the embedding lies in rows, sharded round-robin over all ranks."""
         if self.engine.embedding != "auto":

@@ -170,6 +170,38 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
         BERT | {"masking": MASKS | {"masks_from_layer": 1, "mask_share": 0}},
         "`masking.masks_from_layer` must be left out with mask_share: 0, which has no mask tokens, but is 1 instead.",
     ),
+    (
+        BERT | {"masking": MASKS | {"diffusion": True, "dropping": {"from_layer": 0}}},
+        "`masking.dropping` must be left out with diffusion, which masks single tokens, a share of its own in each row, but is given instead.",
+    ),
+    (
+        BERT | {"masking": MASKS | {"dropping": {"from_layer": 1}}},
+        "`masking.dropping.from_layer` must be below to_layer (1), but is 1 instead.",
+    ),
+    (
+        BERT | {"masking": MASKS | {"dropping": {"from_layer": 0, "to_layer": 2}}},
+        "`masking.dropping.to_layer` must be at most 1, since the last layer computes all tokens, but is 2 instead.",
+    ),
+    (
+        BERT | {"masking": MASKS | {"masks_from_layer": 1, "dropping": {"from_layer": 0}}},
+        "`masking.dropping.from_layer` must be at least masking.masks_from_layer (1), before which there are no mask tokens to be kept, but is 0 instead.",
+    ),
+    (
+        BERT | {"masking": MASKS | {"dropping": {"from_layer": 0, "keep_share": 0.1}}},
+        "`masking.dropping.keep_share` must be above the share of mask tokens (0.12), which are always kept, but is 0.1 instead.",
+    ),
+    (
+        BERT | {"masking": MASKS | {"dropping": {"from_layer": 0}}, "parallel": {"tensor": 2, "sequence": True}},
+        "`masking.dropping` must be left out with parallel.sequence, which splits whole rows, but is given instead.",
+    ),
+    (
+        BERT | {"masking": MASKS | {"dropping": {"from_layer": 0}, "adapt_every": 2}, "data.prefetch": 3},
+        "`masking.adapt_every` must be at least data.prefetch (3), the steps that are masked ahead, but is 2 instead.",
+    ),
+    (
+        BERT | {"masking": MASKS | {"dropping": {"from_layer": 0}}, "model.is_causal": True},
+        "`masking.dropping` must be left out with model.is_causal: all tokens have targets where next tokens are learned, but is given instead.",
+    ),
     ({"masking": MASKS}, "`masking` must be left out of a decoder, but is given instead."),
     (BERT, "`masking` must be given for an encoder, but is missing; name mask_token, cls_token and sep_token."),
     (

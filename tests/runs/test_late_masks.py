@@ -73,13 +73,12 @@ def test_held_out_rows_are_masked_as_ever_with_mask_tokens_where_the_model_knows
     text = torch.randint(1, 60, (4, 22), generator=torch.Generator().manual_seed(0)).numpy()
     late, early = (held_out_masker(one).batch(text, range(4)) for one in (config, plain))  # type: ignore[union-attr]
     assert torch.equal(late.input_ids_BT, early.input_ids_BT)
-    assert early.early is None
-    assert late.early is not None
-    assert late.early.layers == 2
+    assert early.kept == ()
+    assert late.kept[0].layers == range(2)
     for masker in (held_out_masker(config), training_masker(config, [])):
         batch = masker.batch(text, range(4))  # type: ignore[union-attr]
-        assert batch.early is not None
-        seen = batch.input_ids_BT.flatten()[batch.early.index_N]
+        (early_tokens,) = batch.kept
+        seen = batch.input_ids_BT.flatten()[early_tokens.index_N]
         assert 60 not in seen
         assert len(seen) + int((batch.input_ids_BT == 60).sum()) == batch.input_ids_BT.numel()
-        assert batch.to("meta").early.index_N.is_meta  # type: ignore[union-attr]
+        assert batch.to("meta").kept[0].index_N.is_meta
