@@ -24,7 +24,7 @@ _COURSES: Mapping[str, Callable[[float], float]] = {
 
 _OF_OTHER_MASKS = (
     *("rate", "final_rate", "rate_course", "count", "mask_share", "random_share", "similar_share"),
-    *("masks_from_layer", "dropping", "strategy"),
+    *("masks_from_layer", "mask_decoder_layers", "dropping", "strategy"),
 )
 """Fields that say what diffusion decides by itself."""
 
@@ -81,6 +81,10 @@ class MaskingConfig(Settings):
     """Layers before this one see no mask tokens, but shorter rows of the other tokens; mask tokens enter here as they
     are embedded (mask later: Liao et al. 2022, arXiv 2211.04898; MAE-LM: Meng et al. 2023, arXiv 2302.02060). The last
     layer has the number num_layers - 1. Such models are exported without a head."""
+
+    mask_decoder_layers: int = Field(default=0, ge=0)
+    """Layers of a decoder behind the model's own, in which alone mask tokens are seen: they enter it as they are
+    embedded (MAE-LM: Meng et al. 2023, arXiv 2302.02060). A BERT's only. Exports leave it out, and have no head."""
 
     dropping: DroppingConfig | None = None
     """Middle layers compute important tokens alone; left out, all layers compute all."""
@@ -151,6 +155,8 @@ class MaskingConfig(Settings):
                 "data.sequence_length", "have room for text between [CLS] and [SEP]", got=data.sequence_length
             )
         self._check_late(model, splits_rows)
+        if self.mask_decoder_layers:
+            self._check_mask_decoder(model)
         if self.dropping:
             masked = self.mask_share * max(self.rate, self.final_rate or 0.0)
             self.dropping.check(model, masked, self.masks_from_layer, splits_rows=splits_rows)
@@ -164,12 +170,29 @@ class MaskingConfig(Settings):
         if self.masks_from_layer >= model.num_layers:
             rule = f"be below model.num_layers ({model.num_layers})"
             raise ConfigError("masking.masks_from_layer", rule, got=self.masks_from_layer)
-        if self.masks_from_layer and splits_rows:
+        field = "mask_decoder_layers" if self.mask_decoder_layers else "masks_from_layer"
+        value = getattr(self, field)
+        if value and splits_rows:
             rule = "be left out with parallel.sequence, which splits whole rows"
-            raise ConfigError("masking.masks_from_layer", rule, got=self.masks_from_layer)
-        if self.masks_from_layer and self.mask_share == 0:
+            raise ConfigError(f"masking.{field}", rule, got=value)
+        if value and self.mask_share == 0:
             rule = "be left out with mask_share: 0, which has no mask tokens"
+            raise ConfigError(f"masking.{field}", rule, got=value)
+
+    def _check_mask_decoder(self, model: ModelConfig) -> None:
+        if model.family != "bert":
+            rule = f"be left out of a {model.family}, whose last norm would be the decoder's"
+            raise ConfigError("masking.mask_decoder_layers", rule, got=self.mask_decoder_layers)
+        if self.masks_from_layer:
+            rule = "be left out with mask_decoder_layers, where masks enter behind all of the model's layers"
             raise ConfigError("masking.masks_from_layer", rule, got=self.masks_from_layer)
+        if self.dropping:
+            rule = "be left out with mask_decoder_layers: there are no mask tokens to be kept before it"
+            raise ConfigError("masking.dropping", rule, got="given")
+
+    def masks_from(self, model: ModelConfig) -> int:
+        """The first layer that sees mask tokens, of the model's or of the decoder behind these."""
+        return model.num_layers if self.mask_decoder_layers else self.masks_from_layer
 
     def rate_at(self, progress: float) -> float:
         """Share of the tokens that are targets when `progress` (0 to 1) of the run is done; of diffusion, the mean."""
@@ -193,5 +216,6 @@ class MaskingConfig(Settings):
     def held_out(self) -> MaskingConfig:
         """How held-out rows are masked, the same for every run: 15 % of single tokens, 80 / 10 / 10 (by diffusion where
         that is trained); mask tokens enter where the model knows them."""
-        kept = ("mask_token", "cls_token", "sep_token", "special_tokens", "masks_from_layer", "diffusion")
+        kept = ("mask_token", "cls_token", "sep_token", "special_tokens", "diffusion")
+        kept = (*kept, "masks_from_layer", "mask_decoder_layers")
         return MaskingConfig(**{name: getattr(self, name) for name in kept})

@@ -138,6 +138,9 @@ class RunConfig(Settings):
         if masking is None:
             return
         masking.check(self.model, self.data, splits_rows=self.parallel.sequence)
+        if masking.mask_decoder_layers and self.init and self.init.from_hf:
+            rule = "be left out with masking.mask_decoder_layers, which such a folder lacks"
+            raise ConfigError("init.from_hf", rule, got=self.init.from_hf)
 
     def _check_nearest_ids(self) -> None:
         similar = self.masking is not None and self.masking.similar_share > 0
@@ -152,8 +155,15 @@ class RunConfig(Settings):
         """What keeps exports from having a head: something that no class of transformers does; None where they can."""
         if self.objective.score != "dot":
             return f"scores by `{self.objective.score}`"
+        if self.masking and self.masking.mask_decoder_layers:
+            return "reads mask tokens in a decoder of its own"
         late = self.masking.masks_from_layer if self.masking else 0
         return f"reads mask tokens from layer {late} on" if late else None
+
+    def trained_model(self) -> ModelConfig:
+        """The model with the layers that are there in training alone."""
+        more = self.masking.mask_decoder_layers if self.masking else 0
+        return self.model.model_copy(update={"num_layers": self.model.num_layers + more}) if more else self.model
 
     def in_rows(self) -> bool:
         """Whether the embedding lies in rows, sharded round-robin over all ranks."""

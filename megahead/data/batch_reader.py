@@ -95,6 +95,7 @@ def _masker(config: RunConfig, masking: MaskingConfig, text: TrainingText) -> Ma
         samples_per_step=config.batch.global_size,
         steps=config.training.steps,
         nearest_VK=None if nearest is None else open_nearest_ids(nearest, config.model.vocab_size),
+        masks_from=masking.masks_from(config.model),
         dropping=_dropping(framing, replace(text, setting="masking.dropping.by")),
     )
 
@@ -144,7 +145,8 @@ def held_out_masker(config: RunConfig) -> RowMasker | None:
     framing = _framing(config.masking.held_out(), config.data)
     if config.masking.diffusion:
         return Diffusion(framing, seed=0)
-    return Masker(framing, Uniform(), config.model.vocab_size, seed=0)
+    masks_from = config.masking.masks_from(config.model)
+    return Masker(framing, Uniform(), config.model.vocab_size, seed=0, masks_from=masks_from)
 
 
 def _framing(masking: MaskingConfig, data: DataConfig) -> Framing:

@@ -41,6 +41,9 @@ class Masker:
     nearest_VK: Array | None = None
     """int64: each id's nearest ids, for `similar_share`."""
 
+    masks_from: int = 0
+    """The first layer that sees mask tokens."""
+
     dropping: TokenDropping | None = None
     """What middle layers leave out, if anything."""
 
@@ -64,8 +67,7 @@ class Masker:
 
     def _without_masks(self, mask_BT: Array) -> tuple[KeptTokens, ...]:
         """All tokens but the mask tokens, for the layers before these enter."""
-        layers = range(self.config.masks_from_layer)
-        return (KeptTokens.where(~mask_BT, layers),) if layers else ()
+        return (KeptTokens.where(~mask_BT, range(self.masks_from)),) if self.masks_from else ()
 
     def _budget(self, text: Array, sample_indices: Sequence[int] | Array) -> tuple[Array, Array]:
         """(share of tokens to select, number of tokens to select), both [B]."""

@@ -18,7 +18,7 @@ def activation_bytes(config: RunConfig, compute: int) -> float:
     and 2 D + (2 A + 2 K + 2 F) / t; on a CPU its norms keep their outputs twice. Sequence parallelism divides inputs by
     t too, but gathers one layer's at a time.
     """
-    model, tensor = config.model, config.parallel.tensor
+    model, tensor = config.trained_model(), config.parallel.tensor
     tokens = config.batch.micro_size * config.data.sequence_length
     block_input = model.hidden_size / (tensor if config.parallel.sequence else 1)
     heads, mlp = model.num_heads * model.head_size() / tensor, model.mlp_size() / tensor

@@ -79,7 +79,8 @@ def training_flops(
 def run_flops(config: RunConfig, candidate_rows: int) -> FlopsPerToken:
     """Those of a run whose outputs are scored against so many rows."""
     length, targets = config.data.sequence_length, config.targets_per_row()
-    return training_flops(config.model, length, candidate_rows, targets=targets, shorter=shorter_layers(config))
+    model = config.trained_model()
+    return training_flops(model, length, candidate_rows, targets=targets, shorter=shorter_layers(config))
 
 
 def _seen_within(reach: int, tokens: int, sides: int) -> float:

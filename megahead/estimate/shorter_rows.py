@@ -29,9 +29,9 @@ def shorter_layers(config: RunConfig) -> list[ShorterLayers]:
     if masking is None:
         return []
     found = []
-    if masking.masks_from_layer:
+    if late := masking.masks_from(config.model):
         masked = masking.mask_share * config.targets_per_row() / config.data.sequence_length
-        found.append(ShorterLayers(range(masking.masks_from_layer), 1 - masked))
+        found.append(ShorterLayers(range(late), 1 - masked))
     if masking.dropping:
         layers, share = masking.dropping.layers(config.model), masking.dropping.keep_share
         found.append(ShorterLayers(layers, share, first_reads_all=True))

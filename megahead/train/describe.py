@@ -138,6 +138,8 @@ def _masks(model: ModelConfig, masking: MaskingConfig) -> list[str]:
     parts += [f"{masking.final_rate:.0%} at last"] if masking.final_rate else []
     parts += [f"mask tokens from layer {masking.masks_from_layer} on"] if masking.masks_from_layer else []
     parts += [f"by {masking.strategy}"] if masking.strategy != "uniform" else []
+    if masking.mask_decoder_layers:
+        parts.append(f"mask tokens in a decoder of {counted(masking.mask_decoder_layers, 'layer')}")
     if masking.dropping:
         layers, share = masking.dropping.layers(model), masking.dropping.keep_share
         where = f"layer {layers[0]}" if len(layers) == 1 else f"layers {layers[0]} to {layers[-1]}"

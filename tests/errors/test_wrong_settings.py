@@ -171,6 +171,34 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
         "`masking.masks_from_layer` must be left out with mask_share: 0, which has no mask tokens, but is 1 instead.",
     ),
     (
+        BERT | {"masking": MASKS | {"mask_decoder_layers": 1, "masks_from_layer": 1}},
+        "`masking.masks_from_layer` must be left out with mask_decoder_layers, where masks enter behind all of the model's layers, but is 1 instead.",
+    ),
+    (
+        BERT | {"masking": MASKS | {"mask_decoder_layers": 1, "dropping": {"from_layer": 0}}},
+        "`masking.dropping` must be left out with mask_decoder_layers: there are no mask tokens to be kept before it, but is given instead.",
+    ),
+    (
+        BERT | {"masking": MASKS | {"mask_decoder_layers": 1}, "model.size": "modernbert-15m"},
+        "`masking.mask_decoder_layers` must be left out of a modernbert, whose last norm would be the decoder's, but is 1 instead.",
+    ),
+    (
+        BERT | {"masking": MASKS | {"mask_decoder_layers": 2, "mask_share": 0}},
+        "`masking.mask_decoder_layers` must be left out with mask_share: 0, which has no mask tokens, but is 2 instead.",
+    ),
+    (
+        BERT | {"masking": MASKS | {"mask_decoder_layers": 2}, "parallel": {"tensor": 2, "sequence": True}},
+        "`masking.mask_decoder_layers` must be left out with parallel.sequence, which splits whole rows, but is 2 instead.",
+    ),
+    (
+        BERT | {"masking": MASKS | {"mask_decoder_layers": 2}, "init": {"from_hf": "x", "mode": "continue"}},
+        "`init.from_hf` must be left out with masking.mask_decoder_layers, which such a folder lacks, but is x instead.",
+    ),
+    (
+        BERT | {"masking": MASKS | {"mask_decoder_layers": 2}, "model.is_causal": True},
+        "`masking.mask_decoder_layers` must be left out with model.is_causal: nothing is masked where next tokens are learned, but is 2 instead.",
+    ),
+    (
         BERT | {"masking": MASKS | {"diffusion": True, "dropping": {"from_layer": 0}}},
         "`masking.dropping` must be left out with diffusion, which masks single tokens, a share of its own in each row, but is given instead.",
     ),

@@ -54,7 +54,8 @@ def _masker(config: RunConfig) -> RowMasker | None:
     framing = Framing(config.masking, config.data.end_token, config.data.isolate_documents)
     asked = config.masking.dropping
     dropping = asked and TokenDropping.of(asked, config.model, framing, Uniform())
-    return Masker(framing, Uniform(), config.model.vocab_size, seed=0, dropping=dropping)
+    late = config.masking.masks_from(config.model)
+    return Masker(framing, Uniform(), config.model.vocab_size, seed=0, masks_from=late, dropping=dropping)
 
 
 @dataclass(frozen=True)
