@@ -141,8 +141,8 @@ class MaskingConfig(Settings):
                 rule = "be left out with diffusion, which masks single tokens, a share of its own in each row"
                 raise ConfigError(field, rule, got="given" if field == "dropping" else value)
 
-    def check(self, model: ModelConfig, data: DataConfig, *, splits_rows: bool) -> None:
-        """ConfigError unless an encoder can read `data` so; `splits_rows`: sequence parallelism does."""
+    def check(self, model: ModelConfig, data: DataConfig) -> None:
+        """ConfigError unless an encoder can read `data` so."""
         ids = (self.mask_token, self.cls_token, self.sep_token, *self.special_tokens)
         if max(ids) >= model.vocab_size:
             raise ConfigError("masking", f"name ids below model.vocab_size ({model.vocab_size})", got=max(ids))
@@ -154,41 +154,11 @@ class MaskingConfig(Settings):
             raise ConfigError(
                 "data.sequence_length", "have room for text between [CLS] and [SEP]", got=data.sequence_length
             )
-        self._check_late(model, splits_rows)
-        if self.mask_decoder_layers:
-            self._check_mask_decoder(model)
-        if self.dropping:
-            masked = self.mask_share * max(self.rate, self.final_rate or 0.0)
-            self.dropping.check(model, masked, self.masks_from_layer, splits_rows=splits_rows)
         if self.adapts() and self.adapt_every < data.prefetch:
             rule = f"be at least data.prefetch ({data.prefetch}), the steps that are masked ahead"
             raise ConfigError("masking.adapt_every", rule, got=self.adapt_every)
         if self.strategy == "whole_word" and data.tokenizer is None:
             raise ConfigError("data.tokenizer", "be given to find whole words (masking.strategy)", got="missing")
-
-    def _check_late(self, model: ModelConfig, splits_rows: bool) -> None:
-        if self.masks_from_layer >= model.num_layers:
-            rule = f"be below model.num_layers ({model.num_layers})"
-            raise ConfigError("masking.masks_from_layer", rule, got=self.masks_from_layer)
-        field = "mask_decoder_layers" if self.mask_decoder_layers else "masks_from_layer"
-        value = getattr(self, field)
-        if value and splits_rows:
-            rule = "be left out with parallel.sequence, which splits whole rows"
-            raise ConfigError(f"masking.{field}", rule, got=value)
-        if value and self.mask_share == 0:
-            rule = "be left out with mask_share: 0, which has no mask tokens"
-            raise ConfigError(f"masking.{field}", rule, got=value)
-
-    def _check_mask_decoder(self, model: ModelConfig) -> None:
-        if model.family != "bert":
-            rule = f"be left out of a {model.family}, whose last norm would be the decoder's"
-            raise ConfigError("masking.mask_decoder_layers", rule, got=self.mask_decoder_layers)
-        if self.masks_from_layer:
-            rule = "be left out with mask_decoder_layers, where masks enter behind all of the model's layers"
-            raise ConfigError("masking.masks_from_layer", rule, got=self.masks_from_layer)
-        if self.dropping:
-            rule = "be left out with mask_decoder_layers: there are no mask tokens to be kept before it"
-            raise ConfigError("masking.dropping", rule, got="given")
 
     def masks_from(self, model: ModelConfig) -> int:
         """The first layer that sees mask tokens, of the model's or of the decoder behind these."""
@@ -216,6 +186,6 @@ class MaskingConfig(Settings):
     def held_out(self) -> MaskingConfig:
         """How held-out rows are masked, the same for every run: 15 % of single tokens, 80 / 10 / 10 (by diffusion where
         that is trained); mask tokens enter where the model knows them."""
-        kept = ("mask_token", "cls_token", "sep_token", "special_tokens", "diffusion")
-        kept = (*kept, "masks_from_layer", "mask_decoder_layers")
+        ids = ("mask_token", "cls_token", "sep_token", "special_tokens")
+        kept = (*ids, "diffusion", "masks_from_layer", "mask_decoder_layers")
         return MaskingConfig(**{name: getattr(self, name) for name in kept})

@@ -20,6 +20,7 @@ from megahead.config.model import ModelConfig
 from megahead.config.objective import ObjectiveConfig
 from megahead.config.parallel import ParallelConfig
 from megahead.config.resilience import FaultsConfig, ResumeConfig
+from megahead.config.shorter_rows import check_shorter_rows
 from megahead.config.tasks import TasksConfig
 from megahead.config.training import EngineConfig, OptimizerConfig, ScheduleConfig, TrainingConfig
 from megahead.errors import ConfigError
@@ -137,10 +138,8 @@ class RunConfig(Settings):
             raise ConfigError("masking", rule, got=got, hint=hint)
         if masking is None:
             return
-        masking.check(self.model, self.data, splits_rows=self.parallel.sequence)
-        if masking.mask_decoder_layers and self.init and self.init.from_hf:
-            rule = "be left out with masking.mask_decoder_layers, which such a folder lacks"
-            raise ConfigError("init.from_hf", rule, got=self.init.from_hf)
+        masking.check(self.model, self.data)
+        check_shorter_rows(masking, self.model, self.init, self.parallel.sequence)
 
     def _check_nearest_ids(self) -> None:
         similar = self.masking is not None and self.masking.similar_share > 0

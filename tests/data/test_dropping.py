@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from megahead.config import DroppingConfig, MaskingConfig, ModelConfig, config_from_dict
+from megahead.config import DroppingConfig, MaskingConfig, ModelConfig, RunConfig, config_from_dict
 from megahead.corpus import IndexedDataset, IndexedDatasetWriter
 from megahead.data import Batch, Difficulty, Framing, Masker, TokenDropping, training_masker
 from megahead.data.strategies import STRATEGIES, Strategy, Uniform, WeighedIds
@@ -17,7 +18,8 @@ from megahead.distributed import Group
 from megahead.errors import ConfigError
 
 CLS, SEP, MASK, V, EVERY, SAMPLES = 1, 2, 3, 100, 3, 8
-MODEL = ModelConfig(size="bert-small", vocab_size=V)
+SMALL: dict[str, Any] = {"size": "bert-small", "vocab_size": V}
+MODEL = ModelConfig(**SMALL)
 
 
 def masker(importance: Strategy, keep_share: float = 0.5, **settings: Any) -> Masker:
@@ -97,12 +99,12 @@ def test_ids_that_are_missed_more_often_are_kept_two_periods_later() -> None:
     assert share_of_hard(2 * EVERY) > 0.9
 
 
-def run_config(by: str) -> Any:
+def run_config(by: str) -> RunConfig:
     masking = {"cls_token": CLS, "sep_token": SEP, "mask_token": MASK, "dropping": {"from_layer": 1, "by": by}}
     return config_from_dict(
         {
             "name": "x",
-            "model": {"size": "bert-small", "vocab_size": V},
+            "model": SMALL,
             "data": {"train": "x", "sequence_length": 64, "end_token": SEP},
             "masking": masking,
             "batch": {"global_size": 4, "micro_size": 4},
@@ -113,7 +115,7 @@ def run_config(by: str) -> Any:
 
 
 @pytest.mark.parametrize("by", ["hardest", "frequency", "informative"])
-def test_a_run_keeps_what_it_asks_for(tmp_path, by: str) -> None:
+def test_a_run_keeps_what_it_asks_for(tmp_path: Path, by: str) -> None:
     with IndexedDatasetWriter(tmp_path / "text", vocab_size=V) as writer:
         writer.add_document([*texts(1, 2000)[0].tolist(), SEP])
     dataset = IndexedDataset(tmp_path / "text")

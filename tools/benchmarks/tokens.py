@@ -52,9 +52,8 @@ def _masker(config: RunConfig) -> RowMasker | None:
     if config.masking is None or config.model.is_causal or config.masking.diffusion:
         return training_masker(config, [])
     framing = Framing(config.masking, config.data.end_token, config.data.isolate_documents)
-    asked = config.masking.dropping
-    dropping = asked and TokenDropping.of(asked, config.model, framing, Uniform())
-    late = config.masking.masks_from(config.model)
+    asked, late = config.masking.dropping, config.masking.masks_from(config.model)
+    dropping = None if asked is None else TokenDropping.of(asked, config.model, framing, Uniform())
     return Masker(framing, Uniform(), config.model.vocab_size, seed=0, masks_from=late, dropping=dropping)
 
 
