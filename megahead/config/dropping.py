@@ -27,9 +27,10 @@ class DroppingConfig(Settings):
     keep_share: float = Field(default=0.5, gt=0, lt=1)
     """Share of each row's tokens that is kept: mask tokens, then other special ones, then the most important."""
 
-    by: Literal["hardest", "frequency", "informative"] = "hardest"
+    by: Literal["hardest", "frequency", "informative", "weights"] = "hardest"
     """What is important: ids that the model misses more often (`hardest`, as masking.strategy counts them, with
-    masking.adapt_every), rare ones, or those that say much about their neighbours. At equal importance it is drawn."""
+    masking.adapt_every), rare ones, those that say much about their neighbours, or those of large data.id_weights. It
+    is drawn which of equally important ones."""
 
     def layers(self, model: ModelConfig) -> range:
         """The layers that leave tokens out."""

@@ -14,7 +14,7 @@ from megahead.config.dropping import DroppingConfig
 from megahead.config.model import ModelConfig
 from megahead.errors import ConfigError
 
-Strategy = Literal["uniform", "whole_word", "span", "frequency", "informative", "hardest", "pmi"]
+Strategy = Literal["uniform", "whole_word", "span", "frequency", "informative", "hardest", "pmi", "weights"]
 
 _COURSES: Mapping[str, Callable[[float], float]] = {
     "linear": lambda progress: progress,
@@ -92,8 +92,9 @@ class MaskingConfig(Settings):
     strategy: Strategy = "uniform"
     """What is selected: single tokens with equal probability (`uniform`), whole words, spans of geometrically
     distributed length (`span`), rare tokens more often (`frequency`), tokens that say much about their neighbours more
-    often (`informative`), tokens that the model misses more often (`hardest`), or collocations: tokens that are
-    neighbours in the training text far more often than by chance (`pmi`)."""
+    often (`informative`), tokens that the model misses more often (`hardest`), collocations: tokens that are
+    neighbours in the training text far more often than by chance (`pmi`), or tokens by weights that a file gives their
+    ids (`weights`, data.id_weights)."""
 
     span_stop: float = Field(default=0.2, gt=0, le=1)
     """span: probability that a span ends after each of its tokens."""
@@ -177,7 +178,11 @@ class MaskingConfig(Settings):
 
     def weighs_ids(self) -> bool:
         """Whether some ids are selected more often than others."""
-        return self.strategy in ("frequency", "informative", "hardest")
+        return self.strategy in ("frequency", "informative", "hardest", "weights")
+
+    def reads_weights(self) -> bool:
+        """Whether a file says how important ids are."""
+        return self.strategy == "weights" or (self.dropping is not None and self.dropping.by == "weights")
 
     def adapts(self) -> bool:
         """Whether what is selected, or kept, follows what the model has learned."""

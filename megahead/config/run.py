@@ -77,6 +77,7 @@ class RunConfig(Settings):
             self.masked_inputs.check(self.model, self.data)
         check_causal(self.model, self.objective.schedule, self.masking, self.training, self.tasks)
         self._check_nearest_ids()
+        self._check_id_weights()
         self._check_table()
         self._check_elastic()
         if self.objective.schedule:
@@ -149,6 +150,12 @@ class RunConfig(Settings):
         if self.data.nearest_ids is not None and not similar and not self.objective.nearest:
             rule = "be left out without masking.similar_share and objective.nearest"
             raise ConfigError("data.nearest_ids", rule, got=self.data.nearest_ids)
+
+    def _check_id_weights(self) -> None:
+        used, path = self.masking is not None and self.masking.reads_weights(), self.data.id_weights
+        if used != (path is not None):
+            rule = f"be {'given with' if used else 'left out without'} masking.strategy or masking.dropping.by: weights"
+            raise ConfigError("data.id_weights", rule, got="missing" if used else path)
 
     def why_headless_exports(self) -> str | None:
         """What keeps exports from having a head: something that no class of transformers does; None where they can."""

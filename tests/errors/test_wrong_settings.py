@@ -293,6 +293,14 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
         "`data.nearest_ids` must be left out without masking.similar_share and objective.nearest, but is ids.npy instead.",
     ),
     (
+        BERT | {"masking": MASKS | {"strategy": "weights"}},
+        "`data.id_weights` must be given with masking.strategy or masking.dropping.by: weights, but is missing.",
+    ),
+    (
+        BERT | {"masking": MASKS | {"strategy": "frequency"}, "data.id_weights": "weights.npy"},
+        "`data.id_weights` must be left out without masking.strategy or masking.dropping.by: weights, but is weights.npy instead.",
+    ),
+    (
         BERT | {"masking": MASKS | {"similar_share": 0.2}},
         "`masking.similar_share` must leave the sum with mask_share and random_share (0.9) at most 1, but is 0.2 instead.",
     ),

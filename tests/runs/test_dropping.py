@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForMaskedLM
@@ -14,6 +15,7 @@ from megahead.config import RunConfig
 from megahead.convert import export
 from megahead.data import held_out_masker
 from megahead.distributed import Group, Launch
+from megahead.errors import CheckpointError
 from megahead.report.metrics import read_metrics
 from megahead.train import pretrain
 from support.on_ranks import on_ranks
@@ -78,6 +80,21 @@ def test_nothing_of_it_is_left_in_held_out_rows_and_exports(tmp_path: Path) -> N
     assert held_out_masker(config).batch(text, range(4)).kept == ()  # type: ignore[union-attr]
     export(tmp_path / "run", tmp_path / "out", "pmi")  # compares it with the model that was trained
     assert AutoModelForMaskedLM.from_pretrained(tmp_path / "out").config.num_hidden_layers == 4
+
+
+def test_what_a_file_says_is_kept_in_a_run_that_goes_on_with_the_same_file_alone(tmp_path: Path) -> None:
+    write_text(tmp_path)
+    masking = MASKS | {"dropping": {"from_layer": 1, "by": "weights"}}
+    for name, weights in {"one": np.arange(1, 61), "other": np.arange(60, 0, -1)}.items():
+        np.save(tmp_path / f"{name}.npy", weights)
+    one, other = (
+        encoder(tmp_path, "run", "bert", {"masking": masking, "data.id_weights": str(tmp_path / f"{name}.npy")})
+        for name in ("one", "other")
+    )
+    on_ranks(1, run, one)
+    assert "state/difficulty" not in open_checkpoint(tmp_path / "run").names()
+    with pytest.raises(CheckpointError, match=r"differs in data\.id_weights"):
+        pretrain(other, resume=str(tmp_path / "run/checkpoints/step-00000003"))
 
 
 def test_other_weights_are_learned_by_masks_that_enter_late_and_middle_layers_that_drop(tmp_path: Path) -> None:
