@@ -70,6 +70,9 @@ def test_masks_are_kept_first_and_what_is_empty_last() -> None:
     assert (read_BT[kept_BT] == SEP).any()
     assert np.isin(read_BT[kept_BT], [MASK, SEP, CLS]).all()  # more than there is room for
     assert not kept_BT[:, 42:].any()
+    roomy_BT = kept(masker(Uniform(), keep_share=0.6).batch(text, range(20)))
+    assert (roomy_BT.sum(1) == 38).all()
+    assert not roomy_BT[:, 42:].any()
 
 
 @pytest.mark.parametrize("rows", [range(7, 8), range(4, 12)], ids=str)
