@@ -13,6 +13,7 @@ from megahead.config.batch import BatchConfig
 from megahead.config.causal import check_causal
 from megahead.config.data import DataConfig
 from megahead.config.embedding import Refusal, refusal_of_decay, refusal_of_rows, wants_rows
+from megahead.config.id_files import check_id_files
 from megahead.config.init import InitConfig
 from megahead.config.masked_inputs import MaskedInputsConfig
 from megahead.config.masking import MaskingConfig
@@ -76,8 +77,7 @@ class RunConfig(Settings):
         if self.masked_inputs:
             self.masked_inputs.check(self.model, self.data)
         check_causal(self.model, self.objective.schedule, self.masking, self.training, self.tasks)
-        self._check_nearest_ids()
-        self._check_id_weights()
+        check_id_files(self.data, self.masking, self.objective)
         self._check_table()
         self._check_elastic()
         if self.objective.schedule:
@@ -141,21 +141,6 @@ class RunConfig(Settings):
             return
         masking.check(self.model, self.data)
         check_shorter_rows(masking, self.model, self.init, self.parallel.sequence)
-
-    def _check_nearest_ids(self) -> None:
-        similar = self.masking is not None and self.masking.similar_share > 0
-        if (similar or self.objective.nearest) and self.data.nearest_ids is None:
-            rule = f"be given with {'masking.similar_share' if similar else 'objective.nearest'}"
-            raise ConfigError("data.nearest_ids", rule, got="missing", hint="make one: megahead nearest-ids")
-        if self.data.nearest_ids is not None and not similar and not self.objective.nearest:
-            rule = "be left out without masking.similar_share and objective.nearest"
-            raise ConfigError("data.nearest_ids", rule, got=self.data.nearest_ids)
-
-    def _check_id_weights(self) -> None:
-        used, path = self.masking is not None and self.masking.reads_weights(), self.data.id_weights
-        if used != (path is not None):
-            rule = f"be {'given with' if used else 'left out without'} masking.strategy or masking.dropping.by: weights"
-            raise ConfigError("data.id_weights", rule, got="missing" if used else path)
 
     def why_headless_exports(self) -> str | None:
         """What keeps exports from having a head: something that no class of transformers does; None where they can."""
