@@ -46,6 +46,10 @@ class DataConfig(Settings):
     """A file of each id's nearest ids, as `megahead nearest-ids` writes it, for masking.similar_share and
     objective.nearest."""
 
+    id_weights: str | None = None
+    """A `.npy` of numpy with a weight above 0 for each id, by which masking.strategy: weights selects tokens, and
+    masking.dropping.by: weights keeps them."""
+
     sequence_length: int = Field(gt=0)
     """Targets per row (T); a row reads T + 1 tokens."""
 

@@ -17,6 +17,7 @@ from megahead.data.batch_reader import (
 from megahead.data.blending import Blend
 from megahead.data.difficulty import Difficulty
 from megahead.data.diffusion import Diffusion
+from megahead.data.dropping import TokenDropping
 from megahead.data.framing import Framing
 from megahead.data.masked_inputs import MaskedInputs
 from megahead.data.masking import Masker
@@ -46,6 +47,7 @@ __all__ = [
     "SequentialSamples",
     "StoredSamples",
     "StreamSamples",
+    "TokenDropping",
     "causal_batch",
     "evaluation_target_counts",
     "held_out_masker",

@@ -14,8 +14,8 @@ Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True)
-class EarlyTokens:
-    """The tokens that an encoder's first layers see, where mask tokens enter later."""
+class KeptTokens:
+    """The tokens that some layers of an encoder compute alone: the others pass these layers by."""
 
     index_N: Tensor
     """int64, increasing: which of the B * T tokens, rows concatenated."""
@@ -23,8 +23,17 @@ class EarlyTokens:
     max_per_row: int
     """Largest number of them in a row."""
 
-    layers: int
-    """How many layers see them alone."""
+    layers: range
+    """Which layers."""
+
+    first_reads_all: bool = False
+    """Whether they still see the others in the first of these layers."""
+
+    @staticmethod
+    def where(kept_BT: Array, layers: range, first_reads_all: bool = False) -> KeptTokens:
+        """Those that are true."""
+        most = int(kept_BT.sum(1).max(initial=1))
+        return KeptTokens(torch.from_numpy(np.flatnonzero(kept_BT)), most, layers, first_reads_all)
 
 
 @dataclass(frozen=True)
@@ -50,8 +59,8 @@ class Batch:
     """int32: the index of each document's first token, rows concatenated, then B * T (as flash-attention's varlen
     functions take it); None: not computed."""
 
-    early: EarlyTokens | None = None
-    """None: all layers see all tokens."""
+    kept: tuple[KeptTokens, ...] = ()
+    """In the order of their layers; all other layers compute all tokens."""
 
     weight_N: Tensor | None = None
     """float32: how often the loss of each target counts; None: once."""
@@ -71,8 +80,8 @@ class Batch:
     def _mapped(self, change: Callable[[Tensor], Tensor]) -> Batch:
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         changed: dict[str, Any] = {name: change(value) for name, value in values.items() if isinstance(value, Tensor)}
-        early = None if self.early is None else replace(self.early, index_N=change(self.early.index_N))
-        return replace(self, **changed, early=early)
+        kept = tuple(replace(part, index_N=change(part.index_N)) for part in self.kept)
+        return replace(self, **changed, kept=kept)
 
 
 def causal_batch(

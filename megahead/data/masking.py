@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import torch
 
 from megahead.config import MaskingConfig
-from megahead.data.batch import Batch, EarlyTokens
+from megahead.data.batch import Batch, KeptTokens
 from megahead.data.counter_rng import CounterRng
+from megahead.data.dropping import TokenDropping
 from megahead.data.framing import Framing
 from megahead.data.strategies import Strategy
 
@@ -41,6 +41,12 @@ class Masker:
     nearest_VK: Array | None = None
     """int64: each id's nearest ids, for `similar_share`."""
 
+    masks_from: int = 0
+    """The first layer that sees mask tokens."""
+
+    dropping: TokenDropping | None = None
+    """What middle layers leave out, if anything."""
+
     @property
     def config(self) -> MaskingConfig:
         """What is asked for."""
@@ -50,19 +56,18 @@ class Masker:
         """Arguments as of `Framing.rows`."""
         rows = self.framing.rows(text, document_starts)
         noise = CounterRng(self.seed, sample_indices)
-        strategy = self.strategy.at(int(sample_indices[0]) // self.samples_per_step if len(text) else 0)
+        step = int(sample_indices[0]) // self.samples_per_step if len(text) else 0
         budget = self._budget(text, sample_indices)
-        chosen_BT = self._select(strategy, rows.tokens_BT, rows.maskable_BT, budget, noise)
+        chosen_BT = self._select(self.strategy.at(step), rows.tokens_BT, rows.maskable_BT, budget, noise)
         read_BT = self._read_as(rows.tokens_BT, chosen_BT, noise)
-        early = self._early(chosen_BT & (read_BT == self.config.mask_token))
-        return replace(rows.batch(chosen_BT, read_BT), early=early)
+        kept = self._without_masks(chosen_BT & (read_BT == self.config.mask_token))
+        if self.dropping:
+            kept = (*kept, self.dropping.kept(read_BT, text, step, noise))
+        return replace(rows.batch(chosen_BT, read_BT), kept=kept)
 
-    def _early(self, late_BT: Array) -> EarlyTokens | None:
-        """All tokens but the mask tokens, where these enter later."""
-        if not self.config.masks_from_layer:
-            return None
-        most = int((~late_BT).sum(1).max(initial=1))
-        return EarlyTokens(torch.from_numpy(np.flatnonzero(~late_BT)), most, self.config.masks_from_layer)
+    def _without_masks(self, mask_BT: Array) -> tuple[KeptTokens, ...]:
+        """All tokens but the mask tokens, for the layers before these enter."""
+        return (KeptTokens.where(~mask_BT, range(self.masks_from)),) if self.masks_from else ()
 
     def _budget(self, text: Array, sample_indices: Sequence[int] | Array) -> tuple[Array, Array]:
         """(share of tokens to select, number of tokens to select), both [B]."""

@@ -99,7 +99,7 @@ def _muon_parameters(config: RunConfig) -> float:
     if config.optimizer.name != "muon":
         return 0
     in_block = attention_matrices(config.model) + mlp_matrices(config.model)
-    return config.model.num_layers * in_block / config.parallel.tensor
+    return config.trained_model().num_layers * in_block / config.parallel.tensor
 
 
 def _states(plan: RunPlan, stage: int, precision: str) -> tuple[float, float, float, float]:
@@ -164,7 +164,7 @@ def ways_to_need_less(plan: RunPlan, stage: int | None = None) -> list[str]:
 def rank_parameters(config: RunConfig) -> int:
     """Parameters of one tensor rank; norms, biases of row-parallel layers and of tokens, and projections of fewer key
     heads than there are ranks, are held in full by each, and an embedding in rows is none of them."""
-    model, tensor = config.model, config.parallel.tensor
+    model, tensor = config.trained_model(), config.parallel.tensor
     norm, keys = norm_parameters(model), 2 * model.key_heads() * model.head_size()
     in_block = 2 * norm + model.hidden_size * ((model.attention_bias == "all") + model.mlp_bias)
     in_block += 2 * model.head_size() if model.qk_norm else 0

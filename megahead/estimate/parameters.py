@@ -77,7 +77,7 @@ def run_parameters(config: RunConfig) -> ParameterCounts:
     """Parameters of what a run trains, in its last phase."""
     objective, encoder = phases_of(config)[-1].config.objective, config.model.is_encoder()
     return count_parameters(
-        config.model,
+        config.trained_model(),
         untied_head=objective.trains_head(),
         mask_head=encoder and objective.has_mask_head(),
         output_bias=objective.output_bias,

@@ -10,7 +10,7 @@ from megahead.pretraining.batch import (
     MicroBatch,
     StepBatches,
     documents_of,
-    late_tokens_of,
+    shorter_rows_of,
     target_positions_of,
 )
 from megahead.pretraining.build import TEMPERATURE, FirstWeights, build_pretraining, first_weights, weight_shapes
@@ -36,7 +36,7 @@ __all__ = [
     "documents_of",
     "first_weights",
     "gather_targets",
-    "late_tokens_of",
+    "shorter_rows_of",
     "target_positions_of",
     "weight_shapes",
 ]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megahead.data import Batch
-from megahead.nn import Documents, LateTokens, TargetPositions
+from megahead.nn import Documents, ShorterRows, TargetPositions
 from megahead.objectives import Candidates
 from megahead.table import RowPlan
 
@@ -34,13 +34,15 @@ def target_positions_of(batch: Batch) -> TargetPositions:
     return TargetPositions(batch.target_index_N, rows, row_length, batch.max_targets_per_row)
 
 
-def late_tokens_of(batch: Batch) -> LateTokens | None:
-    """The batch's mask tokens, if they enter later than the others."""
-    if batch.early is None:
-        return None
+def shorter_rows_of(batch: Batch) -> list[ShorterRows]:
+    """What some layers compute of the batch alone, in the order of these layers."""
     rows, row_length = batch.input_ids_BT.shape
-    early = TargetPositions(batch.early.index_N, rows, row_length, batch.early.max_per_row)
-    return LateTokens(early, batch.early.layers)
+    return [
+        ShorterRows(
+            TargetPositions(part.index_N, rows, row_length, part.max_per_row), part.layers, part.first_reads_all
+        )
+        for part in batch.kept
+    ]
 
 
 @dataclass(frozen=True)

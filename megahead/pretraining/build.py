@@ -19,7 +19,7 @@ TEMPERATURE = "temperature.log_value"
 
 def build_pretraining(config: RunConfig) -> Pretraining:
     """The full model on torch's default device, weights undefined; runs use `parallel.assemble`, which shards it."""
-    model, objective = config.model, config.objective
+    model, objective = config.trained_model(), config.objective
     head = OutputEmbedding(model.padded_vocab_size(), model.hidden_size) if objective.trains_head() else None
     mask_head = MaskHead(model) if model.is_encoder() and objective.has_mask_head() else None
     output_bias = OutputBias(model.padded_vocab_size()) if objective.output_bias else None
@@ -46,13 +46,13 @@ class FirstWeights:
         """All of one."""
         if name == TEMPERATURE:
             return LearnedTemperature(self.config.objective.temperature).first_value()
-        return initial_value(name, self.shapes[name], self.config.seed, self.config.model)
+        return initial_value(name, self.shapes[name], self.config.seed, self.config.trained_model())
 
     def blocks(self, name: str, /) -> Iterator[Tensor]:
         """The same bits in blocks of rows."""
         if name == TEMPERATURE:
             return iter([self.read(name)])
-        return initial_blocks(name, self.shapes[name], self.config.seed, self.config.model)
+        return initial_blocks(name, self.shapes[name], self.config.seed, self.config.trained_model())
 
 
 def first_weights(config: RunConfig) -> FirstWeights:

@@ -34,7 +34,7 @@ from megahead.pretraining.batch import (
     EvaluationRequest,
     MicroBatch,
     documents_of,
-    late_tokens_of,
+    shorter_rows_of,
     target_positions_of,
 )
 from megahead.pretraining.output_layers import MaskHead, OutputBias, OutputEmbedding
@@ -137,7 +137,7 @@ class Pretraining(nn.Module):
 
     def _outputs(self, inputs_BTD: Tensor, batch: Batch) -> Tensor:
         """[N, D]: the hidden states that have targets."""
-        places = documents_of(batch), target_positions_of(batch), late_tokens_of(batch)
+        places = documents_of(batch), target_positions_of(batch), shorter_rows_of(batch)
         return self.backbone.encode_at(inputs_BTD, *places)
 
     def _final_hidden(self, outputs_ND: Tensor, vocabulary: bool) -> tuple[Tensor, Tensor | None]:

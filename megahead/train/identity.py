@@ -40,12 +40,12 @@ is kept, see persistence.py.)"""
 
 
 def data_fingerprints(config: RunConfig, datasets: RunDatasets) -> dict[str, Any]:
-    """Fingerprints of the content of `data.train` (one per dataset), `data.tokenizer` and `data.nearest_ids`."""
+    """Fingerprints of the content of `data.train` (one per dataset), and of the files that `data` names beside it."""
     parts = [
         dataset.fingerprint if part.weight is None else f"{dataset.fingerprint}, weight {part.weight:g}"
         for part, dataset in zip(config.data.parts(), datasets.train, strict=True)
     ]
-    files = {f"data.{name}": getattr(config.data, name) for name in ("tokenizer", "nearest_ids")}
+    files = {f"data.{name}": getattr(config.data, name) for name in ("tokenizer", "nearest_ids", "id_weights")}
     return {"data.train": parts} | {name: None if path is None else _sha256(path) for name, path in files.items()}
 
 

@@ -170,6 +170,66 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
         BERT | {"masking": MASKS | {"masks_from_layer": 1, "mask_share": 0}},
         "`masking.masks_from_layer` must be left out with mask_share: 0, which has no mask tokens, but is 1 instead.",
     ),
+    (
+        BERT | {"masking": MASKS | {"mask_decoder_layers": 1, "masks_from_layer": 1}},
+        "`masking.masks_from_layer` must be left out with mask_decoder_layers, where masks enter behind all of the model's layers, but is 1 instead.",
+    ),
+    (
+        BERT | {"masking": MASKS | {"mask_decoder_layers": 1, "dropping": {"from_layer": 0}}},
+        "`masking.dropping` must be left out with mask_decoder_layers: there are no mask tokens to be kept before it, but is given instead.",
+    ),
+    (
+        BERT | {"masking": MASKS | {"mask_decoder_layers": 1}, "model.size": "modernbert-15m"},
+        "`masking.mask_decoder_layers` must be left out of a modernbert, whose last norm would be the decoder's, but is 1 instead.",
+    ),
+    (
+        BERT | {"masking": MASKS | {"mask_decoder_layers": 2, "mask_share": 0}},
+        "`masking.mask_decoder_layers` must be left out with mask_share: 0, which has no mask tokens, but is 2 instead.",
+    ),
+    (
+        BERT | {"masking": MASKS | {"mask_decoder_layers": 2}, "parallel": {"tensor": 2, "sequence": True}},
+        "`masking.mask_decoder_layers` must be left out with parallel.sequence, which splits whole rows, but is 2 instead.",
+    ),
+    (
+        BERT | {"masking": MASKS | {"mask_decoder_layers": 2}, "init": {"from_hf": "x", "mode": "continue"}},
+        "`init.from_hf` must be left out with masking.mask_decoder_layers, which such a folder lacks, but is x instead.",
+    ),
+    (
+        BERT | {"masking": MASKS | {"mask_decoder_layers": 2}, "model.is_causal": True},
+        "`masking.mask_decoder_layers` must be left out with model.is_causal: nothing is masked where next tokens are learned, but is 2 instead.",
+    ),
+    (
+        BERT | {"masking": MASKS | {"diffusion": True, "dropping": {"from_layer": 0}}},
+        "`masking.dropping` must be left out with diffusion, which masks single tokens, a share of its own in each row, but is given instead.",
+    ),
+    (
+        BERT | {"masking": MASKS | {"dropping": {"from_layer": 1}}},
+        "`masking.dropping.from_layer` must be below to_layer (1), but is 1 instead.",
+    ),
+    (
+        BERT | {"masking": MASKS | {"dropping": {"from_layer": 0, "to_layer": 2}}},
+        "`masking.dropping.to_layer` must be at most 1, since the last layer computes all tokens, but is 2 instead.",
+    ),
+    (
+        BERT | {"masking": MASKS | {"masks_from_layer": 1, "dropping": {"from_layer": 0}}},
+        "`masking.dropping.from_layer` must be at least masking.masks_from_layer (1), before which there are no mask tokens to be kept, but is 0 instead.",
+    ),
+    (
+        BERT | {"masking": MASKS | {"dropping": {"from_layer": 0, "keep_share": 0.1}}},
+        "`masking.dropping.keep_share` must be above the share of mask tokens (0.12), which are always kept, but is 0.1 instead.",
+    ),
+    (
+        BERT | {"masking": MASKS | {"dropping": {"from_layer": 0}}, "parallel": {"tensor": 2, "sequence": True}},
+        "`masking.dropping` must be left out with parallel.sequence, which splits whole rows, but is given instead.",
+    ),
+    (
+        BERT | {"masking": MASKS | {"dropping": {"from_layer": 0}, "adapt_every": 2}, "data.prefetch": 3},
+        "`masking.adapt_every` must be at least data.prefetch (3), the steps that are masked ahead, but is 2 instead.",
+    ),
+    (
+        BERT | {"masking": MASKS | {"dropping": {"from_layer": 0}}, "model.is_causal": True},
+        "`masking.dropping` must be left out with model.is_causal: all tokens have targets where next tokens are learned, but is given instead.",
+    ),
     ({"masking": MASKS}, "`masking` must be left out of a decoder, but is given instead."),
     (BERT, "`masking` must be given for an encoder, but is missing; name mask_token, cls_token and sep_token."),
     (
@@ -231,6 +291,14 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     (
         {"data.nearest_ids": "ids.npy"},
         "`data.nearest_ids` must be left out without masking.similar_share and objective.nearest, but is ids.npy instead.",
+    ),
+    (
+        BERT | {"masking": MASKS | {"strategy": "weights"}},
+        "`data.id_weights` must be given with masking.strategy or masking.dropping.by: weights, but is missing.",
+    ),
+    (
+        BERT | {"masking": MASKS | {"strategy": "frequency"}, "data.id_weights": "weights.npy"},
+        "`data.id_weights` must be left out without masking.strategy or masking.dropping.by: weights, but is weights.npy instead.",
     ),
     (
         BERT | {"masking": MASKS | {"similar_share": 0.2}},

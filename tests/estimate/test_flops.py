@@ -10,9 +10,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from megahead.config import ModelConfig
-from megahead.estimate import EarlyLayers, training_flops
+from megahead.estimate import ShorterLayers, training_flops
 from megahead.models import build_backbone
-from megahead.nn import Documents, LateTokens, TargetPositions
+from megahead.nn import Documents, ShorterRows, TargetPositions
 
 CONFIG = ModelConfig(num_layers=2, hidden_size=48, num_heads=3, intermediate_size=100, vocab_size=61, vocab_multiple=16)
 
@@ -61,16 +61,17 @@ def test_an_encoder_is_counted_with_its_last_block_at_the_targets():
     assert counter.get_total_flops() == pytest.approx(20 * estimate.total)
 
 
-@pytest.mark.parametrize("layers", [1, 2])
-def test_layers_that_see_no_mask_tokens_are_counted_with_fewer_tokens(layers: int) -> None:
-    shape = {"num_layers": 3, "hidden_size": 48, "num_heads": 3, "intermediate_size": 100, "vocab_size": 61}
+@pytest.mark.parametrize("reads_all", [False, True])
+@pytest.mark.parametrize("layers", [range(1), range(2), range(1, 3)], ids=str)
+def test_layers_that_compute_some_tokens_alone_are_counted_with_fewer(layers: range, reads_all: bool) -> None:
+    shape = {"num_layers": 4, "hidden_size": 48, "num_heads": 3, "intermediate_size": 100, "vocab_size": 61}
     encoder = ModelConfig(family="bert", hidden_dropout=0.0, attention_dropout=0.0, **shape)
     rows, at = torch.randn(2, 10, 48, requires_grad=True), torch.tensor([1, 4, 7, 8, 12, 14, 15, 19])
-    early = TargetPositions(torch.tensor([k for k in range(20) if k not in at.tolist()]), 2, 10, max_per_row=6)
+    kept = TargetPositions(torch.tensor([k for k in range(20) if k not in at.tolist()]), 2, 10, max_per_row=6)
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
-        targets, late = TargetPositions(at, 2, 10, max_per_row=4), LateTokens(early, layers)
-        build_backbone(encoder).encode_at(rows, Documents.whole_rows(2, 10), targets, late).sum().backward()
-    estimate = training_flops(encoder, 10, 0, targets=4, early=EarlyLayers(layers, 0.6))
+        targets, shorter = TargetPositions(at, 2, 10, max_per_row=4), [ShorterRows(kept, layers, reads_all)]
+        build_backbone(encoder).encode_at(rows, Documents.whole_rows(2, 10), targets, shorter).sum().backward()
+    estimate = training_flops(encoder, 10, 0, targets=4, shorter=[ShorterLayers(layers, 0.6, reads_all)])
     assert counter.get_total_flops() == pytest.approx(20 * estimate.total)
     assert estimate.total < training_flops(encoder, 10, 0, targets=4).total
 

@@ -15,6 +15,7 @@ from benchmarks.device import matrix_rate
 from benchmarks.tokens import token_rows
 from megahead.config import RunConfig, config_from_dict
 from megahead.errors import FieldError
+from megahead.estimate import run_flops
 from support.commands import config_file
 from support.small_run import small_config, write_text
 
@@ -75,6 +76,32 @@ def test_a_whole_last_block_gives_the_same_step(tmp_path: Path) -> None:
     assert [short.name(), whole.name()] == ["headless", "headless, whole last block"]
     for one, other in zip(short.model.parameters(), whole.model.parameters(), strict=True):
         assert (one - other).abs().mean() < 1e-6  # after two steps of 1e-3, some of them along a gradient of rounding
+
+
+def test_steps_drop_tokens_as_a_run_does_and_are_estimated_so(tmp_path: Path) -> None:
+    tree = {
+        "name": "encoder",
+        "model": {"size": "bert-small", "vocab_size": 200},
+        "masking": {"mask_token": 4, "cls_token": 1, "sep_token": 2},
+        "data": {"train": "", "sequence_length": 32},
+        "batch": {"global_size": 2, "micro_size": 2},
+        "optimizer": {"learning_rate": 1e-3},
+        "training": {"steps": 1},
+    }
+    tree["masking"] |= {"dropping": {"from_layer": 1}}
+    config = config_from_dict(tree)
+    contender = Contender(config, "headless", torch.device("cpu"), token_rows(config, None, count=1))
+    lengths = []
+    for block in contender.model.backbone.blocks:
+        block.register_forward_hook(lambda _, inputs, __: lengths.append(inputs[0].shape[1]))
+    contender.step(0)
+    assert lengths == [32, 32, 16, 32]
+    (micro, _) = contender._prepared(token_rows(config, None, count=1)[0])
+    assert micro.batch.kept[0].max_per_row == 16
+    tree["masking"] |= {"dropping": None}
+    plain = config_from_dict(tree)
+    flops = [run_flops(one, 1).total for one in (config, plain)]
+    assert flops[0] < 0.85 * flops[1]
 
 
 def test_presets_without_data_draw_by_zipfs_law(tmp_path: Path) -> None:

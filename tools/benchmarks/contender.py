@@ -18,7 +18,7 @@ from megahead.config import RunConfig, config_from_dict
 from megahead.distributed import Group
 from megahead.errors import FieldError
 from megahead.estimate import peak_flops, run_flops
-from megahead.nn import Documents, LateTokens, TargetPositions
+from megahead.nn import Documents, ShorterRows, TargetPositions
 from megahead.objectives import build_objective
 from megahead.optim import build_optimizer
 from megahead.parallel import assemble, fill_
@@ -147,12 +147,12 @@ class Contender:
         encode_at = self.model.backbone.encode_at
 
         def watched(
-            rows_BTD: torch.Tensor, documents: Documents, targets: TargetPositions, late: LateTokens | None
+            rows_BTD: torch.Tensor, documents: Documents, targets: TargetPositions, shorter: Sequence[ShorterRows]
         ) -> torch.Tensor:
             begin = self._now()
             if self.how == "whole last block":
                 targets = replace(targets, max_per_row=None)
-            outputs_ND = encode_at(rows_BTD, documents, targets, late)
+            outputs_ND = encode_at(rows_BTD, documents, targets, shorter)
             self._encoded = begin, self._now()
             outputs_ND.register_hook(self._note_loss_done)
             return outputs_ND

@@ -10,7 +10,16 @@ import numpy as np
 
 from megahead.config import RunConfig
 from megahead.corpus import IndexedDataset
-from megahead.data import BatchReader, Framing, Masker, RowMasker, RowSource, training_masker, training_samples
+from megahead.data import (
+    BatchReader,
+    Framing,
+    Masker,
+    RowMasker,
+    RowSource,
+    TokenDropping,
+    training_masker,
+    training_samples,
+)
 from megahead.data.strategies import Uniform
 from megahead.objectives import Objective
 from megahead.pretraining import MicroBatch
@@ -39,11 +48,13 @@ def micro_batch(config: RunConfig, rule: Objective, rows: np.ndarray[Any, Any]) 
 
 
 def _masker(config: RunConfig) -> RowMasker | None:
-    """As a run frames and masks, but for which tokens it selects: that costs a step nothing."""
+    """As a run frames and masks, but for which tokens it selects and keeps: that costs a step nothing."""
     if config.masking is None or config.model.is_causal or config.masking.diffusion:
         return training_masker(config, [])
     framing = Framing(config.masking, config.data.end_token, config.data.isolate_documents)
-    return Masker(framing, Uniform(), config.model.vocab_size, seed=0)
+    asked, late = config.masking.dropping, config.masking.masks_from(config.model)
+    dropping = None if asked is None else TokenDropping.of(asked, config.model, framing, Uniform())
+    return Masker(framing, Uniform(), config.model.vocab_size, seed=0, masks_from=late, dropping=dropping)
 
 
 @dataclass(frozen=True)

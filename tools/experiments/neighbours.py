@@ -43,6 +43,12 @@ ENCODERS: dict[str, tuple[str, ...]] = {
         *("masking.rate=0.6", "masking.mask_share=1", "masking.random_share=0"),
         "masking.masks_from_layer=1",
     ),
+    "rate-40-decoder": (
+        *("masking.rate=0.4", "masking.mask_share=1", "masking.random_share=0"),
+        "masking.mask_decoder_layers=1",
+    ),
+    "dropping": ("masking.dropping.from_layer=0", "masking.adapt_every=25"),
+    "dropping-rare": ("masking.dropping.from_layer=0", "masking.dropping.by=frequency"),
     "rate-falls": ("masking.rate=0.3", "masking.final_rate=0.02"),
     "rate-falls-cosine": ("masking.rate=0.3", "masking.final_rate=0.02", "masking.rate_course=cosine"),
     "frequency": ("masking.strategy=frequency",),
