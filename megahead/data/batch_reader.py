@@ -20,6 +20,7 @@ from megahead.data.masked_inputs import MaskedInputs
 from megahead.data.masking import Masker
 from megahead.data.nearest_ids import open_nearest_ids
 from megahead.data.next_tokens import NextTokens
+from megahead.data.replacing import Replacing
 from megahead.data.sampling import RowSource
 from megahead.data.strategies import STRATEGIES, TrainingText, Uniform
 from megahead.errors import ConfigError
@@ -80,7 +81,7 @@ def training_masker(
     if config.masking.diffusion:
         return Diffusion(_framing(config.masking, config.data), config.seed)
     nearest = config.data.nearest_ids if config.masking.similar_share else None
-    return Masker(
+    masker = Masker(
         _framing(config.masking, config.data),
         STRATEGIES[config.masking.strategy](config.masking, TrainingText(config, datasets, difficulty)),
         config.model.vocab_size,
@@ -89,6 +90,7 @@ def training_masker(
         steps=config.training.steps,
         nearest_VK=None if nearest is None else open_nearest_ids(nearest, config.model.vocab_size),
     )
+    return masker if config.generator() is None else Replacing(masker, config.seed)
 
 
 def _next_tokens(masking: MaskingConfig, data: DataConfig) -> NextTokens:
@@ -129,7 +131,8 @@ def held_out_masker(config: RunConfig) -> RowMasker | None:
     framing = _framing(config.masking.held_out(), config.data)
     if config.masking.diffusion:
         return Diffusion(framing, seed=0)
-    return Masker(framing, Uniform(), config.model.vocab_size, seed=0)
+    masker = Masker(framing, Uniform(), config.model.vocab_size, seed=0)
+    return masker if config.generator() is None else Replacing(masker, seed=0)
 
 
 def _framing(masking: MaskingConfig, data: DataConfig) -> Framing:

@@ -32,5 +32,6 @@ def activation_bytes(config: RunConfig, compute: int) -> float:
     kept = {False: block, True: block_input, "selective": selective}[recompute]
     working = (block if recompute else 0) + model.hidden_size - block_input
     early = config.masking.masks_from_layer if config.masking else 0
-    layers = model.num_layers - early * (1 - config.early_share())
+    generator = config.generator()
+    layers = model.num_layers - early * (1 - config.early_share()) + (generator.num_layers if generator else 0)
     return compute * tokens * (layers * kept + working)

@@ -28,7 +28,8 @@ class FlopsPerToken:
     local layers fewer."""
 
     head: float
-    """Scores of the candidates: 3 * 2 D U."""
+    """Scores of the candidates: 3 * 2 D U, of which once more where tokens are drawn from them, and then a transform
+    and score of each token, 3 * 2 (D^2 + D)."""
 
     @property
     def total(self) -> float:
@@ -82,10 +83,21 @@ def training_flops(
 
 
 def run_flops(config: RunConfig, candidate_rows: int) -> FlopsPerToken:
-    """Those of a run whose outputs are scored against so many rows."""
+    """Those of a run whose outputs are scored against so many rows; where a generator learns the targets, its own and
+    those of the model that judges all tokens."""
     layers = config.masking.masks_from_layer if config.masking else 0
     early, targets = EarlyLayers(layers, config.early_share()), config.targets_per_row()
-    return training_flops(config.model, config.data.sequence_length, candidate_rows, targets=targets, early=early)
+    shape, length, generator = config.model, config.data.sequence_length, config.generator()
+    if generator is None:
+        return training_flops(shape, length, candidate_rows, targets=targets, early=early)
+    learned = training_flops(generator, length, candidate_rows, targets=targets)
+    judged = training_flops(shape, length, candidate_rows=0)
+    judging_head = 3 * 2 * (shape.hidden_size**2 + shape.hidden_size)
+    return FlopsPerToken(
+        body=learned.body + judged.body,
+        attention=learned.attention + judged.attention,
+        head=learned.head * (1 + 1 / 3) + judging_head,  # one more product, of which is drawn
+    )
 
 
 def _seen_within(reach: int, tokens: int, sides: int) -> float:

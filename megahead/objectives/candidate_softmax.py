@@ -12,8 +12,9 @@ from torch import Tensor
 
 from megahead.distributed import Group
 from megahead.objectives.candidates import Candidates
+from megahead.objectives.detection import DetectionSums
 from megahead.objectives.scores import Dot, Score
-from megahead.objectives.three_products import softmax_sums, three_product_loss
+from megahead.objectives.three_products import softmax_draws, softmax_sums, three_product_loss
 
 DOT = Dot()
 
@@ -66,6 +67,22 @@ def grouped_misses(outputs_ND: Tensor, rows_wD: Tensor, candidates: Candidates, 
     return sums.biased <= sums.rivals
 
 
+@torch.no_grad()
+def grouped_draws(
+    outputs_ND: Tensor, rows_wD: Tensor, candidates: Candidates, score: Score, uniform_N: Tensor, group: Group
+) -> Tensor:
+    """int64 [N]: the place of a candidate drawn for each output from `softmax_u(s_u + b_u)`, with b' in place of b for
+    its positive: from the softmax that the loss has. -1 where that is another rank's; arguments as of
+    `three_product_loss`, and `uniform_N`: random numbers, float64 in (0, 1). Collective.
+
+    Whatever the objective, candidates count in that softmax so that, on average over groups, its sum over candidates is
+    one over the vocabulary (each stands for how often it would be a candidate), for which alone the training-free head
+    has its bias. So over many groups tokens are drawn as by that head."""
+    if outputs_ND.shape[0] == 0:
+        return torch.zeros(0, dtype=torch.int64, device=outputs_ND.device)
+    return softmax_draws(score.outputs(outputs_ND), score.rows(rows_wD), candidates, score, uniform_N, group)
+
+
 class EvaluationSums(NamedTuple):
     """How well N outputs predict their targets, summed up. A tuple, since ZeRO-3 looks for tensors in outputs."""
 
@@ -80,6 +97,9 @@ class EvaluationSums(NamedTuple):
 
     weight: float
     """How often all of them count together: `targets`, unless they have weights of their own."""
+
+    detection: DetectionSums[float] | None = None
+    """Where tokens drawn in place of the targets were to be told from others."""
 
     @staticmethod
     def of(loss_N: Tensor, correct_N: Tensor, candidates: Candidates) -> EvaluationSums:
