@@ -82,7 +82,7 @@ class TensorParallelPretraining(Pretraining):
         """bool [N]: whether another candidate is at least as probable as the target."""
         return parallel_misses(hidden_ND, rows_wD, candidates, self._score(), self._shard(candidates))
 
-    def _draw(self, hidden_ND: Tensor, rows_wD: Tensor, candidates: Candidates, uniform_N: Tensor) -> Tensor:
+    def _draw(self, hidden_ND: Tensor, candidates: Candidates, rows_wD: Tensor, uniform_N: Tensor) -> Tensor:
         """int64 [N]: places among the candidates of all ranks."""
         return parallel_draws(hidden_ND, rows_wD, candidates, self._score(), uniform_N, self._shard(candidates))
 

@@ -139,8 +139,8 @@ class Pretraining(nn.Module):
     @torch.no_grad()
     def _missed_among(self, outputs_ND: Tensor, rows_UD: Tensor, candidates: Candidates) -> Tensor:
         """bool [N]: whether another candidate is as probable as the target."""
-        hidden_ND, bias_V = self._final_hidden(outputs_ND, candidates.ids_U is None)
-        return self._misses(hidden_ND, rows_UD, candidates if bias_V is None else replace(candidates, bias_U=bias_V))
+        hidden_ND, candidates = self._compared(outputs_ND, candidates)
+        return self._misses(hidden_ND, rows_UD, candidates)
 
     def _misses(self, hidden_ND: Tensor, rows_UD: Tensor, candidates: Candidates) -> Tensor:
         return grouped_misses(hidden_ND, rows_UD, candidates, self._score(), Group())
@@ -160,14 +160,12 @@ class Pretraining(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """int64 [N]: ids drawn from the softmax of the loss; [N, D]: their rows of the embedding."""
         with torch.no_grad():
-            hidden_ND, bias_V = self._final_hidden(outputs_ND, candidates.ids_U is None)
-        among = candidates if bias_V is None else replace(candidates, bias_U=bias_V)
-        place_N = self._draw(hidden_ND, rows_UD, among, uniform_N)
+            place_N = self._draw(*self._compared(outputs_ND, candidates), rows_UD, uniform_N)
         if candidates.ids_U is None:
             return place_N, self.backbone.embed(place_N)
         return candidates.ids_U[place_N], self._rows_at(place_N, rows_UD, candidates)
 
-    def _draw(self, hidden_ND: Tensor, rows_UD: Tensor, candidates: Candidates, uniform_N: Tensor) -> Tensor:
+    def _draw(self, hidden_ND: Tensor, candidates: Candidates, rows_UD: Tensor, uniform_N: Tensor) -> Tensor:
         """int64 [N]: places of candidates."""
         return grouped_draws(hidden_ND, rows_UD, candidates, self._score(), uniform_N, Group())
 
@@ -207,6 +205,11 @@ class Pretraining(nn.Module):
         if vocabulary and self.output_bias is not None:
             bias_V = self.output_bias.bias[: self.vocab_size]
         return outputs_ND, bias_V
+
+    def _compared(self, outputs_ND: Tensor, candidates: Candidates) -> tuple[Tensor, Candidates]:
+        """The same, and the candidates with a learned bias where there is one."""
+        hidden_ND, bias_V = self._final_hidden(outputs_ND, candidates.ids_U is None)
+        return hidden_ND, candidates if bias_V is None else replace(candidates, bias_U=bias_V)
 
     def _score(self) -> Score:
         """How outputs are compared with rows, by a temperature that is fixed or learned."""

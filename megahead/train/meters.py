@@ -166,10 +166,11 @@ class Meters:
         found = {name: value for name, value in asdict(result).items() if isinstance(value, float)}
         self._boards.add("validation", found, state.step)
         most = "at most " if result.upper_bound else ""
+        whose = "generator's " if result.detection else ""
         told = f"; {told_apart(asdict(result.detection))}" if result.detection else ""
         bits = "" if result.bits_per_byte is None else f", {most}{result.bits_per_byte:.3f} bits per byte"
         self.print_line(
-            f"held out at step {state.step:,}: perplexity {most}{result.perplexity:,.1f}{bits}, "
+            f"held out at step {state.step:,}: {whose}perplexity {most}{result.perplexity:,.1f}{bits}, "
             f"accuracy {result.accuracy:.1%} ({head} head){told}"
         )
 

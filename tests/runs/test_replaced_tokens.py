@@ -53,6 +53,7 @@ def test_the_model_learns_to_find_what_the_generator_puts_in(tmp_path: Path, cap
         "training": {"steps": 60, "log_seconds": 0, "evaluate_every": 20, "evaluate_samples": 50},
         "batch": {"global_size": 16, "micro_size": 16},
         "optimizer": {"learning_rate": 1e-2},
+        "objective": {"replaced_tokens": {"generator_layers": 1}},
     }
     on_ranks(1, run, config_of(tmp_path, **longer))
     metrics = read_metrics(tmp_path / "run")
@@ -69,40 +70,51 @@ def test_the_model_learns_to_find_what_the_generator_puts_in(tmp_path: Path, cap
 
 
 MESHES: list[tuple[int, dict[str, Any]]] = [
-    (2, {}),
-    (4, {}),
+    (1, {"batch.micro_size": 8, "engine.activation_checkpointing": True}),
     (2, stage(1)),
-    (2, stage(2)),
-    (2, stage(3)),
-    (2, {"parallel.tensor": 2}),
-    (4, {"parallel.tensor": 2} | stage(3)),
     (2, {"parallel.tensor": 2, "parallel.sequence": True}),
-    (1, {"batch.micro_size": 8}),
-    (1, {"engine.activation_checkpointing": True}),
+    (4, stage(2)),
+    (4, {"parallel.tensor": 2} | stage(3)),
 ]
+OBJECTIVES: dict[str, dict[str, Any]] = {
+    "headless": {"group_samples": 2},
+    "vanilla": {"name": "vanilla", "tied": True},
+}
 
 
-@pytest.mark.parametrize("objective", [{}, {"name": "vanilla", "tied": True}], ids=["headless", "vanilla"])
-def test_every_mesh_takes_the_course_of_one_rank_and_a_resume_is_bitwise(
-    tmp_path: Path, objective: dict[str, Any]
-) -> None:
-    """What is drawn is the same as well: one other token would show in the losses."""
-    write_text(tmp_path)
-    kinds = objective | {"replaced_tokens": {"generator_layers": 1}}
-    kinds |= {} if "name" in objective else {"group_samples": 2}
-    on_ranks(1, run, config_of(tmp_path, objective=kinds, output_dir=str(tmp_path / "alone")))
-    alone = read_metrics(tmp_path / "alone")
-    on_ranks(1, run, config_of(tmp_path, objective=kinds), str(tmp_path / "alone/checkpoints/step-00000003"))
-    assert same_tensors(tmp_path / "run", tmp_path / "alone")
-    for place, (ranks, changes) in enumerate(MESHES):
-        folder = tmp_path / f"mesh-{place}"
-        on_ranks(ranks, run, config_of(tmp_path, objective=kinds, output_dir=str(folder), **changes))
-        meshed = read_metrics(folder)
+def courses(folder: Path, objective: str, meshes: list[tuple[int, dict[str, Any]]]) -> None:
+    """What is drawn is the same on all meshes, too: one other token would show in the losses."""
+    write_text(folder)
+    kind = {"objective": OBJECTIVES[objective] | {"replaced_tokens": {"generator_layers": 1}}}
+    on_ranks(1, run, config_of(folder, output_dir=str(folder / "alone"), **kind))
+    alone = read_metrics(folder / "alone")
+    for place, (ranks, changes) in enumerate(meshes):
+        there = folder / f"mesh-{place}"
+        on_ranks(ranks, run, config_of(folder, output_dir=str(there), **kind, **changes))
+        meshed = read_metrics(there)
         for name in ("loss", "gradient_norm", "detection_loss", "detection_found"):
             expected = [record[name] for record in alone.training]
             assert [record[name] for record in meshed.training] == pytest.approx(expected, rel=1e-4), (changes, name)
         assert meshed.validation[-1]["loss"] == pytest.approx(alone.validation[-1]["loss"], rel=1e-5)
         assert meshed.validation[-1]["detection"] == pytest.approx(alone.validation[-1]["detection"], rel=1e-4)
+
+
+@pytest.mark.slow
+def test_every_mesh_and_stage_takes_the_course_of_one_rank(tmp_path: Path) -> None:
+    courses(tmp_path, "headless", MESHES)
+
+
+def test_a_vanilla_generator_takes_the_same_course_on_four_ranks(tmp_path: Path) -> None:
+    courses(tmp_path, "vanilla", MESHES[-1:])
+
+
+def test_a_resume_is_bitwise(tmp_path: Path) -> None:
+    write_text(tmp_path)
+    on_ranks(2, run, config_of(tmp_path, output_dir=str(tmp_path / "through"), **stage(1)))
+    on_ranks(2, run, config_of(tmp_path, **stage(1)), str(tmp_path / "through/checkpoints/step-00000003"))
+    assert same_tensors(tmp_path / "run", tmp_path / "through")
+    through, resumed = (read_metrics(tmp_path / name) for name in ("through", "run"))
+    assert resumed.validation[-1]["detection"] == through.validation[-1]["detection"]
 
 
 @pytest.mark.parametrize("family", ["bert", "modernbert"])
@@ -114,6 +126,8 @@ def test_the_body_alone_is_exported_and_the_generator_is_scored(tmp_path: Path, 
     exported = AutoModel.from_pretrained(hf_folder(tmp_path / "run"))
     assert exported.config.num_hidden_layers == 2
     last = read_metrics(tmp_path / "run").validation[-1]
+    card = (hf_folder(tmp_path / "run") / "README.md").read_text()
+    assert f"{last['detection']['kept']:.1%} of others kept (step 2), its generator's perplexity" in card
     found = evaluate_checkpoint(tmp_path / "run", "pmi")
     assert found.loss == pytest.approx(last["loss"], abs=1e-5)
     assert found.detection is not None

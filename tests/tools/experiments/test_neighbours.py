@@ -15,7 +15,13 @@ from support.laboratory import TINY, results
 
 @pytest.mark.parametrize(
     ("kind", "variant"),
-    [("decoder", "meap-30"), ("encoder", "similar"), ("encoder", "causal-50"), ("diffusion", "diffusion-vanilla")],
+    [
+        ("decoder", "meap-30"),
+        ("encoder", "similar"),
+        ("encoder", "causal-50"),
+        ("diffusion", "diffusion-vanilla"),
+        ("detection", "electra-vanilla"),
+    ],
 )
 def test_neighbours_are_held_against_the_plain_objective_at_equal_tokens_and_time(
     laboratory: Laboratory, monkeypatch: pytest.MonkeyPatch, kind: str, variant: str
@@ -41,6 +47,7 @@ def test_neighbours_are_held_against_the_plain_objective_at_equal_tokens_and_tim
         "similar": ("masking", "similar_share", 0.4),
         "causal-50": ("objective", "schedule", {"causal_share": 0.5, "vanilla_share": None}),
         "diffusion-vanilla": ("objective", "name", "vanilla"),
+        "electra-vanilla": ("objective", "name", "vanilla"),
     }
     section, setting, value = asked[variant]
     assert config[section][setting] == value
