@@ -5,6 +5,7 @@ N outputs, D features, U candidates.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -71,16 +72,17 @@ def grouped_misses(outputs_ND: Tensor, rows_wD: Tensor, candidates: Candidates, 
 def grouped_draws(
     outputs_ND: Tensor, rows_wD: Tensor, candidates: Candidates, score: Score, uniform_N: Tensor, group: Group
 ) -> Tensor:
-    """int64 [N]: the place of a candidate drawn for each output from `softmax_u(s_u + b_u)`, with b' in place of b for
-    its positive: from the softmax that the loss has. -1 where that is another rank's; arguments as of
+    """int64 [N]: the place of a candidate drawn for each output from `softmax_u(s_u + b_u)`, without what its own
+    target adds to the positive's weight (`drawn_bias_U`). -1 where that is another rank's; arguments as of
     `three_product_loss`, and `uniform_N`: random numbers, float64 in (0, 1). Collective.
 
-    Whatever the objective, candidates count in that softmax so that, on average over groups, its sum over candidates is
-    one over the vocabulary (each stands for how often it would be a candidate), for which alone the training-free head
-    has its bias. So over many groups tokens are drawn as by that head."""
+    Candidates weigh so that, whatever the objective, their sum of exponentials is on average over groups one over the
+    vocabulary, with the bias of the training-free head. They are proposals of which one is drawn by its importance:
+    over many groups tokens are drawn as by that head, the original as often as any other that is as probable."""
     if outputs_ND.shape[0] == 0:
         return torch.zeros(0, dtype=torch.int64, device=outputs_ND.device)
-    return softmax_draws(score.outputs(outputs_ND), score.rows(rows_wD), candidates, score, uniform_N, group)
+    among = replace(candidates, positive_bias_U=candidates.drawn_bias_U)
+    return softmax_draws(score.outputs(outputs_ND), score.rows(rows_wD), among, score, uniform_N, group)
 
 
 class EvaluationSums(NamedTuple):

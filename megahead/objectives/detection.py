@@ -61,5 +61,5 @@ def detection_sums(logits_P: Tensor, replaced_P: Tensor) -> DetectionSums[Tensor
     logits_P = logits_P.to(torch.promote_types(logits_P.dtype, torch.float32))
     loss = F.binary_cross_entropy_with_logits(logits_P, replaced_P.to(logits_P.dtype), reduction="sum")
     said_P = logits_P > 0
-    judged = torch.tensor(len(said_P), device=said_P.device)
+    judged = torch.full((), len(said_P), device=said_P.device)  # by the device itself, which nothing waits for
     return DetectionSums(loss, judged, replaced_P.sum(), (said_P & replaced_P).sum(), (~said_P & ~replaced_P).sum())

@@ -79,4 +79,5 @@ def _local(candidates: Candidates, shard: CandidateShard) -> Candidates:
         bias_U=shard.slice(bias_U, elsewhere=-torch.inf),
         positive_N=candidates.positive_N - shard.first,
         positive_bias_U=shard.slice(candidates.positive_bias_U),
+        drawn_bias_U=shard.slice(candidates.drawn_bias_U),
     )
