@@ -12,11 +12,8 @@ from torch import Tensor
 from megahead.config import DataConfig
 from megahead.data import BatchReader, Diffusion, RowMasker, Samples
 from megahead.distributed import Group
-from megahead.objectives import DetectionResult, DetectionSums, EvaluationSums
+from megahead.objectives import DetectionResult, EvaluationSums
 from megahead.pretraining import EvaluationRequest
-
-_NOTHING_JUDGED = DetectionSums(0.0, 0.0, 0.0, 0.0, 0.0)
-_SUMS = len(EvaluationSums._fields) - 1 + len(_NOTHING_JUDGED)
 
 _AT_ONCE = 8
 """Micro-batches that are scored in one pass over the vocabulary, which a table of rows must gather for it. Their hidden
@@ -76,16 +73,15 @@ class ValidationSet:
         `score` is a Pretraining or an engine's `evaluate`. `bias_V` is the head's bias: log q for a headless model's
         training-free head, None for the embedding alone or a head of the model's own.
         """
-        totals = torch.zeros(_SUMS, dtype=torch.float64)
+        totals = torch.zeros(len(EvaluationSums._fields), dtype=torch.float64)
         bias = None if bias_V is None else bias_V.to(device)
         for mine in self._requests():
             batches = tuple(self._reader.read(rows or range(1)).to(device) for rows in mine)
             scores = score(EvaluationRequest(batches, bias))
             if mine[0]:
-                of_targets, detection = scores[:-1], scores.detection or _NOTHING_JUDGED
-                totals += torch.tensor([*of_targets, *detection], dtype=torch.float64)
+                totals += torch.tensor(scores, dtype=torch.float64)
         loss, correct, targets, weight, *judged = self._group.all_reduce_(totals).tolist()
-        return self._result(EvaluationSums(loss, correct, max(targets, 1), max(weight, 1.0), DetectionSums(*judged)))
+        return self._result(EvaluationSums(loss, correct, max(targets, 1), max(weight, 1.0), *judged))
 
     def _requests(self) -> Iterator[list[range]]:
         """The rows of the micro-batches that this rank has scored together, as many on all ranks. What is left of the
@@ -101,7 +97,7 @@ class ValidationSet:
         loss, bytes_per_token = sums.loss / sums.weight, self._bytes_per_token()
         bits = None if bytes_per_token is None else loss / log(2) / bytes_per_token
         bound = isinstance(self._reader.masker, Diffusion)
-        detection = DetectionResult.of(sums.detection) if sums.detection and sums.detection.judged else None
+        detection = DetectionResult.of(sums.detection) if sums.judged else None
         return ValidationResult(loss, exp(min(loss, 700.0)), sums.correct / sums.targets, bits, bound, detection)
 
     def _bytes_per_token(self) -> float | None:

@@ -100,8 +100,18 @@ class EvaluationSums(NamedTuple):
     weight: float
     """How often all of them count together: `targets`, unless they have weights of their own."""
 
-    detection: DetectionSums[float] | None = None
-    """Where tokens drawn in place of the targets were to be told from others."""
+    detection_loss: float = 0.0
+    """This and what follows: where tokens drawn in place of the targets are to be told from others (`detection`)."""
+
+    judged: float = 0.0
+    replaced: float = 0.0
+    found: float = 0.0
+    kept: float = 0.0
+
+    @property
+    def detection(self) -> DetectionSums[float]:
+        """How well drawn tokens were told from others; zeros where none were drawn."""
+        return DetectionSums(self.detection_loss, self.judged, self.replaced, self.found, self.kept)
 
     @staticmethod
     def of(loss_N: Tensor, correct_N: Tensor, candidates: Candidates) -> EvaluationSums:

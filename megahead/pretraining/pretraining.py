@@ -228,7 +228,8 @@ class Pretraining(nn.Module):
         sums = self._vocabulary_sums(hidden_ND, vocabulary)
         if self.detection is None:
             return sums
-        return sums._replace(detection=self._detected_by_all(self.detection, outputs, request))
+        of_targets = sums.loss, sums.correct, sums.targets, sums.weight
+        return EvaluationSums(*of_targets, *self._detected_by_all(self.detection, outputs, request))
 
     def _vocabulary_sums(self, hidden_ND: Tensor, vocabulary: Candidates) -> EvaluationSums:
         return evaluation_sums(hidden_ND, self._output_rows(), vocabulary, self._score())

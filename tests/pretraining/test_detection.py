@@ -177,7 +177,6 @@ def test_evaluation_draws_from_the_whole_vocabulary_by_the_head() -> None:
     with torch.no_grad():
         twice = model(EvaluationRequest((batch, batch), bias_V)).detection
         once = model(EvaluationRequest((batch,), bias_V)).detection
-    assert once is not None
     assert once.replaced == (batch.target_ids_N != 17).sum()
     assert twice == pytest.approx([2 * value for value in once])
 
