@@ -12,6 +12,7 @@ from megahead.config.base import Settings
 from megahead.config.batch import BatchConfig
 from megahead.config.causal import check_causal
 from megahead.config.data import DataConfig
+from megahead.config.detection import check_detection
 from megahead.config.embedding import Refusal, refusal_of_decay, refusal_of_rows, wants_rows
 from megahead.config.id_files import check_id_files
 from megahead.config.init import InitConfig
@@ -78,6 +79,7 @@ class RunConfig(Settings):
         if self.masked_inputs:
             self.masked_inputs.check(self.model, self.data)
         check_causal(self.model, self.objective.schedule, self.masking, self.training, self.tasks)
+        check_detection(self.objective, self.model, self.masking, self.training, self.init)
         check_id_files(self.data, self.masking, self.objective)
         self._check_table()
         self._check_elastic()
@@ -148,6 +150,8 @@ class RunConfig(Settings):
 
     def why_headless_exports(self) -> str | None:
         """What keeps exports from having a head: something that no class of transformers does; None where they can."""
+        if self.objective.replaced_tokens is not None:
+            return "tells replaced tokens and predicts none"
         if self.objective.score != "dot":
             return f"scores by `{self.objective.score}`"
         if self.masking and self.masking.mask_decoder_layers:
@@ -159,6 +163,11 @@ class RunConfig(Settings):
         """The model with the layers that are there in training alone."""
         more = self.masking.mask_decoder_layers if self.masking else 0
         return self.model.model_copy(update={"num_layers": self.model.num_layers + more}) if more else self.model
+
+    def generator(self) -> ModelConfig | None:
+        """The shape of what fills in masked tokens beside the model; None where the model itself does."""
+        asked = self.objective.replaced_tokens
+        return None if asked is None else self.model.model_copy(update={"num_layers": asked.generator_layers})
 
     def in_rows(self) -> bool:
         """Whether the embedding lies in rows, sharded round-robin over all ranks."""

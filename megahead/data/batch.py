@@ -37,6 +37,17 @@ class KeptTokens:
 
 
 @dataclass(frozen=True)
+class ReplacedTokens:
+    """What it takes to replace the masked tokens and to judge all of them."""
+
+    draw_N: Tensor
+    """float64, in (0, 1): the random number of each target, which decides by what it is replaced."""
+
+    judged_P: Tensor
+    """int64, increasing: which of the B * T tokens are judged, all but special ones and padding."""
+
+
+@dataclass(frozen=True)
 class Batch:
     """The inputs of B rows and their targets."""
 
@@ -62,6 +73,9 @@ class Batch:
     kept: tuple[KeptTokens, ...] = ()
     """In the order of their layers; all other layers compute all tokens."""
 
+    replaced: ReplacedTokens | None = None
+    """None: the model itself learns the targets."""
+
     weight_N: Tensor | None = None
     """float32: how often the loss of each target counts; None: once."""
 
@@ -77,11 +91,18 @@ class Batch:
         """How often all targets count together."""
         return self.target_ids_N.numel() if self.weight_N is None else float(self.weight_N.sum(dtype=torch.float64))
 
+    def judged(self) -> int:
+        """How many tokens are judged, where masked ones are replaced."""
+        return 0 if self.replaced is None else self.replaced.judged_P.numel()
+
     def _mapped(self, change: Callable[[Tensor], Tensor]) -> Batch:
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         changed: dict[str, Any] = {name: change(value) for name, value in values.items() if isinstance(value, Tensor)}
         kept = tuple(replace(part, index_N=change(part.index_N)) for part in self.kept)
-        return replace(self, **changed, kept=kept)
+        replaced = self.replaced
+        if replaced is not None:
+            replaced = ReplacedTokens(change(replaced.draw_N), change(replaced.judged_P))
+        return replace(self, **changed, kept=kept, replaced=replaced)
 
 
 def causal_batch(

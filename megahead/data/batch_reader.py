@@ -21,6 +21,7 @@ from megahead.data.masked_inputs import MaskedInputs
 from megahead.data.masking import Masker
 from megahead.data.nearest_ids import open_nearest_ids
 from megahead.data.next_tokens import NextTokens
+from megahead.data.replacing import Replacing
 from megahead.data.sampling import RowSource
 from megahead.data.strategies import STRATEGIES, TrainingText, Uniform
 from megahead.errors import ConfigError
@@ -80,7 +81,8 @@ def training_masker(
         return _next_tokens(config.masking, config.data)
     if config.masking.diffusion:
         return Diffusion(_framing(config.masking, config.data), config.seed)
-    return _masker(config, config.masking, TrainingText(config, datasets, "masking.strategy", difficulty))
+    masker = _masker(config, config.masking, TrainingText(config, datasets, "masking.strategy", difficulty))
+    return masker if config.generator() is None else Replacing(masker, config.seed)
 
 
 def _masker(config: RunConfig, masking: MaskingConfig, text: TrainingText) -> Masker:
@@ -146,7 +148,8 @@ def held_out_masker(config: RunConfig) -> RowMasker | None:
     if config.masking.diffusion:
         return Diffusion(framing, seed=0)
     masks_from = config.masking.masks_from(config.model)
-    return Masker(framing, Uniform(), config.model.vocab_size, seed=0, masks_from=masks_from)
+    masker = Masker(framing, Uniform(), config.model.vocab_size, seed=0, masks_from=masks_from)
+    return masker if config.generator() is None else Replacing(masker, seed=0)
 
 
 def _framing(masking: MaskingConfig, data: DataConfig) -> Framing:

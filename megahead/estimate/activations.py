@@ -32,5 +32,7 @@ def activation_bytes(config: RunConfig, compute: int) -> float:
     selective = block_input + 2 * model.hidden_size + products
     kept = {False: block, True: block_input, "selective": selective}[recompute]
     working = (block if recompute else 0) + model.hidden_size - block_input
+    generator = config.generator()
     layers = model.num_layers - sum(part.saved() for part in shorter_layers(config))
+    layers += generator.num_layers if generator else 0
     return compute * tokens * (layers * kept + working)

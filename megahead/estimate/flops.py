@@ -29,7 +29,8 @@ class FlopsPerToken:
     local layers fewer."""
 
     head: float
-    """Scores of the candidates: 3 * 2 D U."""
+    """Scores of the candidates: 3 * 2 D U, of which once more where tokens are drawn from them, and then a transform
+    and score of each token, 3 * 2 (D^2 + D)."""
 
     @property
     def total(self) -> float:
@@ -77,10 +78,20 @@ def training_flops(
 
 
 def run_flops(config: RunConfig, candidate_rows: int) -> FlopsPerToken:
-    """Those of a run whose outputs are scored against so many rows."""
+    """Those of a run whose outputs are scored against so many rows; where a generator learns the targets, its own and
+    those of the model that judges all tokens."""
     length, targets = config.data.sequence_length, config.targets_per_row()
-    model = config.trained_model()
-    return training_flops(model, length, candidate_rows, targets=targets, shorter=shorter_layers(config))
+    model, generator = config.trained_model(), config.generator()
+    if generator is None:
+        return training_flops(model, length, candidate_rows, targets=targets, shorter=shorter_layers(config))
+    learned = training_flops(generator, length, candidate_rows, targets=targets)
+    judged = training_flops(model, length, candidate_rows=0)
+    judging_head = 3 * 2 * (model.hidden_size**2 + model.hidden_size)
+    return FlopsPerToken(
+        body=learned.body + judged.body,
+        attention=learned.attention + judged.attention,
+        head=learned.head * (1 + 1 / 3) + judging_head,  # one more product, of which is drawn
+    )
 
 
 def _seen_within(reach: int, tokens: int, sides: int) -> float:

@@ -16,7 +16,13 @@ from megahead.config import RunConfig, RunPlan, phases_of
 from megahead.config.loss_chunks import ON_CPU, ON_GPU
 from megahead.estimate.activations import activation_bytes
 from megahead.estimate.candidates import candidate_rows, expected_candidates
-from megahead.estimate.parameters import attention_matrices, mlp_matrices, norm_parameters, run_parameters
+from megahead.estimate.parameters import (
+    attention_matrices,
+    detection_head,
+    mlp_matrices,
+    norm_parameters,
+    run_parameters,
+)
 
 _DEFAULTS = {
     "reduce_bucket_size": 500_000_000,
@@ -99,7 +105,9 @@ def _muon_parameters(config: RunConfig) -> float:
     if config.optimizer.name != "muon":
         return 0
     in_block = attention_matrices(config.model) + mlp_matrices(config.model)
-    return config.trained_model().num_layers * in_block / config.parallel.tensor
+    generator = config.generator()
+    layers = config.trained_model().num_layers + (generator.num_layers if generator else 0)
+    return layers * in_block / config.parallel.tensor
 
 
 def _states(plan: RunPlan, stage: int, precision: str) -> tuple[float, float, float, float]:
@@ -170,7 +178,10 @@ def rank_parameters(config: RunConfig) -> int:
     in_block += 2 * model.head_size() if model.qk_norm else 0
     in_block += keys * (model.hidden_size + (model.attention_bias != "none")) if model.key_heads() < tensor else 0
     counts, last = run_parameters(config), phases_of(config)[-1].config.objective
-    held_by_each = model.num_layers * in_block + norm + (model.padded_vocab_size() if last.output_bias else 0)
+    shapes = [model, *([generator] if (generator := config.generator()) else [])]
+    held_by_each = sum(shape.num_layers for shape in shapes) * in_block + len(shapes) * norm
+    held_by_each += model.padded_vocab_size() if last.output_bias else 0
+    held_by_each += detection_head(model) if config.generator() else 0
     beside = counts.embedding if config.in_rows() else 0
     return held_by_each + (counts.total - beside - held_by_each) // tensor
 

@@ -5,6 +5,7 @@ N outputs, D features, U candidates.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -12,8 +13,9 @@ from torch import Tensor
 
 from megahead.distributed import Group
 from megahead.objectives.candidates import Candidates
+from megahead.objectives.detection import DetectionSums
 from megahead.objectives.scores import Dot, Score
-from megahead.objectives.three_products import softmax_sums, three_product_loss
+from megahead.objectives.three_products import softmax_draws, softmax_sums, three_product_loss
 
 DOT = Dot()
 
@@ -66,6 +68,23 @@ def grouped_misses(outputs_ND: Tensor, rows_wD: Tensor, candidates: Candidates, 
     return sums.biased <= sums.rivals
 
 
+@torch.no_grad()
+def grouped_draws(
+    outputs_ND: Tensor, rows_wD: Tensor, candidates: Candidates, score: Score, uniform_N: Tensor, group: Group
+) -> Tensor:
+    """int64 [N]: the place of a candidate drawn for each output from `softmax_u(s_u + b_u)`, without what its own
+    target adds to the positive's weight (`drawn_bias_U`). -1 where that is another rank's; arguments as of
+    `three_product_loss`, and `uniform_N`: random numbers, float64 in (0, 1). Collective.
+
+    Candidates weigh so that, whatever the objective, their sum of exponentials is on average over groups one over the
+    vocabulary, with the bias of the training-free head. They are proposals of which one is drawn by its importance:
+    over many groups tokens are drawn as by that head, the original as often as any other that is as probable."""
+    if outputs_ND.shape[0] == 0:
+        return torch.zeros(0, dtype=torch.int64, device=outputs_ND.device)
+    among = replace(candidates, positive_bias_U=candidates.drawn_bias_U)
+    return softmax_draws(score.outputs(outputs_ND), score.rows(rows_wD), among, score, uniform_N, group)
+
+
 class EvaluationSums(NamedTuple):
     """How well N outputs predict their targets, summed up. A tuple, since ZeRO-3 looks for tensors in outputs."""
 
@@ -80,6 +99,19 @@ class EvaluationSums(NamedTuple):
 
     weight: float
     """How often all of them count together: `targets`, unless they have weights of their own."""
+
+    detection_loss: float = 0.0
+    """This and what follows: where tokens drawn in place of the targets are to be told from others (`detection`)."""
+
+    judged: float = 0.0
+    replaced: float = 0.0
+    found: float = 0.0
+    kept: float = 0.0
+
+    @property
+    def detection(self) -> DetectionSums[float]:
+        """How well drawn tokens were told from others; zeros where none were drawn."""
+        return DetectionSums(self.detection_loss, self.judged, self.replaced, self.found, self.kept)
 
     @staticmethod
     def of(loss_N: Tensor, correct_N: Tensor, candidates: Candidates) -> EvaluationSums:

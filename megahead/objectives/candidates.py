@@ -35,6 +35,10 @@ class Candidates:
     constant: float = 0.0
     """Added to the summed loss: minus the weighed sum of the positives' biases, for objectives that subtract these."""
 
+    drawn_bias_U: Tensor | None = None
+    """Replaces `bias_U` of an output's positive where tokens are drawn, which must not know the target: as if the
+    candidate were a target once less, -inf where it would be none; None: `bias_U`."""
+
     weight_N: Tensor | None = None
     """How often each output's loss counts; None: once."""
 
@@ -60,6 +64,7 @@ class Candidates:
             ids_U=F.pad(self.ids_U, (0, missing)),
             bias_U=F.pad(self.bias_U, (0, missing), value=-torch.inf),
             positive_bias_U=None if self.positive_bias_U is None else F.pad(self.positive_bias_U, (0, missing)),
+            drawn_bias_U=None if self.drawn_bias_U is None else F.pad(self.drawn_bias_U, (0, missing)),
         )
 
     def _mapped(self, change: Callable[[Tensor], Tensor]) -> Candidates:

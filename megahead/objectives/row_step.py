@@ -103,6 +103,24 @@ class TorchRowStep:
         scores_nw.scatter_add_(1, index_n1, -total_n1 * held_n1)
         return Residuals((top_n1 + total_n1.log() - positive_n1).squeeze(1), scores_nw, 1 / total_n1, slopes_nw)
 
+    def draws(self, outputs_nD: Tensor, positive_n: Tensor, uniform_n: Tensor) -> Tensor:
+        """int64 [n]: of each output the place of a candidate drawn from its softmax, or -1 where that is another
+        rank's. `uniform_n`: float64 in (0, 1); the candidates' probabilities lie end to end, in the order of places and
+        ranks, and what lies there is drawn. Where no candidate has a weight it is the positive."""
+        scored = self._scored(outputs_nD, positive_n)
+        scores_nw, index_n, held_n = scored.scores_nw, scored.index_n1.squeeze(1), scored.held_n1.squeeze(1)
+        top_n1 = self._group.all_reduce_max_(scores_nw.amax(dim=1, keepdim=True))
+        scores_nw.sub_(top_n1).clamp_min_(LEAST_SHIFTED_SCORE).exp_()
+        below_nw = scores_nw.cumsum(dim=1, dtype=torch.float64)
+        below_Rn = self._group.all_gather(below_nw[:, -1].contiguous()).cumsum(dim=0)
+        point_n, rank = uniform_n * below_Rn[-1], self._group.rank
+        mine_n = (below_Rn[:-1] <= point_n).sum(dim=0) == rank
+        point_n = point_n - below_Rn[rank - 1] if rank else point_n
+        place_n = torch.searchsorted(below_nw, point_n[:, None], right=True).squeeze(1)
+        none_n, last = below_Rn[-1].isnan(), below_nw.shape[1] - 1  # -inf less -inf is no number
+        place_n, mine_n = torch.where(none_n, index_n, place_n.clamp_max(last)), torch.where(none_n, held_n, mine_n)
+        return torch.where(mine_n, place_n, -1)
+
     def add_product_(self, total: Tensor, left: Tensor, right: Tensor) -> None:
         total.addmm_(left, right)
 

@@ -48,6 +48,20 @@ def softmax_sums(outputs_ND: Tensor, rows_wD: Tensor, candidates: Candidates, sc
     return RowSums(*map(torch.cat, zip(*parts, strict=True)))
 
 
+def softmax_draws(
+    outputs_ND: Tensor, rows_wD: Tensor, candidates: Candidates, score: Score, uniform_N: Tensor, group: Group
+) -> Tensor:
+    """int64 [N]: places of candidates drawn for N > 0 outputs by `TorchRowStep.draws`, on any device in float32 at
+    least; arguments as of `three_product_loss`. Collective."""
+    dtype = torch.promote_types(torch.promote_types(outputs_ND.dtype, rows_wD.dtype), torch.float32)
+    outputs_ND = outputs_ND.to(dtype)
+    with torch.autocast(outputs_ND.device.type, enabled=False):
+        step = TorchRowStep(outputs_ND, rows_wD.to(dtype), candidates, score, group)
+        parts = _chunks(step, outputs_ND)
+        drawn = [step.draws(outputs_ND[part], candidates.positive_N[part], uniform_N[part]) for part in parts]
+    return torch.cat(drawn)
+
+
 def on_gpu(tensor: Tensor) -> bool:
     """Whether the kernel for GPUs can be used."""
     return tensor.is_cuda and tensor.dtype != torch.float64

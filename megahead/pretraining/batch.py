@@ -58,6 +58,9 @@ class MicroBatch:
     this micro-batch is its share of the mean over the global batch's targets, since the engine averages over
     accumulation steps and data ranks."""
 
+    judged_weight: float = 0.0
+    """The same for tokens that are judged, where some are replaced: data_ranks * accumulation / how many they are."""
+
     def ids(self) -> Tensor:
         """int64: all ids whose embeddings it looks up, inputs and candidates."""
         candidates = [group.ids_U for group in self.candidates if group.ids_U is not None]
@@ -66,7 +69,7 @@ class MicroBatch:
     def to(self, device: torch.device) -> MicroBatch:
         """The same on `device`."""
         candidates = tuple(one.to(device) for one in self.candidates)
-        return MicroBatch(self.batch.to(device, non_blocking=True), candidates, self.loss_weight)
+        return replace(self, batch=self.batch.to(device, non_blocking=True), candidates=candidates)
 
     def staged(self, device: torch.device) -> MicroBatch:
         """The same micro-batch, still on the CPU, prepared for `device`.
@@ -78,7 +81,7 @@ class MicroBatch:
         candidates = tuple(one.padded(CANDIDATE_MULTIPLE).pinned() for one in self.candidates)
         packed = self.batch.positions_BT is not None
         cu_seqlens = documents_of(self.batch).padded_cu_seqlens(DOCUMENT_MULTIPLE) if packed else None
-        return MicroBatch(replace(self.batch, cu_seqlens=cu_seqlens).pinned(), candidates, self.loss_weight)
+        return replace(self, batch=replace(self.batch, cu_seqlens=cu_seqlens).pinned(), candidates=candidates)
 
 
 @dataclass(frozen=True)

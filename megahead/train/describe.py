@@ -6,6 +6,7 @@ from pathlib import Path
 
 from megahead.config import MaskingConfig, ModelConfig, RunConfig, RunPlan, names_of, phases_of
 from megahead.config.embedding import ROWS_FROM
+from megahead.config.replaced_tokens import ReplacedTokensConfig
 from megahead.estimate import RankMemory, rank_memory, run_parameters
 from megahead.far import is_far
 from megahead.wording import GIB, counted, gib
@@ -110,7 +111,9 @@ def _memory(memory: RankMemory) -> str:
 def _parameters(config: RunConfig) -> str:
     counts = run_parameters(config)
     parts = [f"{counts.body:,} body", f"{counts.embedding:,} embedding"]
-    return f"{counts.total:,} ({', '.join([*parts, f'{counts.head:,} head'] if counts.head else parts)})"
+    parts += [f"{counts.head:,} head"] if counts.head else []
+    parts += [f"{counts.generator:,} generator"] if counts.generator else []
+    return f"{counts.total:,} ({', '.join(parts)})"
 
 
 def _objective(config: RunConfig, rows: int) -> str:
@@ -130,6 +133,8 @@ def _objective(config: RunConfig, rows: int) -> str:
     if config.masked_inputs is not None:
         parts.append(f"{config.masked_inputs.share:.0%} of the inputs masked")
     parts += [f"scored by {objective.score}"] if objective.score != "dot" else []
+    if objective.replaced_tokens is not None:
+        parts.append(_detection(objective.replaced_tokens))
     if objective.learned_temperature or objective.temperature != 1:
         parts.append(f"temperature {objective.temperature:g}{', learned' if objective.learned_temperature else ''}")
     return ", ".join(parts)
@@ -149,3 +154,9 @@ def _masks(model: ModelConfig, masking: MaskingConfig) -> list[str]:
         where = f"layer {layers[0]}" if len(layers) == 1 else f"layers {layers[0]} to {layers[-1]}"
         parts.append(f"{share:.0%} of the tokens in {where}, by {masking.dropping.by}")
     return parts
+
+
+def _detection(asked: ReplacedTokensConfig) -> str:
+    """What replaces tokens, and what finding them counts."""
+    layers = counted(asked.generator_layers, "layer")
+    return f"learned by a generator of {layers}, whose tokens the model finds (weight {asked.weight:g})"

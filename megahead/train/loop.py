@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -17,6 +17,7 @@ from megahead.mirror import Mirror
 from megahead.optim import learning_rate_ratio
 from megahead.pretraining import Feed, StepBatches
 from megahead.train.copier import Copier
+from megahead.train.detection_tally import DetectionTally
 from megahead.train.evaluation import Evaluation
 from megahead.train.faults import Guard
 from megahead.train.health import Health
@@ -52,6 +53,7 @@ class Training:
     stop: StopRequest
     evaluation: Evaluation | None
     tasks: TaskEvaluation | None
+    tally: DetectionTally | None
     saver: Saver
     copier: Copier
     mirror: Mirror | None
@@ -103,6 +105,8 @@ def _advance(run: Training, batches: StepBatches, watch: Stopwatch) -> bool:
     seed_step(config.seed, first_sample, run.data_group.rank, run.device)
     learning_rate = config.optimizer.learning_rate * ratio
     report = train_step(run.engine, batches, learning_rate, run.device, run.world_group, run.guard, state.recent_losses)
+    if run.tally is not None:
+        report = replace(report, detection=run.tally.take(run.data_group))
     state.samples += config.batch.global_size
     state.tokens += config.tokens_per_step()
     state.seconds = watch.seconds()

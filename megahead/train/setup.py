@@ -26,6 +26,7 @@ from megahead.train.boards import require_boards
 from megahead.train.copier import Copier
 from megahead.train.datasets import open_datasets
 from megahead.train.describe import describe_phases, describe_run
+from megahead.train.detection_tally import DetectionTally
 from megahead.train.elastic import describe_elastic, elastic_launch, settings_of, wait_for_end
 from megahead.train.evaluation import Evaluation
 from megahead.train.faults import Guard
@@ -122,8 +123,11 @@ def _train_phase(session: Session, resume: str) -> tuple[Ending, TrainingState]:
     state = _state(session, plan, checkpoint)
     feed = _feed(session, config, state)
     engine, lines = build_engine(plan, session.mesh, device, starting_weights(config, world_group, checkpoint))
+    module, tally = cast(Pretraining, engine.module), DetectionTally() if config.generator() else None
     if state.difficulty is not None:
-        cast(Pretraining, engine.module).note_misses = state.difficulty.note
+        module.note_misses = state.difficulty.note
+    if tally is not None:
+        module.note_detection = tally.note
     if checkpoint is not None:
         resume_from(checkpoint, config, engine, state, data_group)
     facts = _facts(session, plan, state) + lines + session.describe_copies()
@@ -143,6 +147,7 @@ def _train_phase(session: Session, resume: str) -> tuple[Ending, TrainingState]:
         stop=session.stop,
         evaluation=None if validation is None else Evaluation(config, validation, data_group, device),
         tasks=TaskEvaluation.of(config, world_group),
+        tally=tally,
         saver=Saver(engine, state, config, data_group, world_group, lineage, session.hold, session.switches, mirror),
         copier=Copier(engine, state, config, data_group, world_group, lineage, session.copies),
         mirror=mirror,
@@ -206,7 +211,7 @@ def build_engine(
     """The model, split over the mesh and filled with `weights`, with its optimizer; and the banner's lines about it."""
     config = plan.config
     pretraining = assemble(config, mesh.tensor_group, device)
-    engine_lines = accelerate_(pretraining.backbone, config, device, plan.zero_stage)
+    engine_lines, *_ = [accelerate_(each, config, device, plan.zero_stage) for each in pretraining.encoders()]
     if config.init and config.init.mode in ("probe", "table"):
         pretraining.backbone.requires_grad_(False)
         pretraining.backbone.embedding.requires_grad_(config.init.mode == "table")

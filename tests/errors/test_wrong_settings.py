@@ -230,6 +230,76 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
         BERT | {"masking": MASKS | {"dropping": {"from_layer": 0}}, "model.is_causal": True},
         "`masking.dropping` must be left out with model.is_causal: all tokens have targets where next tokens are learned, but is given instead.",
     ),
+    (
+        {"objective.replaced_tokens": {}},
+        "`objective.replaced_tokens` must be left out where next tokens are learned: those that are replaced are an encoder's masked tokens, but is given instead.",
+    ),
+    (
+        BERT | {"masking": MASKS, "model.is_causal": True, "objective.replaced_tokens": {}},
+        "`objective.replaced_tokens` must be left out where next tokens are learned: those that are replaced are an encoder's masked tokens, but is given instead.",
+    ),
+    (
+        BERT | {"masking": MASKS, "objective.replaced_tokens": {"generator_layers": 3}},
+        "`objective.replaced_tokens.generator_layers` must be at most model.num_layers (2), but is 3 instead.",
+    ),
+    *(
+        (
+            BERT | {"masking": MASKS, "objective.replaced_tokens": {}} | changes,
+            f"`{field}` must be left out with objective.replaced_tokens, {reason} instead.",
+        )
+        for field, changes, reason in (
+            ("masking.diffusion", {"masking": MASKS | {"diffusion": True}}, "whose model writes no text, but is True"),
+            (
+                "masking.masks_from_layer",
+                {"masking": MASKS | {"masks_from_layer": 1}},
+                "whose model reads no mask tokens, but is 1",
+            ),
+            (
+                "masking.mask_decoder_layers",
+                {"masking": MASKS | {"mask_decoder_layers": 1}},
+                "whose model reads no mask tokens, but is 1",
+            ),
+            (
+                "masking.dropping",
+                {"masking": MASKS | {"dropping": {"from_layer": 0}}},
+                "whose model judges all tokens, but is given",
+            ),
+            (
+                "objective.schedule",
+                {"objective.schedule": {"causal_share": 0.5}},
+                "by which generator and model learn side by side, but is given",
+            ),
+            (
+                "objective.vanilla_weight",
+                {"objective.vanilla_weight": 0.1},
+                "whose generator has one head, but is 0.1",
+            ),
+            (
+                "init.from_hf",
+                {"init": {"from_hf": "bert", "mode": "continue"}},
+                "whose generator is in no such folder, but is bert",
+            ),
+            (
+                "training.keep_best",
+                {"training.keep_best": 1},
+                "where held-out loss is the generator's and not the model's, but is 1",
+            ),
+        )
+    ),
+    (
+        BERT | {"masking": MASKS, "objective.replaced_tokens": {}, "engine.embedding": "rows"},
+        "`engine.embedding` must be `dense` with objective.replaced_tokens, whose held-out tokens are drawn from all ids at once, but is `rows` instead.",
+    ),
+    (
+        BERT
+        | {
+            "masking": MASKS,
+            "objective.replaced_tokens": {},
+            "tasks": {"every": 5, "names": ["blimp"]},
+            "data.tokenizer": "t.json",
+        },
+        "`tasks` must be left out of a run that tells replaced tokens and predicts none, whose exports have no head, but is given instead.",
+    ),
     ({"masking": MASKS}, "`masking` must be left out of a decoder, but is given instead."),
     (BERT, "`masking` must be given for an encoder, but is missing; name mask_token, cls_token and sep_token."),
     (

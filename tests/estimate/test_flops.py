@@ -10,9 +10,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from megahead.config import ModelConfig
-from megahead.estimate import ShorterLayers, training_flops
+from megahead.estimate import ShorterLayers, run_flops, training_flops
 from megahead.models import build_backbone
 from megahead.nn import Documents, ShorterRows, TargetPositions
+from support.initialized import initialized
+from support.small_checkpoint import small_config
 
 CONFIG = ModelConfig(num_layers=2, hidden_size=48, num_heads=3, intermediate_size=100, vocab_size=61, vocab_multiple=16)
 
@@ -132,3 +134,22 @@ def test_a_causal_encoder_is_counted_with_all_outputs_and_what_precedes_them(win
     assert estimate.attention == pytest.approx(3 * 4 * sum(seen) * 48)
     assert estimate.body == other.body
     assert estimate.head == pytest.approx(0.8 * other.head)
+
+
+def test_a_generator_and_all_tokens_judged_are_counted():
+    config = small_config(
+        model={"family": "bert", "num_layers": 2, "hidden_dropout": 0.0, "attention_dropout": 0.0, "max_positions": 32},
+        data={"end_token": 2, "sequence_length": 18},
+        masking={"mask_token": 3, "cls_token": 1, "sep_token": 2, "rate": 0.25},
+        objective={"replaced_tokens": {"generator_layers": 1}},
+    )
+    model, hidden = initialized(config), config.model.hidden_size
+    rows, candidates = (torch.randn(*size, hidden, requires_grad=True) for size in ((2, 18), (7,)))
+    targets = TargetPositions(torch.tensor([1, 4, 7, 12, 19, 22, 25, 30]), 2, 18, max_per_row=4)
+    documents, detection = Documents.whole_rows(2, 18), model.detection
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        outputs = detection.generator.encode_at(rows, documents, targets)
+        (outputs @ candidates.T).sum().backward()
+        outputs.detach() @ candidates.detach().T  # of which is drawn
+        detection.head(model.backbone.encode(rows, documents).flatten(0, 1)).sum().backward()
+    assert counter.get_total_flops() == pytest.approx(36 * run_flops(config, 7).total)

@@ -64,3 +64,17 @@ def test_an_untied_head_is_one_more_table():
     without, with_head = count_parameters(ODD), count_parameters(ODD, untied_head=True)
     assert with_head.head == with_head.embedding == 64 * 48
     assert with_head.total == without.total + 64 * 48
+
+
+@pytest.mark.parametrize("family", ["bert", "modernbert"])
+def test_a_generator_and_what_judges_tokens_are_counted(family):
+    config = small_config(
+        model={"family": family, "max_positions": 32, "num_layers": 2},
+        masking={"mask_token": 3, "cls_token": 1, "sep_token": 2},
+        objective={"replaced_tokens": {"generator_layers": 2}},
+    )
+    shapes, counts = weight_shapes(config), run_parameters(config)
+    assert counts.total == sum(shape.numel() for shape in shapes.values())
+    of_generator = [shape.numel() for name, shape in shapes.items() if name.startswith("detection.generator.")]
+    assert counts.generator == sum(of_generator)
+    assert counts.head == sum(shape.numel() for name, shape in shapes.items() if name.startswith("detection.head."))

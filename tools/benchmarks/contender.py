@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -54,13 +55,14 @@ class Contender:
         self.precision = self.config.engine.precision
         self.model: Pretraining = assemble(self.config, Group(), self.device)
         fill_(self.model, Group(), first_weights(self.config))
-        self.ways = accelerate_(self.model.backbone, self.config, self.device)
+        self.ways, *_ = [accelerate_(each, self.config, self.device) for each in self.model.encoders()]
         self.rule = build_objective(self.config.objective, self.config.model.vocab_size)
         self.optimizer = build_optimizer(self.model, self.config.optimizer)
         self._watch_body()
 
     def step(self, index: int) -> None:
         """One whole step; the first is a warm-up and is not counted."""
+        self._encoding, self._loss_done = 0.0, math.inf
         micro, candidates = self._prepared(self.rows[index])
         before = self._allocated()
         start, of_threads = self._now(), time.process_time()
@@ -68,7 +70,7 @@ class Contender:
         backward_done = self._now()
         self._update()
         step_done = self._now()
-        body = self._encoded[1] - self._encoded[0] + backward_done - self._loss_done
+        body = self._encoding + backward_done - self._loss_done
         parts = (body, backward_done - start - body, step_done - backward_done)
         if index and self.device.type == "cuda":
             self.extra_bytes = max(self.extra_bytes, torch.cuda.max_memory_allocated() - before)
@@ -143,24 +145,31 @@ class Contender:
         self.optimizer.zero_grad()
 
     def _watch_body(self) -> None:
-        """Notes when the backbone's forward pass begins and ends, and when its backward pass begins."""
-        encode_at = self.model.backbone.encode_at
+        """Notes how long forward passes of the body take, and when the first of its backward passes begins."""
+        backbone, *generators = self.model.encoders()
+        learner = generators[0] if generators else backbone
+        encode, encode_at = backbone.encode, learner.encode_at
 
-        def watched(
+        def watched_at(
             rows_BTD: torch.Tensor, documents: Documents, targets: TargetPositions, shorter: Sequence[ShorterRows]
         ) -> torch.Tensor:
-            begin = self._now()
             if self.how == "whole last block":
                 targets = replace(targets, max_per_row=None)
-            outputs_ND = encode_at(rows_BTD, documents, targets, shorter)
-            self._encoded = begin, self._now()
-            outputs_ND.register_hook(self._note_loss_done)
-            return outputs_ND
+            return self._watched(lambda: encode_at(rows_BTD, documents, targets, shorter))
 
-        self.model.backbone.encode_at = watched  # type: ignore[method-assign, assignment]
+        learner.encode_at = watched_at  # type: ignore[method-assign, assignment]
+        if generators:  # the model judges what one has written
+            backbone.encode = lambda rows_BTD, documents: self._watched(lambda: encode(rows_BTD, documents))  # type: ignore[method-assign]
+
+    def _watched(self, encode: Callable[[], torch.Tensor]) -> torch.Tensor:
+        begin = self._now()
+        hidden = encode()
+        self._encoding += self._now() - begin
+        hidden.register_hook(self._note_loss_done)
+        return hidden
 
     def _note_loss_done(self, _: torch.Tensor) -> None:
-        self._loss_done = self._now()
+        self._loss_done = min(self._loss_done, self._now())
 
     def _now(self) -> float:
         """Seconds, once the device has done all that it was given."""

@@ -14,6 +14,7 @@ from megahead.data import (
     BatchReader,
     Framing,
     Masker,
+    Replacing,
     RowMasker,
     RowSource,
     TokenDropping,
@@ -44,7 +45,7 @@ def micro_batch(config: RunConfig, rule: Objective, rows: np.ndarray[Any, Any]) 
     """`rows` with their candidates, as the only micro-batch of its step."""
     batch = BatchReader(_Given(rows), config.data, _masker(config)).read(range(len(rows)))
     candidates = rule.pool(batch.target_ids_N).candidates(batch.target_ids_N, batch.weight_N)
-    return MicroBatch(batch, (candidates,), 1 / batch.weight())
+    return MicroBatch(batch, (candidates,), 1 / batch.weight(), 1 / max(batch.judged(), 1))
 
 
 def _masker(config: RunConfig) -> RowMasker | None:
@@ -54,7 +55,8 @@ def _masker(config: RunConfig) -> RowMasker | None:
     framing = Framing(config.masking, config.data.end_token, config.data.isolate_documents)
     asked, late = config.masking.dropping, config.masking.masks_from(config.model)
     dropping = None if asked is None else TokenDropping.of(asked, config.model, framing, Uniform())
-    return Masker(framing, Uniform(), config.model.vocab_size, seed=0, masks_from=late, dropping=dropping)
+    masker = Masker(framing, Uniform(), config.model.vocab_size, seed=0, masks_from=late, dropping=dropping)
+    return masker if config.generator() is None else Replacing(masker, seed=0)
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from support.laboratory import TINY, results
         ("encoder", "causal-50"),
         ("encoder", "dropping"),
         ("diffusion", "diffusion-vanilla"),
+        ("detection", "electra-vanilla"),
     ],
 )
 def test_neighbours_are_held_against_the_plain_objective_at_equal_tokens_and_time(
@@ -48,6 +49,7 @@ def test_neighbours_are_held_against_the_plain_objective_at_equal_tokens_and_tim
         "causal-50": ("objective", "schedule", {"causal_share": 0.5, "vanilla_share": None}),
         "dropping": ("masking", "dropping", {"from_layer": 0, "to_layer": None, "keep_share": 0.5, "by": "hardest"}),
         "diffusion-vanilla": ("objective", "name", "vanilla"),
+        "electra-vanilla": ("objective", "name", "vanilla"),
     }
     section, setting, value = asked[variant]
     assert config[section][setting] == value
