@@ -8,7 +8,7 @@ a candidate (`weights.py`). Nothing here costs O(V) per group.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -55,9 +55,7 @@ class SharedPool:
     minus the log of its probability of being sampled."""
 
     def candidates(self, target_ids_N: Tensor, weight_N: Tensor | None = None) -> Candidates:
-        """The shared candidates, and the positives that are not shared; ids in increasing order. O(N log P + P).
-
-        `constant`: minus the sum of the positives' biases, where the objective subtracts them from the loss."""
+        """The shared candidates, and the positives that are not shared; ids in increasing order. O(N log P + P)."""
         place_N = torch.searchsorted(self.ids_P, target_ids_N)
         member_P = self.shared_bias_P > -torch.inf
         member_P[place_N] = True
@@ -65,10 +63,8 @@ class SharedPool:
         ids_U, bias_U = self.ids_P[member_P], self.shared_bias_P[member_P]
         positive_bias_U = self.weighting.positive_bias_P[member_P]
         same = torch.equal(bias_U, positive_bias_U)
-        found = Candidates(ids_U, bias_U, positive_N, None if same else positive_bias_U, weight_N=weight_N)
-        if not self.weighting.subtracts_positive_bias:
-            return found
-        return replace(found, constant=-float(found.weighed(positive_bias_U[positive_N]).sum()))
+        in_numerator = self.weighting.subtracts_positive_bias
+        return Candidates(ids_U, bias_U, positive_N, None if same else positive_bias_U, in_numerator, weight_N)
 
 
 class Headless:

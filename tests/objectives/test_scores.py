@@ -86,7 +86,7 @@ def test_float32_is_as_near_as_its_rounding(score: Score) -> None:
 def test_a_learned_bias_gets_its_gradient(score: Score) -> None:
     outputs, rows, candidates = drawn(12, 9, 4, torch.float64, CPU, apart=False)
     bias = torch.randn(9, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).requires_grad_()
-    among = Candidates(None, bias, candidates.positive_N)
+    among = Candidates(None, bias, candidates.positive_N, subtracts_positive_bias=True)
     mine, exact = (
         solved(way(outputs, rows, among, score), [bias, outputs, rows])
         for way in (candidate_loss, candidate_loss_reference)
