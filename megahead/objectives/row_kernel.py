@@ -17,7 +17,6 @@ from torch.nn import functional as F
 
 from megahead.config.loss_chunks import ON_GPU
 from megahead.distributed import Group
-from megahead.errors import ConfigError
 from megahead.objectives.candidates import Candidates
 from megahead.objectives.row_step import Residuals, RowSums
 from megahead.objectives.scores import Score
@@ -33,11 +32,10 @@ at once however many candidates there are: a vocabulary may have any size."""
 
 
 class KernelRowStep:
-    """A `RowStep` for GPUs, on half-precision or float32 inputs of one type; scores and sums are float32."""
+    """A `RowStep` for GPUs, on half-precision or float32 inputs of one type, for scores that are products; scores and
+    sums are float32."""
 
     def __init__(self, outputs_ND: Tensor, rows_wD: Tensor, candidates: Candidates, score: Score, group: Group) -> None:
-        if not score.is_product:
-            raise ConfigError("objective.score", "be dot or cosine on a GPU", got=type(score).__name__.lower())
         self._rows_wD, self._scale, self._group, self._numerator = rows_wD, score.scale, group, candidates.numerator
         biases = candidates.bias_U, candidates.positive_bias_U
         bias_w, positive_bias_w = (None if bias is None else bias.detach().float() for bias in biases)

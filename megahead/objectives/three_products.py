@@ -33,7 +33,7 @@ def three_product_loss(
     The outputs' gradient is summed over the ranks already. Both gradients, N x D in the inputs' type and w x D in
     float32, are all that is kept for the backward pass. Collective.
     """
-    dtype, bias_w = product_dtype(outputs_ND, rows_wD), candidates.bias_U
+    dtype, bias_w = product_dtype(outputs_ND, rows_wD, score), candidates.bias_U
     if bias_w is not None and bias_w.requires_grad and not candidates.subtracts_positive_bias:
         raise ValueError("a bias with a gradient must be in the numerator, too (subtracts_positive_bias)")
     inputs = outputs_ND.to(dtype), rows_wD.to(dtype), bias_w
@@ -43,7 +43,7 @@ def three_product_loss(
 
 def softmax_sums(outputs_ND: Tensor, rows_wD: Tensor, candidates: Candidates, score: Score, group: Group) -> RowSums:
     """The `RowSums` of N > 0 outputs, without gradients; arguments as of `three_product_loss`. Collective."""
-    dtype = product_dtype(outputs_ND, rows_wD)
+    dtype = product_dtype(outputs_ND, rows_wD, score)
     outputs_ND = outputs_ND.to(dtype)
     step = row_step(outputs_ND, rows_wD.to(dtype), candidates, score, group)
     parts = [step.sums(outputs_ND[part], candidates.positive_N[part]) for part in _chunks(step, outputs_ND)]
@@ -55,18 +55,26 @@ def on_gpu(tensor: Tensor) -> bool:
     return tensor.is_cuda and tensor.dtype != torch.float64
 
 
-def product_dtype(outputs_ND: Tensor, rows_wD: Tensor) -> torch.dtype:
-    """The type that products read: on GPUs autocast's, or half precision if both inputs have it; else float32, or
-    float64 if either has it."""
+def takes_kernel(outputs_ND: Tensor, score: Score) -> bool:
+    """Whether the kernel for GPUs serves these outputs: not under a score that is no product, which takes torch's
+    operations in float32 on every device."""
+    return on_gpu(outputs_ND) and score.is_product
+
+
+def product_dtype(outputs_ND: Tensor, rows_wD: Tensor, score: Score) -> torch.dtype:
+    """The type that products read: for the kernel autocast's, or half precision if both inputs have it; else float32,
+    or float64 if either has it."""
     both = torch.promote_types(outputs_ND.dtype, rows_wD.dtype)
-    if on_gpu(outputs_ND) and torch.is_autocast_enabled(outputs_ND.device.type):
+    if not takes_kernel(outputs_ND, score):
+        return torch.promote_types(both, torch.float32)
+    if torch.is_autocast_enabled(outputs_ND.device.type):
         return torch.get_autocast_dtype(outputs_ND.device.type)
-    return both if on_gpu(outputs_ND) and both.itemsize == 2 else torch.promote_types(both, torch.float32)
+    return both if both.itemsize == 2 else torch.promote_types(both, torch.float32)
 
 
 def row_step(outputs_ND: Tensor, rows_wD: Tensor, candidates: Candidates, score: Score, group: Group) -> RowStep:
     """The row step for the inputs' device, prepared for chunks of these outputs."""
-    if not on_gpu(outputs_ND):
+    if not takes_kernel(outputs_ND, score):
         return TorchRowStep(outputs_ND, rows_wD, candidates, score, group)
     kernel = importlib.import_module("megahead.objectives.row_kernel")  # triton comes with torch for CUDA alone
     return cast(RowStep, kernel.KernelRowStep(outputs_ND, rows_wD, candidates, score, group))
