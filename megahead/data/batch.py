@@ -26,6 +26,9 @@ class EarlyTokens:
     layers: int
     """How many layers see them alone."""
 
+    cu_seqlens: Tensor | None = None
+    """As `Batch.cu_seqlens`, of the shorter rows."""
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -69,10 +72,14 @@ class Batch:
         return self.target_ids_N.numel() if self.weight_N is None else float(self.weight_N.sum(dtype=torch.float64))
 
     def _mapped(self, change: Callable[[Tensor], Tensor]) -> Batch:
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        changed: dict[str, Any] = {name: change(value) for name, value in values.items() if isinstance(value, Tensor)}
-        early = None if self.early is None else replace(self.early, index_N=change(self.early.index_N))
-        return replace(self, **changed, early=early)
+        early = None if self.early is None else replace(self.early, **_changed(self.early, change))
+        return replace(self, **_changed(self, change), early=early)
+
+
+def _changed(owner: Batch | EarlyTokens, change: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+    """Its tensors by name, changed."""
+    values = {field.name: getattr(owner, field.name) for field in fields(owner)}
+    return {name: change(value) for name, value in values.items() if isinstance(value, Tensor)}
 
 
 def causal_batch(

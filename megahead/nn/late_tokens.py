@@ -24,6 +24,9 @@ class LateTokens:
 
     layers: int
 
+    cu_seqlens: Tensor | None = None
+    """Of the shorter rows' documents, where they are known already."""
+
     def without(self, x_BTD: Tensor) -> Tensor:
         """[B, K, D]: the early tokens, in the first slots of each row; zeros in those that are left."""
         return self.early.spread(self.early.take(x_BTD))
@@ -44,7 +47,7 @@ class LateTokens:
         number_BK = self.early.spread(self.early.take(number_BT[..., None]))[..., 0]
         starts_BK = torch.ones_like(number_BK, dtype=torch.bool)
         starts_BK[:, 1:] = number_BK[:, 1:] != number_BK[:, :-1]
-        return Documents(positions_BK, starts_BT=starts_BK)
+        return Documents(positions_BK, self.cu_seqlens, starts_BT=starts_BK)
 
     @cached_property
     def _fills_all(self) -> bool:

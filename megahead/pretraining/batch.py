@@ -40,7 +40,17 @@ def late_tokens_of(batch: Batch) -> LateTokens | None:
         return None
     rows, row_length = batch.input_ids_BT.shape
     early = TargetPositions(batch.early.index_N, rows, row_length, batch.early.max_per_row)
-    return LateTokens(early, batch.early.layers)
+    return LateTokens(early, batch.early.layers, batch.early.cu_seqlens)
+
+
+def with_boundaries(batch: Batch, multiple: int) -> Batch:
+    """The same, in which it is known where documents begin, so that a device need not look for them. There are padded
+    to a multiple of so many."""
+    documents, late, early = documents_of(batch), late_tokens_of(batch), batch.early
+    if early is not None and late is not None:
+        early = replace(early, cu_seqlens=late.documents(documents).padded_cu_seqlens(multiple))
+    packed = batch.positions_BT is not None  # else each row is one, of a length that is known
+    return replace(batch, cu_seqlens=documents.padded_cu_seqlens(multiple) if packed else None, early=early)
 
 
 @dataclass(frozen=True)
@@ -74,9 +84,7 @@ class MicroBatch:
         if device.type != "cuda":
             return self
         candidates = tuple(one.padded(CANDIDATE_MULTIPLE).pinned() for one in self.candidates)
-        packed = self.batch.positions_BT is not None
-        cu_seqlens = documents_of(self.batch).padded_cu_seqlens(DOCUMENT_MULTIPLE) if packed else None
-        return MicroBatch(replace(self.batch, cu_seqlens=cu_seqlens).pinned(), candidates, self.loss_weight)
+        return MicroBatch(with_boundaries(self.batch, DOCUMENT_MULTIPLE).pinned(), candidates, self.loss_weight)
 
 
 @dataclass(frozen=True)
