@@ -34,6 +34,11 @@ class RowSums(NamedTuple):
     rivals: Tensor
     """Largest biased score of the other candidates."""
 
+    def beside(self, other: RowSums) -> RowSums:
+        """Those over the candidates of both, each of which has the positive or zeros in its place."""
+        lse, rivals = torch.logaddexp(self.lse, other.lse), torch.maximum(self.rivals, other.rivals)
+        return RowSums(lse, self.positive + other.positive, self.biased + other.biased, rivals)
+
 
 class Residuals(NamedTuple):
     """The gradient of a chunk's loss by its scores: probabilities, minus 1 at the positive."""
