@@ -8,9 +8,9 @@ shared memory, blocks a multiprocessor has registers and warps for, and most byt
 once. Then, for some losses: chunks, kernels, and operations and bytes, with the time they take at assumed rates, if
 nothing overlaps.
 
-With --micro-steps, for a model of 6 layers and for the engine at each ZeRO stage, in bf16 with the settings of GPUs, but
-counted on a CPU: operations of a micro-step, each a kernel or more where nothing is compiled, and bytes that they
-read and write for each parameter. So few tokens are read that these belong to weights, gradients and their sums.
+With --micro-steps, for a model of 6 layers and for the engine at each ZeRO stage, in bf16 with the settings of GPUs,
+but counted on a CPU: operations of a micro-step, each a kernel or more where nothing is compiled, and bytes that
+they read and write for each parameter. So few tokens are read that these belong to weights, gradients and their sums.
 
 Needs no device: ptxas comes with triton.
 """

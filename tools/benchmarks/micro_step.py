@@ -86,7 +86,8 @@ def alone() -> Counted:
     module = assemble(config, Group(), CPU)
     fill_(module, Group(), first_weights(config))
     module.bfloat16()
-    with Counted() as counted:
+    counted = Counted()
+    with counted:
         module(one_micro_batch(config, 0)).backward()
     return counted
 
@@ -103,7 +104,8 @@ def in_engine(stage: int, changes: Mapping[str, Mapping[str, Any]] | None = None
     engine = Engine(module, optimizer=optimizer, config=settings, mesh=mesh, device=CPU, weights=weights)
     micro = one_micro_batch(config, 0)
     engine.micro_step(micro)
-    with Counted() as counted:
+    counted = Counted()
+    with counted:
         engine.micro_step(micro)
     return counted
 
