@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks.gpu_report.part import RESULT, SECONDS, Part
@@ -43,6 +43,9 @@ class Scale:
     kept: dict[str, float]
     """Seconds of each training: its start, and TOKENS at the share of an H100 that SHARES has."""
 
+    slower: float = 1.0
+    """Parts take so many times as long as on an H100: imports on a busy CPU do."""
+
 
 FULL = Scale(
     device=("--device", "cuda", "--precision", "bf16"),
@@ -71,6 +74,7 @@ FULL = Scale(
 _SMALL = "--set model.num_layers=1 --set model.hidden_size=32 --set model.vocab_size=512 --steps 1 --threads 1"
 DRY = Scale(
     device=("--device", "cpu", "--precision", "fp32"),
+    slower=5.0,
     losses="--sizes 64 --hidden 8 --rounds 1",
     steps={
         "decoder": f"--preset pythia-14m --micro-batch 1 --sequence-length 16 {_SMALL}",
@@ -99,7 +103,7 @@ def parts_of(scale: Scale, text: Text, folder: Path) -> list[Part]:
     engine = ("tools/bench_engine.py", *scale.engine.split(), *scale.device, *report)
     first, *others = scale.waits
     steps = [_step(name, options, scale) for name, options in scale.steps.items()]
-    return [
+    parts = [
         Part("loss", "What does the loss cost, beside other people's kernels?", losses, 120),
         *steps[:2],
         Part("engine", "What does DeepSpeed cost beside a bare loop?", engine, 75, DEEPSPEED),
@@ -115,6 +119,7 @@ def parts_of(scale: Scale, text: Text, folder: Path) -> list[Part]:
         *(_waits(stage, text, scale) for stage in others),
         *(_largest(name, options, scale) for name, options in scale.largest.items()),
     ]
+    return [replace(part, seconds=scale.slower * part.seconds) for part in parts]
 
 
 def _step(name: str, options: str, scale: Scale) -> Part:
