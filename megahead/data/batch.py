@@ -29,6 +29,9 @@ class KeptTokens:
     first_reads_all: bool = False
     """Whether they still see the others in the first of these layers."""
 
+    cu_seqlens: Tensor | None = None
+    """As `Batch.cu_seqlens`, of the shorter rows."""
+
     @staticmethod
     def where(kept_BT: Array, layers: range, first_reads_all: bool = False) -> KeptTokens:
         """Those that are true."""
@@ -96,13 +99,15 @@ class Batch:
         return 0 if self.replaced is None else self.replaced.judged_P.numel()
 
     def _mapped(self, change: Callable[[Tensor], Tensor]) -> Batch:
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        changed: dict[str, Any] = {name: change(value) for name, value in values.items() if isinstance(value, Tensor)}
-        kept = tuple(replace(part, index_N=change(part.index_N)) for part in self.kept)
-        replaced = self.replaced
-        if replaced is not None:
-            replaced = ReplacedTokens(change(replaced.draw_N), change(replaced.judged_P))
-        return replace(self, **changed, kept=kept, replaced=replaced)
+        kept = tuple(replace(part, **_changed(part, change)) for part in self.kept)
+        replaced = None if self.replaced is None else replace(self.replaced, **_changed(self.replaced, change))
+        return replace(self, **_changed(self, change), kept=kept, replaced=replaced)
+
+
+def _changed(owner: Batch | KeptTokens | ReplacedTokens, change: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+    """Its tensors by name, changed."""
+    values = {field.name: getattr(owner, field.name) for field in fields(owner)}
+    return {name: change(value) for name, value in values.items() if isinstance(value, Tensor)}
 
 
 def causal_batch(

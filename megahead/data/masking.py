@@ -115,17 +115,26 @@ class Masker:
         treatment_BT = noise.uniform(_TREATMENT, tokens_BT.shape[1])
         masked_BT = chosen_BT & (treatment_BT < self.config.mask_share)
         random_BT = chosen_BT & ~masked_BT & (treatment_BT < self.config.mask_share + self.config.random_share)
-        ordinary = np.setdiff1d(np.arange(self.vocab_size), self.framing.unmaskable())
+        special = sorted({id_ for id_ in self.framing.unmaskable() if id_ < self.vocab_size})
         draw_BT = noise.uniform(_REPLACEMENT, tokens_BT.shape[1])
         read_BT = np.where(masked_BT, self.config.mask_token, tokens_BT)
-        read_BT[random_BT] = ordinary[(draw_BT[random_BT] * len(ordinary)).astype(np.int64)]
+        number_N = (draw_BT[random_BT] * (self.vocab_size - len(special))).astype(np.int64)
+        read_BT[random_BT] = _ordinary(number_N, special)
         if self.nearest_VK is not None:
             below = self.config.mask_share + self.config.random_share
             similar_BT = chosen_BT & (treatment_BT >= below) & (treatment_BT < below + self.config.similar_share)
             place_N = (draw_BT[similar_BT] * self.nearest_VK.shape[1]).astype(np.int64)
             drawn_N = self.nearest_VK[tokens_BT[similar_BT], place_N]
-            read_BT[similar_BT] = np.where(np.isin(drawn_N, ordinary), drawn_N, tokens_BT[similar_BT])
+            read_BT[similar_BT] = np.where(np.isin(drawn_N, special), tokens_BT[similar_BT], drawn_N)
         return read_BT
+
+
+def _ordinary(number_N: Array, special: Sequence[int]) -> Array:
+    """The ids that are no special ones, counted from 0 in increasing order; `special` increases. No pass over all."""
+    id_N = number_N.copy()
+    for id_ in special:
+        id_N += id_N >= id_
+    return id_N
 
 
 def _unit_weights(weights_BT: Array | None, allowed_BT: Array, unit_M: Array, size_U: Array) -> Array:

@@ -26,6 +26,9 @@ class ShorterRows:
     first_reads_all: bool
     """Whether the kept tokens still see the others in the first of the layers."""
 
+    cu_seqlens: Tensor | None = None
+    """Of the shorter rows' documents, where they are known already."""
+
     @property
     def are_full(self) -> bool:
         """Whether all rows have as many kept tokens."""
@@ -50,4 +53,4 @@ class ShorterRows:
         number_BK = self.of(documents.starts_BT.cumsum(1)[..., None])[..., 0]
         starts_BK = torch.ones_like(number_BK, dtype=torch.bool)
         starts_BK[:, 1:] = number_BK[:, 1:] != number_BK[:, :-1]
-        return Documents(positions_BK, starts_BT=starts_BK)
+        return Documents(positions_BK, self.cu_seqlens, starts_BT=starts_BK)

@@ -8,7 +8,7 @@ a candidate (`weights.py`). Nothing here costs O(V) per group.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -58,9 +58,7 @@ class SharedPool:
     """The bias of a positive where tokens are drawn, if some are (`Candidates.drawn_bias_U`)."""
 
     def candidates(self, target_ids_N: Tensor, weight_N: Tensor | None = None) -> Candidates:
-        """The shared candidates, and the positives that are not shared; ids in increasing order. O(N log P + P).
-
-        `constant`: minus the sum of the positives' biases, where the objective subtracts them from the loss."""
+        """The shared candidates, and the positives that are not shared; ids in increasing order. O(N log P + P)."""
         place_N = torch.searchsorted(self.ids_P, target_ids_N)
         member_P = self.shared_bias_P > -torch.inf
         member_P[place_N] = True
@@ -69,12 +67,15 @@ class SharedPool:
         positive_bias_U = self.weighting.positive_bias_P[member_P]
         same = torch.equal(bias_U, positive_bias_U)
         drawn_bias_U = None if self.drawn_bias_P is None else self.drawn_bias_P[member_P]
-        found = Candidates(
-            ids_U, bias_U, positive_N, None if same else positive_bias_U, drawn_bias_U=drawn_bias_U, weight_N=weight_N
+        return Candidates(
+            ids_U,
+            bias_U,
+            positive_N,
+            None if same else positive_bias_U,
+            self.weighting.subtracts_positive_bias,
+            drawn_bias_U,
+            weight_N,
         )
-        if not self.weighting.subtracts_positive_bias:
-            return found
-        return replace(found, constant=-float(found.weighed(positive_bias_U[positive_N]).sum()))
 
 
 class Headless:

@@ -39,10 +39,25 @@ def shorter_rows_of(batch: Batch) -> list[ShorterRows]:
     rows, row_length = batch.input_ids_BT.shape
     return [
         ShorterRows(
-            TargetPositions(part.index_N, rows, row_length, part.max_per_row), part.layers, part.first_reads_all
+            TargetPositions(part.index_N, rows, row_length, part.max_per_row),
+            part.layers,
+            part.first_reads_all,
+            part.cu_seqlens,
         )
         for part in batch.kept
     ]
+
+
+def with_boundaries(batch: Batch, multiple: int) -> Batch:
+    """The same, in which it is known where documents begin, so that a device need not look for them. There are padded
+    to a multiple of so many."""
+    documents = documents_of(batch)
+    kept = tuple(
+        replace(part, cu_seqlens=shorter.documents(documents).padded_cu_seqlens(multiple))
+        for part, shorter in zip(batch.kept, shorter_rows_of(batch), strict=True)
+    )
+    packed = batch.positions_BT is not None  # else each row is one, of a length that is known
+    return replace(batch, cu_seqlens=documents.padded_cu_seqlens(multiple) if packed else None, kept=kept)
 
 
 @dataclass(frozen=True)
@@ -79,9 +94,7 @@ class MicroBatch:
         if device.type != "cuda":
             return self
         candidates = tuple(one.padded(CANDIDATE_MULTIPLE).pinned() for one in self.candidates)
-        packed = self.batch.positions_BT is not None
-        cu_seqlens = documents_of(self.batch).padded_cu_seqlens(DOCUMENT_MULTIPLE) if packed else None
-        return replace(self, batch=replace(self.batch, cu_seqlens=cu_seqlens).pinned(), candidates=candidates)
+        return replace(self, batch=with_boundaries(self.batch, DOCUMENT_MULTIPLE).pinned(), candidates=candidates)
 
 
 @dataclass(frozen=True)

@@ -127,14 +127,11 @@ class Pretraining(nn.Module):
         return loss
 
     def _loss_among(self, outputs_ND: Tensor, rows_UD: Tensor, candidates: Candidates) -> Tensor:
-        """The loss summed over the outputs. `candidate_loss` leaves out the bias of a target's own score, which for
-        biases that are counted is a constant; a learned bias must be there, so it is subtracted here."""
+        """The loss summed over the outputs."""
         hidden_ND, bias_V = self._final_hidden(outputs_ND, candidates.ids_U is None)
-        if bias_V is None:
-            return self._candidate_loss(hidden_ND, rows_UD, candidates)
-        loss = self._candidate_loss(hidden_ND, rows_UD, replace(candidates, bias_U=bias_V))
-        own_N = bias_V.index_select(0, candidates.positive_N).to(loss.dtype)
-        return loss - candidates.weighed(own_N).sum()
+        if bias_V is not None:
+            candidates = replace(candidates, bias_U=bias_V, subtracts_positive_bias=True)
+        return self._candidate_loss(hidden_ND, rows_UD, candidates)
 
     @torch.no_grad()
     def _missed_among(self, outputs_ND: Tensor, rows_UD: Tensor, candidates: Candidates) -> Tensor:
