@@ -36,12 +36,12 @@ class Candidates:
     """Whether the loss has the positive's bias in the numerator, too, as an ordinary softmax has. Only such a bias may
     have a gradient: that of the softmax, in which nothing must be added up by ids."""
 
+    weight_N: Tensor | None = None
+    """How often each output's loss counts; None: once."""
+
     drawn_bias_U: Tensor | None = None
     """Replaces `bias_U` of an output's positive where tokens are drawn, which must not know the target: as if the
     candidate were a target once less, -inf where it would be none; None: `bias_U`."""
-
-    weight_N: Tensor | None = None
-    """How often each output's loss counts; None: once."""
 
     def weighed(self, values_N: Tensor) -> Tensor:
         """[N], each output's value as often as it counts."""

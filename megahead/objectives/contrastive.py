@@ -73,8 +73,8 @@ class SharedPool:
             positive_N,
             None if same else positive_bias_U,
             self.weighting.subtracts_positive_bias,
-            drawn_bias_U,
             weight_N,
+            drawn_bias_U,
         )
 
 

@@ -132,7 +132,7 @@ def test_split_over_ranks_it_equals_the_reference(size: int, count: int, apart: 
     sums = evaluation_sums(outputs.double(), rows.double(), plain, Dot(TEMPERATURE))
     results = on_ranks(size, split, count, apart)
     of_rows = torch.cat([result[2] for result in results])
-    for value, of_outputs, _, (loss, correct, targets, _) in results:
+    for value, of_outputs, _, (loss, correct, targets, *_) in results:
         assert_rounded_once([value, of_outputs, of_rows], exact, torch.bfloat16)
         assert loss == pytest.approx(sums.loss, rel=1e-5)
         assert (correct, targets) == (sums.correct, sums.targets)

@@ -74,7 +74,7 @@ def test_split_over_ranks_it_equals_the_reference(
         assert_rounded_once([part[0], of_outputs, of_rows], exact, torch.bfloat16, roundings=3)  # of each rank's part
     plain = replace(candidates, positive_bias_U=None)
     sums = evaluation_sums(outputs.double(), rows.double(), plain, Dot(TEMPERATURE))
-    for _, (loss, correct, targets, _) in results:
+    for _, (loss, correct, targets, *_) in results:
         assert loss == pytest.approx(sums.loss, rel=1e-5)
         assert abs(correct - sums.correct) <= n // 1000  # equal but for ties in rounding
         assert targets == sums.targets
