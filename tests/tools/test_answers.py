@@ -43,6 +43,7 @@ WRONG: dict[str, str] = {
     "tools/count_waits.py": "--config nowhere.yaml",
     "tools/demo.py": "",
     "tools/gpu_report.py": "--text nowhere.jsonl",
+    "tools/gpu_text.py": "--text nowhere.jsonl --tokenizer t.json",
     "tools/gpu_wheels.py": "",
     "tools/headless_picture.py": "",
     "tools/import_diagram.py": "",
