@@ -6,7 +6,6 @@ package of that store takes them (environment, its own files), never from a URL.
 """
 
 from megahead.far.address import is_below, is_far, joined, refuse_secrets
-from megahead.far.background import begin
 from megahead.far.cache import fetch_into, folder_for, near_file
 from megahead.far.errors import DamagedError, FarError
 from megahead.far.receiving import Expected, receive
@@ -18,7 +17,6 @@ __all__ = [
     "Expected",
     "FarError",
     "Store",
-    "begin",
     "fetch_into",
     "folder_for",
     "is_below",

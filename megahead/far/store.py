@@ -12,8 +12,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
+from megahead.background import begin
 from megahead.far.address import refuse_secrets
-from megahead.far.background import begin
 from megahead.far.errors import FarError, told
 from megahead.far.opening import has_folders, open_url
 

@@ -6,11 +6,12 @@ from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 
+from megahead.background import begin
 from megahead.checkpoint import KeepRules, step_of
 from megahead.checkpoint.manifest import MANIFEST, FileEntry, Manifest
 from megahead.checkpoint.retention import surplus
 from megahead.errors import CheckpointError
-from megahead.far import Expected, begin, receive
+from megahead.far import Expected, receive
 from megahead.mirror.far_run import CHECKPOINTS, FarRun, Listing, newest_first, step_in
 
 _AT_ONCE = 4

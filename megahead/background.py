@@ -1,4 +1,4 @@
-"""Calls in threads that nobody must wait for: a store may never answer, and the process must be able to end."""
+"""Calls in threads that nobody must wait for: another machine may never answer, and the process must be able to end."""
 
 from __future__ import annotations
 
@@ -20,5 +20,5 @@ def begin(function: Callable[[], T]) -> Future[T]:
         except BaseException as error:
             future.set_exception(error)
 
-    threading.Thread(target=run, name="far", daemon=True).start()
+    threading.Thread(target=run, daemon=True).start()
     return future
