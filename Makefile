@@ -6,7 +6,7 @@ WORKERS ?= -n logical --maxprocesses 4 --dist worksteal
 TORCH_INDEX ?=
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: help install demo test check lint types pytest test-gpu gpu-report gpu-wheels format clean
+.PHONY: help install demo test check lint types pytest test-gpu gpu-report gpu-wheels gpu-text format clean
 help:
 	@echo "make demo                from the text on this machine to a speaking headless model (about 15 minutes)"
 	@echo "make demo ARGS=--quick   the same with less text and fewer steps, to see it first (about 2 minutes)"
@@ -15,6 +15,7 @@ help:
 	@echo "make check               format, lint, types, direction of imports"
 	@echo "make test-gpu            the tests that need a CUDA device (GPU_PYTHON=python3: by that interpreter, installing nothing)"
 	@echo "make gpu-report          all measurements on a GPU in 25 minutes (ARGS: of tools/gpu_report.py)"
+	@echo "make gpu-text            a text as a small dataset to be carried there, too (ARGS='--text F --tokenizer JSON')"
 	@echo "make gpu-wheels          what a GPU machine without a network lacks, to be carried there with the checkout"
 
 .venv/.torch:
@@ -74,6 +75,9 @@ gpu-report: $$(GPU_NEEDS)
 
 gpu-wheels: .venv/.installed-test
 	$(BIN)/python tools/gpu_wheels.py $(ARGS)
+
+gpu-text: .venv/.installed-test
+	$(BIN)/python tools/gpu_text.py $(ARGS)
 
 format: .venv/.installed-test
 	$(BIN)/ruff format .

@@ -63,6 +63,16 @@ class RunFolder:
         return self / "session"
 
     @property
+    def identity(self) -> Path:
+        """What `training.mirror` knows the run by."""
+        return self / "run-id"
+
+    @property
+    def fetched(self) -> Path:
+        """Checkpoints of other runs, from far, while a session begins with one."""
+        return self / "fetched"
+
+    @property
     def handed_over(self) -> Path:
         """Copies from the memory of nodes whose ranks do not train, while the others look for some."""
         return self / "handed-over"

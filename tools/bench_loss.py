@@ -6,7 +6,9 @@ tools/bench_loss.py --device cuda --precision bf16 --sizes 4096,16384,65536
 
 All begin with outputs [N, D], targets [N] and the table [V, D], and end with the gradients of outputs and table. They
 are measured in turn (A B C D A B C D ...), so that a noisy machine hits all alike; on a CPU each time in a forked
-process of its own, so that no memory is shared. On CUDA Liger's fused linear cross-entropy and Apple's
+process of its own, so that no memory is shared. On CUDA candidates are chosen and looked up before, as a step's are:
+the headless forms begin with the candidates' rows. Many passes in a row are timed by the device's clock, with nothing
+that waits between them; `host s` is how long it takes to ask for one. Liger's fused linear cross-entropy and Apple's
 cut-cross-entropy take part where they are installed. Errors against float64 follow at the end. Without --data, targets
 come from Zipf's law.
 """

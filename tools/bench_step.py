@@ -14,7 +14,9 @@ An encoder masks 15 % of its tokens, unless --set says otherwise; its vanilla he
 ms: median step; best: fastest; rows: candidates scored; of rate: share of the device's measured matrix rate; MFU: share
 of its maker's figure; peak MB: weights, gradients, moments and activations (on a CPU of one step in a process of its
 own, not when compiled); body, loss, opt: shares of the step in the backbone, in the look-up and the loss (both forward
-and backward), and in clipping and the optimizer. The device is waited for between them.
+and backward), and in clipping and the optimizer. A GPU is waited for at the end of a step alone: it notes by its own
+clock when it comes to each part. In bf16 its weights are bf16, with float32 ones in the optimizer, as the engine has
+them.
 
 --vocabulary times headless steps through the engine instead, under larger and larger vocabularies and on the same ids,
 with the embedding in rows and dense, on --ranks ranks of one thread each. CPU ms and CPU ratio (to the first

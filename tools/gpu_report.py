@@ -1,14 +1,17 @@
 """Measures all that is to be known on a GPU, within a budget of time, and writes a page and its numbers.
 
 tools/gpu_report.py                                     25 minutes, without a training
+tools/gpu_report.py --dataset build/gpu-text/text       with trainings, on what tools/gpu_text.py made elsewhere
 tools/gpu_report.py --text a.jsonl.zst b.jsonl.zst --tokenizer 20B_tokenizer.json
 tools/gpu_report.py --only loss step-70m --minutes 5
 tools/gpu_report.py --dry                               tiny, on the CPU, to see that it works
 
 Parts come in the order of what they are worth: the loss beside other people's kernels; whole steps, headless against
-vanilla, plain and compiled; DeepSpeed's cost; waits; the largest micro-batch; and with a text (of at most 50,277 ids)
-real trainings, which share what time is left. Each is a command of its own with a limit, so that none can spoil
-another. report.json and report.md are written anew after each part; called again, it goes on with what is missing.
+vanilla, plain and compiled; DeepSpeed's cost; waits; profiles of what misses its targets; with a text (of at most
+50,277 ids) real trainings, of 100 M tokens each if they reach a tenth (14 M) and a quarter (70 M) of an H100's peak,
+which also share what time nothing needs; more steps and waits; and the largest micro-batch. Each is a command of its
+own with a limit, so that none can spoil another. report.json and report.md are written anew after each part; called
+again, it goes on with what is missing.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ ZIPF_TOKENS, DRY_TOKENS = 2_000_000, 20_000
 def main() -> None:
     arguments = _parser().parse_args()
     folder = (arguments.folder or Path("runs/gpu-report-dry" if arguments.dry else "runs/gpu-report")).absolute()
-    text = Text(folder, tuple(arguments.text), arguments.tokenizer)
+    text = Text(folder, tuple(arguments.text), arguments.tokenizer, arguments.dataset and arguments.dataset.absolute())
     parts = parts_of(DRY if arguments.dry else FULL, text, folder)
     console = Console(highlight=False)
     if arguments.list:
@@ -49,6 +52,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=25, help="for all parts together (default: 25)")
     parser.add_argument("--folder", type=Path, help="default: runs/gpu-report, of a dry run runs/gpu-report-dry")
+    parser.add_argument("--dataset", type=Path, metavar="PREFIX", help="what to train on, as tools/gpu_text.py made it")
     parser.add_argument("--text", type=_existing, nargs="+", default=[], metavar="F", help="what to train on")
     parser.add_argument("--tokenizer", type=_existing, metavar="JSON", help="tokenizer.json for --text")
     parser.add_argument("--only", nargs="+", default=[], metavar="PART", help="these parts alone")

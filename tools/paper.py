@@ -35,6 +35,7 @@ EXPERIMENTS = (
     "shapes",
     "large_vocabularies",
     "neighbours",
+    "replaced_tokens",
 )
 """In the order of docs/paper.md, then others; each is `compare_NAME` of `experiments/NAME.py`."""
 

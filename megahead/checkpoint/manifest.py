@@ -75,7 +75,18 @@ class Manifest(BaseModel):
     def read(folder: Path) -> Manifest:
         """The manifest of `folder`; CheckpointError if the file is missing, damaged or of another format."""
         path = folder / MANIFEST
-        content = _read_json(path)
+        try:
+            return Manifest.parse(path.read_bytes(), str(path))
+        except OSError as error:
+            raise CheckpointError(
+                f"`{path}` must be readable in a checkpoint folder, but is not ({error.strerror})."
+            ) from None
+
+    @staticmethod
+    def parse(text: bytes, path: str) -> Manifest:
+        """The manifest in the content of a file; CheckpointError, which names `path`, if it is damaged or of another
+        format."""
+        content = _parse_json(text, path)
         version = content.get("format")
         if version != FORMAT:
             raise CheckpointError(
@@ -96,13 +107,9 @@ class Manifest(BaseModel):
             ) from None
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _parse_json(text: bytes, path: str) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise CheckpointError(
-            f"`{path}` must be readable in a checkpoint folder, but is not ({error.strerror})."
-        ) from None
+        content = json.loads(text.decode("utf-8"))
     except ValueError:
         raise CheckpointError(f"`{path}` must be JSON, but is not; it was damaged, use another checkpoint.") from None
     if not isinstance(content, dict):

@@ -16,6 +16,7 @@ from rich.console import Console
 from megahead import convert
 from megahead.config import HeadName
 from megahead.errors import existing
+from megahead.mirror import far_or_existing
 
 METHODS = ("mean", "rarity", "random")
 """Those of `megahead/convert/new_rows.py`, whose import would take a second."""
@@ -71,7 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     directions = parser.add_subparsers(dest="direction", required=True)
     to_hf = directions.add_parser("to-hf", help="checkpoint to Hugging Face folder")
     to_hf.add_argument(
-        "--checkpoint", type=existing, required=True, metavar="DIR", help="step folder, or a run: its newest"
+        "--checkpoint", type=far_or_existing, required=True, metavar="DIR", help="step folder, or a run: its newest"
     )
     to_hf.add_argument("--output", type=Path, required=True, metavar="DIR", help="new folder, or an earlier export")
     to_hf.add_argument(
@@ -96,7 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     back.add_argument("--output", type=Path, required=True, metavar="DIR", help="new run folder")
     other = directions.add_parser("revocabulary", help="give a model another tokenizer")
     other.add_argument(
-        "--model", type=existing, required=True, metavar="DIR", help="run, checkpoint, or folder as for from-hf"
+        "--model", type=far_or_existing, required=True, metavar="DIR", help="run, checkpoint, or folder as for from-hf"
     )
     other.add_argument("--tokenizer", type=existing, required=True, metavar="FILE", help="the new tokenizer.json")
     other.add_argument("--output", type=Path, required=True, metavar="DIR", help="new run folder")

@@ -51,6 +51,7 @@ def parameter_lines(config: RunConfig) -> list[str]:
     """Parameters, and operations per token with their parts, of each phase."""
     counts = run_parameters(config)
     total = f"{counts.total:,} parameters: body {counts.body:,}, embedding {counts.embedding:,}, head {counts.head:,}"
+    total += f", generator {counts.generator:,}" if counts.generator else ""
     phases = phases_of(config)
     return [total, *(_operations(name, phase.config) for name, phase in zip(names_of(phases), phases, strict=True))]
 

@@ -24,6 +24,7 @@ from megahead import convert, evaluate, report
 from megahead.errors import FieldError, existing
 from megahead.evaluate.harness_tasks import TASKS, task_files, write_tasks
 from megahead.evaluate.results import HarnessResult, ResultsFile, Score
+from megahead.mirror import far_or_existing
 
 PAPER = [
     "lambada_openai",
@@ -109,7 +110,7 @@ def cell(score: Score) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--model", type=existing, nargs="+", default=[], metavar="DIR", help="HF folder, run, checkpoint"
+        "--model", type=far_or_existing, nargs="+", default=[], metavar="DIR", help="HF folder, run, checkpoint"
     )
     parser.add_argument("--tasks", default=",".join(PAPER), metavar="A,B", help=f"of {', '.join(TASKS)}")
     parser.add_argument(

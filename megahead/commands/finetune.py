@@ -28,6 +28,7 @@ from megahead.evaluate.finetuning import (
     load_task,
     paper_settings,
 )
+from megahead.mirror import far_or_existing
 from megahead.report import to_rich
 
 
@@ -76,7 +77,7 @@ def load(name: str, sources: Sources, arguments: argparse.Namespace) -> tuple[Ta
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--model", type=existing, nargs="+", required=True, metavar="DIR", help="HF folder, run, checkpoint"
+        "--model", type=far_or_existing, nargs="+", required=True, metavar="DIR", help="HF folder, run, checkpoint"
     )
     parser.add_argument(
         "--task",

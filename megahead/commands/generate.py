@@ -24,6 +24,7 @@ from rich.console import Console
 
 from megahead import convert, evaluate
 from megahead.errors import DataError, FieldError, existing
+from megahead.mirror import far_or_existing
 
 
 def main() -> None:
@@ -90,7 +91,7 @@ def typed_prompts(console: Console) -> Iterator[str]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--model", type=existing, required=True, metavar="DIR", help="Hugging Face folder, run, checkpoint"
+        "--model", type=far_or_existing, required=True, metavar="DIR", help="Hugging Face folder, run, checkpoint"
     )
     prompts = parser.add_mutually_exclusive_group(required=True)
     prompts.add_argument("--prompt", nargs="+", metavar="TEXT", help="each is continued by itself")

@@ -6,7 +6,7 @@ import argparse
 import json
 from typing import TYPE_CHECKING
 
-from megahead.errors import existing
+from megahead.mirror import far_or_existing
 from megahead.wording import counted
 
 if TYPE_CHECKING:
@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 def main() -> None:
     """Prints the contents, then verifies every checksum; a damaged checkpoint ends with exit code 2."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", type=existing, help="a step folder, a checkpoints folder, or a run folder")
+    parser.add_argument(
+        "folder", type=far_or_existing, help="a step folder, a checkpoints folder, a run folder, or its URL"
+    )
     parser.add_argument("--tensors", action="store_true", help="list every tensor with its shape and file")
     arguments = parser.parse_args()
     from megahead.checkpoint import abandoned_in, open_checkpoint  # needs torch

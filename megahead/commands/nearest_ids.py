@@ -12,7 +12,8 @@ from rich.console import Console
 
 from megahead import convert
 from megahead.corpus import load_tokenizer
-from megahead.errors import FieldError, existing
+from megahead.errors import FieldError
+from megahead.mirror import far_or_existing
 
 
 def main() -> None:
@@ -30,7 +31,9 @@ def main() -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=existing, required=True, metavar="DIR", help="HF folder, run or checkpoint")
+    parser.add_argument(
+        "--model", type=far_or_existing, required=True, metavar="DIR", help="HF folder, run or checkpoint"
+    )
     parser.add_argument("--each", type=int, default=8, metavar="K", help="nearest ids of each id (default: 8)")
     parser.add_argument("--output", type=Path, required=True, metavar="NPY", help="the file to write")
     return parser

@@ -25,6 +25,7 @@ from megahead.corpus.selection import Selection, conditions
 from megahead.corpus.shards import preprocess_shards
 from megahead.corpus.sources import find_inputs, total_bytes
 from megahead.errors import FieldError
+from megahead.far import near_file
 from megahead.wording import counted
 
 PLACES_SHOWN = 10
@@ -33,7 +34,7 @@ PLACES_SHOWN = 10
 def main() -> None:
     arguments = parse()
     recipe = Recipe(
-        tokenizer=Path(arguments.tokenizer),
+        tokenizer=Path(near_file(arguments.tokenizer)),
         selection=Selection(
             arguments.text_key, conditions("--keep", arguments.keep), conditions("--drop", arguments.drop)
         ),

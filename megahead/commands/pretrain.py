@@ -1,6 +1,6 @@
 """Pretrains, fine-tunes a head, or resumes, in one process or many; the same command again continues where it was.
 
-megahead pretrain --config NAME.yaml [--set a.b=c ...] [--resume auto|never|DIR]
+megahead pretrain --config NAME.yaml [--set a.b=c ...] [--resume auto|never|DIR|URL]
 megahead pretrain --config ... --dry-run [--world-size N]
 
 On several ranks (in a checkout launch/pretrain.py is the same, and what DeepSpeed's launcher starts):
@@ -48,7 +48,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", required=True, help="the run's YAML file, or the name of one that ships")
     parser.add_argument("--set", action="append", default=[], metavar="a.b=c", help="override one setting")
-    parser.add_argument("--resume", default="auto", help="auto (default), never, or a checkpoint folder")
+    parser.add_argument("--resume", default="auto", help="auto (default), never, or a checkpoint's folder or URL")
     parser.add_argument("--dry-run", action="store_true", help="print the resolved run and stop")
     parser.add_argument("--world-size", type=int, default=1, help="ranks to assume with --dry-run")
     parser.add_argument(

@@ -12,7 +12,8 @@ from rich.console import Console
 
 from megahead import convert, evaluate
 from megahead.corpus.vocabulary import sample_texts
-from megahead.errors import FieldError, existing
+from megahead.errors import FieldError
+from megahead.mirror import far_or_existing
 from megahead.report import to_rich
 
 
@@ -34,7 +35,7 @@ def main() -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--model", type=existing, nargs="+", required=True, metavar="DIR", help="masked language models"
+        "--model", type=far_or_existing, nargs="+", required=True, metavar="DIR", help="masked language models"
     )
     parser.add_argument(
         "--input", nargs="+", required=True, metavar="F", help="text, as `megahead preprocess` takes it"

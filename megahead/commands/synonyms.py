@@ -14,6 +14,7 @@ from rich.table import Table
 from megahead import convert, evaluate, report
 from megahead.corpus import load_tokenizer
 from megahead.errors import existing
+from megahead.mirror import far_or_existing
 
 
 def main() -> None:
@@ -46,7 +47,7 @@ def table(found: dict[str, evaluate.Similarities]) -> Table:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--model", type=existing, nargs="+", required=True, metavar="DIR", help="HF folder, run, checkpoint"
+        "--model", type=far_or_existing, nargs="+", required=True, metavar="DIR", help="HF folder, run, checkpoint"
     )
     parser.add_argument(
         "--wordnet",

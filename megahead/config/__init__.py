@@ -9,6 +9,7 @@ both.
 from megahead.config.batch import BatchConfig
 from megahead.config.data import DataConfig
 from megahead.config.deepspeed import deepspeed_config
+from megahead.config.dropping import DroppingConfig
 from megahead.config.families import ENCODERS, NAMED_SIZES
 from megahead.config.init import InitConfig
 from megahead.config.loading import config_from_dict, load_config
@@ -30,6 +31,7 @@ __all__ = [
     "NAMED_SIZES",
     "BatchConfig",
     "DataConfig",
+    "DroppingConfig",
     "EngineConfig",
     "FaultsConfig",
     "HeadName",

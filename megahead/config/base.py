@@ -6,7 +6,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 
-from megahead.errors import ConfigError
+from megahead.errors import ConfigError, FieldError
+from megahead.far.address import refuse_secrets
 
 
 class Settings(BaseModel):
@@ -23,7 +24,12 @@ class Settings(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _text_is_text(cls, value: Any, info: ValidationInfo) -> Any:
-        """Refuses zero bytes, at which the system would cut a path off."""
+        """Refuses zero bytes, at which the system would cut a path off, and secrets, which would be written down."""
         if isinstance(value, str) and "\0" in value:
             raise ConfigError(str(info.field_name), "have no zero byte", got=repr(value))
+        if isinstance(value, str):
+            try:
+                refuse_secrets(str(info.field_name), value)
+            except FieldError as error:
+                raise ConfigError(error.field, error.rule, got=error.got, hint=error.hint) from None
         return value

@@ -35,9 +35,13 @@ def check_causal(
 
 
 def _refuse_what_masked_tokens_have(masking: MaskingConfig, setting: str) -> None:
-    if masking.masks_from_layer:
-        rule = f"be left out with {setting}: nothing is masked where next tokens are learned"
-        raise ConfigError("masking.masks_from_layer", rule, got=masking.masks_from_layer)
+    for field in ("masks_from_layer", "mask_decoder_layers"):
+        if getattr(masking, field):
+            rule = f"be left out with {setting}: nothing is masked where next tokens are learned"
+            raise ConfigError(f"masking.{field}", rule, got=getattr(masking, field))
+    if masking.dropping:
+        rule = f"be left out with {setting}: all tokens have targets where next tokens are learned"
+        raise ConfigError("masking.dropping", rule, got="given")
     if masking.adapts():
         rule = f"be one that counts no misses of masked tokens with {setting}, by which there are none at first"
         raise ConfigError("masking.strategy", rule, got=masking.strategy)

@@ -25,7 +25,8 @@ def _kind_of(train: Any) -> str:
 
 
 class DataConfig(Settings):
-    """Indexed token files (`PREFIX.bin` + `PREFIX.idx`) and the rows cut from them."""
+    """Indexed token files (`PREFIX.bin` + `PREFIX.idx`) and the rows cut from them. Prefixes and files may be URLs
+    (`s3://BUCKET/text`): they are fetched to each node's disk first (docs/data.md)."""
 
     train: Annotated[
         Annotated[str, Tag("<prefix>")] | Annotated[list[BlendPart], Tag("<blend>")], Discriminator(_kind_of)
@@ -44,6 +45,10 @@ class DataConfig(Settings):
     nearest_ids: str | None = None
     """A file of each id's nearest ids, as `megahead nearest-ids` writes it, for masking.similar_share and
     objective.nearest."""
+
+    id_weights: str | None = None
+    """A `.npy` of numpy with a weight above 0 for each id, by which masking.strategy: weights selects tokens, and
+    masking.dropping.by: weights keeps them."""
 
     sequence_length: int = Field(gt=0)
     """Targets per row (T); a row reads T + 1 tokens."""

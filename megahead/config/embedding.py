@@ -32,6 +32,9 @@ def refusal_of_rows(objective: ObjectiveConfig, optimizer: OptimizerConfig) -> R
     if objective.has_vocabulary_softmax():
         rule = "be `dense` where all ids compete, and each row is updated at each step"
         return Refusal("all ids compete", ConfigError("engine.embedding", rule, got="`rows`"))
+    if objective.replaced_tokens is not None:
+        rule = "be `dense` with objective.replaced_tokens, whose held-out tokens are drawn from all ids at once"
+        return Refusal("replaced tokens are drawn", ConfigError("engine.embedding", rule, got="`rows`"))
     if (decay := refusal_of_decay(optimizer)) is not None:
         return Refusal("weight decay leaves nothing", decay)
     if table.rule != "adagrad" and b1 > 0.98 * sqrt(b2):

@@ -14,7 +14,7 @@ class InitConfig(Settings):
     """Weights to start from, instead of random ones."""
 
     from_checkpoint: str | None = None
-    """A checkpoint of megahead, or a run folder, whose newest checkpoint is taken."""
+    """A checkpoint of megahead, or a run folder, whose newest checkpoint is taken; or the URL of one."""
 
     from_hf: str | None = None
     """Instead of a checkpoint, a Hugging Face folder with the safetensors of a model like `model`: its body and

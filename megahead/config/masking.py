@@ -10,10 +10,11 @@ from pydantic import Field, model_validator
 
 from megahead.config.base import Settings
 from megahead.config.data import DataConfig
+from megahead.config.dropping import DroppingConfig
 from megahead.config.model import ModelConfig
 from megahead.errors import ConfigError
 
-Strategy = Literal["uniform", "whole_word", "span", "frequency", "informative", "hardest", "pmi"]
+Strategy = Literal["uniform", "whole_word", "span", "frequency", "informative", "hardest", "pmi", "weights"]
 
 _COURSES: Mapping[str, Callable[[float], float]] = {
     "linear": lambda progress: progress,
@@ -23,7 +24,7 @@ _COURSES: Mapping[str, Callable[[float], float]] = {
 
 _OF_OTHER_MASKS = (
     *("rate", "final_rate", "rate_course", "count", "mask_share", "random_share", "similar_share"),
-    *("masks_from_layer", "strategy"),
+    *("masks_from_layer", "mask_decoder_layers", "dropping", "strategy"),
 )
 """Fields that say what diffusion decides by itself."""
 
@@ -81,11 +82,19 @@ class MaskingConfig(Settings):
     are embedded (mask later: Liao et al. 2022, arXiv 2211.04898; MAE-LM: Meng et al. 2023, arXiv 2302.02060). The last
     layer has the number num_layers - 1. Such models are exported without a head."""
 
+    mask_decoder_layers: int = Field(default=0, ge=0)
+    """Layers of a decoder behind the model's own, in which alone mask tokens are seen: they enter it as they are
+    embedded (MAE-LM: Meng et al. 2023, arXiv 2302.02060). A BERT's only. Exports leave it out, and have no head."""
+
+    dropping: DroppingConfig | None = None
+    """Middle layers compute important tokens alone; left out, all layers compute all."""
+
     strategy: Strategy = "uniform"
     """What is selected: single tokens with equal probability (`uniform`), whole words, spans of geometrically
     distributed length (`span`), rare tokens more often (`frequency`), tokens that say much about their neighbours more
-    often (`informative`), tokens that the model misses more often (`hardest`), or collocations: tokens that are
-    neighbours in the training text far more often than by chance (`pmi`)."""
+    often (`informative`), tokens that the model misses more often (`hardest`), collocations: tokens that are
+    neighbours in the training text far more often than by chance (`pmi`), or tokens by weights that a file gives their
+    ids (`weights`, data.id_weights)."""
 
     span_stop: float = Field(default=0.2, gt=0, le=1)
     """span: probability that a span ends after each of its tokens."""
@@ -97,7 +106,8 @@ class MaskingConfig(Settings):
     """frequency: a token's probability is proportional to its count in the training text to the power of minus this."""
 
     adapt_every: int = Field(default=100, gt=0)
-    """hardest: optimizer steps of a period, after which weights follow what was missed; at least data.prefetch."""
+    """hardest, also of `dropping.by`: optimizer steps of a period, after which weights follow what was missed; at least
+    data.prefetch."""
 
     least_pmi: float = Field(default=4.0)
     """pmi: neighbours a b are masked together if log(p(ab) / (p(a) p(b))) is at least this, in nats."""
@@ -130,10 +140,10 @@ class MaskingConfig(Settings):
             default, value = type(self).model_fields[field].default, getattr(self, field)
             if value != default:
                 rule = "be left out with diffusion, which masks single tokens, a share of its own in each row"
-                raise ConfigError(field, rule, got=value)
+                raise ConfigError(field, rule, got="given" if field == "dropping" else value)
 
-    def check(self, model: ModelConfig, data: DataConfig, *, splits_rows: bool) -> None:
-        """ConfigError unless an encoder can read `data` so; `splits_rows`: sequence parallelism does."""
+    def check(self, model: ModelConfig, data: DataConfig) -> None:
+        """ConfigError unless an encoder can read `data` so."""
         ids = (self.mask_token, self.cls_token, self.sep_token, *self.special_tokens)
         if max(ids) >= model.vocab_size:
             raise ConfigError("masking", f"name ids below model.vocab_size ({model.vocab_size})", got=max(ids))
@@ -145,23 +155,15 @@ class MaskingConfig(Settings):
             raise ConfigError(
                 "data.sequence_length", "have room for text between [CLS] and [SEP]", got=data.sequence_length
             )
-        self._check_late(model, splits_rows)
         if self.adapts() and self.adapt_every < data.prefetch:
             rule = f"be at least data.prefetch ({data.prefetch}), the steps that are masked ahead"
             raise ConfigError("masking.adapt_every", rule, got=self.adapt_every)
         if self.strategy == "whole_word" and data.tokenizer is None:
             raise ConfigError("data.tokenizer", "be given to find whole words (masking.strategy)", got="missing")
 
-    def _check_late(self, model: ModelConfig, splits_rows: bool) -> None:
-        if self.masks_from_layer >= model.num_layers:
-            rule = f"be below model.num_layers ({model.num_layers})"
-            raise ConfigError("masking.masks_from_layer", rule, got=self.masks_from_layer)
-        if self.masks_from_layer and splits_rows:
-            rule = "be left out with parallel.sequence, which splits whole rows"
-            raise ConfigError("masking.masks_from_layer", rule, got=self.masks_from_layer)
-        if self.masks_from_layer and self.mask_share == 0:
-            rule = "be left out with mask_share: 0, which has no mask tokens"
-            raise ConfigError("masking.masks_from_layer", rule, got=self.masks_from_layer)
+    def masks_from(self, model: ModelConfig) -> int:
+        """The first layer that sees mask tokens, of the model's or of the decoder behind these."""
+        return model.num_layers if self.mask_decoder_layers else self.masks_from_layer
 
     def rate_at(self, progress: float) -> float:
         """Share of the tokens that are targets when `progress` (0 to 1) of the run is done; of diffusion, the mean."""
@@ -176,14 +178,19 @@ class MaskingConfig(Settings):
 
     def weighs_ids(self) -> bool:
         """Whether some ids are selected more often than others."""
-        return self.strategy in ("frequency", "informative", "hardest")
+        return self.strategy in ("frequency", "informative", "hardest", "weights")
+
+    def reads_weights(self) -> bool:
+        """Whether a file says how important ids are."""
+        return self.strategy == "weights" or (self.dropping is not None and self.dropping.by == "weights")
 
     def adapts(self) -> bool:
-        """Whether what is selected follows what the model has learned."""
-        return self.strategy == "hardest"
+        """Whether what is selected, or kept, follows what the model has learned."""
+        return self.strategy == "hardest" or (self.dropping is not None and self.dropping.by == "hardest")
 
     def held_out(self) -> MaskingConfig:
         """How held-out rows are masked, the same for every run: 15 % of single tokens, 80 / 10 / 10 (by diffusion where
         that is trained); mask tokens enter where the model knows them."""
-        kept = ("mask_token", "cls_token", "sep_token", "special_tokens", "masks_from_layer", "diffusion")
+        ids = ("mask_token", "cls_token", "sep_token", "special_tokens")
+        kept = (*ids, "diffusion", "masks_from_layer", "mask_decoder_layers")
         return MaskingConfig(**{name: getattr(self, name) for name in kept})

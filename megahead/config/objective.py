@@ -10,6 +10,7 @@ from pydantic import Field, field_validator, model_validator
 from megahead.config.base import Settings
 from megahead.config.batch import BatchConfig
 from megahead.config.objective_schedule import ObjectiveScheduleConfig
+from megahead.config.replaced_tokens import ReplacedTokensConfig
 from megahead.errors import ConfigError
 
 GROUP_SHORTHANDS = ("micro_batch", "data_parallel", "global_batch")
@@ -78,6 +79,10 @@ class ObjectiveConfig(Settings):
     schedule: ObjectiveScheduleConfig | None = None
     """What is learned at first (`causal_share`: next tokens, by an encoder) or at last (`vanilla_share`: the vanilla
     softmax); if left out, it is the same throughout."""
+
+    replaced_tokens: ReplacedTokensConfig | None = None
+    """encoder: the objective is that of a small generator, and the model learns to tell the tokens that it has replaced
+    (ELECTRA); left out, the model itself learns the masked tokens."""
 
     @field_validator("group_samples")
     @classmethod

@@ -23,7 +23,7 @@ class ParallelConfig(Settings):
     elastic: bool = False
     """Train on as many of the launcher's ranks as the batch can be split over, whose number may change whenever ranks
     meet again: global batch, objective and curve stay. Ranks beyond wait until the others end. It is torchrun's agents
-    that start lost nodes' work again (docs/resilience.md); under other launchers the next start takes what is there."""
+    that start lost nodes' work again (docs/nodes.md); under other launchers the next start takes what is there."""
 
     def check(self, model: ModelConfig, sequence_length: int) -> None:
         """Raises ConfigError when `model`, or its rows, cannot be split evenly."""

@@ -12,7 +12,9 @@ from megahead.config.base import Settings
 from megahead.config.batch import BatchConfig
 from megahead.config.causal import check_causal
 from megahead.config.data import DataConfig
+from megahead.config.detection import check_detection
 from megahead.config.embedding import Refusal, refusal_of_decay, refusal_of_rows, wants_rows
+from megahead.config.id_files import check_id_files
 from megahead.config.init import InitConfig
 from megahead.config.masked_inputs import MaskedInputsConfig
 from megahead.config.masking import MaskingConfig
@@ -20,9 +22,11 @@ from megahead.config.model import ModelConfig
 from megahead.config.objective import ObjectiveConfig
 from megahead.config.parallel import ParallelConfig
 from megahead.config.resilience import FaultsConfig, ResumeConfig
+from megahead.config.shorter_rows import check_shorter_rows
 from megahead.config.tasks import TasksConfig
 from megahead.config.training import EngineConfig, OptimizerConfig, ScheduleConfig, TrainingConfig
 from megahead.errors import ConfigError
+from megahead.far.address import is_far
 from megahead.run_folder import RunFolder
 
 
@@ -75,9 +79,13 @@ class RunConfig(Settings):
         if self.masked_inputs:
             self.masked_inputs.check(self.model, self.data)
         check_causal(self.model, self.objective.schedule, self.masking, self.training, self.tasks)
-        self._check_nearest_ids()
+        check_detection(self.objective, self.model, self.masking, self.training, self.init)
+        check_id_files(self.data, self.masking, self.objective)
         self._check_table()
         self._check_elastic()
+        if self.output_dir is not None and is_far(self.output_dir):
+            hint = "a run trains on a disk, and is copied to training.mirror"
+            raise ConfigError("output_dir", "be a folder of a disk", got=repr(self.output_dir), hint=hint)
         if self.objective.schedule:
             self.objective.schedule.check(self.training.steps)
         if self.schedule.warmup_steps + (self.schedule.decay_steps or 0) > self.training.steps:
@@ -137,29 +145,29 @@ class RunConfig(Settings):
             raise ConfigError("masking", rule, got=got, hint=hint)
         if masking is None:
             return
-        masking.check(self.model, self.data, splits_rows=self.parallel.sequence)
-
-    def _check_nearest_ids(self) -> None:
-        similar = self.masking is not None and self.masking.similar_share > 0
-        if (similar or self.objective.nearest) and self.data.nearest_ids is None:
-            rule = f"be given with {'masking.similar_share' if similar else 'objective.nearest'}"
-            raise ConfigError("data.nearest_ids", rule, got="missing", hint="make one: megahead nearest-ids")
-        if self.data.nearest_ids is not None and not similar and not self.objective.nearest:
-            rule = "be left out without masking.similar_share and objective.nearest"
-            raise ConfigError("data.nearest_ids", rule, got=self.data.nearest_ids)
+        masking.check(self.model, self.data)
+        check_shorter_rows(masking, self.model, self.init, self.parallel.sequence)
 
     def why_headless_exports(self) -> str | None:
         """What keeps exports from having a head: something that no class of transformers does; None where they can."""
+        if self.objective.replaced_tokens is not None:
+            return "tells replaced tokens and predicts none"
         if self.objective.score != "dot":
             return f"scores by `{self.objective.score}`"
+        if self.masking and self.masking.mask_decoder_layers:
+            return "reads mask tokens in a decoder of its own"
         late = self.masking.masks_from_layer if self.masking else 0
         return f"reads mask tokens from layer {late} on" if late else None
 
-    def early_share(self) -> float:
-        """Share of a row's tokens that are no late mask tokens, on average over the run."""
-        if self.masking is None or not self.masking.masks_from_layer:
-            return 1.0
-        return 1 - self.masking.mask_share * self.targets_per_row() / self.data.sequence_length
+    def trained_model(self) -> ModelConfig:
+        """The model with the layers that are there in training alone."""
+        more = self.masking.mask_decoder_layers if self.masking else 0
+        return self.model.model_copy(update={"num_layers": self.model.num_layers + more}) if more else self.model
+
+    def generator(self) -> ModelConfig | None:
+        """The shape of what fills in masked tokens beside the model; None where the model itself does."""
+        asked = self.objective.replaced_tokens
+        return None if asked is None else self.model.model_copy(update={"num_layers": asked.generator_layers})
 
     def in_rows(self) -> bool:
         """Whether the embedding lies in rows, sharded round-robin over all ranks."""

@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from megahead.config.base import Settings
 from megahead.errors import ConfigError
+from megahead.far.address import is_far
 
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 
@@ -184,7 +185,18 @@ class TrainingConfig(Settings):
     copy_every: int | None = Field(default=None, gt=0)
     """Optimizer steps between copies of the complete state in the memory of the nodes (/dev/shm), of each rank's share
     one on its own node and one on the next: what a lost node costs are the steps since the last of them. Takes up to
-    four shares of memory a rank, and as long as copying one; none when left out (docs/resilience.md)."""
+    four shares of memory a rank, and as long as copying one; none when left out (docs/nodes.md)."""
+
+    mirror: str | None = None
+    """A folder in an object store, or any other URL that fsspec knows (`s3://BUCKET/runs/NAME`; `pip install -e
+    '.[far]'`), to which finished checkpoints, settings and log are copied in the background, and from which a run goes
+    on whose disk is empty; of checkpoints it keeps the same as the disk. None when left out (docs/nodes.md)."""
+
+    @model_validator(mode="after")
+    def _mirror_is_an_address(self) -> TrainingConfig:
+        if self.mirror is not None and not is_far(self.mirror):
+            raise ConfigError("mirror", "be an address such as s3://BUCKET/FOLDER", got=repr(self.mirror))
+        return self
 
     @model_validator(mode="after")
     def _copies_are_newer_than_checkpoints(self) -> TrainingConfig:

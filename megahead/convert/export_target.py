@@ -32,7 +32,7 @@ class ExportTarget:
         made = make_head(head, model, keep_padding=keep_padding)
         family = family_of(model.config.model, head_bias=made.bias_V is not None)
         vocab_size = model.config.model.padded_vocab_size() if keep_padding else model.config.model.vocab_size
-        return ExportTarget(model, made, family, vocab_size, dtype)
+        return ExportTarget(model.used(), made, family, vocab_size, dtype)
 
     def guesses_masked(self) -> bool:
         """Whether its head is one for masked tokens, and not for next ones."""

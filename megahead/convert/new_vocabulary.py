@@ -1,7 +1,7 @@
 """Gives a model another vocabulary: rows of tokens that both have stay, others begin as what their pieces say.
 
-Every matrix and bias with a row for each id is changed in the same way: the input embedding, the head, an encoder's
-output bias. V old ids, W new ids.
+Every matrix and bias with a row for each id is changed in the same way: the input embedding, the head, the bias
+of its outputs. V old ids, W new ids.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megahead.checkpoint import find_checkpoint, save_checkpoint
 from megahead.config import RunConfig, config_from_dict
 from megahead.convert.importing import from_hf
 from megahead.convert.new_rows import METHODS, NEED_COUNTS
-from megahead.convert.source import EMBEDDING, HEAD, MASK_HEAD, TARGET_COUNTS, TrainedModel
+from megahead.convert.source import EMBEDDING, HEAD, MASK_HEAD, OUTPUT_BIAS, TARGET_COUNTS, TrainedModel
 from megahead.corpus.spelling import ROLES, SpelledVocabulary
 from megahead.corpus.translation import Translation, translate
 from megahead.distributed import Group
@@ -31,7 +31,7 @@ from megahead.files import staged_folder
 from megahead.pretraining import weight_shapes
 from megahead.run_folder import RunFolder
 
-_WITH_A_ROW_PER_ID = (EMBEDDING, HEAD, f"{MASK_HEAD}bias")
+_WITH_A_ROW_PER_ID = (EMBEDDING, HEAD, f"{MASK_HEAD}bias", OUTPUT_BIAS)
 _SEED = 0
 
 

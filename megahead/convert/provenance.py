@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 from pathlib import Path
+from typing import Any
 
 from megahead.checkpoint import Checkpoint
 from megahead.config import DataConfig
@@ -59,8 +60,11 @@ def _is_checkpoints_own(step: int, loss: float, checkpoint: Checkpoint) -> bool:
     return last is not None and (step, loss) == (last["step"], last["loss"])
 
 
-def _sentence(step: int, found: dict[str, float]) -> str:
+def _sentence(step: int, found: dict[str, Any]) -> str:
     """An evaluation in words. `found["head"]` predicted: `trained`, `tied`, or `pmi` (the training-free head)."""
+    if told := found.get("detection"):
+        shares = f"{told['found']:.1%} of replaced tokens found and {told['kept']:.1%} of others kept"
+        return f"{shares} (step {step:,}), its generator's perplexity {found['perplexity']:,.4g}"
     bits, most = found.get("bits_per_byte"), "at most " if found.get("upper_bound") else ""
     parts = [f"perplexity {most}{found['perplexity']:,.4g}"]
     parts += [] if bits is None else [f"{most}{bits:.4g} bits a byte"]

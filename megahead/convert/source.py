@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -60,6 +60,14 @@ class TrainedModel:
                     f"`{checkpoint.folder}` must hold {name} as {list(shape)}, but holds {list(held)} instead."
                 )
         return TrainedModel(checkpoint, config, shapes)
+
+    def used(self) -> TrainedModel:
+        """What is left of it after training: all but a decoder that alone sees mask tokens."""
+        masking = self.config.masking
+        if masking is None or not masking.mask_decoder_layers:
+            return self
+        config = self.config.model_copy(update={"masking": masking.model_copy(update={"mask_decoder_layers": 0})})
+        return replace(self, config=config, shapes=weight_shapes(config))
 
     def weight(self, name: str) -> Tensor:
         """One full parameter in fp32."""

@@ -18,6 +18,7 @@ from megahead.convert.stream import DTYPES
 from megahead.corpus import IndexedDataset
 from megahead.data import SequentialSamples
 from megahead.errors import CheckpointError, DataError
+from megahead.far import is_far
 
 TOLERANCE = 1e-5
 """Largest error of an fp32 export, as a share of the largest output (of 10, when all are smaller)."""
@@ -151,6 +152,8 @@ def _token_rows(model: TrainedModel) -> Tensor:
 
 def _real_rows(model: TrainedModel, length: int) -> Tensor | None:
     prefix = model.config.data.validation or model.config.data.parts()[0].prefix
+    if is_far(prefix):
+        return None  # a whole dataset is not fetched for some rows
     try:
         samples = SequentialSamples(IndexedDataset(prefix), length)
         return torch.from_numpy(samples.rows(range(min(_ROWS, samples.per_epoch)))[:, :-1])

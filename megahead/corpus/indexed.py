@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from megahead.corpus.dataset_info import DatasetInfo
+from megahead.corpus.far_dataset import near_dataset
 from megahead.corpus.index_layout import HEADER, IndexLayout
 from megahead.errors import DataError
 from megahead.wording import counted
@@ -24,12 +25,13 @@ class IndexedDataset:
 
     Opening reads the header and the last entries only, whatever the number of sequences; `sizes`, `offsets` and
     `document_index` are copied (aligned) on first use. Arrays of tokens are read-only views of the file.
-    DataError for files that are missing, cut short or inconsistent.
+    DataError for files that are missing, cut short or inconsistent. A URL's files are fetched first, and `prefix` is
+    where they are then.
     """
 
     def __init__(self, prefix: str | Path) -> None:
-        self.prefix = Path(prefix)
-        self.bin_path, self.idx_path, self.info_path = dataset_paths(prefix)
+        self.prefix = near_dataset(prefix)
+        self.bin_path, self.idx_path, self.info_path = dataset_paths(self.prefix)
         self._index = _map(self.idx_path)
         self.layout = IndexLayout.parse(self.idx_path, self._index[: HEADER.size], len(self._index))
         self.dtype = self.layout.dtype

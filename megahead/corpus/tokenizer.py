@@ -19,6 +19,7 @@ import tokenizers
 from megahead.corpus.index_layout import token_dtype
 from megahead.corpus.long_texts import PIECE, pieces
 from megahead.errors import DataError
+from megahead.far import near_file
 
 Engine = Literal["fastokens", "tokenizers", "sentencepiece"]
 Array = np.ndarray[Any, Any]
@@ -85,8 +86,10 @@ def load_tokenizer(path: str | Path, probe: Sequence[str] = ()) -> Tokenizer:
     """The tokenizer in `path`, with the fast engine if that gives the reference's ids on every text of `probe`.
 
     Without a probe, or if the fast engine cannot read the file (WordPiece, for one), with the reference. A file that
-    was read before is not read again. DataError if it is missing, or neither a `tokenizer.json` nor a `.model`.
+    was read before is not read again; that of a URL is fetched first. DataError if it is missing, or neither a
+    `tokenizer.json` nor a `.model`.
     """
+    path = near_file(str(path))
     reference = opened(path, "tokenizers")
     if not probe or reference.engine == "sentencepiece":
         return reference

@@ -15,6 +15,7 @@ from megahead.corpus.dataset_info import DatasetInfo, FileFingerprint
 from megahead.corpus.index_layout import IndexLayout, token_dtype
 from megahead.corpus.indexed import dataset_paths
 from megahead.errors import DataError
+from megahead.far import is_far
 from megahead.files import StagedFile
 
 FLUSH_TOKENS = 1 << 20
@@ -29,6 +30,10 @@ class IndexedDatasetWriter:
     """
 
     def __init__(self, prefix: str | Path, *, vocab_size: int, tokenizer: str | None = None) -> None:
+        if is_far(str(prefix)):
+            raise DataError(
+                f"a dataset must be written to a disk, but {prefix} is in a store; copy its files there then."
+            )
         self.vocab_size, self.tokenizer = vocab_size, tokenizer
         self.dtype = token_dtype(vocab_size)
         self.num_tokens = self.text_bytes = 0

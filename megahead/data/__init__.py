@@ -6,7 +6,7 @@ within an epoch, a row or an order. *Blend*: several datasets in fixed proportio
 """
 
 from megahead.corpus import IndexedDataset, IndexedDatasetWriter
-from megahead.data.batch import Batch, causal_batch
+from megahead.data.batch import Batch, ReplacedTokens, causal_batch
 from megahead.data.batch_reader import (
     BatchReader,
     RowMasker,
@@ -17,11 +17,13 @@ from megahead.data.batch_reader import (
 from megahead.data.blending import Blend
 from megahead.data.difficulty import Difficulty
 from megahead.data.diffusion import Diffusion
+from megahead.data.dropping import TokenDropping
 from megahead.data.framing import Framing
 from megahead.data.masked_inputs import MaskedInputs
 from megahead.data.masking import Masker
 from megahead.data.next_tokens import NextTokens
 from megahead.data.packing import PackedSamples
+from megahead.data.replacing import Replacing
 from megahead.data.samples import Samples, SequentialSamples, StoredSamples, StreamSamples, held_out_samples
 from megahead.data.sampling import RowSource, training_samples
 from megahead.data.shuffle import FeistelOrder
@@ -40,12 +42,15 @@ __all__ = [
     "Masker",
     "NextTokens",
     "PackedSamples",
+    "ReplacedTokens",
+    "Replacing",
     "RowMasker",
     "RowSource",
     "Samples",
     "SequentialSamples",
     "StoredSamples",
     "StreamSamples",
+    "TokenDropping",
     "causal_batch",
     "evaluation_target_counts",
     "held_out_masker",

@@ -14,8 +14,8 @@ Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True)
-class EarlyTokens:
-    """The tokens that an encoder's first layers see, where mask tokens enter later."""
+class KeptTokens:
+    """The tokens that some layers of an encoder compute alone: the others pass these layers by."""
 
     index_N: Tensor
     """int64, increasing: which of the B * T tokens, rows concatenated."""
@@ -23,8 +23,31 @@ class EarlyTokens:
     max_per_row: int
     """Largest number of them in a row."""
 
-    layers: int
-    """How many layers see them alone."""
+    layers: range
+    """Which layers."""
+
+    first_reads_all: bool = False
+    """Whether they still see the others in the first of these layers."""
+
+    cu_seqlens: Tensor | None = None
+    """As `Batch.cu_seqlens`, of the shorter rows."""
+
+    @staticmethod
+    def where(kept_BT: Array, layers: range, first_reads_all: bool = False) -> KeptTokens:
+        """Those that are true."""
+        most = int(kept_BT.sum(1).max(initial=1))
+        return KeptTokens(torch.from_numpy(np.flatnonzero(kept_BT)), most, layers, first_reads_all)
+
+
+@dataclass(frozen=True)
+class ReplacedTokens:
+    """What it takes to replace the masked tokens and to judge all of them."""
+
+    draw_N: Tensor
+    """float64, in (0, 1): the random number of each target, which decides by what it is replaced."""
+
+    judged_P: Tensor
+    """int64, increasing: which of the B * T tokens are judged, all but special ones and padding."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +73,11 @@ class Batch:
     """int32: the index of each document's first token, rows concatenated, then B * T (as flash-attention's varlen
     functions take it); None: not computed."""
 
-    early: EarlyTokens | None = None
-    """None: all layers see all tokens."""
+    kept: tuple[KeptTokens, ...] = ()
+    """In the order of their layers; all other layers compute all tokens."""
+
+    replaced: ReplacedTokens | None = None
+    """None: the model itself learns the targets."""
 
     weight_N: Tensor | None = None
     """float32: how often the loss of each target counts; None: once."""
@@ -68,11 +94,20 @@ class Batch:
         """How often all targets count together."""
         return self.target_ids_N.numel() if self.weight_N is None else float(self.weight_N.sum(dtype=torch.float64))
 
+    def judged(self) -> int:
+        """How many tokens are judged, where masked ones are replaced."""
+        return 0 if self.replaced is None else self.replaced.judged_P.numel()
+
     def _mapped(self, change: Callable[[Tensor], Tensor]) -> Batch:
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        changed: dict[str, Any] = {name: change(value) for name, value in values.items() if isinstance(value, Tensor)}
-        early = None if self.early is None else replace(self.early, index_N=change(self.early.index_N))
-        return replace(self, **changed, early=early)
+        kept = tuple(replace(part, **_changed(part, change)) for part in self.kept)
+        replaced = None if self.replaced is None else replace(self.replaced, **_changed(self.replaced, change))
+        return replace(self, **_changed(self, change), kept=kept, replaced=replaced)
+
+
+def _changed(owner: Batch | KeptTokens | ReplacedTokens, change: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+    """Its tensors by name, changed."""
+    values = {field.name: getattr(owner, field.name) for field in fields(owner)}
+    return {name: change(value) for name, value in values.items() if isinstance(value, Tensor)}
 
 
 def causal_batch(

@@ -4,7 +4,7 @@ for), framed rows for an encoder, masked or (where it is causal) as they are."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,11 +15,13 @@ from megahead.corpus.indexed import IndexedDataset
 from megahead.data.batch import Batch, causal_batch
 from megahead.data.difficulty import Difficulty
 from megahead.data.diffusion import Diffusion
+from megahead.data.dropping import TokenDropping
 from megahead.data.framing import Framing
 from megahead.data.masked_inputs import MaskedInputs
 from megahead.data.masking import Masker
 from megahead.data.nearest_ids import open_nearest_ids
 from megahead.data.next_tokens import NextTokens
+from megahead.data.replacing import Replacing
 from megahead.data.sampling import RowSource
 from megahead.data.strategies import STRATEGIES, TrainingText, Uniform
 from megahead.errors import ConfigError
@@ -79,16 +81,32 @@ def training_masker(
         return _next_tokens(config.masking, config.data)
     if config.masking.diffusion:
         return Diffusion(_framing(config.masking, config.data), config.seed)
-    nearest = config.data.nearest_ids if config.masking.similar_share else None
+    masker = _masker(config, config.masking, TrainingText(config, datasets, "masking.strategy", difficulty))
+    return masker if config.generator() is None else Replacing(masker, config.seed)
+
+
+def _masker(config: RunConfig, masking: MaskingConfig, text: TrainingText) -> Masker:
+    """Of an encoder whose rows are masked at the rate that is asked for."""
+    framing = _framing(masking, config.data)
+    nearest = config.data.nearest_ids if masking.similar_share else None
     return Masker(
-        _framing(config.masking, config.data),
-        STRATEGIES[config.masking.strategy](config.masking, TrainingText(config, datasets, difficulty)),
+        framing,
+        STRATEGIES[masking.strategy](masking, text),
         config.model.vocab_size,
         config.seed,
         samples_per_step=config.batch.global_size,
         steps=config.training.steps,
         nearest_VK=None if nearest is None else open_nearest_ids(nearest, config.model.vocab_size),
+        masks_from=masking.masks_from(config.model),
+        dropping=_dropping(framing, replace(text, setting="masking.dropping.by")),
     )
+
+
+def _dropping(framing: Framing, text: TrainingText) -> TokenDropping | None:
+    asked = framing.masking.dropping
+    if asked is None:
+        return None
+    return TokenDropping.of(asked, text.config.model, framing, STRATEGIES[asked.by](framing.masking, text))
 
 
 def _next_tokens(masking: MaskingConfig, data: DataConfig) -> NextTokens:
@@ -129,7 +147,9 @@ def held_out_masker(config: RunConfig) -> RowMasker | None:
     framing = _framing(config.masking.held_out(), config.data)
     if config.masking.diffusion:
         return Diffusion(framing, seed=0)
-    return Masker(framing, Uniform(), config.model.vocab_size, seed=0)
+    masks_from = config.masking.masks_from(config.model)
+    masker = Masker(framing, Uniform(), config.model.vocab_size, seed=0, masks_from=masks_from)
+    return masker if config.generator() is None else Replacing(masker, seed=0)
 
 
 def _framing(masking: MaskingConfig, data: DataConfig) -> Framing:

@@ -32,12 +32,13 @@ class Difficulty:
         self._noted.append((ids_N, missed_N))
 
     def settle(self, samples: int, applied: bool, group: Group) -> None:
-        """After a step, when so many samples were read: counts what was noted, if it was applied. Collective over the
-        data ranks at the end of a period."""
+        """After a step, when so many samples were read: counts what was noted, if it was applied. Only at the end of a
+        period it waits for the device, and is collective over the data ranks."""
         noted, self._noted = self._noted, []
         for ids_N, missed_N in noted if applied else ():
             pairs_N2 = torch.stack([missed_N.long(), torch.ones_like(ids_N)], dim=1)
-            self._local.index_add_(0, ids_N.cpu(), pairs_N2.cpu())
+            self._local = self._local.to(ids_N.device)
+            self._local.index_add_(0, ids_N, pairs_N2)
         period, inside = divmod(samples // self._samples_per_step, self._every)
         if inside == 0:
             total_V2 = self.total(group)
@@ -50,7 +51,7 @@ class Difficulty:
 
     def total(self, group: Group) -> Tensor:
         """int64 [V, 2]: counts of all ranks since the last settlement, with what is left of those before."""
-        return group.all_reduce_(self._local.clone())
+        return group.all_reduce_(self._local.to("cpu", copy=True))
 
     def state(self, group: Group) -> Tensor:
         """int64 [3, V, 2]: of this period, of the next one, and since. Collective."""

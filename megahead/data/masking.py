@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import torch
 
 from megahead.config import MaskingConfig
-from megahead.data.batch import Batch, EarlyTokens
+from megahead.data.batch import Batch, KeptTokens
 from megahead.data.counter_rng import CounterRng
+from megahead.data.dropping import TokenDropping
 from megahead.data.framing import Framing
 from megahead.data.strategies import Strategy
 
@@ -41,6 +41,12 @@ class Masker:
     nearest_VK: Array | None = None
     """int64: each id's nearest ids, for `similar_share`."""
 
+    masks_from: int = 0
+    """The first layer that sees mask tokens."""
+
+    dropping: TokenDropping | None = None
+    """What middle layers leave out, if anything."""
+
     @property
     def config(self) -> MaskingConfig:
         """What is asked for."""
@@ -50,19 +56,18 @@ class Masker:
         """Arguments as of `Framing.rows`."""
         rows = self.framing.rows(text, document_starts)
         noise = CounterRng(self.seed, sample_indices)
-        strategy = self.strategy.at(int(sample_indices[0]) // self.samples_per_step if len(text) else 0)
+        step = int(sample_indices[0]) // self.samples_per_step if len(text) else 0
         budget = self._budget(text, sample_indices)
-        chosen_BT = self._select(strategy, rows.tokens_BT, rows.maskable_BT, budget, noise)
+        chosen_BT = self._select(self.strategy.at(step), rows.tokens_BT, rows.maskable_BT, budget, noise)
         read_BT = self._read_as(rows.tokens_BT, chosen_BT, noise)
-        early = self._early(chosen_BT & (read_BT == self.config.mask_token))
-        return replace(rows.batch(chosen_BT, read_BT), early=early)
+        kept = self._without_masks(chosen_BT & (read_BT == self.config.mask_token))
+        if self.dropping:
+            kept = (*kept, self.dropping.kept(read_BT, text, step, noise))
+        return replace(rows.batch(chosen_BT, read_BT), kept=kept)
 
-    def _early(self, late_BT: Array) -> EarlyTokens | None:
-        """All tokens but the mask tokens, where these enter later."""
-        if not self.config.masks_from_layer:
-            return None
-        most = int((~late_BT).sum(1).max(initial=1))
-        return EarlyTokens(torch.from_numpy(np.flatnonzero(~late_BT)), most, self.config.masks_from_layer)
+    def _without_masks(self, mask_BT: Array) -> tuple[KeptTokens, ...]:
+        """All tokens but the mask tokens, for the layers before these enter."""
+        return (KeptTokens.where(~mask_BT, range(self.masks_from)),) if self.masks_from else ()
 
     def _budget(self, text: Array, sample_indices: Sequence[int] | Array) -> tuple[Array, Array]:
         """(share of tokens to select, number of tokens to select), both [B]."""
@@ -110,17 +115,26 @@ class Masker:
         treatment_BT = noise.uniform(_TREATMENT, tokens_BT.shape[1])
         masked_BT = chosen_BT & (treatment_BT < self.config.mask_share)
         random_BT = chosen_BT & ~masked_BT & (treatment_BT < self.config.mask_share + self.config.random_share)
-        ordinary = np.setdiff1d(np.arange(self.vocab_size), self.framing.unmaskable())
+        special = sorted({id_ for id_ in self.framing.unmaskable() if id_ < self.vocab_size})
         draw_BT = noise.uniform(_REPLACEMENT, tokens_BT.shape[1])
         read_BT = np.where(masked_BT, self.config.mask_token, tokens_BT)
-        read_BT[random_BT] = ordinary[(draw_BT[random_BT] * len(ordinary)).astype(np.int64)]
+        number_N = (draw_BT[random_BT] * (self.vocab_size - len(special))).astype(np.int64)
+        read_BT[random_BT] = _ordinary(number_N, special)
         if self.nearest_VK is not None:
             below = self.config.mask_share + self.config.random_share
             similar_BT = chosen_BT & (treatment_BT >= below) & (treatment_BT < below + self.config.similar_share)
             place_N = (draw_BT[similar_BT] * self.nearest_VK.shape[1]).astype(np.int64)
             drawn_N = self.nearest_VK[tokens_BT[similar_BT], place_N]
-            read_BT[similar_BT] = np.where(np.isin(drawn_N, ordinary), drawn_N, tokens_BT[similar_BT])
+            read_BT[similar_BT] = np.where(np.isin(drawn_N, special), tokens_BT[similar_BT], drawn_N)
         return read_BT
+
+
+def _ordinary(number_N: Array, special: Sequence[int]) -> Array:
+    """The ids that are no special ones, counted from 0 in increasing order; `special` increases. No pass over all."""
+    id_N = number_N.copy()
+    for id_ in special:
+        id_N += id_N >= id_
+    return id_N
 
 
 def _unit_weights(weights_BT: Array | None, allowed_BT: Array, unit_M: Array, size_U: Array) -> Array:

@@ -12,14 +12,15 @@ from typing import Any
 import numpy as np
 
 from megahead.errors import ConfigError, DataError
+from megahead.far import near_file
 
 Array = np.ndarray[Any, Any]
 
 
 def open_nearest_ids(path: str, vocab_size: int) -> Array:
-    """int64 [V, K]; ConfigError unless it is such a file for so many ids."""
+    """int64 [V, K]; ConfigError unless it is such a file for so many ids. A URL's is fetched first."""
     try:
-        nearest_VK = np.load(path, allow_pickle=False)
+        nearest_VK = np.load(near_file(path), allow_pickle=False)
     except (OSError, ValueError) as error:
         raise ConfigError("data.nearest_ids", "name a file of megahead nearest-ids", got=f"{path} ({error})") from None
     if nearest_VK.ndim != 2 or nearest_VK.dtype.kind not in "iu" or not nearest_VK.size:

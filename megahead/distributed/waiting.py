@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
-from concurrent.futures import Future
 from typing import TypeVar
 
 import torch.distributed as dist
+
+from megahead.background import begin
 
 T = TypeVar("T")
 
@@ -25,16 +25,7 @@ def with_timeout(seconds: float, function: Callable[[], T]) -> T:
 
     For requests to a store: if the process that serves it is suspended, torch waits forever, whatever its own limit.
     """
-    future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(function())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
     try:
-        return future.result(seconds)
+        return begin(function).result(seconds)
     except TimeoutError:
         raise TimeoutError(f"no answer within {seconds:g} s") from None

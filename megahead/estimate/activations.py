@@ -6,6 +6,7 @@ t tensor ranks, D hidden size, A width of all heads, K of the key heads, F width
 from __future__ import annotations
 
 from megahead.config import RunConfig
+from megahead.estimate.shorter_rows import shorter_layers
 
 
 def activation_bytes(config: RunConfig, compute: int) -> float:
@@ -17,7 +18,7 @@ def activation_bytes(config: RunConfig, compute: int) -> float:
     and 2 D + (2 A + 2 K + 2 F) / t; on a CPU its norms keep their outputs twice. Sequence parallelism divides inputs by
     t too, but gathers one layer's at a time.
     """
-    model, tensor = config.model, config.parallel.tensor
+    model, tensor = config.trained_model(), config.parallel.tensor
     tokens = config.batch.micro_size * config.data.sequence_length
     block_input = model.hidden_size / (tensor if config.parallel.sequence else 1)
     heads, mlp = model.num_heads * model.head_size() / tensor, model.mlp_size() / tensor
@@ -31,6 +32,7 @@ def activation_bytes(config: RunConfig, compute: int) -> float:
     selective = block_input + 2 * model.hidden_size + products
     kept = {False: block, True: block_input, "selective": selective}[recompute]
     working = (block if recompute else 0) + model.hidden_size - block_input
-    early = config.masking.masks_from_layer if config.masking else 0
-    layers = model.num_layers - early * (1 - config.early_share())
+    generator = config.generator()
+    layers = model.num_layers - sum(part.saved() for part in shorter_layers(config))
+    layers += generator.num_layers if generator else 0
     return compute * tokens * (layers * kept + working)

@@ -9,11 +9,12 @@ softmax.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from megahead.config import ModelConfig, RunConfig
 from megahead.estimate.parameters import attention_matrices, mlp_matrices
+from megahead.estimate.shorter_rows import ShorterLayers, shorter_layers
 
 
 @dataclass(frozen=True)
@@ -28,22 +29,12 @@ class FlopsPerToken:
     local layers fewer."""
 
     head: float
-    """Scores of the candidates: 3 * 2 D U."""
+    """Scores of the candidates: 3 * 2 D U, of which once more where tokens are drawn from them, and then a transform
+    and score of each token, 3 * 2 (D^2 + D)."""
 
     @property
     def total(self) -> float:
         return self.body + self.attention + self.head
-
-
-class EarlyLayers(NamedTuple):
-    """The first layers of an encoder into which mask tokens enter later."""
-
-    layers: int
-    share: float
-    """Of a row's tokens that they see."""
-
-
-ALL_ALIKE = EarlyLayers(0, 1.0)
 
 
 def training_flops(
@@ -52,7 +43,7 @@ def training_flops(
     candidate_rows: int,
     context: float | None = None,
     targets: int | None = None,
-    early: EarlyLayers = ALL_ALIKE,
+    shorter: Sequence[ShorterLayers] = (),
 ) -> FlopsPerToken:
     """Operations per token of training on rows of `sequence_length` tokens.
 
@@ -60,7 +51,7 @@ def training_flops(
     `context`: mean number of tokens that a token of a global layer sees, itself included; when left out that of rows
     with one document: (T + 1) / 2 for causal attention, else T (isolated documents see less). `targets`: of a row, all
     T when left out; for other tokens the last block of an encoder that sees both sides computes only keys and values.
-    Its transform is not counted. `early`: an encoder's first layers, where they see a share of the tokens alone.
+    Its transform is not counted. `shorter`: an encoder's layers that compute a share of the tokens alone.
     """
     hidden, layers = config.hidden_size, config.num_layers
     attention, mlp = attention_matrices(config), mlp_matrices(config)
@@ -68,12 +59,17 @@ def training_flops(
     context = whole_row if context is None else context
     share = 1.0 if targets is None else targets / sequence_length
     saved = 0.0 if config.is_causal else 1 - share
-    fewer = early.layers * (1 - early.share)
-    matrices = (layers - fewer) * (attention + mlp) - saved * (attention / 2 + mlp)
+    matrices = layers * (attention + mlp) - saved * (attention / 2 + mlp)
     near = min(context, _seen_within(config.local_window // 2, sequence_length, 1 if config.is_causal else 2))
     seen = [near if config.is_local(layer) else context for layer in range(layers)]
-    for layer in range(early.layers):  # fewer tokens, each of which sees fewer
-        seen[layer] = early.share * (near if config.is_local(layer) else early.share * context)
+    for part in shorter:  # fewer tokens, each of which sees fewer
+        matrices -= part.saved() * (attention + mlp)
+        for layer in part.layers:
+            seen[layer] = part.share * (near if config.is_local(layer) else part.share * context)
+        if part.first_reads_all:  # keys and values of the others, too
+            first = part.layers.start
+            matrices += (1 - part.share) * attention / 2
+            seen[first] = part.share * (near if config.is_local(first) else context)
     return FlopsPerToken(
         body=3 * 2 * matrices,
         attention=3 * 4 * (sum(seen) - saved * seen[-1]) * config.num_heads * config.head_size(),
@@ -82,10 +78,20 @@ def training_flops(
 
 
 def run_flops(config: RunConfig, candidate_rows: int) -> FlopsPerToken:
-    """Those of a run whose outputs are scored against so many rows."""
-    layers = config.masking.masks_from_layer if config.masking else 0
-    early, targets = EarlyLayers(layers, config.early_share()), config.targets_per_row()
-    return training_flops(config.model, config.data.sequence_length, candidate_rows, targets=targets, early=early)
+    """Those of a run whose outputs are scored against so many rows; where a generator learns the targets, its own and
+    those of the model that judges all tokens."""
+    length, targets = config.data.sequence_length, config.targets_per_row()
+    model, generator = config.trained_model(), config.generator()
+    if generator is None:
+        return training_flops(model, length, candidate_rows, targets=targets, shorter=shorter_layers(config))
+    learned = training_flops(generator, length, candidate_rows, targets=targets)
+    judged = training_flops(model, length, candidate_rows=0)
+    judging_head = 3 * 2 * (model.hidden_size**2 + model.hidden_size)
+    return FlopsPerToken(
+        body=learned.body + judged.body,
+        attention=learned.attention + judged.attention,
+        head=learned.head * (1 + 1 / 3) + judging_head,  # one more product, of which is drawn
+    )
 
 
 def _seen_within(reach: int, tokens: int, sides: int) -> float:

@@ -16,7 +16,13 @@ from megahead.config import RunConfig, RunPlan, phases_of
 from megahead.config.loss_chunks import ON_CPU, ON_GPU
 from megahead.estimate.activations import activation_bytes
 from megahead.estimate.candidates import candidate_rows, expected_candidates
-from megahead.estimate.parameters import attention_matrices, mlp_matrices, norm_parameters, run_parameters
+from megahead.estimate.parameters import (
+    attention_matrices,
+    detection_head,
+    mlp_matrices,
+    norm_parameters,
+    run_parameters,
+)
 
 _DEFAULTS = {
     "reduce_bucket_size": 500_000_000,
@@ -99,7 +105,9 @@ def _muon_parameters(config: RunConfig) -> float:
     if config.optimizer.name != "muon":
         return 0
     in_block = attention_matrices(config.model) + mlp_matrices(config.model)
-    return config.model.num_layers * in_block / config.parallel.tensor
+    generator = config.generator()
+    layers = config.trained_model().num_layers + (generator.num_layers if generator else 0)
+    return layers * in_block / config.parallel.tensor
 
 
 def _states(plan: RunPlan, stage: int, precision: str) -> tuple[float, float, float, float]:
@@ -164,13 +172,16 @@ def ways_to_need_less(plan: RunPlan, stage: int | None = None) -> list[str]:
 def rank_parameters(config: RunConfig) -> int:
     """Parameters of one tensor rank; norms, biases of row-parallel layers and of tokens, and projections of fewer key
     heads than there are ranks, are held in full by each, and an embedding in rows is none of them."""
-    model, tensor = config.model, config.parallel.tensor
+    model, tensor = config.trained_model(), config.parallel.tensor
     norm, keys = norm_parameters(model), 2 * model.key_heads() * model.head_size()
     in_block = 2 * norm + model.hidden_size * ((model.attention_bias == "all") + model.mlp_bias)
     in_block += 2 * model.head_size() if model.qk_norm else 0
     in_block += keys * (model.hidden_size + (model.attention_bias != "none")) if model.key_heads() < tensor else 0
     counts, last = run_parameters(config), phases_of(config)[-1].config.objective
-    held_by_each = model.num_layers * in_block + norm + (model.padded_vocab_size() if last.output_bias else 0)
+    shapes = [model, *([generator] if (generator := config.generator()) else [])]
+    held_by_each = sum(shape.num_layers for shape in shapes) * in_block + len(shapes) * norm
+    held_by_each += model.padded_vocab_size() if last.output_bias else 0
+    held_by_each += detection_head(model) if config.generator() else 0
     beside = counts.embedding if config.in_rows() else 0
     return held_by_each + (counts.total - beside - held_by_each) // tensor
 

@@ -6,7 +6,7 @@ blocks, V rows of the embedding table (padding included).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megahead.config import ModelConfig, RunConfig, phases_of
 
@@ -25,11 +25,14 @@ class ParameterCounts:
 
     head: int
     """V D for an untied vanilla head; for a transform and bias D^2 + 3 D + V in a BERT, D^2 + D + V in a ModernBERT;
-    V for a bias alone; else 0."""
+    V for a bias alone; D^2 + 2 D + 1 for what judges tokens; else 0."""
+
+    generator: int = 0
+    """Of replaced-token detection: blocks, norms and positions of its own; it has no table."""
 
     @property
     def total(self) -> int:
-        return self.embedding + self.body + self.head
+        return self.embedding + self.body + self.head + self.generator
 
 
 def count_parameters(
@@ -76,9 +79,18 @@ def block_biases(config: ModelConfig) -> int:
 def run_parameters(config: RunConfig) -> ParameterCounts:
     """Parameters of what a run trains, in its last phase."""
     objective, encoder = phases_of(config)[-1].config.objective, config.model.is_encoder()
-    return count_parameters(
-        config.model,
+    counts = count_parameters(
+        config.trained_model(),
         untied_head=objective.trains_head(),
         mask_head=encoder and objective.has_mask_head(),
         output_bias=objective.output_bias,
     )
+    generator = config.generator()
+    if generator is None:
+        return counts
+    return replace(counts, generator=count_parameters(generator).body, head=counts.head + detection_head(config.model))
+
+
+def detection_head(config: ModelConfig) -> int:
+    """Of what judges whether a token was replaced: D^2 + 2 D + 1."""
+    return (config.hidden_size + 2) * config.hidden_size + 1

@@ -26,7 +26,7 @@ from megahead.errors import FieldError
 from megahead.evaluate.held_out import open_held_out
 from megahead.objectives import Candidates, Dot, build_objective, vocabulary_candidates
 from megahead.objectives.three_products import row_step
-from megahead.pretraining import Pretraining, documents_of, late_tokens_of, target_positions_of
+from megahead.pretraining import Pretraining, documents_of, shorter_rows_of, target_positions_of
 
 ROWS = 64
 """How many held-out rows are read by default."""
@@ -76,7 +76,7 @@ def _outputs(pretraining: Pretraining, batch: Batch) -> Tensor:
     """[N, D]: what the head multiplies, for the outputs that have targets."""
     backbone = pretraining.backbone
     inputs_BTD = backbone.embed(batch.input_ids_BT)
-    places = documents_of(batch), target_positions_of(batch), late_tokens_of(batch)
+    places = documents_of(batch), target_positions_of(batch), shorter_rows_of(batch)
     outputs_ND = backbone.encode_at(inputs_BTD, *places)
     vanilla = pretraining.objective.name == "vanilla"
     return pretraining.mask_head(outputs_ND) if vanilla and pretraining.mask_head is not None else outputs_ND

@@ -12,7 +12,7 @@ from torch import Tensor
 from megahead.config import DataConfig
 from megahead.data import BatchReader, Diffusion, RowMasker, Samples
 from megahead.distributed import Group
-from megahead.objectives import EvaluationSums
+from megahead.objectives import DetectionResult, EvaluationSums
 from megahead.pretraining import EvaluationRequest
 
 _AT_ONCE = 8
@@ -42,6 +42,10 @@ class ValidationResult:
     """Whether loss, perplexity and bits are upper bounds: those of masked diffusion, for a text whose special tokens
     (end tokens are some) are given, estimated with one mask a row."""
 
+    detection: DetectionResult | None = None
+    """Where a generator replaces tokens: how well the model tells them from others. All else is the generator's, then,
+    and what replaces is drawn from all ids."""
+
 
 class ValidationSet:
     """The first `rows` rows of a validation dataset, scored `micro_size` at a time by the ranks of `group` together."""
@@ -69,15 +73,15 @@ class ValidationSet:
         `score` is a Pretraining or an engine's `evaluate`. `bias_V` is the head's bias: log q for a headless model's
         training-free head, None for the embedding alone or a head of the model's own.
         """
-        totals = torch.zeros(4, dtype=torch.float64)
+        totals = torch.zeros(len(EvaluationSums._fields), dtype=torch.float64)
         bias = None if bias_V is None else bias_V.to(device)
         for mine in self._requests():
             batches = tuple(self._reader.read(rows or range(1)).to(device) for rows in mine)
             scores = score(EvaluationRequest(batches, bias))
             if mine[0]:
                 totals += torch.tensor(scores, dtype=torch.float64)
-        loss, correct, targets, weight = self._group.all_reduce_(totals).tolist()
-        return self._result(EvaluationSums(loss, correct, max(targets, 1), max(weight, 1.0)))
+        loss, correct, targets, weight, *judged = self._group.all_reduce_(totals).tolist()
+        return self._result(EvaluationSums(loss, correct, max(targets, 1), max(weight, 1.0), *judged))
 
     def _requests(self) -> Iterator[list[range]]:
         """The rows of the micro-batches that this rank has scored together, as many on all ranks. What is left of the
@@ -93,7 +97,8 @@ class ValidationSet:
         loss, bytes_per_token = sums.loss / sums.weight, self._bytes_per_token()
         bits = None if bytes_per_token is None else loss / log(2) / bytes_per_token
         bound = isinstance(self._reader.masker, Diffusion)
-        return ValidationResult(loss, exp(min(loss, 700.0)), sums.correct / sums.targets, bits, bound)
+        detection = DetectionResult.of(sums.detection) if sums.judged else None
+        return ValidationResult(loss, exp(min(loss, 700.0)), sums.correct / sums.targets, bits, bound, detection)
 
     def _bytes_per_token(self) -> float | None:
         """Bytes of text for each token that counts in the loss; None if unknown, or the loss is of masked places alone.

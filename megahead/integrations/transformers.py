@@ -97,8 +97,8 @@ class Headless(nn.Module):
     ) -> None:
         """Writes a plain model for `from_pretrained`, with the head `none`, `tied` or `pmi` (training-free).
 
-        tokenizer: of transformers; BERT and DistilBERT need it. state_dict: this module's, where its parameters are
-        not whole (ZeRO-3). UserError where the class has no place for the head, with nothing written.
+        tokenizer: of transformers; encoders need it to come back into a run. state_dict: this module's, where its
+        parameters are not whole (ZeRO-3). UserError where the class has no place for the head, with nothing written.
         """
         weights = self.state_dict() if state_dict is None else state_dict
         body = {name.removeprefix(_BODY): weight.cpu() for name, weight in weights.items() if name.startswith(_BODY)}
@@ -106,7 +106,12 @@ class Headless(nn.Module):
 
     def activation_checkpointing_enable(self, **options: Any) -> None:
         """What `Trainer` calls where it is asked to."""
-        self.body.activation_checkpointing_enable(**options)
+        body: Any = self.body
+        enable = getattr(body, "activation_checkpointing_enable", None) or body.gradient_checkpointing_enable
+        enable(**options)
+
+    gradient_checkpointing_enable = activation_checkpointing_enable
+    """As versions before 5.20 call it."""
 
     def _loss(self, outputs_ND: Tensor, target_ids_N: Tensor) -> Tensor:
         """Over candidates; summed over the outputs. Collective: ranks exchange ids."""

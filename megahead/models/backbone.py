@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from functools import partial
 
 from torch import Tensor, nn
 
 from megahead.distributed import Group
 from megahead.models.compilation import CompiledBlocks
-from megahead.nn import Attend, CausalSelfAttention, Documents, LateTokens, SelfAttention, TargetPositions
+from megahead.nn import Attend, CausalSelfAttention, Documents, SelfAttention, ShorterRows, TargetPositions
 from megahead.nn.activation_checkpointing import Recompute, checkpointed
 
 
@@ -60,11 +61,15 @@ class Backbone(nn.Module, ABC):
         """[B, T, D]: hidden states after the final norm; a token sees its own document alone."""
 
     def encode_at(
-        self, rows_BTD: Tensor, documents: Documents, targets: TargetPositions, late: LateTokens | None = None
+        self,
+        rows_BTD: Tensor,
+        documents: Documents,
+        targets: TargetPositions,
+        shorter: Sequence[ShorterRows] = (),
     ) -> Tensor:
         """[N, D]: `encode` at `targets`. Where these are few, an encoder computes its last block for them alone.
 
-        late: tokens that an encoder's first layers do not see; a decoder has none."""
+        shorter: where some layers of an encoder compute a part of the tokens alone; a decoder has none."""
         return targets.take(self.encode(rows_BTD, documents))
 
     def forward(self, input_ids_BT: Tensor, documents: Documents | None = None) -> Tensor:

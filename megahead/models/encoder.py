@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from megahead.distributed import gather_from_group
 from megahead.models.backbone import Backbone
-from megahead.nn import Documents, LateTokens, TargetPositions
+from megahead.nn import Documents, ShorterRows, TargetPositions
 
 
 class Encoder(Backbone):
@@ -38,25 +38,41 @@ class Encoder(Backbone):
         return gather_from_group(self.normed(x_BtD), self.sequence_group, dim=1)
 
     def encode_at(
-        self, rows_BTD: Tensor, documents: Documents, targets: TargetPositions, late: LateTokens | None = None
+        self,
+        rows_BTD: Tensor,
+        documents: Documents,
+        targets: TargetPositions,
+        shorter: Sequence[ShorterRows] = (),
     ) -> Tensor:
         """[N, D]: the same at `targets`; where these are few, the last block is computed for them alone.
 
         Equal to `encode` at these positions; dropout draws other numbers. Ranks that share each row's tokens compute
-        all of them. `late` tokens enter behind the first layers, as they were embedded.
+        all of them. `shorter`: what some layers before the last one compute alone, in the order of these layers.
         """
-        if late is None and (not targets.are_few or self.sequence_group.size > 1):
+        if not shorter and (not targets.are_few or self.sequence_group.size > 1):
             return super().encode_at(rows_BTD, documents, targets)
-        x_BTD, first, last = self.embedded(rows_BTD, documents), 0, len(self.blocks) - 1
-        if late is not None:
-            first, views = late.layers, self.views(late.documents(documents))
-            early_BKD = self._through(self.blocks[:first], views[:first], late.without(x_BTD), static_shapes=False)
-            x_BTD = late.joined(early_BKD, x_BTD)
-        views = self.views(documents)
-        x_BTD = self._through(self.blocks[first:last], views[first:last], x_BTD)
+        x_BTD, views, done, last = self.embedded(rows_BTD, documents), self.views(documents), 0, len(self.blocks) - 1
+        for part in shorter:
+            before = slice(done, part.layers.start)
+            x_BTD = self._through(self.blocks[before], views[before], x_BTD)
+            x_BTD = part.joined(self._alone(part, x_BTD, documents), x_BTD)
+            done = part.layers.stop
+        x_BTD = self._through(self.blocks[done:last], views[done:last], x_BTD)
         if not targets.are_few:
             return self.normed(targets.take(self.run_block(self.blocks[last], x_BTD, *views[last])))
         return self.normed(self.run_block(self.blocks[last], x_BTD, *views[last], targets, static_shapes=False))
+
+    def _alone(self, part: ShorterRows, x_BTD: Tensor, documents: Documents) -> Tensor:
+        """[B, K, D]: what the layers of `part` make of its tokens."""
+        first, stop = part.layers.start, part.layers.stop
+        if part.first_reads_all:
+            view = self.views(documents)[first]
+            kept_ND = self.run_block(self.blocks[first], x_BTD, *view, part.kept, static_shapes=False)
+            x_BKD, first = part.kept.spread(kept_ND), first + 1
+        else:
+            x_BKD = part.of(x_BTD)
+        views = self.views(part.documents(documents))
+        return self._through(self.blocks[first:stop], views[first:stop], x_BKD, static_shapes=False)
 
     def _through(
         self,

@@ -6,11 +6,34 @@ B rows, T tokens a row, S documents in all rows together (a document ends with i
 
 from __future__ import annotations
 
-from functools import cached_property
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar, overload
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+Form = TypeVar("Form")
+
+
+class _Once(Generic[Form]):
+    """As `functools.cached_property`, whose lock `torch.compile` cannot trace; a block that is traced computes it for
+    itself."""
+
+    def __init__(self, compute: Callable[[Any], Form]) -> None:
+        self.compute, self.__doc__ = compute, compute.__doc__
+
+    @overload
+    def __get__(self, documents: None, owner: type) -> _Once[Form]: ...
+    @overload
+    def __get__(self, documents: object, owner: type) -> Form: ...
+    def __get__(self, documents: object | None, owner: type) -> Form | _Once[Form]:
+        if documents is None:
+            return self
+        form = self.compute(documents)
+        if not torch.compiler.is_compiling():
+            documents.__dict__[self.compute.__name__] = form
+        return form
 
 
 class Documents:
@@ -63,14 +86,14 @@ class Documents:
         """Whether all tokens of a row see each other, so that no mask is needed."""
         return self.one_per_row and self.window is None
 
-    @cached_property
+    @_Once
     def starts_BT(self) -> Tensor:
         """True at the first token of each document, and of each row."""
         starts_BT = self.positions_BT == 0
         starts_BT[:, 0] = True
         return starts_BT
 
-    @cached_property
+    @_Once
     def cu_seqlens(self) -> Tensor:
         """[S + 1] int32: first token of each document in the flattened B*T tokens, then B*T (again for each document
         that is empty: `padded_cu_seqlens`).
@@ -84,12 +107,12 @@ class Documents:
         """`cu_seqlens` with empty documents at the end, so that its length is a multiple: few shapes to compile for."""
         return F.pad(self.cu_seqlens, (0, -len(self.cu_seqlens) % multiple), value=self.starts_BT.numel())
 
-    @cached_property
+    @_Once
     def lengths(self) -> list[int]:
         """Tokens of each document, in order; they sum to B*T. Synchronises with a GPU."""
         return [length for length in self.cu_seqlens.diff().tolist() if length]
 
-    @cached_property
+    @_Once
     def mask_BTT(self) -> Tensor:
         """True where two tokens of an encoder see each other: they are of one document, and within the window;
         [1, T, T] where each row is one document."""
@@ -100,7 +123,7 @@ class Documents:
         place_T = torch.arange(document_BT.shape[1], device=document_BT.device)
         return same_BTT & ((place_T[:, None] - place_T).abs() <= self.window)
 
-    @cached_property
+    @_Once
     def causal_mask_BTT(self) -> Tensor:
         """True where a token (dim 1) of a decoder sees a token (dim 2): itself and what precedes it in its document."""
         return self.mask_BTT.tril()

@@ -15,6 +15,7 @@ from megahead.objectives.candidate_softmax import (
 )
 from megahead.objectives.candidates import Candidates, unique_candidates, vocabulary_candidates
 from megahead.objectives.contrastive import Headless, Objective, Pool, Vanilla, build_objective, cwt_loss
+from megahead.objectives.detection import DetectionResult, DetectionSums, detection_sums
 from megahead.objectives.scores import SCORES, Cosine, Dot, Harmonic, Score
 from megahead.objectives.streamed import streamed_sums
 from megahead.objectives.training_free_head import log_unigram, training_free_bias
@@ -24,6 +25,8 @@ __all__ = [
     "CandidateShard",
     "Candidates",
     "Cosine",
+    "DetectionResult",
+    "DetectionSums",
     "Dot",
     "EvaluationSums",
     "Harmonic",
@@ -36,6 +39,7 @@ __all__ = [
     "candidate_loss",
     "candidate_loss_reference",
     "cwt_loss",
+    "detection_sums",
     "evaluation_sums",
     "log_unigram",
     "streamed_sums",

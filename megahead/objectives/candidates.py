@@ -24,7 +24,7 @@ class Candidates:
 
     bias_U: Tensor | None
     """Added to the candidates' scores; None (only for all rows): zeros. float64, rounded to the scores' type when used.
-    -inf removes a candidate, except for the outputs whose target it is. A learned bias gets a gradient."""
+    -inf removes a candidate, except for the outputs whose target it is."""
 
     positive_N: Tensor
     """int64: the index of each output's positive (its target) among the candidates."""
@@ -32,15 +32,24 @@ class Candidates:
     positive_bias_U: Tensor | None = None
     """Replaces `bias_U` for outputs whose positive the candidate is; None: `bias_U` for them too."""
 
-    constant: float = 0.0
-    """Added to the summed loss: minus the weighed sum of the positives' biases, for objectives that subtract these."""
+    subtracts_positive_bias: bool = False
+    """Whether the loss has the positive's bias in the numerator, too, as an ordinary softmax has. Only such a bias may
+    have a gradient: that of the softmax, in which nothing must be added up by ids."""
 
     weight_N: Tensor | None = None
     """How often each output's loss counts; None: once."""
 
+    drawn_bias_U: Tensor | None = None
+    """Replaces `bias_U` of an output's positive where tokens are drawn, which must not know the target: as if the
+    candidate were a target once less, -inf where it would be none; None: `bias_U`."""
+
     def weighed(self, values_N: Tensor) -> Tensor:
         """[N], each output's value as often as it counts."""
         return values_N if self.weight_N is None else values_N * self.weight_N.to(values_N.dtype)
+
+    def numerator(self, positive_n: Tensor, biased_n: Tensor) -> Tensor:
+        """What the loss subtracts of some outputs' positives: their score without bias, or the one with it."""
+        return biased_n if self.subtracts_positive_bias else positive_n
 
     def to(self, device: torch.device) -> Candidates:
         """The same candidates on `device`; copies from pinned memory do not wait."""
@@ -60,6 +69,7 @@ class Candidates:
             ids_U=F.pad(self.ids_U, (0, missing)),
             bias_U=F.pad(self.bias_U, (0, missing), value=-torch.inf),
             positive_bias_U=None if self.positive_bias_U is None else F.pad(self.positive_bias_U, (0, missing)),
+            drawn_bias_U=None if self.drawn_bias_U is None else F.pad(self.drawn_bias_U, (0, missing)),
         )
 
     def _mapped(self, change: Callable[[Tensor], Tensor]) -> Candidates:

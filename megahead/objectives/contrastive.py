@@ -8,7 +8,7 @@ a candidate (`weights.py`). Nothing here costs O(V) per group.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -21,7 +21,7 @@ from megahead.objectives.candidates import Candidates, unique_candidates, vocabu
 from megahead.objectives.sampling import draw_ids, inclusion_probabilities, systematic_sample
 from megahead.objectives.scores import Dot
 from megahead.objectives.training_free_head import log_negatives, log_unigram
-from megahead.objectives.weights import Weighting, log_inclusion, weigh, with_nearest
+from megahead.objectives.weights import Weighting, log_inclusion, weigh, weight_beside, with_nearest
 
 
 class Pool(Protocol):
@@ -54,10 +54,11 @@ class SharedPool:
     """The weighting's bias. Under `max_candidates`: -inf for an id that was not sampled; for one that was, the bias
     minus the log of its probability of being sampled."""
 
-    def candidates(self, target_ids_N: Tensor, weight_N: Tensor | None = None) -> Candidates:
-        """The shared candidates, and the positives that are not shared; ids in increasing order. O(N log P + P).
+    drawn_bias_P: Tensor | None = None
+    """The bias of a positive where tokens are drawn, if some are (`Candidates.drawn_bias_U`)."""
 
-        `constant`: minus the sum of the positives' biases, where the objective subtracts them from the loss."""
+    def candidates(self, target_ids_N: Tensor, weight_N: Tensor | None = None) -> Candidates:
+        """The shared candidates, and the positives that are not shared; ids in increasing order. O(N log P + P)."""
         place_N = torch.searchsorted(self.ids_P, target_ids_N)
         member_P = self.shared_bias_P > -torch.inf
         member_P[place_N] = True
@@ -65,10 +66,16 @@ class SharedPool:
         ids_U, bias_U = self.ids_P[member_P], self.shared_bias_P[member_P]
         positive_bias_U = self.weighting.positive_bias_P[member_P]
         same = torch.equal(bias_U, positive_bias_U)
-        found = Candidates(ids_U, bias_U, positive_N, None if same else positive_bias_U, weight_N=weight_N)
-        if not self.weighting.subtracts_positive_bias:
-            return found
-        return replace(found, constant=-float(found.weighed(positive_bias_U[positive_N]).sum()))
+        drawn_bias_U = None if self.drawn_bias_P is None else self.drawn_bias_P[member_P]
+        return Candidates(
+            ids_U,
+            bias_U,
+            positive_N,
+            None if same else positive_bias_U,
+            self.weighting.subtracts_positive_bias,
+            weight_N,
+            drawn_bias_U,
+        )
 
 
 class Headless:
@@ -119,7 +126,11 @@ class Headless:
             log_r_P = None if self._log_r_V is None else self._log_r_V[ids_P]
             log_pi_P = log_inclusion(self._log_q_V[ids_P], target_ids_G.numel(), log_r_P, config.negatives)
         weighting = weigh(config.bias, multiplicity_P, log_pi_P)
-        return SharedPool(ids_P, weighting, self._capped(weighting.bias_P, generator))
+        shared_bias_P, drawn_bias_P = self._capped(weighting.bias_P, generator), None
+        if config.replaced_tokens is not None:
+            of_sampling_P = shared_bias_P - weighting.bias_P
+            drawn_bias_P = weight_beside(config.bias, multiplicity_P, log_pi_P) + of_sampling_P
+        return SharedPool(ids_P, weighting, shared_bias_P, drawn_bias_P)
 
     def _capped(self, bias_P: Tensor, generator: torch.Generator) -> Tensor:
         """Biases of a sample of at most `max_candidates`: each weight divided by its probability of being sampled."""

@@ -17,7 +17,6 @@ from torch.nn import functional as F
 
 from megahead.config.loss_chunks import ON_GPU
 from megahead.distributed import Group
-from megahead.errors import ConfigError
 from megahead.objectives.candidates import Candidates
 from megahead.objectives.row_step import Residuals, RowSums
 from megahead.objectives.scores import Score
@@ -33,12 +32,11 @@ at once however many candidates there are: a vocabulary may have any size."""
 
 
 class KernelRowStep:
-    """A `RowStep` for GPUs, on half-precision or float32 inputs of one type; scores and sums are float32."""
+    """A `RowStep` for GPUs, on half-precision or float32 inputs of one type, for scores that are products; scores and
+    sums are float32."""
 
     def __init__(self, outputs_ND: Tensor, rows_wD: Tensor, candidates: Candidates, score: Score, group: Group) -> None:
-        if not score.is_product:
-            raise ConfigError("objective.score", "be dot or cosine on a GPU", got=type(score).__name__.lower())
-        self._rows_wD, self._scale, self._group = rows_wD, score.scale, group
+        self._rows_wD, self._scale, self._group, self._numerator = rows_wD, score.scale, group, candidates.numerator
         biases = candidates.bias_U, candidates.positive_bias_U
         bias_w, positive_bias_w = (None if bias is None else bias.detach().float() for bias in biases)
         self._biases = None if bias_w is None else padded(bias_w), positive_bias_w
@@ -56,7 +54,8 @@ class KernelRowStep:
         found = self._over_ranks(self._sum_up(scores_nw, positive_n, residuals=alone))
         if not alone:
             self._sum_up(scores_nw, positive_n, residuals=True, lse_n=found.lse)
-        return Residuals(found.lse - found.positive, self._residuals[: len(scores_nw), : scores_nw.shape[1]], None)
+        loss_n = found.lse - self._numerator(found.positive, found.biased)
+        return Residuals(loss_n, self._residuals[: len(scores_nw), : scores_nw.shape[1]], None)
 
     def add_product_(self, total: Tensor, left: Tensor, right: Tensor) -> None:
         if left.is_cuda:

@@ -34,6 +34,11 @@ class RowSums(NamedTuple):
     rivals: Tensor
     """Largest biased score of the other candidates."""
 
+    def beside(self, other: RowSums) -> RowSums:
+        """Those over the candidates of both, each of which has the positive or zeros in its place."""
+        lse, rivals = torch.logaddexp(self.lse, other.lse), torch.maximum(self.rivals, other.rivals)
+        return RowSums(lse, self.positive + other.positive, self.biased + other.biased, rivals)
+
 
 class Residuals(NamedTuple):
     """The gradient of a chunk's loss by its scores: probabilities, minus 1 at the positive."""
@@ -79,7 +84,7 @@ class TorchRowStep:
     def __init__(self, outputs_ND: Tensor, rows_wD: Tensor, candidates: Candidates, score: Score, group: Group) -> None:
         width, dtype = rows_wD.shape[0], rows_wD.dtype
         bias_w, positive_bias_w = candidates.bias_U, candidates.positive_bias_U
-        self._rows_wD, self._score, self._group = rows_wD, score, group
+        self._rows_wD, self._score, self._group, self._numerator = rows_wD, score, group, candidates.numerator
         self._bias_w = rows_wD.new_zeros(width) if bias_w is None else bias_w.detach().to(dtype)
         self._positive_bias_w = None if positive_bias_w is None else positive_bias_w.to(dtype)
         self.chunk = ON_CPU.outputs(outputs_ND.shape[0], width, dtype.itemsize)
@@ -99,9 +104,28 @@ class TorchRowStep:
         top_n1 = self._group.all_reduce_max_(scores_nw.amax(dim=1, keepdim=True))
         scores_nw.sub_(top_n1).clamp_min_(LEAST_SHIFTED_SCORE).exp_()
         sums_n3 = torch.cat([scores_nw.sum(dim=1, keepdim=True), of_positives_n2], dim=1)
-        total_n1, positive_n1, _ = self._group.all_reduce_(sums_n3).split(1, dim=1)
+        total_n1, *own_n2 = self._group.all_reduce_(sums_n3).split(1, dim=1)
         scores_nw.scatter_add_(1, index_n1, -total_n1 * held_n1)
-        return Residuals((top_n1 + total_n1.log() - positive_n1).squeeze(1), scores_nw, 1 / total_n1, slopes_nw)
+        loss_n1 = top_n1 + total_n1.log() - self._numerator(*own_n2)
+        return Residuals(loss_n1.squeeze(1), scores_nw, 1 / total_n1, slopes_nw)
+
+    def draws(self, outputs_nD: Tensor, positive_n: Tensor, uniform_n: Tensor) -> Tensor:
+        """int64 [n]: of each output the place of a candidate drawn from its softmax, or -1 where that is another
+        rank's. `uniform_n`: float64 in (0, 1); the candidates' probabilities lie end to end, in the order of places and
+        ranks, and what lies there is drawn. Where no candidate has a weight it is the positive."""
+        scored = self._scored(outputs_nD, positive_n)
+        scores_nw, index_n, held_n = scored.scores_nw, scored.index_n1.squeeze(1), scored.held_n1.squeeze(1)
+        top_n1 = self._group.all_reduce_max_(scores_nw.amax(dim=1, keepdim=True))
+        scores_nw.sub_(top_n1).clamp_min_(LEAST_SHIFTED_SCORE).exp_()
+        below_nw = scores_nw.cumsum(dim=1, dtype=torch.float64)
+        below_Rn = self._group.all_gather(below_nw[:, -1].contiguous()).cumsum(dim=0)
+        point_n, rank = uniform_n * below_Rn[-1], self._group.rank
+        mine_n = (below_Rn[:-1] <= point_n).sum(dim=0) == rank
+        point_n = point_n - below_Rn[rank - 1] if rank else point_n
+        place_n = torch.searchsorted(below_nw, point_n[:, None], right=True).squeeze(1)
+        none_n, last = below_Rn[-1].isnan(), below_nw.shape[1] - 1  # -inf less -inf is no number
+        place_n, mine_n = torch.where(none_n, index_n, place_n.clamp_max(last)), torch.where(none_n, held_n, mine_n)
+        return torch.where(mine_n, place_n, -1)
 
     def add_product_(self, total: Tensor, left: Tensor, right: Tensor) -> None:
         total.addmm_(left, right)

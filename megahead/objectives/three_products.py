@@ -2,7 +2,7 @@
 
 One product gives a chunk's scores, a row step their residuals (on CPUs by torch's operations, `row_step`; on GPUs by a
 kernel, `row_kernel`), two products both gradients: in the forward pass, so that nothing is computed twice. Nothing
-waits for the device, and nothing is added atomically: results do not vary.
+waits for the device, and nothing is added atomically, not to a learned bias either: results do not vary.
 
 N outputs, D features, w candidates of this rank (all of them where there is one rank).
 """
@@ -25,7 +25,7 @@ from megahead.objectives.scores import Score
 def three_product_loss(
     outputs_ND: Tensor, rows_wD: Tensor, candidates: Candidates, score: Score, group: Group
 ) -> Tensor:
-    """`candidate_loss` for N > 0 without `candidates.constant`, over all ranks' candidates, on every rank of `group`.
+    """`candidate_loss` for N > 0, over all ranks' candidates, on every rank of `group`.
 
     outputs_ND, rows_wD: what `score` has made of them.
 
@@ -33,19 +33,35 @@ def three_product_loss(
     The outputs' gradient is summed over the ranks already. Both gradients, N x D in the inputs' type and w x D in
     float32, are all that is kept for the backward pass. Collective.
     """
-    dtype = product_dtype(outputs_ND, rows_wD)
-    inputs = outputs_ND.to(dtype), rows_wD.to(dtype), candidates.bias_U
+    dtype, bias_w = product_dtype(outputs_ND, rows_wD, score), candidates.bias_U
+    if bias_w is not None and bias_w.requires_grad and not candidates.subtracts_positive_bias:
+        raise ValueError("a bias with a gradient must be in the numerator, too (subtracts_positive_bias)")
+    inputs = outputs_ND.to(dtype), rows_wD.to(dtype), bias_w
     loss: Tensor = _ThreeProducts.apply(*inputs, candidates, score, group)
     return loss
 
 
 def softmax_sums(outputs_ND: Tensor, rows_wD: Tensor, candidates: Candidates, score: Score, group: Group) -> RowSums:
     """The `RowSums` of N > 0 outputs, without gradients; arguments as of `three_product_loss`. Collective."""
-    dtype = product_dtype(outputs_ND, rows_wD)
+    dtype = product_dtype(outputs_ND, rows_wD, score)
     outputs_ND = outputs_ND.to(dtype)
     step = row_step(outputs_ND, rows_wD.to(dtype), candidates, score, group)
     parts = [step.sums(outputs_ND[part], candidates.positive_N[part]) for part in _chunks(step, outputs_ND)]
     return RowSums(*map(torch.cat, zip(*parts, strict=True)))
+
+
+def softmax_draws(
+    outputs_ND: Tensor, rows_wD: Tensor, candidates: Candidates, score: Score, uniform_N: Tensor, group: Group
+) -> Tensor:
+    """int64 [N]: places of candidates drawn for N > 0 outputs by `TorchRowStep.draws`, on any device in float32 at
+    least; arguments as of `three_product_loss`. Collective."""
+    dtype = torch.promote_types(torch.promote_types(outputs_ND.dtype, rows_wD.dtype), torch.float32)
+    outputs_ND = outputs_ND.to(dtype)
+    with torch.autocast(outputs_ND.device.type, enabled=False):
+        step = TorchRowStep(outputs_ND, rows_wD.to(dtype), candidates, score, group)
+        parts = _chunks(step, outputs_ND)
+        drawn = [step.draws(outputs_ND[part], candidates.positive_N[part], uniform_N[part]) for part in parts]
+    return torch.cat(drawn)
 
 
 def on_gpu(tensor: Tensor) -> bool:
@@ -53,18 +69,26 @@ def on_gpu(tensor: Tensor) -> bool:
     return tensor.is_cuda and tensor.dtype != torch.float64
 
 
-def product_dtype(outputs_ND: Tensor, rows_wD: Tensor) -> torch.dtype:
-    """The type that products read: on GPUs autocast's, or half precision if both inputs have it; else float32, or
-    float64 if either has it."""
+def takes_kernel(outputs_ND: Tensor, score: Score) -> bool:
+    """Whether the kernel for GPUs serves these outputs: not under a score that is no product, which takes torch's
+    operations in float32 on every device."""
+    return on_gpu(outputs_ND) and score.is_product
+
+
+def product_dtype(outputs_ND: Tensor, rows_wD: Tensor, score: Score) -> torch.dtype:
+    """The type that products read: for the kernel autocast's, or half precision if both inputs have it; else float32,
+    or float64 if either has it."""
     both = torch.promote_types(outputs_ND.dtype, rows_wD.dtype)
-    if on_gpu(outputs_ND) and torch.is_autocast_enabled(outputs_ND.device.type):
+    if not takes_kernel(outputs_ND, score):
+        return torch.promote_types(both, torch.float32)
+    if torch.is_autocast_enabled(outputs_ND.device.type):
         return torch.get_autocast_dtype(outputs_ND.device.type)
-    return both if on_gpu(outputs_ND) and both.itemsize == 2 else torch.promote_types(both, torch.float32)
+    return both if both.itemsize == 2 else torch.promote_types(both, torch.float32)
 
 
 def row_step(outputs_ND: Tensor, rows_wD: Tensor, candidates: Candidates, score: Score, group: Group) -> RowStep:
     """The row step for the inputs' device, prepared for chunks of these outputs."""
-    if not on_gpu(outputs_ND):
+    if not takes_kernel(outputs_ND, score):
         return TorchRowStep(outputs_ND, rows_wD, candidates, score, group)
     kernel = importlib.import_module("megahead.objectives.row_kernel")  # triton comes with torch for CUDA alone
     return cast(RowStep, kernel.KernelRowStep(outputs_ND, rows_wD, candidates, score, group))
@@ -90,7 +114,7 @@ class _ThreeProducts(torch.autograd.Function):
     ) -> Tensor:
         with torch.autocast(outputs_ND.device.type, enabled=False):
             step = row_step(outputs_ND, rows_wD, candidates, score, group)
-            gradients = _Gradients(outputs_ND, rows_wD, candidates, step, bias_wanted=ctx.needs_input_grad[2])
+            gradients = _Gradients(outputs_ND, rows_wD, step, bias_wanted=ctx.needs_input_grad[2])
             losses = []
             for part in _chunks(step, outputs_ND):
                 residuals = step.residuals(outputs_ND[part], candidates.positive_N[part])
@@ -115,11 +139,9 @@ class _ThreeProducts(torch.autograd.Function):
 class _Gradients:
     """The loss's gradients by outputs and rows (divided by the score's scale), and by biases, as chunks come in."""
 
-    def __init__(
-        self, outputs_ND: Tensor, rows_wD: Tensor, candidates: Candidates, step: RowStep, bias_wanted: bool
-    ) -> None:
+    def __init__(self, outputs_ND: Tensor, rows_wD: Tensor, step: RowStep, bias_wanted: bool) -> None:
         total_dtype = torch.promote_types(rows_wD.dtype, torch.float32)
-        self._inputs, self._candidates, self._step = (outputs_ND, rows_wD), candidates, step
+        self._inputs, self._step = (outputs_ND, rows_wD), step
         self.outputs = torch.empty_like(outputs_ND)
         self.rows = torch.zeros_like(rows_wD, dtype=total_dtype)
         self.bias = rows_wD.new_zeros(len(rows_wD), dtype=total_dtype) if bias_wanted else None
@@ -129,7 +151,7 @@ class _Gradients:
         (outputs_ND, rows_wD), (_, matrix_nw, weight_n1, slopes_nw) = self._inputs, residuals
         outputs_nD, gradient_nD = outputs_ND[part], self.outputs[part]
         if self.bias is not None:
-            self._add_to_bias(self.bias, part, residuals)
+            self._add_to_bias(self.bias, residuals)
         if slopes_nw is not None:
             matrix_nw.mul_(slopes_nw)
         torch.mm(matrix_nw, rows_wD, out=gradient_nD)
@@ -138,14 +160,11 @@ class _Gradients:
             outputs_nD = outputs_nD * weight_n1
         self._step.add_product_(self.rows, matrix_nw.T, outputs_nD)
 
-    def _add_to_bias(self, bias_w: Tensor, part: slice, residuals: Residuals) -> None:
-        """Adds probabilities, which are residuals without their -1: the loss does not subtract the positive's bias."""
+    def _add_to_bias(self, bias_w: Tensor, residuals: Residuals) -> None:
+        """Adds residuals: the loss subtracts the positive's bias, so that its gradient has the same -1 as that of the
+        scores."""
         _, matrix_nw, weight_n1, _ = residuals
         if weight_n1 is None:
             bias_w.add_(matrix_nw.sum(0, dtype=bias_w.dtype))
         else:
             self._step.add_product_(bias_w[None], weight_n1.T, matrix_nw)
-        positive_N = self._candidates.positive_N
-        held_N = ((positive_N >= 0) & (positive_N < len(bias_w))).to(bias_w.dtype)
-        counted_n = self._candidates.weighed(held_N)[part]
-        bias_w.index_add_(0, positive_N[part].clamp(0, len(bias_w) - 1), counted_n)

@@ -50,6 +50,11 @@ def weigh(bias: Bias, multiplicity_P: Tensor, log_inclusion_P: Tensor | None) ->
     return Weighting(-log_inclusion_P, -log_inclusion_P, subtracts_positive_bias=True)
 
 
+def weight_beside(bias: Bias, multiplicity_P: Tensor, log_inclusion_P: Tensor | None) -> Tensor:
+    """float64 [P]: b of each candidate beside one output whose target it is: had it been a candidate once less."""
+    return weigh(bias, multiplicity_P - 1, log_inclusion_P).bias_P.masked_fill(multiplicity_P == 1, -torch.inf)
+
+
 def with_nearest(log_q_V: Tensor, nearest_VK: Tensor) -> Tensor:
     """log of the probability, float64, that one target, drawn from q, brings an id: as the target, or as one of its K
     nearest ids, which never both happens."""

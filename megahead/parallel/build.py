@@ -48,8 +48,12 @@ def fill_(module: nn.Module, group: Group, weights: Tensors) -> None:
 
 
 def _split(full: Pretraining, config: RunConfig, group: Group) -> Pretraining:
-    parallelize_(full.backbone, SHARDING[config.model.family], group, sequence=config.parallel.sequence)
+    sharding, sequence = SHARDING[config.model.family], config.parallel.sequence
+    parallelize_(full.backbone, sharding, group, sequence=sequence)
+    if full.detection is not None:
+        of_blocks = {pattern: kind for pattern, kind in sharding.items() if pattern != "embedding"}
+        parallelize_(full.detection.generator, of_blocks, group, sequence=sequence)
     rows, features = config.model.padded_vocab_size() // group.size, config.model.hidden_size
     head = None if full.head is None else SplitOutputEmbedding(rows, features)
-    layers = head, full.mask_head, full.output_bias
+    layers = head, full.mask_head, full.output_bias, full.detection
     return TensorParallelPretraining(full.backbone, full.objective, full.vocab_size, *layers, group)

@@ -18,7 +18,12 @@ from torch.nn import functional as F
 
 from megahead.distributed import copy_to_group
 from megahead.objectives import Candidates, CandidateShard, EvaluationSums, Score
-from megahead.objectives.candidate_softmax import grouped_candidate_loss, grouped_evaluation_sums, grouped_misses
+from megahead.objectives.candidate_softmax import (
+    grouped_candidate_loss,
+    grouped_draws,
+    grouped_evaluation_sums,
+    grouped_misses,
+)
 
 
 def parallel_candidate_loss(
@@ -53,6 +58,16 @@ def parallel_misses(
     return grouped_misses(outputs_ND, rows_wD, _local(candidates, shard), score, shard.group)
 
 
+def parallel_draws(
+    outputs_ND: Tensor, rows_wD: Tensor, candidates: Candidates, score: Score, uniform_N: Tensor, shard: CandidateShard
+) -> Tensor:
+    """int64 [N]: places among all candidates, drawn as by `grouped_draws` on one rank; on every rank. Collective."""
+    if shard.count < shard.width:
+        rows_wD = F.pad(rows_wD[: shard.count], (0, 0, 0, shard.width - shard.count))
+    place_N = grouped_draws(outputs_ND, rows_wD, _local(candidates, shard), score, uniform_N, shard.group)
+    return shard.group.all_reduce_max_(torch.where(place_N < 0, -1, place_N + shard.first))
+
+
 def _local(candidates: Candidates, shard: CandidateShard) -> Candidates:
     """The same with only this rank's biases, [w], padded with -inf, and positives (targets) as indices into this rank's
     rows; indices outside of them mean that another rank has the positive."""
@@ -64,4 +79,5 @@ def _local(candidates: Candidates, shard: CandidateShard) -> Candidates:
         bias_U=shard.slice(bias_U, elsewhere=-torch.inf),
         positive_N=candidates.positive_N - shard.first,
         positive_bias_U=shard.slice(candidates.positive_bias_U),
+        drawn_bias_U=shard.slice(candidates.drawn_bias_U),
     )

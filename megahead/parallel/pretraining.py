@@ -18,11 +18,16 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from megahead.config import ObjectiveConfig
-from megahead.distributed import Group
+from megahead.distributed import Group, reduce_from_group
 from megahead.models import Backbone
 from megahead.objectives import Candidates, CandidateShard, EvaluationSums
-from megahead.parallel.candidate_softmax import parallel_candidate_loss, parallel_evaluation_sums, parallel_misses
-from megahead.pretraining import MaskHead, OutputBias, OutputEmbedding, Pretraining
+from megahead.parallel.candidate_softmax import (
+    parallel_candidate_loss,
+    parallel_draws,
+    parallel_evaluation_sums,
+    parallel_misses,
+)
+from megahead.pretraining import Detection, MaskHead, OutputBias, OutputEmbedding, Pretraining
 
 
 class SplitOutputEmbedding(OutputEmbedding):
@@ -47,9 +52,10 @@ class TensorParallelPretraining(Pretraining):
         head: SplitOutputEmbedding | None,
         mask_head: MaskHead | None,
         output_bias: OutputBias | None,
+        detection: Detection | None,
         group: Group,
     ) -> None:
-        super().__init__(backbone, objective, vocab_size, head, mask_head, output_bias)
+        super().__init__(backbone, objective, vocab_size, head, mask_head, output_bias, detection)
         self.group = group
 
     def _look_up(self, input_ids_BT: Tensor, per_group: tuple[Candidates, ...]) -> tuple[Tensor, list[Tensor]]:
@@ -75,6 +81,18 @@ class TensorParallelPretraining(Pretraining):
     def _misses(self, hidden_ND: Tensor, rows_wD: Tensor, candidates: Candidates) -> Tensor:
         """bool [N]: whether another candidate is at least as probable as the target."""
         return parallel_misses(hidden_ND, rows_wD, candidates, self._score(), self._shard(candidates))
+
+    def _draw(self, hidden_ND: Tensor, candidates: Candidates, rows_wD: Tensor, uniform_N: Tensor) -> Tensor:
+        """int64 [N]: places among the candidates of all ranks."""
+        return parallel_draws(hidden_ND, rows_wD, candidates, self._score(), uniform_N, self._shard(candidates))
+
+    def _rows_at(self, place_N: Tensor, rows_wD: Tensor, candidates: Candidates) -> Tensor:
+        """[N, D], on every rank: each comes from the rank that has it."""
+        shard = self._shard(candidates)
+        place_N = place_N - shard.first
+        elsewhere_N1 = ((place_N < 0) | (place_N >= shard.count))[:, None]
+        own_ND = rows_wD.index_select(0, place_N.clamp(0, shard.width - 1)).masked_fill(elsewhere_N1, 0.0)
+        return reduce_from_group(own_ND, self.group)
 
     def _vocabulary_sums(self, hidden_ND: Tensor, vocabulary: Candidates) -> EvaluationSums:
         shard = self._shard(vocabulary)

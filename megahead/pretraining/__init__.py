@@ -10,18 +10,28 @@ from megahead.pretraining.batch import (
     MicroBatch,
     StepBatches,
     documents_of,
-    late_tokens_of,
+    shorter_rows_of,
     target_positions_of,
 )
-from megahead.pretraining.build import TEMPERATURE, FirstWeights, build_pretraining, first_weights, weight_shapes
+from megahead.pretraining.build import (
+    GENERATOR,
+    TEMPERATURE,
+    FirstWeights,
+    build_pretraining,
+    first_weights,
+    weight_shapes,
+)
 from megahead.pretraining.candidate_groups import gather_targets
+from megahead.pretraining.detection import Detection
 from megahead.pretraining.feed import Feed
 from megahead.pretraining.output_layers import MaskHead, OutputBias, OutputEmbedding
 from megahead.pretraining.pretraining import Pretraining
 from megahead.pretraining.temperature import LearnedTemperature
 
 __all__ = [
+    "GENERATOR",
     "TEMPERATURE",
+    "Detection",
     "EvaluationRequest",
     "Feed",
     "FirstWeights",
@@ -36,7 +46,7 @@ __all__ = [
     "documents_of",
     "first_weights",
     "gather_targets",
-    "late_tokens_of",
+    "shorter_rows_of",
     "target_positions_of",
     "weight_shapes",
 ]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megahead.data import Batch
-from megahead.nn import Documents, LateTokens, TargetPositions
+from megahead.nn import Documents, ShorterRows, TargetPositions
 from megahead.objectives import Candidates
 from megahead.table import RowPlan
 
@@ -34,13 +34,30 @@ def target_positions_of(batch: Batch) -> TargetPositions:
     return TargetPositions(batch.target_index_N, rows, row_length, batch.max_targets_per_row)
 
 
-def late_tokens_of(batch: Batch) -> LateTokens | None:
-    """The batch's mask tokens, if they enter later than the others."""
-    if batch.early is None:
-        return None
+def shorter_rows_of(batch: Batch) -> list[ShorterRows]:
+    """What some layers compute of the batch alone, in the order of these layers."""
     rows, row_length = batch.input_ids_BT.shape
-    early = TargetPositions(batch.early.index_N, rows, row_length, batch.early.max_per_row)
-    return LateTokens(early, batch.early.layers)
+    return [
+        ShorterRows(
+            TargetPositions(part.index_N, rows, row_length, part.max_per_row),
+            part.layers,
+            part.first_reads_all,
+            part.cu_seqlens,
+        )
+        for part in batch.kept
+    ]
+
+
+def with_boundaries(batch: Batch, multiple: int) -> Batch:
+    """The same, in which it is known where documents begin, so that a device need not look for them. There are padded
+    to a multiple of so many."""
+    documents = documents_of(batch)
+    kept = tuple(
+        replace(part, cu_seqlens=shorter.documents(documents).padded_cu_seqlens(multiple))
+        for part, shorter in zip(batch.kept, shorter_rows_of(batch), strict=True)
+    )
+    packed = batch.positions_BT is not None  # else each row is one, of a length that is known
+    return replace(batch, cu_seqlens=documents.padded_cu_seqlens(multiple) if packed else None, kept=kept)
 
 
 @dataclass(frozen=True)
@@ -56,6 +73,9 @@ class MicroBatch:
     this micro-batch is its share of the mean over the global batch's targets, since the engine averages over
     accumulation steps and data ranks."""
 
+    judged_weight: float = 0.0
+    """The same for tokens that are judged, where some are replaced: data_ranks * accumulation / how many they are."""
+
     def ids(self) -> Tensor:
         """int64: all ids whose embeddings it looks up, inputs and candidates."""
         candidates = [group.ids_U for group in self.candidates if group.ids_U is not None]
@@ -64,7 +84,7 @@ class MicroBatch:
     def to(self, device: torch.device) -> MicroBatch:
         """The same on `device`."""
         candidates = tuple(one.to(device) for one in self.candidates)
-        return MicroBatch(self.batch.to(device, non_blocking=True), candidates, self.loss_weight)
+        return replace(self, batch=self.batch.to(device, non_blocking=True), candidates=candidates)
 
     def staged(self, device: torch.device) -> MicroBatch:
         """The same micro-batch, still on the CPU, prepared for `device`.
@@ -74,9 +94,7 @@ class MicroBatch:
         if device.type != "cuda":
             return self
         candidates = tuple(one.padded(CANDIDATE_MULTIPLE).pinned() for one in self.candidates)
-        packed = self.batch.positions_BT is not None
-        cu_seqlens = documents_of(self.batch).padded_cu_seqlens(DOCUMENT_MULTIPLE) if packed else None
-        return MicroBatch(replace(self.batch, cu_seqlens=cu_seqlens).pinned(), candidates, self.loss_weight)
+        return replace(self, batch=with_boundaries(self.batch, DOCUMENT_MULTIPLE).pinned(), candidates=candidates)
 
 
 @dataclass(frozen=True)

@@ -65,18 +65,19 @@ class Feed:
     def step(self, first_sample: int) -> StepBatches:
         """The batches of the step that begins at `first_sample`.
 
-        One all-gather of 2 A numbers, and one of ids if candidate groups are larger than micro-batches.
+        One all-gather of 3 A numbers, and one of ids if candidate groups are larger than micro-batches.
         """
         ranks = self._group.size
         accumulation = self._batch.accumulation_steps(ranks)
         batches = [self._reader.read(self.samples(first_sample, k, self._group.rank)) for k in range(accumulation)]
-        mine = torch.tensor([(batch.target_ids_N.numel(), batch.weight()) for batch in batches], dtype=torch.float64)
-        counts_RA, weights_RA = self._group.all_gather(mine).unbind(-1)
+        sizes = [(batch.target_ids_N.numel(), batch.weight(), batch.judged()) for batch in batches]
+        mine = torch.tensor(sizes, dtype=torch.float64)
+        counts_RA, weights_RA, judged_RA = self._group.all_gather(mine).unbind(-1)
         counts_RA = counts_RA.long()
         targets = int(counts_RA.sum())
-        scale = ranks * accumulation / max(float(weights_RA.sum()), 1.0)
+        scales = [ranks * accumulation / max(float(each_RA.sum()), 1.0) for each_RA in (weights_RA, judged_RA)]
         candidates = self._candidate_groups.choose(first_sample, batches, counts_RA, self._group)
-        micro_batches = [MicroBatch(*pair, scale) for pair in zip(batches, candidates, strict=True)]
+        micro_batches = [MicroBatch(*pair, *scales) for pair in zip(batches, candidates, strict=True)]
         staged = [micro.staged(self._device) for micro in micro_batches]
         return StepBatches(staged, targets, mean_candidates(micro_batches), self._plan(staged))
 

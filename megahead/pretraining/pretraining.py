@@ -8,7 +8,7 @@ B rows, T inputs a row, D features, N targets, U candidates, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import overload
 
@@ -22,6 +22,7 @@ from megahead.models import Backbone
 from megahead.objectives import (
     SCORES,
     Candidates,
+    DetectionSums,
     EvaluationSums,
     Score,
     candidate_loss,
@@ -29,19 +30,24 @@ from megahead.objectives import (
     streamed_sums,
     vocabulary_candidates,
 )
-from megahead.objectives.candidate_softmax import grouped_misses
+from megahead.objectives.candidate_softmax import grouped_draws, grouped_misses
 from megahead.pretraining.batch import (
     EvaluationRequest,
     MicroBatch,
     documents_of,
-    late_tokens_of,
+    shorter_rows_of,
     target_positions_of,
 )
+from megahead.pretraining.detection import Detection
 from megahead.pretraining.output_layers import MaskHead, OutputBias, OutputEmbedding
 from megahead.pretraining.temperature import LearnedTemperature
 from megahead.table import RowTable
 
+Part = tuple[Tensor, Tensor, Candidates]
+"""Outputs of targets of one candidate group, and its candidates with their rows."""
+
 NotesMisses = Callable[[Tensor, Tensor], None]
+NotesDetection = Callable[[DetectionSums[Tensor]], None]
 
 
 class Pretraining(nn.Module):
@@ -52,6 +58,9 @@ class Pretraining(nn.Module):
     are padding: never candidates. `mask_head` transforms an encoder's outputs before the softmax over the vocabulary.
     `note_misses`, where something wants to know, is told the targets of each training batch, int64 [N], and which of
     them another candidate beat, bool [N]; that costs a third of the loss once more.
+
+    With `detection` its generator learns the targets in the backbone's place, and the backbone which tokens of a text
+    the generator has replaced; `note_detection` is told how well it does, batch by batch.
     """
 
     def __init__(
@@ -62,6 +71,7 @@ class Pretraining(nn.Module):
         head: OutputEmbedding | None = None,
         mask_head: MaskHead | None = None,
         output_bias: OutputBias | None = None,
+        detection: Detection | None = None,
     ) -> None:
         super().__init__()
         self.backbone = backbone
@@ -70,7 +80,9 @@ class Pretraining(nn.Module):
         self.head = head
         self.mask_head = mask_head
         self.output_bias = output_bias
+        self.detection = detection
         self.note_misses: NotesMisses | None = None
+        self.note_detection: NotesDetection | None = None
         self.temperature = LearnedTemperature(objective.temperature) if objective.learned_temperature else None
 
     @overload
@@ -84,41 +96,79 @@ class Pretraining(nn.Module):
     def forward(self, request: MicroBatch | EvaluationRequest) -> Tensor | EvaluationSums:
         return self._loss(request) if isinstance(request, MicroBatch) else self._evaluation_sums(request)
 
+    def encoders(self) -> list[Backbone]:
+        """All that turn rows of the table into hidden states, the backbone first."""
+        return [self.backbone, *([] if self.detection is None else [self.detection.generator])]
+
     def _loss(self, micro: MicroBatch) -> Tensor:
         """Scalar, connected to every trained parameter, also when the micro-batch has no targets."""
         inputs_BTD, rows = self._look_up(micro.batch.input_ids_BT, micro.candidates)
         outputs_ND = self._outputs(inputs_BTD, micro.batch)
-        parts = outputs_ND.split([candidates.positive_N.numel() for candidates in micro.candidates])
-        losses = [self._loss_among(*part) for part in zip(parts, rows, micro.candidates, strict=True)]
-        loss = torch.stack(losses).sum()
+        sizes = [candidates.positive_N.numel() for candidates in micro.candidates]
+        parts = list(zip(outputs_ND.split(sizes), rows, micro.candidates, strict=True))
+        loss = self._loss_of_targets(outputs_ND, parts, micro.batch) * micro.loss_weight
+        if self.detection is None:
+            return loss
+        sums = self._detected(self.detection, inputs_BTD, parts, micro.batch)
+        if self.note_detection is not None:
+            self.note_detection(sums)
+        return loss + self.detection.weight * micro.judged_weight * sums.loss
+
+    def _loss_of_targets(self, outputs_ND: Tensor, parts: Sequence[Part], batch: Batch) -> Tensor:
+        """The loss summed over all targets."""
+        loss = torch.stack([self._loss_among(*part) for part in parts]).sum()
         if self.note_misses is not None:
-            missed = [self._missed_among(*part) for part in zip(parts, rows, micro.candidates, strict=True)]
-            self.note_misses(micro.batch.target_ids_N, torch.cat(missed))
+            self.note_misses(batch.target_ids_N, torch.cat([self._missed_among(*part) for part in parts]))
         share = self.objective.vanilla_weight
         if share:
-            all_ids = vocabulary_candidates(micro.batch.target_ids_N, weight_N=micro.batch.weight_N)
+            all_ids = vocabulary_candidates(batch.target_ids_N, weight_N=batch.weight_N)
             vanilla = self._loss_among(outputs_ND, self._output_rows(), all_ids)
             loss = (1 - share) * loss + share * vanilla
-        return loss * micro.loss_weight
+        return loss
 
     def _loss_among(self, outputs_ND: Tensor, rows_UD: Tensor, candidates: Candidates) -> Tensor:
-        """The loss summed over the outputs. `candidate_loss` leaves out the bias of a target's own score, which for
-        biases that are counted is a constant; a learned bias must be there, so it is subtracted here."""
+        """The loss summed over the outputs."""
         hidden_ND, bias_V = self._final_hidden(outputs_ND, candidates.ids_U is None)
-        if bias_V is None:
-            return self._candidate_loss(hidden_ND, rows_UD, candidates)
-        loss = self._candidate_loss(hidden_ND, rows_UD, replace(candidates, bias_U=bias_V))
-        own_N = bias_V.index_select(0, candidates.positive_N).to(loss.dtype)
-        return loss - candidates.weighed(own_N).sum()
+        if bias_V is not None:
+            candidates = replace(candidates, bias_U=bias_V, subtracts_positive_bias=True)
+        return self._candidate_loss(hidden_ND, rows_UD, candidates)
 
     @torch.no_grad()
     def _missed_among(self, outputs_ND: Tensor, rows_UD: Tensor, candidates: Candidates) -> Tensor:
         """bool [N]: whether another candidate is as probable as the target."""
-        hidden_ND, bias_V = self._final_hidden(outputs_ND, candidates.ids_U is None)
-        return self._misses(hidden_ND, rows_UD, candidates if bias_V is None else replace(candidates, bias_U=bias_V))
+        hidden_ND, candidates = self._compared(outputs_ND, candidates)
+        return self._misses(hidden_ND, rows_UD, candidates)
 
     def _misses(self, hidden_ND: Tensor, rows_UD: Tensor, candidates: Candidates) -> Tensor:
         return grouped_misses(hidden_ND, rows_UD, candidates, self._score(), Group())
+
+    def _detected(
+        self, detection: Detection, inputs_BTD: Tensor, parts: Sequence[Part], batch: Batch
+    ) -> DetectionSums[Tensor]:
+        """How well the backbone finds tokens drawn in place of the targets, of whose outputs `parts` are."""
+        assert batch.replaced is not None
+        uniform = batch.replaced.draw_N.split([len(outputs_nD) for outputs_nD, _, _ in parts])
+        drawn = [self._drawn_among(*part, uniform_n) for part, uniform_n in zip(parts, uniform, strict=True)]
+        ids_N, rows_ND = (torch.cat(values) for values in zip(*drawn, strict=True))
+        return detection.sums(self.backbone, inputs_BTD, batch, ids_N, rows_ND)
+
+    def _drawn_among(
+        self, outputs_ND: Tensor, rows_UD: Tensor, candidates: Candidates, uniform_N: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """int64 [N]: ids drawn from the softmax of the loss; [N, D]: their rows of the embedding."""
+        with torch.no_grad():
+            place_N = self._draw(*self._compared(outputs_ND, candidates), rows_UD, uniform_N)
+        if candidates.ids_U is None:
+            return place_N, self.backbone.embed(place_N)
+        return candidates.ids_U[place_N], self._rows_at(place_N, rows_UD, candidates)
+
+    def _draw(self, hidden_ND: Tensor, candidates: Candidates, rows_UD: Tensor, uniform_N: Tensor) -> Tensor:
+        """int64 [N]: places of candidates."""
+        return grouped_draws(hidden_ND, rows_UD, candidates, self._score(), uniform_N, Group())
+
+    def _rows_at(self, place_N: Tensor, rows_UD: Tensor, candidates: Candidates) -> Tensor:
+        """[N, D]: the rows of candidates at these places."""
+        return rows_UD.index_select(0, place_N)
 
     def _candidate_loss(self, hidden_ND: Tensor, rows_UD: Tensor, candidates: Candidates) -> Tensor:
         return candidate_loss(hidden_ND, rows_UD, candidates, self._score())
@@ -137,8 +187,9 @@ class Pretraining(nn.Module):
 
     def _outputs(self, inputs_BTD: Tensor, batch: Batch) -> Tensor:
         """[N, D]: the hidden states that have targets."""
-        places = documents_of(batch), target_positions_of(batch), late_tokens_of(batch)
-        return self.backbone.encode_at(inputs_BTD, *places)
+        places = documents_of(batch), target_positions_of(batch), shorter_rows_of(batch)
+        learner = self.backbone if self.detection is None else self.detection.generator
+        return learner.encode_at(inputs_BTD, *places)
 
     def _final_hidden(self, outputs_ND: Tensor, vocabulary: bool) -> tuple[Tensor, Tensor | None]:
         """[N, D]: outputs to be scored against rows; [V]: a learned bias, or None.
@@ -151,6 +202,11 @@ class Pretraining(nn.Module):
         if vocabulary and self.output_bias is not None:
             bias_V = self.output_bias.bias[: self.vocab_size]
         return outputs_ND, bias_V
+
+    def _compared(self, outputs_ND: Tensor, candidates: Candidates) -> tuple[Tensor, Candidates]:
+        """The same, and the candidates with a learned bias where there is one."""
+        hidden_ND, bias_V = self._final_hidden(outputs_ND, candidates.ids_U is None)
+        return hidden_ND, candidates if bias_V is None else replace(candidates, bias_U=bias_V)
 
     def _score(self) -> Score:
         """How outputs are compared with rows, by a temperature that is fixed or learned."""
@@ -166,10 +222,25 @@ class Pretraining(nn.Module):
         vocabulary, table = vocabulary_candidates(target_ids_N, bias_V, weight_N), self.backbone.embedding
         if isinstance(table, RowTable):
             return streamed_sums(hidden_ND, table.weight_blocks(self.vocab_size), vocabulary, self._score())
-        return self._vocabulary_sums(hidden_ND, vocabulary)
+        sums = self._vocabulary_sums(hidden_ND, vocabulary)
+        if self.detection is None:
+            return sums
+        of_targets = sums.loss, sums.correct, sums.targets, sums.weight
+        return EvaluationSums(*of_targets, *self._detected_by_all(self.detection, outputs, request))
 
     def _vocabulary_sums(self, hidden_ND: Tensor, vocabulary: Candidates) -> EvaluationSums:
         return evaluation_sums(hidden_ND, self._output_rows(), vocabulary, self._score())
+
+    def _detected_by_all(
+        self, detection: Detection, outputs: Sequence[Tensor], request: EvaluationRequest
+    ) -> DetectionSums[float]:
+        """How well the backbone finds the tokens that the generator's head over the vocabulary draws."""
+        sums = []
+        for batch, outputs_nD in zip(request.batches, outputs, strict=True):
+            part = outputs_nD, self._output_rows(), vocabulary_candidates(batch.target_ids_N, request.bias_V)
+            inputs_BTD = self.backbone.embed(batch.input_ids_BT)
+            sums.append(self._detected(detection, inputs_BTD, [part], batch))
+        return DetectionSums(*(float(sum(values)) for values in zip(*sums, strict=True)))
 
     def _output_rows(self) -> Tensor:
         """[V, D]: the output matrix without its padding."""

@@ -42,6 +42,11 @@ def _session(session: Record) -> Iterator[tuple[str, bool]]:
     if session.get("resumed") is not None:
         gone_over = session.get("new_phase", False)
         yield f"{'the next phase went on' if gone_over else 'resumed'} from {session['resumed']}", False
+    mirror = session.get("mirror", {})
+    if "fetched" in mirror:
+        yield "the checkpoint came from the mirror", False
+    for sentence in mirror.get("problems", ()):
+        yield f"passed over a damaged checkpoint of the mirror: {sentence}", True
     memory = session.get("memory", {})
     if "newer_by" in memory:
         yield f"the checkpoint came from memory, {counted(memory['newer_by'], 'step')} newer than the disk's", False
@@ -93,6 +98,17 @@ def _copy(copy: Record) -> Iterator[tuple[str, bool]]:
         yield "a copy in memory was left out, since the last one was still on its way", True
 
 
+def _mirror(mirror: Record) -> Iterator[tuple[str, bool]]:
+    if "failed" in mirror:
+        what = f"step {mirror['step']:,}" if "step" in mirror else "the log"
+        yield f"{what} did not get to the mirror: {mirror['failed']}", True
+    if "skipped" in mirror:
+        yield (
+            f"step {mirror['step']:,} was not copied to the mirror, since an older checkpoint was still on its way",
+            True,
+        )
+
+
 _DESCRIPTIONS = {
     "session": _session,
     "fault": _fault,
@@ -100,4 +116,5 @@ _DESCRIPTIONS = {
     "slow": _slow,
     "replica": _replica,
     "copy": _copy,
+    "mirror": _mirror,
 }

@@ -16,7 +16,7 @@ Record = Mapping[str, Any]
 _RESTARTS = {"session", "rollback"}
 """Records after which a run continues from an earlier step than it had reached."""
 
-_EVENTS = {*_RESTARTS, "fault", "slow", "replica", "copy"}
+_EVENTS = {*_RESTARTS, "fault", "slow", "replica", "copy", "mirror"}
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,8 @@ class RunMetrics:
     events: Sequence[Record] = ()
     """{"step", "tokens", "seconds", "session": {...}} where a session began, {..., "fault": {...}} where a step went
     wrong, {..., "rollback": {...}} where it went back, {..., "slow": {...}} where a rank was, {..., "replica": {...}}
-    where weights differed between ranks, {..., "copy": {...}} where one in memory was due; as they happened, those that
-    a run went through again included
+    where weights differed between ranks, {..., "copy": {...}} where one in memory was due, {..., "mirror": {...}} where
+    a checkpoint was sent there, or could not be; as they happened, those that a run went through again included
     """
 
 

@@ -47,6 +47,9 @@ TRAINING = (
     Panel("learning_rate", "Learning rate", zero=True, exact=True),
     Panel("tokens_per_second", "Tokens per second", "while training, all ranks together", zero=True),
     Panel("candidates", "Candidates", "ids an output is compared with", zero=True),
+    Panel("generator_loss", "Generator's loss", "of masked tokens, where some are replaced"),
+    Panel("detection_loss", "Detection loss", "of whether a token was replaced", zero=True),
+    Panel("detection_found", "Replaced tokens found", "share of them", percent=True, zero=True),
     Panel("mfu", "Model FLOPs utilisation", "share of the devices' peak", percent=True, zero=True),
 )
 GEOMETRY = (

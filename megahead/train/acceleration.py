@@ -30,7 +30,7 @@ def accelerate_(
     lines = [("attention", f"{backend.name} ({backend.description})")]
     if device.type == "cuda" if engine.compile == "auto" else engine.compile:
         obstacle = _obstacle_to_compiling(config, device, zero_stage)
-        lines.append(("compiled", f"no, {obstacle}" if obstacle else "one block for all layers"))
+        lines.append(("compiled", f"no, {obstacle}" if obstacle else _what_is_compiled(config)))
         if not obstacle:
             _compile_(backbone, backend)
     return lines
@@ -40,6 +40,15 @@ def _compile_(backbone: Backbone, backend: Backend) -> None:
     backbone.compiled = CompiledBlocks()
     if not backend.traceable:
         backbone.use_attention(torch.compiler.disable(backend.attend))
+
+
+def _what_is_compiled(config: RunConfig) -> str:
+    """All blocks but those whose shapes are another batch's each time."""
+    late = config.masking.masks_from_layer if config.masking else 0
+    plain = [f"the first {late}, which compute shorter rows"] if late else []
+    if config.model.is_encoder() and not config.model.is_causal:
+        plain.append("the last, which computes masked tokens alone")
+    return f"one block for all layers{' but ' * bool(plain)}{' and '.join(plain)}"
 
 
 def _obstacle_to_compiling(config: RunConfig, device: torch.device, zero_stage: int) -> str:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from megahead.checkpoint import run_on_all_ranks
+from megahead.checkpoint import run_long_on_all_ranks, run_on_all_ranks
 from megahead.config import DataConfig, RunConfig
 from megahead.corpus import IndexedDataset
+from megahead.corpus.far_dataset import fetch_dataset
 from megahead.data import training_samples
 from megahead.data.blending import Blend
 from megahead.data.end_tokens import require_end_tokens, without_boundaries
@@ -20,6 +21,7 @@ from megahead.data.samples import Samples
 from megahead.data.sampling import describe_samples, token_counts
 from megahead.distributed import Group
 from megahead.errors import CheckpointError, ConfigError, DataError, UserError
+from megahead.far import near_file
 
 
 @dataclass(frozen=True)
@@ -50,12 +52,14 @@ class RunDatasets:
 
 def open_datasets(config: RunConfig, world_group: Group | None = None) -> RunDatasets:
     """Opens what the run reads: on rank 0 of `world_group` first, which packs rows if necessary, then on the others.
+    What is far is fetched before, once on each machine.
 
     UserError on all ranks if on any rank a dataset is missing, too short, or of another vocabulary or end token.
     Collective; packing must end within the group's timeout.
     """
     opened: list[RunDatasets] = []
     group = world_group or Group()
+    run_long_on_all_ranks(group, _fetch_far(config.data), _sentence)
     for turn in (group.rank == 0, group.rank > 0):
         try:
             run_on_all_ranks(group, (lambda: opened.append(_opened(config))) if turn else _nothing, _sentence)
@@ -64,9 +68,16 @@ def open_datasets(config: RunConfig, world_group: Group | None = None) -> RunDat
     return opened[0]
 
 
+def _fetch_far(data: DataConfig) -> Iterator[None]:
+    """Fetches datasets that are named by a URL, so that opening them is quick; yields often."""
+    for prefix in [*(part.prefix for part in data.parts()), data.validation]:
+        if prefix is not None:
+            yield from fetch_dataset(prefix)
+
+
 def _opened(config: RunConfig) -> RunDatasets:
     path = config.data.tokenizer
-    if path is not None and not Path(path).is_file():
+    if path is not None and not Path(near_file(path)).is_file():
         raise ConfigError("data.tokenizer", "name a readable file", got=path, hint="or leave it out")
     train = [_open(config, part.prefix, "data.train") for part in config.data.parts()]
     prefix = config.data.validation

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megahead.config import ModelConfig, RunConfig, RunPlan, names_of, phases_of
+from megahead.config import MaskingConfig, ModelConfig, RunConfig, RunPlan, names_of, phases_of
 from megahead.config.embedding import ROWS_FROM
+from megahead.config.replaced_tokens import ReplacedTokensConfig
 from megahead.estimate import RankMemory, rank_memory, run_parameters
+from megahead.far import is_far
 from megahead.wording import GIB, counted, gib
 
 
@@ -83,8 +85,11 @@ def files_of(config: RunConfig) -> tuple[str, str]:
     prefixes = [part.prefix for part in config.data.parts()] + [config.data.validation or ""]
     named = [f"{prefix}{ending}" for prefix in prefixes if prefix for ending in (".bin", ".idx")]
     named += [config.data.tokenizer] if config.data.tokenizer else []
-    missing = [name for name in named if not Path(name).exists()]
-    return "files", f"missing: {', '.join(missing)}" if missing else f"all {len(named)} exist (not opened)"
+    far = [name for name in named if is_far(name)]
+    missing = [name for name in named if name not in far and not Path(name).exists()]
+    unseen = f"; {len(far)} in stores, not looked for" if far else ""
+    found = f"all {len(named) - len(far)} exist (not opened)"
+    return "files", f"missing: {', '.join(missing)}{unseen}" if missing else f"{found}{unseen}"
 
 
 def _shape(model: ModelConfig) -> str:
@@ -106,7 +111,9 @@ def _memory(memory: RankMemory) -> str:
 def _parameters(config: RunConfig) -> str:
     counts = run_parameters(config)
     parts = [f"{counts.body:,} body", f"{counts.embedding:,} embedding"]
-    return f"{counts.total:,} ({', '.join([*parts, f'{counts.head:,} head'] if counts.head else parts)})"
+    parts += [f"{counts.head:,} head"] if counts.head else []
+    parts += [f"{counts.generator:,} generator"] if counts.generator else []
+    return f"{counts.total:,} ({', '.join(parts)})"
 
 
 def _objective(config: RunConfig, rows: int) -> str:
@@ -122,19 +129,34 @@ def _objective(config: RunConfig, rows: int) -> str:
         parts += [f"{objective.nearest} nearest of each"] if objective.nearest else []
         parts += [f"at most {objective.max_candidates:,}"] if objective.max_candidates else []
         parts += [f"{objective.vanilla_weight:g} vanilla"] if objective.vanilla_weight else []
-    if config.masking is not None and config.model.is_causal:
-        parts.append("next tokens by causal attention")
-    elif config.masking is not None:
-        parts.append(
-            "masked diffusion" if config.masking.diffusion else f"{config.masking.rate:.0%} of the tokens masked"
-        )
-        parts += [f"{config.masking.final_rate:.0%} at last"] if config.masking.final_rate else []
-        late = config.masking.masks_from_layer
-        parts += [f"mask tokens from layer {late} on"] if late else []
-        parts += [f"by {config.masking.strategy}"] if config.masking.strategy != "uniform" else []
+    parts += _masks(config.model, config.masking) if config.masking else []
     if config.masked_inputs is not None:
         parts.append(f"{config.masked_inputs.share:.0%} of the inputs masked")
     parts += [f"scored by {objective.score}"] if objective.score != "dot" else []
+    if objective.replaced_tokens is not None:
+        parts.append(_detection(objective.replaced_tokens))
     if objective.learned_temperature or objective.temperature != 1:
         parts.append(f"temperature {objective.temperature:g}{', learned' if objective.learned_temperature else ''}")
     return ", ".join(parts)
+
+
+def _masks(model: ModelConfig, masking: MaskingConfig) -> list[str]:
+    if model.is_causal:
+        return ["next tokens by causal attention"]
+    parts = ["masked diffusion" if masking.diffusion else f"{masking.rate:.0%} of the tokens masked"]
+    parts += [f"{masking.final_rate:.0%} at last"] if masking.final_rate else []
+    parts += [f"mask tokens from layer {masking.masks_from_layer} on"] if masking.masks_from_layer else []
+    parts += [f"by {masking.strategy}"] if masking.strategy != "uniform" else []
+    if masking.mask_decoder_layers:
+        parts.append(f"mask tokens in a decoder of {counted(masking.mask_decoder_layers, 'layer')}")
+    if masking.dropping:
+        layers, share = masking.dropping.layers(model), masking.dropping.keep_share
+        where = f"layer {layers[0]}" if len(layers) == 1 else f"layers {layers[0]} to {layers[-1]}"
+        parts.append(f"{share:.0%} of the tokens in {where}, by {masking.dropping.by}")
+    return parts
+
+
+def _detection(asked: ReplacedTokensConfig) -> str:
+    """What replaces tokens, and what finding them counts."""
+    layers = counted(asked.generator_layers, "layer")
+    return f"learned by a generator of {layers}, whose tokens the model finds (weight {asked.weight:g})"

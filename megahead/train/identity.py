@@ -9,6 +9,7 @@ from typing import Any
 from megahead.checkpoint import Checkpoint
 from megahead.config import Phase, RunConfig, config_from_dict, learn_alike, phase_that_saved
 from megahead.errors import CheckpointError
+from megahead.far import near_file
 from megahead.train.datasets import RunDatasets
 
 MAY_CHANGE = (
@@ -39,12 +40,12 @@ is kept, see persistence.py.)"""
 
 
 def data_fingerprints(config: RunConfig, datasets: RunDatasets) -> dict[str, Any]:
-    """Fingerprints of the content of `data.train` (one per dataset), `data.tokenizer` and `data.nearest_ids`."""
+    """Fingerprints of the content of `data.train` (one per dataset), and of the files that `data` names beside it."""
     parts = [
         dataset.fingerprint if part.weight is None else f"{dataset.fingerprint}, weight {part.weight:g}"
         for part, dataset in zip(config.data.parts(), datasets.train, strict=True)
     ]
-    files = {f"data.{name}": getattr(config.data, name) for name in ("tokenizer", "nearest_ids")}
+    files = {f"data.{name}": getattr(config.data, name) for name in ("tokenizer", "nearest_ids", "id_weights")}
     return {"data.train": parts} | {name: None if path is None else _sha256(path) for name, path in files.items()}
 
 
@@ -94,7 +95,7 @@ def _refuse_another_course(checkpoint: Checkpoint, phase: Phase, steps: int) -> 
 
 
 def _sha256(path: str) -> str:
-    return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+    return hashlib.sha256(Path(near_file(path)).read_bytes()).hexdigest()
 
 
 def is_within(name: str, sections: tuple[str, ...]) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -13,9 +13,11 @@ from megahead.config import RunConfig
 from megahead.distributed import Group
 from megahead.engine import Engine
 from megahead.errors import UserError
+from megahead.mirror import Mirror
 from megahead.optim import learning_rate_ratio
 from megahead.pretraining import Feed, StepBatches
 from megahead.train.copier import Copier
+from megahead.train.detection_tally import DetectionTally
 from megahead.train.evaluation import Evaluation
 from megahead.train.faults import Guard
 from megahead.train.health import Health
@@ -38,8 +40,9 @@ class Training:
     until: int
     """Steps of the run at which the phase ends."""
 
-    new_phase: bool
-    """Whether it goes on from another phase's weights, so that an evaluation shows what these are worth to it."""
+    evaluate_first: bool
+    """Whether it begins with weights that learned something else, another phase's or those of `init`, so that an
+    evaluation shows what these are worth to it."""
 
     engine: Engine
     feed: Feed
@@ -50,8 +53,12 @@ class Training:
     stop: StopRequest
     evaluation: Evaluation | None
     tasks: TaskEvaluation | None
+    tally: DetectionTally | None
     saver: Saver
     copier: Copier
+    mirror: Mirror | None
+    """Rank 0's."""
+
     roll_back: Callable[[], Path | None]
     device: torch.device
 
@@ -69,7 +76,7 @@ def train(run: Training) -> Ending:
     say) will soon kill the process.
     """
     state = run.state
-    _evaluate(run) if run.new_phase else _run_missed_evaluation(run)
+    _evaluate(run) if run.evaluate_first else _run_missed_evaluation(run)
     began_at, watch = state.step, Stopwatch(state.seconds)
     ending: Ending | None = None
     run.meters.start(state)
@@ -79,6 +86,7 @@ def train(run: Training) -> Ending:
             with watch.paused():
                 if applied and _replicas_agree(run):
                     _evaluate_and_save_if_due(run)
+            run.meters.mirrored([] if run.mirror is None else run.mirror.news(), run.state)
             ending = _reason_to_stop(run)
     if ending != "stopped" and not state.evaluated:
         _evaluate(run)
@@ -97,6 +105,8 @@ def _advance(run: Training, batches: StepBatches, watch: Stopwatch) -> bool:
     seed_step(config.seed, first_sample, run.data_group.rank, run.device)
     learning_rate = config.optimizer.learning_rate * ratio
     report = train_step(run.engine, batches, learning_rate, run.device, run.world_group, run.guard, state.recent_losses)
+    if run.tally is not None:
+        report = replace(report, detection=run.tally.take(run.data_group))
     state.samples += config.batch.global_size
     state.tokens += config.tokens_per_step()
     state.seconds = watch.seconds()

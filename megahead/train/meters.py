@@ -15,12 +15,13 @@ import orjson
 from megahead.config import RunConfig
 from megahead.evaluate import ValidationResult
 from megahead.evaluate.results import TaskResult
+from megahead.mirror import News
 from megahead.train.boards import Boards
 from megahead.train.copier import Renewal
 from megahead.train.faults import Action
 from megahead.train.hold import Hold
 from megahead.train.lineage import Lineage
-from megahead.train.log_lines import BadSamples, describe_fault, progress_line
+from megahead.train.log_lines import BadSamples, describe_fault, progress_line, told_apart
 from megahead.train.mesh_change import MeshChange, MeshShape
 from megahead.train.pace import SlowRank
 from megahead.train.persistence import Start
@@ -45,6 +46,8 @@ class Meters:
     def __init__(self, config: RunConfig, *, hold: Hold | None, mesh: MeshShape) -> None:
         self._folder = config.folder()
         self._total_steps = config.training.steps
+        asked = config.objective.replaced_tokens
+        self._detection_weight = 0.0 if asked is None else asked.weight
         self._log_seconds = config.training.log_seconds
         self._print_seconds = self._log_seconds * (1 if sys.stdout.isatty() else _QUIETER)
         self._active, self._hold = hold is not None, hold
@@ -155,6 +158,13 @@ class Meters:
             if renewal.sentence is not None:
                 self.print_line(renewal.sentence)
 
+    def mirrored(self, news: Sequence[News], state: TrainingState) -> None:
+        """Records what became of checkpoints on their way to the mirror."""
+        for each in news:
+            self._record(state, {"mirror": each.facts})
+            if each.sentence is not None:
+                self.print_line(each.sentence)
+
     def validation(self, result: ValidationResult, state: TrainingState, head: str) -> None:
         """Writes an evaluation; `head`: what predicted, `pmi` (the training-free head), `tied` or `trained`."""
         if not self._active:
@@ -164,10 +174,12 @@ class Meters:
         found = {name: value for name, value in asdict(result).items() if isinstance(value, float)}
         self._boards.add("validation", found, state.step)
         most = "at most " if result.upper_bound else ""
+        whose = "generator's " if result.detection else ""
+        told = f"; {told_apart(asdict(result.detection))}" if result.detection else ""
         bits = "" if result.bits_per_byte is None else f", {most}{result.bits_per_byte:.3f} bits per byte"
         self.print_line(
-            f"held out at step {state.step:,}: perplexity {most}{result.perplexity:,.1f}{bits}, "
-            f"accuracy {result.accuracy:.1%} ({head} head)"
+            f"held out at step {state.step:,}: {whose}perplexity {most}{result.perplexity:,.1f}{bits}, "
+            f"accuracy {result.accuracy:.1%} ({head} head){told}"
         )
 
     def tasks(self, results: Sequence[TaskResult], state: TrainingState) -> None:
@@ -225,6 +237,10 @@ class Meters:
             "candidates": candidates,
             "skipped_steps": state.skipped_steps,
         }
+        if found := [r.detection for r in reports if r.detection is not None]:
+            means = {name: sum(getattr(one, name) for one in found) / len(found) for name in asdict(found[0])}
+            scalars |= {f"detection_{name}": value for name, value in means.items()}
+            scalars["generator_loss"] = mean_loss - self._detection_weight * means["loss"]
         fetched = [r.rows_fetched for r in reports if r.rows_fetched is not None]
         if fetched:
             scalars["rows_fetched"] = sum(fetched) / len(fetched)

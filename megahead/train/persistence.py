@@ -20,6 +20,7 @@ from megahead.copies import Rescue
 from megahead.distributed import Group
 from megahead.engine import Engine
 from megahead.errors import CheckpointError
+from megahead.mirror import Fetched
 from megahead.run_folder import RunFolder
 from megahead.train.birth import WithNewHead
 from megahead.train.identity import config_of
@@ -40,11 +41,16 @@ class Start:
     rescue: Rescue | None = None
     """Where there were newer copies in memory, what came of them: perhaps this checkpoint."""
 
+    fetched: Fetched | None = None
+    """The same for newer checkpoints in the mirror."""
+
     def lines(self) -> list[tuple[str, str]]:
         """For the banner."""
         lines = [("damaged", sentence) for sentence in self.damage]
         if self.rescue is not None:
             lines += [("in memory", sentence) for sentence in self.rescue.sentences()]
+        if self.fetched is not None:
+            lines += [("mirror", sentence) for sentence in self.fetched.sentences()]
         if self.checkpoint is not None:
             lines.append(("resumed", f"step {self.checkpoint.step:,}, {self.checkpoint.folder}"))
         return lines
@@ -52,20 +58,25 @@ class Start:
     def facts(self) -> dict[str, Any]:
         """For the log."""
         facts: dict[str, Any] = {"damaged": self.damage}
-        return facts if self.rescue is None else facts | {"memory": self.rescue.facts()}
+        facts |= {} if self.rescue is None else {"memory": self.rescue.facts()}
+        return facts if self.fetched is None else facts | {"mirror": self.fetched.facts()}
 
 
-def _no_rescue(than: int) -> Rescue | None:
+def _nothing_newer(than: int) -> None:
     return None
 
 
 def find_resume(
-    resume: str, folder: RunFolder, world_group: Group, rescue: Callable[[int], Rescue | None] = _no_rescue
+    resume: str,
+    folder: RunFolder,
+    world_group: Group,
+    rescue: Callable[[int], Rescue | None] = _nothing_newer,
+    fetch: Callable[[int], Fetched | None] = _nothing_newer,
 ) -> Start:
     """What `--resume auto|never|DIR` asks for. Collective.
 
     `rescue`: makes a checkpoint in `folder` of what is newer in memory than a step (-1: than nothing), if `auto` may
-    take it. Otherwise nothing is written.
+    take it; `fetch`: of what is newer in the mirror. Otherwise nothing is written.
     """
     if resume != "auto":
         named = run_on_all_ranks(world_group, lambda: _named(resume, folder) if world_group.rank == 0 else None)[0]
@@ -73,10 +84,12 @@ def find_resume(
     checkpoint, damage = newest_sound(folder.path, world_group)
     rescued = rescue(-1 if checkpoint is None else checkpoint.step)
     checkpoint = (rescued and rescued.checkpoint) or checkpoint
+    fetched = fetch(-1 if checkpoint is None else checkpoint.step)
+    checkpoint = (fetched and fetched.checkpoint) or checkpoint
     if checkpoint is None:
-        _refuse_damaged(folder.path, damage)
+        _refuse_damaged(folder.path, [*damage, *(fetched.problems if fetched else ())])
         run_on_all_ranks(world_group, lambda: _refuse_abandoned(folder) if world_group.rank == 0 else None)
-    return Start(checkpoint, damage, rescued)
+    return Start(checkpoint, damage, rescued, fetched)
 
 
 def _refuse_damaged(folder: Path, damage: list[str]) -> None:

@@ -12,6 +12,7 @@ from megahead.checkpoint import KeepRules, run_on_all_ranks, write_snapshot
 from megahead.config import RunConfig
 from megahead.distributed import Group
 from megahead.engine import Engine
+from megahead.mirror import Mirror
 from megahead.train.hold import Hold
 from megahead.train.lineage import Lineage
 from megahead.train.moment import Moment
@@ -36,15 +37,19 @@ class Saver:
         lineage: Lineage,
         hold: Hold | None = None,
         kept_steps: Collection[int] = (),
+        mirror: Mirror | None = None,
     ) -> None:
-        """`kept_steps`: checkpoints of these are kept for good, beside those that the config names."""
+        """`kept_steps`: checkpoints of these are kept for good, beside those that the config names; `mirror`: rank 0's,
+        to which each checkpoint is given."""
         training = config.training
         self._engine, self._state, self._data_group = engine, state, data_group
         self._config = config.model_dump(mode="json")
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="save") if training.save_in_background else None
         # a gloo connection of its own, since another thread may use it at the same time
         self._world_group = world_group.side_channel() if self._pool else world_group
-        keep_rules, self._lineage = KeepRules(training.keep_every, kept_steps, training.keep_best), lineage
+        in_hand = () if mirror is None else mirror.in_hand
+        keep_rules = KeepRules(training.keep_every, kept_steps, training.keep_best, read_now=in_hand)
+        self._lineage, self._mirror = lineage, mirror
         self._write = partial(
             write_snapshot, lineage.root, group=self._world_group, keep=training.keep_checkpoints, keep_rules=keep_rules
         )
@@ -79,9 +84,9 @@ class Saver:
             parent_step=parent_step,
         )
         if self._pool:
-            self._pending = self._pool.submit(self._checked, moment.must_be_finite, write)
+            self._pending = self._pool.submit(self._checked, moment.must_be_finite, write, parent_step)
         else:
-            self._folder = self._checked(moment.must_be_finite, write)
+            self._folder = self._checked(moment.must_be_finite, write, parent_step)
         self._saved_at = state.step, state.samples
         return time.monotonic() - started
 
@@ -92,13 +97,11 @@ class Saver:
             self._folder = pending.result()
         return self._folder
 
-    def _checked(self, check: Callable[[], None], write: Callable[[], Path]) -> Path:
-        """Writes, unless `check` raises on any rank, or another session has taken the folder."""
-        run_on_all_ranks(self._world_group, partial(_both, check, self._hold))
-        return write()
-
-
-def _both(check: Callable[[], None], hold: Hold | None) -> None:
-    check()
-    if hold is not None:
-        hold.check()
+    def _checked(self, check: Callable[[], None], write: Callable[[], Path], parent_step: int) -> Path:
+        """Writes, unless `check` raises on any rank, or another session has taken the folder or the mirror."""
+        checks = [check, *(each.check for each in (self._hold, self._mirror) if each is not None)]
+        run_on_all_ranks(self._world_group, lambda: [check() for check in checks])
+        folder = write()
+        if self._mirror is not None:
+            self._mirror.offer(folder, parent_step)
+        return folder

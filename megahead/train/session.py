@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import secrets
 import shutil
-import time
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 
 import torch
 import yaml
 
-from megahead.checkpoint import KeepRules, run_on_all_ranks
+from megahead.checkpoint import KeepRules
 from megahead.config import RunConfig, RunPlan, phases_of
 from megahead.copies import MemoryCopies, NodeMemory, Rescue, rescue_newer
 from megahead.distributed import Group, Launch, Mesh
-from megahead.errors import CheckpointError
+from megahead.far import near_file
 from megahead.files import write_atomically
+from megahead.mirror import Fetched, Mirror, News
 from megahead.run_folder import RunFolder
 from megahead.train.datasets import RunDatasets
 from megahead.train.hold import Hold
+from megahead.train.lineage import Lineage
 from megahead.train.meters import Meters
+from megahead.train.mirroring import fetch_from_mirror, finish_mirror, open_mirror
+from megahead.train.persistence import Start
 from megahead.train.preemption import Ending, StopRequest
 from megahead.train.state import TrainingState
 from megahead.train.utilization import Utilization
@@ -71,6 +71,12 @@ class Session:
         """Steps at which a phase ends and another begins."""
         return [phase.steps.start for phase in phases_of(self.plan.config)[1:]]
 
+    @property
+    def keep_rules(self) -> KeepRules:
+        """Which checkpoints are kept beside the newest ones."""
+        training = self.plan.config.training
+        return KeepRules(training.keep_every, self.switches, training.keep_best)
+
     @cached_property
     def hold(self) -> Hold | None:
         """Rank 0's on the folder, in which it has then begun to write."""
@@ -106,14 +112,39 @@ class Session:
         training, folder = self.plan.config.training, self.plan.config.folder()
         if training.copy_every is None:
             return None
-        rules = KeepRules(training.keep_every, self.switches, training.keep_best)
-        return rescue_newer(than, folder, self.launch, self.world_group, training.keep_checkpoints, rules)
+        return rescue_newer(than, folder, self.launch, self.world_group, training.keep_checkpoints, self.keep_rules)
+
+    def fetch(self, than: int) -> Fetched | None:
+        """The mirror's newest checkpoint, if that is newer than step `than`, when the session begins."""
+        if "mirror" in vars(self):
+            return None
+        return fetch_from_mirror(than, self.plan.config, self.datasets, self.world_group)
+
+    @cached_property
+    def mirror(self) -> Mirror | None:
+        """Rank 0's, if the run has one. Made when the folder is held."""
+        return open_mirror(self.plan.config, self.hold, self.keep_rules)
+
+    def mirror_from(self, start: Start, lineage: Lineage) -> Mirror | None:
+        """The mirror. The newest checkpoint of the run's own goes there first, if the session begins with it."""
+        first, checkpoint = "mirror" not in vars(self), start.checkpoint
+        newest = checkpoint is not None and lineage.tip == checkpoint.step and not lineage.to_be_abandoned()
+        if self.mirror and checkpoint and first and newest and start.fetched is None:
+            self.mirror.offer(checkpoint.folder, checkpoint.step)
+        return self.mirror
+
+    def _finish_mirror(self, ending: Ending) -> list[News]:
+        if self.plan.config.training.mirror is None:
+            return []
+        return finish_mirror(self.mirror, ending, self.launch.restarts, self.world_group)
 
     def abandon(self) -> None:
         """After an error, which others must be told soon: nothing is left in memory, unless ranks will start again, and
         go on from there."""
         if "copies" in vars(self) and self.copies is not None and not self.launch.restarts:
             self.copies.close(patience=0)
+        if "mirror" in vars(self) and self.mirror is not None:
+            self.mirror.close()
 
     @cached_property
     def stop(self) -> StopRequest:
@@ -123,6 +154,7 @@ class Session:
     def end(self, ending: Ending, state: TrainingState) -> None:
         """Writes how the session ended, for scripts that restart runs; a session that was killed leaves no such
         file."""
+        self.meters.mirrored(self._finish_mirror(ending), state)
         self.meters.close(ending, state)
         if self.world_group.rank == 0:
             content = {"ending": ending, "step": state.step, "steps": self.plan.config.training.steps}
@@ -132,37 +164,13 @@ class Session:
         if self.copies is not None:
             self.copies.close()
             self._remove_handed_over()
-
-
-PATIENCE = 10.0
-"""Seconds that a network file system may take to show one rank what another wrote."""
-
-
-def must_be_shared(folder: RunFolder, world_group: Group) -> None:
-    """CheckpointError on all ranks if one of them does not see what rank 0 writes there. Collective.
-
-    All ranks write a checkpoint together: were the folder a different one on each node, none would be complete. What
-    this check creates is removed again, so that a run that is refused later leaves nothing.
-    """
-    missing = [place for place in (folder.path, *folder.path.parents) if not place.exists()]
-    token = world_group.all_gather_objects(secrets.token_hex(8) if world_group.rank == 0 else "")[0]
-    mark = folder / f".seen-by-all-{token}"
-
-    def write() -> None:
-        folder.path.mkdir(parents=True, exist_ok=True)
-        mark.touch()
-
-    try:
-        run_on_all_ranks(
-            world_group, write if world_group.rank == 0 else _nothing, lambda error: _cannot_write(folder, error)
-        )
-        run_on_all_ranks(world_group, lambda: _see(mark, world_group.rank))
-    finally:
-        if world_group.rank == 0:
-            with contextlib.suppress(OSError):
-                mark.unlink()
-                for place in missing:
-                    place.rmdir()
+        if self.world_group.rank == 0:
+            shutil.rmtree(self.plan.config.folder().fetched, ignore_errors=True)
+        if self.mirror is not None:
+            self.mirror.offer_files()
+            self.mirror.close()
+        for sentence in [news.sentence for news in self._finish_mirror(ending) if news.sentence]:
+            print(sentence, flush=True)
 
 
 def _begin(folder: RunFolder, config: RunConfig) -> None:
@@ -171,23 +179,4 @@ def _begin(folder: RunFolder, config: RunConfig) -> None:
     folder.ending.unlink(missing_ok=True)
     folder.config.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
     if config.data.tokenizer is not None:
-        shutil.copyfile(config.data.tokenizer, folder.tokenizer)
-
-
-def _see(mark: Path, rank: int) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not mark.exists():
-        if time.monotonic() > deadline:
-            raise CheckpointError(
-                f"output_dir must be one folder for all ranks, but rank {rank} does not see in {mark.parent} what rank "
-                "0 wrote there; put it on a file system that all nodes share."
-            )
-        time.sleep(0.05)
-
-
-def _cannot_write(folder: RunFolder, error: Exception) -> str:
-    return f"output_dir must be a folder that can be written, but {folder} cannot be ({error}); choose another."
-
-
-def _nothing() -> None:
-    pass
+        shutil.copyfile(near_file(config.data.tokenizer), folder.tokenizer)

@@ -26,6 +26,7 @@ from megahead.train.boards import require_boards
 from megahead.train.copier import Copier
 from megahead.train.datasets import open_datasets
 from megahead.train.describe import describe_phases, describe_run
+from megahead.train.detection_tally import DetectionTally
 from megahead.train.elastic import describe_elastic, elastic_launch, settings_of, wait_for_end
 from megahead.train.evaluation import Evaluation
 from megahead.train.faults import Guard
@@ -33,13 +34,15 @@ from megahead.train.health import Health
 from megahead.train.identity import data_fingerprints, is_of_another_phase, refuse_another_run
 from megahead.train.lineage import Lineage
 from megahead.train.loop import Training, train
+from megahead.train.mirroring import near_resume
 from megahead.train.out_of_memory import explain_out_of_memory
 from megahead.train.persistence import agreed_candidate_group_samples, find_resume, resume_from, roll_back
 from megahead.train.precision import settle_precision
 from megahead.train.preemption import Ending, signals_put_back
 from megahead.train.run import Run
 from megahead.train.saver import Saver
-from megahead.train.session import Session, must_be_shared
+from megahead.train.session import Session
+from megahead.train.shared_folder import must_be_shared
 from megahead.train.starting_weights import starting_weights
 from megahead.train.state import TrainingState
 from megahead.train.task_evaluation import TaskEvaluation
@@ -92,6 +95,7 @@ def _pretrain(plan: RunPlan, launch: Launch, ranks: Group, device: torch.device,
     world_group, data_group = mesh.world_group.side_channel(), mesh.data_group.side_channel()
     datasets = open_datasets(plan.config, world_group)
     must_be_shared(folder, world_group)
+    resume = near_resume(resume, plan.config, world_group)
     session = Session(plan, launch, mesh, device, datasets, world_group, data_group)
     try:
         for where in chain([resume], repeat("auto")):
@@ -110,7 +114,7 @@ def _train_phase(session: Session, resume: str) -> tuple[Ending, TrainingState]:
     """Trains from where `resume` says to the end of the phase that this is in."""
     device, world_group, data_group = session.device, session.world_group, session.data_group
     folder, validation = session.plan.config.folder(), session.datasets.validation
-    start = find_resume(resume, folder, world_group, session.rescue)
+    start = find_resume(resume, folder, world_group, session.rescue, session.fetch)
     checkpoint = start.checkpoint
     phase = phase_at(session.plan.config, checkpoint.step if checkpoint else 0)
     plan, config = replace(session.plan, config=phase.config), phase.config
@@ -119,17 +123,21 @@ def _train_phase(session: Session, resume: str) -> tuple[Ending, TrainingState]:
     state = _state(session, plan, checkpoint)
     feed = _feed(session, config, state)
     engine, lines = build_engine(plan, session.mesh, device, starting_weights(config, world_group, checkpoint))
+    module, tally = cast(Pretraining, engine.module), DetectionTally() if config.generator() else None
     if state.difficulty is not None:
-        cast(Pretraining, engine.module).note_misses = state.difficulty.note
+        module.note_misses = state.difficulty.note
+    if tally is not None:
+        module.note_detection = tally.note
     if checkpoint is not None:
         resume_from(checkpoint, config, engine, state, data_group)
     facts = _facts(session, plan, state) + lines + session.describe_copies()
     meters = session.meters_of(plan)
     meters.banner(facts, state, start, lineage, new_phase=new_phase)
+    mirror = session.mirror_from(start, lineage)
     run = Training(
         config=config,
         until=phase.steps.stop,
-        new_phase=new_phase,
+        evaluate_first=new_phase or (checkpoint is None and config.init is not None),
         engine=engine,
         feed=feed,
         state=state,
@@ -139,8 +147,10 @@ def _train_phase(session: Session, resume: str) -> tuple[Ending, TrainingState]:
         stop=session.stop,
         evaluation=None if validation is None else Evaluation(config, validation, data_group, device),
         tasks=TaskEvaluation.of(config, world_group),
-        saver=Saver(engine, state, config, data_group, world_group, lineage, session.hold, session.switches),
+        tally=tally,
+        saver=Saver(engine, state, config, data_group, world_group, lineage, session.hold, session.switches, mirror),
         copier=Copier(engine, state, config, data_group, world_group, lineage, session.copies),
+        mirror=mirror,
         roll_back=partial(roll_back, phase, engine, state, lineage, data_group, world_group),
         device=device,
         data_group=data_group,
@@ -201,7 +211,7 @@ def build_engine(
     """The model, split over the mesh and filled with `weights`, with its optimizer; and the banner's lines about it."""
     config = plan.config
     pretraining = assemble(config, mesh.tensor_group, device)
-    engine_lines = accelerate_(pretraining.backbone, config, device, plan.zero_stage)
+    engine_lines, *_ = [accelerate_(each, config, device, plan.zero_stage) for each in pretraining.encoders()]
     if config.init and config.init.mode in ("probe", "table"):
         pretraining.backbone.requires_grad_(False)
         pretraining.backbone.embedding.requires_grad_(config.init.mode == "table")

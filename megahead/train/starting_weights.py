@@ -15,7 +15,10 @@ from megahead.convert import PublishedModel
 from megahead.convert.source import EMBEDDING, HEAD, OUTPUT_BIAS
 from megahead.distributed import Group, Renamed, Tensors
 from megahead.errors import CheckpointError, ConfigError
+from megahead.far import is_far
+from megahead.mirror import fetch_named
 from megahead.pretraining import TEMPERATURE, FirstWeights, first_weights, weight_shapes
+from megahead.run_folder import RunFolder
 from megahead.train.birth import WithNewHead
 
 _NOT_PUBLISHED = (TEMPERATURE, OUTPUT_BIAS)
@@ -39,13 +42,15 @@ def starting_weights(config: RunConfig, world_group: Group, resumed: Checkpoint 
     source: Tensors = (
         _published(config, init, world_group)
         if init.from_checkpoint is None
-        else _weights_of(_source(init.from_checkpoint, world_group), needed)
+        else _weights_of(_source(init.from_checkpoint, config.folder(), world_group), needed)
     )
     return Renamed(source, lambda name: copies.get(name, name))
 
 
-def _source(path: str, world_group: Group) -> Checkpoint:
-    """The checkpoint at `init.from_checkpoint`."""
+def _source(path: str, folder: RunFolder, world_group: Group) -> Checkpoint:
+    """The checkpoint at `init.from_checkpoint`, fetched into the run's `folder` if that is a URL."""
+    if is_far(path):
+        return open_together(fetch_named(path, RunFolder(folder.fetched), world_group), world_group)
 
     def find() -> Path | None:
         return find_checkpoint(Path(path)) if world_group.rank == 0 else None

@@ -11,6 +11,7 @@ import torch
 
 from megahead.distributed import Group
 from megahead.engine import Engine
+from megahead.objectives import DetectionResult
 from megahead.pretraining import StepBatches
 from megahead.train.faults import Fault, Guard, found_afterwards
 
@@ -46,6 +47,9 @@ class StepReport:
 
     forward_seconds: list[float]
     """How long each rank's forward passes took."""
+
+    detection: DetectionResult | None = None
+    """How well replaced tokens were told from others, in runs that replace some; their loss has a part in `loss`."""
 
 
 def train_step(

@@ -53,6 +53,16 @@ def test_a_period_is_masked_by_what_was_counted_before_the_one_before() -> None:
         assert (seen[step] == expected).all(), step
 
 
+def test_only_at_the_end_of_a_period_counts_come_to_the_host() -> None:
+    """`meta` tensors have no numbers that could be copied."""
+    difficulty = Difficulty(V, EVERY, SAMPLES)
+    for step in range(EVERY - 1):
+        difficulty.note(torch.zeros(5, dtype=torch.int64, device="meta"), torch.ones(5, device="meta"))
+        difficulty.settle((step + 1) * SAMPLES, True, Group())
+    with pytest.raises(NotImplementedError, match="no data"):
+        difficulty.settle(EVERY * SAMPLES, True, Group())
+
+
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks_count_together(ranks: int) -> None:
     alone = follow(Group(), 11)

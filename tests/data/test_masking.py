@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from megahead.config import MaskingConfig
-from megahead.data import Framing, Masker
+from megahead.data import Framing, Masker, masking
 from megahead.data.counter_rng import CounterRng
 from megahead.data.strategies import Uniform
 
@@ -142,3 +142,9 @@ def test_noise_is_uniform_and_apart_by_sample_place_and_purpose() -> None:
     for other in (noise.uniform(2, 50), CounterRng(4, np.arange(2000)).uniform(1, 50), np.roll(draws, 1, 0)):
         assert abs(np.corrcoef(draws.reshape(-1), other.reshape(-1))[0, 1]) < 0.02
     assert np.array_equal(CounterRng(3, [1999]).uniform(1, 50), draws[-1:])
+
+
+@pytest.mark.parametrize("special", [[], [0], [3], [0, 1, 4], [2, 3, 4], [4, 5, 6]])
+def test_ordinary_ids_are_counted_without_the_special_ones(special: list[int]) -> None:
+    expected = [id_ for id_ in range(7) if id_ not in special]
+    assert masking._ordinary(np.arange(len(expected)), special).tolist() == expected

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from itertools import pairwise
 from math import log
+from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
@@ -23,6 +24,7 @@ from megahead.data.strategies import (
     Pmi,
     Spans,
     Strategy,
+    Weights,
     WholeWords,
 )
 from megahead.data.strategies.informative import FLOOR
@@ -151,11 +153,44 @@ def test_a_run_gets_the_strategy_it_asks_for(tmp_path, strategy: str) -> None:
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     with IndexedDatasetWriter(tmp_path / "text", vocab_size=VOCABULARY) as writer:
         writer.add_document([*texts(1, 2000)[0].tolist(), SEP])
-    config = run_config(tmp_path, strategy, tokenizer=str(tmp_path / "tokenizer.json"))
+    np.save(tmp_path / "weights.npy", np.ones(VOCABULARY))
+    given = {"id_weights": str(tmp_path / "weights.npy")} if strategy == "weights" else {}
+    config = run_config(tmp_path, strategy, tokenizer=str(tmp_path / "tokenizer.json"), **given)
     masker = training_masker(config, [IndexedDataset(tmp_path / "text")], Difficulty(VOCABULARY, 5, 4))
     assert masker is not None
     batch = masker.batch(texts(4, 30), range(4))
     assert 0 < batch.target_ids_N.numel() <= 4 * batch.max_targets_per_row <= 4 * round(0.15 * 30)
+
+
+def test_ids_are_selected_by_the_weights_that_a_file_gives(tmp_path: Path) -> None:
+    """Also as single precision, and for fewer ids than the model has."""
+    weight_V = np.where(np.arange(VOCABULARY - 1) < 250, 1.0, 5.0)
+    np.save(tmp_path / "weights.npy", weight_V.astype(np.float32))
+    weights = Weights.read(str(tmp_path / "weights.npy"), VOCABULARY)
+    assert weights.weight_V.tolist() == [*weight_V.tolist(), 1.0]
+    text = texts(4000)
+    selected = chosen(weights, text, rate=0.02)
+    light, heavy = (selected[kind].mean() for kind in (text < 250, (text >= 250) & (text < VOCABULARY - 1)))
+    assert heavy / light == pytest.approx(5, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("held", "rule"),
+    [
+        (np.ones((4, 2)), r"hold a number for each of at most model.vocab_size \(4\) ids, but is float64 \(4, 2\)"),
+        (np.ones(5), r"hold a number for each of at most model.vocab_size \(4\) ids, but is float64 \(5,\)"),
+        (np.array(["x"]), "hold a number for each of at most"),
+        (np.array([1.0, 2.0, 0.0, 1.0]), "hold numbers above 0, but is 0 for id 2 instead"),
+        (np.array([1.0, np.nan]), "hold numbers above 0, but is nan for id 1 instead"),
+    ],
+    ids=str,
+)
+def test_files_that_hold_no_weights_are_refused(tmp_path: Path, held: np.ndarray, rule: str) -> None:
+    np.save(tmp_path / "weights.npy", held)
+    with pytest.raises(ConfigError, match=rf"`data\.id_weights` must {rule}"):
+        Weights.read(str(tmp_path / "weights.npy"), 4)
+    with pytest.raises(ConfigError, match=r"`data\.id_weights` must name a file of numpy, but is nowhere"):
+        Weights.read("nowhere", 4)
 
 
 def test_every_name_of_the_setting_has_a_strategy() -> None:

@@ -62,6 +62,21 @@ def test_parts_are_received_where_they_belong_or_copied_once(dim: int, expected:
     assert on_ranks(2, copies, dim) == [expected] * 2
 
 
+def messages(group: Group) -> tuple[list[str], list[str]]:
+    """What is sent by a gathering and by a scattered sum."""
+    sent = []
+    for collective in (Group.all_gather, Group.reduce_scatter):
+        with Called() as called:
+            collective(group, torch.ones(4, 4))
+        sent.append([name for name in called.names if name.startswith("c10d::")])
+    return sent[0], sent[1]
+
+
+def test_gathered_and_scattered_tensors_travel_whole_and_not_as_lists_of_parts() -> None:
+    """Lists would be copied together on GPUs, there and back."""
+    assert on_ranks(2, messages) == [(["c10d::_allgather_base_"], ["c10d::_reduce_scatter_base_"])] * 2
+
+
 def test_one_rank_needs_no_process_group() -> None:
     heard = talk(Group())
     assert heard["sum"] == 0

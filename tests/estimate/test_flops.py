@@ -10,9 +10,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from megahead.config import ModelConfig
-from megahead.estimate import EarlyLayers, training_flops
+from megahead.estimate import ShorterLayers, run_flops, training_flops
 from megahead.models import build_backbone
-from megahead.nn import Documents, LateTokens, TargetPositions
+from megahead.nn import Documents, ShorterRows, TargetPositions
+from support.initialized import initialized
+from support.small_checkpoint import small_config
 
 CONFIG = ModelConfig(num_layers=2, hidden_size=48, num_heads=3, intermediate_size=100, vocab_size=61, vocab_multiple=16)
 
@@ -61,16 +63,17 @@ def test_an_encoder_is_counted_with_its_last_block_at_the_targets():
     assert counter.get_total_flops() == pytest.approx(20 * estimate.total)
 
 
-@pytest.mark.parametrize("layers", [1, 2])
-def test_layers_that_see_no_mask_tokens_are_counted_with_fewer_tokens(layers: int) -> None:
-    shape = {"num_layers": 3, "hidden_size": 48, "num_heads": 3, "intermediate_size": 100, "vocab_size": 61}
+@pytest.mark.parametrize("reads_all", [False, True])
+@pytest.mark.parametrize("layers", [range(1), range(2), range(1, 3)], ids=str)
+def test_layers_that_compute_some_tokens_alone_are_counted_with_fewer(layers: range, reads_all: bool) -> None:
+    shape = {"num_layers": 4, "hidden_size": 48, "num_heads": 3, "intermediate_size": 100, "vocab_size": 61}
     encoder = ModelConfig(family="bert", hidden_dropout=0.0, attention_dropout=0.0, **shape)
     rows, at = torch.randn(2, 10, 48, requires_grad=True), torch.tensor([1, 4, 7, 8, 12, 14, 15, 19])
-    early = TargetPositions(torch.tensor([k for k in range(20) if k not in at.tolist()]), 2, 10, max_per_row=6)
+    kept = TargetPositions(torch.tensor([k for k in range(20) if k not in at.tolist()]), 2, 10, max_per_row=6)
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
-        targets, late = TargetPositions(at, 2, 10, max_per_row=4), LateTokens(early, layers)
-        build_backbone(encoder).encode_at(rows, Documents.whole_rows(2, 10), targets, late).sum().backward()
-    estimate = training_flops(encoder, 10, 0, targets=4, early=EarlyLayers(layers, 0.6))
+        targets, shorter = TargetPositions(at, 2, 10, max_per_row=4), [ShorterRows(kept, layers, reads_all)]
+        build_backbone(encoder).encode_at(rows, Documents.whole_rows(2, 10), targets, shorter).sum().backward()
+    estimate = training_flops(encoder, 10, 0, targets=4, shorter=[ShorterLayers(layers, 0.6, reads_all)])
     assert counter.get_total_flops() == pytest.approx(20 * estimate.total)
     assert estimate.total < training_flops(encoder, 10, 0, targets=4).total
 
@@ -131,3 +134,22 @@ def test_a_causal_encoder_is_counted_with_all_outputs_and_what_precedes_them(win
     assert estimate.attention == pytest.approx(3 * 4 * sum(seen) * 48)
     assert estimate.body == other.body
     assert estimate.head == pytest.approx(0.8 * other.head)
+
+
+def test_a_generator_and_all_tokens_judged_are_counted():
+    config = small_config(
+        model={"family": "bert", "num_layers": 2, "hidden_dropout": 0.0, "attention_dropout": 0.0, "max_positions": 32},
+        data={"end_token": 2, "sequence_length": 18},
+        masking={"mask_token": 3, "cls_token": 1, "sep_token": 2, "rate": 0.25},
+        objective={"replaced_tokens": {"generator_layers": 1}},
+    )
+    model, hidden = initialized(config), config.model.hidden_size
+    rows, candidates = (torch.randn(*size, hidden, requires_grad=True) for size in ((2, 18), (7,)))
+    targets = TargetPositions(torch.tensor([1, 4, 7, 12, 19, 22, 25, 30]), 2, 18, max_per_row=4)
+    documents, detection = Documents.whole_rows(2, 18), model.detection
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        outputs = detection.generator.encode_at(rows, documents, targets)
+        (outputs @ candidates.T).sum().backward()
+        outputs.detach() @ candidates.detach().T  # of which is drawn
+        detection.head(model.backbone.encode(rows, documents).flatten(0, 1)).sum().backward()
+    assert counter.get_total_flops() == pytest.approx(36 * run_flops(config, 7).total)

@@ -96,6 +96,15 @@ def test_the_estimate_of_a_llama_is_near_its_measured_peak(text: Path, stage: in
     assert 0.95 < max(on_ranks(2, peak, config)) / rank_memory(RunPlan.of(config, 2)).total < 1.25
 
 
+@NEEDS_PEAKS
+@pytest.mark.parametrize("stage", [0, 3])
+def test_the_estimate_of_a_modernbert_is_near_its_measured_peak(text: Path, stage: int) -> None:
+    model = {**LARGE, "family": "modernbert", "intermediate_size": 1024, "local_window": 16}
+    masking = {"mask_token": 1, "cls_token": 2, "sep_token": 3}
+    config = config_of(text, stage, {"model": model, "masking": masking})
+    assert 0.95 < max(on_ranks(2, peak, config)) / rank_memory(RunPlan.of(config, 2)).total < 1.25
+
+
 RANKS, LIMIT = 4, 260 * 2**20
 SHARED_OUT = {"stage3_prefetch_bucket_size": 10**6, "stage3_max_live_parameters": 10**6}
 SHARED_OUT["stage3_max_reuse_distance"] = 10**6

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megahead.config import NAMED_SIZES, ModelConfig, phases_of
-from megahead.estimate import count_parameters, run_parameters
+from megahead.config import NAMED_SIZES, ModelConfig, RunPlan, phases_of
+from megahead.estimate import count_parameters, rank_memory, run_flops, run_parameters
 from megahead.models import build_backbone
 from megahead.pretraining import weight_shapes
 from support.small_checkpoint import small_config
@@ -48,7 +48,33 @@ def test_a_bias_for_each_token_is_counted(objective):
     assert run_parameters(config).head == sum(shape.numel() for shape in heads)
 
 
+def test_a_decoder_of_masks_is_counted_in_its_weights_and_operations():
+    masking = {"mask_token": 3, "cls_token": 1, "sep_token": 2, "rate": 0.4}
+    model = {"family": "bert", "max_positions": 32}
+    config = small_config(model=model, masking=masking | {"mask_decoder_layers": 2})
+    assert run_parameters(config).total == sum(shape.numel() for shape in weight_shapes(config).values())
+    late = small_config(model=model | {"num_layers": 4}, masking=masking | {"masks_from_layer": 2})
+    assert run_parameters(config) == run_parameters(late)
+    assert run_flops(config, 10) == run_flops(late, 10)
+    (one, other) = (rank_memory(RunPlan.of(each, 1)) for each in (config, late))
+    assert one == other
+
+
 def test_an_untied_head_is_one_more_table():
     without, with_head = count_parameters(ODD), count_parameters(ODD, untied_head=True)
     assert with_head.head == with_head.embedding == 64 * 48
     assert with_head.total == without.total + 64 * 48
+
+
+@pytest.mark.parametrize("family", ["bert", "modernbert"])
+def test_a_generator_and_what_judges_tokens_are_counted(family):
+    config = small_config(
+        model={"family": family, "max_positions": 32, "num_layers": 2},
+        masking={"mask_token": 3, "cls_token": 1, "sep_token": 2},
+        objective={"replaced_tokens": {"generator_layers": 2}},
+    )
+    shapes, counts = weight_shapes(config), run_parameters(config)
+    assert counts.total == sum(shape.numel() for shape in shapes.values())
+    of_generator = [shape.numel() for name, shape in shapes.items() if name.startswith("detection.generator.")]
+    assert counts.generator == sum(of_generator)
+    assert counts.head == sum(shape.numel() for name, shape in shapes.items() if name.startswith("detection.head."))

@@ -38,14 +38,22 @@ def test_every_way_to_compute_a_block_gives_the_curve_of_the_cpu(tmp_path: Path,
     assert curve(tmp_path, "cuda", stage(1) | BF16 | changes) == pytest.approx(cpu, abs=0.1)
 
 
+MASKS = {"mask_token": 60, "cls_token": 61, "sep_token": 62}
+ENCODER = {"model.family": "bert", "model.vocab_size": 63, "model.max_positions": 32}
+LATE = ENCODER | {"masking": MASKS | {"masks_from_layer": 1}}
+ADAPTED = ENCODER | {"masking": MASKS | {"strategy": "hardest", "adapt_every": 1000}}
+"""Counts come to the host once a period."""
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("zero", [0, 1, 3])
-def test_a_step_of_ours_waits_for_its_losses_and_its_norm_alone(tmp_path: Path, zero: int) -> None:
+@pytest.mark.parametrize(("zero", "changes"), [(0, {}), (1, {}), (3, {}), (1, LATE), (1, ADAPTED)], ids=str)
+def test_a_step_of_ours_waits_for_its_losses_and_its_norm_alone(
+    tmp_path: Path, zero: int, changes: dict[str, Any]
+) -> None:
     """How often DeepSpeed's waits, and torch's backward pass, is printed."""
     write_text(tmp_path)
-    told = said(
-        str(ROOT / "tools/count_waits.py"), tmp_path / "counted", stage(zero) | BF16 | {"engine.device": "cuda"}
-    )
+    device = stage(zero) | BF16 | {"engine.device": "cuda"}
+    told = said(str(ROOT / "tools/count_waits.py"), tmp_path / "counted", device | changes)
     waits = {who: float(count) for who, count in re.findall(r"^([\w ]+): ([\d.]+) waits a step", told, re.MULTILINE)}
     print(waits)
     assert waits["megahead"] <= 2, told

@@ -82,8 +82,22 @@ def test_more_global_and_local_layers_need_no_more_graphs() -> None:
         backbone.compiled = CompiledBlocks(backend=counting, fullgraph=True)
         for found, tensor in zip(trained(backbone, POSITIONS), expected, strict=True):
             torch.testing.assert_close(found, tensor)
+        assert not backbone.compiled.obstacle
         graphs.append(counting.graphs)
-    assert graphs[0] == graphs[1]
+    assert graphs[0] == graphs[1] > 0
+
+
+@pytest.mark.parametrize("key_heads", [1, 2])
+def test_packed_documents_and_shared_keys_are_in_the_one_graph(key_heads: int) -> None:
+    shape = {"num_layers": 3, "hidden_size": 32, "num_heads": 4, "num_key_heads": key_heads, "vocab_size": 50}
+    backbone, counting = initialized_backbone(ModelConfig(family="llama", **shape), 1), Counting()
+    backbone.use_attention(BACKENDS["sdpa"].attend)
+    expected = trained(backbone, POSITIONS)
+    backbone.compiled = CompiledBlocks(backend=counting, fullgraph=True)
+    for found, tensor in zip(trained(backbone, POSITIONS), expected, strict=True):
+        torch.testing.assert_close(found, tensor)
+    assert counting.graphs == 1
+    assert not backbone.compiled.obstacle
 
 
 def test_documents_of_other_lengths_are_not_compiled_for() -> None:

@@ -113,7 +113,8 @@ def stand_in(
     outputs = []
     for part in parts:
         mask = torch.ones(len(part[0]), len(part[0]), dtype=torch.bool).triu(-left).tril(0 if causal else right)
-        outputs.append(F.scaled_dot_product_attention(*(x.transpose(0, 1) for x in part), mask).transpose(0, 1))
+        heads = (x.transpose(0, 1) for x in part)
+        outputs.append(F.scaled_dot_product_attention(*heads, mask, enable_gqa=True).transpose(0, 1))
     return torch.cat(outputs), None
 
 
@@ -127,6 +128,24 @@ def test_flash_attention_is_told_where_documents_begin_and_how_far_tokens_see(
     module, function = BACKENDS[name].kernel
     monkeypatch.setitem(sys.modules, module, types.SimpleNamespace(**{function: stand_in}))
     assert max(relative_errors(BACKENDS[name].attend, random_qkv(), positions, causal, window)) < 1e-12
+
+
+@pytest.mark.parametrize("name", ["flash2", "flash3", "flash4"])
+def test_flash_attention_gets_fewer_key_heads_as_they_are(monkeypatch, name: str) -> None:
+    module, function = BACKENDS[name].kernel
+    heads = []
+
+    def noting(q, k, v, **told):
+        heads.append((q.shape[-2], k.shape[-2], v.shape[-2]))
+        return stand_in(q, k, v, **told)
+
+    monkeypatch.setitem(sys.modules, module, types.SimpleNamespace(**{function: noting}))
+    q, k, v = random_qkv(shape=(2, 7, 6, 8))
+    shared = k[:, :, :2], v[:, :, :2]
+    whole = [x.repeat_interleave(3, 2) for x in shared]
+    found = BACKENDS[name].attend(q, *shared, Documents(POSITIONS))
+    torch.testing.assert_close(found, attend(q, *whole, Documents(POSITIONS)), rtol=0, atol=1e-12)
+    assert heads == [(6, 2, 2)]
 
 
 class Called(TorchDispatchMode):

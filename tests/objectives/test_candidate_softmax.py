@@ -107,7 +107,7 @@ def test_a_bias_that_is_learned_gets_its_gradient(others_learn: bool) -> None:
     outputs, targets, embedding = drawn(12, 4, 9)
     bias = torch.randn(9, dtype=torch.float64, requires_grad=True)
     arguments = (outputs, embedding) if others_learn else (outputs.detach(), embedding.detach())
-    among = Candidates(None, bias, targets)
+    among = Candidates(None, bias, targets, subtracts_positive_bias=True)
     ours, reference = (loss(*arguments, among, Dot(0.7)) for loss in (candidate_loss, candidate_loss_reference))
     wanted = [bias, outputs, embedding] if others_learn else [bias]
     for mine, exact in zip(torch.autograd.grad(ours, wanted), torch.autograd.grad(reference, wanted), strict=True):

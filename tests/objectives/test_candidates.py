@@ -40,20 +40,29 @@ def test_the_whole_vocabulary_is_not_padded() -> None:
     assert biased.padded(512) is biased
 
 
-def test_all_tensors_move_and_the_constant_stays() -> None:
-    candidates = Candidates(*(torch.arange(3) for _ in range(4)), constant=0.5)  # type: ignore[misc]
+def test_all_tensors_move_and_the_rest_stays() -> None:
+    candidates = Candidates(*(torch.arange(3) for _ in range(4)), subtracts_positive_bias=True)  # type: ignore[misc]
     moved = candidates.to(torch.device("meta"))
     assert all(getattr(moved, name).is_meta for name in ("ids_U", "bias_U", "positive_N", "positive_bias_U"))
-    assert moved.constant == 0.5
+    assert moved.subtracts_positive_bias
     alone = Candidates(None, None, torch.arange(3)).to(torch.device("meta"))
     assert (alone.ids_U, alone.bias_U, alone.positive_N.is_meta) == (None, None, True)
 
 
-def test_the_constant_is_part_of_the_loss_by_every_way() -> None:
-    outputs, rows = torch.randn(3, 4), torch.randn(5, 4)
-    plain = Candidates(None, None, torch.tensor([0, 4, 2]))
-    shifted = replace(plain, constant=2.5)
+@pytest.mark.parametrize("apart", [False, True])
+def test_a_bias_in_the_numerator_is_that_of_each_positive_as_often_as_it_counts(apart: bool) -> None:
+    outputs, rows, bias = torch.randn(3, 4), torch.randn(5, 4), torch.randn(5, dtype=torch.float64)
+    own, weights = torch.tensor([0, 4, 2]), torch.tensor([1.0, 2.0, 0.5])
+    plain = Candidates(None, bias, own, bias / 2 if apart else None, weight_N=weights)
+    subtracted = float((weights * (bias / 2 if apart else bias)[own]).sum())
     for way in (candidate_loss, candidate_loss_reference):
-        torch.testing.assert_close(way(outputs, rows, shifted), way(outputs, rows, plain) + 2.5)
-    none = replace(shifted, positive_N=torch.zeros(0, dtype=torch.int64))
-    assert candidate_loss(outputs[:0], rows, none) == 2.5
+        mine = way(outputs, rows, replace(plain, subtracts_positive_bias=True))
+        torch.testing.assert_close(float(mine), float(way(outputs, rows, plain)) - subtracted, rtol=1e-5, atol=1e-5)
+
+
+def test_without_outputs_a_learned_bias_has_a_gradient_of_zeros() -> None:
+    bias = torch.tensor([1.0, -torch.inf], requires_grad=True)
+    none = Candidates(None, bias, torch.zeros(0, dtype=torch.int64), subtracts_positive_bias=True)
+    loss = candidate_loss(torch.zeros(0, 4), torch.randn(2, 4), none)
+    loss.backward()
+    assert (loss.item(), bias.grad.tolist()) == (0.0, [0.0, 0.0])

@@ -92,7 +92,7 @@ def test_the_papers_pool_is_its_unique_targets() -> None:
     _, _, targets = drawn()
     pooled, plain = objective().pool(targets).candidates(targets), unique_candidates(targets)
     assert pooled.positive_bias_U is None
-    assert pooled.constant == 0
+    assert not pooled.subtracts_positive_bias
     for mine, theirs in (
         (pooled.ids_U, plain.ids_U),
         (pooled.bias_U, plain.bias_U),

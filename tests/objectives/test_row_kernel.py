@@ -90,7 +90,8 @@ def test_a_learned_bias_gets_its_gradient(device: torch.device, temperature: flo
     results = []
     for way, dtype in ((candidate_loss, torch.float32), (candidate_loss_reference, torch.float64)):
         inputs = [x.detach().to(dtype).requires_grad_() for x in (outputs, rows, candidates.bias_U)]
-        results.append(solved(way(*inputs[:2], replace(candidates, bias_U=inputs[2]), Dot(temperature)), inputs))
+        among = replace(candidates, bias_U=inputs[2], subtracts_positive_bias=True)
+        results.append(solved(way(*inputs[:2], among, Dot(temperature)), inputs))
     for mine, exact in zip(*results, strict=True):
         torch.testing.assert_close(mine, exact, rtol=2e-5, atol=2e-5)
 
@@ -131,7 +132,7 @@ def test_split_over_ranks_it_equals_the_reference(size: int, count: int, apart: 
     sums = evaluation_sums(outputs.double(), rows.double(), plain, Dot(TEMPERATURE))
     results = on_ranks(size, split, count, apart)
     of_rows = torch.cat([result[2] for result in results])
-    for value, of_outputs, _, (loss, correct, targets, _) in results:
+    for value, of_outputs, _, (loss, correct, targets, *_) in results:
         assert_rounded_once([value, of_outputs, of_rows], exact, torch.bfloat16)
         assert loss == pytest.approx(sums.loss, rel=1e-5)
         assert (correct, targets) == (sums.correct, sums.targets)
@@ -146,13 +147,24 @@ def test_cuda_takes_the_kernel_for_half_precision_and_under_autocast() -> None:
     assert torch.equal(cast, loss)
 
 
+def weighed_with_a_learned_bias(candidates: Candidates) -> Candidates:
+    """As an encoder's vanilla head has them under masked diffusion."""
+    assert candidates.bias_U is not None
+    weight_N = 1 + torch.arange(len(candidates.positive_N), device=candidates.bias_U.device) % 7 / 3
+    bias_U = candidates.bias_U.float().requires_grad_()
+    return replace(candidates, bias_U=bias_U, subtracts_positive_bias=True, weight_N=weight_N)
+
+
 @pytest.mark.gpu
-def test_results_do_not_vary_and_nothing_waits_for_the_device() -> None:
-    outputs, rows, candidates = drawn(5000, 2048, 512, torch.bfloat16, torch.device("cuda"))
-    first = solved(candidate_loss(outputs, rows, candidates), [outputs, rows])
+@pytest.mark.parametrize("learned", [False, True])
+def test_results_do_not_vary_and_nothing_waits_for_the_device(learned: bool) -> None:
+    outputs, rows, candidates = drawn(5000, 2048, 512, torch.bfloat16, torch.device("cuda"), apart=not learned)
+    candidates = weighed_with_a_learned_bias(candidates) if learned else candidates
+    inputs = [outputs, rows, *([candidates.bias_U] if learned else [])]
+    first = solved(candidate_loss(outputs, rows, candidates), inputs)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        again = solved(candidate_loss(outputs, rows, candidates), [outputs, rows])
+        again = solved(candidate_loss(outputs, rows, candidates), inputs)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert all(map(torch.equal, first, again))
@@ -184,6 +196,23 @@ def test_a_chunk_takes_three_products_and_a_difference_beside_the_kernel(monkeyp
     five, one = counts
     assert five - one == Counter({"mm": 4 * 2, "addmm_": 4, "sub": 4})
     assert (one - Counter({"mm": 2, "addmm_": 1, "sub": 1})).total() <= 10, one
+
+
+def test_nothing_is_added_up_by_ids_whose_order_a_gpu_would_not_keep(monkeypatch: pytest.MonkeyPatch) -> None:
+    interpret(monkeypatch)
+    monkeypatch.setattr("megahead.objectives.row_kernel.KernelRowStep._sum_up", sums_of_nothing)
+    outputs, rows, candidates = drawn(40, 48, 16, torch.bfloat16, torch.device("cpu"), apart=False)
+    candidates = weighed_with_a_learned_bias(candidates)
+    with Operations() as operations:
+        torch.autograd.grad(candidate_loss(outputs, rows, candidates), [outputs, rows, candidates.bias_U])
+    assert not {name for name in operations.counts if "index" in name or "scatter" in name}, operations.counts
+
+
+def test_a_bias_with_a_gradient_must_be_in_the_numerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    outputs, rows, candidates = drawn(4, 8, 16, torch.float32, torch.device("cpu"), apart=False)
+    learned = replace(weighed_with_a_learned_bias(candidates), subtracts_positive_bias=False)
+    with pytest.raises(ValueError, match="numerator"):
+        candidate_loss(outputs, rows, learned)
 
 
 def sums_of_nothing(step: Any, scores_nw: Tensor, *_: Any, **__: Any) -> Tensor:

@@ -74,7 +74,7 @@ def test_split_over_ranks_it_equals_the_reference(
         assert_rounded_once([part[0], of_outputs, of_rows], exact, torch.bfloat16, roundings=3)  # of each rank's part
     plain = replace(candidates, positive_bias_U=None)
     sums = evaluation_sums(outputs.double(), rows.double(), plain, Dot(TEMPERATURE))
-    for _, (loss, correct, targets, _) in results:
+    for _, (loss, correct, targets, *_) in results:
         assert loss == pytest.approx(sums.loss, rel=1e-5)
         assert abs(correct - sums.correct) <= n // 1000  # equal but for ties in rounding
         assert targets == sums.targets
@@ -95,9 +95,8 @@ def test_a_vocabulary_with_a_learned_bias_equals_the_reference(
     for way, kind in ((candidate_loss, dtype), (candidate_loss_reference, torch.float64)):
         bias = candidates.bias_U.to(torch.float32 if kind == dtype else kind).detach().requires_grad_()
         inputs = [outputs.detach().to(kind).requires_grad_(), rows.detach().to(kind).requires_grad_(), bias]
-        results.append(
-            solved(way(*inputs[:2], Candidates(None, bias, candidates.positive_N), Dot(TEMPERATURE)), inputs)
-        )
+        vocabulary = Candidates(None, bias, candidates.positive_N, subtracts_positive_bias=True)
+        results.append(solved(way(*inputs[:2], vocabulary, Dot(TEMPERATURE)), inputs))
     assert_rounded_once(*results, dtype)
 
 
@@ -132,7 +131,7 @@ def test_rows_of_a_vocabulary_of_any_size_begin_where_16_bytes_are_moved_at_once
 
     monkeypatch.setattr("megahead.objectives.row_kernel.KernelRowStep._sum_up", look)
     outputs, rows, bias = (torch.zeros(*shape, requires_grad=True) for shape in ((3, 16), (30592, 16), (30592,)))
-    vocabulary = Candidates(None, bias[:30522], torch.zeros(3, dtype=torch.int64))
+    vocabulary = Candidates(None, bias[:30522], torch.zeros(3, dtype=torch.int64), subtracts_positive_bias=True)
     torch.autograd.grad(candidate_loss(outputs, rows[:30522], vocabulary), [outputs, rows, bias])
     assert seen == [(30528, 30528, 30528)]
 

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from megahead.config import ObjectiveConfig
 from megahead.config.loss_chunks import ChunkSize
-from megahead.errors import ConfigError
 from megahead.objectives import (
     SCORES,
     Candidates,
@@ -24,6 +23,7 @@ from megahead.objectives import (
     log_unigram,
     row_step,
     streamed_sums,
+    three_products,
     unique_candidates,
     vocabulary_candidates,
 )
@@ -86,12 +86,25 @@ def test_float32_is_as_near_as_its_rounding(score: Score) -> None:
 def test_a_learned_bias_gets_its_gradient(score: Score) -> None:
     outputs, rows, candidates = drawn(12, 9, 4, torch.float64, CPU, apart=False)
     bias = torch.randn(9, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).requires_grad_()
-    among = Candidates(None, bias, candidates.positive_N)
+    among = Candidates(None, bias, candidates.positive_N, subtracts_positive_bias=True)
     mine, exact = (
         solved(way(outputs, rows, among, score), [bias, outputs, rows])
         for way in (candidate_loss, candidate_loss_reference)
     )
     torch.testing.assert_close(mine, exact)
+
+
+@pytest.mark.parametrize("half", [False, True])
+def test_a_score_that_is_no_product_takes_torchs_operations_in_float32_on_a_gpu_too(
+    monkeypatch: pytest.MonkeyPatch, half: bool
+) -> None:
+    """Also under autocast, as bf16 is computed at ZeRO 0."""
+    monkeypatch.setattr(three_products, "on_gpu", lambda tensor: tensor.dtype != torch.float64)
+    outputs, rows, candidates = drawn(23, 14, 6, torch.float32, CPU, apart=False)
+    exact = solved(candidate_loss_reference(outputs, rows, candidates, Harmonic(0.7)), [outputs, rows])
+    with torch.autocast("cpu", torch.bfloat16, enabled=half):
+        mine = solved(candidate_loss(outputs, rows, candidates, Harmonic(0.7)), [outputs, rows])
+    torch.testing.assert_close(mine, exact, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("score", KINDS, ids=str)
@@ -151,11 +164,9 @@ def test_a_distance_ignores_the_scale_of_both_sides_and_a_cosine_that_of_either(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter is for machines without a GPU")
-def test_the_kernel_takes_a_cosine_and_refuses_distances_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernel_takes_a_cosine(monkeypatch: pytest.MonkeyPatch) -> None:
     interpret(monkeypatch)
     outputs, rows, candidates = drawn(23, 37, 24, torch.float32, CPU)
-    with pytest.raises(ConfigError, match=r"`objective.score` must be dot or cosine on a GPU, but is harmonic instead"):
-        candidate_loss(outputs, rows, candidates, Harmonic(0.3))
     mine = solved(candidate_loss(outputs, rows, candidates, Cosine(0.3)), [outputs, rows])
     exact = [tensor.detach().double().requires_grad_() for tensor in (outputs, rows)]
     reference = solved(candidate_loss_reference(exact[0], exact[1], candidates, Cosine(0.3)), exact)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-import megahead.objectives.streamed as streamed
 from megahead.config.loss_chunks import ChunkSize
-from megahead.objectives import Dot, streamed_sums, vocabulary_candidates
+from megahead.objectives import Dot, row_step, streamed_sums, vocabulary_candidates
 from megahead.objectives.candidate_softmax import evaluation_sums
+from support.row_kernel_cases import drawn, on_device
 
 
 @pytest.mark.parametrize("biased", [False, True])
@@ -17,7 +17,7 @@ from megahead.objectives.candidate_softmax import evaluation_sums
 def test_blocks_and_chunks_give_what_the_whole_gives(
     biased: bool, block: int, chunk_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(streamed, "ON_CPU", ChunkSize(chunk_bytes, least_outputs=1, multiple=1))
+    monkeypatch.setattr(row_step, "ON_CPU", ChunkSize(chunk_bytes, least_outputs=1, multiple=1))
     torch.manual_seed(block)
     outputs, rows = 3 * torch.randn(20, 8), torch.randn(50, 8)
     bias = torch.randn(50) if biased else None
@@ -55,3 +55,31 @@ def test_a_tie_counts_as_wrong_as_it_does_for_the_whole(block: int) -> None:
     vocabulary = vocabulary_candidates(torch.tensor([0, 2]))
     assert streamed_sums(outputs, rows.split(block), vocabulary).correct == 0
     assert evaluation_sums(outputs, rows, vocabulary).correct == 0
+
+
+def test_without_outputs_all_blocks_are_read_and_there_is_nothing_to_sum_up() -> None:
+    """Blocks come from other ranks, which wait until they are read."""
+    blocks = iter(torch.randn(50, 8).split(7))
+    sums = streamed_sums(torch.zeros(0, 8), blocks, vocabulary_candidates(torch.zeros(0, dtype=torch.int64)))
+    assert (sums.loss, sums.correct, sums.targets, next(blocks, None)) == (0.0, 0, 0, None)
+
+
+@pytest.mark.parametrize(
+    ("kind", "n", "v", "d", "block"),
+    [("cpu", 23, 37, 24, 10), pytest.param("cuda", 3000, 50277, 512, 8192, marks=pytest.mark.gpu)],
+)
+def test_on_a_gpu_blocks_go_through_the_kernel_and_give_what_float64_gives(
+    kind: str, n: int, v: int, d: int, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In Triton's interpreter on a CPU."""
+    kernel = pytest.importorskip("megahead.objectives.row_kernel", exc_type=ImportError)
+    outputs, rows, candidates = drawn(n, v, d, torch.bfloat16, on_device(kind, monkeypatch), apart=False)
+    scored: list[int] = []
+    plain = kernel.KernelRowStep.sums
+    monkeypatch.setattr(kernel.KernelRowStep, "sums", lambda step, *given: [scored.append(1), plain(step, *given)][1])
+    vocabulary = vocabulary_candidates(candidates.positive_N, candidates.bias_U)
+    mine = streamed_sums(outputs, rows.split(block), vocabulary, Dot(0.7))
+    exact = evaluation_sums(outputs.double(), rows.double(), vocabulary, Dot(0.7))
+    assert len(scored) >= -(-v // block)
+    assert mine.loss == pytest.approx(exact.loss, rel=1e-5)
+    assert abs(mine.correct - exact.correct) <= n // 1000

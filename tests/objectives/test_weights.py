@@ -52,8 +52,8 @@ def problem(
     positive_N, bias = torch.randint(U, (N,), generator=generator).to(device), bias.to(device, torch.float64)
     inputs = [x.to(device, dtype).requires_grad_() for x in (outputs, rows)]
     if apart:
-        return inputs, Candidates(None, bias, positive_N, bias / 2, 2.5, weight_N)
-    return [*inputs, bias.requires_grad_()], Candidates(None, bias, positive_N, constant=2.5, weight_N=weight_N)
+        return inputs, Candidates(None, bias, positive_N, bias / 2, weight_N=weight_N)
+    return [*inputs, bias.requires_grad_()], Candidates(None, bias, positive_N, None, True, weight_N)
 
 
 def exact(inputs: list[Tensor], candidates: Candidates, score: Score = SCORE) -> list[Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -71,7 +72,7 @@ def gradient_of_the_bias(group: Group, count: int) -> Tensor:
     outputs, rows, candidates = problem(count, True)
     shard, table = shard_of(rows, group)
     assert candidates.bias_U is not None
-    bias = candidates.bias_U.requires_grad_()
+    bias, candidates = candidates.bias_U.requires_grad_(), replace(candidates, subtracts_positive_bias=True)
     with mock.patch.object(row_step, "ON_CPU", ChunkSize(8 * 4 * table.shape[0], 1, 1)):
         loss = parallel_candidate_loss(outputs, table, candidates, Dot(TEMPERATURE), shard)
     return torch.autograd.grad(3 * loss, bias)[0]
@@ -82,7 +83,7 @@ def gradient_of_the_bias(group: Group, count: int) -> Tensor:
 def test_every_rank_has_the_gradient_of_all_learned_biases(size: int, count: int) -> None:
     outputs, rows, candidates = problem(count, True)
     assert candidates.bias_U is not None
-    bias = candidates.bias_U.requires_grad_()
+    bias, candidates = candidates.bias_U.requires_grad_(), replace(candidates, subtracts_positive_bias=True)
     reference = candidate_loss_reference(outputs, rows, candidates, Dot(TEMPERATURE))
     (expected,) = torch.autograd.grad(3 * reference, bias)
     for whole in on_ranks(size, gradient_of_the_bias, count):

@@ -25,6 +25,8 @@ OBJECTIVES = {
     "untied": {"name": "vanilla"},
     "tied": {"name": "vanilla", "tied": True},
     "mixed": {"vanilla_weight": 0.3, "learned_temperature": True},
+    "replaced": {"replaced_tokens": {"generator_layers": 1}, "learned_temperature": True},
+    "replaced-untied": {"name": "vanilla", "replaced_tokens": {"generator_layers": 2, "weight": 10}},
 }
 
 
@@ -50,11 +52,11 @@ def outcome(module: Pretraining, config: RunConfig) -> tuple[Tensor, tuple[float
         for name, parameter in module.named_parameters():
             if name.startswith("mask_head"):
                 parameter += torch.linspace(-1, 1, parameter.numel(), dtype=torch.float64).view_as(parameter)
-    loss = module(MicroBatch(batch, (candidates,), 0.5))
+    loss = module(MicroBatch(batch, (candidates,), 0.5, 0.25))
     loss.backward()
     with torch.no_grad():
         scores = module(EvaluationRequest((batch,), torch.linspace(-2, 2, 47, dtype=torch.float64)))
-    return loss.detach(), (scores.loss, scores.correct, scores.targets)
+    return loss.detach(), (scores.loss, scores.correct, scores.targets, *scores.detection)
 
 
 def split(group: Group, config: RunConfig) -> tuple[Tensor, tuple[float, ...], dict[str, Tensor]]:
@@ -74,6 +76,7 @@ def test_loss_gradients_and_scores_equal_one_rank(size: int, objective: dict[str
     config = config_of(objective)
     module = initialized(config)
     loss, scores = outcome(module, config)
+    assert (scores[-1] > 0) == ("replaced_tokens" in objective)
     for split_loss, split_scores, grads in on_ranks(size, split, config):
         torch.testing.assert_close(split_loss, loss, rtol=0, atol=1e-10)
         assert split_scores == pytest.approx(scores, rel=1e-10)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 import torch
 
 from megahead.data import Batch
+from megahead.data.batch import KeptTokens
 from megahead.objectives import Candidates
 from megahead.pretraining import MicroBatch, documents_of, target_positions_of
+from megahead.pretraining.batch import shorter_rows_of, with_boundaries
 
 BATCH = Batch(
     torch.zeros(2, 4, dtype=torch.int64),
@@ -47,3 +50,23 @@ def test_targets_are_those_of_the_batch() -> None:
     assert targets.index_N is BATCH.target_index_N
     assert (targets.rows, targets.row_length, targets.slots_per_row) == (2, 4, 2)
     assert target_positions_of(replace(BATCH, max_targets_per_row=None)).slots_per_row == 4
+
+
+KEPT = KeptTokens(torch.tensor([0, 1, 3, 4, 5, 6]), max_per_row=3, layers=range(1))
+"""Of the first row the third token comes late, of the second the fourth."""
+
+
+@pytest.mark.parametrize(("packed", "known", "shorter"), [(True, [0, 2, 4, 8], [0, 2, 3, 6]), (False, None, [0, 3, 6])])
+def test_where_documents_begin_is_known_before_the_batch_is_on_a_device_also_in_shorter_rows(
+    packed: bool, known: list[int] | None, shorter: list[int]
+) -> None:
+    batch = replace(BATCH, kept=(KEPT,), positions_BT=BATCH.positions_BT if packed else None)
+    found = with_boundaries(batch, 1).to("meta")
+    for mine, expected in ((found.cu_seqlens, known), (found.kept[0].cu_seqlens, shorter)):
+        assert (mine is None) == (expected is None)
+        assert mine is None or len(mine) == len(expected)
+    (late,) = shorter_rows_of(found)
+    boundaries = late.documents(documents_of(found)).cu_seqlens  # on `meta` none could be looked for
+    assert len(boundaries) == len(shorter)
+    assert with_boundaries(batch, 1).kept[0].cu_seqlens.tolist() == shorter
+    assert len(with_boundaries(batch, 8).kept[0].cu_seqlens) == 8

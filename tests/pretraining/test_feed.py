@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import threading
 import time
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from megahead.config import RunConfig
+from megahead.config import RunConfig, resolve_candidate_group_samples
 from megahead.corpus import IndexedDataset, IndexedDatasetWriter
-from megahead.data import Batch, RowSource, StreamSamples, training_masker, training_samples
+from megahead.data import Batch, Difficulty, RowSource, StreamSamples, training_masker, training_samples
 from megahead.distributed import Group
 from megahead.objectives import Candidates, build_objective
 from megahead.pretraining import Feed, MicroBatch
@@ -157,6 +161,63 @@ def test_it_prepares_in_another_thread_and_hands_on_errors() -> None:
     assert next(stream).startswith("prefetch")
     with pytest.raises(RuntimeError, match="broken row"):
         next(stream)
+
+
+READ_BY_INDEX = {"index", "index_select", "gather", "searchsorted"}
+
+
+class LargestPass(TorchDispatchMode):
+    """Numbers in the largest tensor that an operation made or went through."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        touched = [result] if func.overloadpacket.__name__ in READ_BY_INDEX else [result, args]
+        if not func.is_view:
+            self.numbers = max([self.numbers, *(x.numel() for x in tree_leaves(touched) if isinstance(x, Tensor))])
+        return result
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"objective": {"bias": "corrected", "negatives": 50, "group_samples": 4}},
+        {"objective": {"max_candidates": 40}},
+        {"objective": {"name": "vanilla"}},
+        {
+            "model.family": "bert",
+            "masking": {"mask_token": 60, "cls_token": 61, "sep_token": 62, "strategy": "hardest"},
+        },
+    ],
+    ids=str,
+)
+def test_preparing_a_step_is_no_pass_over_the_vocabulary(tmp_path: Path, changes: dict[str, Any]) -> None:
+    """A million ids would take 84 ms for each micro-batch, more than a small model's step on a GPU."""
+    vocabulary = 2**20
+    write_text(tmp_path)
+    config = small_config(tmp_path, {"model.vocab_size": vocabulary} | changes)
+    text = IndexedDataset(config.data.train)
+    difficulty = Difficulty(config.model.padded_vocab_size(), every=1000, samples_per_step=8)
+    masker = training_masker(config, [text], difficulty)
+    rule = build_objective(config.objective, vocabulary, torch.ones(vocabulary, dtype=torch.int64))
+    reading = StreamSamples(text, config.sample_length(), config.seed), rule, config.data, config.batch, Group()
+    feed = Feed(
+        *reading, group_samples=resolve_candidate_group_samples(config.objective, config.batch, 1), masker=masker
+    )
+    feed.step(0)
+    tracemalloc.start()
+    try:
+        with LargestPass() as largest:
+            feed.step(8)
+        of_numpy = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert 0 < largest.numbers < vocabulary / 100
+    assert of_numpy < vocabulary
 
 
 class FewTargets(RowSource):

@@ -8,23 +8,20 @@ import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from benchmarks.hosts import may_make_hosts
 from megahead.distributed import print_once, switchboard, watch
 from megahead.train import elastic, pretrain
-from support.cluster import STEPS, cluster, largest_difference
+from support.cluster import STEPS, cluster
 from support.forked import forked
-from support.hosts import may_make_hosts
 from support.killable import codes, start_ranks
 from support.node_memories import memory_of
 from support.small_run import small_config, write_text
-
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not may_make_hosts(), reason="needs root, ip and /dev/net/tun"),
-]
+from support.together import Scenario, failures_of
 
 FEWER, MORE = (
     "went on with 1 data rank instead of 2 data ranks",
@@ -34,40 +31,45 @@ FEWER, MORE = (
 COPIES = {"training.checkpoint_every": 8, "training.copy_every": 2}
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same run on one process."""
-    folder = tmp_path_factory.mktemp("undisturbed")
+@pytest.mark.slow
+@pytest.mark.skipif(not may_make_hosts(), reason="needs root, ip and /dev/net/tun")
+def test_a_run_goes_on_whatever_happens_to_its_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each scenario is a cluster of its own; they wait for agents most of the time, hence beside each other."""
+    for name, module, seconds in IMPATIENCE:
+        monkeypatch.setattr(module, name, seconds)
+    train_undisturbed(tmp_path)
+    failed = failures_of(SCENARIOS, tmp_path, at_once=4, seconds=200)
+    assert not failed, "\n\n".join(f"{name}:\n{said}" for name, said in failed.items())
+
+
+IMPATIENCE = [
+    ("GRACE_SECONDS", switchboard, 0.5),
+    ("_MORE_SECONDS", switchboard, 0.2),
+    ("GRACE_SECONDS", watch, 0.5),
+    ("PATIENCE_SECONDS", print_once, 0.5),
+]
+"""Of all ranks, which are forked from here."""
+
+
+def train_undisturbed(folder: Path) -> None:
+    """The same run on one process, and on two ranks."""
     write_text(folder)
-    forked(pretrain, small_config(folder, STEPS))
-    return folder / "run"
+    forked(pretrain, small_config(folder, STEPS | {"output_dir": str(folder / "by-1")}))
+    by_two = small_config(folder, STEPS | {"output_dir": str(folder / "by-2")})
+    assert codes(start_ranks(by_two, 2, folder)) == [0, 0]
 
 
-@pytest.fixture(scope="module")
-def undisturbed_by_two(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same run on two ranks."""
-    folder = tmp_path_factory.mktemp("undisturbed")
-    write_text(folder)
-    assert codes(start_ranks(small_config(folder, STEPS), 2, folder)) == [0, 0]
-    return folder / "run"
-
-
-@pytest.fixture(autouse=True)
-def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the forks too."""
-    monkeypatch.setattr(switchboard, "GRACE_SECONDS", 0.5)
-    monkeypatch.setattr(switchboard, "_MORE_SECONDS", 0.2)
-    monkeypatch.setattr(watch, "GRACE_SECONDS", 0.5)
-    monkeypatch.setattr(print_once, "PATIENCE_SECONDS", 0.5)
+def undisturbed(folder: Path) -> tuple[Path, Path]:
+    return folder.parent / "by-1", folder.parent / "by-2"
 
 
 def left_in_memory(folder: Path) -> list[str]:
     return [path.name for number in (0, 1) for path in memory_of(folder, number).iterdir()]
 
 
-def test_a_node_is_killed_and_one_comes_back(tmp_path: Path, undisturbed: Path) -> None:
+def a_node_is_killed_and_one_comes_back(folder: Path) -> None:
     """There is no checkpoint yet, but a copy of step 2 in memory."""
-    with cluster(tmp_path, 2, pauses=(3, 5, 7), changes=COPIES) as run:
+    with cluster(folder, 2, pauses=(3, 5, 7), changes=COPIES) as run:
         run.start(0, 1)
         run.paused(3)
         run.copied(2)
@@ -82,12 +84,12 @@ def test_a_node_is_killed_and_one_comes_back(tmp_path: Path, undisturbed: Path) 
         run.finished()
     assert run.meshes()[0] == FEWER
     assert MORE in run.meshes()
-    assert left_in_memory(tmp_path) == []
-    assert largest_difference(tmp_path / "run", undisturbed) < 1e-5
+    assert left_in_memory(folder) == []
+    assert run.equals(*undisturbed(folder))
 
 
-def test_a_node_that_is_told_to_leave_costs_no_step(tmp_path: Path, undisturbed: Path) -> None:
-    with cluster(tmp_path, 2, pauses=(3,)) as run:
+def a_node_that_is_told_to_leave_costs_no_step(folder: Path) -> None:
+    with cluster(folder, 2, pauses=(3,)) as run:
         run.start(0, 1)
         run.paused(3)
         os.kill(run.agents[1].pid or 0, signal.SIGTERM)
@@ -96,15 +98,13 @@ def test_a_node_that_is_told_to_leave_costs_no_step(tmp_path: Path, undisturbed:
         run.finished()
     assert run.meshes() == [FEWER]
     assert "resumed     step 3" in run.nodes[0].said()
-    assert largest_difference(tmp_path / "run", undisturbed) < 1e-5
+    assert run.equals(*undisturbed(folder))
 
 
-def test_ranks_that_the_batch_cannot_use_wait_and_take_the_place_of_a_lost_one(
-    tmp_path: Path, undisturbed: Path, undisturbed_by_two: Path
-) -> None:
+def ranks_that_the_batch_cannot_use_wait_and_take_the_place_of_a_lost_one(folder: Path) -> None:
     """Four micro-batches a step can be split over two ranks of three. On a busy machine one may come late."""
-    with cluster(tmp_path, 3, pauses=(3, 5)) as run:
-        run.start(0, 1, 2, rendezvous={"last_call_timeout": 15})
+    with cluster(folder, 3, pauses=(3, 5)) as run:
+        run.start(0, 1, 2, rendezvous={"last_call_timeout": 5})
         run.until(lambda: "rank 2 waits" in run.said())
         run.paused(3)
         run.kill(1)
@@ -114,13 +114,13 @@ def test_ranks_that_the_batch_cannot_use_wait_and_take_the_place_of_a_lost_one(
         run.go_on(5)
         run.finished()
     assert "went on with 2 data ranks instead of 2 data ranks (1 waiting)" in run.meshes()
-    assert run.equals(undisturbed, undisturbed_by_two)
+    assert run.equals(*undisturbed(folder))
 
 
-def test_a_network_is_cut_and_healed(tmp_path: Path, undisturbed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def a_network_is_cut_and_healed(folder: Path) -> None:
     """What the lost node still has in its memory is of a session that is over."""
-    monkeypatch.setattr(elastic, "LOST_HOST_SECONDS", 3.0)
-    with cluster(tmp_path, 2, pauses=(3, 5, 7), changes=COPIES) as run:
+    elastic.LOST_HOST_SECONDS = 3.0
+    with cluster(folder, 2, pauses=(3, 5, 7), changes=COPIES) as run:
         run.start(0, 1)
         run.paused(3)
         run.copied(2)
@@ -137,30 +137,25 @@ def test_a_network_is_cut_and_healed(tmp_path: Path, undisturbed: Path, monkeypa
         run.finished()
     assert run.meshes()[0] == FEWER
     assert MORE in run.meshes()
-    assert left_in_memory(tmp_path) == []
-    assert largest_difference(tmp_path / "run", undisturbed) < 1e-5
+    assert left_in_memory(folder) == []
+    assert run.equals(*undisturbed(folder))
 
 
-@pytest.mark.parametrize("hours", [1, -1])
-def test_a_clock_that_jumps_ends_no_run(
-    tmp_path: Path, undisturbed: Path, undisturbed_by_two: Path, hours: int
-) -> None:
+def a_clock_that_jumps_ends_no_run(hours: int, folder: Path) -> None:
     """torchrun's agents tell by their clocks who is there. Measured: nobody is given up, and nothing begins again."""
-    with cluster(tmp_path, 2, pauses=(3,)) as run:
+    with cluster(folder, 2, pauses=(3,)) as run:
         run.start(0, 1)
         run.paused(3)
-        (tmp_path / "ahead-1").write_text(str(hours))
+        (folder / "ahead-1").write_text(str(hours))
         time.sleep(8)  # agents look after each other once a second, and give one up after six
         run.go_on(3)
         run.finished()
-    assert (tmp_path / "ahead-1.read").exists()
-    assert run.equals(undisturbed, undisturbed_by_two)
+    assert (folder / "ahead-1.read").exists()
+    assert run.equals(*undisturbed(folder))
 
 
-def test_without_the_host_where_they_meet_the_others_end_and_the_next_start_goes_on(
-    tmp_path: Path, undisturbed: Path, undisturbed_by_two: Path
-) -> None:
-    with cluster(tmp_path, 2, pauses=(3,)) as run:
+def without_the_host_where_they_meet_the_others_end_and_the_next_start_goes_on(folder: Path) -> None:
+    with cluster(folder, 2, pauses=(3,)) as run:
         run.start(0, 1)
         run.paused(3)
         run.kill(0)
@@ -168,46 +163,56 @@ def test_without_the_host_where_they_meet_the_others_end_and_the_next_start_goes
         assert run.ended(1) == [1], run.said()
         run.start(0, 1)
         run.finished()
-    assert run.equals(undisturbed, undisturbed_by_two)
+    assert run.equals(*undisturbed(folder))
 
 
-def test_a_late_and_lossy_network_changes_nothing(tmp_path: Path) -> None:
+def a_late_and_lossy_network_changes_nothing(folder: Path) -> None:
     """100 ms there and back, one frame in a hundred lost."""
     short = {"training.steps": 2, "training.evaluate_every": 2}
-    with cluster(tmp_path, 2, changes=short) as run:
+    with cluster(folder, 2, changes=short) as run:
         run.wire.delay, run.wire.loss = 0.05, 0.01
         run.start(0, 1)
         run.finished()
     for ranks in (1, 2):
-        undisturbed = small_config(tmp_path, STEPS | short | {"output_dir": str(tmp_path / f"by-{ranks}")})
-        assert codes(start_ranks(undisturbed, ranks, tmp_path)) == [0] * ranks
-    assert run.equals(tmp_path / "by-1", tmp_path / "by-2")
+        config = small_config(folder, STEPS | short | {"output_dir": str(folder / f"by-{ranks}")})
+        assert codes(start_ranks(config, ranks, folder)) == [0] * ranks
+    assert run.equals(folder / "by-1", folder / "by-2")
 
 
-def test_a_full_disk_ends_attempts_until_there_is_room(
-    tmp_path: Path, undisturbed: Path, undisturbed_by_two: Path
-) -> None:
-    folder = tmp_path / "run"
-    folder.mkdir()
-    with full_disk(folder) as ballast, cluster(tmp_path, 2) as run:
+def a_full_disk_ends_attempts_until_there_is_room(folder: Path) -> None:
+    (folder / "run").mkdir()
+    with full_disk(folder / "run") as ballast, cluster(folder, 2) as run:
         run.start(0, 1)
         run.until(lambda: "bytes are missing" in run.said())
         ballast.unlink()
         run.finished()
-        assert run.equals(undisturbed, undisturbed_by_two)
+        assert run.equals(*undisturbed(folder))
 
 
 @contextmanager
 def full_disk(folder: Path) -> Iterator[Path]:
     """A small file system in `folder`, and the file that fills it."""
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=4m", "none", folder], capture_output=True, check=False
-    )
-    if mounted.returncode:
-        pytest.skip("needs the right to mount a file system")
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "none", folder], check=True)
     try:
         ballast = folder / "ballast"
         ballast.write_bytes(bytes(4 * 2**20 - 3 * 2**16))
         yield ballast
     finally:
         subprocess.run(["umount", "-l", folder], check=True)
+
+
+SCENARIOS: dict[str, Scenario] = {
+    scenario.__name__: scenario
+    for scenario in (
+        a_node_is_killed_and_one_comes_back,
+        a_node_that_is_told_to_leave_costs_no_step,
+        ranks_that_the_batch_cannot_use_wait_and_take_the_place_of_a_lost_one,
+        a_network_is_cut_and_healed,
+        without_the_host_where_they_meet_the_others_end_and_the_next_start_goes_on,
+        a_late_and_lossy_network_changes_nothing,
+        a_full_disk_ends_attempts_until_there_is_room,
+    )
+} | {
+    f"a_clock_that_jumps_by_{hours}_hours_ends_no_run": partial(a_clock_that_jumps_ends_no_run, hours)
+    for hours in (1, -1)
+}

@@ -183,6 +183,13 @@ def test_a_llama_equals_plain_torch(
     assert_equal(on_mesh(tmp_path, "headless", stage, tensor, data, **(LLAMA | changes)), llama)
 
 
+@pytest.mark.parametrize(("objective", "stage", "tensor", "data"), [("vanilla", 3, 2, 2), ("tied", 1, 2, 1)])
+def test_a_vanilla_llama_equals_plain_torch(tmp_path: Path, objective: str, stage: int, tensor: int, data: int) -> None:
+    write_text(tmp_path)
+    reference = plain_torch(config_of(tmp_path, objective, **LLAMA))
+    assert_equal(on_mesh(tmp_path, objective, stage, tensor, data, **LLAMA), reference)
+
+
 @pytest.mark.parametrize(("stage", "tensor", "data"), [(2, 2, 2), (0, 1, 1)])
 def test_a_llama_with_a_table_of_rows_equals_plain_torch(
     tmp_path: Path, llama: Course, stage: int, tensor: int, data: int
@@ -270,6 +277,39 @@ def test_the_settings_for_gpus_equal_plain_torch(
         assert_equal(ours, references["headless"])
     else:
         assert_near(ours, references["headless"], config_of(tmp_path, "headless"))
+
+
+@pytest.mark.parametrize(
+    ("objective", "stage", "tensor", "data", "precision", "changes"),
+    [
+        ("headless", 1, 1, 1, "bf16", {}),  # sums are sent, to nobody, in fp32
+        ("tied", 2, 2, 2, "fp32", {}),
+        ("vanilla", 1, 2, 2, "bf16", {}),
+        ("headless", 1, 2, 1, "fp32", ROWS),
+        ("headless", 3, 1, 2, "bf16", ROWS),
+        pytest.param("headless", 2, 1, 2, "fp16", {}, marks=NEEDS_FP16),
+    ],
+    ids=str,
+)
+def test_the_settings_for_gpus_go_with_every_mesh_objective_and_table(
+    tmp_path: Path,
+    references: dict[str, Course],
+    objective: str,
+    stage: int,
+    tensor: int,
+    data: int,
+    precision: str,
+    changes: dict[str, Any],
+) -> None:
+    write_text(tmp_path)
+    settings = as_on_gpus(tmp_path, stage, precision, data)
+    sent_in = settings["engine.deepspeed"].get("communication_data_type")
+    assert sent_in == ("fp32" if (stage, data, precision) == (1, 1, "bf16") else None)
+    ours = on_mesh(tmp_path, objective, stage, tensor, data, **(settings | changes))
+    if precision == "fp32":
+        assert_equal(ours, references[objective])
+    else:
+        assert_near(ours, references[objective], config_of(tmp_path, objective))
 
 
 @NEEDS_FP16

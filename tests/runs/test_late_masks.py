@@ -1,4 +1,4 @@
-"""Encoders whose mask tokens enter later: the same on every mesh, resumed bitwise, exported without a head."""
+"""Mask tokens that enter later, or in a decoder: the same on every mesh, resumed bitwise, exported without a head."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoModel
 
+from megahead.checkpoint import open_checkpoint
 from megahead.config import RunConfig
 from megahead.convert import export, hf_folder
 from megahead.data import held_out_masker, training_masker
@@ -67,19 +68,51 @@ def test_every_mesh_takes_the_same_course_and_a_resume_is_bitwise(
     assert AutoModel.from_pretrained(hf_folder(tmp_path / "run")).config.vocab_size == 63
 
 
+@pytest.mark.parametrize(
+    ("ranks", "changes"),
+    [(2, stage(3) | {"batch.micro_size": 1, "engine.embedding": "rows"}), (4, stage(1) | {"parallel.tensor": 2})],
+    ids=str,
+)
+def test_a_decoder_of_masks_is_trained_on_every_mesh_and_left_out_of_exports(
+    tmp_path: Path, ranks: int, changes: dict[str, Any]
+) -> None:
+    write_text(tmp_path)
+    masks = {"mask_token": 60, "cls_token": 61, "sep_token": 62, "rate": 0.4, "mask_decoder_layers": 2}
+    alike: dict[str, Any] = {"masking": masks, "objective.group_samples": 2}
+    on_ranks(1, run, encoder(tmp_path, "alone", "bert", alike))
+    on_ranks(ranks, run, encoder(tmp_path, "meshed", "bert", alike | changes))
+    on_ranks(1, run, encoder(tmp_path, "run", "bert", alike), str(tmp_path / "alone/checkpoints/step-00000003"))
+    assert same_tensors(tmp_path / "run", tmp_path / "alone")
+    one, other = (read_metrics(tmp_path / name) for name in ("alone", "meshed"))
+    assert [r["loss"] for r in other.training] == pytest.approx([r["loss"] for r in one.training], abs=1e-5)
+    assert other.validation[-1]["loss"] == pytest.approx(one.validation[-1]["loss"], abs=2e-5)
+    first, last = (open_checkpoint(tmp_path / f"alone/checkpoints/step-0000000{step}") for step in (3, 6))
+    for layer in range(5):  # all of them learn
+        name = f"weight/backbone.blocks.{layer}.mlp.up.weight"
+        assert not torch.equal(first.read(name), last.read(name))
+    with pytest.raises(UserError, match=r"but this one reads mask tokens in a decoder of its own; use none"):
+        export(tmp_path / "run", tmp_path / "out", "pmi")
+    exported = AutoModel.from_pretrained(hf_folder(tmp_path / "run"), add_pooling_layer=False)
+    assert exported.config.num_hidden_layers == 3
+    there = exported.encoder.layer[2].output.dense.weight
+    assert torch.equal(there, last.read("weight/backbone.blocks.2.mlp.down.weight"))
+
+
 def test_held_out_rows_are_masked_as_ever_with_mask_tokens_where_the_model_knows_them(tmp_path: Path) -> None:
     config = encoder(tmp_path, "run", "bert", {})
-    plain = encoder(tmp_path, "run", "bert", {"masking": {"mask_token": 60, "cls_token": 61, "sep_token": 62}})
+    masks = {"mask_token": 60, "cls_token": 61, "sep_token": 62}
+    decoder = encoder(tmp_path, "run", "bert", {"masking": masks | {"mask_decoder_layers": 1}})
+    plain = encoder(tmp_path, "run", "bert", {"masking": masks})
     text = torch.randint(1, 60, (4, 22), generator=torch.Generator().manual_seed(0)).numpy()
     late, early = (held_out_masker(one).batch(text, range(4)) for one in (config, plain))  # type: ignore[union-attr]
     assert torch.equal(late.input_ids_BT, early.input_ids_BT)
-    assert early.early is None
-    assert late.early is not None
-    assert late.early.layers == 2
-    for masker in (held_out_masker(config), training_masker(config, [])):
+    assert early.kept == ()
+    for one, layers in ((config, 2), (decoder, 3)):
+        assert held_out_masker(one).batch(text, range(4)).kept[0].layers == range(layers)  # type: ignore[union-attr]
+    for masker in (held_out_masker(config), training_masker(config, []), training_masker(decoder, [])):
         batch = masker.batch(text, range(4))  # type: ignore[union-attr]
-        assert batch.early is not None
-        seen = batch.input_ids_BT.flatten()[batch.early.index_N]
+        (early_tokens,) = batch.kept
+        seen = batch.input_ids_BT.flatten()[early_tokens.index_N]
         assert 60 not in seen
         assert len(seen) + int((batch.input_ids_BT == 60).sum()) == batch.input_ids_BT.numel()
-        assert batch.to("meta").early.index_N.is_meta  # type: ignore[union-attr]
+        assert batch.to("meta").kept[0].index_N.is_meta

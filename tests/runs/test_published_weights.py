@@ -16,8 +16,14 @@ from transformers import (
     GPTNeoXForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     ModernBertConfig,
     ModernBertForMaskedLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
 )
 
 from megahead.checkpoint import open_checkpoint
@@ -39,7 +45,6 @@ STILL = {
     "training.steps": 1,
     "optimizer.learning_rate": 1e-30,
     "schedule.warmup_steps": 0,
-    "training.evaluate_every": 1,
 }
 
 
@@ -68,6 +73,13 @@ def begun(folder: Path, hf: Path, **changes: Any) -> RunConfig:
     return small_config(folder, {"init": init, "data.isolate_documents": False} | STILL | changes)
 
 
+def first_loss(folder: Path) -> float:
+    """Held out, before the first step."""
+    first = read_metrics(folder).validation[0]
+    assert first["step"] == 0
+    return float(first["loss"])
+
+
 def their_loss(model: Any, folder: Path) -> float:
     rows = SequentialSamples(IndexedDataset(folder / "text"), 24).rows(range(10))
     ids = torch.from_numpy(rows)
@@ -86,8 +98,28 @@ def test_held_out_loss_before_any_learning_is_that_of_transformers(
     objective = {"name": "vanilla", "tied": tied}
     changes = LLAMA | stage(zero) | {"objective": objective, "parallel.tensor": tensor}
     on_ranks(2, run, begun(tmp_path, tmp_path / "hf", **changes))
-    (evaluation,) = read_metrics(tmp_path / "run").validation
-    assert evaluation["loss"] == pytest.approx(their_loss(model, tmp_path), abs=1e-5)
+    assert first_loss(tmp_path / "run") == pytest.approx(their_loss(model, tmp_path), abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("configs", "models", "settings", "ours"),
+    [
+        (MistralConfig, MistralForCausalLM, {"sliding_window": None}, {}),
+        (Qwen2Config, Qwen2ForCausalLM, {}, {"model.attention_bias": "qkv"}),
+        (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 8}, {"model.qk_norm": True}),
+    ],
+    ids=["mistral", "qwen2", "qwen3"],
+)
+def test_llamas_relatives_begin_so_too(
+    tmp_path: Path, configs: Any, models: Any, settings: dict[str, Any], ours: dict[str, Any]
+) -> None:
+    write_text(tmp_path)
+    rope = {"rope_type": "default", "rope_theta": 500.0}
+    shape = HF_SHAPE | {"num_key_value_heads": 2, "intermediate_size": 128, "rope_parameters": rope}
+    model = saved(models(configs(**shape, **settings, tie_word_embeddings=False)), tmp_path / "hf")
+    changes = LLAMA | ours | {"objective": {"name": "vanilla"}}
+    on_ranks(1, run, begun(tmp_path, tmp_path / "hf", **changes))
+    assert first_loss(tmp_path / "run") == pytest.approx(their_loss(model, tmp_path), abs=1e-5)
 
 
 def test_a_headless_run_takes_body_and_table_and_drops_the_head(tmp_path: Path) -> None:
@@ -123,8 +155,7 @@ def test_a_gpt_neox_is_taken_too(tmp_path: Path) -> None:
     model = saved(GPTNeoXForCausalLM(GPTNeoXConfig(**HF_SHAPE, intermediate_size=128)), tmp_path / "hf")
     changes = {"model.activation": "gelu", "objective": {"name": "vanilla"}}
     on_ranks(1, run, begun(tmp_path, tmp_path / "hf", **changes))
-    (evaluation,) = read_metrics(tmp_path / "run").validation
-    assert evaluation["loss"] == pytest.approx(their_loss(model, tmp_path), abs=1e-5)
+    assert first_loss(tmp_path / "run") == pytest.approx(their_loss(model, tmp_path), abs=1e-5)
 
 
 def test_an_encoder_is_taken_with_its_transform(tmp_path: Path) -> None:
@@ -157,14 +188,13 @@ def test_a_modernbert_guesses_held_out_tokens_as_transformers_does(tmp_path: Pat
     }
     config = begun(tmp_path, tmp_path / "hf", **changes | stage(zero))
     on_ranks(2, run, config)
-    (evaluation,) = read_metrics(tmp_path / "run").validation
     masker, text = held_out_masker(config), IndexedDataset(tmp_path / "text")
     assert masker is not None
     batch = masker.batch(SequentialSamples(text, config.sample_length()).rows(range(10)), range(10))
     with torch.no_grad():
         logits = model(batch.input_ids_BT).logits.flatten(0, 1)[batch.target_index_N]
     expected = F.cross_entropy(logits.double(), batch.target_ids_N).item()
-    assert evaluation["loss"] == pytest.approx(expected, abs=1e-5)
+    assert first_loss(tmp_path / "run") == pytest.approx(expected, abs=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -8,13 +8,12 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from datetime import datetime, timedelta, tzinfo
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.elastic.rendezvous import dynamic_rendezvous
-
+from benchmarks.hosts import Host, Wire, hosts
+from benchmarks.soak.clock import keep_time_by
 from megahead.checkpoint import open_checkpoint
 from megahead.report.events import events_of
 from megahead.report.runs import read_runs
@@ -22,7 +21,6 @@ from megahead.train.meters import Meters
 from megahead.train.preemption import StopRequest
 from support.agents import Node
 from support.commands import config_file
-from support.hosts import Host, Wire, hosts
 from support.node_memories import give_memory, memory_of
 from support.small_run import same_tensors
 
@@ -153,21 +151,6 @@ def cluster(
 ) -> Iterator[Cluster]:
     with hosts(count) as (there, wire):
         yield Cluster(there, wire, folder, config_file(folder, {**STEPS, **(changes or {})}), pauses)
-
-
-def keep_time_by(ahead: Path) -> None:
-    """Of the clock that agents meet by, which runs ahead by the hours in that file, once it is there. That it was read
-    then, a file beside it says."""
-
-    class Clock(datetime):
-        @classmethod
-        def now(cls, tz: tzinfo | None = None) -> datetime:  # type: ignore[override]
-            if not ahead.exists():
-                return datetime.now(tz)
-            ahead.with_suffix(".read").touch()
-            return datetime.now(tz) + timedelta(hours=float(ahead.read_text()))
-
-    dynamic_rendezvous.datetime = Clock  # type: ignore[attr-defined]
 
 
 def largest_difference(mine: Path, theirs: Path) -> float:

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
+
+import pytest
+
+from megahead.config import config_from_dict
+from megahead.errors import ConfigErrors
 
 GOOD: dict[str, Any] = {
     "name": "good",
@@ -12,3 +18,22 @@ GOOD: dict[str, Any] = {
     "optimizer": {"learning_rate": 1e-3},
     "training": {"steps": 100},
 }
+
+LLAMA: dict[str, Any] = {"model.size": None} | {
+    f"model.{field}": value
+    for field, value in {"family": "llama", "num_layers": 1, "hidden_size": 32, "num_heads": 4}.items()
+}
+
+
+def assert_told(changes: dict[str, Any], sentence: str) -> None:
+    """With these changes `GOOD` has one mistake, of which the sentence tells word for word."""
+    tree = copy.deepcopy(GOOD)
+    for path, value in changes.items():
+        *sections, field = path.split(".")
+        section = tree
+        for name in sections:
+            section = section.setdefault(name, {})
+        section[field] = value
+    with pytest.raises(ConfigErrors) as caught:
+        config_from_dict(tree, source="run.yaml")
+    assert str(caught.value) == f"run.yaml has 1 mistake:\n  {sentence}"

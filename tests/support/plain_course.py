@@ -93,11 +93,12 @@ def on_mesh(folder: Path, objective: str, stage: int, tensor: int, data: int, **
     return Course([r["loss"] for r in records], [r["gradient_norm"] for r in records], weights)
 
 
-def as_on_gpus(folder: Path, stage: int, precision: str) -> dict[str, Any]:
-    """The change to the settings that runs on GPUs have at `stage`, but for buckets of a small model's size."""
+def as_on_gpus(folder: Path, stage: int, precision: str, data: int = 2) -> dict[str, Any]:
+    """The change to the settings that runs on GPUs have at `stage` on so many data ranks, but for buckets of a small
+    model's size."""
     small = {"stage": stage, "reduce_bucket_size": 2000, "stage3_param_persistence_threshold": 0}
     asked = {"engine.deepspeed": {"zero_optimization": small}, "engine.precision": precision}
-    complete = deepspeed_config(config_of(folder, "headless", **asked), data_ranks=2, device="cuda")
+    complete = deepspeed_config(config_of(folder, "headless", **asked), data_ranks=data, device="cuda")
     tuned = {
         name: complete[name] for name in ("zero_optimization", "bf16", "communication_data_type") if name in complete
     }

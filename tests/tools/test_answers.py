@@ -43,12 +43,14 @@ WRONG: dict[str, str] = {
     "tools/count_waits.py": "--config nowhere.yaml",
     "tools/demo.py": "",
     "tools/gpu_report.py": "--text nowhere.jsonl",
+    "tools/gpu_text.py": "--text nowhere.jsonl --tokenizer t.json",
     "tools/gpu_wheels.py": "",
     "tools/headless_picture.py": "",
     "tools/import_diagram.py": "",
     "tools/kernel_figures.py": "",
     "tools/paper.py": "decoders --text nowhere.jsonl",
     "tools/profile_step.py": "--config nowhere.yaml",
+    "tools/soak.py": "--folder nowhere --text nowhere.idx",
 }
 """Arguments of which a path does not exist; none for a command that reads nothing it is told of."""
 

@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from benchmarks import loss_forms, losses
-from benchmarks.loss_forms import Problem
+from benchmarks import loss_forms, losses, prepared_losses
+from benchmarks.loss_forms import Entry, Problem
 from benchmarks.memory import in_child
 from benchmarks.targets import read_targets
 from megahead.corpus import IndexedDatasetWriter
 from megahead.errors import DataError
+from megahead.pretraining.batch import CANDIDATE_MULTIPLE
 from support.small_checkpoint import save_tokenizer
 
 
@@ -102,17 +103,22 @@ THEIRS = {"theirs": "cross_entropy", "plainer": "unbiased", "broken": "breaking"
 
 def test_other_peoples_kernels_are_asked_for_the_same(monkeypatch) -> None:
     others = {name: (__name__, function) for name, function in THEIRS.items()}
-    monkeypatch.setattr(loss_forms, "OTHERS", others | {"gone": ("not_installed", "f")})
+    monkeypatch.setattr(prepared_losses, "OTHERS", others | {"gone": ("not_installed", "f")})
     monkeypatch.setitem(
         sys.modules, __name__, sys.modules.get(__name__) or SimpleNamespace(cross_entropy=cross_entropy)
     )
     problem = Problem.drawn(drawn()[1], 40, 6, torch.float32)
-    forms, absent = loss_forms.with_others(problem)
-    assert list(forms) == [
+    kernels, absent = prepared_losses.kernels_here(problem)
+    entries = prepared_losses.prepared(problem, kernels)
+    assert [entry.name for entry in entries] == [
         "ours", "paper", "theirs", "plainer", "softmax, ours", "softmax, plain", "softmax, theirs", "softmax, plainer"
     ]  # fmt: skip
+    begins_with = {entry.name: len(entry.problem.table) for entry in entries}
+    assert begins_with["ours"] == CANDIDATE_MULTIPLE  # as the feed pads them
+    assert begins_with["paper"] == begins_with["theirs"] == len(problem.targets.unique())
+    assert begins_with["softmax, ours"] == begins_with["softmax, theirs"] == 40
     assert absent == ["without broken: not for 6 features", "without gone: No module named 'not_installed'"]
-    for line in loss_forms.errors(forms, problem):
+    for line in loss_forms.errors(entries):
         assert 0 <= max(float(line[part]) for part in ("loss", "gradient of outputs", "of the table")) < 1e-6, line
 
 
@@ -129,8 +135,8 @@ def test_a_form_that_memory_does_not_hold_is_told_and_the_others_are_measured(tm
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(losses, "FORMS", {**loss_forms.FORMS, "paper": paper})
-    monkeypatch.setattr(losses, "errors", lambda forms, problem: iter([{"form": "ours", "loss": "1e-8"}]))
-    monkeypatch.setattr(losses, "observe", lambda form, problem: (problem.solved(form) and 0.5, 2.0))
+    monkeypatch.setattr(losses, "errors", lambda entries: iter([{"form": "ours", "loss": "1e-8"}]))
+    monkeypatch.setattr(losses, "observe", lambda form, problem: losses.Taken(problem.solved(form) and 0.5, 2.0))
     monkeypatch.setattr(losses, "device_rate", lambda device, precision: 1e9)
     output = tmp_path / "loss.json"
     losses.compare(drawn()[1], arguments("--sizes", "20,30", "--hidden", "6", "--output", str(output)))
@@ -147,5 +153,47 @@ def test_errors_see_what_is_wrong() -> None:
     def twice(outputs: Tensor, targets: Tensor, table: Tensor) -> Tensor:
         return 2 * loss_forms.paper(outputs, targets, table)
 
-    (line,) = loss_forms.errors({"twice": twice}, Problem.drawn(drawn()[1], 40, 6, torch.float32))
+    (line,) = loss_forms.errors([Entry("twice", twice, Problem.drawn(drawn()[1], 40, 6, torch.float32))])
     assert [float(line[part]) for part in ("loss", "gradient of outputs", "of the table")] == [1.0, 1.0, 1.0]
+
+
+class Event:
+    """A CUDA device's clock, which goes on by a second with each pass."""
+
+    happened: list[str]
+
+    def __init__(self, enable_timing: bool) -> None:
+        pass
+
+    def record(self) -> None:
+        self.place = self.happened.count("pass")
+        self.happened.append("event")
+
+    def synchronize(self) -> None:
+        self.happened.append("wait")
+
+    def elapsed_time(self, end: Event) -> float:
+        return 1e3 * (end.place - self.place)
+
+
+def test_on_a_gpu_many_passes_are_timed_and_nothing_waits_between_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    happened: list[str] = []
+    monkeypatch.setattr(Event, "happened", happened, raising=False)
+    for name, value in {
+        "Event": Event,
+        "synchronize": lambda: happened.append("wait"),
+        "reset_peak_memory_stats": lambda: None,
+        "memory_allocated": lambda: 2**20,
+        "max_memory_allocated": lambda: 3 * 2**20,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+
+    def form(outputs: Tensor, targets: Tensor, table: Tensor) -> Tensor:
+        happened.append("pass")
+        return outputs.sum() + table.sum()
+
+    taken = losses.measure_on_gpu(form, Problem(*drawn()))
+    assert (taken.seconds, taken.mebibytes) == (1.0, 2.0)
+    assert taken.host_seconds is not None
+    first = happened.index("event")
+    assert happened[first:] == ["event", *["pass"] * losses.PASSES, "event", "wait"]

@@ -10,11 +10,15 @@ import pytest
 import torch
 
 from benchmarks import largest
+from benchmarks.clocks import HostClock
 from benchmarks.contender import Contender, How, compare, contending
 from benchmarks.device import matrix_rate
 from benchmarks.tokens import token_rows
+from benchmarks.weights import HalfWeights
 from megahead.config import RunConfig, config_from_dict
 from megahead.errors import FieldError
+from megahead.estimate import run_flops
+from megahead.optim import build_optimizer
 from support.commands import config_file
 from support.small_run import small_config, write_text
 
@@ -75,6 +79,32 @@ def test_a_whole_last_block_gives_the_same_step(tmp_path: Path) -> None:
     assert [short.name(), whole.name()] == ["headless", "headless, whole last block"]
     for one, other in zip(short.model.parameters(), whole.model.parameters(), strict=True):
         assert (one - other).abs().mean() < 1e-6  # after two steps of 1e-3, some of them along a gradient of rounding
+
+
+def test_steps_drop_tokens_as_a_run_does_and_are_estimated_so(tmp_path: Path) -> None:
+    tree = {
+        "name": "encoder",
+        "model": {"size": "bert-small", "vocab_size": 200},
+        "masking": {"mask_token": 4, "cls_token": 1, "sep_token": 2},
+        "data": {"train": "", "sequence_length": 32},
+        "batch": {"global_size": 2, "micro_size": 2},
+        "optimizer": {"learning_rate": 1e-3},
+        "training": {"steps": 1},
+    }
+    tree["masking"] |= {"dropping": {"from_layer": 1}}
+    config = config_from_dict(tree)
+    contender = Contender(config, "headless", torch.device("cpu"), token_rows(config, None, count=1))
+    lengths = []
+    for block in contender.model.backbone.blocks:
+        block.register_forward_hook(lambda _, inputs, __: lengths.append(inputs[0].shape[1]))
+    contender.step(0)
+    assert lengths == [32, 32, 16, 32]
+    (micro, _) = contender._prepared(token_rows(config, None, count=1)[0])
+    assert micro.batch.kept[0].max_per_row == 16
+    tree["masking"] |= {"dropping": None}
+    plain = config_from_dict(tree)
+    flops = [run_flops(one, 1).total for one in (config, plain)]
+    assert flops[0] < 0.85 * flops[1]
 
 
 def test_presets_without_data_draw_by_zipfs_law(tmp_path: Path) -> None:
@@ -168,3 +198,45 @@ def test_the_largest_micro_batch_is_that_before_memory_ends(tmp_path: Path, monk
     assert (headless["rows of the micro-batch"], headless["tokens"]) == (3, 72)
     assert (vanilla["rows of the micro-batch"], vanilla["tokens"]) == (1, 24)
     assert headless["tokens/s"] > 0
+
+
+class Counting(HostClock):
+    """Notes when it is asked and waited for."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def now(self) -> float:
+        self.asked.append("now")
+        return super().now()
+
+    def wait(self) -> None:
+        self.asked.append("wait")
+
+
+def test_a_device_is_waited_for_before_and_after_a_step_and_never_within(tmp_path: Path) -> None:
+    write_text(tmp_path)
+    one = Contender(
+        small_config(tmp_path), "headless", torch.device("cpu"), token_rows(small_config(tmp_path), None, 2)
+    )
+    one.clock = clock = Counting()
+    one.step(0)
+    assert clock.asked == ["wait", *["now"] * 6, "wait"]
+
+
+def test_half_weights_follow_those_of_the_optimizer(tmp_path: Path) -> None:
+    write_text(tmp_path)
+    config = small_config(tmp_path, {"engine.precision": "bf16"})
+    rows = token_rows(config, None, count=4)
+    full, half = (Contender(config, "headless", torch.device("cpu"), rows) for _ in range(2))
+    before = [parameter.detach().clone() for parameter in half.model.parameters()]
+    half.weights = HalfWeights(half.model, build_optimizer(half.model, config.optimizer))
+    for index in range(4):
+        for one in (full, half):
+            one.step(index)
+    assert {(mine.dtype, mine.grad) for mine in half.model.parameters()} == {(torch.bfloat16, None)}
+    first, mine, theirs = (
+        torch.cat([parameter.detach().float().flatten() for parameter in parameters])
+        for parameters in (before, half.model.parameters(), full.model.parameters())
+    )
+    assert (mine - theirs).norm() < 0.2 * (theirs - first).norm() + 4e-3 * theirs.norm()  # and the rounding to bf16

@@ -9,17 +9,22 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import gpu_text
 import pytest
 from rich.console import Console
 
 from benchmarks.gpu_report import running
-from benchmarks.gpu_report.page import steps_compared
 from benchmarks.gpu_report.part import RESULT, SECONDS, START_UP, Outcome, Part
-from benchmarks.gpu_report.plan import DRY, FULL, parts_of
+from benchmarks.gpu_report.plan import DRY, FULL, SHARES, TOKENS, parts_of
 from benchmarks.gpu_report.running import run
 from benchmarks.gpu_report.session import DRY_RUN, Session
+from benchmarks.gpu_report.steps import steps_compared
+from benchmarks.gpu_report.targets import judged
 from benchmarks.gpu_report.text import Text
 from benchmarks.gpu_report.trainings import trainings_compared
+from megahead.config import load_config
+from megahead.corpus import IndexedDataset, IndexedDatasetWriter
+from megahead.estimate import peak_flops, run_flops
 from support.forked import Script, run_script
 from support.small_checkpoint import save_tokenizer
 
@@ -64,6 +69,7 @@ def test_all_parts_run_tiny_on_the_cpu(tmp_path: Path) -> None:
     Session(tmp_path / "out", quiet(), title=DRY_RUN, start=Forked).do(parts, 600)
     report = json.loads((tmp_path / "out/report.json").read_text())
     states = {part["name"]: (part["state"], part["why"]) for part in report["parts"]}
+    assert "operation" in next(part["said"] for part in report["parts"] if part["name"] == "profile-decoder")
     assert states.pop("waits-1") == ("failed", "the machine must have a CUDA device to count waits on, but has none.")
     assert states == dict.fromkeys([part.name for part in parts if part.name != "waits-1"], ("measured", ""))
     lines = {part["name"]: part["lines"] for part in report["parts"]}
@@ -92,7 +98,58 @@ def test_parts_in_full_are_those_of_the_dry_run_in_other_sizes(tmp_path: Path) -
         assert used
         assert not [word for word in used if word not in told]
     assert all(part.obstacle for part in full if part.name.startswith("train-"))
-    assert sum(part.seconds for part in full if not part.shares) < 18 * 60
+
+
+def test_all_parts_fit_into_the_minutes_and_trainings_have_time_for_their_tokens(tmp_path: Path) -> None:
+    text = Text(tmp_path, (tmp_path / "a",), tmp_path / "t.json")
+    parts = parts_of(FULL, text, tmp_path)
+    assert sum(part.seconds for part in parts) <= 25 * 60
+    base = ["data.train=''", "data.validation=null", "data.tokenizer=null", "batch.global_size=64"]
+    trainings = {part.name: part.seconds for part in parts if part.shares}
+    assert len(trainings) == 4
+    for size, share in SHARES.items():
+        for objective, candidates in (("headless", 9_000), ("vanilla", 50_277)):
+            changes = [*base, f"model.size=pythia-{size}", f"objective.name={objective}"]
+            a_token = run_flops(load_config("configs/pythia-70m-headless.yaml", changes), candidates).total
+            seconds = TOKENS * a_token / (share * (peak_flops("NVIDIA H100", "bf16") or 0))
+            assert trainings[f"train-{size}-{objective}"] >= START_UP + seconds
+
+
+def outcome(name: str, lines: list[dict[str, Any]]) -> Outcome:
+    return Outcome(name, "what?", [], "measured", lines=lines)
+
+
+def loss_line(form: str, hidden: int, seconds: float, **more: float) -> dict[str, Any]:
+    return {"N": 16384, "hidden": hidden, "form": form, "seconds": seconds} | more
+
+
+def test_each_target_is_met_or_missed_or_was_not_measured() -> None:
+    loss = [loss_line("ours", 512, 1.0, **{"of rate": 0.6}), loss_line("ours", 2048, 1.0, **{"of rate": 0.6})]
+    loss += [loss_line("liger", 512, 0.9)]
+    steps = [line("headless", 10, 100), line("vanilla", 37, 400)]
+    rows = judged(
+        [outcome("loss", loss), outcome("step-70m", steps), outcome("waits-1", [{"who": "megahead", "a step": 3.0}])]
+    )
+    assert [(row["part"], row["found"], row[""]) for row in rows] == [
+        ("loss", "0.6", "met"),
+        ("loss", "0.6", "missed"),
+        ("loss", "0.9", "missed"),
+        ("loss", None, "not measured"),
+        ("step-70m", "0.925", "met"),
+        ("step-70m", "0.41", "met"),
+        ("waits-1", "3", "missed"),
+    ]
+
+
+def test_only_what_misses_its_targets_is_profiled(tmp_path: Path, instant: type[Instant]) -> None:
+    explaining = [Part(f"profile-{size}", "what?", ("p",), 30, explains=f"step-{size}") for size in ("70m", "410m")]
+    session = Session(tmp_path, quiet(), start=instant)
+    lines = [line("headless", 10, 100), line("vanilla", 37, 400)]  # an MFU of 0.41
+    session.outcomes = {f"step-{size}": outcome(f"step-{size}", lines) for size in ("70m", "410m")}
+    session.do(explaining, 100)
+    assert session.outcomes["profile-70m"].why == "step-70m has nothing to explain: its targets were met."
+    assert session.outcomes["profile-410m"].state == "measured"
+    assert "## Targets" in (tmp_path / "report.md").read_text()
 
 
 def alive(pid: int) -> bool:
@@ -219,7 +276,13 @@ def test_trainings_share_what_time_is_left(tmp_path: Path, instant: type[Instant
     parts = [Part(name, "what?", (name, f"--for={SECONDS}"), 30) for name in "ab"]
     Session(tmp_path, quiet(), start=instant).do([Part("z", "what?", ("z",), 30), *parts], 2 * START_UP + 100)
     given = [int(command[1].removeprefix("--for=")) for command in instant.given[1:]]
-    assert given == [pytest.approx(50, abs=2), pytest.approx(100 + START_UP, abs=2)]  # the first took no time
+    assert given == [pytest.approx(50, abs=2), pytest.approx(100 + START_UP, abs=2)]  # what came before took no time
+
+
+def test_what_comes_after_trainings_keeps_its_time(tmp_path: Path, instant: type[Instant]) -> None:
+    parts = [Part("a", "what?", ("a", f"--for={SECONDS}"), 100), Part("b", "what?", ("b",), 200)]
+    Session(tmp_path, quiet(), start=instant).do(parts, 350)
+    assert int(instant.given[0][1].removeprefix("--for=")) == pytest.approx(150 - START_UP, abs=2)
 
 
 def line(objective: str, ms: float, operations: float) -> dict[str, Any]:
@@ -262,7 +325,21 @@ def test_without_a_text_one_is_drawn_that_needs_no_training(tmp_path: Path) -> N
     before = text.index.stat().st_mtime_ns
     text.draw(20_000)
     assert text.index.stat().st_mtime_ns == before
-    assert "by --text and --tokenizer" in text.obstacle_to_training()
+    assert "by --dataset, or --text and --tokenizer" in text.obstacle_to_training()
+
+
+def test_a_text_is_cut_to_what_can_be_carried_and_trained_on(tmp_path: Path) -> None:
+    with IndexedDatasetWriter(tmp_path / "whole", vocab_size=60) as writer:
+        for number in range(500):
+            writer.add_document([number % 60] * 9 + [0])
+    told = gpu_text.cut(IndexedDataset(tmp_path / "whole"), tmp_path / "small", most=4_005)
+    assert told.endswith("text: 4,000 tokens, 0.0 MiB")
+    kept, held_out = (IndexedDataset(tmp_path / "small" / name) for name in ("text", "text-validation"))
+    assert (kept.num_tokens, held_out.num_tokens, kept.dtype.itemsize) == (3_980, 20, 2)
+    text = Text(tmp_path, dataset=tmp_path / "small/text")
+    assert (text.parts(), text.obstacle_to_training(), text.index.exists()) == ([], "", True)
+    assert f"data.validation={tmp_path}/small/text-validation" in text.settings()
+    assert "data.tokenizer=null" in text.settings()
 
 
 def test_the_command_lists_its_parts_and_refuses_others(tmp_path: Path) -> None:

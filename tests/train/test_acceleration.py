@@ -61,6 +61,30 @@ def test_auto_compiles_on_cuda_alone_and_says_it(tmp_path: Path, monkeypatch: py
     assert "compiled" not in dict(accelerate_(backbone, small_config(tmp_path, {"engine.compile": False}), CUDA))
 
 
+MASKS = {"mask_token": 60, "cls_token": 61, "sep_token": 62}
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"masking": MASKS}, " but the last, which computes masked tokens alone"),
+        (
+            {"masking": MASKS | {"masks_from_layer": 1}},
+            " but the first 1, which compute shorter rows and the last, which computes masked tokens alone",
+        ),
+        ({"masking": MASKS, "model.is_causal": True}, ""),
+    ],
+    ids=str,
+)
+def test_which_blocks_of_an_encoder_are_compiled_is_said(
+    tmp_path: Path, changes: dict[str, Any], expected: str
+) -> None:
+    encoder = {"model.family": "modernbert", "model.vocab_size": 63, "model.intermediate_size": 64}
+    assert (
+        told(small_config(tmp_path, COMPILE | encoder | changes))["compiled"] == f"one block for all layers{expected}"
+    )
+
+
 def test_without_a_compiler_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert told(small_config(tmp_path, COMPILE))["compiled"] == "no, there is no C++ compiler"

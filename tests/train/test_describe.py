@@ -39,3 +39,20 @@ def test_own_rates_are_told(tmp_path: Path) -> None:
     rows = described(tmp_path, **rated, **{"engine.embedding": "rows"})
     assert "optimizer" not in rows
     assert rows["embedding"].endswith("updated by adamw at 8 times the learning rate")
+
+
+@pytest.mark.parametrize(
+    ("masking", "told"),
+    [
+        ({"strategy": "frequency"}, "15% of the tokens masked, by frequency"),
+        ({"masks_from_layer": 2}, "15% of the tokens masked, mask tokens from layer 2 on"),
+        ({"mask_decoder_layers": 1}, "15% of the tokens masked, mask tokens in a decoder of 1 layer"),
+        ({"dropping": {"from_layer": 1}}, "15% of the tokens masked, 50% of the tokens in layers 1 to 2, by hardest"),
+        ({"dropping": {"from_layer": 2, "keep_share": 0.3}}, "masked, 30% of the tokens in layer 2, by hardest"),
+    ],
+    ids=str,
+)
+def test_masks_and_what_layers_compute_of_them_are_told(tmp_path: Path, masking: dict[str, Any], told: str) -> None:
+    ids = {"mask_token": 3, "cls_token": 1, "sep_token": 2}
+    model = {"family": "bert", "num_layers": 4, "hidden_size": 32, "num_heads": 4, "vocab_size": 60}
+    assert described(tmp_path, model=model, masking=ids | masking)["objective"].endswith(told)

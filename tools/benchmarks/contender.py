@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
 import torch
-from torch import nn
 
+from benchmarks.clocks import clock_of
 from benchmarks.tokens import micro_batch
+from benchmarks.weights import HalfWeights, weights_of
 from megahead.config import RunConfig, config_from_dict
 from megahead.distributed import Group
 from megahead.errors import FieldError
 from megahead.estimate import peak_flops, run_flops
-from megahead.nn import Documents, LateTokens, TargetPositions
+from megahead.nn import Documents, ShorterRows, TargetPositions
 from megahead.objectives import build_objective
 from megahead.optim import build_optimizer
 from megahead.parallel import assemble, fill_
@@ -54,22 +54,31 @@ class Contender:
         self.precision = self.config.engine.precision
         self.model: Pretraining = assemble(self.config, Group(), self.device)
         fill_(self.model, Group(), first_weights(self.config))
-        self.ways = accelerate_(self.model.backbone, self.config, self.device)
+        self.ways, *_ = [accelerate_(each, self.config, self.device) for each in self.model.encoders()]
         self.rule = build_objective(self.config.objective, self.config.model.vocab_size)
-        self.optimizer = build_optimizer(self.model, self.config.optimizer)
+        optimizer = build_optimizer(self.model, self.config.optimizer)
+        self.weights = weights_of(self.model, optimizer, self.device, self.precision)
+        self.clock = clock_of(self.device)
         self._watch_body()
 
     def step(self, index: int) -> None:
         """One whole step; the first is a warm-up and is not counted."""
+        self._encoded: list[tuple[Any, Any]] = []
+        self._loss_done: Any = None
         micro, candidates = self._prepared(self.rows[index])
         before = self._allocated()
-        start, of_threads = self._now(), time.process_time()
-        self._loss(micro).backward()
-        backward_done = self._now()
-        self._update()
-        step_done = self._now()
-        body = self._encoded[1] - self._encoded[0] + backward_done - self._loss_done
-        parts = (body, backward_done - start - body, step_done - backward_done)
+        now, between = self.clock.now, self.clock.seconds
+        self.clock.wait()
+        of_threads, start = time.process_time(), now()
+        with self.weights.computing():
+            loss = self.model(micro)
+        loss.backward()
+        backward_done = now()
+        self.weights.update(self.config.optimizer.gradient_clipping)
+        step_done = now()
+        self.clock.wait()
+        body = sum(between(*moments) for moments in self._encoded) + between(self._loss_done, backward_done)
+        parts = (body, between(start, backward_done) - body, between(backward_done, step_done))
         if index and self.device.type == "cuda":
             self.extra_bytes = max(self.extra_bytes, torch.cuda.max_memory_allocated() - before)
         if index:
@@ -95,8 +104,8 @@ class Contender:
         """Weights, moments and what steps took beside them; None on a CPU, where a child must find out."""
         if self.device.type == "cpu":
             return None
-        weights_and_moments = 12 * sum(parameter.numel() for parameter in self.model.parameters())
-        return (weights_and_moments + self.extra_bytes) / 1e6
+        each = 12 + 2 * isinstance(self.weights, HalfWeights)
+        return (each * sum(parameter.numel() for parameter in self.model.parameters()) + self.extra_bytes) / 1e6
 
     def row(self, rate: float, peak_megabytes: float | None) -> dict[str, object]:
         """Its line of the table; shares are of the median step."""
@@ -126,47 +135,38 @@ class Contender:
         count = self.config.model.vocab_size if candidates.ids_U is None else candidates.ids_U.numel()
         return micro.staged(self.device).to(self.device), count
 
-    def _loss(self, micro: MicroBatch) -> torch.Tensor:
-        half = self.precision == "bf16"
-        with torch.autocast(self.device.type, torch.bfloat16) if half else nullcontext():
-            return self.model(micro)
-
     def _allocated(self) -> int:
         if self.device.type != "cuda":
             return 0
         torch.cuda.reset_peak_memory_stats()
         return torch.cuda.memory_allocated()
 
-    def _update(self) -> None:
-        nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optimizer.gradient_clipping)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
     def _watch_body(self) -> None:
-        """Notes when the backbone's forward pass begins and ends, and when its backward pass begins."""
-        encode_at = self.model.backbone.encode_at
+        """Notes how long forward passes of the body take, and when the first of its backward passes begins."""
+        backbone, *generators = self.model.encoders()
+        learner = generators[0] if generators else backbone
+        encode, encode_at = backbone.encode, learner.encode_at
 
-        def watched(
-            rows_BTD: torch.Tensor, documents: Documents, targets: TargetPositions, late: LateTokens | None
+        def watched_at(
+            rows_BTD: torch.Tensor, documents: Documents, targets: TargetPositions, shorter: Sequence[ShorterRows]
         ) -> torch.Tensor:
-            begin = self._now()
             if self.how == "whole last block":
                 targets = replace(targets, max_per_row=None)
-            outputs_ND = encode_at(rows_BTD, documents, targets, late)
-            self._encoded = begin, self._now()
-            outputs_ND.register_hook(self._note_loss_done)
-            return outputs_ND
+            return self._watched(lambda: encode_at(rows_BTD, documents, targets, shorter))
 
-        self.model.backbone.encode_at = watched  # type: ignore[method-assign, assignment]
+        learner.encode_at = watched_at  # type: ignore[method-assign, assignment]
+        if generators:  # the model judges what one has written
+            backbone.encode = lambda rows_BTD, documents: self._watched(lambda: encode(rows_BTD, documents))  # type: ignore[method-assign]
+
+    def _watched(self, encode: Callable[[], torch.Tensor]) -> torch.Tensor:
+        begin = self.clock.now()
+        hidden = encode()
+        self._encoded.append((begin, self.clock.now()))
+        hidden.register_hook(self._note_loss_done)
+        return hidden
 
     def _note_loss_done(self, _: torch.Tensor) -> None:
-        self._loss_done = self._now()
-
-    def _now(self) -> float:
-        """Seconds, once the device has done all that it was given."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter()
+        self._loss_done = self._loss_done or self.clock.now()
 
 
 def contending(config: RunConfig, objective: str, how: How) -> RunConfig:

@@ -5,17 +5,14 @@ N outputs, D features, U candidates, V vocabulary.
 
 from __future__ import annotations
 
-import importlib
-import inspect
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from megahead.objectives import candidate_loss, cwt_loss, unique_candidates, vocabulary_candidates
+from megahead.objectives import candidate_loss, cwt_loss, vocabulary_candidates
 
 Form = Callable[[Tensor, Tensor, Tensor], Tensor]
 """From outputs [N, D], targets [N] and the table [V, D] to the mean loss."""
@@ -40,55 +37,6 @@ def our_softmax(outputs_ND: Tensor, targets_N: Tensor, table_VD: Tensor) -> Tens
 HEADLESS: dict[str, Form] = {"ours": cwt_loss, "paper": paper}
 SOFTMAX: dict[str, Form] = {"softmax, ours": our_softmax, "softmax, plain": plain_softmax}
 FORMS = HEADLESS | SOFTMAX
-
-OTHERS = {
-    "liger": ("liger_kernel.transformers.functional", "liger_fused_linear_cross_entropy"),
-    "cut": ("cut_cross_entropy", "linear_cross_entropy"),
-}
-"""Kernels of other people for CUDA, Liger's and Apple's: the mean cross-entropy of `(outputs, rows, own places)`, and
-`bias=` of the rows, which Apple's has in its repository, but not on PyPI (25.1)."""
-
-FEATURES = 16
-"""So many more carry the bias where a kernel takes none: the number stays a multiple of what it moves at once."""
-
-
-def with_others(small: Problem) -> tuple[dict[str, Form], list[str]]:
-    """`FORMS` and those of other people that solve a small problem here; a line for each that does not."""
-    kernels, absent = {}, []
-    for name, (module, function) in OTHERS.items():
-        try:
-            kernel = getattr(importlib.import_module(module), function)
-            for by in (headless_by, softmax_by):
-                small.solved(partial(by, kernel))
-            kernels[name] = kernel
-        except Exception as error:  # what is not installed, and what fails in any way of its own
-            absent.append(f"without {name}: {' '.join(str(error).split())[:200]}")
-    headless = {name: partial(headless_by, kernel) for name, kernel in kernels.items()}
-    softmax = {f"softmax, {name}": partial(softmax_by, kernel) for name, kernel in kernels.items()}
-    return {**HEADLESS, **headless, **SOFTMAX, **softmax}, absent
-
-
-def headless_by(kernel: Callable[..., Tensor], outputs_ND: Tensor, targets_N: Tensor, table_VD: Tensor) -> Tensor:
-    """The unique targets, with the log of their counts as bias, by another's kernel, which counts own biases too."""
-    chosen = unique_candidates(targets_N)
-    assert chosen.ids_U is not None
-    assert chosen.bias_U is not None
-    rows_UD, bias_U = table_VD[chosen.ids_U], chosen.bias_U.to(outputs_ND.dtype)
-    if "bias" in inspect.signature(kernel).parameters:
-        loss = kernel(outputs_ND, rows_UD, chosen.positive_N, bias=bias_U)
-    else:
-        ones_NF = outputs_ND.new_ones(len(outputs_ND), 1)
-        outputs_ND, rows_UD = (
-            torch.cat([features, F.pad(more, (0, FEATURES - 1))], dim=1)
-            for features, more in ((outputs_ND, ones_NF), (rows_UD, bias_U[:, None]))
-        )
-        loss = kernel(outputs_ND, rows_UD, chosen.positive_N)
-    return loss + chosen.bias_U[chosen.positive_N].mean().float()
-
-
-def softmax_by(kernel: Callable[..., Tensor], outputs_ND: Tensor, targets_N: Tensor, table_VD: Tensor) -> Tensor:
-    """The full softmax by another's kernel."""
-    return kernel(outputs_ND, table_VD, targets_N)
 
 
 class Problem(NamedTuple):
@@ -118,11 +66,18 @@ class Problem(NamedTuple):
         return Problem(outputs, self.targets, table).solved(form)
 
 
-def errors(forms: dict[str, Form], problem: Problem) -> Iterator[dict[str, Any]]:
+class Entry(NamedTuple):
+    """One of those that are compared: a form, and what it begins with."""
+
+    name: str
+    form: Form
+    problem: Problem
+
+
+def errors(entries: Iterable[Entry]) -> Iterator[dict[str, Any]]:
     """A line for each form: relative errors of its loss and (in norm) of its gradients against float64."""
-    exact = {name: problem.exactly(form) for name, form in (("", paper), ("softmax", plain_softmax))}
-    for name, form in forms.items():
-        truth = exact["softmax" if name.startswith("softmax") else ""]
+    for name, form, problem in entries:
+        truth = problem.exactly(plain_softmax if name.startswith("softmax") else paper)
         apart = [
             (mine.double() - true).norm() / true.norm() for mine, true in zip(problem.solved(form), truth, strict=True)
         ]

@@ -6,28 +6,43 @@ import argparse
 import statistics
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from rich.console import Console
 from torch import Tensor
 
 from benchmarks.device import describe, matrix_rate
-from benchmarks.loss_forms import FORMS, Form, Problem, errors, with_others
+from benchmarks.loss_forms import FORMS, Entry, Form, Problem, errors
 from benchmarks.memory import Cost, cost, in_child
+from benchmarks.prepared_losses import Kernel, kernels_here, prepared
 from benchmarks.targets import ERROR_SIZE, VOCABULARY
 from megahead.report import to_json, to_rich
 
 TOO_LARGE = "too large"
+WARM_UP, PASSES = 3, 20
+"""On a GPU: passes before those that are timed, in which kernels are compiled and tuned; passes in a row."""
+
+
+class Taken(NamedTuple):
+    """What a pass took."""
+
+    seconds: float
+    mebibytes: float
+    """At most, above what was there before."""
+
+    host_seconds: float | None = None
+    """Until the host had asked a GPU for all of it; where that is more, the GPU waits."""
 
 
 def compare(targets: Tensor, arguments: argparse.Namespace) -> None:
     """Times every form at every size, on the device of `targets`, and tells; then errors against float64. What is known
     is written to `arguments.output` as soon as it is known."""
     device, dtype = targets.device, torch.bfloat16 if arguments.precision == "bf16" else torch.float32
-    forms = FORMS
+    kernels: dict[str, Kernel] | None = None
     absent: list[str] = []
     if device.type == "cuda":
-        forms, absent = with_others(Problem.drawn(targets[:256], VOCABULARY, arguments.hidden[0], dtype))
+        kernels, absent = kernels_here(Problem.drawn(targets[:256], VOCABULARY, arguments.hidden[0], dtype))
     rate = device_rate(device, arguments.precision)
     console = Console(highlight=False, width=160)
     console.print(f"{arguments.precision} on {describe(device)}, {rate / 1e9:,.0f} GFLOP/s matrix rate")
@@ -39,81 +54,112 @@ def compare(targets: Tensor, arguments: argparse.Namespace) -> None:
         lines = []
         for size in arguments.sizes:
             problem = Problem.drawn(targets[:size], VOCABULARY, hidden, dtype)
-            costs = costs_of(forms, problem, arguments)
+            costs = costs_of(entries_of(problem, kernels), arguments)
             lines.append(row(problem, costs, rate))
-            found += records(problem, costs)
+            found += records(problem, costs, rate)
             _save(found, arguments.output)
         console.print(to_rich(lines))
     size = min(ERROR_SIZE, *arguments.sizes)
     problem = Problem.drawn(targets[:size], VOCABULARY, arguments.hidden[0], dtype)
     console.print(f"\nrelative errors against float64, N = {size:,}, hidden {arguments.hidden[0]}")
-    wrong = list(errors(forms, problem))
+    wrong = list(errors(entries_of(problem, kernels)))
     console.print(to_rich(wrong))
     _save(found + wrong, arguments.output)
 
 
-def costs_of(forms: dict[str, Form], problem: Problem, arguments: argparse.Namespace) -> dict[str, Cost | None]:
-    """Medians of each form's time and memory, taken in turn; None where a GPU's memory does not hold it."""
-    size = len(problem.targets)
-    forms = {name: form for name, form in forms.items() if name != "softmax, plain" or size <= arguments.plain_up_to}
-    measured: dict[str, list[Cost]] = {name: [] for name in forms}
+def entries_of(problem: Problem, kernels: dict[str, Kernel] | None) -> list[Entry]:
+    """What takes part; `kernels`: other people's, on a GPU."""
+    if kernels is not None:
+        return prepared(problem, kernels)
+    return [Entry(name, form, problem) for name, form in FORMS.items()]
+
+
+def costs_of(entries: list[Entry], arguments: argparse.Namespace) -> dict[str, Taken | None]:
+    """Medians of what each form took, in turn; None where a GPU's memory does not hold it."""
+    most = arguments.plain_up_to
+    entries = [one for one in entries if one.name != "softmax, plain" or len(one.problem.targets) <= most]
+    measured: dict[str, list[Taken]] = {entry.name: [] for entry in entries}
     too_large: set[str] = set()
     for _ in range(arguments.rounds):
-        for name in [name for name in forms if name not in too_large]:
+        for name, form, problem in [entry for entry in entries if entry.name not in too_large]:
             try:
-                measured[name].append(observe(forms[name], problem))
+                measured[name].append(observe(form, problem))
             except torch.OutOfMemoryError:
                 too_large.add(name)
                 torch.cuda.empty_cache()
-    return {name: None if name in too_large else _median(costs) for name, costs in measured.items()}
+    return {name: None if name in too_large else _median(taken) for name, taken in measured.items()}
 
 
-def _median(costs: list[Cost]) -> Cost:
-    seconds, mebibytes = (statistics.median(column) for column in zip(*costs, strict=True))
-    return seconds, mebibytes
+def _median(taken: list[Taken]) -> Taken:
+    seconds, mebibytes, host = zip(*taken, strict=True)
+    known = [value for value in host if value is not None]
+    return Taken(statistics.median(seconds), statistics.median(mebibytes), statistics.median(known) if known else None)
 
 
-def row(problem: Problem, costs: dict[str, Cost | None], rate: float) -> dict[str, object]:
+def row(problem: Problem, costs: dict[str, Taken | None], rate: float) -> dict[str, object]:
     """One N: our median time, its share of the matrix rate by three products of N x U x D, our memory; and every other
     form's ratio to ours."""
-    size, hidden = problem.outputs.shape
-    ours, candidates = costs["ours"], len(problem.targets.unique())
-    line: dict[str, object] = {"N": size, "U": candidates}
+    ours = costs["ours"]
+    line: dict[str, object] = {"N": len(problem.targets), "U": len(problem.targets.unique())}
     if ours is None:
         return line | {"s": TOO_LARGE}
-    line["s"] = f"{ours[0]:.3g}"
-    line |= {"of rate": f"{6 * size * candidates * hidden / ours[0] / rate:.0%}", "MiB": f"{ours[1]:,.0f}"}
+    line |= {
+        "s": f"{ours.seconds:.3g}",
+        "of rate": f"{_share(problem, ours, rate):.0%}",
+        "MiB": f"{ours.mebibytes:,.0f}",
+    }
+    if ours.host_seconds is not None:
+        line["host s"] = f"{ours.host_seconds:.3g}"
     for name, theirs in costs.items():
         if name != "ours":
-            line[name] = f"{theirs[0] / ours[0]:.1f}x {theirs[1] / ours[1]:.1f}x" if theirs else TOO_LARGE
+            ratios = theirs and (theirs.seconds / ours.seconds, theirs.mebibytes / ours.mebibytes)
+            line[name] = f"{ratios[0]:.1f}x {ratios[1]:.1f}x" if ratios else TOO_LARGE
     return line
 
 
-def records(problem: Problem, costs: dict[str, Cost | None]) -> list[dict[str, object]]:
+def records(problem: Problem, costs: dict[str, Taken | None], rate: float) -> list[dict[str, object]]:
     """The same with exact numbers, a line for each form."""
-    size, hidden = problem.outputs.shape
-    what = {"N": size, "U": len(problem.targets.unique()), "hidden": hidden}
-    return [
-        what | {"form": name, "seconds": found and found[0], "MiB": found and found[1]} for name, found in costs.items()
-    ]
+    what = {"N": len(problem.targets), "U": len(problem.targets.unique()), "hidden": problem.outputs.shape[1]}
+    lines: list[dict[str, object]] = []
+    for name, found in costs.items():
+        seconds, mebibytes, host = found or (None, None, None)
+        lines.append(what | {"form": name, "seconds": seconds, "MiB": mebibytes, "host seconds": host})
+        if found and name == "ours":
+            lines[-1]["of rate"] = _share(problem, found, rate)
+    return lines
 
 
-def observe(form: Form, problem: Problem) -> Cost:
-    """(seconds, peak MiB above what was there before) of one forward and backward pass, wherever the problem lies."""
+def _share(problem: Problem, ours: Taken, rate: float) -> float:
+    """Of the matrix rate, by the three products of N x U x D that the headless loss needs."""
+    return 6 * problem.outputs.numel() * len(problem.targets.unique()) / ours.seconds / rate
+
+
+def observe(form: Form, problem: Problem) -> Taken:
+    """Of one forward and backward pass, wherever the problem lies."""
     if problem.outputs.is_cuda:
         return measure_on_gpu(form, problem)
-    return in_child(lambda: measure(form, *problem))
+    return Taken(*in_child(lambda: measure(form, *problem)))
 
 
-def measure_on_gpu(form: Form, problem: Problem) -> Cost:
-    """After a pass that is not measured, in which kernels are compiled and tuned."""
-    problem.solved(form)
+def measure_on_gpu(form: Form, problem: Problem) -> Taken:
+    """The mean of many passes in a row, which nothing but the last waits for, by the device's own clock."""
+    for _ in range(WARM_UP):
+        problem.solved(form)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
-    before, start = torch.cuda.memory_allocated(), time.perf_counter()
+    before = torch.cuda.memory_allocated()
     problem.solved(form)
     torch.cuda.synchronize()
-    return time.perf_counter() - start, (torch.cuda.max_memory_allocated() - before) / 2**20
+    peak = (torch.cuda.max_memory_allocated() - before) / 2**20
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start = time.perf_counter()
+    begin.record()
+    for _ in range(PASSES):
+        problem.solved(form)
+    end.record()
+    host = time.perf_counter() - start
+    end.synchronize()
+    return Taken(begin.elapsed_time(end) / 1e3 / PASSES, peak, host / PASSES)
 
 
 def device_rate(device: torch.device, precision: str) -> float:

@@ -10,7 +10,17 @@ import numpy as np
 
 from megahead.config import RunConfig
 from megahead.corpus import IndexedDataset
-from megahead.data import BatchReader, Framing, Masker, RowMasker, RowSource, training_masker, training_samples
+from megahead.data import (
+    BatchReader,
+    Framing,
+    Masker,
+    Replacing,
+    RowMasker,
+    RowSource,
+    TokenDropping,
+    training_masker,
+    training_samples,
+)
 from megahead.data.strategies import Uniform
 from megahead.objectives import Objective
 from megahead.pretraining import MicroBatch
@@ -35,15 +45,18 @@ def micro_batch(config: RunConfig, rule: Objective, rows: np.ndarray[Any, Any]) 
     """`rows` with their candidates, as the only micro-batch of its step."""
     batch = BatchReader(_Given(rows), config.data, _masker(config)).read(range(len(rows)))
     candidates = rule.pool(batch.target_ids_N).candidates(batch.target_ids_N, batch.weight_N)
-    return MicroBatch(batch, (candidates,), 1 / batch.weight())
+    return MicroBatch(batch, (candidates,), 1 / batch.weight(), 1 / max(batch.judged(), 1))
 
 
 def _masker(config: RunConfig) -> RowMasker | None:
-    """As a run frames and masks, but for which tokens it selects: that costs a step nothing."""
+    """As a run frames and masks, but for which tokens it selects and keeps: that costs a step nothing."""
     if config.masking is None or config.model.is_causal or config.masking.diffusion:
         return training_masker(config, [])
     framing = Framing(config.masking, config.data.end_token, config.data.isolate_documents)
-    return Masker(framing, Uniform(), config.model.vocab_size, seed=0)
+    asked, late = config.masking.dropping, config.masking.masks_from(config.model)
+    dropping = None if asked is None else TokenDropping.of(asked, config.model, framing, Uniform())
+    masker = Masker(framing, Uniform(), config.model.vocab_size, seed=0, masks_from=late, dropping=dropping)
+    return masker if config.generator() is None else Replacing(masker, seed=0)
 
 
 @dataclass(frozen=True)

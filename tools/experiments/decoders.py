@@ -69,7 +69,7 @@ def _head_along(laboratory: Laboratory, seed: int, name: str, steps: int, points
         "small-head", name, *laboratory.data(), *given, *course, f"training.checkpoint_every={steps}"
     )
     rows = []
-    for record in run.validation:
+    for record in run.validation[1:]:  # the first is of what it starts from
         spent = next(one for one in run.training if one["step"] >= record["step"])
         folder = laboratory.folder / name / f"checkpoints/step-{record['step']:08d}"
         row = {"model": str(folder), "objective": "headless", "head": "trained", "seed": seed, "step": record["step"]}

@@ -3,7 +3,8 @@
 Each variant is the plain objective with other settings, on the same text, seeds and tokens. Where its steps take longer
 or shorter than the plain ones by more than MARGIN, it is trained once more with as many steps as take the same time.
 All are scored on the same held-out text, encoders on the same masked places of it, by the heads that need no training;
-masked diffusion by an upper bound, so that it is a kind of model by itself, with the vanilla softmax as a variant.
+masked diffusion by an upper bound, so that it is a kind of model by itself, with the vanilla softmax as a variant, and
+so is replaced-token detection, whose generators are scored.
 """
 
 from __future__ import annotations
@@ -43,6 +44,12 @@ ENCODERS: dict[str, tuple[str, ...]] = {
         *("masking.rate=0.6", "masking.mask_share=1", "masking.random_share=0"),
         "masking.masks_from_layer=1",
     ),
+    "rate-40-decoder": (
+        *("masking.rate=0.4", "masking.mask_share=1", "masking.random_share=0"),
+        "masking.mask_decoder_layers=1",
+    ),
+    "dropping": ("masking.dropping.from_layer=0", "masking.adapt_every=25"),
+    "dropping-rare": ("masking.dropping.from_layer=0", "masking.dropping.by=frequency"),
     "rate-falls": ("masking.rate=0.3", "masking.final_rate=0.02"),
     "rate-falls-cosine": ("masking.rate=0.3", "masking.final_rate=0.02", "masking.rate_course=cosine"),
     "frequency": ("masking.strategy=frequency",),
@@ -63,14 +70,24 @@ DIFFUSIONS: dict[str, tuple[str, ...]] = {
 """Settings beside those of `configs/encoder-small-diffusion-headless.yaml`. Their perplexities are upper bounds, and
 comparable with each other alone."""
 
+DETECTIONS: dict[str, tuple[str, ...]] = {
+    PLAIN: (),
+    "electra-vanilla": ("objective.name=vanilla", "objective.tied=true"),
+    "electra-corrected": ("objective.bias=corrected",),
+    "electra-deeper": ("objective.replaced_tokens.generator_layers=2",),
+}
+"""Settings beside those of `configs/encoder-small-electra-headless.yaml`. Perplexities are their generators', and
+comparable with each other alone; what the models are worth: `experiments/replaced_tokens.py`."""
+
 KINDS = {
     "decoder": ("demo-headless", DECODERS),
     "encoder": ("encoder-small-headless", ENCODERS),
     "diffusion": ("encoder-small-diffusion-headless", DIFFUSIONS),
+    "detection": ("encoder-small-electra-headless", DETECTIONS),
 }
 """(config, variants) of each model."""
 
-STEPS = {"decoder": 300, "encoder": 400, "diffusion": 400}
+STEPS = {"decoder": 300, "encoder": 400, "diffusion": 400, "detection": 400}
 WARMUP = 40
 
 

@@ -78,10 +78,11 @@ def _moved(laboratory: Laboratory, name: str, text: Sequence[str]) -> list[str]:
 def _back(run: RunMetrics, goal: float) -> Row:
     """When an evaluation is first as good as `goal`, in tokens and in minutes at the run's median speed; the first
     evaluation, and the last."""
+    first = next(record for record in run.validation if record["step"])
     reached = next((record["tokens"] for record in run.validation if record["bits_per_byte"] <= goal), None)
     return {
         "tokens until back": reached,
         "minutes until back": None if reached is None else reached / speed(run) / 60,
-        f"bits per byte after {run.validation[0]['step']} steps": run.validation[0]["bits_per_byte"],
+        f"bits per byte after {first['step']} steps": first["bits_per_byte"],
         "at the end": run.validation[-1]["bits_per_byte"],
     }

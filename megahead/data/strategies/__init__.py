@@ -12,6 +12,7 @@ from megahead.data.strategies.spans import Spans
 from megahead.data.strategies.strategy import Strategy, WeighedIds
 from megahead.data.strategies.training_text import TrainingText
 from megahead.data.strategies.uniform import Uniform
+from megahead.data.strategies.weights import Weights
 from megahead.data.strategies.whole_words import WholeWords
 
 STRATEGIES: Mapping[str, Callable[[MaskingConfig, TrainingText], Strategy]] = {
@@ -22,6 +23,7 @@ STRATEGIES: Mapping[str, Callable[[MaskingConfig, TrainingText], Strategy]] = {
     "informative": Informative.made,
     "hardest": Hardest.made,
     "pmi": Pmi.made,
+    "weights": Weights.made,
 }
 """By `masking.strategy`."""
 
@@ -38,5 +40,6 @@ __all__ = [
     "TrainingText",
     "Uniform",
     "WeighedIds",
+    "Weights",
     "WholeWords",
 ]

@@ -6,9 +6,10 @@ After adaptive masking by how well a model predicts each token (Edman, Fraser 20
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
+from torch import Tensor
 
 from megahead.config import MaskingConfig
 from megahead.data.difficulty import Difficulty
@@ -27,6 +28,8 @@ class Hardest(WeighedIds):
     """Ids in proportion to FLOOR plus the share of times that they were missed; all alike until that is known."""
 
     difficulty: Difficulty
+    _latest: list[tuple[Tensor, Hardest]] = field(default_factory=list)
+    """The counts that were last asked for, and what became of them: one pass over the vocabulary a period."""
 
     @staticmethod
     def made(masking: MaskingConfig, text: TrainingText) -> Hardest:
@@ -37,7 +40,13 @@ class Hardest(WeighedIds):
 
     def at(self, step: int) -> Hardest:
         """With the weights of a step."""
-        misses_V, targets_V = self.difficulty.at(step).numpy().astype(np.float64).T
+        counts_V2 = self.difficulty.at(step)
+        if not self._latest or self._latest[0][0] is not counts_V2:
+            self._latest[:] = [(counts_V2, self._weighed_by(counts_V2))]
+        return self._latest[0][1]
+
+    def _weighed_by(self, counts_V2: Tensor) -> Hardest:
+        misses_V, targets_V = counts_V2.numpy().astype(np.float64).T
         share = (misses_V.sum() + PRIOR) / (targets_V.sum() + PRIOR)
         weight_V = FLOOR + (misses_V + PRIOR * share) / (targets_V + PRIOR)
         return Hardest(weight_V[: len(self.weight_V)], self.difficulty)

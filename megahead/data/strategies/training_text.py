@@ -22,6 +22,9 @@ class TrainingText:
     config: RunConfig
     datasets: Sequence[IndexedDataset]
 
+    setting: str
+    """What asks for the strategy, for errors."""
+
     difficulty: Difficulty | None = None
     """How often the run misses each id, for a strategy that follows it (`MaskingConfig.adapts`)."""
 
@@ -48,11 +51,10 @@ class TrainingText:
         counts_V = np.zeros(self.vocab_size, np.int64)
         for dataset in self.datasets:
             if dataset.info is None:
-                assert self.config.masking is not None
                 raise ConfigError(
-                    "masking.strategy",
+                    self.setting,
                     "have a dataset with token counts (its .json file)",
-                    got=self.config.masking.strategy,
+                    got=self.config.flat()[self.setting],
                     hint="preprocess the text again, or change the strategy",
                 )
             known = np.asarray(dataset.info.token_counts, np.int64)

@@ -15,7 +15,14 @@ from support.laboratory import TINY, results
 
 @pytest.mark.parametrize(
     ("kind", "variant"),
-    [("decoder", "meap-30"), ("encoder", "similar"), ("encoder", "causal-50"), ("diffusion", "diffusion-vanilla")],
+    [
+        ("decoder", "meap-30"),
+        ("encoder", "similar"),
+        ("encoder", "causal-50"),
+        ("encoder", "dropping"),
+        ("diffusion", "diffusion-vanilla"),
+        ("detection", "electra-vanilla"),
+    ],
 )
 def test_neighbours_are_held_against_the_plain_objective_at_equal_tokens_and_time(
     laboratory: Laboratory, monkeypatch: pytest.MonkeyPatch, kind: str, variant: str
@@ -27,7 +34,7 @@ def test_neighbours_are_held_against_the_plain_objective_at_equal_tokens_and_tim
     name_of = re.compile(rf"{kind}-(.*)-0(-time)?")
     monkeypatch.setattr("experiments.neighbours.speed", lambda run: speeds[name_of.fullmatch(run.name)[1]])  # type: ignore[index]
     settings = [part for part in TINY if "training.steps" not in part]
-    shape = ["model.num_heads=2", "batch.micro_size=8", "training.evaluate_every=2"]
+    shape = ["model.num_layers=2", "model.num_heads=2", "batch.micro_size=8", "training.evaluate_every=2"]
     compare_neighbours(replace(laboratory, settings=[*settings, *shape]), [variant])
     rows = results(laboratory, "neighbours")
     assert [(row["model"], row["variant"], row["at equal"], row["tokens"]) for row in rows] == [
@@ -40,7 +47,9 @@ def test_neighbours_are_held_against_the_plain_objective_at_equal_tokens_and_tim
         "meap-30": ("masked_inputs", "mask_token", 320),
         "similar": ("masking", "similar_share", 0.4),
         "causal-50": ("objective", "schedule", {"causal_share": 0.5, "vanilla_share": None}),
+        "dropping": ("masking", "dropping", {"from_layer": 0, "to_layer": None, "keep_share": 0.5, "by": "hardest"}),
         "diffusion-vanilla": ("objective", "name", "vanilla"),
+        "electra-vanilla": ("objective", "name", "vanilla"),
     }
     section, setting, value = asked[variant]
     assert config[section][setting] == value

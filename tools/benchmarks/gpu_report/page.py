@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu_report.part import Outcome
+from benchmarks.gpu_report.steps import steps_compared
+from benchmarks.gpu_report.targets import judged
 from benchmarks.gpu_report.trainings import trainings_compared
 from megahead.report import to_markdown
 from megahead.wording import duration
@@ -22,33 +24,13 @@ def page_of(title: str, machine: Mapping[str, str], outcomes: Sequence[Outcome],
     blocks = [
         f"# {title}\n",
         to_markdown([{"": name, "is": value} for name, value in machine.items()]),
+        _headed("Targets", judged(outcomes)),
         _headed("Steps, headless against vanilla", steps_compared(outcomes)),
         _headed("Trainings, headless against vanilla", trainings_compared(folder, [part.name for part in parts])),
         _headed("All parts", [_in_short(outcome) for outcome in outcomes]),
         *map(_at_length, outcomes),
     ]
     return "\n".join(block for block in blocks if block)
-
-
-def steps_compared(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
-    """How many times as fast a headless step is, beside what operations alone would give, and how much of the device it
-    uses; plain and compiled."""
-    rows = []
-    for outcome in outcomes:
-        lines = {str(line.get("objective")): line for line in outcome.lines or [] if "GFLOP" in line}
-        for how in ("", ", compiled"):
-            headless, vanilla = lines.get(f"headless{how}"), lines.get(f"vanilla{how}")
-            if headless and vanilla:
-                faster = vanilla["ms"] / headless["ms"]
-                fewer = vanilla["GFLOP"] / headless["GFLOP"]
-                row = {"part": outcome.name + how, "headless, ms": headless["ms"], "vanilla, ms": vanilla["ms"]}
-                row |= {"times as fast": round(faster, 2), "by operations": round(fewer, 2)}
-                rows.append(row | {"of it": f"{faster / fewer:.0%}"} | _shares(headless))
-    return rows
-
-
-def _shares(line: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: line.get(name) for name in ("MFU", "of rate", "loss", "peak MB")}
 
 
 def _headed(title: str, rows: Sequence[Mapping[str, Any]]) -> str:

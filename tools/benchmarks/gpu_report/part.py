@@ -27,7 +27,7 @@ class Part:
     """A script and its arguments."""
 
     seconds: float
-    """About what it takes on an H100; twice that is its limit."""
+    """About what it takes on an H100, and at least what is kept for it. Twice that is its limit."""
 
     packages: tuple[str, ...] = ()
     """Without these it is left out."""
@@ -38,9 +38,13 @@ class Part:
     obstacle: str = ""
     """Why it cannot be done, as far as that is known beforehand."""
 
+    explains: str = ""
+    """The part whose targets it tells the reason of, where they were missed; it is left out where they were met."""
+
     @property
     def shares(self) -> bool:
-        """Whether it takes as long as it is given: an equal share of what is left, of all such parts to come."""
+        """Whether it takes as long as it is given: what is kept for it, and an equal share of what nothing needs, of
+        all such parts to come."""
         return any(SECONDS in word for word in self.command)
 
     def lacks(self) -> str:

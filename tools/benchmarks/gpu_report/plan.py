@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks.gpu_report.part import RESULT, SECONDS, Part
@@ -11,6 +11,11 @@ from benchmarks.gpu_report.text import Text
 from benchmarks.gpu_report.trainings import PREFIX
 
 DEEPSPEED = ("deepspeed",)
+
+
+TOKENS = 100_000_000
+SHARES = {"14m": 0.10, "70m": 0.25}
+"""Of the peak, which is assumed of trainings so that TOKENS fit into what is kept for them."""
 
 
 @dataclass(frozen=True)
@@ -29,8 +34,17 @@ class Scale:
     """ZeRO stages."""
 
     largest: dict[str, str]
+    profiled: dict[str, str]
+    """From the name of a step's part, without its `step-`, to settings of the config that is profiled."""
+
     trainings: dict[str, str]
     """From a size to its settings."""
+
+    kept: dict[str, float]
+    """Seconds of each training: its start, and TOKENS at the share of an H100 that SHARES has."""
+
+    slower: float = 1.0
+    """Parts take so many times as long as on an H100: imports on a busy CPU do."""
 
 
 FULL = Scale(
@@ -53,11 +67,14 @@ FULL = Scale(
         "14m": "model.size=pythia-14m batch.micro_size=32",
         "70m": "model.size=pythia-70m batch.micro_size=32",
     },
+    kept={"14m-headless": 100, "14m-vanilla": 120, "70m-headless": 140, "70m-vanilla": 190},
+    profiled={"70m": "model.size=pythia-70m batch.micro_size=8", "410m": "model.size=pythia-410m batch.micro_size=8"},
 )
 
 _SMALL = "--set model.num_layers=1 --set model.hidden_size=32 --set model.vocab_size=512 --steps 1 --threads 1"
 DRY = Scale(
     device=("--device", "cpu", "--precision", "fp32"),
+    slower=5.0,
     losses="--sizes 64 --hidden 8 --rounds 1",
     steps={
         "decoder": f"--preset pythia-14m --micro-batch 1 --sequence-length 16 {_SMALL}",
@@ -71,6 +88,11 @@ DRY = Scale(
         "data.sequence_length=16 batch.global_size=2 batch.micro_size=2 training.steps=4 training.evaluate_every=2 "
         "training.evaluate_samples=2 schedule.warmup_steps=1"
     },
+    kept={"tiny-headless": 150, "tiny-vanilla": 150},
+    profiled={
+        "decoder": "model.num_layers=1 model.hidden_size=32 model.num_heads=2 data.sequence_length=16 "
+        "batch.micro_size=2 batch.global_size=2 engine.precision=fp32"
+    },
 )
 
 
@@ -79,24 +101,30 @@ def parts_of(scale: Scale, text: Text, folder: Path) -> list[Part]:
     report = ("--output", RESULT)
     losses = ("tools/bench_loss.py", *scale.losses.split(), *scale.device, *report)
     engine = ("tools/bench_engine.py", *scale.engine.split(), *scale.device, *report)
-    return [
-        Part("loss", "What does the loss cost, beside other people's kernels?", losses, 150),
-        *(_step(name, options, scale) for name, options in scale.steps.items()),
-        Part("engine", "What does DeepSpeed cost beside a bare loop?", engine, 90, DEEPSPEED),
+    first, *others = scale.waits
+    steps = [_step(name, options, scale) for name, options in scale.steps.items()]
+    parts = [
+        Part("loss", "What does the loss cost, beside other people's kernels?", losses, 120),
+        *steps[:2],
+        Part("engine", "What does DeepSpeed cost beside a bare loop?", engine, 75, DEEPSPEED),
         *text.parts(),
-        *(_waits(stage, text, scale) for stage in scale.waits),
-        *(_largest(name, options, scale) for name, options in scale.largest.items()),
+        _waits(first, text, scale),
+        *(_profile(name, settings, text, scale, folder) for name, settings in scale.profiled.items()),
         *(
-            _training(size, objective, settings, text, folder)
+            _training(size, objective, settings, scale, text, folder)
             for size, settings in scale.trainings.items()
             for objective in ("headless", "vanilla")
         ),
+        *steps[2:],
+        *(_waits(stage, text, scale) for stage in others),
+        *(_largest(name, options, scale) for name, options in scale.largest.items()),
     ]
+    return [replace(part, seconds=scale.slower * part.seconds) for part in parts]
 
 
 def _step(name: str, options: str, scale: Scale) -> Part:
     command = ("tools/bench_step.py", *options.split(), *scale.device, "--output", RESULT)
-    return Part(f"step-{name}", "How long is a step, headless and vanilla?", command, 75)
+    return Part(f"step-{name}", "How long is a step, headless and vanilla?", command, 65)
 
 
 def _largest(name: str, options: str, scale: Scale) -> Part:
@@ -109,10 +137,19 @@ def _waits(stage: int, text: Text, scale: Scale) -> Part:
     settings += ["batch.global_size=16", f"engine.deepspeed=configs/deepspeed/zero{stage}.json"]
     command = ("tools/count_waits.py", "--config", "configs/pythia-70m-headless.yaml", *_set(settings))
     question = f"Where does the host wait for the device at ZeRO {stage}?"
-    return Part(f"waits-{stage}", question, (*command, "--output", RESULT), 45, DEEPSPEED, (text.index,))
+    return Part(f"waits-{stage}", question, (*command, "--output", RESULT), 35, DEEPSPEED, (text.index,))
 
 
-def _training(size: str, objective: str, settings: str, text: Text, folder: Path) -> Part:
+def _profile(name: str, settings: str, text: Text, scale: Scale, folder: Path) -> Part:
+    """Of a step that takes longer than it should."""
+    about = [f"data.train={text.prefix}", "data.validation=null", "data.tokenizer=null", *settings.split()]
+    command = ("tools/profile_step.py", "--config", "configs/pythia-70m-headless.yaml", *_set(about))
+    options = (*scale.device[:2], "--output", str(folder / f"profile-{name}-trace.json.gz"))
+    question = f"What takes the time of a headless {name} step?"
+    return Part(f"profile-{name}", question, (*command, *options), 30, files=(text.index,), explains=f"step-{name}")
+
+
+def _training(size: str, objective: str, settings: str, scale: Scale, text: Text, folder: Path) -> Part:
     """At a constant rate, so that the run may be compared at any time."""
     name = f"{PREFIX}{size}-{objective}"
     course = ["schedule.name=constant", "schedule.warmup_steps=100", "batch.global_size=64", "training.steps=1600"]
@@ -121,7 +158,8 @@ def _training(size: str, objective: str, settings: str, text: Text, folder: Path
     course += [f"name={name}", f"output_dir={folder / 'runs' / name}"]
     command = ("launch/pretrain.py", "--config", "configs/pythia-70m-headless.yaml", *_set(course))
     question = f"How well does {size} {objective} learn, per token and per second?"
-    return Part(name, question, command, 150, DEEPSPEED, (text.index,), text.obstacle_to_training())
+    kept = scale.kept[f"{size}-{objective}"]
+    return Part(name, question, command, kept, DEEPSPEED, (text.index,), text.obstacle_to_training())
 
 
 def _set(settings: Iterable[str]) -> list[str]:

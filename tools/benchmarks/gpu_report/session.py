@@ -14,6 +14,7 @@ from benchmarks.gpu_report.machine import described
 from benchmarks.gpu_report.page import page_of
 from benchmarks.gpu_report.part import START_UP, Outcome, Part
 from benchmarks.gpu_report.running import OwnProcess, Start, run
+from benchmarks.gpu_report.targets import falls_short
 from megahead.files import write_atomically
 from megahead.wording import duration
 
@@ -43,18 +44,20 @@ class Session:
             left = deadline - time.monotonic()
             doing = f"[{number}/{len(todo)}] {part.name}: {part.question} {_outlook(part, left)}"
             self.console.print(doing, markup=False, soft_wrap=True)
-            outcome = self._outcome(part, left, sum(other.shares for other in todo[number - 1 :]))
+            outcome = self._outcome(part, left, todo[number - 1 :])
             self.outcomes[part.name] = outcome
             self._save()
             tail = f": {outcome.why}" if outcome.why else ""
             self.console.print(f"    {outcome.state}, {duration(outcome.seconds)}{tail}", markup=False, soft_wrap=True)
         self._save()
 
-    def _outcome(self, part: Part, left: float, sharing: int) -> Outcome:
-        """`sharing`: parts from this one on that take what time they are given."""
+    def _outcome(self, part: Part, left: float, to_come: Sequence[Part]) -> Outcome:
+        """`to_come`: parts from this one on."""
         if lack := part.lacks():
             return Outcome.left_out(part, lack)
-        limit = left / sharing if part.shares else min(left, 2 * part.seconds)
+        if part.explains and not falls_short(part.explains, list(self.outcomes.values())):
+            return Outcome.left_out(part, f"{part.explains} has nothing to explain: its targets were met.")
+        limit = min(left, _kept_for(part, left, to_come) if part.shares else 2 * part.seconds)
         if limit < (LEAST + START_UP if part.shares else LEAST):
             return Outcome.left_out(part, f"no time was left for it; {duration(max(left, 0))} were.")
         return run(part, self.folder, limit, self._start)
@@ -68,6 +71,12 @@ class Session:
         content = {"machine": self._machine, "parts": [asdict(outcome) for outcome in outcomes]}
         write_atomically(self.folder / "report.json", json.dumps(content, indent=1) + "\n")
         write_atomically(self.folder / "report.md", page_of(self._title, self._machine, outcomes, self.folder))
+
+
+def _kept_for(part: Part, left: float, to_come: Sequence[Part]) -> float:
+    """What a part takes that takes what it is given."""
+    spare = left - sum(other.seconds for other in to_come)
+    return part.seconds + max(spare, 0) / sum(other.shares for other in to_come)
 
 
 def _outlook(part: Part, left: float) -> str:

@@ -16,19 +16,22 @@ _DOCUMENT = 500
 
 @dataclass(frozen=True)
 class Text:
-    """A dataset in `folder`, made by a part of its own where `sources` and a tokenizer are given."""
+    """A dataset: one that is there, or in `folder`, made by a part of its own where `sources` and a tokenizer are
+    given."""
 
     folder: Path
     sources: tuple[Path, ...] = ()
     tokenizer: Path | None = None
+    dataset: Path | None = None
+    """Its prefix, which tools/gpu_text.py made."""
 
     @property
     def given(self) -> bool:
-        return bool(self.sources) and self.tokenizer is not None
+        return self.dataset is not None or (bool(self.sources) and self.tokenizer is not None)
 
     @property
     def prefix(self) -> Path:
-        return self.folder / ("text" if self.given else "zipf")
+        return self.dataset or self.folder / ("text" if self.given else "zipf")
 
     @property
     def index(self) -> Path:
@@ -36,21 +39,21 @@ class Text:
         return self.prefix.with_suffix(".idx")
 
     def parts(self) -> list[Part]:
-        """What makes it, if it was given."""
-        if not self.given:
+        """What makes it, if a text was given."""
+        if not self.given or self.dataset is not None:
             return []
         sources = [str(path) for path in self.sources]
         command = ("tools/preprocess.py", "--input", *sources, "--tokenizer", str(self.tokenizer))
         options = ("--output", str(self.prefix), "--holdout", "200")
-        return [Part("text", "How fast is a text turned into tokens?", (*command, *options), 60)]
+        return [Part("text", "How fast is a text turned into tokens?", (*command, *options), 40)]
 
     def obstacle_to_training(self) -> str:
-        return "" if self.given else "a text must be given for it, by --text and --tokenizer, but is not."
+        return "" if self.given else "a text must be given for it, by --dataset, or --text and --tokenizer, but is not."
 
     def settings(self) -> tuple[str, ...]:
         """Of a run that reads it."""
         validation = f"{self.prefix}-validation" if self.given else "null"
-        tokenizer = self.tokenizer if self.given else "null"
+        tokenizer = self.tokenizer or "null"
         return f"data.train={self.prefix}", f"data.validation={validation}", f"data.tokenizer={tokenizer}"
 
     def draw(self, tokens: int) -> None:

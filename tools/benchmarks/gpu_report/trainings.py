@@ -36,6 +36,7 @@ def _compared(headless: RunMetrics, vanilla: RunMetrics) -> dict[str, Any]:
     for name, run in (("headless", headless), ("vanilla", vanilla)):
         last = run.training[-1]
         row[f"{name}, tokens/s"] = round(last["tokens"] / last["seconds"])
+        row |= {f"{name}, MFU": f"{last['mfu']:.1%}"} if "mfu" in last else {}
     return row
 
 

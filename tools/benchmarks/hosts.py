@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import heapq
+import itertools
 import os
 import random
 import selectors
@@ -23,6 +24,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 LINK = "eth0"
+NAMES = Path("/run/netns")
+_CLUSTERS = itertools.count()
 _TUNSETIFF, _TAP_WITHOUT_HEADER = 0x400454CA, 0x0002 | 0x1000
 _CLONE_NEWNET = 0x40000000
 _FRAME = 1 << 16
@@ -96,7 +99,7 @@ class Host:
 
     def enter(self) -> None:
         """From here on this process has no network but this host's; torch's libraries are told."""
-        with Path(f"/run/netns/{self.name}").open() as file:
+        with (NAMES / self.name).open() as file:
             if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), _CLONE_NEWNET):
                 raise OSError(ctypes.get_errno(), f"cannot enter {self.name}")
         os.environ["GLOO_SOCKET_IFNAME"] = LINK
@@ -117,7 +120,9 @@ class Host:
 @contextmanager
 def hosts(count: int) -> Iterator[tuple[list[Host], Wire]]:
     """`count` hosts on one wire; their processes are killed in the end."""
-    there = [Host(f"host-{os.getpid()}-{number}", number) for number in range(count)]
+    remove_left_over()
+    cluster = next(_CLUSTERS)
+    there = [Host(f"host-{os.getpid()}-{cluster}-{number}", number) for number in range(count)]
     wire = None
     try:
         wire = Wire([_plugged_in(host) for host in there])
@@ -128,6 +133,15 @@ def hosts(count: int) -> Iterator[tuple[list[Host], Wire]]:
             subprocess.run(["ip", "netns", "del", host.name], capture_output=True, check=False)
         if wire is not None:
             wire.close()
+
+
+def remove_left_over() -> None:
+    """Hosts of processes that were killed before they could remove them."""
+    for there in NAMES.glob("host-*-*"):
+        owner = there.name.split("-")[1]
+        if owner.isdigit() and not Path("/proc", owner).exists():
+            Host(there.name, 0).kill()
+            subprocess.run(["ip", "netns", "del", there.name], capture_output=True, check=False)
 
 
 def _plugged_in(host: Host) -> int:

@@ -9,14 +9,14 @@ import pytest
 from megahead.distributed import Group
 from megahead.errors import CheckpointError
 from megahead.run_folder import RunFolder
-from megahead.train import session
+from megahead.train import shared_folder
 from support.on_ranks import on_ranks
 
 
 def ask(group: Group, folders: list[Path]) -> str:
-    session.PATIENCE = 0.2
+    shared_folder.PATIENCE = 0.2
     try:
-        session.must_be_shared(RunFolder(folders[group.rank]), group)
+        shared_folder.must_be_shared(RunFolder(folders[group.rank]), group)
     except CheckpointError as error:
         return str(error)
     return "shared"

@@ -1,0 +1,33 @@
+"""Addresses of far files: what is one, and that none carries a secret."""
+
+from __future__ import annotations
+
+import re
+
+from megahead.errors import FieldError
+
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+_SECRET = re.compile(r"://[^@]*:[^@]*@|\?|(key|token|secret|password|passwd|credential|signature|sig)=", re.IGNORECASE)
+"""A password before a host (it may hold slashes), a query (signed addresses have one), a named secret."""
+
+
+def is_far(name: str) -> bool:
+    """Whether `name` is a URL and not a path."""
+    return _SCHEME.match(name) is not None
+
+
+def joined(url: str, *names: str) -> str:
+    """The address of a file below `url`."""
+    return "/".join([url.rstrip("/"), *names])
+
+
+def is_below(url: str, folder: str) -> bool:
+    """Whether `url` is of something in the folder at another URL, or that folder itself."""
+    return f"{url.rstrip('/')}/".startswith(f"{folder.rstrip('/')}/")
+
+
+def refuse_secrets(field: str, name: str) -> None:
+    """FieldError for a URL with a password, a key or a query; the sentence does not repeat it."""
+    if is_far(name) and _SECRET.search(name):
+        hint = "give credentials by the environment, as the store's own tools read them"
+        raise FieldError(field, "be an address without password, key or query", got="one that has some", hint=hint)

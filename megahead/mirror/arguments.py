@@ -1,0 +1,18 @@
+"""A command's argument that may be far."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megahead.errors import existing
+from megahead.far import is_far
+
+
+def far_or_existing(text: str) -> Path:
+    """argparse's `type` for a model or checkpoint: a path that exists, or a URL, whose newest sound checkpoint is
+    fetched to this machine's cache, with its tokenizer and log. UserError where there is none."""
+    if not is_far(text):
+        return existing(text)
+    from megahead.mirror.fetching import fetch_to_cache  # needs torch
+
+    return fetch_to_cache(text)

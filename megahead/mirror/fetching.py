@@ -1,0 +1,220 @@
+"""Fetches checkpoints from a store: beside, verified, named by one rename, as a save does."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megahead.checkpoint import Checkpoint, abandoned_in, open_together, run_long_on_all_ranks, run_on_all_ranks
+from megahead.checkpoint.folders import check_lengths, clear_remains, is_complete, partial_folder, publish, step_folder
+from megahead.checkpoint.integrity import check_files
+from megahead.checkpoint.manifest import MANIFEST, Manifest
+from megahead.distributed import Group
+from megahead.errors import CheckpointError, UserError
+from megahead.far import DamagedError, Expected, folder_for, joined, receive
+from megahead.files import fsync, write_atomically
+from megahead.mirror.far_run import CHECKPOINTS, FarRun, newest_first, patience_with, step_in
+from megahead.run_folder import RunFolder
+from megahead.wording import gib
+
+TELL_SECONDS = 10.0
+"""Between two lines on how far it is."""
+
+_ALONE = Group()
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """What came of looking for a newer checkpoint in the mirror."""
+
+    checkpoint: Checkpoint | None
+    """None: no newer one can be used, for these `problems`."""
+
+    url: str
+    seconds: float = 0.0
+    """That it took."""
+
+    problems: list[str] = field(default_factory=list)
+    """A sentence for each newer but damaged one."""
+
+    def sentences(self) -> list[str]:
+        """For people."""
+        if self.checkpoint is None:
+            return self.problems
+        return [*self.problems, f"step {self.checkpoint.step:,} from {self.url} in {self.seconds:.1f} s"]
+
+    def facts(self) -> dict[str, Any]:
+        """For the log."""
+        found = {} if self.checkpoint is None else {"fetched": self.checkpoint.step, "seconds": round(self.seconds, 3)}
+        return {"problems": self.problems, **found}
+
+
+def fetch_newer(
+    than: int, url: str, folder: RunFolder, group: Group, accept: Callable[[Checkpoint], None]
+) -> Fetched | None:
+    """Fetches the newest sound checkpoint of a mirror into `folder`, with the log up to there, if one is newer than
+    step `than`; None if none is. Collective; CheckpointError where the store cannot be read.
+
+    `accept` may refuse one before it is fetched, on rank 0. Not counted are those of a history that the run abandoned.
+    """
+    began, damage = time.monotonic(), list[str]()
+    far = _open_together(url, group)
+    names = run_on_all_ranks(group, lambda: _newer(far, than, folder) if far is not None else [])[0]
+    for name in names:
+        final = step_folder(folder.checkpoints, step_in(name))
+        problem = _fetch_together(far, name, folder.checkpoints, group, accept)
+        if problem is None:
+            run_on_all_ranks(group, lambda: _take_log(far, folder) if far is not None else None)
+            return Fetched(open_together(final, group), url, time.monotonic() - began, damage)
+        damage.append(problem)
+    return Fetched(None, url, problems=damage) if damage else None
+
+
+def fetch_named(url: str, into: RunFolder, group: Group = _ALONE) -> Path:
+    """Fetches the checkpoint that a URL means (one, or the newest sound one of a run) into `into`, and returns its
+    folder; one that is there already is not fetched again. Collective; CheckpointError where none can be had."""
+    far = _open_together(url, group)
+    listing = run_on_all_ranks(group, lambda: {} if far is None else _all_in(far))[0]
+    problems = []
+    for name, step in listing.items():
+        problem = _fetch_together(far, name, into.checkpoints, group)
+        if problem is None:
+            return step_folder(into.checkpoints, step)
+        problems.append(problem)
+    raise CheckpointError(
+        f"`{url}` must be a checkpoint, or the folder of a run that has one, but holds none that is sound"
+        f"{': ' if problems else '.'}{' '.join(problems)}"
+    )
+
+
+def fetch_to_cache(url: str) -> Path:
+    """The same into a folder of this machine's cache, with the run's tokenizer and log."""
+    run = RunFolder(folder_for(url))
+    folder = fetch_named(url, run)
+    run_url = url.rstrip("/").partition(f"/{CHECKPOINTS}/")[0].removesuffix(f"/{CHECKPOINTS}")
+    _take_files(FarRun(run_url), run, run.tokenizer, run.metrics)
+    return folder
+
+
+def _open_together(url: str, group: Group) -> FarRun | None:
+    """On rank 0; if that fails, all raise the error."""
+    opened = list[FarRun]()
+    run_on_all_ranks(group, lambda: opened.append(FarRun(url, patience_with(group))) if group.rank == 0 else None)
+    return opened[0] if opened else None
+
+
+def _newer(far: FarRun, than: int, folder: RunFolder) -> list[str]:
+    """Names of checkpoints above a step, highest first, but for those that were set aside here."""
+    names = [name for name in newest_first(far.list(CHECKPOINTS)) if step_in(name) > than]
+    aside = {(path / MANIFEST).read_bytes() for path in abandoned_in(folder.path) if (path / MANIFEST).is_file()}
+    return [name for name in names if not aside or far.store.read_if_there(f"{name}/{MANIFEST}") not in aside]
+
+
+def _all_in(far: FarRun) -> dict[str, int]:
+    """Checkpoints by their names in the store, highest step first, and their steps."""
+    names = newest_first(far.list())
+    if names == [""]:
+        return {"": far.manifest("")[1].step}
+    return {name: step_in(name) for name in names if name}
+
+
+def _fetch_together(
+    far: FarRun | None, name: str, root: Path, group: Group, accept: Callable[[Checkpoint], None] = lambda _: None
+) -> str | None:
+    """Rank 0 fetches, and all meet meanwhile. Returns what is wrong with the checkpoint, if it is damaged; any other
+    error is raised on all."""
+    damage = []
+
+    def fetch() -> Iterator[None]:
+        if far is not None:
+            try:
+                yield from _fetch(far, name, root, accept)
+            except (DamagedError, FileNotFoundError) as error:
+                damage.append(str(error))
+
+    run_long_on_all_ranks(group, fetch(), lambda error: _sentence(error, root))
+    return group.broadcast_object(damage[0] if damage else None)
+
+
+def _fetch(far: FarRun, name: str, root: Path, accept: Callable[[Checkpoint], None]) -> Iterator[None]:
+    text, manifest = _manifest(far, name)
+    final, partial = step_folder(root, manifest.step), partial_folder(root, manifest.step)
+    accept(Checkpoint(final, manifest))
+    if (yield from _is_there(final, text, manifest)):
+        return
+    root.mkdir(parents=True, exist_ok=True)
+    clear_remains(root)
+    _check_room(root, manifest)
+    partial.mkdir()
+    try:
+        yield from _fetch_files(far, name, partial, manifest)
+        (partial / MANIFEST).write_bytes(text)
+        fsync(partial / MANIFEST)
+        check_lengths(partial, manifest)
+        publish(partial, final)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _manifest(far: FarRun, name: str) -> tuple[bytes, Manifest]:
+    try:
+        return far.manifest(name)
+    except CheckpointError as error:
+        raise DamagedError(str(error)) from None
+
+
+def _fetch_files(far: FarRun, name: str, partial: Path, manifest: Manifest) -> Iterator[None]:
+    total, before, told = sum(entry.bytes for entry in manifest.files.values()), 0, time.monotonic()
+    for file, entry in manifest.files.items():
+        with (partial / file).open("xb") as target:
+            expected = Expected(entry.bytes, entry.sha256)
+            for received in receive(far.store, f"{name}/{file}".lstrip("/"), expected, target.write):
+                if time.monotonic() - told > TELL_SECONDS:
+                    told = time.monotonic()
+                    print(f"fetching {joined(far.url, name)}: {gib(before + received)} of {gib(total)}", flush=True)
+                yield
+        fsync(partial / file)
+        before += entry.bytes
+
+
+def _is_there(final: Path, text: bytes, manifest: Manifest) -> Generator[None, None, bool]:
+    """Whether this very checkpoint is on disk, undamaged; reads all of it."""
+    if not is_complete(final) or (final / MANIFEST).read_bytes() != text:
+        return False
+    try:
+        yield from check_files(final, manifest.files)
+    except CheckpointError:
+        return False
+    return True
+
+
+def _check_room(root: Path, manifest: Manifest) -> None:
+    needed, free = sum(entry.bytes for entry in manifest.files.values()), shutil.disk_usage(root).free
+    if free < needed:
+        raise CheckpointError(
+            f"`{root}` must have room for a checkpoint of {needed} bytes, but {needed - free} bytes are missing; free "
+            "some."
+        )
+
+
+def _take_log(far: FarRun | None, folder: RunFolder) -> None:
+    if far is not None:
+        _take_files(far, folder, folder.metrics)
+
+
+def _take_files(far: FarRun, folder: RunFolder, *paths: Path) -> None:
+    """Fetches small files, as far as they are there."""
+    for path in paths:
+        content = far.store.read_if_there(path.name)
+        if content is not None:
+            write_atomically(path, content)
+
+
+def _sentence(error: Exception, root: Path) -> str:
+    if isinstance(error, UserError):
+        return str(error)
+    return f"`{root}` must take a checkpoint, but cannot ({error})."

@@ -1,0 +1,78 @@
+"""Whose mirror it is: one run's, and at any time one session's.
+
+`run-id`, the same in the run's folder and in the mirror, keeps two runs from removing each other's checkpoints;
+`session`, as in the run's folder, says which of two processes that were cut off from each other may still write.
+"""
+
+from __future__ import annotations
+
+import secrets
+from pathlib import Path
+
+from megahead.checkpoint import steps_in
+from megahead.errors import CheckpointError, UserError
+from megahead.far import Store, is_below
+from megahead.files import write_atomically
+from megahead.mirror.far_run import FarRun, newest_first
+from megahead.run_folder import RunFolder
+
+
+class TakenOverError(UserError):
+    """Another session writes to the mirror now."""
+
+
+ID, SESSION = "run-id", "session"
+
+
+def refuse_another_mirror(far: FarRun, folder: RunFolder, resume: str) -> None:
+    """CheckpointError if the mirror belongs to another run than that in `folder`, which `resume` would go on with;
+    FarError if what is written there cannot be read back."""
+    _try_writing(far.store)
+    there, here = far.store.read_if_there(ID), _read(folder.identity)
+    if resume == "never" and (named := newest_first(far.list("checkpoints"))):
+        raise CheckpointError(
+            f"`--resume never` needs a mirror without checkpoints, but {far.url} has {named[0]}; choose another "
+            "training.mirror."
+        )
+    fresh = not steps_in(folder.checkpoints)
+    adopts = fresh and (resume in ("auto", "never") or is_below(resume, far.url))
+    if there is not None and there != here and not (here is None and adopts):
+        raise CheckpointError(
+            f"`training.mirror` must be this run's or empty, but {far.url} is that of another; choose another, or copy "
+            f"its {ID} into {folder} if it is this run's after all."
+        )
+
+
+def _try_writing(store: Store) -> None:
+    name, token = f".tried-{secrets.token_hex(8)}", secrets.token_bytes(16)
+    store.write(name, token)
+    store.remove(name)
+
+
+def begin_session(store: Store, folder: RunFolder, mark: str) -> None:
+    """Makes the mirror this run's and this session's."""
+    there = store.read_if_there(ID)
+    identity = there or _read(folder.identity) or f"{secrets.token_hex(16)}\n".encode()
+    if _read(folder.identity) is None:
+        write_atomically(folder.identity, identity)
+    if there is None:
+        store.write(ID, identity)
+    store.write(SESSION, mark.encode())
+
+
+def refuse_another_session(store: Store, mark: str) -> None:
+    """TakenOverError if another session has begun with this mirror."""
+    there = store.read_if_there(SESSION)
+    if there is not None and there != mark.encode():
+        raise TakenOverError(
+            f"training.mirror must have one session at a time, but with {store.url} another has begun on "
+            f"{there.decode(errors='replace').strip()}; this one ends, and what it has not saved is the other's to do "
+            "again."
+        )
+
+
+def _read(path: Path) -> bytes | None:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return None

@@ -1,0 +1,100 @@
+"""Sends a checkpoint: files beside, read back, then the name; what need not be kept there goes afterwards."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
+
+from megahead.background import begin
+from megahead.checkpoint import KeepRules, step_of
+from megahead.checkpoint.manifest import MANIFEST, FileEntry, Manifest
+from megahead.checkpoint.retention import surplus
+from megahead.errors import CheckpointError
+from megahead.far import Expected, receive
+from megahead.mirror.far_run import CHECKPOINTS, FarRun, Listing, newest_first, step_in
+
+_AT_ONCE = 4
+"""Files that are under way together."""
+
+
+def send(far: FarRun, folder: Path, parent_step: int, keep: int, keep_rules: KeepRules) -> int:
+    """Puts the checkpoint in `folder` into a mirror; returns the bytes sent. FarError, DamagedError if the store fails
+    or has not kept what it was sent: then it has no name there.
+
+    `parent_step`: that of the checkpoint which it continues; later ones are of a history that the run abandoned, and
+    are removed before it gets its name. Then those that the rules do not keep.
+    """
+    target, listing = f"{CHECKPOINTS}/{folder.name}", far.list(CHECKPOINTS)
+    text = (folder / MANIFEST).read_bytes()
+    manifest = Manifest.parse(text, str(folder / MANIFEST))
+    _clear_remains(far, listing, target)
+    missing = _missing(far, target, listing.get(target, {}), manifest)
+    if missing and MANIFEST in listing.get(target, {}):
+        far.store.remove(f"{target}/{MANIFEST}")
+    sent = _send_files(far, folder, target, missing)
+    _abandon_after(far, listing, target, parent_step)
+    far.store.write(f"{target}/{MANIFEST}", text)
+    far.store.write(f"{CHECKPOINTS}/latest", f"{folder.name}\n".encode())
+    _retain(far, target, keep, keep_rules)
+    return sent
+
+
+def _clear_remains(far: FarRun, listing: Listing, target: str) -> None:
+    """Removes what uploads that were killed have left, but for what this one writes anew."""
+    for folder, files in listing.items():
+        if MANIFEST not in files and folder != target:
+            far.remove(folder, files)
+
+
+def _missing(far: FarRun, target: str, there: dict[str, int], manifest: Manifest) -> dict[str, FileEntry]:
+    """Files to be sent: a checkpoint that is saved again (with the result of an evaluation, say) has the same ones."""
+    known: dict[str, FileEntry] = {}
+    if MANIFEST in there:
+        try:
+            known = far.manifest(target)[1].files
+        except (CheckpointError, FileNotFoundError):
+            known = {}
+    same = {
+        name for name, entry in manifest.files.items() if known.get(name) == entry and there.get(name) == entry.bytes
+    }
+    return {name: entry for name, entry in manifest.files.items() if name not in same}
+
+
+def _send_files(far: FarRun, folder: Path, target: str, files: dict[str, FileEntry]) -> int:
+    names = sorted(files, key=lambda name: files[name].bytes, reverse=True)
+    lanes = [
+        partial(_send_some, far, folder, target, {name: files[name] for name in names[k::_AT_ONCE]})
+        for k in range(_AT_ONCE)
+    ]
+    under_way: list[Future[None]] = [begin(lane) for lane in lanes]
+    for each in under_way:
+        each.exception()  # all have ended before one raises
+    for each in under_way:
+        each.result()
+    return sum(entry.bytes for entry in files.values())
+
+
+def _send_some(far: FarRun, folder: Path, target: str, files: dict[str, FileEntry]) -> None:
+    """Sends files one after the other, and reads each back, whole: a store may lose what it has acknowledged."""
+    for name, entry in files.items():
+        far.store.put(folder / name, f"{target}/{name}")
+        for _ in receive(far.store, f"{target}/{name}", Expected(entry.bytes, entry.sha256), len):
+            pass
+
+
+def _abandon_after(far: FarRun, listing: Listing, target: str, parent_step: int) -> None:
+    for folder in newest_first(listing):
+        if step_in(folder) > parent_step and folder != target:
+            far.remove(folder, listing[folder])
+
+
+def _retain(far: FarRun, target: str, keep: int, keep_rules: KeepRules) -> None:
+    listing = far.list(CHECKPOINTS)
+    others = [folder for folder in newest_first(listing) if folder != target]
+
+    def read(folder: str) -> Manifest:
+        return far.manifest(folder)[1]
+
+    for folder in surplus(target, others, keep, keep_rules, lambda name: step_of(Path(name)), read):
+        far.remove(folder, listing[folder])

@@ -1,0 +1,82 @@
+"""A run and its mirror in a store: what a session fetches from there, and how it waits for what it sends."""
+
+from __future__ import annotations
+
+from math import inf
+
+from megahead.checkpoint import Checkpoint, KeepRules, run_long_on_all_ranks, run_on_all_ranks
+from megahead.config import RunConfig
+from megahead.distributed import Group
+from megahead.errors import CheckpointError
+from megahead.far import is_below, is_far
+from megahead.mirror import (
+    FarRun,
+    Fetched,
+    Mirror,
+    News,
+    fetch_named,
+    fetch_newer,
+    patience_with,
+    refuse_another_mirror,
+)
+from megahead.run_folder import RunFolder
+from megahead.train.datasets import RunDatasets
+from megahead.train.hold import Hold
+from megahead.train.identity import data_fingerprints, refuse_another_run
+from megahead.train.preemption import Ending
+
+SECONDS_AFTER_SIGNAL = 20.0
+"""How long a session that torchrun's agent has asked to stop waits for its mirror: ranks are killed after 30 s. What is
+missing then, the next session sends."""
+
+
+def near_resume(resume: str, config: RunConfig, world_group: Group) -> str:
+    """What `--resume` asks for; a checkpoint at a URL is fetched, and its folder on this disk named instead.
+
+    One of the run's own mirror becomes one of the run's checkpoints. Collective; CheckpointError if the mirror is
+    another run's, or a store cannot be read.
+    """
+    url, folder = config.training.mirror, config.folder()
+
+    def check() -> None:
+        if url is not None and world_group.rank == 0:
+            refuse_another_mirror(FarRun(url, patience_with(world_group)), folder, resume)
+
+    run_on_all_ranks(world_group, check)
+    if not is_far(resume):
+        return resume
+    own = url is not None and is_below(resume, url)
+    return str(fetch_named(resume, folder if own else RunFolder(folder.fetched), world_group))
+
+
+def fetch_from_mirror(than: int, config: RunConfig, datasets: RunDatasets, world_group: Group) -> Fetched | None:
+    """The mirror's newest checkpoint, if that is newer than step `than`: it is in the run's folder then. Collective;
+    CheckpointError if it is of a run that may not be resumed."""
+    url = config.training.mirror
+    if url is None:
+        return None
+    fingerprints = data_fingerprints(config, datasets)
+
+    def accept(found: Checkpoint) -> None:
+        try:
+            refuse_another_run(found, config, fingerprints)
+        except CheckpointError as error:
+            raise CheckpointError(str(error).replace(str(found.folder), f"{url} (step {found.step:,})")) from None
+
+    return fetch_newer(than, url, config.folder(), world_group, accept)
+
+
+def open_mirror(config: RunConfig, hold: Hold | None, keep_rules: KeepRules) -> Mirror | None:
+    """The mirror of a session that has the `hold` on its run's folder: rank 0's."""
+    training = config.training
+    if training.mirror is None or hold is None:
+        return None
+    return Mirror(FarRun(training.mirror), config.folder(), hold.mark, training.keep_checkpoints, keep_rules)
+
+
+def finish_mirror(mirror: Mirror | None, ending: Ending, restarts: bool, world_group: Group) -> list[News]:
+    """Waits until all is sent, and returns what happened meanwhile. Collective. `restarts`: whether the launcher starts
+    ranks again, and will not wait for long if it has asked them to stop."""
+    seconds = SECONDS_AFTER_SIGNAL if ending == "stopped" and restarts else inf
+    run_long_on_all_ranks(world_group, iter(()) if mirror is None else mirror.finishing(seconds), str)
+    return [] if mirror is None else mirror.news()

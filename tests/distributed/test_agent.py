@@ -1,0 +1,79 @@
+"""An agent that ends by an error of its own does not end the run for others."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from datetime import timedelta
+
+import pytest
+from torch import distributed
+from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous.api import RendezvousClosedError
+from torch.distributed.launcher.api import LaunchConfig, launch_agent
+
+from megahead.distributed.agent import leave_meetings_open
+from support.forked import forked
+
+
+@pytest.fixture
+def meeting() -> tuple[str, object]:
+    """Where agents meet, on a machine that trains nothing."""
+    store = distributed.TCPStore(  # type: ignore[attr-defined]
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20)
+    )
+    return f"127.0.0.1:{store.port}", store
+
+
+def agent(place: str, rank: Callable[[], object], error: Exception | None = None) -> str:
+    """How an agent on that meeting place ends; it fails with `error` if that is given."""
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=1,
+        run_id="run",
+        rdzv_backend="c10d",
+        rdzv_endpoint=place,
+        rdzv_configs={"is_host": False, "last_call_timeout": 1, "keep_alive_interval": 1},
+        local_addr="127.0.0.1",
+        max_restarts=0,
+        monitor_interval=0.05,
+        start_method="fork",
+    )
+
+    def failing(*_: object) -> None:
+        assert error is not None
+        raise error
+
+    leave_meetings_open()
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    if error is not None:
+        SimpleElasticAgent._assign_worker_ranks = failing  # type: ignore[method-assign]
+    try:
+        return str(launch_agent(config, rank, []))
+    except Exception as ended:
+        return type(ended).__name__
+
+
+def one() -> int:
+    return 1
+
+
+def failed() -> None:
+    raise ValueError
+
+
+def test_it_leaves_the_meeting_open(meeting: tuple[str, object]) -> None:
+    """As where another node falls silent while they begin."""
+    lost = distributed.DistStoreError("wait timeout after 60000ms")  # type: ignore[attr-defined]
+    assert forked(agent, meeting[0], one, lost) == "DistStoreError"
+    assert forked(agent, meeting[0], one) == "{0: 1}"
+
+
+@pytest.mark.parametrize(("rank", "ending"), [(one, "{0: 1}"), (failed, ChildFailedError.__name__)])
+def test_a_run_that_is_over_or_fails_again_and_again_is_closed(
+    meeting: tuple[str, object], rank: Callable[[], object], ending: str
+) -> None:
+    assert forked(agent, meeting[0], rank) == ending
+    assert forked(agent, meeting[0], one) == RendezvousClosedError.__name__

@@ -1,0 +1,301 @@
+"""What can be wrong with masked tokens, in encoders and decoders, and the sentence each mistake prints, word for word."""
+
+# ruff: noqa: E501 - a sentence stands on one line, as it is printed
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from support.good_settings import LLAMA, assert_told
+
+BERT: dict[str, Any] = {
+    "model.size": "bert-tiny",
+    "model.vocab_size": 50,
+    "data.sequence_length": 16,
+    "data.end_token": 2,
+}
+MASKS: dict[str, Any] = {"mask_token": 3, "cls_token": 1, "sep_token": 2}
+
+MISTAKES: list[tuple[dict[str, Any], str]] = [
+    (
+        {"masked_inputs": {"mask_token": 50277}},
+        "`masked_inputs.mask_token` must be below model.vocab_size (50277), but is 50277 instead; for an id beyond the tokenizer's set model.vocab_size=50278.",
+    ),
+    (
+        {"masked_inputs": {"mask_token": 0}},
+        "`masked_inputs.mask_token` must differ from data.end_token, but is 0 instead.",
+    ),
+    (
+        BERT | {"masking": MASKS, "masked_inputs": {"mask_token": 3}},
+        "`masked_inputs` must be left out of an encoder, but is given instead; it has `masking`.",
+    ),
+    (
+        BERT | {"masking": MASKS | {"rate_course": "cosine"}},
+        "`masking.rate_course` must be left out without final_rate, but is cosine instead.",
+    ),
+    (
+        BERT | {"masking": MASKS | {"strategy": "hardest", "adapt_every": 3}, "data.prefetch": 4},
+        "`masking.adapt_every` must be at least data.prefetch (4), the steps that are masked ahead, but is 3 instead.",
+    ),
+    *(
+        (
+            BERT | {"masking": MASKS | {"diffusion": True, field: value}},
+            f"`masking.{field}` must be left out with diffusion, which masks single tokens, a share of its own in each row, but is {value} instead.",
+        )
+        for field, value in {"rate": 0.4, "count": "bernoulli", "mask_share": 0.7, "random_share": 0.2}.items()
+    ),
+    (
+        BERT | {"masking": MASKS | {"diffusion": True, "strategy": "hardest"}},
+        "`masking.strategy` must be left out with diffusion, which masks single tokens, a share of its own in each row, but is hardest instead.",
+    ),
+    (
+        BERT | {"masking": MASKS | {"diffusion": True, "masks_from_layer": 1}},
+        "`masking.masks_from_layer` must be left out with diffusion, which masks single tokens, a share of its own in each row, but is 1 instead.",
+    ),
+    ({"masking": MASKS | {"diffusion": True}}, "`masking` must be left out of a decoder, but is given instead."),
+    (
+        BERT | {"masking": MASKS | {"masks_from_layer": 2}},
+        "`masking.masks_from_layer` must be below model.num_layers (2), but is 2 instead.",
+    ),
+    (
+        BERT | {"masking": MASKS | {"masks_from_layer": 1}, "parallel": {"tensor": 2, "sequence": True}},
+        "`masking.masks_from_layer` must be left out with parallel.sequence, which splits whole rows, but is 1 instead.",
+    ),
+    (
+        BERT | {"masking": MASKS | {"masks_from_layer": 1, "mask_share": 0}},
+        "`masking.masks_from_layer` must be left out with mask_share: 0, which has no mask tokens, but is 1 instead.",
+    ),
+    (
+        BERT | {"masking": MASKS | {"mask_decoder_layers": 1, "masks_from_layer": 1}},
+        "`masking.masks_from_layer` must be left out with mask_decoder_layers, where masks enter behind all of the model's layers, but is 1 instead.",
+    ),
+    (
+        BERT | {"masking": MASKS | {"mask_decoder_layers": 1, "dropping": {"from_layer": 0}}},
+        "`masking.dropping` must be left out with mask_decoder_layers: there are no mask tokens to be kept before it, but is given instead.",
+    ),
+    (
+        BERT | {"masking": MASKS | {"mask_decoder_layers": 1}, "model.size": "modernbert-15m"},
+        "`masking.mask_decoder_layers` must be left out of a modernbert, whose last norm would be the decoder's, but is 1 instead.",
+    ),
+    (
+        BERT | {"masking": MASKS | {"mask_decoder_layers": 2, "mask_share": 0}},
+        "`masking.mask_decoder_layers` must be left out with mask_share: 0, which has no mask tokens, but is 2 instead.",
+    ),
+    (
+        BERT | {"masking": MASKS | {"mask_decoder_layers": 2}, "parallel": {"tensor": 2, "sequence": True}},
+        "`masking.mask_decoder_layers` must be left out with parallel.sequence, which splits whole rows, but is 2 instead.",
+    ),
+    (
+        BERT | {"masking": MASKS | {"mask_decoder_layers": 2}, "init": {"from_hf": "x", "mode": "continue"}},
+        "`init.from_hf` must be left out with masking.mask_decoder_layers, which such a folder lacks, but is x instead.",
+    ),
+    (
+        BERT | {"masking": MASKS | {"mask_decoder_layers": 2}, "model.is_causal": True},
+        "`masking.mask_decoder_layers` must be left out with model.is_causal: nothing is masked where next tokens are learned, but is 2 instead.",
+    ),
+    (
+        BERT | {"masking": MASKS | {"diffusion": True, "dropping": {"from_layer": 0}}},
+        "`masking.dropping` must be left out with diffusion, which masks single tokens, a share of its own in each row, but is given instead.",
+    ),
+    (
+        BERT | {"masking": MASKS | {"dropping": {"from_layer": 1}}},
+        "`masking.dropping.from_layer` must be below to_layer (1), but is 1 instead.",
+    ),
+    (
+        BERT | {"masking": MASKS | {"dropping": {"from_layer": 0, "to_layer": 2}}},
+        "`masking.dropping.to_layer` must be at most 1, since the last layer computes all tokens, but is 2 instead.",
+    ),
+    (
+        BERT | {"masking": MASKS | {"masks_from_layer": 1, "dropping": {"from_layer": 0}}},
+        "`masking.dropping.from_layer` must be at least masking.masks_from_layer (1), before which there are no mask tokens to be kept, but is 0 instead.",
+    ),
+    (
+        BERT | {"masking": MASKS | {"dropping": {"from_layer": 0, "keep_share": 0.1}}},
+        "`masking.dropping.keep_share` must be above the share of mask tokens (0.12), which are always kept, but is 0.1 instead.",
+    ),
+    (
+        BERT | {"masking": MASKS | {"dropping": {"from_layer": 0}}, "parallel": {"tensor": 2, "sequence": True}},
+        "`masking.dropping` must be left out with parallel.sequence, which splits whole rows, but is given instead.",
+    ),
+    (
+        BERT | {"masking": MASKS | {"dropping": {"from_layer": 0}, "adapt_every": 2}, "data.prefetch": 3},
+        "`masking.adapt_every` must be at least data.prefetch (3), the steps that are masked ahead, but is 2 instead.",
+    ),
+    (
+        BERT | {"masking": MASKS | {"dropping": {"from_layer": 0}}, "model.is_causal": True},
+        "`masking.dropping` must be left out with model.is_causal: all tokens have targets where next tokens are learned, but is given instead.",
+    ),
+    (
+        {"objective.replaced_tokens": {}},
+        "`objective.replaced_tokens` must be left out where next tokens are learned: those that are replaced are an encoder's masked tokens, but is given instead.",
+    ),
+    (
+        BERT | {"masking": MASKS, "model.is_causal": True, "objective.replaced_tokens": {}},
+        "`objective.replaced_tokens` must be left out where next tokens are learned: those that are replaced are an encoder's masked tokens, but is given instead.",
+    ),
+    (
+        BERT | {"masking": MASKS, "objective.replaced_tokens": {"generator_layers": 3}},
+        "`objective.replaced_tokens.generator_layers` must be at most model.num_layers (2), but is 3 instead.",
+    ),
+    *(
+        (
+            BERT | {"masking": MASKS, "objective.replaced_tokens": {}} | changes,
+            f"`{field}` must be left out with objective.replaced_tokens, {reason} instead.",
+        )
+        for field, changes, reason in (
+            ("masking.diffusion", {"masking": MASKS | {"diffusion": True}}, "whose model writes no text, but is True"),
+            (
+                "masking.masks_from_layer",
+                {"masking": MASKS | {"masks_from_layer": 1}},
+                "whose model reads no mask tokens, but is 1",
+            ),
+            (
+                "masking.mask_decoder_layers",
+                {"masking": MASKS | {"mask_decoder_layers": 1}},
+                "whose model reads no mask tokens, but is 1",
+            ),
+            (
+                "masking.dropping",
+                {"masking": MASKS | {"dropping": {"from_layer": 0}}},
+                "whose model judges all tokens, but is given",
+            ),
+            (
+                "objective.schedule",
+                {"objective.schedule": {"causal_share": 0.5}},
+                "by which generator and model learn side by side, but is given",
+            ),
+            (
+                "objective.vanilla_weight",
+                {"objective.vanilla_weight": 0.1},
+                "whose generator has one head, but is 0.1",
+            ),
+            (
+                "init.from_hf",
+                {"init": {"from_hf": "bert", "mode": "continue"}},
+                "whose generator is in no such folder, but is bert",
+            ),
+            (
+                "training.keep_best",
+                {"training.keep_best": 1},
+                "where held-out loss is the generator's and not the model's, but is 1",
+            ),
+        )
+    ),
+    (
+        BERT | {"masking": MASKS, "objective.replaced_tokens": {}, "engine.embedding": "rows"},
+        "`engine.embedding` must be `dense` with objective.replaced_tokens, whose held-out tokens are drawn from all ids at once, but is `rows` instead.",
+    ),
+    (
+        BERT
+        | {
+            "masking": MASKS,
+            "objective.replaced_tokens": {},
+            "tasks": {"every": 5, "names": ["blimp"]},
+            "data.tokenizer": "t.json",
+        },
+        "`tasks` must be left out of a run that tells replaced tokens and predicts none, whose exports have no head, but is given instead.",
+    ),
+    ({"masking": MASKS}, "`masking` must be left out of a decoder, but is given instead."),
+    (BERT, "`masking` must be given for an encoder, but is missing; name mask_token, cls_token and sep_token."),
+    (
+        BERT | {"masking": MASKS | {"cls_token": 3}},
+        "`masking.mask_token` must differ from the row's other special tokens, but is 3 instead.",
+    ),
+    (
+        BERT | {"masking": MASKS | {"mask_token": 50}},
+        "`masking` must name ids below model.vocab_size (50), but is 50 instead.",
+    ),
+    (
+        BERT | {"masking": MASKS | {"mask_token": 2, "sep_token": 4}},
+        "`masking.mask_token` must differ from data.end_token, but is 2 instead.",
+    ),
+    (
+        BERT | {"masking": MASKS | {"mask_share": 0.95}},
+        "`masking.random_share` must leave the sum with mask_share (0.95) at most 1, but is 0.1 instead.",
+    ),
+    (
+        BERT | {"masking": MASKS | {"strategy": "whole_word"}},
+        "`data.tokenizer` must be given to find whole words (masking.strategy), but is missing.",
+    ),
+    (
+        BERT | {"masking": MASKS} | {"data.order": "stored"},
+        "`data.order` must be `shuffled` for an encoder, but is `stored` instead.",
+    ),
+    (
+        BERT | {"masking": MASKS} | {"data.sequence_length": 3},
+        "`data.sequence_length` must have room for text between [CLS] and [SEP], but is 3 instead.",
+    ),
+    (
+        BERT | {"masking": MASKS} | {"init": {"from_checkpoint": "x", "mode": "probe"}},
+        "`init.mode` must be `continue` or `table` for an encoder, but is 'probe' instead.",
+    ),
+    (
+        {"data.nearest_ids": "ids.npy"},
+        "`data.nearest_ids` must be left out without masking.similar_share and objective.nearest, but is ids.npy instead.",
+    ),
+    (
+        BERT | {"masking": MASKS | {"strategy": "weights"}},
+        "`data.id_weights` must be given with masking.strategy or masking.dropping.by: weights, but is missing.",
+    ),
+    (
+        BERT | {"masking": MASKS | {"strategy": "frequency"}, "data.id_weights": "weights.npy"},
+        "`data.id_weights` must be left out without masking.strategy or masking.dropping.by: weights, but is weights.npy instead.",
+    ),
+    (
+        BERT | {"masking": MASKS | {"similar_share": 0.2}},
+        "`masking.similar_share` must leave the sum with mask_share and random_share (0.9) at most 1, but is 0.2 instead.",
+    ),
+    (
+        BERT | {"masking": MASKS | {"similar_share": 0.8, "mask_share": 0}},
+        "`data.nearest_ids` must be given with masking.similar_share, but is missing; make one: megahead nearest-ids.",
+    ),
+    (
+        {"objective.schedule": {}},
+        "`objective.schedule.causal_share` must be given, or vanilla_share, but is missing; or leave schedule out.",
+    ),
+    (
+        BERT | {"masking": MASKS, "objective.schedule": {"causal_share": 0.001}},
+        "`objective.schedule.causal_share` must leave both objectives a step of training.steps (100), but is 0.001 instead.",
+    ),
+    (
+        {"objective.schedule": {"causal_share": 0.5}},
+        "`objective.schedule.causal_share` must be left out of a gpt_neox, where all steps are causal, but is 0.5 instead.",
+    ),
+    (
+        BERT | {"masking": MASKS, "objective.schedule": {"causal_share": 0.5}, "model.is_causal": True},
+        "`objective.schedule.causal_share` must be left out with model.is_causal: true, where all steps are causal, but is 0.5 instead.",
+    ),
+    (LLAMA | {"model.is_causal": False}, "`model.is_causal` must be left out of a llama, but is False instead."),
+    (
+        BERT | {"model.is_causal": True},
+        "`masking` must be given for an encoder, but is missing; name mask_token, cls_token and sep_token.",
+    ),
+    (
+        BERT | {"masking": MASKS | {"masks_from_layer": 1}, "model.is_causal": True},
+        "`masking.masks_from_layer` must be left out with model.is_causal: nothing is masked where next tokens are learned, but is 1 instead.",
+    ),
+    (
+        BERT | {"masking": MASKS | {"masks_from_layer": 1}, "objective.schedule": {"causal_share": 0.5}},
+        "`masking.masks_from_layer` must be left out with objective.schedule.causal_share: nothing is masked where next tokens are learned, but is 1 instead.",
+    ),
+    (
+        BERT | {"masking": MASKS | {"strategy": "hardest"}, "objective.schedule": {"causal_share": 0.5}},
+        "`masking.strategy` must be one that counts no misses of masked tokens with objective.schedule.causal_share, by which there are none at first, but is hardest instead.",
+    ),
+    (
+        BERT
+        | {"masking": MASKS, "objective.schedule": {"causal_share": 0.5}, "data.tokenizer": "t.json"}
+        | {"tasks": {"names": ["blimp"], "data": "data", "every": 5}},
+        "`tasks` must be left out of a run whose encoder is causal at first or throughout: they are those of masked tokens, but is given instead.",
+    ),
+    (
+        BERT | {"masking": MASKS, "objective.schedule": {"causal_share": 0.5}, "training.keep_best": 1},
+        "`training.keep_best` must be left out with objective.schedule.causal_share: losses of next and of masked tokens cannot be compared, but is 1 instead.",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "sentence"), MISTAKES)
+def test_what_cannot_be_masked_earns_one_sentence(changes: dict[str, Any], sentence: str) -> None:
+    assert_told(changes, sentence)

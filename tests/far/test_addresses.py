@@ -1,0 +1,87 @@
+"""What is an address, and that none with a secret gets any further, nor into a sentence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megahead.errors import ConfigErrors, FieldError, UserError
+from megahead.far import FarError, Store, is_below, is_far, refuse_secrets
+from megahead.far.errors import told
+from megahead.mirror import far_or_existing
+from support.small_run import small_config
+
+SECRETS = (
+    "s3://AKIAID:hush/hush+hush@bucket/run",
+    "sftp://user:hushhush@host/run",
+    "https://host/text?X-Amz-Signature=hushhush",
+    "s3://bucket/run&secret=hushhush",
+    "az://box/run;sig=hushhush",
+)
+RULE = "must be an address without password, key or query, but is one that has some instead; give credentials by the"
+
+
+def test_a_url_is_far_and_a_path_is_not() -> None:
+    assert [is_far(name) for name in ("s3://b/x", "gs://b", "file:///x", "memory://x")] == [True] * 4
+    assert [is_far(name) for name in ("x", "/x/y", "C:/x", "a:b//c", "./s3://b")] == [False] * 5
+
+
+def test_a_folder_is_below_itself_but_not_below_one_whose_name_it_continues() -> None:
+    assert is_below("s3://b/run/checkpoints", "s3://b/run/")
+    assert is_below("s3://b/run", "s3://b/run/")
+    assert not is_below("s3://b/run2", "s3://b/run")
+
+
+@pytest.mark.parametrize("url", SECRETS)
+def test_no_secret_gets_into_a_config_a_store_or_a_sentence(url: str, tmp_path: Path) -> None:
+    with pytest.raises(FieldError, match=RULE) as refusal:
+        refuse_secrets("field", url)
+    told_to_user = [str(refusal.value)]
+    for field in ("training.mirror", "data.train", "data.tokenizer", "training.steps", "output_dir"):
+        with pytest.raises(ConfigErrors, match=f"`{field}` {RULE}") as mistakes:
+            small_config(tmp_path, {field: url})
+        told_to_user.append(str(mistakes.value))
+    for open_it in (Store, far_or_existing):
+        with pytest.raises(UserError, match=RULE) as refused:
+            open_it(url)
+        assert not isinstance(refused.value, ValueError)  # which argparse would answer with the whole argument
+        told_to_user.append(str(refused.value))
+    assert "hush" not in "".join(told_to_user)
+
+
+def test_addresses_without_secrets_pass(tmp_path: Path) -> None:
+    for url in ("s3://bucket/runs/a", "abfs://box@account.dfs.core.windows.net/run", "sftp://user@host:22/run"):
+        assert small_config(tmp_path, {"training.mirror": url}).training.mirror == url
+
+
+def test_a_mirror_is_an_address_and_a_run_trains_on_a_disk(tmp_path: Path) -> None:
+    rule = r"`training\.mirror` must be an address such as s3://BUCKET/FOLDER, but is 'runs/copy' instead"
+    with pytest.raises(ConfigErrors, match=rule):
+        small_config(tmp_path, {"training.mirror": "runs/copy"})
+    with pytest.raises(ConfigErrors, match=r"`output_dir` must be a folder of a disk, .* copied to training\.mirror"):
+        small_config(tmp_path, {"output_dir": "s3://bucket/run"})
+
+
+def test_what_a_store_says_is_told_without_the_secrets_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hushhush")
+    error = PermissionError("denied for hushhush at https://host/x?Signature=abc\nand more")
+    assert told(error) == "PermissionError: denied for *** at https://host/x?***"
+
+
+def test_what_is_missing_is_named_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    import fsspec
+
+    def missing(url: str, **options: object) -> None:
+        raise ImportError("Install the package to access it")
+
+    monkeypatch.setattr(fsspec.core, "url_to_fs", missing)
+    with pytest.raises(FarError, match=r"needs a package that is missing .*; pip install -e '\.\[far\]'\.$"):
+        Store("s3://bucket/run")
+    with pytest.raises(FarError, match=f"; pip install 'gcsfs=={fsspec.__version__}'"):
+        Store("gs://bucket/run")
+    with pytest.raises(FarError, match=r"; pip install adlfs\.$"):
+        Store("az://bucket/run")
+    monkeypatch.undo()
+    with pytest.raises(FarError, match="must be of a kind that fsspec knows"):
+        Store("nowhere://bucket/run")

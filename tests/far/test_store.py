@@ -1,0 +1,101 @@
+"""A place in a store: what was put there is there, and a store that fails, loses, or never answers is named."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from pathlib import Path
+
+import pytest
+
+from megahead.far import DamagedError, Expected, FarError, Store, receive
+from megahead.far import store as far_store
+from support.far_stores import Faulty, faults, s3  # noqa: F401 - a fixture
+
+
+def received(store: Store, name: str, expected: Expected) -> bytes:
+    parts: list[bytes] = []
+    for _ in receive(store, name, expected, parts.append):
+        pass
+    return b"".join(parts)
+
+
+def expected_of(content: bytes) -> Expected:
+    return Expected(len(content), hashlib.sha256(content).hexdigest())
+
+
+def test_files_of_many_parts_come_back_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(far_store, "BLOCK", 7)
+    content = bytes(range(256)) * 3
+    (tmp_path / "file").write_bytes(content)
+    for url in (f"file://{tmp_path}/store", "memory://store"):
+        store = Store(url)
+        store.put(tmp_path / "file", "a/b")
+        assert received(store, "a/b", expected_of(content)) == content
+        assert (store.sizes("a"), store.sizes(""), store.sizes("none")) == ({"a/b": 768}, {"a/b": 768}, {})
+        store.write("a/c", b"small")
+        assert (store.read("a/c"), store.read_if_there("a/d")) == (b"small", None)
+        for _ in range(2):
+            store.remove("a/c")
+        assert list(store.sizes("")) == ["a/b"]
+
+
+def test_an_empty_file_is_a_file(tmp_path: Path) -> None:
+    store, file = Store(f"file://{tmp_path}/store"), tmp_path / "empty"
+    file.touch()
+    store.put(file, "empty")
+    assert received(store, "empty", expected_of(b"")) == b""
+
+
+def test_what_is_not_as_recorded_is_named(tmp_path: Path) -> None:
+    store = Store(f"file://{tmp_path}")
+    store.write("file", b"content")
+    with pytest.raises(DamagedError, match=r"file` must match its checksum, but does not; it was damaged\.$"):
+        received(store, "file", expected_of(b"another"))
+    with pytest.raises(DamagedError, match=r"file` must have 9 bytes, but has 7 instead\.$"):
+        received(store, "file", expected_of(b"much more"))
+    with pytest.raises(DamagedError, match=r"other` must exist, but is missing\.$"):
+        received(store, "other", expected_of(b"content"))
+
+
+@pytest.mark.parametrize("fault", ["loses", "cuts"])
+def test_a_store_that_loses_writes_is_noticed(fault: str, tmp_path: Path) -> None:
+    store = Store(f"faulty://{tmp_path}/store")
+    (tmp_path / "store").mkdir()
+    with faults(fault), pytest.raises(FarError, match="must read back as it was written, but does not"):
+        store.write("small", b"content")
+
+
+def test_a_store_that_refuses_is_named_with_what_it_says(tmp_path: Path) -> None:
+    with faults("fails"), pytest.raises(FarError, match=r"must be reachable, but is not \(PermissionError: 403 Forb"):
+        Store(f"faulty://{tmp_path}").write("small", b"content")
+
+
+def test_a_store_that_never_answers_is_waited_for_a_limited_time(tmp_path: Path) -> None:
+    store, file, began = Store(f"faulty://{tmp_path}", patience=0.2), tmp_path / "file", time.monotonic()
+    file.write_bytes(b"content")
+    sentence = r"must answer, but has not for 0\.2 s; check the network\.$"
+    with faults("waits"):
+        with pytest.raises(FarError, match=sentence):
+            store.write("small", b"content")
+        with pytest.raises(FarError, match=sentence):
+            store.put(file, "large")
+    assert time.monotonic() - began < 10
+    assert Faulty.fault == ""
+
+
+def test_a_real_s3_server_keeps_what_was_put_there(s3: str, tmp_path: Path) -> None:  # noqa: F811
+    store, content = Store(f"{s3}/run"), b"0123456789" * 1_700_000  # two parts
+    (tmp_path / "file").write_bytes(content)
+    store.put(tmp_path / "file", "a/large")
+    store.write("a/small", b"small")
+    assert store.sizes("a") == {"a/large": 17_000_000, "a/small": 5}
+    assert received(store, "a/large", expected_of(content)) == content
+    assert (store.read_if_there("none"), store.sizes("none")) == (None, {})
+    before = store.version("a/small")
+    store.write("a/small", b"other")
+    assert store.version("a/small") != before
+    store.remove("a/large")
+    assert list(store.sizes("")) == ["a/small"]
+    with pytest.raises(FarError, match=r"must be a place that exists, .*bucket does not exist"):
+        Store("s3://another/run").write("small", b"content")

@@ -1,0 +1,193 @@
+"""Copies in a store: a checkpoint counts there once it is whole, whatever the store does, and no step waits for it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megahead.checkpoint import KeepRules, open_checkpoint
+from megahead.errors import UserError
+from megahead.mirror import FarRun, fetch_named
+from megahead.run_folder import RunFolder
+from support.far_stores import Faulty, faults
+from support.mirrored import finish, mirror, save, steps_in_mirror
+
+
+@pytest.fixture
+def places(tmp_path: Path) -> tuple[Path, str]:
+    """A run's folder, and where its mirror is."""
+    (tmp_path / "store").mkdir()
+    return tmp_path / "run", f"faulty://{tmp_path}/store"
+
+
+Places = tuple[Path, str]
+
+
+def facts(sending: Any) -> list[dict[str, Any]]:
+    return [{name: value for name, value in news.facts.items() if name != "seconds"} for news in sending.news()]
+
+
+def test_the_mirror_is_a_run_folder_and_its_checkpoints_are_the_same(places: Places, tmp_path: Path) -> None:
+    run, url = places
+    (first := RunFolder(run)).path.mkdir()
+    first.config.write_text("name: small\n")
+    first.metrics.write_text('{"step": 1}\n')
+    with mirror(url, run) as sending:
+        sending.offer(folder := save(run, 3), -1)
+        finish(sending)
+        assert facts(sending) == [{"step": 3, "bytes": sum(file.stat().st_size for file in folder.glob("*.safe*"))}]
+    there = tmp_path / "store"
+    assert open_checkpoint(there).step == 3
+    open_checkpoint(there).verify()
+    assert (there / "checkpoints/latest").read_text() == "step-00000003\n"
+    assert (there / "config.yaml").read_text() == "name: small\n"
+    assert (there / "metrics.jsonl").read_text() == '{"step": 1}\n'
+    assert (there / "run-id").read_bytes() == (run / "run-id").read_bytes()
+
+
+def test_it_keeps_what_the_rules_keep(places: Places) -> None:
+    run, url = places
+    with mirror(url, run, keep=2, rules=KeepRules(every=4)) as sending:
+        for step in (2, 4, 5, 6, 7):
+            sending.offer(save(run, step, keep=2), step - 1)
+            finish(sending)
+    assert steps_in_mirror(url) == [4, 6, 7]
+
+
+def test_a_history_that_was_abandoned_goes_before_the_new_one_counts(places: Places) -> None:
+    run, url = places
+    with mirror(url, run, keep=9) as sending:
+        for step in (2, 4, 6):
+            sending.offer(save(run, step), step - 2)
+            finish(sending)
+        sending.offer(save(run, 4, value=-1, parent_step=2), 2)
+        finish(sending)
+        assert steps_in_mirror(url) == [2, 4]
+    assert open_checkpoint(fetch_to(url, run)).read("weight/w")[0] == -1
+
+
+def fetch_to(url: str, beside: Path) -> Path:
+    return fetch_named(url, RunFolder(beside.with_name("elsewhere")))
+
+
+@pytest.mark.parametrize("fault", ["loses", "cuts", "fails"])
+@pytest.mark.parametrize("only", ["tensors", "checkpoint.json"])
+def test_what_did_not_arrive_has_no_name_and_one_sentence(fault: str, only: str, places: Places) -> None:
+    """And the next checkpoint is copied as if nothing had been."""
+    run, url = places
+    with mirror(url, run) as sending:
+        sending.offer(save(run, 3), -1)
+        finish(sending)
+        sending.news()
+        with faults(fault, only):
+            sending.offer(save(run, 6), 3)
+            finish(sending)
+        (news,) = sending.news()
+        assert news.facts["step"] == 6
+        assert news.sentence is not None
+        assert news.sentence.startswith(f"step 6 is not in the mirror, only in {run}/checkpoints/step-00000006: `{url}")
+        if (fault, only) != ("cuts", "checkpoint.json"):
+            assert steps_in_mirror(url) == [3]
+        assert open_checkpoint(fetch_to(url, run)).step == 3
+        sending.offer(save(run, 9), 6)
+        finish(sending)
+        assert steps_in_mirror(url) == [3, 9]
+        assert not any("step-00000006" in name for name in FarRun(url).store.sizes("checkpoints"))
+
+
+def test_a_fault_that_passes_is_tried_again_and_not_told(places: Places) -> None:
+    run, url = places
+    with mirror(url, run) as sending:
+        with faults("cuts", "tensors", times=2):
+            sending.offer(save(run, 3), -1)
+            finish(sending)
+        assert [news.sentence for news in sending.news()] == [None]
+    assert steps_in_mirror(url) == [3]
+
+
+def test_a_slow_store_makes_nobody_wait_and_the_newest_is_sent_next(places: Places) -> None:
+    """What is on its way and what is next is not removed from the disk meanwhile."""
+    run, url = places
+    with mirror(url, run, keep=9) as sending:
+        finish(sending)
+        with faults("waits", "step-00000001", times=1):
+            for step in (1, 2, 3, 4):
+                sending.offer(save(run, step), step - 1)
+            assert {1, 4} <= sending.in_hand
+            assert not {2, 3} & sending.in_hand
+            Faulty.gate.set()
+            finish(sending)
+        told = [news.facts["step"] for news in sending.news() if news.facts.get("skipped")]
+    assert told[-2:] == [2, 3]
+    assert steps_in_mirror(url) == [1, 4]
+    assert sending.in_hand == set()
+
+
+def test_what_a_skipped_checkpoint_abandoned_is_abandoned_by_the_next(places: Places) -> None:
+    run, url = places
+    with mirror(url, run, keep=9) as sending:
+        sending.offer(save(run, 2), 0)
+        sending.offer(save(run, 5), 2)
+        finish(sending)
+        with faults("fails"):
+            for step, parent_step in ((3, 2), (6, 3)):
+                sending.offer(save(run, step, parent_step=parent_step), parent_step)
+                finish(sending)
+        sending.offer(save(run, 8, parent_step=6), 6)
+        finish(sending)
+    assert steps_in_mirror(url) == [2, 8]
+
+
+def test_a_checkpoint_saved_again_with_an_evaluation_sends_no_tensor_twice(places: Places) -> None:
+    run, url = places
+    with mirror(url, run) as sending:
+        sending.offer(folder := save(run, 3), -1)
+        finish(sending)
+        assert next(news.facts["bytes"] for news in sending.news()) > 2000
+        sending.offer(folder, 3)
+        finish(sending)
+        assert [news.facts["bytes"] for news in sending.news()] == [0]
+
+
+def test_a_checkpoint_that_was_set_aside_meanwhile_is_no_news(places: Places) -> None:
+    run, url = places
+    with mirror(url, run) as sending:
+        finish(sending)
+        folder = save(run, 3)
+        shutil.move(folder, folder.with_name("abandoned-step-00000003"))
+        sending.offer(folder, -1)
+        finish(sending)
+        assert sending.news() == []
+    assert steps_in_mirror(url) == []
+
+
+def test_of_two_sessions_the_later_one_has_the_mirror(places: Places) -> None:
+    run, url = places
+    with mirror(url, run, "node-a, process 1\n") as first:
+        finish(first)
+        with mirror(url, run.with_name("run"), "node-b, process 2\n") as second:
+            finish(second)
+        first.offer(save(run, 3), -1)
+        finish(first)
+        with pytest.raises(
+            UserError, match=r"one session at a time, but with .* another has begun on node-b, process 2;"
+        ):
+            first.check()
+        second.check()
+    assert steps_in_mirror(url) == []
+
+
+def test_an_ending_is_there_only_after_one(places: Places, tmp_path: Path) -> None:
+    run, url = places
+    there = tmp_path / "store/ending.json"
+    there.write_text("an earlier one")
+    with mirror(url, run) as sending:
+        finish(sending)
+        assert not there.exists()
+        RunFolder(run).ending.write_text(json.dumps({"ending": "finished"}))
+        sending.offer_files()
+    assert json.loads(there.read_text()) == {"ending": "finished"}

@@ -1,0 +1,136 @@
+"""Draws from the softmax over candidates: its distribution, on any number of ranks, and whose distribution it is over
+many groups."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from megahead.config import ObjectiveConfig
+from megahead.config.replaced_tokens import ReplacedTokensConfig
+from megahead.distributed import Group
+from megahead.objectives import Candidates, CandidateShard, Dot, Harmonic, Score, build_objective
+from megahead.objectives.candidate_softmax import grouped_draws
+from megahead.parallel.candidate_softmax import parallel_draws
+from support.on_ranks import on_ranks
+
+U, D = 7, 5
+
+
+def problem(outputs: int) -> tuple[Tensor, Tensor, Candidates]:
+    generator = torch.Generator().manual_seed(0)
+    rows_UD = torch.randn(U, D, generator=generator, dtype=torch.float64)
+    outputs_ND = torch.randn(1, D, generator=generator, dtype=torch.float64).expand(outputs, D)
+    bias_U = torch.tensor([0.5, -1.0, 0.0, -torch.inf, 0.3, 2.0, -torch.inf], dtype=torch.float64)
+    return outputs_ND, rows_UD, Candidates(torch.arange(U) * 10, bias_U, torch.full((outputs,), 2))
+
+
+@pytest.mark.parametrize("score", [Dot(0.7), Harmonic(0.2)], ids=["dot", "harmonic"])
+@pytest.mark.parametrize("own_bias", [False, True])
+def test_candidates_are_drawn_as_often_as_the_softmax_says(score: Score, own_bias: bool) -> None:
+    n = 20_000
+    outputs_ND, rows_UD, candidates = problem(n)
+    biases_U = candidates.bias_U
+    assert biases_U is not None
+    if own_bias:
+        candidates = replace(candidates, drawn_bias_U=torch.full((U,), 1.5, dtype=torch.float64))
+        biases_U = biases_U.index_fill(0, torch.tensor([2]), 1.5)
+    expected_U = (score.written_out(outputs_ND[:1], rows_UD)[0] + biases_U).softmax(0)
+    uniform_N = (torch.arange(n, dtype=torch.float64) + 0.5) / n  # no noise
+    place_N = grouped_draws(outputs_ND, rows_UD, candidates, score, uniform_N, Group())
+    assert torch.bincount(place_N, minlength=U) / n == pytest.approx(expected_U.numpy(), abs=1e-4)
+    assert not torch.isin(place_N, torch.tensor([3, 6])).any()
+    assert (place_N.diff() >= 0).all()  # in the order of the candidates: a random number decides alone
+
+
+def share(group: Group, total: int) -> Tensor:
+    torch.manual_seed(1)
+    outputs_ND, rows_UD = torch.randn(600, D, dtype=torch.float64), torch.randn(total, D, dtype=torch.float64)
+    bias_U, uniform_N = torch.randn(total, dtype=torch.float64), torch.rand(600, dtype=torch.float64)
+    candidates = Candidates(torch.arange(total), bias_U, torch.randint(total, (600,)))
+    shard = CandidateShard.of(total, -(-total // group.size), group)
+    own_wD = rows_UD[shard.first :][: shard.width]
+    own_wD = torch.cat([own_wD, torch.full((shard.width - len(own_wD), D), 9.0, dtype=torch.float64)])
+    return parallel_draws(outputs_ND, own_wD, candidates, Dot(), uniform_N, shard)
+
+
+@pytest.mark.parametrize("total", [3, 8, 201])
+def test_draws_are_the_same_however_many_ranks_share_the_candidates(total: int) -> None:
+    (alone,) = on_ranks(1, share, total)
+    assert alone.min() >= 0
+    assert alone.max() < total
+    for size in (2, 4):
+        for each in on_ranks(size, share, total):
+            assert torch.equal(each, alone)
+
+
+def test_nothing_is_drawn_where_there_are_no_outputs() -> None:
+    outputs_ND, rows_UD, candidates = problem(0)
+    assert grouped_draws(outputs_ND, rows_UD, candidates, Dot(), torch.zeros(0), Group()).shape == (0,)
+
+
+def test_the_target_is_drawn_where_there_is_nothing_else() -> None:
+    rule = build_objective(ObjectiveConfig(replaced_tokens=ReplacedTokensConfig()), 50)
+    ids = torch.tensor([17])
+    candidates = rule.pool(ids).candidates(ids).padded(8)
+    rows_UD, uniform_N = torch.randn(8, D), torch.tensor([0.9], dtype=torch.float64)
+    assert grouped_draws(torch.randn(1, D), rows_UD, candidates, Dot(), uniform_N, Group()).tolist() == [0]
+
+
+def test_an_outputs_own_target_weighs_as_often_as_others_have_it() -> None:
+    rule = build_objective(ObjectiveConfig(replaced_tokens=ReplacedTokensConfig(), negatives=0), 50)
+    ids = torch.tensor([5, 7, 7, 7, 9])
+    candidates = rule.pool(ids).candidates(ids)
+    assert candidates.drawn_bias_U is not None
+    assert candidates.drawn_bias_U.exp().tolist() == pytest.approx([0, 2, 0])
+    assert build_objective(ObjectiveConfig(), 50).pool(ids).candidates(ids).drawn_bias_U is None
+
+
+WEIGHTINGS: dict[str, dict[str, Any]] = {
+    "paper": {},
+    "once": {"bias": "once"},
+    "corrected": {"bias": "corrected"},
+    "negatives": {"negatives": 40, "negatives_from": "uniform"},
+    "few": {"max_candidates": 9},
+}
+
+
+@pytest.mark.parametrize("name", WEIGHTINGS)
+def test_over_many_groups_tokens_are_drawn_as_by_the_training_free_head(name: str) -> None:
+    """At the optimum of each objective, where scores are log p(v | context) less the bias of that head. The original is
+    drawn no more often than p says, though it is always a candidate."""
+    config = ObjectiveConfig(replaced_tokens=ReplacedTokensConfig(), **WEIGHTINGS[name])
+    vocabulary, targets, groups, each = 16, 40, 4000, 10
+    random = np.random.default_rng(0)
+    q_V, p_V = random.dirichlet(np.full(vocabulary, 0.6)) + 0.004, random.dirichlet(np.full(vocabulary, 2.0))
+    q_V /= q_V.sum()
+    weight_V = {
+        "paper": q_V,
+        "once": 1 - (1 - q_V) ** targets,
+        "corrected": np.ones(vocabulary),
+        "negatives": targets * q_V + 40 / vocabulary,
+        "few": q_V,
+    }[name]
+    optimum_V = torch.tensor(np.log(p_V / weight_V))
+    rule = build_objective(config, vocabulary, torch.tensor(q_V * 1e7).long())
+    found_V, originals = np.zeros(vocabulary), 0
+    for group in range(groups):
+        own = random.choice(vocabulary, 1, p=p_V)
+        ids = torch.from_numpy(np.concatenate([own, random.choice(vocabulary, targets - 1, p=q_V)]))
+        candidates = rule.pool(ids, seed=group).candidates(ids[:1])
+        assert candidates.ids_U is not None
+        again = replace(candidates, positive_N=candidates.positive_N.expand(each))
+        rows_UD, uniform_N = optimum_V[candidates.ids_U][:, None], torch.from_numpy(random.random(each))
+        outputs_ND = torch.ones(each, 1, dtype=torch.float64)
+        drawn_N = candidates.ids_U[grouped_draws(outputs_ND, rows_UD, again, Dot(), uniform_N, Group())].numpy()
+        found_V += np.bincount(drawn_N, minlength=vocabulary)
+        originals += int((drawn_N == own).sum())
+    apart = np.abs(found_V / found_V.sum() - p_V).sum() / 2
+    assert apart < 0.04  # measured: 0.009 to 0.027
+    assert np.abs(p_V - q_V).sum() / 2 > 0.3, "text's frequencies are not near"
+    assert originals / groups / each == pytest.approx(np.square(p_V).sum(), abs=0.015)
