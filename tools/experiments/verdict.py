@@ -46,7 +46,12 @@ def compare_verdict(laboratory: Laboratory, only: Sequence[str]) -> None:
     """Trains what `short`, `long` and `wide` say, or those of `only`."""
     for part in (part for part in STEPS if not only or part in only):
         points = [row for seed in SEEDS[part] for row in Race(laboratory, part, seed).points()]
-        charts = [Chart(title, across, lines(points, "run", across, title)) for across in ACROSS for title in UP]
+        charts = [
+            Chart(title, across, lines([row for row in points if title in row], "run", across, title))
+            for across in ACROSS
+            for title in UP
+            if any(title in row for row in points)
+        ]
         laboratory.record(f"verdict-{part}", points, *charts)
         ends = [row for row in points if row["end"]]
         values = [name for name in ("minutes", "perplexity", "accuracy", *UP) if name in ends[0]]

@@ -25,7 +25,14 @@ def _short(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     cloze.write_text(
         "".join(json.dumps({"text": f"the cat saw the rat and the {word}"}) + "\n" for word in ("cat", "rat"))
     )
-    settings = {"VOCABULARY": 320, "STEPS": {"short": 12}, "SWITCHES": {"short": (0.5,)}, "SPEED_STEPS": 1, "POINTS": 2}
+    settings = {
+        "VOCABULARY": 320,
+        "STEPS": {"short": 12},
+        "SWITCHES": {"short": (0.5,)},
+        "SPEED_STEPS": 1,
+        "POINTS": 1,
+        "SEEDS": {"short": (0,)},
+    }
     for name, value in settings.items():
         monkeypatch.setattr(f"experiments.verdict.{name}", value)
     monkeypatch.setattr("experiments.verdict._cloze", lambda *_: cloze)
@@ -57,5 +64,5 @@ def test_every_run_is_scored_along_the_way(laboratory: Laboratory) -> None:
     assert {row["run"] for row in points} >= {"headless", "vanilla", "vanilla for the last 50%"}
     assert all(row["cloze"] is not None for row in points)
     ends = results(laboratory, "verdict-short-ends")
-    assert [row["seeds"] for row in ends if row["run"] == "headless"] == [2]
+    assert [row["seeds"] for row in ends if row["run"] == "headless"] == [1]
     assert all(row["bits per byte"] > 0 for row in ends)
