@@ -8,8 +8,10 @@ import shutil
 import torch
 
 from megahead.config import RunConfig
+from megahead.estimate.shorter_rows import shorter_layers
 from megahead.models import Backbone, CompiledBlocks
 from megahead.nn import AttentionSpec, Backend, choose_backend
+from megahead.wording import span
 
 _TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -44,10 +46,9 @@ def _compile_(backbone: Backbone, backend: Backend) -> None:
 
 def _what_is_compiled(config: RunConfig) -> str:
     """All blocks but those whose shapes are another batch's each time."""
-    late = config.masking.masks_from_layer if config.masking else 0
-    plain = [f"the first {late}, which compute shorter rows"] if late else []
-    if config.model.is_encoder() and not config.model.is_causal:
-        plain.append("the last, which computes masked tokens alone")
+    plain = [f"{span('layer', part.layers)} (shorter rows)" for part in shorter_layers(config)]
+    if config.model.is_encoder() and not config.model.is_causal and config.objective.replaced_tokens is None:
+        plain.append("the last (masked tokens alone)")
     return f"one block for all layers{' but ' * bool(plain)}{' and '.join(plain)}"
 
 

@@ -9,7 +9,7 @@ from megahead.config.embedding import ROWS_FROM
 from megahead.config.replaced_tokens import ReplacedTokensConfig
 from megahead.estimate import RankMemory, rank_memory, run_parameters
 from megahead.far import is_far
-from megahead.wording import GIB, counted, gib
+from megahead.wording import GIB, counted, gib, span
 
 
 def describe_run(plan: RunPlan, group_samples: int | None = None) -> list[tuple[str, str]]:
@@ -151,8 +151,7 @@ def _masks(model: ModelConfig, masking: MaskingConfig) -> list[str]:
         parts.append(f"mask tokens in a decoder of {counted(masking.mask_decoder_layers, 'layer')}")
     if masking.dropping:
         layers, share = masking.dropping.layers(model), masking.dropping.keep_share
-        where = f"layer {layers[0]}" if len(layers) == 1 else f"layers {layers[0]} to {layers[-1]}"
-        parts.append(f"{share:.0%} of the tokens in {where}, by {masking.dropping.by}")
+        parts.append(f"{share:.0%} of the tokens in {span('layer', layers)}, by {masking.dropping.by}")
     return parts
 
 

@@ -67,11 +67,20 @@ MASKS = {"mask_token": 60, "cls_token": 61, "sep_token": 62}
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"masking": MASKS}, " but the last, which computes masked tokens alone"),
+        ({"masking": MASKS}, " but the last (masked tokens alone)"),
         (
             {"masking": MASKS | {"masks_from_layer": 1}},
-            " but the first 1, which compute shorter rows and the last, which computes masked tokens alone",
+            " but layer 0 (shorter rows) and the last (masked tokens alone)",
         ),
+        (
+            {"masking": MASKS | {"dropping": {"from_layer": 0}}},
+            " but layer 0 (shorter rows) and the last (masked tokens alone)",
+        ),
+        (
+            {"masking": MASKS | {"mask_decoder_layers": 1}, "model.family": "bert", "model.max_positions": 32},
+            " but layers 0 to 1 (shorter rows) and the last (masked tokens alone)",
+        ),
+        ({"masking": MASKS, "objective.replaced_tokens": {}}, ""),
         ({"masking": MASKS, "model.is_causal": True}, ""),
     ],
     ids=str,
