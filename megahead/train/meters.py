@@ -234,6 +234,7 @@ class Meters:
             "gradient_norm": sum(r.grad_norm for r in reports) / len(reports),
             "tokens_per_second": speed,
             "step_seconds": seconds / len(reports),
+            "step_cpu_seconds": sum(r.cpu_seconds for r in reports) / len(reports),
             "candidates": candidates,
             "skipped_steps": state.skipped_steps,
         }

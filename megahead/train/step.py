@@ -5,6 +5,7 @@ Shapes: W ranks, A accumulation steps.
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
 import torch
@@ -48,6 +49,9 @@ class StepReport:
     forward_seconds: list[float]
     """How long each rank's forward passes took."""
 
+    cpu_seconds: float
+    """Of this rank's process, all threads, its feed's too; not what else keeps the machine busy."""
+
     detection: DetectionResult | None = None
     """How well replaced tokens were told from others, in runs that replace some; their loss has a part in `loss`."""
 
@@ -65,6 +69,7 @@ def train_step(
 
     `world_group`: all ranks, on a connection for CPU tensors.
     """
+    cpu_seconds = time.process_time()
     stale = engine.begin(batches.rows)
     losses = [engine.micro_step(micro.to(device)) for micro in batches.micro_batches]
     # each is its sum times data_ranks * accumulation / targets; the mean over both is the mean over targets
@@ -87,6 +92,7 @@ def train_step(
         rows_fetched=None if batches.rows is None else len(batches.rows.ids_U),
         rows_stale=stale,
         forward_seconds=forward_W.tolist(),
+        cpu_seconds=time.process_time() - cpu_seconds,
     )
 
 

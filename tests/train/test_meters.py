@@ -6,6 +6,7 @@ import importlib.machinery
 import io
 import math
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -15,6 +16,7 @@ import pytest
 
 from megahead.config import RunConfig
 from megahead.distributed import Group, Launch
+from megahead.engine import Engine
 from megahead.errors import ConfigError
 from megahead.pretraining import Feed, StepBatches
 from megahead.report import read_metrics
@@ -44,6 +46,28 @@ def test_a_terminal_is_told_more_often_than_a_file_and_the_log_gets_all(tmp_path
         assert len(told) == lines, output
         assert len(read_metrics(tmp_path / name).training) == 6
         assert "ETA" in told[0]
+
+
+def test_a_step_s_processor_time_is_logged_without_the_time_it_waited(tmp_path: Path) -> None:
+    write_text(tmp_path)
+    on_ranks(1, said_with_pauses, small_config(tmp_path))
+    for record in read_metrics(tmp_path / "run").training:
+        assert record["step_seconds"] > PAUSE + record["step_cpu_seconds"]
+        assert record["step_cpu_seconds"] > 0
+
+
+PAUSE = 0.1
+
+
+def said_with_pauses(group: Group, config: RunConfig) -> str:
+    step = Engine.step
+
+    def slow(engine: Engine, learning_rate: float) -> Any:
+        time.sleep(PAUSE)
+        return step(engine, learning_rate)
+
+    Engine.step = slow  # type: ignore[method-assign, assignment]
+    return said(group, config, terminal=False)
 
 
 def patiently_said(group: Group, config: RunConfig, terminal: bool) -> str:

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from statistics import mean, median, stdev
 from typing import Any
 
+import torch
+
 from megahead.report import RunMetrics
 
 Row = dict[str, Any]
@@ -26,6 +28,16 @@ def speed(run: RunMetrics) -> int:
         seconds += (lines[-1]["tokens"] - done) / float(median(record["tokens_per_second"] for record in lines))
         done = lines[-1]["tokens"]
     return round(done / seconds)
+
+
+def cost(run: RunMetrics) -> float:
+    """What a token costs, for ratios: CPU seconds of rank 0, in which what else keeps the machine busy does not
+    count; on a GPU seconds."""
+    column, spent, done = "step_seconds" if torch.cuda.is_available() else "step_cpu_seconds", 0.0, 0
+    for record in run.training:
+        spent += float(record[column]) * (record["step"] - done)
+        done = record["step"]
+    return spent / float(run.training[-1]["tokens"])
 
 
 def candidates(run: RunMetrics) -> int | None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from experiments.laboratory import Laboratory
-from experiments.measures import Row, over_seeds, speed
+from experiments.measures import Row, cost, over_seeds
 from megahead.report import RunMetrics
 
 SEEDS = (0, 1)
@@ -101,7 +101,8 @@ def compare_neighbours(laboratory: Laboratory, only: Sequence[str]) -> None:
             laboratory.record("neighbours", over_seeds(rows, ("model", "variant", "at equal"), _VALUES))
 
 
-_VALUES = ("tokens", "perplexity", "accuracy", "tokens/s")
+_VALUES = ("tokens", "cost", "perplexity", "accuracy")
+"""`cost` is that of a token, where the plain one's is 1."""
 
 
 def _compare(laboratory: Laboratory, kind: str, variants: Mapping[str, Sequence[str]]) -> list[Row]:
@@ -111,12 +112,12 @@ def _compare(laboratory: Laboratory, kind: str, variants: Mapping[str, Sequence[
         for name, settings in variants.items():
             settings = [*settings, *_nearest_ids(laboratory, kind, settings)]
             run = _train(laboratory, kind, f"{name}-{seed}", seed, STEPS[kind], [*given, *settings])
-            rows.append(_row(kind, name, "tokens", run))
-            ratio = speed(run) / speed(plain)
-            if abs(ratio - 1) > MARGIN:
-                steps = round(STEPS[kind] * ratio)
+            relative = cost(run) / cost(plain)
+            rows.append(_row(kind, name, "tokens", run) | {"cost": relative})
+            if abs(relative - 1) > MARGIN:
+                steps = round(STEPS[kind] / relative)
                 run = _train(laboratory, kind, f"{name}-{seed}-time", seed, steps, [*given, *settings])
-                rows.append(_row(kind, name, "time", run))
+                rows.append(_row(kind, name, "time", run) | {"cost": relative})
     return rows
 
 
@@ -148,4 +149,4 @@ def _train(laboratory: Laboratory, kind: str, name: str, seed: int, steps: int, 
 def _row(kind: str, name: str, equal: str, run: RunMetrics) -> Row:
     last = run.validation[-1]
     row = {"model": kind, "variant": name, "at equal": equal, "tokens": run.training[-1]["tokens"]}
-    return row | {"perplexity": last["perplexity"], "accuracy": last["accuracy"], "tokens/s": speed(run)}
+    return row | {"perplexity": last["perplexity"], "accuracy": last["accuracy"]}

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from experiments.charts import Chart, draw_charts
-from experiments.measures import lines, over_seeds, percent, speed
+from experiments.measures import cost, lines, over_seeds, percent, speed
 from megahead.report import RunMetrics
 
 
@@ -27,6 +28,15 @@ def test_the_speed_of_a_run_in_phases_is_that_of_all_its_tokens() -> None:
     switch = {"step": 3, "tokens": 30, "seconds": 1.0, "session": {"new_phase": True}}
     assert speed(RunMetrics("a", training, [], events=[switch])) == 150
     assert speed(RunMetrics("a", training[3:], [])) == 300
+
+
+def test_the_cost_of_a_token_is_all_steps_processor_time_over_all_tokens() -> None:
+    training = [
+        {"step": 2, "tokens": 20, "step_cpu_seconds": 1.0, "step_seconds": 7.0},
+        {"step": 5, "tokens": 50, "step_cpu_seconds": 3.0, "step_seconds": 9.0},
+    ]
+    seconds = (2 * 7 + 3 * 9) if torch.cuda.is_available() else (2 * 1 + 3 * 3)
+    assert cost(RunMetrics("a", training, [])) == seconds / 50
 
 
 def test_charts_have_one_colour_a_name_and_mark_the_points() -> None:

@@ -30,9 +30,9 @@ def test_neighbours_are_held_against_the_plain_objective_at_equal_tokens_and_tim
     sizes = {"VOCABULARY": 320, "SEEDS": (0,), "STEPS": {kind: 4}, "WARMUP": 1}
     for name, value in sizes.items():
         monkeypatch.setattr(f"experiments.neighbours.{name}", value)
-    speeds = {"plain": 100, variant: 150}
+    costs = {"plain": 3.0, variant: 2.0}
     name_of = re.compile(rf"{kind}-(.*)-0(-time)?")
-    monkeypatch.setattr("experiments.neighbours.speed", lambda run: speeds[name_of.fullmatch(run.name)[1]])  # type: ignore[index]
+    monkeypatch.setattr("experiments.neighbours.cost", lambda run: costs[name_of.fullmatch(run.name)[1]])  # type: ignore[index]
     settings = [part for part in TINY if "training.steps" not in part]
     shape = ["model.num_layers=2", "model.num_heads=2", "batch.micro_size=8", "training.evaluate_every=2"]
     compare_neighbours(replace(laboratory, settings=[*settings, *shape]), [variant])
@@ -42,6 +42,7 @@ def test_neighbours_are_held_against_the_plain_objective_at_equal_tokens_and_tim
         (kind, variant, "tokens", 4 * 256),
         (kind, variant, "time", 6 * 256),  # as many as it takes in the plain one's time
     ]
+    assert [row["cost"] for row in rows] == [1, 2 / 3, 2 / 3]
     config = read_runs([laboratory.folder / f"{kind}-{variant}-0"])[0].config
     asked = {
         "meap-30": ("masked_inputs", "mask_token", 320),
