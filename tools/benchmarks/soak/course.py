@@ -43,7 +43,7 @@ def _settings(folder: Path, text: Path, ids: int) -> dict[str, Any]:
             "keep_checkpoints": 4,
             "copy_every": 10,
         },
-        "faults": {"replicas_every": 1},  # a flip of a last bit may be rounded away by the next update, but not its trace
+        "faults": {"replicas_every": 1},  # a flipped last bit may be rounded away, but not its trace
         "engine": {"device": "cpu", "timeout_seconds": 40, "deepspeed": {"zero_optimization": {"stage": 0}}},
     }
 
