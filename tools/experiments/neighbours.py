@@ -16,7 +16,8 @@ from experiments.measures import Row, cost, over_seeds
 from megahead.report import RunMetrics
 
 SEEDS = (0, 1)
-MARGIN = 0.05
+MARGIN = 0.15
+"""The cost of the same steps differs by up to a tenth from run to run."""
 VOCABULARY = 16_384
 PLAIN = "plain"
 DECODERS: dict[str, tuple[str, ...]] = {
