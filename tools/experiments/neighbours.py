@@ -50,6 +50,7 @@ ENCODERS: dict[str, tuple[str, ...]] = {
         "masking.mask_decoder_layers=1",
     ),
     "dropping": ("masking.dropping.from_layer=0", "masking.adapt_every=25"),
+    "rate-40-dropping": ("masking.rate=0.4", "masking.dropping.from_layer=0", "masking.adapt_every=25"),
     "dropping-rare": ("masking.dropping.from_layer=0", "masking.dropping.by=frequency"),
     "rate-falls": ("masking.rate=0.3", "masking.final_rate=0.02"),
     "rate-falls-cosine": ("masking.rate=0.3", "masking.final_rate=0.02", "masking.rate_course=cosine"),
