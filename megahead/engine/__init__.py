@@ -5,8 +5,9 @@ replaces. *Hollow* parameter: it has a shape, but no memory yet. *Master copy*: 
 """
 
 from megahead.engine.engine import Engine, StepResult
+from megahead.engine.forward_time import ForwardTime
 from megahead.engine.rows import RowEngine
 from megahead.engine.stop import deepspeed_session
 from megahead.engine.weight_sums import weight_sums
 
-__all__ = ["Engine", "RowEngine", "StepResult", "deepspeed_session", "weight_sums"]
+__all__ = ["Engine", "ForwardTime", "RowEngine", "StepResult", "deepspeed_session", "weight_sums"]

@@ -6,14 +6,9 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from megahead.config import RunConfig
 from megahead.copies import Copy, MemoryCopies
-from megahead.distributed import Group
-from megahead.engine import Engine
 from megahead.errors import CheckpointError
-from megahead.train.lineage import Lineage
-from megahead.train.moment import Moment
-from megahead.train.state import TrainingState
+from megahead.train.progress import Progress
 
 
 @dataclass(frozen=True)
@@ -29,25 +24,15 @@ class Renewal:
 
 
 class Copier:
-    """Renews the copy of a phase's run, if it has `copies`. Methods but `due` are collective over `world_group`.
+    """Renews the copy of a phase's run, if it has `copies`. Methods but `due` are collective.
 
     Training waits while weights are copied, but neither for files nor for other nodes: while the last copy is on its
     way, those that are due are left out. What goes wrong ends copies, and nothing else.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        state: TrainingState,
-        config: RunConfig,
-        data_group: Group,
-        world_group: Group,
-        lineage: Lineage,
-        copies: MemoryCopies | None,
-    ) -> None:
-        self._engine, self._state, self._data_group, self._world_group = engine, state, data_group, world_group
-        self._config, self._every = config.model_dump(mode="json"), config.training.copy_every or 0
-        self._lineage, self._copies = lineage, copies
+    def __init__(self, progress: Progress, copies: MemoryCopies | None) -> None:
+        self._progress, self._copies = progress, copies
+        self._every = progress.phase.config.training.copy_every or 0
         self._skipped = 0
 
     def due(self, step: int) -> bool:
@@ -64,11 +49,12 @@ class Copier:
         except CheckpointError as error:
             self._copies = None
             copies.close()
-            return Renewal({"off": str(error)}, f"step {self._state.step:,}: no more copies in memory: {error}")
-        moment = Moment.take(self._engine, self._state, self._data_group, self._world_group, copied=True)
-        copies.begin(
-            Copy(moment.step, moment.snapshot, moment.must_be_finite, moment.counters, self._config, self._lineage.tip)
-        )
+            return Renewal(
+                {"off": str(error)}, f"step {self._progress.state.step:,}: no more copies in memory: {error}"
+            )
+        moment = self._progress.moment(self._progress.world_group, copied=True)
+        check, parent_step = moment.must_be_finite, moment.parent_step
+        copies.begin(Copy(moment.step, moment.snapshot, check, moment.counters, moment.config, parent_step))
         return Renewal({"stall_seconds": round(time.monotonic() - began, 3), "bytes": moment.snapshot.total_bytes})
 
     def forget(self) -> None:
@@ -80,7 +66,6 @@ class Copier:
         self._skipped += 1
         if self._skipped > 1:
             return Renewal({"skipped": self._skipped})
-        sentence = (
-            f"step {self._state.step:,}: the copy in memory is not renewed, since the last one is still on its way"
-        )
+        step = self._progress.state.step
+        sentence = f"step {step:,}: the copy in memory is not renewed, since the last one is still on its way"
         return Renewal({"skipped": 1}, sentence)

@@ -37,6 +37,13 @@ class Evaluation:
         self._data_group = data_group
         self._device = device
 
+    @classmethod
+    def of(
+        cls, config: RunConfig, validation: IndexedDataset | None, data_group: Group, device: torch.device
+    ) -> Evaluation | None:
+        """That of a run which has such a dataset."""
+        return None if validation is None else cls(config, validation, data_group, device)
+
     def run(self, engine: Engine, state: TrainingState, interrupted: Callable[[], bool]) -> ValidationResult | None:
         """The result, or None if `interrupted()`, which is called before every few batches, was true. Collective."""
         bias_V = None

@@ -36,7 +36,7 @@ MAY_CHANGE = (
 )
 """Settings and sections that may change between two sessions (launches) of a run: how long it trains, where, on what
 hardware, and what it writes. (`objective.group_samples` may be written differently: the number that the run began with
-is kept, see persistence.py.)"""
+is kept, see start.py.)"""
 
 
 def data_fingerprints(config: RunConfig, datasets: RunDatasets) -> dict[str, Any]:

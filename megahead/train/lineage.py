@@ -33,11 +33,6 @@ class Lineage:
         """Its folder's name if it is in `root`, else its full path."""
         return checkpoint.folder.name if self._holds(checkpoint) else str(checkpoint.folder)
 
-    def extend_to(self, step: int) -> int:
-        """To be called when a checkpoint of `step` is saved; returns the step of its parent (the `tip` until now)."""
-        before, self.tip = self.tip, step
-        return before
-
     def to_be_abandoned(self) -> list[str]:
         """Names of the checkpoints that the next save sets aside."""
         return [folder.name for folder in steps_in(self.root) if step_of(folder) > self.tip]

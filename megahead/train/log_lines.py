@@ -1,9 +1,11 @@
-"""The lines that a run prints while it trains: its progress, and bad steps."""
+"""The lines that a run prints while it trains: its progress, evaluations, and bad steps."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 
+from megahead.evaluate import ValidationResult
 from megahead.train.state import TrainingState
 from megahead.train.step import StepReport
 from megahead.wording import counted, duration, span, thousands
@@ -36,6 +38,18 @@ def progress_line(scalars: Mapping[str, float], state: TrainingState, steps: int
     if state.skipped_steps:
         parts.append(f"{state.skipped_steps:,} skipped")
     return "  ".join([*parts, f"ETA {duration(remaining)}"])
+
+
+def held_out_line(result: ValidationResult, state: TrainingState, head: str) -> str:
+    """For example: held out at step 500: perplexity 112.3, 1.402 bits per byte, accuracy 31.2% (pmi head)"""
+    most = "at most " if result.upper_bound else ""
+    whose = "generator's " if result.detection else ""
+    told = f"; {told_apart(asdict(result.detection))}" if result.detection else ""
+    bits = "" if result.bits_per_byte is None else f", {most}{result.bits_per_byte:.3f} bits per byte"
+    return (
+        f"held out at step {state.step:,}: {whose}perplexity {most}{result.perplexity:,.1f}{bits}, "
+        f"accuracy {result.accuracy:.1%} ({head} head){told}"
+    )
 
 
 def told_apart(detection: Mapping[str, float]) -> str:

@@ -2,71 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 
-from megahead.config import RunConfig
-from megahead.distributed import Group
-from megahead.engine import Engine
-from megahead.errors import UserError
-from megahead.mirror import Mirror
 from megahead.optim import learning_rate_ratio
-from megahead.pretraining import Feed, StepBatches
-from megahead.train.copier import Copier
-from megahead.train.detection_tally import DetectionTally
-from megahead.train.evaluation import Evaluation
-from megahead.train.faults import Guard
-from megahead.train.health import Health
-from megahead.train.meters import Meters
-from megahead.train.preemption import Ending, StopRequest
-from megahead.train.saver import Saver
-from megahead.train.state import TrainingState
-from megahead.train.step import StepReport, seed_step, train_step
+from megahead.pretraining import StepBatches
+from megahead.train.preemption import Ending
+from megahead.train.recovery import handle_fault, replicas_agree
+from megahead.train.step import seed_step, train_step
 from megahead.train.stopwatch import Stopwatch
 from megahead.train.task_evaluation import TaskEvaluation
-
-
-@dataclass(frozen=True)
-class Training:
-    """The parts of a run that are ready to train; `setup` puts them together."""
-
-    config: RunConfig
-    """That of the phase."""
-
-    until: int
-    """Steps of the run at which the phase ends."""
-
-    evaluate_first: bool
-    """Whether it begins with weights that learned something else, another phase's or those of `init`, so that an
-    evaluation shows what these are worth to it."""
-
-    engine: Engine
-    feed: Feed
-    state: TrainingState
-    guard: Guard
-    health: Health
-    meters: Meters
-    stop: StopRequest
-    evaluation: Evaluation | None
-    tasks: TaskEvaluation | None
-    tally: DetectionTally | None
-    saver: Saver
-    copier: Copier
-    mirror: Mirror | None
-    """Rank 0's."""
-
-    roll_back: Callable[[], Path | None]
-    device: torch.device
-
-    data_group: Group
-    """Data-parallel ranks, for CPU tensors."""
-
-    world_group: Group
-    """All ranks, for CPU tensors."""
+from megahead.train.training import Training
 
 
 def train(run: Training) -> Ending:
@@ -84,9 +31,9 @@ def train(run: Training) -> Ending:
         while state.step < run.until and ending is None:
             applied = _advance(run, next(steps), watch)
             with watch.paused():
-                if applied and _replicas_agree(run):
+                if applied and replicas_agree(run, kept=_is_kept(run)):
                     _evaluate_and_save_if_due(run)
-            run.meters.mirrored([] if run.mirror is None else run.mirror.news(), run.state)
+            run.meters.mirrored(run.saver.news(), run.state)
             ending = _reason_to_stop(run)
     if ending != "stopped" and not state.evaluated:
         _evaluate(run)
@@ -100,13 +47,12 @@ def train(run: Training) -> Ending:
 
 def _advance(run: Training, batches: StepBatches, watch: Stopwatch) -> bool:
     """Takes one step and records it in the state and the meters; returns whether it was applied."""
-    config, state, first_sample = run.config, run.state, run.state.samples
+    config, state, progress = run.config, run.state, run.progress
+    first_sample = state.samples
     ratio = learning_rate_ratio(config.schedule, state.step, config.training.steps)
-    seed_step(config.seed, first_sample, run.data_group.rank, run.device)
+    seed_step(config.seed, first_sample, progress.data_group.rank, run.device)
     learning_rate = config.optimizer.learning_rate * ratio
-    report = train_step(run.engine, batches, learning_rate, run.device, run.world_group, run.guard, state.recent_losses)
-    if run.tally is not None:
-        report = replace(report, detection=run.tally.take(run.data_group))
+    report = train_step(progress.engine, batches, learning_rate, run.device, run.tally, run.guard, state.recent_losses)
     state.samples += config.batch.global_size
     state.tokens += config.tokens_per_step()
     state.seconds = watch.seconds()
@@ -116,59 +62,20 @@ def _advance(run: Training, batches: StepBatches, watch: Stopwatch) -> bool:
             state.count_targets(micro.batch)
         run.guard.remember(report.loss, state.recent_losses)
     if state.difficulty is not None:
-        state.difficulty.settle(state.samples, report.applied, run.data_group)
+        state.difficulty.settle(state.samples, report.applied, progress.data_group)
     state.skipped_steps += not report.applied
     run.meters.step(report, state, last=state.step >= run.until)
-    _handle_fault(run, report, first_sample)
+    handle_fault(run, report, first_sample)
     slow = run.health.pace.after_step(report.forward_seconds)
     if slow is not None:
         run.meters.slow(slow, state)
     return report.applied
 
 
-def _handle_fault(run: Training, report: StepReport, first_sample: int) -> None:
-    """Does what the config asks for after a bad step, and prints that."""
-    action = run.guard.decide(report.fault)
-    if report.fault is None:
-        return
-    state, tensor_size = run.state, run.world_group.size // run.data_group.size
-    bad = [(rank, run.feed.samples(first_sample, k, rank // tensor_size)) for rank, k in report.fault.places]
-    rows = range(first_sample, first_sample + run.config.batch.global_size)
-    state.spikes += report.fault.kind == "spike"
-    sentence = run.meters.fault(report, bad or [(None, rows)], action, state)
-    if action == "stop":
-        raise UserError(
-            f"steps must be finite and without spikes, but {sentence}, {run.guard.in_a_row} bad in a row; lower "
-            "optimizer.learning_rate or the clipping threshold, use fp32 or bf16, or change `faults`, and resume."
-        )
-    if action == "rollback":
-        _roll_back(run)
-
-
-def _roll_back(run: Training) -> bool:
-    """Whether there was a checkpoint to go back to."""
-    run.saver.wait()
-    run.copier.forget()
-    reached, folder = run.state.step, run.roll_back()
-    run.state.rollbacks += folder is not None
-    run.meters.rolled_back(folder, reached - run.state.step, run.state)
-    return folder is not None
-
-
-def _replicas_agree(run: Training) -> bool:
-    """Compares replicas if that is due; where they differ, does what the config asks for. Collective."""
-    step, policy = run.state.step, run.config.faults.replicas
-    keeps = step >= run.until or _save_is_due(run) or run.copier.due(step)
-    odd = run.health.odd_replica() if run.health.due(step, keeps) else None
-    if odd is None:
-        return True
-    sentence = run.meters.odd_replica(odd, run.health.hosts, policy, run.state)
-    if policy == "stop" or (policy == "rollback" and not (run.guard.may_roll_back() and _roll_back(run))):
-        raise UserError(
-            f"replicas of weights must hold the same bits, but at {sentence}; it is not saved: resume, and test the "
-            "memory of that machine."
-        )
-    return policy == "note"
+def _is_kept(run: Training) -> bool:
+    """Whether the present weights will be saved or copied."""
+    step = run.state.step
+    return step >= run.until or _save_is_due(run) or run.copier.due(step)
 
 
 def _save_is_due(run: Training) -> bool:
@@ -203,7 +110,8 @@ def _run_missed_evaluation(run: Training) -> None:
 def _evaluate(run: Training) -> None:
     """Evaluates, unless a signal interrupts it; `_reason_to_stop` then sees that signal too."""
     if run.evaluation is not None:
-        result = run.evaluation.run(run.engine, run.state, lambda: run.stop.agreed(run.world_group))
+        progress = run.progress
+        result = run.evaluation.run(progress.engine, progress.state, lambda: run.stop.agreed(progress.world_group))
         if result is not None:
             run.state.validation = {"step": run.state.step, "loss": result.loss}
             run.meters.validation(result, run.state, run.evaluation.head)
@@ -226,10 +134,10 @@ def _reason_to_stop(run: Training) -> Ending | None:
 
     If a background save has failed on any rank, raises its error. Collective.
     """
-    limit = run.config.training.max_seconds
-    overtime = run.world_group.rank == 0 and limit is not None and run.state.seconds >= limit
+    limit, world_group = run.config.training.max_seconds, run.progress.world_group
+    overtime = world_group.rank == 0 and limit is not None and run.state.seconds >= limit
     votes = torch.tensor([run.stop.signal is not None, overtime, run.saver.failed], dtype=torch.int32)
-    stopped, overtime, failed = run.world_group.all_reduce_(votes).tolist()
+    stopped, overtime, failed = world_group.all_reduce_(votes).tolist()
     if failed:
         run.saver.wait()
     if stopped:

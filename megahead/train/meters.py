@@ -5,12 +5,10 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, BinaryIO
-
-import orjson
+from typing import Any
 
 from megahead.config import RunConfig
 from megahead.evaluate import ValidationResult
@@ -20,12 +18,14 @@ from megahead.train.boards import Boards
 from megahead.train.copier import Renewal
 from megahead.train.faults import Action
 from megahead.train.hold import Hold
-from megahead.train.lineage import Lineage
-from megahead.train.log_lines import BadSamples, describe_fault, progress_line, told_apart
+from megahead.train.interval import Interval
+from megahead.train.log_lines import BadSamples, describe_fault, held_out_line, progress_line
 from megahead.train.mesh_change import MeshChange, MeshShape
 from megahead.train.pace import SlowRank
-from megahead.train.persistence import Start
+from megahead.train.progress import Progress
 from megahead.train.replicas import OddReplica
+from megahead.train.run_log import RunLog
+from megahead.train.start import Start
 from megahead.train.state import TrainingState
 from megahead.train.step import StepReport
 from megahead.train.utilization import Utilization
@@ -46,61 +46,46 @@ class Meters:
     def __init__(self, config: RunConfig, *, hold: Hold | None, mesh: MeshShape) -> None:
         self._folder = config.folder()
         self._total_steps = config.training.steps
-        asked = config.objective.replaced_tokens
-        self._detection_weight = 0.0 if asked is None else asked.weight
         self._log_seconds = config.training.log_seconds
         self._print_seconds = self._log_seconds * (1 if sys.stdout.isatty() else _QUIETER)
         self._active, self._hold = hold is not None, hold
-        self._reports: list[StepReport] = []
-        self._tokens_logged: int | None = None
-        self._seconds_logged = 0.0
-        self._last_logged = 0.0
+        self._interval = Interval(config.objective)
         self._last_printed = -math.inf
         self._perplexity: float | None = None
         if self._active:
             self._mesh = MeshChange.since(self._folder.metrics, mesh)
-            self._log = _open_log(self._folder.metrics)
+            self._log = RunLog(self._folder.metrics)
             self._boards = Boards(config)
 
-    def banner(
-        self,
-        lines: list[tuple[str, str]],
-        state: TrainingState,
-        start: Start,
-        lineage: Lineage,
-        new_phase: bool = False,
-    ) -> None:
-        """Prints what will be trained, the checkpoint that it goes on from, and the damaged ones that were passed over
-        to find it; records that, and whether it is another phase's (`new_phase`). `lineage`: which of the folder's
-        checkpoints led to the weights (those up to step `tip`); later ones are set aside by the next save."""
+    def banner(self, lines: list[tuple[str, str]], start: Start, progress: Progress) -> None:
+        """Prints what will be trained, the checkpoint that it goes on from, the damaged ones that were passed over to
+        find it, and those that the next save sets aside; records that, up to which step the log's lines still count,
+        and whether a new phase begins."""
         if not self._active:
             return
-        resumed, to_be_abandoned = start.checkpoint, lineage.to_be_abandoned()
+        resumed, lineage = start.checkpoint, progress.lineage
         lines = [*lines, *self._mesh.lines(), *start.lines()]
-        if to_be_abandoned:
-            lines += [
-                ("set aside", f"at the next save: {', '.join(to_be_abandoned)}, which this run does not continue")
-            ]
-        lines += [("progress", f"at most a line every {self._print_seconds:g} s; the first step takes longest")]
+        if aside := lineage.to_be_abandoned():
+            lines.append(("set aside", f"at the next save: {', '.join(aside)}, which this run does not continue"))
+        lines.append(("progress", f"at most a line every {self._print_seconds:g} s; the first step takes longest"))
         self.print_line("\n".join(f"{name:<12}{value}" for name, value in lines))
         source = None if resumed is None else lineage.name_of(resumed)
         facts = {"resumed": source, "continues": max(lineage.tip, 0)} | start.facts() | self._mesh.facts()
+        new_phase = {"new_phase": True} if start.begins_phase(progress.phase.config) else {}
         self._mesh = MeshChange(self._mesh.now)
-        self._record(state, {"session": facts | ({"new_phase": True} if new_phase else {})})
+        self._log.record(progress.state, {"session": facts | new_phase})
 
     def start(self, state: TrainingState) -> None:
-        """Starts a new measurement of speed."""
-        self._tokens_logged, self._seconds_logged = state.tokens, state.seconds
-        self._last_logged = time.monotonic()
+        """Before the first step of a phase."""
+        self._interval.begin(state)
 
     def step(self, report: StepReport, state: TrainingState, *, last: bool) -> None:
         """Records a step; writes a line if one is due, or when it is the `last` of its phase."""
         if not self._active:
             return
         if report.applied:
-            self._reports.append(report)
-        due = time.monotonic() - self._last_logged >= self._log_seconds
-        if self._reports and (due or last):
+            self._interval.add(report)
+        if self._interval.is_over(0.0 if last else self._log_seconds):
             self._write(state, last)
 
     def fault(self, report: StepReport, bad: BadSamples, action: Action, state: TrainingState) -> str:
@@ -112,25 +97,22 @@ class Meters:
         sentence = describe_fault(report, step, bad, state)
         if self._active:
             facts = {"kind": report.fault.kind, "action": action, "scale": report.loss_scale, "where": where}
-            values = {
-                "loss": repr(report.loss),
-                "gradient_norm": repr(report.grad_norm),
-            }  # JSON knows neither nan nor inf
-            self._record(state, {"fault": facts | values})
+            values = {"loss": repr(report.loss), "gradient_norm": repr(report.grad_norm)}  # no nan or inf in JSON
+            self._log.record(state, {"fault": facts | values})
             self.print_line(f"{sentence}: {_DONE[action]}")
         return sentence
 
     def slow(self, rank: SlowRank, state: TrainingState) -> None:
         """Writes that a rank is slow."""
         if self._active:
-            self._record(state, {"slow": asdict(rank)})
+            self._log.record(state, {"slow": asdict(rank)})
             self.print_line(rank.sentence(state.step))
 
     def odd_replica(self, odd: OddReplica, hosts: Sequence[str], policy: str, state: TrainingState) -> str:
         """Writes that replicas differ, and returns the sentence about it."""
         sentence = odd.sentence(state.step, hosts)
         if self._active:
-            self._record(state, {"replica": asdict(odd) | {"action": policy}})
+            self._log.record(state, {"replica": asdict(odd) | {"action": policy}})
             self.print_line(sentence)
         return sentence
 
@@ -139,29 +121,27 @@ class Meters:
         if checkpoint is None:
             self.print_line("no checkpoint to go back to yet: skipped")
             return
-        del self._reports[max(len(self._reports) - steps, 0) :]
-        if not self._reports:
-            self.start(state)
+        self._interval.take_back(steps, state)
         if self._active:
-            self._record(state, {"rollback": {"checkpoint": checkpoint.name}})
+            self._log.record(state, {"rollback": {"checkpoint": checkpoint.name}})
             self.print_line(f"went back to {checkpoint}")
 
     def saved(self, stall: float, state: TrainingState) -> None:
         """Records a checkpoint, and for how many seconds training waited for it."""
         if self._active:
-            self._record(state, {"checkpoint": {"stall_seconds": round(stall, 3)}})
+            self._log.record(state, {"checkpoint": {"stall_seconds": round(stall, 3)}})
 
     def copied(self, renewal: Renewal, state: TrainingState) -> None:
         """Records a copy in memory, or why there is none."""
         if self._active:
-            self._record(state, {"copy": renewal.facts})
+            self._log.record(state, {"copy": renewal.facts})
             if renewal.sentence is not None:
                 self.print_line(renewal.sentence)
 
     def mirrored(self, news: Sequence[News], state: TrainingState) -> None:
         """Records what became of checkpoints on their way to the mirror."""
         for each in news:
-            self._record(state, {"mirror": each.facts})
+            self._log.record(state, {"mirror": each.facts})
             if each.sentence is not None:
                 self.print_line(each.sentence)
 
@@ -169,18 +149,11 @@ class Meters:
         """Writes an evaluation; `head`: what predicted, `pmi` (the training-free head), `tied` or `trained`."""
         if not self._active:
             return
-        self._record(state, {"validation": asdict(result) | {"head": head}})
+        self._log.record(state, {"validation": asdict(result) | {"head": head}})
         self._perplexity = result.perplexity
         found = {name: value for name, value in asdict(result).items() if isinstance(value, float)}
         self._boards.add("validation", found, state.step)
-        most = "at most " if result.upper_bound else ""
-        whose = "generator's " if result.detection else ""
-        told = f"; {told_apart(asdict(result.detection))}" if result.detection else ""
-        bits = "" if result.bits_per_byte is None else f", {most}{result.bits_per_byte:.3f} bits per byte"
-        self.print_line(
-            f"held out at step {state.step:,}: {whose}perplexity {most}{result.perplexity:,.1f}{bits}, "
-            f"accuracy {result.accuracy:.1%} ({head} head){told}"
-        )
+        self.print_line(held_out_line(result, state, head))
 
     def tasks(self, results: Sequence[TaskResult], state: TrainingState) -> None:
         """Writes the results of tasks: value and standard error of each metric."""
@@ -190,7 +163,7 @@ class Meters:
         record: dict[str, dict[str, Any]] = {result.task: {} for result in results}
         for task, score in scores:
             record[task][score.metric] = {"value": score.value, "stderr": score.stderr}
-        self._record(state, {"tasks": record})
+        self._log.record(state, {"tasks": record})
         self._boards.add("tasks", {f"{task}/{score.metric}": score.value for task, score in scores}, state.step)
         sentence = ", ".join(f"{task} {score.metric} {score.value:.4g}" for task, score in scores)
         self.print_line(f"tasks at step {state.step:,}: {sentence}")
@@ -213,50 +186,12 @@ class Meters:
     def _write(self, state: TrainingState, last: bool) -> None:
         if self._hold is not None:
             self._hold.check()
-        scalars = self._scalars(state)
-        self._record(state, scalars)
+        scalars = self._interval.means(state)
+        if self.utilization is not None:
+            scalars |= self.utilization.of(scalars["tokens_per_second"], scalars["candidates"])
+        self._log.record(state, scalars)
         self._boards.add("train", scalars, state.step)
         if time.monotonic() - self._last_printed >= self._print_seconds or last:
             self.print_line(progress_line(scalars, state, self._total_steps, self._perplexity))
             self._last_printed = time.monotonic()
-        self._reports.clear()
-        self.start(state)
-
-    def _scalars(self, state: TrainingState) -> dict[str, float]:
-        reports = self._reports
-        seconds = max(state.seconds - self._seconds_logged, 1e-9)
-        mean_loss = sum(r.loss for r in reports) / len(reports)
-        candidates = sum(r.candidates for r in reports) / len(reports)
-        speed = (state.tokens - (self._tokens_logged or 0)) / seconds
-        scalars = {
-            "loss": mean_loss,
-            "learning_rate": reports[-1].learning_rate,
-            "gradient_norm": sum(r.grad_norm for r in reports) / len(reports),
-            "tokens_per_second": speed,
-            "step_seconds": seconds / len(reports),
-            "step_cpu_seconds": sum(r.cpu_seconds for r in reports) / len(reports),
-            "candidates": candidates,
-            "skipped_steps": state.skipped_steps,
-        }
-        if found := [r.detection for r in reports if r.detection is not None]:
-            means = {name: sum(getattr(one, name) for one in found) / len(found) for name in asdict(found[0])}
-            scalars |= {f"detection_{name}": value for name, value in means.items()}
-            scalars["generator_loss"] = mean_loss - self._detection_weight * means["loss"]
-        fetched = [r.rows_fetched for r in reports if r.rows_fetched is not None]
-        if fetched:
-            scalars["rows_fetched"] = sum(fetched) / len(fetched)
-            scalars["rows_late"] = sum(r.rows_stale for r in reports) / len(reports)
-        return scalars | (self.utilization.of(speed, candidates) if self.utilization else {})
-
-    def _record(self, state: TrainingState, fields: Mapping[str, Any]) -> None:
-        where = {"step": state.step, "tokens": state.tokens, "seconds": round(state.seconds, 3)}
-        self._log.write(orjson.dumps(where | dict(fields)) + b"\n")
-        self._log.flush()
-
-
-def _open_log(path: Path) -> BinaryIO:
-    """Opens the log for appending; removes a last line that a killed run left unfinished."""
-    log = path.open("ab+")
-    log.seek(0)
-    log.truncate(log.read().rfind(b"\n") + 1)
-    return log
+        self._interval.begin(state)

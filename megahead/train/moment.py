@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import chain
 from math import isfinite
 from typing import Any
 
 from torch import Tensor
 
 from megahead.checkpoint import Snapshot
-from megahead.distributed import Group
-from megahead.engine import Engine
 from megahead.errors import CheckpointError
-from megahead.train.state import TrainingState
 
 
 @dataclass(frozen=True)
@@ -25,13 +21,11 @@ class Moment:
     snapshot: Snapshot
     counters: dict[str, Any]
 
-    @staticmethod
-    def take(engine: Engine, state: TrainingState, data_group: Group, group: Group, *, copied: bool) -> Moment:
-        """Of which each rank of `group` will write a share. Collective. `copied`: so that training may go on."""
-        tensors = chain(engine.tensors(), state.tensors(data_group).items())
-        snapshot = Snapshot.take(tensors, group, copied=copied)
-        counters = state.counters() | {"optimizer_steps": engine.optimizer_steps, "scale": engine.loss_scale.state()}
-        return Moment(state.step, snapshot, counters)
+    config: dict[str, Any]
+    """Settings of the phase."""
+
+    parent_step: int
+    """Of the checkpoint that it goes on from."""
 
     def must_be_finite(self) -> None:
         """CheckpointError unless all numbers are finite, so that the newest checkpoint is always one to go back to.

@@ -3,65 +3,45 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 
 from megahead.checkpoint import KeepRules, run_on_all_ranks, write_snapshot
-from megahead.config import RunConfig
-from megahead.distributed import Group
-from megahead.engine import Engine
-from megahead.mirror import Mirror
+from megahead.mirror import Mirror, News
 from megahead.train.hold import Hold
-from megahead.train.lineage import Lineage
 from megahead.train.moment import Moment
-from megahead.train.state import TrainingState
+from megahead.train.progress import Progress
 
 
 class Saver:
-    """Writes checkpoints of the complete run into its folder. Every method is collective over `world_group`.
+    """Writes checkpoints of the complete run into its folder. Every method but `news` is collective.
 
     In the background, training waits only while weights are copied; a second save waits for the first. If a background
     save fails, `wait` raises its error; once `failed` is true on any rank, all ranks must call `wait`. A state with
     numbers that are not finite is not saved.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        state: TrainingState,
-        config: RunConfig,
-        data_group: Group,
-        world_group: Group,
-        lineage: Lineage,
-        hold: Hold | None = None,
-        kept_steps: Collection[int] = (),
-        mirror: Mirror | None = None,
-    ) -> None:
-        """`kept_steps`: checkpoints of these are kept for good, beside those that the config names; `mirror`: rank 0's,
-        to which each checkpoint is given."""
-        training = config.training
-        self._engine, self._state, self._data_group = engine, state, data_group
-        self._config = config.model_dump(mode="json")
+    def __init__(self, progress: Progress, keep_rules: KeepRules, hold: Hold | None, mirror: Mirror | None) -> None:
+        """`keep_rules`: of the run; `hold`, `mirror`: rank 0's, if the run has one. Each checkpoint is given to it."""
+        training = progress.phase.config.training
+        self._progress, self._hold, self._mirror = progress, hold, mirror
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="save") if training.save_in_background else None
         # a gloo connection of its own, since another thread may use it at the same time
-        self._world_group = world_group.side_channel() if self._pool else world_group
-        in_hand = () if mirror is None else mirror.in_hand
-        keep_rules = KeepRules(training.keep_every, kept_steps, training.keep_best, read_now=in_hand)
-        self._lineage, self._mirror = lineage, mirror
-        self._write = partial(
-            write_snapshot, lineage.root, group=self._world_group, keep=training.keep_checkpoints, keep_rules=keep_rules
-        )
-        self._hold = hold
+        self._group = progress.world_group.side_channel() if self._pool else progress.world_group
+        self._keep = training.keep_checkpoints
+        self._keep_rules = keep_rules if mirror is None else replace(keep_rules, read_now=mirror.in_hand)
         self._pending: Future[Path] | None = None
-        self._saved_at = (state.step, state.samples) if lineage.tip == state.step else None
+        self._saved_at = self._reached() if progress.lineage.tip == progress.state.step else None
         self._folder: Path | None = None
+
+    def _reached(self) -> tuple[int, int]:
+        return self._progress.state.step, self._progress.state.samples
 
     @property
     def up_to_date(self) -> bool:
         """Whether the current state is saved."""
-        return self._saved_at == (self._state.step, self._state.samples)
+        return self._saved_at == self._reached()
 
     @property
     def failed(self) -> bool:
@@ -72,22 +52,13 @@ class Saver:
         """Saves, and returns the seconds that training waited for it."""
         started = time.monotonic()
         self.wait()
-        state, copied = self._state, self._pool is not None
-        moment = Moment.take(self._engine, state, self._data_group, self._world_group, copied=copied)
-        parent_step = self._lineage.extend_to(state.step)
-        write = partial(
-            self._write,
-            moment.step,
-            moment.snapshot,
-            state=moment.counters,
-            config=self._config,
-            parent_step=parent_step,
-        )
+        moment = self._progress.moment(self._group, copied=self._pool is not None)
+        self._progress.lineage.tip = moment.step
         if self._pool:
-            self._pending = self._pool.submit(self._checked, moment.must_be_finite, write, parent_step)
+            self._pending = self._pool.submit(self._write, moment)
         else:
-            self._folder = self._checked(moment.must_be_finite, write, parent_step)
-        self._saved_at = state.step, state.samples
+            self._folder = self._write(moment)
+        self._saved_at = self._reached()
         return time.monotonic() - started
 
     def wait(self) -> Path | None:
@@ -97,11 +68,25 @@ class Saver:
             self._folder = pending.result()
         return self._folder
 
-    def _checked(self, check: Callable[[], None], write: Callable[[], Path], parent_step: int) -> Path:
-        """Writes, unless `check` raises on any rank, or another session has taken the folder or the mirror."""
-        checks = [check, *(each.check for each in (self._hold, self._mirror) if each is not None)]
-        run_on_all_ranks(self._world_group, lambda: [check() for check in checks])
-        folder = write()
+    def news(self) -> list[News]:
+        """What became of checkpoints on their way to the mirror, since the last call."""
+        return [] if self._mirror is None else self._mirror.news()
+
+    def _write(self, moment: Moment) -> Path:
+        """Unless a number is not finite on any rank, or another session has taken the folder or the mirror."""
+        checks = [moment.must_be_finite, *(each.check for each in (self._hold, self._mirror) if each is not None)]
+        run_on_all_ranks(self._group, lambda: [check() for check in checks])
+        folder = write_snapshot(
+            self._progress.lineage.root,
+            moment.step,
+            moment.snapshot,
+            state=moment.counters,
+            config=moment.config,
+            parent_step=moment.parent_step,
+            group=self._group,
+            keep=self._keep,
+            keep_rules=self._keep_rules,
+        )
         if self._mirror is not None:
-            self._mirror.offer(folder, parent_step)
+            self._mirror.offer(folder, moment.parent_step)
         return folder

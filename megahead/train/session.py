@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -23,14 +25,14 @@ from megahead.train.hold import Hold
 from megahead.train.lineage import Lineage
 from megahead.train.meters import Meters
 from megahead.train.mirroring import fetch_from_mirror, finish_mirror, open_mirror
-from megahead.train.persistence import Start
 from megahead.train.preemption import Ending, StopRequest
+from megahead.train.start import Start, find_resume
 from megahead.train.state import TrainingState
 from megahead.train.utilization import Utilization
 from megahead.wording import counted
 
 
-@dataclass(frozen=True)
+@dataclass
 class Session:
     """What the phases of a run share, from when this process takes part in it."""
 
@@ -50,6 +52,31 @@ class Session:
     data_group: Group
     """Data-parallel ranks, for CPU tensors."""
 
+    mirror: Mirror | None = field(default=None, init=False)
+    """Rank 0's, if the run has one, once the first phase is ready to train."""
+
+    _after_an_error: ExitStack = field(default_factory=ExitStack, init=False)
+    """Closes what was opened until then."""
+
+    def starts(self, resume: str) -> Iterator[Start]:
+        """What each phase goes on from: the first one from where `resume` says, the next ones from what the last one
+        has left. Collective, whenever the next is asked for."""
+        folder = self.plan.config.folder()
+        yield find_resume(resume, folder, self.world_group, self._rescue, self._fetch)
+        while True:
+            yield find_resume("auto", folder, self.world_group, self._rescue)
+
+    def _rescue(self, than: int) -> Rescue | None:
+        """A checkpoint made of what the last session has left in memory, if that is newer than step `than`."""
+        training, folder = self.plan.config.training, self.plan.config.folder()
+        if training.copy_every is None:
+            return None
+        return rescue_newer(than, folder, self.launch, self.world_group, training.keep_checkpoints, self.keep_rules)
+
+    def _fetch(self, than: int) -> Fetched | None:
+        """The mirror's newest checkpoint, if that is newer than step `than`."""
+        return fetch_from_mirror(than, self.plan.config, self.datasets, self.world_group)
+
     @cached_property
     def meters(self) -> Meters:
         """Made when a phase is ready to train: a run that is refused before has written nothing."""
@@ -67,15 +94,10 @@ class Session:
         return self.meters
 
     @property
-    def switches(self) -> list[int]:
-        """Steps at which a phase ends and another begins."""
-        return [phase.steps.start for phase in phases_of(self.plan.config)[1:]]
-
-    @property
     def keep_rules(self) -> KeepRules:
-        """Which checkpoints are kept beside the newest ones."""
-        training = self.plan.config.training
-        return KeepRules(training.keep_every, self.switches, training.keep_best)
+        """Which checkpoints are kept beside the newest ones: also the last one of each phase."""
+        training, (_, *later) = self.plan.config.training, phases_of(self.plan.config)
+        return KeepRules(training.keep_every, [phase.steps.start for phase in later], training.keep_best)
 
     @cached_property
     def hold(self) -> Hold | None:
@@ -92,7 +114,10 @@ class Session:
             return None
         mark = self.world_group.broadcast_object("" if self.hold is None else self.hold.mark)
         self._remove_handed_over()
-        return MemoryCopies(NodeMemory.of(self.plan.config.folder()), mark, self.world_group)
+        copies = MemoryCopies(NodeMemory.of(self.plan.config.folder()), mark, self.world_group)
+        if not self.launch.restarts:
+            self._after_an_error.callback(copies.close, patience=0)
+        return copies
 
     def _remove_handed_over(self) -> None:
         if self.world_group.rank == 0:
@@ -107,31 +132,21 @@ class Session:
         every = counted(self.plan.config.training.copy_every or 0, "step")
         return [("copies", f"every {every} in the memory of {counted(nodes, 'node')}{alone}")]
 
-    def rescue(self, than: int) -> Rescue | None:
-        """A checkpoint made of what the last session has left in memory, if that is newer than step `than`."""
-        training, folder = self.plan.config.training, self.plan.config.folder()
-        if training.copy_every is None:
-            return None
-        return rescue_newer(than, folder, self.launch, self.world_group, training.keep_checkpoints, self.keep_rules)
-
-    def fetch(self, than: int) -> Fetched | None:
-        """The mirror's newest checkpoint, if that is newer than step `than`, when the session begins."""
-        if "mirror" in vars(self):
-            return None
-        return fetch_from_mirror(than, self.plan.config, self.datasets, self.world_group)
-
-    @cached_property
-    def mirror(self) -> Mirror | None:
-        """Rank 0's, if the run has one. Made when the folder is held."""
-        return open_mirror(self.plan.config, self.hold, self.keep_rules)
-
     def mirror_from(self, start: Start, lineage: Lineage) -> Mirror | None:
         """The mirror. The newest checkpoint of the run's own goes there first, if the session begins with it."""
-        first, checkpoint = "mirror" not in vars(self), start.checkpoint
-        newest = checkpoint is not None and lineage.tip == checkpoint.step and not lineage.to_be_abandoned()
-        if self.mirror and checkpoint and first and newest and start.fetched is None:
-            self.mirror.offer(checkpoint.folder, checkpoint.step)
+        if self.mirror is None:
+            self.mirror = self._opened_mirror(start, lineage)
         return self.mirror
+
+    def _opened_mirror(self, start: Start, lineage: Lineage) -> Mirror | None:
+        mirror, checkpoint = open_mirror(self.plan.config, self.hold, self.keep_rules), start.checkpoint
+        if mirror is None:
+            return None
+        self._after_an_error.callback(mirror.close)
+        newest = checkpoint is not None and lineage.tip == checkpoint.step and not lineage.to_be_abandoned()
+        if checkpoint is not None and newest and start.fetched is None:
+            mirror.offer(checkpoint.folder, checkpoint.step)
+        return mirror
 
     def _finish_mirror(self, ending: Ending) -> list[News]:
         if self.plan.config.training.mirror is None:
@@ -141,10 +156,7 @@ class Session:
     def abandon(self) -> None:
         """After an error, which others must be told soon: nothing is left in memory, unless ranks will start again, and
         go on from there."""
-        if "copies" in vars(self) and self.copies is not None and not self.launch.restarts:
-            self.copies.close(patience=0)
-        if "mirror" in vars(self) and self.mirror is not None:
-            self.mirror.close()
+        self._after_an_error.close()
 
     @cached_property
     def stop(self) -> StopRequest:

@@ -1,7 +1,4 @@
-"""One optimizer step: micro-batches through the engine, then all ranks decide together whether to apply it.
-
-Shapes: W ranks, A accumulation steps.
-"""
+"""One optimizer step: micro-batches through the engine, then all ranks decide together whether to apply it."""
 
 from __future__ import annotations
 
@@ -10,11 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
-from megahead.distributed import Group
 from megahead.engine import Engine
 from megahead.objectives import DetectionResult
 from megahead.pretraining import StepBatches
 from megahead.train.faults import Fault, Guard, found_afterwards
+from megahead.train.tally import Tally
 
 
 @dataclass(frozen=True)
@@ -52,7 +49,7 @@ class StepReport:
     cpu_seconds: float
     """Of this rank's process, all threads, its feed's too; not what else keeps the machine busy."""
 
-    detection: DetectionResult | None = None
+    detection: DetectionResult | None
     """How well replaced tokens were told from others, in runs that replace some; their loss has a part in `loss`."""
 
 
@@ -61,27 +58,23 @@ def train_step(
     batches: StepBatches,
     learning_rate: float,
     device: torch.device,
-    world_group: Group,
+    tally: Tally,
     guard: Guard,
     recent_losses: list[float],
 ) -> StepReport:
-    """Forward and backward of every micro-batch, then one update, unless the guard or the engine skips it. Collective.
-
-    `world_group`: all ranks, on a connection for CPU tensors.
-    """
+    """Forward and backward of every micro-batch, then one update, unless the guard or the engine skips it.
+    Collective."""
     cpu_seconds = time.process_time()
     stale = engine.begin(batches.rows)
     losses = [engine.micro_step(micro.to(device)) for micro in batches.micro_batches]
     # each is its sum times data_ranks * accumulation / targets; the mean over both is the mean over targets
-    mine = torch.stack(losses).double().cpu()
-    gathered = world_group.all_gather(torch.cat([mine, mine.new_tensor([engine.forward_time.take()])]))
-    losses_WA, forward_W = gathered[:, :-1], gathered[:, -1]
+    measured = tally.gather(losses, engine.forward_time)
     loss_scale = engine.loss_scale.value
-    fault = guard.suspects(losses_WA, recent_losses)
+    fault = guard.suspects(measured.losses_WA, recent_losses)
     skip = guard.must_skip(fault)
     result = engine.skip_step() if skip else engine.step(learning_rate)
     return StepReport(
-        loss=float(losses_WA.mean()),
+        loss=float(measured.losses_WA.mean()),
         grad_norm=result.grad_norm,
         applied=result.applied,
         fault=fault if skip else found_afterwards(result, engine.loss_scale.is_dynamic) or fault,
@@ -91,8 +84,9 @@ def train_step(
         candidates=batches.candidates,
         rows_fetched=None if batches.rows is None else len(batches.rows.ids_U),
         rows_stale=stale,
-        forward_seconds=forward_W.tolist(),
+        forward_seconds=measured.forward_seconds,
         cpu_seconds=time.process_time() - cpu_seconds,
+        detection=measured.detection,
     )
 
 

@@ -25,7 +25,7 @@ from megahead.report import read_metrics
 from megahead.run_folder import RunFolder
 from megahead.train.datasets import open_datasets
 from megahead.train.identity import refuse_another_run
-from megahead.train.persistence import find_resume
+from megahead.train.start import find_resume
 from megahead.train.starting_weights import starting_weights
 from support import small_checkpoint
 from support.commands import ROOT

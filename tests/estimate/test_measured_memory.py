@@ -23,6 +23,7 @@ from megahead.train import pretrain
 from megahead.train.faults import Guard
 from megahead.train.out_of_memory import explain_out_of_memory
 from megahead.train.step import train_step
+from megahead.train.tally import Tally
 from support.on_ranks import on_ranks
 from support.peaks import NEEDS_PEAKS, freed_memory_goes_back, peak_above, told
 from support.small_engine import CPU
@@ -63,9 +64,10 @@ def trained(world: Group, config: RunConfig, steps: int) -> Engine:
     samples = StreamSamples(IndexedDataset(config.data.train), config.data.sequence_length, config.seed)
     objective = build_objective(config.objective, config.model.vocab_size)
     feed = Feed(samples, objective, config.data, config.batch, mesh.data_group)
+    tally, guard = Tally(mesh.world_group, mesh.tensor_group.size), Guard(config.faults)
     for step in range(steps):
         batches = feed.step(step * config.batch.global_size)
-        train_step(engine, batches, 1e-3, CPU, mesh.world_group, Guard(config.faults), [])
+        train_step(engine, batches, 1e-3, CPU, tally, guard, [])
     return engine
 
 

@@ -22,6 +22,9 @@ from megahead.report import read_metrics
 from megahead.report.events import events_of
 from megahead.report.runs import read_runs
 from megahead.train import copier, loop, pretrain, setup
+from megahead.train.health import Health
+from megahead.train.progress import Progress
+from megahead.train.training import Training
 from support.bad_rows import run_with
 from support.killable import Sabotage, codes, said, start_ranks
 from support.node_memories import files_in, give_memory, leave_room, memory_of
@@ -52,10 +55,10 @@ def on_node(folder: Path, dies_at: int | None = None) -> Sabotage:
         waiting_for_copies()
         keep = loop._evaluate_and_save_if_due
 
-        def die(run: loop.Training) -> None:
+        def die(run: Training) -> None:
             if run.state.step == dies_at:
-                run.world_group.barrier()
-                time.sleep(0.1 * run.world_group.rank)
+                run.progress.world_group.barrier()
+                time.sleep(0.1 * run.progress.world_group.rank)
                 os.kill(os.getpid(), signal.SIGKILL)
             keep(run)
 
@@ -189,7 +192,7 @@ def roll_back_with_copies(group: Group, config: RunConfig, folder: Path) -> tupl
     """What is in memory right before the run goes back."""
     memory = give_memory(folder, group.rank)
     waiting_for_copies()
-    go_back, forget = setup.roll_back, copier.Copier.forget
+    go_back, forget = Progress.roll_back, copier.Copier.forget
     before: list[str] = []
     then: list[str] = []
 
@@ -197,12 +200,12 @@ def roll_back_with_copies(group: Group, config: RunConfig, folder: Path) -> tupl
         before.extend(files_in(memory))
         forget(mine)
 
-    def noting(*args: Any) -> Path | None:
+    def noting(progress: Progress) -> Path | None:
         then.extend(files_in(memory))
-        return go_back(*args)
+        return go_back(progress)
 
     copier.Copier.forget = forgetting  # type: ignore[method-assign]
-    setup.roll_back = noting
+    Progress.roll_back = noting  # type: ignore[method-assign]
     return before, then, run_with(group, config, math.nan)
 
 
@@ -219,14 +222,14 @@ def steps_with_compared_replicas(group: Group, config: RunConfig, folder: Path) 
     give_memory(folder, group.rank)
     waiting_for_copies()
     compared: list[int] = []
-    due = loop.Health.due
+    due = Health.due
 
-    def noted(health: loop.Health, step: int, saves: bool) -> bool:
+    def noted(health: Health, step: int, saves: bool) -> bool:
         answer = due(health, step, saves)
         compared.extend([step] if answer else [])
         return answer
 
-    loop.Health.due = noted  # type: ignore[method-assign]
+    Health.due = noted  # type: ignore[method-assign]
     pretrain(config, Launch())
     return compared
 

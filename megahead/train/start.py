@@ -1,4 +1,4 @@
-"""How a run goes on from its checkpoints: resumes from one, or rolls back to one."""
+"""What a session, and each of its phases, goes on from: the newest checkpoint that is sound, or one that is named."""
 
 from __future__ import annotations
 
@@ -15,22 +15,18 @@ from megahead.checkpoint import (
     open_together,
     run_on_all_ranks,
 )
-from megahead.config import Phase, RunConfig, RunPlan, learn_alike
+from megahead.config import RunConfig, RunPlan
 from megahead.copies import Rescue
 from megahead.distributed import Group
-from megahead.engine import Engine
 from megahead.errors import CheckpointError
 from megahead.mirror import Fetched
 from megahead.run_folder import RunFolder
-from megahead.train.birth import WithNewHead
-from megahead.train.identity import config_of
-from megahead.train.lineage import Lineage
-from megahead.train.state import TrainingState
+from megahead.train.identity import is_of_another_phase
 
 
 @dataclass(frozen=True)
 class Start:
-    """What a session goes on from."""
+    """What a session, or its next phase, goes on from."""
 
     checkpoint: Checkpoint | None
     """Every byte verified; None: from the beginning."""
@@ -43,6 +39,22 @@ class Start:
 
     fetched: Fetched | None = None
     """The same for newer checkpoints in the mirror."""
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps that were applied until then."""
+        return 0 if self.checkpoint is None else self.checkpoint.step
+
+    def group_samples(self, plan: RunPlan) -> int:
+        """Samples per candidate group (whose targets are candidates for each other): what a resumed run began with, for
+        a new run the plan's."""
+        return plan.group_samples(
+            None if self.checkpoint is None else self.checkpoint.state_value("group_samples", int)
+        )
+
+    def begins_phase(self, config: RunConfig) -> bool:
+        """Whether the phase of `config` begins here, with what another one has left."""
+        return self.checkpoint is not None and is_of_another_phase(self.checkpoint, config)
 
     def lines(self) -> list[tuple[str, str]]:
         """For the banner."""
@@ -87,12 +99,13 @@ def find_resume(
     fetched = fetch(-1 if checkpoint is None else checkpoint.step)
     checkpoint = (fetched and fetched.checkpoint) or checkpoint
     if checkpoint is None:
-        _refuse_damaged(folder.path, [*damage, *(fetched.problems if fetched else ())])
+        refuse_damaged(folder.path, [*damage, *(fetched.problems if fetched else ())])
         run_on_all_ranks(world_group, lambda: _refuse_abandoned(folder) if world_group.rank == 0 else None)
     return Start(checkpoint, damage, rescued, fetched)
 
 
-def _refuse_damaged(folder: Path, damage: list[str]) -> None:
+def refuse_damaged(folder: Path, damage: list[str]) -> None:
+    """CheckpointError where nothing but damaged checkpoints was found, with a sentence for each."""
     if damage:
         raise CheckpointError(
             f"{folder} must hold a sound checkpoint to resume, but holds only damaged ones ({len(damage)}); "
@@ -119,53 +132,3 @@ def _named(resume: str, folder: RunFolder) -> Path | None:
     if resume != "never" and there is None:
         raise CheckpointError(f"`--resume` must be auto, never or a checkpoint folder, but {resume} holds none.")
     return there
-
-
-def agreed_candidate_group_samples(plan: RunPlan, checkpoint: Checkpoint | None) -> int:
-    """Samples per candidate group (whose targets are candidates for each other): what a resumed run began with, for a
-    new run the plan's."""
-    return plan.group_samples(None if checkpoint is None else checkpoint.state_value("group_samples", int))
-
-
-def resume_from(
-    checkpoint: Checkpoint, config: RunConfig, engine: Engine, state: TrainingState, data_group: Group
-) -> None:
-    """Continues exactly where `checkpoint` was saved, by the objective of `config`. Collective."""
-    _load(checkpoint, engine)
-    state.restore(checkpoint, data_group)
-    _forget_another_phase(checkpoint, config, state)
-
-
-def roll_back(
-    phase: Phase, engine: Engine, state: TrainingState, lineage: Lineage, data_group: Group, world_group: Group
-) -> Path | None:
-    """Restores weights and counters of what was learned from the newest sound checkpoint of `lineage`; reading goes on
-    with the next samples.
-
-    Returns the checkpoint's folder; None where there is none that `phase` went on from: nothing changes. Collective.
-    """
-    checkpoint, damage = newest_sound(lineage.root, world_group, up_to=lineage.tip)
-    if checkpoint is None:
-        _refuse_damaged(lineage.root, damage)
-    if checkpoint is None or checkpoint.step < phase.steps.start:
-        return None
-    _load(checkpoint, engine)
-    state.roll_back_to(checkpoint, data_group)
-    _forget_another_phase(checkpoint, phase.config, state)
-    lineage.tip = checkpoint.step
-    return checkpoint.folder
-
-
-def _load(checkpoint: Checkpoint, engine: Engine) -> None:
-    engine.load(WithNewHead(checkpoint), checkpoint.state_value("optimizer_steps", int))
-    engine.loss_scale.restore(checkpoint.state_value("scale", dict, absent={}))
-
-
-def _forget_another_phase(checkpoint: Checkpoint, config: RunConfig, state: TrainingState) -> None:
-    """Another phase's losses say nothing about spikes of this one's; nor do next tokens, counted as targets, say how
-    often masked ones are targets."""
-    saved = config_of(checkpoint)
-    if not learn_alike(saved, config):
-        state.recent_losses.clear()
-    if saved.model.is_causal != config.model.is_causal:
-        state.forget_targets()
