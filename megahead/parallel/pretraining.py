@@ -11,6 +11,7 @@ group, W: of all candidate groups.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -27,13 +28,40 @@ from megahead.parallel.candidate_softmax import (
     parallel_evaluation_sums,
     parallel_misses,
 )
-from megahead.pretraining import Detection, MaskHead, OutputBias, OutputEmbedding, Pretraining
+from megahead.pretraining import Detection, MaskHead, OutputBias, OutputEmbedding, Pretraining, Softmax
 
 
 class SplitOutputEmbedding(OutputEmbedding):
     """This rank's rows of an untied head, split like those of the embedding table."""
 
     shard_dims: ClassVar[Mapping[str, int]] = {"weight": 0}
+
+
+@dataclass(frozen=True)
+class SplitSoftmax(Softmax):
+    """The same softmax with the candidates split over the ranks of a group, on each of them; all is collective. Its
+    rows are those of this rank's candidates, [w, D]; places are among the candidates of all ranks."""
+
+    shard: CandidateShard
+
+    def loss(self) -> Tensor:
+        return parallel_candidate_loss(self.outputs_ND, self.rows_UD, self.candidates, self.score, self.shard)
+
+    def sums(self) -> EvaluationSums:
+        return parallel_evaluation_sums(self.outputs_ND, self.rows_UD, self.candidates, self.score, self.shard)
+
+    def misses(self) -> Tensor:
+        return parallel_misses(self.outputs_ND, self.rows_UD, self.candidates, self.score, self.shard)
+
+    def draws(self, uniform_N: Tensor) -> Tensor:
+        return parallel_draws(self.outputs_ND, self.rows_UD, self.candidates, self.score, uniform_N, self.shard)
+
+    def rows_at(self, place_N: Tensor) -> Tensor:
+        """On every rank: each comes from the rank that has it."""
+        place_N = place_N - self.shard.first
+        elsewhere_N1 = ((place_N < 0) | (place_N >= self.shard.count))[:, None]
+        own_ND = self.rows_UD.index_select(0, place_N.clamp(0, self.shard.width - 1)).masked_fill(elsewhere_N1, 0.0)
+        return reduce_from_group(own_ND, self.shard.group)
 
 
 class TensorParallelPretraining(Pretraining):
@@ -75,28 +103,8 @@ class TensorParallelPretraining(Pretraining):
         width = self._even(ids_U.numel())
         return F.pad(ids_U, (0, width * self.group.size - ids_U.numel()), value=-1).view(self.group.size, width)
 
-    def _candidate_loss(self, hidden_ND: Tensor, rows_wD: Tensor, candidates: Candidates) -> Tensor:
-        return parallel_candidate_loss(hidden_ND, rows_wD, candidates, self._score(), self._shard(candidates))
-
-    def _misses(self, hidden_ND: Tensor, rows_wD: Tensor, candidates: Candidates) -> Tensor:
-        """bool [N]: whether another candidate is at least as probable as the target."""
-        return parallel_misses(hidden_ND, rows_wD, candidates, self._score(), self._shard(candidates))
-
-    def _draw(self, hidden_ND: Tensor, candidates: Candidates, rows_wD: Tensor, uniform_N: Tensor) -> Tensor:
-        """int64 [N]: places among the candidates of all ranks."""
-        return parallel_draws(hidden_ND, rows_wD, candidates, self._score(), uniform_N, self._shard(candidates))
-
-    def _rows_at(self, place_N: Tensor, rows_wD: Tensor, candidates: Candidates) -> Tensor:
-        """[N, D], on every rank: each comes from the rank that has it."""
-        shard = self._shard(candidates)
-        place_N = place_N - shard.first
-        elsewhere_N1 = ((place_N < 0) | (place_N >= shard.count))[:, None]
-        own_ND = rows_wD.index_select(0, place_N.clamp(0, shard.width - 1)).masked_fill(elsewhere_N1, 0.0)
-        return reduce_from_group(own_ND, self.group)
-
-    def _vocabulary_sums(self, hidden_ND: Tensor, vocabulary: Candidates) -> EvaluationSums:
-        shard = self._shard(vocabulary)
-        return parallel_evaluation_sums(hidden_ND, self._output_rows(), vocabulary, self._score(), shard)
+    def _softmax(self, hidden_ND: Tensor, rows_wD: Tensor, candidates: Candidates) -> Softmax:
+        return SplitSoftmax(hidden_ND, rows_wD, candidates, self._score(), self._shard(candidates))
 
     def _output_rows(self) -> Tensor:
         """This rank's rows of the output matrix, padding rows included, which `_shard` leaves out."""

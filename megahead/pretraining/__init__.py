@@ -26,6 +26,7 @@ from megahead.pretraining.detection import Detection
 from megahead.pretraining.feed import Feed
 from megahead.pretraining.output_layers import MaskHead, OutputBias, OutputEmbedding
 from megahead.pretraining.pretraining import Pretraining
+from megahead.pretraining.softmax import Softmax
 from megahead.pretraining.temperature import LearnedTemperature
 
 __all__ = [
@@ -41,6 +42,7 @@ __all__ = [
     "OutputBias",
     "OutputEmbedding",
     "Pretraining",
+    "Softmax",
     "StepBatches",
     "build_pretraining",
     "documents_of",

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from megahead.config import ObjectiveConfig
 from megahead.data import Batch
-from megahead.distributed import Group
 from megahead.models import Backbone
 from megahead.objectives import (
     SCORES,
@@ -25,12 +24,9 @@ from megahead.objectives import (
     DetectionSums,
     EvaluationSums,
     Score,
-    candidate_loss,
-    evaluation_sums,
     streamed_sums,
     vocabulary_candidates,
 )
-from megahead.objectives.candidate_softmax import grouped_draws, grouped_misses
 from megahead.pretraining.batch import (
     EvaluationRequest,
     MicroBatch,
@@ -40,6 +36,7 @@ from megahead.pretraining.batch import (
 )
 from megahead.pretraining.detection import Detection
 from megahead.pretraining.output_layers import MaskHead, OutputBias, OutputEmbedding
+from megahead.pretraining.softmax import Softmax
 from megahead.pretraining.temperature import LearnedTemperature
 from megahead.table import RowTable
 
@@ -109,7 +106,8 @@ class Pretraining(nn.Module):
         loss = self._loss_of_targets(outputs_ND, parts, micro.batch) * micro.loss_weight
         if self.detection is None:
             return loss
-        sums = self._detected(self.detection, inputs_BTD, parts, micro.batch)
+        predictions = [self._prediction(*part) for part in parts]
+        sums = self.detection.sums(self.backbone, inputs_BTD, micro.batch, predictions)
         if self.note_detection is not None:
             self.note_detection(sums)
         return loss + self.detection.weight * micro.judged_weight * sums.loss
@@ -118,7 +116,7 @@ class Pretraining(nn.Module):
         """The loss summed over all targets."""
         loss = torch.stack([self._loss_among(*part) for part in parts]).sum()
         if self.note_misses is not None:
-            self.note_misses(batch.target_ids_N, torch.cat([self._missed_among(*part) for part in parts]))
+            self.note_misses(batch.target_ids_N, torch.cat([self._prediction(*part).misses() for part in parts]))
         share = self.objective.vanilla_weight
         if share:
             all_ids = vocabulary_candidates(batch.target_ids_N, weight_N=batch.weight_N)
@@ -131,47 +129,17 @@ class Pretraining(nn.Module):
         hidden_ND, bias_V = self._final_hidden(outputs_ND, candidates.ids_U is None)
         if bias_V is not None:
             candidates = replace(candidates, bias_U=bias_V, subtracts_positive_bias=True)
-        return self._candidate_loss(hidden_ND, rows_UD, candidates)
+        return self._softmax(hidden_ND, rows_UD, candidates).loss()
 
     @torch.no_grad()
-    def _missed_among(self, outputs_ND: Tensor, rows_UD: Tensor, candidates: Candidates) -> Tensor:
-        """bool [N]: whether another candidate is as probable as the target."""
-        hidden_ND, candidates = self._compared(outputs_ND, candidates)
-        return self._misses(hidden_ND, rows_UD, candidates)
+    def _prediction(self, outputs_ND: Tensor, rows_UD: Tensor, candidates: Candidates) -> Softmax:
+        """What the outputs say of their targets: as in the loss, but that targets have a learned bias, too."""
+        hidden_ND, bias_V = self._final_hidden(outputs_ND, candidates.ids_U is None)
+        candidates = candidates if bias_V is None else replace(candidates, bias_U=bias_V)
+        return self._softmax(hidden_ND, rows_UD, candidates)
 
-    def _misses(self, hidden_ND: Tensor, rows_UD: Tensor, candidates: Candidates) -> Tensor:
-        return grouped_misses(hidden_ND, rows_UD, candidates, self._score(), Group())
-
-    def _detected(
-        self, detection: Detection, inputs_BTD: Tensor, parts: Sequence[Part], batch: Batch
-    ) -> DetectionSums[Tensor]:
-        """How well the backbone finds tokens drawn in place of the targets, of whose outputs `parts` are."""
-        assert batch.replaced is not None
-        uniform = batch.replaced.draw_N.split([len(outputs_nD) for outputs_nD, _, _ in parts])
-        drawn = [self._drawn_among(*part, uniform_n) for part, uniform_n in zip(parts, uniform, strict=True)]
-        ids_N, rows_ND = (torch.cat(values) for values in zip(*drawn, strict=True))
-        return detection.sums(self.backbone, inputs_BTD, batch, ids_N, rows_ND)
-
-    def _drawn_among(
-        self, outputs_ND: Tensor, rows_UD: Tensor, candidates: Candidates, uniform_N: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """int64 [N]: ids drawn from the softmax of the loss; [N, D]: their rows of the embedding."""
-        with torch.no_grad():
-            place_N = self._draw(*self._compared(outputs_ND, candidates), rows_UD, uniform_N)
-        if candidates.ids_U is None:
-            return place_N, self.backbone.embed(place_N)
-        return candidates.ids_U[place_N], self._rows_at(place_N, rows_UD, candidates)
-
-    def _draw(self, hidden_ND: Tensor, candidates: Candidates, rows_UD: Tensor, uniform_N: Tensor) -> Tensor:
-        """int64 [N]: places of candidates."""
-        return grouped_draws(hidden_ND, rows_UD, candidates, self._score(), uniform_N, Group())
-
-    def _rows_at(self, place_N: Tensor, rows_UD: Tensor, candidates: Candidates) -> Tensor:
-        """[N, D]: the rows of candidates at these places."""
-        return rows_UD.index_select(0, place_N)
-
-    def _candidate_loss(self, hidden_ND: Tensor, rows_UD: Tensor, candidates: Candidates) -> Tensor:
-        return candidate_loss(hidden_ND, rows_UD, candidates, self._score())
+    def _softmax(self, hidden_ND: Tensor, rows_UD: Tensor, candidates: Candidates) -> Softmax:
+        return Softmax(hidden_ND, rows_UD, candidates, self._score())
 
     def _look_up(self, input_ids_BT: Tensor, per_group: tuple[Candidates, ...]) -> tuple[Tensor, list[Tensor]]:
         """Embeddings of the inputs [B, T, D], and of each candidate group [U, D], in one embedding call.
@@ -203,11 +171,6 @@ class Pretraining(nn.Module):
             bias_V = self.output_bias.bias[: self.vocab_size]
         return outputs_ND, bias_V
 
-    def _compared(self, outputs_ND: Tensor, candidates: Candidates) -> tuple[Tensor, Candidates]:
-        """The same, and the candidates with a learned bias where there is one."""
-        hidden_ND, bias_V = self._final_hidden(outputs_ND, candidates.ids_U is None)
-        return hidden_ND, candidates if bias_V is None else replace(candidates, bias_U=bias_V)
-
     def _score(self) -> Score:
         """How outputs are compared with rows, by a temperature that is fixed or learned."""
         return SCORES[self.objective.score](self.temperature or self.objective.temperature)
@@ -222,14 +185,11 @@ class Pretraining(nn.Module):
         vocabulary, table = vocabulary_candidates(target_ids_N, bias_V, weight_N), self.backbone.embedding
         if isinstance(table, RowTable):
             return streamed_sums(hidden_ND, table.weight_blocks(self.vocab_size), vocabulary, self._score())
-        sums = self._vocabulary_sums(hidden_ND, vocabulary)
+        sums = self._softmax(hidden_ND, self._output_rows(), vocabulary).sums()
         if self.detection is None:
             return sums
         of_targets = sums.loss, sums.correct, sums.targets, sums.weight
         return EvaluationSums(*of_targets, *self._detected_by_all(self.detection, outputs, request))
-
-    def _vocabulary_sums(self, hidden_ND: Tensor, vocabulary: Candidates) -> EvaluationSums:
-        return evaluation_sums(hidden_ND, self._output_rows(), vocabulary, self._score())
 
     def _detected_by_all(
         self, detection: Detection, outputs: Sequence[Tensor], request: EvaluationRequest
@@ -237,9 +197,10 @@ class Pretraining(nn.Module):
         """How well the backbone finds the tokens that the generator's head over the vocabulary draws."""
         sums = []
         for batch, outputs_nD in zip(request.batches, outputs, strict=True):
-            part = outputs_nD, self._output_rows(), vocabulary_candidates(batch.target_ids_N, request.bias_V)
             inputs_BTD = self.backbone.embed(batch.input_ids_BT)
-            sums.append(self._detected(detection, inputs_BTD, [part], batch))
+            all_ids = vocabulary_candidates(batch.target_ids_N, request.bias_V)
+            prediction = self._prediction(outputs_nD, self._output_rows(), all_ids)
+            sums.append(detection.sums(self.backbone, inputs_BTD, batch, [prediction]))
         return DetectionSums(*(float(sum(values)) for values in zip(*sums, strict=True)))
 
     def _output_rows(self) -> Tensor:
