@@ -1,4 +1,4 @@
-"""One optimizer step at a time, at any ZeRO stage, and the complete state, read and set by name.
+"""One optimizer step at a time, at any ZeRO stage; the complete state is read and set by name (`full_state`).
 
 Here every stage keeps promises that DeepSpeed keeps only at some stages: the gradient norm is returned, a step whose
 gradients are not finite on any rank changes nothing, and a new engine into which state is loaded continues bitwise.
@@ -6,7 +6,7 @@ gradients are not finite on any rank changes nothing, and a new engine into whic
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import isfinite, nan
 from typing import Any
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from megahead.distributed import Mesh, RowShard, Tensors
 from megahead.engine.forward_time import ForwardTime
+from megahead.engine.full_state import FullState
 from megahead.engine.gradients import discard_gradients
 from megahead.engine.half import allocate_, half_format, refuse_half_without_zero
 from megahead.engine.loss_scale import LossScale
@@ -23,7 +24,6 @@ from megahead.engine.norm import clip_, global_norm
 from megahead.engine.start import start_deepspeed
 from megahead.engine.state import MOMENTS, WEIGHT, moments_of, open_parameter_states
 from megahead.engine.whole_matrices import gather_for_muon
-from megahead.errors import CheckpointError
 from megahead.optim import Muon, set_learning_rate
 from megahead.parallel import fill_, shard_dims
 from megahead.table import RowPlan
@@ -71,23 +71,24 @@ class Engine:
         half = half_format(config) is not None  # bf16, fp16: set below, since DeepSpeed would round it
         if self._stage < 3:
             allocate_(module) if half else fill_(module, mesh.tensor_group, weights)
-        self._moments = {p: moments_of(group) for group in optimizer.param_groups for p in group["params"]}
+        moments = {p: moments_of(group) for group in optimizer.param_groups for p in group["params"]}
         self._deepspeed = start_deepspeed(module, optimizer, config, mesh, device)
         self._reduces_gradients = self._stage < 2 and not hasattr(self._deepspeed.optimizer, "reduce_gradients")
         # else DeepSpeed does in its backward, where it ignores the bucket's size
         self._deepspeed.enable_backward_allreduce = not self._reduces_gradients
-        self._parameter_states = open_parameter_states(self._deepspeed, self._stage, mesh.data_group)
-        self._shard_dims = shard_dims(module)
+        states, dims = open_parameter_states(self._deepspeed, self._stage, mesh.data_group), shard_dims(module)
+        saved = self._saved_parameters()
+        self._full_state = FullState(saved, moments, states, dims, mesh.tensor_group, self._deepspeed.device)
         if isinstance(optimizer, Muon):
-            dims: dict[Tensor, int] = {module.get_parameter(name): dim for name, dim in self._shard_dims.items()}
-            gather_for_muon(self._deepspeed, optimizer, self._stage, mesh, dims)
+            split: dict[Tensor, int] = {module.get_parameter(name): dim for name, dim in dims.items()}
+            gather_for_muon(self._deepspeed, optimizer, self._stage, mesh, split)
         self.loss_scale = LossScale(self._deepspeed.optimizer)
         self._backward_done = False
         self.forward_time = ForwardTime(device)
         """Of this rank's forward passes."""
         self._grad_norm: Tensor | None = None
         if self._stage == 3 or half:
-            self._set(WEIGHT, lambda key: weights.read(key.removeprefix(f"{WEIGHT}/")))
+            self._full_state.set(WEIGHT, lambda key: weights.read(key.removeprefix(f"{WEIGHT}/")))
 
     @property
     def module(self) -> nn.Module:
@@ -186,10 +187,7 @@ class Engine:
         only a weight, and Muon's no `exp_avg_sq`. Collective, one tensor in memory at a time. A tensor is on the
         engine's device, and may share its memory: copy it if it is needed after the next step.
         """
-        for kind in (WEIGHT, *MOMENTS):
-            for name, parameter in self._parameters(kind):
-                full = self._merge(name, self._parameter_states.get(parameter, kind))
-                yield f"{kind}/{name}", full.detach().float()
+        return self._full_state.tensors()
 
     def load(self, tensors: Tensors, optimizer_steps: int) -> None:
         """Sets weights, moments and step count; the inverse of `tensors`, from any stage and mesh.
@@ -198,7 +196,7 @@ class Engine:
         fp16's loss scale is set by `loss_scale.restore`.
         """
         for kind in (WEIGHT, *MOMENTS):
-            self._set(kind, tensors.read)
+            self._full_state.set(kind, tensors.read)
         for counter in self._counters():
             counter.fill_(optimizer_steps)
 
@@ -206,31 +204,13 @@ class Engine:
         """Frees the model, which DeepSpeed's gradient hooks hold at stages 1 to 3. The engine is unusable then."""
         self._deepspeed.destroy()
 
-    def _set(self, kind: str, read: Callable[[str], Tensor]) -> None:
-        for name, parameter in self._parameters(kind):
-            full = read(f"{kind}/{name}")
-            dim = self._shard_dims.get(name)
-            part = full if dim is None else self._mesh.tensor_group.shard(full, dim)
-            shape = getattr(parameter, "ds_shape", parameter.shape)  # at stage 3 the parameter itself is empty
-            if part.shape != shape:
-                raise CheckpointError(
-                    f"the checkpoint's {kind}/{name} must have the model's shape {tuple(shape)}, but has "
-                    f"{tuple(part.shape)} instead; give `model` the sizes of that run."
-                )
-            self._parameter_states.set(parameter, kind, part.to(self._deepspeed.device))
-
-    def _merge(self, name: str, part: Tensor) -> Tensor:
-        dim = self._shard_dims.get(name)
-        return part if dim is None else self._mesh.tensor_group.unshard(part, dim)
-
     def replicated(self) -> dict[str, Tensor]:
         """The weights that every data rank holds, as the forward pass uses them; none at stage 3."""
-        return {} if self._stage == 3 else {name: weight.data for name, weight in self._parameters(WEIGHT)}
+        return {} if self._stage == 3 else self._full_state.replicated()
 
-    def _parameters(self, kind: str) -> Iterator[tuple[str, nn.Parameter]]:
-        for name, parameter in self.module.named_parameters():
-            if kind == WEIGHT or kind in self._moments.get(parameter, ()):
-                yield name, parameter
+    def _saved_parameters(self) -> dict[str, nn.Parameter]:
+        """Those that `tensors` and `load` know."""
+        return dict(self.module.named_parameters())
 
     def _counters(self) -> list[Tensor]:
         return [state["step"] for state in self._deepspeed.optimizer.state.values()]

@@ -75,6 +75,7 @@ class RowEngine(Engine):
         super().load(tensors, optimizer_steps)
         self._table.restore(Renamed(tensors, lambda kind: f"late/{kind}/{self._name}.weight"))
 
-    def _parameters(self, kind: str) -> Iterator[tuple[str, nn.Parameter]]:
+    def _saved_parameters(self) -> dict[str, nn.Parameter]:
         """Leaves out the ballast (see `table`): it is neither saved nor loaded."""
-        return (pair for pair in super()._parameters(kind) if pair[1] is not self._table.ballast)
+        there = super()._saved_parameters()
+        return {name: parameter for name, parameter in there.items() if parameter is not self._table.ballast}

@@ -2,7 +2,8 @@
 
 A *run* is a config trained to its end; a *session* is one launch of it, from start or resume to its *ending*. *Step*:
 one optimizer step, applied or skipped. *Guard*: judges each step by its losses; *fault*: what it found wrong.
-*Lineage*: which checkpoints led to the run's weights. *Meters*: everything that a run reports.
+*Progress*: how far a run has come, which is what a checkpoint holds. *Lineage*: which checkpoints led to its weights.
+*Tally*: what a step measured, told to all ranks. *Meters*: everything that a run reports.
 
 Training needs torch and DeepSpeed, which are imported at the first use of `pretrain`, not with the package.
 """

@@ -89,7 +89,7 @@ class OnNoDevice:
 def share_of_a_rank_that_writes_nothing() -> tuple[int, int]:
     """Its tensors, and those of all ranks."""
     engine = small_engine(Group(), 0)
-    engine._parameter_states = OnNoDevice()
+    engine._full_state._states = OnNoDevice()
     snapshot = Snapshot.take(engine.tensors(), Group(999, 1000))
     return len(snapshot.tensors), len(snapshot.entries)
 

@@ -1,0 +1,96 @@
+"""What the micro-batches of a step measured, as all ranks are told it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from threading import current_thread, main_thread
+from typing import Any
+
+import pytest
+import torch
+
+from megahead.config import RunConfig
+from megahead.distributed import Group, Launch
+from megahead.engine import ForwardTime
+from megahead.objectives import DetectionResult, DetectionSums
+from megahead.train import loop, pretrain
+from megahead.train.tally import Measured, Tally
+from support.on_ranks import on_ranks
+from support.small_run import small_config, write_text
+
+CPU = torch.device("cpu")
+
+
+def noted_of(k: int) -> DetectionSums[torch.Tensor]:
+    """Of a batch of data rank k."""
+    loss, judged, replaced, found, kept = 1.5 + k, 10, 2 + k, 1 + k, 4
+    return DetectionSums(*(torch.tensor(float(value)) for value in (loss, judged, replaced, found, kept)))
+
+
+def told(group: Group, tensor_ranks: int) -> list[Measured]:
+    """Of two steps: the first has two micro-batches, the second one."""
+    tally, time = Tally(group, tensor_ranks), ForwardTime(CPU)
+    steps = []
+    for count in (2, 1):
+        for _ in range(count):
+            tally.note_detection(noted_of(group.rank // tensor_ranks))
+        with time.measured():
+            losses = [torch.tensor(10.0 * group.rank + micro) for micro in range(count)]
+        steps.append(tally.gather(losses, time))
+    return steps
+
+
+@pytest.mark.parametrize("tensor_ranks", [1, 2])
+def test_all_ranks_are_told_the_same_and_each_batch_counts_once(tensor_ranks: int) -> None:
+    for first, second in on_ranks(4, told, tensor_ranks):
+        assert first.losses_WA.tolist() == [[10.0 * rank, 10.0 * rank + 1] for rank in range(4)]
+        assert second.losses_WA.tolist() == [[10.0 * rank] for rank in range(4)]
+        assert len(first.forward_seconds) == 4
+        assert all(seconds > 0 for seconds in first.forward_seconds)
+        data_ranks = 4 // tensor_ranks
+        once = [sum(float(getattr(noted_of(k), name)) for k in range(data_ranks)) for name in DetectionSums._fields]
+        for measured, batches in ((first, 2), (second, 1)):
+            assert measured.detection == DetectionResult.of(DetectionSums(*(batches * value for value in once)))
+
+
+def test_where_nothing_is_noted_nothing_is_told() -> None:
+    measured = Tally(Group(), 1).gather([torch.tensor(3.0)], ForwardTime(CPU))
+    assert (measured.losses_WA.tolist(), measured.detection) == ([[3.0]], None)
+
+
+def messages(group: Group, config: RunConfig) -> Counter[str]:
+    """What a rank sends within its steps, but for its feed and DeepSpeed."""
+    sent: Counter[str] = Counter()
+    inside: list[bool] = []
+    advance = loop._advance
+
+    def noted(name: str) -> Any:
+        send = getattr(Group, name)
+
+        def sending(*arguments: Any) -> Any:
+            sent[name] += bool(inside) and current_thread() is main_thread()
+            return send(*arguments)
+
+        return sending
+
+    def advancing(*arguments: Any) -> bool:
+        inside.append(True)
+        applied = advance(*arguments)
+        inside.clear()
+        return applied
+
+    for name in ("all_gather", "all_reduce_", "all_reduce_max_"):
+        setattr(Group, name, noted(name))
+    loop._advance = advancing
+    pretrain(config, Launch())
+    return +sent
+
+
+def test_a_step_sends_one_message_also_where_replaced_tokens_are_found(tmp_path: Path) -> None:
+    write_text(tmp_path)
+    encoder = {"model.family": "bert", "model.vocab_size": 63, "model.max_positions": 32, "training.steps": 3}
+    masking = {"masking": {"mask_token": 60, "cls_token": 61, "sep_token": 62}}
+    replaced = {"objective.replaced_tokens": {"generator_layers": 1}}
+    config = small_config(tmp_path, encoder | masking | replaced)
+    assert on_ranks(2, messages, config) == [{"all_gather": 3}] * 2
