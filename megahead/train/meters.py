@@ -37,8 +37,8 @@ _QUIETER = 10
 
 
 class Meters:
-    """Collects the steps between two log lines and writes their means. Does nothing without a `hold`, rank 0's
-    claim on the run folder, which a later session may take over."""
+    """Writes the means of the steps between two lines, and what happens beside them. Does nothing without a `hold`,
+    rank 0's claim on the run folder, which a later session may take over."""
 
     utilization: Utilization | None = None
     """By what a step of the phase takes; None: only speeds are told."""
