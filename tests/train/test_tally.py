@@ -68,9 +68,9 @@ def messages(group: Group, config: RunConfig) -> Counter[str]:
     def noted(name: str) -> Any:
         send = getattr(Group, name)
 
-        def sending(*arguments: Any) -> Any:
-            sent[name] += bool(inside) and current_thread() is main_thread()
-            return send(*arguments)
+        def sending(group: Group, *arguments: Any) -> Any:
+            sent[name] += bool(inside) and group.size > 1 and current_thread() is main_thread()
+            return send(group, *arguments)
 
         return sending
 
