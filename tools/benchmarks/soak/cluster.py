@@ -102,7 +102,7 @@ def cluster(
     folder: Path, command: list[str], count: int, nodes: str, pace: float, stopping: Callable[[], bool]
 ) -> Iterator[Cluster]:
     """`count` nodes that are not started yet, of which `nodes` (least:most) train together; the run is in
-    `folder`/disk/run."""
+    `folder`/disk/run. What faults of a sitting that was killed have left is put right."""
     if not may_make_hosts():
         raise UserError("a soak needs root, ip and /dev/net/tun for hosts of their own, but one of them is missing.")
     script = ["bash", str(node_script(folder))]
@@ -114,6 +114,9 @@ def cluster(
         ]
         meeting, run = MeetingPlace(there[-1], folder / "meeting.log"), disk.place / "run"
         found = Cluster(Stage(trained, meeting, wire, disk, run), Progress(run / "metrics.jsonl"), stopping)
+        disk.empty()
+        for node in trained:
+            node.put_right()
         try:
             yield found
         finally:

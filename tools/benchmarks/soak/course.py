@@ -9,6 +9,7 @@ import yaml
 
 from benchmarks.soak.nodes import ROOT
 from megahead.corpus import IndexedDatasetWriter
+from megahead.files import write_atomically
 
 ENDLESS = 100_000_000
 """Steps, until it is decided when to end: the learning rate does not depend on them."""
@@ -21,7 +22,7 @@ def write_course(folder: Path, text: Path | None, ids: int) -> Path:
     """The run's config, made when the soak begins. `text`: a dataset of `ids` ids instead of docs/."""
     config = folder / "soak.yaml"
     if not config.exists():
-        config.write_text(yaml.safe_dump(_settings(folder, text or _docs(folder / "docs"), ids)), encoding="utf-8")
+        write_atomically(config, yaml.safe_dump(_settings(folder, text or _docs(folder / "docs"), ids)))
     return config
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megahead.errors import UserError
+from megahead.files import staged
 
 BYTES = 1 << 29
 _LEFT = 1 << 16
@@ -36,9 +37,10 @@ def mounted(folder: Path) -> Iterator[Disk]:
     if place.is_mount():  # a sitting before was killed
         _call("umount", "-l", place)
     if not image.exists():
-        with image.open("xb") as file:
-            os.truncate(file.fileno(), BYTES)
-        _call("mkfs.ext4", "-q", "-m", "0", image)
+        with staged(image) as partial:
+            with partial.open("xb") as file:
+                os.truncate(file.fileno(), BYTES)
+            _call("mkfs.ext4", "-q", "-m", "0", partial)
     _call("mount", "-o", "loop", image, place)
     try:
         yield Disk(place)

@@ -120,6 +120,11 @@ class Node(Machine):
         memory = f"mount -t tmpfs -o size={MEMORY_MIB}m none /dev/shm && hostname node-{self.number}"
         self.start(f"{memory} && exec {shlex.join(self.command)}", environment)
 
+    def put_right(self) -> None:
+        """Ends what a sitting that was killed has left: a clock that runs ahead, a bit that is to flip."""
+        for name in ("ahead", "flip"):
+            (self.folder / name).unlink(missing_ok=True)
+
     def ask_to_leave(self) -> None:
         """As a scheduler does, before it takes the node."""
         if agent := self.first():

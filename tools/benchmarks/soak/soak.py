@@ -20,6 +20,7 @@ from benchmarks.soak.journal import Journal
 from benchmarks.soak.progress import Progress
 from benchmarks.soak.script import Script
 from benchmarks.soak.sitting import sit
+from megahead.files import write_atomically
 
 MORE_STEPS = 20
 """Beyond the last that faults could reach."""
@@ -88,7 +89,7 @@ def _decide_last_step(folder: Path) -> int:
     if not file.exists():
         with mounted(folder) as disk:
             reached = Progress(disk.place / "run/metrics.jsonl").step
-        file.write_text(str(reached + MORE_STEPS), encoding="utf-8")
+        write_atomically(file, str(reached + MORE_STEPS))
     return int(file.read_text(encoding="utf-8"))
 
 
