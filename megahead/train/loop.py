@@ -37,7 +37,7 @@ def train(run: Training) -> Ending:
             ending = _reason_to_stop(run)
     if ending != "stopped" and not state.evaluated:
         _evaluate(run)
-    if not run.saver.up_to_date:
+    if not run.saver.up_to_date and (ending is None or replicas_agree(run, kept=True)):
         _save(run)
     run.saver.wait()
     if run.tasks and ending != "stopped" and state.step > began_at and state.step % run.tasks.every:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -141,6 +143,36 @@ def test_the_policy_says_what_a_flipped_bit_does(tmp_path: Path, policy: str, sa
     assert codes(start_ranks(config, 2, tmp_path, sabotage=flipping(3, 0))) == [0, 0]
     assert said_to in said(tmp_path, 0)
     assert ("and other replicas differ" in said(tmp_path, 0)) is (policy != "off")
+
+
+@pytest.mark.parametrize(("policy", "code"), [("stop", 2), ("rollback", 0)])
+def test_a_flipped_bit_is_not_saved_when_a_signal_comes_before_the_next_comparison(
+    tmp_path: Path, policy: str, code: int
+) -> None:
+    write_text(tmp_path)
+    changes = {"training.checkpoint_every": 2, "faults.replicas": policy}
+    config = small_config(tmp_path, changes)
+
+    def flip_and_stop(rank: int) -> None:
+        flipping(3, 1)(rank)
+        update: Callable[..., Any] = Engine.step
+        steps: list[Any] = []
+
+        def signalled(engine: Engine, *arguments: Any) -> Any:
+            steps.append(update(engine, *arguments))
+            if len(steps) == 3:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return steps[-1]
+
+        Engine.step = signalled  # type: ignore[method-assign]
+
+    assert codes(start_ranks(config, 2, tmp_path, sabotage=flip_and_stop)) == [code] * 2
+    assert "step 3: ranks 0, 1 (" in said(tmp_path, 0) + said(tmp_path, 1)
+    assert [path.name for path in (tmp_path / "run/checkpoints").glob("step-*")] == ["step-00000002"]
+    assert codes(start_ranks(config, 2, tmp_path)) == [0, 0]
+    undisturbed = small_config(tmp_path, changes | {"output_dir": str(tmp_path / "undisturbed")})
+    assert codes(start_ranks(undisturbed, 2, tmp_path)) == [0, 0]
+    assert same_tensors(tmp_path / "run", tmp_path / "undisturbed")
 
 
 @pytest.mark.parametrize("changes", [stage(2) | {"parallel.tensor": 2}, stage(3), {"engine.embedding": "rows"}])
