@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megahead.corpus.dataset_info import DatasetInfo
 from megahead.errors import DataError
-from megahead.far import Expected, Store, fetch_into, folder_for, is_far
+from megahead.far import Expected, Store, fetch_into, folder_for, is_far, parted
 from megahead.files import write_atomically
 
 _TOKENS, _INDEX, _INFO = ".bin", ".idx", ".json"
@@ -32,7 +32,7 @@ def fetch_dataset(prefix: str) -> Generator[None, None, str]:
     """
     if not is_far(prefix):
         return prefix
-    url, _, name = prefix.rpartition("/")
+    url, name = parted(prefix)
     store = Store(url)
     info = store.read_if_there(f"{name}{_INFO}")
     try:

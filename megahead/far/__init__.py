@@ -5,7 +5,7 @@ one is known, its checksum agree; nothing sent there counts before it was read b
 package of that store takes them (environment, its own files), never from a URL. Imports no torch.
 """
 
-from megahead.far.address import is_below, is_far, joined, refuse_secrets
+from megahead.far.address import is_below, is_far, joined, parted, refuse_secrets
 from megahead.far.cache import fetch_into, folder_for, near_file
 from megahead.far.errors import DamagedError, FarError
 from megahead.far.receiving import Expected, receive
@@ -23,6 +23,7 @@ __all__ = [
     "is_far",
     "joined",
     "near_file",
+    "parted",
     "receive",
     "refuse_secrets",
 ]

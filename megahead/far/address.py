@@ -6,7 +6,7 @@ import re
 
 from megahead.errors import FieldError
 
-_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+_SCHEME = re.compile(r"([A-Za-z0-9]+::)*[A-Za-z][A-Za-z0-9+.-]*://")
 _SECRET = re.compile(r"://[^@]*:[^@]*@|\?|(key|token|secret|password|passwd|credential|signature|sig)=", re.IGNORECASE)
 """A password before a host (it may hold slashes), a query (signed addresses have one), a named secret."""
 
@@ -16,9 +16,20 @@ def is_far(name: str) -> bool:
     return _SCHEME.match(name) is not None
 
 
+def trimmed(url: str) -> str:
+    """Without slashes at its end, but for those of a root (`file:///`)."""
+    return re.sub(r"(?<![:/])/+$", "", url)
+
+
+def parted(url: str) -> tuple[str, str]:
+    """The address of a file's folder, and its name there."""
+    folder, _, name = url.rpartition("/")
+    return f"{folder}/" if folder.endswith("/") else folder, name
+
+
 def joined(url: str, *names: str) -> str:
     """The address of a file below `url`."""
-    return "/".join([url.rstrip("/"), *names])
+    return "/".join([trimmed(url), *names])
 
 
 def is_below(url: str, folder: str) -> bool:

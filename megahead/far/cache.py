@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from megahead.far.address import is_far
+from megahead.far.address import is_far, parted
 from megahead.far.errors import FarError
 from megahead.far.receiving import Expected, receive
 from megahead.far.store import PATIENCE, Store
@@ -37,7 +37,7 @@ def near_file(name: str) -> str:
     """A path of the file that `name` means: itself, or a copy of what is at that URL; FarError if there is none."""
     if not is_far(name):
         return name
-    url, _, file = name.rpartition("/")
+    url, file = parted(name)
     store = Store(url)
     try:
         expected, folder = Expected(store.size(file)), folder_for(name, store.version(file))

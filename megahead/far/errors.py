@@ -22,11 +22,12 @@ class DamagedError(UserError):
 
 
 def told(error: BaseException) -> str:
-    """The first line of what a store's package says, without queries of signed addresses and known secrets."""
+    """The first line of what a store's package says, but for passwords and queries of addresses, and known secrets."""
     lines = str(error).strip().splitlines()
     text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
     for secret in sorted(_secrets(), key=len, reverse=True):
         text = text.replace(secret, "***")
+    text = re.sub(r"://[^\s@]*:[^\s@]*@", "://***@", text)
     return re.sub(r"\?\S+", "?***", text)[:300].rstrip(".")
 
 

@@ -10,6 +10,8 @@ from megahead.far.errors import FarError, told
 _WITHOUT_FOLDERS = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss")
 """Object stores, which have buckets and names: to make a folder there could make a bucket."""
 
+_DISKS = ("file", "local")
+
 _EXTRA = ("s3", "s3a")
 """What comes with `megahead[far]`."""
 
@@ -21,6 +23,12 @@ def open_url(url: str) -> tuple[Any, str]:
     scheme = url.partition("://")[0].lower()
     if not is_far(url):
         raise FarError(f"`{url}` must be an address such as s3://BUCKET/FOLDER, but is a path.")
+    if "::" in url:
+        raise FarError(f"`{url}` must be one address, but is a chain of them (`::`); give the last one alone.")
+    if scheme in _DISKS and not url.partition("://")[2].startswith("/"):
+        raise FarError(
+            f"`{url}` must have its whole path, but begins in the folder of each process; write {scheme}:///."
+        )
     try:
         files, root = fsspec.core.url_to_fs(url, use_listings_cache=False, skip_instance_cache=True)
     except ImportError as error:

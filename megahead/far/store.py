@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from megahead.background import begin
-from megahead.far.address import refuse_secrets
+from megahead.far.address import refuse_secrets, trimmed
 from megahead.far.errors import FarError, told
 from megahead.far.opening import has_folders, open_url
 
@@ -40,8 +41,10 @@ class Store:
     """
 
     def __init__(self, url: str, patience: float = PATIENCE) -> None:
+        """`patience`: seconds for a small request; parts of a file, of which is told while they are waited for, have
+        PATIENCE."""
         refuse_secrets("URL", url)
-        self.url, self.patience = url.rstrip("/"), patience
+        self.url, self.patience = trimmed(url), patience
         self._files, self._root = open_url(self.url)
 
     def sizes(self, folder: str) -> dict[str, int]:
@@ -57,8 +60,9 @@ class Store:
         return int(self._asked(lambda: self._files.info(self._path(name)))["size"])
 
     def version(self, name: str) -> str:
-        """What is another when the file was replaced."""
-        return str(self._asked(lambda: self._files.ukey(self._path(name))))
+        """What is another when the file was replaced, as far as the store tells."""
+        info = self._asked(lambda: self._files.info(self._path(name)))
+        return hashlib.sha256(str(info).encode()).hexdigest()
 
     def read(self, name: str) -> bytes:
         """A small file."""
@@ -85,6 +89,12 @@ class Store:
         with suppress(FileNotFoundError):
             self._asked(lambda: self._files.rm_file(self._path(name)))
 
+    def remove_folder(self, name: str) -> None:
+        """Removes an empty folder, where the store has folders; one that is not empty, or not there, stays as it is."""
+        if has_folders(self.url):
+            with suppress(FileNotFoundError, FarError):
+                self._asked(lambda: self._files.rmdir(self._path(name)))
+
     def put(self, path: Path, name: str) -> None:
         """Sends a file of any length, part by part; what arrived must still be checked. OSError if `path` cannot be
         read."""
@@ -107,7 +117,7 @@ class Store:
         under_way = deque(self._begin(name, *each) for each in islice(ranges, LANES))
         while under_way:
             yield from self._until_done(under_way[0])
-            yield self._result(under_way.popleft())
+            yield self._result(under_way.popleft(), PATIENCE)
             under_way.extend(self._begin(name, *each) for each in islice(ranges, 1))
 
     def _make_folder(self, name: str) -> None:
@@ -119,10 +129,10 @@ class Store:
         return begin(lambda: bytes(self._files.cat_file(self._path(name), start=start, end=end)))
 
     def _until_done(self, future: Future[bytes]) -> Iterator[bytes]:
-        deadline = time.monotonic() + self.patience
+        deadline = time.monotonic() + PATIENCE
         while not future.done() and time.monotonic() < deadline:
             with suppress(TimeoutError):
-                future.exception(min(1.0, self.patience))
+                future.exception(min(1.0, PATIENCE))
             if not future.done():
                 yield b""
 
@@ -130,7 +140,7 @@ class Store:
         future = begin(function)
         with suppress(TimeoutError):
             future.exception(self.patience)
-        return self._result(future)
+        return self._result(future, self.patience)
 
     def _sent(self, function: Callable[[], T]) -> T:
         """Where what is not found is the place itself."""
@@ -139,9 +149,9 @@ class Store:
         except FileNotFoundError as error:
             raise FarError(f"`{self.url}` must be a place that exists, but is none ({told(error)}).") from None
 
-    def _result(self, future: Future[T]) -> T:
+    def _result(self, future: Future[T], waited: float) -> T:
         if not future.done():
-            raise FarError(f"`{self.url}` must answer, but has not for {self.patience:g} s; check the network.")
+            raise FarError(f"`{self.url}` must answer, but has not for {waited:g} s; check the network.")
         error = future.exception()
         if isinstance(error, FileNotFoundError):
             raise error

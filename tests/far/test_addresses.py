@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megahead.errors import ConfigErrors, FieldError, UserError
-from megahead.far import FarError, Store, is_below, is_far, refuse_secrets
+from megahead.far import FarError, Store, is_below, is_far, parted, refuse_secrets
 from megahead.far.errors import told
 from megahead.mirror import far_or_existing
 from support.small_run import small_config
@@ -18,6 +18,7 @@ SECRETS = (
     "https://host/text?X-Amz-Signature=hushhush",
     "s3://bucket/run&secret=hushhush",
     "az://box/run;sig=hushhush",
+    "simplecache::s3://AKIAID:hush/hush@bucket/run",
 )
 RULE = "must be an address without password, key or query, but is one that has some instead; give credentials by the"
 
@@ -50,6 +51,36 @@ def test_no_secret_gets_into_a_config_a_store_or_a_sentence(url: str, tmp_path: 
     assert "hush" not in "".join(told_to_user)
 
 
+def test_roots_are_addresses_as_well(tmp_path: Path) -> None:
+    assert parted("s3://bucket/a/b.json") == ("s3://bucket/a", "b.json")
+    assert [parted(name) for name in ("file:///b.json", "memory://b.json")] == [
+        ("file:///", "b.json"),
+        ("memory://", "b.json"),
+    ]
+    assert Store("file:///").size(str(Path(__file__).relative_to("/"))) == Path(__file__).stat().st_size
+    assert Store("memory://").sizes("nothing") == {}
+    for url in (f"file://{tmp_path}", f"file://{tmp_path}/", f"file://{tmp_path}//", f"file://{tmp_path}/a/../"):
+        Store(url).write("sp ace/ü#[1]*", b"content")
+        assert Store(url).sizes("") == Store(url).sizes("sp ace") == {"sp ace/ü#[1]*": 7}
+
+
+def test_a_disk_is_named_by_its_whole_path_and_a_chain_is_no_address(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`file://mnt/run` would be in the folder of each process, perhaps on the disk that is to be mirrored."""
+    monkeypatch.chdir(tmp_path)
+    for url in ("file://mnt/run", "local://mnt/run", "file://"):
+        with pytest.raises(
+            FarError, match=rf"`{url}` must have its whole path, but begins in the folder of each process"
+        ):
+            Store(url).write("file", b"content")
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(
+        FarError, match=r"must be one address, but is a chain of them \(`::`\); give the last one alone"
+    ):
+        Store(f"simplecache::file://{tmp_path}")
+
+
 def test_addresses_without_secrets_pass(tmp_path: Path) -> None:
     for url in ("s3://bucket/runs/a", "abfs://box@account.dfs.core.windows.net/run", "sftp://user@host:22/run"):
         assert small_config(tmp_path, {"training.mirror": url}).training.mirror == url
@@ -67,6 +98,10 @@ def test_what_a_store_says_is_told_without_the_secrets_of_the_environment(monkey
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hushhush")
     error = PermissionError("denied for hushhush at https://host/x?Signature=abc\nand more")
     assert told(error) == "PermissionError: denied for *** at https://host/x?***"
+    unreachable = ConnectionError('no answer from "http://me:quiet@proxy:3128", "http://:quiet@proxy" or s3://b/a@b')
+    assert (
+        told(unreachable) == 'ConnectionError: no answer from "http://***@proxy:3128", "http://***@proxy" or s3://b/a@b'
+    )
 
 
 def test_what_is_missing_is_named_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:

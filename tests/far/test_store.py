@@ -66,6 +66,19 @@ def test_a_store_that_loses_writes_is_noticed(fault: str, tmp_path: Path) -> Non
         store.write("small", b"content")
 
 
+def test_a_version_is_another_when_the_file_was_replaced_whatever_the_store_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """fsspec takes what a web server has for unchanging, though that tells its length and tag."""
+    monkeypatch.setattr(Faulty, "ukey", lambda *_: "the same")
+    store = Store(f"faulty://{tmp_path}")
+    store.write("file", b"content")
+    before = store.version("file")
+    assert store.version("file") == before
+    store.write("file", b"other content")
+    assert store.version("file") != before
+
+
 def test_a_store_that_refuses_is_named_with_what_it_says(tmp_path: Path) -> None:
     with faults("fails"), pytest.raises(FarError, match=r"must be reachable, but is not \(PermissionError: 403 Forb"):
         Store(f"faulty://{tmp_path}").write("small", b"content")
@@ -82,6 +95,27 @@ def test_a_store_that_never_answers_is_waited_for_a_limited_time(tmp_path: Path)
             store.put(file, "large")
     assert time.monotonic() - began < 10
     assert Faulty.fault == ""
+
+
+def test_a_part_of_a_file_has_its_time_however_soon_a_small_request_must_be_answered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks that wait for one that reads are told of each second of it."""
+    read = Faulty.cat_file
+
+    def slow(files: Faulty, *arguments: object, **named: object) -> bytes:
+        time.sleep(0.6)
+        return bytes(read(files, *arguments, **named))
+
+    (tmp_path / "file").write_bytes(b"content")
+    store = Store(f"faulty://{tmp_path}", patience=0.3)
+    monkeypatch.setattr(Faulty, "cat_file", slow)
+    assert received(store, "file", expected_of(b"content")) == b"content"
+    with pytest.raises(FarError, match=r"has not for 0\.3 s"):
+        store.read("file")
+    monkeypatch.setattr(far_store, "PATIENCE", 0.2)
+    with pytest.raises(FarError, match=r"has not for 0\.2 s"):
+        received(store, "file", expected_of(b"content"))
 
 
 def test_a_real_s3_server_keeps_what_was_put_there(s3: str, tmp_path: Path) -> None:  # noqa: F811
