@@ -88,7 +88,13 @@ def clear_remains(root: Path) -> None:
 
 
 def publish(partial: Path, final: Path) -> None:
-    """Renames a complete folder to `final`, replacing an older one of that name, and points `latest` to it.
+    """Gives a complete folder its name, and points `latest` to it."""
+    give_name(partial, final)
+    point_to(final)
+
+
+def give_name(partial: Path, final: Path) -> None:
+    """Renames a complete folder to `final`, replacing an older one of that name.
 
     At every instant either the old or the new folder can be found.
     """
@@ -98,7 +104,6 @@ def publish(partial: Path, final: Path) -> None:
         final.rename(replaced)
     partial.rename(final)
     fsync(root)
-    point_to(final)
     if replaced.exists():
         remove(replaced)
 

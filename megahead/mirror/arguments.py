@@ -13,6 +13,6 @@ def far_or_existing(text: str) -> Path:
     fetched to this machine's cache, with its tokenizer and log. UserError where there is none."""
     if not is_far(text):
         return existing(text)
-    from megahead.mirror.fetching import fetch_to_cache  # needs torch
+    from megahead.mirror.cached import fetch_to_cache  # needs torch
 
     return fetch_to_cache(text)

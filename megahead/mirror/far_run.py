@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from pathlib import Path, PurePosixPath
 
-from megahead.checkpoint import is_step_folder, step_of
+from megahead.checkpoint import abandoned_in, is_step_folder, step_of
 from megahead.checkpoint.manifest import MANIFEST, Manifest
 from megahead.distributed import Group
 from megahead.far import PATIENCE, Store, joined
+from megahead.files import write_atomically
 
 CHECKPOINTS = "checkpoints"
 
@@ -37,15 +39,23 @@ class FarRun:
         text = self.store.read(name)
         return text, Manifest.parse(text, joined(self.url, name))
 
+    def take(self, *paths: Path) -> None:
+        """Fetches small files of the run, by their names, as far as they are there."""
+        for path in paths:
+            content = self.store.read_if_there(path.name)
+            if content is not None:
+                write_atomically(path, content)
+
     def remove(self, folder: str, files: dict[str, int]) -> None:
         """Removes a checkpoint, its name first: nobody takes what is left for one."""
         for name in sorted(files, key=lambda name: name != MANIFEST):
             self.store.remove(f"{folder}/{name}")
+        self.store.remove_folder(folder)
 
 
 def patience_with(group: Group) -> float:
     """Seconds for one request while the other ranks of a group wait for the next few of them."""
-    return min(PATIENCE, group.timeout_seconds / 5)
+    return min(PATIENCE, group.timeout_seconds / 8)
 
 
 def newest_first(listing: Listing) -> list[str]:
@@ -56,6 +66,17 @@ def newest_first(listing: Listing) -> list[str]:
 def step_in(folder: str) -> int:
     """The step in a folder's name; -1 where it has none."""
     return step_of(Path(folder)) if is_step_folder(Path(folder)) else -1
+
+
+def set_aside_in(root: Path) -> set[bytes]:
+    """What is told of each checkpoint that a run has abandoned, in its folder of checkpoints on this disk."""
+    return {(folder / MANIFEST).read_bytes() for folder in abandoned_in(root) if (folder / MANIFEST).is_file()}
+
+
+def is_one_of(far: FarRun, folder: str, files: Mapping[str, int], manifests: Collection[bytes]) -> bool:
+    """Whether a checkpoint in a store, with these files, is what one of the manifests tells of."""
+    alike = files.get(MANIFEST) in map(len, manifests)
+    return alike and far.store.read_if_there(f"{folder}/{MANIFEST}") in manifests
 
 
 def _may_be_checkpoint(folder: str) -> bool:

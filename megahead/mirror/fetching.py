@@ -3,21 +3,38 @@
 from __future__ import annotations
 
 import shutil
+import sys
 import time
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megahead.checkpoint import Checkpoint, abandoned_in, open_together, run_long_on_all_ranks, run_on_all_ranks
-from megahead.checkpoint.folders import check_lengths, clear_remains, is_complete, partial_folder, publish, step_folder
+from megahead.checkpoint import Checkpoint, open_together, run_long_on_all_ranks, run_on_all_ranks
+from megahead.checkpoint.folders import (
+    check_lengths,
+    clear_remains,
+    give_name,
+    is_complete,
+    partial_folder,
+    point_to,
+    step_folder,
+)
 from megahead.checkpoint.integrity import check_files
 from megahead.checkpoint.manifest import MANIFEST, Manifest
 from megahead.distributed import Group
 from megahead.errors import CheckpointError, UserError
-from megahead.far import DamagedError, Expected, folder_for, joined, receive
-from megahead.files import fsync, write_atomically
-from megahead.mirror.far_run import CHECKPOINTS, FarRun, newest_first, patience_with, step_in
+from megahead.far import DamagedError, Expected, joined, receive
+from megahead.files import fsync
+from megahead.mirror.far_run import (
+    CHECKPOINTS,
+    FarRun,
+    is_one_of,
+    newest_first,
+    patience_with,
+    set_aside_in,
+    step_in,
+)
 from megahead.run_folder import RunFolder
 from megahead.wording import gib
 
@@ -63,41 +80,45 @@ def fetch_newer(
     """
     began, damage = time.monotonic(), list[str]()
     far = _open_together(url, group)
+
+    def accept_with_log(found: Checkpoint) -> None:
+        accept(found)
+        if far is not None:  # before the checkpoint has its name: the next session would not fetch it again
+            far.take(folder.metrics)
+
     names = run_on_all_ranks(group, lambda: _newer(far, than, folder) if far is not None else [])[0]
     for name in names:
         final = step_folder(folder.checkpoints, step_in(name))
-        problem = _fetch_together(far, name, folder.checkpoints, group, accept)
+        problem = _fetch_together(far, name, folder.checkpoints, group, accept_with_log)
         if problem is None:
-            run_on_all_ranks(group, lambda: _take_log(far, folder) if far is not None else None)
-            return Fetched(open_together(final, group), url, time.monotonic() - began, damage)
+            return Fetched(_newest_now(final, group), url, time.monotonic() - began, damage)
         damage.append(problem)
     return Fetched(None, url, problems=damage) if damage else None
 
 
+def _newest_now(final: Path, group: Group) -> Checkpoint:
+    run_on_all_ranks(group, lambda: point_to(final) if group.rank == 0 else None)
+    return open_together(final, group)
+
+
 def fetch_named(url: str, into: RunFolder, group: Group = _ALONE) -> Path:
     """Fetches the checkpoint that a URL means (one, or the newest sound one of a run) into `into`, and returns its
-    folder; one that is there already is not fetched again. Collective; CheckpointError where none can be had."""
+    folder; one that is there already is not fetched again. Which checkpoint there is the newest stays as it was, and
+    newer ones that are damaged are told. Collective; CheckpointError where none can be had."""
     far = _open_together(url, group)
     listing = run_on_all_ranks(group, lambda: {} if far is None else _all_in(far))[0]
     problems = []
     for name, step in listing.items():
         problem = _fetch_together(far, name, into.checkpoints, group)
         if problem is None:
+            for each in problems if group.rank == 0 else ():
+                print(f"passed over: {each}", file=sys.stderr, flush=True)
             return step_folder(into.checkpoints, step)
         problems.append(problem)
     raise CheckpointError(
         f"`{url}` must be a checkpoint, or the folder of a run that has one, but holds none that is sound"
         f"{': ' if problems else '.'}{' '.join(problems)}"
     )
-
-
-def fetch_to_cache(url: str) -> Path:
-    """The same into a folder of this machine's cache, with the run's tokenizer and log."""
-    run = RunFolder(folder_for(url))
-    folder = fetch_named(url, run)
-    run_url = url.rstrip("/").partition(f"/{CHECKPOINTS}/")[0].removesuffix(f"/{CHECKPOINTS}")
-    _take_files(FarRun(run_url), run, run.tokenizer, run.metrics)
-    return folder
 
 
 def _open_together(url: str, group: Group) -> FarRun | None:
@@ -109,9 +130,9 @@ def _open_together(url: str, group: Group) -> FarRun | None:
 
 def _newer(far: FarRun, than: int, folder: RunFolder) -> list[str]:
     """Names of checkpoints above a step, highest first, but for those that were set aside here."""
-    names = [name for name in newest_first(far.list(CHECKPOINTS)) if step_in(name) > than]
-    aside = {(path / MANIFEST).read_bytes() for path in abandoned_in(folder.path) if (path / MANIFEST).is_file()}
-    return [name for name in names if not aside or far.store.read_if_there(f"{name}/{MANIFEST}") not in aside]
+    listing, aside = far.list(CHECKPOINTS), set_aside_in(folder.checkpoints)
+    names = [name for name in newest_first(listing) if step_in(name) > than]
+    return [name for name in names if not is_one_of(far, name, listing[name], aside)]
 
 
 def _all_in(far: FarRun) -> dict[str, int]:
@@ -133,7 +154,7 @@ def _fetch_together(
         if far is not None:
             try:
                 yield from _fetch(far, name, root, accept)
-            except (DamagedError, FileNotFoundError) as error:
+            except DamagedError as error:
                 damage.append(str(error))
 
     run_long_on_all_ranks(group, fetch(), lambda error: _sentence(error, root))
@@ -155,7 +176,7 @@ def _fetch(far: FarRun, name: str, root: Path, accept: Callable[[Checkpoint], No
         (partial / MANIFEST).write_bytes(text)
         fsync(partial / MANIFEST)
         check_lengths(partial, manifest)
-        publish(partial, final)
+        give_name(partial, final)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
@@ -165,6 +186,8 @@ def _manifest(far: FarRun, name: str) -> tuple[bytes, Manifest]:
         return far.manifest(name)
     except CheckpointError as error:
         raise DamagedError(str(error)) from None
+    except FileNotFoundError:
+        raise DamagedError(f"`{joined(far.url, name)}` must stay while it is fetched, but was removed.") from None
 
 
 def _fetch_files(far: FarRun, name: str, partial: Path, manifest: Manifest) -> Iterator[None]:
@@ -199,19 +222,6 @@ def _check_room(root: Path, manifest: Manifest) -> None:
             f"`{root}` must have room for a checkpoint of {needed} bytes, but {needed - free} bytes are missing; free "
             "some."
         )
-
-
-def _take_log(far: FarRun | None, folder: RunFolder) -> None:
-    if far is not None:
-        _take_files(far, folder, folder.metrics)
-
-
-def _take_files(far: FarRun, folder: RunFolder, *paths: Path) -> None:
-    """Fetches small files, as far as they are there."""
-    for path in paths:
-        content = far.store.read_if_there(path.name)
-        if content is not None:
-            write_atomically(path, content)
 
 
 def _sentence(error: Exception, root: Path) -> str:

@@ -13,29 +13,34 @@ from megahead.checkpoint import steps_in
 from megahead.errors import CheckpointError, UserError
 from megahead.far import Store, is_below
 from megahead.files import write_atomically
-from megahead.mirror.far_run import FarRun, newest_first
+from megahead.mirror.far_run import CHECKPOINTS, FarRun, newest_first
 from megahead.run_folder import RunFolder
 
 
 class TakenOverError(UserError):
-    """Another session writes to the mirror now."""
+    """Another session, or another run, writes to the mirror now."""
 
 
 ID, SESSION = "run-id", "session"
 
 
 def refuse_another_mirror(far: FarRun, folder: RunFolder, resume: str) -> None:
-    """CheckpointError if the mirror belongs to another run than that in `folder`, which `resume` would go on with;
-    FarError if what is written there cannot be read back."""
-    _try_writing(far.store)
-    there, here = far.store.read_if_there(ID), _read(folder.identity)
-    if resume == "never" and (named := newest_first(far.list("checkpoints"))):
+    """CheckpointError if the mirror belongs to another run than that in `folder`, which `resume` would go on with, or
+    is that folder; FarError if what is written there cannot be read back."""
+    _try_writing(far.store, folder)
+    there, here = _id_in(far.store), _read(folder.identity)
+    named = newest_first(far.list(CHECKPOINTS))
+    if resume == "never" and named:
         raise CheckpointError(
             f"`--resume never` needs a mirror without checkpoints, but {far.url} has {named[0]}; choose another "
             "training.mirror."
         )
     fresh = not steps_in(folder.checkpoints)
     adopts = fresh and (resume in ("auto", "never") or is_below(resume, far.url))
+    if there is None and named and not adopts:
+        raise CheckpointError(
+            f"`training.mirror` must be this run's or empty, but {far.url} has {named[0]}, and no {ID}; choose another."
+        )
     if there is not None and there != here and not (here is None and adopts):
         raise CheckpointError(
             f"`training.mirror` must be this run's or empty, but {far.url} is that of another; choose another, or copy "
@@ -43,17 +48,31 @@ def refuse_another_mirror(far: FarRun, folder: RunFolder, resume: str) -> None:
         )
 
 
-def _try_writing(store: Store) -> None:
+def _try_writing(store: Store, folder: RunFolder) -> None:
     name, token = f".tried-{secrets.token_hex(8)}", secrets.token_bytes(16)
     store.write(name, token)
+    same = (folder / name).exists()
     store.remove(name)
+    if same:
+        raise CheckpointError(
+            f"`training.mirror` must be another place than output_dir, but {store.url} is {folder}; choose another."
+        )
+
+
+def _id_in(store: Store) -> bytes | None:
+    """None also for one that a full disk has left empty."""
+    return store.read_if_there(ID) or None
 
 
 def begin_session(store: Store, folder: RunFolder, mark: str) -> None:
-    """Makes the mirror this run's and this session's."""
-    there = store.read_if_there(ID)
-    identity = there or _read(folder.identity) or f"{secrets.token_hex(16)}\n".encode()
-    if _read(folder.identity) is None:
+    """Makes the mirror this run's and this session's; TakenOverError if it has become another run's meanwhile."""
+    there, here = _id_in(store), _read(folder.identity)
+    if there is not None and here is not None and there != here:
+        raise TakenOverError(
+            f"training.mirror must be this run's, but {store.url} has become that of another; choose another."
+        )
+    identity = there or here or f"{secrets.token_hex(16)}\n".encode()
+    if here is None:
         write_atomically(folder.identity, identity)
     if there is None:
         store.write(ID, identity)

@@ -1,7 +1,8 @@
-"""Sends a checkpoint: files beside, read back, then the name; what need not be kept there goes afterwards."""
+"""Sends a checkpoint: files beside, read back, then the name. What need not be kept there goes afterwards."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -12,32 +13,51 @@ from megahead.checkpoint.manifest import MANIFEST, FileEntry, Manifest
 from megahead.checkpoint.retention import surplus
 from megahead.errors import CheckpointError
 from megahead.far import Expected, receive
-from megahead.mirror.far_run import CHECKPOINTS, FarRun, Listing, newest_first, step_in
+from megahead.mirror.far_run import (
+    CHECKPOINTS,
+    FarRun,
+    Listing,
+    is_one_of,
+    newest_first,
+    set_aside_in,
+    step_in,
+)
 
 _AT_ONCE = 4
 """Files that are under way together."""
 
 
-def send(far: FarRun, folder: Path, parent_step: int, keep: int, keep_rules: KeepRules) -> int:
+def send(far: FarRun, folder: Path, parent_step: int, refuse: Callable[[], None]) -> int:
     """Puts the checkpoint in `folder` into a mirror; returns the bytes sent. FarError, DamagedError if the store fails
     or has not kept what it was sent: then it has no name there.
 
-    `parent_step`: that of the checkpoint which it continues; later ones are of a history that the run abandoned, and
-    are removed before it gets its name. Then those that the rules do not keep.
+    `parent_step`: that of the checkpoint which it continues; later ones are of a history that the run abandoned, as are
+    those that it has set aside on its disk, and are removed before this one gets its name. `refuse` is called before
+    that, and raises an error if the mirror is another's now.
     """
-    target, listing = f"{CHECKPOINTS}/{folder.name}", far.list(CHECKPOINTS)
+    target, listing = _place_of(folder), far.list(CHECKPOINTS)
     text = (folder / MANIFEST).read_bytes()
     manifest = Manifest.parse(text, str(folder / MANIFEST))
     _clear_remains(far, listing, target)
-    missing = _missing(far, target, listing.get(target, {}), manifest)
+    continued = step_in(target) <= parent_step  # else what has its name is of a history that was abandoned
+    missing = _missing(far, target, listing.get(target, {}) if continued else {}, manifest)
     if missing and MANIFEST in listing.get(target, {}):
         far.store.remove(f"{target}/{MANIFEST}")
     sent = _send_files(far, folder, target, missing)
-    _abandon_after(far, listing, target, parent_step)
+    refuse()
+    _abandon(far, listing, target, parent_step, set_aside_in(folder.parent))
     far.store.write(f"{target}/{MANIFEST}", text)
-    far.store.write(f"{CHECKPOINTS}/latest", f"{folder.name}\n".encode())
-    _retain(far, target, keep, keep_rules)
     return sent
+
+
+def settle(far: FarRun, folder: Path, keep: int, keep_rules: KeepRules) -> None:
+    """After `send`: `latest` names the checkpoint, and those go that the rules do not keep beside it."""
+    far.store.write(f"{CHECKPOINTS}/latest", f"{folder.name}\n".encode())
+    _retain(far, _place_of(folder), keep, keep_rules)
+
+
+def _place_of(folder: Path) -> str:
+    return f"{CHECKPOINTS}/{folder.name}"
 
 
 def _clear_remains(far: FarRun, listing: Listing, target: str) -> None:
@@ -83,9 +103,9 @@ def _send_some(far: FarRun, folder: Path, target: str, files: dict[str, FileEntr
             pass
 
 
-def _abandon_after(far: FarRun, listing: Listing, target: str, parent_step: int) -> None:
+def _abandon(far: FarRun, listing: Listing, target: str, parent_step: int, aside: set[bytes]) -> None:
     for folder in newest_first(listing):
-        if step_in(folder) > parent_step and folder != target:
+        if folder != target and (step_in(folder) > parent_step or is_one_of(far, folder, listing[folder], aside)):
             far.remove(folder, listing[folder])
 
 

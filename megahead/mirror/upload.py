@@ -17,7 +17,7 @@ from megahead.checkpoint import KeepRules, step_of
 from megahead.errors import UserError
 from megahead.mirror.far_run import FarRun
 from megahead.mirror.ownership import TakenOverError, begin_session, refuse_another_session
-from megahead.mirror.sending import send
+from megahead.mirror.sending import send, settle
 from megahead.run_folder import RunFolder
 
 PAUSES = (0.0, 1.0, 10.0)
@@ -63,12 +63,14 @@ class Mirror:
         """Steps of checkpoints that must not be removed yet, because they are being read."""
         self._change = threading.Condition()
         self._waiting: _Order | None = None
+        self._sending: _Order | None = None
         self._owed = _NOTHING
         self._files_wait = True
-        self._busy = self._begun = self._closed = False
+        self._busy = self._ours = self._begun = self._closed = False
         self._news: SimpleQueue[News] = SimpleQueue()
         self._taken: UserError | None = None
-        threading.Thread(target=self._work, name="mirror", daemon=True).start()
+        self._thread = threading.Thread(target=self._work, name="mirror", daemon=True)
+        self._thread.start()
 
     @property
     def url(self) -> str:
@@ -78,10 +80,10 @@ class Mirror:
     def offer(self, folder: Path, parent_step: int) -> None:
         """Sends a finished checkpoint, which continues the one of `parent_step`, when its turn comes."""
         with self._change:
-            if self._waiting is not None:
-                self._skip(self._waiting)
-            self._waiting = _Order(folder, parent_step)
-            self.in_hand.add(step_of(folder))
+            passed_over, self._waiting = self._waiting, _Order(folder, parent_step)
+            if passed_over is not None:
+                self._skip(passed_over)
+            self._note_in_hand()
             self._change.notify_all()
 
     def offer_files(self) -> None:
@@ -105,9 +107,10 @@ class Mirror:
         """What happened since the last call."""
         return [self._news.get() for _ in range(self._news.qsize())]  # only this thread takes some
 
-    def finishing(self, seconds: float = math.inf) -> Iterator[None]:
-        """Ends when nothing is left to be sent, or all attempts have failed, or after so many seconds; yields often."""
-        told, deadline = time.monotonic(), time.monotonic() + seconds
+    def finishing(self, deadline: float = math.inf) -> Iterator[None]:
+        """Ends when nothing is left to be sent, or all attempts have failed, or the monotonic clock is there; yields
+        often."""
+        told = time.monotonic()
         while self._at_work() and time.monotonic() < deadline:
             if time.monotonic() - told > TELL_SECONDS:
                 told = time.monotonic()
@@ -117,7 +120,13 @@ class Mirror:
 
     def _at_work(self) -> bool:
         with self._change:
-            return self._busy or self._waiting is not None or self._files_wait
+            at_work = self._busy or self._waiting is not None or self._files_wait
+        return at_work and self._thread.is_alive()
+
+    def _note_in_hand(self) -> None:
+        now = {step_of(order.folder) for order in (self._sending, self._waiting) if order is not None}
+        self.in_hand |= now  # never without one of them: another thread looks
+        self.in_hand &= now
 
     def _work(self) -> None:
         """The thread: a checkpoint, then the small files, whenever there are some."""
@@ -127,24 +136,22 @@ class Mirror:
                 if self._waiting is None and not self._files_wait:
                     return
                 order = self._take()
-            if order is not None:
-                self._send(order)
-            else:
-                self._send_files()
+            if order is None or self._send(order):
+                self._send_files(order)
             with self._change:
-                if order is not None and (self._waiting is None or self._waiting.folder != order.folder):
-                    self.in_hand.discard(step_of(order.folder))
-                self._busy = False
+                self._sending, self._busy = None, False
+                self._note_in_hand()
 
     def _take(self) -> _Order | None:
         """The checkpoint to be sent; also removes from the mirror what those that were not sent would have."""
-        order, self._waiting = self._waiting, None
-        self._files_wait, self._busy = False, True
+        order, self._waiting, self._busy = self._waiting, None, True
         if order is not None:
             order, self._owed = _Order(order.folder, min(order.parent_step, self._owed)), _NOTHING
+        self._sending = order
         return order
 
-    def _send(self, order: _Order) -> None:
+    def _send(self, order: _Order) -> bool:
+        """Whether it is there then; else that is told."""
         began, step, reason = time.monotonic(), step_of(order.folder), ""
         for pause in PAUSES:
             with self._change:
@@ -152,17 +159,17 @@ class Mirror:
                     break  # a newer one takes its place
             try:
                 self._begin()
-                refuse_another_session(self._far.store, self._mark)
-                sent = send(self._far, order.folder, order.parent_step, self._keep, self._keep_rules)
-                self._put(self._folder.metrics, self._folder.ending)
+                sent = send(self._far, order.folder, order.parent_step, self._refuse_another)
             except Exception as error:
                 reason = self._reason(error)
             else:
                 seconds = round(time.monotonic() - began, 3)
-                return self._news.put(News({"step": step, "seconds": seconds, "bytes": sent}))
-            if self._taken is not None or not order.folder.is_dir():
+                self._news.put(News({"step": step, "seconds": seconds, "bytes": sent}))
+                return True
+            if self._taken is not None or _is_gone(order.folder):
                 break
         self._fail(order, reason)
+        return False
 
     def _reason(self, error: Exception) -> str:
         if isinstance(error, TakenOverError):
@@ -173,33 +180,45 @@ class Mirror:
         step = step_of(order.folder)
         with self._change:
             self._owed = min(self._owed, order.parent_step)
-        if not order.folder.is_dir():
+        if _is_gone(order.folder):
             return  # set aside when the run went back; the checkpoint that did so follows
         sentence = f"step {step:,} is not in the mirror, only in {order.folder}: {reason}"
         self._news.put(News({"step": step, "failed": reason}, sentence))
 
     def _skip(self, order: _Order) -> None:
         step = step_of(order.folder)
-        self.in_hand.discard(step)
         self._owed = min(self._owed, order.parent_step)
+        if any(other is not None and other.folder == order.folder for other in (self._sending, self._waiting)):
+            return  # it is on its way, or comes next, all the same
         sentence = f"step {step:,} is not copied to the mirror, since an older one is still on its way to {self.url}"
         self._news.put(News({"step": step, "skipped": True}, sentence))
 
-    def _send_files(self) -> None:
+    def _send_files(self, sent: _Order | None) -> None:
+        """The run's small files; before them, removes what a checkpoint that was `sent` makes superfluous."""
+        with self._change:
+            self._files_wait = False
         try:
             self._begin()
-            refuse_another_session(self._far.store, self._mark)
+            if sent is not None:
+                settle(self._far, sent.folder, self._keep, self._keep_rules)
             self._put(self._folder.metrics, self._folder.ending)
         except Exception as error:
             reason = self._reason(error)
             self._news.put(News({"failed": reason}, f"the run's log is not in the mirror: {reason}"))
 
     def _begin(self) -> None:
-        if not self._begun:
+        """Also whenever something is sent later: whether another session has begun since."""
+        if not self._ours:
             begin_session(self._far.store, self._folder, self._mark)
+            self._ours = True  # once: it would be another session's that it takes
+        self._refuse_another()
+        if not self._begun:
             self._far.store.remove(self._folder.ending.name)
             self._put(self._folder.config, self._folder.tokenizer)
             self._begun = True
+
+    def _refuse_another(self) -> None:
+        refuse_another_session(self._far.store, self._mark)
 
     def _put(self, *paths: Path) -> None:
         """Sends small files, as far as they are there."""
@@ -207,3 +226,10 @@ class Mirror:
             with suppress(FileNotFoundError):
                 content = path.read_bytes()
                 self._far.store.write(path.name, content)
+
+
+def _is_gone(folder: Path) -> bool:
+    """Whether it has another name now; False where the disk cannot tell."""
+    with suppress(OSError):
+        return not folder.is_dir()
+    return False

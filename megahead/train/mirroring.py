@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from math import inf
 
 from megahead.checkpoint import Checkpoint, KeepRules, run_long_on_all_ranks, run_on_all_ranks
@@ -23,11 +24,11 @@ from megahead.run_folder import RunFolder
 from megahead.train.datasets import RunDatasets
 from megahead.train.hold import Hold
 from megahead.train.identity import data_fingerprints, refuse_another_run
-from megahead.train.preemption import Ending
+from megahead.train.preemption import Ending, StopRequest
 
 SECONDS_AFTER_SIGNAL = 20.0
-"""How long a session that torchrun's agent has asked to stop waits for its mirror: ranks are killed after 30 s. What is
-missing then, the next session sends."""
+"""How long after its signal a session that torchrun's agent has asked to stop may still wait for its mirror: ranks are
+killed after 30 s. What is missing then, the next session sends."""
 
 
 def near_resume(resume: str, config: RunConfig, world_group: Group) -> str:
@@ -74,9 +75,15 @@ def open_mirror(config: RunConfig, hold: Hold | None, keep_rules: KeepRules) -> 
     return Mirror(FarRun(training.mirror), config.folder(), hold.mark, training.keep_checkpoints, keep_rules)
 
 
-def finish_mirror(mirror: Mirror | None, ending: Ending, restarts: bool, world_group: Group) -> list[News]:
-    """Waits until all is sent, and returns what happened meanwhile. Collective. `restarts`: whether the launcher starts
-    ranks again, and will not wait for long if it has asked them to stop."""
-    seconds = SECONDS_AFTER_SIGNAL if ending == "stopped" and restarts else inf
-    run_long_on_all_ranks(world_group, iter(()) if mirror is None else mirror.finishing(seconds), str)
+def last_moment(ending: Ending, stop: StopRequest, restarts: bool) -> float:
+    """Until when on the monotonic clock a session that ends may wait for its mirror. `restarts`: whether the launcher
+    starts ranks again, and will not wait for long if it has asked them to stop."""
+    if ending != "stopped" or not restarts:
+        return inf
+    return (stop.came or time.monotonic()) + SECONDS_AFTER_SIGNAL
+
+
+def finish_mirror(mirror: Mirror | None, deadline: float, world_group: Group) -> list[News]:
+    """Waits until all is sent, or until then, and returns what happened meanwhile. Collective."""
+    run_long_on_all_ranks(world_group, iter(()) if mirror is None else mirror.finishing(deadline), str)
     return [] if mirror is None else mirror.news()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -44,6 +45,8 @@ class StopRequest:
 
     def __init__(self, prints: bool = True) -> None:
         self.signal: str | None = None
+        self.came: float | None = None
+        """When the first did, on the monotonic clock."""
         self._prints = prints
         for number in SIGNALS if _receives_signals() else ():
             signal.signal(number, self._note)
@@ -53,6 +56,7 @@ class StopRequest:
         return bool(world_group.all_reduce_max_(torch.tensor(int(self.signal is not None))))
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        self.came = self.came or time.monotonic()
         self.signal = signal.Signals(number).name
         if number == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.default_int_handler)

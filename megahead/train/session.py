@@ -24,7 +24,7 @@ from megahead.train.datasets import RunDatasets
 from megahead.train.hold import Hold
 from megahead.train.lineage import Lineage
 from megahead.train.meters import Meters
-from megahead.train.mirroring import fetch_from_mirror, finish_mirror, open_mirror
+from megahead.train.mirroring import fetch_from_mirror, finish_mirror, last_moment, open_mirror
 from megahead.train.preemption import Ending, StopRequest
 from megahead.train.start import Start, find_resume
 from megahead.train.state import TrainingState
@@ -148,10 +148,10 @@ class Session:
             mirror.offer(checkpoint.folder, checkpoint.step)
         return mirror
 
-    def _finish_mirror(self, ending: Ending) -> list[News]:
+    def _finish_mirror(self, deadline: float) -> list[News]:
         if self.plan.config.training.mirror is None:
             return []
-        return finish_mirror(self.mirror, ending, self.launch.restarts, self.world_group)
+        return finish_mirror(self.mirror, deadline, self.world_group)
 
     def abandon(self) -> None:
         """After an error, which others must be told soon: nothing is left in memory, unless ranks will start again, and
@@ -166,7 +166,8 @@ class Session:
     def end(self, ending: Ending, state: TrainingState) -> None:
         """Writes how the session ended, for scripts that restart runs; a session that was killed leaves no such
         file."""
-        self.meters.mirrored(self._finish_mirror(ending), state)
+        deadline = last_moment(ending, self.stop, self.launch.restarts)
+        self.meters.mirrored(self._finish_mirror(deadline), state)
         self.meters.close(ending, state)
         if self.world_group.rank == 0:
             content = {"ending": ending, "step": state.step, "steps": self.plan.config.training.steps}
@@ -181,7 +182,7 @@ class Session:
         if self.mirror is not None:
             self.mirror.offer_files()
             self.mirror.close()
-        for sentence in [news.sentence for news in self._finish_mirror(ending) if news.sentence]:
+        for sentence in [news.sentence for news in self._finish_mirror(deadline) if news.sentence]:
             print(sentence, flush=True)
 
 

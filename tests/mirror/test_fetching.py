@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import threading
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,15 @@ from megahead.checkpoint import Checkpoint, open_checkpoint
 from megahead.checkpoint.folders import set_aside
 from megahead.distributed import Group
 from megahead.errors import CheckpointError
-from megahead.mirror import FarRun, Fetched, far_or_existing, fetch_named, fetch_newer, refuse_another_mirror
+from megahead.mirror import (
+    FarRun,
+    Fetched,
+    far_or_existing,
+    fetch_named,
+    fetch_newer,
+    fetching,
+    refuse_another_mirror,
+)
 from megahead.run_folder import RunFolder
 from support.mirrored import finish, mirror, save
 from support.on_ranks import on_ranks
@@ -151,3 +161,104 @@ def test_a_mirror_is_one_runs(url: str, tmp_path: Path) -> None:
     refuse_another_mirror(FarRun(url), fresh, "auto")
     refuse_another_mirror(FarRun(url), fresh, f"{url}/checkpoints/step-00000003")
     refuse_another_mirror(FarRun(f"file://{tmp_path}/empty"), other, "auto")
+
+
+def test_checkpoints_of_nobody_knows_whom_are_not_made_a_mirror(url: str, tmp_path: Path) -> None:
+    """Their run would lose them: only the newest of this one's would be kept there. An empty disk may go on from them,
+    which fetching refuses if they are another run's."""
+    (tmp_path / "store/run-id").unlink()
+    save(tmp_path / "other", 9)
+    for folder, resume in (("other", "auto"), ("fresh", str(tmp_path / "first"))):
+        with pytest.raises(
+            CheckpointError, match=rf"this run's or empty, but {url} has checkpoints/step-00000006, and no run-id;"
+        ):
+            refuse_another_mirror(FarRun(url), RunFolder(tmp_path / folder), resume)
+    refuse_another_mirror(FarRun(url), RunFolder(tmp_path / "fresh"), "auto")
+
+
+def test_a_run_is_not_its_own_mirror(tmp_path: Path) -> None:
+    """By whatever name: it would write over the files that it reads."""
+    save(tmp_path / "run", 3)
+    (tmp_path / "link").symlink_to("run")
+    with pytest.raises(
+        CheckpointError, match=r"`training\.mirror` must be another place than output_dir, but file://.*/link is"
+    ):
+        refuse_another_mirror(FarRun(f"file://{tmp_path}/link"), RunFolder(tmp_path / "run"), "auto")
+    assert not list((tmp_path / "run").glob(".tried-*"))
+
+
+def test_one_that_is_named_does_not_become_the_newest_of_the_run(url: str, tmp_path: Path) -> None:
+    """The session that named it may yet be refused, and the next one goes on from what was the newest."""
+    (tmp_path / "first/checkpoints/step-00000003").rename(tmp_path / "lost")
+    fetch_named(f"{url}/checkpoints/step-00000003", RunFolder(tmp_path / "first"))
+    assert open_checkpoint(tmp_path / "first").step == 6
+
+
+def test_a_newer_one_becomes_the_newest_of_the_run(url: str, tmp_path: Path) -> None:
+    (tmp_path / "first/checkpoints/latest").write_text("step-00000003\n")
+    assert newer(url, tmp_path / "first", than=3) is not None
+    assert open_checkpoint(tmp_path / "first").step == 6
+
+
+def test_the_log_is_here_before_the_checkpoint_counts(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Were the session killed in between, no other would fetch it, and the mirror's would be overwritten."""
+
+    def killed(partial: Path, final: Path) -> None:
+        raise KeyboardInterrupt
+
+    (tmp_path / "store/metrics.jsonl").write_text('{"step": 6}\n')
+    monkeypatch.setattr(fetching, "give_name", killed)
+    with pytest.raises(KeyboardInterrupt):
+        newer(url, tmp_path / "new")
+    assert (tmp_path / "new/metrics.jsonl").read_text() == '{"step": 6}\n'
+
+
+def test_what_goes_wrong_here_is_no_damage_there(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone(partial: Path, final: Path) -> None:
+        raise FileNotFoundError(partial)
+
+    monkeypatch.setattr(fetching, "give_name", gone)
+    with pytest.raises(CheckpointError, match="must take a checkpoint, but cannot"):
+        newer(url, tmp_path / "new")
+
+
+def test_a_damaged_one_that_a_name_means_is_told(url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flip(stored(tmp_path, 6))
+    assert open_checkpoint(fetch_named(url, RunFolder(tmp_path / "new"))).step == 3
+    said = capsys.readouterr()
+    assert said.err.startswith(f"passed over: `{url}/checkpoints/step-00000006/tensors-")
+    assert said.out == ""
+
+
+def test_commands_at_the_same_time_fetch_one_after_the_other(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    run = RunFolder.of(far_or_existing(f"{url}/checkpoints/step-00000003")).path
+    half = run / "checkpoints/.step-00000006.partial"
+    half.mkdir()
+    fetched: list[Path] = []
+    other = threading.Thread(target=lambda: fetched.append(far_or_existing(f"{url}/checkpoints/step-00000003")))
+    with (run / "turn").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        (run / "checkpoints/step-00000003/checkpoint.json").unlink()  # to be fetched again
+        other.start()
+        other.join(0.5)
+        assert half.exists()
+        assert fetched == []
+    other.join(20)
+    assert open_checkpoint(*fetched).step == 3
+
+
+def test_a_run_in_a_folder_named_checkpoints_has_its_tokenizer(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "store").rename(tmp_path / "checkpoints/mine")
+    (tmp_path / "checkpoints/mine/tokenizer.json").write_text("{}")
+    for name in ("", "/", "/checkpoints", "/checkpoints/step-00000003", "/checkpoints/step-00000003/"):
+        folder = far_or_existing(f"file://{tmp_path}/checkpoints/mine{name}")
+        assert RunFolder.of(folder).tokenizer.read_text() == "{}"

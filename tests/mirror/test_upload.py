@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,7 @@ import pytest
 
 from megahead.checkpoint import KeepRules, open_checkpoint
 from megahead.errors import UserError
-from megahead.mirror import FarRun, fetch_named
+from megahead.mirror import FarRun, Mirror, fetch_named, upload
 from megahead.run_folder import RunFolder
 from support.far_stores import Faulty, faults
 from support.mirrored import finish, mirror, save, steps_in_mirror
@@ -56,6 +59,8 @@ def test_it_keeps_what_the_rules_keep(places: Places) -> None:
             sending.offer(save(run, step, keep=2), step - 1)
             finish(sending)
     assert steps_in_mirror(url) == [4, 6, 7]
+    folders = sorted(path.name for path in (run.parent / "store/checkpoints").iterdir() if path.is_dir())
+    assert folders == ["step-00000004", "step-00000006", "step-00000007"]
 
 
 def test_a_history_that_was_abandoned_goes_before_the_new_one_counts(places: Places) -> None:
@@ -179,6 +184,163 @@ def test_of_two_sessions_the_later_one_has_the_mirror(places: Places) -> None:
             first.check()
         second.check()
     assert steps_in_mirror(url) == []
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert condition()
+
+
+def test_one_that_is_on_its_way_stays_on_the_disk_though_it_was_saved_again(places: Places) -> None:
+    run, url = places
+    with mirror(url, run, keep=9) as sending, faults("waits", "tensors", times=1):
+        sending.offer(first := save(run, 3), -1)
+        until(lambda: Faulty.times == 0)
+        sending.offer(first, 3)
+        sending.offer(save(run, 6), 3)
+        assert sending.in_hand == {3, 6}
+        Faulty.gate.set()
+        finish(sending)
+        assert [news.sentence for news in sending.news()] == [None, None]
+    assert steps_in_mirror(url) == [3, 6]
+
+
+def test_what_a_killed_session_took_back_goes_when_the_next_one_sends(places: Places) -> None:
+    run, url = places
+    with mirror(url, run, keep=9) as first:
+        for step in (2, 4, 6):
+            first.offer(save(run, step), step - 2)
+            finish(first)
+    newest = save(run, 8, parent_step=4)
+    with mirror(url, run, "the next session\n", keep=9) as second:
+        second.offer(newest, 8)
+    assert steps_in_mirror(url) == [2, 4, 8]
+
+
+def test_what_is_done_again_is_sent_again_though_its_bits_are_the_same(places: Places) -> None:
+    """The mirror's own may be why it is done again: it was damaged."""
+    run, url = places
+    with mirror(url, run) as first:
+        first.offer(save(run, 3), -1)
+        finish(first)
+        first.offer(save(run, 6), 3)
+    (file,) = (run.parent / "store/checkpoints/step-00000006").glob("*.safetensors")
+    content = file.read_bytes()
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 4]))
+    with mirror(url, run, "the next session\n") as second:
+        second.offer(save(run, 6, parent_step=3), 3)
+    assert file.read_bytes() == content
+
+
+def test_a_session_that_is_followed_while_it_sends_names_nothing_and_removes_nothing(places: Places) -> None:
+    run, url = places
+    with mirror(url, run, "node-a\n", keep=1) as first:
+        first.offer(save(run, 3), -1)
+        finish(first)
+        with faults("waits", "tensors", times=1):
+            first.offer(save(run, 6), 2)
+            until(lambda: Faulty.times == 0)
+            with mirror(url, run, "node-b\n") as second:
+                finish(second)
+            Faulty.gate.set()
+            finish(first)
+        with pytest.raises(UserError, match="another has begun on node-b"):
+            first.check()
+        second.check()
+    assert steps_in_mirror(url) == [3]
+
+
+def test_a_session_whose_beginning_failed_does_not_take_the_mirror_from_the_next(places: Places) -> None:
+    run, url = places
+    run.mkdir()
+    RunFolder(run).config.write_text("name: small\n")
+    with mirror(url, run, "node-a\n") as first:
+        with faults("fails", "config.yaml", times=1):
+            finish(first)
+        with mirror(url, run, "node-b\n") as second:
+            finish(second)
+        first.offer(save(run, 3), -1)
+        finish(first)
+        with pytest.raises(UserError, match="another has begun on node-b"):
+            first.check()
+        second.check()
+
+
+def test_a_mirror_that_became_another_runs_meanwhile_is_left_alone(places: Places) -> None:
+    run, url = places
+    run.mkdir()
+    RunFolder(run).identity.write_text("this one\n")
+    (run.parent / "store/run-id").write_text("another\n")
+    with mirror(url, run) as sending:
+        finish(sending)
+        with pytest.raises(UserError, match=rf"must be this run's, but {url} has become that of another; choose"):
+            sending.check()
+    assert [path.name for path in (run.parent / "store").iterdir()] == ["run-id"]
+
+
+def test_an_empty_name_of_a_run_is_none(places: Places) -> None:
+    """A full disk leaves such."""
+    run, url = places
+    (there := run.parent / "store/run-id").touch()
+    with mirror(url, run) as sending:
+        finish(sending)
+    assert there.read_bytes() == RunFolder(run).identity.read_bytes() != b""
+
+
+def test_a_log_that_did_not_arrive_is_told_as_such_and_the_checkpoint_is_there(places: Places) -> None:
+    run, url = places
+    run.mkdir()
+    RunFolder(run).metrics.write_text('{"step": 1}\n')
+    with mirror(url, run) as sending:
+        finish(sending)
+        with faults("fails", "metrics.jsonl"):
+            sending.offer(save(run, 3), -1)
+            finish(sending)
+        sent, log = sending.news()
+    assert (sent.facts["step"], sent.sentence) == (3, None)
+    assert "step" not in log.facts
+    assert str(log.sentence).startswith(f"the run's log is not in the mirror: `{url}` must be reachable, but is not (")
+    assert steps_in_mirror(url) == [3]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_disk_that_fails_is_told_and_a_thread_that_died_is_not_waited_for(
+    places: Places, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, url = places
+
+    def fails(*_: object) -> bool:
+        raise OSError(errno.EIO, "Input/output error")
+
+    def dies(*_: object) -> int:
+        raise SystemExit
+
+    folder = save(run, 3)
+    with mirror(url, run) as sending:
+        finish(sending)
+        with monkeypatch.context() as patches:
+            patches.setattr(upload, "send", fails)
+            patches.setattr(Path, "is_dir", fails)
+            sending.offer(folder, -1)
+            finish(sending)
+        (news,) = sending.news()
+        assert "Input/output error" in str(news.sentence)
+        monkeypatch.setattr(upload, "send", dies)
+        sending.offer(folder, -1)
+        began = time.monotonic()
+        finish(sending)
+        assert time.monotonic() - began < 15
+
+
+def test_nobody_waits_beyond_the_last_moment(places: Places) -> None:
+    run, url = places
+    run.mkdir()
+    sending = Mirror(FarRun(url), RunFolder(run), "this session\n", 2, KeepRules())
+    with faults("waits", "session"):
+        assert list(sending.finishing(time.monotonic() - 1)) == []
+    sending.close()
 
 
 def test_an_ending_is_there_only_after_one(places: Places, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -55,5 +56,5 @@ def mirror(
 
 def finish(sending: Mirror) -> None:
     """Waits until all is sent."""
-    for _ in sending.finishing(20):
+    for _ in sending.finishing(time.monotonic() + 20):
         pass

@@ -1,0 +1,59 @@
+"""How long a session that ends waits for what it sends to its mirror."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from megahead.distributed import Group, Launch
+from megahead.engine import Engine
+from megahead.mirror import Mirror
+from megahead.train import pretrain
+from megahead.train.mirroring import SECONDS_AFTER_SIGNAL, last_moment
+from megahead.train.preemption import StopRequest, signals_put_back
+from support.on_ranks import on_ranks
+from support.small_run import small_config, write_text
+
+
+def test_a_session_that_will_be_killed_waits_some_seconds_from_its_signal() -> None:
+    with signals_put_back():
+        stop, before = StopRequest(), time.monotonic()
+        os.kill(os.getpid(), signal.SIGTERM)
+        after = time.monotonic()
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert before + SECONDS_AFTER_SIGNAL <= last_moment("stopped", stop, True) <= after + SECONDS_AFTER_SIGNAL
+    assert last_moment("stopped", stop, restarts=False) == last_moment("finished", stop, restarts=True) == math.inf
+
+
+def stopped_with_mirror(group: Group, folder: Path) -> tuple[str, list[float]]:
+    """How it ended, and until when it waited, in seconds from its signal."""
+    update, finishing, came, waited = Engine.step, Mirror.finishing, list[float](), list[float]()
+
+    def step(engine: Engine, *arguments: Any) -> Any:
+        if not came:
+            os.kill(os.getpid(), signal.SIGTERM)
+            came.append(time.monotonic())
+        return update(engine, *arguments)
+
+    def noted(mirror: Mirror, deadline: float = math.inf) -> Iterator[None]:
+        waited.append(deadline - came[0])
+        return finishing(mirror, deadline)
+
+    Engine.step = step  # type: ignore[method-assign, assignment]
+    Mirror.finishing = noted  # type: ignore[method-assign]
+    config = small_config(folder, {"training.mirror": f"file://{folder}/store"})
+    return pretrain(config, Launch(restarts=True)).ending, waited
+
+
+def test_it_waits_twice_but_no_longer(tmp_path: Path) -> None:
+    """For its checkpoint, and for its ending."""
+    write_text(tmp_path)
+    ((ending, waited),) = on_ranks(1, stopped_with_mirror, tmp_path)
+    assert ending == "stopped"
+    assert len(waited) == 2
+    assert all(seconds <= SECONDS_AFTER_SIGNAL for seconds in waited)
