@@ -75,7 +75,7 @@ def set_aside_in(root: Path) -> set[bytes]:
 
 def is_one_of(far: FarRun, folder: str, files: Mapping[str, int], manifests: Collection[bytes]) -> bool:
     """Whether a checkpoint in a store, with these files, is what one of the manifests tells of."""
-    alike = files.get(MANIFEST) in map(len, manifests)
+    alike = files.get(MANIFEST, -1) in map(len, manifests)
     return alike and far.store.read_if_there(f"{folder}/{MANIFEST}") in manifests
 
 

@@ -107,7 +107,7 @@ def fetch_named(url: str, into: RunFolder, group: Group = _ALONE) -> Path:
     newer ones that are damaged are told. Collective; CheckpointError where none can be had."""
     far = _open_together(url, group)
     listing = run_on_all_ranks(group, lambda: {} if far is None else _all_in(far))[0]
-    problems = []
+    problems = list[str]()
     for name, step in listing.items():
         problem = _fetch_together(far, name, into.checkpoints, group)
         if problem is None:

@@ -32,8 +32,8 @@ def send(far: FarRun, folder: Path, parent_step: int, refuse: Callable[[], None]
     or has not kept what it was sent: then it has no name there.
 
     `parent_step`: that of the checkpoint which it continues; later ones are of a history that the run abandoned, as are
-    those that it has set aside on its disk, and are removed before this one gets its name. `refuse` is called before
-    that, and raises an error if the mirror is another's now.
+    those that it has set aside on its disk, and lose their names before this one gets its own. `refuse` is called
+    before that, and raises an error if the mirror is another's now.
     """
     target, listing = _place_of(folder), far.list(CHECKPOINTS)
     text = (folder / MANIFEST).read_bytes()
@@ -51,9 +51,11 @@ def send(far: FarRun, folder: Path, parent_step: int, refuse: Callable[[], None]
 
 
 def settle(far: FarRun, folder: Path, keep: int, keep_rules: KeepRules) -> None:
-    """After `send`: `latest` names the checkpoint, and those go that the rules do not keep beside it."""
+    """After `send`: `latest` names the checkpoint; what has lost its name goes, and what the rules do not keep."""
+    target, listing = _place_of(folder), far.list(CHECKPOINTS)
     far.store.write(f"{CHECKPOINTS}/latest", f"{folder.name}\n".encode())
-    _retain(far, _place_of(folder), keep, keep_rules)
+    _clear_remains(far, listing, target)
+    _retain(far, listing, target, keep, keep_rules)
 
 
 def _place_of(folder: Path) -> str:
@@ -61,7 +63,7 @@ def _place_of(folder: Path) -> str:
 
 
 def _clear_remains(far: FarRun, listing: Listing, target: str) -> None:
-    """Removes what uploads that were killed have left, but for what this one writes anew."""
+    """Removes what has no name, but for what is written anew."""
     for folder, files in listing.items():
         if MANIFEST not in files and folder != target:
             far.remove(folder, files)
@@ -106,11 +108,10 @@ def _send_some(far: FarRun, folder: Path, target: str, files: dict[str, FileEntr
 def _abandon(far: FarRun, listing: Listing, target: str, parent_step: int, aside: set[bytes]) -> None:
     for folder in newest_first(listing):
         if folder != target and (step_in(folder) > parent_step or is_one_of(far, folder, listing[folder], aside)):
-            far.remove(folder, listing[folder])
+            far.store.remove(f"{folder}/{MANIFEST}")  # its files go later: they are many, and the mirror's newest waits
 
 
-def _retain(far: FarRun, target: str, keep: int, keep_rules: KeepRules) -> None:
-    listing = far.list(CHECKPOINTS)
+def _retain(far: FarRun, listing: Listing, target: str, keep: int, keep_rules: KeepRules) -> None:
     others = [folder for folder in newest_first(listing) if folder != target]
 
     def read(folder: str) -> Manifest:

@@ -14,6 +14,7 @@ import pytest
 
 from megahead.checkpoint import KeepRules, open_checkpoint
 from megahead.errors import UserError
+from megahead.far import Store
 from megahead.mirror import FarRun, Mirror, fetch_named, upload
 from megahead.run_folder import RunFolder
 from support.far_stores import Faulty, faults
@@ -217,6 +218,37 @@ def test_what_a_killed_session_took_back_goes_when_the_next_one_sends(places: Pl
     with mirror(url, run, "the next session\n", keep=9) as second:
         second.offer(newest, 8)
     assert steps_in_mirror(url) == [2, 4, 8]
+
+
+def test_nothing_but_names_goes_before_the_newest_has_its_own(places: Places, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint of thousands of files takes minutes to be removed, in which the mirror would have none."""
+    run, url = places
+    removed, write = list[str](), Store.write
+    monkeypatch.setattr(Store, "remove", removing(removed, Store.remove))
+
+    def named(store: Store, name: str, content: bytes) -> None:
+        if name.endswith("checkpoint.json"):
+            removed.append(f"named {name}")
+        write(store, name, content)
+
+    monkeypatch.setattr(Store, "write", named)
+    with mirror(url, run, keep=9) as sending:
+        for step in (2, 4):
+            sending.offer(save(run, step), step - 2)
+            finish(sending)
+        removed.clear()
+        sending.offer(save(run, 3, parent_step=-1), -1)
+    before = removed[: removed.index("named checkpoints/step-00000003/checkpoint.json")]
+    assert sorted(before) == [f"checkpoints/step-0000000{step}/checkpoint.json" for step in (2, 4)]
+    assert {name.split("/")[1] for name in FarRun(url).store.sizes("checkpoints")} == {"latest", "step-00000003"}
+
+
+def removing(removed: list[str], remove: Callable[[Store, str], None]) -> Callable[[Store, str], None]:
+    def noted(store: Store, name: str) -> None:
+        removed.append(name)
+        remove(store, name)
+
+    return noted
 
 
 def test_what_is_done_again_is_sent_again_though_its_bits_are_the_same(places: Places) -> None:
