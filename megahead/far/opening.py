@@ -21,14 +21,7 @@ def open_url(url: str) -> tuple[Any, str]:
     import fsspec
 
     scheme = url.partition("://")[0].lower()
-    if not is_far(url):
-        raise FarError(f"`{url}` must be an address such as s3://BUCKET/FOLDER, but is a path.")
-    if "::" in url:
-        raise FarError(f"`{url}` must be one address, but is a chain of them (`::`); give the last one alone.")
-    if scheme in _DISKS and not url.partition("://")[2].startswith("/"):
-        raise FarError(
-            f"`{url}` must have its whole path, but begins in the folder of each process; write {scheme}:///."
-        )
+    _refuse_unclear(url, scheme)
     try:
         files, root = fsspec.core.url_to_fs(url, use_listings_cache=False, skip_instance_cache=True)
     except ImportError as error:
@@ -38,6 +31,20 @@ def open_url(url: str) -> tuple[Any, str]:
     except Exception as error:
         raise FarError(f"`{url}` must be an address that can be opened, but cannot ({told(error)}).") from None
     return files, root.rstrip("/")
+
+
+def _refuse_unclear(url: str, scheme: str) -> None:
+    """FarError for what is no address, or may mean another place than it seems to."""
+    if not is_far(url):
+        raise FarError(f"`{url}` must be an address such as s3://BUCKET/FOLDER, but is a path.")
+    if "::" in url:
+        raise FarError(f"`{url}` must be one address, but is a chain of them (`::`); give the last one alone.")
+    if scheme in _DISKS and not url.partition("://")[2].startswith("/"):
+        raise FarError(
+            f"`{url}` must have its whole path, but begins in the folder of each process; write {scheme}:///."
+        )
+    if not has_folders(url) and "//" in url.partition("://")[2]:  # what is written there is not found by listing it
+        raise FarError(f"`{url}` must have single slashes, but has two that follow each other; leave one out.")
 
 
 def has_folders(url: str) -> bool:

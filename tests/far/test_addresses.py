@@ -64,9 +64,7 @@ def test_roots_are_addresses_as_well(tmp_path: Path) -> None:
         assert Store(url).sizes("") == Store(url).sizes("sp ace") == {"sp ace/ü#[1]*": 7}
 
 
-def test_a_disk_is_named_by_its_whole_path_and_a_chain_is_no_address(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_addresses_that_may_mean_another_place_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`file://mnt/run` would be in the folder of each process, perhaps on the disk that is to be mirrored."""
     monkeypatch.chdir(tmp_path)
     for url in ("file://mnt/run", "local://mnt/run", "file://"):
@@ -75,6 +73,9 @@ def test_a_disk_is_named_by_its_whole_path_and_a_chain_is_no_address(
         ):
             Store(url).write("file", b"content")
     assert not list(tmp_path.iterdir())
+    for url in ("s3://bucket//run", "gs://bucket/runs//mine/"):
+        with pytest.raises(FarError, match="must have single slashes, but has two that follow each other; leave one"):
+            Store(url)
     with pytest.raises(
         FarError, match=r"must be one address, but is a chain of them \(`::`\); give the last one alone"
     ):
