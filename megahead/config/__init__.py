@@ -19,6 +19,7 @@ from megahead.config.model import ModelConfig
 from megahead.config.objective import HeadName, ObjectiveConfig, resolve_candidate_group_samples
 from megahead.config.parallel import ParallelConfig
 from megahead.config.phases import Phase, learn_alike, names_of, phase_at, phase_that_saved, phases_of
+from megahead.config.phrases import PhrasesConfig
 from megahead.config.plan import RunPlan
 from megahead.config.resilience import FaultsConfig, ResumeConfig
 from megahead.config.rotary import RotaryScalingConfig
@@ -43,6 +44,7 @@ __all__ = [
     "OptimizerConfig",
     "ParallelConfig",
     "Phase",
+    "PhrasesConfig",
     "ResumeConfig",
     "RotaryScalingConfig",
     "RunConfig",

@@ -24,6 +24,8 @@ def check_fit(config: RunConfig) -> None:
         config.masked_inputs.check(config.model, config.data)
     check_causal(config.model, config.objective.schedule, config.masking, config.training, config.tasks)
     check_detection(config.objective, config.model, config.masking, config.training, config.init)
+    if config.objective.phrases:
+        config.objective.phrases.check(config.model, config.masking, config.batch)
     check_id_files(config.data, config.masking, config.objective)
     _check_table(config)
     _check_elastic(config)

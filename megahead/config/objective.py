@@ -10,6 +10,7 @@ from pydantic import Field, field_validator, model_validator
 from megahead.config.base import Settings
 from megahead.config.batch import BatchConfig
 from megahead.config.objective_schedule import ObjectiveScheduleConfig
+from megahead.config.phrases import PhrasesConfig
 from megahead.config.replaced_tokens import ReplacedTokensConfig
 from megahead.errors import ConfigError
 
@@ -84,6 +85,10 @@ class ObjectiveConfig(Settings):
     """encoder: the objective is that of a small generator, and the model learns to tell the tokens that it has replaced
     (ELECTRA); left out, the model itself learns the masked tokens."""
 
+    phrases: PhrasesConfig | None = None
+    """encoder: phrases that several rows have are masked, and found in the other rows (NPM); left out, masked tokens
+    are learned alone."""
+
     @field_validator("group_samples")
     @classmethod
     def _known_group(cls, value: int | str) -> int | str:
@@ -129,6 +134,10 @@ class ObjectiveConfig(Settings):
             raise ConfigError(
                 "negatives_from", "be left out without negatives", got=self.negatives_from, hint="set negatives"
             )
+        for field in ("replaced_tokens", "schedule"):
+            if self.phrases is not None and getattr(self, field) is not None:
+                rule = "be left out with phrases, which the model itself learns from the first step to the last"
+                raise ConfigError(field, rule, got="given")
         return self
 
     def trains_head(self) -> bool:

@@ -6,7 +6,7 @@ within an epoch, a row or an order. *Blend*: several datasets in fixed proportio
 """
 
 from megahead.corpus import IndexedDataset, IndexedDatasetWriter
-from megahead.data.batch import Batch, ReplacedTokens, causal_batch
+from megahead.data.batch import Batch, MaskedPhrases, ReplacedTokens, causal_batch
 from megahead.data.batch_reader import (
     BatchReader,
     RowMasker,
@@ -39,6 +39,7 @@ __all__ = [
     "IndexedDataset",
     "IndexedDatasetWriter",
     "MaskedInputs",
+    "MaskedPhrases",
     "Masker",
     "NextTokens",
     "PackedSamples",

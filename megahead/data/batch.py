@@ -51,6 +51,23 @@ class ReplacedTokens:
 
 
 @dataclass(frozen=True)
+class MaskedPhrases:
+    """The ends of Q / 2 or more masked phrases of a group of rows, and K tokens among which they are looked for."""
+
+    ends_Q: Tensor
+    """int64, increasing: which of the B * T tokens are the first or last of a masked phrase that is among the K."""
+
+    candidates_K: Tensor
+    """int64, increasing: the unmasked tokens of the group's text."""
+
+    right_QR: Tensor
+    """int64: at which of the K the same phrase begins (or ends) as at each end, in other rows; -1 behind the last."""
+
+    row_length: int
+    """T."""
+
+
+@dataclass(frozen=True)
 class Batch:
     """The inputs of B rows and their targets."""
 
@@ -79,6 +96,9 @@ class Batch:
     replaced: ReplacedTokens | None = None
     """None: the model itself learns the targets."""
 
+    phrases: tuple[MaskedPhrases, ...] = ()
+    """One for each group of rows that are searched for each other's phrases."""
+
     weight_N: Tensor | None = None
     """float32: how often the loss of each target counts; None: once."""
 
@@ -101,10 +121,13 @@ class Batch:
     def _mapped(self, change: Callable[[Tensor], Tensor]) -> Batch:
         kept = tuple(replace(part, **_changed(part, change)) for part in self.kept)
         replaced = None if self.replaced is None else replace(self.replaced, **_changed(self.replaced, change))
-        return replace(self, **_changed(self, change), kept=kept, replaced=replaced)
+        phrases = tuple(replace(part, **_changed(part, change)) for part in self.phrases)
+        return replace(self, **_changed(self, change), kept=kept, replaced=replaced, phrases=phrases)
 
 
-def _changed(owner: Batch | KeptTokens | ReplacedTokens, change: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+def _changed(
+    owner: Batch | KeptTokens | ReplacedTokens | MaskedPhrases, change: Callable[[Tensor], Tensor]
+) -> dict[str, Any]:
     """Its tensors by name, changed."""
     values = {field.name: getattr(owner, field.name) for field in fields(owner)}
     return {name: change(value) for name, value in values.items() if isinstance(value, Tensor)}

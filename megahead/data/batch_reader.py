@@ -99,6 +99,7 @@ def _masker(config: RunConfig, masking: MaskingConfig, text: TrainingText) -> Ma
         nearest_VK=None if nearest is None else open_nearest_ids(nearest, config.model.vocab_size),
         masks_from=masking.masks_from(config.model),
         dropping=_dropping(framing, replace(text, setting="masking.dropping.by")),
+        phrases=config.objective.phrases,
     )
 
 
@@ -129,7 +130,8 @@ def evaluation_target_counts(config: RunConfig, token_counts_V: Tensor | None) -
     with the same probability); None if training does so too, or masks nothing, or `token_counts_V` are not known."""
     if config.masking is None or config.model.is_causal:
         return None
-    if not config.masking.weighs_ids() or token_counts_V is None:
+    weighs_ids = config.masking.weighs_ids() or config.objective.phrases is not None
+    if not weighs_ids or token_counts_V is None:
         return None
     special = config.masking.never_masked(config.data.end_token)
     counts_V = token_counts_V[: config.model.vocab_size].clone()

@@ -12,11 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from megahead.config import MaskingConfig
+from megahead.config import MaskingConfig, PhrasesConfig
 from megahead.data.batch import Batch, KeptTokens
 from megahead.data.counter_rng import CounterRng
 from megahead.data.dropping import TokenDropping
 from megahead.data.framing import Framing
+from megahead.data.phrases import SharedPhrases
 from megahead.data.strategies import Strategy
 
 Array = np.ndarray[Any, Any]
@@ -47,6 +48,10 @@ class Masker:
     dropping: TokenDropping | None = None
     """What middle layers leave out, if anything."""
 
+    phrases: PhrasesConfig | None = None
+    """Which phrases are masked, too: those that rows of a group share. What is masked then depends on the samples of
+    the group."""
+
     @property
     def config(self) -> MaskingConfig:
         """What is asked for."""
@@ -58,12 +63,15 @@ class Masker:
         noise = CounterRng(self.seed, sample_indices)
         step = int(sample_indices[0]) // self.samples_per_step if len(text) else 0
         budget = self._budget(text, sample_indices)
-        chosen_BT = self._select(self.strategy.at(step), rows.tokens_BT, rows.maskable_BT, budget, noise)
+        shared = None if self.phrases is None else SharedPhrases.of(rows, self.phrases)
+        strategy = self.strategy.at(step) if shared is None else shared.beside(self.strategy.at(step))
+        chosen_BT = self._select(strategy, rows.tokens_BT, rows.maskable_BT, budget, noise)
         read_BT = self._read_as(rows.tokens_BT, chosen_BT, noise)
         kept = self._without_masks(chosen_BT & (read_BT == self.config.mask_token))
         if self.dropping:
             kept = (*kept, self.dropping.kept(read_BT, text, step, noise))
-        return replace(rows.batch(chosen_BT, read_BT), kept=kept)
+        phrases = () if shared is None else shared.masked(chosen_BT)
+        return replace(rows.batch(chosen_BT, read_BT), kept=kept, phrases=phrases)
 
     def _without_masks(self, mask_BT: Array) -> tuple[KeptTokens, ...]:
         """All tokens but the mask tokens, for the layers before these enter."""

@@ -10,7 +10,7 @@ softmax.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megahead.config import ModelConfig, RunConfig
 from megahead.estimate.parameters import attention_matrices, mlp_matrices
@@ -79,11 +79,15 @@ def training_flops(
 
 def run_flops(config: RunConfig, candidate_rows: int) -> FlopsPerToken:
     """Those of a run whose outputs are scored against so many rows; where a generator learns the targets, its own and
-    those of the model that judges all tokens."""
+    those of the model that judges all tokens. Of phrases that are found in other rows the outputs of all tokens count,
+    not the comparisons, whose number the text decides."""
     length, targets = config.data.sequence_length, config.targets_per_row()
     model, generator = config.trained_model(), config.generator()
     if generator is None:
-        return training_flops(model, length, candidate_rows, targets=targets, shorter=shorter_layers(config))
+        shorter = shorter_layers(config)
+        learned = training_flops(model, length, candidate_rows, targets=targets, shorter=shorter)
+        every_output = training_flops(model, length, candidate_rows=0, shorter=shorter)
+        return replace(every_output, head=learned.head) if config.objective.phrases else learned
     learned = training_flops(generator, length, candidate_rows, targets=targets)
     judged = training_flops(model, length, candidate_rows=0)
     judging_head = 3 * 2 * (model.hidden_size**2 + model.hidden_size)

@@ -16,6 +16,7 @@ from megahead.objectives.candidate_softmax import (
 from megahead.objectives.candidates import Candidates, unique_candidates, vocabulary_candidates
 from megahead.objectives.contrastive import Headless, Objective, Pool, Vanilla, build_objective, cwt_loss
 from megahead.objectives.detection import DetectionResult, DetectionSums, detection_sums
+from megahead.objectives.phrases import PhraseResult, PhraseSums, phrase_sums
 from megahead.objectives.scores import SCORES, Cosine, Dot, Harmonic, Score
 from megahead.objectives.streamed import streamed_sums
 from megahead.objectives.training_free_head import log_unigram, training_free_bias
@@ -32,6 +33,8 @@ __all__ = [
     "Harmonic",
     "Headless",
     "Objective",
+    "PhraseResult",
+    "PhraseSums",
     "Pool",
     "Score",
     "Vanilla",
@@ -42,6 +45,7 @@ __all__ = [
     "detection_sums",
     "evaluation_sums",
     "log_unigram",
+    "phrase_sums",
     "streamed_sums",
     "training_free_bias",
     "unique_candidates",

@@ -34,6 +34,12 @@ def target_positions_of(batch: Batch) -> TargetPositions:
     return TargetPositions(batch.target_index_N, rows, row_length, batch.max_targets_per_row)
 
 
+def all_positions_of(batch: Batch) -> TargetPositions:
+    """All of the batch's outputs."""
+    rows, row_length = batch.input_ids_BT.shape
+    return TargetPositions(torch.arange(rows * row_length, device=batch.input_ids_BT.device), rows, row_length)
+
+
 def shorter_rows_of(batch: Batch) -> list[ShorterRows]:
     """What some layers compute of the batch alone, in the order of these layers."""
     rows, row_length = batch.input_ids_BT.shape

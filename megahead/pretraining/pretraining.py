@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from megahead.config import ObjectiveConfig
 from megahead.data import Batch
 from megahead.models import Backbone
+from megahead.nn import TargetPositions
 from megahead.objectives import (
     SCORES,
     Candidates,
@@ -30,12 +31,14 @@ from megahead.objectives import (
 from megahead.pretraining.batch import (
     EvaluationRequest,
     MicroBatch,
+    all_positions_of,
     documents_of,
     shorter_rows_of,
     target_positions_of,
 )
 from megahead.pretraining.detection import Detection
 from megahead.pretraining.output_layers import MaskHead, OutputBias, OutputEmbedding
+from megahead.pretraining.phrases import PhraseLoss
 from megahead.pretraining.softmax import Softmax
 from megahead.pretraining.temperature import LearnedTemperature
 from megahead.table import RowTable
@@ -57,7 +60,8 @@ class Pretraining(nn.Module):
     them another candidate beat, bool [N]; that costs a third of the loss once more.
 
     With `detection` its generator learns the targets in the backbone's place, and the backbone which tokens of a text
-    the generator has replaced; `note_detection` is told how well it does, batch by batch.
+    the generator has replaced; `note_detection` is told how well it does, batch by batch. With `phrases` the outputs at
+    the ends of masked phrases also learn to be like those of the same phrase in other rows.
     """
 
     def __init__(
@@ -80,6 +84,7 @@ class Pretraining(nn.Module):
         self.detection = detection
         self.note_misses: NotesMisses | None = None
         self.note_detection: NotesDetection | None = None
+        self.phrases = PhraseLoss(objective.phrases) if objective.phrases else None
         self.temperature = LearnedTemperature(objective.temperature) if objective.learned_temperature else None
 
     @overload
@@ -100,10 +105,10 @@ class Pretraining(nn.Module):
     def _loss(self, micro: MicroBatch) -> Tensor:
         """Scalar, connected to every trained parameter, also when the micro-batch has no targets."""
         inputs_BTD, rows = self._look_up(micro.batch.input_ids_BT, micro.candidates)
-        outputs_ND = self._outputs(inputs_BTD, micro.batch)
+        outputs_ND, phrase_loss = self._outputs_and_phrases(inputs_BTD, micro.batch)
         sizes = [candidates.positive_N.numel() for candidates in micro.candidates]
         parts = list(zip(outputs_ND.split(sizes), rows, micro.candidates, strict=True))
-        loss = self._loss_of_targets(outputs_ND, parts, micro.batch) * micro.loss_weight
+        loss = (self._loss_of_targets(outputs_ND, parts, micro.batch) + phrase_loss) * micro.loss_weight
         if self.detection is None:
             return loss
         predictions = [self._prediction(*part) for part in parts]
@@ -155,9 +160,19 @@ class Pretraining(nn.Module):
 
     def _outputs(self, inputs_BTD: Tensor, batch: Batch) -> Tensor:
         """[N, D]: the hidden states that have targets."""
-        places = documents_of(batch), target_positions_of(batch), shorter_rows_of(batch)
+        return self._hidden_at(target_positions_of(batch), inputs_BTD, batch)
+
+    def _outputs_and_phrases(self, inputs_BTD: Tensor, batch: Batch) -> tuple[Tensor, Tensor | float]:
+        """The same; and the loss of masked phrases, which compares the hidden states of all tokens."""
+        if self.phrases is None:
+            return self._outputs(inputs_BTD, batch), 0.0
+        every_MD = self._hidden_at(all_positions_of(batch), inputs_BTD, batch)
+        return every_MD.index_select(0, batch.target_index_N), self.phrases(every_MD, batch.phrases)
+
+    def _hidden_at(self, wanted: TargetPositions, inputs_BTD: Tensor, batch: Batch) -> Tensor:
+        """[N, D]: the hidden states there, of what learns the targets."""
         learner = self.backbone if self.detection is None else self.detection.generator
-        return learner.encode_at(inputs_BTD, *places)
+        return learner.encode_at(inputs_BTD, documents_of(batch), wanted, shorter_rows_of(batch))
 
     def _final_hidden(self, outputs_ND: Tensor, vocabulary: bool) -> tuple[Tensor, Tensor | None]:
         """[N, D]: outputs to be scored against rows; [V]: a learned bias, or None.

@@ -50,6 +50,8 @@ TRAINING = (
     Panel("generator_loss", "Generator's loss", "of masked tokens, where some are replaced"),
     Panel("detection_loss", "Detection loss", "of whether a token was replaced", zero=True),
     Panel("detection_found", "Replaced tokens found", "share of them", percent=True, zero=True),
+    Panel("phrase_loss", "Phrase loss", "at the ends of masked phrases"),
+    Panel("phrase_found", "Masked phrases found", "share of their ends", percent=True, zero=True),
     Panel("mfu", "Model FLOPs utilisation", "share of the devices' peak", percent=True, zero=True),
 )
 GEOMETRY = (

@@ -47,7 +47,8 @@ def _compile_(backbone: Backbone, backend: Backend) -> None:
 def _what_is_compiled(config: RunConfig) -> str:
     """All blocks but those whose shapes are another batch's each time."""
     plain = [f"{span('layer', part.layers)} (shorter rows)" for part in shorter_layers(config)]
-    if config.model.is_encoder() and not config.model.is_causal and config.objective.replaced_tokens is None:
+    needs_all = config.model.is_causal or config.objective.replaced_tokens or config.objective.phrases
+    if config.model.is_encoder() and not needs_all:
         plain.append("the last (masked tokens alone)")
     return f"one block for all layers{' but ' * bool(plain)}{' and '.join(plain)}"
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from megahead.config import MaskingConfig, ModelConfig, RunConfig, RunPlan, names_of, phases_of
 from megahead.config.embedding import ROWS_FROM
+from megahead.config.phrases import PhrasesConfig
 from megahead.config.replaced_tokens import ReplacedTokensConfig
 from megahead.estimate import RankMemory, rank_memory, run_parameters
 from megahead.far import is_far
@@ -135,6 +136,7 @@ def _objective(config: RunConfig, rows: int) -> str:
     parts += [f"scored by {objective.score}"] if objective.score != "dot" else []
     if objective.replaced_tokens is not None:
         parts.append(_detection(objective.replaced_tokens))
+    parts += [_phrases(objective.phrases)] if objective.phrases else []
     if objective.learned_temperature or objective.temperature != 1:
         parts.append(f"temperature {objective.temperature:g}{', learned' if objective.learned_temperature else ''}")
     return ", ".join(parts)
@@ -159,3 +161,9 @@ def _detection(asked: ReplacedTokensConfig) -> str:
     """What replaces tokens, and what finding them counts."""
     layers = counted(asked.generator_layers, "layer")
     return f"learned by a generator of {layers}, whose tokens the model finds (weight {asked.weight:g})"
+
+
+def _phrases(asked: PhrasesConfig) -> str:
+    """Which are masked, and what finding them costs and counts."""
+    lengths, rows = f"{asked.shortest} to {asked.longest} tokens", counted(asked.group_samples, "row")
+    return f"phrases of {lengths} found among {rows} by outputs of all tokens (weight {asked.weight:g})"

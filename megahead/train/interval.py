@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 
 from megahead.config import ObjectiveConfig
-from megahead.objectives import DetectionResult
+from megahead.objectives import DetectionResult, PhraseResult
 from megahead.train.state import TrainingState
 from megahead.train.step import StepReport
 
@@ -54,17 +54,18 @@ class Interval:
             "skipped_steps": state.skipped_steps,
         }
         if found := [r.detection for r in reports if r.detection is not None]:
-            detection = _detection(found)
-            means |= detection
-            means["generator_loss"] = means["loss"] - self._detection_weight * detection["detection_loss"]
+            means |= _named("detection", found)
+            means["generator_loss"] = means["loss"] - self._detection_weight * means["detection_loss"]
+        if found_phrases := [r.phrases for r in reports if r.phrases is not None]:
+            means |= _named("phrase", found_phrases)
         if fetched := [r.rows_fetched for r in reports if r.rows_fetched is not None]:
             means["rows_fetched"] = _mean(fetched)
             means["rows_late"] = _mean(r.rows_stale for r in reports)
         return means
 
 
-def _detection(found: list[DetectionResult]) -> dict[str, float]:
-    return {f"detection_{name}": _mean(getattr(one, name) for one in found) for name in asdict(found[0])}
+def _named(kind: str, found: Sequence[DetectionResult | PhraseResult]) -> dict[str, float]:
+    return {f"{kind}_{name}": _mean(getattr(one, name) for one in found) for name in asdict(found[0])}
 
 
 def _mean(values: Iterable[float]) -> float:

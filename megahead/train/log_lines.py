@@ -29,6 +29,8 @@ def progress_line(scalars: Mapping[str, float], state: TrainingState, steps: int
     if "detection_loss" in scalars:
         told = {name.removeprefix("detection_"): value for name, value in scalars.items()}
         parts.append(f"generator {scalars['generator_loss']:.4f}  {told_apart(told)}")
+    if "phrase_loss" in scalars:
+        parts.append(f"phrases {scalars['phrase_loss']:.4f}, found {scalars['phrase_found']:.1%}")
     if "mfu" in scalars:
         parts.append(f"MFU {scalars['mfu']:.1%}")
     if scalars["candidates"]:

@@ -135,7 +135,9 @@ def _tally(session: Session, progress: Progress) -> Tally:
     """Where the model notes what it finds in its batches; which tokens it misses, it tells those who mask by that."""
     tally = Tally(session.world_group, session.mesh.tensor_group.size)
     model, difficulty = cast(Pretraining, progress.engine.module), progress.state.difficulty
-    model.note_detection = tally.note_detection
+    model.note_detection = tally.note
+    if model.phrases is not None:
+        model.phrases.note = tally.note
     model.note_misses = None if difficulty is None else difficulty.note
     return tally
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from megahead.engine import Engine
-from megahead.objectives import DetectionResult
+from megahead.objectives import DetectionResult, PhraseResult
 from megahead.pretraining import StepBatches
 from megahead.train.faults import Fault, Guard, found_afterwards
 from megahead.train.tally import Tally
@@ -52,6 +52,9 @@ class StepReport:
     detection: DetectionResult | None
     """How well replaced tokens were told from others, in runs that replace some; their loss has a part in `loss`."""
 
+    phrases: PhraseResult | None
+    """How well masked phrases were found, in runs that look for them; so has theirs."""
+
 
 def train_step(
     engine: Engine,
@@ -87,6 +90,7 @@ def train_step(
         forward_seconds=measured.forward_seconds,
         cpu_seconds=time.process_time() - cpu_seconds,
         detection=measured.detection,
+        phrases=measured.phrases,
     )
 
 

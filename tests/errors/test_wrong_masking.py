@@ -196,6 +196,35 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
         },
         "`tasks` must be left out of a run that tells replaced tokens and predicts none, whose exports have no head, but is given instead.",
     ),
+    *(
+        (
+            changes | {"objective.phrases": {}},
+            "`objective.phrases` must be left out where next tokens are learned: phrases are masked in an encoder's rows, but is given instead.",
+        )
+        for changes in ({}, BERT | {"masking": MASKS, "model.is_causal": True})
+    ),
+    *(
+        (
+            BERT | {"masking": MASKS, "objective.phrases": {}} | changes,
+            f"`objective.{field}` must be left out with phrases, which the model itself learns from the first step to the last, but is given instead.",
+        )
+        for field, changes in (
+            ("replaced_tokens", {"objective.replaced_tokens": {}}),
+            ("schedule", {"objective.schedule": {"causal_share": 0.5}}),
+        )
+    ),
+    (
+        BERT | {"masking": MASKS | {"diffusion": True}, "objective.phrases": {}},
+        "`masking.diffusion` must be left out with objective.phrases, which are masked whole, but is True instead.",
+    ),
+    (
+        BERT | {"masking": MASKS, "objective.phrases": {"group_samples": 3}},
+        "`objective.phrases.group_samples` must divide batch.micro_size (2), but is 3 instead.",
+    ),
+    (
+        BERT | {"masking": MASKS, "objective.phrases": {"shortest": 5, "longest": 4}},
+        "`objective.phrases.longest` must be at least shortest (5), but is 4 instead.",
+    ),
     ({"masking": MASKS}, "`masking` must be left out of a decoder, but is given instead."),
     (BERT, "`masking` must be given for an encoder, but is missing; name mask_token, cls_token and sep_token."),
     (

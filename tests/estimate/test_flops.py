@@ -136,6 +136,22 @@ def test_a_causal_encoder_is_counted_with_all_outputs_and_what_precedes_them(win
     assert estimate.head == pytest.approx(0.8 * other.head)
 
 
+def test_outputs_of_all_tokens_are_counted_where_phrases_are_found():
+    shape = {"family": "bert", "num_layers": 2, "hidden_dropout": 0.0, "attention_dropout": 0.0, "max_positions": 32}
+    plain, phrases = (
+        small_config(
+            model=shape,
+            data={"end_token": 2, "sequence_length": 18},
+            masking={"mask_token": 3, "cls_token": 1, "sep_token": 2, "rate": 0.25},
+            objective=objective,
+        )
+        for objective in ({}, {"phrases": {"group_samples": 2}})
+    )
+    estimate, every = run_flops(phrases, 7), training_flops(phrases.model, 18, candidate_rows=0)
+    assert (estimate.body, estimate.attention) == (every.body, every.attention)
+    assert estimate.head == run_flops(plain, 7).head
+
+
 def test_a_generator_and_all_tokens_judged_are_counted():
     config = small_config(
         model={"family": "bert", "num_layers": 2, "hidden_dropout": 0.0, "attention_dropout": 0.0, "max_positions": 32},

@@ -25,6 +25,7 @@ OBJECTIVES = {
     "untied": {"name": "vanilla"},
     "tied": {"name": "vanilla", "tied": True},
     "mixed": {"vanilla_weight": 0.3, "learned_temperature": True},
+    "phrases": {"phrases": {"group_samples": 4, "longest": 2}, "learned_temperature": True},
     "replaced": {"replaced_tokens": {"generator_layers": 1}, "learned_temperature": True},
     "replaced-untied": {"name": "vanilla", "replaced_tokens": {"generator_layers": 2, "weight": 10}},
 }
@@ -44,7 +45,7 @@ def outcome(module: Pretraining, config: RunConfig) -> tuple[Tensor, tuple[float
     masker = training_masker(config, [])
     assert masker is not None
     text = np.random.default_rng(0).integers(2, 47, (3, 14))
-    text[1, 10:] = -1
+    text[1, 10:], text[2, 4:] = -1, text[0, :10]
     batch = masker.batch(text, range(3))
     candidates = build_objective(config.objective, 47).pool(batch.target_ids_N).candidates(batch.target_ids_N)
     module = module.double()
@@ -52,6 +53,7 @@ def outcome(module: Pretraining, config: RunConfig) -> tuple[Tensor, tuple[float
         for name, parameter in module.named_parameters():
             if name.startswith("mask_head"):
                 parameter += torch.linspace(-1, 1, parameter.numel(), dtype=torch.float64).view_as(parameter)
+    assert sum(len(group.ends_Q) for group in batch.phrases) > 0 or not batch.phrases
     loss = module(MicroBatch(batch, (candidates,), 0.5, 0.25))
     loss.backward()
     with torch.no_grad():

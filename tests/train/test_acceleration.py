@@ -81,6 +81,7 @@ MASKS = {"mask_token": 60, "cls_token": 61, "sep_token": 62}
             " but layers 0 to 1 (shorter rows) and the last (masked tokens alone)",
         ),
         ({"masking": MASKS, "objective.replaced_tokens": {}}, ""),
+        ({"masking": MASKS, "objective.phrases": {"group_samples": 2}}, ""),
         ({"masking": MASKS, "model.is_causal": True}, ""),
     ],
     ids=str,

@@ -34,7 +34,7 @@ def told(group: Group, tensor_ranks: int) -> list[Measured]:
     steps = []
     for count in (2, 1):
         for _ in range(count):
-            tally.note_detection(noted_of(group.rank // tensor_ranks))
+            tally.note(noted_of(group.rank // tensor_ranks))
         with time.measured():
             losses = [torch.tensor(10.0 * group.rank + micro) for micro in range(count)]
         steps.append(tally.gather(losses, time))
@@ -56,7 +56,7 @@ def test_all_ranks_are_told_the_same_and_each_batch_counts_once(tensor_ranks: in
 
 def test_where_nothing_is_noted_nothing_is_told() -> None:
     measured = Tally(Group(), 1).gather([torch.tensor(3.0)], ForwardTime(CPU))
-    assert (measured.losses_WA.tolist(), measured.detection) == ([[3.0]], None)
+    assert (measured.losses_WA.tolist(), measured.detection, measured.phrases) == ([[3.0]], None, None)
 
 
 def messages(group: Group, config: RunConfig) -> Counter[str]:

@@ -59,6 +59,7 @@ ENCODERS: dict[str, tuple[str, ...]] = {
     "hardest": ("masking.strategy=hardest", "masking.adapt_every=25"),
     "pmi": ("masking.strategy=pmi",),
     "similar": ("masking.mask_share=0.4", "masking.similar_share=0.4"),
+    "phrases": ("objective.phrases.group_samples=64",),
     "causal-25": ("objective.schedule.causal_share=0.25",),
     "causal-50": ("objective.schedule.causal_share=0.5",),
 }

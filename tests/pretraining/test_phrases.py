@@ -1,0 +1,72 @@
+"""Phrases as candidates in a whole model: the loss and its gradients by its definition."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from megahead.config import RunConfig
+from megahead.data import training_masker
+from megahead.objectives import PhraseSums, build_objective
+from megahead.pretraining import MicroBatch, Pretraining, documents_of
+from support.initialized import initialized
+from support.small_checkpoint import small_config
+
+PHRASES = {"group_samples": 2, "longest": 2, "weight": 0.5}
+
+
+def config_of(objective: dict[str, Any], family: str) -> RunConfig:
+    dropouts = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+    return small_config(
+        model={"family": family, "num_layers": 2, "max_positions": 32, **dropouts},
+        data={"end_token": 2, "sequence_length": 16},
+        masking={"mask_token": 3, "cls_token": 1, "sep_token": 2, "rate": 0.4},
+        objective=objective,
+    )
+
+
+def micro_batch(config: RunConfig) -> MicroBatch:
+    masker = training_masker(config, [])
+    assert masker is not None
+    batch = masker.batch(np.random.default_rng(0).integers(4, 7, (8, 14)), range(8))
+    candidates = build_objective(config.objective, 61).pool(batch.target_ids_N).candidates(batch.target_ids_N)
+    return MicroBatch(batch, (candidates,), 0.25)
+
+
+def by_hand(model: Pretraining, micro: MicroBatch, temperature: float) -> Tensor:
+    """End by end, from the outputs of all tokens."""
+    hidden = model.backbone(micro.batch.input_ids_BT, documents_of(micro.batch)).flatten(0, 1)
+    total = hidden.sum() * 0
+    for group in micro.batch.phrases:
+        candidates = group.candidates_K
+        for q, end in enumerate(group.ends_Q.tolist()):
+            right = candidates[[k for k in group.right_QR[q].tolist() if k >= 0]]
+            others = candidates[candidates // 16 != end // 16]
+            above, below = (torch.exp(hidden[places] @ hidden[end] / temperature).sum() for places in (right, others))
+            total = total - torch.log(above / below)
+    return total
+
+
+@pytest.mark.parametrize("family", ["bert", "modernbert"])
+@pytest.mark.parametrize(("objective", "temperature"), [({}, None), ({"name": "vanilla"}, 3.0)], ids=str)
+def test_the_loss_is_that_of_the_targets_and_of_both_ends_of_phrases(
+    objective: dict[str, Any], temperature: float | None, family: str
+) -> None:
+    config = config_of(objective | {"phrases": PHRASES | {"temperature": temperature}}, family)
+    model, slow = (initialized(each).double() for each in (config, config_of(objective, family)))
+    micro, noted = micro_batch(config), list[PhraseSums[Tensor]]()
+    assert model.phrases is not None
+    model.phrases.note = noted.append
+    bare = replace(micro, batch=replace(micro.batch, phrases=()))
+    loss, expected = model(micro), slow(bare) + 0.25 * 0.5 * by_hand(slow, micro, temperature or 48**0.5)
+    torch.testing.assert_close(loss, expected, rtol=1e-9, atol=0)
+    loss.backward()
+    expected.backward()
+    for (name, mine), theirs in zip(model.named_parameters(), slow.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=0, atol=1e-10, msg=name)
+    assert int(noted[0].ends) == sum(len(group.ends_Q) for group in micro.batch.phrases) > 4
