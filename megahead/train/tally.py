@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,11 +41,11 @@ class Tally:
         """`world_group`: all ranks, for CPU tensors; each `tensor_ranks` consecutive ones have the same batches."""
         self._world_group, self._tensor_ranks = world_group, tensor_ranks
         self._noted: list[Tensor] = []
-        self._kind: type[DetectionSums[float]] | type[PhraseSums[float]] = DetectionSums
+        self._kind: type[DetectionSums[Any]] | type[PhraseSums[Any]] = DetectionSums
 
     def note(self, sums: DetectionSums[Tensor] | PhraseSums[Tensor]) -> None:
         """What one batch adds, still on its device: nothing waits for that."""
-        self._kind = DetectionSums if isinstance(sums, DetectionSums) else PhraseSums
+        self._kind = type(sums)
         self._noted.append(torch.stack([value.detach().double() for value in sums]))
 
     def gather(self, losses: Sequence[Tensor], forward_time: ForwardTime) -> Measured:
