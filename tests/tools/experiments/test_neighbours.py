@@ -27,11 +27,11 @@ from support.laboratory import TINY, results
 def test_neighbours_are_held_against_the_plain_objective_at_equal_tokens_and_time(
     laboratory: Laboratory, monkeypatch: pytest.MonkeyPatch, kind: str, variant: str
 ) -> None:
-    sizes = {"VOCABULARY": 320, "SEEDS": (0,), "STEPS": {kind: 4}, "WARMUP": 1}
+    sizes = {"VOCABULARY": 320, "SEEDS": (0,), "STEPS": {kind: 4}, "WARMUP": 1, "COST_STEPS": 2}
     for name, value in sizes.items():
         monkeypatch.setattr(f"experiments.neighbours.{name}", value)
     costs = {"plain": 3.0, variant: 2.0}
-    name_of = re.compile(rf"{kind}-(.*)-0(-time)?")
+    name_of = re.compile(rf"{kind}-(.*)-beside-.*")
     monkeypatch.setattr("experiments.neighbours.cost", lambda run: costs[name_of.fullmatch(run.name)[1]])  # type: ignore[index]
     settings = [part for part in TINY if "training.steps" not in part]
     shape = ["model.num_layers=2", "model.num_heads=2", "batch.micro_size=8", "training.evaluate_every=2"]
