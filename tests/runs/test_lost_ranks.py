@@ -17,7 +17,7 @@ from deepspeed.utils import groups
 from megahead.distributed import Group, print_once, switchboard, watch
 from megahead.distributed.watch import Watch
 from megahead.engine import Engine, engine
-from megahead.train import setup
+from megahead.train import session
 from megahead.train.meters import Meters
 from support.killable import Sabotage, codes, said, start_ranks
 from support.small_run import small_config, stage, write_text
@@ -108,7 +108,7 @@ PLACES = {
     "before its first weight": (engine, "fill_"),
     "before DeepSpeed's groups": (groups, "_clone_world_group"),
     "inside of DeepSpeed's start": (DeepSpeedEngine, "_configure_optimizer"),
-    "before it looks for checkpoints": (setup, "find_resume"),
+    "before it looks for checkpoints": (session, "find_resume"),
     "before the first step": (Engine, "micro_step"),
     "before it leaves": (Watch, "leave"),
 }
