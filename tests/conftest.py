@@ -41,8 +41,9 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Slow ones come first, so that no worker is left with one at the end while the others have nothing to do."""
-    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+    """Slow ones come first, so that no worker is left with one at the end while the others have nothing to do; before
+    them, in workers that did nothing yet, those that measure memory."""
+    items.sort(key=lambda item: [item.get_closest_marker(name) is None for name in ("peaks", "slow")])
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if on_gpu and not importlib.import_module("torch").cuda.is_available():
         for item in on_gpu:

@@ -9,7 +9,9 @@ tools/bench_step.py --preset pythia-410m --sequence-length 2048 --precision bf16
 
 A step is forward, backward, clipping and a fused AdamW update of one micro-batch, without an engine. Tokens come from
 the config's dataset (or --data PREFIX), else from Zipf's law, which has about as many different tokens as real text.
-An encoder masks 15 % of its tokens, unless --set says otherwise; its vanilla head is BERT's own, tied.
+An encoder masks 15 % of its tokens, unless --set says otherwise; its vanilla head is BERT's own, tied. An objective
+that asks how often each id is in the text has these tokens counted; for objective.nearest, data.nearest_ids is a file,
+or `drawn`: ids at random. What a vanilla objective does not know is left out of its steps.
 
 ms: median step; best: fastest; rows: candidates scored; of rate: share of the device's measured matrix rate; MFU: share
 of its maker's figure; peak MB: weights, gradients, moments and activations (on a CPU of one step in a process of its
@@ -39,7 +41,7 @@ from megahead.errors import FieldError, run_command
 from megahead.report import to_json
 
 if TYPE_CHECKING:
-    from benchmarks.contest import Plan
+    from benchmarks.plans import Plan
 
 PYTHIA_VOCABULARY = 50277
 BERT_VOCABULARY = {"distilbert-multilingual": 119547}

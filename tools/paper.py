@@ -1,6 +1,6 @@
-"""Regenerates a table or figure of docs/paper.md: `python tools/paper.py EXPERIMENT --text english.jsonl.zst`.
+"""Regenerates the tables and figures of docs/paper.md, verdict.md, recipe.md, variants.md and vocabularies.md:
+`python tools/paper.py EXPERIMENT --text english.jsonl.zst`.
 
-`revocabulary` and `shapes` are experiments of docs/models.md, `large_vocabularies` of docs/large-vocabularies.md.
 Tokenizers, datasets, runs, logs and results lie in --folder; a second call reuses what is finished and resumes what is
 not.
 """
@@ -35,9 +35,9 @@ EXPERIMENTS = (
     "shapes",
     "large_vocabularies",
     "neighbours",
-    "replaced_tokens",
+    "glue",
 )
-"""In the order of docs/paper.md, then others; each is `compare_NAME` of `experiments/NAME.py`."""
+"""Those of docs/paper.md in its order, then others; each is `compare_NAME` of `experiments/NAME.py`."""
 
 
 def main() -> None:

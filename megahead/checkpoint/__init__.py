@@ -8,7 +8,7 @@ any mesh.
 
 from megahead.checkpoint.all_ranks import run_long_on_all_ranks, run_on_all_ranks
 from megahead.checkpoint.counters import target_samples
-from megahead.checkpoint.folders import abandoned_in, find_checkpoint, is_step_folder, step_of, steps_in
+from megahead.checkpoint.folders import abandoned_in, find_checkpoint, is_step_folder, step_folder, step_of, steps_in
 from megahead.checkpoint.reading import Checkpoint, newest_sound, open_checkpoint, open_together
 from megahead.checkpoint.retention import KeepRules
 from megahead.checkpoint.saving import save_checkpoint, write_snapshot, write_together
@@ -27,6 +27,7 @@ __all__ = [
     "run_long_on_all_ranks",
     "run_on_all_ranks",
     "save_checkpoint",
+    "step_folder",
     "step_of",
     "steps_in",
     "target_samples",

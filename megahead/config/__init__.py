@@ -12,7 +12,7 @@ from megahead.config.deepspeed import deepspeed_config
 from megahead.config.dropping import DroppingConfig
 from megahead.config.families import ENCODERS, NAMED_SIZES
 from megahead.config.init import InitConfig
-from megahead.config.loading import config_from_dict, load_config
+from megahead.config.loading import config_from_checkpoint, config_from_dict, load_config
 from megahead.config.masked_inputs import MaskedInputsConfig
 from megahead.config.masking import MaskingConfig
 from megahead.config.model import ModelConfig
@@ -52,6 +52,7 @@ __all__ = [
     "ScheduleConfig",
     "TasksConfig",
     "TrainingConfig",
+    "config_from_checkpoint",
     "config_from_dict",
     "deepspeed_config",
     "learn_alike",

@@ -25,11 +25,16 @@ class Settings(BaseModel):
     @classmethod
     def _text_is_text(cls, value: Any, info: ValidationInfo) -> Any:
         """Refuses zero bytes, at which the system would cut a path off, and secrets, which would be written down."""
-        if isinstance(value, str) and "\0" in value:
-            raise ConfigError(str(info.field_name), "have no zero byte", got=repr(value))
-        if isinstance(value, str):
-            try:
-                refuse_secrets(str(info.field_name), value)
-            except FieldError as error:
-                raise ConfigError(error.field, error.rule, got=error.got, hint=error.hint) from None
+        for text in value if isinstance(value, list | tuple) else [value]:
+            if isinstance(text, str):
+                _check_text(str(info.field_name), text)
         return value
+
+
+def _check_text(field: str, text: str) -> None:
+    if "\0" in text:
+        raise ConfigError(field, "have no zero byte", got=repr(text))
+    try:
+        refuse_secrets(field, text)
+    except FieldError as error:
+        raise ConfigError(error.field, error.rule, got=error.got, hint=error.hint) from None

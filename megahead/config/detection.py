@@ -32,6 +32,7 @@ def check_detection(
     _refuse("masking.diffusion", masking.diffusion, "whose model writes no text")
     _refuse("masking.masks_from_layer", masking.masks_from_layer, "whose model reads no mask tokens")
     _refuse("masking.mask_decoder_layers", masking.mask_decoder_layers, "whose model reads no mask tokens")
+    _refuse("masking.noise_share", masking.noise_share, "whose model finds all tokens that are not the text's")
     _refuse("masking.dropping", masking.dropping and "given", "whose model judges all tokens")
     _refuse("objective.schedule", objective.schedule and "given", "by which generator and model learn side by side")
     _refuse("objective.vanilla_weight", objective.vanilla_weight, "whose generator has one head")

@@ -25,7 +25,9 @@ class DroppingConfig(Settings):
     """First layer behind it that computes all tokens again; the last layer when left out."""
 
     keep_share: float = Field(default=0.5, gt=0, lt=1)
-    """Share of each row's tokens that is kept: mask tokens, then other special ones, then the most important."""
+    """Share of each row's tokens that is kept: mask tokens, then other special ones, then the most important. There is
+    room for all mask tokens of a row; with masking.count: bernoulli for as many as are expected, and a row that has
+    drawn more loses some."""
 
     by: Literal["hardest", "frequency", "informative", "weights"] = "hardest"
     """What is important: ids that the model misses more often (`hardest`, as masking.strategy counts them, with
@@ -36,9 +38,9 @@ class DroppingConfig(Settings):
         """The layers that leave tokens out."""
         return range(self.from_layer, model.num_layers - 1 if self.to_layer is None else self.to_layer)
 
-    def check(self, model: ModelConfig, masked: float, late: int, *, splits_rows: bool) -> None:
-        """ConfigError unless `model` can drop tokens so. masked: largest share of mask tokens in a row; late: layers
-        before the one where these enter; `splits_rows`: sequence parallelism does."""
+    def check(self, model: ModelConfig, targets: float, late: int, *, splits_rows: bool) -> None:
+        """ConfigError unless `model` can drop tokens so. targets: largest share of a row's tokens that may be read as
+        mask tokens; late: layers before the one where these enter; `splits_rows`: sequence parallelism does."""
         if splits_rows:
             rule = "be left out with parallel.sequence, which splits whole rows"
             raise ConfigError("masking.dropping", rule, got="given")
@@ -52,6 +54,8 @@ class DroppingConfig(Settings):
         if self.from_layer < late:
             rule = f"be at least masking.masks_from_layer ({late}), before which there are no mask tokens to be kept"
             raise ConfigError("masking.dropping.from_layer", rule, got=self.from_layer)
-        if self.keep_share <= masked:
-            rule = f"be above the share of mask tokens ({masked:.2g}), which are always kept"
+        if self.keep_share < targets:
+            rule = (
+                f"be at least the largest share of targets ({targets:g}), since all may be mask tokens, which are kept"
+            )
             raise ConfigError("masking.dropping.keep_share", rule, got=self.keep_share)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megahead.config.causal import check_causal
+from megahead.config.corrected import check_corrected
 from megahead.config.detection import check_detection
 from megahead.config.embedding import refusal_of_decay
 from megahead.config.id_files import check_id_files
@@ -26,6 +27,8 @@ def check_fit(config: RunConfig) -> None:
     check_detection(config.objective, config.model, config.masking, config.training, config.init)
     if config.objective.phrases:
         config.objective.phrases.check(config.model, config.masking, config.batch)
+    check_corrected(config.objective, config.masking, config.model.is_causal)
+    _check_course_of_masks(config)
     check_id_files(config.data, config.masking, config.objective)
     _check_table(config)
     _check_elastic(config)
@@ -96,6 +99,15 @@ def _check_course(config: RunConfig) -> None:
     if schedule.warmup_steps + (schedule.decay_steps or 0) > steps:
         rule = f"leave its warm-up and decay within training.steps ({steps})"
         raise ConfigError("schedule.warmup_steps", rule, got=f"{schedule.warmup_steps} + {schedule.decay_steps or 0}")
+
+
+def _check_course_of_masks(config: RunConfig) -> None:
+    masking, objective = config.masking, config.objective
+    if masking is None or masking.final_rate is None or not (objective.negatives or objective.bias == "once"):
+        return
+    counted = "negatives" if objective.negatives else "bias: once"
+    rule = f"be left out with objective.{counted}, whose training-free head knows one number of targets"
+    raise ConfigError("masking.final_rate", rule, got=masking.final_rate)
 
 
 def _check_tasks(config: RunConfig) -> None:

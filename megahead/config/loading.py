@@ -14,9 +14,11 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from megahead.config.deepspeed import read_deepspeed
+from megahead.config.idle import without_idle
 from megahead.config.run import RunConfig
 from megahead.config.shipped import find_config, may_be_shipped, shipped_configs
 from megahead.errors import ConfigError, ConfigErrors, UserError
+from megahead.far.address import without_secrets
 
 
 class _Loader(yaml.SafeLoader):
@@ -55,13 +57,22 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 def config_from_dict(
     tree: Mapping[str, Any], source: str = "the configuration", overrides: Sequence[str] = ()
 ) -> RunConfig:
-    """A checked RunConfig from plain nested dicts, as in YAML or in a checkpoint's JSON, and overrides."""
+    """A checked RunConfig from plain nested dicts, as in YAML, and overrides."""
     settings = deepcopy(dict(tree))
     for override in overrides:
         _apply(settings, override)
-    source += " with --set" if overrides else ""
+    return _checked(settings, source + (" with --set" if overrides else ""))
+
+
+def config_from_checkpoint(tree: Mapping[str, Any], source: str) -> RunConfig:
+    """That of the phase which saved a checkpoint, from its JSON. It ran, so its sections are not held against each
+    other by the rules of now, and settings that nothing reads are left out: earlier versions saved them."""
+    return without_idle(_checked(tree, source, saved=True))
+
+
+def _checked(settings: Mapping[str, Any], source: str, *, saved: bool = False) -> RunConfig:
     try:
-        return RunConfig.model_validate(settings)
+        return RunConfig.model_validate(settings, context={"saved": saved})
     except ValidationError as error:
         raise ConfigErrors(source, _sentences(error.errors())) from None
 
@@ -90,7 +101,10 @@ def _apply(tree: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
     if not equals or not all(key.split(".")):
         raise ConfigError(
-            "--set", "look like section.field=value", got=repr(override), hint="try --set training.steps=100"
+            "--set",
+            "look like section.field=value",
+            got=without_secrets(repr(override)),
+            hint="try --set training.steps=100",
         )
     try:
         value = yaml.load(text, Loader=_Loader)
@@ -144,7 +158,8 @@ def _sentence(location: list[str], errors: Sequence[ErrorDetails]) -> str:
         return f"`{field}` must be given, but is missing{_purpose(location)}."
     rules = [_rule(each) for each in errors]
     rule = " or ".join([rules[0], *(rule.removeprefix("be ") for rule in rules[1:])])
-    return str(ConfigError(field, rule, got="empty" if details["input"] is None else repr(details["input"])))
+    got = "empty" if details["input"] is None else without_secrets(repr(details["input"]))
+    return str(ConfigError(field, rule, got=got))
 
 
 def _rule(details: ErrorDetails) -> str:

@@ -29,5 +29,9 @@ class MaskedInputsConfig(Settings):
             rule = f"be below model.vocab_size ({model.vocab_size})"
             hint = f"for an id beyond the tokenizer's set model.vocab_size={self.mask_token + 1}"
             raise ConfigError("masked_inputs.mask_token", rule, got=self.mask_token, hint=hint)
+        if round(self.share * data.sequence_length) == 0:
+            rule = f"mask a token of a row of data.sequence_length ({data.sequence_length})"
+            hint = f"set at least {1 / data.sequence_length:.2g}, or leave masked_inputs out"
+            raise ConfigError("masked_inputs.share", rule, got=self.share, hint=hint)
         if self.mask_token == data.end_token:
             raise ConfigError("masked_inputs.mask_token", "differ from data.end_token", got=self.mask_token)

@@ -22,11 +22,17 @@ _COURSES: Mapping[str, Callable[[float], float]] = {
 }
 
 
+FRAMING = ("mask_token", "cls_token", "sep_token", "special_tokens")
+"""Fields by which an encoder's rows are framed, masked or not."""
+
 _OF_OTHER_MASKS = (
-    *("rate", "final_rate", "rate_course", "count", "mask_share", "random_share", "similar_share"),
-    *("masks_from_layer", "mask_decoder_layers", "dropping", "strategy"),
+    *("rate", "final_rate", "rate_course", "count", "mask_share", "random_share", "similar_share", "noise_share"),
+    *("masks_from_layer", "mask_decoder_layers", "dropping"),
 )
 """Fields that say what diffusion decides by itself."""
+
+_DIFFUSED: tuple[Strategy, ...] = ("uniform", "frequency", "informative", "weights")
+"""Strategies that diffusion can mask by: of single tokens, and the same over a run."""
 
 
 class MaskingConfig(Settings):
@@ -51,13 +57,14 @@ class MaskingConfig(Settings):
     diffusion: bool = False
     """Masked diffusion (MDLM: Sahoo et al. 2024, arXiv 2406.07524): of each row another share of the text's tokens is
     masked, one token to all of them, all read as the mask token; each counts in the loss by the inverse of that share,
-    and the loss of held-out rows is an upper bound of the text's. The settings below it are left out."""
+    and the loss of held-out rows is an upper bound of the text's. Of the settings below it only a strategy that weighs
+    ids goes with it: rare tokens are masked before others, say (arXiv 2509.05056)."""
 
     rate: float = Field(default=0.15, gt=0, lt=1)
     """Share of the text's tokens that are targets; the paper has 15 %."""
 
     final_rate: float | None = Field(default=None, gt=0, lt=1)
-    """This share at the last step, reached from `rate`; constant when left out."""
+    """This share at the last step, reached from `rate` at the first one that masks; constant when left out."""
 
     rate_course: Literal["linear", "cosine"] = "linear"
     """How the share goes from `rate` to `final_rate`: along a line, or half a cosine (masking ratio decay, arXiv
@@ -76,6 +83,10 @@ class MaskingConfig(Settings):
     similar_share: float = Field(default=0.0, ge=0, le=1)
     """Share of the targets that are read as one of their nearest ids (data.nearest_ids), in place of a mask token:
     MacBERT (Cui et al. 2020, arXiv 2004.13922) has 0.8, and mask_share 0."""
+
+    noise_share: float = Field(default=0.0, ge=0, lt=1)
+    """Share of the tokens that are no targets which are read as random tokens; the paper's code corrupts a tenth of the
+    inputs so. Held-out rows have none."""
 
     masks_from_layer: int = Field(default=0, ge=0)
     """Layers before this one see no mask tokens, but shorter rows of the other tokens; mask tokens enter here as they
@@ -126,9 +137,14 @@ class MaskingConfig(Settings):
                 "random_share", f"leave the sum with mask_share ({self.mask_share}) at most 1", got=self.random_share
             )
         others = self.mask_share + self.random_share
+        if others + self.similar_share == 0:
+            rule = "be above 0, or random_share or similar_share, for targets that are not all read as they are"
+            raise ConfigError("mask_share", rule, got=0)
         if others + self.similar_share > 1 + 1e-9:  # rounding of tenths
             rule = f"leave the sum with mask_share and random_share ({others:g}) at most 1"
             raise ConfigError("similar_share", rule, got=self.similar_share)
+        if self.final_rate == self.rate:
+            raise ConfigError("final_rate", "be left out where it is the rate that it begins with", got=self.final_rate)
         if self.rate_course != "linear" and self.final_rate is None:
             raise ConfigError("rate_course", "be left out without final_rate", got=self.rate_course)
         if self.diffusion:
@@ -141,6 +157,8 @@ class MaskingConfig(Settings):
             if value != default:
                 rule = "be left out with diffusion, which masks single tokens, a share of its own in each row"
                 raise ConfigError(field, rule, got="given" if field == "dropping" else value)
+        if self.strategy not in _DIFFUSED:
+            raise ConfigError("strategy", f"be one of {', '.join(_DIFFUSED)} with diffusion", got=self.strategy)
 
     def check(self, model: ModelConfig, data: DataConfig) -> None:
         """ConfigError unless an encoder can read `data` so."""
@@ -158,15 +176,30 @@ class MaskingConfig(Settings):
         if self.adapts() and self.adapt_every < data.prefetch:
             rule = f"be at least data.prefetch ({data.prefetch}), the steps that are masked ahead"
             raise ConfigError("masking.adapt_every", rule, got=self.adapt_every)
+        masks_at_a_rate = not self.diffusion and not model.is_causal
+        if self.count == "fixed" and masks_at_a_rate:
+            self._leaves_targets(data.sequence_length)
+        if data.validation is not None and masks_at_a_rate and data.sequence_length < 6:
+            rule = "leave a held-out row, 15 % of whose text are targets, one"
+            raise ConfigError("data.sequence_length", rule, got=data.sequence_length, hint="set at least 6")
         if self.strategy == "whole_word" and data.tokenizer is None:
             raise ConfigError("data.tokenizer", "be given to find whole words (masking.strategy)", got="missing")
+
+    def _leaves_targets(self, length: int) -> None:
+        """ConfigError where a whole row has none."""
+        for field in ("rate", "final_rate"):
+            share = getattr(self, field)
+            if share is not None and round(share * (length - 2)) == 0:
+                rule = f"leave a row of data.sequence_length ({length}) a target"
+                raise ConfigError(f"masking.{field}", rule, got=share, hint=f"set at least {1 / (length - 2):.2g}")
 
     def masks_from(self, model: ModelConfig) -> int:
         """The first layer that sees mask tokens, of the model's or of the decoder behind these."""
         return model.num_layers if self.mask_decoder_layers else self.masks_from_layer
 
     def rate_at(self, progress: float) -> float:
-        """Share of the tokens that are targets when `progress` (0 to 1) of the run is done; of diffusion, the mean."""
+        """Share of the tokens that are targets when `progress` (0 to 1) of the masked steps is done; of diffusion, the
+        mean."""
         if self.diffusion:
             return 0.5
         last = self.rate if self.final_rate is None else self.final_rate
@@ -177,20 +210,25 @@ class MaskingConfig(Settings):
         return [self.mask_token, self.cls_token, self.sep_token, end_token, *self.special_tokens]
 
     def weighs_ids(self) -> bool:
-        """Whether some ids are selected more often than others."""
-        return self.strategy in ("frequency", "informative", "hardest", "weights")
+        """Whether some ids are selected more often than others: by weight, or since they are of long words or
+        collocations, which fit less often into what is left of a row's number."""
+        together = self.strategy in ("whole_word", "pmi") and self.count == "fixed"
+        return together or self.strategy in ("frequency", "informative", "hardest", "weights")
 
     def reads_weights(self) -> bool:
         """Whether a file says how important ids are."""
-        return self.strategy == "weights" or (self.dropping is not None and self.dropping.by == "weights")
+        return "weights" in self.weighed_by()
+
+    def weighed_by(self) -> set[str]:
+        """The strategies that say what is selected, or kept."""
+        return {self.strategy} | ({self.dropping.by} if self.dropping else set())
 
     def adapts(self) -> bool:
         """Whether what is selected, or kept, follows what the model has learned."""
-        return self.strategy == "hardest" or (self.dropping is not None and self.dropping.by == "hardest")
+        return "hardest" in self.weighed_by()
 
     def held_out(self) -> MaskingConfig:
         """How held-out rows are masked, the same for every run: 15 % of single tokens, 80 / 10 / 10 (by diffusion where
         that is trained); mask tokens enter where the model knows them."""
-        ids = ("mask_token", "cls_token", "sep_token", "special_tokens")
-        kept = (*ids, "diffusion", "masks_from_layer", "mask_decoder_layers")
+        kept = (*FRAMING, "diffusion", "masks_from_layer", "mask_decoder_layers")
         return MaskingConfig(**{name: getattr(self, name) for name in kept})

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from megahead.config.idle import without_idle
 from megahead.config.run import RunConfig
 
 
@@ -14,8 +15,8 @@ class Phase:
     """Consecutive steps of a run that learn by one objective."""
 
     config: RunConfig
-    """The run's, but for the objective and the direction of attention, which are those of these steps alone; what
-    checkpoints of the phase hold."""
+    """The run's, but for the objective and the direction of attention, which are those of these steps alone, and
+    without what nothing reads then; what checkpoints of the phase hold."""
 
     steps: range
     """By the number of steps that were applied before each."""
@@ -74,4 +75,4 @@ def _config_from(config: RunConfig, step: int) -> RunConfig:
     if schedule.vanilla_share is not None and step >= schedule.vanilla_from(steps):
         changes["objective"] = config.objective.ended()
         changes["engine"] = config.engine.model_copy(update={"embedding": "dense"})
-    return config.model_copy(update=changes)
+    return without_idle(config.model_copy(update=changes))

@@ -6,13 +6,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationInfo, model_validator
 
 from megahead.config.base import Settings
 from megahead.config.batch import BatchConfig
 from megahead.config.data import DataConfig
 from megahead.config.embedding import Refusal, refusal_of_rows, wants_rows
 from megahead.config.fit import check_fit
+from megahead.config.idle import check_idle
 from megahead.config.init import InitConfig
 from megahead.config.masked_inputs import MaskedInputsConfig
 from megahead.config.masking import MaskingConfig
@@ -59,8 +60,10 @@ class RunConfig(Settings):
     tasks: TasksConfig | None = None
 
     @model_validator(mode="after")
-    def _fits_together(self) -> RunConfig:
-        check_fit(self)
+    def _fits_together(self, info: ValidationInfo) -> RunConfig:
+        if not (info.context or {}).get("saved"):
+            check_fit(self)
+            check_idle(self)
         return self
 
     def why_headless_exports(self) -> str | None:
@@ -110,8 +113,14 @@ class RunConfig(Settings):
         data.sequence_length - 2 tokens of text between [CLS] and [SEP]; consecutive rows share one of them."""
         return self.data.sequence_length - (3 if self.masking else 0)
 
+    def masked_from(self) -> int:
+        """How many of a run's steps come before the first one that masks."""
+        schedule = self.objective.schedule
+        return schedule.causal_until(self.training.steps) if schedule else 0
+
     def targets_per_row(self) -> int:
-        """Targets of a whole row, on average over the run."""
+        """Targets of a whole row, on average over the steps that learn as this config says: of an encoder that is
+        causal at first, those that mask."""
         if self.masking is None:
             return self.data.sequence_length
         if self.model.is_causal:

@@ -24,8 +24,8 @@ def check_shorter_rows(masking: MaskingConfig, model: ModelConfig, init: InitCon
     if masking.mask_decoder_layers:
         _check_mask_decoder(masking, model, init)
     if masking.dropping:
-        masked = masking.mask_share * max(masking.rate, masking.final_rate or 0.0)
-        masking.dropping.check(model, masked, masking.masks_from_layer, splits_rows=splits_rows)
+        targets = max(masking.rate, masking.final_rate or 0.0) if masking.mask_share else 0.0
+        masking.dropping.check(model, targets, masking.masks_from_layer, splits_rows=splits_rows)
 
 
 def _check_mask_decoder(masking: MaskingConfig, model: ModelConfig, init: InitConfig | None) -> None:

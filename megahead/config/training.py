@@ -117,8 +117,8 @@ class EngineConfig(Settings):
 
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "fp32"
     """Number format of the forward and backward passes; weights are always updated in fp32. `auto` takes bf16 if all
-    ranks have hardware for it (GPUs since Ampere, CPUs with AMX), else fp32; while that is not known, as in a dry run,
-    it counts as fp32."""
+    ranks have hardware for it (GPUs since Ampere, CPUs with AMX or AVX512-BF16), else fp32; while that is not known, as
+    in a dry run, it counts as fp32."""
 
     activation_checkpointing: bool | Literal["selective"] = False
     """Keep only each block's input for the backward pass and recompute the block there: less memory, a third more time.
@@ -164,7 +164,7 @@ class TrainingConfig(Settings):
     """Optimizer steps between evaluations; also evaluated at the end."""
 
     evaluate_samples: int = Field(default=64, gt=0)
-    """Samples of the validation dataset that an evaluation reads."""
+    """Samples of the validation dataset that an evaluation reads, evenly spread over it."""
 
     checkpoint_every: int = Field(default=1000, gt=0)
     """Optimizer steps between checkpoints; also saved at the end."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from megahead.checkpoint import Checkpoint, open_checkpoint, target_samples
-from megahead.config import HeadName, RunConfig, config_from_dict
+from megahead.config import HeadName, RunConfig, config_from_checkpoint
 from megahead.data import evaluation_target_counts
 from megahead.distributed import Group, Renamed
 from megahead.errors import CheckpointError
@@ -48,7 +48,7 @@ class TrainedModel:
     @staticmethod
     def of(checkpoint: Checkpoint) -> TrainedModel:
         """The model in a checkpoint; as `open`."""
-        config = config_from_dict(checkpoint.config, source=f"the configuration in {checkpoint.folder}")
+        config = config_from_checkpoint(checkpoint.config, source=f"the configuration in {checkpoint.folder}")
         shapes = weight_shapes(config)
         stored = set(checkpoint.names())
         for name, shape in shapes.items():

@@ -24,7 +24,14 @@ from megahead.data.masking import Masker
 from megahead.data.next_tokens import NextTokens
 from megahead.data.packing import PackedSamples
 from megahead.data.replacing import Replacing
-from megahead.data.samples import Samples, SequentialSamples, StoredSamples, StreamSamples, held_out_samples
+from megahead.data.samples import (
+    EvenlySpread,
+    Samples,
+    SequentialSamples,
+    StoredSamples,
+    StreamSamples,
+    held_out_samples,
+)
 from megahead.data.sampling import RowSource, training_samples
 from megahead.data.shuffle import FeistelOrder
 
@@ -34,6 +41,7 @@ __all__ = [
     "Blend",
     "Difficulty",
     "Diffusion",
+    "EvenlySpread",
     "FeistelOrder",
     "Framing",
     "IndexedDataset",

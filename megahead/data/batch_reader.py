@@ -65,9 +65,13 @@ class BatchReader:
 
 
 def training_masker(
-    config: RunConfig, datasets: Sequence[IndexedDataset], difficulty: Difficulty | None = None
+    config: RunConfig,
+    datasets: Sequence[IndexedDataset],
+    difficulty: Difficulty | None = None,
+    masked_from: int = 0,
 ) -> RowMasker | None:
-    """How a run frames and masks its training samples; None for a decoder that reads whole rows.
+    """How a run, or a phase of it, frames and masks its training samples; None for a decoder that reads whole rows.
+    `masked_from`: how many of the run's steps come before the first one that masks.
 
     ConfigError if `datasets` lack the token counts that the strategy needs, or have a decoder's mask token in their
     text. Some strategies read the text to count pairs of neighbouring tokens; `difficulty` is for those that adapt.
@@ -79,13 +83,15 @@ def training_masker(
         return None
     if config.model.is_causal:
         return _next_tokens(config.masking, config.data)
+    text = TrainingText(config, datasets, "masking.strategy", difficulty)
     if config.masking.diffusion:
-        return Diffusion(_framing(config.masking, config.data), config.seed)
-    masker = _masker(config, config.masking, TrainingText(config, datasets, "masking.strategy", difficulty))
+        strategy = STRATEGIES[config.masking.strategy](config.masking, text)
+        return Diffusion(_framing(config.masking, config.data), config.seed, strategy)
+    masker = _masker(config, config.masking, text, masked_from)
     return masker if config.generator() is None else Replacing(masker, config.seed)
 
 
-def _masker(config: RunConfig, masking: MaskingConfig, text: TrainingText) -> Masker:
+def _masker(config: RunConfig, masking: MaskingConfig, text: TrainingText, masked_from: int) -> Masker:
     """Of an encoder whose rows are masked at the rate that is asked for."""
     framing = _framing(masking, config.data)
     nearest = config.data.nearest_ids if masking.similar_share else None
@@ -96,6 +102,7 @@ def _masker(config: RunConfig, masking: MaskingConfig, text: TrainingText) -> Ma
         config.seed,
         samples_per_step=config.batch.global_size,
         steps=config.training.steps,
+        masked_from=masked_from,
         nearest_VK=None if nearest is None else open_nearest_ids(nearest, config.model.vocab_size),
         masks_from=masking.masks_from(config.model),
         dropping=_dropping(framing, replace(text, setting="masking.dropping.by")),
@@ -127,11 +134,12 @@ def _refuse_in_text(mask_token: int, datasets: Sequence[IndexedDataset]) -> None
 
 def evaluation_target_counts(config: RunConfig, token_counts_V: Tensor | None) -> Tensor | None:
     """int64 [V]: how often each id would be a target if the training text were masked as held-out rows are (every token
-    with the same probability); None if training does so too, or masks nothing, or `token_counts_V` are not known."""
+    with the same probability); None if training does so too, or masks nothing, or `token_counts_V` are not
+    known (all 0)."""
     if config.masking is None or config.model.is_causal:
         return None
     weighs_ids = config.masking.weighs_ids() or config.objective.phrases is not None
-    if not weighs_ids or token_counts_V is None:
+    if not weighs_ids or token_counts_V is None or not token_counts_V.any():
         return None
     special = config.masking.never_masked(config.data.end_token)
     counts_V = token_counts_V[: config.model.vocab_size].clone()

@@ -7,6 +7,7 @@ each. It has no state that draws would advance.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import IntEnum, unique
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,21 @@ from megahead.data.shuffle import GOLDEN, derive_seed, scramble
 Array = np.ndarray[Any, Any]
 
 _LEFT_OUT = np.uint64(11)  # of 64 bits, so that 53 are left, as many as a float64 has
+
+
+@unique
+class Purpose(IntEnum):
+    """What random numbers decide. A number that runs have drawn by is never given to another purpose."""
+
+    MASKING_ORDER = 1
+    MASKING_TREATMENT = 2
+    MASKING_REPLACEMENT = 3
+    SPAN_LENGTHS = 17
+    MASKED_INPUTS = 33
+    DIFFUSION_SHARES = 41
+    DIFFUSION_PLACES = 42
+    REPLACED_TOKENS = 51
+    DROPPING_TIES = 61
 
 
 class CounterRng:
@@ -40,10 +56,14 @@ class CounterRng:
         first = np.uint64(derive_seed(self._seed, purpose))
         return _as_fraction(self._samples_B * np.uint64(GOLDEN) + first)
 
-    def choice(self, purpose: int, allowed_BW: Array, count_B: Array) -> Array:
-        """bool [B, W]: so many of each row's allowed places (bool), drawn without replacement."""
-        draw_BW = np.where(allowed_BW, self.uniform(purpose, allowed_BW.shape[1]), np.inf)
-        rank_BW = draw_BW.argsort(axis=1).argsort(axis=1)
+    def choice(self, purpose: int, allowed_BW: Array, count_B: Array, weight_BW: Array | None = None) -> Array:
+        """bool [B, W]: so many of each row's allowed places (bool), drawn without replacement, each next one in
+        proportion to the weights (above 0) of those that are left (exponential clocks); all alike without."""
+        draw_BW = self.uniform(purpose, allowed_BW.shape[1])
+        with np.errstate(over="ignore"):
+            clock_BW = draw_BW if weight_BW is None else -np.log(draw_BW) / weight_BW
+        clock_BW = np.minimum(clock_BW, np.finfo(np.float64).max)  # of tiny weights, before places not allowed
+        rank_BW = np.where(allowed_BW, clock_BW, np.inf).argsort(axis=1).argsort(axis=1)
         chosen_BW: Array = rank_BW < count_B[:, None]
         return chosen_BW
 

@@ -6,7 +6,8 @@ tokens (their simplified bound, by the log-linear schedule; other schedules have
 more once k of the row's n tokens are masked, so it is integrated out: then k is uniform on 1..n, and each of the k
 tokens counts n / k times, as if t were k / n. It is the same bound (Ou et al. 2024, arXiv 2406.03736; so is LLaDA
 evaluated: Nie et al. 2025, arXiv 2502.09992), but no weight is above n, no row without a target, and a row's weights
-add up to n.
+add up to n. So it is where all tokens are masked alike, as held-out rows are; training may mask rare ones before others
+(Kosmopoulou et al. 2025, arXiv 2509.05056).
 
 B rows, T tokens per row, N targets of the batch.
 """
@@ -14,19 +15,18 @@ B rows, T tokens per row, N targets of the batch.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
 
 from megahead.data.batch import Batch
-from megahead.data.counter_rng import CounterRng
+from megahead.data.counter_rng import CounterRng, Purpose
 from megahead.data.framing import Framing
+from megahead.data.strategies import Strategy, Uniform
 
 Array = np.ndarray[Any, Any]
-
-_SHARE, _PLACES = 41, 42  # purposes of random numbers, apart from those of other masks
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,8 @@ class Diffusion:
 
     framing: Framing
     seed: int
+    strategy: Strategy = field(default_factory=Uniform)
+    """Of single tokens: by its weights some are masked before others; how many of a row stays as it is."""
 
     def batch(self, text: Array, sample_indices: Sequence[int] | Array, document_starts: Array | None = None) -> Batch:
         """Arguments as of `Framing.rows`. All targets are read as the mask token; special tokens are none.
@@ -45,8 +47,9 @@ class Diffusion:
         rows = self.framing.rows(text, document_starts)
         noise = CounterRng(self.seed, sample_indices)
         tokens_B = rows.maskable_BT.sum(1)
-        masked_B = np.ceil(noise.spread(_SHARE) * tokens_B).astype(np.int64)
-        chosen_BT = noise.choice(_PLACES, rows.maskable_BT, masked_B)
+        masked_B = np.ceil(noise.spread(Purpose.DIFFUSION_SHARES) * tokens_B).astype(np.int64)
+        weight_BT = self.strategy.weights(rows.tokens_BT)
+        chosen_BT = noise.choice(Purpose.DIFFUSION_PLACES, rows.maskable_BT, masked_B, weight_BT)
         read_BT = np.where(chosen_BT, self.framing.masking.mask_token, rows.tokens_BT)
         weight_N = np.repeat(tokens_B / np.maximum(masked_B, 1), masked_B).astype(np.float32)
         return replace(rows.batch(chosen_BT, read_BT), weight_N=torch.from_numpy(weight_N))

@@ -17,13 +17,11 @@ import numpy as np
 
 from megahead.config import DroppingConfig, ModelConfig
 from megahead.data.batch import KeptTokens
-from megahead.data.counter_rng import CounterRng
+from megahead.data.counter_rng import CounterRng, Purpose
 from megahead.data.framing import Framing
 from megahead.data.strategies import Strategy
 
 Array = np.ndarray[Any, Any]
-
-_TIES = 51  # a purpose of random numbers, apart from those of masks
 
 _MASK, _SPECIAL, _TEXT, _EMPTY = range(4)  # in the order in which tokens are kept
 
@@ -45,7 +43,7 @@ class TokenDropping:
     def kept(self, read_BT: Array, text: Array, step: int, noise: CounterRng) -> KeptTokens:
         """Of rows that are read so; `text`, int64 [B, T - 2], is negative where a row is empty."""
         length = read_BT.shape[1]
-        draw_BT = noise.uniform(_TIES, length)
+        draw_BT = noise.uniform(Purpose.DROPPING_TIES, length)
         weights_BT = self.importance.at(step).weights(read_BT)
         falling_BT = draw_BT if weights_BT is None else -weights_BT
         order_BT = np.lexsort((draw_BT, falling_BT, self._kinds(read_BT, text)))

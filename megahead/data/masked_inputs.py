@@ -16,11 +16,9 @@ import torch
 
 from megahead.config import DataConfig, MaskedInputsConfig
 from megahead.data.batch import Batch, causal_batch
-from megahead.data.counter_rng import CounterRng
+from megahead.data.counter_rng import CounterRng, Purpose
 
 Array = np.ndarray[Any, Any]
-
-_PLACES = 33  # a purpose of random numbers, apart from the encoders' masks
 
 
 @dataclass(frozen=True)
@@ -43,5 +41,5 @@ class MaskedInputs:
         inputs_BT = plain.input_ids_BT.numpy()
         allowed_BT = inputs_BT != self.data.end_token
         count_B = np.rint(self.config.share * allowed_BT.sum(1))
-        masked_BT = CounterRng(self.seed, sample_indices).choice(_PLACES, allowed_BT, count_B)
+        masked_BT = CounterRng(self.seed, sample_indices).choice(Purpose.MASKED_INPUTS, allowed_BT, count_B)
         return replace(plain, input_ids_BT=torch.from_numpy(np.where(masked_BT, self.config.mask_token, inputs_BT)))

@@ -14,15 +14,13 @@ import numpy as np
 
 from megahead.config import MaskingConfig, PhrasesConfig
 from megahead.data.batch import Batch, KeptTokens
-from megahead.data.counter_rng import CounterRng
+from megahead.data.counter_rng import CounterRng, Purpose
 from megahead.data.dropping import TokenDropping
 from megahead.data.framing import Framing
 from megahead.data.phrases import SharedPhrases
 from megahead.data.strategies import Strategy
 
 Array = np.ndarray[Any, Any]
-
-_ORDER, _TREATMENT, _REPLACEMENT = 1, 2, 3  # purposes of random numbers; strategies have their own
 
 
 @dataclass(frozen=True)
@@ -38,6 +36,9 @@ class Masker:
     samples_per_step: int = 1
     steps: int = 1
     """Optimizer steps of the run, for a masking rate that changes; it is the same for all samples of a step."""
+
+    masked_from: int = 0
+    """How many of these come before the first one that masks, with which the rate's course begins."""
 
     nearest_VK: Array | None = None
     """int64: each id's nearest ids, for `similar_share`."""
@@ -66,7 +67,7 @@ class Masker:
         shared = None if self.phrases is None else SharedPhrases.of(rows, self.phrases)
         strategy = self.strategy.at(step) if shared is None else shared.beside(self.strategy.at(step))
         chosen_BT = self._select(strategy, rows.tokens_BT, rows.maskable_BT, budget, noise)
-        read_BT = self._read_as(rows.tokens_BT, chosen_BT, noise)
+        read_BT = self._read_as(rows.tokens_BT, chosen_BT, rows.maskable_BT & ~chosen_BT, noise)
         kept = self._without_masks(chosen_BT & (read_BT == self.config.mask_token))
         if self.dropping:
             kept = (*kept, self.dropping.kept(read_BT, text, step, noise))
@@ -80,7 +81,8 @@ class Masker:
     def _budget(self, text: Array, sample_indices: Sequence[int] | Array) -> tuple[Array, Array]:
         """(share of tokens to select, number of tokens to select), both [B]."""
         step_B = np.asarray(sample_indices) // self.samples_per_step
-        rate_B = np.array([self.config.rate_at(step / max(self.steps - 1, 1)) for step in step_B.tolist()])
+        progress_B = (step_B - self.masked_from) / max(self.steps - 1 - self.masked_from, 1)
+        rate_B = np.array([self.config.rate_at(progress) for progress in progress_B.tolist()])
         return rate_B, np.rint(rate_B * (text >= 0).sum(1)).astype(np.int64)
 
     def _select(
@@ -93,9 +95,9 @@ class Masker:
     ) -> Array:
         """bool [B, T]: the targets.
 
-        With `count: bernoulli` each unit is drawn for itself. With `count: fixed` units are put in a random order, in
-        which each is first with a probability proportional to its weight (exponential clocks), and taken as long as
-        they fit into the row's number of targets: no unit is cut.
+        With `count: bernoulli` each unit is drawn for itself, with `_chances`. With `count: fixed` units are put in a
+        random order, in which each is first with a probability proportional to its weight (exponential clocks), and
+        taken as long as they fit into the row's number of targets: no unit is cut.
         """
         rows, length = tokens_BT.shape
         starts_BT = strategy.starts(tokens_BT, noise) | ~allowed_BT
@@ -105,11 +107,10 @@ class Masker:
         row_U = np.flatnonzero(starts_BT) // length
         size_U = np.bincount(unit_M, allowed_BT.reshape(-1)).astype(np.int64)
         weight_U = _unit_weights(strategy.weights(tokens_BT), allowed_BT, unit_M, size_U)
-        draw_U = noise.uniform(_ORDER, length)[starts_BT]
+        draw_U = noise.uniform(Purpose.MASKING_ORDER, length)[starts_BT]
         rate_B, count_B = budget
         if self.config.count == "bernoulli":
-            mean_B = np.bincount(row_U, weight_U * size_U) / np.maximum(np.bincount(row_U, size_U), 1)
-            chosen_U = draw_U < rate_B[row_U] * weight_U / mean_B[row_U]
+            chosen_U = draw_U < _chances(row_U, weight_U, size_U, rate_B)
         else:
             with np.errstate(divide="ignore"):
                 race_U = -np.log(draw_U) / weight_U
@@ -117,14 +118,15 @@ class Masker:
         chosen_BT: Array = chosen_U[unit_M].reshape(rows, length) & allowed_BT
         return chosen_BT
 
-    def _read_as(self, tokens_BT: Array, chosen_BT: Array, noise: CounterRng) -> Array:
+    def _read_as(self, tokens_BT: Array, chosen_BT: Array, other_BT: Array, noise: CounterRng) -> Array:
         """The inputs: some of the chosen tokens replaced by the mask token, some by a random token, some by a similar
-        one (unless that is a special token)."""
-        treatment_BT = noise.uniform(_TREATMENT, tokens_BT.shape[1])
+        one (unless that is a special token); some of the others by a random token, too."""
+        treatment_BT = noise.uniform(Purpose.MASKING_TREATMENT, tokens_BT.shape[1])
         masked_BT = chosen_BT & (treatment_BT < self.config.mask_share)
         random_BT = chosen_BT & ~masked_BT & (treatment_BT < self.config.mask_share + self.config.random_share)
+        random_BT |= other_BT & (treatment_BT < self.config.noise_share)
         special = sorted({id_ for id_ in self.framing.unmaskable() if id_ < self.vocab_size})
-        draw_BT = noise.uniform(_REPLACEMENT, tokens_BT.shape[1])
+        draw_BT = noise.uniform(Purpose.MASKING_REPLACEMENT, tokens_BT.shape[1])
         read_BT = np.where(masked_BT, self.config.mask_token, tokens_BT)
         number_N = (draw_BT[random_BT] * (self.vocab_size - len(special))).astype(np.int64)
         read_BT[random_BT] = _ordinary(number_N, special)
@@ -151,6 +153,21 @@ def _unit_weights(weights_BT: Array | None, allowed_BT: Array, unit_M: Array, si
         return np.ones(len(size_U))
     sums_U = np.bincount(unit_M, (weights_BT * allowed_BT).reshape(-1))
     return sums_U / np.maximum(size_U, 1)
+
+
+def _chances(row_U: Array, weight_U: Array, size_U: Array, rate_B: Array) -> Array:
+    """float64 [U]: each unit's, in proportion to its weight but at most 1, so that `rate_B` of a row's tokens are
+    expected to be taken: where a weight asks for more than 1, the row's other units have the rest."""
+    tokens_B = np.bincount(row_U, size_U)
+    certain_U, left_B, total_B = np.zeros(len(size_U), bool), rate_B * tokens_B, np.bincount(row_U, weight_U * size_U)
+    while True:
+        chance_U = weight_U * (left_B / np.where(total_B > 0, total_B, 1.0))[row_U]
+        over_U = ~certain_U & (chance_U > 1)
+        if not over_U.any():
+            return np.where(certain_U, 1.0, chance_U)
+        certain_U |= over_U
+        left_B = rate_B * tokens_B - np.bincount(row_U, size_U * certain_U)
+        total_B = np.bincount(row_U, weight_U * size_U * ~certain_U)
 
 
 def _fill(row_U: Array, size_U: Array, order_U: Array, count_B: Array) -> Array:

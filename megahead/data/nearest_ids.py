@@ -17,8 +17,9 @@ from megahead.far import near_file
 Array = np.ndarray[Any, Any]
 
 
-def open_nearest_ids(path: str, vocab_size: int) -> Array:
-    """int64 [V, K]; ConfigError unless it is such a file for so many ids. A URL's is fetched first."""
+def open_nearest_ids(path: str, vocab_size: int, wanted: int = 1) -> Array:
+    """int64 [V, K]; ConfigError unless it is such a file for so many ids, with as many nearest ones of each as
+    `objective.nearest` wants. A URL's is fetched first."""
     try:
         nearest_VK = np.load(near_file(path), allow_pickle=False)
     except (OSError, ValueError) as error:
@@ -28,6 +29,11 @@ def open_nearest_ids(path: str, vocab_size: int) -> Array:
     if len(nearest_VK) > vocab_size or nearest_VK.min() < 0 or nearest_VK.max() >= vocab_size:
         got = f"{len(nearest_VK)} rows with ids up to {nearest_VK.max()}"
         raise ConfigError("data.nearest_ids", f"be of at most model.vocab_size ({vocab_size}) ids", got=got)
+    if nearest_VK.shape[1] < wanted:
+        rule = f"be at most the number of nearest ids in {path} ({nearest_VK.shape[1]})"
+        raise ConfigError(
+            "objective.nearest", rule, got=wanted, hint=f"make one of more: megahead nearest-ids --each {wanted}"
+        )
     nearest_VK = nearest_VK.astype(np.int64)
     if (nearest_VK == np.arange(len(nearest_VK))[:, None]).any() or (np.diff(np.sort(nearest_VK)) == 0).any():
         raise ConfigError("data.nearest_ids", "name other ids, each once, for each id", got=path)

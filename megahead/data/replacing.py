@@ -14,12 +14,10 @@ import numpy as np
 import torch
 
 from megahead.data.batch import Batch, ReplacedTokens
-from megahead.data.counter_rng import CounterRng
+from megahead.data.counter_rng import CounterRng, Purpose
 from megahead.data.masking import Masker
 
 Array = np.ndarray[Any, Any]
-
-_REPLACED_BY = 51  # a purpose of random numbers, apart from those of masks
 
 
 @dataclass(frozen=True)
@@ -35,6 +33,6 @@ class Replacing:
         index_N = batch.target_index_N
         tokens_M = batch.input_ids_BT.flatten().index_copy(0, index_N, batch.target_ids_N)
         judged_M = ~np.isin(tokens_M.numpy(), self.masker.framing.unmaskable())
-        draw_BT = CounterRng(self.seed, sample_indices).uniform(_REPLACED_BY, batch.input_ids_BT.shape[1])
+        draw_BT = CounterRng(self.seed, sample_indices).uniform(Purpose.REPLACED_TOKENS, batch.input_ids_BT.shape[1])
         draw_N = torch.from_numpy(draw_BT).flatten()[index_N]
         return replace(batch, replaced=ReplacedTokens(draw_N, torch.from_numpy(np.flatnonzero(judged_M))))

@@ -134,3 +134,23 @@ def held_out_samples(dataset: IndexedDataset, sequence_length: int) -> Samples:
     """Rows for evaluation: in file order, and never across the rows of a preshuffled file."""
     kind = SequentialSamples if dataset.num_documents else StoredSamples  # preshuffled files name no documents
     return kind(dataset, sequence_length)
+
+
+class EvenlySpread:
+    """`count` of the rows of `samples` (or all, if there are fewer), evenly spread over the text, by numbers of their
+    own from 0: by these they are masked, so that what is even over consecutive numbers stays so."""
+
+    def __init__(self, samples: Samples, count: int) -> None:
+        self._samples, self.count = samples, min(count, samples.per_epoch)
+
+    def rows(self, sample_indices: Sequence[int] | Array) -> Array:
+        """int64 [B, T+1]."""
+        return self._samples.rows(self._places(sample_indices))
+
+    def document_starts(self, sample_indices: Sequence[int] | Array) -> Array | None:
+        """As of `Samples`."""
+        return self._samples.document_starts(self._places(sample_indices))
+
+    def _places(self, sample_indices: Sequence[int] | Array) -> Array:
+        places: Array = np.asarray(sample_indices, np.int64) * self._samples.per_epoch // self.count
+        return places

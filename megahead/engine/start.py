@@ -88,7 +88,7 @@ def start_deepspeed(
                 deepspeed.zero.Init(module=parts, data_parallel_group=data, config_dict_or_path=config, mpu=mpu)
             engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config, mpu=mpu)
     except (ValueError, TypeError, AssertionError, *own_errors) as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
+        reason = " ".join(str(error).split()).rstrip(".") or type(error).__name__
         raise UserError(f"`engine.deepspeed` must be what DeepSpeed accepts, but it reports: {reason}.") from error
     return engine
 

@@ -29,8 +29,9 @@ class FlopsPerToken:
     local layers fewer."""
 
     head: float
-    """Scores of the candidates: 3 * 2 D U, of which once more where tokens are drawn from them, and then a transform
-    and score of each token, 3 * 2 (D^2 + D)."""
+    """Scores of the candidates: 3 * 2 D U, and 2 D U more each where tokens are drawn from them or missed ones are
+    counted, 3 * 2 D V beside a vanilla share; and where tokens are judged, a transform and score of each,
+    3 * 2 (D^2 + D)."""
 
     @property
     def total(self) -> float:
@@ -82,20 +83,27 @@ def run_flops(config: RunConfig, candidate_rows: int) -> FlopsPerToken:
     those of the model that judges all tokens. Of phrases that are found in other rows the outputs of all tokens count,
     not the comparisons, whose number the text decides."""
     length, targets = config.data.sequence_length, config.targets_per_row()
-    model, generator = config.trained_model(), config.generator()
+    model, generator, head = config.trained_model(), config.generator(), _scores(config, candidate_rows)
     if generator is None:
-        shorter = shorter_layers(config)
-        learned = training_flops(model, length, candidate_rows, targets=targets, shorter=shorter)
-        every_output = training_flops(model, length, candidate_rows=0, shorter=shorter)
-        return replace(every_output, head=learned.head) if config.objective.phrases else learned
-    learned = training_flops(generator, length, candidate_rows, targets=targets)
+        computed = None if config.objective.phrases else targets
+        learned = training_flops(model, length, 0, targets=computed, shorter=shorter_layers(config))
+        return replace(learned, head=head)
+    learned = training_flops(generator, length, 0, targets=targets)
     judged = training_flops(model, length, candidate_rows=0)
-    judging_head = 3 * 2 * (model.hidden_size**2 + model.hidden_size)
     return FlopsPerToken(
         body=learned.body + judged.body,
         attention=learned.attention + judged.attention,
-        head=learned.head * (1 + 1 / 3) + judging_head,  # one more product, of which is drawn
+        head=head + 3 * 2 * (model.hidden_size**2 + model.hidden_size),
     )
+
+
+def _scores(config: RunConfig, candidate_rows: int) -> float:
+    """The scores of targets: three products, one more for what is drawn from them and one for the targets that are
+    missed; and three of all ids, where a share of the loss is vanilla."""
+    masking, share = config.masking, config.targets_per_row() / config.data.sequence_length
+    products = 3 + (config.generator() is not None) + (masking is not None and masking.adapts())
+    of_all_ids = 3 * config.model.padded_vocab_size() if config.objective.vanilla_weight else 0
+    return share * 2 * config.model.hidden_size * (products * candidate_rows + of_all_ids)
 
 
 def _seen_within(reach: int, tokens: int, sides: int) -> float:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from megahead.convert.source import EMBEDDING, TrainedModel
-from megahead.data import Batch, BatchReader, held_out_masker
+from megahead.data import Batch, BatchReader, EvenlySpread, held_out_masker
 from megahead.data.nearest_ids import open_nearest_ids
 from megahead.distributed import Group
 from megahead.errors import FieldError
@@ -57,12 +57,12 @@ def measure_geometry(checkpoint: Path, rows: int = ROWS) -> Geometry:
     config, pretraining = model.config, model.load()
     if config.objective.score != "dot":
         raise FieldError("objective.score", "be dot for its gradients to be measured", got=config.objective.score)
-    samples = open_held_out(config)
+    samples = EvenlySpread(open_held_out(config), rows)
     reader = BatchReader(samples, config.data, held_out_masker(config))
     per_group = int(model.checkpoint.state.get("group_samples", config.batch.micro_size))
     spread, shares = _Spread(), _Share()
-    for first in range(0, min(rows, samples.per_epoch), per_group):
-        batch = reader.read(range(first, min(first + per_group, rows, samples.per_epoch)))
+    for first in range(0, samples.count, per_group):
+        batch = reader.read(range(first, min(first + per_group, samples.count)))
         if len(batch.target_ids_N):
             outputs_ND = _outputs(pretraining, batch)
             spread.add(outputs_ND)

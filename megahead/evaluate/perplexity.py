@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megahead.config import DataConfig
-from megahead.data import BatchReader, Diffusion, RowMasker, Samples
+from megahead.data import BatchReader, Diffusion, EvenlySpread, RowMasker, Samples
 from megahead.distributed import Group
 from megahead.objectives import DetectionResult, EvaluationSums
 from megahead.pretraining import EvaluationRequest
@@ -48,7 +48,8 @@ class ValidationResult:
 
 
 class ValidationSet:
-    """The first `rows` rows of a validation dataset, scored `micro_size` at a time by the ranks of `group` together."""
+    """`rows` rows of a validation dataset, evenly spread over it, since a file may hold one source after the other;
+    scored `micro_size` at a time by the ranks of `group` together."""
 
     def __init__(
         self,
@@ -60,8 +61,9 @@ class ValidationSet:
         masker: RowMasker | None = None,
     ) -> None:
         self._samples = samples
-        self._reader = BatchReader(samples, data, masker)
-        self._rows = min(rows, samples.per_epoch)
+        spread = EvenlySpread(samples, rows)
+        self._reader = BatchReader(spread, data, masker)
+        self._rows = spread.count
         self._micro_size = micro_size
         self._group = group
 

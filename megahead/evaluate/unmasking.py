@@ -1,9 +1,10 @@
 """Text by an encoder: mask tokens after a prompt are replaced by tokens, some in each pass, in a random order.
 
 How masked diffusion is sampled (Sahoo et al. 2024, arXiv 2406.07524): whatever places are left masked, the next ones
-are drawn evenly among them, and their tokens from the model's predictions, each by itself. With one place a pass the
-text is drawn exactly from the model; fewer passes take less time, and tokens of one pass do not know of each other.
-An encoder that was trained with few masks can be sampled so, too, but has never seen so little of a text.
+are drawn evenly among them, and their tokens from the model's predictions, each by itself. With one place a pass, at
+temperature 1 and without top-k or top-p, the text is drawn exactly from the model, special tokens left out; fewer
+passes take less time, and tokens of one pass do not know of each other. An encoder that was trained with few masks can
+be sampled so, too, but has never seen so little of a text.
 
 T tokens of the row, M masked places, m of one pass, V vocabulary.
 """

@@ -7,7 +7,8 @@ import re
 from megahead.errors import FieldError
 
 _SCHEME = re.compile(r"([A-Za-z0-9]+::)*[A-Za-z][A-Za-z0-9+.-]*://")
-_SECRET = re.compile(r"://[^@]*:[^@]*@|\?|(key|token|secret|password|passwd|credential|signature|sig)=", re.IGNORECASE)
+_NAMES = "(?:key|token|secret|password|passwd|credential|signature|sig)"
+_SECRET = re.compile(rf"://[^@]*:[^@]*@|\?|{_NAMES}=", re.IGNORECASE)
 """A password before a host (it may hold slashes), a query (signed addresses have one), a named secret."""
 
 
@@ -42,3 +43,10 @@ def refuse_secrets(field: str, name: str) -> None:
     if is_far(name) and _SECRET.search(name):
         hint = "give credentials by the environment, as the store's own tools read them"
         raise FieldError(field, "be an address without password, key or query", got="one that has some", hint=hint)
+
+
+def without_secrets(text: str) -> str:
+    """A text that may repeat what a user gave, without what `refuse_secrets` would refuse in it."""
+    text = re.sub(r"://[^\s@'\"]*:[^\s@'\"]*@", "://***@", text)
+    text = re.sub(r"(://[^\s'\"?]*)\?[^\s'\"]*", r"\1?***", text)
+    return re.sub(rf"(://[^\s'\"]*?{_NAMES}=)[^\s'\"&;]*", r"\1***", text, flags=re.IGNORECASE)

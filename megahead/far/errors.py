@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from megahead.errors import UserError
+from megahead.far.address import without_secrets
 
 _NAME_OF_SECRET = re.compile(r"key|secret|token|passw|credential|signature|sas", re.IGNORECASE)
 _SHORTEST_SECRET = 6
@@ -27,8 +28,7 @@ def told(error: BaseException) -> str:
     text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
     for secret in sorted(_secrets(), key=len, reverse=True):
         text = text.replace(secret, "***")
-    text = re.sub(r"://[^\s@]*:[^\s@]*@", "://***@", text)
-    return re.sub(r"\?\S+", "?***", text)[:300].rstrip(".")
+    return re.sub(r"\?\S+", "?***", without_secrets(text))[:300].rstrip(".")
 
 
 def _secrets() -> Iterator[str]:

@@ -13,8 +13,9 @@ if TYPE_CHECKING:
     from megahead.mirror.arguments import far_or_existing
     from megahead.mirror.far_run import FarRun, patience_with
     from megahead.mirror.fetching import Fetched, fetch_named, fetch_newer
+    from megahead.mirror.news import News
     from megahead.mirror.ownership import refuse_another_mirror
-    from megahead.mirror.upload import Mirror, News
+    from megahead.mirror.upload import Mirror
 
 __all__ = [
     "FarRun",
@@ -33,6 +34,7 @@ __getattr__ = on_first_use(
     arguments=("far_or_existing",),
     far_run=("FarRun", "patience_with"),
     fetching=("Fetched", "fetch_named", "fetch_newer"),
+    news=("News",),
     ownership=("refuse_another_mirror",),
-    upload=("Mirror", "News"),
+    upload=("Mirror",),
 )

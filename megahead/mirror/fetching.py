@@ -1,31 +1,20 @@
-"""Fetches checkpoints from a store: beside, verified, named by one rename, as a save does."""
+"""Which checkpoint of a store a session goes on from, and that all ranks have it."""
 
 from __future__ import annotations
 
-import shutil
 import sys
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megahead.checkpoint import Checkpoint, open_together, run_long_on_all_ranks, run_on_all_ranks
-from megahead.checkpoint.folders import (
-    check_lengths,
-    clear_remains,
-    give_name,
-    is_complete,
-    partial_folder,
-    point_to,
-    step_folder,
-)
-from megahead.checkpoint.integrity import check_files
-from megahead.checkpoint.manifest import MANIFEST, Manifest
+from megahead.checkpoint import Checkpoint, open_together, run_long_on_all_ranks, run_on_all_ranks, step_folder
+from megahead.checkpoint.folders import point_to
 from megahead.distributed import Group
 from megahead.errors import CheckpointError, UserError
-from megahead.far import DamagedError, Expected, joined, receive
-from megahead.files import fsync
+from megahead.far import DamagedError
+from megahead.mirror.downloading import download
 from megahead.mirror.far_run import (
     CHECKPOINTS,
     FarRun,
@@ -36,10 +25,6 @@ from megahead.mirror.far_run import (
     step_in,
 )
 from megahead.run_folder import RunFolder
-from megahead.wording import gib
-
-TELL_SECONDS = 10.0
-"""Between two lines on how far it is."""
 
 _ALONE = Group()
 
@@ -153,75 +138,12 @@ def _fetch_together(
     def fetch() -> Iterator[None]:
         if far is not None:
             try:
-                yield from _fetch(far, name, root, accept)
+                yield from download(far, name, root, accept)
             except DamagedError as error:
                 damage.append(str(error))
 
     run_long_on_all_ranks(group, fetch(), lambda error: _sentence(error, root))
     return group.broadcast_object(damage[0] if damage else None)
-
-
-def _fetch(far: FarRun, name: str, root: Path, accept: Callable[[Checkpoint], None]) -> Iterator[None]:
-    text, manifest = _manifest(far, name)
-    final, partial = step_folder(root, manifest.step), partial_folder(root, manifest.step)
-    accept(Checkpoint(final, manifest))
-    if (yield from _is_there(final, text, manifest)):
-        return
-    root.mkdir(parents=True, exist_ok=True)
-    clear_remains(root)
-    _check_room(root, manifest)
-    partial.mkdir()
-    try:
-        yield from _fetch_files(far, name, partial, manifest)
-        (partial / MANIFEST).write_bytes(text)
-        fsync(partial / MANIFEST)
-        check_lengths(partial, manifest)
-        give_name(partial, final)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
-def _manifest(far: FarRun, name: str) -> tuple[bytes, Manifest]:
-    try:
-        return far.manifest(name)
-    except CheckpointError as error:
-        raise DamagedError(str(error)) from None
-    except FileNotFoundError:
-        raise DamagedError(f"`{joined(far.url, name)}` must stay while it is fetched, but was removed.") from None
-
-
-def _fetch_files(far: FarRun, name: str, partial: Path, manifest: Manifest) -> Iterator[None]:
-    total, before, told = sum(entry.bytes for entry in manifest.files.values()), 0, time.monotonic()
-    for file, entry in manifest.files.items():
-        with (partial / file).open("xb") as target:
-            expected = Expected(entry.bytes, entry.sha256)
-            for received in receive(far.store, f"{name}/{file}".lstrip("/"), expected, target.write):
-                if time.monotonic() - told > TELL_SECONDS:
-                    told = time.monotonic()
-                    print(f"fetching {joined(far.url, name)}: {gib(before + received)} of {gib(total)}", flush=True)
-                yield
-        fsync(partial / file)
-        before += entry.bytes
-
-
-def _is_there(final: Path, text: bytes, manifest: Manifest) -> Generator[None, None, bool]:
-    """Whether this very checkpoint is on disk, undamaged; reads all of it."""
-    if not is_complete(final) or (final / MANIFEST).read_bytes() != text:
-        return False
-    try:
-        yield from check_files(final, manifest.files)
-    except CheckpointError:
-        return False
-    return True
-
-
-def _check_room(root: Path, manifest: Manifest) -> None:
-    needed, free = sum(entry.bytes for entry in manifest.files.values()), shutil.disk_usage(root).free
-    if free < needed:
-        raise CheckpointError(
-            f"`{root}` must have room for a checkpoint of {needed} bytes, but {needed - free} bytes are missing; free "
-            "some."
-        )
 
 
 def _sentence(error: Exception, root: Path) -> str:

@@ -64,30 +64,42 @@ def _id_in(store: Store) -> bytes | None:
     return store.read_if_there(ID) or None
 
 
-def begin_session(store: Store, folder: RunFolder, mark: str) -> None:
-    """Makes the mirror this run's and this session's; TakenOverError if it has become another run's meanwhile."""
-    there, here = _id_in(store), _read(folder.identity)
-    if there is not None and here is not None and there != here:
-        raise TakenOverError(
-            f"training.mirror must be this run's, but {store.url} has become that of another; choose another."
-        )
-    identity = there or here or f"{secrets.token_hex(16)}\n".encode()
-    if here is None:
-        write_atomically(folder.identity, identity)
-    if there is None:
-        store.write(ID, identity)
-    store.write(SESSION, mark.encode())
+class Claim:
+    """A session's hold on a mirror; `mark` is the session's, in the run's folder."""
 
+    def __init__(self, store: Store, folder: RunFolder, mark: str) -> None:
+        self._store, self._folder, self._mark = store, folder, mark
+        self._ours = False
 
-def refuse_another_session(store: Store, mark: str) -> None:
-    """TakenOverError if another session has begun with this mirror."""
-    there = store.read_if_there(SESSION)
-    if there is not None and there != mark.encode():
-        raise TakenOverError(
-            f"training.mirror must have one session at a time, but with {store.url} another has begun on "
-            f"{there.decode(errors='replace').strip()}; this one ends, and what it has not saved is the other's to do "
-            "again."
-        )
+    def hold(self) -> None:
+        """Makes the mirror this run's and this session's; TakenOverError if it has become another's."""
+        if not self._ours:
+            self._begin()
+            self._ours = True  # once: it would be another session's that it takes
+        self.refuse_another()
+
+    def refuse_another(self) -> None:
+        """TakenOverError if another session has begun with this mirror."""
+        there = self._store.read_if_there(SESSION)
+        if there is not None and there != self._mark.encode():
+            raise TakenOverError(
+                f"training.mirror must have one session at a time, but with {self._store.url} another has begun on "
+                f"{there.decode(errors='replace').strip()}; this one ends, and what it has not saved is the other's to "
+                "do again."
+            )
+
+    def _begin(self) -> None:
+        there, here = _id_in(self._store), _read(self._folder.identity)
+        if there is not None and here is not None and there != here:
+            raise TakenOverError(
+                f"training.mirror must be this run's, but {self._store.url} has become that of another; choose another."
+            )
+        identity = there or here or f"{secrets.token_hex(16)}\n".encode()
+        if here is None:
+            write_atomically(self._folder.identity, identity)
+        if there is None:
+            self._store.write(ID, identity)
+        self._store.write(SESSION, self._mark.encode())
 
 
 def _read(path: Path) -> bytes | None:

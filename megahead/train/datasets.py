@@ -89,8 +89,8 @@ def _opened(config: RunConfig) -> RunDatasets:
 
 
 def _nearest_ids(config: RunConfig) -> Tensor | None:
-    path = config.data.nearest_ids
-    return None if path is None else torch.from_numpy(open_nearest_ids(path, config.model.vocab_size))
+    path, wanted = config.data.nearest_ids, max(1, config.objective.nearest)
+    return None if path is None else torch.from_numpy(open_nearest_ids(path, config.model.vocab_size, wanted))
 
 
 def _open(config: RunConfig, prefix: str, field: str) -> IndexedDataset:

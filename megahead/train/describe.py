@@ -137,7 +137,7 @@ def _objective(config: RunConfig, rows: int) -> str:
     if objective.replaced_tokens is not None:
         parts.append(_detection(objective.replaced_tokens))
     parts += [_phrases(objective.phrases)] if objective.phrases else []
-    if objective.learned_temperature or objective.temperature != 1:
+    if objective.learned_temperature or objective.temperature != 1 or objective.score != "dot":
         parts.append(f"temperature {objective.temperature:g}{', learned' if objective.learned_temperature else ''}")
     return ", ".join(parts)
 

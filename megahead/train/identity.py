@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megahead.checkpoint import Checkpoint
-from megahead.config import Phase, RunConfig, config_from_dict, learn_alike, phase_that_saved
+from megahead.config import Phase, RunConfig, config_from_checkpoint, learn_alike, phase_that_saved
 from megahead.errors import CheckpointError
 from megahead.far import near_file
 from megahead.train.datasets import RunDatasets
@@ -19,6 +19,7 @@ MAY_CHANGE = (
     "parallel",
     "faults",
     "resume",
+    "tasks",
     "batch.micro_size",
     "data.validation",
     "data.prefetch",
@@ -51,7 +52,7 @@ def data_fingerprints(config: RunConfig, datasets: RunDatasets) -> dict[str, Any
 
 def config_of(checkpoint: Checkpoint) -> RunConfig:
     """That of the phase which saved it."""
-    return config_from_dict(checkpoint.config, source=f"the configuration in {checkpoint.folder}")
+    return config_from_checkpoint(checkpoint.config, source=f"the configuration in {checkpoint.folder}")
 
 
 def is_of_another_phase(checkpoint: Checkpoint, config: RunConfig) -> bool:
@@ -84,13 +85,15 @@ def refuse_another_run(checkpoint: Checkpoint, config: RunConfig, fingerprints: 
 
 
 def _refuse_another_course(checkpoint: Checkpoint, phase: Phase, steps: int) -> None:
-    """CheckpointError where the phase that saved it begins later or ends earlier than the checkpoint; a run itself may
-    be made shorter."""
+    """CheckpointError where the phase that saved it begins elsewhere than it did, or ends earlier than the checkpoint;
+    a run of one phase may be made shorter."""
     begin, end = phase.steps.start, phase.steps.stop
-    if checkpoint.step < begin or end < min(checkpoint.step, steps):
+    began = checkpoint.state_value("phase_began", int, absent=min(begin, checkpoint.step))
+    if began != begin or end < min(checkpoint.step, steps):
         raise CheckpointError(
-            f"`objective.schedule` must have the phase that saved {checkpoint.folder} at step {checkpoint.step:,}, but "
-            f"has it from step {begin:,} to step {end:,} instead; set training.steps or the share back."
+            f"`objective.schedule` must have the phase that saved {checkpoint.folder} from step {began:,} to at least "
+            f"step {checkpoint.step:,}, but has it from step {begin:,} to step {end:,} instead; set training.steps or "
+            "the share back."
         )
 
 

@@ -24,6 +24,7 @@ def train(run: Training) -> Ending:
     """
     state = run.state
     _evaluate(run) if run.evaluate_first else _run_missed_evaluation(run)
+    _run_missed_tasks(run)
     began_at, watch = state.step, Stopwatch(state.seconds)
     ending: Ending | None = None
     run.meters.start(state)
@@ -107,6 +108,17 @@ def _run_missed_evaluation(run: Training) -> None:
         _save(run)
 
 
+def _run_missed_tasks(run: Training) -> None:
+    """Evaluates the tasks that were due at the resumed step of this run, if the session that came to it did not."""
+    state, tasks, ended = run.state, run.tasks, run.state.step >= run.config.training.steps
+    if not ended and run.stop.agreed(run.progress.world_group):
+        return
+    if tasks is None or run.saver.wait() is None or not (ended or state.step % tasks.every == 0):
+        return
+    if not run.progress.world_group.broadcast_object(run.meters.has_tasks(state)):
+        _evaluate_tasks(run, tasks)
+
+
 def _evaluate(run: Training) -> None:
     """Evaluates, unless a signal interrupts it; `_reason_to_stop` then sees that signal too."""
     if run.evaluation is not None:
@@ -118,7 +130,7 @@ def _evaluate(run: Training) -> None:
 
 
 def _evaluate_tasks(run: Training, tasks: TaskEvaluation) -> None:
-    """Evaluates the tasks with the checkpoint that was saved last."""
+    """Evaluates the tasks with the run's newest checkpoint."""
     checkpoint = run.saver.wait()
     if checkpoint is not None:
         run.meters.tasks(tasks.run(checkpoint), run.state)

@@ -168,6 +168,10 @@ class Meters:
         sentence = ", ".join(f"{task} {score.metric} {score.value:.4g}" for task, score in scores)
         self.print_line(f"tasks at step {state.step:,}: {sentence}")
 
+    def has_tasks(self, state: TrainingState) -> bool:
+        """Whether results of tasks at this step were written, also by an earlier session."""
+        return self._active and self._log.has_tasks(state.step)
+
     def print_line(self, text: str) -> None:
         """Prints `text` if active."""
         if self._active:

@@ -44,8 +44,9 @@ class Progress:
         tensors = chain(self.engine.tensors(), self.state.tensors(self.data_group).items())
         snapshot = Snapshot.take(tensors, group, copied=copied)
         of_engine = {"optimizer_steps": self.engine.optimizer_steps, "scale": self.engine.loss_scale.state()}
+        counters = self.state.counters() | of_engine | {"phase_began": self.phase.steps.start}
         settings = self.phase.config.model_dump(mode="json")
-        return Moment(self.state.step, snapshot, self.state.counters() | of_engine, settings, self.lineage.tip)
+        return Moment(self.state.step, snapshot, counters, settings, self.lineage.tip)
 
     def resume_from(self, checkpoint: Checkpoint) -> None:
         """Continues exactly where `checkpoint` was saved, by the objective of the phase."""

@@ -25,6 +25,18 @@ class RunLog:
         self._file.write(orjson.dumps(where | dict(fields)) + b"\n")
         self._file.flush()
 
+    def has_tasks(self, step: int) -> bool:
+        """Whether it holds what the tasks came to at `step`, to which no session or rollback has gone back since."""
+        found = False
+        self._file.seek(0)
+        for line in self._file:
+            if b'"tasks":{' in line:
+                found = found or orjson.loads(line)["step"] == step
+            elif b'"session":{' in line or b'"rollback":{' in line:
+                record = orjson.loads(line)
+                found = found and record.get("session", {}).get("continues", record["step"]) >= step
+        return found
+
     def close(self) -> None:
         """Nothing follows."""
         self._file.close()

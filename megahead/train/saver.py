@@ -7,7 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
-from megahead.checkpoint import KeepRules, run_on_all_ranks, write_snapshot
+from megahead.checkpoint import KeepRules, run_on_all_ranks, step_folder, write_snapshot
 from megahead.mirror import Mirror, News
 from megahead.train.hold import Hold
 from megahead.train.moment import Moment
@@ -33,7 +33,7 @@ class Saver:
         self._keep_rules = keep_rules if mirror is None else replace(keep_rules, read_now=mirror.in_hand)
         self._pending: Future[Path] | None = None
         self._saved_at = self._reached() if progress.lineage.tip == progress.state.step else None
-        self._folder: Path | None = None
+        self._folder = step_folder(progress.lineage.root, progress.state.step) if self.up_to_date else None
 
     def _reached(self) -> tuple[int, int]:
         return self._progress.state.step, self._progress.state.samples
@@ -62,7 +62,8 @@ class Saver:
         return time.monotonic() - started
 
     def wait(self) -> Path | None:
-        """Waits until a background save is on disk, and raises its error. Returns the last folder saved, if any."""
+        """Waits until a background save is on disk, and raises its error. Returns the last folder saved,
+        at first that of the resumed checkpoint; None if there is none in the run's folder yet."""
         if self._pending is not None:
             pending, self._pending = self._pending, None
             self._folder = pending.result()

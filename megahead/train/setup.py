@@ -145,7 +145,7 @@ def _tally(session: Session, progress: Progress) -> Tally:
 def _state(session: Session, plan: RunPlan, start: Start) -> TrainingState:
     """The counters of a new run (`resume_from` loads a checkpoint's); CheckpointError for another run's checkpoint."""
     state = TrainingState(plan.config.model.padded_vocab_size(), start.group_samples(plan))
-    state.data_fingerprints = data_fingerprints(plan.config, session.datasets)
+    state.data_fingerprints = data_fingerprints(session.plan.config, session.datasets)
     state.dataset_counts = session.datasets.token_counts
     masking, batch = plan.config.masking, plan.config.batch
     if masking is not None and masking.adapts():
@@ -168,6 +168,7 @@ def _facts(session: Session, plan: RunPlan, state: TrainingState) -> list[tuple[
 
 def _feed(session: Session, config: RunConfig, state: TrainingState) -> Feed:
     """Prepares micro-batches with their candidates; ranks exchange ids over a connection of their own."""
+    masked_from = session.plan.config.masked_from()
     return Feed(
         session.datasets.samples,
         build_objective(config.objective, config.model.vocab_size, state.dataset_counts, session.datasets.nearest_ids),
@@ -177,7 +178,7 @@ def _feed(session: Session, config: RunConfig, state: TrainingState) -> Feed:
         group_samples=state.group_samples,
         seed=config.seed,
         device=session.device,
-        masker=training_masker(config, session.datasets.train, state.difficulty),
+        masker=training_masker(config, session.datasets.train, state.difficulty, masked_from),
         owners=session.mesh.world_group.side_channel() if config.in_rows() else None,
         sharing=session.mesh.tensor_group,
     )

@@ -42,9 +42,17 @@ def starting_weights(config: RunConfig, world_group: Group, resumed: Checkpoint 
     source: Tensors = (
         _published(config, init, world_group)
         if init.from_checkpoint is None
-        else _weights_of(_source(init.from_checkpoint, config.folder(), world_group), needed)
+        else _begun_from(_source(init.from_checkpoint, config.folder(), world_group), config, needed)
     )
     return Renamed(source, lambda name: copies.get(name, name))
+
+
+def _begun_from(checkpoint: Checkpoint, config: RunConfig, shapes: Mapping[str, torch.Size]) -> Tensors:
+    """Its parameters; a temperature that it did not learn starts as in a new run."""
+    if TEMPERATURE not in shapes or f"weight/{TEMPERATURE}" in checkpoint.names():
+        return _weights_of(checkpoint, shapes)
+    others = {name: shape for name, shape in shapes.items() if name != TEMPERATURE}
+    return _WithTemperature(_weights_of(checkpoint, others), first_weights(config))
 
 
 def _source(path: str, folder: RunFolder, world_group: Group) -> Checkpoint:
@@ -84,6 +92,20 @@ def _weights_of(
                 "instead; give `model` the sizes of that run."
             )
     return Renamed(WithNewHead(checkpoint), lambda name: f"{kind}/{name}")
+
+
+@dataclass(frozen=True)
+class _WithTemperature:
+    """`weights`, and the temperature of `first`."""
+
+    weights: Tensors
+    first: FirstWeights
+
+    def read(self, name: str, /) -> Tensor:
+        return (self.first if name == TEMPERATURE else self.weights).read(name)
+
+    def blocks(self, name: str, /) -> Iterator[Tensor]:
+        return (self.first if name == TEMPERATURE else self.weights).blocks(name)
 
 
 @dataclass(frozen=True)

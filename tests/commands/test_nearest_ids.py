@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from megahead.config import RunConfig
+from megahead.convert.source import TrainedModel
 from megahead.data.nearest_ids import find_nearest_ids
 from megahead.distributed import Group, Launch
 from megahead.errors import CheckpointError, ConfigError
@@ -44,8 +45,25 @@ def test_hard_negatives_are_the_same_on_two_ranks_and_after_a_resume_from_the_sa
     other = small_config(tmp_path, changes | {"data.nearest_ids": nearest(tmp_path, 1)})
     with pytest.raises(CheckpointError, match=r"differs in data\.nearest_ids"):
         pretrain(other, resume=third)
+    wider = {"objective": objective | {"nearest": 4}}
+    with pytest.raises(ConfigError, match=r"`objective\.nearest` must be at most the number of .* \(3\), but is 4"):
+        pretrain(small_config(tmp_path, changes | wider))
     with pytest.raises(ConfigError, match=r"data\.nearest_ids` must name a file"):
         pretrain(small_config(tmp_path, changes | {"data.nearest_ids": "nowhere.npy"}))
+
+
+def test_a_run_that_ends_vanilla_goes_on_without_the_file_and_resumes_in_each_phase(tmp_path: Path) -> None:
+    write_text(tmp_path)
+    objective = {"bias": "corrected", "nearest": 2, "schedule": {"vanilla_share": 0.5}}
+    changes = {"objective": objective, "data.nearest_ids": nearest(tmp_path), "training.checkpoint_every": 1}
+    steps = {"training.steps": 4, "training.evaluate_every": 100}
+    on_ranks(1, run, small_config(tmp_path, changes | steps | {"output_dir": str(tmp_path / "whole")}))
+    for step in (1, 2, 3):
+        elsewhere = {"output_dir": str(tmp_path / f"{step}")}
+        checkpoint = str(tmp_path / f"whole/checkpoints/step-{step:08d}")
+        assert on_ranks(1, run, small_config(tmp_path, changes | steps | elsewhere), checkpoint) == ["finished"]
+        assert same_tensors(tmp_path / f"{step}", tmp_path / "whole")
+    assert TrainedModel.open(tmp_path / "whole").config.data.nearest_ids is None
 
 
 def test_the_command_writes_the_nearest_rows_of_a_run(tmp_path: Path) -> None:

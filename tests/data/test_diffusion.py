@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import permutations, product
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 from megahead.config import MaskingConfig
 from megahead.data import Batch, Diffusion, Framing
 from megahead.data.counter_rng import CounterRng
+from megahead.data.strategies.strategy import WeighedIds
 
 CLS, SEP, MASK, END, PAD, VOCABULARY = 1, 2, 3, 4, 0, 1000
 
@@ -78,6 +80,17 @@ def test_all_places_are_masked_alike() -> None:
     counts = np.bincount(batch.target_index_N.numpy() % 12, minlength=12)
     assert counts[0] == counts[11] == 0
     assert counts[1:11] == pytest.approx(3300, abs=200)  # five standard deviations
+
+
+def test_by_weights_rare_ids_are_masked_before_others_and_no_row_more_or_less() -> None:
+    weights = np.ones(VOCABULARY)
+    weights[8] = 3.0
+    text = np.tile(np.array([7, 8]), (6000, 1))
+    batch = replace(diffusion(), strategy=WeighedIds(weights)).batch(text, range(6000))
+    assert (per_row(batch) == per_row(diffusion().batch(text, range(6000)))).all()
+    alone = per_row(batch)[batch.target_index_N.numpy() // 4] == 1
+    assert (batch.target_ids_N.numpy()[alone] == 8).mean() == pytest.approx(3 / 4, abs=0.035)  # 3000 rows
+    assert batch.weight() == pytest.approx(text.size)
 
 
 def test_a_row_without_text_has_no_targets_and_no_weight() -> None:

@@ -75,6 +75,16 @@ def test_masks_are_kept_first_and_what_is_empty_last() -> None:
     assert not roomy_BT[:, 42:].any()
 
 
+@pytest.mark.parametrize("share", [0.15, 0.3, 0.5])
+@pytest.mark.parametrize("length", range(14, 63, 4))
+def test_the_least_share_that_is_accepted_keeps_every_mask_token(share: float, length: int) -> None:
+    """Though all targets of a row are mask tokens."""
+    assert run_config("hardest", rate=share, keep_share=share).masking is not None
+    settings = {"rate": share, "mask_share": 1.0, "random_share": 0.0}
+    batch = masker(Uniform(), keep_share=share, **settings).batch(texts(20, length), range(20))
+    assert kept(batch)[batch.input_ids_BT.numpy() == MASK].all()
+
+
 @pytest.mark.parametrize("rows", [range(7, 8), range(4, 12)], ids=str)
 def test_what_is_kept_depends_on_the_sample_alone(rows: range) -> None:
     """Also among tokens that are all as important."""
@@ -102,8 +112,9 @@ def test_ids_that_are_missed_more_often_are_kept_two_periods_later() -> None:
     assert share_of_hard(2 * EVERY) > 0.9
 
 
-def run_config(by: str) -> RunConfig:
-    masking = {"cls_token": CLS, "sep_token": SEP, "mask_token": MASK, "dropping": {"from_layer": 1, "by": by}}
+def run_config(by: str, rate: float = 0.15, keep_share: float = 0.5) -> RunConfig:
+    dropping = {"from_layer": 1, "by": by, "keep_share": keep_share}
+    masking = {"cls_token": CLS, "sep_token": SEP, "mask_token": MASK, "rate": rate, "dropping": dropping}
     return config_from_dict(
         {
             "name": "x",

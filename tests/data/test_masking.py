@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from megahead.config import MaskingConfig
-from megahead.data import Framing, Masker, masking
-from megahead.data.counter_rng import CounterRng
+from megahead.data import Framing, Masker, evaluation_target_counts, masking
+from megahead.data.counter_rng import CounterRng, Purpose
 from megahead.data.strategies import Uniform
+from support.small_run import small_config
 
 CLS, SEP, MASK, END, PAD, VOCABULARY = 1, 2, 3, 4, 0, 1000
 
@@ -80,6 +84,22 @@ def test_shares_of_masked_random_and_kept_tokens(mask: float, random: float) -> 
         assert ((counts - mean) ** 2).sum() / mean == pytest.approx(len(counts), rel=0.25)  # chi-square of uniform
 
 
+def test_noise_is_read_where_nothing_is_asked_for_and_never_in_place_of_a_special_token() -> None:
+    text = texts(2000)
+    text[:, 90:], text[::3, 5] = -1, PAD
+    plain, noisy = (masker(**settings).batch(text, range(2000)) for settings in ({}, {"noise_share": 0.2}))
+    assert torch.equal(noisy.target_index_N, plain.target_index_N)
+    assert torch.equal(noisy.target_ids_N, plain.target_ids_N)
+    before, after = plain.input_ids_BT.reshape(-1), noisy.input_ids_BT.reshape(-1)
+    assert torch.equal(after[noisy.target_index_N], before[plain.target_index_N])
+    special = torch.isin(before, torch.tensor([CLS, SEP, END, PAD]))
+    others = torch.ones_like(special).index_fill(0, plain.target_index_N, False) & ~special
+    assert torch.equal(after[special], before[special])
+    read = after[others][after[others] != before[others]]
+    assert len(read) / int(others.sum()) == pytest.approx(0.2 * (1 - 1 / (VOCABULARY - 5)), abs=0.005)
+    assert not np.isin(read, [CLS, SEP, MASK, END, PAD]).any()
+
+
 def test_every_place_is_selected_alike() -> None:
     batch = masker().batch(texts(8000), range(8000))
     counts = np.bincount(batch.target_index_N.numpy() % 128, minlength=128)
@@ -90,9 +110,9 @@ def test_every_place_is_selected_alike() -> None:
 
 def test_a_sample_is_masked_the_same_in_any_company_and_differently_in_another_epoch() -> None:
     text = texts(8)
-    run_on_all_ranks = masker().batch(text, range(8))
+    together = masker().batch(text, range(8))
     alone = masker().batch(text[5:6], [5])
-    assert np.array_equal(run_on_all_ranks.input_ids_BT[5:6], alone.input_ids_BT)
+    assert np.array_equal(together.input_ids_BT[5:6], alone.input_ids_BT)
     again, other_seed = masker().batch(text[5:6], [5 + 8]), masker(seed=8).batch(text[5:6], [5])
     for another in (again, other_seed):
         assert not np.array_equal(another.target_index_N, alone.target_index_N)
@@ -106,6 +126,14 @@ def test_the_rate_moves_with_the_run_and_is_one_for_a_step(course: str, rates: t
     batch = moving.batch(texts(10), range(10))
     per_row = np.bincount(batch.target_index_N.numpy() // 128, minlength=10)
     assert per_row.tolist() == [round(126 * rate) for rate in (*rates, rates[-1]) for _ in range(2)]
+
+
+def test_the_rates_course_begins_with_the_first_step_that_masks() -> None:
+    moving = masker(rate=0.4, final_rate=0.1, steps=7, samples_per_step=2)
+    late = replace(moving, masked_from=3)
+    batch = late.batch(texts(8), range(6, 14))
+    per_row = np.bincount(batch.target_index_N.numpy() // 128, minlength=8)
+    assert per_row.tolist() == [round(126 * rate) for rate in (0.4, 0.3, 0.2, 0.1) for _ in range(2)]
 
 
 def test_documents_are_told_apart_where_asked() -> None:
@@ -142,6 +170,32 @@ def test_noise_is_uniform_and_apart_by_sample_place_and_purpose() -> None:
     for other in (noise.uniform(2, 50), CounterRng(4, np.arange(2000)).uniform(1, 50), np.roll(draws, 1, 0)):
         assert abs(np.corrcoef(draws.reshape(-1), other.reshape(-1))[0, 1]) < 0.02
     assert np.array_equal(CounterRng(3, [1999]).uniform(1, 50), draws[-1:])
+
+
+def test_ids_that_weigh_almost_nothing_are_chosen_last_but_before_places_that_are_not_allowed() -> None:
+    noise, allowed_BW = CounterRng(0, range(2000)), np.tile([False, True, True, True], (2000, 1))
+    weight_BW = np.where(allowed_BW, np.array([1.0, 5e-324, 1e-300, 1.0]), 1.0)
+    for count, chosen in enumerate(([3], [2, 3], [1, 2, 3]), start=1):
+        chosen_BW = noise.choice(Purpose.DIFFUSION_PLACES, allowed_BW, np.full(2000, count), weight_BW)
+        assert chosen_BW[:, chosen].all(), count
+
+
+def test_how_often_ids_would_be_targets_is_not_known_of_a_text_without_counts() -> None:
+    changes = {
+        "model.family": "bert",
+        "data.tokenizer": "words.json",
+        "masking": {"cls_token": CLS, "sep_token": SEP, "mask_token": MASK, "strategy": "whole_word"},
+    }
+    config = small_config(Path(), changes | {"model.vocab_size": 64})
+    assert evaluation_target_counts(config, torch.zeros(64, dtype=torch.int64)) is None
+    counts_V = evaluation_target_counts(config, torch.ones(64, dtype=torch.int64))
+    assert counts_V is not None
+    assert counts_V.sum() == 64 - 4
+
+
+def test_each_purpose_has_random_numbers_of_its_own() -> None:
+    noise = CounterRng(3, [0])
+    assert len({noise.uniform(purpose, 1).item() for purpose in Purpose}) == len(Purpose.__members__)
 
 
 @pytest.mark.parametrize("special", [[], [0], [3], [0, 1, 4], [2, 3, 4], [4, 5, 6]])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass
 from itertools import pairwise
 from math import log
 from pathlib import Path
@@ -102,6 +103,33 @@ def test_rare_tokens_are_selected_in_proportion_to_their_weight() -> None:
     assert drawn.mean() == pytest.approx(0.02, rel=0.05)
 
 
+@pytest.mark.parametrize("rate", [0.15, 0.4, 0.8])
+def test_drawn_targets_are_the_rate_however_much_ids_differ(rate: float) -> None:
+    """Text as Zipf has it: the rarest tokens weigh some thousand times as much as the most frequent ones."""
+    share = 1 / np.arange(1, VOCABULARY - 3)
+    text = np.random.default_rng(0).choice(np.arange(4, VOCABULARY), (2000, 126), p=share / share.sum())
+    counts = np.bincount(text.reshape(-1), minlength=VOCABULARY)
+    selected = chosen(Frequency.of(counts.tolist(), 1.0), text, rate=rate, count="bernoulli")
+    assert selected.mean() == pytest.approx(rate, abs=0.003)
+    assert selected[text > 400].mean() > selected[text == 4].mean() + 0.3
+
+
+def test_drawn_words_are_the_rate_however_much_they_weigh() -> None:
+    text, weight_V = texts(2000), np.where(np.arange(VOCABULARY) % 10 == 0, 50.0, 1.0)
+    weighed = _WeighedWords(np.arange(VOCABULARY) % 3 == 0, weight_V)
+    assert chosen(weighed, text, rate=0.4, count="bernoulli").mean() == pytest.approx(0.4, abs=0.005)
+
+
+@dataclass(frozen=True)
+class _WeighedWords(WholeWords):
+    """Words as units, in proportion to the mean weight of their tokens."""
+
+    weight_V: np.ndarray
+
+    def weights(self, tokens_BT: np.ndarray) -> np.ndarray:
+        return self.weight_V[tokens_BT]
+
+
 def test_collocations_are_pairs_of_high_pmi() -> None:
     generator = np.random.default_rng(0)
     run = generator.integers(10, 60, 20_000)
@@ -172,6 +200,12 @@ def test_ids_are_selected_by_the_weights_that_a_file_gives(tmp_path: Path) -> No
     selected = chosen(weights, text, rate=0.02)
     light, heavy = (selected[kind].mean() for kind in (text < 250, (text >= 250) & (text < VOCABULARY - 1)))
     assert heavy / light == pytest.approx(5, rel=0.1)
+
+
+def test_the_weights_may_lie_in_a_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    np.save(tmp_path / "weights.npy", np.arange(1.0, 5.0))
+    assert Weights.read(f"file://{tmp_path}/weights.npy", 4).weight_V.tolist() == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize(

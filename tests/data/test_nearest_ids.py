@@ -48,6 +48,14 @@ def test_another_file_is_refused(tmp_path: Path, table: np.ndarray, rule: str) -
         open_nearest_ids(str(tmp_path / "nowhere"), 4)
 
 
+def test_a_file_of_fewer_nearest_ids_than_are_wanted_is_refused(tmp_path: Path) -> None:
+    path = str(tmp_path / "ids.npy")
+    np.save(path, np.array([[1, 2], [0, 2], [0, 1]]))
+    assert open_nearest_ids(path, 3, 2).shape == (3, 2)
+    with pytest.raises(ConfigError, match=r"^`objective\.nearest` must be at most the number of .* \(2\), but is 3 .*"):
+        open_nearest_ids(path, 3, 3)
+
+
 def test_a_share_of_the_targets_is_read_as_similar_tokens_and_never_as_a_special_one() -> None:
     """Ids from 20 on have two ordinary nearest ids; those below one, and a special token."""
     ids = np.arange(VOCABULARY)

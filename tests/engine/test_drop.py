@@ -11,10 +11,9 @@ import torch
 from megahead.distributed import Group, Whole
 from megahead.engine import Engine
 from support.on_ranks import on_ranks
+from support.precisions import NEEDS_FP16, PRECISIONS
 from support.small_engine import SmallBatch, differing, small_batches, small_engine, whole
 
-FP16_HERE = torch.ops.mkldnn._is_mkldnn_fp16_supported()
-PRECISIONS = ["fp32", "bf16", "fp16"] if FP16_HERE else ["fp32", "bf16"]
 SMALL_SCALE = {"fp16": {"initial_scale_power": 8}}
 """Fits the first step already."""
 
@@ -103,7 +102,7 @@ def scale_goes_on(group: Group) -> tuple[dict[str, float], float, list[float], l
     return state, first.loss_scale.value, scales(first, 4), scales(second, 4)
 
 
-@pytest.mark.skipif(not FP16_HERE, reason="no fp16 arithmetic here")
+@NEEDS_FP16
 def test_the_loss_scale_is_saved_and_goes_on() -> None:
     ((state, scale, first, second),) = on_ranks(1, scale_goes_on)
     assert state["cur_scale"] == scale < 2**16
@@ -121,7 +120,7 @@ def overflows_at_the_smallest_scale(group: Group) -> list[tuple[bool, float]]:
     return outcomes
 
 
-@pytest.mark.skipif(not FP16_HERE, reason="no fp16 arithmetic here")
+@NEEDS_FP16
 def test_what_overflows_at_the_smallest_scale_is_not_applied_and_that_is_all() -> None:
     """What to do then is the guard's decision."""
     assert on_ranks(1, overflows_at_the_smallest_scale) == [[(False, 1.0)] * 3]

@@ -12,10 +12,8 @@ from torch import Tensor
 from megahead.distributed import Group, RowShard, Whole, blocks, interleave_rows
 from megahead.pretraining import first_weights
 from support.on_ranks import on_ranks
+from support.precisions import PRECISIONS
 from support.small_rows import RowCourse
-
-FP16_HERE = torch.ops.mkldnn._is_mkldnn_fp16_supported()
-PRECISIONS = ["fp32", "bf16", "fp16"] if FP16_HERE else ["fp32", "bf16"]
 
 
 def without_a_trace(group: Group, stage: int) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from megahead.distributed import Group
 from megahead.engine import StepResult
 from support.on_ranks import on_ranks
+from support.precisions import NEEDS_FP16, PRECISIONS
 from support.small_engine import SmallBatch, SmallModel, differing, small_batches, small_engine, small_optimizer, whole
 
 STAGES = [0, 1, 2, 3]
@@ -90,7 +91,7 @@ def one_large_and_many_small(group: Group, stage: int, precision: str, count: in
     return engine.step(0.01).grad_norm
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("precision", PRECISIONS[1:])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_gradients_too_small_for_half_precision_add_up(stage: int, precision: str) -> None:
     """1 + 1/4096 is 1 in both formats; 63 times that much is 1.5 %, of which sending it rounds off 0.4 at most."""
@@ -140,10 +141,9 @@ def overflowing(group: Group, stage: int) -> tuple[bool, bool, bool]:
     return result.applied, unchanged, later.applied
 
 
+@NEEDS_FP16
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_an_overflow_in_fp16_is_told_and_changes_nothing(stage: int) -> None:
-    if not torch.ops.mkldnn._is_mkldnn_fp16_supported():
-        pytest.skip("this processor has no fp16 arithmetic")
     assert on_ranks(1, overflowing, stage) == [(False, True, True)]
 
 

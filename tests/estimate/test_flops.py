@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from megahead.config import ModelConfig
+from megahead.config import ModelConfig, RunConfig
+from megahead.data import causal_batch, held_out_masker
 from megahead.estimate import ShorterLayers, run_flops, training_flops
 from megahead.models import build_backbone
 from megahead.nn import Documents, ShorterRows, TargetPositions
+from megahead.objectives import unique_candidates
+from megahead.objectives.row_step import TorchRowStep
+from megahead.pretraining import MicroBatch
 from support.initialized import initialized
 from support.small_checkpoint import small_config
 
@@ -169,3 +174,42 @@ def test_a_generator_and_all_tokens_judged_are_counted():
         outputs.detach() @ candidates.detach().T  # of which is drawn
         detection.head(model.backbone.encode(rows, documents).flatten(0, 1)).sum().backward()
     assert counter.get_total_flops() == pytest.approx(36 * run_flops(config, 7).total)
+
+
+def counted_step(config: RunConfig, misses: bool = False) -> tuple[float, int]:
+    """Operations of a step of 4 rows by torch's count, without rotations, and how many candidates it has."""
+    tokens, masker = np.random.default_rng(0).integers(4, 61, (4, 19)), held_out_masker(config)
+    cut = {"end_token": 0, "isolate_documents": False, "boundary_targets": True}
+    batch = causal_batch(tokens, **cut) if masker is None else masker.batch(tokens[:, :16], range(4))
+    model, candidates = initialized(config), unique_candidates(batch.target_ids_N)
+    model.note_misses = (lambda *_: None) if misses else None
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        model(MicroBatch(batch, (candidates,), 1.0)).backward()
+    assert candidates.ids_U is not None
+    return counter.get_total_flops(), candidates.ids_U.numel()
+
+
+def test_a_vanilla_share_of_the_loss_is_counted_with_all_ids(monkeypatch):
+    """torch counts no product that is added in place."""
+    monkeypatch.setattr(TorchRowStep, "add_product_", lambda _, total, left, right: total.add_(left @ right))
+    plain, mixed = (
+        small_config(model={**CONFIG.model_dump(), "vocab_size": 64}, data={"sequence_length": 18}, objective=objective)
+        for objective in ({}, {"vanilla_weight": 0.3, "tied": True})
+    )
+    (before, rows), (after, _) = counted_step(plain), counted_step(mixed)
+    assert after - before == pytest.approx(72 * (run_flops(mixed, rows).total - run_flops(plain, rows).total))
+
+
+@pytest.mark.parametrize("by", [{"strategy": "hardest"}, {"dropping": {"from_layer": 1, "by": "hardest"}}], ids=str)
+def test_what_finds_the_hardest_tokens_is_counted(by: dict[str, Any]) -> None:
+    ids = {"mask_token": 3, "cls_token": 1, "sep_token": 2}
+    plain, hardest = (
+        small_config(
+            model={"family": "bert", "num_layers": 3, "hidden_dropout": 0.0, "attention_dropout": 0.0},
+            data={"end_token": 2, "sequence_length": 18},
+            masking=ids | masks,
+        )
+        for masks in ({}, by)
+    )
+    (before, rows), (after, _) = counted_step(plain), counted_step(plain, misses=True)
+    assert after - before == pytest.approx(72 * (run_flops(hardest, rows).head - run_flops(plain, rows).head))

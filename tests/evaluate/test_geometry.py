@@ -35,7 +35,8 @@ def by_definition(checkpoint: Path, rows: int) -> tuple[float, float, float]:
     reaching = whole = 0.0
     outputs = []
     for first in range(0, rows, config.batch.micro_size):
-        batch = BatchReader(samples, config.data).read(range(first, min(first + config.batch.micro_size, rows)))
+        group = range(first, min(first + config.batch.micro_size, rows))
+        batch = BatchReader(samples, config.data).read([row * len(samples) // rows for row in group])
         backbone = pretraining.backbone
         hidden = backbone.encode_at(
             backbone.embed(batch.input_ids_BT), documents_of(batch), target_positions_of(batch)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
 from importlib.util import find_spec
 from math import sqrt
 from pathlib import Path
@@ -20,20 +18,10 @@ from megahead.evaluate.harness import evaluate_harness
 from megahead.evaluate.harness_tasks import task_files, task_rows, write_tasks
 from megahead.evaluate.minimal_pairs import accuracy_by, blimp
 from megahead.evaluate.results import Score
+from support.blimp import write_blimp
 from support.small_checkpoint import save_small, save_tokenizer, small_config
 from support.small_encoder import save_small_encoder
 from support.stated import Stated
-
-Pair = tuple[str, str]
-
-
-def write_blimp(folder: Path, paradigms: dict[tuple[str, str], Sequence[Pair]]) -> Path:
-    """Files as published of pairs by (paradigm, field)."""
-    folder.mkdir(parents=True)
-    for (name, field), pairs in paradigms.items():
-        rows = [{"sentence_good": good, "sentence_bad": bad, "field": field, "UID": name} for good, bad in pairs]
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return folder
 
 
 def test_every_paradigm_counts_the_same_and_a_tie_half(tmp_path: Path) -> None:

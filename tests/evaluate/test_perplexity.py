@@ -88,6 +88,29 @@ def test_masked_diffusion_is_an_upper_bound_in_bits_of_all_text_but_for_special_
     assert not held_out(text(tmp_path, 81)).evaluate(evenly, None, CPU).upper_bound
 
 
+@pytest.mark.parametrize("rows", [20, 21, 55])
+def test_the_shares_of_masked_diffusion_stay_even_where_rows_are_spread(tmp_path: Path, rows: int) -> None:
+    """Also where rows are as far apart as the golden ratio's turns."""
+    with IndexedDatasetWriter(tmp_path / "text", vocab_size=50) as writer:
+        writer.add_document(np.random.default_rng(0).integers(5, 50, 34 * rows * 99 + 1))
+    encoder = small_config(
+        model={"family": "bert", "token_types": 2, "max_positions": 128},
+        data={"sequence_length": 102, "end_token": 2},
+        masking={"mask_token": 3, "cls_token": 1, "sep_token": 2, "diffusion": True},
+    )
+    samples = held_out_samples(IndexedDataset(tmp_path / "text"), encoder.sample_length())
+    shares: list[float] = []
+
+    def noted(request: EvaluationRequest) -> EvaluationSums:
+        for batch in request.batches:
+            shares.extend(torch.bincount(batch.target_index_N // 102, minlength=len(batch.input_ids_BT)) / 100)
+        return evenly(request)
+
+    ValidationSet(samples, encoder.data, rows, 4, Group(), held_out_masker(encoder)).evaluate(noted, None, CPU)
+    expected = (np.arange(rows) + 0.5) / rows
+    assert np.abs(np.sort(shares) - expected).max() < 2.5 / rows
+
+
 def scored(group: Group, prefix: Path, rows: int) -> ValidationResult:
     return held_out(prefix, rows, group=group).evaluate(uneven, None, CPU)
 
@@ -101,8 +124,10 @@ def uneven(request: EvaluationRequest) -> EvaluationSums:
 @pytest.mark.parametrize("rows", [3, 99])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_every_row_asked_for_counts_once_on_any_number_of_ranks(tmp_path: Path, ranks: int, rows: int) -> None:
+    """Three are spread evenly over the ten."""
     prefix = text(tmp_path)
-    targets = IndexedDataset(prefix).read(0, 81)[1 : 1 + 8 * min(rows, 10)]
+    places = [0, 3, 6] if rows == 3 else [*range(10)]
+    targets = IndexedDataset(prefix).read(0, 81)[1:].reshape(10, 8)[places]
     for result in on_ranks(ranks, scored, prefix, rows):
         assert result.loss == pytest.approx(targets.mean())
         assert result.accuracy == pytest.approx((targets % 2 == 0).mean())

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
+from megahead.config import config_from_dict
 from megahead.errors import ConfigErrors, FieldError, UserError
 from megahead.far import FarError, Store, is_below, is_far, parted, refuse_secrets
 from megahead.far.errors import told
@@ -42,6 +44,15 @@ def test_no_secret_gets_into_a_config_a_store_or_a_sentence(url: str, tmp_path: 
     for field in ("training.mirror", "data.train", "data.tokenizer", "training.steps", "output_dir"):
         with pytest.raises(ConfigErrors, match=f"`{field}` {RULE}") as mistakes:
             small_config(tmp_path, {field: url})
+        told_to_user.append(str(mistakes.value))
+    for override, sentence in (
+        (f"data.train=['{url}']", f"`data.train` {RULE}"),
+        (f"data.train={{'train': {{'prefix': '{url}'}}}}", "data.train"),
+        (f"training=[{{'mirror': '{url}'}}]", "`training` must be a section of settings, but is "),
+        (f".train={url}", "`--set` must look like section.field=value, but is "),
+    ):
+        with pytest.raises(UserError, match=re.escape(sentence)) as mistakes:
+            config_from_dict(small_config(tmp_path).model_dump(mode="json"), overrides=[override])
         told_to_user.append(str(mistakes.value))
     for open_it in (Store, far_or_existing):
         with pytest.raises(UserError, match=RULE) as refused:
@@ -103,6 +114,7 @@ def test_what_a_store_says_is_told_without_the_secrets_of_the_environment(monkey
     assert (
         told(unreachable) == 'ConnectionError: no answer from "http://***@proxy:3128", "http://***@proxy" or s3://b/a@b'
     )
+    assert told(OSError("s3://b/x: denied for me@corp")) == "OSError: s3://b/x: denied for me@corp"
 
 
 def test_what_is_missing_is_named_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:

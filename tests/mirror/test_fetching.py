@@ -13,29 +13,14 @@ from megahead.checkpoint.folders import set_aside
 from megahead.distributed import Group
 from megahead.errors import CheckpointError
 from megahead.mirror import (
-    FarRun,
     Fetched,
+    downloading,
     far_or_existing,
     fetch_named,
     fetch_newer,
-    fetching,
-    refuse_another_mirror,
 )
 from megahead.run_folder import RunFolder
-from support.mirrored import finish, mirror, save
 from support.on_ranks import on_ranks
-
-
-@pytest.fixture
-def url(tmp_path: Path) -> str:
-    """A mirror with checkpoints of steps 3 and 6."""
-    (tmp_path / "store").mkdir()
-    address = f"file://{tmp_path}/store"
-    with mirror(address, tmp_path / "first", keep=9) as sending:
-        for step in (3, 6):
-            sending.offer(save(tmp_path / "first", step), step - 3)
-            finish(sending)
-    return address
 
 
 def stored(tmp_path: Path, step: int) -> Path:
@@ -145,48 +130,6 @@ def test_commands_take_far_checkpoints(url: str, tmp_path: Path, monkeypatch: py
     assert far_or_existing(str(tmp_path)) == tmp_path
 
 
-def test_a_mirror_is_one_runs(url: str, tmp_path: Path) -> None:
-    other, fresh = RunFolder(tmp_path / "other"), RunFolder(tmp_path / "fresh")
-    save(other.path, 2)
-    sentence = rf"`training\.mirror` must be this run's or empty, but {url} is that of another"
-    for folder, resume in ((other, "auto"), (fresh, str(tmp_path / "first"))):
-        with pytest.raises(CheckpointError, match=sentence):
-            refuse_another_mirror(FarRun(url), folder, resume)
-    with pytest.raises(
-        CheckpointError,
-        match=r"`--resume never` needs a mirror without checkpoints, but .* has checkpoints/step-00000006;",
-    ):
-        refuse_another_mirror(FarRun(url), fresh, "never")
-    refuse_another_mirror(FarRun(url), RunFolder(tmp_path / "first"), "auto")
-    refuse_another_mirror(FarRun(url), fresh, "auto")
-    refuse_another_mirror(FarRun(url), fresh, f"{url}/checkpoints/step-00000003")
-    refuse_another_mirror(FarRun(f"file://{tmp_path}/empty"), other, "auto")
-
-
-def test_checkpoints_of_nobody_knows_whom_are_not_made_a_mirror(url: str, tmp_path: Path) -> None:
-    """Their run would lose them: only the newest of this one's would be kept there. An empty disk may go on from them,
-    which fetching refuses if they are another run's."""
-    (tmp_path / "store/run-id").unlink()
-    save(tmp_path / "other", 9)
-    for folder, resume in (("other", "auto"), ("fresh", str(tmp_path / "first"))):
-        with pytest.raises(
-            CheckpointError, match=rf"this run's or empty, but {url} has checkpoints/step-00000006, and no run-id;"
-        ):
-            refuse_another_mirror(FarRun(url), RunFolder(tmp_path / folder), resume)
-    refuse_another_mirror(FarRun(url), RunFolder(tmp_path / "fresh"), "auto")
-
-
-def test_a_run_is_not_its_own_mirror(tmp_path: Path) -> None:
-    """By whatever name: it would write over the files that it reads."""
-    save(tmp_path / "run", 3)
-    (tmp_path / "link").symlink_to("run")
-    with pytest.raises(
-        CheckpointError, match=r"`training\.mirror` must be another place than output_dir, but file://.*/link is"
-    ):
-        refuse_another_mirror(FarRun(f"file://{tmp_path}/link"), RunFolder(tmp_path / "run"), "auto")
-    assert not list((tmp_path / "run").glob(".tried-*"))
-
-
 def test_one_that_is_named_does_not_become_the_newest_of_the_run(url: str, tmp_path: Path) -> None:
     """The session that named it may yet be refused, and the next one goes on from what was the newest."""
     (tmp_path / "first/checkpoints/step-00000003").rename(tmp_path / "lost")
@@ -209,7 +152,7 @@ def test_the_log_is_here_before_the_checkpoint_counts(
         raise KeyboardInterrupt
 
     (tmp_path / "store/metrics.jsonl").write_text('{"step": 6}\n')
-    monkeypatch.setattr(fetching, "give_name", killed)
+    monkeypatch.setattr(downloading, "give_name", killed)
     with pytest.raises(KeyboardInterrupt):
         newer(url, tmp_path / "new")
     assert (tmp_path / "new/metrics.jsonl").read_text() == '{"step": 6}\n'
@@ -219,7 +162,7 @@ def test_what_goes_wrong_here_is_no_damage_there(url: str, tmp_path: Path, monke
     def gone(partial: Path, final: Path) -> None:
         raise FileNotFoundError(partial)
 
-    monkeypatch.setattr(fetching, "give_name", gone)
+    monkeypatch.setattr(downloading, "give_name", gone)
     with pytest.raises(CheckpointError, match="must take a checkpoint, but cannot"):
         newer(url, tmp_path / "new")
 

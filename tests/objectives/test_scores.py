@@ -129,6 +129,19 @@ def test_two_points_that_coincide_are_finite() -> None:
     assert torch.autograd.grad(loss, points)[0].isfinite().all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_points_nearer_than_the_least_distance_have_no_slope_as_by_the_definition(dtype: torch.dtype) -> None:
+    """The first output almost has its own row, the second another's, the third is at its own."""
+    outputs = torch.tensor([[1.0, 0.0], [0.0, 1.0], [2.0, 2.0]], dtype=dtype).requires_grad_()
+    rows = torch.tensor([[1.02, 0.0], [0.0, 3.0], [2.0, 2.0], [0.0, 0.99]], dtype=dtype).requires_grad_()
+    candidates = vocabulary_candidates(torch.arange(3))
+    mine, exact = (
+        solved(way(outputs, rows, candidates, Harmonic(0.5)), [outputs, rows])
+        for way in (candidate_loss, candidate_loss_reference)
+    )
+    torch.testing.assert_close(mine, exact, rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.parametrize("kind", ["cosine", "harmonic"])
 def test_the_training_free_head_of_every_score_is_the_score_and_log_q(kind: str) -> None:
     """Free outputs in three dimensions, trained to the optimum: the score plus log q is log p(v | context)."""

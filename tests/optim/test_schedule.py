@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import get_args
 
 import pytest
 from hypothesis import given
@@ -10,8 +11,9 @@ from hypothesis import strategies as st
 
 from megahead.config import ScheduleConfig
 from megahead.optim import learning_rate_ratio
+from megahead.optim.schedule import SCHEDULES
 
-NAMES = ["cosine", "triangular", "constant", "wsd"]
+NAMES = list(SCHEDULES)
 TOTAL = 200
 
 
@@ -22,6 +24,10 @@ def schedule(name: str, warmup: int = 20, final: float = 0.1, decay: int = 40) -
 
 def curve(config: ScheduleConfig, total: int = TOTAL) -> list[float]:
     return [learning_rate_ratio(config, step, total) for step in range(total)]
+
+
+def test_every_name_of_the_setting_has_a_schedule():
+    assert set(get_args(ScheduleConfig.model_fields["name"].annotation)) == SCHEDULES.keys()
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -122,9 +123,13 @@ def test_a_resumed_run_equals_the_undisturbed_one_bitwise(tmp_path: Path, ranks:
 
 
 def test_a_run_stopped_after_each_step_equals_the_undisturbed_one_bitwise(tmp_path: Path) -> None:
+    """With a rate of masks that moves from the switch on, wherever the run goes on."""
     write_text(tmp_path)
-    whole = trained(tmp_path, 1, {})
-    often = encoder(tmp_path, {"output_dir": str(tmp_path / "often"), "training.max_seconds": 1e-9})
+    moving = {"masking": IDS | {"rate": 0.5, "final_rate": 0.1}}
+    whole = trained(tmp_path, 1, moving)
+    counted = [0, *(open_checkpoint(checkpoint(whole, step)).state["targets"] for step in range(SWITCH + 1, STEPS + 1))]
+    assert [b - a for a, b in pairwise(counted)] == [8 * round(22 * rate) for rate in (0.5, 0.4, 0.3, 0.2, 0.1)]
+    often = encoder(tmp_path, moving | {"output_dir": str(tmp_path / "often"), "training.max_seconds": 1e-9})
     for _ in range(STEPS):
         assert on_ranks(1, run, often) == ["out of time"]
     assert open_checkpoint(tmp_path / "often").step == STEPS
@@ -206,7 +211,7 @@ def test_an_export_is_of_what_the_encoder_is_by_then(tmp_path: Path) -> None:
 def test_another_run_masks_what_a_causal_one_has_learned(tmp_path: Path) -> None:
     """As the second phase does, but with an optimizer and a course of its own."""
     write_text(tmp_path)
-    source = trained(tmp_path, 1, {"objective.schedule": None, "model.is_causal": True})
+    source = trained(tmp_path, 1, {"objective.schedule": None, "model.is_causal": True, "masking": IDS})
     assert TrainedModel.open(source).config.model.is_causal
     init = {"init": {"from_checkpoint": str(source), "mode": "continue"}, "objective.schedule": None}
     still = {"training.steps": 1, "schedule.warmup_steps": 0, "optimizer.learning_rate": 1e-12}
@@ -221,13 +226,17 @@ def test_another_run_masks_what_a_causal_one_has_learned(tmp_path: Path) -> None
 def test_the_switch_stays_where_it_was(tmp_path: Path) -> None:
     write_text(tmp_path)
     whole = trained(tmp_path, 1, {})
-    for step, share, span in ((SWITCH, 1 / 8, "0 to step 1"), (SWITCH + 1, 7 / 8, "7 to step 8")):
+    behind = STEPS
+    moved = [(SWITCH, 1 / 8, 0, "0 to step 1"), (SWITCH + 1, 7 / 8, SWITCH, "7 to step 8")]
+    for step, share, began, span in [*moved, (behind, (SWITCH + 1) / STEPS, SWITCH, f"{SWITCH + 1} to step {STEPS}")]:
         elsewhere = encoder(tmp_path, {"objective.schedule": {"causal_share": share}})
         (sentence,) = on_ranks(1, run, elsewhere, str(checkpoint(whole, step)))
         assert sentence == (
-            f"`objective.schedule` must have the phase that saved {checkpoint(whole, step)} at step {step}, but has it "
-            f"from step {span} instead; set training.steps or the share back."
+            f"`objective.schedule` must have the phase that saved {checkpoint(whole, step)} from step {began} to at "
+            f"least step {step}, but has it from step {span} instead; set training.steps or the share back."
         )
+    (sentence,) = on_ranks(1, run, encoder(tmp_path, {"training.steps": 2 * STEPS}), str(checkpoint(whole, STEPS)))
+    assert f"from step {SWITCH} to at least step {STEPS}, but has it from step {2 * SWITCH} " in sentence
     (sentence,) = on_ranks(1, run, encoder(tmp_path, {"objective.schedule": None}), str(checkpoint(whole, SWITCH)))
     assert "differs in model.is_causal (was True, is False)" in sentence
 

@@ -41,8 +41,13 @@ def run(group: Group, config: RunConfig) -> str:
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"objective": {"name": "vanilla", "tied": True}}, {"engine.embedding": "rows"}],
-    ids=["headless", "vanilla", "rows"],
+    [
+        {},
+        {"objective": {"name": "vanilla", "tied": True}},
+        {"engine.embedding": "rows"},
+        {"masking.strategy": "frequency"},
+    ],
+    ids=["headless", "vanilla", "rows", "frequency"],
 )
 def test_the_bound_falls_and_is_called_one_and_the_export_has_a_head(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], changes: dict[str, Any]

@@ -26,7 +26,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "bert": {"family": "bert", "hidden_dropout": 0.0, "attention_dropout": 0.0, "max_positions": 32},
     "modernbert": {"family": "modernbert", "intermediate_size": 64, "max_positions": 32, "local_window": 6},
 }
-MASKS = {"mask_token": 60, "cls_token": 61, "sep_token": 62, "adapt_every": 2}
+IDS = {"mask_token": 60, "cls_token": 61, "sep_token": 62}
+MASKS = IDS | {"adapt_every": 2}
 
 
 def encoder(folder: Path, name: str, family: str, changes: dict[str, Any]) -> RunConfig:
@@ -84,7 +85,7 @@ def test_nothing_of_it_is_left_in_held_out_rows_and_exports(tmp_path: Path) -> N
 
 def test_what_a_file_says_is_kept_in_a_run_that_goes_on_with_the_same_file_alone(tmp_path: Path) -> None:
     write_text(tmp_path)
-    masking = MASKS | {"dropping": {"from_layer": 1, "by": "weights"}}
+    masking = IDS | {"dropping": {"from_layer": 1, "by": "weights"}}
     for name, weights in {"one": np.arange(1, 61), "other": np.arange(60, 0, -1)}.items():
         np.save(tmp_path / f"{name}.npy", weights)
     one, other = (
@@ -100,7 +101,7 @@ def test_what_a_file_says_is_kept_in_a_run_that_goes_on_with_the_same_file_alone
 def test_other_weights_are_learned_by_masks_that_enter_late_and_middle_layers_that_drop(tmp_path: Path) -> None:
     write_text(tmp_path)
     both = MASKS | {"masks_from_layer": 1, "dropping": {"from_layer": 1, "keep_share": 0.4}}
-    late = MASKS | {"masks_from_layer": 1}
+    late = IDS | {"masks_from_layer": 1}
     losses = []
     for name, masking in {"both": both, "late": late, "dropping": None}.items():
         on_ranks(1, run, encoder(tmp_path, name, "bert", {"masking": masking} if masking else {}))

@@ -189,6 +189,15 @@ def a_full_disk_ends_attempts_until_there_is_room(folder: Path) -> None:
         assert run.equals(*undisturbed(folder))
 
 
+def a_node_whose_memory_is_full_costs_the_copies_alone(folder: Path) -> None:
+    memory_of(folder, 1).mkdir()
+    with full_disk(memory_of(folder, 1)), cluster(folder, 2, changes=COPIES) as run:
+        run.start(0, 1)
+        run.finished()
+        assert "no more copies in memory: " in run.nodes[0].said()
+    assert run.equals(*undisturbed(folder))
+
+
 @contextmanager
 def full_disk(folder: Path) -> Iterator[Path]:
     """A small file system in `folder`, and the file that fills it."""
@@ -211,6 +220,7 @@ SCENARIOS: dict[str, Scenario] = {
         without_the_host_where_they_meet_the_others_end_and_the_next_start_goes_on,
         a_late_and_lossy_network_changes_nothing,
         a_full_disk_ends_attempts_until_there_is_room,
+        a_node_whose_memory_is_full_costs_the_copies_alone,
     )
 } | {
     f"a_clock_that_jumps_by_{hours}_hours_ends_no_run": partial(a_clock_that_jumps_ends_no_run, hours)

@@ -11,10 +11,10 @@ import torch
 from megahead.config import RunConfig
 from megahead.report.metrics import read_metrics
 from support.plain_course import OBJECTIVES, Course, as_on_gpus, config_of, distance, initial, on_mesh, plain_torch
+from support.precisions import FP16, NEEDS_FP16
 from support.small_run import write_text
 
 ROOT = Path(__file__).parents[2]
-NEEDS_FP16 = pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_fp16_supported(), reason="no fp16 arithmetic here")
 MESHES = [(1, 1), (1, 2), (2, 1), (2, 2)]
 
 
@@ -217,6 +217,7 @@ DIFFUSION = {"masking": {"mask_token": 60, "cls_token": 61, "sep_token": 62, "di
         ("headless", 0, 1, 1, BERT, {"objective.vanilla_weight": 0.3}),
         ("headless", 2, 2, 2, BERT, {"objective.group_samples": 4, "engine.embedding": "rows"}),
         ("headless", 3, 2, 1, MODERNBERT, {"parallel.sequence": True, "objective.group_samples": 1}),
+        ("headless", 1, 1, 2, BERT, {"masking.strategy": "frequency"}),
         ("vanilla", 1, 1, 4, BERT, {"batch.micro_size": 1}),
         ("vanilla", 3, 2, 1, MODERNBERT, {}),
     ],
@@ -325,7 +326,7 @@ def test_fp16_with_loss_scaling_stays_near_plain_torch(
     assert distance(ours, reference, initial(config_of(tmp_path, "headless"))) < 5e-3
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", pytest.param("fp16", marks=NEEDS_FP16)])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", FP16])
 @pytest.mark.parametrize("name", ["zero1_offload", "zero2_offload", "zero3_offload"])
 def test_offloading_to_the_host_equals_plain_torch(
     tmp_path: Path, references: dict[str, Course], name: str, precision: str

@@ -31,7 +31,7 @@ from megahead.config import RunConfig
 from megahead.convert import export
 from megahead.convert.published import PublishedModel
 from megahead.corpus import IndexedDataset
-from megahead.data import SequentialSamples, held_out_masker
+from megahead.data import EvenlySpread, SequentialSamples, held_out_masker
 from megahead.distributed import Group, Launch
 from megahead.errors import UserError
 from megahead.report.metrics import read_metrics
@@ -81,7 +81,7 @@ def first_loss(folder: Path) -> float:
 
 
 def their_loss(model: Any, folder: Path) -> float:
-    rows = SequentialSamples(IndexedDataset(folder / "text"), 24).rows(range(10))
+    rows = EvenlySpread(SequentialSamples(IndexedDataset(folder / "text"), 24), 10).rows(range(10))
     ids = torch.from_numpy(rows)
     with torch.no_grad():
         logits: Tensor = model(ids[:, :-1]).logits
@@ -190,7 +190,8 @@ def test_a_modernbert_guesses_held_out_tokens_as_transformers_does(tmp_path: Pat
     on_ranks(2, run, config)
     masker, text = held_out_masker(config), IndexedDataset(tmp_path / "text")
     assert masker is not None
-    batch = masker.batch(SequentialSamples(text, config.sample_length()).rows(range(10)), range(10))
+    rows = EvenlySpread(SequentialSamples(text, config.sample_length()), 10).rows(range(10))
+    batch = masker.batch(rows, range(10))
     with torch.no_grad():
         logits = model(batch.input_ids_BT).logits.flatten(0, 1)[batch.target_index_N]
     expected = F.cross_entropy(logits.double(), batch.target_ids_N).item()

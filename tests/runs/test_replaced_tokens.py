@@ -104,8 +104,9 @@ def test_every_mesh_and_stage_takes_the_course_of_one_rank(tmp_path: Path) -> No
     courses(tmp_path, "headless", MESHES)
 
 
-def test_a_vanilla_generator_takes_the_same_course_on_four_ranks(tmp_path: Path) -> None:
-    courses(tmp_path, "vanilla", MESHES[-1:])
+@pytest.mark.parametrize("generator", OBJECTIVES)
+def test_four_ranks_take_the_course_of_one(tmp_path: Path, generator: str) -> None:
+    courses(tmp_path, generator, MESHES[-1:])
 
 
 def test_a_resume_is_bitwise(tmp_path: Path) -> None:

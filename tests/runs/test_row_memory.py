@@ -22,7 +22,7 @@ from megahead.train.setup import build_engine
 from megahead.train.starting_weights import starting_weights
 from support.forked import forked
 from support.on_ranks import on_ranks
-from support.peaks import NEEDS_PEAKS, peak_above
+from support.peaks import measures_peaks, peak_above
 from support.small_engine import CPU
 from support.small_run import small_config, write_text
 
@@ -68,7 +68,7 @@ def begun(group: Group, config: RunConfig, checkpoint: Checkpoint | None) -> Eng
     return engine
 
 
-@NEEDS_PEAKS
+@measures_peaks
 @pytest.mark.parametrize("way", ["new", "resumed", "from another"])
 def test_a_rank_starts_with_its_rows_and_a_block(run: Path, way: str) -> None:
     init = {"init": {"from_checkpoint": str(run / "run"), "mode": "continue"}} if way == "from another" else {}
@@ -85,7 +85,7 @@ def exported(source: Path, folder: Path, alone: bool) -> int:
     return peak_above(lambda: export(source / "run", folder / "out", "pmi"))[0]
 
 
-@NEEDS_PEAKS
+@measures_peaks
 @pytest.mark.parametrize(("alone", "tables"), [(True, 0.8), (False, 1.7)])
 def test_an_export_holds_a_block_and_what_transformers_loads_to_compare(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alone: bool, tables: float

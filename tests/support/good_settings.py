@@ -24,6 +24,14 @@ LLAMA: dict[str, Any] = {"model.size": None} | {
     for field, value in {"family": "llama", "num_layers": 1, "hidden_size": 32, "num_heads": 4}.items()
 }
 
+BERT: dict[str, Any] = {
+    "model.size": "bert-tiny",
+    "model.vocab_size": 50,
+    "data.sequence_length": 16,
+    "data.end_token": 2,
+}
+MASKS: dict[str, Any] = {"mask_token": 3, "cls_token": 1, "sep_token": 2}
+
 
 def assert_told(changes: dict[str, Any], sentence: str) -> None:
     """With these changes `GOOD` has one mistake, of which the sentence tells word for word."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,7 +15,8 @@ from megahead.mirror import FarRun, Mirror, upload
 from megahead.mirror.far_run import newest_first, step_in
 from megahead.run_folder import RunFolder
 
-KEEP_TWO = (2, KeepRules())
+Places = tuple[Path, str]
+"""A run's folder, and where its mirror is."""
 
 
 def save(run: Path, step: int, value: float | None = None, parent_step: int | None = None, keep: int = 9) -> Path:
@@ -58,3 +59,10 @@ def finish(sending: Mirror) -> None:
     """Waits until all is sent."""
     for _ in sending.finishing(time.monotonic() + 20):
         pass
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert condition()

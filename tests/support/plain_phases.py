@@ -37,7 +37,7 @@ def plain_phases(config: RunConfig) -> Course:
             causal = phase.config.model.is_causal
             counts_V.zero_()
         objective = build_objective(phase.config.objective, config.model.vocab_size)
-        masker = training_masker(phase.config, [dataset])
+        masker = training_masker(phase.config, [dataset], masked_from=config.masked_from())
         feed = Feed(samples, objective, config.data, config.batch, Group(), seed=config.seed, masker=masker)
         for step in phase.steps:
             micro_batches = feed.step(step * config.batch.global_size).micro_batches

@@ -26,16 +26,21 @@ def may_link() -> bool:
 pytestmark = pytest.mark.skipif(not may_link(), reason="needs root, ip and tc")
 
 
+RATE = 200
+"""Megabits a second."""
+
+
 def test_each_way_is_timed_and_its_bytes_are_counted() -> None:
     ways = list(link.read_ways("rows:0,dense:0,dense:3"))
-    lines = link.compare(make_config(2, 16, SHAPE), [2], 1000, 2, ways)
+    lines = link.compare(make_config(2, 16, SHAPE), [2], RATE, 2, ways)
     assert [(line["embedding"], line["ZeRO"]) for line in lines] == ways == [("rows", 0), ("dense", 0), ("dense", 3)]
     rows, replicated, partitioned = (float(str(line["MB sent"])) for line in lines)
     table = 20_480 * 32 * 4 / 1e6
     assert rows < 0.1 * table
     assert table < replicated < 1.2 * table  # half of it there and half back, and a small body
     assert partitioned > replicated
-    assert all(float(str(line["ms"])) > 0 for line in lines)
+    for line in lines[1:]:  # the link passes no more, but for what it may pass at once
+        assert float(str(line["ms"])) / 1000 > 0.5 * float(str(line["MB sent"])) * 8 / RATE
 
 
 def test_negatives_are_shared_as_ids_and_as_embeddings() -> None:

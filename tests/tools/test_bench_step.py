@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any
 
 import bench_step
 import pytest
@@ -11,14 +12,16 @@ import torch
 
 from benchmarks import largest
 from benchmarks.clocks import HostClock
-from benchmarks.contender import Contender, How, compare, contending
+from benchmarks.contender import Contender, compare
 from benchmarks.device import matrix_rate
+from benchmarks.plans import How, contending
 from benchmarks.tokens import token_rows
 from benchmarks.weights import HalfWeights
 from megahead.config import RunConfig, config_from_dict
 from megahead.errors import FieldError
 from megahead.estimate import run_flops
 from megahead.optim import build_optimizer
+from megahead.pretraining.softmax import Softmax
 from support.commands import config_file
 from support.small_run import small_config, write_text
 
@@ -136,6 +139,37 @@ def test_what_a_step_cannot_obey_is_reported(tmp_path: Path) -> None:
     half = {"engine.precision": "fp16", "engine.deepspeed": {"zero_optimization": {"stage": 1}}}
     with pytest.raises(FieldError, match=r"`engine\.precision` must be fp32 or bf16"):
         contending(small_config(tmp_path, half), "headless", "as it is")
+    phases = small_config(tmp_path, {"objective.schedule": {"vanilla_share": 0.5}})
+    with pytest.raises(FieldError, match=r"`objective\.schedule` must be left out of steps, each of one phase"):
+        contending(phases, "headless", "as it is")
+
+
+def encoder(**masking: Any) -> RunConfig:
+    return config_from_dict(
+        {
+            "name": "encoder",
+            "model": {"size": "bert-small", "vocab_size": 200},
+            "masking": {"mask_token": 4, "cls_token": 1, "sep_token": 2} | masking,
+            "data": {"train": "", "sequence_length": 32},
+            "batch": {"global_size": 2, "micro_size": 2},
+            "optimizer": {"learning_rate": 1e-3},
+            "training": {"steps": 10},
+        }
+    )
+
+
+def test_masks_cost_what_they_cost_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A share of targets that falls is timed at its mean; what the model misses is looked up where masks follow it."""
+    falling = encoder(rate=0.4, final_rate=0.2)
+    contender = Contender(falling, "headless", torch.device("cpu"), token_rows(falling, None, count=1))
+    (micro, _) = contender._prepared(contender.rows[0])
+    assert len(micro.batch.target_ids_N) == 2 * round(0.3 * 30)
+    asked: list[torch.Tensor] = []
+    misses = Softmax.misses
+    monkeypatch.setattr(Softmax, "misses", lambda self: asked.append(misses(self)) or asked[-1])
+    for config, times in ((encoder(), 0), (encoder(strategy="hardest"), 1)):
+        Contender(config, "headless", torch.device("cpu"), token_rows(config, None, count=1)).step(0)
+        assert len(asked) == times
 
 
 def test_settings_of_a_config_are_kept_where_objectives_are_compared(tmp_path: Path) -> None:

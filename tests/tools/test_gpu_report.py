@@ -1,31 +1,24 @@
-"""The measurement on a GPU: a dry run of all its parts, and that none of them can spoil another."""
+"""The measurement on a GPU: a dry run of all its parts, what they are, and the text they read."""
 
 from __future__ import annotations
 
-import io
 import json
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import gpu_text
 import pytest
-from rich.console import Console
 
-from benchmarks.gpu_report import running
-from benchmarks.gpu_report.part import RESULT, SECONDS, START_UP, Outcome, Part
+from benchmarks.gpu_report.part import RESULT, START_UP
 from benchmarks.gpu_report.plan import DRY, FULL, SHARES, TOKENS, parts_of
-from benchmarks.gpu_report.running import run
 from benchmarks.gpu_report.session import DRY_RUN, Session
-from benchmarks.gpu_report.steps import steps_compared
-from benchmarks.gpu_report.targets import judged
 from benchmarks.gpu_report.text import Text
 from benchmarks.gpu_report.trainings import trainings_compared
 from megahead.config import load_config
 from megahead.corpus import IndexedDataset, IndexedDatasetWriter
 from megahead.estimate import peak_flops, run_flops
 from support.forked import Script, run_script
+from support.gpu_parts import quiet
 from support.small_checkpoint import save_tokenizer
 
 
@@ -43,20 +36,6 @@ class Forked:
 
     def end(self) -> None:
         pass
-
-
-def quiet() -> Console:
-    return Console(file=io.StringIO())
-
-
-def part_that(folder: Path, name: str, does: str, seconds: float = 30) -> Part:
-    """A part whose script is `does`, with the file to write to as its argument."""
-    path = folder / f"{name}.py"
-    path.write_text(f"import json, os, signal, subprocess, sys, time\nresult = sys.argv[1]\n{does}\n")
-    return Part(name, "what?", (str(path), RESULT), seconds)
-
-
-WRITES = "open(result, 'w').write(json.dumps([{'a': 1}]))"
 
 
 @pytest.mark.slow
@@ -115,210 +94,6 @@ def test_all_parts_fit_into_the_minutes_and_trainings_have_time_for_their_tokens
             assert trainings[f"train-{size}-{objective}"] >= START_UP + seconds
 
 
-def outcome(name: str, lines: list[dict[str, Any]]) -> Outcome:
-    return Outcome(name, "what?", [], "measured", lines=lines)
-
-
-def loss_line(form: str, hidden: int, seconds: float, **more: float) -> dict[str, Any]:
-    return {"N": 16384, "hidden": hidden, "form": form, "seconds": seconds} | more
-
-
-def test_each_target_is_met_or_missed_or_was_not_measured() -> None:
-    loss = [loss_line("ours", 512, 1.0, **{"of rate": 0.6}), loss_line("ours", 2048, 1.0, **{"of rate": 0.6})]
-    loss += [loss_line("liger", 512, 0.9)]
-    steps = [line("headless", 10, 100), line("vanilla", 37, 400)]
-    rows = judged(
-        [outcome("loss", loss), outcome("step-70m", steps), outcome("waits-1", [{"who": "megahead", "a step": 3.0}])]
-    )
-    assert [(row["part"], row["found"], row[""]) for row in rows] == [
-        ("loss", "0.6", "met"),
-        ("loss", "0.6", "missed"),
-        ("loss", "0.9", "missed"),
-        ("loss", None, "not measured"),
-        ("step-70m", "0.925", "met"),
-        ("step-70m", "0.41", "met"),
-        ("waits-1", "3", "missed"),
-    ]
-
-
-def test_only_what_misses_its_targets_is_profiled(tmp_path: Path, instant: type[Instant]) -> None:
-    explaining = [Part(f"profile-{size}", "what?", ("p",), 30, explains=f"step-{size}") for size in ("70m", "410m")]
-    session = Session(tmp_path, quiet(), start=instant)
-    lines = [line("headless", 10, 100), line("vanilla", 37, 400)]  # an MFU of 0.41
-    session.outcomes = {f"step-{size}": outcome(f"step-{size}", lines) for size in ("70m", "410m")}
-    session.do(explaining, 100)
-    assert session.outcomes["profile-70m"].why == "step-70m has nothing to explain: its targets were met."
-    assert session.outcomes["profile-410m"].state == "measured"
-    assert "## Targets" in (tmp_path / "report.md").read_text()
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
-    except OSError:
-        return False
-
-
-def test_a_part_that_hangs_is_ended_with_all_that_it_started(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(running, "_PATIENCE", 0.2)
-    hanging = part_that(
-        tmp_path,
-        "hanging",
-        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-        "child = subprocess.Popen(['sleep', '60'])\n"
-        f"print(child.pid, flush=True); {WRITES}\ntime.sleep(60)",
-    )
-
-    class Impatient(running.OwnProcess):
-        def wait(self, seconds: float) -> int:
-            """A slow machine must not end it before it hangs."""
-            while not (tmp_path / "hanging.json").exists():
-                time.sleep(0.01)
-            return super().wait(0.2)
-
-    outcome = run(hanging, tmp_path, 1.0, Impatient)
-    assert (outcome.state, outcome.why) == ("too long", "it had not ended after 1.0s")
-    assert outcome.lines == [{"a": 1}]  # what it had written
-    child, deadline = int(outcome.said), time.monotonic() + 5
-    while alive(child) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not alive(child)
-
-
-@pytest.mark.parametrize(
-    ("does", "why"),
-    [
-        ("sys.exit('error: `--x` must be 1, but is 2 instead.')", "`--x` must be 1, but is 2 instead."),
-        ("print('first'); sys.exit(3)", "it ended with code 3:\nfirst"),
-        ("os.kill(os.getpid(), signal.SIGKILL)", "it was killed, most likely for the machine's memory"),
-        (f"{WRITES}; raise MemoryError('CUDA out of memory')", "MemoryError: CUDA out of memory"),
-    ],
-)
-def test_a_part_that_fails_says_why_and_the_next_is_measured(tmp_path: Path, does: str, why: str) -> None:
-    parts = [part_that(tmp_path, "failing", does), part_that(tmp_path, "sound", f"print('fine'); {WRITES}")]
-    session = Session(tmp_path / "out", quiet())
-    session.do(parts, 100)
-    failing, sound = session.outcomes.values()
-    assert failing.state == "failed"
-    assert failing.why.endswith(why)
-    assert failing.lines == ([{"a": 1}] if WRITES in does else None)
-    assert (sound.state, sound.lines, sound.said) == ("measured", [{"a": 1}], "fine\n")
-    page = (tmp_path / "out/report.md").read_text()
-    assert why.splitlines()[-1] in page
-    assert "fine" in page
-
-
-class Instant:
-    """A process that takes no time; `given` are its commands."""
-
-    given: list[list[str]]
-
-    def __init__(self, command: Sequence[str], said: Path, wrong: Path) -> None:
-        self.given.append(list(command))
-        said.touch()
-        wrong.touch()
-
-    def wait(self, seconds: float) -> int:
-        return 0
-
-    def end(self) -> None:
-        pass
-
-
-@pytest.fixture
-def instant() -> type[Instant]:
-    return type("Fresh", (Instant,), {"given": []})
-
-
-def test_being_cut_off_loses_nothing_and_a_second_call_goes_on(tmp_path: Path, instant: type[Instant]) -> None:
-    first, second = (Part(name, "what?", (name, RESULT), 30) for name in ("first", "second"))
-
-    def start(command: Sequence[str], *files: Path) -> Instant:
-        if command[0] == "second":
-            raise KeyboardInterrupt
-        return instant(command, *files)
-
-    with pytest.raises(KeyboardInterrupt):
-        Session(tmp_path, quiet(), start=start).do([first, second], 100)
-    assert [part["state"] for part in json.loads((tmp_path / "report.json").read_text())["parts"]] == ["measured"]
-    Session(tmp_path, quiet(), start=instant).do([first, second], 100)
-    assert [command[0] for command in instant.given] == ["first", "second"]
-    Session(tmp_path, quiet(), start=instant).do([Part("first", "what?", ("first", "other"), 30), second], 100)
-    assert [command[0] for command in instant.given[2:]] == ["first"]  # another command
-    Session(tmp_path, quiet(), again=True, start=instant).do([first, second], 100)
-    assert [command[0] for command in instant.given[3:]] == ["first", "second"]
-    assert "## first: what?" in (tmp_path / "report.md").read_text()
-
-
-def test_what_cannot_be_done_is_left_out_in_a_sentence(tmp_path: Path, instant: type[Instant]) -> None:
-    parts = [
-        Part("a", "what?", ("a",), 30, packages=("sys", "not_there", "nor_this")),
-        Part("b", "what?", ("b",), 30, files=(tmp_path, tmp_path / "text.idx")),
-        Part("c", "what?", ("c",), 30, obstacle="a text must be given for it, but is not."),
-        Part("d", "what?", ("d",), 30),
-    ]
-    session = Session(tmp_path / "out", quiet(), start=instant)
-    session.do(parts, 100)
-    assert [outcome.why for outcome in session.outcomes.values()] == [
-        "not_there and nor_this must be installed for it, but are not.",
-        f"{tmp_path}/text.idx must be there for it, but is not.",
-        "a text must be given for it, but is not.",
-        "",
-    ]
-    session.do([Part("e", "what?", ("e",), 30)], 10)
-    assert (session.outcomes["e"].state, session.outcomes["e"].why) == (
-        "left out",
-        "no time was left for it; 10s were.",
-    )
-
-
-def test_trainings_share_what_time_is_left(tmp_path: Path, instant: type[Instant]) -> None:
-    parts = [Part(name, "what?", (name, f"--for={SECONDS}"), 30) for name in "ab"]
-    Session(tmp_path, quiet(), start=instant).do([Part("z", "what?", ("z",), 30), *parts], 2 * START_UP + 100)
-    given = [int(command[1].removeprefix("--for=")) for command in instant.given[1:]]
-    assert given == [pytest.approx(50, abs=2), pytest.approx(100 + START_UP, abs=2)]  # what came before took no time
-
-
-def test_what_comes_after_trainings_keeps_its_time(tmp_path: Path, instant: type[Instant]) -> None:
-    parts = [Part("a", "what?", ("a", f"--for={SECONDS}"), 100), Part("b", "what?", ("b",), 200)]
-    Session(tmp_path, quiet(), start=instant).do(parts, 350)
-    assert int(instant.given[0][1].removeprefix("--for=")) == pytest.approx(150 - START_UP, abs=2)
-
-
-def line(objective: str, ms: float, operations: float) -> dict[str, Any]:
-    return {"objective": objective, "ms": ms, "GFLOP": operations, "MFU": "41.0%"}
-
-
-def test_steps_are_compared_with_what_operations_alone_would_give() -> None:
-    lines = [line("headless", 10, 100), line("vanilla", 30, 400), line("headless, compiled", 8, 100)]
-    outcome = Outcome("step-70m", "what?", [], "measured", lines=[*lines, line("vanilla, compiled", 24, 400)])
-    plain, compiled = steps_compared([outcome, Outcome("other", "", [], "failed")])
-    assert (plain["part"], plain["times as fast"], plain["by operations"], plain["of it"]) == ("step-70m", 3, 4, "75%")
-    assert (compiled["part"], compiled["headless, ms"], compiled["MFU"]) == ("step-70m, compiled", 8, "41.0%")
-
-
-def log(folder: Path, name: str, seconds_a_step: float, steps: int, perplexity: Callable[[int], float]) -> None:
-    path = folder / "runs" / name / "metrics.jsonl"
-    path.parent.mkdir(parents=True)
-    records = []
-    for step in range(1, steps + 1):
-        where = {"step": step, "tokens": step * 100, "seconds": step * seconds_a_step}
-        records += [where | {"loss": 1.0}, where | {"validation": {"perplexity": perplexity(step)}}]
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-
-
-def test_trainings_are_compared_at_equal_tokens_and_in_equal_time(tmp_path: Path) -> None:
-    log(tmp_path, "train-x-headless", 1.0, 8, lambda step: 2.0 ** (10 - step))
-    log(tmp_path, "train-x-vanilla", 4.0, 3, lambda step: 2.0 ** (12 - step))
-    (row,) = trainings_compared(tmp_path, ["train-x-headless", "train-x-vanilla", "loss"])
-    assert row["headless after these tokens"] == pytest.approx(2.0**7)  # 3 steps
-    assert row["vanilla after these tokens"] == pytest.approx(2.0**9)
-    assert row["headless after these seconds"] == pytest.approx(2.0**2)  # 8 seconds
-    assert row["vanilla after these seconds"] == pytest.approx(2.0**10)  # 2 steps
-    assert (row["headless, tokens/s"], row["vanilla, tokens/s"]) == (100, 25)
-    assert trainings_compared(tmp_path, ["train-x-headless"]) == []
-
-
 def test_without_a_text_one_is_drawn_that_needs_no_training(tmp_path: Path) -> None:
     text = Text(tmp_path)
     text.draw(20_000)
@@ -349,19 +124,3 @@ def test_the_command_lists_its_parts_and_refuses_others(tmp_path: Path) -> None:
     assert refused.returncode == 2
     assert refused.stderr == "error: `--only` must name parts that --list has, but is step-9b instead.\n"
     assert not (tmp_path / "x").exists()
-
-
-def test_a_process_that_cannot_be_waited_for_is_ended_all_the_same(tmp_path: Path, instant: type[Instant]) -> None:
-    """As when the whole measurement is interrupted."""
-    ended: list[bool] = []
-
-    class Interrupted(instant):  # type: ignore[misc, valid-type]
-        def wait(self, seconds: float) -> int:
-            raise KeyboardInterrupt
-
-        def end(self) -> None:
-            ended.append(True)
-
-    with pytest.raises(KeyboardInterrupt):
-        run(Part("a", "what?", ("a",), 30), tmp_path, 1, Interrupted)
-    assert ended == [True]

@@ -8,15 +8,13 @@ from typing import Any
 
 import orjson
 import pytest
-import torch
 
 from megahead.checkpoint import open_checkpoint
 from megahead.report.metrics import read_metrics
 from support.bad_rows import BAD, run_with
 from support.on_ranks import on_ranks
+from support.precisions import NEEDS_FP16
 from support.small_run import same_tensors, shipped, small_config, write_text
-
-NEEDS_FP16 = pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_fp16_supported(), reason="no fp16 arithmetic here")
 
 
 def faults(folder: Path) -> list[dict[str, Any]]:

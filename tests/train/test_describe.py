@@ -41,6 +41,13 @@ def test_own_rates_are_told(tmp_path: Path) -> None:
     assert rows["embedding"].endswith("updated by adamw at 8 times the learning rate")
 
 
+def test_the_temperature_of_another_score_is_told_also_where_it_is_the_default(tmp_path: Path) -> None:
+    """At which a cosine can hardly prefer a token."""
+    assert "temperature" not in described(tmp_path)["objective"]
+    told = described(tmp_path, **{"objective.score": "cosine"})["objective"]
+    assert told.endswith("scored by cosine, temperature 1")
+
+
 @pytest.mark.parametrize(
     ("masking", "told"),
     [

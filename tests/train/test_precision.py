@@ -18,9 +18,19 @@ from support.small_run import small_config, write_text
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize(("has_amx", "settled"), [(True, "bf16"), (False, "fp32")])
-def test_auto_takes_bf16_where_the_cpu_has_units_for_it(tmp_path, monkeypatch, has_amx: bool, settled: str) -> None:
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_bf16": has_amx}, raising=False)
+@pytest.mark.parametrize(
+    ("capabilities", "settled"),
+    [
+        ({"avx512_f": True, "amx_bf16": True, "avx512_bf16": True}, "bf16"),
+        ({"avx512_f": True, "amx_bf16": False, "avx512_bf16": True}, "bf16"),
+        ({"avx512_f": True, "avx512_bf16": False}, "fp32"),
+        ({"avx2": True}, "fp32"),
+    ],
+)
+def test_auto_takes_bf16_where_the_cpu_multiplies_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capabilities: dict[str, bool], settled: str
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities, raising=False)
     config = small_config(tmp_path, {"engine.precision": "auto"})
     assert rule.settle_precision(config, CPU, Group()).engine.precision == settled
 

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import orjson
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -16,8 +17,11 @@ from megahead.distributed import Group, Launch
 from megahead.errors import ConfigErrors, FieldError
 from megahead.evaluate.harness import evaluate_harness
 from megahead.evaluate.harness_tasks import task_files
+from megahead.evaluate.results import TaskResult
 from megahead.report.metrics import read_metrics
 from megahead.train import pretrain
+from megahead.train.preemption import StopRequest
+from megahead.train.run_log import RunLog
 from megahead.train.task_evaluation import TaskEvaluation
 from support.on_ranks import on_ranks
 from support.small_checkpoint import save_tokenizer
@@ -72,6 +76,64 @@ def test_two_ranks_share_the_tasks_and_the_training_does_not_notice(tmp_path: Pa
     assert [event.step for event in board.Scalars("tasks/sciq/acc")] == [4, 6]
     assert [event.step for event in board.Scalars("tasks/blimp/acc_syntax")] == [4, 6]
     assert not (tmp_path / "with/exports/evaluated").exists()
+
+
+def killed(group: Group, config: RunConfig) -> str:
+    def stop(*_: Any) -> list[TaskResult]:
+        raise RuntimeError("killed")
+
+    TaskEvaluation.run = stop  # type: ignore[method-assign] # in a process of its own
+    return run(group, config)
+
+
+@pytest.mark.parametrize(("every", "steps"), [(4, [4, 6]), (6, [6]), (9, [6])])
+def test_the_next_session_evaluates_tasks_that_a_killed_one_owes_and_no_later_one_does(
+    tmp_path: Path, every: int, steps: list[int]
+) -> None:
+    config = config_of(tmp_path, "run", {"names": ["blimp"], "data": str(write_data(tmp_path)), "every": every})
+    with pytest.raises(AssertionError, match="killed"):
+        on_ranks(2, killed, config)
+    for _ in range(2):
+        assert on_ranks(2, run, config) == ["finished", "finished"]
+        log = (tmp_path / "run/metrics.jsonl").read_text()
+        assert [record["step"] for record in map(json.loads, log.splitlines()) if "tasks" in record] == steps
+
+
+def signalled(group: Group, config: RunConfig) -> str:
+    begin = StopRequest.__init__
+
+    def told(request: StopRequest, prints: bool = True) -> None:
+        begin(request, prints)
+        request.signal = "SIGTERM"
+
+    StopRequest.__init__ = told  # type: ignore[method-assign] # in a process of its own
+    return killed(group, config)
+
+
+def test_a_session_that_is_told_to_stop_does_not_make_up_for_tasks_and_a_run_may_be_without_them(
+    tmp_path: Path,
+) -> None:
+    tasks = {"names": ["blimp"], "data": str(write_data(tmp_path)), "every": 4}
+    with pytest.raises(AssertionError, match="killed"):
+        on_ranks(1, killed, config_of(tmp_path, "run", tasks))
+    assert on_ranks(1, signalled, config_of(tmp_path, "run", tasks)) == ["stopped"]
+    assert on_ranks(1, killed, config_of(tmp_path, "run", None)) == ["finished"]
+
+
+def test_results_that_a_session_or_a_rollback_went_behind_are_owed_again(tmp_path: Path) -> None:
+    def has(*later: dict[str, Any]) -> bool:
+        lines = [{"step": 4, "tasks": {"blimp": {}}}, {"step": 6, "loss": 1.0}, *later]
+        (tmp_path / "metrics.jsonl").write_text("".join(orjson.dumps(line).decode() + "\n" for line in lines))
+        log = RunLog(tmp_path / "metrics.jsonl")
+        found = log.has_tasks(4)
+        log.close()
+        return found
+
+    assert has()
+    assert has({"step": 4, "session": {"continues": 4}})
+    assert not has({"step": 3, "session": {"continues": 3}})
+    assert not has({"step": 2, "rollback": {}})
+    assert has({"step": 2, "rollback": {}}, {"step": 4, "tasks": {"blimp": {}}})
 
 
 def test_mistakes_are_told_before_training(tmp_path: Path) -> None:

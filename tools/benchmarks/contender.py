@@ -6,30 +6,26 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 
 from benchmarks.clocks import clock_of
+from benchmarks.plans import How, contending
+from benchmarks.rules import rule_of
 from benchmarks.tokens import micro_batch
 from benchmarks.weights import HalfWeights, weights_of
-from megahead.config import RunConfig, config_from_dict
+from megahead.config import RunConfig
 from megahead.distributed import Group
-from megahead.errors import FieldError
 from megahead.estimate import peak_flops, run_flops
 from megahead.nn import Documents, ShorterRows, TargetPositions
-from megahead.objectives import build_objective
 from megahead.optim import build_optimizer
 from megahead.parallel import assemble, fill_
 from megahead.pretraining import MicroBatch, Pretraining, first_weights
 from megahead.train.acceleration import accelerate_
 from megahead.train.utilization import device_name
 from megahead.wording import milliseconds
-
-How = Literal["as it is", "compiled", "whole last block", "muon"]
-"""As the config says; compiled besides; an encoder's last block computed for every token, not only for targets; with
-Muon for the matrices of blocks."""
 
 
 @dataclass
@@ -54,8 +50,10 @@ class Contender:
         self.precision = self.config.engine.precision
         self.model: Pretraining = assemble(self.config, Group(), self.device)
         fill_(self.model, Group(), first_weights(self.config))
+        if self.config.masking is not None and self.config.masking.adapts():
+            self.model.note_misses = lambda *_: None  # what is missed costs a product, whoever notes it
         self.ways, *_ = [accelerate_(each, self.config, self.device) for each in self.model.encoders()]
-        self.rule = build_objective(self.config.objective, self.config.model.vocab_size)
+        self.rule = rule_of(self.config, self.rows)
         optimizer = build_optimizer(self.model, self.config.optimizer)
         self.weights = weights_of(self.model, optimizer, self.device, self.precision)
         self.clock = clock_of(self.device)
@@ -167,21 +165,6 @@ class Contender:
 
     def _note_loss_done(self, _: torch.Tensor) -> None:
         self._loss_done = self._loss_done or self.clock.now()
-
-
-def contending(config: RunConfig, objective: str, how: How) -> RunConfig:
-    """`config` with another objective, whose vanilla head is its own where it has one, else tied for an encoder."""
-    if config.engine.precision == "fp16":
-        rule = "be fp32 or bf16 for steps without an engine, which scales fp16's loss"
-        raise FieldError("engine.precision", rule, got="fp16")
-    tree = config.model_dump(mode="json")
-    tree["engine"]["compile"] = how == "compiled" or config.engine.compile
-    if how == "muon":
-        tree["optimizer"]["name"] = "muon"
-    if objective != config.objective.name:
-        tied = objective == "vanilla" and (config.objective.tied or config.model.is_encoder())
-        tree["objective"] |= {"name": objective, "tied": tied}
-    return config_from_dict(tree)
 
 
 def compare(one: Contender, other: Contender) -> str:

@@ -8,15 +8,13 @@ from functools import partial
 import torch
 from rich.console import Console
 
-from benchmarks.contender import Contender, How, compare
+from benchmarks.contender import Contender, compare
 from benchmarks.device import describe, matrix_rate
 from benchmarks.memory import cost, in_child
+from benchmarks.plans import How, Plan
 from benchmarks.tokens import token_rows
 from megahead.config import RunConfig
 from megahead.report import to_rich
-
-Plan = tuple[str, How]
-"""Which objective, and how its steps are computed."""
 
 
 def hold(

@@ -22,10 +22,10 @@ import torch.distributed as dist
 from torch import nn
 
 from benchmarks.memory import cost
+from benchmarks.rules import rule_of
 from benchmarks.tokens import micro_batch, token_rows
 from megahead.config import RunConfig, RunPlan, config_from_dict, deepspeed_config
 from megahead.distributed import Group, Mesh
-from megahead.objectives import build_objective
 from megahead.optim import build_optimizer
 from megahead.parallel import assemble, fill_
 from megahead.pretraining import MicroBatch, first_weights
@@ -158,7 +158,7 @@ def rank_step(config: RunConfig, place: Place, texts: Sequence[Rows], device: to
     world = Group.world()
     plan = RunPlan.of(config, count, device.type)
     engine, _ = build_engine(plan, Mesh.build(world), device, first_weights(config))
-    rule, asking = build_objective(config.objective, config.model.vocab_size), world.side_channel()
+    rule, asking = rule_of(config, texts), world.side_channel()
     mine = iter(texts[rank::count])
 
     def step() -> None:
@@ -172,8 +172,8 @@ def rank_step(config: RunConfig, place: Place, texts: Sequence[Rows], device: to
 
 def one_micro_batch(config: RunConfig, rank: int) -> MicroBatch:
     """The rank's rows, of Zipf-distributed tokens, on its device."""
-    rule, device = build_objective(config.objective, config.model.vocab_size), torch.device(config.engine.device)
-    return micro_batch(config, rule, token_rows(config, None, count=rank + 1)[rank]).staged(device).to(device)
+    rows, device = token_rows(config, None, count=rank + 1), torch.device(config.engine.device)
+    return micro_batch(config, rule_of(config, rows), rows[rank]).staged(device).to(device)
 
 
 def _serve(pipe: Connection, maker: Callable[..., Step], arguments: tuple[Any, ...]) -> None:

@@ -55,7 +55,8 @@ def _masker(config: RunConfig) -> RowMasker | None:
     framing = Framing(config.masking, config.data.end_token, config.data.isolate_documents)
     asked, late = config.masking.dropping, config.masking.masks_from(config.model)
     dropping = None if asked is None else TokenDropping.of(asked, config.model, framing, Uniform())
-    masker = Masker(framing, Uniform(), config.model.vocab_size, seed=0, masks_from=late, dropping=dropping)
+    size, phrases = config.model.vocab_size, config.objective.phrases
+    masker = Masker(framing, Uniform(), size, seed=0, masks_from=late, dropping=dropping, phrases=phrases)
     return masker if config.generator() is None else Replacing(masker, seed=0)
 
 

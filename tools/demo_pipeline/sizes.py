@@ -54,7 +54,7 @@ class Size:
         mark.write_text(self.name + "\n", encoding="utf-8")
 
 
-_FEW_STEPS = ("training.steps=160", "schedule.warmup_steps=20", "optimizer.learning_rate=4e-3")
+_FEW_STEPS = ("training.steps=160", "schedule.warmup_steps=20")
 
 FULL = Size(name="full", folder="demo")
 
@@ -68,7 +68,7 @@ QUICK = Size(
     settings_of={
         "headless": [*_FEW_STEPS, "training.evaluate_every=40", "training.checkpoint_every=80"],
         "vanilla": [*_FEW_STEPS, "training.checkpoint_every=80"],
-        "head": ["training.steps=40", "training.evaluate_every=20", "optimizer.learning_rate=2e-3"],
+        "head": ["training.steps=40", "training.evaluate_every=20"],
     },
 )
 """The same model as in full, on a sixth of the text."""

@@ -12,10 +12,21 @@ from megahead.evaluate.results import ResultsFile, TaskResult
 Scored = Mapping[Path, Sequence[TaskResult]]
 
 
-def score(laboratory: Laboratory, name: str, tasks: str, limit: int, data: Path, models: Sequence[Path]) -> Scored:
-    """What each model reaches on the first `limit` examples; `folder`/NAME.json keeps it."""
+def score(
+    laboratory: Laboratory,
+    name: str,
+    tasks: str,
+    limit: int | None,
+    data: Path,
+    models: Sequence[Path],
+    cloze: Path | None = None,
+) -> Scored:
+    """What each model reaches on the first `limit` examples, or on all; `folder`/NAME.json keeps it. `cloze`: the
+    passages of that task."""
     output = laboratory.folder / f"{name}.json"
-    what = ["--tasks", tasks, "--data", str(data), "--limit", str(limit), "--output", str(output)]
+    what = ["--tasks", tasks, "--data", str(data), "--output", str(output)]
+    what += [] if limit is None else ["--limit", str(limit)]
+    what += [] if cloze is None else ["--cloze", str(cloze)]
     laboratory.run("eval_harness.py", *what, "--model", *map(str, models))
     kept = ResultsFile(output)
     return {model: kept.of(model, limit) for model in models}

@@ -15,12 +15,16 @@ from typing import Any, TextIO
 from rich.console import Console
 
 from experiments.charts import Chart, save_charts
+from experiments.one_at_a_time import one_at_a_time
+from megahead.checkpoint import find_checkpoint
 from megahead.config import RunConfig, load_config
 from megahead.corpus import load_tokenizer
 from megahead.corpus.spelling import SpelledVocabulary
+from megahead.distributed import Group, choose_device
 from megahead.errors import FieldError, UserError
 from megahead.report import RunMetrics, read_metrics, to_markdown, to_rich
 from megahead.run_folder import RunFolder
+from megahead.train.precision import settle_precision
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -88,19 +92,23 @@ class Laboratory:
         self.make(dataset.with_suffix(".idx"), "preprocess.py", "--input", str(self.given_text()), *index)
         return [f"data.train={dataset}", f"data.validation={dataset}-validation", f"data.tokenizer={tokenizer}"]
 
-    def train(self, config: str, name: str, *overrides: str) -> RunMetrics:
-        """`configs/CONFIG.yaml` trained to its end in `folder/NAME`, or read when it already was.
+    def train(self, config: str, name: str, *overrides: str, fork: Path | None = None) -> RunMetrics:
+        """`configs/CONFIG.yaml` trained to its end in `folder/NAME`, or read when it already was; a new run goes on
+        from the checkpoint `fork`.
 
         Raises UserError with the end of its log when it fails, and when it was stopped before.
         """
         run, source = self.folder / name, f"configs/{config}.yaml"
         given = [*overrides, *self.settings, f"output_dir={run}", f"name={run.name}"]
         wanted = load_config(source, given)
-        if not _finished(run, wanted):
-            run.mkdir(parents=True, exist_ok=True)
-            command = ["launch/pretrain.py", "--config", source]
-            command += [part for override in given for part in ("--set", override)]
-            self._do(f"training {name}", command, run / "log.txt")
+        with one_at_a_time(run):
+            if not _finished(run, wanted):
+                run.mkdir(parents=True, exist_ok=True)
+                command = ["launch/pretrain.py", "--config", source]
+                command += [part for override in given for part in ("--set", override)]
+                if fork is not None and find_checkpoint(run) is None:
+                    command += ["--resume", str(fork)]
+                self._do(f"training {name}", command, run / "log.txt")
             if not _finished(run, wanted):  # a run that is told to stop saves, and ends without an error
                 raise UserError(f"training {name} must reach its last step, but was stopped; call again to go on.")
         metrics = read_metrics(run)
@@ -117,10 +125,10 @@ class Laboratory:
 
     def make(self, output: Path, tool: str, *arguments: str) -> None:
         """Runs tools/TOOL unless `output`, which it writes whole or not at all, is there. UserError when it fails."""
-        if not output.exists():
-            output.parent.mkdir(parents=True, exist_ok=True)
-            command = [f"tools/{tool}", *arguments]
-            self._do(f"making {output.name}", command, output.with_name(f"{output.name}.log"))
+        with one_at_a_time(output):
+            if not output.exists():
+                command = [f"tools/{tool}", *arguments]
+                self._do(f"making {output.name}", command, output.with_name(f"{output.name}.log"))
 
     def _do(self, what: str, command: Sequence[str], log: Path) -> None:
         with self.console.status(what), log.open("a") as output:
@@ -154,18 +162,23 @@ def run_python(command: Sequence[str], output: TextIO) -> int:
 
 
 def _finished(run: Path, config: RunConfig) -> bool:
-    """Whether the folder holds a run of just these settings that reached its last step.
+    """Whether the folder holds a run of just these settings that came to its end, evaluations included.
 
     What settings did not exist yet when it ran has its default.
     """
+    folder = RunFolder(run)
+    if not ended(run) or not folder.config.exists():
+        return False
+    device = choose_device(config.engine.device, local_rank=0)
+    return load_config(folder.config) == settle_precision(config, device, Group())  # there it is told what auto came to
+
+
+def ended(run: Path) -> bool:
+    """Whether the last session in a run folder trained to its last step and said so."""
     try:
-        latest = (run / "checkpoints/latest").read_text().strip()
+        return bool(json.loads(RunFolder(run).ending.read_text())["ending"] == "finished")
     except OSError:
         return False
-    if not RunFolder(run).config.exists():
-        return False
-    same = load_config(RunFolder(run).config).model_dump() == config.model_dump()
-    return same and latest == f"step-{config.training.steps:08d}"
 
 
 def _commit() -> str:

@@ -31,18 +31,31 @@ def speed(run: RunMetrics) -> int:
 
 
 def cost(run: RunMetrics) -> float:
-    """What a token costs, for ratios: CPU seconds of rank 0, in which what else keeps the machine busy does not
-    count; on a GPU seconds."""
-    column, spent, done = "step_seconds" if torch.cuda.is_available() else "step_cpu_seconds", 0.0, 0
+    """What a token costs, for ratios: the time `spent` on it."""
+    return spent(run) / float(run.training[-1]["tokens"])
+
+
+def spent(run: RunMetrics, until: int | None = None) -> float:
+    """CPU seconds of rank 0 in the steps that the log has, or those `until` one, in which what else keeps the machine
+    busy does not count; on a GPU seconds."""
+    column, seconds, done = "step_seconds" if torch.cuda.is_available() else "step_cpu_seconds", 0.0, _began_at(run)
     for record in run.training:
-        spent += float(record[column]) * (record["step"] - done)
+        last = record["step"] if until is None else min(record["step"], until)
+        seconds += float(record[column]) * max(0, last - done)
         done = record["step"]
-    return spent / float(run.training[-1]["tokens"])
+    return seconds
 
 
-def candidates(run: RunMetrics) -> int | None:
-    """Different ids that competed, on average over the run; None for a vanilla one."""
-    counts = [record["candidates"] for record in run.training if record.get("candidates")]
+def _began_at(run: RunMetrics) -> int:
+    """The step of the checkpoint of another run that it went on from; 0 if there was none."""
+    sessions = [event["step"] for event in run.events if "session" in event]
+    return int(sessions[0]) if sessions else 0
+
+
+def candidates(run: RunMetrics, steps: range | None = None) -> int | None:
+    """Different ids that competed, on average over the run or some of its steps; None for a vanilla one."""
+    lines = [record for record in run.training if steps is None or record["step"] - 1 in steps]
+    counts = [record["candidates"] for record in lines if record.get("candidates")]
     return round(sum(counts) / len(counts)) if counts else None
 
 

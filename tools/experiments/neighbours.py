@@ -11,13 +11,11 @@ so is replaced-token detection, whose generators are scored.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
-
-from rich.console import Console
 
 from experiments.laboratory import Laboratory
-from experiments.measures import Row, cost, over_seeds
+from experiments.measures import Row, over_seeds
+from experiments.recipe import FIRST, settings_of
+from experiments.side_by_side import relative_cost
 from megahead.report import RunMetrics
 
 SEEDS = (0, 1)
@@ -29,6 +27,7 @@ DECODERS: dict[str, tuple[str, ...]] = {
     "meap-15": ("masked_inputs.share=0.15",),
     "meap-30": ("masked_inputs.share=0.3",),
     "learned-temperature": ("objective.learned_temperature=true",),
+    "learned-temperature-wide": ("objective.learned_temperature=true", "objective.group_samples=16"),
     "cosine": ("objective.score=cosine", "objective.temperature=0.07", "objective.learned_temperature=true"),
     "corrected": ("objective.bias=corrected",),
     "nearest-2": ("objective.bias=corrected", "objective.nearest=2"),
@@ -62,6 +61,13 @@ ENCODERS: dict[str, tuple[str, ...]] = {
     "informative": ("masking.strategy=informative",),
     "hardest": ("masking.strategy=hardest", "masking.adapt_every=25"),
     "pmi": ("masking.strategy=pmi",),
+    "rate-40-frequency": ("masking.rate=0.4", "masking.strategy=frequency"),
+    "rate-40-informative": ("masking.rate=0.4", "masking.strategy=informative"),
+    "learned-temperature": ("objective.learned_temperature=true",),
+    "rate-40-informative-temperature": (
+        *("masking.rate=0.4", "masking.strategy=informative"),
+        "objective.learned_temperature=true",
+    ),
     "similar": ("masking.mask_share=0.4", "masking.similar_share=0.4"),
     "phrases": ("objective.phrases.group_samples=64",),
     "causal-25": ("objective.schedule.causal_share=0.25",),
@@ -69,9 +75,28 @@ ENCODERS: dict[str, tuple[str, ...]] = {
 }
 """Settings beside those of `configs/encoder-small-headless.yaml`."""
 
+BY_MASKS = "masking.diffusion=false"
+FOUR_LAYERS: dict[str, tuple[str, ...]] = {
+    PLAIN: (),
+    **{
+        f"{name}-of-4": ENCODERS[name]
+        for name in (
+            *("rate-40", "rate-40-pure", "informative", "frequency", "rate-40-informative"),
+            *("learned-temperature", "similar", "causal-25", "causal-50"),
+        )
+    },
+    "rate-60-of-4": ("masking.rate=0.6",),
+    "rate-80-of-4": ("masking.rate=0.8",),
+    "rate-40-late-of-4": (*ENCODERS["rate-40-pure"], "masking.masks_from_layer=2"),
+    "dropping-of-4": ("masking.dropping.from_layer=1", "masking.adapt_every=25"),
+}
+"""Settings beside those of `configs/encoder-small-diffusion-headless.yaml` and BY_MASKS: where mask tokens alone
+stand in for targets, two layers learn nothing in so few steps."""
+
 DIFFUSIONS: dict[str, tuple[str, ...]] = {
     PLAIN: (),
     "diffusion-vanilla": ("objective.name=vanilla", "objective.tied=true"),
+    "diffusion-frequency": ("masking.strategy=frequency",),
     "diffusion-corrected": ("objective.bias=corrected",),
 }
 """Settings beside those of `configs/encoder-small-diffusion-headless.yaml`. Their perplexities are upper bounds, and
@@ -84,17 +109,18 @@ DETECTIONS: dict[str, tuple[str, ...]] = {
     "electra-deeper": ("objective.replaced_tokens.generator_layers=2",),
 }
 """Settings beside those of `configs/encoder-small-electra-headless.yaml`. Perplexities are their generators', and
-comparable with each other alone; what the models are worth: `experiments/replaced_tokens.py`."""
+comparable with each other alone; what the models are worth: `experiments/glue.py`."""
 
 KINDS = {
     "decoder": ("demo-headless", DECODERS),
     "encoder": ("encoder-small-headless", ENCODERS),
+    "four-layers": ("encoder-small-diffusion-headless", FOUR_LAYERS),
     "diffusion": ("encoder-small-diffusion-headless", DIFFUSIONS),
     "detection": ("encoder-small-electra-headless", DETECTIONS),
 }
 """(config, variants) of each model."""
 
-STEPS = {"decoder": 300, "encoder": 400, "diffusion": 1600, "detection": 400}
+STEPS = {"decoder": 300, "encoder": 400, "four-layers": 400, "diffusion": 800, "detection": 400}
 WARMUP = 40
 COST_STEPS = 60
 """Of each of two runs side by side."""
@@ -117,57 +143,59 @@ _VALUES = ("tokens", "cost", "perplexity", "accuracy")
 def _compare(laboratory: Laboratory, kind: str, variants: Mapping[str, Sequence[str]]) -> list[Row]:
     given, rows = _given(laboratory, kind), []
     for seed in SEEDS:
-        _train(laboratory, kind, f"{PLAIN}-{seed}", seed, STEPS[kind], given)
+        _train(laboratory, kind, f"{kind}-{PLAIN}-{seed}", seed, STEPS[kind], given)
         for name, settings in variants.items():
-            settings = [*given, *settings, *_nearest_ids(laboratory, kind, settings)]
-            relative = 1.0 if name == PLAIN else _relative_cost(laboratory, kind, name, given, settings)
-            run = _train(laboratory, kind, f"{name}-{seed}", seed, STEPS[kind], settings)
+            settings = [*given, *settings, *nearest_ids(laboratory, f"{kind}-{PLAIN}-{SEEDS[0]}", settings)]
+            relative = 1.0 if name == PLAIN else _relative(laboratory, kind, name, given, settings)
+            run = _train(laboratory, kind, f"{kind}-{name}-{seed}", seed, STEPS[kind], settings)
             rows.append(_row(kind, name, "tokens", relative, run))
             if abs(relative - 1) > MARGIN:
                 steps = round(STEPS[kind] / relative)
-                run = _train(laboratory, kind, f"{name}-{seed}-time", seed, steps, settings)
+                run = _train(laboratory, kind, f"{kind}-{name}-{seed}-time", seed, steps, settings)
                 rows.append(_row(kind, name, "time", relative, run))
     return rows
 
 
-def _relative_cost(
-    laboratory: Laboratory, kind: str, name: str, given: Sequence[str], settings: Sequence[str]
-) -> float:
-    """Of a token, where the plain one's is 1; of two short runs at the same time."""
-    runs = {f"{PLAIN}-beside-{name}": given, f"{name}-beside-{PLAIN}": settings}
-    with ThreadPoolExecutor() as pool:
-        plain, other = pool.map(
-            lambda run: cost(
-                _train(replace(laboratory, console=Console(quiet=True)), kind, run, 0, COST_STEPS, runs[run])
-            ),
-            runs,
-        )
-    return other / plain
+def _relative(laboratory: Laboratory, kind: str, name: str, given: Sequence[str], settings: Sequence[str]) -> float:
+    """Cost of a token, where the plain one's is 1."""
+    one, other = f"{kind}-{name}-beside-{PLAIN}", f"{kind}-{PLAIN}-beside-{name}"
+    settings_of = {one: settings, other: given}
+
+    def train(quiet: Laboratory, run: str) -> RunMetrics:
+        return _train(quiet, kind, run, 0, COST_STEPS, settings_of[run])
+
+    return relative_cost(laboratory, train, one, other)
 
 
 def _given(laboratory: Laboratory, kind: str) -> list[str]:
-    """What all runs of a kind are told."""
+    """What all runs of a kind are told; decoders are compared by the first recipe, not the one that was found since."""
     if kind != "decoder":
-        return laboratory.encoder_data()
+        return [*laboratory.encoder_data(), *([BY_MASKS] if kind == "four-layers" else [])]
     ids = f"model.vocab_size={VOCABULARY + 1}"
-    return [*laboratory.data(VOCABULARY), ids, "training.evaluate_samples=256"]
+    return [*laboratory.data(VOCABULARY), ids, "training.evaluate_samples=256", *settings_of(FIRST)]
 
 
-def _nearest_ids(laboratory: Laboratory, kind: str, settings: Sequence[str]) -> list[str]:
-    """The setting that names those in the first plain model's embedding, where they are used."""
-    if not any("similar" in one or "nearest" in one for one in settings):
+def uses_nearest_ids(settings: Sequence[str]) -> bool:
+    return any("similar" in one or "nearest" in one for one in settings)
+
+
+def nearest_ids(laboratory: Laboratory, model: str, settings: Sequence[str]) -> list[str]:
+    """The setting that names the nearest ids in a trained model's embedding, where they are used."""
+    if not uses_nearest_ids(settings):
         return []
-    path, model = laboratory.folder / f"{kind}.npy", laboratory.folder / f"{kind}-{PLAIN}-{SEEDS[0]}"
-    laboratory.make(path, "nearest_ids.py", "--model", str(model), "--output", str(path))
+    path = laboratory.folder / f"{model}.npy"
+    laboratory.make(path, "nearest_ids.py", "--model", str(laboratory.folder / model), "--output", str(path))
     return [f"data.nearest_ids={path}"]
 
 
-def _train(laboratory: Laboratory, kind: str, name: str, seed: int, steps: int, settings: Sequence[str]) -> RunMetrics:
+def _train(
+    laboratory: Laboratory, kind: str, folder: str, seed: int, steps: int, settings: Sequence[str]
+) -> RunMetrics:
     config, _ = KINDS[kind]
     masks = [f"masked_inputs.mask_token={VOCABULARY}"] if any("masked_inputs" in one for one in settings) else []
     course = [f"training.steps={steps}", f"training.checkpoint_every={steps}", f"schedule.warmup_steps={WARMUP}"]
     course.append(f"seed={seed}")
-    return laboratory.train(config, f"{kind}-{name}", *settings, *masks, *course)
+    return laboratory.train(config, folder, *settings, *masks, *course)
 
 
 def _row(kind: str, name: str, equal: str, relative: float, run: RunMetrics) -> Row:

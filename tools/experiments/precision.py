@@ -11,6 +11,7 @@ from itertools import combinations
 from experiments.charts import Chart
 from experiments.laboratory import Laboratory
 from experiments.measures import Row, lines, over_seeds, speed
+from experiments.recipe import FIRST, settings_of
 
 PRECISIONS = ("fp32", "bf16")
 SEEDS = (0, 1)
@@ -33,7 +34,7 @@ def compare_precision(laboratory: Laboratory, only: Sequence[str]) -> None:
 
 def _along(laboratory: Laboratory, precision: str, seed: int) -> list[Row]:
     """Every evaluation of a run."""
-    given = [f"engine.precision={precision}", f"seed={seed}"]
+    given = [*settings_of(FIRST), f"engine.precision={precision}", f"seed={seed}"]
     run = laboratory.train("demo-headless", f"{precision}-{seed}", *laboratory.data(VOCABULARY), *given)
     about = {"precision": precision, "seed": seed, "tokens/s": speed(run)}
     names = ("step", "tokens", "loss", "perplexity")

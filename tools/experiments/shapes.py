@@ -1,7 +1,8 @@
 """Llama's shape beside Pythia's, and ModernBERT's beside BERT's: headless, equally deep and wide, on the same tokens.
 
-Decoders are the demo's. Each learns at every learning rate of RATES with the first seed, and at its best one with the
-others. Encoders have 7 layers of 288, and learn as configs/modernbert-15m-headless.yaml says, for ENCODER_STEPS.
+Decoders are the demo's, with its first recipe. Each learns at every learning rate of RATES with the first seed, and at
+its best one with the others. Encoders have 7 layers of 288, and learn as configs/modernbert-15m-headless.yaml says, for
+ENCODER_STEPS.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from demo_pipeline.sizes import MODELS
 from experiments.charts import Chart
 from experiments.laboratory import Laboratory
 from experiments.measures import Row, lines, over_seeds, speed
+from experiments.recipe import FIRST, settings_of
 
 SEEDS = (0, 1)
 RATES = (1e-3, 2e-3, 4e-3, 8e-3)
@@ -47,7 +49,13 @@ def compare_shapes(laboratory: Laboratory, only: Sequence[str]) -> None:
 
 def _decoder(laboratory: Laboratory, shape: str, rate: float, seed: int) -> list[Row]:
     """Every evaluation of a run."""
-    given = [*laboratory.data(VOCABULARY), *MODELS[shape], f"optimizer.learning_rate={rate:g}", f"seed={seed}"]
+    given = [
+        *laboratory.data(VOCABULARY),
+        *settings_of(FIRST),
+        *MODELS[shape],
+        f"optimizer.learning_rate={rate:g}",
+        f"seed={seed}",
+    ]
     run = laboratory.train("demo-headless", f"{shape}-{rate:g}-{seed}", *given)
     about = {"shape": shape, "rate": rate, "seed": seed, "tokens/s": speed(run)}
     return [about | _scores(record) for record in run.validation]

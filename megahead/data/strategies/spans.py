@@ -8,13 +8,11 @@ from typing import Any
 import numpy as np
 
 from megahead.config import MaskingConfig
-from megahead.data.counter_rng import CounterRng
+from megahead.data.counter_rng import CounterRng, Purpose
 from megahead.data.strategies.strategy import AllAlike
 from megahead.data.strategies.training_text import TrainingText
 
 Array = np.ndarray[Any, Any]
-
-_SPANS = 17  # a purpose of random numbers, apart from the masker's
 
 
 @dataclass(frozen=True)
@@ -34,7 +32,7 @@ class Spans(AllAlike):
 
     def starts(self, tokens_BT: Array, noise: CounterRng) -> Array:
         rows, length = tokens_BT.shape
-        draw_BT = noise.uniform(_SPANS, length)
+        draw_BT = noise.uniform(Purpose.SPAN_LENGTHS, length)
         with np.errstate(divide="ignore"):
             tail = np.log1p(-self.stop)
         lengths_BT = np.minimum(np.ceil(np.log(draw_BT) / tail), self.max_tokens).astype(np.int64)

@@ -11,6 +11,7 @@ from megahead.config import MaskingConfig
 from megahead.data.strategies.strategy import WeighedIds
 from megahead.data.strategies.training_text import TrainingText
 from megahead.errors import ConfigError
+from megahead.far import near_file
 
 
 class Weights(WeighedIds):
@@ -24,9 +25,10 @@ class Weights(WeighedIds):
 
     @staticmethod
     def read(path: str, vocab_size: int) -> Weights:
-        """ConfigError unless the file has weights of so many ids; 1 of ids behind them, which only the model has."""
+        """ConfigError unless the file has weights of so many ids; 1 of ids behind them, which only the model has. A
+        URL's is fetched first."""
         try:
-            weight_V = np.load(path, allow_pickle=False)
+            weight_V = np.load(near_file(path), allow_pickle=False)
         except (OSError, ValueError) as error:
             raise ConfigError("data.id_weights", "name a file of numpy", got=f"{path} ({error})") from None
         if weight_V.ndim != 1 or weight_V.dtype.kind not in "fiu" or not 0 < len(weight_V) <= vocab_size:

@@ -127,13 +127,14 @@ _LEFT_OUT = ("glue/rte", "glue/wnli")  # of GLUE's mean, as in the paper
 
 
 def _suite_mean(suite: str, rows: Sequence[Summary]) -> Summary | None:
-    """For each seed the mean over a suite's tasks, each measured by the metric that the paper reports."""
+    """For each seed the mean over a suite's tasks, each measured by the metric that the paper reports; None for one
+    task alone, and where some have not run with all seeds yet."""
     members = [
         row
         for row in rows
         if row.task.startswith(f"{suite}/") and row.task not in _LEFT_OUT and row.metric == TASKS[row.task].metric
     ]
-    if len(members) < 2:
+    if len(members) < 2 or len({len(row.values) for row in members}) > 1:
         return None
     seeds = zip(*(row.values for row in members), strict=True)
     return Summary(members[0].model, suite, f"mean of {len(members)}", "", [fmean(values) for values in seeds], [])

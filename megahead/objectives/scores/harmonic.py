@@ -16,7 +16,7 @@ from megahead.objectives.scores.score import Score
 
 LEAST_SQUARE = 1e-3
 """Squared distances count as at least this: where |h|^2 is in the hundreds, float32 knows |h|^2 + |e|^2 - 2 h.e to
-some 1e-4."""
+some 1e-4. Nearer ones have no slope, since they count all the same."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,8 @@ class Harmonic(Score):
         return torch.cat([rows_UD, torch.ones_like(squares_U1), squares_U1], dim=-1)
 
     def link_(self, products_nw: Tensor) -> Tensor:
-        slopes_nw = products_nw.clamp_min_(LEAST_SQUARE).reciprocal()
+        nearer_nw = products_nw < LEAST_SQUARE
+        slopes_nw = products_nw.clamp_min_(LEAST_SQUARE).reciprocal().masked_fill_(nearer_nw, 0)
         products_nw.log_()
         return slopes_nw
 

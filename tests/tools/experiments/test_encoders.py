@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from experiments.encoders import compare_encoders
+from experiments.encoders import RUNS, compare_encoders
 from experiments.laboratory import Laboratory
 from experiments.multilingual import compare_multilingual
 from megahead.corpus import IndexedDataset
@@ -31,9 +31,11 @@ def test_encoders_with_clean_and_with_wrong_labels(laboratory: Laboratory, tmp_p
     compare_encoders(laboratory, [])
     scored = {row["task"]: row for row in results(laboratory, "encoders-balanced")}
     assert {"glue/rte", "superglue/cb", "training"} <= {*scored}
-    assert list(scored["glue/rte"])[-4:] == ["headless", "vanilla", "wrong-labels", "random weights"]
+    assert list(scored["glue/rte"])[-6:] == [*RUNS, "random weights"]
     rows = json.loads((laboratory.folder / "encoders.json").read_text())["results"]
-    assert [row["run"] for row in rows] == ["headless", "vanilla", "wrong-labels"]
+    assert [row["run"] for row in rows] == [*RUNS]
+    configs = {run.name: run.config for run in read_runs([laboratory.folder / name for name in RUNS])}
+    assert {name for name, config in configs.items() if config["masking"]["noise_share"] == 0.1} == {*RUNS[3:]}
     data = laboratory.folder.parent / "wordpiece-320"
     clean, wrong = (IndexedDataset(data / name) for name in ("text", "text-wrong"))
     same = [np.mean(clean[i] == wrong[i]) for i in range(len(clean))]

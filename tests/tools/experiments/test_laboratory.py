@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import TextIO
@@ -13,6 +15,7 @@ import yaml
 
 from experiments.laboratory import Laboratory, _finished
 from experiments.negatives import compare_negatives
+from experiments.one_at_a_time import one_at_a_time
 from experiments.variants import compare_variants
 from megahead.config import load_config
 from megahead.errors import UserError
@@ -39,6 +42,23 @@ def test_a_variant_is_trained_once_scored_with_both_heads_and_recorded(laborator
     assert json.loads((laboratory.folder / "variants.json").read_text())["results"] == [row]
 
 
+def test_what_two_commands_need_is_made_by_one_while_the_other_waits(tmp_path: Path) -> None:
+    order: list[str] = []
+    with ThreadPoolExecutor() as pool:
+        with one_at_a_time(tmp_path / "folder/text"):
+            waiting = pool.submit(lambda: _noted(tmp_path / "folder/text", order))
+            with one_at_a_time(tmp_path / "folder/other"):
+                time.sleep(0.2)
+            order.append("first")
+        waiting.result(timeout=60)
+    assert order == ["first", "second"]
+
+
+def _noted(output: Path, order: list[str]) -> None:
+    with one_at_a_time(output):
+        order.append("second")
+
+
 def test_an_experiment_says_that_it_needs_a_text(laboratory: Laboratory) -> None:
     with pytest.raises(UserError, match="`--text` must name what this experiment reads, but is missing"):
         compare_negatives(replace(laboratory, text=None), [])
@@ -62,11 +82,20 @@ def test_a_run_that_fails_is_told_with_the_end_of_its_log(laboratory: Laboratory
         laboratory.train("small-headless", "broken")
 
 
-def test_a_folder_without_settings_holds_no_result(tmp_path: Path) -> None:
-    latest = tmp_path / "checkpoints/latest"
-    latest.parent.mkdir()
-    latest.write_text("step-00000400")
+def test_a_folder_holds_a_result_when_its_settings_are_there_and_it_ended_by_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = load_config("configs/small-headless.yaml", ["training.steps=400"])
+    (tmp_path / "ending.json").write_text('{"ending": "finished", "step": 400, "steps": 400}')
     assert not _finished(tmp_path, config)
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
     assert _finished(tmp_path, config)
+    auto = load_config("configs/small-headless.yaml", ["training.steps=400", "engine.precision=auto"])
+    monkeypatch.setattr("megahead.train.precision.multiplies_bf16_fast", lambda _: False)
+    assert _finished(tmp_path, auto)
+    monkeypatch.setattr("megahead.train.precision.multiplies_bf16_fast", lambda _: True)
+    assert not _finished(tmp_path, auto)
+    (tmp_path / "ending.json").write_text('{"ending": "stopped", "step": 400, "steps": 400}')
+    assert not _finished(tmp_path, config)  # it owes its last evaluation
+    (tmp_path / "ending.json").unlink()
+    assert not _finished(tmp_path, config)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from experiments.charts import Chart, draw_charts
-from experiments.measures import cost, lines, over_seeds, percent, speed
+from experiments.measures import candidates, cost, lines, over_seeds, percent, speed, spent
 from megahead.report import RunMetrics
 
 
@@ -36,7 +36,24 @@ def test_the_cost_of_a_token_is_all_steps_processor_time_over_all_tokens() -> No
         {"step": 5, "tokens": 50, "step_cpu_seconds": 3.0, "step_seconds": 9.0},
     ]
     seconds = (2 * 7 + 3 * 9) if torch.cuda.is_available() else (2 * 1 + 3 * 3)
-    assert cost(RunMetrics("a", training, [])) == seconds / 50
+    run = RunMetrics("a", training, [])
+    assert cost(run) == seconds / 50
+    assert spent(run) == seconds
+    assert spent(run, until=3) == ((2 * 7 + 9) if torch.cuda.is_available() else (2 * 1 + 3))
+    begun = {"step": 1, "tokens": 10, "seconds": 1.0, "session": {"resumed": "elsewhere"}}
+    assert (
+        spent(RunMetrics("a", training, [], events=[begun]))
+        == seconds - training[0]["step_seconds" if torch.cuda.is_available() else "step_cpu_seconds"]
+    )
+
+
+def test_candidates_are_those_of_the_steps_asked_for() -> None:
+    training = [{"step": step, "tokens": step, "candidates": 100 * step} for step in (1, 2, 3)]
+    training.append({"step": 4, "tokens": 4})
+    run = RunMetrics("a", training, [])
+    assert candidates(run) == 200
+    assert candidates(run, range(2)) == 150
+    assert candidates(run, range(3, 4)) is None
 
 
 def test_charts_have_one_colour_a_name_and_mark_the_points() -> None:

@@ -20,6 +20,8 @@ from support.laboratory import TINY, results
         ("encoder", "similar"),
         ("encoder", "causal-50"),
         ("encoder", "dropping"),
+        ("four-layers", "rate-40-late-of-4"),
+        ("four-layers", "dropping-of-4"),
         ("diffusion", "diffusion-vanilla"),
         ("detection", "electra-vanilla"),
     ],
@@ -32,9 +34,10 @@ def test_neighbours_are_held_against_the_plain_objective_at_equal_tokens_and_tim
         monkeypatch.setattr(f"experiments.neighbours.{name}", value)
     costs = {"plain": 3.0, variant: 2.0}
     name_of = re.compile(rf"{kind}-(.*)-beside-.*")
-    monkeypatch.setattr("experiments.neighbours.cost", lambda run: costs[name_of.fullmatch(run.name)[1]])  # type: ignore[index]
+    monkeypatch.setattr("experiments.side_by_side._cost", lambda run, _: costs[name_of.fullmatch(run.name)[1]])  # type: ignore[index]
     settings = [part for part in TINY if "training.steps" not in part]
-    shape = ["model.num_layers=2", "model.num_heads=2", "batch.micro_size=8", "training.evaluate_every=2"]
+    layers = 4 if kind == "four-layers" else 2
+    shape = [f"model.num_layers={layers}", "model.num_heads=2", "batch.micro_size=8", "training.evaluate_every=2"]
     compare_neighbours(replace(laboratory, settings=[*settings, *shape]), [variant])
     rows = results(laboratory, "neighbours")
     assert [(row["model"], row["variant"], row["at equal"], row["tokens"]) for row in rows] == [
@@ -49,6 +52,12 @@ def test_neighbours_are_held_against_the_plain_objective_at_equal_tokens_and_tim
         "similar": ("masking", "similar_share", 0.4),
         "causal-50": ("objective", "schedule", {"causal_share": 0.5, "vanilla_share": None}),
         "dropping": ("masking", "dropping", {"from_layer": 0, "to_layer": None, "keep_share": 0.5, "by": "hardest"}),
+        "dropping-of-4": (
+            "masking",
+            "dropping",
+            {"from_layer": 1, "to_layer": None, "keep_share": 0.5, "by": "hardest"},
+        ),
+        "rate-40-late-of-4": ("masking", "masks_from_layer", 2),
         "diffusion-vanilla": ("objective", "name", "vanilla"),
         "electra-vanilla": ("objective", "name", "vanilla"),
     }

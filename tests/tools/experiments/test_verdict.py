@@ -1,4 +1,4 @@
-"""The long comparison, in tiny: who runs how long, and what is told along the way."""
+"""The long comparison, in tiny: runs that part from each other, and what is told along the way."""
 
 from __future__ import annotations
 
@@ -8,61 +8,80 @@ from pathlib import Path
 
 import pytest
 
+from experiments.courses import Part
 from experiments.laboratory import Laboratory
-from experiments.measures import Row
-from experiments.verdict import Race, compare_verdict
+from experiments.verdict import compare_verdict
+from megahead.errors import FieldError
+from megahead.report import read_metrics
+from support.blimp import write_blimp
 from support.laboratory import results
 
 TINY = [
-    *("model.num_layers=1", "model.hidden_size=16", "model.num_heads=2", "data.sequence_length=16"),
-    *("batch.global_size=8", "batch.micro_size=4", "training.evaluate_samples=4"),
+    *("model.num_layers=1", "data.sequence_length=16", "batch.global_size=16", "batch.micro_size=4"),
+    *("training.evaluate_samples=4", "training.log_seconds=0"),
 ]
 
 
-@pytest.fixture(autouse=True)
-def _short(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def write_passages(path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    passages = [{"text": f"the cat saw the rat and the {word}"} for word in ("cat", "rat")]
+    path.write_text("".join(json.dumps(passage) + "\n" for passage in passages))
+
+
+def tasks_in(folder: Path) -> Path:
+    """Files of the two tasks of the ends."""
+    write_passages(folder / "lambada/lambada_test.jsonl")
+    write_blimp(folder / "eval/blimp", {("one", "syntax"): [("a cat is here", "a cat are here")] * 2})
+    return folder
+
+
+def test_every_run_is_scored_along_its_way_and_branches_go_on_from_their_trunks(
+    laboratory: Laboratory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     cloze = tmp_path / "passages.jsonl"
-    cloze.write_text(
-        "".join(json.dumps({"text": f"the cat saw the rat and the {word}"}) + "\n" for word in ("cat", "rat"))
-    )
-    settings = {
-        "VOCABULARY": 320,
-        "STEPS": {"short": 12},
-        "SWITCHES": {"short": (0.5,)},
-        "SPEED_STEPS": 1,
-        "POINTS": 1,
-        "SEEDS": {"short": (0,)},
-    }
-    for name, value in settings.items():
+    write_passages(cloze)
+    tiny = Part(("model.hidden_size=16", "model.num_heads=2"), {0: (5, 10)}, {10: (0.2,)})
+    changed = {"VOCABULARY": 320, "PARTS": {"tiny": tiny}, "PROBE_STEPS": 1, "_cloze": lambda _: cloze}
+    for name, value in changed.items():
         monkeypatch.setattr(f"experiments.verdict.{name}", value)
-    monkeypatch.setattr("experiments.verdict._cloze", lambda *_: cloze)
+    monkeypatch.setattr("experiments.courses.UNIT", 2)
+    monkeypatch.setattr("experiments.verdict.UNIT", 2)
+    monkeypatch.setattr("experiments.side_by_side._cost", lambda run, _: 2.0 if run.name.endswith("vanilla") else 1.0)
+    tiny_laboratory = replace(laboratory, settings=TINY, tasks_data=tasks_in(tmp_path / "tasks"))
+    compare_verdict(tiny_laboratory, ["headless", "switched"])
+    assert len(results(laboratory, "verdict-tiny-headless-switched-ends")) == 3
+    compare_verdict(tiny_laboratory, [])
+    ends = {(row["run"], row["budget"]): row for row in results(laboratory, "verdict-tiny-ends")}
+    switched = "vanilla for the last 20%"
+    names = [("headless", 5), ("headless", 10), ("vanilla", 5), ("vanilla", 10), ("vanilla, equal tokens", 5)]
+    assert [*ends] == [*names, (switched, 10)]
+    steps = {name: row["tokens"] / (16 * 16) for name, row in ends.items()}
+    assert [*steps.values()] == [10, 20, 5, 10, 10, 16 + 2]
+    for value in ("bits per byte", "cloze", "blimp", "all of blimp", "lambada", "all of cloze"):
+        assert all(row[value] >= 0 for row in ends.values()), value
+    assert all(row["lambada perplexity"] > 1 for row in ends.values())
+    assert all(row["hours"] > 0 for row in ends.values())
+    assert all(0 <= row["lambada"] <= 1 for row in ends.values())  # not its perplexity
+    assert {row["all of blimp"] for row in ends.values()} <= {0, 0.5, 1}
+    points = results(laboratory, "verdict-tiny")
+    assert all("all of cloze ±" in row for row in points if row["end"])
+    assert all(("lambada" in row) == row["end"] for row in points)
+    times = {(row["run"], row["budget"]): row["time"] for row in points if row["end"]}
+    assert times == {name: 10 if "equal" in name[0] else name[1] for name in ends}
+    assert [row["step"] for row in points if (row["run"], row["budget"]) == ("headless", 5)] == [10]
+    branch, trunk = (read_metrics(laboratory.folder / f"tiny-0-headless-{budget}") for budget in (5, 10))
+    assert branch.training[0]["step"] == 8 + 1
+    assert trunk.training[0]["step"] == 1
 
 
-def test_all_runs_of_a_race_take_the_same_time(laboratory: Laboratory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("experiments.verdict.speed", lambda run: {"headless": 300, "vanilla": 100}[run])
-    monkeypatch.setattr(Race, "_train", lambda self, name, steps, settings: name.removeprefix("speed "))
-    ran: dict[str, tuple[int, tuple[str, ...]]] = {}
-
-    def noted(self: Race, name: str, steps: int, settings: tuple[str, ...]) -> list[Row]:
-        ran[name] = steps, tuple(settings)
-        return []
-
-    monkeypatch.setattr(Race, "_run", noted)
-    Race(laboratory, "short", 0).points()
-    assert {name: steps for name, (steps, _) in ran.items()} == {
-        "headless": 12,
-        "vanilla": 4,
-        "vanilla for the last 50%": 6 + 2,
-        "vanilla, equal tokens": 12,
-    }
-    assert "objective.schedule.vanilla_share=0.25" in ran["vanilla for the last 50%"][1]
-
-
-def test_every_run_is_scored_along_the_way(laboratory: Laboratory) -> None:
-    compare_verdict(replace(laboratory, settings=TINY), ["short"])
-    points = results(laboratory, "verdict-short")
-    assert {row["run"] for row in points} >= {"headless", "vanilla", "vanilla for the last 50%"}
-    assert all(row["cloze"] is not None for row in points)
-    ends = results(laboratory, "verdict-short-ends")
-    assert [row["seeds"] for row in ends if row["run"] == "headless"] == [1]
-    assert all(row["bits per byte"] > 0 for row in ends)
+def test_parts_and_kinds_that_were_not_asked_for_are_left_out(
+    laboratory: Laboratory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compared: list[tuple[str, list[str]]] = []
+    monkeypatch.setattr("experiments.verdict._compare", lambda _, name, __, kinds: compared.append((name, [*kinds])))
+    for only in (["vanilla"], ["wide"], ["wide", "vanilla"], ["narrow", "headless", "switched"]):
+        compare_verdict(laboratory, only)
+    whole = ["headless", "switched"]
+    assert compared == [("narrow", ["vanilla"]), ("wide", whole), ("narrow", whole)]
+    with pytest.raises(FieldError, match=r"`--only` must name some of narrow, wide, .*, but is narow"):
+        compare_verdict(laboratory, ["narow"])

@@ -1,0 +1,88 @@
+"""One checkpoint from a store to a disk: beside, verified, named by one rename, as a save does."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Generator, Iterator
+from pathlib import Path
+
+from megahead.checkpoint import Checkpoint, step_folder
+from megahead.checkpoint.folders import check_lengths, clear_remains, give_name, is_complete, partial_folder
+from megahead.checkpoint.integrity import check_files
+from megahead.checkpoint.manifest import MANIFEST, Manifest
+from megahead.errors import CheckpointError
+from megahead.far import DamagedError, Expected, joined, receive
+from megahead.files import fsync
+from megahead.mirror.far_run import FarRun
+from megahead.wording import gib
+
+TELL_SECONDS = 10.0
+"""Between two lines on how far it is."""
+
+
+def download(far: FarRun, name: str, root: Path, accept: Callable[[Checkpoint], None]) -> Iterator[None]:
+    """Puts the checkpoint `name` into `root`, unless the same one is there undamaged; yields often.
+
+    `accept` may refuse it before. DamagedError where the store has not all of it; CheckpointError without room.
+    """
+    text, manifest = _manifest(far, name)
+    final, partial = step_folder(root, manifest.step), partial_folder(root, manifest.step)
+    accept(Checkpoint(final, manifest))
+    if (yield from _is_there(final, text, manifest)):
+        return
+    root.mkdir(parents=True, exist_ok=True)
+    clear_remains(root)
+    _check_room(root, manifest)
+    partial.mkdir()
+    try:
+        yield from _fetch_files(far, name, partial, manifest)
+        (partial / MANIFEST).write_bytes(text)
+        fsync(partial / MANIFEST)
+        check_lengths(partial, manifest)
+        give_name(partial, final)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _manifest(far: FarRun, name: str) -> tuple[bytes, Manifest]:
+    try:
+        return far.manifest(name)
+    except CheckpointError as error:
+        raise DamagedError(str(error)) from None
+    except FileNotFoundError:
+        raise DamagedError(f"`{joined(far.url, name)}` must stay while it is fetched, but was removed.") from None
+
+
+def _fetch_files(far: FarRun, name: str, partial: Path, manifest: Manifest) -> Iterator[None]:
+    total, before, told = sum(entry.bytes for entry in manifest.files.values()), 0, time.monotonic()
+    for file, entry in manifest.files.items():
+        with (partial / file).open("xb") as target:
+            expected = Expected(entry.bytes, entry.sha256)
+            for received in receive(far.store, f"{name}/{file}".lstrip("/"), expected, target.write):
+                if time.monotonic() - told > TELL_SECONDS:
+                    told = time.monotonic()
+                    print(f"fetching {joined(far.url, name)}: {gib(before + received)} of {gib(total)}", flush=True)
+                yield
+        fsync(partial / file)
+        before += entry.bytes
+
+
+def _is_there(final: Path, text: bytes, manifest: Manifest) -> Generator[None, None, bool]:
+    """Whether this very checkpoint is on disk, undamaged; reads all of it."""
+    if not is_complete(final) or (final / MANIFEST).read_bytes() != text:
+        return False
+    try:
+        yield from check_files(final, manifest.files)
+    except CheckpointError:
+        return False
+    return True
+
+
+def _check_room(root: Path, manifest: Manifest) -> None:
+    needed, free = sum(entry.bytes for entry in manifest.files.values()), shutil.disk_usage(root).free
+    if free < needed:
+        raise CheckpointError(
+            f"`{root}` must have room for a checkpoint of {needed} bytes, but {needed - free} bytes are missing; free "
+            "some."
+        )

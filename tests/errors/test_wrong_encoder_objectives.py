@@ -1,0 +1,215 @@
+"""What can be wrong with what an encoder learns by: replaced tokens, phrases, files of ids, next tokens first; and the
+sentence each mistake prints, word for word."""
+
+# ruff: noqa: E501 - a sentence stands on one line, as it is printed
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from support.good_settings import BERT, LLAMA, MASKS, assert_told
+
+MISTAKES: list[tuple[dict[str, Any], str]] = [
+    (
+        {"objective.replaced_tokens": {}},
+        "`objective.replaced_tokens` must be left out where next tokens are learned: those that are replaced are an encoder's masked tokens, but is given instead.",
+    ),
+    (
+        BERT | {"masking": MASKS, "model.is_causal": True, "objective.replaced_tokens": {}},
+        "`objective.replaced_tokens` must be left out where next tokens are learned: those that are replaced are an encoder's masked tokens, but is given instead.",
+    ),
+    (
+        BERT | {"masking": MASKS, "objective.replaced_tokens": {"generator_layers": 3}},
+        "`objective.replaced_tokens.generator_layers` must be at most model.num_layers (2), but is 3 instead.",
+    ),
+    *(
+        (
+            BERT | {"masking": MASKS, "objective.replaced_tokens": {}} | changes,
+            f"`{field}` must be left out with objective.replaced_tokens, {reason} instead.",
+        )
+        for field, changes, reason in (
+            ("masking.diffusion", {"masking": MASKS | {"diffusion": True}}, "whose model writes no text, but is True"),
+            (
+                "masking.masks_from_layer",
+                {"masking": MASKS | {"masks_from_layer": 1}},
+                "whose model reads no mask tokens, but is 1",
+            ),
+            (
+                "masking.mask_decoder_layers",
+                {"masking": MASKS | {"mask_decoder_layers": 1}},
+                "whose model reads no mask tokens, but is 1",
+            ),
+            (
+                "masking.dropping",
+                {"masking": MASKS | {"dropping": {"from_layer": 0}}},
+                "whose model judges all tokens, but is given",
+            ),
+            (
+                "objective.schedule",
+                {"objective.schedule": {"causal_share": 0.5}},
+                "by which generator and model learn side by side, but is given",
+            ),
+            (
+                "objective.vanilla_weight",
+                {"objective.vanilla_weight": 0.1},
+                "whose generator has one head, but is 0.1",
+            ),
+            (
+                "init.from_hf",
+                {"init": {"from_hf": "bert", "mode": "continue"}},
+                "whose generator is in no such folder, but is bert",
+            ),
+            (
+                "training.keep_best",
+                {"training.keep_best": 1},
+                "where held-out loss is the generator's and not the model's, but is 1",
+            ),
+        )
+    ),
+    (
+        BERT | {"masking": MASKS, "objective.replaced_tokens": {}, "engine.embedding": "rows"},
+        "`engine.embedding` must be `dense` with objective.replaced_tokens, whose held-out tokens are drawn from all ids at once, but is `rows` instead.",
+    ),
+    (
+        BERT
+        | {
+            "masking": MASKS,
+            "objective.replaced_tokens": {},
+            "tasks": {"every": 5, "names": ["blimp"]},
+            "data.tokenizer": "t.json",
+        },
+        "`tasks` must be left out of a run that tells replaced tokens and predicts none, whose exports have no head, but is given instead.",
+    ),
+    *(
+        (
+            changes | {"objective.phrases": {}},
+            "`objective.phrases` must be left out where next tokens are learned: phrases are masked in an encoder's rows, but is given instead.",
+        )
+        for changes in ({}, BERT | {"masking": MASKS, "model.is_causal": True})
+    ),
+    *(
+        (
+            BERT | {"masking": MASKS, "objective.phrases": {}} | changes,
+            f"`objective.{field}` must be left out with phrases, which the model itself learns from the first step to the last, but is given instead.",
+        )
+        for field, changes in (
+            ("replaced_tokens", {"objective.replaced_tokens": {}}),
+            ("schedule", {"objective.schedule": {"causal_share": 0.5}}),
+        )
+    ),
+    (
+        BERT | {"masking": MASKS | {"diffusion": True}, "objective.phrases": {}},
+        "`masking.diffusion` must be left out with objective.phrases, which are masked whole, but is True instead.",
+    ),
+    (
+        BERT | {"masking": MASKS, "objective.phrases": {"group_samples": 3}},
+        "`objective.phrases.group_samples` must divide batch.micro_size (2), but is 3 instead.",
+    ),
+    (
+        BERT | {"masking": MASKS, "objective.phrases": {"shortest": 5, "longest": 4}},
+        "`objective.phrases.longest` must be at least shortest (5), but is 4 instead.",
+    ),
+    ({"masking": MASKS}, "`masking` must be left out of a decoder, but is given instead."),
+    (BERT, "`masking` must be given for an encoder, but is missing; name mask_token, cls_token and sep_token."),
+    (
+        BERT | {"masking": MASKS | {"cls_token": 3}},
+        "`masking.mask_token` must differ from the row's other special tokens, but is 3 instead.",
+    ),
+    (
+        BERT | {"masking": MASKS | {"mask_token": 50}},
+        "`masking` must name ids below model.vocab_size (50), but is 50 instead.",
+    ),
+    (
+        BERT | {"masking": MASKS | {"mask_token": 2, "sep_token": 4}},
+        "`masking.mask_token` must differ from data.end_token, but is 2 instead.",
+    ),
+    (
+        BERT | {"masking": MASKS | {"mask_share": 0.95}},
+        "`masking.random_share` must leave the sum with mask_share (0.95) at most 1, but is 0.1 instead.",
+    ),
+    (
+        BERT | {"masking": MASKS | {"strategy": "whole_word"}},
+        "`data.tokenizer` must be given to find whole words (masking.strategy), but is missing.",
+    ),
+    (
+        BERT | {"masking": MASKS} | {"data.order": "stored"},
+        "`data.order` must be `shuffled` for an encoder, but is `stored` instead.",
+    ),
+    (
+        BERT | {"masking": MASKS} | {"data.sequence_length": 3},
+        "`data.sequence_length` must have room for text between [CLS] and [SEP], but is 3 instead.",
+    ),
+    (
+        BERT | {"masking": MASKS} | {"init": {"from_checkpoint": "x", "mode": "probe"}},
+        "`init.mode` must be `continue` or `table` for an encoder, but is 'probe' instead.",
+    ),
+    (
+        {"data.nearest_ids": "ids.npy"},
+        "`data.nearest_ids` must be left out without masking.similar_share and objective.nearest, but is ids.npy instead.",
+    ),
+    (
+        BERT | {"masking": MASKS | {"strategy": "weights"}},
+        "`data.id_weights` must be given with masking.strategy or masking.dropping.by: weights, but is missing.",
+    ),
+    (
+        BERT | {"masking": MASKS | {"strategy": "frequency"}, "data.id_weights": "weights.npy"},
+        "`data.id_weights` must be left out without masking.strategy or masking.dropping.by: weights, but is weights.npy instead.",
+    ),
+    (
+        BERT | {"masking": MASKS | {"similar_share": 0.2}},
+        "`masking.similar_share` must leave the sum with mask_share and random_share (0.9) at most 1, but is 0.2 instead.",
+    ),
+    (
+        BERT | {"masking": MASKS | {"similar_share": 0.8, "mask_share": 0}},
+        "`data.nearest_ids` must be given with masking.similar_share, but is missing; make one: megahead nearest-ids.",
+    ),
+    (
+        {"objective.schedule": {}},
+        "`objective.schedule.causal_share` must be given, or vanilla_share, but is missing; or leave schedule out.",
+    ),
+    (
+        BERT | {"masking": MASKS, "objective.schedule": {"causal_share": 0.001}},
+        "`objective.schedule.causal_share` must leave both objectives a step of training.steps (100), but is 0.001 instead.",
+    ),
+    (
+        {"objective.schedule": {"causal_share": 0.5}},
+        "`objective.schedule.causal_share` must be left out of a gpt_neox, where all steps are causal, but is 0.5 instead.",
+    ),
+    (
+        BERT | {"masking": MASKS, "objective.schedule": {"causal_share": 0.5}, "model.is_causal": True},
+        "`objective.schedule.causal_share` must be left out with model.is_causal: true, where all steps are causal, but is 0.5 instead.",
+    ),
+    (LLAMA | {"model.is_causal": False}, "`model.is_causal` must be left out of a llama, but is False instead."),
+    (
+        BERT | {"model.is_causal": True},
+        "`masking` must be given for an encoder, but is missing; name mask_token, cls_token and sep_token.",
+    ),
+    (
+        BERT | {"masking": MASKS | {"masks_from_layer": 1}, "model.is_causal": True},
+        "`masking.masks_from_layer` must be left out with model.is_causal: nothing is masked where next tokens are learned, but is 1 instead.",
+    ),
+    (
+        BERT | {"masking": MASKS | {"masks_from_layer": 1}, "objective.schedule": {"causal_share": 0.5}},
+        "`masking.masks_from_layer` must be left out with objective.schedule.causal_share: nothing is masked where next tokens are learned, but is 1 instead.",
+    ),
+    (
+        BERT | {"masking": MASKS | {"strategy": "hardest"}, "objective.schedule": {"causal_share": 0.5}},
+        "`masking.strategy` must be one that counts no misses of masked tokens with objective.schedule.causal_share, by which there are none at first, but is hardest instead.",
+    ),
+    (
+        BERT
+        | {"masking": MASKS, "objective.schedule": {"causal_share": 0.5}, "data.tokenizer": "t.json"}
+        | {"tasks": {"names": ["blimp"], "data": "data", "every": 5}},
+        "`tasks` must be left out of a run whose encoder is causal at first or throughout: they are those of masked tokens, but is given instead.",
+    ),
+    (
+        BERT | {"masking": MASKS, "objective.schedule": {"causal_share": 0.5}, "training.keep_best": 1},
+        "`training.keep_best` must be left out with objective.schedule.causal_share: losses of next and of masked tokens cannot be compared, but is 1 instead.",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "sentence"), MISTAKES)
+def test_what_an_encoder_cannot_learn_by_earns_one_sentence(changes: dict[str, Any], sentence: str) -> None:
+    assert_told(changes, sentence)

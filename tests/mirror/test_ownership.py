@@ -1,0 +1,126 @@
+"""A mirror is one run's, and at any time one session's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megahead.errors import CheckpointError, UserError
+from megahead.mirror import FarRun, refuse_another_mirror
+from megahead.run_folder import RunFolder
+from support.far_stores import Faulty, faults
+from support.mirrored import Places, finish, mirror, save, steps_in_mirror, until
+
+
+def test_a_mirror_is_one_runs(url: str, tmp_path: Path) -> None:
+    other, fresh = RunFolder(tmp_path / "other"), RunFolder(tmp_path / "fresh")
+    save(other.path, 2)
+    sentence = rf"`training\.mirror` must be this run's or empty, but {url} is that of another"
+    for folder, resume in ((other, "auto"), (fresh, str(tmp_path / "first"))):
+        with pytest.raises(CheckpointError, match=sentence):
+            refuse_another_mirror(FarRun(url), folder, resume)
+    with pytest.raises(
+        CheckpointError,
+        match=r"`--resume never` needs a mirror without checkpoints, but .* has checkpoints/step-00000006;",
+    ):
+        refuse_another_mirror(FarRun(url), fresh, "never")
+    refuse_another_mirror(FarRun(url), RunFolder(tmp_path / "first"), "auto")
+    refuse_another_mirror(FarRun(url), fresh, "auto")
+    refuse_another_mirror(FarRun(url), fresh, f"{url}/checkpoints/step-00000003")
+    refuse_another_mirror(FarRun(f"file://{tmp_path}/empty"), other, "auto")
+
+
+def test_checkpoints_of_nobody_knows_whom_are_not_made_a_mirror(url: str, tmp_path: Path) -> None:
+    """Their run would lose them: only the newest of this one's would be kept there. An empty disk may go on from them,
+    which fetching refuses if they are another run's."""
+    (tmp_path / "store/run-id").unlink()
+    save(tmp_path / "other", 9)
+    for folder, resume in (("other", "auto"), ("fresh", str(tmp_path / "first"))):
+        with pytest.raises(
+            CheckpointError, match=rf"this run's or empty, but {url} has checkpoints/step-00000006, and no run-id;"
+        ):
+            refuse_another_mirror(FarRun(url), RunFolder(tmp_path / folder), resume)
+    refuse_another_mirror(FarRun(url), RunFolder(tmp_path / "fresh"), "auto")
+
+
+def test_a_run_is_not_its_own_mirror(tmp_path: Path) -> None:
+    """By whatever name: it would write over the files that it reads."""
+    save(tmp_path / "run", 3)
+    (tmp_path / "link").symlink_to("run")
+    with pytest.raises(
+        CheckpointError, match=r"`training\.mirror` must be another place than output_dir, but file://.*/link is"
+    ):
+        refuse_another_mirror(FarRun(f"file://{tmp_path}/link"), RunFolder(tmp_path / "run"), "auto")
+    assert not list((tmp_path / "run").glob(".tried-*"))
+
+
+def test_of_two_sessions_the_later_one_has_the_mirror(places: Places) -> None:
+    run, url = places
+    with mirror(url, run, "node-a, process 1\n") as first:
+        finish(first)
+        with mirror(url, run.with_name("run"), "node-b, process 2\n") as second:
+            finish(second)
+        first.offer(save(run, 3), -1)
+        finish(first)
+        with pytest.raises(
+            UserError, match=r"one session at a time, but with .* another has begun on node-b, process 2;"
+        ):
+            first.check()
+        second.check()
+    assert steps_in_mirror(url) == []
+
+
+def test_a_session_that_is_followed_while_it_sends_names_nothing_and_removes_nothing(places: Places) -> None:
+    run, url = places
+    with mirror(url, run, "node-a\n", keep=1) as first:
+        first.offer(save(run, 3), -1)
+        finish(first)
+        with faults("waits", "tensors", times=1):
+            first.offer(save(run, 6), 2)
+            until(lambda: Faulty.times == 0)
+            with mirror(url, run, "node-b\n") as second:
+                finish(second)
+            Faulty.gate.set()
+            finish(first)
+        with pytest.raises(UserError, match="another has begun on node-b"):
+            first.check()
+        second.check()
+    assert steps_in_mirror(url) == [3]
+
+
+def test_a_session_whose_beginning_failed_does_not_take_the_mirror_from_the_next(places: Places) -> None:
+    run, url = places
+    run.mkdir()
+    RunFolder(run).config.write_text("name: small\n")
+    with mirror(url, run, "node-a\n") as first:
+        with faults("fails", "config.yaml", times=1):
+            finish(first)
+        with mirror(url, run, "node-b\n") as second:
+            finish(second)
+        first.offer(save(run, 3), -1)
+        finish(first)
+        with pytest.raises(UserError, match="another has begun on node-b"):
+            first.check()
+        second.check()
+
+
+def test_a_mirror_that_became_another_runs_meanwhile_is_left_alone(places: Places) -> None:
+    run, url = places
+    run.mkdir()
+    RunFolder(run).identity.write_text("this one\n")
+    (run.parent / "store/run-id").write_text("another\n")
+    with mirror(url, run) as sending:
+        finish(sending)
+        with pytest.raises(UserError, match=rf"must be this run's, but {url} has become that of another; choose"):
+            sending.check()
+    assert [path.name for path in (run.parent / "store").iterdir()] == ["run-id"]
+
+
+def test_an_empty_name_of_a_run_is_none(places: Places) -> None:
+    """A full disk leaves such."""
+    run, url = places
+    (there := run.parent / "store/run-id").touch()
+    with mirror(url, run) as sending:
+        finish(sending)
+    assert there.read_bytes() == RunFolder(run).identity.read_bytes() != b""

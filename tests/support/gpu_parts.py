@@ -1,0 +1,22 @@
+"""What the measurement on a GPU found, made up for tests."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+from rich.console import Console
+
+from benchmarks.gpu_report.part import Outcome
+
+
+def quiet() -> Console:
+    return Console(file=io.StringIO())
+
+
+def outcome(name: str, lines: list[dict[str, Any]]) -> Outcome:
+    return Outcome(name, "what?", [], "measured", lines=lines)
+
+
+def line(objective: str, ms: float, operations: float) -> dict[str, Any]:
+    return {"objective": objective, "ms": ms, "GFLOP": operations, "MFU": "41.0%"}

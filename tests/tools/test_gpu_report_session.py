@@ -1,0 +1,185 @@
+"""None of the measurement's parts can spoil another, and what was cut off goes on."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from benchmarks.gpu_report import running
+from benchmarks.gpu_report.part import RESULT, SECONDS, START_UP, Part
+from benchmarks.gpu_report.running import run
+from benchmarks.gpu_report.session import Session
+from support.gpu_parts import line, outcome, quiet
+
+WRITES = "open(result, 'w').write(json.dumps([{'a': 1}]))"
+
+
+def part_that(folder: Path, name: str, does: str, seconds: float = 30) -> Part:
+    """A part whose script is `does`, with the file to write to as its argument."""
+    path = folder / f"{name}.py"
+    path.write_text(f"import json, os, signal, subprocess, sys, time\nresult = sys.argv[1]\n{does}\n")
+    return Part(name, "what?", (str(path), RESULT), seconds)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
+    except OSError:
+        return False
+
+
+class Instant:
+    """A process that takes no time; `given` are its commands."""
+
+    given: list[list[str]]
+
+    def __init__(self, command: Sequence[str], said: Path, wrong: Path) -> None:
+        self.given.append(list(command))
+        said.touch()
+        wrong.touch()
+
+    def wait(self, seconds: float) -> int:
+        return 0
+
+    def end(self) -> None:
+        pass
+
+
+@pytest.fixture
+def instant() -> type[Instant]:
+    return type("Fresh", (Instant,), {"given": []})
+
+
+def test_only_what_misses_its_targets_is_profiled(tmp_path: Path, instant: type[Instant]) -> None:
+    explaining = [Part(f"profile-{size}", "what?", ("p",), 30, explains=f"step-{size}") for size in ("70m", "410m")]
+    session = Session(tmp_path, quiet(), start=instant)
+    lines = [line("headless", 10, 100), line("vanilla", 37, 400)]  # an MFU of 0.41
+    session.outcomes = {f"step-{size}": outcome(f"step-{size}", lines) for size in ("70m", "410m")}
+    session.do(explaining, 100)
+    assert session.outcomes["profile-70m"].why == "step-70m has nothing to explain: its targets were met."
+    assert session.outcomes["profile-410m"].state == "measured"
+    assert "## Targets" in (tmp_path / "report.md").read_text()
+
+
+def test_a_part_that_hangs_is_ended_with_all_that_it_started(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(running, "_PATIENCE", 0.2)
+    hanging = part_that(
+        tmp_path,
+        "hanging",
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "child = subprocess.Popen(['sleep', '60'])\n"
+        f"print(child.pid, flush=True); {WRITES}\ntime.sleep(60)",
+    )
+
+    class Impatient(running.OwnProcess):
+        def wait(self, seconds: float) -> int:
+            """A slow machine must not end it before it hangs."""
+            while not (tmp_path / "hanging.json").exists():
+                time.sleep(0.01)
+            return super().wait(0.2)
+
+    outcome = run(hanging, tmp_path, 1.0, Impatient)
+    assert (outcome.state, outcome.why) == ("too long", "it had not ended after 1.0s")
+    assert outcome.lines == [{"a": 1}]  # what it had written
+    child, deadline = int(outcome.said), time.monotonic() + 5
+    while alive(child) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not alive(child)
+
+
+@pytest.mark.parametrize(
+    ("does", "why"),
+    [
+        ("sys.exit('error: `--x` must be 1, but is 2 instead.')", "`--x` must be 1, but is 2 instead."),
+        ("print('first'); sys.exit(3)", "it ended with code 3:\nfirst"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", "it was killed, most likely for the machine's memory"),
+        (f"{WRITES}; raise MemoryError('CUDA out of memory')", "MemoryError: CUDA out of memory"),
+    ],
+)
+def test_a_part_that_fails_says_why_and_the_next_is_measured(tmp_path: Path, does: str, why: str) -> None:
+    parts = [part_that(tmp_path, "failing", does), part_that(tmp_path, "sound", f"print('fine'); {WRITES}")]
+    session = Session(tmp_path / "out", quiet())
+    session.do(parts, 100)
+    failing, sound = session.outcomes.values()
+    assert failing.state == "failed"
+    assert failing.why.endswith(why)
+    assert failing.lines == ([{"a": 1}] if WRITES in does else None)
+    assert (sound.state, sound.lines, sound.said) == ("measured", [{"a": 1}], "fine\n")
+    page = (tmp_path / "out/report.md").read_text()
+    assert why.splitlines()[-1] in page
+    assert "fine" in page
+
+
+def test_being_cut_off_loses_nothing_and_a_second_call_goes_on(tmp_path: Path, instant: type[Instant]) -> None:
+    first, second = (Part(name, "what?", (name, RESULT), 30) for name in ("first", "second"))
+
+    def start(command: Sequence[str], *files: Path) -> Instant:
+        if command[0] == "second":
+            raise KeyboardInterrupt
+        return instant(command, *files)
+
+    with pytest.raises(KeyboardInterrupt):
+        Session(tmp_path, quiet(), start=start).do([first, second], 100)
+    assert [part["state"] for part in json.loads((tmp_path / "report.json").read_text())["parts"]] == ["measured"]
+    Session(tmp_path, quiet(), start=instant).do([first, second], 100)
+    assert [command[0] for command in instant.given] == ["first", "second"]
+    Session(tmp_path, quiet(), start=instant).do([Part("first", "what?", ("first", "other"), 30), second], 100)
+    assert [command[0] for command in instant.given[2:]] == ["first"]  # another command
+    Session(tmp_path, quiet(), again=True, start=instant).do([first, second], 100)
+    assert [command[0] for command in instant.given[3:]] == ["first", "second"]
+    assert "## first: what?" in (tmp_path / "report.md").read_text()
+
+
+def test_what_cannot_be_done_is_left_out_in_a_sentence(tmp_path: Path, instant: type[Instant]) -> None:
+    parts = [
+        Part("a", "what?", ("a",), 30, packages=("sys", "not_there", "nor_this")),
+        Part("b", "what?", ("b",), 30, files=(tmp_path, tmp_path / "text.idx")),
+        Part("c", "what?", ("c",), 30, obstacle="a text must be given for it, but is not."),
+        Part("d", "what?", ("d",), 30),
+    ]
+    session = Session(tmp_path / "out", quiet(), start=instant)
+    session.do(parts, 100)
+    assert [outcome.why for outcome in session.outcomes.values()] == [
+        "not_there and nor_this must be installed for it, but are not.",
+        f"{tmp_path}/text.idx must be there for it, but is not.",
+        "a text must be given for it, but is not.",
+        "",
+    ]
+    session.do([Part("e", "what?", ("e",), 30)], 10)
+    assert (session.outcomes["e"].state, session.outcomes["e"].why) == (
+        "left out",
+        "no time was left for it; 10s were.",
+    )
+
+
+def test_trainings_share_what_time_is_left(tmp_path: Path, instant: type[Instant]) -> None:
+    parts = [Part(name, "what?", (name, f"--for={SECONDS}"), 30) for name in "ab"]
+    Session(tmp_path, quiet(), start=instant).do([Part("z", "what?", ("z",), 30), *parts], 2 * START_UP + 100)
+    given = [int(command[1].removeprefix("--for=")) for command in instant.given[1:]]
+    assert given == [pytest.approx(50, abs=2), pytest.approx(100 + START_UP, abs=2)]  # what came before took no time
+
+
+def test_what_comes_after_trainings_keeps_its_time(tmp_path: Path, instant: type[Instant]) -> None:
+    parts = [Part("a", "what?", ("a", f"--for={SECONDS}"), 100), Part("b", "what?", ("b",), 200)]
+    Session(tmp_path, quiet(), start=instant).do(parts, 350)
+    assert int(instant.given[0][1].removeprefix("--for=")) == pytest.approx(150 - START_UP, abs=2)
+
+
+def test_a_process_that_cannot_be_waited_for_is_ended_all_the_same(tmp_path: Path, instant: type[Instant]) -> None:
+    """As when the whole measurement is interrupted."""
+    ended: list[bool] = []
+
+    class Interrupted(instant):  # type: ignore[misc, valid-type]
+        def wait(self, seconds: float) -> int:
+            raise KeyboardInterrupt
+
+        def end(self) -> None:
+            ended.append(True)
+
+    with pytest.raises(KeyboardInterrupt):
+        run(Part("a", "what?", ("a",), 30), tmp_path, 1, Interrupted)
+    assert ended == [True]

@@ -1,0 +1,111 @@
+"""Which runs a verdict takes: a long one by each objective, and branches that end where a smaller budget is spent.
+
+By a warmup-stable-decay schedule the learning rate falls in the last DECAY of a budget alone, so that all budgets share
+one run up to there: a branch goes on from its checkpoint. Budgets are units of time: UNIT headless steps, and as many
+vanilla ones as take as long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import gcd
+
+UNIT = 128
+DECAY = 0.2
+
+
+@dataclass(frozen=True)
+class Part:
+    """Models of one shape."""
+
+    shape: tuple[str, ...]
+    budgets: Mapping[int, tuple[int, ...]]
+    """By seed; multiples of 5, so that decays begin at a unit."""
+
+    switches: Mapping[int, tuple[float, ...]]
+    """By budget: shares of the time, the last ones, in which a headless run gets a softmax over the vocabulary."""
+
+    kinds: tuple[str, ...] = ("headless", "vanilla", "switched")
+
+
+@dataclass(frozen=True)
+class Course:
+    """One run."""
+
+    kind: str
+    run: str
+    """What it is told as."""
+
+    budget: int
+    objective: str
+    """That it begins with."""
+
+    steps: int
+    decay_steps: int
+    vanilla_steps: int = 0
+    """The last ones, after a switch."""
+
+    trunk: str | None = None
+    """The name of the run that it goes on from, and at which of its steps."""
+
+    fork: int = 0
+
+    @property
+    def name(self) -> str:
+        return f"{self.run}-{self.budget}".replace(" ", "-").replace(",", "").replace("%", "")
+
+
+class Courses:
+    """Of one part and seed, where `vanilla_unit` vanilla steps take as long as UNIT headless ones."""
+
+    def __init__(self, part: Part, seed: int, vanilla_unit: int) -> None:
+        self.units = {"headless": UNIT, "vanilla": vanilla_unit}
+        self._part, self._budgets, self._longest = part, part.budgets[seed], max(part.budgets[seed])
+
+    def trunks(self) -> list[Course]:
+        """The longest one of each objective: others go on from it."""
+        return [self._plain(kind, self._longest) for kind in self.units]
+
+    def all(self) -> list[Course]:
+        """All runs, but for the kinds that the part leaves out. Vanilla at equal tokens too, where a longer run of it has
+        most of what that takes."""
+        plain = [self._plain(kind, budget) for kind in self.units for budget in self._budgets]
+        switched = [
+            self._switched(budget, share) for budget in self._budgets for share in self._part.switches.get(budget, ())
+        ]
+        shortest = min(self._budgets)
+        equal_tokens = [self._equal_tokens(shortest)] if shortest < self._longest else []
+        return [course for course in [*plain, *equal_tokens, *switched] if course.kind in self._part.kinds]
+
+    def kept_every(self, trunk: Course) -> int:
+        """Steps between those checkpoints of a trunk that others go on from; 0 if none does."""
+        return gcd(*(course.fork for course in self.all() if course.trunk == trunk.name))
+
+    def time_until(self, course: Course, step: int) -> float:
+        """Units that a course has taken at one of its steps."""
+        last = max(0, step - (course.steps - course.vanilla_steps))
+        return (step - last) / self.units[course.objective] + last / self.units["vanilla"]
+
+    def _plain(self, kind: str, budget: int) -> Course:
+        unit, decay = self.units[kind], round(DECAY * budget)
+        course = Course(kind, kind, budget, kind, steps=budget * unit, decay_steps=decay * unit)
+        return course if budget == self._longest else self._branch(course)
+
+    def _switched(self, budget: int, share: float) -> Course:
+        first, last = round(budget * (1 - share) * UNIT), max(1, round(budget * share * self.units["vanilla"]))
+        decay = round(last * DECAY / share) if share >= DECAY else last + round(budget * (DECAY - share) * UNIT)
+        run = f"vanilla for the last {share:.0%}"
+        return self._branch(Course("switched", run, budget, "headless", first + last, decay, vanilla_steps=last))
+
+    def _equal_tokens(self, budget: int) -> Course:
+        steps = budget * UNIT
+        return self._branch(Course("vanilla", "vanilla, equal tokens", budget, "vanilla", steps, round(DECAY * steps)))
+
+    def _branch(self, course: Course) -> Course:
+        """It goes on from the trunk's last checkpoint up to where the rate or the objective changes in either."""
+        unit, stable = self.units[course.objective], self._longest - round(DECAY * self._longest)
+        same = course.steps - max(course.decay_steps, course.vanilla_steps)
+        fork = min(same // unit, stable) * unit
+        trunk = self._plain(course.objective, self._longest).name
+        return replace(course, trunk=trunk, fork=fork) if fork else course
