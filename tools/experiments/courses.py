@@ -68,15 +68,14 @@ class Courses:
         return [self._plain(kind, self._longest) for kind in self.units]
 
     def all(self) -> list[Course]:
-        """All runs, but for the kinds that the part leaves out. Vanilla at equal tokens too, where a longer run of it has
-        most of what that takes."""
+        """All runs, but for the kinds that the part leaves out."""
         plain = [self._plain(kind, budget) for kind in self.units for budget in self._budgets]
         switched = [
             self._switched(budget, share) for budget in self._budgets for share in self._part.switches.get(budget, ())
         ]
-        shortest = min(self._budgets)
-        equal_tokens = [self._equal_tokens(shortest)] if shortest < self._longest else []
-        return [course for course in [*plain, *equal_tokens, *switched] if course.kind in self._part.kinds]
+        equal_tokens = [self._equal_tokens(budget) for budget in self._budgets]
+        runs = [*plain, *(equal_tokens if "vanilla" in self._part.kinds else []), *switched]
+        return [course for course in runs if course.kind in self._part.kinds]
 
     def kept_every(self, trunk: Course) -> int:
         """Steps between those checkpoints of a trunk that others go on from; 0 if none does."""
@@ -99,8 +98,10 @@ class Courses:
         return self._branch(Course("switched", run, budget, "headless", first + last, decay, vanilla_steps=last))
 
     def _equal_tokens(self, budget: int) -> Course:
-        steps = budget * UNIT
-        return self._branch(Course("vanilla", "vanilla, equal tokens", budget, "vanilla", steps, round(DECAY * steps)))
+        """Headless, on as many tokens as vanilla reads in the time of `budget`: cheaper than the other way round."""
+        unit = self.units["vanilla"]
+        steps, decay = budget * unit, round(DECAY * budget) * unit
+        return self._branch(Course("headless", "headless, equal tokens", budget, "headless", steps, decay))
 
     def _branch(self, course: Course) -> Course:
         """It goes on from the trunk's last checkpoint up to where the rate or the objective changes in either."""

@@ -13,11 +13,12 @@ def test_every_run_of_a_budget_takes_its_time() -> None:
     """Vanilla steps take four times as long."""
     courses = Courses(PART, 0, UNIT // 4)
     runs = {course.name: course for course in courses.all()}
-    assert len(runs) == 4 + 1 + 4
+    assert len(runs) == 4 + 2 + 4
     for name, course in runs.items():
         taken = courses.time_until(course, course.steps)
-        assert taken == (20 if "equal-tokens" in name else pytest.approx(course.budget, rel=0.01)), name
-    assert runs["vanilla-equal-tokens-5"].steps == runs["headless-5"].steps
+        assert taken == pytest.approx(course.budget / 4 if "equal-tokens" in name else course.budget, rel=0.01), name
+    for budget in PART.budgets[0]:
+        assert runs[f"headless-equal-tokens-{budget}"].steps == runs[f"vanilla-{budget}"].steps
     switched = runs["vanilla-for-the-last-20-50"]
     assert (switched.steps, switched.vanilla_steps) == (40 * 128 + 10 * 32, 10 * 32)
     assert courses.time_until(switched, 40 * 128 + 32) == 41
@@ -47,10 +48,6 @@ def test_a_branch_begins_at_a_checkpoint_of_its_trunk_at_which_neither_differs_y
     assert forks["headless-5"] == 4 * UNIT
     assert forks["vanilla-for-the-last-40-5"] == 3 * UNIT
     assert forks["vanilla-for-the-last-10-5"] == 4 * UNIT
-
-
-def test_equal_tokens_are_for_seeds_with_a_longer_run() -> None:
-    assert [course.name for course in Courses(PART, 1, 32).all() if course.kind == "vanilla"] == ["vanilla-5"]
 
 
 def test_what_a_part_leaves_out_is_left_out() -> None:

@@ -49,14 +49,14 @@ def test_every_run_is_scored_along_its_way_and_branches_go_on_from_their_trunks(
     monkeypatch.setattr("experiments.side_by_side._cost", lambda run, _: 2.0 if run.name.endswith("vanilla") else 1.0)
     tiny_laboratory = replace(laboratory, settings=TINY, tasks_data=tasks_in(tmp_path / "tasks"))
     compare_verdict(tiny_laboratory, ["headless", "switched"])
-    assert len(results(laboratory, "verdict-tiny-headless-switched-ends")) == 3
+    assert len(results(laboratory, "verdict-tiny-headless-switched-ends")) == 5
     compare_verdict(tiny_laboratory, [])
     ends = {(row["run"], row["budget"]): row for row in results(laboratory, "verdict-tiny-ends")}
     switched = "vanilla for the last 20%"
-    names = [("headless", 5), ("headless", 10), ("vanilla", 5), ("vanilla", 10), ("vanilla, equal tokens", 5)]
+    names = [(run, budget) for run in ("headless", "vanilla", "headless, equal tokens") for budget in (5, 10)]
     assert [*ends] == [*names, (switched, 10)]
     steps = {name: row["tokens"] / (16 * 16) for name, row in ends.items()}
-    assert [*steps.values()] == [10, 20, 5, 10, 10, 16 + 2]
+    assert [*steps.values()] == [10, 20, 5, 10, 5, 10, 16 + 2]
     for value in ("bits per byte", "cloze", "blimp", "all of blimp", "lambada", "all of cloze"):
         assert all(row[value] >= 0 for row in ends.values()), value
     assert all(row["lambada perplexity"] > 1 for row in ends.values())
@@ -67,7 +67,7 @@ def test_every_run_is_scored_along_its_way_and_branches_go_on_from_their_trunks(
     assert all("all of cloze ±" in row for row in points if row["end"])
     assert all(("lambada" in row) == row["end"] for row in points)
     times = {(row["run"], row["budget"]): row["time"] for row in points if row["end"]}
-    assert times == {name: 10 if "equal" in name[0] else name[1] for name in ends}
+    assert times == {(run, budget): budget / 2 if "equal" in run else budget for run, budget in ends}
     assert [row["step"] for row in points if (row["run"], row["budget"]) == ("headless", 5)] == [10]
     branch, trunk = (read_metrics(laboratory.folder / f"tiny-0-headless-{budget}") for budget in (5, 10))
     assert branch.training[0]["step"] == 8 + 1
