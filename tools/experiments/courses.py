@@ -81,6 +81,11 @@ class Courses:
         """Steps between those checkpoints of a trunk that others go on from; 0 if none does."""
         return gcd(*(course.fork for course in self.all() if course.trunk == trunk.name))
 
+    def warmup_steps(self, course: Course) -> int:
+        """A unit of its trunk's, or a fifth of a run that is shorter than five."""
+        unit = self.units[course.objective]
+        return unit if course.trunk is not None else min(unit, course.steps // 5)
+
     def time_until(self, course: Course, step: int) -> float:
         """Units that a course has taken at one of its steps."""
         last = max(0, step - (course.steps - course.vanilla_steps))

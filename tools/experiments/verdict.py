@@ -157,7 +157,8 @@ class Race:
         training = {"steps": course.steps, "evaluate_every": unit, "checkpoint_every": unit}
         training |= {"keep_every": kept} if (kept := courses.kept_every(course)) else {}
         given = [f"training.{key}={value}" for key, value in training.items()]
-        given += ["schedule.name=wsd", f"schedule.decay_steps={course.decay_steps}", f"schedule.warmup_steps={unit}"]
+        given += ["schedule.name=wsd", f"schedule.warmup_steps={courses.warmup_steps(course)}"]
+        given += [f"schedule.decay_steps={course.decay_steps}"]
         given += [f"seed={self.seed}", f"tasks={json.dumps(self._tasks(unit, data))}"]
         if course.vanilla_steps:
             given.append(f"objective.schedule.vanilla_share={course.vanilla_steps / course.steps}")

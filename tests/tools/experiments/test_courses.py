@@ -31,6 +31,14 @@ def test_rates_fall_in_the_last_fifth_of_the_time_whatever_is_learned_then() -> 
         assert stable == pytest.approx(0.8 * courses.time_until(course, course.steps), rel=0.01), course.name
 
 
+def test_a_run_that_is_shorter_than_five_units_warms_up_for_less() -> None:
+    courses = Courses(PART, 1, 20)
+    runs = {course.name: course for course in courses.all()}
+    warmups = {name: courses.warmup_steps(course) for name, course in runs.items()}
+    assert (runs["headless-equal-tokens-5"].trunk, warmups["headless-equal-tokens-5"]) == (None, 20)
+    assert (warmups["headless-5"], warmups["vanilla-5"]) == (UNIT, 20)
+
+
 def test_a_branch_begins_at_a_checkpoint_of_its_trunk_at_which_neither_differs_yet() -> None:
     for seed in PART.budgets:
         courses = Courses(PART, seed, UNIT // 4)
