@@ -58,8 +58,10 @@ ACROSS, UP = ("tokens", "time"), ("bits per byte", "cloze", "blimp")
 
 WHOLE = {"blimp": "all of blimp", "lambada_openai": "lambada", "cloze": "all of cloze"}
 VALUES = ("perplexity", "accuracy", *UP, *WHOLE.values(), "lambada perplexity", "hours")
-OBJECTIVES = {name: [f"objective.name={name}", *settings_of(recipe)] for name, recipe in FOUND.items()}
-"""Each with its own recipe."""
+OBJECTIVES = {
+    name: [f'objective={{"name": "{name}"}}', "optimizer={}", *settings_of(recipe)] for name, recipe in FOUND.items()
+}
+"""Each with its own recipe, and nothing of the config's."""
 
 
 def compare_verdict(laboratory: Laboratory, only: Sequence[str]) -> None:
@@ -162,9 +164,10 @@ class Race:
         given += [f"seed={self.seed}", f"tasks={json.dumps(self._tasks(unit, data))}"]
         if course.vanilla_steps:
             given.append(f"objective.schedule.vanilla_share={course.vanilla_steps / course.steps}")
+            given.append("objective.tied=true")  # a matrix of its own has no moments yet: such rates spoil it
         if course.trunk is not None:
-            given.append("resume.allow=[objective.schedule,schedule.decay_steps]")
-        given = [*data, *PARTS[self.part].shape, *given, *OBJECTIVES[course.objective]]
+            given.append("resume.allow=[objective.schedule,objective.tied,schedule.decay_steps]")
+        given = [*data, *PARTS[self.part].shape, *OBJECTIVES[course.objective], *given]
         return self.laboratory.train(CONFIG, self._folder(course.name), *given, fork=self._fork(course))
 
     def _fork(self, course: Course) -> Path | None:
