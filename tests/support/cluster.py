@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -55,6 +56,11 @@ class Cluster:
         self.hosts[number].kill()
         self.agents[number].join()
         shutil.rmtree(memory_of(self.folder, number))
+
+    def tell_to_leave(self, number: int) -> None:
+        """Returns when its rank, which pauses, knows of it: the agent says so before it passes the signal on."""
+        os.kill(self.agents[number].pid or 0, signal.SIGTERM)
+        self.until((self.folder / f"asked-{number}").exists)
 
     def copied(self, step: int) -> None:
         """Waits until a copy of that step is in the memory of all nodes."""
@@ -137,9 +143,10 @@ class Cluster:
                 while not (self.folder / f"go-on-{state.step}").exists() and not asked:
                     time.sleep(0.02)
 
-        def remembered(request: StopRequest, number: int, frame: Any) -> None:
-            asked.append(number)
-            ask(request, number, frame)
+        def remembered(request: StopRequest, signal_number: int, frame: Any) -> None:
+            asked.append(signal_number)
+            ask(request, signal_number, frame)
+            (self.folder / f"asked-{number}").touch()
 
         Meters.step = noted  # type: ignore[method-assign]
         StopRequest._note = remembered  # type: ignore[method-assign]

@@ -1,8 +1,9 @@
 """Headless, vanilla, or headless and then vanilla? Decoders of Pythia-14M's depth that end at the same time.
 
-`narrow`: two long runs and branches of both (`courses.py`), of a second seed the shorter part, and vanilla once more at
-equal tokens. `wide`: as long, of twice the width, headless, and with a softmax in the end. Along training: held-out
-bits per byte and cloze, and where --tasks-data is given BLiMP; of each end then all of BLiMP and LAMBADA.
+`narrow`: two long runs and branches of both (`courses.py`), of a second seed the shorter part, and headless once more
+on as many tokens as vanilla read. `wide`: as long, of twice the width, headless, and with a softmax in the end. Along
+training: held-out bits per byte and cloze, and where --tasks-data is given BLiMP; of each end then all of BLiMP and
+LAMBADA.
 """
 
 from __future__ import annotations
@@ -164,7 +165,7 @@ class Race:
         given += [f"seed={self.seed}", f"tasks={json.dumps(self._tasks(unit, data))}"]
         if course.vanilla_steps:
             given.append(f"objective.schedule.vanilla_share={course.vanilla_steps / course.steps}")
-            given.append("objective.tied=true")  # a matrix of its own has no moments yet: such rates spoil it
+            given.append("objective.tied=true")  # a matrix of its own went wrong at such rates
         if course.trunk is not None:
             given.append("resume.allow=[objective.schedule,objective.tied,schedule.decay_steps]")
         given = [*data, *PARTS[self.part].shape, *OBJECTIVES[course.objective], *given]
