@@ -55,9 +55,10 @@ class Laboratory:
         size = vocabulary or self.vocabulary
         return [*self._indexed(f"bpe-{size}", size, [], []), f"model.vocab_size={size}"]
 
-    def encoder_data(self) -> list[str]:
+    def encoder_data(self, vocabulary: int | None = None) -> list[str]:
         """The same in WordPiece, with the ids that masking needs."""
-        size, words = self.vocabulary, f"wordpiece-{self.vocabulary}"
+        size = vocabulary or self.vocabulary
+        words = f"wordpiece-{size}"
         settings = self._indexed(words, size, ["--type", "wordpiece", "--encoder"], ["--end-token", "[SEP]"])
         tokenizer = load_tokenizer(self.folder.parent / words / "tokenizer.json")
         ids = {f"masking.{name}_token": tokenizer.id_of(f"[{name.upper()}]") for name in ("cls", "sep", "mask")}
