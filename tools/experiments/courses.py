@@ -1,8 +1,8 @@
 """Which runs a verdict takes: a long one by each objective, and branches that end where a smaller budget is spent.
 
 By a warmup-stable-decay schedule the learning rate falls in the last DECAY of a budget alone, so that all budgets share
-one run up to there: a branch goes on from its checkpoint. Budgets are units of time: UNIT headless steps, and as many
-vanilla ones as take as long.
+one run up to there: a branch goes on from its checkpoint. Budgets are units of time: a number of headless steps, and of
+vanilla ones that take as long.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import gcd
 
-UNIT = 128
 DECAY = 0.2
 
 
@@ -27,6 +26,12 @@ class Part:
     """By budget: shares of the time, the last ones, in which a headless run gets a softmax over the vocabulary."""
 
     kinds: tuple[str, ...] = ("headless", "vanilla", "switched")
+    unit: int = 128
+    """Headless steps."""
+
+    config: str = "pythia-14m-headless"
+    encoder: bool = False
+    vocabulary: int = 49_152
 
 
 @dataclass(frozen=True)
@@ -57,10 +62,10 @@ class Course:
 
 
 class Courses:
-    """Of one part and seed, where `vanilla_unit` vanilla steps take as long as UNIT headless ones."""
+    """Of one part and seed, where `vanilla_unit` vanilla steps take as long as a unit of headless ones."""
 
     def __init__(self, part: Part, seed: int, vanilla_unit: int) -> None:
-        self.units = {"headless": UNIT, "vanilla": vanilla_unit}
+        self.units = {"headless": part.unit, "vanilla": vanilla_unit}
         self._part, self._budgets, self._longest = part, part.budgets[seed], max(part.budgets[seed])
 
     def trunks(self) -> list[Course]:
@@ -97,8 +102,9 @@ class Courses:
         return course if budget == self._longest else self._branch(course)
 
     def _switched(self, budget: int, share: float) -> Course:
-        first, last = round(budget * (1 - share) * UNIT), max(1, round(budget * share * self.units["vanilla"]))
-        decay = round(last * DECAY / share) if share >= DECAY else last + round(budget * (DECAY - share) * UNIT)
+        unit = self.units["headless"]
+        first, last = round(budget * (1 - share) * unit), max(1, round(budget * share * self.units["vanilla"]))
+        decay = round(last * DECAY / share) if share >= DECAY else last + round(budget * (DECAY - share) * unit)
         run = f"vanilla for the last {share:.0%}"
         return self._branch(Course("switched", run, budget, "headless", first + last, decay, vanilla_steps=last))
 

@@ -50,7 +50,7 @@ def compare_glue(laboratory: Laboratory, only: Sequence[str]) -> None:
     rows = [_trained(laboratory, name, budget) for name in names]
     laboratory.record("glue-runs", rows)
     if laboratory.tasks_data is not None:
-        results = [result for name in names for result in _fine_tuned(laboratory, name, laboratory.tasks_data)]
+        results = [result for name in names for result in fine_tuned(laboratory, name, laboratory.tasks_data)]
         scores = comparison_table(results)
         laboratory.record("glue", [{Path(key).name: cell for key, cell in row.items()} for row in scores])
 
@@ -91,10 +91,11 @@ def _train(laboratory: Laboratory, name: str, folder: str, steps: int) -> RunMet
     return laboratory.train(config, folder, *given, *course)
 
 
-def _fine_tuned(laboratory: Laboratory, name: str, data: Path) -> list[FineTuningResult]:
-    """Results are kept for each model in a file of its own, so that commands with other models can run beside."""
+def fine_tuned(laboratory: Laboratory, name: str, data: Path, rows: str | None = None) -> list[FineTuningResult]:
+    """On GLUE, with SEEDS; `rows` of each task to learn from, or as many as FINE_TUNING says. Results are kept for each
+    model in a file of its own, so that commands with other models can run beside."""
     output = laboratory.folder / f"glue-{name}.json"
     tasks = ["--task", "glue", "--data", str(data), "--loss", "balanced", "--seeds", str(SEEDS)]
-    models = ["--model", str(laboratory.folder / name)]
-    laboratory.run("finetune.py", *models, *tasks, *FINE_TUNING, "--output", str(output))
+    models, more = ["--model", str(laboratory.folder / name)], [] if rows is None else ["--max-train-rows", rows]
+    laboratory.run("finetune.py", *models, *tasks, *FINE_TUNING, *more, "--output", str(output))
     return FineTuningResults(output).newest()

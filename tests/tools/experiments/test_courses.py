@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from experiments.courses import UNIT, Courses, Part
+from experiments.courses import Courses, Part
 
 PART = Part(shape=(), budgets={0: (5, 50), 1: (5,)}, switches={5: (0.1, 0.2, 0.4), 50: (0.2,)})
+UNIT = PART.unit
 
 
 def test_every_run_of_a_budget_takes_its_time() -> None:

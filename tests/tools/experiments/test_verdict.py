@@ -10,7 +10,8 @@ import pytest
 
 from experiments.courses import Part
 from experiments.laboratory import Laboratory
-from experiments.verdict import compare_verdict
+from experiments.verdict import GLUE_ROWS, compare_verdict
+from megahead.config import load_config
 from megahead.errors import FieldError
 from megahead.report import read_metrics
 from support.blimp import write_blimp
@@ -40,12 +41,10 @@ def test_every_run_is_scored_along_its_way_and_branches_go_on_from_their_trunks(
 ) -> None:
     cloze = tmp_path / "passages.jsonl"
     write_passages(cloze)
-    tiny = Part(("model.hidden_size=16", "model.num_heads=2"), {0: (5, 10)}, {10: (0.2,)})
-    changed = {"VOCABULARY": 320, "PARTS": {"tiny": tiny}, "PROBE_STEPS": 1, "_cloze": lambda _: cloze}
-    for name, value in changed.items():
-        monkeypatch.setattr(f"experiments.verdict.{name}", value)
-    monkeypatch.setattr("experiments.courses.UNIT", 2)
-    monkeypatch.setattr("experiments.verdict.UNIT", 2)
+    tiny = Part(("model.hidden_size=16", "model.num_heads=2"), {0: (5, 10)}, {10: (0.2,)}, unit=2, vocabulary=320)
+    monkeypatch.setattr("experiments.verdict.PARTS", {"tiny": tiny})
+    monkeypatch.setattr("experiments.race.PROBE_STEPS", 1)
+    monkeypatch.setattr("experiments.race._cloze", lambda _: cloze)
     monkeypatch.setattr("experiments.side_by_side._cost", lambda run, _: 2.0 if run.name.endswith("vanilla") else 1.0)
     tiny_laboratory = replace(laboratory, settings=TINY, tasks_data=tasks_in(tmp_path / "tasks"))
     compare_verdict(tiny_laboratory, ["headless", "switched"])
@@ -74,6 +73,29 @@ def test_every_run_is_scored_along_its_way_and_branches_go_on_from_their_trunks(
     assert trunk.training[0]["step"] == 1
 
 
+def test_encoders_are_scored_by_blimp_and_fine_tuned(
+    laboratory: Laboratory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    shape = ("model.hidden_size=16", "model.num_heads=2", "model.intermediate_size=16")
+    kinds = ("headless", "vanilla")
+    tiny = Part(shape, {0: (5, 10)}, {}, kinds, 2, "modernbert-15m-headless", encoder=True, vocabulary=320)
+    monkeypatch.setattr("experiments.verdict.PARTS", {"tiny": tiny})
+    monkeypatch.setattr("experiments.race.PROBE_STEPS", 1)
+    monkeypatch.setattr("experiments.side_by_side._cost", lambda run, _: 2.0 if run.name.endswith("vanilla") else 1.0)
+    tuned: list[tuple[str, str]] = []
+    monkeypatch.setattr("experiments.verdict.comparison_table", lambda results: results)
+    monkeypatch.setattr("experiments.verdict.fine_tuned", lambda _, name, __, rows: tuned.append((name, rows)) or [])
+    compare_verdict(replace(laboratory, settings=TINY, tasks_data=tasks_in(tmp_path / "tasks")), [])
+    ends = {(row["run"], row["budget"]): row for row in results(laboratory, "verdict-tiny-ends")}
+    assert [*ends] == [(run, budget) for run in (*kinds, "headless, equal tokens") for budget in (5, 10)]
+    for value in ("perplexity", "accuracy", "blimp", "all of blimp", "hours"):
+        assert all(row[value] >= 0 for row in ends.values()), value
+    assert all("bits per byte" not in row and "cloze" not in row for row in ends.values())
+    assert tuned == [(f"tiny-0-{name}-10", GLUE_ROWS) for name in (*kinds, "headless-equal-tokens")]
+    vanilla = load_config(laboratory.folder / "tiny-0-vanilla-10/config.yaml").objective
+    assert (vanilla.name, vanilla.tied) == ("vanilla", True)
+
+
 def test_parts_and_kinds_that_were_not_asked_for_are_left_out(
     laboratory: Laboratory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -82,6 +104,6 @@ def test_parts_and_kinds_that_were_not_asked_for_are_left_out(
     for only in (["vanilla"], ["wide"], ["wide", "vanilla"], ["narrow", "headless", "switched"]):
         compare_verdict(laboratory, only)
     whole = ["headless", "switched"]
-    assert compared == [("narrow", ["vanilla"]), ("wide", whole), ("narrow", whole)]
-    with pytest.raises(FieldError, match=r"`--only` must name some of narrow, wide, .*, but is narow"):
+    assert compared == [("narrow", ["vanilla"]), ("encoder", ["vanilla"]), ("wide", whole), ("narrow", whole)]
+    with pytest.raises(FieldError, match=r"`--only` must name some of narrow, wide, encoder, .*, but is narow"):
         compare_verdict(laboratory, ["narow"])
