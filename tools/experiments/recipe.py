@@ -107,7 +107,8 @@ KINDS = {
         vocabulary=8_192,
         shape=(
             *("model.num_layers=4", "model.hidden_size=128", "model.num_heads=2", "model.intermediate_size=256"),
-            *("data.sequence_length=128", "batch.micro_size=32"),
+            *("data.sequence_length=128", "data.isolate_documents=false", "model.local_window=256"),
+            "batch.micro_size=32",
         ),
         rows=16_000,
         start={
@@ -117,7 +118,7 @@ KINDS = {
         found=ENCODER_FOUND,
     ),
 }
-"""The demo's decoder, of 1 M tokens a run; a ModernBERT, of 2 M."""
+"""The demo's decoder, of 1 M tokens a run; a ModernBERT whose windows are as wide as its rows, of 2 M."""
 
 
 def compare_recipe(laboratory: Laboratory, only: Sequence[str]) -> None:
