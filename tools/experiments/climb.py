@@ -6,7 +6,7 @@ follow each other until none moves, or ROUNDS are over.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import inf, isfinite
 from typing import Any
@@ -22,7 +22,7 @@ LEAST_GAIN = 0.005
 GRIDS: dict[str, tuple[Any, ...]] = {
     "optimizer.learning_rate": (1e-3, 2e-3, 4e-3, 8e-3, 16e-3, 32e-3),
     "model.init_embedding_std": (0.005, 0.01, 0.02, 0.046, 0.1),
-    "optimizer.table.learning_rate_ratio": (0.25, 0.5, 1, 2, 4, 8, 16),
+    "optimizer.table.learning_rate_ratio": (0.125, 0.25, 0.5, 1, 2, 4, 8, 16),
     "batch.global_size": (8, 16, 32, 64, 128),
     "objective.temperature": (0.5, 0.7, 1, 1.4),
     "objective.group_samples": (2, 4, 8, 16, 32, 64, 128),
@@ -42,6 +42,9 @@ class Climb:
     train: Callable[[Recipe], Row]
     """A row with the `perplexity` that a recipe comes to; infinite where it went astray."""
 
+    least: Mapping[str, float] = field(default_factory=dict)
+    """Of a setting, where a grid goes on below what can be trained."""
+
     rows: list[Row] = field(default_factory=list)
     known: dict[tuple[tuple[str, Any], ...], float] = field(default_factory=dict)
     """Perplexities by the recipe."""
@@ -59,12 +62,17 @@ class Climb:
         for direction in (1, -1):
             for value in _beyond(setting, self.recipe[setting], direction):
                 tried = self.recipe | {setting: value}
-                if not (_possible(tried) and self._gains(tried)):
+                if not (self._possible(tried) and self._gains(tried)):
                     break
                 self.recipe = tried
             if self.recipe[setting] != before:
                 return True
         return False
+
+    def _possible(self, recipe: Recipe) -> bool:
+        """No setting is below its least, and a group no larger than the global batch."""
+        large = all(recipe[setting] >= least for setting, least in self.least.items())
+        return large and bool(recipe.get("objective.group_samples", 1) <= recipe["batch.global_size"])
 
     def _gains(self, tried: Recipe) -> bool:
         return self._perplexity(tried) < self._perplexity(self.recipe) * (1 - LEAST_GAIN)
@@ -82,8 +90,3 @@ def _beyond(setting: str, value: Any, direction: int) -> Iterator[Any]:
     """The values of a grid behind `value`, seen in one direction."""
     grid = GRIDS[setting][::direction]
     return iter(grid[grid.index(value) + 1 :])
-
-
-def _possible(recipe: Recipe) -> bool:
-    """A group is no larger than the global batch."""
-    return bool(recipe.get("objective.group_samples", 1) <= recipe["batch.global_size"])

@@ -22,7 +22,13 @@ from megahead.report import RunMetrics, read_metrics
 from megahead.run_folder import RunFolder
 
 PROBE_STEPS = 60
-BRIEF = ("schedule.name=cosine", "schedule.decay_steps=null", "schedule.warmup_steps=1")
+BRIEF = (
+    *("schedule.name=cosine", "schedule.decay_steps=null", "schedule.warmup_steps=1"),
+    *("optimizer.learning_rate=1e-3", "optimizer.table.learning_rate_ratio=1", "model.init_embedding_std=0.02"),
+    *("optimizer.weight_decay=0.1", "optimizer.betas=[0.9,0.98]"),
+)
+"""A probe's: what changes no step's cost is the same whatever a climb found."""
+
 POINTS_EVERY = 5
 """Units from one scoring of tasks to the next."""
 

@@ -45,12 +45,13 @@ _COMMON: Recipe = {
     "optimizer.betas": "[0.9,0.98]",
     "optimizer.name": "muon",
 }
-_HEADLESS: Recipe = {
-    "optimizer.learning_rate": 8e-3,
-    "optimizer.table.learning_rate_ratio": 2,
-}
 FOUND: Mapping[str, Recipe] = {
-    "headless": _COMMON | _HEADLESS | {"objective.group_samples": 16},
+    "headless": _COMMON
+    | {
+        "optimizer.learning_rate": 8e-3,
+        "optimizer.table.learning_rate_ratio": 2,
+        "objective.group_samples": 16,
+    },
     "vanilla": _COMMON | {"optimizer.learning_rate": 16e-3},
 }
 """What climbs of decoders came to, the headless one from the demo's settings, the vanilla one from there."""
@@ -65,8 +66,8 @@ ENCODER_START: Recipe = START | {
 """Those of modernbert-15m before the climb."""
 
 ENCODER_FOUND: Mapping[str, Recipe] = {
-    "headless": _COMMON | _HEADLESS,
-    "vanilla": _COMMON | {"optimizer.learning_rate": 16e-3},
+    "headless": _COMMON | {"optimizer.learning_rate": 8e-3, "model.init_embedding_std": 0.046},
+    "vanilla": _COMMON | {"optimizer.learning_rate": 16e-3, "optimizer.table.learning_rate_ratio": 0.25},
 }
 
 
@@ -81,6 +82,9 @@ class Kind:
     vocabulary: int
     shape: tuple[str, ...]
     rows: int
+    least: Mapping[str, float]
+    """Of settings, as a climb takes them."""
+
     start: Mapping[str, Recipe]
     """By objective, before any climb."""
 
@@ -98,6 +102,7 @@ KINDS = {
         vocabulary=16_384,
         shape=("data.sequence_length=256",),
         rows=4_000,
+        least={},
         start={"headless": FIRST, "vanilla": START},
         found=FOUND,
     ),
@@ -111,6 +116,7 @@ KINDS = {
             "batch.micro_size=32",
         ),
         rows=16_000,
+        least={"batch.global_size": 32},  # a micro-batch, and a group of negatives
         start={
             "headless": ENCODER_START | {"objective.temperature": 1, "objective.group_samples": 32},
             "vanilla": ENCODER_START,
@@ -152,7 +158,7 @@ class Search:
         return self.objective if self.kind_name == "decoder" else f"{self.kind_name}-{self.objective}"
 
     def record(self) -> None:
-        climb = Climb(self.start | self.kind.found[self.objective], self._tried)
+        climb = Climb(self.start | self.kind.found[self.objective], self._tried, self.kind.least)
         found = climb.to_the_top()
         self.laboratory.record(f"recipe-{self.title}", [{"objective": self.objective, **row} for row in climb.rows])
         self.laboratory.record(f"recipe-{self.title}-held", self._held({"first": self.start, "found": found}))

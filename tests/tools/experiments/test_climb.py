@@ -46,3 +46,10 @@ def test_a_group_is_never_larger_than_the_batch() -> None:
     climb = Climb(FIRST, lambda recipe: {"perplexity": 1000 / recipe["objective.group_samples"]})
     assert climb.to_the_top()["objective.group_samples"] == FIRST["batch.global_size"]
     assert all(int(row["objective.group_samples"]) <= int(row["batch.global_size"]) for row in climb.rows)
+
+
+def test_no_setting_goes_below_its_least() -> None:
+    """However much it would gain."""
+    climb = Climb(START, lambda recipe: {"perplexity": recipe["batch.global_size"]}, {"batch.global_size": 16})
+    assert climb.to_the_top()["batch.global_size"] == 16
+    assert {int(row["batch.global_size"]) for row in climb.rows} == {16, 32}
