@@ -6,6 +6,7 @@ connection that each rank has to rank 0 beside torch's; the *switchboard* there 
 a rank's *watch* learns that from it.
 """
 
+from megahead.distributed.bf16_units import multiplies_bf16_fast
 from megahead.distributed.blocks import Renamed, Tensors, Whole, block_ranges, joined, take_rows_
 from megahead.distributed.collectives import (
     copy_to_group,
@@ -42,6 +43,7 @@ __all__ = [
     "interleave_rows",
     "joined",
     "look_on",
+    "multiplies_bf16_fast",
     "pass_on",
     "per_rank_rng",
     "print_error_once",

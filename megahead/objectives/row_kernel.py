@@ -43,7 +43,7 @@ class KernelRowStep:
         self.chunk = ON_GPU.outputs(outputs_ND.shape[0], len(rows_wD), torch.float32.itemsize)
         shape = self.chunk, triton.cdiv(len(rows_wD), ALIGNMENT) * ALIGNMENT
         self._scores = rows_wD.new_empty(shape, dtype=torch.float32)
-        self._residuals = rows_wD.new_empty(shape)
+        self._residuals, self.gradient_dtype = rows_wD.new_empty(shape), rows_wD.dtype
 
     def sums(self, outputs_nD: Tensor, positive_n: Tensor) -> RowSums:
         return self._over_ranks(self._sum_up(self._scored(outputs_nD), positive_n, residuals=False))
@@ -56,6 +56,9 @@ class KernelRowStep:
             self._sum_up(scores_nw, positive_n, residuals=True, lse_n=found.lse)
         loss_n = found.lse - self._numerator(found.positive, found.biased)
         return Residuals(loss_n, self._residuals[: len(scores_nw), : scores_nw.shape[1]], None)
+
+    def product_(self, result: Tensor, left: Tensor, right: Tensor) -> None:
+        torch.mm(left, right, out=result)
 
     def add_product_(self, total: Tensor, left: Tensor, right: Tensor) -> None:
         if left.is_cuda:

@@ -65,12 +65,19 @@ class RowStep(Protocol):
     chunk: int
     """Largest number of outputs at a time."""
 
+    gradient_dtype: torch.dtype
+    """Of the outputs' gradient, which is summed up over ranks."""
+
     def sums(self, outputs_nD: Tensor, positive_n: Tensor) -> RowSums:
         """positive_n: indices into this rank's candidates; outside of them for positives on other ranks."""
         ...
 
     def residuals(self, outputs_nD: Tensor, positive_n: Tensor) -> Residuals:
         """As `sums`."""
+        ...
+
+    def product_(self, result: Tensor, left: Tensor, right: Tensor) -> None:
+        """result = left @ right."""
         ...
 
     def add_product_(self, total: Tensor, left: Tensor, right: Tensor) -> None:
@@ -82,13 +89,13 @@ class TorchRowStep:
     """With torch's operations: exponentials overwrite the scores. Two small all-reduces per chunk."""
 
     def __init__(self, outputs_ND: Tensor, rows_wD: Tensor, candidates: Candidates, score: Score, group: Group) -> None:
-        width, dtype = rows_wD.shape[0], rows_wD.dtype
+        width, dtype = rows_wD.shape[0], torch.promote_types(rows_wD.dtype, torch.float32)
         bias_w, positive_bias_w = candidates.bias_U, candidates.positive_bias_U
         self._rows_wD, self._score, self._group, self._numerator = rows_wD, score, group, candidates.numerator
-        self._bias_w = rows_wD.new_zeros(width) if bias_w is None else bias_w.detach().to(dtype)
+        self._bias_w = rows_wD.new_zeros(width, dtype=dtype) if bias_w is None else bias_w.detach().to(dtype)
         self._positive_bias_w = None if positive_bias_w is None else positive_bias_w.to(dtype)
         self.chunk = ON_CPU.outputs(outputs_ND.shape[0], width, dtype.itemsize)
-        self._buffer = rows_wD.new_empty(self.chunk, width)
+        self._buffer, self.gradient_dtype = rows_wD.new_empty(self.chunk, width, dtype=dtype), dtype
 
     def sums(self, outputs_nD: Tensor, positive_n: Tensor) -> RowSums:
         scored = self._scored(outputs_nD, positive_n)
@@ -127,6 +134,9 @@ class TorchRowStep:
         place_n, mine_n = torch.where(none_n, index_n, place_n.clamp_max(last)), torch.where(none_n, held_n, mine_n)
         return torch.where(mine_n, place_n, -1)
 
+    def product_(self, result: Tensor, left: Tensor, right: Tensor) -> None:
+        torch.mm(left, right, out=result)
+
     def add_product_(self, total: Tensor, left: Tensor, right: Tensor) -> None:
         total.addmm_(left, right)
 
@@ -139,7 +149,7 @@ class TorchRowStep:
         if self._positive_bias_w is None:
             positive_n1 = biased_n1 - self._bias_w[index_n, None]
         else:
-            positive_n1 = (outputs_nD * self._rows_wD[index_n]).sum(dim=1, keepdim=True)
+            positive_n1 = (outputs_nD * self._rows_wD[index_n]).sum(dim=1, keepdim=True, dtype=scores_nw.dtype)
             self._score.link_(positive_n1)
             positive_n1 *= self._score.scale
             biased_n1 = biased_n1.where(~held_n1, positive_n1 + self._positive_bias_w[index_n, None])

@@ -1,8 +1,9 @@
 """The softmax over candidates in three products of N x w x D, chunk by chunk of outputs: N x w scores are never held.
 
-One product gives a chunk's scores, a row step their residuals (on CPUs by torch's operations, `row_step`; on GPUs by a
-kernel, `row_kernel`), two products both gradients: in the forward pass, so that nothing is computed twice. Nothing
-waits for the device, and nothing is added atomically, not to a learned bias either: results do not vary.
+One product gives a chunk's scores, a row step their residuals (on CPUs by torch's operations, `row_step`, in bf16
+`half_row_step`; on GPUs by a kernel, `row_kernel`), two products both gradients: in the forward pass, so that nothing
+is computed twice. Nothing waits for the device, and nothing is added atomically, not to a learned bias either: results
+do not vary.
 
 N outputs, D features, w candidates of this rank (all of them where there is one rank).
 """
@@ -16,8 +17,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from megahead.distributed import Group
+from megahead.distributed import Group, multiplies_bf16_fast
 from megahead.objectives.candidates import Candidates
+from megahead.objectives.half_row_step import HalfRowStep
 from megahead.objectives.row_step import Residuals, RowStep, RowSums, TorchRowStep
 from megahead.objectives.scores import Score
 
@@ -33,7 +35,7 @@ def three_product_loss(
     The outputs' gradient is summed over the ranks already. Both gradients, N x D in the inputs' type and w x D in
     float32, are all that is kept for the backward pass. Collective.
     """
-    dtype, bias_w = product_dtype(outputs_ND, rows_wD, score), candidates.bias_U
+    dtype, bias_w = loss_dtype(outputs_ND, rows_wD, score), candidates.bias_U
     if bias_w is not None and bias_w.requires_grad and not candidates.subtracts_positive_bias:
         raise ValueError("a bias with a gradient must be in the numerator, too (subtracts_positive_bias)")
     inputs = outputs_ND.to(dtype), rows_wD.to(dtype), bias_w
@@ -75,13 +77,26 @@ def takes_kernel(outputs_ND: Tensor, score: Score) -> bool:
     return on_gpu(outputs_ND) and score.is_product
 
 
+def loss_dtype(outputs_ND: Tensor, rows_wD: Tensor, score: Score) -> torch.dtype:
+    """The type that a loss's products read: `product_dtype`, but bf16 on CPUs that multiply it fast, where a GPU would
+    take it."""
+    wanted = _given_dtype(outputs_ND, rows_wD)
+    fast = outputs_ND.device.type == "cpu" and wanted == torch.bfloat16 and multiplies_bf16_fast(outputs_ND.device)
+    return wanted if fast and score.is_product else product_dtype(outputs_ND, rows_wD, score)
+
+
 def product_dtype(outputs_ND: Tensor, rows_wD: Tensor, score: Score) -> torch.dtype:
-    """The type that products read: for the kernel autocast's, or half precision if both inputs have it; else float32,
-    or float64 if either has it."""
+    """The type that products read: for the kernel the inputs', or autocast's, if that is half precision; else float32,
+    or float64 if either input has it."""
+    given = _given_dtype(outputs_ND, rows_wD)
+    return given if takes_kernel(outputs_ND, score) else torch.promote_types(given, torch.float32)
+
+
+def _given_dtype(outputs_ND: Tensor, rows_wD: Tensor) -> torch.dtype:
+    """Autocast's type, or that of the inputs: half precision if both have it, else float32, or float64 if either has
+    it."""
     both = torch.promote_types(outputs_ND.dtype, rows_wD.dtype)
-    if not takes_kernel(outputs_ND, score):
-        return torch.promote_types(both, torch.float32)
-    if torch.is_autocast_enabled(outputs_ND.device.type):
+    if both.itemsize <= 4 and torch.is_autocast_enabled(outputs_ND.device.type):
         return torch.get_autocast_dtype(outputs_ND.device.type)
     return both if both.itemsize == 2 else torch.promote_types(both, torch.float32)
 
@@ -89,7 +104,8 @@ def product_dtype(outputs_ND: Tensor, rows_wD: Tensor, score: Score) -> torch.dt
 def row_step(outputs_ND: Tensor, rows_wD: Tensor, candidates: Candidates, score: Score, group: Group) -> RowStep:
     """The row step for the inputs' device, prepared for chunks of these outputs."""
     if not takes_kernel(outputs_ND, score):
-        return TorchRowStep(outputs_ND, rows_wD, candidates, score, group)
+        step = HalfRowStep if rows_wD.dtype == torch.bfloat16 else TorchRowStep
+        return step(outputs_ND, rows_wD, candidates, score, group)
     kernel = importlib.import_module("megahead.objectives.row_kernel")  # triton comes with torch for CUDA alone
     return cast(RowStep, kernel.KernelRowStep(outputs_ND, rows_wD, candidates, score, group))
 
@@ -125,14 +141,14 @@ class _ThreeProducts(torch.autograd.Function):
                     gradients.add(part, residuals)
             group.all_reduce_(gradients.outputs)
         ctx.save_for_backward(gradients.outputs, gradients.rows, gradients.bias)
-        ctx.scale = score.scale
+        ctx.scale, ctx.dtype = score.scale, outputs_ND.dtype
         return torch.cat(losses).sum()
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         grad_outputs, grad_rows, grad_bias = ctx.saved_tensors
         slope = grad_loss * ctx.scale
-        both = grad_outputs * slope, (grad_rows * slope).to(grad_outputs.dtype)
+        both = ((gradient * slope).to(ctx.dtype) for gradient in (grad_outputs, grad_rows))
         return *both, None if grad_bias is None else grad_bias * grad_loss, None, None, None
 
 
@@ -142,7 +158,7 @@ class _Gradients:
     def __init__(self, outputs_ND: Tensor, rows_wD: Tensor, step: RowStep, bias_wanted: bool) -> None:
         total_dtype = torch.promote_types(rows_wD.dtype, torch.float32)
         self._inputs, self._step = (outputs_ND, rows_wD), step
-        self.outputs = torch.empty_like(outputs_ND)
+        self.outputs = torch.empty_like(outputs_ND, dtype=step.gradient_dtype)
         self.rows = torch.zeros_like(rows_wD, dtype=total_dtype)
         self.bias = rows_wD.new_zeros(len(rows_wD), dtype=total_dtype) if bias_wanted else None
 
@@ -154,7 +170,7 @@ class _Gradients:
             self._add_to_bias(self.bias, residuals)
         if slopes_nw is not None:
             matrix_nw.mul_(slopes_nw)
-        torch.mm(matrix_nw, rows_wD, out=gradient_nD)
+        self._step.product_(gradient_nD, matrix_nw, rows_wD)
         if weight_n1 is not None:
             gradient_nD.mul_(weight_n1)
             outputs_nD = outputs_nD * weight_n1

@@ -24,6 +24,7 @@ from megahead.objectives import (
     evaluation_sums,
     log_unigram,
     row_step,
+    three_products,
     unique_candidates,
     vocabulary_candidates,
 )
@@ -119,13 +120,15 @@ def test_finite_at_extreme_scores(dtype: torch.dtype) -> None:
     outputs = torch.tensor([[100.0, 0.0], [-100.0, 0.0], [0.0, 0.0]], dtype=dtype, requires_grad=True)
     embedding = torch.tensor([[100.0, 0.0], [-100.0, 0.0]], dtype=dtype, requires_grad=True)
     loss = cwt_loss(outputs, torch.tensor([1, 0, 0]), embedding)  # scores of +-1e4, the wrong way round
-    assert loss.item() == pytest.approx(2e4 * 2 / 3, rel=1e-3)
+    assert loss.item() == pytest.approx(2e4 * 2 / 3, rel=2e-3)
     for gradient in torch.autograd.grad(loss, [outputs, embedding]):
         assert gradient.dtype == dtype
         assert gradient.isfinite().all()
 
 
-def test_half_precision_is_no_worse_than_its_inputs_rounding() -> None:
+def test_half_precision_is_no_worse_than_its_inputs_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a CPU has no units for bf16: with them `test_half_row_step`."""
+    monkeypatch.setattr(three_products, "multiplies_bf16_fast", lambda _: False)
     outputs, targets, embedding = drawn(64, 16, 30)
     exact = paper_form(outputs, targets, embedding)
     rounded = cwt_loss(outputs.bfloat16(), targets, embedding.bfloat16())
@@ -135,7 +138,8 @@ def test_half_precision_is_no_worse_than_its_inputs_rounding() -> None:
     assert abs(rounded - exact) < 0.05
 
 
-def test_autocast_does_not_round_what_is_given_in_full() -> None:
+def test_autocast_does_not_round_what_is_given_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(three_products, "multiplies_bf16_fast", lambda _: False)
     outputs, targets, embedding = drawn(64, 16, 30)
     arguments = (outputs.float(), targets, embedding.float())
     with torch.autocast("cpu", torch.bfloat16):

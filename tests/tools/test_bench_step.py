@@ -16,11 +16,9 @@ from benchmarks.contender import Contender, compare
 from benchmarks.device import matrix_rate
 from benchmarks.plans import How, contending
 from benchmarks.tokens import token_rows
-from benchmarks.weights import HalfWeights
 from megahead.config import RunConfig, config_from_dict
 from megahead.errors import FieldError
 from megahead.estimate import run_flops
-from megahead.optim import build_optimizer
 from megahead.pretraining.softmax import Softmax
 from support.commands import config_file
 from support.small_run import small_config, write_text
@@ -260,11 +258,10 @@ def test_a_device_is_waited_for_before_and_after_a_step_and_never_within(tmp_pat
 
 def test_half_weights_follow_those_of_the_optimizer(tmp_path: Path) -> None:
     write_text(tmp_path)
-    config = small_config(tmp_path, {"engine.precision": "bf16"})
-    rows = token_rows(config, None, count=4)
-    full, half = (Contender(config, "headless", torch.device("cpu"), rows) for _ in range(2))
-    before = [parameter.detach().clone() for parameter in half.model.parameters()]
-    half.weights = HalfWeights(half.model, build_optimizer(half.model, config.optimizer))
+    configs = [small_config(tmp_path, {"engine.precision": precision}) for precision in ("fp32", "bf16")]
+    rows = token_rows(configs[0], None, count=4)
+    full, half = (Contender(config, "headless", torch.device("cpu"), rows) for config in configs)
+    before = [parameter.detach().clone() for parameter in full.model.parameters()]
     for index in range(4):
         for one in (full, half):
             one.step(index)

@@ -55,7 +55,7 @@ class Contender:
         self.ways, *_ = [accelerate_(each, self.config, self.device) for each in self.model.encoders()]
         self.rule = rule_of(self.config, self.rows)
         optimizer = build_optimizer(self.model, self.config.optimizer)
-        self.weights = weights_of(self.model, optimizer, self.device, self.precision)
+        self.weights = weights_of(self.model, optimizer, self.precision)
         self.clock = clock_of(self.device)
         self._watch_body()
 
@@ -68,8 +68,7 @@ class Contender:
         now, between = self.clock.now, self.clock.seconds
         self.clock.wait()
         of_threads, start = time.process_time(), now()
-        with self.weights.computing():
-            loss = self.model(micro)
+        loss = self.model(micro)
         loss.backward()
         backward_done = now()
         self.weights.update(self.config.optimizer.gradient_clipping)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import torch
@@ -12,24 +11,16 @@ from torch import nn
 class Weights(Protocol):
     """Between a model and its optimizer."""
 
-    def computing(self) -> AbstractContextManager[object]:
-        """Around the forward pass."""
-        ...
-
     def update(self, clipping: float) -> None:
         """Clips the gradients, updates the weights, and drops the gradients."""
         ...
 
 
 class FullWeights:
-    """float32; in bf16 the forward pass is under autocast, as it is at ZeRO 0."""
+    """float32."""
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, half: bool) -> None:
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self._parameters, self._optimizer = list(model.parameters()), optimizer
-        self._device, self._half = device.type, half
-
-    def computing(self) -> AbstractContextManager[object]:
-        return torch.autocast(self._device, torch.bfloat16) if self._half else nullcontext()
 
     def update(self, clipping: float) -> None:
         nn.utils.clip_grad_norm_(self._parameters, clipping)
@@ -50,9 +41,6 @@ class HalfWeights:
             half.data = half.data.bfloat16()
         self._full = list(full.values())
 
-    def computing(self) -> AbstractContextManager[object]:
-        return nullcontext()
-
     def update(self, clipping: float) -> None:
         for full, half in zip(self._full, self._halves, strict=True):
             full.grad = None if half.grad is None else half.grad.float()
@@ -63,8 +51,6 @@ class HalfWeights:
         torch._foreach_copy_([half.data for half in self._halves], [full.data for full in self._full])
 
 
-def weights_of(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, precision: str) -> Weights:
-    """As the engine has them on a GPU; on a CPU always float32."""
-    if device.type == "cuda" and precision == "bf16":
-        return HalfWeights(model, optimizer)
-    return FullWeights(model, optimizer, device, half=precision == "bf16")
+def weights_of(model: nn.Module, optimizer: torch.optim.Optimizer, precision: str) -> Weights:
+    """As the engine has them at ZeRO 1 and higher."""
+    return HalfWeights(model, optimizer) if precision == "bf16" else FullWeights(model, optimizer)
