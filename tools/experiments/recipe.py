@@ -67,7 +67,13 @@ ENCODER_START: Recipe = START | {
 
 ENCODER_FOUND: Mapping[str, Recipe] = {
     "headless": _COMMON | {"optimizer.learning_rate": 8e-3, "model.init_embedding_std": 0.046},
-    "vanilla": _COMMON | {"optimizer.learning_rate": 16e-3, "optimizer.table.learning_rate_ratio": 0.25},
+    "vanilla": _COMMON
+    | {
+        "optimizer.learning_rate": 8e-3,
+        "optimizer.table.learning_rate_ratio": 0.25,
+        "model.init_embedding_std": 0.046,
+        "optimizer.weight_decay": 0.1,
+    },
 }
 
 
