@@ -44,7 +44,8 @@ def candidate_loss(outputs_ND: Tensor, rows_UD: Tensor, candidates: Candidates, 
     so that scores of +-1e4 stay finite. rows_UD: the rows of `candidates`, in their order. N = 0 gives 0, connected to
     its inputs.
 
-    On CUDA in half precision (or under autocast to it) gradients use probabilities that are rounded to it.
+    On CUDA in half precision (or under autocast to it) gradients use probabilities that are rounded to it; so they do
+    in bf16 on CPUs with units for it, where scores are rounded, too.
     """
     return grouped_candidate_loss(outputs_ND, rows_UD, candidates, score, Group())
 

@@ -32,8 +32,8 @@ def three_product_loss(
     outputs_ND, rows_wD: what `score` has made of them.
 
     `candidates`: this rank's biases [w] (-inf: padding), and positives as indices into them (outside: another rank's).
-    The outputs' gradient is summed over the ranks already. Both gradients, N x D in the inputs' type and w x D in
-    float32, are all that is kept for the backward pass. Collective.
+    The outputs' gradient is summed over the ranks already. Both gradients, N x D in the inputs' type (on CPUs float32)
+    and w x D in float32, are all that is kept for the backward pass. Collective.
     """
     dtype, bias_w = loss_dtype(outputs_ND, rows_wD, score), candidates.bias_U
     if bias_w is not None and bias_w.requires_grad and not candidates.subtracts_positive_bias:
