@@ -7,8 +7,9 @@ tools/bench_step.py --preset pythia-70m --micro-batch 8 --sequence-length 2048 -
 tools/bench_step.py --preset pythia-31m --micro-batch 8 --sequence-length 256 --vocabulary 32768,131072,524288,1048576
 tools/bench_step.py --preset pythia-410m --sequence-length 2048 --precision bf16 --largest 512
 
-A step is forward, backward, clipping and a fused AdamW update of one micro-batch, without an engine. Tokens come from
-the config's dataset (or --data PREFIX), else from Zipf's law, which has about as many different tokens as real text.
+A step is forward and backward of a global batch (of --preset of one micro-batch), in micro-batches and with candidates
+as the config says on one rank, clipping and the optimizer's update, without an engine. Tokens come from the config's
+dataset (or --data PREFIX), else from Zipf's law, which has about as many different tokens as real text.
 An encoder masks 15 % of its tokens, unless --set says otherwise; its vanilla head is BERT's own, tied. An objective
 that asks how often each id is in the text has these tokens counted; for objective.nearest, data.nearest_ids is a file,
 or `drawn`: ids at random. What a vanilla objective does not know is left out of its steps.

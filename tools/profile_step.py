@@ -38,13 +38,14 @@ def main() -> None:
     from benchmarks.tokens import token_rows
 
     device = torch.device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    rows = token_rows(config, arguments.data, count=WARM_UP + arguments.steps)
+    steps = WARM_UP + arguments.steps
+    rows = token_rows(config, arguments.data, count=steps * config.batch.accumulation_steps(1))
     run = Contender(config, config.objective.name, device, rows)
     for index in range(WARM_UP):
         run.step(index)
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device.type == "cuda" else [])
     with profile(activities=activities, record_shapes=True) as recorded:
-        for index in range(WARM_UP, WARM_UP + arguments.steps):
+        for index in range(WARM_UP, steps):
             with record_function(f"step {index - WARM_UP + 1}"):
                 run.step(index)
     arguments.output.parent.mkdir(parents=True, exist_ok=True)

@@ -47,10 +47,17 @@ def rotary_at(positions: Tensor, dims: int, base: float, scaling: Scaling | None
 def apply_rotary(x_BTHd: Tensor, rotation: Rotation) -> Tensor:
     """`x_BTHd` turned by its positions, in its own dtype; dimensions beyond the tables pass through."""
     dims = rotation.cos.shape[-1]
+    if dims == x_BTHd.shape[-1]:
+        return _turned(x_BTHd, rotation)
     turning, passing = x_BTHd.split([dims, x_BTHd.shape[-1] - dims], -1)
-    partner = turning.roll(dims // 2, -1)
-    turned = turning * rotation.cos + partner * rotation.sin
-    return torch.cat([turned.to(x_BTHd.dtype), passing], -1)
+    return torch.cat([_turned(turning, rotation), passing], -1)
+
+
+def _turned(x_BTHr: Tensor, rotation: Rotation) -> Tensor:
+    """In fp32 throughout: a CPU multiplies numbers of two formats several times as slowly as converted ones."""
+    wide_BTHr = x_BTHr.float()
+    partner_BTHr = wide_BTHr.roll(wide_BTHr.shape[-1] // 2, -1)
+    return (wide_BTHr * rotation.cos + partner_BTHr * rotation.sin).to(x_BTHr.dtype)
 
 
 def scaled_linearly(frequencies: Tensor, factor: float) -> Tensor:

@@ -27,8 +27,8 @@ from support.small_run import small_config, write_text
 def test_both_objectives_take_real_steps_on_the_same_tokens(tmp_path: Path) -> None:
     write_text(tmp_path)
     config = small_config(tmp_path)
-    rows = token_rows(config, None, count=4)
-    assert [row.shape for row in rows] == [(2, 25)] * 4
+    rows = token_rows(config, None, count=16)
+    assert [row.shape for row in rows] == [(2, 25)] * 16
     contenders = [Contender(config, name, torch.device("cpu"), rows) for name in ("headless", "vanilla")]
     before = contenders[0].model.backbone.embedding.weight.clone()
     for index in range(4):
@@ -48,9 +48,26 @@ def test_both_objectives_take_real_steps_on_the_same_tokens(tmp_path: Path) -> N
     assert f"; in CPU time {in_cpu_time[1]:.2f}; by operations" in said
 
 
+def test_a_step_is_of_the_configs_micro_batches_and_candidates(tmp_path: Path) -> None:
+    """Its gradient is that of the global batch as one micro-batch, with candidates of as many samples."""
+    write_text(tmp_path)
+    gradients, candidates = [], []
+    for micro_size in (2, 8):
+        config = small_config(tmp_path, {"batch.micro_size": micro_size, "objective.group_samples": 8})
+        rows = token_rows(config, None, count=8 // micro_size)
+        contender = Contender(config, "headless", torch.device("cpu"), rows)
+        contender.weights.update = lambda clipping: None
+        contender.step(0)
+        gradients.append(torch.cat([parameter.grad.flatten() for parameter in contender.model.parameters()]))
+        candidates.append(contender._prepared(0)[1])
+        assert contender.tokens() == 8 * 24
+    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-6)
+    assert candidates[0] == candidates[1] > 24
+
+
 def test_the_cpu_time_of_a_step_is_that_of_its_threads_and_leaves_waiting_out(tmp_path: Path) -> None:
     write_text(tmp_path)
-    config = small_config(tmp_path)
+    config = small_config(tmp_path, {"batch.global_size": 2})
     contender = Contender(config, "headless", torch.device("cpu"), token_rows(config, None, count=2))
     contender.model.backbone.blocks[0].register_forward_hook(lambda *_: time.sleep(0.3))
     for index in range(2):
@@ -100,7 +117,7 @@ def test_steps_drop_tokens_as_a_run_does_and_are_estimated_so(tmp_path: Path) ->
         block.register_forward_hook(lambda _, inputs, __: lengths.append(inputs[0].shape[1]))
     contender.step(0)
     assert lengths == [32, 32, 16, 32]
-    (micro, _) = contender._prepared(token_rows(config, None, count=1)[0])
+    ((micro,), _) = contender._prepared(0)
     assert micro.batch.kept[0].max_per_row == 16
     tree["masking"] |= {"dropping": None}
     plain = config_from_dict(tree)
@@ -160,7 +177,7 @@ def test_masks_cost_what_they_cost_a_run(monkeypatch: pytest.MonkeyPatch) -> Non
     """A share of targets that falls is timed at its mean; what the model misses is looked up where masks follow it."""
     falling = encoder(rate=0.4, final_rate=0.2)
     contender = Contender(falling, "headless", torch.device("cpu"), token_rows(falling, None, count=1))
-    (micro, _) = contender._prepared(contender.rows[0])
+    ((micro,), _) = contender._prepared(0)
     assert len(micro.batch.target_ids_N) == 2 * round(0.3 * 30)
     asked: list[torch.Tensor] = []
     misses = Softmax.misses
@@ -183,11 +200,11 @@ def test_settings_of_a_config_are_kept_where_objectives_are_compared(tmp_path: P
 def test_a_step_is_taken_in_the_configs_precision(tmp_path: Path) -> None:
     write_text(tmp_path)
     config = small_config(tmp_path, {"engine.precision": "bf16"})
-    contender = Contender(config, "headless", torch.device("cpu"), token_rows(config, None, count=1))
+    contender = Contender(config, "headless", torch.device("cpu"), token_rows(config, None, count=4))
     kinds = []
     contender.model.backbone.blocks[0].mlp.up.register_forward_hook(lambda _, __, output: kinds.append(output.dtype))
     contender.step(0)
-    assert kinds == [torch.bfloat16]
+    assert kinds == [torch.bfloat16] * 4
 
 
 def test_muon_moves_the_blocks_of_a_contender_that_is_to_have_it(tmp_path: Path) -> None:
@@ -248,18 +265,17 @@ class Counting(HostClock):
 
 def test_a_device_is_waited_for_before_and_after_a_step_and_never_within(tmp_path: Path) -> None:
     write_text(tmp_path)
-    one = Contender(
-        small_config(tmp_path), "headless", torch.device("cpu"), token_rows(small_config(tmp_path), None, 2)
-    )
+    config = small_config(tmp_path)
+    one = Contender(config, "headless", torch.device("cpu"), token_rows(config, None, count=4))
     one.clock = clock = Counting()
     one.step(0)
-    assert clock.asked == ["wait", *["now"] * 6, "wait"]
+    assert clock.asked == ["wait", *["now"] * (5 * 4 + 2), "wait"]
 
 
 def test_half_weights_follow_those_of_the_optimizer(tmp_path: Path) -> None:
     write_text(tmp_path)
     configs = [small_config(tmp_path, {"engine.precision": precision}) for precision in ("fp32", "bf16")]
-    rows = token_rows(configs[0], None, count=4)
+    rows = token_rows(configs[0], None, count=16)
     full, half = (Contender(config, "headless", torch.device("cpu"), rows) for config in configs)
     before = [parameter.detach().clone() for parameter in full.model.parameters()]
     for index in range(4):

@@ -6,7 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ import torch
 from benchmarks.clocks import clock_of
 from benchmarks.plans import How, contending
 from benchmarks.rules import rule_of
-from benchmarks.tokens import micro_batch
+from benchmarks.tokens import step_batches
 from benchmarks.weights import HalfWeights, weights_of
 from megahead.config import RunConfig
 from megahead.distributed import Group
@@ -36,18 +36,21 @@ class Contender:
     objective: str
     device: torch.device
     rows: list[np.ndarray[Any, Any]]
+    """Micro-batches; a step takes as many of them as the config accumulates on one rank."""
+
     how: How = "as it is"
     times: dict[str, list[float]] = field(default_factory=lambda: {"body": [], "loss": [], "opt": []})
     cpu_seconds: list[float] = field(default_factory=list)
     """Of all threads together in each step: other programs on a CPU change it less than the time that passes."""
 
-    candidates: list[int] = field(default_factory=list)
+    candidates: list[float] = field(default_factory=list)
     extra_bytes: int = 0
     """Largest memory that a step took beside weights and moments: gradients, activations, scores (CUDA only)."""
 
     def __post_init__(self) -> None:
         self.config = contending(self.config, self.objective, self.how)
         self.precision = self.config.engine.precision
+        self.accumulation = self.config.batch.accumulation_steps(1)
         self.model: Pretraining = assemble(self.config, Group(), self.device)
         fill_(self.model, Group(), first_weights(self.config))
         if self.config.masking is not None and self.config.masking.adapts():
@@ -61,21 +64,18 @@ class Contender:
 
     def step(self, index: int) -> None:
         """One whole step; the first is a warm-up and is not counted."""
-        self._encoded: list[tuple[Any, Any]] = []
-        self._loss_done: Any = None
-        micro, candidates = self._prepared(self.rows[index])
+        micro_batches, candidates = self._prepared(index)
         before = self._allocated()
         now, between = self.clock.now, self.clock.seconds
         self.clock.wait()
         of_threads, start = time.process_time(), now()
-        loss = self.model(micro)
-        loss.backward()
-        backward_done = now()
+        passes = [self._forward_backward(micro) for micro in micro_batches]
         self.weights.update(self.config.optimizer.gradient_clipping)
         step_done = now()
         self.clock.wait()
-        body = sum(between(*moments) for moments in self._encoded) + between(self._loss_done, backward_done)
-        parts = (body, between(start, backward_done) - body, between(backward_done, step_done))
+        in_passes = sum(between(one.start, one.end) for one in passes)
+        body = sum(between(*part) for one in passes for part in one.body)
+        parts = body, in_passes - body, between(start, step_done) - in_passes
         if index and self.device.type == "cuda":
             self.extra_bytes = max(self.extra_bytes, torch.cuda.max_memory_allocated() - before)
         if index:
@@ -83,6 +83,17 @@ class Contender:
                 self.times[name].append(seconds)
             self.cpu_seconds.append(time.process_time() - of_threads)
             self.candidates.append(candidates)
+
+    def _forward_backward(self, micro: MicroBatch) -> _Pass:
+        """Of one micro-batch; its gradients are added to those of the step."""
+        self._encoded: list[tuple[Any, Any]] = []
+        self._loss_done: Any = None
+        start = self.clock.now()
+        loss = self.model(micro) / self.accumulation
+        loss.backward()
+        backward_done = self.clock.now()
+        self.weights.add()
+        return _Pass(start, backward_done, [*self._encoded, (self._loss_done, backward_done)])
 
     def name(self) -> str:
         """The objective, and what is unusual about how it is computed."""
@@ -95,7 +106,11 @@ class Contender:
     def flops(self) -> float:
         """Floating-point operations of a step."""
         per_token = run_flops(self.config, round(statistics.mean(self.candidates)))
-        return per_token.total * self.config.batch.micro_size * self.config.data.sequence_length
+        return per_token.total * self.tokens()
+
+    def tokens(self) -> int:
+        """Of a step."""
+        return self.config.batch.global_size * self.config.data.sequence_length
 
     def peak_megabytes(self) -> float | None:
         """Weights, moments and what steps took beside them; None on a CPU, where a child must find out."""
@@ -107,12 +122,11 @@ class Contender:
     def row(self, rate: float, peak_megabytes: float | None) -> dict[str, object]:
         """Its line of the table; shares are of the median step."""
         median = statistics.median(self.seconds())
-        tokens = self.config.batch.micro_size * self.config.data.sequence_length
         row: dict[str, object] = {
             "objective": self.name(),
             "ms": milliseconds(median),
             "best": milliseconds(min(self.seconds())),
-            "tokens/s": round(tokens / median),
+            "tokens/s": round(self.tokens() / median),
             "rows": round(statistics.mean(self.candidates)),
             "GFLOP": self.flops() / 1e9,
             "of rate": f"{self.flops() / median / rate:.0%}",
@@ -125,12 +139,12 @@ class Contender:
             row[name] = f"{statistics.median(times) / median:.0%}"
         return row
 
-    def _prepared(self, rows: np.ndarray[Any, Any]) -> tuple[MicroBatch, int]:
-        """A micro-batch on the device, as a run's feed would bring it there, and how many candidates it has."""
-        micro = micro_batch(self.config, self.rule, rows)
-        (candidates,) = micro.candidates
-        count = self.config.model.vocab_size if candidates.ids_U is None else candidates.ids_U.numel()
-        return micro.staged(self.device).to(self.device), count
+    def _prepared(self, index: int) -> tuple[list[MicroBatch], float]:
+        """A step's micro-batches on the device, as a run's feed would bring them there, and how many candidates they
+        have."""
+        first = index * self.accumulation
+        step = step_batches(self.config, self.rule, self.rows[first : first + self.accumulation], self.device)
+        return [micro.to(self.device) for micro in step.micro_batches], step.candidates or self.config.model.vocab_size
 
     def _allocated(self) -> int:
         if self.device.type != "cuda":
@@ -164,6 +178,14 @@ class Contender:
 
     def _note_loss_done(self, _: torch.Tensor) -> None:
         self._loss_done = self._loss_done or self.clock.now()
+
+
+class _Pass(NamedTuple):
+    """When a forward and backward pass and its parts in the body began and ended."""
+
+    start: Any
+    end: Any
+    body: list[tuple[Any, Any]]
 
 
 def compare(one: Contender, other: Contender) -> str:

@@ -22,7 +22,7 @@ def hold(
 ) -> list[dict[str, object]]:
     """Times `steps` steps of each plan on the same tokens (of the dataset `prefix`, or the config's), and tells; the
     table's lines."""
-    rows = token_rows(config, prefix, count=steps + 1)
+    rows = token_rows(config, prefix, count=(steps + 1) * config.batch.accumulation_steps(1))
 
     def contender(name: str, how: How) -> Contender:
         return Contender(config, name, device, rows, how)
@@ -59,6 +59,8 @@ def _print_results(contenders: Sequence[Contender], lines: Sequence[dict[str, ob
     """What was timed, the table, and the ratios."""
     first, console = contenders[0], Console(highlight=False)
     shape = f"{first.config.batch.micro_size} x {first.config.data.sequence_length} tokens"
+    if first.accumulation > 1:
+        shape = f"{first.accumulation} micro-batches of {shape}"
     machine = f"{first.precision} on {describe(first.device)}, {rate / 1e9:,.0f} GFLOP/s matrix rate"
     console.print(f"{first.config.name}, {shape}, {machine}")
     for name, way in contenders[-1].ways:

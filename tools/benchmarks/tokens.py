@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 
-from megahead.config import RunConfig
+from megahead.config import RunConfig, resolve_candidate_group_samples
 from megahead.corpus import IndexedDataset
 from megahead.data import (
     BatchReader,
@@ -22,8 +23,9 @@ from megahead.data import (
     training_samples,
 )
 from megahead.data.strategies import Uniform
+from megahead.distributed import Group
 from megahead.objectives import Objective
-from megahead.pretraining import MicroBatch
+from megahead.pretraining import Feed, MicroBatch, StepBatches
 
 
 def token_rows(config: RunConfig, prefix: str | None, count: int) -> list[np.ndarray[Any, Any]]:
@@ -46,6 +48,18 @@ def micro_batch(config: RunConfig, rule: Objective, rows: np.ndarray[Any, Any]) 
     batch = BatchReader(_Given(rows), config.data, _masker(config)).read(range(len(rows)))
     candidates = rule.pool(batch.target_ids_N).candidates(batch.target_ids_N, batch.weight_N)
     return MicroBatch(batch, (candidates,), 1 / batch.weight(), 1 / max(batch.judged(), 1))
+
+
+def step_batches(
+    config: RunConfig, rule: Objective, rows: Sequence[np.ndarray[Any, Any]], device: torch.device
+) -> StepBatches:
+    """Micro-batches of rows as those of one step, as a run's feed prepares them on one rank."""
+    group_samples = resolve_candidate_group_samples(config.objective, config.batch, data_ranks=1)
+    given, masker = _Given(np.concatenate(rows)), _masker(config)
+    feed = Feed(
+        given, rule, config.data, config.batch, Group(), group_samples=group_samples, device=device, masker=masker
+    )
+    return feed.step(0)
 
 
 def _masker(config: RunConfig) -> RowMasker | None:

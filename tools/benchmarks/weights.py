@@ -11,8 +11,12 @@ from torch import nn
 class Weights(Protocol):
     """Between a model and its optimizer."""
 
+    def add(self) -> None:
+        """Adds a micro-batch's gradients to the step's."""
+        ...
+
     def update(self, clipping: float) -> None:
-        """Clips the gradients, updates the weights, and drops the gradients."""
+        """Clips the step's gradients, updates the weights, and drops the gradients."""
         ...
 
 
@@ -22,6 +26,9 @@ class FullWeights:
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self._parameters, self._optimizer = list(model.parameters()), optimizer
 
+    def add(self) -> None:
+        """The backward pass did."""
+
     def update(self, clipping: float) -> None:
         nn.utils.clip_grad_norm_(self._parameters, clipping)
         self._optimizer.step()
@@ -30,7 +37,7 @@ class FullWeights:
 
 class HalfWeights:
     """bf16, which the optimizer has in float32, as they are at ZeRO 1 and higher: forward and backward read and write
-    half as many bytes, and nothing is converted each time."""
+    half as many bytes, and nothing is converted each time. A step's gradients are added up in float32."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self._halves, self._optimizer = list(model.parameters()), optimizer
@@ -41,10 +48,13 @@ class HalfWeights:
             half.data = half.data.bfloat16()
         self._full = list(full.values())
 
-    def update(self, clipping: float) -> None:
+    def add(self) -> None:
         for full, half in zip(self._full, self._halves, strict=True):
-            full.grad = None if half.grad is None else half.grad.float()
-            half.grad = None
+            if half.grad is not None:
+                full.grad = half.grad.float() if full.grad is None else full.grad.add_(half.grad)
+                half.grad = None
+
+    def update(self, clipping: float) -> None:
         nn.utils.clip_grad_norm_(self._full, clipping)
         self._optimizer.step()
         self._optimizer.zero_grad()
