@@ -31,7 +31,7 @@ VARLEN_SHARES_KEYS = torch.__version__ >= "2.12"
 def attend_rows(q_BTHd: Tensor, k_BTHd: Tensor, v_BTHd: Tensor, dropout: float, causal: bool) -> Tensor:
     """Rows of one document each; torch chooses the kernel, but for short bf16 rows on a CPU."""
     q, k, v = (x.transpose(1, 2) for x in (q_BTHd, k_BTHd, v_BTHd))
-    if cpu_attention.serves(q, dropout):
+    if cpu_attention.serves(q, k, dropout):
         k, v = repeated(k, q.shape[1]), repeated(v, q.shape[1])
         return cpu_attention.half_rows(q, k, v, causal).transpose(1, 2)
     grouped = q.shape[1] != k.shape[1]

@@ -10,7 +10,8 @@ documents of 16 to 128 tokens 3 to 7 times as long as in fp32, conversions inclu
 
 (one core with AVX512-BF16, the other busy, torch 2.13)
 
-B rows, H heads, T tokens, d dimensions of a head; C heads at once.
+B rows, H heads, M queries and T tokens of a row (as many, but for the targets of an encoder's last block), d dimensions
+of a head; C heads at once.
 """
 
 from __future__ import annotations
@@ -37,23 +38,24 @@ _SCORES_AT_ONCE = 2**18
 """512 KiB of bf16."""
 
 
-def serves(x_BHTd: Tensor, dropout: float) -> bool:
+def serves(q_BHMd: Tensor, k_BKTd: Tensor, dropout: float) -> bool:
     """Whether `half_rows` serves here and pays: bf16 on a CPU, short rows, and no dropout, which the kernel lacks."""
-    tokens, head_size = x_BHTd.shape[-2:]
-    short = 0 < tokens * head_size <= _LARGEST_IN_FP32 or _pays_by_products(x_BHTd)
-    return x_BHTd.device.type == "cpu" and x_BHTd.dtype == torch.bfloat16 and short and dropout == 0.0
+    tokens, head_size = k_BKTd.shape[-2:]
+    short = 0 < tokens * head_size <= _LARGEST_IN_FP32 or _pays_by_products(q_BHMd, k_BKTd)
+    here = q_BHMd.device.type == "cpu" and q_BHMd.dtype == torch.bfloat16
+    return here and short and q_BHMd.numel() > 0 and dropout == 0.0
 
 
-def half_rows(q_BHTd: Tensor, k_BHTd: Tensor, v_BHTd: Tensor, causal: bool) -> Tensor:
-    """[B, H, T, d]: as `scaled_dot_product_attention`; its backward pass is this module's."""
-    way = _ByProducts if _pays_by_products(q_BHTd) else _InFp32
-    output: Tensor = way.apply(q_BHTd, k_BHTd, v_BHTd, causal)
+def half_rows(q_BHMd: Tensor, k_BHTd: Tensor, v_BHTd: Tensor, causal: bool) -> Tensor:
+    """[B, H, M, d]: as `scaled_dot_product_attention`; its backward pass is this module's. `causal`: M is T."""
+    way = _ByProducts if _pays_by_products(q_BHMd, k_BHTd) else _InFp32
+    output: Tensor = way.apply(q_BHMd, k_BHTd, v_BHTd, causal)
     return output
 
 
-def _pays_by_products(x_BHTd: Tensor) -> bool:
-    rows, heads, tokens, _ = x_BHTd.shape
-    return tokens <= _LONGEST_BY_PRODUCTS and rows * heads * tokens**2 >= _LEAST_BY_PRODUCTS
+def _pays_by_products(q_BHMd: Tensor, k_BKTd: Tensor) -> bool:
+    (rows, heads, queries, _), tokens = q_BHMd.shape, k_BKTd.shape[-2]
+    return tokens <= _LONGEST_BY_PRODUCTS and rows * heads * queries * tokens >= _LEAST_BY_PRODUCTS
 
 
 class _InFp32(torch.autograd.Function):
@@ -86,24 +88,21 @@ class _ByProducts(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v = ctx.saved_tensors
-        tokens, head_size = q.shape[-2:]
-        rows = (x.reshape(-1, tokens, head_size).split(_heads_at_once(tokens)) for x in (q, k, v, gradient))
-        mask_TT = gradient.new_full((tokens, tokens), -inf).triu(1) if ctx.causal else gradient.new_zeros(())
-        found = zip(*(_gradients(mask_TT, *heads) for heads in zip(*rows, strict=True)), strict=True)
-        return *(torch.cat(parts).view(q.shape) for parts in found), None
-
-
-def _heads_at_once(tokens: int) -> int:
-    return max(1, _SCORES_AT_ONCE // tokens**2)
+        queries, tokens = q.shape[-2], k.shape[-2]
+        at_once = max(1, _SCORES_AT_ONCE // (queries * tokens))
+        rows = (x.reshape(-1, *x.shape[-2:]).split(at_once) for x in (q, k, v, gradient))
+        mask_MT = q.new_full((queries, tokens), -inf).triu(1) if ctx.causal else q.new_zeros(())
+        found = zip(*(_gradients(mask_MT, *heads) for heads in zip(*rows, strict=True)), strict=True)
+        return *(torch.cat(parts).view(x.shape) for parts, x in zip(found, (q, k, v), strict=True)), None
 
 
 def _gradients(
-    mask_TT: Tensor, q_CTd: Tensor, k_CTd: Tensor, v_CTd: Tensor, gradient_CTd: Tensor
+    mask_MT: Tensor, q_CMd: Tensor, k_CTd: Tensor, v_CTd: Tensor, gradient_CMd: Tensor
 ) -> tuple[Tensor, ...]:
-    """Of q, k and v. `mask_TT` is added to the scores."""
-    scale = q_CTd.shape[-1] ** -0.5
-    weights_CTT = torch.baddbmm(mask_TT, q_CTd, k_CTd.mT, alpha=scale).softmax(-1)
-    to_weights_CTT = torch.bmm(gradient_CTd, v_CTd.mT)
-    to_scores_CTT = torch._softmax_backward_data(to_weights_CTT, weights_CTT, -1, weights_CTT.dtype)
-    to_q_CTd, to_k_CTd = torch.bmm(to_scores_CTT, k_CTd), torch.bmm(to_scores_CTT.mT, q_CTd)
-    return to_q_CTd.mul_(scale), to_k_CTd.mul_(scale), torch.bmm(weights_CTT.mT, gradient_CTd)
+    """Of q, k and v. `mask_MT` is added to the scores."""
+    scale = q_CMd.shape[-1] ** -0.5
+    weights_CMT = torch.baddbmm(mask_MT, q_CMd, k_CTd.mT, alpha=scale).softmax(-1)
+    to_weights_CMT = torch.bmm(gradient_CMd, v_CTd.mT)
+    to_scores_CMT = torch._softmax_backward_data(to_weights_CMT, weights_CMT, -1, weights_CMT.dtype)
+    to_q_CMd, to_k_CTd = torch.bmm(to_scores_CMT, k_CTd), torch.bmm(to_scores_CMT.mT, q_CMd)
+    return to_q_CMd.mul_(scale), to_k_CTd.mul_(scale), torch.bmm(weights_CMT.mT, gradient_CMd)

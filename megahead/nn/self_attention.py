@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from megahead.distributed import Group, per_rank_rng
+from megahead.nn import cpu_attention
 from megahead.nn.attention_kernels import repeated
 from megahead.nn.backends import Attend, attend
 from megahead.nn.documents import Documents
@@ -128,5 +129,7 @@ def attend_at(
     q, k, v = (x.transpose(1, 2) for x in (q_BMHd, k_BTKd, v_BTKd))
     k, v = repeated(k, q.shape[1]), repeated(v, q.shape[1])
     mask_BTT = documents.causal_mask_BTT if causal else None if documents.need_no_mask else documents.mask_BTT
+    if mask_BTT is None and cpu_attention.serves(q, k, dropout):
+        return cpu_attention.half_rows(q, k, v, causal).transpose(1, 2)
     mask_B1MT = None if mask_BTT is None else targets.mask(mask_BTT)[:, None]
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask_B1MT, dropout_p=dropout).transpose(1, 2)

@@ -25,12 +25,31 @@ def _ours(q, k, v, documents, dropout=0.0, *, causal=True):
 def test_by_products_it_is_as_exact_as_scores_in_bf16_are(rows: int, length: int, causal: bool) -> None:
     """In blocks of heads of which the last may be smaller; torch's kernel keeps scores in fp32."""
     shape = (rows, length, 3, 32)
-    assert cpu_attention._pays_by_products(torch.empty(rows, 3, length, 32))
+    assert cpu_attention._pays_by_products(*[torch.empty(rows, 3, length, 32)] * 2)
     ours, theirs = (
         relative_errors(way, random_qkv(dtype=torch.bfloat16, shape=shape), None, causal) for way in (_ours, _as_torch)
     )
     assert ours[0] == theirs[0]  # the same forward pass
     assert ours[1] <= 2 * theirs[1]
+
+
+def _half_rows(q, k, v):
+    return cpu_attention.half_rows(q, k, v, causal=False)
+
+
+@pytest.mark.parametrize("targets", [5, 40])
+def test_queries_of_an_encoders_targets_alone(targets: int) -> None:
+    """By both ways: a gradient is that of fp32, but for rounding to bf16."""
+    q, gradient = (torch.randn(8, 4, targets, 32) for _ in range(2))
+    k, v = (torch.randn(8, 4, 128, 32) for _ in range(2))
+    found = []
+    for attend, dtype in ((F.scaled_dot_product_attention, torch.float32), (_half_rows, torch.bfloat16)):
+        inputs = [x.detach().to(dtype).requires_grad_() for x in (q, k, v)]
+        attend(*inputs).backward(gradient.to(dtype))
+        found.append([x.grad.float() for x in inputs])
+    assert cpu_attention._pays_by_products(q, k) == (targets == 40)
+    for exact, ours in zip(*found, strict=True):
+        assert (exact - ours).norm() < 0.01 * exact.norm()
 
 
 def test_gradients_by_products_are_the_same_whatever_rows_lie_beside() -> None:
@@ -81,7 +100,7 @@ def test_it_serves_packed_documents_and_gradients_keep_their_format() -> None:
     ],
 )
 def test_where_it_serves(shape, dtype, dropout: float, serves: bool) -> None:
-    assert cpu_attention.serves(torch.empty(shape, dtype=dtype), dropout) is serves
+    assert cpu_attention.serves(*[torch.empty(shape, dtype=dtype)] * 2, dropout) is serves
 
 
 @pytest.mark.parametrize("length", [5, 300])
