@@ -17,7 +17,7 @@ Recipe = dict[str, Any]
 
 ROUNDS = 2
 LEAST_GAIN = 0.005
-"""Of perplexity; two seeds differ by about as much."""
+"""Of perplexity. Two seeds differ by two or three times as much: a single move may be chance."""
 
 GRIDS: dict[str, tuple[Any, ...]] = {
     "optimizer.learning_rate": (1e-3, 2e-3, 4e-3, 8e-3, 16e-3, 32e-3),

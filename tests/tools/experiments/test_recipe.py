@@ -12,7 +12,7 @@ from experiments.climb import Recipe
 from experiments.laboratory import Laboratory
 from experiments.measures import Row
 from experiments.recipe import KINDS, Search, compare_recipe
-from megahead.config import load_config
+from megahead.config import load_config, resolve_candidate_group_samples
 from megahead.errors import FieldError, UserError
 from support.laboratory import TINY, results
 
@@ -73,3 +73,22 @@ def test_an_encoder_climbs_by_its_own_config(laboratory: Laboratory, monkeypatch
 def test_an_unknown_name_is_refused(laboratory: Laboratory) -> None:
     with pytest.raises(FieldError, match="decoder, encoder, headless, vanilla"):
         compare_recipe(laboratory, ["electra"])
+
+
+@pytest.mark.parametrize(
+    ("config", "objective"),
+    [("demo-headless", "headless"), ("demo-vanilla", "vanilla"), ("pythia-14m-headless", "headless")],
+)
+def test_configs_have_what_was_found(config: str, objective: str) -> None:
+    """But for the batch, which goes with the text."""
+    decoder = KINDS["decoder"]
+    recipe = decoder.start[objective] | decoder.found[objective]
+    kept = {
+        name: value for name, value in recipe.items() if name not in ("batch.global_size", "model.init_embedding_std")
+    }
+    asked = [f"{name}={value}" for name, value in kept.items()]
+    found, wanted = load_config(f"configs/{config}.yaml"), load_config(f"configs/{config}.yaml", asked)
+    assert found.optimizer == wanted.optimizer
+    assert found.schedule == wanted.schedule
+    groups = [resolve_candidate_group_samples(one.objective, one.batch, data_ranks=1) for one in (found, wanted)]
+    assert groups[0] == groups[1]
