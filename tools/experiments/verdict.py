@@ -3,6 +3,7 @@
 - `narrow`, decoders of Pythia-14M's depth: two long runs and branches of both (`courses.py`), of a second seed the
   shorter part, and headless once more on as many tokens as vanilla read.
 - `wide`: as long, of twice the width, headless, and with a softmax in the end.
+- `long`: `narrow` headless for 105 M tokens, four hours of a core.
 - `encoder`, ModernBERTs of four layers: the same runs as `narrow` for more tokens, but without a switch.
 
 Along training: held-out perplexity, a cloze (decoders), and where --tasks-data is given BLiMP; of each end then all of
@@ -35,6 +36,12 @@ PARTS = {
         budgets={0: (15,)},
         switches={15: (0.2,)},
         kinds=("headless", "switched"),
+    ),
+    "long": Part(
+        shape=("model.hidden_size=128", "model.num_heads=4"),
+        budgets={0: (50,)},
+        switches={},
+        kinds=("headless",),
     ),
     "encoder": Part(
         shape=KINDS["encoder"].shape,

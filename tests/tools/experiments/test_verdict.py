@@ -73,6 +73,20 @@ def test_every_run_is_scored_along_its_way_and_branches_go_on_from_their_trunks(
     assert trunk.training[0]["step"] == 1
 
 
+def test_a_part_that_is_headless_alone_times_no_vanilla_steps(
+    laboratory: Laboratory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    cloze = tmp_path / "passages.jsonl"
+    write_passages(cloze)
+    shape = ("model.hidden_size=16", "model.num_heads=2")
+    tiny = Part(shape, {0: (5,)}, {}, kinds=("headless",), unit=1, vocabulary=320)
+    monkeypatch.setattr("experiments.verdict.PARTS", {"tiny": tiny})
+    monkeypatch.setattr("experiments.race._cloze", lambda _: cloze)
+    compare_verdict(replace(laboratory, settings=TINY), [])
+    assert [row["run"] for row in results(laboratory, "verdict-tiny-ends")] == ["headless"]
+    assert not [*laboratory.folder.glob("tiny-probe-*")]
+
+
 def test_encoders_are_scored_by_blimp_and_fine_tuned(
     laboratory: Laboratory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -105,5 +119,5 @@ def test_parts_and_kinds_that_were_not_asked_for_are_left_out(
         compare_verdict(laboratory, only)
     whole = ["headless", "switched"]
     assert compared == [("narrow", ["vanilla"]), ("encoder", ["vanilla"]), ("wide", whole), ("narrow", whole)]
-    with pytest.raises(FieldError, match=r"`--only` must name some of narrow, wide, encoder, .*, but is narow"):
+    with pytest.raises(FieldError, match=r"`--only` must name some of narrow, wide, long, encoder, .*, but is narow"):
         compare_verdict(laboratory, ["narow"])
