@@ -8,7 +8,7 @@ vanilla ones that take as long.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import gcd
 
 DECAY = 0.2
@@ -32,6 +32,8 @@ class Part:
     config: str = "pythia-14m-headless"
     encoder: bool = False
     vocabulary: int = 49_152
+    longer: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """By objective: settings that suit runs of this length better than what a climb of short ones came to."""
 
 
 @dataclass(frozen=True)

@@ -72,10 +72,15 @@ class Race:
         return cut(self.part.vocabulary)
 
     def _learns_by(self, objective: str) -> list[str]:
-        """An objective with its own recipe, and nothing of the config's; encoders have BERT's head."""
+        """An objective with its own recipe, and nothing else of the config's; encoders have BERT's head."""
         recipe = KINDS["encoder" if self.part.encoder else "decoder"].found[objective]
         named = {"name": objective} | ({"tied": True} if self.part.encoder and objective == "vanilla" else {})
-        return [f"objective={json.dumps(named)}", "optimizer={}", *settings_of(recipe)]
+        return [
+            f"objective={json.dumps(named)}",
+            "optimizer={}",
+            *settings_of(recipe),
+            *self.part.longer.get(objective, ()),
+        ]
 
     def _vanilla_unit(self, data: Sequence[str]) -> int:
         """Vanilla steps in the time of a unit of headless ones; 1 where nothing asks for it."""

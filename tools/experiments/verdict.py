@@ -52,6 +52,7 @@ PARTS = {
         config="modernbert-15m-headless",
         encoder=True,
         vocabulary=30_522,
+        longer={"headless": ("optimizer.table.learning_rate_ratio=0.25",)},
     ),
 }
 """A unit is 2.1 M tokens, headless. `wide` has 30 M parameters with a head of its own."""

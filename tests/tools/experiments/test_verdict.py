@@ -10,6 +10,7 @@ import pytest
 
 from experiments.courses import Part
 from experiments.laboratory import Laboratory
+from experiments.recipe import KINDS
 from experiments.verdict import GLUE_ROWS, compare_verdict
 from megahead.config import load_config
 from megahead.errors import FieldError
@@ -92,7 +93,8 @@ def test_encoders_are_scored_by_blimp_and_fine_tuned(
 ) -> None:
     shape = ("model.hidden_size=16", "model.num_heads=2", "model.intermediate_size=16")
     kinds = ("headless", "vanilla")
-    tiny = Part(shape, {0: (5, 10)}, {}, kinds, 2, "modernbert-15m-headless", encoder=True, vocabulary=320)
+    longer = {"headless": ("optimizer.table.learning_rate_ratio=0.125",)}
+    tiny = Part(shape, {0: (5, 10)}, {}, kinds, 2, "modernbert-15m-headless", True, 320, longer)
     monkeypatch.setattr("experiments.verdict.PARTS", {"tiny": tiny})
     monkeypatch.setattr("experiments.race.PROBE_STEPS", 1)
     monkeypatch.setattr("experiments.side_by_side._cost", lambda run, _: 2.0 if run.name.endswith("vanilla") else 1.0)
@@ -108,6 +110,11 @@ def test_encoders_are_scored_by_blimp_and_fine_tuned(
     assert tuned == [(f"tiny-0-{name}-10", GLUE_ROWS) for name in (*kinds, "headless-equal-tokens")]
     vanilla = load_config(laboratory.folder / "tiny-0-vanilla-10/config.yaml").objective
     assert (vanilla.name, vanilla.tied) == ("vanilla", True)
+    rates = [
+        load_config(laboratory.folder / f"tiny-0-{kind}-10/config.yaml").optimizer.table.learning_rate_ratio
+        for kind in kinds
+    ]
+    assert rates == [0.125, KINDS["encoder"].found["vanilla"]["optimizer.table.learning_rate_ratio"]]
 
 
 def test_parts_and_kinds_that_were_not_asked_for_are_left_out(
