@@ -54,7 +54,7 @@ def apply_rotary(x_BTHd: Tensor, rotation: Rotation) -> Tensor:
 
 
 def _turned(x_BTHr: Tensor, rotation: Rotation) -> Tensor:
-    """In the wider of both formats: a CPU multiplies numbers of two formats several times as slowly as converted ones."""
+    """In the wider of both formats: a CPU multiplies two of differing formats several times as slowly."""
     wide_BTHr = x_BTHr.to(torch.promote_types(x_BTHr.dtype, rotation.cos.dtype))
     partner_BTHr = wide_BTHr.roll(wide_BTHr.shape[-1] // 2, -1)
     return (wide_BTHr * rotation.cos + partner_BTHr * rotation.sin).to(x_BTHr.dtype)
