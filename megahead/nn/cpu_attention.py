@@ -5,7 +5,8 @@ documents of 16 to 128 tokens 3 to 7 times as long as in fp32, conversions inclu
 
 - few scores go back in fp32, by the same kernel;
 - many scores of up to 512 tokens a row by five bf16 products, of so many heads at once that their scores stay in the
-  processor's cache: 1.2 to 2.1 times as fast as in fp32 (32 x 2 heads of 64, 128 tokens: 14.1 -> 6.6 ms);
+  processor's cache: mostly 1.2 to 2.1 times as fast as in fp32 (32 x 2 heads of 64, 128 tokens: 14.1 -> 6.6 ms; 8 x 4
+  heads of 32, 128 tokens, where it does not pay: 2.8 -> 3.6 ms);
 - longer rows by torch's bf16 kernel, which skips what a causal row does not see.
 
 (one core with AVX512-BF16, the other busy, torch 2.13)

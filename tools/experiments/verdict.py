@@ -25,9 +25,10 @@ from experiments.recipe import KINDS
 from megahead.errors import FieldError
 from megahead.evaluate.finetuning import comparison_table
 
+NARROW = ("model.hidden_size=128", "model.num_heads=4")
 PARTS = {
     "narrow": Part(
-        shape=("model.hidden_size=128", "model.num_heads=4"),
+        shape=NARROW,
         budgets={0: (5, 15), 1: (5,)},
         switches={5: (0.05, 0.1, 0.2, 0.4), 15: (0.2,)},
     ),
@@ -38,7 +39,7 @@ PARTS = {
         kinds=("headless", "switched"),
     ),
     "long": Part(
-        shape=("model.hidden_size=128", "model.num_heads=4"),
+        shape=NARROW,
         budgets={0: (50,)},
         switches={},
         kinds=("headless",),
