@@ -27,8 +27,11 @@ class RunPlan:
     zero_stage: int
     """What is partitioned over data ranks: 0 nothing, 1 the optimizer, 2 gradients too, 3 weights too."""
 
+    precision_by_auto: bool = False
+    """Whether `engine.precision` is what `auto` came to."""
+
     @staticmethod
-    def of(config: RunConfig, ranks: int = 1, device: str | None = None) -> RunPlan:
+    def of(config: RunConfig, ranks: int = 1, device: str | None = None, *, precision_by_auto: bool = False) -> RunPlan:
         """ConfigError if `config` cannot be split over `ranks`, or DeepSpeed's settings contradict it; UserError if
         these are in a file that cannot be read.
 
@@ -38,7 +41,7 @@ class RunPlan:
         data_ranks = config.parallel.data_ranks(ranks)
         device = device or ("cpu" if config.engine.device == "cpu" else "cuda")
         deepspeed = deepspeed_config(config, data_ranks, device)
-        return RunPlan(config, ranks, data_ranks, deepspeed, zero_stage(deepspeed))
+        return RunPlan(config, ranks, data_ranks, deepspeed, zero_stage(deepspeed), precision_by_auto)
 
     @property
     def zero(self) -> Mapping[str, Any]:

@@ -23,6 +23,7 @@ def describe_run(plan: RunPlan, group_samples: int | None = None) -> list[tuple[
     batch, schedule = config.batch, config.schedule
     rows = group_samples or plan.group_samples()
     warm_up = f"{counted(schedule.warmup_steps, 'step')} of warm-up" if schedule.warmup_steps else "no warm-up"
+    precision = f"{config.engine.precision}{' (by auto)' if plan.precision_by_auto else ''}"
     ending = "" if schedule.name == "constant" else f", to {schedule.final_ratio:.0%} of it"
     return [
         ("run", f"{config.name} -> {config.folder()}"),
@@ -41,7 +42,7 @@ def describe_run(plan: RunPlan, group_samples: int | None = None) -> list[tuple[
         *_own_rates(config),
         *_embedding(plan),
         ("mesh", f"{config.parallel.tensor} tensor x {counted(plan.data_ranks, 'data rank')}"),
-        ("engine", f"ZeRO {plan.zero_stage}, {config.engine.precision}"),
+        ("engine", f"ZeRO {plan.zero_stage}, {precision}"),
         ("memory", _memory(rank_memory(plan))),
     ]
 

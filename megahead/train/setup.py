@@ -66,7 +66,8 @@ def pretrain(config: RunConfig, launch: Launch = ONE_PROCESS, resume: str = "aut
             return wait_for_end(config, launch)
         device = choose_device(config.engine.device, launch.local_rank)
         with connected(launch, device, config.engine.timeout_seconds, settings_of(config)) as ranks:
-            plan = RunPlan.of(settle_precision(config, device, ranks), ranks.size, device.type)
+            settled, by_auto = settle_precision(config, device, ranks), config.engine.precision == "auto"
+            plan = RunPlan.of(settled, ranks.size, device.type, precision_by_auto=by_auto)
             with explain_out_of_memory(plan):
                 return _pretrain(plan, launch, ranks, device, resume)
 

@@ -56,9 +56,11 @@ def test_one_slow_rank_settles_it_for_all(tmp_path, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize(("fast", "settled"), [(True, "bf16"), (False, "fp32")])
-def test_a_run_trains_in_what_it_settled_on(tmp_path, fast: bool, settled: str) -> None:
+def test_a_run_trains_in_what_it_settled_on_and_says_so(tmp_path, capfd, fast: bool, settled: str) -> None:
     write_text(tmp_path)
     forked(_trained, tmp_path, fast)
+    (engine,) = (line for line in capfd.readouterr().out.splitlines() if line.startswith("engine"))
+    assert engine.endswith(f", {settled} (by auto)")
     assert yaml.safe_load((tmp_path / "run/config.yaml").read_text())["engine"]["precision"] == settled
 
 
