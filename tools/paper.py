@@ -52,6 +52,9 @@ def main() -> None:
     )
     parser.add_argument("--folder", type=Path, default=Path("runs/paper"), help="where all of it goes")
     parser.add_argument("--only", nargs="+", default=[], metavar="RUN", help="these runs alone")
+    parser.add_argument(
+        "--ranks", type=int, default=1, metavar="N", help="each run on N ranks of this machine (default: 1)"
+    )
     parser.add_argument("--set", action="append", default=[], metavar="a.b=c", help="override a setting of every run")
     arguments = parser.parse_args()
     if arguments.text is not None:
@@ -64,7 +67,9 @@ def main() -> None:
     from experiments.laboratory import Laboratory
 
     console = Console(highlight=False)
-    laboratory = Laboratory(folder, text, arguments.set, console, tasks_data=tasks, tokenizer=tokenizer)
+    laboratory = Laboratory(
+        *(folder, text, arguments.set, console), tasks_data=tasks, tokenizer=tokenizer, ranks=arguments.ranks
+    )
     experiment(laboratory, arguments.only)
 
 

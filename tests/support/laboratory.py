@@ -21,7 +21,8 @@ TINY = [
 ]
 
 
-def run_logged(command: Sequence[str], log: TextIO) -> int:
+def run_logged(command: Sequence[str], log: TextIO, ranks: int = 1) -> int:
+    assert ranks == 1
     done = run_script(*command)
     log.write(done.stdout + done.stderr)
     return done.returncode

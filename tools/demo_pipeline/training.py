@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -14,6 +13,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
+from demo_pipeline.launcher import environment, launcher
 from megahead.config import load_config
 from megahead.errors import UserError
 from megahead.report import read_metrics
@@ -33,17 +33,12 @@ def train(config: str, overrides: Sequence[str], console: Console) -> None:
 
     Raises UserError with the last lines it printed when it fails.
     """
-    command = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_accelerators", str(ranks())]
-    command += ["--master_port", str(_free_port())]  # the launcher's own may be taken: by another demo, say
-    command += ["launch/pretrain.py", "--config", f"configs/{config}.yaml"]
+    command = [sys.executable, *launcher(ranks()), "launch/pretrain.py", "--config", f"configs/{config}.yaml"]
     for override in overrides:
         command += ["--set", override]
-    environment = {**os.environ, "OMP_NUM_THREADS": _threads(), "PYTHONUNBUFFERED": "1"}
-    if not torch.cuda.is_available():
-        environment["DS_ACCELERATOR"] = "cpu"
     lines: list[str] = []
     with subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command, cwd=ROOT, env=environment(ranks()), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as process:
         assert process.stdout is not None
         for line in map(str.rstrip, process.stdout):
@@ -62,14 +57,3 @@ def seconds_per_step(config: str, overrides: Sequence[str], console: Console) ->
     steps: list[float] = [record["step_seconds"] for record in read_metrics(scratch.path).training]
     shutil.rmtree(scratch)
     return sorted(steps)[len(steps) // 2]
-
-
-def _threads() -> str:
-    return str(max(1, (os.cpu_count() or 1) // ranks()))
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

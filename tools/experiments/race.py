@@ -109,11 +109,11 @@ class Race:
         ]
 
     def _hours(self, course: Course, run: RunMetrics) -> float:
-        """CPU hours of the whole run, with those of the one that it went on from."""
+        """CPU hours of the whole run on all ranks, with those of the one that it went on from."""
         whole = spent(run)
         if course.trunk is not None:
             whole += spent(read_metrics(self.laboratory.folder / self.folder(course.trunk)), until=course.fork)
-        return whole / 3600
+        return whole * self.laboratory.ranks / 3600
 
     def _train(self, courses: Courses, course: Course, data: Sequence[str]) -> RunMetrics:
         unit = courses.units[course.objective]

@@ -13,7 +13,7 @@ from typing import TextIO
 import pytest
 import yaml
 
-from experiments.laboratory import Laboratory, _finished
+from experiments.laboratory import Laboratory, _finished, run_python
 from experiments.negatives import compare_negatives
 from experiments.one_at_a_time import one_at_a_time
 from experiments.variants import compare_variants
@@ -67,7 +67,7 @@ def test_an_experiment_says_that_it_needs_a_text(laboratory: Laboratory) -> None
 def test_a_run_that_was_stopped_is_no_result_until_it_went_on(
     laboratory: Laboratory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def stopped(command: Sequence[str], log: TextIO) -> int:
+    def stopped(command: Sequence[str], log: TextIO, _: int) -> int:
         return run_logged([part.replace("training.steps=2", "training.steps=1") for part in command], log)
 
     monkeypatch.setattr("experiments.laboratory.run_python", stopped)
@@ -75,6 +75,15 @@ def test_a_run_that_was_stopped_is_no_result_until_it_went_on(
         laboratory.train("small-headless", "early", *laboratory.data())
     monkeypatch.setattr("experiments.laboratory.run_python", run_logged)
     assert laboratory.train("small-headless", "early", *laboratory.data()).training[-1]["step"] == 2
+
+
+def test_runs_train_on_as_many_ranks_as_asked(laboratory: Laboratory, monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = laboratory.train("small-headless", "alone", *(data := laboratory.data()))
+    monkeypatch.setattr("experiments.laboratory.run_python", run_python)
+    both = replace(laboratory, ranks=2).train("small-headless", "both", *data)
+    (began,) = (event["session"]["mesh"] for event in both.events if "session" in event)
+    assert began["data"] == 2
+    assert both.training[-1]["loss"] == pytest.approx(alone.training[-1]["loss"], rel=1e-4)
 
 
 def test_a_run_that_fails_is_told_with_the_end_of_its_log(laboratory: Laboratory) -> None:
