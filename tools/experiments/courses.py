@@ -1,6 +1,6 @@
 """Which runs a verdict takes: a long one by each objective, and branches that end where a smaller budget is spent.
 
-By a warmup-stable-decay schedule the learning rate falls in the last DECAY of a budget alone, so that all budgets share
+By a warmup-stable-decay schedule the learning rate falls in the last part of a budget alone, so that all budgets share
 one run up to there: a branch goes on from its checkpoint. Budgets are units of time: a number of headless steps, and of
 vanilla ones that take as long.
 """
@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import gcd
-
-DECAY = 0.2
 
 
 @dataclass(frozen=True)
@@ -34,6 +32,9 @@ class Part:
     vocabulary: int = 49_152
     longer: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """By objective: settings that suit runs of this length better than what a climb of short ones came to."""
+
+    decay: float = 0.2
+    """The last share of a budget, in which the learning rate falls."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,7 @@ class Courses:
     def __init__(self, part: Part, seed: int, vanilla_unit: int) -> None:
         self.units = {"headless": part.unit, "vanilla": vanilla_unit}
         self._part, self._budgets, self._longest = part, part.budgets[seed], max(part.budgets[seed])
+        self._decay = part.decay
 
     def trunks(self) -> list[Course]:
         """The longest one of each objective: others go on from it."""
@@ -99,26 +101,27 @@ class Courses:
         return (step - last) / self.units[course.objective] + last / self.units["vanilla"]
 
     def _plain(self, kind: str, budget: int) -> Course:
-        unit, decay = self.units[kind], round(DECAY * budget)
+        unit, decay = self.units[kind], round(self._decay * budget)
         course = Course(kind, kind, budget, kind, steps=budget * unit, decay_steps=decay * unit)
         return course if budget == self._longest else self._branch(course)
 
     def _switched(self, budget: int, share: float) -> Course:
         unit = self.units["headless"]
         first, last = round(budget * (1 - share) * unit), max(1, round(budget * share * self.units["vanilla"]))
-        decay = round(last * DECAY / share) if share >= DECAY else last + round(budget * (DECAY - share) * unit)
+        falls = self._decay
+        decay = round(last * falls / share) if share >= falls else last + round(budget * (falls - share) * unit)
         run = f"vanilla for the last {share:.0%}"
         return self._branch(Course("switched", run, budget, "headless", first + last, decay, vanilla_steps=last))
 
     def _equal_tokens(self, budget: int) -> Course:
         """Headless, on as many tokens as vanilla reads in the time of `budget`: cheaper than the other way round."""
         unit = self.units["vanilla"]
-        steps, decay = budget * unit, round(DECAY * budget) * unit
+        steps, decay = budget * unit, round(self._decay * budget) * unit
         return self._branch(Course("headless", "headless, equal tokens", budget, "headless", steps, decay))
 
     def _branch(self, course: Course) -> Course:
         """It goes on from the trunk's last checkpoint up to where the rate or the objective changes in either."""
-        unit, stable = self.units[course.objective], self._longest - round(DECAY * self._longest)
+        unit, stable = self.units[course.objective], self._longest - round(self._decay * self._longest)
         same = course.steps - max(course.decay_steps, course.vanilla_steps)
         fork = min(same // unit, stable) * unit
         trunk = self._plain(course.objective, self._longest).name

@@ -3,7 +3,7 @@
 - `narrow`, decoders of Pythia-14M's depth: two long runs and branches of both (`courses.py`), of a second seed the
   shorter part, and headless once more on as many tokens as vanilla read.
 - `wide`: as long, of twice the width, headless, and with a softmax in the end.
-- `long`: `narrow` headless for 105 M tokens, four hours of a core.
+- `long`: `narrow` headless for 105 M tokens, with lower rates: four and a half hours of a core.
 - `encoder`, ModernBERTs of four layers: the same runs as `narrow` for more tokens, but without a switch.
 
 Along training: held-out perplexity, a cloze (decoders), and where --tasks-data is given BLiMP; of each end then all of
@@ -43,6 +43,8 @@ PARTS = {
         budgets={0: (50,)},
         switches={},
         kinds=("headless",),
+        decay=0.6,
+        longer={"headless": ("optimizer.learning_rate=4e-3", "optimizer.table.learning_rate_ratio=1")},
     ),
     "encoder": Part(
         shape=KINDS["encoder"].shape,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from experiments.courses import Courses, Part
@@ -25,11 +27,12 @@ def test_every_run_of_a_budget_takes_its_time() -> None:
     assert courses.time_until(switched, 40 * 128 + 32) == 41
 
 
-def test_rates_fall_in_the_last_fifth_of_the_time_whatever_is_learned_then() -> None:
-    courses = Courses(PART, 0, UNIT // 4)
+@pytest.mark.parametrize("falls", [0.2, 0.6])
+def test_rates_fall_in_the_last_part_of_the_time_whatever_is_learned_then(falls: float) -> None:
+    courses = Courses(replace(PART, decay=falls), 0, UNIT // 4)
     for course in courses.all():
         stable = courses.time_until(course, course.steps - course.decay_steps)
-        assert stable == pytest.approx(0.8 * courses.time_until(course, course.steps), rel=0.01), course.name
+        assert stable == pytest.approx((1 - falls) * courses.time_until(course, course.steps), rel=0.01), course.name
 
 
 def test_a_run_that_is_shorter_than_five_units_warms_up_for_less() -> None:
