@@ -14,6 +14,7 @@ import argparse
 import os
 import signal
 import sys
+from collections.abc import Mapping
 
 from megahead import train
 from megahead.config import RunConfig, RunPlan, load_config
@@ -37,11 +38,22 @@ def run() -> None:
 
     from megahead.distributed import read_launch
 
+    share_cores(os.environ)
     done = train.pretrain(config, read_launch(os.environ), arguments.resume)
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)  # a launcher's second one comes too late to change how it ended
     if done.ending == "stopped":
         sys.exit(_LEAVES if arguments.stopped_code is None and config.parallel.elastic else arguments.stopped_code or 0)
+
+
+def share_cores(environment: Mapping[str, str]) -> None:
+    """Leaves each rank of this machine its part of the cores under DeepSpeed's launcher, where each would take all,
+    unless somebody said how many threads it has. torchrun gives each rank one."""
+    import torch
+
+    ranks = environment.get("LOCAL_SIZE", "")
+    if ranks.isdecimal() and int(ranks) > 1 and "OMP_NUM_THREADS" not in environment:
+        torch.set_num_threads(max(1, torch.get_num_threads() // int(ranks)))
 
 
 def parse() -> argparse.Namespace:

@@ -11,8 +11,10 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from megahead.checkpoint import open_checkpoint
+from megahead.commands.pretrain import share_cores
 from support.commands import CPU, DEEPSPEED, SCRIPT, TORCHRUN, config_file, free_port, losses
 from support.forked import Script, fork_pythons, run_script
 
@@ -36,6 +38,26 @@ def test_deepspeed_torchrun_and_bare_python_train_alike(tmp_path: Path) -> None:
     assert len(curves["python"]) == 4
     assert curves["deepspeed"] == pytest.approx(curves["python"], abs=1e-5)
     assert curves["torchrun"] == curves["deepspeed"]
+
+
+@pytest.mark.parametrize(
+    ("environment", "threads"),
+    [
+        ({"LOCAL_SIZE": "2"}, 4),
+        ({"LOCAL_SIZE": "16"}, 1),
+        ({"LOCAL_SIZE": "2", "OMP_NUM_THREADS": "8"}, 8),
+        ({"LOCAL_SIZE": "1"}, 8),
+        ({}, 8),
+    ],
+)
+def test_ranks_of_one_machine_share_its_cores(
+    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], threads: int
+) -> None:
+    given = [8]
+    monkeypatch.setattr(torch, "get_num_threads", lambda: given[-1])
+    monkeypatch.setattr(torch, "set_num_threads", given.append)
+    share_cores(environment)
+    assert given[-1] == threads
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
