@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from megahead.checkpoint import open_checkpoint
-from megahead.commands.pretrain import share_cores
+from megahead.commands import pretrain
 from support.commands import CPU, DEEPSPEED, SCRIPT, TORCHRUN, config_file, free_port, losses
 from support.forked import Script, fork_pythons, run_script
 
@@ -51,13 +51,18 @@ def test_deepspeed_torchrun_and_bare_python_train_alike(tmp_path: Path) -> None:
     ],
 )
 def test_ranks_of_one_machine_share_its_cores(
-    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], threads: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], threads: int
 ) -> None:
     given = [8]
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "argv", ["pretrain", "--config", config_file(tmp_path)])
+    monkeypatch.setattr(pretrain.train, "pretrain", lambda *_: sys.exit(f"on {given[-1]} threads"))
     monkeypatch.setattr(torch, "get_num_threads", lambda: given[-1])
     monkeypatch.setattr(torch, "set_num_threads", given.append)
-    share_cores(environment)
-    assert given[-1] == threads
+    with pytest.raises(SystemExit, match=f"on {threads} threads"):
+        pretrain.run()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -14,11 +14,10 @@ def launcher(ranks: int) -> list[str]:
     return ["-m", "deepspeed.launcher.runner", "--num_accelerators", str(ranks), "--master_port", port]
 
 
-def environment(ranks: int) -> dict[str, str]:
-    """Of the launcher: this process's, with the cores shared out among the ranks unless it says how."""
-    cores = max(1, (os.cpu_count() or 1) // ranks)
+def environment() -> dict[str, str]:
+    """Of the launcher; how its ranks share the cores is the command's own affair."""
     added = {} if torch.cuda.is_available() else {"DS_ACCELERATOR": "cpu"}
-    return {"OMP_NUM_THREADS": str(cores), **os.environ, **added, "PYTHONUNBUFFERED": "1"}
+    return {**os.environ, **added, "PYTHONUNBUFFERED": "1"}
 
 
 def _free_port() -> int:

@@ -38,7 +38,7 @@ def train(config: str, overrides: Sequence[str], console: Console) -> None:
         command += ["--set", override]
     lines: list[str] = []
     with subprocess.Popen(
-        command, cwd=ROOT, env=environment(ranks()), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as process:
         assert process.stdout is not None
         for line in map(str.rstrip, process.stdout):

@@ -70,7 +70,6 @@ class Courses:
     def __init__(self, part: Part, seed: int, vanilla_unit: int) -> None:
         self.units = {"headless": part.unit, "vanilla": vanilla_unit}
         self._part, self._budgets, self._longest = part, part.budgets[seed], max(part.budgets[seed])
-        self._decay = part.decay
 
     def trunks(self) -> list[Course]:
         """The longest one of each objective: others go on from it."""
@@ -101,14 +100,14 @@ class Courses:
         return (step - last) / self.units[course.objective] + last / self.units["vanilla"]
 
     def _plain(self, kind: str, budget: int) -> Course:
-        unit, decay = self.units[kind], round(self._decay * budget)
+        unit, decay = self.units[kind], round(self._part.decay * budget)
         course = Course(kind, kind, budget, kind, steps=budget * unit, decay_steps=decay * unit)
         return course if budget == self._longest else self._branch(course)
 
     def _switched(self, budget: int, share: float) -> Course:
         unit = self.units["headless"]
         first, last = round(budget * (1 - share) * unit), max(1, round(budget * share * self.units["vanilla"]))
-        falls = self._decay
+        falls = self._part.decay
         decay = round(last * falls / share) if share >= falls else last + round(budget * (falls - share) * unit)
         run = f"vanilla for the last {share:.0%}"
         return self._branch(Course("switched", run, budget, "headless", first + last, decay, vanilla_steps=last))
@@ -116,12 +115,12 @@ class Courses:
     def _equal_tokens(self, budget: int) -> Course:
         """Headless, on as many tokens as vanilla reads in the time of `budget`: cheaper than the other way round."""
         unit = self.units["vanilla"]
-        steps, decay = budget * unit, round(self._decay * budget) * unit
+        steps, decay = budget * unit, round(self._part.decay * budget) * unit
         return self._branch(Course("headless", "headless, equal tokens", budget, "headless", steps, decay))
 
     def _branch(self, course: Course) -> Course:
         """It goes on from the trunk's last checkpoint up to where the rate or the objective changes in either."""
-        unit, stable = self.units[course.objective], self._longest - round(self._decay * self._longest)
+        unit, stable = self.units[course.objective], self._longest - round(self._part.decay * self._longest)
         same = course.steps - max(course.decay_steps, course.vanilla_steps)
         fork = min(same // unit, stable) * unit
         trunk = self._plain(course.objective, self._longest).name

@@ -163,7 +163,7 @@ class Laboratory:
 
 def run_python(command: Sequence[str], output: TextIO, ranks: int = 1) -> int:
     """Exit code of `python COMMAND ...`, run where the project is, by DeepSpeed's launcher if on more than one rank."""
-    launched, variables = (launcher(ranks), environment(ranks)) if ranks > 1 else ([], None)
+    launched, variables = (launcher(ranks), environment()) if ranks > 1 else ([], None)
     command = [sys.executable, *launched, *command]
     return subprocess.run(command, cwd=ROOT, env=variables, stdout=output, stderr=output).returncode
 
