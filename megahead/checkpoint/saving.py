@@ -143,12 +143,20 @@ def _sentence(error: Exception, partial: Path, needed: int) -> str:
         return str(error)
     if not _is_full(error):
         return f"`{root}` must take a checkpoint, but cannot ({error}); older checkpoints are unharmed."
-    there = shutil.disk_usage(root).free + sum(file.stat().st_size for file in partial.glob("*"))
+    there = shutil.disk_usage(root).free + sum(map(_length, partial.glob("*")))
     lack = f"{needed - there} bytes are missing" if needed > there else "its disk or quota is full"
     return (
         f"`{root}` must have room for a checkpoint of {needed} bytes, but {lack}; free some or lower "
         "training.keep_checkpoints (older checkpoints are unharmed)."
     )
+
+
+def _length(file: Path) -> int:
+    """Bytes of a file, 0 if another rank has renamed it since it was listed."""
+    try:
+        return file.stat().st_size
+    except FileNotFoundError:
+        return 0
 
 
 def _is_full(error: Exception) -> bool:

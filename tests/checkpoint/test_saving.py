@@ -74,6 +74,18 @@ def test_a_full_disk_is_told_by_whatever_it_is_reported(
         save(tmp_path, 1)
 
 
+def test_a_full_disk_is_told_while_other_ranks_rename_their_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def leave_a_name_without_a_file(_: Any, path: Path) -> None:
+        (path.parent / ".tmp-of-another-rank").symlink_to("renamed-since")
+        no_room()
+
+    monkeypatch.setattr(snapshots, "save_file", leave_a_name_without_a_file)
+    with pytest.raises(CheckpointError, match="must have room for a checkpoint of 800 bytes"):
+        save(tmp_path, 1)
+
+
 def test_what_does_not_read_back_as_it_was_written_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path, 1)
     write = snapshots.save_file
