@@ -52,7 +52,10 @@ def saved_dataset_files(folder: Path) -> list[Path]:
         splits = orjson.loads((folder / SPLITS).read_bytes())["splits"]
         raise DataError(f"`{folder}` must be one split of a saved dataset, but holds {', '.join(splits)}; name one.")
     if not (folder / STATE).is_file():
-        raise DataError(f"`{folder}` must be a file or a saved Hugging Face dataset, but has no {STATE} in it.")
+        raise DataError(
+            f"`{folder}` must be a file or a saved Hugging Face dataset, but is a folder without {STATE}; "
+            f"for the files in it give a pattern in quotes like '{folder}/*.jsonl'."
+        )
     state = orjson.loads((folder / STATE).read_bytes())
     if state.get("_indices_data_files"):
         raise DataError(f"`{folder}` must be saved flat, but has an index mapping; save it after flatten_indices().")
