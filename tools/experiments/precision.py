@@ -11,7 +11,6 @@ from itertools import combinations
 from experiments.charts import Chart
 from experiments.laboratory import Laboratory
 from experiments.measures import Row, lines, over_seeds, speed
-from experiments.recipe import FIRST, settings_of
 
 PRECISIONS = ("fp32", "bf16")
 SEEDS = (0, 1)
@@ -34,8 +33,8 @@ def compare_precision(laboratory: Laboratory, only: Sequence[str]) -> None:
 
 def _along(laboratory: Laboratory, precision: str, seed: int) -> list[Row]:
     """Every evaluation of a run."""
-    given = [*settings_of(FIRST), f"engine.precision={precision}", f"seed={seed}"]
-    run = laboratory.train("demo-headless", f"{precision}-{seed}", *laboratory.data(VOCABULARY), *given)
+    given = [*laboratory.data(VOCABULARY), f"engine.precision={precision}", f"seed={seed}"]
+    run = laboratory.train("demo-headless", f"{precision}-{seed}", *given)
     about = {"precision": precision, "seed": seed, "tokens/s": speed(run)}
     names = ("step", "tokens", "loss", "perplexity")
     return [about | {name: record[name] for name in names} for record in run.validation]
