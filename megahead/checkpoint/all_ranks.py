@@ -26,20 +26,28 @@ def run_on_all_ranks(
 ) -> list[T]:
     """Runs `action` on every rank; returns all ranks' (small) results in rank order. Collective.
 
-    If it fails on any rank, all ranks raise a CheckpointError with the first failing rank's `describe_error(error)`, so
-    that none is left waiting. Costs one all-gather of objects; on return every rank's action is over.
+    If it fails on any rank, all ranks raise a CheckpointError with the first failing rank's `describe_error(error)`, or
+    `str(error)` where that fails itself, so that none is left waiting. Costs one all-gather of objects; on return every
+    rank's action is over.
     """
     cause: Exception | None = None
     result: T | _Failure
     try:
         result = action()
     except Exception as error:
-        cause, result = error, _Failure(describe_error(error))
+        cause, result = error, _Failure(_described(error, describe_error))
     results = group.all_gather_objects(result)
     failures = [each for each in results if isinstance(each, _Failure)]
     if failures:
         raise CheckpointError(failures[0].sentence) from cause
     return [each for each in results if not isinstance(each, _Failure)]
+
+
+def _described(error: Exception, describe_error: Callable[[Exception], str]) -> str:
+    try:
+        return describe_error(error)
+    except Exception:
+        return str(error)
 
 
 def run_long_on_all_ranks(group: Group, work: Iterator[None], describe_error: Callable[[Exception], str]) -> None:
