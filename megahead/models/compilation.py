@@ -20,6 +20,8 @@ class CompiledBlocks:
     def __init__(self, **options: Any) -> None:
         """`options`: of `torch.compile`."""
         self.obstacle = ""
+        if "backend" not in options:  # torch 2.13 gives two bf16 sums of one loop the same name in C++
+            options["options"] = {"cpp.max_horizontal_fusion_size": 1}
         self._compiled = torch.compile(_call, dynamic=False, **options)
         settings: Any = importlib.import_module("torch._functorch.config")
         settings.force_non_lazy_backward_lowering = True  # else a backward that cannot be compiled fails when it runs

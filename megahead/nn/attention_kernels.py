@@ -42,10 +42,13 @@ def attend_rows(q_BTHd: Tensor, k_BTHd: Tensor, v_BTHd: Tensor, dropout: float, 
 def attend_masked(
     q_BTHd: Tensor, k_BTHd: Tensor, v_BTHd: Tensor, documents: Documents, dropout: float, causal: bool
 ) -> Tensor:
-    """The reference for the other backends: every pair of a row is scored, then hidden by a boolean mask."""
+    """The reference for the other backends: every pair of a row is scored, then hidden by a mask."""
     q, k, v = (x.transpose(1, 2) for x in (q_BTHd, k_BTHd, v_BTHd))
-    mask_B1TT = (documents.causal_mask_BTT if causal else documents.mask_BTT)[:, None]
     k, v = repeated(k, q.shape[1]), repeated(v, q.shape[1])
+    if cpu_attention.serves_masked(q, k.shape[2], dropout):
+        bias_BTT = documents.causal_half_bias_BTT if causal else documents.half_bias_BTT
+        return cpu_attention.half_rows(q, k, v, causal, bias_BTT).transpose(1, 2)
+    mask_B1TT = (documents.causal_mask_BTT if causal else documents.mask_BTT)[:, None]
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask_B1TT, dropout_p=dropout).transpose(1, 2)
 
 

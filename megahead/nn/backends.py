@@ -3,7 +3,7 @@
 On CUDA in half precision `auto` takes a kernel for sequences of differing lengths: flash-attn 2, 3 or 4 where one is
 installed, else torch's own. A CPU goes document by document. Measured on one CPU core, forward and backward, 2 rows x
 2,048 tokens in 4 documents each, 8 heads of 64: mask 613 ms, document by document 198 ms, and 330 ms for causal
-attention without documents.
+attention without documents. Only short rows in bf16 go under a mask there (`cpu_attention`).
 
 B rows, T tokens, H heads (of this rank), d dimensions of a head.
 """
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from megahead.errors import ConfigError
+from megahead.nn import cpu_attention
 from megahead.nn.attention_kernels import (
     DenseAttention,
     FlashAttention,
@@ -63,6 +64,8 @@ class AttentionSpec(NamedTuple):
     dropout: float = 0.0
     local: bool = False
     """Whether there are layers with local attention, whose tokens see a window of their document."""
+    masked: bool = False
+    """Whether a CPU is faster with rows under a mask than document by document."""
 
 
 def attend(
@@ -75,8 +78,9 @@ def attend(
     causal: bool = True,
 ) -> Tensor:
     """As `Attend` describes, by the best backend for these tensors."""
-    local = documents.window is not None
-    backend = choose_backend("auto", AttentionSpec(q_BTHd.device, q_BTHd.dtype, q_BTHd.shape[-1], dropout, local))
+    local, masked = documents.window is not None, cpu_attention.serves_masked(q_BTHd, q_BTHd.shape[1], dropout)
+    spec = AttentionSpec(q_BTHd.device, q_BTHd.dtype, q_BTHd.shape[-1], dropout, local, masked)
+    backend = choose_backend("auto", spec)
     return backend.attend(q_BTHd, k_BTHd, v_BTHd, documents, dropout, causal=causal)
 
 
@@ -187,11 +191,11 @@ BACKENDS = {
 def choose_backend(wanted: str, spec: AttentionSpec) -> Backend:
     """The backend named `wanted`, for `auto` the best one that serves `spec`; ConfigError with the reason why not.
 
-    `auto` on a CPU is document by document; on other devices that would synchronise.
+    `auto` on a CPU is document by document, or by a mask; on other devices the former would synchronise.
     """
     if wanted == "auto":
         if spec.device.type == "cpu":
-            return BACKENDS["documents"]
+            return BACKENDS["sdpa" if spec.masked else "documents"]
         return next(backend for backend in BACKENDS.values() if not backend.obstacle(spec))
     backend = BACKENDS[wanted]
     if obstacle := backend.obstacle(spec):

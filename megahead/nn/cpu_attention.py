@@ -4,12 +4,11 @@ torch's CPU kernel computes bf16 forward on the matrix units. Its backward pass 
 documents of 16 to 128 tokens 3 to 7 times as long as in fp32, conversions included. So
 
 - few scores go back in fp32, by the same kernel;
-- many scores of up to 512 tokens a row by five bf16 products, of so many heads at once that their scores stay in the
-  processor's cache: mostly 1.2 to 2.1 times as fast as in fp32 (32 x 2 heads of 64, 128 tokens: 14.1 -> 6.6 ms; 8 x 4
-  heads of 32, 128 tokens, where it does not pay: 2.8 -> 3.6 ms);
+- many scores of up to 512 tokens a row by six bf16 products, of so many rows at once that their scores stay in the
+  processor's cache; rows of several documents, too, under a mask, as a call for each document would cost more;
 - longer rows by torch's bf16 kernel, which skips what a causal row does not see.
 
-(one core with AVX512-BF16, the other busy, torch 2.13)
+Measured with `tools/bench_step.py` (docs/performance.md).
 
 B rows, H heads, M queries and T tokens of a row (as many, but for the targets of an encoder's last block), d dimensions
 of a head; C heads at once.
@@ -25,6 +24,7 @@ from torch import Tensor
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+_softmax_backward = torch.ops.aten._softmax_backward_data.out
 
 _LARGEST_IN_FP32 = 2**14
 """Tokens x dimensions of a head up to which fp32 is faster than torch's bf16: 512 tokens of 32, 256 of 64."""
@@ -35,8 +35,8 @@ _LONGEST_BY_PRODUCTS = 512
 _LEAST_BY_PRODUCTS = 2**17
 """Scores of a call; with fewer the calls themselves cost more than they gain."""
 
-_SCORES_AT_ONCE = 2**18
-"""512 KiB of bf16."""
+_SCORES_AT_ONCE = 2**20
+"""2 MiB of bf16, twice."""
 
 
 def serves(q_BHMd: Tensor, k_BKTd: Tensor, dropout: float) -> bool:
@@ -47,10 +47,27 @@ def serves(q_BHMd: Tensor, k_BKTd: Tensor, dropout: float) -> bool:
     return here and short and q_BHMd.numel() > 0 and dropout == 0.0
 
 
-def half_rows(q_BHMd: Tensor, k_BHTd: Tensor, v_BHTd: Tensor, causal: bool) -> Tensor:
-    """[B, H, M, d]: as `scaled_dot_product_attention`; its backward pass is this module's. `causal`: M is T."""
-    way = _ByProducts if _pays_by_products(q_BHMd, k_BHTd) else _InFp32
-    output: Tensor = way.apply(q_BHMd, k_BHTd, v_BHTd, causal)
+def serves_masked(q: Tensor, tokens: int, dropout: float) -> bool:
+    """Whether `half_rows` serves, and pays, for rows of so many `tokens` in several documents, under a bias."""
+    return q.numel() > 0 and pays_masked(q.device, q.dtype, tokens, dropout)
+
+
+def pays_masked(device: torch.device, dtype: torch.dtype, tokens: int, dropout: float) -> bool:
+    """`serves_masked`, before there are rows."""
+    short = tokens <= _LONGEST_BY_PRODUCTS
+    return device.type == "cpu" and dtype == torch.bfloat16 and short and dropout == 0.0
+
+
+def half_rows(q_BHMd: Tensor, k_BHTd: Tensor, v_BHTd: Tensor, causal: bool, bias_BMT: Tensor | None = None) -> Tensor:
+    """[B, H, M, d]: as `scaled_dot_product_attention`; its backward pass is this module's. `causal`: M is T.
+
+    `bias_BMT`, in q's dtype, is added to the scores of all heads and takes the place of `causal`: 0, or -inf where a
+    query does not see a token.
+    """
+    if bias_BMT is not None or _pays_by_products(q_BHMd, k_BHTd):
+        output: Tensor = _ByProducts.apply(q_BHMd, k_BHTd, v_BHTd, causal, bias_BMT)
+    else:
+        output = _InFp32.apply(q_BHMd, k_BHTd, v_BHTd, causal)
     return output
 
 
@@ -80,30 +97,67 @@ class _ByProducts(torch.autograd.Function):
     """Backward computes the weights of attention anew, as softmax's of scores that are rounded to bf16."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-        ctx.save_for_backward(q, k, v)
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, bias_BMT: Tensor | None) -> Tensor:
+        ctx.save_for_backward(q, k, v, bias_BMT)
         ctx.causal = causal
-        output: Tensor = _forward(q, k, v, 0.0, causal)[0]
+        if bias_BMT is None:
+            output: Tensor = _forward(q, k, v, 0.0, causal)[0]
+        else:
+            output = _forward(q, k, v, 0.0, False, attn_mask=bias_BMT[:, None])[0]
         return output
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v = ctx.saved_tensors
-        queries, tokens = q.shape[-2], k.shape[-2]
-        at_once = max(1, _SCORES_AT_ONCE // (queries * tokens))
-        rows = (x.reshape(-1, *x.shape[-2:]).split(at_once) for x in (q, k, v, gradient))
-        mask_MT = q.new_full((queries, tokens), -inf).triu(1) if ctx.causal else q.new_zeros(())
-        found = zip(*(_gradients(mask_MT, *heads) for heads in zip(*rows, strict=True)), strict=True)
-        return *(torch.cat(parts).view(x.shape) for parts, x in zip(found, (q, k, v), strict=True)), None
+        return *_by_products(gradient, *ctx.saved_tensors, ctx.causal), None, None
 
 
-def _gradients(
-    mask_MT: Tensor, q_CMd: Tensor, k_CTd: Tensor, v_CTd: Tensor, gradient_CMd: Tensor
-) -> tuple[Tensor, ...]:
-    """Of q, k and v. `mask_MT` is added to the scores."""
+@torch.library.custom_op("megahead::attention_backward", mutates_args=())
+def _by_products(
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, bias_BMT: Tensor | None, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q, k and v, a few rows at once. An operator, as what `torch.compile` makes of it is slower."""
+    (rows, heads, queries, _), tokens = q.shape, k.shape[2]
+    if bias_BMT is None:
+        bias_BMT = q.new_full((1, queries, tokens), -inf).triu(1) if causal else q.new_zeros(1, 1, 1)
+    at_once = min(rows, max(1, _SCORES_AT_ONCE // (heads * queries * tokens)))
+    room = q.new_empty(2, at_once, heads, queries, tokens)
+    given = [x.contiguous() for x in (gradient, q, k, v)]
+    found = _like(q), _like(k), _like(v)
+    by_row = bias_BMT.expand(rows, -1, -1), *given, *found
+    for bias, *parts in zip(*(x.split(at_once) for x in by_row), strict=True):
+        weights, to_scores = room[:, : len(bias)]
+        weights.copy_(bias[:, None])
+        _fill_gradients(*(x.flatten(0, 1) for x in (weights, to_scores, *parts)))
+    return found
+
+
+@_by_products.register_fake
+def _(
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, bias_BMT: Tensor | None, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _like(q), _like(k), _like(v)
+
+
+def _like(x: Tensor) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _fill_gradients(
+    weights_CMT: Tensor,
+    to_scores_CMT: Tensor,
+    gradient_CMd: Tensor,
+    q_CMd: Tensor,
+    k_CTd: Tensor,
+    v_CTd: Tensor,
+    to_q_CMd: Tensor,
+    to_k_CTd: Tensor,
+    to_v_CTd: Tensor,
+) -> None:
+    """Fills in the last three. `weights_CMT` holds the bias; scores are kept there and in `to_scores_CMT`."""
     scale = q_CMd.shape[-1] ** -0.5
-    weights_CMT = torch.baddbmm(mask_MT, q_CMd, k_CTd.mT, alpha=scale).softmax(-1)
-    to_weights_CMT = torch.bmm(gradient_CMd, v_CTd.mT)
-    to_scores_CMT = torch._softmax_backward_data(to_weights_CMT, weights_CMT, -1, weights_CMT.dtype)
-    to_q_CMd, to_k_CTd = torch.bmm(to_scores_CMT, k_CTd), torch.bmm(to_scores_CMT.mT, q_CMd)
-    return to_q_CMd.mul_(scale), to_k_CTd.mul_(scale), torch.bmm(weights_CMT.mT, gradient_CMd)
+    torch.softmax(weights_CMT.baddbmm_(q_CMd, k_CTd.mT, alpha=scale), -1, out=weights_CMT)
+    torch.bmm(weights_CMT.mT, gradient_CMd, out=to_v_CTd)
+    torch.bmm(gradient_CMd, v_CTd.mT, out=to_scores_CMT)
+    _softmax_backward(to_scores_CMT, weights_CMT, -1, weights_CMT.dtype, grad_input=to_scores_CMT)
+    to_q_CMd.baddbmm_(to_scores_CMT, k_CTd, beta=0, alpha=scale)
+    to_k_CTd.baddbmm_(to_scores_CMT.mT, q_CMd, beta=0, alpha=scale)

@@ -7,6 +7,7 @@ B rows, T tokens a row, S documents in all rows together (a document ends with i
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import inf
 from typing import Any, Generic, TypeVar, overload
 
 import torch
@@ -127,3 +128,18 @@ class Documents:
     def causal_mask_BTT(self) -> Tensor:
         """True where a token (dim 1) of a decoder sees a token (dim 2): itself and what precedes it in its document."""
         return self.mask_BTT.tril()
+
+    @_Once
+    def half_bias_BTT(self) -> Tensor:
+        """`mask_BTT` as what is added to scores in bf16."""
+        return bias_of(self.mask_BTT, torch.bfloat16)
+
+    @_Once
+    def causal_half_bias_BTT(self) -> Tensor:
+        """`causal_mask_BTT` as what is added to scores in bf16."""
+        return bias_of(self.causal_mask_BTT, torch.bfloat16)
+
+
+def bias_of(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """0 where `mask` is True, else -inf."""
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -inf)

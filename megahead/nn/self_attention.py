@@ -15,7 +15,7 @@ from megahead.distributed import Group, per_rank_rng
 from megahead.nn import cpu_attention
 from megahead.nn.attention_kernels import repeated
 from megahead.nn.backends import Attend, attend
-from megahead.nn.documents import Documents
+from megahead.nn.documents import Documents, bias_of
 from megahead.nn.rms_norm import RMSNorm
 from megahead.nn.rotary import Rotation, apply_rotary
 from megahead.nn.target_positions import TargetPositions
@@ -129,7 +129,10 @@ def attend_at(
     q, k, v = (x.transpose(1, 2) for x in (q_BMHd, k_BTKd, v_BTKd))
     k, v = repeated(k, q.shape[1]), repeated(v, q.shape[1])
     mask_BTT = documents.causal_mask_BTT if causal else None if documents.need_no_mask else documents.mask_BTT
-    if mask_BTT is None and cpu_attention.serves(q, k, dropout):
+    mask_BMT = None if mask_BTT is None else targets.mask(mask_BTT)
+    if mask_BMT is None and cpu_attention.serves(q, k, dropout):
         return cpu_attention.half_rows(q, k, v, causal).transpose(1, 2)
-    mask_B1MT = None if mask_BTT is None else targets.mask(mask_BTT)[:, None]
+    if mask_BMT is not None and cpu_attention.serves_masked(q, k.shape[2], dropout):
+        return cpu_attention.half_rows(q, k, v, causal, bias_of(mask_BMT, q.dtype)).transpose(1, 2)
+    mask_B1MT = None if mask_BMT is None else mask_BMT[:, None]
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask_B1MT, dropout_p=dropout).transpose(1, 2)

@@ -62,19 +62,25 @@ class Muon(torch.optim.AdamW):
 def scaled_orthogonal(matrix: Tensor, joint_head: int | None = None) -> Tensor:
     """fp32 of the shape of `matrix`, about the nearest orthogonal matrix to it, scaled to the size of AdamW's updates.
 
-    Newton and Schulz's iteration in bf16, whose singular values come out between 0.7 and 1.2. `joint_head`: rows make
-    queries, keys and values, so many of each for one head after the other; they are three matrices, each treated alone.
+    `joint_head`: rows make queries, keys and values, so many of each for one head after the other; they are three
+    matrices, each treated alone.
     """
-    if joint_head is not None:
-        three = matrix.unflatten(0, (-1, 3, joint_head)).unbind(1)
-        made = [scaled_orthogonal(one.flatten(0, 1)).unflatten(0, (-1, joint_head)) for one in three]
-        return torch.stack(made, 1).flatten(0, 2)
+    if joint_head is None:
+        return _each_orthogonal(matrix)
+    three = matrix.unflatten(0, (-1, 3, joint_head)).transpose(0, 1)
+    made = _each_orthogonal(three.flatten(1, 2)).view_as(three)
+    return made.transpose(0, 1).flatten(0, 2)
+
+
+def _each_orthogonal(matrices: Tensor) -> Tensor:
+    """Of a matrix, or of several at once: Newton and Schulz's iteration in bf16, whose singular values come out between
+    0.7 and 1.2."""
     a, b, c = _COEFFICIENTS
-    wide = matrix.bfloat16()
-    wide = wide.T if wide.shape[0] > wide.shape[1] else wide
-    wide = wide / wide.norm().clamp(min=_EPS)
+    add_product: Callable[..., Tensor] = torch.addmm if matrices.ndim == 2 else torch.baddbmm
+    tall = matrices.shape[-2] > matrices.shape[-1]
+    wide = (matrices.mT if tall else matrices).bfloat16()
+    wide = wide / wide.norm(dim=(-2, -1), keepdim=True).clamp(min=_EPS)
     for _ in range(_ITERATIONS):
-        gram = wide @ wide.T
-        wide = torch.addmm(wide, torch.addmm(gram, gram, gram, beta=b, alpha=c), wide, beta=a)
-    orthogonal = wide.T if matrix.shape[0] > matrix.shape[1] else wide
-    return orthogonal.float() * (0.2 * math.sqrt(max(matrix.shape)))
+        gram = wide @ wide.mT
+        wide = add_product(wide, add_product(gram, gram, gram, beta=b, alpha=c), wide, beta=a)
+    return (wide.mT if tall else wide).float() * (0.2 * math.sqrt(max(matrices.shape[-2:])))

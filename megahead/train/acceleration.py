@@ -11,6 +11,7 @@ from megahead.config import RunConfig
 from megahead.estimate.shorter_rows import shorter_layers
 from megahead.models import Backbone, CompiledBlocks
 from megahead.nn import AttentionSpec, Backend, choose_backend
+from megahead.nn.cpu_attention import pays_masked
 from megahead.wording import span
 
 _TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -25,7 +26,8 @@ def accelerate_(
     """
     model, engine = config.model, config.engine
     local, precision = model.local_layers() > 0, _TYPES[engine.precision]
-    spec = AttentionSpec(device, precision, model.head_size(), model.attention_dropout, local)
+    masked = pays_masked(device, precision, config.data.sequence_length, model.attention_dropout)
+    spec = AttentionSpec(device, precision, model.head_size(), model.attention_dropout, local, masked)
     backend = choose_backend(engine.attention, spec)
     backbone.recompute_blocks = engine.activation_checkpointing
     backbone.use_attention(backend.attend)

@@ -53,6 +53,7 @@ def test_every_way_is_within_half_precisions_rounding(way, window: int | None) -
 
 def test_a_cpu_goes_document_by_document_and_refuses_kernels() -> None:
     assert choose_backend("auto", CPU).name == "documents"
+    assert choose_backend("auto", CPU._replace(masked=True)).name == "sdpa"
     assert choose_backend("sdpa", CPU).name == "sdpa"
     sentence = (
         "`engine.attention` must serve this run, but is `varlen` instead; it needs a CUDA device, not cpu; try `auto`."

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from megahead.nn import cpu_attention
+from megahead.nn import BACKENDS, cpu_attention
 from megahead.nn.attention_kernels import attend_masked, attend_per_document, attend_rows
+from megahead.nn.documents import bias_of
 from support.exact_attention import POSITIONS, random_qkv, relative_errors
 
 
@@ -50,6 +51,36 @@ def test_queries_of_an_encoders_targets_alone(targets: int) -> None:
     assert cpu_attention._pays_by_products(q, k) == (targets == 40)
     for exact, ours in zip(*found, strict=True):
         assert (exact - ours).norm() < 0.01 * exact.norm()
+
+
+@pytest.mark.parametrize("at_once", [1, 2 * 3 * 7 * 7, 2**20])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("window", [None, 2])
+def test_documents_under_a_mask(monkeypatch, at_once: int, causal: bool, window: int | None) -> None:
+    """Row by row, in blocks of two of which the last is smaller, and all at once."""
+    monkeypatch.setattr(cpu_attention, "_SCORES_AT_ONCE", at_once)
+    qkv, positions = random_qkv(dtype=torch.bfloat16, shape=(5, 7, 3, 8)), POSITIONS[[0, 1, 0, 1, 1]]
+    value, gradient = relative_errors(BACKENDS["sdpa"].attend, qkv, positions, causal, window)
+    assert value < 0.004
+    assert gradient < 0.006
+
+
+def test_a_gradient_that_is_laid_out_in_another_order() -> None:
+    q, k, v = (torch.randn(2, 3, 20, 8, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    bias = bias_of(torch.ones(1, 20, 20, dtype=torch.bool).tril(), torch.bfloat16)
+    output, gradient = cpu_attention.half_rows(q, k, v, True, bias), torch.randn(2, 20, 3, 8).bfloat16()
+    found = torch.autograd.grad(output, (q, k, v), gradient.transpose(1, 2), retain_graph=True)
+    expected = torch.autograd.grad(output, (q, k, v), gradient.transpose(1, 2).contiguous())
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("causal", [True, False])
+def test_the_operator_says_of_itself_what_a_compiler_must_know(bias: bool, causal: bool) -> None:
+    heads = [torch.randn(3, 4, 2, 8, dtype=torch.bfloat16).transpose(1, 2) for _ in range(4)]
+    added = torch.zeros(3, 4, 4, dtype=torch.bfloat16) if bias else None
+    torch.library.opcheck(cpu_attention._by_products, (*heads, added, causal))
 
 
 def test_gradients_by_products_do_not_depend_on_the_rows_beside() -> None:
@@ -101,6 +132,20 @@ def test_it_serves_packed_documents_and_gradients_keep_their_format() -> None:
 )
 def test_where_it_serves(shape, dtype, dropout: float, serves: bool) -> None:
     assert cpu_attention.serves(*[torch.empty(shape, dtype=dtype)] * 2, dropout) is serves
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "dropout", "serves"),
+    [
+        ((1, 1, 512, 8), torch.bfloat16, 0.0, True),
+        ((1, 1, 513, 8), torch.bfloat16, 0.0, False),
+        ((1, 1, 512, 8), torch.float32, 0.0, False),
+        ((1, 1, 512, 8), torch.bfloat16, 0.1, False),
+        ((0, 1, 512, 8), torch.bfloat16, 0.0, False),
+    ],
+)
+def test_where_it_serves_documents_under_a_mask(shape, dtype, dropout: float, serves: bool) -> None:
+    assert cpu_attention.serves_masked(torch.empty(shape, dtype=dtype), shape[2], dropout) is serves
 
 
 @pytest.mark.parametrize("length", [5, 300])

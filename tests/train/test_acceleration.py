@@ -30,6 +30,9 @@ def told(config: RunConfig, zero: int = 0) -> dict[str, str]:
 
 def test_the_attention_back_end_is_said_and_can_be_set(tmp_path: Path) -> None:
     assert told(small_config(tmp_path)) == {"attention": "documents (torch's scaled dot product, document by document)"}
+    half = {"engine.precision": "bf16"}
+    assert told(small_config(tmp_path, half))["attention"].startswith("sdpa (")  # short rows, all at once
+    assert told(small_config(tmp_path, half | {"model.attention_dropout": 0.1}))["attention"].startswith("documents (")
     assert told(small_config(tmp_path, {"engine.attention": "sdpa"}))["attention"].startswith("sdpa (")
     with pytest.raises(ConfigError, match="must serve this run, but is `flash3` instead; it needs a CUDA device"):
         told(small_config(tmp_path, {"engine.attention": "flash3"}))
