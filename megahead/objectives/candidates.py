@@ -60,13 +60,14 @@ class Candidates:
         return self._mapped(Tensor.pin_memory)
 
     def padded(self, multiple: int) -> Candidates:
-        """Pads the number of candidates to a multiple, so that shapes repeat; the added ones have the bias -inf."""
+        """Pads the number of candidates to a multiple, so that shapes repeat; the added ones are the first again, so
+        that no more rows of a table are used, with the bias -inf."""
         if self.ids_U is None or self.bias_U is None:
             return self
         missing = -self.ids_U.numel() % multiple
         return replace(
             self,
-            ids_U=F.pad(self.ids_U, (0, missing)),
+            ids_U=torch.cat([self.ids_U, self.ids_U[:1].expand(missing)]),
             bias_U=F.pad(self.bias_U, (0, missing), value=-torch.inf),
             positive_bias_U=None if self.positive_bias_U is None else F.pad(self.positive_bias_U, (0, missing)),
             drawn_bias_U=None if self.drawn_bias_U is None else F.pad(self.drawn_bias_U, (0, missing)),

@@ -15,6 +15,9 @@ from megahead.table import RowPlan
 CANDIDATE_MULTIPLE = 512
 """On CUDA the candidates of a candidate group are padded to a multiple of this: full kernel blocks, reusable memory."""
 
+CANDIDATE_MULTIPLE_ON_CPU = 128
+"""In half precision on a CPU, where the code of a product takes longer to make for a new shape than its operations."""
+
 DOCUMENT_MULTIPLE = 128
 """On CUDA boundaries of documents are padded to a multiple of this, so that compiled blocks see one or two shapes.
 Empty documents cost the kernels next to nothing."""
@@ -92,15 +95,18 @@ class MicroBatch:
         candidates = tuple(one.to(device) for one in self.candidates)
         return replace(self, batch=self.batch.to(device, non_blocking=True), candidates=candidates)
 
-    def staged(self, device: torch.device) -> MicroBatch:
-        """The same micro-batch, still on the CPU, prepared for `device`.
+    def staged(self, device: torch.device, half: bool = False) -> MicroBatch:
+        """The same micro-batch, still on the CPU, prepared for `device`, which computes in half precision or not.
 
         For CUDA: in pinned memory, with padded candidates, and with `cu_seqlens`, so that the host need not wait.
         """
         if device.type != "cuda":
-            return self
-        candidates = tuple(one.padded(CANDIDATE_MULTIPLE).pinned() for one in self.candidates)
+            return self._padded(CANDIDATE_MULTIPLE_ON_CPU) if half else self
+        candidates = tuple(one.pinned() for one in self._padded(CANDIDATE_MULTIPLE).candidates)
         return replace(self, batch=with_boundaries(self.batch, DOCUMENT_MULTIPLE).pinned(), candidates=candidates)
+
+    def _padded(self, multiple: int) -> MicroBatch:
+        return replace(self, candidates=tuple(one.padded(multiple) for one in self.candidates))
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ class Feed:
     `group`: the data ranks, used only from the feed's thread (see `Group.side_channel`). `group_samples`: size of a
     candidate group (None: a micro-batch). `seed`: for random negatives. `masker`: masks what is read. `owners`: all
     ranks, over a connection of their own, if the embedding's rows are sharded over them; `sharing`: those that read
-    the same samples. Batches are on the CPU, prepared for `device`.
+    the same samples. Batches are on the CPU, prepared for `device`, which computes in half precision if `half`.
     """
 
     def __init__(
@@ -46,6 +46,7 @@ class Feed:
         group_samples: int | None = None,
         seed: int = 0,
         device: torch.device = CPU,
+        half: bool = False,
         masker: RowMasker | None = None,
         owners: Group | None = None,
         sharing: Group | None = None,
@@ -55,7 +56,7 @@ class Feed:
         self._prefetch = data.prefetch
         self._batch = batch
         self._group = group
-        self._device = device
+        self._device, self._half = device, half
         self._owners, self._sharing = owners, sharing
 
     def steps(self, first_sample: int) -> Generator[StepBatches, None, None]:
@@ -78,7 +79,7 @@ class Feed:
         scales = [ranks * accumulation / max(float(each_RA.sum()), 1.0) for each_RA in (weights_RA, judged_RA)]
         candidates = self._candidate_groups.choose(first_sample, batches, counts_RA, self._group)
         micro_batches = [MicroBatch(*pair, *scales) for pair in zip(batches, candidates, strict=True)]
-        staged = [micro.staged(self._device) for micro in micro_batches]
+        staged = [micro.staged(self._device, self._half) for micro in micro_batches]
         return StepBatches(staged, targets, mean_candidates(micro_batches), self._plan(staged))
 
     def _plan(self, micro_batches: list[MicroBatch]) -> RowPlan | None:

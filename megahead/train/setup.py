@@ -179,6 +179,7 @@ def _feed(session: Session, config: RunConfig, state: TrainingState) -> Feed:
         group_samples=state.group_samples,
         seed=config.seed,
         device=session.device,
+        half=config.engine.precision != "fp32",
         masker=training_masker(config, session.datasets.train, state.difficulty, masked_from),
         owners=session.mesh.world_group.side_channel() if config.in_rows() else None,
         sharing=session.mesh.tensor_group,

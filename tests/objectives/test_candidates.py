@@ -28,6 +28,7 @@ def test_padded_candidates_give_the_same_loss_and_gradients(multiple: int) -> No
         loss = candidate_loss(outputs, table[candidates.ids_U], candidates)
         results.append((loss, *torch.autograd.grad(loss, [outputs, table])))
         rows = candidates.ids_U.numel()
+        assert torch.equal(candidates.ids_U.unique(), targets.unique())  # no other rows of the table are used
     assert rows % multiple == 0
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other)

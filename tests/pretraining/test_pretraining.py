@@ -204,6 +204,20 @@ def test_staging_for_a_gpu_finds_the_documents_pads_candidates_and_pins_all_with
     torch.testing.assert_close(pretraining(staged), pretraining(micro))
 
 
+@pytest.mark.parametrize("objective", [{}, {"max_candidates": 4}, {"bias": "corrected"}], ids=str)
+def test_staging_for_half_precision_on_a_cpu_pads_candidates_without_changing_the_loss(
+    objective: dict[str, object],
+) -> None:
+    """Products have few shapes then, whose code is made once."""
+    pretraining = initialized(tiny(objective))
+    micro, cpu = prepared(pretraining), torch.device("cpu")
+    staged = micro.staged(cpu, half=True)
+    assert [len(one.ids_U) for one in staged.candidates] == [128]
+    assert staged.batch is micro.batch
+    torch.testing.assert_close(pretraining(staged), pretraining(micro))
+    assert micro.staged(cpu) is micro
+
+
 def test_a_micro_batch_moves_to_its_device_whole() -> None:
     micro = prepared(initialized(tiny({"bias": "corrected", "max_candidates": 4})), loss_weight=0.5)
     moved = micro.to(torch.device("meta"))

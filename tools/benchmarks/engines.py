@@ -158,11 +158,11 @@ def rank_step(config: RunConfig, place: Place, texts: Sequence[Rows], device: to
     world = Group.world()
     plan = RunPlan.of(config, count, device.type)
     engine, _ = build_engine(plan, Mesh.build(world), device, first_weights(config))
-    rule, asking = rule_of(config, texts), world.side_channel()
+    rule, asking, half = rule_of(config, texts), world.side_channel(), config.engine.precision != "fp32"
     mine = iter(texts[rank::count])
 
     def step() -> None:
-        micro = micro_batch(config, rule, next(mine)).staged(device)
+        micro = micro_batch(config, rule, next(mine)).staged(device, half)
         engine.begin(plan_rows(micro.ids(), asking) if config.in_rows() else None)
         engine.micro_step(micro.to(device))
         engine.step(1e-3)
@@ -173,7 +173,8 @@ def rank_step(config: RunConfig, place: Place, texts: Sequence[Rows], device: to
 def one_micro_batch(config: RunConfig, rank: int) -> MicroBatch:
     """The rank's rows, of Zipf-distributed tokens, on its device."""
     rows, device = token_rows(config, None, count=rank + 1), torch.device(config.engine.device)
-    return micro_batch(config, rule_of(config, rows), rows[rank]).staged(device).to(device)
+    half = config.engine.precision != "fp32"
+    return micro_batch(config, rule_of(config, rows), rows[rank]).staged(device, half).to(device)
 
 
 def _serve(pipe: Connection, maker: Callable[..., Step], arguments: tuple[Any, ...]) -> None:

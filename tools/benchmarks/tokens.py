@@ -55,9 +55,16 @@ def step_batches(
 ) -> StepBatches:
     """Micro-batches of rows as those of one step, as a run's feed prepares them on one rank."""
     group_samples = resolve_candidate_group_samples(config.objective, config.batch, data_ranks=1)
-    given, masker = _Given(np.concatenate(rows)), _masker(config)
     feed = Feed(
-        given, rule, config.data, config.batch, Group(), group_samples=group_samples, device=device, masker=masker
+        _Given(np.concatenate(rows)),
+        rule,
+        config.data,
+        config.batch,
+        Group(),
+        group_samples=group_samples,
+        device=device,
+        half=config.engine.precision != "fp32",
+        masker=_masker(config),
     )
     return feed.step(0)
 
