@@ -4,7 +4,7 @@ torch's CPU kernel computes bf16 forward on the matrix units. Its backward pass 
 documents of 16 to 128 tokens 3 to 7 times as long as in fp32, conversions included. So
 
 - few scores go back in fp32, by the same kernel;
-- many scores of up to 512 tokens a row by six bf16 products, of so many rows at once that their scores stay in the
+- many scores of up to 512 tokens a row by five bf16 products, of so many rows at once that their scores stay in the
   processor's cache; rows of several documents, too, under a mask, as a call for each document would cost more;
 - longer rows by torch's bf16 kernel, which skips what a causal row does not see.
 

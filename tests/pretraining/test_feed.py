@@ -280,3 +280,12 @@ def test_targets_are_what_was_counted(tmp_path: Path) -> None:
     assert step.targets == total == 8 * 24
     mean = torch.tensor([m.candidates[0].ids_U.numel() for m in step.micro_batches]).float().mean()  # type: ignore[union-attr]
     assert step.candidates == pytest.approx(mean.item())
+
+
+def test_half_precision_on_a_cpu_has_candidates_of_few_numbers(tmp_path: Path) -> None:
+    write_text(tmp_path)
+    config = small_config(tmp_path)
+    reading = StreamSamples(IndexedDataset(config.data.train), 24, config.seed), build_objective(config.objective, 60)
+    plain, half = (Feed(*reading, config.data, config.batch, Group(), half=half).step(0) for half in (False, True))
+    assert {len(micro.candidates[0].ids_U) for micro in half.micro_batches} == {128}  # type: ignore[arg-type]
+    assert half.candidates == plain.candidates < 60  # as they are told
