@@ -8,7 +8,7 @@ documents of 16 to 128 tokens 3 to 7 times as long as in fp32, conversions inclu
   processor's cache; rows of several documents, too, under a mask, as a call for each document would cost more;
 - longer rows by torch's bf16 kernel, which skips what a causal row does not see.
 
-Measured with `tools/bench_step.py` (docs/performance.md).
+What it gains in whole steps: docs/performance.md.
 
 B rows, H heads, M queries and T tokens of a row (as many, but for the targets of an encoder's last block), d dimensions
 of a head; C heads at once.

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from megahead.distributed import Group, per_rank_rng
 from megahead.nn import cpu_attention
-from megahead.nn.attention_kernels import repeated
+from megahead.nn.attention_kernels import attend_rows, repeated
 from megahead.nn.backends import Attend, attend
 from megahead.nn.documents import Documents, bias_of
 from megahead.nn.rms_norm import RMSNorm
@@ -126,13 +126,11 @@ def attend_at(
 ) -> Tensor:
     """[B, M, H, d]: softmax(q k / sqrt(d)) v of M queries a row over the document of each, within its window; `causal`:
     over what precedes them there."""
+    if documents.need_no_mask and not causal:
+        return attend_rows(q_BMHd, k_BTKd, v_BTKd, dropout, causal)
     q, k, v = (x.transpose(1, 2) for x in (q_BMHd, k_BTKd, v_BTKd))
     k, v = repeated(k, q.shape[1]), repeated(v, q.shape[1])
-    mask_BTT = documents.causal_mask_BTT if causal else None if documents.need_no_mask else documents.mask_BTT
-    mask_BMT = None if mask_BTT is None else targets.mask(mask_BTT)
-    if mask_BMT is None and cpu_attention.serves(q, k, dropout):
-        return cpu_attention.half_rows(q, k, v, causal).transpose(1, 2)
-    if mask_BMT is not None and cpu_attention.serves_masked(q, k.shape[2], dropout):
+    mask_BMT = targets.mask(documents.causal_mask_BTT if causal else documents.mask_BTT)
+    if cpu_attention.serves_masked(q, k.shape[2], dropout):
         return cpu_attention.half_rows(q, k, v, causal, bias_of(mask_BMT, q.dtype)).transpose(1, 2)
-    mask_B1MT = None if mask_BMT is None else mask_BMT[:, None]
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask_B1MT, dropout_p=dropout).transpose(1, 2)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask_BMT[:, None], dropout_p=dropout).transpose(1, 2)
