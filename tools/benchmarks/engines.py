@@ -173,8 +173,7 @@ def rank_step(config: RunConfig, place: Place, texts: Sequence[Rows], device: to
 def one_micro_batch(config: RunConfig, rank: int) -> MicroBatch:
     """The rank's rows, of Zipf-distributed tokens, on its device."""
     rows, device = token_rows(config, None, count=rank + 1), torch.device(config.engine.device)
-    half = config.engine.precision != "fp32"
-    return micro_batch(config, rule_of(config, rows), rows[rank]).staged(device, half).to(device)
+    return micro_batch(config, rule_of(config, rows), rows[rank]).staged(device).to(device)
 
 
 def _serve(pipe: Connection, maker: Callable[..., Step], arguments: tuple[Any, ...]) -> None:
