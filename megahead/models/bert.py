@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from megahead.config import ModelConfig
 from megahead.models.encoder import Encoder
-from megahead.nn import MLP, Documents, Heads, PostNormBlock, SelfAttention
+from megahead.nn import MLP, Documents, Embedding, Heads, LayerNorm, PostNormBlock, SelfAttention
 
 
 class Bert(Encoder):
@@ -27,10 +27,10 @@ class Bert(Encoder):
         super().__init__()
         hidden_size = config.hidden_size
         self.dropout = config.hidden_dropout
-        self.embedding = nn.Embedding(config.padded_vocab_size(), hidden_size)
-        self.positions = nn.Embedding(config.max_positions, hidden_size)
-        self.token_types = nn.Embedding(config.token_types, hidden_size) if config.token_types else None
-        self.embedding_norm = nn.LayerNorm(hidden_size, eps=config.norm_eps)
+        self.embedding = Embedding(config.padded_vocab_size(), hidden_size)
+        self.positions = Embedding(config.max_positions, hidden_size)
+        self.token_types = Embedding(config.token_types, hidden_size) if config.token_types else None
+        self.embedding_norm = LayerNorm(hidden_size, eps=config.norm_eps)
         self.blocks = nn.ModuleList(_block(config) for _ in range(config.num_layers))
 
     def embedded(self, rows_BTD: Tensor, documents: Documents) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from megahead.config import ModelConfig, RotaryScalingConfig
 from megahead.distributed import gather_from_group, scatter_to_group
 from megahead.models.backbone import Backbone
-from megahead.nn import Block, Documents, Scaling, rotary_at, scaled_as_llama3, scaled_linearly
+from megahead.nn import Block, Documents, Embedding, Scaling, rotary_at, scaled_as_llama3, scaled_linearly
 
 
 class Decoder(Backbone):
@@ -25,7 +25,7 @@ class Decoder(Backbone):
         self.rotary_dims = config.rotary_dims()
         self.rotary_base = config.rotary_base
         self.rotary_scaling = _scaling(config.rotary_scaling)
-        self.embedding = nn.Embedding(config.padded_vocab_size(), config.hidden_size)
+        self.embedding = Embedding(config.padded_vocab_size(), config.hidden_size)
         self.blocks = nn.ModuleList(block() for _ in range(config.num_layers))
         self.final_norm = norm()
 

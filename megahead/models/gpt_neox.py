@@ -9,14 +9,14 @@ from torch import nn
 
 from megahead.config import ModelConfig
 from megahead.models.decoder import Decoder
-from megahead.nn import MLP, Block, CausalSelfAttention
+from megahead.nn import MLP, Block, CausalSelfAttention, LayerNorm
 
 
 class GPTNeoX(Decoder):
     """Layer norms, rotary positions on a part of each head, attention and MLP side by side."""
 
     def __init__(self, config: ModelConfig) -> None:
-        norm = partial(nn.LayerNorm, config.hidden_size, eps=config.norm_eps)
+        norm = partial(LayerNorm, config.hidden_size, eps=config.norm_eps)
         super().__init__(config, partial(_block, config, norm), norm)
 
 

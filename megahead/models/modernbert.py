@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from megahead.config import ModelConfig
 from megahead.distributed import per_rank_rng, scatter_to_group
 from megahead.models.encoder import Encoder
-from megahead.nn import Block, Documents, GatedMLP, Heads, Rotation, SelfAttention, rotary_at
+from megahead.nn import Block, Documents, Embedding, GatedMLP, Heads, LayerNorm, Rotation, SelfAttention, rotary_at
 
 
 class ModernBert(Encoder):
@@ -26,13 +26,13 @@ class ModernBert(Encoder):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        norm = partial(nn.LayerNorm, config.hidden_size, eps=config.norm_eps, bias=False)
+        norm = partial(LayerNorm, config.hidden_size, eps=config.norm_eps, bias=False)
         self.dropout = config.hidden_dropout
         self.head_size = config.head_size()
         self.rotary_base, self.local_rotary_base = config.rotary_base, config.local_rotary_base
         self.local = [config.is_local(layer) for layer in range(config.num_layers)]
         self.window = config.local_window // 2  # to each side
-        self.embedding = nn.Embedding(config.padded_vocab_size(), config.hidden_size)
+        self.embedding = Embedding(config.padded_vocab_size(), config.hidden_size)
         self.embedding_norm = norm()
         self.blocks = nn.ModuleList(_block(config, layer, norm) for layer in range(config.num_layers))
         self.final_norm = norm()

@@ -4,6 +4,8 @@ from megahead.nn.attention import CausalSelfAttention
 from megahead.nn.backends import BACKENDS, Attend, AttentionSpec, Backend, attend, choose_backend
 from megahead.nn.block import Block
 from megahead.nn.documents import Documents
+from megahead.nn.embedding import Embedding, look_up
+from megahead.nn.layer_norm import LayerNorm, layer_norm
 from megahead.nn.mlp import MLP, GatedMLP
 from megahead.nn.post_norm import PostNormBlock
 from megahead.nn.rms_norm import RMSNorm
@@ -21,9 +23,11 @@ __all__ = [
     "Block",
     "CausalSelfAttention",
     "Documents",
+    "Embedding",
     "GatedMLP",
     "Heads",
     "HeadsLinear",
+    "LayerNorm",
     "PostNormBlock",
     "RMSNorm",
     "Rotation",
@@ -34,6 +38,8 @@ __all__ = [
     "apply_rotary",
     "attend",
     "choose_backend",
+    "layer_norm",
+    "look_up",
     "rotary_at",
     "scaled_as_llama3",
     "scaled_linearly",

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from megahead.nn.documents import Documents
+from megahead.nn.layer_norm import LayerNorm
 from megahead.nn.mlp import MLP
 from megahead.nn.self_attention import SelfAttention
 from megahead.nn.target_positions import TargetPositions
@@ -26,9 +27,9 @@ class PostNormBlock(nn.Module):
         super().__init__()
         self.dropout = dropout
         self.attention = attention
-        self.attention_norm = nn.LayerNorm(hidden_size, eps=norm_eps)
+        self.attention_norm = LayerNorm(hidden_size, eps=norm_eps)
         self.mlp = mlp
-        self.mlp_norm = nn.LayerNorm(hidden_size, eps=norm_eps)
+        self.mlp_norm = LayerNorm(hidden_size, eps=norm_eps)
 
     def forward(self, x_BTD: Tensor, documents: Documents, targets: TargetPositions | None = None) -> Tensor:
         """[B, T, D]; [N, D] with `targets`, the positions whose outputs are wanted (masked tokens): keys and values are

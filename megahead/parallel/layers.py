@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from megahead.distributed import Group, copy_to_group, reduce_from_group, reduce_scatter_to_group
-from megahead.nn import HeadsLinear, RMSNorm
+from megahead.nn import Embedding, HeadsLinear, RMSNorm, look_up
 
 
 def _slice(full: Tensor, group: Group, dim: int) -> nn.Parameter:
@@ -118,7 +118,7 @@ class VocabularyParallelEmbedding(nn.Module):
         count = self.weight.shape[0]
         local = ids - self.group.rank * count
         foreign = (local < 0) | (local >= count)
-        rows = F.embedding(local.masked_fill(foreign, 0), self.weight)
+        rows = look_up(local.masked_fill(foreign, 0), self.weight)
         return rows.masked_fill(foreign[..., None], 0.0)
 
 
@@ -157,6 +157,6 @@ TWINS: Twins = {
     "key_heads": {HeadsLinear: _split_heads},
     "head_norm": {RMSNorm: SharedRMSNorm, nn.Identity: unchanged},  # where a model has them
     "row": {nn.Linear: RowParallelLinear},
-    "vocabulary": {nn.Embedding: VocabularyParallelEmbedding},
+    "vocabulary": {Embedding: VocabularyParallelEmbedding, nn.Embedding: VocabularyParallelEmbedding},
 }
 """For each word of a sharding table: which plain layers it may name, and the twin of each."""

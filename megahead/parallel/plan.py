@@ -59,7 +59,7 @@ def _apply_(module: nn.Module, name: str, kind: str, twins: Twins, group: Group)
         setattr(layer, _MARKS[kind], group)
         return
     if type(layer) not in twins[kind]:
-        plain = " or ".join(known.__name__ for known in twins[kind])
+        plain = " or ".join(dict.fromkeys(known.__name__ for known in twins[kind]))
         raise ValueError(f"{name} must be a {plain} to be split by {kind}, but is a {type(layer).__name__}")
     parent, _, child = name.rpartition(".")
     setattr(module.get_submodule(parent), child, twins[kind][type(layer)](layer, group))

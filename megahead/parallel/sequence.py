@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from megahead.distributed import Group, copy_to_group, reduce_scatter_to_group
-from megahead.nn import HeadsLinear, RMSNorm
+from megahead.nn import HeadsLinear, LayerNorm, RMSNorm, layer_norm
 from megahead.parallel.layers import (
     TWINS,
     ColumnParallelLinear,
@@ -65,14 +65,14 @@ class SequenceLayerNorm(nn.Module):
     def __init__(self, full: nn.LayerNorm, group: Group) -> None:
         super().__init__()
         self.group = group
-        self.normalized_shape, self.eps = full.normalized_shape, full.eps
+        self.eps = full.eps
         self.weight, self.bias = full.weight, full.bias
 
     def forward(self, x_BtD: Tensor) -> Tensor:
         """[B, t, D]; an all-reduce of [2, D] backward, or of [1, D] without a bias."""
         own = (self.weight,) if self.bias is None else (self.weight, self.bias)
         weight, *bias = copy_to_group(torch.stack(own), self.group)
-        return F.layer_norm(x_BtD, self.normalized_shape, weight, bias[0] if bias else None, self.eps)
+        return layer_norm(x_BtD, weight, bias[0] if bias else None, self.eps)
 
 
 def _split_heads(full: HeadsLinear, group: Group) -> nn.Module:
@@ -84,7 +84,12 @@ SEQUENCE_TWINS: Twins = {
     "column": {nn.Linear: SequenceColumnLinear},
     "key_heads": {HeadsLinear: _split_heads},
     "row": {nn.Linear: SequenceRowLinear},
-    "norm": {nn.LayerNorm: SequenceLayerNorm, RMSNorm: SharedRMSNorm, nn.Identity: unchanged},
+    "norm": {
+        LayerNorm: SequenceLayerNorm,
+        nn.LayerNorm: SequenceLayerNorm,
+        RMSNorm: SharedRMSNorm,
+        nn.Identity: unchanged,
+    },
 }
 """The same as `TWINS`, if tokens are split too."""
 

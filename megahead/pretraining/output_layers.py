@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from megahead.config import ModelConfig
+from megahead.nn import LayerNorm
 
 
 class OutputEmbedding(nn.Module):
@@ -41,7 +42,7 @@ class MaskHead(nn.Module):
         super().__init__()
         self.approximate = "tanh" if config.activation == "gelu_tanh" else "none"
         self.dense = nn.Linear(config.hidden_size, config.hidden_size, config.transform_bias)
-        self.norm = nn.LayerNorm(config.hidden_size, eps=config.norm_eps, bias=config.has_norm_bias())
+        self.norm = LayerNorm(config.hidden_size, eps=config.norm_eps, bias=config.has_norm_bias())
         self.bias = nn.Parameter(torch.empty(config.padded_vocab_size()))
 
     def forward(self, outputs_ND: Tensor) -> Tensor:
