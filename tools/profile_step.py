@@ -44,7 +44,7 @@ def main() -> None:
     for index in range(WARM_UP):
         run.step(index)
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device.type == "cuda" else [])
-    with profile(activities=activities, record_shapes=True) as recorded:
+    with profile(activities=activities) as recorded:
         for index in range(WARM_UP, steps):
             with record_function(f"step {index - WARM_UP + 1}"):
                 run.step(index)
