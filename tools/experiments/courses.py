@@ -36,6 +36,9 @@ class Part:
     decay: float = 0.2
     """The last share of a budget, in which the learning rate falls."""
 
+    vanilla_unit: int | None = None
+    """Vanilla steps in a unit; None: as many as take the same time, which is measured."""
+
 
 @dataclass(frozen=True)
 class Course:
@@ -82,7 +85,8 @@ class Courses:
             self._switched(budget, share) for budget in self._budgets for share in self._part.switches.get(budget, ())
         ]
         equal_tokens = [self._equal_tokens(budget) for budget in self._budgets]
-        runs = [*plain, *(equal_tokens if "vanilla" in self._part.kinds else []), *switched]
+        differ = "vanilla" in self._part.kinds and self.units["headless"] != self.units["vanilla"]
+        runs = [*plain, *(equal_tokens if differ else []), *switched]
         return [course for course in runs if course.kind in self._part.kinds]
 
     def kept_every(self, trunk: Course) -> int:

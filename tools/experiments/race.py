@@ -83,9 +83,9 @@ class Race:
         ]
 
     def _vanilla_unit(self, data: Sequence[str]) -> int:
-        """Vanilla steps in the time of a unit of headless ones; 1 where nothing asks for it."""
-        if self.part.kinds == ("headless",):
-            return 1
+        """Vanilla steps in a unit: the part's number, else those in the same time; 1 where nothing asks for it."""
+        if self.part.vanilla_unit is not None or self.part.kinds == ("headless",):
+            return self.part.vanilla_unit or 1
         probes = {f"{self.name}-probe-{objective}": self._learns_by(objective) for objective in ("headless", "vanilla")}
 
         def train(laboratory: Laboratory, run: str) -> RunMetrics:

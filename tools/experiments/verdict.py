@@ -4,6 +4,7 @@
   shorter part, and headless once more on as many tokens as vanilla read.
 - `wide`: as long, of twice the width, headless, and with a softmax in the end.
 - `long`: `narrow` headless for 105 M tokens, with lower rates: four and a half hours of a core.
+- `level`: both for 31.5 M tokens, however long they take, with lower rates.
 - `encoder`, ModernBERTs of four layers: the same runs as `narrow` for more tokens, but without a switch.
 
 Along training: held-out perplexity, a cloze (decoders), and where --tasks-data is given BLiMP; of each end then all of
@@ -26,6 +27,11 @@ from megahead.errors import FieldError
 from megahead.evaluate.finetuning import comparison_table
 
 NARROW = ("model.hidden_size=128", "model.num_heads=4")
+HALF = {
+    "headless": ("optimizer.learning_rate=4e-3", "optimizer.table.learning_rate_ratio=1"),
+    "vanilla": ("optimizer.learning_rate=8e-3", "optimizer.table.learning_rate_ratio=0.5"),
+}
+"""Half the rates that climbs of short runs found, and a quarter for the embedding (vanilla: and for the head)."""
 PARTS = {
     "narrow": Part(
         shape=NARROW,
@@ -44,7 +50,15 @@ PARTS = {
         switches={},
         kinds=("headless",),
         decay=0.6,
-        longer={"headless": ("optimizer.learning_rate=4e-3", "optimizer.table.learning_rate_ratio=1")},
+        longer=HALF,
+    ),
+    "level": Part(
+        shape=NARROW,
+        budgets={0: (15,)},
+        switches={},
+        kinds=("headless", "vanilla"),
+        vanilla_unit=128,
+        longer=HALF,
     ),
     "encoder": Part(
         shape=KINDS["encoder"].shape,

@@ -35,6 +35,11 @@ def test_rates_fall_in_the_last_part_of_the_time_whatever_is_learned_then(falls:
         assert stable == pytest.approx((1 - falls) * courses.time_until(course, course.steps), rel=0.01), course.name
 
 
+def test_no_run_is_made_twice_where_units_have_as_many_tokens() -> None:
+    runs = [course.name for course in Courses(replace(PART, switches={}), 0, UNIT).all()]
+    assert runs == ["headless-5", "headless-50", "vanilla-5", "vanilla-50"]
+
+
 def test_a_run_that_is_shorter_than_five_units_warms_up_for_less() -> None:
     courses = Courses(PART, 1, 20)
     runs = {course.name: course for course in courses.all()}

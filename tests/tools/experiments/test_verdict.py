@@ -124,7 +124,7 @@ def test_parts_and_kinds_that_were_not_asked_for_are_left_out(
     monkeypatch.setattr("experiments.verdict._compare", lambda _, name, __, kinds: compared.append((name, [*kinds])))
     for only in (["vanilla"], ["wide"], ["wide", "vanilla"], ["narrow", "headless", "switched"]):
         compare_verdict(laboratory, only)
-    whole = ["headless", "switched"]
-    assert compared == [("narrow", ["vanilla"]), ("encoder", ["vanilla"]), ("wide", whole), ("narrow", whole)]
-    with pytest.raises(FieldError, match=r"`--only` must name some of narrow, wide, long, encoder, .*, but is narow"):
+    whole, vanilla = ["headless", "switched"], [(part, ["vanilla"]) for part in ("narrow", "level", "encoder")]
+    assert compared == [*vanilla, ("wide", whole), ("narrow", whole)]
+    with pytest.raises(FieldError, match=r"`--only` must name some of narrow, wide, long, level, encoder, .*, but is narow"):
         compare_verdict(laboratory, ["narow"])
