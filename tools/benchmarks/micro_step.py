@@ -35,6 +35,9 @@ WRITE_ALONE = ("zero_", "fill_", "zeros", "ones", "full", "new_zeros", "zeros_li
 OF_ROWS = ("embedding", "index", "index_select", "gather")
 """They read as many numbers as they write, and not the whole of what they look up in."""
 
+ADDED_TO_ROWS = ("index_add", "index_add_")
+"""They read what is added, and read and write as much of what they add to: in place, but while they are counted."""
+
 
 class Counted(TorchDispatchMode):
     """Operations, and bytes that they read and write."""
@@ -50,10 +53,8 @@ class Counted(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
         if not func.is_view and not name.startswith(NOTHING):
-            written = _bytes(result)
-            read = 0 if name in WRITE_ALONE else written if name in OF_ROWS else _bytes(args)
             self.operations += 1
-            self.bytes += written + (_bytes(args[1]) if name == "copy_" else read)
+            self.bytes += _moved(name, args, result)
         return result
 
 
@@ -122,6 +123,14 @@ def _config(stage: int) -> RunConfig:
             "engine": {"device": "cpu", "precision": "bf16", "deepspeed": str(SETTINGS / f"zero{stage}.json")},
         }
     )
+
+
+def _moved(name: str, given: Any, result: Any) -> int:
+    """Bytes that an operation reads and writes."""
+    if name in ADDED_TO_ROWS:
+        return 3 * _bytes(given[3])
+    read = 0 if name in WRITE_ALONE else _bytes(given[1]) if name == "copy_" else _bytes(given)
+    return _bytes(result) + (_bytes(result) if name in OF_ROWS else read)
 
 
 def _bytes(tree: Any) -> int:
