@@ -32,6 +32,9 @@ WALK = 5 * LAP - 1
 """Symbols of a text; its end token makes it a row."""
 
 STEPS = 600
+CHECKPOINT_EVERY = 100
+"""Steps that an interruption may cost: a softmax over the largest vocabulary takes minutes for so many."""
+
 ROWS_A_STEP = 32
 HELD_OUT = 512
 OBJECTIVES = {
@@ -85,7 +88,7 @@ def _knows(row: Row) -> tuple[float, float]:
 def _settings(texts: Path, size: int, rate: float) -> list[str]:
     data = {"train": texts / "text", "validation": texts / "held-out", "tokenizer": "null", "end_token": 0}
     data |= {"sequence_length": WALK + 1, "boundary_targets": "false"}
-    training = dict.fromkeys(("steps", "evaluate_every", "checkpoint_every"), STEPS)
+    training = dict.fromkeys(("steps", "evaluate_every"), STEPS) | {"checkpoint_every": CHECKPOINT_EVERY}
     return [
         *(f"data.{name}={value}" for name, value in data.items()),
         *(f"training.{name}={value}" for name, value in training.items()),
