@@ -51,6 +51,7 @@ WRONG: dict[str, str] = {
     "tools/paper.py": "decoders --text nowhere.jsonl",
     "tools/profile_step.py": "--config nowhere.yaml",
     "tools/soak.py": "--folder nowhere --text nowhere.idx",
+    "tools/verdict_picture.py": "",
 }
 """Arguments of which a path does not exist; none for a command that reads nothing it is told of."""
 
