@@ -19,6 +19,8 @@ from megahead.corpus import Bar, load_tokenizer
 from megahead.corpus.growth import grown
 from megahead.corpus.selection import Selection, conditions
 from megahead.corpus.vocabulary import TRAINERS, add_encoder_tokens, sample_texts, save_tokenizer
+from megahead.errors import FieldError
+from megahead.far import near_file
 
 
 def main() -> None:
@@ -63,6 +65,7 @@ def trained(arguments: argparse.Namespace) -> Tokenizer:
 
 
 def opened_tokenizer(path: str) -> Tokenizer:
-    """The library's own tokenizer in `path`."""
-    load_tokenizer(path)  # DataError if there is none
-    return Tokenizer.from_file(path)
+    """The library's own tokenizer in `path`, which may be a URL."""
+    if load_tokenizer(path).engine == "sentencepiece":
+        raise FieldError("--extend", "be a tokenizer.json", got=f"{path}, a SentencePiece model")
+    return Tokenizer.from_file(str(near_file(path)))

@@ -93,8 +93,19 @@ class Rows:
         """One document per row."""
         import pyarrow.ipc  # here, because JSON lines, the common case, do not need it
 
-        rows = pyarrow.ipc.open_stream(self.stream).read_all().to_pylist()
-        return _parse_records(self.path, enumerate(rows, self.first_row), self.selection.text)
+        table = pyarrow.ipc.open_stream(self.stream).read_all()
+        try:
+            rows = table.to_pylist()
+        except UnicodeDecodeError:  # somewhere
+            rows = [table.slice(row, 1) for row in range(table.num_rows)]
+        return _parse_records(self.path, enumerate(rows, self.first_row), self._text)
+
+    def _text(self, row: Any) -> str | None:
+        """Of a row, or of a table that is one row."""
+        try:
+            return self.selection.text(row if isinstance(row, dict) else row.to_pylist()[0])
+        except UnicodeDecodeError as error:
+            raise Unfit(f"must be UTF-8 text, but is not ({error.reason})") from None
 
 
 @dataclass(frozen=True)

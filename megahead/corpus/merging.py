@@ -61,9 +61,10 @@ def _check_alike(datasets: Sequence[IndexedDataset], output: str | Path) -> None
         "kinds of rows": ["of documents" if dataset.num_documents else "preshuffled" for dataset in datasets],
     }
     for what, values in kinds.items():
-        known = [(value, dataset) for value, dataset in zip(values, datasets, strict=True) if value is not None]
+        pairs = zip(values, datasets, strict=True)
+        known = [(value, dataset) for value, dataset in pairs if value is not None and len(dataset)]
         for value, dataset in known[1:]:
-            if value != known[0][0] and len(dataset) and len(known[0][1]):
+            if value != known[0][0]:
                 raise DataError(
                     f"datasets to merge must have equal {what}, but `{known[0][1].prefix}` has {known[0][0]} and "
                     f"`{dataset.prefix}` {value}; make them the same way."

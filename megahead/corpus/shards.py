@@ -41,9 +41,9 @@ def preprocess_shards(
     """One dataset for each input file in `folder`; shards that its manifest lists as finished are left as they are.
 
     Returns the report of all shards together, those of earlier runs included. DataError if another process works in
-    `folder`, if it was begun with another recipe, or if two inputs have the same name.
+    `folder`, if it was begun with another recipe, or if two inputs would write the same files.
     """
-    shards = _shards(inputs)
+    shards = _shards(inputs, recipe)
     folder = Path(folder)
     lock = StagedFile(folder / "in-use")
     try:
@@ -97,7 +97,7 @@ class ShardManifest:
         if noted is None or noted["input"] != _fingerprint(shard):
             return None
         try:
-            for name in self._names(shard):
+            for name in _names(shard, held_out=self._recipe["holdout"] is not None):
                 if IndexedDataset(self._folder / name).info is None:  # PREFIX.json is missing: it is incomplete
                     return None
         except DataError:
@@ -117,23 +117,25 @@ class ShardManifest:
             total.add(PreprocessReport(**self._shards[shard.name]["report"]))
         return total
 
-    def _names(self, shard: Input) -> list[str]:
-        held_out = [] if self._recipe["holdout"] is None else [f"{shard.name}-validation"]
-        return [shard.name, *held_out]
+
+def _names(shard: Input, *, held_out: bool) -> list[str]:
+    """Of the datasets that it becomes."""
+    return [shard.name, f"{shard.name}-validation"] if held_out else [shard.name]
 
 
-def _shards(inputs: Sequence[str | Path]) -> list[Input]:
+def _shards(inputs: Sequence[str | Path], recipe: Recipe) -> list[Input]:
     shards = find_inputs(inputs)
-    seen: dict[str, Input] = {}
+    seen: dict[str, str] = {Path(MANIFEST).stem: "the list of shards"}
     for shard in shards:
         if shard.path == STANDARD_INPUT:
             raise DataError("with one dataset per input every input must be a file, but `-` is standard input.")
-        if shard.name in seen:
-            raise DataError(
-                f"with one dataset per input, input names must differ, but `{seen[shard.name].path}` and "
-                f"`{shard.path}` would both become {shard.name}; preprocess them into different output folders."
-            )
-        seen[shard.name] = shard
+        for name in _names(shard, held_out=recipe.holdout is not None):
+            if name in seen:
+                raise DataError(
+                    f"with one dataset per input, input names must differ, but {seen[name]} and `{shard.path}` would "
+                    f"both write {name}; preprocess them into different output folders."
+                )
+            seen[name] = f"`{shard.path}`"
     return shards
 
 

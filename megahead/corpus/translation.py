@@ -34,6 +34,11 @@ class Translation:
         pieced = sum(bool(pieces) for pieces in self.pieces_V)
         return kept, pieced, len(self.kept_V) - kept - pieced
 
+    def followed_by(self, old_ids: Sequence[int]) -> Translation:
+        """With ids behind the new tokenizer's that stand for these behind the old one's."""
+        more: list[list[int]] = [[] for _ in old_ids]
+        return Translation(self.old_size + len(old_ids), [*self.kept_V, *old_ids], [*self.pieces_V, *more])
+
     def only_renumbers(self) -> bool:
         """Whether all tokens of both vocabularies are kept, each once."""
         return set(self.kept_V) == {*range(self.old_size)} and len(self.kept_V) == self.old_size

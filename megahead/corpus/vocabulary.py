@@ -20,7 +20,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from megahead.corpus.progress import ByteProgress, Silent
 from megahead.corpus.selection import Selection
-from megahead.corpus.sources import find_inputs
+from megahead.corpus.sources import find_inputs, total_bytes
 from megahead.errors import DataError, FieldError
 from megahead.files import write_atomically
 
@@ -164,15 +164,16 @@ def sample_texts(
 ) -> Iterator[str]:
     """The documents of all inputs; with `max_bytes` only the first of each input, up to that many bytes altogether.
 
-    `max_bytes` is divided among the files by their size on disk; each gives at least one document, and is read no
-    further than needed.
+    `max_bytes` is divided among the files by their size on disk, or evenly where that of one is not known (standard
+    input); each gives at least one document, and is read no further than needed.
     """
     progress = progress or Silent()
     found = find_inputs(inputs)
-    total = sum(item.bytes for item in found)
+    total = total_bytes(found)
     progress.begin(total)
     for item in found:
-        budget = None if max_bytes is None else max_bytes * item.bytes / max(total, 1)
+        share = 1 / len(found) if total is None else item.bytes / max(total, 1)
+        budget = None if max_bytes is None else max_bytes * share
         taken = reported_bytes = 0
         for chunk in item.chunks(selection or Selection()):
             before = taken

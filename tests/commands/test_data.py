@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import runpy
 import sys
@@ -9,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import sentencepiece
 
 from megahead.corpus import load_tokenizer
 
@@ -93,6 +95,18 @@ def test_a_tokenizer_gets_what_a_language_needs(
     assert after.encode_batch(["zzyzx"]) == before.encode_batch(["zzyzx"])
     assert command("train_tokenizer.py", *given, "--output", extended)[0] == 2  # no --vocab-size
     assert command("train_tokenizer.py", "--output", extended)[0] == 2
+
+
+def test_a_sentencepiece_model_cannot_be_extended(
+    command: Command, json_lines: Callable[..., Path], tmp_path: Path
+) -> None:
+    model, text = io.BytesIO(), iter(["A cat had tea, and a dog had a cat."] * 50)
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=text, model_writer=model, vocab_size=30, hard_vocab_limit=False, minloglevel=2
+    )
+    (tmp_path / "t.model").write_bytes(model.getvalue())
+    code, _, says = command("train_tokenizer.py", "--extend", tmp_path / "t.model", "--output", tmp_path / "t.json")
+    assert (code, "`--extend` must be a tokenizer.json" in says) == (2, True)
 
 
 @pytest.mark.slow

@@ -71,6 +71,8 @@ def test_what_does_not_belong_together_is_refused(tmp_path: Path, write_dataset:
         merge_datasets([small, large], tmp_path / "merged")
     with pytest.raises(DataError, match="equal vocabulary sizes"):
         merge_datasets([small, other], tmp_path / "merged")
+    with pytest.raises(DataError, match="equal vocabulary sizes"):
+        merge_datasets([write_dataset([], 1000, "empty"), small, other], tmp_path / "merged")
     with pytest.raises(DataError, match="is one of those to merge"):
         merge_datasets([other, small], tmp_path / "x" / ".." / "small")
     assert len(IndexedDataset(small)) == 1

@@ -49,6 +49,23 @@ def test_each_file_becomes_what_it_would_alone(files: list[Path], tokenizer_path
     assert not (tmp_path / "out" / "in-use.partial").exists()
 
 
+def test_inputs_that_would_write_the_same_files_are_refused(
+    tokenizer_path: Path, tmp_path: Path, json_lines: JsonLines
+) -> None:
+    named = {name: json_lines(["text"], name=f"{name}.jsonl") for name in ("wiki", "wiki-validation", "manifest")}
+    recipe, out = Recipe(tokenizer=tokenizer_path, holdout=Fraction(1, 2)), tmp_path / "out"
+    for first, second in (("wiki", "wiki-validation"), ("wiki-validation", "wiki")):
+        with pytest.raises(
+            DataError, match=rf"{first}\.jsonl` and .*{second}\.jsonl` would both write wiki-validation;"
+        ):
+            preprocess_shards([named[first], named[second]], recipe, out)
+    with pytest.raises(DataError, match=r"the list of shards and .*manifest\.jsonl` would both write manifest;"):
+        preprocess_shards([named["manifest"]], recipe, out)
+    assert not out.exists()
+    both = [named["wiki"], named["wiki-validation"]]
+    assert preprocess_shards(both, Recipe(tokenizer=tokenizer_path), out).documents == 2
+
+
 def test_only_what_is_missing_or_changed_is_made_again(
     files: list[Path], tokenizer_path: Path, tmp_path: Path, json_lines: JsonLines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -150,7 +167,7 @@ def test_inputs_that_cannot_be_shards(files: list[Path], tokenizer_path: Path, t
     (tmp_path / "other").mkdir()
     twin = tmp_path / "other" / "part-0.jsonl"
     twin.write_bytes(files[0].read_bytes())
-    for inputs, says in (([files[0], twin], "would both become part-0"), (["-"], "is standard input")):
+    for inputs, says in (([files[0], twin], "would both write part-0"), (["-"], "is standard input")):
         with pytest.raises(DataError, match=says):
             preprocess_shards(inputs, Recipe(tokenizer=tokenizer_path), tmp_path / "out")
 

@@ -73,3 +73,13 @@ def test_damage_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     with pytest.raises(DataError, match=r"saved Hugging Face dataset, but .* give a pattern .*/\*\.jsonl'\.$"):
         find_inputs([tmp_path / "folder"])
+
+
+def test_a_row_that_is_no_utf8_is_named_and_the_others_are_read(tmp_path: Path) -> None:
+    texts = pa.array([b"fine", b"bro\xffken", b"fine too"]).cast(pa.string(), safe=False)
+    pq.write_table(pa.table({"text": texts}), tmp_path / "t.parquet")
+    parsed = next(read_chunks(find_inputs([tmp_path / "t.parquet"]), Selection())).parse()
+    assert [problem.partition("t.parquet")[2] for problem in parsed.broken] == [
+        ":2` must be UTF-8 text, but is not (invalid start byte)."
+    ]
+    assert parsed.texts == ["fine", "fine too"]

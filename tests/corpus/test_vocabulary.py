@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable
 from pathlib import Path
 
@@ -95,3 +96,14 @@ def test_each_file_gives_its_share(json_lines: Callable[..., Path]) -> None:
     assert sum(text[0] == "a" for text in texts) == pytest.approx(20, abs=1)
     assert len(list(sample_texts(files, max_bytes=1))) == 2
     assert len(list(sample_texts(files))) == 150
+
+
+def test_standard_input_gives_its_share_though_its_size_is_not_known(
+    json_lines: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = json_lines(["b" * 99] * 100, name="small.jsonl")
+    for inputs, expected in ((["-"], 30), (["-", file], 15)):
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(json_lines(["a" * 99] * 100).read_bytes())))
+        texts = list(sample_texts(inputs, max_bytes=3000))
+        assert sum(text[0] == "a" for text in texts) == pytest.approx(expected, abs=1)
+        assert sum(map(len, texts)) == pytest.approx(3000, abs=200)

@@ -68,8 +68,9 @@ def test_whole_words_are_selected_whole(count: str) -> None:
 
 
 @pytest.mark.parametrize("make", [train_wordpiece, train_bpe])
-def test_words_are_read_off_a_tokenizers_spelling(make) -> None:
-    tokenizer = make(["unbelievable believers believe the unbelievable " * 20], 300)
+@pytest.mark.parametrize("text", ["", "## a heading\n#### another\n" * 20, "Ġ ▁ " * 20])
+def test_words_are_read_off_a_tokenizers_spelling(make, text: str) -> None:
+    tokenizer = make(["unbelievable believers believe the unbelievable " * 20, text], 330)
     ids = tokenizer.encode("the unbelievable", add_special_tokens=False).ids
     spellings = [tokenizer.id_to_token(i) for i in range(tokenizer.get_vocab_size())]
     continues = WholeWords.of(spellings).continues_V[ids]

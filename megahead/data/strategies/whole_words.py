@@ -31,11 +31,12 @@ class WholeWords(AllAlike):
     @staticmethod
     def of(spellings: Sequence[str | None]) -> WholeWords:
         """From how a tokenizer spells its tokens: WordPiece marks tokens that continue a word, byte-level BPE and
-        SentencePiece mark those that begin one."""
+        SentencePiece mark those that begin one. Any may have a few tokens that look like the other's marks, such as
+        Markdown's `##`: it is taken for what most marks are."""
         known = [text or "" for text in spellings]
-        if any(text.startswith("##") for text in known):
-            return WholeWords(np.array([text.startswith("##") for text in known]))
-        return WholeWords(np.array([not text.startswith(("Ġ", "▁", "Ċ")) for text in known]))
+        continues_V = np.array([text.startswith("##") for text in known])
+        begins_V = np.array([text.startswith(("Ġ", "▁", "Ċ")) for text in known])
+        return WholeWords(continues_V if continues_V.sum() > begins_V.sum() else ~begins_V)
 
     def starts(self, tokens_BT: Array, noise: CounterRng) -> Array:
         starts_BT: Array = ~self.continues_V[tokens_BT]
