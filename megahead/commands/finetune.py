@@ -46,7 +46,9 @@ def main() -> None:
             console.print(f"{data.name}: {data.short:,} lines lack a column and were left out")
     if arguments.threads:
         use_threads(arguments.threads)
-    initial_models = [finetuning.InitialModel(str(model), convert.hf_folder(model)) for model in arguments.model]
+    initial_models = [
+        finetuning.InitialModel(str(model), convert.hf_folder_to_classify(model)) for model in arguments.model
+    ]
     if arguments.floor:
         initial_models.append(finetuning.InitialModel("random weights", initial_models[0].folder, random_weights=True))
     kept = finetuning.FineTuningResults(arguments.output)

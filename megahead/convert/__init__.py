@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from megahead.convert.exporting import ExportReport, export
     from megahead.convert.importing import from_hf
     from megahead.convert.loading import (
+        context_length,
         is_encoder,
         load_backbone,
         load_causal,
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     )
     from megahead.convert.new_vocabulary import RevocabularyReport, revocabulary
     from megahead.convert.published import PublishedModel
-    from megahead.convert.resolve import Origin, hf_folder, origin
+    from megahead.convert.resolve import Origin, hf_folder, hf_folder_to_classify, origin
     from megahead.convert.verify import Parity
 
 __all__ = [
@@ -32,10 +33,12 @@ __all__ = [
     "Parity",
     "PublishedModel",
     "RevocabularyReport",
+    "context_length",
     "export",
     "fold_bias",
     "from_hf",
     "hf_folder",
+    "hf_folder_to_classify",
     "input_embedding",
     "is_encoder",
     "load_backbone",
@@ -54,6 +57,7 @@ __getattr__ = on_first_use(
     export_heads=("FoldedBias", "fold_bias"),
     importing=("from_hf",),
     loading=(
+        "context_length",
         "is_encoder",
         "load_backbone",
         "load_causal",
@@ -63,6 +67,6 @@ __getattr__ = on_first_use(
     ),
     new_vocabulary=("RevocabularyReport", "revocabulary"),
     published=("PublishedModel",),
-    resolve=("Origin", "hf_folder", "origin"),
+    resolve=("Origin", "hf_folder", "hf_folder_to_classify", "origin"),
     verify=("Parity",),
 )

@@ -95,6 +95,12 @@ def load_classifier(folder: Path, outputs: int, padding_id: int, *, random_weigh
     return model
 
 
+def context_length(folder: Path) -> int | None:
+    """Tokens that the model in `folder` reads at most, where its config.json says so."""
+    length = _settings(folder).get("max_position_embeddings")
+    return length if isinstance(length, int) else None
+
+
 def load_tokenizer_folder(folder: Path) -> Any:
     """The tokenizer in `folder`; CheckpointError when there is none."""
     if not (folder / "tokenizer.json").is_file():

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from megahead.checkpoint import find_checkpoint
+from megahead.config import HeadName
 from megahead.convert.export_heads import best_head
 from megahead.convert.exporting import PARITY_FILE, export, fingerprint
 from megahead.convert.source import TrainedModel
@@ -19,12 +21,22 @@ def hf_folder(path: Path) -> Path:
     Exports are kept in RUN/exports/ and made again when the checkpoint is another one. CheckpointError if `path`
     is neither.
     """
+    return _folder(path, best_head)
+
+
+def hf_folder_to_classify(path: Path) -> Path:
+    """The same for what gets a classifier: of a decoder the body alone, since some classes that have its head are
+    none that transformers classifies with; of an encoder as it is, as ModernBERT's classifier begins with its head."""
+    return _folder(path, lambda model: best_head(model) if model.config.model.is_encoder() else "none")
+
+
+def _folder(path: Path, choose_head: Callable[[TrainedModel], HeadName]) -> Path:
     if (path / "config.json").is_file():
         return path
     if find_checkpoint(path) is None:
         raise CheckpointError(f"`{path}` must be a Hugging Face model folder, a run or a checkpoint, but is none.")
     model = TrainedModel.open(path)
-    head = best_head(model)
+    head = choose_head(model)
     output = model.run_folder().exports / f"{model.checkpoint.folder.name}-{head}"
     if _source(output) != fingerprint(model):
         export(model.checkpoint.folder, output, head)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from megahead.convert import load_masked, load_tokenizer_folder
+from megahead.convert import context_length, load_masked, load_tokenizer_folder
 from megahead.errors import DataError
 from megahead.evaluate.masked_rows import MaskedRows
 from megahead.evaluate.predictions import TokenPredictor
@@ -31,13 +31,15 @@ class PseudoPerplexity:
 def pseudo_perplexity(
     model_dir: Path, texts: Sequence[str], *, max_length: int = 128, batch_size: int = 64
 ) -> PseudoPerplexity:
-    """Scores every token of `texts` (each cut at `max_length` tokens) with the masked language model in `model_dir`.
+    """Scores every token of `texts` with the masked language model in `model_dir`; each text is cut at `max_length`
+    tokens, and at the model's context.
 
     Cost: a forward pass over a text for each of its tokens. Raises CheckpointError for a folder without a masked
     language model or a tokenizer with [CLS], [SEP] and [MASK], DataError for texts without a token.
     """
     tokenizer, model = load_tokenizer_folder(model_dir), load_masked(model_dir)
     model.to("cuda" if torch.cuda.is_available() else "cpu")
+    max_length = min(max_length, context_length(model_dir) or max_length)
     texts_rows = MaskedRows(tokenizer, model_dir).of_texts(texts, whole_words=False, max_length=max_length)
     rows = [row for rows in texts_rows for row in rows]
     if not rows:

@@ -58,7 +58,9 @@ def _agree(entry: Mapping[str, Any], key: Mapping[str, Any], names: Sequence[str
 
 def _read(path: Path) -> list[dict[str, Any]]:
     try:
-        entries: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["results"]
+        entries = json.loads(path.read_text(encoding="utf-8"))["results"]
     except (OSError, ValueError, KeyError, TypeError):
-        raise DataError(f"`{path}` must hold results of this command, but does not; name another --output.") from None
+        entries = None
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+        raise DataError(f"`{path}` must hold results of this command, but does not; name another --output.")
     return entries

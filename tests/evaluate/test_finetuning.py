@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import Trainer, TrainingArguments
 
-from megahead.convert import hf_folder, load_classifier, load_tokenizer_folder
+from megahead.convert import hf_folder, hf_folder_to_classify, load_classifier, load_tokenizer_folder
 from megahead.errors import CheckpointError, UserError
 from megahead.evaluate.finetuning import (
     TASKS,
@@ -78,7 +78,7 @@ def test_one_batch_an_epoch_equals_the_trainer_of_transformers(tmp_path: Path) -
         torch.testing.assert_close(mine, other, rtol=0, atol=2e-5, msg=name)
 
 
-@pytest.mark.parametrize("kind", ["encoder", "decoder", "modernbert"])
+@pytest.mark.parametrize("kind", ["encoder", "gpt_neox", "llama", "modernbert"])
 def test_what_can_be_learnt_is_learnt_and_the_same_seed_learns_the_same(tmp_path: Path, kind: str) -> None:
     if kind == "encoder":
         folder = save_small_encoder(tmp_path / "model", types=1)
@@ -91,11 +91,12 @@ def test_what_can_be_learnt_is_learnt_and_the_same_seed_learns_the_same(tmp_path
         )
         save_small(tmp_path / "run", config, scale=0.05)
         shutil.copyfile(tmp_path / "words/tokenizer.json", tmp_path / "run/tokenizer.json")
-        folder = hf_folder(tmp_path / "run")
+        folder = hf_folder_to_classify(tmp_path / "run")
+        assert folder == hf_folder(tmp_path / "run")
     else:
-        save_small(tmp_path / "run", small_config(model={"vocab_size": 300}), scale=0.05)
+        save_small(tmp_path / "run", small_config(model={"family": kind, "vocab_size": 300}), scale=0.05)
         save_tokenizer(tmp_path / "run" / "tokenizer.json")
-        folder = hf_folder(tmp_path / "run")
+        folder = hf_folder_to_classify(tmp_path / "run")
     task_run = FineTuningRun(InitialModel("small", folder), same_word(), SETTINGS)
     first, again, other = (list(task_run.run(seed)) for seed in (0, 0, 1))
     assert first[-1].scores["rte"]["accuracy"] == 1.0
@@ -193,3 +194,24 @@ def test_several_test_sets_have_a_mean_and_the_first_one_chooses_the_epoch() -> 
     rows = {row.test: row for row in summarise([result("xnli/fr", 0, *epochs)])}
     assert (rows["fr"].mean(), rows["de"].mean(), rows["mean of 2"].mean()) == (0.6, 0.4, 0.5)
     assert rows["fr"].deviation() is None
+
+
+def test_a_floor_is_of_one_shape(tmp_path: Path) -> None:
+    kept, models = FineTuningResults(tmp_path / "scores.json"), []
+    for name, types in (("one", 1), ("two", 2)):
+        folder = save_small_encoder(tmp_path / name, types=types)
+        models.append(InitialModel("random weights", folder, random_weights=True))
+    first, second = models
+    kept.add(first, same_word(), SETTINGS, 0, [EpochScores(0.5, {"rte": {"accuracy": 0.5}}, 1.0)])
+    assert kept.find(first, same_word(), SETTINGS, 0) is not None
+    assert kept.find(second, same_word(), SETTINGS, 0) is None
+
+
+def test_a_text_is_cut_at_the_models_context(tmp_path: Path) -> None:
+    folder = save_small_encoder(tmp_path / "model")
+    positions = json.loads((folder / "config.json").read_text())["max_position_embeddings"]
+    longest = " ".join(["the cat"] * positions)
+    data = replace(same_word(), train=[Example("no", (longest,), 0), Example("it", (longest,), 1)])
+    settings = replace(SETTINGS, max_length=2 * positions, epochs=1)
+    (epoch,) = FineTuningRun(InitialModel("small", folder), data, settings).run(0)
+    assert epoch.loss > 0

@@ -51,6 +51,12 @@ def test_every_token_is_guessed_once(folder: Path, max_length: int) -> None:
     assert found.loss == pytest.approx(loss, rel=1e-5)
 
 
+def test_texts_are_cut_at_the_models_context(folder: Path) -> None:
+    positions = json.loads((folder / "config.json").read_text())["max_position_embeddings"]
+    longest = [" ".join([*TEXTS] * positions)]
+    assert pseudo_perplexity(folder, longest, max_length=2 * positions).tokens == positions - 2
+
+
 def test_the_command_shows_each_model(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -56,7 +56,8 @@ def test_a_newer_result_takes_the_place_of_the_older_and_of_no_other(model: Path
     assert [(entry["limit"], entry["samples"]) for entry in entries] == [(None, 3), (3, 2)]
 
 
-def test_a_file_of_something_else_is_not_overwritten(tmp_path: Path) -> None:
-    (tmp_path / "notes.json").write_text('["mine"]')
+@pytest.mark.parametrize("content", ['["mine"]', '{"results": {"blimp": {"acc": 0.5}}}', '{"results": ["mine"]}'])
+def test_a_file_of_something_else_is_not_overwritten(tmp_path: Path, content: str) -> None:
+    (tmp_path / "notes.json").write_text(content)
     with pytest.raises(DataError, match="name another --output"):
         ResultsFile(tmp_path / "notes.json")

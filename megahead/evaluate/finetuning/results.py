@@ -13,7 +13,7 @@ from megahead.evaluate.finetuning.loop import EpochScores
 from megahead.evaluate.finetuning.run import InitialModel
 from megahead.evaluate.finetuning.settings import FineTuning
 from megahead.evaluate.finetuning.task_table import TASKS
-from megahead.evaluate.result_cache import ResultCache, fingerprint_model
+from megahead.evaluate.result_cache import ResultCache, fingerprint_files, fingerprint_model
 
 
 @dataclass(frozen=True)
@@ -151,6 +151,14 @@ def _key(initial_model: InitialModel, data: TaskData, settings: FineTuning, seed
         "task": data.name,
         "seed": seed,
         "settings": asdict(settings),
-        "weights": "random" if initial_model.random_weights else fingerprint_model(initial_model.folder),
+        "weights": _fingerprint(initial_model),
         "data": data.fingerprint,
     }
+
+
+def _fingerprint(initial_model: InitialModel) -> str:
+    """Of all that a result depends on in its folder: of random weights the shape and the tokenizer."""
+    folder = initial_model.folder
+    if initial_model.random_weights:
+        return f"random, {fingerprint_files([folder / 'config.json', folder / 'tokenizer.json'])}"
+    return fingerprint_model(folder)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from megahead.convert import load_classifier, load_tokenizer_folder
+from megahead.convert import context_length, load_classifier, load_tokenizer_folder
 from megahead.evaluate.finetuning.encoding import ExampleEncoder
 from megahead.evaluate.finetuning.loading import TaskData
 from megahead.evaluate.finetuning.loop import Classifier, EpochScores, fine_tune
@@ -35,7 +35,8 @@ class FineTuningRun:
         tokenizer = load_tokenizer_folder(initial_model.folder)
         padding = (tokenizer.pad_token_id, tokenizer.get_vocab().get("[PAD]"), 0)
         self._padding = next(token for token in padding if token is not None)
-        encoder = ExampleEncoder(tokenizer, settings.max_length)
+        longest = context_length(initial_model.folder) or settings.max_length
+        encoder = ExampleEncoder(tokenizer, min(settings.max_length, longest))
         self._train = encoder.encode(data.train)
         self._evaluation_sets = {name: encoder.encode(examples) for name, examples in data.evaluation_sets.items()}
 
