@@ -56,6 +56,7 @@ def _config(published: PublishedModel) -> RunConfig:
     headless = not published.has_head() and published.family.with_head not in (content.get("architectures") or [])
     settings = published.settings()
     masking = _masking(model_dir) if settings["family"] in ENCODERS else None
+    end_token = _end_token(content)
     tree = {
         "name": re.sub(r"[^A-Za-z0-9._-]", "-", model_dir.resolve().name) or "imported",
         "model": settings,
@@ -63,7 +64,7 @@ def _config(published: PublishedModel) -> RunConfig:
         "data": {
             "train": "(weights imported, no text)",
             "sequence_length": content.get("max_position_embeddings", 2048),
-            "end_token": _end_token(content) or (masking["sep_token"] if masking else 0),
+            "end_token": (masking["sep_token"] if masking else 0) if end_token is None else end_token,
         },
         "batch": {"global_size": 1, "micro_size": 1},
         "objective": {"name": "headless"} if headless else {"name": "vanilla", "tied": published.is_tied()},

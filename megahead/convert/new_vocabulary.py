@@ -65,7 +65,7 @@ def revocabulary(model_dir: Path, tokenizer: Path, output_dir: Path, method: str
     new = SpelledVocabulary.open(tokenizer)
     with staged_folder(output_dir) as staged, _opened(model_dir, output_dir.absolute().parent) as model:
         old = _old_vocabulary(model, model_dir)
-        translation = translate(old, new, _roles(model.config))
+        translation = translate(old, new, _roles(model.config)).followed_by(_masks_behind(model.config, old, new))
         config = _config(model.config, old, new)
         run = RunFolder(staged)
         save_checkpoint(
@@ -80,7 +80,7 @@ def revocabulary(model_dir: Path, tokenizer: Path, output_dir: Path, method: str
         shutil.copyfile(tokenizer, run.tokenizer)
     kept, pieced, fresh = translation.counts()
     pieces = sum(map(len, translation.pieces_V)) / max(pieced, 1)
-    return RevocabularyReport(output_dir, len(old.spellings), len(new.spellings), kept, pieced, pieces, fresh)
+    return RevocabularyReport(output_dir, len(old.spellings), len(translation.kept_V), kept, pieced, pieces, fresh)
 
 
 @contextmanager
@@ -110,7 +110,8 @@ def _old_vocabulary(model: TrainedModel, model_dir: Path) -> SpelledVocabulary:
 def _roles(config: RunConfig) -> dict[str, int]:
     """The old ids of special tokens that a run names, by their roles."""
     if config.masking is None:
-        return {"end": config.data.end_token}
+        masked = {} if config.masked_inputs is None else {"mask": config.masked_inputs.mask_token}
+        return {"end": config.data.end_token, **masked}
     masking = config.masking
     return {"begin": masking.cls_token, "end": masking.sep_token, "mask": masking.mask_token}
 
@@ -128,13 +129,29 @@ def _config(config: RunConfig, old: SpelledVocabulary, new: SpelledVocabulary) -
         rest = {*new.special.values()} - {begin, end, mask, new.in_role("unknown")}
         ids = {"cls_token": begin, "sep_token": end, "mask_token": mask, "special_tokens": sorted(rest)}
         tree["masking"] |= ids
+    if config.masked_inputs is not None:
+        tree["model"]["vocab_size"] += len(_masks_behind(config, old, new))
+        found = _found("mask", config.masked_inputs.mask_token, old, new)
+        tree["masked_inputs"]["mask_token"] = len(new.spellings) if found is None else found
     return config_from_dict(tree | {"init": None, "tasks": None, "output_dir": None}, source=path)
 
 
-def _renamed(role: str, id_: int, old: SpelledVocabulary, new: SpelledVocabulary) -> int:
+def _masks_behind(config: RunConfig, old: SpelledVocabulary, new: SpelledVocabulary) -> list[int]:
+    """The old id of the token that masks a decoder's inputs, where the new tokenizer has none: it comes behind all
+    others."""
+    masked = config.masked_inputs
+    return [] if masked is None or _found("mask", masked.mask_token, old, new) is not None else [masked.mask_token]
+
+
+def _found(role: str, id_: int, old: SpelledVocabulary, new: SpelledVocabulary) -> int | None:
     """The new id of a special token: that of the same spelling, else of the same role."""
     spelled = old.spellings[id_] if id_ < len(old.spellings) else None
-    found = new.special.get(spelled or "", new.in_role(role))
+    return new.special.get(spelled or "", new.in_role(role))
+
+
+def _renamed(role: str, id_: int, old: SpelledVocabulary, new: SpelledVocabulary) -> int:
+    """The same; DataError where there is none."""
+    found = _found(role, id_, old, new)
     if found is None:
         named = ", ".join(ROLES[role])
         raise DataError(f"`{new.tokenizer.path}` must have one of {named} (`{role}` of a text), but has none.")

@@ -97,6 +97,7 @@ def test_an_export_speaks_as_its_checkpoint(tmp_path: Path, head: Any, objective
     [
         (ModernBertDecoderForCausalLM, {}, "trained"),
         (ModernBertDecoderForCausalLM, {"classifier_bias": True, "tie_word_embeddings": False}, "trained"),
+        (ModernBertDecoderForCausalLM, {"eos_token_id": 0}, "trained"),
         (ModernBertDecoderModel, {"layer_types": ["full_attention", "sliding_attention"] * 2}, "none"),
     ],
     ids=str,

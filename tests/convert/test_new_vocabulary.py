@@ -182,3 +182,20 @@ def test_a_text_ends_as_it_did_where_both_have_that_token(tmp_path: Path) -> Non
     save_tokenizer(add_encoder_tokens(TRAINERS["bpe"](TEXT, 400)), tmp_path / "both.json")
     revocabulary(saved(tmp_path / "run", old, decoder(len(old.spellings))), tmp_path / "both.json", tmp_path / "out")
     assert config_from_dict(open_checkpoint(tmp_path / "out").config).data.end_token == 0
+
+
+@pytest.mark.parametrize("kind", ["bpe", "encoder"])
+def test_the_token_that_masks_a_decoders_inputs_comes_along(tmp_path: Path, kind: str) -> None:
+    """Behind a tokenizer that has none, as before; or as its mask token."""
+    old, made = vocabulary(tmp_path, "bpe"), TRAINERS["bpe"](TEXT, 400)
+    save_tokenizer(add_encoder_tokens(made) if kind == "encoder" else made, tmp_path / "new.json")
+    ids, new = len(old.spellings), SpelledVocabulary.open(tmp_path / "new.json")
+    config = small_config(model={"vocab_size": ids + 1}, masked_inputs={"mask_token": ids})
+    run = saved(tmp_path / "run", old, config)
+    report = revocabulary(run, tmp_path / "new.json", tmp_path / "out")
+    moved = config_from_dict(open_checkpoint(tmp_path / "out").config)
+    assert moved.masked_inputs is not None
+    mask = moved.masked_inputs.mask_token
+    assert mask == (new.tokenizer.id_of("[MASK]") if kind == "encoder" else len(new.spellings))
+    assert moved.model.vocab_size == report.new_ids == len(new.spellings) + (kind == "bpe")
+    assert torch.equal(tensors(tmp_path / "out")[EMBEDDING][mask], tensors(run)[EMBEDDING][ids])
