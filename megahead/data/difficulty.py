@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megahead.distributed import Group
+from megahead.errors import ConfigError
 
 
 class Difficulty:
@@ -58,7 +59,11 @@ class Difficulty:
         return torch.stack([*self._settled.values(), self.total(group)])
 
     def restore(self, state_3V2: Tensor, samples: int, group: Group) -> None:
-        """The inverse of `state`, when so many samples were read."""
+        """The inverse of `state`, when so many samples were read; ConfigError where a step would begin elsewhere than
+        what was counted."""
+        if samples % self._samples_per_step:
+            rule = f"divide the {samples:,} samples that were read, as what is masked depends on the steps before"
+            raise ConfigError("batch.global_size", rule, got=self._samples_per_step)
         now_V2, next_V2, since_V2 = state_3V2.unbind()
         period = samples // self._samples_per_step // self._every
         self._settled = {period: now_V2, period + 1: next_V2}

@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from megahead.data.array_file import open_array
 from megahead.errors import ConfigError, DataError
-from megahead.far import near_file
+from megahead.files import staged
 
 Array = np.ndarray[Any, Any]
 
@@ -20,10 +21,7 @@ Array = np.ndarray[Any, Any]
 def open_nearest_ids(path: str, vocab_size: int, wanted: int = 1) -> Array:
     """int64 [V, K]; ConfigError unless it is such a file for so many ids, with as many nearest ones of each as
     `objective.nearest` wants. A URL's is fetched first."""
-    try:
-        nearest_VK = np.load(near_file(path), allow_pickle=False)
-    except (OSError, ValueError) as error:
-        raise ConfigError("data.nearest_ids", "name a file of megahead nearest-ids", got=f"{path} ({error})") from None
+    nearest_VK = open_array("data.nearest_ids", "name a file of megahead nearest-ids", path)
     if nearest_VK.ndim != 2 or nearest_VK.dtype.kind not in "iu" or not nearest_VK.size:
         raise ConfigError("data.nearest_ids", "hold a table of ids", got=f"{nearest_VK.dtype} {nearest_VK.shape}")
     if len(nearest_VK) > vocab_size or nearest_VK.min() < 0 or nearest_VK.max() >= vocab_size:
@@ -63,7 +61,6 @@ def find_nearest_ids(weight_VD: Array, each: int) -> Array:
 
 
 def save_nearest_ids(path: Path, nearest_VK: Array) -> None:
-    """Writes the file under exactly this name."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("wb") as file:
+    """Writes the file under exactly this name, whole or not at all."""
+    with staged(path) as partial, partial.open("wb") as file:
         np.save(file, nearest_VK)

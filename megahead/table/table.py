@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from megahead.distributed import Mesh, RowShard, Tensors, fill_row_shard_, joined
+from megahead.errors import CheckpointError
 from megahead.optim import RowRule
 from megahead.table.exchange import rows_from_owners
 from megahead.table.fetched import FetchedRows
@@ -68,7 +69,8 @@ class RowTable(nn.Module):
     def restore(self, state: Tensors) -> None:
         """The inverse of `state`, whose names these tensors have; of each a block is held at a time."""
         for kind, part in self._shards().items():
-            fill_row_shard_(part, state.blocks(kind), self._mesh.world_group)
+            blocks = (_of_rows(block, part.shape[1:], kind) for block in state.blocks(kind))
+            fill_row_shard_(part, blocks, self._mesh.world_group)
         self.owned.rule.resume(state.read(RATES).numpy())
         self._now_nD = None
 
@@ -121,6 +123,14 @@ class RowTable(nn.Module):
             blocks, kept_nD = self.owned.blocks(), self.owned.rows[WEIGHT]
             self._now_nD = joined((block.to(self.ballast.dtype) for block in blocks), kept_nD.shape)
         return self._now_nD
+
+
+def _of_rows(block: Tensor, shape: torch.Size, kind: str) -> Tensor:
+    """The block; CheckpointError where another rule has other numbers of a row under the same name."""
+    if block.shape[1:] != shape:
+        rule = "a checkpoint of rows goes on with the optimizer.table.rule that it was saved with"
+        raise CheckpointError(f"`{kind}` must be {[*shape]} for each row, but is {[*block.shape[1:]]}; {rule}.")
+    return block
 
 
 class SplitRowTable(RowTable):

@@ -10,6 +10,7 @@ from megahead.config import MaskingConfig
 from megahead.data import Difficulty, Framing, Masker
 from megahead.data.strategies.hardest import FLOOR, Hardest
 from megahead.distributed import Group
+from megahead.errors import ConfigError
 from support.on_ranks import on_ranks
 
 V, EVERY, SAMPLES = 30, 3, 8
@@ -100,3 +101,10 @@ def test_ids_are_selected_by_their_share_of_misses() -> None:
 
     assert ratio(EVERY) == pytest.approx(1, abs=0.1)
     assert ratio(2 * EVERY) == pytest.approx((1 + FLOOR) / FLOOR, rel=0.15)
+
+
+def test_steps_of_another_size_must_begin_where_those_that_were_counted_ended() -> None:
+    state = follow(Group(), 5)[-1]
+    Difficulty(V, EVERY, SAMPLES // 2).restore(state, 5 * SAMPLES, Group())
+    with pytest.raises(ConfigError, match=r"`batch\.global_size` must divide the 40 samples"):
+        Difficulty(V, EVERY, 12).restore(state, 5 * SAMPLES, Group())

@@ -76,3 +76,13 @@ def test_a_share_of_the_targets_is_read_as_similar_tokens_and_never_as_a_special
     assert (read == MASK).mean() == pytest.approx(0.1, abs=0.01)
     again = masker.batch(text[5:6], [5])
     assert (again.input_ids_BT[0] == batch.input_ids_BT[5]).all()
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04 broken", b"text"])
+def test_a_damaged_file_is_one_sentence(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "ids.npy").write_bytes(content)
+    with pytest.raises(ConfigError, match="must name a file of megahead nearest-ids"):
+        open_nearest_ids(str(tmp_path / "ids.npy"), 4)
+    np.savez(tmp_path / "several.npz", one=np.zeros((4, 1), np.int32))
+    with pytest.raises(ConfigError, match="which has several arrays"):
+        open_nearest_ids(str(tmp_path / "several.npz"), 4)

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 import megahead.table.table as table_module
 from megahead.config import OptimizerConfig
-from megahead.distributed import Group, Mesh
+from megahead.distributed import Group, Mesh, Whole
+from megahead.errors import CheckpointError
 from megahead.optim import build_row_rule
 from megahead.parallel import VocabularyParallelEmbedding
 from megahead.table import OwnedRows, RowTable, SplitRowTable, plan_rows
@@ -120,6 +121,15 @@ def test_reading_rows_leaves_no_trace() -> None:
     assert owned.count_stale(torch.arange(6)) == 4
     assert (now[2] != before[0]["weight"][2]).all()
     assert torch.equal(now[3], before[0]["weight"][3])
+
+
+def test_rows_of_another_rule_are_refused() -> None:
+    saved, other = (
+        RowTable(ROWS, WIDTH, build_row_rule(rule, CONFIG), Mesh.build(Group()), CPU) for rule in ("adamw", "adamw_row")
+    )
+    shards = {name: getattr(shard, "part", shard) for name, shard in saved.state().items()}
+    with pytest.raises(CheckpointError, match=r"must be \[1\] for each row, but is \[4\]; .*optimizer\.table\.rule"):
+        other.restore(Whole(shards.__getitem__))
 
 
 def test_rows_that_are_filled_again_have_forgotten_all_steps() -> None:

@@ -8,10 +8,10 @@ from __future__ import annotations
 import numpy as np
 
 from megahead.config import MaskingConfig
+from megahead.data.array_file import open_array
 from megahead.data.strategies.strategy import WeighedIds
 from megahead.data.strategies.training_text import TrainingText
 from megahead.errors import ConfigError
-from megahead.far import near_file
 
 
 class Weights(WeighedIds):
@@ -27,10 +27,7 @@ class Weights(WeighedIds):
     def read(path: str, vocab_size: int) -> Weights:
         """ConfigError unless the file has weights of so many ids; 1 of ids behind them, which only the model has. A
         URL's is fetched first."""
-        try:
-            weight_V = np.load(near_file(path), allow_pickle=False)
-        except (OSError, ValueError) as error:
-            raise ConfigError("data.id_weights", "name a file of numpy", got=f"{path} ({error})") from None
+        weight_V = open_array("data.id_weights", "name a file of numpy", path)
         if weight_V.ndim != 1 or weight_V.dtype.kind not in "fiu" or not 0 < len(weight_V) <= vocab_size:
             rule = f"hold a number for each of at most model.vocab_size ({vocab_size}) ids"
             raise ConfigError("data.id_weights", rule, got=f"{weight_V.dtype} {weight_V.shape}")
