@@ -8,6 +8,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 .PHONY: help install demo test check lint types pytest test-gpu gpu-report gpu-wheels gpu-text format clean
 help:
+	@echo "make install             the environment .venv alone"
 	@echo "make demo                from the text on this machine to a speaking headless model (about 15 minutes)"
 	@echo "make demo ARGS=--quick   the same with less text and fewer steps, to see it first (about 2 minutes)"
 	@echo "make demo ARGS='--model llama'   with a Llama instead of Pythia's shape"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -17,7 +17,8 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from megahead.config import NAMED_SIZES, RunConfig
+from megahead.config import NAMED_SIZES, ModelConfig, RunConfig
+from megahead.config.families import DEFAULTS
 
 PAGE = Path(__file__).parents[1] / "docs/configuration.md"
 HEAD = """# Configuration
@@ -53,15 +54,18 @@ def _section(name: str, settings: type[BaseModel]) -> str:
     title = f"## {name}" if name else "## The run"
     about = " ".join((settings.__doc__ or "").split())
     rows = ["| setting | type | default | |", "|---|---|---|---|"]
-    rows += [_row(field, info) for field, info in settings.model_fields.items()]
+    families = DEFAULTS if settings is ModelConfig else {}
+    rows += [_row(field, info, families) for field, info in settings.model_fields.items()]
     return "\n".join([title, "", about, "", *rows, ""])
 
 
-def _row(field: str, info: FieldInfo) -> str:
+def _row(field: str, info: FieldInfo, families: Mapping[str, Mapping[str, Any]]) -> str:
+    """`families`: their own defaults, where they differ."""
     inner = list(_settings_in(info.annotation))
     about = " ".join((info.description or "").split()) or " ".join((inner[0].__doc__ or "").split())
     rule = _rule(info.metadata)
-    default = _default(info, section=bool(inner))
+    others = [f"{family} {_shown(values[field])}" for family, values in families.items() if field in values]
+    default = ", ".join([_default(info, section=bool(inner)), *others])
     return f"| `{field}` | {_type(info.annotation)}{f', {rule}' if rule else ''} | {default} | {_cell(about)} |"
 
 
@@ -109,9 +113,13 @@ def _default(info: FieldInfo, *, section: bool) -> str:
         return "left out"
     if section:
         return ""
-    value = info.default
-    shown = str(value).lower() if isinstance(value, bool) else list(value) if isinstance(value, tuple) else value
-    return f"`{shown}`"
+    return _shown(info.default)
+
+
+def _shown(value: Any) -> str:
+    """A value as YAML has it."""
+    plain = str(value).lower() if isinstance(value, bool) else list(value) if isinstance(value, tuple) else value
+    return f"`{plain}`"
 
 
 def _settings_in(annotation: Any) -> Iterator[type[BaseModel]]:

@@ -48,7 +48,7 @@ def main() -> None:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="less text, a smaller vocabulary, fewer steps")
+    parser.add_argument("--quick", action="store_true", help="less text, fewer steps")
     parser.add_argument("--model", choices=MODELS, default="pythia", help="the decoder's shape (default: pythia)")
     parser.add_argument("--with-vanilla", action="store_true", help="also train the vanilla twin for the same time")
     parser.add_argument(

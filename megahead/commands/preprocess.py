@@ -42,7 +42,7 @@ def main() -> None:
         holdout=None if arguments.holdout is None else held_out_share(fraction(arguments.holdout)),
         on_error=arguments.on_error,
     )
-    cores = len(os.sched_getaffinity(0))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1  # macOS has none
     workers = arguments.workers or suitable_workers(total_bytes(find_inputs(arguments.input)), cores)
     started = time.monotonic()
     make = preprocess_shards if arguments.per_file else preprocess_one
