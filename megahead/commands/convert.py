@@ -8,6 +8,7 @@ megahead convert revocabulary --model runs/headless --tokenizer larger.json --ou
 from __future__ import annotations
 
 import argparse
+from math import inf
 from pathlib import Path
 from typing import get_args
 
@@ -15,7 +16,7 @@ from rich.console import Console
 
 from megahead import convert
 from megahead.config import HeadName
-from megahead.errors import existing
+from megahead.errors import FieldError, existing
 from megahead.mirror import far_or_existing
 
 METHODS = ("mean", "rarity", "random")
@@ -24,7 +25,7 @@ METHODS = ("mean", "rarity", "random")
 
 def main() -> None:
     arguments = _parser().parse_args()
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False, soft_wrap=True, markup=False)
     if arguments.direction == "from-hf":
         output = convert.from_hf(arguments.model, arguments.output)
         console.print(f"wrote {output}: a checkpoint for init.from_checkpoint")
@@ -33,6 +34,8 @@ def main() -> None:
         moved = convert.revocabulary(arguments.model, arguments.tokenizer, arguments.output, arguments.method)
         console.print(rows_told(moved))
         return
+    if not 0 < arguments.shard_size < inf:
+        raise FieldError("--shard-size", "be above 0", got=arguments.shard_size)
     report = convert.export(
         arguments.checkpoint,
         arguments.output,

@@ -14,6 +14,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import os
+import re
 import shutil
 import socket
 import sys
@@ -78,13 +79,14 @@ def leave_without(*packages: str) -> None:
 
 def table(findings: list[Finding]) -> Table:
     from rich.table import Table
+    from rich.text import Text
 
     shown = Table(box=None, header_style="bold", pad_edge=False)
     for column in ("", "check", "found", "what to do"):
         shown.add_column(column, overflow="fold")
     for finding in findings:
-        style = STYLES[finding.state]
-        shown.add_row(f"[{style}]{finding.state}[/]", finding.subject, finding.found, finding.advice)
+        state = Text(finding.state, style=STYLES[finding.state])
+        shown.add_row(state, *map(Text, (finding.subject, finding.found, finding.advice)))
     return shown
 
 
@@ -183,6 +185,8 @@ def port(number: int) -> Finding:
             probe.bind(("", number))
         except OSError as error:
             return Finding("port", "problem", f"{number}: {error.strerror}", "pass --master_port, or end what holds it")
+        except OverflowError:
+            return Finding("port", "problem", f"{number} is none", "give one from 1 to 65535")
     return Finding("port", "ok", f"{number} is free")
 
 
@@ -190,21 +194,19 @@ def hosts(hostfile: Path) -> Iterator[Finding]:
     """Whether each line is `HOST slots=N`, and each host has an address and answers on SSH's port."""
     try:
         lines = [line.split("#")[0].strip() for line in hostfile.read_text(encoding="utf-8").splitlines()]
-    except OSError as error:
-        yield Finding("hostfile", "problem", f"{hostfile}: {error.strerror}", "see launch/hostfile for an example")
+    except (OSError, UnicodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "no text"
+        yield Finding("hostfile", "problem", f"{hostfile}: {reason}", "see launch/hostfile for an example")
         return
     for line in filter(None, lines):
-        name, _, slots = line.partition(" slots=")
-        if not slots.strip().isdigit():
-            yield Finding("hostfile", "problem", line, "write HOST slots=N")
-        else:
-            yield host(name.strip())
+        found = re.fullmatch(r"(\S+)\s+slots=(\d+)", line)
+        yield Finding("hostfile", "problem", line, "write HOST slots=N") if found is None else host(found[1])
 
 
 def host(name: str, connect: Callable[..., socket.socket] = socket.create_connection) -> Finding:
     try:
         address = socket.gethostbyname(name)
-    except OSError:
+    except (OSError, UnicodeError):
         return Finding(f"host {name}", "problem", "no address", "check the name, or add it to /etc/hosts")
     try:
         connect((address, 22), timeout=3).close()

@@ -46,7 +46,7 @@ def main() -> None:
         if value is not None and value < 1:
             raise FieldError(f"--{name.replace('_', '-')}", "be at least 1", got=value)
     files = task_files(arguments.tasks.split(","), arguments.data, arguments.cloze, arguments.text)
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     if arguments.write_tasks:
         console.print(f"wrote {write_tasks(files, arguments.write_tasks)}", soft_wrap=True)
     kept = ResultsFile(arguments.output)

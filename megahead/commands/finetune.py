@@ -39,7 +39,7 @@ def main() -> None:
         if value is not None and value < 1:
             raise FieldError(f"--{name.replace('_', '-')}", "be at least 1", got=value)
     sources = Sources(arguments.data)
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False, soft_wrap=True, markup=False)
     tasks = [load(name, sources, arguments) for name in expand(arguments.task, sources)]
     for data, _ in tasks:
         if data.short:

@@ -31,6 +31,8 @@ def main() -> None:
     arguments = _parser().parse_args()
     if arguments.max_tokens < 1:
         raise FieldError("--max-tokens", "be at least 1", got=arguments.max_tokens)
+    if not 0 <= arguments.seed < 2**63:
+        raise FieldError("--seed", "be from 0 to 2^63 - 1", got=arguments.seed)
     sampling = evaluate.sampling_options(arguments.temperature, arguments.top_k, arguments.top_p)
     console = Console(highlight=False, soft_wrap=True, markup=False)
     prompts = typed_prompts(console) if arguments.interactive else given_prompts(arguments.prompt, arguments.file)
@@ -66,14 +68,25 @@ def load_model(model: Path, seed: int, passes: int | None) -> Callable[[str, int
 def given_prompts(prompts: Sequence[str] | None, file: Path | None) -> list[str]:
     """The prompts of the command line, or the lines of `file`."""
     if file is None:
+        broken = next((prompt for prompt in prompts or () if not _is_unicode(prompt)), None)
+        if broken is not None:
+            raise FieldError("--prompt", "be UTF-8 text", got=ascii(broken))
         return list(prompts or [])
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
+        lines = file.read_text(encoding="utf-8").removesuffix("\n").split("\n")
     except (OSError, UnicodeDecodeError):
         raise DataError(f"`{file}` must be a readable text file, but is not; check the path.") from None
-    if not lines:
+    if lines == [""]:
         raise DataError(f"`{file}` must hold a prompt a line, but is empty.")
     return lines
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def typed_prompts(console: Console) -> Iterator[str]:

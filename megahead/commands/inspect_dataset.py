@@ -24,7 +24,7 @@ def main() -> None:
     tokenizer = None if arguments.tokenizer is None else load_tokenizer(arguments.tokenizer)
     with Bar("Reading") as bar:
         inspection = inspect_dataset(arguments.prefix, verify=not arguments.quick, progress=bar)
-    console = Console()
+    console = Console(markup=False)
     table = Table("", arguments.prefix, show_header=True)
     for name, value in inspection.facts(arguments.end_token):
         table.add_row(name, value)

@@ -26,7 +26,9 @@ def main() -> None:
     known = weight_VD[: load_tokenizer(tokenizer).vocab_size]  # what lies behind is padding
     nearest_VK = find_nearest_ids(known.numpy(), arguments.each)
     save_nearest_ids(arguments.output, nearest_VK)
-    Console(highlight=False).print(f"wrote {arguments.output}: {arguments.each} for each of {len(nearest_VK):,} ids")
+    Console(highlight=False, markup=False).print(
+        f"wrote {arguments.output}: {arguments.each} for each of {len(nearest_VK):,} ids"
+    )
 
 
 def _parser() -> argparse.ArgumentParser:

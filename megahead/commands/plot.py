@@ -13,7 +13,7 @@ from pathlib import Path
 from rich.console import Console
 
 from megahead import report
-from megahead.report import RunMetrics, read_metrics, to_rich
+from megahead.report import RunMetrics, read_all_metrics, to_rich
 from megahead.run_folder import RunFolder
 
 
@@ -22,11 +22,11 @@ def main() -> None:
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folder (or its metrics.jsonl)")
     parser.add_argument("--output", type=Path, metavar="PNG", help="default: curves.png in the first run's folder")
     arguments = parser.parse_args()
-    runs = [read_metrics(run) for run in arguments.runs]
+    runs = read_all_metrics(arguments.runs)
     first = arguments.runs[0]
     output = arguments.output or RunFolder(first.parent if first.suffix == ".jsonl" else first).curves
     report.save_curves(runs, output)
-    console = Console()
+    console = Console(markup=False)
     console.print(to_rich([last_values(run) for run in runs]))
     console.print(f"wrote {output}", soft_wrap=True, highlight=False)
     points = [point for run in runs for point in report.logged_points(run)]

@@ -29,7 +29,7 @@ def main() -> None:
             convert.hf_folder(model), texts, max_length=arguments.max_length, batch_size=arguments.batch_size
         )
         rows.append({"model": str(model), "tokens": found.tokens, "pseudo-perplexity": found.perplexity()})
-    Console(highlight=False).print(to_rich(rows))
+    Console(highlight=False, markup=False).print(to_rich(rows))
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -24,7 +24,7 @@ def main() -> None:
     for model in arguments.model:
         weight_VD, tokenizer = convert.input_embedding(model)
         found[str(model)] = evaluate.similarities(weight_VD, load_tokenizer(tokenizer), pairs)
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     console.print(table(found))
     if arguments.output:
         console.print(f"wrote {report.save_similarities(found, arguments.output)}", soft_wrap=True)

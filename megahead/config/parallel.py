@@ -49,6 +49,6 @@ class ParallelConfig(Settings):
     def data_ranks(self, world_size: int) -> int:
         """Data-parallel ranks among `world_size` ranks."""
         ranks, remainder = divmod(world_size, self.tensor)
-        if remainder or not ranks:
+        if remainder or ranks < 1:
             raise ConfigError("parallel.tensor", f"divide the number of ranks ({world_size})", got=self.tensor)
         return ranks

@@ -38,7 +38,7 @@ def last_evaluation(model: TrainedModel) -> str | None:
     """The last evaluation before the checkpoint, from the run's metrics.jsonl (which may also hold evaluations of
     branches: steps that the run abandoned when it went on from an older checkpoint); None if there is none."""
     try:
-        lines = model.run_folder().metrics.read_text(encoding="utf-8").splitlines()
+        lines = model.run_folder().metrics.read_text(encoding="utf-8").split("\n")
     except OSError:
         return None
     sentence = None

@@ -25,7 +25,7 @@ class ParameterCounts:
 
     head: int
     """V D for an untied vanilla head; for a transform and bias D^2 + 3 D + V in a BERT, D^2 + D + V in a ModernBERT;
-    V for a bias alone; D^2 + 2 D + 1 for what judges tokens; else 0."""
+    V for a bias alone; D^2 + 2 D + 1 for what judges tokens; 1 for a learned temperature; else 0."""
 
     generator: int = 0
     """Of replaced-token detection: blocks, norms and positions of its own; it has no table."""
@@ -85,6 +85,7 @@ def run_parameters(config: RunConfig) -> ParameterCounts:
         mask_head=encoder and objective.has_mask_head(),
         output_bias=objective.output_bias,
     )
+    counts = replace(counts, head=counts.head + objective.learned_temperature)
     generator = config.generator()
     if generator is None:
         return counts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf
 from typing import Any
 
 from megahead.errors import FieldError
@@ -27,8 +28,8 @@ def continuation(model: Any, tokenizer: Any, prompt: str, max_tokens: int, sampl
 
 def sampling_options(temperature: float, top_k: int, top_p: float) -> dict[str, Any]:
     """Options of transformers' `generate`; temperature 0 means greedy decoding."""
-    if temperature < 0:
-        raise FieldError("--temperature", "be at least 0", got=temperature)
+    if temperature != 0 and not 1e-4 <= temperature < inf:
+        raise FieldError("--temperature", "be 0, or from 0.0001 on", got=temperature)
     if top_k < 0:
         raise FieldError("--top-k", "be at least 0 (0: all tokens)", got=top_k)
     if not 0 < top_p <= 1:

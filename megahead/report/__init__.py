@@ -9,7 +9,7 @@ Drawing needs matplotlib, which is imported at the first use of a name, not with
 from typing import TYPE_CHECKING
 
 from megahead.on_first_use import on_first_use
-from megahead.report.metrics import RunMetrics, read_metrics
+from megahead.report.metrics import RunMetrics, read_all_metrics, read_metrics
 from megahead.report.runs import Run, read_runs
 from megahead.report.tables import to_json, to_markdown, to_rich
 
@@ -27,6 +27,7 @@ __all__ = [
     "add_geometry",
     "draw_curves",
     "logged_points",
+    "read_all_metrics",
     "read_metrics",
     "read_runs",
     "render_page",

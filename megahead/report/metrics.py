@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +71,16 @@ def read_metrics(run: Path) -> RunMetrics:
         raise UserError(f"{path} must hold metrics of a run, but holds no line yet; try again after the first step.")
     name = path.parent.name or path.parent.resolve().name
     return RunMetrics(name, _in_order(training), _in_order(validation), _in_order(tasks), events)
+
+
+def read_all_metrics(runs: Sequence[Path]) -> list[RunMetrics]:
+    """Those of several runs; runs that share a name are named by their paths."""
+    found = [read_metrics(run) for run in runs]
+    names = [metrics.name for metrics in found]
+    return [
+        replace(metrics, name=str(run)) if names.count(metrics.name) > 1 else metrics
+        for run, metrics in zip(runs, found, strict=True)
+    ]
 
 
 def _records(path: Path) -> list[dict[str, Any]]:

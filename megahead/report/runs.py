@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import yaml
 
 from megahead.errors import DataError
 from megahead.evaluate.result_cache import ResultCache
-from megahead.report.metrics import Record, RunMetrics, read_metrics
+from megahead.report.metrics import Record, RunMetrics, read_all_metrics
 from megahead.run_folder import RunFolder
 
 Config = Mapping[str, Any]
@@ -50,17 +51,12 @@ class Run:
 
 
 def read_runs(folders: Sequence[Path]) -> list[Run]:
-    """The runs in `folders`; those that share a name are named by their paths. Raises UserError as `read_metrics`."""
-    runs = [_read(RunFolder(folder)) for folder in folders]
-    names = [run.name for run in runs]
-    return [
-        replace(run, metrics=replace(run.metrics, name=str(run.folder))) if names.count(run.name) > 1 else run
-        for run in runs
-    ]
+    """The runs in `folders`, named as by `read_all_metrics`. Raises UserError as `read_metrics`."""
+    found = zip(folders, read_all_metrics(folders), strict=True)
+    return [_read(RunFolder(folder), metrics) for folder, metrics in found]
 
 
-def _read(folder: RunFolder) -> Run:
-    metrics = read_metrics(folder.path)
+def _read(folder: RunFolder, metrics: RunMetrics) -> Run:
     config, ending = _config(folder.config), _ending(folder.ending)
     return Run(folder, metrics, config, _geometry(folder.geometry), _samples(folder.samples), ending)
 
@@ -82,10 +78,13 @@ def _geometry(path: Path) -> list[Record]:
 
 def _samples(path: Path) -> list[Record]:
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-        found = [json.loads(line) for line in lines if line.strip()]
-    except (OSError, ValueError):
+        lines = path.read_text(encoding="utf-8", errors="replace").split("\n")  # a text may hold other ends of lines
+    except OSError:
         return []
+    found = []
+    for line in lines:
+        with suppress(ValueError):  # cut short
+            found.append(json.loads(line))
     return [sample for sample in found if isinstance(sample, dict) and {"prompt", "text"} <= sample.keys()]
 
 

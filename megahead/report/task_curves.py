@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, nan
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,7 @@ def draw_task_curves(points: Sequence[TaskPoint]) -> Figure:
         figure = Figure(figsize=(4.2 * min(len(metrics), _COLUMNS), 0.6 + 2.8 * rows))
         figure.set_layout_engine("constrained", w_pad=0.1, h_pad=0.1)
         panels: Any = list(figure.subplots(rows, min(len(metrics), _COLUMNS), squeeze=False).flat)
+        handles: dict[str, Any] = {}
         for axes, (task, metric) in zip(panels, metrics, strict=False):
             axes.set_title(f"{task}  ·  {metric}")
             axes.set_xlabel("tokens")
@@ -59,10 +60,10 @@ def draw_task_curves(points: Sequence[TaskPoint]) -> Figure:
             for k, run in enumerate(runs):
                 tokens, values, errors = _line(points, run, task, metric)
                 style: dict[str, Any] = {"color": PALETTE[k % len(PALETTE)], "marker": "o", "markersize": 3.5}
-                axes.errorbar(tokens, values, errors, capsize=2, label=run, **style)
+                handles[run] = axes.errorbar(tokens, values, errors, capsize=2, **style)
         for axes in panels[len(metrics) :]:
             axes.set_axis_off()
-        figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside upper left", ncols=4)
+        figure.legend([*handles.values()], [*handles], loc="outside upper left", ncols=4)
         return figure
 
 
@@ -78,7 +79,11 @@ def _line(points: Sequence[TaskPoint], run: str, task: str, metric: str) -> tupl
         if score.metric == metric
     }
     ordered = [(tokens, found[tokens]) for tokens in sorted(found)]
-    return [t for t, _ in ordered], [s.value for _, s in ordered], [s.stderr or 0.0 for _, s in ordered]
+    return (
+        [t for t, _ in ordered],
+        [nan if s.value is None else s.value for _, s in ordered],
+        [s.stderr or 0.0 for _, s in ordered],
+    )
 
 
 def _result(task: str, found: Mapping[str, Mapping[str, Any]]) -> TaskResult:

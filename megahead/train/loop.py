@@ -36,6 +36,7 @@ def train(run: Training) -> Ending:
                     _evaluate_and_save_if_due(run)
             run.meters.mirrored(run.saver.news(), run.state)
             ending = _reason_to_stop(run)
+    run.meters.finish(state)
     if ending != "stopped" and not state.evaluated:
         _evaluate(run)
     if not run.saver.up_to_date and (ending is None or replicas_agree(run, kept=True)):

@@ -88,6 +88,11 @@ class Meters:
         if self._interval.is_over(0.0 if last else self._log_seconds):
             self._write(state, last)
 
+    def finish(self, state: TrainingState) -> None:
+        """After the last step of a session: writes the line of those since the last one, if there are any."""
+        if self._active and self._interval.is_over(0.0):
+            self._write(state, last=True)
+
     def fault(self, report: StepReport, bad: BadSamples, action: Action, state: TrainingState) -> str:
         """Writes a bad step and returns the sentence about it. `bad`: (rank, its samples) of each bad micro-batch;
         `action`: what the guard does about it."""

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 
 import torch
 import yaml
@@ -17,7 +18,7 @@ from megahead.config import RunConfig, RunPlan, phases_of
 from megahead.copies import MemoryCopies, NodeMemory, Rescue, rescue_newer
 from megahead.distributed import Group, Launch, Mesh
 from megahead.far import near_file
-from megahead.files import write_atomically
+from megahead.files import staged, write_atomically
 from megahead.mirror import Fetched, Mirror, News
 from megahead.run_folder import RunFolder
 from megahead.train.datasets import RunDatasets
@@ -189,7 +190,10 @@ class Session:
 def _begin(folder: RunFolder, config: RunConfig) -> None:
     """Writes the settings and the tokenizer, for readers of the checkpoints, and removes the last session's ending."""
     folder.path.mkdir(parents=True, exist_ok=True)
+    if config.data.tokenizer is not None:
+        source = Path(near_file(config.data.tokenizer))
+        if source.resolve() != folder.tokenizer.resolve():  # a run may go on with its own copy
+            with staged(folder.tokenizer) as partial:
+                shutil.copyfile(source, partial)
     folder.ending.unlink(missing_ok=True)
     folder.config.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
-    if config.data.tokenizer is not None:
-        shutil.copyfile(near_file(config.data.tokenizer), folder.tokenizer)

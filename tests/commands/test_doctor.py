@@ -39,6 +39,7 @@ def test_a_port_that_is_taken() -> None:
         finding = doctor.port(holder.getsockname()[1])
     assert finding.state == "problem"
     assert "--master_port" in finding.advice
+    assert doctor.port(70_000).found == "70000 is none"
 
 
 def test_a_package_that_is_missing_or_does_not_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,7 +52,7 @@ def test_a_package_that_is_missing_or_does_not_load(tmp_path: Path, monkeypatch:
 
 def test_hosts_of_a_hostfile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "hostfile"
-    path.write_text("# nodes\nlocalhost slots=2\nnowhere.invalid slots=8\nlocalhost\n")
+    path.write_text("# nodes\nlocalhost slots=2\nnowhere.invalid\tslots=8\nlocalhost\n")
     monkeypatch.setattr(
         socket, "gethostbyname", lambda name: {"localhost": "127.0.0.1"}[name] if "." not in name else _no()
     )
@@ -60,6 +61,18 @@ def test_hosts_of_a_hostfile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert [finding.state for finding in findings[1:]] == ["problem", "problem"]
     assert findings[2].advice == "write HOST slots=N"
     assert next(iter(doctor.hosts(tmp_path / "none"))).state == "problem"
+    path.write_bytes(b"\xff\xfe")
+    assert next(iter(doctor.hosts(path))).found == f"{path}: no text"
+
+
+def test_a_name_that_no_host_can_have_has_no_address() -> None:
+    assert doctor.host("x" * 64 + ".invalid").found == "no address"
+
+
+def test_advice_is_shown_as_it_is_written() -> None:
+    finding = doctor.Finding("flash_attn", "note", "none", "pip install -e '.[gpu]'")
+    (cell,) = doctor.table([finding]).columns[3].cells
+    assert str(cell) == finding.advice
 
 
 def test_a_host_that_answers_and_one_that_does_not() -> None:

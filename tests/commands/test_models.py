@@ -34,9 +34,11 @@ def command(monkeypatch: pytest.MonkeyPatch, name: str, *arguments: object) -> i
 
 
 def test_out_and_in_again(run: Path, monkeypatch, capsys) -> None:
-    out, back = run.parent / "out", run.parent / "back"
+    out, back = run.parent / "out [v2]", run.parent / "back"
     assert command(monkeypatch, "convert", "to-hf", "--checkpoint", run, "--output", out, "--head", "tied") == 0
-    assert "logits of 64 tokens equal the checkpoint's within" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert printed.startswith(f"wrote {out} in ")
+    assert "logits of 64 tokens equal the checkpoint's within" in printed
     assert command(monkeypatch, "convert", "from-hf", "--model", out, "--output", back) == 0
     assert (back / "checkpoints" / "step-00000000" / "checkpoint.json").is_file()
 
@@ -45,6 +47,9 @@ def test_a_mistake_ends_with_a_sentence_and_code_2(run: Path, monkeypatch, capsy
     out = run.parent / "out"
     assert command(monkeypatch, "convert", "to-hf", "--checkpoint", run, "--output", out, "--head", "trained") == 2
     assert "use pmi, tied or none" in capsys.readouterr().err
+    export = ("to-hf", "--checkpoint", run, "--output", out, "--head", "tied")
+    assert command(monkeypatch, "convert", *export, "--shard-size", "nan") == 2
+    assert "`--shard-size` must be above 0" in capsys.readouterr().err
 
 
 def test_the_same_seed_generates_the_same_text(run: Path, monkeypatch, capsys) -> None:
@@ -119,7 +124,9 @@ def test_a_backbone_alone_says_how_it_gets_a_head(run: Path, monkeypatch, capsys
 @pytest.mark.parametrize(
     ("option", "value", "sentence"),
     [
-        ("--temperature", -1, "at least 0"),
+        ("--temperature", -1, "be 0, or from 0.0001 on"),
+        ("--temperature", "nan", "be 0, or from 0.0001 on"),
+        ("--seed", 2**64, "be from 0 to 2^63 - 1"),
         ("--top-p", 0, "above 0"),
         ("--top-k", -3, "at least 0"),
         ("--max-tokens", 2048, "below the model's context (2048)"),

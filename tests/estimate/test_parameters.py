@@ -38,7 +38,12 @@ def test_an_encoders_transform_is_counted(tied, model):
 
 
 @pytest.mark.parametrize(
-    "objective", [{"name": "vanilla", "output_bias": True}, {"tied": True, "schedule": {"vanilla_share": 0.5}}]
+    "objective",
+    [
+        {"name": "vanilla", "output_bias": True},
+        {"tied": True, "schedule": {"vanilla_share": 0.5}},
+        {"learned_temperature": True},
+    ],
 )
 def test_a_bias_for_each_token_is_counted(objective):
     config = small_config(objective=objective)

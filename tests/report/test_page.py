@@ -162,3 +162,11 @@ def test_long_logs_are_thinned_to_means_and_tasks_get_panels(tmp_path: Path) -> 
     assert set(loss["y"][:-1]) <= {0.4, 0.5, 0.6}
     assert data["panels"][-1]["title"] == "lambada  ·  perplexity"
     assert data["panels"][-1]["series"][0]["y"] == [30.0]
+
+
+def test_samples_hold_any_end_of_a_line_and_a_broken_one_costs_itself_alone(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", training(1))
+    samples = [{"prompt": "a", "text": "one\u2028two\x85three"}, {"prompt": "b", "text": "four"}]
+    lines = [json.dumps(sample, ensure_ascii=False) for sample in samples]
+    (folder / "samples.jsonl").write_text("\n".join([lines[0], "{broken", lines[1], ""]), encoding="utf-8")
+    assert list(read_runs([folder])[0].samples) == samples

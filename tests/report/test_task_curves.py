@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from megahead.report import read_metrics
+from megahead.report import read_all_metrics, read_metrics
 from megahead.report.task_curves import draw_task_curves, logged_points, save_task_curves
 
 
@@ -32,3 +32,18 @@ def test_runs_share_panels(tmp_path: Path) -> None:
     assert list(earlier.get_xdata()) == [10, 20]
     assert list(later.get_ydata()) == [0.15, 0.3]
     assert save_task_curves(points, tmp_path / "tasks.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_runs_of_equal_names_are_told_apart_and_a_value_may_be_missing(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    folders = [write_run(tmp_path / "a" / "_run", 10, 20), write_run(tmp_path / "b" / "_run", 15, 30)]
+    log = folders[1] / "metrics.jsonl"
+    log.write_text(log.read_text().replace('"value": 0.3,', '"value": null,'))
+    runs = read_all_metrics(folders)
+    assert [run.name for run in runs] == [*map(str, folders)]
+    figure = draw_task_curves([point for run in runs for point in logged_points(run)])
+    first, second = (container[0] for container in figure.axes[0].containers)
+    assert (list(first.get_xdata()), list(second.get_xdata())) == ([10, 20], [15, 30])
+    figure = draw_task_curves(logged_points(read_metrics(folders[0])))
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["_run"]

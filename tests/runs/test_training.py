@@ -20,6 +20,7 @@ from megahead.report.metrics import read_metrics
 from megahead.train import pretrain
 from megahead.train.meters import Meters
 from support.on_ranks import on_ranks
+from support.small_checkpoint import save_tokenizer
 from support.small_run import shipped, small_config, stage, write_text
 
 
@@ -199,7 +200,20 @@ def test_time_limit_ends_a_run_saved_and_evaluated(tmp_path: Path) -> None:
     assert on_ranks(2, run, config) == ["out of time"] * 2
     step = open_checkpoint(tmp_path / "run").step
     assert 0 < step < 100_000
-    assert read_metrics(tmp_path / "run").validation[-1]["step"] == step
+    logged = read_metrics(tmp_path / "run")
+    assert logged.validation[-1]["step"] == logged.training[-1]["step"] == step
+
+
+def test_a_run_goes_on_with_its_own_copy_of_the_tokenizer(tmp_path: Path) -> None:
+    write_text(tmp_path)
+    save_tokenizer(tmp_path / "tokenizer.json")
+    given = {"data.tokenizer": str(tmp_path / "tokenizer.json"), "model.vocab_size": 300}
+    assert on_ranks(1, run, small_config(tmp_path, given)) == ["finished"]
+    own = tmp_path / "run" / "tokenizer.json"
+    content = own.read_bytes()
+    config = small_config(tmp_path, given | {"data.tokenizer": str(own), "training.steps": 8})
+    assert on_ranks(1, run, config) == ["finished"]
+    assert own.read_bytes() == content
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
