@@ -6,6 +6,7 @@ python tools/verdict_picture.py
 from __future__ import annotations
 
 import argparse
+import json
 import re
 from pathlib import Path
 
@@ -28,15 +29,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--output", type=Path, default=PICTURE, help="the PNG (default: the one in docs)")
     output = parser.parse_args().output
-    from experiments.charts import Chart, save_charts  # needs matplotlib
+    from experiments.charts import Chart, draw_charts  # needs matplotlib
+    from megahead.report.style import save_figure
 
-    perplexity, blimp = (curves(PAGE.read_text(encoding="utf-8"), score) for score in ("held-out perplexity", "BLiMP"))
+    perplexity, blimp = both = drawn(PAGE.read_text(encoding="utf-8"))
     charts = [
         Chart("Held-out perplexity", "tokens", perplexity, log_up=True),
         Chart("Held-out perplexity", "minutes of two cores", along_time(perplexity), log_up=True),
         Chart("BLiMP: pairs that are right, %", "minutes of two cores", along_time(blimp)),
     ]
-    print(f"wrote {save_charts(charts, output)}")
+    print(f"wrote {save_figure(draw_charts(charts), output, description=json.dumps(both))}")
+
+
+def drawn(page: str) -> list[Curves]:
+    """What the picture shows of the page: perplexity, and BLiMP."""
+    return [curves(page, score) for score in ("held-out perplexity", "BLiMP")]
 
 
 def curves(page: str, score: str) -> Curves:
@@ -59,12 +66,12 @@ def curve(table: list[list[str]], place: int) -> list[tuple[float, float]]:
     return [(1e6 * number(row[0]), number(row[place])) for row in table[1:] if row[place]]
 
 
-def along_time(curves: Curves) -> Curves:
+def along_time(lines: Curves) -> Curves:
     """The same against minutes, computed from what a token costs."""
-    cost = {name: COST_OF_VANILLA if name.startswith("vanilla") else 1 for name in curves}
+    cost = {name: COST_OF_VANILLA if name.startswith("vanilla") else 1 for name in lines}
     return {
         name: [(tokens * cost[name] / HEADLESS_TOKENS_A_MINUTE, score) for tokens, score in points]
-        for name, points in curves.items()
+        for name, points in lines.items()
     }
 
 

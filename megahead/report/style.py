@@ -33,8 +33,9 @@ STYLE: Any = {
 }
 
 
-def save_figure(figure: Figure, output: Path) -> Path:
-    """Writes a PNG (150 pixels an inch), whole or not at all."""
+def save_figure(figure: Figure, output: Path, *, description: str = "") -> Path:
+    """Writes a PNG (150 pixels an inch), whole or not at all; `description`: a text that it carries, such as what was
+    drawn."""
     with staged(output) as partial:
-        figure.savefig(partial, format="png", dpi=150)
+        figure.savefig(partial, format="png", dpi=150, metadata={"Description": description} if description else None)
     return output
