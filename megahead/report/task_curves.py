@@ -79,14 +79,11 @@ def _line(points: Sequence[TaskPoint], run: str, task: str, metric: str) -> tupl
         if score.metric == metric
     }
     ordered = [(tokens, found[tokens]) for tokens in sorted(found)]
-    return (
-        [t for t, _ in ordered],
-        [nan if s.value is None else s.value for _, s in ordered],
-        [s.stderr or 0.0 for _, s in ordered],
-    )
+    return [t for t, _ in ordered], [s.value for _, s in ordered], [s.stderr or 0.0 for _, s in ordered]
 
 
 def _result(task: str, found: Mapping[str, Mapping[str, Any]]) -> TaskResult:
-    """As it was logged, which is without the number of examples."""
-    scores = [Score(metric, score["value"], score["stderr"]) for metric, score in found.items()]
+    """As it was logged: without the number of examples, and with null for what is no finite number."""
+    values = {metric: nan if score["value"] is None else score["value"] for metric, score in found.items()}
+    scores = [Score(metric, values[metric], score["stderr"]) for metric, score in found.items()]
     return TaskResult(task, samples=0, scores=scores)
