@@ -1,4 +1,4 @@
-"""An array of a run's own making, in a `.npy` of numpy: what it holds, or one sentence on what it is not."""
+"""The array in a `.npy` of numpy that a setting names, or one sentence on what the file is instead."""
 
 from __future__ import annotations
 
