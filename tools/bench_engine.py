@@ -19,12 +19,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-
 from megahead.config import NAMED_SIZES, RunConfig, config_from_dict
 from megahead.errors import FieldError, run_command
 from megahead.estimate import count_parameters
 from megahead.report import to_json, to_rich
+from megahead.terminal import terminal
 from megahead.wording import counted, milliseconds
 
 if TYPE_CHECKING:
@@ -50,7 +49,7 @@ def main() -> None:
         rounds = [[contender.step() for contender in field] for _ in range(arguments.rounds + 1)][1:]
         for contender in field:
             contender.stop()
-    console = Console(width=100, highlight=False)
+    console = terminal(width=100)
     tokens = f"{arguments.rows} x {counted(arguments.sequence_length, 'token')} a rank"
     threads = "one thread a rank" if arguments.device == "cpu" else f"{arguments.precision} on a CUDA device"
     console.print(f"{count_parameters(config.model).total / 1e6:.1f} M parameters, {tokens}, {threads}")

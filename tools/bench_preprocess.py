@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
-from rich.console import Console
 from rich.table import Table
 
 from megahead.errors import DataError, run_command
+from megahead.terminal import terminal
 
 TOOL = Path(__file__).with_name("preprocess.py")
 
@@ -71,7 +71,7 @@ def main() -> None:
     for _ in range(arguments.rounds):
         for name in contestants(arguments.skip):
             costs.setdefault(name, []).append(timed(name, arguments.input, arguments.tokenizer, arguments.workers))
-    Console().print(table(costs, Path(arguments.input).stat().st_size / 1e6))
+    terminal().print(table(costs, Path(arguments.input).stat().st_size / 1e6))
 
 
 def contestants(skipped: list[str]) -> list[str]:

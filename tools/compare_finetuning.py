@@ -16,7 +16,6 @@ from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from rich.console import Console
 
 from megahead import convert
 from megahead.errors import existing, run_command
@@ -24,6 +23,7 @@ from megahead.evaluate import finetuning
 from megahead.evaluate.finetuning import FineTuning, Sources, TaskData, load_task, paper_settings
 from megahead.evaluate.finetuning.examples import Example
 from megahead.report import to_rich
+from megahead.terminal import terminal
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 def main() -> None:
     arguments = _parser().parse_args()
-    console = Console(highlight=False, soft_wrap=True)
+    console = terminal(soft_wrap=True)
     rows = []
     for name in arguments.task:
         data = load_task(name, Sources(arguments.data), max_train_rows=arguments.max_train_rows)

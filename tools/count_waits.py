@@ -12,12 +12,11 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from rich.console import Console
-
 from megahead import wording
 from megahead.config import load_config
 from megahead.errors import UserError, run_command
 from megahead.report import to_json, to_rich
+from megahead.terminal import terminal
 
 
 def main() -> None:
@@ -30,7 +29,7 @@ def main() -> None:
     if not torch.cuda.is_available():
         raise UserError("the machine must have a CUDA device to count waits on, but has none.")
     waits = counted(config, arguments.steps)
-    console = Console(highlight=False, width=160)
+    console = terminal(width=160)
     rows = [{"who": who, "a step": n / arguments.steps, "where": line} for (who, line), n in waits.most_common()]
     console.print(to_rich(rows))
     if arguments.output:

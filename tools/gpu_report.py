@@ -19,13 +19,12 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from rich.console import Console
-
 from benchmarks.gpu_report.plan import DRY, FULL, parts_of
 from benchmarks.gpu_report.session import DRY_RUN, ON_A_GPU, Session
 from benchmarks.gpu_report.text import Text
 from megahead.errors import FieldError, existing, run_command
 from megahead.report import to_rich
+from megahead.terminal import terminal
 
 ZIPF_TOKENS, DRY_TOKENS = 2_000_000, 20_000
 
@@ -35,7 +34,7 @@ def main() -> None:
     folder = (arguments.folder or Path("runs/gpu-report-dry" if arguments.dry else "runs/gpu-report")).absolute()
     text = Text(folder, tuple(arguments.text), arguments.tokenizer, arguments.dataset and arguments.dataset.absolute())
     parts = parts_of(DRY if arguments.dry else FULL, text, folder)
-    console = Console(highlight=False)
+    console = terminal()
     if arguments.list:
         console.print(to_rich([{"part": part.name, "about, s": part.seconds, "": part.question} for part in parts]))
         return

@@ -12,10 +12,9 @@ import os
 from importlib import import_module
 from pathlib import Path
 
-from rich.console import Console
-
 from megahead.corpus.sources import find_inputs
 from megahead.errors import existing, run_command
+from megahead.terminal import terminal
 
 ROOT = Path(__file__).resolve().parents[1]
 EXPERIMENTS = (
@@ -66,7 +65,7 @@ def main() -> None:
     experiment = getattr(import_module(f"experiments.{arguments.experiment}"), f"compare_{arguments.experiment}")
     from experiments.laboratory import Laboratory
 
-    console = Console(highlight=False)
+    console = terminal()
     laboratory = Laboratory(
         *(folder, text, arguments.set, console), tasks_data=tasks, tokenizer=tokenizer, ranks=arguments.ranks
     )

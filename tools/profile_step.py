@@ -12,12 +12,11 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-
 from megahead.config import load_config
 from megahead.corpus import IndexedDataset
 from megahead.errors import run_command
 from megahead.report import to_rich
+from megahead.terminal import terminal
 
 if TYPE_CHECKING:
     import torch
@@ -50,7 +49,7 @@ def main() -> None:
                 run.step(index)
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
     recorded.export_chrome_trace(str(arguments.output))
-    console = Console(highlight=False)
+    console = terminal()
     console.print(to_rich(_heaviest(recorded, device, arguments.steps)))
     console.print(f"wrote {arguments.output}: open it at https://ui.perfetto.dev", soft_wrap=True)
 

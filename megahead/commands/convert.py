@@ -12,12 +12,11 @@ from math import inf
 from pathlib import Path
 from typing import get_args
 
-from rich.console import Console
-
 from megahead import convert
 from megahead.config import HeadName
 from megahead.errors import FieldError, existing
 from megahead.mirror import far_or_existing
+from megahead.terminal import terminal
 
 METHODS = ("mean", "rarity", "random")
 """Those of `megahead/convert/new_rows.py`, whose import would take a second."""
@@ -25,7 +24,7 @@ METHODS = ("mean", "rarity", "random")
 
 def main() -> None:
     arguments = _parser().parse_args()
-    console = Console(highlight=False, soft_wrap=True, markup=False)
+    console = terminal(soft_wrap=True)
     if arguments.direction == "from-hf":
         output = convert.from_hf(arguments.model, arguments.output)
         console.print(f"wrote {output}: a checkpoint for init.from_checkpoint")

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 from dataclasses import fields
 
-from rich.console import Console
 from rich.table import Table
 
 from megahead.config import RunConfig, RunPlan, load_config, names_of, phases_of
@@ -22,6 +21,7 @@ from megahead.estimate import (
     run_parameters,
     ways_to_need_less,
 )
+from megahead.terminal import terminal
 from megahead.wording import GIB, counted
 
 PARTS = [field.name for field in fields(RankMemory)]
@@ -38,7 +38,7 @@ def main() -> None:
     arguments = parser.parse_args()
     config = load_config(arguments.config, arguments.set)
     plan = RunPlan.of(config, arguments.world_size)
-    console = Console(width=100, highlight=False)
+    console = terminal(width=100)
     for line in parameter_lines(config):
         console.print(line)
     console.print(memory_table(plan, arguments.memory))

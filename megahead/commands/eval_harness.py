@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
 from megahead import convert, evaluate, report
@@ -25,6 +25,8 @@ from megahead.errors import FieldError, existing
 from megahead.evaluate.harness_tasks import TASKS, task_files, write_tasks
 from megahead.evaluate.results import HarnessResult, ResultsFile, Score
 from megahead.mirror import far_or_existing
+from megahead.run_folder import RunFolder
+from megahead.terminal import terminal
 
 PAPER = [
     "lambada_openai",
@@ -46,12 +48,12 @@ def main() -> None:
         if value is not None and value < 1:
             raise FieldError(f"--{name.replace('_', '-')}", "be at least 1", got=value)
     files = task_files(arguments.tasks.split(","), arguments.data, arguments.cloze, arguments.text)
-    console = Console(highlight=False, markup=False)
+    console = terminal()
     if arguments.write_tasks:
         console.print(f"wrote {write_tasks(files, arguments.write_tasks)}", soft_wrap=True)
     kept = ResultsFile(arguments.output)
     folders = {model: convert.hf_folder(model) for model in arguments.model}
-    curve = [convert.origin(folder) for folder in folders.values()] if arguments.curve else []
+    curve = {model: convert.origin(folder) for model, folder in folders.items()} if arguments.curve else {}
     results = [
         evaluate_model(model, folder, files, kept, arguments.limit, arguments.batch_size)
         for model, folder in folders.items()
@@ -62,8 +64,8 @@ def main() -> None:
         console.print(f"wrote {arguments.output}", soft_wrap=True)
     if curve:
         points = [
-            report.TaskPoint(place.run, place.tokens, result.tasks)
-            for place, result in zip(curve, results, strict=True)
+            report.TaskPoint(name, place.tokens, result.tasks)
+            for name, place, result in zip(names_of_runs(curve, folders), curve.values(), results, strict=True)
         ]
         console.print(f"wrote {report.save_task_curves(points, arguments.curve)}", soft_wrap=True)
 
@@ -85,6 +87,14 @@ def evaluate_model(
             kept.add(model, folder, files[result.task], result)
             found[result.task] = result
     return HarnessResult(str(model), [result for result in found.values() if result], time.monotonic() - begin)
+
+
+def names_of_runs(origins: Mapping[Path, convert.Origin], folders: Mapping[Path, Path]) -> list[str]:
+    """The name of each model's run; runs that share one are named by their folders, where those are known."""
+    homes = {model: str(RunFolder.of(model)) for model, folder in folders.items() if folder != model}
+    known = {(origins[model].run, home) for model, home in homes.items()}
+    shared = Counter(name for name, _ in known)
+    return [homes.get(model, run.run) if shared[run.run] > 1 else run.run for model, run in origins.items()]
 
 
 def table(results: Sequence[HarnessResult]) -> Table:

@@ -13,8 +13,6 @@ import argparse
 from pathlib import Path
 from typing import get_args
 
-from rich.console import Console
-
 from megahead import convert
 from megahead.errors import FieldError, existing
 from megahead.evaluate import finetuning
@@ -30,6 +28,7 @@ from megahead.evaluate.finetuning import (
 )
 from megahead.mirror import far_or_existing
 from megahead.report import to_rich
+from megahead.terminal import terminal
 
 
 def main() -> None:
@@ -39,7 +38,7 @@ def main() -> None:
         if value is not None and value < 1:
             raise FieldError(f"--{name.replace('_', '-')}", "be at least 1", got=value)
     sources = Sources(arguments.data)
-    console = Console(highlight=False, soft_wrap=True, markup=False)
+    console = terminal(soft_wrap=True)
     tasks = [load(name, sources, arguments) for name in expand(arguments.task, sources)]
     for data, _ in tasks:
         if data.short:

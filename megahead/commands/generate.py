@@ -25,6 +25,7 @@ from rich.console import Console
 from megahead import convert, evaluate
 from megahead.errors import DataError, FieldError, existing
 from megahead.mirror import far_or_existing
+from megahead.terminal import terminal
 
 
 def main() -> None:
@@ -34,7 +35,7 @@ def main() -> None:
     if not 0 <= arguments.seed < 2**63:
         raise FieldError("--seed", "be from 0 to 2^63 - 1", got=arguments.seed)
     sampling = evaluate.sampling_options(arguments.temperature, arguments.top_k, arguments.top_p)
-    console = Console(highlight=False, soft_wrap=True, markup=False)
+    console = terminal(soft_wrap=True)
     prompts = typed_prompts(console) if arguments.interactive else given_prompts(arguments.prompt, arguments.file)
     go_on = load_model(arguments.model, arguments.seed, arguments.passes)
     for prompt in prompts:

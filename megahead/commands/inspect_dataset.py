@@ -8,11 +8,11 @@ from __future__ import annotations
 import argparse
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from megahead.corpus import Bar, Tokenizer, load_tokenizer
 from megahead.corpus.inspection import Inspection, inspect_dataset
+from megahead.terminal import terminal
 from megahead.wording import counted
 
 BAR_WIDTH = 40
@@ -24,7 +24,7 @@ def main() -> None:
     tokenizer = None if arguments.tokenizer is None else load_tokenizer(arguments.tokenizer)
     with Bar("Reading") as bar:
         inspection = inspect_dataset(arguments.prefix, verify=not arguments.quick, progress=bar)
-    console = Console(markup=False)
+    console = terminal()
     table = Table("", arguments.prefix, show_header=True)
     for name, value in inspection.facts(arguments.end_token):
         table.add_row(name, value)
@@ -35,7 +35,7 @@ def main() -> None:
     for i in sorted(set(arguments.sequence or spread)):
         show(console, inspection, i, tokenizer)
     for warning in inspection.warnings(arguments.end_token, None if tokenizer is None else tokenizer.vocab_size):
-        console.print(f"warning: {warning}", style="bold yellow", highlight=False, soft_wrap=True)
+        console.print(f"warning: {warning}", style="bold yellow", soft_wrap=True)
 
 
 def parse() -> argparse.Namespace:
@@ -65,4 +65,4 @@ def show(console: Console, inspection: Inspection, i: int, tokenizer: Tokenizer 
     console.print(f"sequence {i:,} ({counted(len(tokens), 'token')}) begins: {tokens[:16].tolist()}")
     if tokenizer is not None:
         known = tokens[:TOKENS_SHOWN][tokens[:TOKENS_SHOWN] < tokenizer.vocab_size]
-        console.print(escape(tokenizer.decode(known)), highlight=False)
+        console.print(tokenizer.decode(known))

@@ -8,12 +8,11 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from rich.console import Console
-
 from megahead import convert
 from megahead.corpus import load_tokenizer
 from megahead.errors import FieldError
 from megahead.mirror import far_or_existing
+from megahead.terminal import terminal
 
 
 def main() -> None:
@@ -26,9 +25,7 @@ def main() -> None:
     known = weight_VD[: load_tokenizer(tokenizer).vocab_size]  # what lies behind is padding
     nearest_VK = find_nearest_ids(known.numpy(), arguments.each)
     save_nearest_ids(arguments.output, nearest_VK)
-    Console(highlight=False, markup=False).print(
-        f"wrote {arguments.output}: {arguments.each} for each of {len(nearest_VK):,} ids"
-    )
+    terminal().print(f"wrote {arguments.output}: {arguments.each} for each of {len(nearest_VK):,} ids")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -10,11 +10,10 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from rich.console import Console
-
 from megahead import report
 from megahead.report import RunMetrics, read_all_metrics, to_rich
 from megahead.run_folder import RunFolder
+from megahead.terminal import terminal
 
 
 def main() -> None:
@@ -26,7 +25,7 @@ def main() -> None:
     first = arguments.runs[0]
     output = arguments.output or RunFolder(first.parent if first.suffix == ".jsonl" else first).curves
     report.save_curves(runs, output)
-    console = Console(markup=False)
+    console = terminal()
     console.print(to_rich([last_values(run) for run in runs]))
     console.print(f"wrote {output}", soft_wrap=True, highlight=False)
     points = [point for run in runs for point in report.logged_points(run)]

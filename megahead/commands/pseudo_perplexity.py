@@ -8,13 +8,12 @@ from __future__ import annotations
 import argparse
 from itertools import islice
 
-from rich.console import Console
-
 from megahead import convert, evaluate
 from megahead.corpus.vocabulary import sample_texts
 from megahead.errors import FieldError
 from megahead.mirror import far_or_existing
 from megahead.report import to_rich
+from megahead.terminal import terminal
 
 
 def main() -> None:
@@ -29,7 +28,7 @@ def main() -> None:
             convert.hf_folder(model), texts, max_length=arguments.max_length, batch_size=arguments.batch_size
         )
         rows.append({"model": str(model), "tokens": found.tokens, "pseudo-perplexity": found.perplexity()})
-    Console(highlight=False, markup=False).print(to_rich(rows))
+    terminal().print(to_rich(rows))
 
 
 def _parser() -> argparse.ArgumentParser:

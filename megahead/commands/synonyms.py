@@ -8,13 +8,13 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
 from megahead import convert, evaluate, report
 from megahead.corpus import load_tokenizer
 from megahead.errors import existing
 from megahead.mirror import far_or_existing
+from megahead.terminal import terminal
 
 
 def main() -> None:
@@ -24,7 +24,7 @@ def main() -> None:
     for model in arguments.model:
         weight_VD, tokenizer = convert.input_embedding(model)
         found[str(model)] = evaluate.similarities(weight_VD, load_tokenizer(tokenizer), pairs)
-    console = Console(highlight=False, markup=False)
+    console = terminal()
     console.print(table(found))
     if arguments.output:
         console.print(f"wrote {report.save_similarities(found, arguments.output)}", soft_wrap=True)

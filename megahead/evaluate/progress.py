@@ -14,7 +14,7 @@ from rich.progress import Progress, TextColumn
 @contextmanager
 def forward_progress(model: Any, name: str) -> Iterator[None]:
     """Inside, a line on stderr counts the sequences of every call of `model`, if stderr is a terminal."""
-    columns = TextColumn("{task.description}"), TextColumn("sequence {task.completed}")
+    columns = TextColumn("{task.description}", markup=False), TextColumn("sequence {task.completed}")
     progress = Progress(*columns, console=Console(file=sys.stderr), transient=True, disable=not sys.stderr.isatty())
     bar = progress.add_task(name, total=None)
 

@@ -32,7 +32,7 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
 
 
 def test_from_text_to_a_dataset(command: Command, json_lines: Callable[..., Path], tmp_path: Path) -> None:
-    text = json_lines([f"A cat number {i} had tea." for i in range(30)])
+    text = json_lines([f"A [b]cat[/b] number {i} had tea." for i in range(30)])
     vocabulary, prefix = tmp_path / "t.json", tmp_path / "out" / "corpus"
     code, printed, _ = command("train_tokenizer.py", "--input", text, "--vocab-size", 280, "--output", vocabulary)
     assert (code, "bpe with 280 ids" in printed) == (0, True)
@@ -41,7 +41,7 @@ def test_from_text_to_a_dataset(command: Command, json_lines: Callable[..., Path
     assert (code, "30 documents (3 of them held out" in printed) == (0, True)
     code, printed, _ = command("inspect_dataset.py", prefix, "--tokenizer", vocabulary)
     assert code == 0
-    assert "A cat number 0 had tea.<|endoftext|>" in printed
+    assert "A [b]cat[/b] number 0 had tea.<|endoftext|>" in printed
     assert "match" in printed
 
 

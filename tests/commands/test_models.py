@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from megahead.convert import export
+from megahead.commands.eval_harness import names_of_runs
+from megahead.convert import Origin, export
 from megahead.corpus.vocabulary import train_wordpiece
 from megahead.evaluate import harness
 from support.small_checkpoint import save_small, save_tokenizer, small_config
@@ -150,3 +151,12 @@ def test_scores_are_printed_kept_and_not_computed_twice(run: Path, monkeypatch, 
     monkeypatch.setattr(harness, "open_language_model", None)
     assert command(monkeypatch, "eval_harness", *arguments) == 0
     assert capsys.readouterr().out == first
+
+
+def test_runs_that_share_a_name_are_lines_of_their_own_on_a_curve(tmp_path: Path) -> None:
+    step = "checkpoints/step-00000001"
+    folders = {tmp_path / run / step: tmp_path / run / "exports" / "step-1-pmi" for run in ("a", "b", "c")}
+    elsewhere = tmp_path / "published"
+    origins = dict(zip(folders, map(Origin, ("same", "same", "other"), (1, 1, 1)), strict=True))
+    named = names_of_runs({**origins, elsewhere: Origin("other", 9)}, {**folders, elsewhere: elsewhere})
+    assert named == [str(tmp_path / "a"), str(tmp_path / "b"), "other", "other"]

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
-from rich.console import Console
 
 from benchmarks.contender import Contender, compare
 from benchmarks.device import describe, matrix_rate
@@ -15,6 +14,7 @@ from benchmarks.plans import How, Plan
 from benchmarks.tokens import token_rows
 from megahead.config import RunConfig
 from megahead.report import to_rich
+from megahead.terminal import terminal
 
 
 def hold(
@@ -57,7 +57,7 @@ def _stepped(contender: Contender) -> Contender:
 
 def _print_results(contenders: Sequence[Contender], lines: Sequence[dict[str, object]], rate: float) -> None:
     """What was timed, the table, and the ratios."""
-    first, console = contenders[0], Console(highlight=False)
+    first, console = contenders[0], terminal()
     shape = f"{first.config.batch.micro_size} x {first.config.data.sequence_length} tokens"
     if first.accumulation > 1:
         shape = f"{first.accumulation} micro-batches of {shape}"

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 
 from benchmarks.engines import SETTINGS
 from benchmarks.node_loss import made_up_text
@@ -24,6 +23,7 @@ from megahead.copies import node_memory
 from megahead.distributed import Launch
 from megahead.errors import UserError
 from megahead.report import to_rich
+from megahead.terminal import terminal
 from megahead.train import pretrain
 
 WARM_UP = 5
@@ -57,7 +57,7 @@ def compare(folder: Path, config: str, ranks: int, steps: int, every: int, zero:
         settings = [*common, f"output_dir={folder / f'run-{number}'}", *changes]
         lines.append({"": name, **_measured(load_config(config, settings), ranks)})
         print(json.dumps(lines[-1]), flush=True)
-    Console(highlight=False).print(to_rich(lines))
+    terminal().print(to_rich(lines))
     return lines
 
 

@@ -9,13 +9,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import triton
-from rich.console import Console
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from megahead.config.loss_chunks import ON_GPU
 from megahead.objectives import row_kernel
 from megahead.report import to_rich
+from megahead.terminal import terminal
 
 WAYS = {
     "sums and residuals": {"lse": "constexpr", "residuals": "*bf16"},
@@ -33,7 +33,7 @@ Line = dict[str, object]
 
 def print_figures() -> None:
     """Both tables."""
-    console = Console(highlight=False, width=160)
+    console = terminal(width=160)
     console.print(to_rich([compiled(capability, way) for capability in (80, 90, 100) for way in WAYS]))
     console.print(to_rich(list(losses())))
 

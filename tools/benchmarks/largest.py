@@ -7,12 +7,12 @@ import statistics
 from collections.abc import Callable, Sequence
 
 import torch
-from rich.console import Console
 
 from benchmarks.contender import Contender
 from benchmarks.tokens import token_rows
 from megahead.config import RunConfig, config_from_dict
 from megahead.report import to_rich
+from megahead.terminal import terminal
 
 STEPS = 3
 """Of each micro-batch; the first is a warm-up."""
@@ -32,7 +32,7 @@ def fill(
 
         largest = largest_that(fits, config.batch.micro_size, most)
         lines.append({"objective": name, "rows of the micro-batch": largest, **(fitting[largest] or {})})
-    Console(highlight=False).print(to_rich(lines))
+    terminal().print(to_rich(lines))
     return lines
 
 

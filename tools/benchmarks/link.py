@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
 from torch import Tensor
 
 from benchmarks.engines import SETTINGS, Contender, Step, rank_step
@@ -19,6 +18,7 @@ from megahead.config import RunConfig, config_from_dict
 from megahead.distributed import Group
 from megahead.pretraining.candidate_groups import gather_targets
 from megahead.report import to_rich
+from megahead.terminal import terminal
 
 CPU = torch.device("cpu")
 
@@ -37,7 +37,7 @@ def compare(config: RunConfig, ranks: list[int], megabits: int, steps: int, ways
                 under = _under(config, count, embedding, stage)
                 named = {"ranks": count, "embedding": embedding, "ZeRO": stage}
                 lines.append(named | _measured(linked_step, (under, steps + 1), namespaces, steps))
-    Console(highlight=False).print(to_rich(lines))
+    terminal().print(to_rich(lines))
     return lines
 
 
@@ -52,7 +52,7 @@ def compare_negatives(config: RunConfig, ranks: list[int], megabits: int, steps:
                 named = {"ranks": count, "negatives as": shared, "targets a rank": targets}
                 exchange = (shared, targets, config.model.hidden_size)
                 lines.append(named | _measured(linked_exchange, exchange, namespaces, steps))
-    Console(highlight=False).print(to_rich(lines))
+    terminal().print(to_rich(lines))
     return lines
 
 

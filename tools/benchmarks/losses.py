@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from rich.console import Console
 from torch import Tensor
 
 from benchmarks.device import describe, matrix_rate
@@ -18,6 +17,7 @@ from benchmarks.memory import Cost, cost, in_child
 from benchmarks.prepared_losses import Kernel, kernels_here, prepared
 from benchmarks.targets import ERROR_SIZE, VOCABULARY
 from megahead.report import to_json, to_rich
+from megahead.terminal import terminal
 
 TOO_LARGE = "too large"
 WARM_UP, PASSES = 3, 20
@@ -44,7 +44,7 @@ def compare(targets: Tensor, arguments: argparse.Namespace) -> None:
     if device.type == "cuda":
         kernels, absent = kernels_here(Problem.drawn(targets[:256], VOCABULARY, arguments.hidden[0], dtype))
     rate = device_rate(device, arguments.precision)
-    console = Console(highlight=False, width=160)
+    console = terminal(width=160)
     console.print(f"{arguments.precision} on {describe(device)}, {rate / 1e9:,.0f} GFLOP/s matrix rate")
     source = arguments.data or "Zipf's law"
     console.print("\n".join([f"vocabulary {VOCABULARY:,}, targets from {source}", *absent]))

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -25,6 +24,7 @@ from megahead.optim import build_optimizer
 from megahead.parallel import assemble, fill_
 from megahead.pretraining import first_weights
 from megahead.report import to_rich
+from megahead.terminal import terminal
 
 SETTINGS = Path(__file__).resolve().parents[2] / "configs/deepspeed"
 CPU = torch.device("cpu")
@@ -64,7 +64,7 @@ LATER = {"bf16": {"immediate_grad_update": False}}
 
 def print_micro_steps() -> None:
     """The table."""
-    Console(highlight=False, width=160).print(to_rich(list(micro_steps())))
+    terminal(width=160).print(to_rich(list(micro_steps())))
 
 
 def micro_steps() -> Iterator[dict[str, object]]:

@@ -7,12 +7,12 @@ import tempfile
 from collections.abc import Sequence
 
 import torch
-from rich.console import Console
 
 from benchmarks.engines import Contender, Rows, rank_step
 from benchmarks.tokens import token_rows
 from megahead.config import RunConfig, config_from_dict
 from megahead.report import to_rich
+from megahead.terminal import terminal
 
 KINDS = ("rows", "dense")
 
@@ -34,7 +34,7 @@ def grow(
     lines: list[dict[str, object]] = []
     for kind in kinds:
         lines += _timed([_under(config, size, kind, ranks) for size in vocabularies], rows, ranks, steps, device)
-    Console(highlight=False).print(to_rich(lines))
+    terminal().print(to_rich(lines))
     return lines
 
 
