@@ -1,0 +1,83 @@
+"""Llamas, and encoders that learn by masked diffusion, train on every mesh what plain torch does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.plain_course import ROWS, Course, assert_equal, config_of, on_mesh, plain_torch
+from support.small_run import write_text
+
+LLAMA = {"model.family": "llama", "model.num_key_heads": 1, "model.qk_norm": True}
+"""On two tensor ranks both hold the one key head."""
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Course:
+    folder = tmp_path_factory.mktemp("plain")
+    write_text(folder)
+    return plain_torch(config_of(folder, "headless", **LLAMA))
+
+
+@pytest.mark.parametrize(
+    ("stage", "tensor", "data", "changes"),
+    [(stage, 2, 2, {"parallel.sequence": stage % 2 == 0}) for stage in (0, 1, 2, 3)]
+    + [(0, 1, 1, {}), (3, 2, 1, {"engine.activation_checkpointing": True})],
+    ids=str,
+)
+def test_a_llama_equals_plain_torch(
+    tmp_path: Path, llama: Course, stage: int, tensor: int, data: int, changes: dict[str, Any]
+) -> None:
+    write_text(tmp_path)
+    assert_equal(on_mesh(tmp_path, "headless", stage, tensor, data, **(LLAMA | changes)), llama)
+
+
+@pytest.mark.parametrize(("objective", "stage", "tensor", "data"), [("vanilla", 3, 2, 2), ("tied", 1, 2, 1)])
+def test_a_vanilla_llama_equals_plain_torch(tmp_path: Path, objective: str, stage: int, tensor: int, data: int) -> None:
+    write_text(tmp_path)
+    reference = plain_torch(config_of(tmp_path, objective, **LLAMA))
+    assert_equal(on_mesh(tmp_path, objective, stage, tensor, data, **LLAMA), reference)
+
+
+@pytest.mark.parametrize(("stage", "tensor", "data"), [(2, 2, 2), (0, 1, 1)])
+def test_a_llama_with_a_table_of_rows_equals_plain_torch(
+    tmp_path: Path, llama: Course, stage: int, tensor: int, data: int
+) -> None:
+    write_text(tmp_path)
+    assert_equal(on_mesh(tmp_path, "headless", stage, tensor, data, **(LLAMA | ROWS)), llama)
+
+
+BERT = {"family": "bert", "hidden_dropout": 0.0, "attention_dropout": 0.0}
+MODERNBERT = {"family": "modernbert", "intermediate_size": 64, "local_window": 6}
+ENCODER = {
+    "num_layers": 2,
+    "hidden_size": 32,
+    "num_heads": 4,
+    "vocab_size": 63,
+    "vocab_multiple": 64,
+    "max_positions": 32,
+}
+DIFFUSION = {"masking": {"mask_token": 60, "cls_token": 61, "sep_token": 62, "diffusion": True}}
+
+
+@pytest.mark.parametrize(
+    ("objective", "stage", "tensor", "data", "model", "changes"),
+    [
+        ("headless", 0, 1, 1, BERT, {"objective.vanilla_weight": 0.3}),
+        ("headless", 2, 2, 2, BERT, {"objective.group_samples": 4, "engine.embedding": "rows"}),
+        ("headless", 3, 2, 1, MODERNBERT, {"parallel.sequence": True, "objective.group_samples": 1}),
+        ("headless", 1, 1, 2, BERT, {"masking.strategy": "frequency"}),
+        ("vanilla", 1, 1, 4, BERT, {"batch.micro_size": 1}),
+        ("vanilla", 3, 2, 1, MODERNBERT, {}),
+    ],
+    ids=str,
+)
+def test_masked_diffusion_equals_plain_torch(
+    tmp_path: Path, objective: str, stage: int, tensor: int, data: int, model: dict[str, Any], changes: dict[str, Any]
+) -> None:
+    write_text(tmp_path)
+    changes = {"model": ENCODER | model, **DIFFUSION, **changes}
+    reference = plain_torch(config_of(tmp_path, objective, **(changes | {"engine.embedding": "dense"})))
+    assert_equal(on_mesh(tmp_path, objective, stage, tensor, data, **changes), reference)
