@@ -58,8 +58,8 @@ class Fetched:
 def fetch_newer(
     than: int, url: str, folder: RunFolder, group: Group, accept: Callable[[Checkpoint], None]
 ) -> Fetched | None:
-    """Fetches the newest sound checkpoint of a mirror into `folder`, with the log up to there, if one is newer than
-    step `than`; None if none is. Collective; CheckpointError where the store cannot be read.
+    """Fetches the newest sound checkpoint of a mirror into `folder`, with the log up to there and what the run is known
+    by, if one is newer than step `than`; None if none is. Collective; CheckpointError where the store cannot be read.
 
     `accept` may refuse one before it is fetched, on rank 0. Not counted are those of a history that the run abandoned.
     """
@@ -69,7 +69,7 @@ def fetch_newer(
     def accept_with_log(found: Checkpoint) -> None:
         accept(found)
         if far is not None:  # before the checkpoint has its name: the next session would not fetch it again
-            far.take(folder.metrics)
+            far.take(folder.metrics, folder.identity)
 
     names = run_on_all_ranks(group, lambda: _newer(far, than, folder) if far is not None else [])[0]
     for name in names:
@@ -86,15 +86,18 @@ def _newest_now(final: Path, group: Group) -> Checkpoint:
     return open_together(final, group)
 
 
-def fetch_named(url: str, into: RunFolder, group: Group = _ALONE) -> Path:
+def fetch_named(
+    url: str, into: RunFolder, group: Group = _ALONE, accept: Callable[[Checkpoint], None] = lambda _: None
+) -> Path:
     """Fetches the checkpoint that a URL means (one, or the newest sound one of a run) into `into`, and returns its
     folder; one that is there already is not fetched again. Which checkpoint there is the newest stays as it was, and
-    newer ones that are damaged are told. Collective; CheckpointError where none can be had."""
+    newer ones that are damaged are told. `accept`: as in `fetch_newer`. Collective; CheckpointError where none can be
+    had."""
     far = _open_together(url, group)
     listing = run_on_all_ranks(group, lambda: {} if far is None else _all_in(far))[0]
     problems = list[str]()
     for name, step in listing.items():
-        problem = _fetch_together(far, name, into.checkpoints, group)
+        problem = _fetch_together(far, name, into.checkpoints, group, accept)
         if problem is None:
             for each in problems if group.rank == 0 else ():
                 print(f"passed over: {each}", file=sys.stderr, flush=True)
@@ -129,7 +132,7 @@ def _all_in(far: FarRun) -> dict[str, int]:
 
 
 def _fetch_together(
-    far: FarRun | None, name: str, root: Path, group: Group, accept: Callable[[Checkpoint], None] = lambda _: None
+    far: FarRun | None, name: str, root: Path, group: Group, accept: Callable[[Checkpoint], None]
 ) -> str | None:
     """Rank 0 fetches, and all meet meanwhile. Returns what is wrong with the checkpoint, if it is damaged; any other
     error is raised on all."""

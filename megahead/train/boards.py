@@ -9,6 +9,7 @@ from typing import Any
 
 from megahead.config import RunConfig
 from megahead.errors import ConfigError
+from megahead.train.run_log import written
 
 
 def require_boards(config: RunConfig) -> None:
@@ -25,7 +26,8 @@ class Boards:
         from torch.utils.tensorboard import SummaryWriter
 
         folder = config.folder()
-        self._tensorboard = SummaryWriter(str(folder.tensorboard))
+        self._folder = folder.tensorboard
+        self._tensorboard = SummaryWriter(str(self._folder))
         self._wandb: Any = None
         if config.training.wandb is not None:
             import wandb
@@ -41,10 +43,11 @@ class Boards:
             self._wandb.define_metric("*", step_metric="step")  # W&B's own step cannot go back, as a rollback does
 
     def add(self, group: str, values: Mapping[str, float], step: int) -> None:
-        """Writes each value as `group`/NAME."""
+        """Writes each value as `group`/NAME. UserError on a full disk."""
         named = {f"{group}/{name}": value for name, value in values.items()}
-        for name, value in named.items():
-            self._tensorboard.add_scalar(name, value, step)
+        with written(self._folder):  # or what an earlier call left to be written
+            for name, value in named.items():
+                self._tensorboard.add_scalar(name, value, step)
         if self._wandb is not None:
             self._wandb.log({**named, "step": step})
 

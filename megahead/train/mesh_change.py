@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from megahead.train.run_log import records_with
 from megahead.wording import counted
 
 MeshShape = dict[str, int]
@@ -25,8 +25,8 @@ class MeshChange:
         if not metrics.exists():
             return MeshChange(now)
         with metrics.open("rb") as lines:
-            sessions = [line for line in lines if b'"session":{' in line and line.endswith(b"\n")]
-        return MeshChange(now, json.loads(sessions[-1])["session"].get("mesh") if sessions else None)
+            sessions = [record["session"] for record in records_with(lines, "session")]
+        return MeshChange(now, sessions[-1].get("mesh") if sessions else None)
 
     def facts(self) -> dict[str, MeshShape]:
         """For the log: the mesh, and what it was before if that was another."""

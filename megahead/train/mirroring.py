@@ -46,8 +46,13 @@ def near_resume(resume: str, config: RunConfig, world_group: Group) -> str:
     run_on_all_ranks(world_group, check)
     if not is_far(resume):
         return resume
-    own = url is not None and is_below(resume, url)
-    return str(fetch_named(resume, folder if own else RunFolder(folder.fetched), world_group))
+    if url is None or not is_below(resume, url):
+        return str(fetch_named(resume, RunFolder(folder.fetched), world_group))
+
+    def adopt(_: Checkpoint) -> None:  # before one of its checkpoints is here: the next session must know the mirror
+        FarRun(url, patience_with(world_group)).take(folder.identity)
+
+    return str(fetch_named(resume, folder, world_group, adopt))
 
 
 def fetch_from_mirror(than: int, config: RunConfig, datasets: RunDatasets, world_group: Group) -> Fetched | None:

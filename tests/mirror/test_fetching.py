@@ -13,11 +13,13 @@ from megahead.checkpoint.folders import set_aside
 from megahead.distributed import Group
 from megahead.errors import CheckpointError
 from megahead.mirror import (
+    FarRun,
     Fetched,
     downloading,
     far_or_existing,
     fetch_named,
     fetch_newer,
+    refuse_another_mirror,
 )
 from megahead.run_folder import RunFolder
 from support.on_ranks import on_ranks
@@ -141,6 +143,11 @@ def test_a_newer_one_becomes_the_newest_of_the_run(url: str, tmp_path: Path) -> 
     (tmp_path / "first/checkpoints/latest").write_text("step-00000003\n")
     assert newer(url, tmp_path / "first", than=3) is not None
     assert open_checkpoint(tmp_path / "first").step == 6
+
+
+def test_a_session_that_was_killed_once_it_had_fetched_is_followed_by_another(url: str, tmp_path: Path) -> None:
+    assert newer(url, tmp_path / "new") is not None
+    refuse_another_mirror(FarRun(url), RunFolder(tmp_path / "new"), "auto")
 
 
 def test_the_log_is_here_before_the_checkpoint_counts(

@@ -19,6 +19,7 @@ from megahead.report.events import events_of
 from megahead.report.metrics import read_metrics
 from megahead.report.runs import read_runs
 from megahead.train import pretrain
+from megahead.train.mirroring import near_resume
 from support.far_stores import Faulty, faults, s3  # noqa: F401 - a fixture
 from support.killable import codes, said, start_ranks
 from support.mirrored import steps_in_mirror
@@ -135,6 +136,21 @@ def test_far_checkpoints_can_be_resumed_and_started_from_by_name(tmp_path: Path)
     assert not list(tmp_path.rglob("fetched"))
     (sentence,) = on_ranks(1, run, started, f"{url}/nowhere")
     assert "/nowhere` must be a checkpoint, or the folder of a run that has one, but holds none" in sentence
+
+
+def fetched_by_name(group: Group, config: RunConfig, resume: str) -> str:
+    return near_resume(resume, config, group)
+
+
+def test_a_session_that_was_killed_once_it_had_what_was_named_is_followed_by_another(tmp_path: Path) -> None:
+    write_text(tmp_path)
+    assert on_ranks(1, run, mirrored(tmp_path)) == ["finished"]
+    step = "checkpoints/step-00000004"
+    again = mirrored(tmp_path, {"output_dir": str(tmp_path / "other")})
+    for _ in range(2):
+        found = on_ranks(2, fetched_by_name, again, f"file://{tmp_path}/store/{step}")
+        assert found == [str(tmp_path / "other" / step)] * 2
+    assert on_ranks(2, run, again) == ["finished"] * 2
 
 
 def run_in_bad_store(group: Group, config: RunConfig, fault: str) -> str:

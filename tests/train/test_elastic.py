@@ -214,5 +214,8 @@ def test_a_change_of_the_mesh_is_told_once(tmp_path: Path) -> None:
     change = MeshChange.since(log, one)
     assert change.facts() == {"mesh": one, "mesh_before": two}
     assert change.lines() == [("mesh now", "1 tensor x 1 data rank, 1 waits; 1 tensor x 2 data ranks before")]
+    with log.open("a") as lines:
+        lines.write("mesh\0\n")  # no JSON: the machine lost its power
+    assert MeshChange.since(log, one) == change
     log.write_text('{"step":0,"session":{"resumed":null}}\n')  # an earlier version's
     assert MeshChange.since(log, one).lines() == []
