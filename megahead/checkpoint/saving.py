@@ -22,6 +22,7 @@ from megahead.checkpoint.retention import KEEP_NO_OTHERS, KeepRules, abandon_aft
 from megahead.checkpoint.snapshot import Snapshot
 from megahead.distributed import Group, RowShard
 from megahead.errors import CheckpointError
+from megahead.files import is_full
 
 
 def save_checkpoint(
@@ -160,7 +161,5 @@ def _length(file: Path) -> int:
 
 
 def _is_full(error: Exception) -> bool:
-    """Whether the disk is full: an error code from the system, only a text from safetensors."""
-    if isinstance(error, OSError):
-        return error.errno in (errno.ENOSPC, errno.EDQUOT)
-    return isinstance(error, SafetensorError) and f"os error {errno.ENOSPC}" in str(error)
+    """Whether the disk is full, which safetensors says as a text."""
+    return is_full(error) or (isinstance(error, SafetensorError) and f"os error {errno.ENOSPC}" in str(error))

@@ -17,6 +17,7 @@ from megahead.background import begin
 from megahead.far.address import refuse_secrets, trimmed
 from megahead.far.errors import FarError, told
 from megahead.far.opening import has_folders, open_url
+from megahead.files import is_full
 
 T = TypeVar("T")
 
@@ -155,6 +156,8 @@ class Store:
         error = future.exception()
         if isinstance(error, FileNotFoundError):
             raise error
+        if error is not None and is_full(error):
+            raise FarError(f"`{self.url}` must have room, but has none ({told(error)}); free some there.") from None
         if error is not None:
             raise FarError(
                 f"`{self.url}` must be reachable, but is not ({told(error)}); check the address, the network, and the "

@@ -4,7 +4,7 @@
 """
 
 from megahead.files.durable import fsync, sha256_of, write_durably
-from megahead.files.errors import InUseError, WriteError
+from megahead.files.errors import InUseError, WriteError, is_full
 from megahead.files.staged_file import StagedFile, staged, write_atomically
 from megahead.files.staged_folder import staged_folder
 
@@ -13,6 +13,7 @@ __all__ = [
     "StagedFile",
     "WriteError",
     "fsync",
+    "is_full",
     "sha256_of",
     "staged",
     "staged_folder",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +20,11 @@ class WriteError(UserError, OSError):
 
 class InUseError(UserError):
     """Another process is writing that file."""
+
+
+def is_full(error: BaseException) -> bool:
+    """Whether a disk or a quota is full, by the system's code."""
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 @contextmanager

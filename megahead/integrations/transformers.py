@@ -144,7 +144,7 @@ def _loss_type(model: PreTrainedModel) -> str:
 
 
 def _table_of(model: PreTrainedModel) -> nn.Embedding:
-    table, width = model.get_input_embeddings(), model.config.hidden_size
+    table, width = model.get_input_embeddings(), getattr(model.config.get_text_config(), "hidden_size", None)
     if type(table) is not nn.Embedding:
         raise FieldError("model", "look its inputs up in a plain nn.Embedding", got=f"one with {type(table).__name__}")
     if table.embedding_dim != width:

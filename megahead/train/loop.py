@@ -24,9 +24,10 @@ def train(run: Training) -> Ending:
     """
     state = run.state
     _evaluate(run) if run.evaluate_first else _run_missed_evaluation(run)
-    _run_missed_tasks(run)
+    ending: Ending | None = "stopped" if run.stop.agreed(run.progress.world_group) else None
+    if ending is None:
+        _run_missed_tasks(run)
     began_at, watch = state.step, Stopwatch(state.seconds)
-    ending: Ending | None = None
     run.meters.start(state)
     with closing(run.feed.steps(state.samples)) as steps:
         while state.step < run.until and ending is None:
@@ -37,9 +38,9 @@ def train(run: Training) -> Ending:
             run.meters.mirrored(run.saver.news(), run.state)
             ending = _reason_to_stop(run)
     run.meters.finish(state)
-    if ending != "stopped" and not state.evaluated:
-        _evaluate(run)
-    if not run.saver.up_to_date and (ending is None or replicas_agree(run, kept=True)):
+    if ending != "stopped" and not state.evaluated and not _evaluate(run):
+        ending = "stopped"
+    if state.samples and not run.saver.up_to_date and (ending is None or replicas_agree(run, kept=True)):
         _save(run)
     run.saver.wait()
     if run.tasks and ending != "stopped" and state.step > began_at and state.step % run.tasks.every:
@@ -102,32 +103,34 @@ def _run_missed_evaluation(run: Training) -> None:
     """Runs the evaluation that was due at the resumed step, if a signal prevented it; a checkpoint that was due at that
     step is written again, with the result."""
     state, training = run.state, run.config.training
-    if not state.step or state.evaluated or state.step % training.evaluate_every:
+    ended = state.step >= training.steps
+    if not state.step or state.evaluated or not (ended or state.step % training.evaluate_every == 0):
         return
     _evaluate(run)
-    if state.evaluated and state.step % training.checkpoint_every == 0:
+    if state.evaluated and (ended or state.step % training.checkpoint_every == 0):
         _save(run)
 
 
 def _run_missed_tasks(run: Training) -> None:
     """Evaluates the tasks that were due at the resumed step of this run, if the session that came to it did not."""
     state, tasks, ended = run.state, run.tasks, run.state.step >= run.config.training.steps
-    if not ended and run.stop.agreed(run.progress.world_group):
-        return
     if tasks is None or run.saver.wait() is None or not (ended or state.step % tasks.every == 0):
         return
     if not run.progress.world_group.broadcast_object(run.meters.has_tasks(state)):
         _evaluate_tasks(run, tasks)
 
 
-def _evaluate(run: Training) -> None:
-    """Evaluates, unless a signal interrupts it; `_reason_to_stop` then sees that signal too."""
-    if run.evaluation is not None:
-        progress = run.progress
-        result = run.evaluation.run(progress.engine, progress.state, lambda: run.stop.agreed(progress.world_group))
-        if result is not None:
-            run.state.validation = {"step": run.state.step, "loss": result.loss}
-            run.meters.validation(result, run.state, run.evaluation.head)
+def _evaluate(run: Training) -> bool:
+    """Evaluates, if there is a validation dataset; returns False if a signal interrupted it."""
+    if run.evaluation is None:
+        return True
+    progress = run.progress
+    result = run.evaluation.run(progress.engine, progress.state, lambda: run.stop.agreed(progress.world_group))
+    if result is None:
+        return False
+    run.state.validation = {"step": run.state.step, "loss": result.loss}
+    run.meters.validation(result, run.state, run.evaluation.head)
+    return True
 
 
 def _evaluate_tasks(run: Training, tasks: TaskEvaluation) -> None:

@@ -21,7 +21,8 @@ class Run:
     """Optimizer steps applied in all sessions (launches of the run) together."""
 
     ending: Ending
-    """`finished`, `out of time` (`training.max_seconds`), or `stopped` by a signal or Ctrl-C; saved in each case."""
+    """`finished`, `out of time` (`training.max_seconds`), or `stopped` by a signal or Ctrl-C. Saved in each case, but
+    for one that was stopped before its first step."""
 
     held_out_perplexity: float | None
     """exp(loss) of the last evaluation during training (of masked diffusion an upper bound); None if there was none."""

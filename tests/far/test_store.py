@@ -79,8 +79,15 @@ def test_a_version_is_another_when_the_file_was_replaced_whatever_the_store_says
     assert store.version("file") != before
 
 
-def test_a_store_that_refuses_is_named_with_what_it_says(tmp_path: Path) -> None:
-    with faults("fails"), pytest.raises(FarError, match=r"must be reachable, but is not \(PermissionError: 403 Forb"):
+@pytest.mark.parametrize(
+    ("fault", "sentence"),
+    [
+        ("fails", r"must be reachable, but is not \(PermissionError: 403 Forb"),
+        ("is full", r"must have room, but has none \(OSError: .*No space left on device.*\); free some there\.$"),
+    ],
+)
+def test_a_store_that_refuses_is_named_with_what_it_says(tmp_path: Path, fault: str, sentence: str) -> None:
+    with faults(fault), pytest.raises(FarError, match=sentence):
         Store(f"faulty://{tmp_path}").write("small", b"content")
 
 

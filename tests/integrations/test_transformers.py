@@ -17,6 +17,8 @@ from transformers import (
     CohereForCausalLM,
     ElectraConfig,
     ElectraForMaskedLM,
+    FuyuConfig,
+    FuyuForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     PhiConfig,
@@ -96,10 +98,19 @@ def test_the_saved_head_predicts_what_evaluation_said(tmp_path: Path, name: str)
     assert told == pytest.approx(F.cross_entropy(logits, batch.target_ids_N).item(), abs=1e-4)
 
 
-@pytest.mark.parametrize("head", ["tied", "pmi"])
-def test_other_families_have_it_where_the_head_has_a_bias(tmp_path: Path, head: str) -> None:
-    model = PhiForCausalLM(PhiConfig(**SHAPE, eos_token_id=0, bos_token_id=0))
-    headless, rows = Headless(model), rows_of("llama")
+def phi() -> PhiForCausalLM:
+    return PhiForCausalLM(PhiConfig(**SHAPE, eos_token_id=0, bos_token_id=0))
+
+
+def fuyu() -> FuyuForCausalLM:
+    """For images, too: its text has a config of its own."""
+    text = {**SHAPE, "model_type": "persimmon", "pad_token_id": 0}
+    return FuyuForCausalLM(FuyuConfig(vocab_size=IDS, text_config=text, image_size=8, patch_size=4))
+
+
+@pytest.mark.parametrize(("model", "head"), [(phi, "tied"), (phi, "pmi"), (fuyu, "tied")])
+def test_other_families_have_it_where_the_head_has_a_bias(tmp_path: Path, model: Any, head: str) -> None:
+    headless, rows = Headless(model()), rows_of("llama")
     headless(**rows)
     headless.save(tmp_path / "out", head)  # type: ignore[arg-type]
     opened = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()

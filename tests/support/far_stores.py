@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import logging
 import threading
@@ -41,6 +42,8 @@ class Faulty(LocalFileSystem):  # type: ignore[misc]
     def _hurt(self, path: str) -> Any:
         if self.fault == "fails":
             raise PermissionError(f"403 Forbidden: {path}")
+        if self.fault == "is full":
+            raise OSError(errno.ENOSPC, "No space left on device", path)
         if self.fault == "waits":
             self.gate.wait(30)
             return super().open(path, "wb")
@@ -74,7 +77,8 @@ fsspec.register_implementation("faulty", Faulty, clobber=True)
 
 @contextmanager
 def faults(fault: str, only: str = "", times: int = 1_000_000) -> Iterator[None]:
-    """Inside, writes to `faulty://` fail, are lost, are cut short, or wait (`fails`, `loses`, `cuts`, `waits`)."""
+    """Inside, writes to `faulty://` fail, find no room, are lost, are cut short, or wait (`fails`, `is full`, `loses`,
+    `cuts`, `waits`)."""
     Faulty.fault, Faulty.only, Faulty.times = fault, only, times
     Faulty.gate.clear()
     try:

@@ -16,6 +16,7 @@ from megahead.checkpoint import Snapshot, open_checkpoint
 from megahead.engine import Engine
 from megahead.report.metrics import Record, read_metrics
 from megahead.run_folder import RunFolder
+from megahead.train.saver import Saver
 from support.killable import codes, said, start_ranks
 from support.small_run import same_tensors, small_config, write_text
 
@@ -93,6 +94,42 @@ def test_a_checkpoint_knows_the_evaluation_that_was_made_up_for(tmp_path: Path) 
         )
         assert mine == theirs
         assert mine["step"] == step
+
+
+SWITCHING = {"objective.schedule": {"vanilla_share": 0.5}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "sabotage", "stops_at"),
+    [
+        ({"training.evaluate_every": 3}, PHASES["evaluation"], 3),
+        ({}, PHASES["evaluation"], 6),
+        (SWITCHING, signalled(Engine, "evaluate", 3), 3),  # two are of the first part's head
+        ({}, signalled(Saver, "__init__", 1), 0),
+    ],
+    ids=["along training", "the last one", "at the switch", "before the first step"],
+)
+def test_a_session_that_is_stopped_takes_no_step_and_loses_no_evaluation(
+    tmp_path: Path, changes: dict[str, Any], sabotage: Callable[[int], None], stops_at: int
+) -> None:
+    """Also if the evaluation that the next session makes up for is interrupted again."""
+    write_text(tmp_path)
+    config = small_config(tmp_path, changes)
+    undisturbed = small_config(tmp_path, changes | {"output_dir": str(tmp_path / "undisturbed")})
+    for again in (False, True):
+        first = signalled(Engine, "evaluate", 1) if again and stops_at else sabotage
+        assert codes(start_ranks(config, 2, tmp_path, sabotage=first)) == [0, 0], said(tmp_path, 1)
+        ending = json.loads(RunFolder(tmp_path / "run").ending.read_text())
+        assert ending == {"ending": "stopped", "step": stops_at, "steps": 6}
+    for either in (config, undisturbed):
+        assert codes(start_ranks(either, 2, tmp_path)) == [0, 0], said(tmp_path, 1)
+        assert json.loads(either.folder().ending.read_text())["ending"] == "finished"
+    mine, theirs = (read_metrics(tmp_path / name) for name in ("run", "undisturbed"))
+    assert losses(mine.validation) == losses(theirs.validation)
+    assert losses(mine.training) == losses(theirs.training)
+    mine_last, theirs_last = (open_checkpoint(tmp_path / name) for name in ("run", "undisturbed"))
+    assert mine_last.state["validation"] == theirs_last.state["validation"]
+    assert same_tensors(tmp_path / "run", tmp_path / "undisturbed")
 
 
 def test_a_run_that_is_killed_leaves_no_mark(tmp_path: Path) -> None:
