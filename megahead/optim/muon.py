@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from megahead.config import OptimizerConfig
+from megahead.distributed import multiplies_bf16_fast
 
 WholeUpdate = Callable[[Tensor, Tensor, int | None], Tensor]
 """From what the optimizer holds as one parameter, its momentum and its group's `joint_head` to its update."""
@@ -74,13 +75,19 @@ def scaled_orthogonal(matrix: Tensor, joint_head: int | None = None) -> Tensor:
 
 def _each_orthogonal(matrices: Tensor) -> Tensor:
     """Of a matrix, or of several at once: Newton and Schulz's iteration in bf16, whose singular values come out between
-    0.7 and 1.2."""
+    0.7 and 1.2. Where bf16 is slow its numbers are multiplied in fp32 and each result is rounded (docs/optimizer.md):
+    the same but for the order of sums."""
     a, b, c = _COEFFICIENTS
     add_product: Callable[..., Tensor] = torch.addmm if matrices.ndim == 2 else torch.baddbmm
+    held = torch.bfloat16 if multiplies_bf16_fast(matrices.device) else torch.float32
+
+    def rounded(numbers: Tensor) -> Tensor:
+        return numbers.bfloat16().to(held)
+
     tall = matrices.shape[-2] > matrices.shape[-1]
-    wide = (matrices.mT if tall else matrices).bfloat16()
-    wide = wide / wide.norm(dim=(-2, -1), keepdim=True).clamp(min=_EPS)
+    wide = rounded(matrices.mT if tall else matrices)
+    wide = rounded(wide / rounded(wide.norm(dim=(-2, -1), keepdim=True)).clamp(min=_EPS))
     for _ in range(_ITERATIONS):
-        gram = wide @ wide.mT
-        wide = add_product(wide, add_product(gram, gram, gram, beta=b, alpha=c), wide, beta=a)
+        gram = rounded(wide @ wide.mT)
+        wide = rounded(add_product(wide, rounded(add_product(gram, gram, gram, beta=b, alpha=c)), wide, beta=a))
     return (wide.mT if tall else wide).float() * (0.2 * math.sqrt(max(matrices.shape[-2:])))

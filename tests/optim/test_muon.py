@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megahead.config import ModelConfig, OptimizerConfig
 from megahead.config.training import MuonConfig
 from megahead.models import build_backbone
-from megahead.optim import Muon, build_optimizer, set_learning_rate
+from megahead.optim import Muon, build_optimizer, muon, scaled_orthogonal, set_learning_rate
 
 CONFIG = OptimizerConfig(
     name="muon", learning_rate=0.02, weight_decay=0.3, muon=MuonConfig(momentum=0.9, learning_rate_ratio=0.5)
@@ -87,3 +91,30 @@ def test_queries_keys_and_values_of_one_projection_move_as_three_matrices() -> N
     for number, matrix in enumerate(apart):
         moved = joint.detach().unflatten(0, (3, 3, 4))[:, number].flatten(0, 1)
         torch.testing.assert_close(moved, matrix.detach(), rtol=0, atol=1e-7)
+
+
+class Formats(TorchDispatchMode):
+    """Notes of which numbers the products were."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[torch.dtype] = set()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.baddbmm):
+            self.seen.add(args[0].dtype)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("shape", [(48, 48), (48, 200), (200, 48), (3, 48, 48)])
+def test_products_are_of_the_numbers_that_are_fast_and_come_out_alike(
+    shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    made = {}
+    for fast, expected in ((True, torch.bfloat16), (False, torch.float32)):
+        monkeypatch.setattr(muon, "multiplies_bf16_fast", lambda _, fast=fast: fast)
+        with Formats() as formats:
+            made[fast] = scaled_orthogonal(matrix)
+        assert formats.seen == {expected}
+    assert (made[True] - made[False]).norm() < 0.01 * made[True].norm()
