@@ -2,7 +2,7 @@
 
 - `narrow`, decoders of Pythia-14M's depth: two long runs and branches of both (`courses.py`), of a second seed the
   shorter part, and headless once more on as many tokens as vanilla read.
-- `wide`: as long, of twice the width, headless, and with a softmax in the end.
+- `wide`: of twice the width, both once and for a shorter time.
 - `long`: `narrow` headless for 105 M tokens, with lower rates: four and a half hours of a core.
 - `level`: both for 31.5 M tokens, however long they take, with lower rates.
 - `encoder`, ModernBERTs of four layers: the same runs as `narrow` for more tokens, but without a switch.
@@ -40,9 +40,10 @@ PARTS = {
     ),
     "wide": Part(
         shape=("model.hidden_size=256", "model.num_heads=4"),
-        budgets={0: (15,)},
-        switches={15: (0.2,)},
-        kinds=("headless", "switched"),
+        budgets={0: (5,)},
+        switches={},
+        kinds=("headless", "vanilla"),
+        unit=64,
     ),
     "long": Part(
         shape=NARROW,
@@ -72,7 +73,7 @@ PARTS = {
         longer={"headless": ("optimizer.table.learning_rate_ratio=0.25",)},
     ),
 }
-"""A unit is 2.1 M tokens, headless. `wide` has 30 M parameters with a head of its own."""
+"""A unit is 2.1 M tokens, headless, of `wide` half of that; it has 30 M parameters with a head of its own."""
 
 ACROSS, UP = ("tokens", "time"), ("perplexity", "bits per byte", "cloze", "blimp")
 VALUES = ("accuracy", *UP, *WHOLE.values(), "lambada perplexity", "hours")
