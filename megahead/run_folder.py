@@ -68,6 +68,11 @@ class RunFolder:
         return self / "run-id"
 
     @property
+    def abandoned_far(self) -> Path:
+        """Which checkpoints of `training.mirror` it has abandoned."""
+        return self / "abandoned-in-mirror"
+
+    @property
     def fetched(self) -> Path:
         """Checkpoints of other runs, from far, while a session begins with one."""
         return self / "fetched"

@@ -41,7 +41,8 @@ KEEP_NO_OTHERS = KeepRules()
 
 
 def abandon_after(final: Path, parent_step: int) -> None:
-    """Sets aside all checkpoints above `parent_step` (that of the checkpoint which `final` continues) except `final`.
+    """Sets aside all checkpoints above `parent_step` (that of the checkpoint which `final` continues), also one in the
+    place of `final`.
 
     Called before `final` appears. Points `latest` to the parent first, so that after a crash in between no abandoned
     checkpoint is resumed.
@@ -53,7 +54,7 @@ def abandon_after(final: Path, parent_step: int) -> None:
     )
     if above and origin.is_dir():
         point_to(origin)
-    set_aside(folder for folder in reversed(above) if folder != final)
+    set_aside(reversed(above))
 
 
 def retain(root: Path, newest: Path, keep: int, keep_rules: KeepRules = KEEP_NO_OTHERS) -> None:

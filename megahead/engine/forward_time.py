@@ -10,7 +10,7 @@ import torch
 
 
 class ForwardTime:
-    """Sums up seconds; on a GPU by events, which cost the host nothing until they are read."""
+    """Sums up seconds; on a GPU by events, for which the host never waits."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
@@ -32,9 +32,9 @@ class ForwardTime:
         self._events.append((first, last))
 
     def take(self) -> float:
-        """Seconds since it was last asked; on a GPU waits for the last forward pass."""
+        """Seconds since it was last asked; on a GPU, the host must have waited for the last forward pass by then (for
+        its loss, say), or this raises a RuntimeError."""
         for first, last in self._events:
-            last.synchronize()
             self._seconds += first.elapsed_time(last) / 1e3
         taken, self._seconds = self._seconds, 0.0
         self._events.clear()

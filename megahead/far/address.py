@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import posixpath
 import re
 
 from megahead.errors import FieldError
@@ -35,7 +36,15 @@ def joined(url: str, *names: str) -> str:
 
 def is_below(url: str, folder: str) -> bool:
     """Whether `url` is of something in the folder at another URL, or that folder itself."""
-    return f"{url.rstrip('/')}/".startswith(f"{folder.rstrip('/')}/")
+    return f"{_spelled(url)}/".startswith(f"{_spelled(folder)}/")
+
+
+def _spelled(url: str) -> str:
+    """The same for all ways to write the address of a place on a disk; other stores may take each for another place."""
+    scheme, _, path = url.partition("://")
+    if scheme.lower() in ("file", "local"):
+        url = f"file://{posixpath.normpath(re.sub('/+', '/', path))}"
+    return url.rstrip("/")
 
 
 def refuse_secrets(field: str, name: str) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 from megahead.checkpoint import Checkpoint, step_folder
-from megahead.checkpoint.folders import check_lengths, clear_remains, give_name, is_complete, partial_folder
+from megahead.checkpoint.folders import check_lengths, clear_remains, give_name, is_complete, partial_folder, set_aside
 from megahead.checkpoint.integrity import check_files
 from megahead.checkpoint.manifest import MANIFEST, Manifest
 from megahead.errors import CheckpointError
@@ -40,6 +40,8 @@ def download(far: FarRun, name: str, root: Path, accept: Callable[[Checkpoint], 
         (partial / MANIFEST).write_bytes(text)
         fsync(partial / MANIFEST)
         check_lengths(partial, manifest)
+        if _is_another(final, manifest):
+            set_aside([final])
         give_name(partial, final)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -77,6 +79,11 @@ def _is_there(final: Path, text: bytes, manifest: Manifest) -> Generator[None, N
     except CheckpointError:
         return False
     return True
+
+
+def _is_another(final: Path, manifest: Manifest) -> bool:
+    """Whether a whole checkpoint with other content has its place on disk: of another history, it may be missed."""
+    return is_complete(final) and Manifest.read(final).files != manifest.files
 
 
 def _check_room(root: Path, manifest: Manifest) -> None:

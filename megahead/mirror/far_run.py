@@ -33,6 +33,10 @@ class FarRun:
                 listing.setdefault(folder, {})[file] = size
         return listing
 
+    def manifest_text(self, folder: str) -> bytes | None:
+        """That of a checkpoint, as it is stored; None if it is not there."""
+        return self.store.read_if_there(f"{folder}/{MANIFEST}".lstrip("/"))
+
     def manifest(self, folder: str) -> tuple[bytes, Manifest]:
         """That of a checkpoint, as it is stored and as it reads; CheckpointError if it is damaged."""
         name = f"{folder}/{MANIFEST}".lstrip("/")
@@ -76,7 +80,7 @@ def set_aside_in(root: Path) -> set[bytes]:
 def is_one_of(far: FarRun, folder: str, files: Mapping[str, int], manifests: Collection[bytes]) -> bool:
     """Whether a checkpoint in a store, with these files, is what one of the manifests tells of."""
     alike = files.get(MANIFEST, -1) in map(len, manifests)
-    return alike and far.store.read_if_there(f"{folder}/{MANIFEST}") in manifests
+    return alike and far.manifest_text(folder) in manifests
 
 
 def _may_be_checkpoint(folder: str) -> bool:

@@ -14,6 +14,7 @@ from megahead.checkpoint.folders import point_to
 from megahead.distributed import Group
 from megahead.errors import CheckpointError, UserError
 from megahead.far import DamagedError
+from megahead.mirror.abandoned import hash_of, written_down
 from megahead.mirror.downloading import download
 from megahead.mirror.far_run import (
     CHECKPOINTS,
@@ -117,10 +118,11 @@ def _open_together(url: str, group: Group) -> FarRun | None:
 
 
 def _newer(far: FarRun, than: int, folder: RunFolder) -> list[str]:
-    """Names of checkpoints above a step, highest first, but for those that were set aside here."""
-    listing, aside = far.list(CHECKPOINTS), set_aside_in(folder.checkpoints)
+    """Names of checkpoints above a step, highest first, but for those that this run has abandoned."""
+    listing, aside, abandoned = far.list(CHECKPOINTS), set_aside_in(folder.checkpoints), written_down(folder)
     names = [name for name in newest_first(listing) if step_in(name) > than]
-    return [name for name in names if not is_one_of(far, name, listing[name], aside)]
+    names = [name for name in names if not is_one_of(far, name, listing[name], aside)]
+    return [name for name in names if not abandoned or hash_of(far, name) not in abandoned]
 
 
 def _all_in(far: FarRun) -> dict[str, int]:

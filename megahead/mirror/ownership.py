@@ -71,12 +71,18 @@ class Claim:
         self._store, self._folder, self._mark = store, folder, mark
         self._ours = False
 
-    def hold(self) -> None:
-        """Makes the mirror this run's and this session's; TakenOverError if it has become another's."""
-        if not self._ours:
+    def hold(self) -> bool:
+        """Makes the mirror this run's and this session's, again if somebody has emptied it, and returns whether it was
+        not; TakenOverError if it has become another's."""
+        begins = not self._ours or self._is_forgotten()
+        if begins:
             self._begin()
             self._ours = True  # once: it would be another session's that it takes
         self.refuse_another()
+        return begins
+
+    def _is_forgotten(self) -> bool:
+        return self._store.read_if_there(SESSION) is None and _id_in(self._store) is None
 
     def refuse_another(self) -> None:
         """TakenOverError if another session has begun with this mirror."""

@@ -12,6 +12,7 @@ from queue import SimpleQueue
 
 from megahead.checkpoint import KeepRules
 from megahead.errors import UserError
+from megahead.mirror.abandoned import hashes_above, write_down
 from megahead.mirror.far_run import FarRun
 from megahead.mirror.news import News, arrived, failed, log_failed, skipped
 from megahead.mirror.outbox import Outbox, Parcel
@@ -33,9 +34,10 @@ class Mirror:
     wrong is tried again, then told; the next checkpoint is sent all the same, and the run does not depend on it.
     """
 
-    def __init__(self, far: FarRun, folder: RunFolder, mark: str, keep: int, keep_rules: KeepRules) -> None:
-        """`mark`: the session's, in `folder`; `keep`, `keep_rules`: which checkpoints stay in the mirror."""
-        self._far, self._folder = far, folder
+    def __init__(self, far: FarRun, folder: RunFolder, mark: str, tip: int, keep: int, keep_rules: KeepRules) -> None:
+        """`mark`: the session's, in `folder`; `tip`: the step of the checkpoint there that it begins with, -1 if there
+        is none; `keep`, `keep_rules`: which checkpoints stay in the mirror."""
+        self._far, self._folder, self._tip, self._above = far, folder, tip, set[str]()
         self._keep, self._keep_rules = keep, keep_rules
         self._claim, self._begun = Claim(far.store, folder, mark), False
         self._taken: UserError | None = None
@@ -96,6 +98,7 @@ class Mirror:
     def _send(self, parcel: Parcel) -> bool:
         """Whether it is there then; else that is told."""
         began, reason = time.monotonic(), ""
+        self._turn_away()
         for pause in PAUSES:
             if self._outbox.pause(pause) and reason:
                 break  # a newer one takes its place
@@ -114,6 +117,11 @@ class Mirror:
             self._news.put(failed(parcel.step, parcel.folder, reason))
         return False
 
+    def _turn_away(self) -> None:
+        """Now that a checkpoint is on the disk, what was newer in the mirror when the session began is abandoned."""
+        with suppress(OSError):  # a full disk; most likely the checkpoint will be sent
+            write_down(self._folder, self._above)
+
     def _send_files(self, sent: Parcel | None) -> None:
         """The run's small files; before them, removes what a checkpoint that was `sent` makes superfluous."""
         self._outbox.files_taken()
@@ -126,9 +134,11 @@ class Mirror:
             self._news.put(log_failed(self._reason(error)))
 
     def _begin(self) -> None:
-        """Also whenever something is sent later: whether another session has begun since."""
-        self._claim.hold()
+        """Also whenever something is sent later: another session may have begun since, or somebody emptied it."""
+        if self._claim.hold():
+            self._begun = False
         if not self._begun:
+            self._above |= hashes_above(self._far, self._tip)
             self._far.store.remove(self._folder.ending.name)
             self._put(self._folder.config, self._folder.tokenizer)
             self._begun = True

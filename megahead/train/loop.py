@@ -87,9 +87,9 @@ def _save_is_due(run: Training) -> bool:
 
 
 def _evaluate_and_save_if_due(run: Training) -> None:
-    """Evaluates and saves what is due after an applied step."""
+    """Evaluates and saves what is due after an applied step; the last one is evaluated before it is saved."""
     step, training, tasks = run.state.step, run.config.training, run.tasks
-    if step % training.evaluate_every == 0:
+    if step >= run.until or step % training.evaluate_every == 0:
         _evaluate(run)
     if _save_is_due(run):
         _save(run)

@@ -50,7 +50,8 @@ def near_resume(resume: str, config: RunConfig, world_group: Group) -> str:
         return str(fetch_named(resume, RunFolder(folder.fetched), world_group))
 
     def adopt(_: Checkpoint) -> None:  # before one of its checkpoints is here: the next session must know the mirror
-        FarRun(url, patience_with(world_group)).take(folder.identity)
+        log = [] if folder.metrics.exists() else [folder.metrics]
+        FarRun(url, patience_with(world_group)).take(*log, folder.identity)
 
     return str(fetch_named(resume, folder, world_group, adopt))
 
@@ -72,12 +73,13 @@ def fetch_from_mirror(than: int, config: RunConfig, datasets: RunDatasets, world
     return fetch_newer(than, url, config.folder(), world_group, accept)
 
 
-def open_mirror(config: RunConfig, hold: Hold | None, keep_rules: KeepRules) -> Mirror | None:
-    """The mirror of a session that has the `hold` on its run's folder: rank 0's."""
+def open_mirror(config: RunConfig, hold: Hold | None, tip: int, keep_rules: KeepRules) -> Mirror | None:
+    """The mirror of a session that has the `hold` on its run's folder, and begins with the checkpoint of step `tip`
+    there: rank 0's."""
     training = config.training
     if training.mirror is None or hold is None:
         return None
-    return Mirror(FarRun(training.mirror), config.folder(), hold.mark, training.keep_checkpoints, keep_rules)
+    return Mirror(FarRun(training.mirror), config.folder(), hold.mark, tip, training.keep_checkpoints, keep_rules)
 
 
 def last_moment(ending: Ending, stop: StopRequest, restarts: bool) -> float:

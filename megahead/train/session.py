@@ -25,7 +25,7 @@ from megahead.train.datasets import RunDatasets
 from megahead.train.hold import Hold
 from megahead.train.lineage import Lineage
 from megahead.train.meters import Meters
-from megahead.train.mirroring import fetch_from_mirror, finish_mirror, last_moment, open_mirror
+from megahead.train.mirroring import fetch_from_mirror, finish_mirror, last_moment, near_resume, open_mirror
 from megahead.train.preemption import Ending, StopRequest
 from megahead.train.start import Start, find_resume
 from megahead.train.state import TrainingState
@@ -63,7 +63,9 @@ class Session:
         """What each phase goes on from: the first one from where `resume` says, the next ones from what the last one
         has left. Collective, whenever the next is asked for."""
         folder = self.plan.config.folder()
-        yield find_resume(resume, folder, self.world_group, self._rescue, self._fetch)
+        self._after_an_error.callback(self._remove_fetched)
+        near = near_resume(resume, self.plan.config, self.world_group)
+        yield find_resume(near, folder, self.world_group, self._rescue, self._fetch)
         while True:
             yield find_resume("auto", folder, self.world_group, self._rescue)
 
@@ -77,6 +79,10 @@ class Session:
     def _fetch(self, than: int) -> Fetched | None:
         """The mirror's newest checkpoint, if that is newer than step `than`."""
         return fetch_from_mirror(than, self.plan.config, self.datasets, self.world_group)
+
+    def _remove_fetched(self) -> None:
+        if self.world_group.rank == 0:
+            shutil.rmtree(self.plan.config.folder().fetched, ignore_errors=True)
 
     @cached_property
     def meters(self) -> Meters:
@@ -140,12 +146,14 @@ class Session:
         return self.mirror
 
     def _opened_mirror(self, start: Start, lineage: Lineage) -> Mirror | None:
-        mirror, checkpoint = open_mirror(self.plan.config, self.hold, self.keep_rules), start.checkpoint
+        checkpoint = start.checkpoint
+        mirror = open_mirror(self.plan.config, self.hold, lineage.tip, self.keep_rules)
         if mirror is None:
             return None
         self._after_an_error.callback(mirror.close)
         newest = checkpoint is not None and lineage.tip == checkpoint.step and not lineage.to_be_abandoned()
-        if checkpoint is not None and newest and start.fetched is None:
+        is_there = start.fetched is not None and start.fetched.checkpoint is not None
+        if checkpoint is not None and newest and not is_there:
             mirror.offer(checkpoint.folder, checkpoint.step)
         return mirror
 
@@ -178,8 +186,7 @@ class Session:
         if self.copies is not None:
             self.copies.close()
             self._remove_handed_over()
-        if self.world_group.rank == 0:
-            shutil.rmtree(self.plan.config.folder().fetched, ignore_errors=True)
+        self._remove_fetched()
         if self.mirror is not None:
             self.mirror.offer_files()
             self.mirror.close()

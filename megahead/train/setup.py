@@ -28,7 +28,6 @@ from megahead.train.health import Health
 from megahead.train.identity import data_fingerprints, refuse_another_run
 from megahead.train.lineage import Lineage
 from megahead.train.loop import train
-from megahead.train.mirroring import near_resume
 from megahead.train.numerics import numerics
 from megahead.train.out_of_memory import explain_out_of_memory
 from megahead.train.precision import settle_precision
@@ -78,7 +77,6 @@ def _pretrain(plan: RunPlan, launch: Launch, ranks: Group, device: torch.device,
     world_group, data_group = mesh.world_group.side_channel(), mesh.data_group.side_channel()
     datasets = open_datasets(config, world_group)
     must_be_shared(config.folder(), world_group)
-    resume = near_resume(resume, config, world_group)
     session = Session(plan, launch, mesh, device, datasets, world_group, data_group)
     try:
         for start in session.starts(resume):

@@ -36,6 +36,13 @@ def test_a_folder_is_below_itself_but_not_below_one_whose_name_it_continues() ->
     assert not is_below("s3://b/run2", "s3://b/run")
 
 
+def test_a_place_on_a_disk_may_be_written_in_several_ways() -> None:
+    for other in ("file:///a//b/", "file:////a/./b/step-3", "local:///a/c/../b"):
+        assert is_below(other, "file:///a/b")
+    assert not is_below("file:///a/bc", "file:///a/b")
+    assert not is_below("s3://a//b", "s3://a/b")
+
+
 @pytest.mark.parametrize("url", SECRETS)
 def test_no_secret_gets_into_a_config_a_store_or_a_sentence(url: str, tmp_path: Path) -> None:
     with pytest.raises(FieldError, match=RULE) as refusal:

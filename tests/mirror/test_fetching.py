@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import fcntl
+import shutil
 import threading
 from pathlib import Path
 
 import pytest
 
-from megahead.checkpoint import Checkpoint, open_checkpoint
+from megahead.checkpoint import Checkpoint, abandoned_in, open_checkpoint
 from megahead.checkpoint.folders import set_aside
 from megahead.distributed import Group
 from megahead.errors import CheckpointError
@@ -22,6 +23,8 @@ from megahead.mirror import (
     refuse_another_mirror,
 )
 from megahead.run_folder import RunFolder
+from support.far_stores import faults
+from support.mirrored import finish, mirror, save
 from support.on_ranks import on_ranks
 
 
@@ -62,6 +65,41 @@ def test_nothing_that_is_not_newer_is_fetched(url: str, tmp_path: Path) -> None:
 def test_one_that_this_disk_has_set_aside_is_not_newer(url: str, tmp_path: Path) -> None:
     set_aside([tmp_path / "first/checkpoints/step-00000006"])
     assert newer(url, tmp_path / "first", than=3) is None
+
+
+def test_one_that_was_abandoned_in_the_mirror_alone_is_not_newer(url: str, tmp_path: Path) -> None:
+    """A run went back to step 3 and saved, but nothing of that was sent."""
+    run = tmp_path / "first"
+    faulty = f"faulty://{tmp_path}/store"
+    shutil.rmtree(run / "checkpoints/step-00000006")
+    with mirror(faulty, run, tip=3) as sending:
+        finish(sending)
+        assert fetched_step(url, tmp_path / "first", than=3) == 6  # nothing is saved yet
+        shutil.rmtree(run / "checkpoints/step-00000006")
+        with faults("fails", "step-"):
+            sending.offer(save(run, 4), 3)
+            finish(sending)
+    assert newer(url, run, than=4) is None
+    assert fetched_step(url, tmp_path / "another") == 6
+    with mirror(faulty, run, tip=4) as sending:
+        sending.offer(save(run, 6, value=7.0), 4)
+    assert fetched_step(url, run, than=4) == 6  # of the new history
+
+
+def fetched_step(url: str, folder: Path, than: int = -1) -> int | None:
+    found = newer(url, folder, than)
+    return None if found is None or found.checkpoint is None else found.checkpoint.step
+
+
+def test_a_whole_one_with_other_content_is_set_aside_for_one_that_is_named(url: str, tmp_path: Path) -> None:
+    run = tmp_path / "first"
+    save(run, 3, value=9.0)
+    before = set(abandoned_in(run))
+    for _ in range(2):
+        fetch_named(f"{url}/checkpoints/step-00000003", RunFolder(run))
+    assert open_checkpoint(run / "checkpoints/step-00000003").read("weight/w")[0] == 3
+    (aside,) = set(abandoned_in(run)) - before
+    assert open_checkpoint(aside).read("weight/w")[0] == 9
 
 
 @pytest.mark.parametrize("damage", [flip, Path.unlink, lambda file: file.write_bytes(b"")], ids=["flip", "gone", "cut"])

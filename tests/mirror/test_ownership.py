@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -124,3 +125,21 @@ def test_an_empty_name_of_a_run_is_none(places: Places) -> None:
     with mirror(url, run) as sending:
         finish(sending)
     assert there.read_bytes() == RunFolder(run).identity.read_bytes() != b""
+
+
+def test_a_mirror_that_somebody_emptied_is_begun_again(places: Places) -> None:
+    run, url = places
+    store = run.parent / "store"
+    run.mkdir()
+    RunFolder(run).config.write_text("name: small\n")
+    with mirror(url, run) as sending:
+        sending.offer(save(run, 3), -1)
+        finish(sending)
+        before = {path.name: path.read_bytes() for path in store.iterdir() if path.is_file()}
+        shutil.rmtree(store)
+        sending.offer(save(run, 6), 3)
+        finish(sending)
+        sending.check()
+    assert {path.name: path.read_bytes() for path in store.iterdir() if path.is_file()} == before
+    assert {"run-id", "session", "config.yaml"} <= set(before)
+    refuse_another_mirror(FarRun(url), RunFolder(run), "auto")

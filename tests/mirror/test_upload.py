@@ -280,7 +280,7 @@ def test_a_disk_that_fails_is_told_and_a_thread_that_died_is_not_waited_for(
 def test_nobody_waits_beyond_the_last_moment(places: Places) -> None:
     run, url = places
     run.mkdir()
-    sending = Mirror(FarRun(url), RunFolder(run), "this session\n", 2, KeepRules())
+    sending = Mirror(FarRun(url), RunFolder(run), "this session\n", -1, 2, KeepRules())
     with faults("waits", "session"):
         assert list(sending.finishing(time.monotonic() - 1)) == []
     sending.close()

@@ -41,13 +41,13 @@ def steps_in_mirror(url: str) -> list[int]:
 
 @contextmanager
 def mirror(
-    url: str, run: Path, mark: str = "this session\n", keep: int = 2, rules: KeepRules | None = None
+    url: str, run: Path, mark: str = "this session\n", keep: int = 2, rules: KeepRules | None = None, tip: int = -1
 ) -> Iterator[Mirror]:
     """A session's, without pauses between attempts; left when all is sent."""
     pauses, upload.PAUSES = upload.PAUSES, (0.0, 0.0, 0.0)
     try:
         run.mkdir(exist_ok=True)
-        sending = Mirror(FarRun(url, patience=5), RunFolder(run), mark, keep, rules or KeepRules())
+        sending = Mirror(FarRun(url, patience=5), RunFolder(run), mark, tip, keep, rules or KeepRules())
         yield sending
         finish(sending)
         sending.close()

@@ -151,7 +151,7 @@ def test_an_older_checkpoint_that_is_named_begins_another_history(
     assert on_ranks(2, run, small_config(tmp_path, other), older) == ["finished"] * 2
     told = capfd.readouterr().out
     assert "set aside   at the next save: step-00000008, step-00000006, step-00000004" in told
-    assert names(tmp_path) == ["abandoned-step-6", "abandoned-step-8", "step-4", "step-5"]
+    assert names(tmp_path) == ["abandoned-step-4", "abandoned-step-6", "abandoned-step-8", "step-4", "step-5"]
     assert [record["step"] for record in read_metrics(tmp_path / "run").training] == [1, 2, 3, 4, 5]
     assert on_ranks(2, run, small_config(tmp_path, other | {"training.steps": 6})) == ["finished"] * 2
     assert "resumed     step 5" in capfd.readouterr().out
@@ -165,7 +165,7 @@ def test_an_older_checkpoint_that_is_named_begins_another_history(
     assert source.step == 8
     assert on_ranks(2, run, small_config(tmp_path, undisturbed), str(abandoned)) == ["finished"] * 2
     assert same_tensors(tmp_path / "run", tmp_path / "undisturbed")
-    aside = ["abandoned-step-5", "abandoned-step-6", "abandoned-step-6-2", "abandoned-step-8"]
+    aside = ["abandoned-step-4", "abandoned-step-5", "abandoned-step-6", "abandoned-step-6-2", "abandoned-step-8"]
     assert names(tmp_path) == [*aside, "step-9"]
 
 
