@@ -10,7 +10,7 @@ from megahead.config.loss_chunks import ON_CPU, ON_GPU, ChunkSize
 @pytest.mark.parametrize(
     ("total", "candidates", "outputs"),
     [
-        (16384, 4608, 1664),  # 1,792 would fit: ten chunks either way, and the last is not a remnant
+        (16384, 4608, 5504),  # 7,168 would fit: three chunks either way, and the last is not a remnant
         (1000, 4608, 1000),
         (16384, 50304, 1024),  # no fewer, though they do not fit
         (1100, 50304, 640),

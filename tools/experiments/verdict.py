@@ -3,8 +3,8 @@
 - `narrow`, decoders of Pythia-14M's depth: two long runs and branches of both (`courses.py`), of a second seed the
   shorter part, and headless once more on as many tokens as vanilla read.
 - `wide`: of twice the width, both once and for a shorter time.
-- `long`: `narrow` headless for 105 M tokens, with lower rates: four and a half hours of a core.
-- `level`: both for 31.5 M tokens, however long they take, with lower rates.
+- `long`: both for 105 M tokens, however long they take, with lower rates: headless four and a half hours of a core.
+- `level`: the same for 31.5 M tokens.
 - `encoder`, ModernBERTs of four layers: the same runs as `narrow` for more tokens, but without a switch.
 
 Along training: held-out perplexity, a cloze (decoders), and where --tasks-data is given BLiMP; of each end then all of
@@ -47,9 +47,10 @@ PARTS = {
     ),
     "long": Part(
         shape=NARROW,
-        budgets={0: (50,)},
+        budgets={0: (50,), 1: (50,)},
         switches={},
-        kinds=("headless",),
+        kinds=("headless", "vanilla"),
+        vanilla_unit=128,
         decay=0.6,
         longer=HALF,
     ),
