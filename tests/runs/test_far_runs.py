@@ -138,6 +138,36 @@ def test_far_checkpoints_can_be_resumed_and_started_from_by_name(tmp_path: Path)
     assert "/nowhere` must be a checkpoint, or the folder of a run that has one, but holds none" in sentence
 
 
+def test_a_step_of_ones_own_mirror_comes_to_an_empty_disk_with_the_log_up_to_there(tmp_path: Path) -> None:
+    write_text(tmp_path)
+    assert on_ranks(2, run, mirrored(tmp_path)) == ["finished"] * 2
+    shutil.rmtree(tmp_path / "run")
+    step = f"file://{tmp_path}/store/checkpoints/step-00000004"
+    assert on_ranks(2, run, mirrored(tmp_path), step) == ["finished"] * 2
+    assert [record["step"] for record in read_metrics(tmp_path / "run").training] == list(range(1, 7))
+
+
+def test_what_was_fetched_to_be_resumed_does_not_stay_if_it_is_refused(tmp_path: Path) -> None:
+    write_text(tmp_path)
+    assert on_ranks(1, run, mirrored(tmp_path)) == ["finished"]
+    other = {"output_dir": str(tmp_path / "other"), "optimizer.learning_rate": 1.0}
+    (sentence,) = on_ranks(1, run, small_config(tmp_path, other), f"file://{tmp_path}/store")
+    assert "must be of the same run to resume, but differs in optimizer.learning_rate" in sentence
+    assert not list((tmp_path / "other").rglob("*"))
+
+
+def test_where_the_mirrors_newer_checkpoints_are_damaged_the_disks_newest_goes_there_again(tmp_path: Path) -> None:
+    write_text(tmp_path)
+    changes = {"schedule.name": "constant", "training.evaluate_every": 2}
+    assert on_ranks(1, run, mirrored(tmp_path, changes)) == ["finished"]
+    shutil.rmtree(tmp_path / "run/checkpoints/step-00000006")
+    shutil.rmtree(tmp_path / "store/checkpoints/step-00000004")
+    for file in (tmp_path / "store/checkpoints/step-00000006").glob("*.safetensors"):
+        file.write_bytes(file.read_bytes()[:-1])
+    assert on_ranks(1, run, mirrored(tmp_path, changes | {"training.steps": 4})) == ["finished"]
+    assert open_checkpoint(tmp_path / "store/checkpoints/step-00000004").step == 4
+
+
 def fetched_by_name(group: Group, config: RunConfig, resume: str) -> str:
     return near_resume(resume, config, group)
 

@@ -16,6 +16,7 @@ from megahead.checkpoint import Snapshot, open_checkpoint
 from megahead.config import RunConfig
 from megahead.distributed import Group, Launch
 from megahead.errors import UserError
+from megahead.report.metrics import read_metrics
 from megahead.train import pretrain
 from support.killable import codes, said, start_ranks
 from support.on_ranks import on_ranks
@@ -43,6 +44,15 @@ def test_the_newest_the_milestones_and_the_best_stay(tmp_path: Path) -> None:
     losses = {record["step"]: record["validation"]["loss"] for record in records if "validation" in record}
     best = min(losses, key=losses.__getitem__)
     assert steps_on_disk(tmp_path / "run") == sorted({5, 10, 11, 12, best})
+
+
+def test_the_last_checkpoint_knows_the_last_evaluation_which_is_made_once(tmp_path: Path) -> None:
+    """Also where evaluations are not due at the last step: the best are chosen by it."""
+    write_text(tmp_path)
+    assert on_ranks(1, run, small_config(tmp_path, {"training.evaluate_every": 4})) == ["finished"]
+    (four, six) = read_metrics(tmp_path / "run").validation
+    assert (four["step"], six["step"]) == (4, 6)
+    assert open_checkpoint(tmp_path / "run").state["validation"] == {"step": 6, "loss": six["loss"]}
 
 
 def run(group: Group, config: RunConfig) -> str:
