@@ -8,7 +8,11 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection
+from contextlib import suppress
+from pathlib import Path
 
+from megahead.checkpoint import abandoned_in, steps_in
+from megahead.checkpoint.manifest import MANIFEST
 from megahead.files import write_atomically
 from megahead.mirror.far_run import CHECKPOINTS, FarRun, newest_first, step_in
 from megahead.run_folder import RunFolder
@@ -16,22 +20,49 @@ from megahead.run_folder import RunFolder
 
 def hashes_above(far: FarRun, step: int) -> set[str]:
     """What tells the mirror's checkpoints above `step` from all others. FarError if it cannot be read."""
-    return {hash_of(far, name) for name in newest_first(far.list(CHECKPOINTS)) if step_in(name) > step}
+    return {_hash_of(far, name) for name in newest_first(far.list(CHECKPOINTS)) if step_in(name) > step} - {""}
 
 
-def hash_of(far: FarRun, name: str) -> str:
+def write_down(folder: RunFolder, hashes: Collection[str]) -> None:
+    """Adds to those that the run in `folder` has abandoned."""
+    before = _written_down(folder)
+    if not before.issuperset(hashes):
+        write_atomically(folder.abandoned_far, "".join(f"{each}\n" for each in sorted(before.union(hashes))))
+
+
+def forget(folder: RunFolder) -> None:
+    """The mirror has none of them any more."""
+    folder.abandoned_far.unlink(missing_ok=True)
+
+
+def abandoned_by(folder: RunFolder) -> set[str]:
+    """The hashes of all that the run in `folder` has abandoned: what is written down, and what is set aside on its
+    disk; but not of what it has gone back to since."""
+    here = folder.checkpoints
+    return (_written_down(folder) | _hashes_in(abandoned_in(here))) - _hashes_in(steps_in(here))
+
+
+def is_one_of(far: FarRun, name: str, abandoned: Collection[str]) -> bool:
+    """Whether a checkpoint in the mirror is one of those."""
+    return bool(abandoned) and _hash_of(far, name) in abandoned
+
+
+def _hash_of(far: FarRun, name: str) -> str:
     """What tells a checkpoint in a store from all others: the SHA-256 of its manifest; the empty string if it is
     gone."""
     text = far.manifest_text(name)
     return "" if text is None else hashlib.sha256(text).hexdigest()
 
 
-def write_down(folder: RunFolder, hashes: Collection[str]) -> None:
-    """Adds to those that the run in `folder` has abandoned."""
-    if new := set(hashes) - {""} - written_down(folder):
-        write_atomically(folder.abandoned_far, "".join(f"{each}\n" for each in sorted(written_down(folder) | new)))
+def _hashes_in(checkpoints: Collection[Path]) -> set[str]:
+    hashes = set()
+    for folder in checkpoints:
+        with suppress(OSError):  # removed just now
+            hashes.add(hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest())
+    return hashes
 
 
-def written_down(folder: RunFolder) -> set[str]:
-    """All that the run in `folder` has abandoned."""
-    return set(folder.abandoned_far.read_text().split()) if folder.abandoned_far.exists() else set()
+def _written_down(folder: RunFolder) -> set[str]:
+    with suppress(FileNotFoundError):
+        return set(folder.abandoned_far.read_text(errors="replace").split())
+    return set()

@@ -21,10 +21,13 @@ TELL_SECONDS = 10.0
 """Between two lines on how far it is."""
 
 
-def download(far: FarRun, name: str, root: Path, accept: Callable[[Checkpoint], None]) -> Iterator[None]:
+def download(
+    far: FarRun, name: str, root: Path, accept: Callable[[Checkpoint], None], keeps_others: bool
+) -> Iterator[None]:
     """Puts the checkpoint `name` into `root`, unless the same one is there undamaged; yields often.
 
-    `accept` may refuse it before. DamagedError where the store has not all of it; CheckpointError without room.
+    `accept` may refuse it before. `keeps_others`: a whole one with other content that has its place is set aside, not
+    replaced. DamagedError where the store has not all of it; CheckpointError without room.
     """
     text, manifest = _manifest(far, name)
     final, partial = step_folder(root, manifest.step), partial_folder(root, manifest.step)
@@ -40,7 +43,7 @@ def download(far: FarRun, name: str, root: Path, accept: Callable[[Checkpoint], 
         (partial / MANIFEST).write_bytes(text)
         fsync(partial / MANIFEST)
         check_lengths(partial, manifest)
-        if _is_another(final, manifest):
+        if keeps_others and _is_another(final, manifest):
             set_aside([final])
         give_name(partial, final)
     finally:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
 from pathlib import Path, PurePosixPath
 
-from megahead.checkpoint import abandoned_in, is_step_folder, step_of
+from megahead.checkpoint import is_step_folder, step_of
 from megahead.checkpoint.manifest import MANIFEST, Manifest
 from megahead.distributed import Group
 from megahead.far import PATIENCE, Store, joined
@@ -70,17 +69,6 @@ def newest_first(listing: Listing) -> list[str]:
 def step_in(folder: str) -> int:
     """The step in a folder's name; -1 where it has none."""
     return step_of(Path(folder)) if is_step_folder(Path(folder)) else -1
-
-
-def set_aside_in(root: Path) -> set[bytes]:
-    """What is told of each checkpoint that a run has abandoned, in its folder of checkpoints on this disk."""
-    return {(folder / MANIFEST).read_bytes() for folder in abandoned_in(root) if (folder / MANIFEST).is_file()}
-
-
-def is_one_of(far: FarRun, folder: str, files: Mapping[str, int], manifests: Collection[bytes]) -> bool:
-    """Whether a checkpoint in a store, with these files, is what one of the manifests tells of."""
-    alike = files.get(MANIFEST, -1) in map(len, manifests)
-    return alike and far.manifest_text(folder) in manifests
 
 
 def _may_be_checkpoint(folder: str) -> bool:

@@ -14,17 +14,9 @@ from megahead.checkpoint.folders import point_to
 from megahead.distributed import Group
 from megahead.errors import CheckpointError, UserError
 from megahead.far import DamagedError
-from megahead.mirror.abandoned import hash_of, written_down
+from megahead.mirror.abandoned import abandoned_by, is_one_of
 from megahead.mirror.downloading import download
-from megahead.mirror.far_run import (
-    CHECKPOINTS,
-    FarRun,
-    is_one_of,
-    newest_first,
-    patience_with,
-    set_aside_in,
-    step_in,
-)
+from megahead.mirror.far_run import CHECKPOINTS, FarRun, newest_first, patience_with, step_in
 from megahead.run_folder import RunFolder
 
 _ALONE = Group()
@@ -62,7 +54,8 @@ def fetch_newer(
     """Fetches the newest sound checkpoint of a mirror into `folder`, with the log up to there and what the run is known
     by, if one is newer than step `than`; None if none is. Collective; CheckpointError where the store cannot be read.
 
-    `accept` may refuse one before it is fetched, on rank 0. Not counted are those of a history that the run abandoned.
+    `accept` may refuse one before it is fetched, on rank 0. Not counted are those of a history that the run abandoned;
+    CheckpointError where there is nothing else.
     """
     began, damage = time.monotonic(), list[str]()
     far = _open_together(url, group)
@@ -75,7 +68,7 @@ def fetch_newer(
     names = run_on_all_ranks(group, lambda: _newer(far, than, folder) if far is not None else [])[0]
     for name in names:
         final = step_folder(folder.checkpoints, step_in(name))
-        problem = _fetch_together(far, name, folder.checkpoints, group, accept_with_log)
+        problem = _fetch_together(far, name, folder.checkpoints, group, accept_with_log, keeps_others=True)
         if problem is None:
             return Fetched(_newest_now(final, group), url, time.monotonic() - began, damage)
         damage.append(problem)
@@ -88,17 +81,22 @@ def _newest_now(final: Path, group: Group) -> Checkpoint:
 
 
 def fetch_named(
-    url: str, into: RunFolder, group: Group = _ALONE, accept: Callable[[Checkpoint], None] = lambda _: None
+    url: str,
+    into: RunFolder,
+    group: Group = _ALONE,
+    accept: Callable[[Checkpoint], None] = lambda _: None,
+    *,
+    keeps_others: bool = False,
 ) -> Path:
-    """Fetches the checkpoint that a URL means (one, or the newest sound one of a run) into `into`, and returns its
-    folder; one that is there already is not fetched again. Which checkpoint there is the newest stays as it was, and
-    newer ones that are damaged are told. `accept`: as in `fetch_newer`. Collective; CheckpointError where none can be
-    had."""
+    """Fetches the checkpoint that a URL means (one, or the newest sound one of a run, but for those that the run in
+    `into` has abandoned) into `into`, and returns its folder; one that is there already is not fetched again. Which
+    checkpoint there is the newest stays as it was, and newer ones that are damaged are told. `accept`: as in
+    `fetch_newer`; `keeps_others`: as in `download`. Collective; CheckpointError where none can be had."""
     far = _open_together(url, group)
-    listing = run_on_all_ranks(group, lambda: {} if far is None else _all_in(far))[0]
+    listing = run_on_all_ranks(group, lambda: {} if far is None else _all_in(far, abandoned_by(into)))[0]
     problems = list[str]()
     for name, step in listing.items():
-        problem = _fetch_together(far, name, into.checkpoints, group, accept)
+        problem = _fetch_together(far, name, into.checkpoints, group, accept, keeps_others)
         if problem is None:
             for each in problems if group.rank == 0 else ():
                 print(f"passed over: {each}", file=sys.stderr, flush=True)
@@ -119,22 +117,32 @@ def _open_together(url: str, group: Group) -> FarRun | None:
 
 def _newer(far: FarRun, than: int, folder: RunFolder) -> list[str]:
     """Names of checkpoints above a step, highest first, but for those that this run has abandoned."""
-    listing, aside, abandoned = far.list(CHECKPOINTS), set_aside_in(folder.checkpoints), written_down(folder)
-    names = [name for name in newest_first(listing) if step_in(name) > than]
-    names = [name for name in names if not is_one_of(far, name, listing[name], aside)]
-    return [name for name in names if not abandoned or hash_of(far, name) not in abandoned]
+    abandoned = abandoned_by(folder)
+    above = [name for name in newest_first(far.list(CHECKPOINTS)) if step_in(name) > than]
+    names = [name for name in above if not is_one_of(far, name, abandoned)]
+    if above and not names and than < 0:
+        raise CheckpointError(
+            f"{folder} or {far.url} must hold a checkpoint to resume, but the mirror holds only what the run went back "
+            f"from ({', '.join(above)}); name the one to continue from with --resume URL."
+        )
+    return names
 
 
-def _all_in(far: FarRun) -> dict[str, int]:
+def _all_in(far: FarRun, abandoned: set[str]) -> dict[str, int]:
     """Checkpoints by their names in the store, highest step first, and their steps."""
     names = newest_first(far.list())
     if names == [""]:
         return {"": far.manifest("")[1].step}
-    return {name: step_in(name) for name in names if name}
+    return {name: step_in(name) for name in names if name and not is_one_of(far, name, abandoned)}
 
 
 def _fetch_together(
-    far: FarRun | None, name: str, root: Path, group: Group, accept: Callable[[Checkpoint], None]
+    far: FarRun | None,
+    name: str,
+    root: Path,
+    group: Group,
+    accept: Callable[[Checkpoint], None],
+    keeps_others: bool,
 ) -> str | None:
     """Rank 0 fetches, and all meet meanwhile. Returns what is wrong with the checkpoint, if it is damaged; any other
     error is raised on all."""
@@ -143,7 +151,7 @@ def _fetch_together(
     def fetch() -> Iterator[None]:
         if far is not None:
             try:
-                yield from download(far, name, root, accept)
+                yield from download(far, name, root, accept, keeps_others)
             except DamagedError as error:
                 damage.append(str(error))
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megahead.checkpoint import step_of
 
-_NOTHING = sys.maxsize
+NO_STEP = sys.maxsize
 """No step is above it."""
 
 
@@ -20,7 +20,7 @@ class Parcel:
 
     folder: Path
     parent_step: int
-    """The step that it continues: later ones in the mirror are of a history that was abandoned."""
+    """The step that it continues: later ones in the mirror are of a history that was abandoned. `NO_STEP`: none are."""
 
     @property
     def step(self) -> int:
@@ -39,7 +39,7 @@ class Outbox:
         self._change = threading.Condition()
         self._waiting: Parcel | None = None
         self._on_its_way: Parcel | None = None
-        self._owed = _NOTHING
+        self._owed = NO_STEP
         self._files = True
         self._busy = self._closed = False
 
@@ -85,7 +85,7 @@ class Outbox:
         self._busy = parcel is not None or self._files
         if parcel is not None:
             parcel = replace(parcel, parent_step=min(parcel.parent_step, self._owed))
-            self._owed = _NOTHING
+            self._owed = NO_STEP
         self._on_its_way = parcel
         return parcel
 

@@ -69,16 +69,20 @@ class Claim:
 
     def __init__(self, store: Store, folder: RunFolder, mark: str) -> None:
         self._store, self._folder, self._mark = store, folder, mark
-        self._ours = False
+        self._ours = self._was_ours = False
 
     def hold(self) -> bool:
         """Makes the mirror this run's and this session's, again if somebody has emptied it, and returns whether it was
         not; TakenOverError if it has become another's."""
         begins = not self._ours or self._is_forgotten()
         if begins:
+            self._ours = False
+            if self._was_ours:
+                self.refuse_another()  # it may be begun again, but not taken again
             self._begin()
-            self._ours = True  # once: it would be another session's that it takes
+            self._was_ours = True
         self.refuse_another()
+        self._ours = True
         return begins
 
     def _is_forgotten(self) -> bool:

@@ -13,15 +13,9 @@ from megahead.checkpoint.manifest import MANIFEST, FileEntry, Manifest
 from megahead.checkpoint.retention import surplus
 from megahead.errors import CheckpointError
 from megahead.far import Expected, receive
-from megahead.mirror.far_run import (
-    CHECKPOINTS,
-    FarRun,
-    Listing,
-    is_one_of,
-    newest_first,
-    set_aside_in,
-    step_in,
-)
+from megahead.mirror.abandoned import abandoned_by, is_one_of
+from megahead.mirror.far_run import CHECKPOINTS, FarRun, Listing, newest_first, step_in
+from megahead.run_folder import RunFolder
 
 _AT_ONCE = 4
 """Files that are under way together."""
@@ -32,8 +26,8 @@ def send(far: FarRun, folder: Path, parent_step: int, refuse: Callable[[], None]
     or has not kept what it was sent: then it has no name there.
 
     `parent_step`: that of the checkpoint which it continues; later ones are of a history that the run abandoned, as are
-    those that it has set aside on its disk, and lose their names before this one gets its own. `refuse` is called
-    before that, and raises an error if the mirror is another's now.
+    others of which its disk tells that (`abandoned_by`), and lose their names before this one gets its own. `refuse` is
+    called before that, and raises an error if the mirror is another's now.
     """
     target, listing = _place_of(folder), far.list(CHECKPOINTS)
     text = (folder / MANIFEST).read_bytes()
@@ -45,17 +39,21 @@ def send(far: FarRun, folder: Path, parent_step: int, refuse: Callable[[], None]
         far.store.remove(f"{target}/{MANIFEST}")
     sent = _send_files(far, folder, target, missing)
     refuse()
-    _abandon(far, listing, target, parent_step, set_aside_in(folder.parent))
+    _abandon(far, listing, target, parent_step, abandoned_by(RunFolder.of(folder)))
     far.store.write(f"{target}/{MANIFEST}", text)
     return sent
 
 
 def settle(far: FarRun, folder: Path, keep: int, keep_rules: KeepRules) -> None:
-    """After `send`: `latest` names the checkpoint; what has lost its name goes, and what the rules do not keep."""
+    """After `send`: what has lost its name goes. Unless newer ones are there, which the run may yet go on from,
+    `latest` names the checkpoint, and what the rules do not keep goes, too."""
     target, listing = _place_of(folder), far.list(CHECKPOINTS)
-    far.store.write(f"{CHECKPOINTS}/latest", f"{folder.name}\n".encode())
+    is_newest = newest_first(listing)[:1] == [target]
+    if is_newest:
+        far.store.write(f"{CHECKPOINTS}/latest", f"{folder.name}\n".encode())
     _clear_remains(far, listing, target)
-    _retain(far, listing, target, keep, keep_rules)
+    if is_newest:
+        _retain(far, listing, target, keep, keep_rules)
 
 
 def _place_of(folder: Path) -> str:
@@ -105,9 +103,9 @@ def _send_some(far: FarRun, folder: Path, target: str, files: dict[str, FileEntr
             pass
 
 
-def _abandon(far: FarRun, listing: Listing, target: str, parent_step: int, aside: set[bytes]) -> None:
+def _abandon(far: FarRun, listing: Listing, target: str, parent_step: int, abandoned: set[str]) -> None:
     for folder in newest_first(listing):
-        if folder != target and (step_in(folder) > parent_step or is_one_of(far, folder, listing[folder], aside)):
+        if folder != target and (step_in(folder) > parent_step or is_one_of(far, folder, abandoned)):
             far.store.remove(f"{folder}/{MANIFEST}")  # its files go later: they are many, and the mirror's newest waits
 
 

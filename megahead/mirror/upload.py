@@ -7,15 +7,16 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
 from queue import SimpleQueue
 
 from megahead.checkpoint import KeepRules
 from megahead.errors import UserError
-from megahead.mirror.abandoned import hashes_above, write_down
+from megahead.mirror.abandoned import forget, hashes_above, write_down
 from megahead.mirror.far_run import FarRun
 from megahead.mirror.news import News, arrived, failed, log_failed, skipped
-from megahead.mirror.outbox import Outbox, Parcel
+from megahead.mirror.outbox import NO_STEP, Outbox, Parcel
 from megahead.mirror.ownership import Claim, TakenOverError
 from megahead.mirror.sending import send, settle
 from megahead.run_folder import RunFolder
@@ -37,7 +38,7 @@ class Mirror:
     def __init__(self, far: FarRun, folder: RunFolder, mark: str, tip: int, keep: int, keep_rules: KeepRules) -> None:
         """`mark`: the session's, in `folder`; `tip`: the step of the checkpoint there that it begins with, -1 if there
         is none; `keep`, `keep_rules`: which checkpoints stay in the mirror."""
-        self._far, self._folder, self._tip, self._above = far, folder, tip, set[str]()
+        self._far, self._folder, self._tip = far, folder, tip
         self._keep, self._keep_rules = keep, keep_rules
         self._claim, self._begun = Claim(far.store, folder, mark), False
         self._taken: UserError | None = None
@@ -60,6 +61,11 @@ class Mirror:
         passed_over = self._outbox.put(Parcel(folder, parent_step))
         if passed_over is not None:
             self._news.put(skipped(passed_over.step, self.url))
+
+    def offer_again(self, folder: Path) -> None:
+        """Sends the checkpoint that a session begins with, as far as it is not there. Nothing goes for it: the run may
+        yet go on from newer ones."""
+        self.offer(folder, NO_STEP)
 
     def offer_files(self) -> None:
         """Sends the run's small files once more, as they are now."""
@@ -98,13 +104,14 @@ class Mirror:
     def _send(self, parcel: Parcel) -> bool:
         """Whether it is there then; else that is told."""
         began, reason = time.monotonic(), ""
-        self._turn_away()
         for pause in PAUSES:
             if self._outbox.pause(pause) and reason:
                 break  # a newer one takes its place
             try:
+                self._turn_away(parcel)
                 self._begin()
                 sent = send(self._far, parcel.folder, parcel.parent_step, self._claim.refuse_another)
+                forget(self._folder)
             except Exception as error:
                 reason = self._reason(error)
             else:
@@ -117,10 +124,16 @@ class Mirror:
             self._news.put(failed(parcel.step, parcel.folder, reason))
         return False
 
-    def _turn_away(self) -> None:
-        """Now that a checkpoint is on the disk, what was newer in the mirror when the session began is abandoned."""
-        with suppress(OSError):  # a full disk; most likely the checkpoint will be sent
-            write_down(self._folder, self._above)
+    def _turn_away(self, parcel: Parcel) -> None:
+        """Once the session has saved a checkpoint, what was newer in the mirror when it began is abandoned."""
+        if parcel.parent_step < NO_STEP:
+            with suppress(OSError):  # a full disk; most likely the checkpoint will be sent
+                write_down(self._folder, self._above)
+
+    @cached_property
+    def _above(self) -> set[str]:
+        """What was newer in the mirror than the run when the session began: it has sent nothing yet."""
+        return hashes_above(self._far, self._tip)
 
     def _send_files(self, sent: Parcel | None) -> None:
         """The run's small files; before them, removes what a checkpoint that was `sent` makes superfluous."""
@@ -135,10 +148,11 @@ class Mirror:
 
     def _begin(self) -> None:
         """Also whenever something is sent later: another session may have begun since, or somebody emptied it."""
+        self.check()
+        _ = self._above
         if self._claim.hold():
             self._begun = False
         if not self._begun:
-            self._above |= hashes_above(self._far, self._tip)
             self._far.store.remove(self._folder.ending.name)
             self._put(self._folder.config, self._folder.tokenizer)
             self._begun = True

@@ -53,7 +53,7 @@ def near_resume(resume: str, config: RunConfig, world_group: Group) -> str:
         log = [] if folder.metrics.exists() else [folder.metrics]
         FarRun(url, patience_with(world_group)).take(*log, folder.identity)
 
-    return str(fetch_named(resume, folder, world_group, adopt))
+    return str(fetch_named(resume, folder, world_group, adopt, keeps_others=True))
 
 
 def fetch_from_mirror(than: int, config: RunConfig, datasets: RunDatasets, world_group: Group) -> Fetched | None:

@@ -17,7 +17,7 @@ from megahead.checkpoint import KeepRules
 from megahead.config import RunConfig, RunPlan, phases_of
 from megahead.copies import MemoryCopies, NodeMemory, Rescue, rescue_newer
 from megahead.distributed import Group, Launch, Mesh
-from megahead.far import near_file
+from megahead.far import is_far, near_file
 from megahead.files import staged, write_atomically
 from megahead.mirror import Fetched, Mirror, News
 from megahead.run_folder import RunFolder
@@ -63,7 +63,8 @@ class Session:
         """What each phase goes on from: the first one from where `resume` says, the next ones from what the last one
         has left. Collective, whenever the next is asked for."""
         folder = self.plan.config.folder()
-        self._after_an_error.callback(self._remove_fetched)
+        if is_far(resume):
+            self._after_an_error.callback(self._remove_fetched)
         near = near_resume(resume, self.plan.config, self.world_group)
         yield find_resume(near, folder, self.world_group, self._rescue, self._fetch)
         while True:
@@ -154,7 +155,7 @@ class Session:
         newest = checkpoint is not None and lineage.tip == checkpoint.step and not lineage.to_be_abandoned()
         is_there = start.fetched is not None and start.fetched.checkpoint is not None
         if checkpoint is not None and newest and not is_there:
-            mirror.offer(checkpoint.folder, checkpoint.step)
+            mirror.offer_again(checkpoint.folder)
         return mirror
 
     def _finish_mirror(self, deadline: float) -> list[News]:

@@ -24,7 +24,7 @@ from megahead.mirror import (
 )
 from megahead.run_folder import RunFolder
 from support.far_stores import faults
-from support.mirrored import finish, mirror, save
+from support.mirrored import finish, mirror, save, steps_in_mirror
 from support.on_ranks import on_ranks
 
 
@@ -84,6 +84,37 @@ def test_one_that_was_abandoned_in_the_mirror_alone_is_not_newer(url: str, tmp_p
     with mirror(faulty, run, tip=4) as sending:
         sending.offer(save(run, 6, value=7.0), 4)
     assert fetched_step(url, run, than=4) == 6  # of the new history
+    assert not RunFolder(run).abandoned_far.exists()  # none of it is there any more
+
+
+def test_it_is_known_as_abandoned_also_where_nothing_at_all_could_be_written(url: str, tmp_path: Path) -> None:
+    run = went_back(url, tmp_path)
+    assert newer(url, run, than=4) is None
+    assert fetch_named(url, RunFolder(run)).name == "step-00000003"
+    shutil.rmtree(run / "checkpoints")
+    assert fetched_step(url, run) == 3
+    shutil.rmtree(run / "checkpoints")
+    shutil.rmtree(tmp_path / "store/checkpoints/step-00000003")
+    with pytest.raises(CheckpointError, match=r"holds only what the run went back from \(checkpoints/step-00000006\)"):
+        newer(url, run)
+
+
+def test_what_a_run_goes_on_from_after_all_is_not_abandoned(url: str, tmp_path: Path) -> None:
+    run = went_back(url, tmp_path)
+    fetch_named(f"{url}/checkpoints/step-00000006", RunFolder(run))
+    (run / "checkpoints/step-00000004").rename(run / "checkpoints/abandoned-step-00000004")
+    with mirror(url, run, tip=6, keep=9) as sending:
+        sending.offer(save(run, 8), 6)
+    assert steps_in_mirror(url) == [3, 6, 8]
+
+
+def went_back(url: str, tmp_path: Path) -> Path:
+    """A run that went back from step 6 to 3 and saved step 4, while its mirror could be read, but not written."""
+    run = tmp_path / "first"
+    shutil.rmtree(run / "checkpoints/step-00000006")
+    with faults("fails"), mirror(url.replace("file://", "faulty://"), run, tip=3) as sending:
+        sending.offer(save(run, 4), 3)
+    return run
 
 
 def fetched_step(url: str, folder: Path, than: int = -1) -> int | None:
@@ -96,7 +127,7 @@ def test_a_whole_one_with_other_content_is_set_aside_for_one_that_is_named(url: 
     save(run, 3, value=9.0)
     before = set(abandoned_in(run))
     for _ in range(2):
-        fetch_named(f"{url}/checkpoints/step-00000003", RunFolder(run))
+        fetch_named(f"{url}/checkpoints/step-00000003", RunFolder(run), keeps_others=True)
     assert open_checkpoint(run / "checkpoints/step-00000003").read("weight/w")[0] == 3
     (aside,) = set(abandoned_in(run)) - before
     assert open_checkpoint(aside).read("weight/w")[0] == 9
@@ -168,6 +199,10 @@ def test_commands_take_far_checkpoints(url: str, tmp_path: Path, monkeypatch: py
     flip(next(folder.glob("*.safetensors")))
     open_checkpoint(far_or_existing(url)).verify()
     assert far_or_existing(str(tmp_path)) == tmp_path
+    shutil.rmtree(tmp_path / "store/checkpoints/step-00000006")
+    shutil.copytree(save(tmp_path / "branch", 6, value=7.0), tmp_path / "store/checkpoints/step-00000006")
+    assert open_checkpoint(far_or_existing(url)).read("weight/w")[0] == 7
+    assert abandoned_in(folder.parent) == []  # nobody misses it
 
 
 def test_one_that_is_named_does_not_become_the_newest_of_the_run(url: str, tmp_path: Path) -> None:

@@ -143,3 +143,49 @@ def test_a_mirror_that_somebody_emptied_is_begun_again(places: Places) -> None:
     assert {path.name: path.read_bytes() for path in store.iterdir() if path.is_file()} == before
     assert {"run-id", "session", "config.yaml"} <= set(before)
     refuse_another_mirror(FarRun(url), RunFolder(run), "auto")
+
+
+@pytest.mark.parametrize("fails", ["run-id", "/session", "config.yaml"])
+def test_one_that_fails_while_it_is_begun_again_is_begun_whole_later(fails: str, places: Places) -> None:
+    run, url = places
+    run.mkdir()
+    RunFolder(run).config.write_text("name: small\n")
+    with mirror(url, run) as sending:
+        finish(sending)
+        shutil.rmtree(run.parent / "store")
+        with faults("fails", fails):
+            sending.offer(save(run, 6), -1)
+            finish(sending)
+        sending.offer(save(run, 9), 6)
+    assert {"run-id", "session", "config.yaml"} <= {path.name for path in (run.parent / "store").iterdir()}
+
+
+def test_a_session_that_another_has_followed_does_not_begin_an_emptied_one_again(places: Places) -> None:
+    run, url = places
+    with mirror(url, run, "node-a\n") as first:
+        finish(first)
+        with mirror(url, run, "node-b\n") as second:
+            finish(second)
+        first.offer(save(run, 3), -1)
+        finish(first)
+        shutil.rmtree(run.parent / "store")
+        first.offer(save(run, 6), 3)
+        finish(first)
+    assert not (run.parent / "store").exists()
+
+
+def test_nor_does_one_that_could_not_begin_it_again_in_time(places: Places) -> None:
+    run, url = places
+    with mirror(url, run, "node-a\n") as first:
+        finish(first)
+        shutil.rmtree(run.parent / "store")
+        with faults("fails", "/session"):
+            first.offer(save(run, 3), -1)
+            finish(first)
+        with mirror(url, run, "node-b\n") as second:
+            finish(second)
+        first.offer(save(run, 6), 3)
+        finish(first)
+        with pytest.raises(UserError, match="another has begun on node-b"):
+            first.check()
+        second.check()

@@ -186,6 +186,20 @@ def test_what_a_killed_session_took_back_goes_when_the_next_one_sends(places: Pl
     assert steps_in_mirror(url) == [2, 4, 8]
 
 
+def test_what_a_session_begins_with_takes_no_newer_ones_place(places: Places) -> None:
+    """Not before its first save: it may be stopped, and the next one goes on from them."""
+    run, url = places
+    for step in (2, 4, 6):
+        save(run, step)
+    with mirror(url, run, keep=9) as first:
+        first.offer(run / "checkpoints/step-00000006", 4)
+    for again in (2, 4):
+        with mirror(url, run, "the next session\n", keep=1, tip=again) as second:
+            second.offer_again(run / f"checkpoints/step-0000000{again}")
+    assert steps_in_mirror(url) == [2, 4, 6]
+    assert (run.parent / "store/checkpoints/latest").read_text() == "step-00000006\n"
+
+
 def test_nothing_but_names_goes_before_the_newest_has_its_own(places: Places, monkeypatch: pytest.MonkeyPatch) -> None:
     """A checkpoint of thousands of files takes minutes to be removed, in which the mirror would have none."""
     run, url = places

@@ -147,6 +147,25 @@ def test_a_step_of_ones_own_mirror_comes_to_an_empty_disk_with_the_log_up_to_the
     assert [record["step"] for record in read_metrics(tmp_path / "run").training] == list(range(1, 7))
 
 
+def test_a_step_of_ones_own_mirror_takes_the_place_of_newer_ones_with_the_first_save(tmp_path: Path) -> None:
+    write_text(tmp_path)
+    url, changes = f"file://{tmp_path}/store", {"schedule.name": "constant", "training.evaluate_every": 2}
+    assert on_ranks(1, run, mirrored(tmp_path, changes)) == ["finished"]
+    for steps, there in ((4, [4, 6]), (5, [4, 5])):
+        shutil.rmtree(tmp_path / "run")
+        again = mirrored(tmp_path, changes | {"training.steps": steps})
+        assert on_ranks(1, run, again, f"{url}/checkpoints/step-00000004") == ["finished"]
+        assert steps_in_mirror(url) == there
+
+
+def test_what_another_session_is_fetching_stays_when_one_is_refused(tmp_path: Path) -> None:
+    write_text(tmp_path)
+    (others := tmp_path / "run/fetched/checkpoints").mkdir(parents=True)
+    (sentence,) = on_ranks(1, run, small_config(tmp_path), str(tmp_path / "nowhere"))
+    assert "must be auto, never or a checkpoint folder" in sentence
+    assert others.is_dir()
+
+
 def test_what_was_fetched_to_be_resumed_does_not_stay_if_it_is_refused(tmp_path: Path) -> None:
     write_text(tmp_path)
     assert on_ranks(1, run, mirrored(tmp_path)) == ["finished"]
@@ -166,6 +185,7 @@ def test_where_the_mirrors_newer_checkpoints_are_damaged_the_disks_newest_goes_t
         file.write_bytes(file.read_bytes()[:-1])
     assert on_ranks(1, run, mirrored(tmp_path, changes | {"training.steps": 4})) == ["finished"]
     assert open_checkpoint(tmp_path / "store/checkpoints/step-00000004").step == 4
+    assert steps_in_mirror(f"file://{tmp_path}/store") == [4, 6]  # until a step is saved that takes its place
 
 
 def fetched_by_name(group: Group, config: RunConfig, resume: str) -> str:
