@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from megahead.convert.importing import from_hf
     from megahead.convert.loading import (
         context_length,
+        context_of,
         is_encoder,
         load_backbone,
         load_causal,
@@ -34,6 +35,7 @@ __all__ = [
     "PublishedModel",
     "RevocabularyReport",
     "context_length",
+    "context_of",
     "export",
     "fold_bias",
     "from_hf",
@@ -58,6 +60,7 @@ __getattr__ = on_first_use(
     importing=("from_hf",),
     loading=(
         "context_length",
+        "context_of",
         "is_encoder",
         "load_backbone",
         "load_causal",

@@ -117,6 +117,8 @@ def bert_settings(content: Mapping[str, Any]) -> dict[str, Any]:
     kind = content.get("position_embedding_type", "absolute")
     if kind != "absolute":
         raise FieldError("config.json: position_embedding_type", "be absolute", got=kind)
+    if content.get("is_decoder"):
+        raise FieldError("config.json: is_decoder", "be false, as our BERT reads in both directions", got=True)
     return _settings(content, _BERT_SETTINGS, "hidden_act")
 
 

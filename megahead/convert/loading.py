@@ -101,6 +101,11 @@ def context_length(folder: Path) -> int | None:
     return length if isinstance(length, int) else None
 
 
+def context_of(model: Any) -> int:
+    """Tokens that an opened model reads at most; 2,048 where its config sets no limit (Bloom, Mamba)."""
+    return int(getattr(model.config, "max_position_embeddings", None) or 2048)
+
+
 def load_tokenizer_folder(folder: Path) -> Any:
     """The tokenizer in `folder`; CheckpointError when there is none."""
     if not (folder / "tokenizer.json").is_file():

@@ -38,7 +38,8 @@ def _folder(path: Path, choose_head: Callable[[TrainedModel], HeadName]) -> Path
     model = TrainedModel.open(path)
     head = choose_head(model)
     output = model.run_folder().exports / f"{model.checkpoint.folder.name}-{head}"
-    if _source(output) != fingerprint(model):
+    lacks_tokenizer = model.tokenizer() is not None and not (output / "tokenizer.json").is_file()
+    if lacks_tokenizer or _source(output) != fingerprint(model):
         export(model.checkpoint.folder, output, head)
     return output
 

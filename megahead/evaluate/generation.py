@@ -5,7 +5,9 @@ from __future__ import annotations
 from math import inf
 from typing import Any
 
+from megahead.convert import context_of
 from megahead.errors import FieldError
+from megahead.evaluate.first_token import first_token
 
 
 def continuation(model: Any, tokenizer: Any, prompt: str, max_tokens: int, sampling: dict[str, Any]) -> str:
@@ -15,10 +17,10 @@ def continuation(model: Any, tokenizer: Any, prompt: str, max_tokens: int, sampl
     """
     import torch
 
-    room = model.config.max_position_embeddings - max_tokens
+    room = context_of(model) - max_tokens
     if room < 1:
         raise FieldError("--max-tokens", f"be below the model's context ({room + max_tokens})", got=max_tokens)
-    ids = tokenizer(prompt)["input_ids"][-room:] or [tokenizer.bos_token_id]
+    ids = tokenizer(prompt)["input_ids"][-room:] or [first_token(tokenizer)]
     inputs = torch.tensor([ids], device=model.device)
     options = {"max_new_tokens": max_tokens, "pad_token_id": tokenizer.pad_token_id, **sampling}
     output = model.generate(inputs, attention_mask=torch.ones_like(inputs), **options)

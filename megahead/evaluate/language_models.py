@@ -11,8 +11,9 @@ from typing import Any, Protocol
 
 import torch
 
-from megahead.convert import is_encoder, load_causal, load_masked, load_tokenizer_folder
+from megahead.convert import context_of, is_encoder, load_causal, load_masked, load_tokenizer_folder
 from megahead.errors import DataError
+from megahead.evaluate.first_token import first_token
 from megahead.evaluate.masked_rows import MaskedRows
 from megahead.evaluate.predictions import Row, TokenPredictor
 
@@ -53,8 +54,7 @@ class Decoder:
 
     def _windows(self, ids: Sequence[int]) -> Iterator[Row]:
         """Windows of a text; the last one begins early enough to fill the context."""
-        first = self.tokenizer.eos_token_id if self.tokenizer.bos_token_id is None else self.tokenizer.bos_token_id
-        tokens, context = (first, *ids), self.model.config.max_position_embeddings
+        tokens, context = (first_token(self.tokenizer), *ids), context_of(self.model)
         for start, end in pairwise([*range(0, len(ids), context), len(ids)]):
             begin = max(0, end - context)
             yield Row(tokens[begin:end], tuple(range(start - begin, end - begin)), tokens[start + 1 : end + 1])
@@ -71,7 +71,7 @@ class Encoder:
 
     def log_probabilities(self, texts: Sequence[str]) -> list[float]:
         """Pseudo-log-likelihoods; DataError for a text longer than the context."""
-        rows, context = self._rows.of_texts(texts, whole_words=True), self.model.config.max_position_embeddings
+        rows, context = self._rows.of_texts(texts, whole_words=True), context_of(self.model)
         for text, its in zip(texts, rows, strict=True):
             if len(its) + 2 > context:
                 raise DataError(f"a text must have at most {context - 2} tokens, but has {len(its)}: {text[:40]!r}.")

@@ -18,6 +18,7 @@ from lm_eval.evaluator import simple_evaluate
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
+from megahead.convert import context_of
 from megahead.evaluate.harness_tasks import task_rows, write_tasks
 from megahead.evaluate.language_models import LanguageModel
 from megahead.evaluate.results import Score, TaskResult
@@ -45,8 +46,8 @@ def evaluate_with_lm_eval(
 def fitting_batch_size(model: Any, tokens: int, free_bytes: int) -> int:
     """Examples of `tokens` tokens each whose logits and residual streams take at most a quarter of `free_bytes`."""
     config = model.config
-    tokens = min(tokens, config.max_position_embeddings)
-    floats = tokens * (_LOGIT_COPIES * config.vocab_size + 2 * config.intermediate_size + 8 * config.hidden_size)
+    tokens, inner = min(tokens, context_of(model)), getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    floats = tokens * (_LOGIT_COPIES * config.vocab_size + 2 * inner + 8 * config.hidden_size)
     return max(1, min(_LARGEST_BATCH, free_bytes // 4 // int(4 * floats)))
 
 

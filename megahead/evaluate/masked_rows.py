@@ -23,6 +23,8 @@ class MaskedRows:
         whole_words: the tokens after it in the same word are masked too. Otherwise the tokens of a long word give each
         other away, and rare words count as likely (Kauf & Ivanova 2023, arXiv 2305.10588).
         """
+        if not texts:
+            return []
         kept = None if max_length is None else max_length - 2
         encoded = self._tokenizer(list(texts), add_special_tokens=False, verbose=False)
         rows = []

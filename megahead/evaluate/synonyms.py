@@ -53,7 +53,7 @@ def synonym_pairs(wordnet: Path) -> list[Pair]:
 
 def _synsets(file: Path) -> Iterator[set[str]]:
     """The single words of each synset, in lower case, without an adjective's position as in `(p)`."""
-    for line in file.read_text(encoding="utf-8").splitlines():
+    for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
         if line.startswith(" "):  # the licence
             continue
         fields = line.split(" ")

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megahead.convert import context_of
 from megahead.errors import FieldError
 
 
@@ -28,7 +29,7 @@ def unmasked_continuation(
     A prompt longer than the model's context minus these and [CLS], [SEP] is cut at its beginning. Random numbers are
     torch's, on the CPU.
     """
-    room = model.config.max_position_embeddings - max_tokens - 2
+    room = context_of(model) - max_tokens - 2
     if room < 0:
         raise FieldError("--max-tokens", f"leave 2 of the model's context ({room + max_tokens + 2})", got=max_tokens)
     passes = max_tokens if passes is None else passes

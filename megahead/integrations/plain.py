@@ -7,6 +7,7 @@ other the output matrix becomes the input embedding and its bias, where there is
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,11 +19,15 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from megahead.config import HeadName
 from megahead.convert import export, from_hf
+from megahead.convert.export_settings import write_json
+from megahead.convert.exporting import PARITY_FILE
 from megahead.errors import FieldError, UserError
 from megahead.files import staged_folder
 from megahead.objectives import log_unigram
 
 _TOLERANCE = 1e-4  # of the largest score
+_HEADS = ("none", "tied", "pmi")
+_SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id", "cls_token_id", "sep_token_id")
 
 
 def save_plain(
@@ -38,6 +43,8 @@ def save_plain(
 
     counts_V: of the targets it was trained on. tokenizer: of transformers, or None.
     """
+    if head not in _HEADS:
+        raise FieldError("head", f"be one of {', '.join(_HEADS)}", got=head)
     with TemporaryDirectory() as place:
         alone = Path(place, "body", folder.name)
         body.save_pretrained(alone, state_dict=dict(weights))
@@ -45,10 +52,14 @@ def save_plain(
             tokenizer.save_pretrained(alone)
         try:
             run = from_hf(alone, Path(place, "run"), target_counts_V=counts_V)
-        except FieldError:  # not one of ours, by family or by a setting
-            run = None
+        except UserError as error:
+            if head != "none" and not isinstance(error, FieldError):
+                raise
+            run = None  # not one of ours, by family or by a setting; or an encoder without a tokenizer
         if run is not None:
-            export(run, folder, head, dtype=str(body.dtype).removeprefix("torch."))
+            with staged_folder(folder, replaceable=PARITY_FILE) as staged:
+                export(run, staged, head, dtype=str(body.dtype).removeprefix("torch."))
+                _keep_special_tokens(staged, body.config, tokenizer)
             return
     with staged_folder(folder) as staged:
         if head == "none":
@@ -57,6 +68,18 @@ def save_plain(
             _with_head(kind, body.config, weights, counts_V, head).save_pretrained(staged)
         if tokenizer is not None:
             tokenizer.save_pretrained(staged)
+
+
+def _keep_special_tokens(folder: Path, config: PreTrainedConfig, tokenizer: Any) -> None:
+    """The model's own, and the tokenizer as it is: a run of ours knows fewer, and so do our exports."""
+    known = {name: getattr(config, name, None) for name in _SPECIAL}
+    for path in (folder / "config.json", folder / "generation_config.json"):
+        if path.is_file():
+            content = json.loads(path.read_text(encoding="utf-8"))
+            write_json(path, content | {name: id_ for name, id_ in known.items() if id_ is not None})
+    if tokenizer is not None:
+        (folder / "special_tokens_map.json").unlink(missing_ok=True)
+        tokenizer.save_pretrained(folder)
 
 
 @torch.no_grad()
@@ -72,8 +95,6 @@ def _with_head(
     output, bias_V = model.get_output_embeddings(), torch.zeros(len(counts_V))
     if head == "pmi":
         bias_V = log_unigram(counts_V, len(counts_V))
-    elif head != "tied":
-        raise UserError(f"`head` must be none, tied or pmi, but is {head} instead.")
     if isinstance(output, nn.Linear) and output.bias is not None:
         output.bias.copy_(bias_V)
     elif head == "pmi":

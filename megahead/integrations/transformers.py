@@ -67,7 +67,8 @@ class Headless(nn.Module):
         num_items_in_batch: Tensor | int | None = None,
         **more: Any,
     ) -> dict[str, Tensor]:
-        """`loss`: summed over the targets, divided by their number or by `num_items_in_batch`, those of the step.
+        """`loss`: summed over the targets, divided by their number or by `num_items_in_batch`, those of the step;
+        without any 0, in evaluation NaN, which `Trainer` leaves out of its mean.
 
         labels: as Hugging Face has them, unshifted ids for a causal model, -100 where there is no target. An input that
         the body does not know by name is left out; `more` goes to it as it is. Collective in training.
@@ -80,8 +81,9 @@ class Headless(nn.Module):
         chosen_BT = labels != _NO_TARGET
         outputs_ND, target_ids_N = hidden_BTD[chosen_BT], labels[chosen_BT]
         summed = (self._loss if self.training else self._held_out_loss)(outputs_ND, target_ids_N)
-        count = target_ids_N.numel() if num_items_in_batch is None else num_items_in_batch
-        return {"loss": summed / torch.as_tensor(count, device=summed.device).clamp(min=1)}
+        given_count = target_ids_N.numel() if num_items_in_batch is None else num_items_in_batch
+        count = torch.as_tensor(given_count, device=summed.device)
+        return {"loss": summed / (count.clamp(min=1) if self.training else count)}
 
     def log_frequencies(self) -> Tensor:
         """[V] log q, fp32: added to `E h` it gives log p."""

@@ -38,9 +38,11 @@ def train(run: Training) -> Ending:
             run.meters.mirrored(run.saver.news(), run.state)
             ending = _reason_to_stop(run)
     run.meters.finish(state)
+    known = state.evaluated
     if ending != "stopped" and not state.evaluated and not _evaluate(run):
         ending = "stopped"
-    if state.samples and not run.saver.up_to_date and (ending is None or replicas_agree(run, kept=True)):
+    saved = run.saver.up_to_date and state.evaluated == known  # with the evaluation, for `keep_best`
+    if state.samples and not saved and (ending is None or replicas_agree(run, kept=True)):
         _save(run)
     run.saver.wait()
     if run.tasks and ending != "stopped" and state.step > began_at and state.step % run.tasks.every:

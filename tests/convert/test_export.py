@@ -193,6 +193,13 @@ def test_a_run_resolves_to_its_export_which_is_kept_until_the_checkpoint_changes
     assert (first / "model.safetensors").stat().st_mtime_ns != made
 
 
+def test_an_export_without_a_tokenizer_is_made_again_once_the_run_has_one(tmp_path: Path) -> None:
+    save_small(tmp_path / "run", small_config(model={"vocab_size": 300}))
+    assert not (hf_folder(tmp_path / "run") / "tokenizer.json").exists()
+    save_tokenizer(tmp_path / "run/tokenizer.json")
+    assert (hf_folder(tmp_path / "run") / "tokenizer.json").is_file()
+
+
 def test_a_checkpoint_taken_out_of_its_run_is_exported_within_itself(tmp_path: Path) -> None:
     taken = save_small(tmp_path / "run", small_config()).rename(tmp_path / "step-00000003")
     assert hf_folder(taken) == taken / "exports/step-00000003-pmi"

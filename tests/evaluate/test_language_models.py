@@ -8,11 +8,13 @@ import pytest
 import torch
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
-from transformers import BertConfig, BertForMaskedLM
+from transformers import BertConfig, BertForMaskedLM, BloomConfig, BloomForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from megahead.convert import hf_folder, load_causal, load_tokenizer_folder
-from megahead.errors import DataError
+from megahead.errors import CheckpointError, DataError
+from megahead.evaluate import continuation, sampling_options
 from megahead.evaluate.language_models import open_language_model
+from megahead.evaluate.lm_eval_task import fitting_batch_size
 from megahead.evaluate.predictions import Row, TokenPredictor
 from support.small_checkpoint import save_small, save_tokenizer, small_config
 from support.small_encoder import save_small_encoder
@@ -97,3 +99,36 @@ def test_rows_that_begin_alike_ask_the_head_once(decoder: Path, monkeypatch: pyt
     one, other, again = TokenPredictor(model, causal=True).log_probabilities([*rows, rows[0]])
     assert asked == [5]
     assert one == again != other
+
+
+@pytest.fixture(params=["gpt2", "bloom"])
+def stranger(request: pytest.FixtureRequest, decoder: Path) -> Path:
+    """A decoder whose config names its context by another name, or has none."""
+    if request.param == "gpt2":
+        small = GPT2Config(vocab_size=300, n_embd=16, n_layer=1, n_head=2, n_positions=32)
+        model = GPT2LMHeadModel(small)
+    else:
+        model = BloomForCausalLM(BloomConfig(vocab_size=300, hidden_size=16, n_layer=1, n_head=2))
+    model.save_pretrained(folder := decoder.with_name(request.param))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).write_bytes((decoder / name).read_bytes())
+    return folder
+
+
+def test_decoders_of_other_families_speak_and_are_scored(stranger: Path) -> None:
+    model, tokenizer = load_causal(stranger), load_tokenizer_folder(stranger)
+    requests = [Instance("loglikelihood", {}, ("", text), k) for k, text in enumerate(SENTENCES)]
+    expected = [value for value, _ in lm_eval_of(stranger).loglikelihood(requests)]
+    assert open_language_model(stranger).log_probabilities(SENTENCES) == pytest.approx(expected, rel=1e-5)
+    assert fitting_batch_size(model, 32, 2**30) == 32
+    continuation(model, tokenizer, "the cat", 4, sampling_options(0, 0, 1))
+
+
+def test_an_empty_prompt_begins_after_an_end_token_or_is_refused(decoder: Path) -> None:
+    model, tokenizer, greedy = load_causal(decoder), load_tokenizer_folder(decoder), sampling_options(0, 0, 1)
+    begun = continuation(model, tokenizer, "", 4, greedy)
+    tokenizer.bos_token = None
+    assert continuation(model, tokenizer, "", 4, greedy) == begun
+    tokenizer.eos_token = None
+    with pytest.raises(CheckpointError, match="names a begin or end token, to begin a text with, but names neither"):
+        continuation(model, tokenizer, "", 4, greedy)

@@ -74,3 +74,5 @@ def test_what_cannot_be_scored_is_reported(tmp_path: Path, folder: Path) -> None
         pseudo_perplexity(save_small_encoder(tmp_path / "backbone"), TEXTS)
     with pytest.raises(DataError, match="must hold tokens to guess"):
         pseudo_perplexity(folder, [""])
+    with pytest.raises(DataError, match="must hold tokens to guess"):
+        pseudo_perplexity(folder, [])

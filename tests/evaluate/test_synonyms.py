@@ -95,6 +95,8 @@ def test_what_is_missing_is_reported(wordnet: Path, run: Path) -> None:
     (wordnet / "data.verb").write_text("no synset here at all\n")
     with pytest.raises(DataError, match="must hold synsets of WordNet"):
         synonym_pairs(wordnet)
+    (wordnet / "data.verb").write_bytes(VERBS.encode() + b"00004001 30 v 01 caf\xe9 0 000 00 | of another encoding\n")
+    assert ("sat", "saw") in synonym_pairs(wordnet)
     (wordnet / "data.verb").unlink()
     with pytest.raises(DataError, match=r"lacks it; install Debian's wordnet-base"):
         synonym_pairs(wordnet)

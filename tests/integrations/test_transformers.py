@@ -12,7 +12,10 @@ from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
+    AutoTokenizer,
+    BertConfig,
     BertForSequenceClassification,
+    BertLMHeadModel,
     CohereConfig,
     CohereForCausalLM,
     ElectraConfig,
@@ -144,6 +147,51 @@ def test_a_head_that_would_say_something_else_is_refused(tmp_path: Path, model: 
     assert not (tmp_path / "out").exists()
     headless.save(tmp_path / "out", "none")
     assert AutoModel.from_pretrained(tmp_path / "out").config.vocab_size == IDS
+
+
+def test_a_batch_without_targets_has_no_share_in_the_held_out_loss() -> None:
+    headless, rows = Headless(made("bert")), rows_of("bert")
+    nowhere = {**rows, "labels": torch.full_like(rows["labels"], -100)}
+    assert headless.train()(**nowhere)["loss"] == 0
+    assert headless.eval()(**nowhere)["loss"].isnan()
+
+
+def test_special_tokens_stay_those_of_the_model_and_its_tokenizer(tmp_path: Path) -> None:
+    kind, config = MODELS["llama"]
+    model = kind(type(config)(**config.to_dict() | {"pad_token_id": 7, "bos_token_id": 5, "eos_token_id": 6}))
+    words = tokenizer(tmp_path)
+    words.add_special_tokens({"additional_special_tokens": ["[CLS]"], "bos_token": "[SEP]"})
+    words.chat_template = "{{ messages[0]['content'] }}"
+    headless = Headless(model)
+    for _ in range(2):  # a second one replaces the first
+        headless.save(tmp_path / "out", "tied", words)
+    opened = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    for settings in (opened.config, opened.generation_config):
+        assert (settings.pad_token_id, settings.bos_token_id, settings.eos_token_id) == (7, 5, 6)
+    back = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert back.special_tokens_map == words.special_tokens_map
+    assert back.chat_template == words.chat_template
+
+
+def test_what_is_no_run_of_ours_without_more_goes_out_as_it_is_without_a_head(tmp_path: Path) -> None:
+    """An encoder without a tokenizer; one that is a decoder, which our BERT is not."""
+    kind, config = MODELS["bert"]
+    Headless(kind(config)).save(tmp_path / "alone", "none")
+    assert AutoModel.from_pretrained(tmp_path / "alone").config.vocab_size == IDS
+    decoder = Headless(BertLMHeadModel(BertConfig(**config.to_dict() | {"is_decoder": True})))
+    decoder.save(tmp_path / "decoder", "none", tokenizer(tmp_path))
+    ids = torch.randint(IDS, (1, 8))
+    with torch.no_grad():
+        expected = decoder.eval().body(ids).last_hidden_state
+        found = AutoModel.from_pretrained(tmp_path / "decoder").eval()(ids).last_hidden_state
+    torch.testing.assert_close(found, expected)
+    with pytest.raises(UserError, match=r"is_decoder` must be false, as our BERT reads in both directions"):
+        from_hf(tmp_path / "decoder", tmp_path / "run")
+
+
+def test_a_head_that_there_is_not_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="`head` must be one of none, tied, pmi, but is trained instead"):
+        Headless(made("llama")).save(tmp_path / "out", "trained")
 
 
 def test_each_candidate_gets_a_gradient_that_of_padding_too(tmp_path: Path) -> None:

@@ -55,6 +55,15 @@ def test_the_last_checkpoint_knows_the_last_evaluation_which_is_made_once(tmp_pa
     assert open_checkpoint(tmp_path / "run").state["validation"] == {"step": 6, "loss": six["loss"]}
 
 
+def test_a_checkpoint_that_was_saved_before_the_last_evaluation_is_saved_again_with_it(tmp_path: Path) -> None:
+    """As when the time is over at a step that was saved, but not evaluated."""
+    write_text(tmp_path)
+    changes = {"training.max_seconds": 1e-6, "training.checkpoint_every": 1, "training.evaluate_every": 4}
+    assert on_ranks(2, run, small_config(tmp_path, changes)) == ["out of time"] * 2
+    (result,) = read_metrics(tmp_path / "run").validation
+    assert open_checkpoint(tmp_path / "run").state["validation"] == {"step": 1, "loss": result["loss"]}
+
+
 def run(group: Group, config: RunConfig) -> str:
     try:
         return pretrain(config, Launch()).ending
