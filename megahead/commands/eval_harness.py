@@ -47,6 +47,8 @@ def main() -> None:
         value = getattr(arguments, name)
         if value is not None and value < 1:
             raise FieldError(f"--{name.replace('_', '-')}", "be at least 1", got=value)
+    if not arguments.model and not arguments.write_tasks:
+        raise FieldError("--model", "name a model, unless --write-tasks is given", got="missing")
     files = task_files(arguments.tasks.split(","), arguments.data, arguments.cloze, arguments.text)
     console = terminal()
     if arguments.write_tasks:

@@ -54,6 +54,38 @@ def test_all_ranks_are_told_the_same_and_each_batch_counts_once(tensor_ranks: in
             assert measured.detection == DetectionResult.of(DetectionSums(*(batches * value for value in once)))
 
 
+class Event:
+    """Of a device beside the host: what it took is known once the host has waited for it."""
+
+    waited = False
+
+    def __init__(self, enable_timing: bool) -> None: ...
+
+    def record(self) -> None: ...
+
+    def elapsed_time(self, other: Event) -> float:
+        if not Event.waited:
+            raise RuntimeError("device not ready")
+        return 250.0
+
+
+def test_times_of_a_device_are_read_once_its_losses_are_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second wait would be for nothing."""
+    to_host = torch.Tensor.cpu
+
+    def waiting(tensor: torch.Tensor) -> torch.Tensor:
+        Event.waited = True
+        return to_host(tensor)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.Tensor, "cpu", waiting)
+    forward_time = ForwardTime(torch.device("cuda"))
+    for _ in range(2):
+        with forward_time.measured():
+            pass
+    assert Tally(Group(), 1).gather([torch.tensor(3.0)] * 2, forward_time).forward_seconds == [0.5]
+
+
 def test_where_nothing_is_noted_nothing_is_told() -> None:
     measured = Tally(Group(), 1).gather([torch.tensor(3.0)], ForwardTime(CPU))
     assert (measured.losses_WA.tolist(), measured.detection, measured.phrases) == ([[3.0]], None, None)

@@ -98,7 +98,7 @@ def summed_up(outputs: int, candidates: int, features: int) -> Line:
     chunks = -(-outputs // ON_GPU.outputs(outputs, candidates, 4))
     kernels = 5 * chunks + 10  # three products, the row step, a difference; then biases, sums and scaling
     operations = 6 * outputs * candidates * features
-    row_bytes = 18 * outputs * candidates  # scores written and read twice, residuals written and read twice
+    row_bytes = 18 * outputs * candidates  # at most: scores and residuals written and read twice
     memory = 2 * outputs * features * 4 + 8 * candidates * features * chunks + 12 * candidates * features
     products, rows, host = operations / PRODUCTS, row_bytes / MEMORY, LOSS_ASKED + CHUNK_ASKED * chunks
     return {
