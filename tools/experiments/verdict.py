@@ -4,7 +4,7 @@
   shorter part, and headless once more on as many tokens as vanilla read.
 - `wide`: of twice the width, both once and for a shorter time.
 - `long`: both for 105 M tokens, however long they take, with lower rates: headless four and a half hours of a core.
-- `level`: the same for 31.5 M tokens.
+- `level`: the same for 31.5 M tokens; `wide-level`: of twice the width, for 10.5 M and 5.2 M.
 - `encoder`, ModernBERTs of four layers: the same runs as `narrow` for more tokens, but without a switch.
 
 Along training: held-out perplexity, a cloze (decoders), and where --tasks-data is given BLiMP; of each end then all of
@@ -26,7 +26,7 @@ from experiments.recipe import KINDS
 from megahead.errors import FieldError
 from megahead.evaluate.finetuning import comparison_table
 
-NARROW = ("model.hidden_size=128", "model.num_heads=4")
+NARROW, WIDE = (("model.hidden_size=128", "model.num_heads=4"), ("model.hidden_size=256", "model.num_heads=4"))
 HALF = {
     "headless": ("optimizer.learning_rate=4e-3", "optimizer.table.learning_rate_ratio=1"),
     "vanilla": ("optimizer.learning_rate=8e-3", "optimizer.table.learning_rate_ratio=0.5"),
@@ -39,11 +39,19 @@ PARTS = {
         switches={5: (0.05, 0.1, 0.2, 0.4), 15: (0.2,)},
     ),
     "wide": Part(
-        shape=("model.hidden_size=256", "model.num_heads=4"),
+        shape=WIDE,
         budgets={0: (5,)},
         switches={},
         kinds=("headless", "vanilla"),
         unit=64,
+    ),
+    "wide-level": Part(
+        shape=WIDE,
+        budgets={0: (5, 10)},
+        switches={},
+        kinds=("headless", "vanilla"),
+        unit=64,
+        vanilla_unit=64,
     ),
     "long": Part(
         shape=NARROW,
@@ -74,7 +82,7 @@ PARTS = {
         longer={"headless": ("optimizer.table.learning_rate_ratio=0.25",)},
     ),
 }
-"""A unit is 2.1 M tokens, headless, of `wide` half of that; it has 30 M parameters with a head of its own."""
+"""A unit is 2.1 M tokens, headless, of wide ones half of that; they have 30 M parameters with a head of their own."""
 
 ACROSS, UP = ("tokens", "time"), ("perplexity", "bits per byte", "cloze", "blimp")
 VALUES = ("accuracy", *UP, *WHOLE.values(), "lambada perplexity", "hours")

@@ -124,8 +124,10 @@ def test_parts_and_kinds_that_were_not_asked_for_are_left_out(
     monkeypatch.setattr("experiments.verdict._compare", lambda _, name, __, kinds: compared.append((name, [*kinds])))
     for only in (["vanilla"], ["wide"], ["wide", "vanilla"], ["narrow", "headless", "switched"]):
         compare_verdict(laboratory, only)
-    vanilla = [(part, ["vanilla"]) for part in ("narrow", "wide", "long", "level", "encoder")]
+    vanilla = [(part, ["vanilla"]) for part in ("narrow", "wide", "wide-level", "long", "level", "encoder")]
     wide = [("wide", ["headless", "vanilla"]), ("wide", ["vanilla"])]
     assert compared == [*vanilla, *wide, ("narrow", ["headless", "switched"])]
-    with pytest.raises(FieldError, match=r"must name some of narrow, wide, long, level, encoder, .*, but is narow"):
+    with pytest.raises(
+        FieldError, match=r"must name some of narrow, wide, wide-level, long, level, encoder, .*, but is narow"
+    ):
         compare_verdict(laboratory, ["narow"])
