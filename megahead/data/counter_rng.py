@@ -60,7 +60,7 @@ class CounterRng:
         """bool [B, W]: so many of each row's allowed places (bool), drawn without replacement, each next one in
         proportion to the weights (above 0) of those that are left (exponential clocks); all alike without."""
         draw_BW = self.uniform(purpose, allowed_BW.shape[1])
-        with np.errstate(over="ignore"):
+        with np.errstate(over="ignore", divide="ignore"):
             clock_BW = draw_BW if weight_BW is None else -np.log(draw_BW) / weight_BW
         clock_BW = np.minimum(clock_BW, np.finfo(np.float64).max)  # of tiny weights, before places not allowed
         rank_BW = np.where(allowed_BW, clock_BW, np.inf).argsort(axis=1).argsort(axis=1)
