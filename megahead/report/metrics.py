@@ -69,7 +69,9 @@ def read_metrics(run: Path) -> RunMetrics:
             events.append(record)
     if not training and not validation:
         raise UserError(f"{path} must hold metrics of a run, but holds no line yet; try again after the first step.")
-    name = path.parent.name or path.parent.resolve().name
+    name = path.parent.name
+    if name in {"", ".."}:
+        name = path.parent.resolve().name
     return RunMetrics(name, _in_order(training), _in_order(validation), _in_order(tasks), events)
 
 

@@ -60,23 +60,23 @@ def _subtitle(runs: Sequence[Run]) -> str:
 
 def _what(run: Run) -> str:
     """What was trained, in a line; settings that the configuration lacks are left out."""
-    size, layers, width = (run.setting(f"model.{name}") for name in ("size", "num_layers", "hidden_size"))
+    numbers = ("model.num_layers", "model.hidden_size", "model.vocab_size", "batch.global_size", "data.sequence_length")
+    layers, width, vocabulary, rows, length = (run.number(path) for path in numbers)
+    shape = f"{run.text('model.family') or 'model'}, {counted(layers, 'layer')} x {width}" if layers else None
     parts = [
         _objective(run),
-        size or (f"{run.setting('model.family', 'model')}, {counted(layers, 'layer')} x {width}" if layers else None),
-        f"vocabulary {run.setting('model.vocab_size'):,}" if run.setting("model.vocab_size") else None,
-        f"{run.setting('batch.global_size')} x {run.setting('data.sequence_length')} tokens a step"
-        if run.setting("batch.global_size")
-        else None,
-        run.setting("engine.precision"),
+        run.text("model.size") or shape,
+        f"vocabulary {vocabulary:,}" if vocabulary else None,
+        f"{rows} x {length} tokens a step" if rows else None,
+        run.text("engine.precision"),
     ]
     return " · ".join(part for part in parts if part)
 
 
 def _objective(run: Run) -> str | None:
     """Such as: headless, on next tokens for the first 50 %, vanilla for the last 20 % of the steps."""
-    name = run.setting("objective.name")
-    causal, vanilla = (run.setting(f"objective.schedule.{kind}_share") for kind in ("causal", "vanilla"))
+    name = run.text("objective.name")
+    causal, vanilla = (run.number(f"objective.schedule.{kind}_share") for kind in ("causal", "vanilla"))
     shares = [f"on next tokens for the first {causal:.0%}"] if causal else []
     shares += [f"vanilla for the last {vanilla:.0%}"] if vanilla else []
     return f"{', '.join([name, *shares])} of the steps" if name and shares else name

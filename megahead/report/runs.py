@@ -42,12 +42,21 @@ class Run:
     def name(self) -> str:
         return self.metrics.name
 
-    def setting(self, path: str, default: Any = None) -> Any:
-        """The value of `section.field`, or `default` if the configuration lacks it."""
+    def number(self, path: str) -> float | None:
+        """The number at `section.field`, or None if the configuration has none there."""
+        value = self._setting(path)
+        return value if isinstance(value, (int, float)) else None
+
+    def text(self, path: str) -> str | None:
+        """As `number`, of texts."""
+        value = self._setting(path)
+        return value if isinstance(value, str) else None
+
+    def _setting(self, path: str) -> Any:
         value: Any = self.config
         for part in path.split("."):
             value = value.get(part) if isinstance(value, Mapping) else None
-        return default if value is None else value
+        return value
 
 
 def read_runs(folders: Sequence[Path]) -> list[Run]:

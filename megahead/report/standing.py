@@ -19,7 +19,7 @@ def _figures(run: Run) -> dict[str, str]:
     last = max((*training, *validation), key=lambda record: record["step"])
     held_out = validation[-1] if validation else {}
     speeds = [record["tokens_per_second"] for record in training if record.get("tokens_per_second")]
-    steps = run.setting("training.steps")
+    steps = run.number("training.steps")
     head = f" ({held_out['head']} head)" if held_out.get("head") else ""
     return {
         f"held-out perplexity{head}": _held_out(held_out, "perplexity"),

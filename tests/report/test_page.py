@@ -16,7 +16,7 @@ import yaml
 from megahead.commands import report
 from megahead.config import RunConfig
 from megahead.distributed import Group, Launch
-from megahead.report import read_runs, render_page
+from megahead.report import read_metrics, read_runs, render_page
 from megahead.report.series import MAX_POINTS
 from megahead.train import pretrain
 from support.logged_run import evaluation, training, write_run
@@ -133,6 +133,25 @@ def test_a_run_in_phases_says_when_it_goes_over(tmp_path: Path) -> None:
     page, _ = page_of(folder)
     assert "<td class=calm>the next phase went on from step-00000002</td>" in page
     assert "headless, on next tokens for the first 50%, vanilla for the last 20% of the steps" in page
+
+
+def test_settings_of_another_kind_are_left_out(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", training(1))
+    model = {"vocab_size": "many", "size": ["14m"], "num_layers": "two"}
+    settings = {"training": {"steps": "abc"}, "model": model, "objective": {"name": "headless", "schedule": 3}}
+    (folder / "config.yaml").write_text(yaml.safe_dump(settings))
+    page, _ = page_of(folder)
+    assert "<b>1</b><span>steps</span>" in page
+    assert "vocabulary" not in page
+
+
+def test_a_run_named_by_dots_has_the_name_of_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_run(tmp_path / "mine", training(1))
+    (folder / "checkpoints").mkdir()
+    monkeypatch.chdir(folder / "checkpoints")
+    assert read_metrics(Path("..")).name == "mine"
+    monkeypatch.chdir(folder)
+    assert read_metrics(Path()).name == "mine"
 
 
 def test_losses_that_are_not_finite_break_the_line_and_stand_among_the_events(tmp_path: Path) -> None:
