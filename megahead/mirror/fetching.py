@@ -93,7 +93,7 @@ def fetch_named(
     checkpoint there is the newest stays as it was, and newer ones that are damaged are told. `accept`: as in
     `fetch_newer`; `keeps_others`: as in `download`. Collective; CheckpointError where none can be had."""
     far = _open_together(url, group)
-    listing = run_on_all_ranks(group, lambda: {} if far is None else _all_in(far, abandoned_by(into)))[0]
+    listing = run_on_all_ranks(group, lambda: {} if far is None else _all_in(far, into))[0]
     problems = list[str]()
     for name, step in listing.items():
         problem = _fetch_together(far, name, into.checkpoints, group, accept, keeps_others)
@@ -117,23 +117,29 @@ def _open_together(url: str, group: Group) -> FarRun | None:
 
 def _newer(far: FarRun, than: int, folder: RunFolder) -> list[str]:
     """Names of checkpoints above a step, highest first, but for those that this run has abandoned."""
-    abandoned = abandoned_by(folder)
     above = [name for name in newest_first(far.list(CHECKPOINTS)) if step_in(name) > than]
-    names = [name for name in above if not is_one_of(far, name, abandoned)]
-    if above and not names and than < 0:
-        raise CheckpointError(
-            f"{folder} or {far.url} must hold a checkpoint to resume, but the mirror holds only what the run went back "
-            f"from ({', '.join(above)}); name the one to continue from with --resume URL."
-        )
-    return names
+    return _kept(far, above, folder, needed=than < 0)
 
 
-def _all_in(far: FarRun, abandoned: set[str]) -> dict[str, int]:
-    """Checkpoints by their names in the store, highest step first, and their steps."""
+def _all_in(far: FarRun, folder: RunFolder) -> dict[str, int]:
+    """Checkpoints by their names in the store, highest step first, and their steps, but for those that the run in
+    `folder` has abandoned."""
     names = newest_first(far.list())
     if names == [""]:
         return {"": far.manifest("")[1].step}
-    return {name: step_in(name) for name in names if name and not is_one_of(far, name, abandoned)}
+    return {name: step_in(name) for name in _kept(far, [name for name in names if name], folder, needed=True)}
+
+
+def _kept(far: FarRun, names: list[str], folder: RunFolder, *, needed: bool) -> list[str]:
+    """All but those that the run in `folder` has abandoned; where one is `needed`, they may not be all there are."""
+    abandoned = abandoned_by(folder)
+    kept = [name for name in names if not is_one_of(far, name, abandoned)]
+    if needed and names and not kept:
+        raise CheckpointError(
+            f"{folder} or {far.url} must hold a checkpoint to resume, but the mirror holds only what the run went back "
+            f"from ({', '.join(names)}); name the one to continue from with --resume URL."
+        )
+    return kept
 
 
 def _fetch_together(

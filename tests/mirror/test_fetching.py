@@ -97,6 +97,8 @@ def test_it_is_known_as_abandoned_also_where_nothing_at_all_could_be_written(url
     shutil.rmtree(tmp_path / "store/checkpoints/step-00000003")
     with pytest.raises(CheckpointError, match=r"holds only what the run went back from \(checkpoints/step-00000006\)"):
         newer(url, run)
+    with pytest.raises(CheckpointError, match=r"holds only what the run went back from \(checkpoints/step-00000006\)"):
+        fetch_named(url, RunFolder(run))
 
 
 def test_what_a_run_goes_on_from_after_all_is_not_abandoned(url: str, tmp_path: Path) -> None:
