@@ -52,6 +52,13 @@ def has_folders(url: str) -> bool:
     return url.partition("://")[0].lower() not in _WITHOUT_FOLDERS
 
 
+def is_disk(files: Any) -> bool:
+    """Whether a file system of fsspec's is one of this machine, which renames."""
+    from fsspec.implementations.local import LocalFileSystem
+
+    return isinstance(files, LocalFileSystem)
+
+
 def _install(scheme: str) -> str:
     """A command; packages of fsspec's family must be of its own version, which `datasets` limits."""
     import fsspec

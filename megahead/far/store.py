@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -16,7 +17,7 @@ from typing import Any, TypeVar
 from megahead.background import begin
 from megahead.far.address import refuse_secrets, trimmed
 from megahead.far.errors import FarError, told
-from megahead.far.opening import has_folders, open_url
+from megahead.far.opening import has_folders, is_disk, open_url
 from megahead.files import is_full
 
 T = TypeVar("T")
@@ -79,11 +80,26 @@ class Store:
     def write(self, name: str, content: bytes) -> None:
         """Puts a small file there, and reads it back; FarError if it differs then."""
         self._make_folder(name)
-        self._sent(lambda: self._files.pipe_file(self._path(name), content))
+        self._sent(partial(self._put_whole, self._path(name), content))
         if self.read_if_there(name) != content:
             raise FarError(
                 f"`{self.url}/{name}` must read back as it was written, but does not; the store loses writes."
             )
+
+    def _put_whole(self, path: str, content: bytes) -> None:
+        """On disks under another name first: one that is full would leave neither what was there nor this."""
+        if not is_disk(self._files):
+            self._files.pipe_file(path, content)
+            return
+        beside = f"{path}.{secrets.token_hex(4)}.partial"
+        try:
+            self._files.pipe_file(beside, content)
+            with suppress(FileNotFoundError):  # lost, as reading it back tells
+                self._files.mv(beside, path)
+        except BaseException:
+            with suppress(Exception):
+                self._files.rm_file(beside)
+            raise
 
     def remove(self, name: str) -> None:
         """Removes a file, if it is there."""

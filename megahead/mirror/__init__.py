@@ -11,17 +11,21 @@ from megahead.on_first_use import on_first_use
 
 if TYPE_CHECKING:
     from megahead.mirror.arguments import far_or_existing
+    from megahead.mirror.downloading import Terms
     from megahead.mirror.far_run import FarRun, patience_with
     from megahead.mirror.fetching import Fetched, fetch_named, fetch_newer
     from megahead.mirror.news import News
-    from megahead.mirror.ownership import refuse_another_mirror
+    from megahead.mirror.ownership import Claim, Owner, refuse_another_mirror
     from megahead.mirror.upload import Mirror
 
 __all__ = [
+    "Claim",
     "FarRun",
     "Fetched",
     "Mirror",
     "News",
+    "Owner",
+    "Terms",
     "far_or_existing",
     "fetch_named",
     "fetch_newer",
@@ -32,9 +36,10 @@ __all__ = [
 __getattr__ = on_first_use(
     __name__,
     arguments=("far_or_existing",),
+    downloading=("Terms",),
     far_run=("FarRun", "patience_with"),
     fetching=("Fetched", "fetch_named", "fetch_newer"),
     news=("News",),
-    ownership=("refuse_another_mirror",),
+    ownership=("Claim", "Owner", "refuse_another_mirror"),
     upload=("Mirror",),
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from megahead.checkpoint import Checkpoint, step_folder
@@ -21,18 +22,28 @@ TELL_SECONDS = 10.0
 """Between two lines on how far it is."""
 
 
-def download(
-    far: FarRun, name: str, root: Path, accept: Callable[[Checkpoint], None], keeps_others: bool
-) -> Iterator[None]:
-    """Puts the checkpoint `name` into `root`, unless the same one is there undamaged; yields often.
+@dataclass(frozen=True)
+class Terms:
+    """On what terms a checkpoint is fetched."""
 
-    `accept` may refuse it before. `keeps_others`: a whole one with other content that has its place is set aside, not
-    replaced. DamagedError where the store has not all of it; CheckpointError without room.
-    """
+    accept: Callable[[Checkpoint], None] = lambda _: None
+    """May refuse it before."""
+
+    arrived: Callable[[], None] = lambda: None
+    """Fetches what else is wanted, before the checkpoint has its name: it would not be fetched again."""
+
+    keeps_others: bool = False
+    """Whether a whole one with other content that has its place is set aside; else it is replaced."""
+
+
+def download(far: FarRun, name: str, root: Path, terms: Terms) -> Iterator[None]:
+    """Puts the checkpoint `name` into `root`, unless the same one is there undamaged; yields often. DamagedError where
+    the store has not all of it; CheckpointError without room."""
     text, manifest = _manifest(far, name)
     final, partial = step_folder(root, manifest.step), partial_folder(root, manifest.step)
-    accept(Checkpoint(final, manifest))
+    terms.accept(Checkpoint(final, manifest))
     if (yield from _is_there(final, text, manifest)):
+        terms.arrived()
         return
     root.mkdir(parents=True, exist_ok=True)
     clear_remains(root)
@@ -43,7 +54,8 @@ def download(
         (partial / MANIFEST).write_bytes(text)
         fsync(partial / MANIFEST)
         check_lengths(partial, manifest)
-        if keeps_others and _is_another(final, manifest):
+        terms.arrived()
+        if terms.keeps_others and _is_another(final, manifest):
             set_aside([final])
         give_name(partial, final)
     finally:

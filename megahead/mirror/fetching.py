@@ -15,11 +15,11 @@ from megahead.distributed import Group
 from megahead.errors import CheckpointError, UserError
 from megahead.far import DamagedError
 from megahead.mirror.abandoned import abandoned_by, is_one_of
-from megahead.mirror.downloading import download
+from megahead.mirror.downloading import Terms, download
 from megahead.mirror.far_run import CHECKPOINTS, FarRun, newest_first, patience_with, step_in
 from megahead.run_folder import RunFolder
 
-_ALONE = Group()
+_ALONE, _ANY = Group(), Terms()
 
 
 @dataclass(frozen=True)
@@ -57,21 +57,17 @@ def fetch_newer(
     `accept` may refuse one before it is fetched, on rank 0. Not counted are those of a history that the run abandoned;
     CheckpointError where there is nothing else.
     """
-    began, damage = time.monotonic(), list[str]()
+    began = time.monotonic()
     far = _open_together(url, group)
 
-    def accept_with_log(found: Checkpoint) -> None:
-        accept(found)
-        if far is not None:  # before the checkpoint has its name: the next session would not fetch it again
+    def arrived() -> None:
+        if far is not None:
             far.take(folder.metrics, folder.identity)
 
-    names = run_on_all_ranks(group, lambda: _newer(far, than, folder) if far is not None else [])[0]
-    for name in names:
-        final = step_folder(folder.checkpoints, step_in(name))
-        problem = _fetch_together(far, name, folder.checkpoints, group, accept_with_log, keeps_others=True)
-        if problem is None:
-            return Fetched(_newest_now(final, group), url, time.monotonic() - began, damage)
-        damage.append(problem)
+    terms = Terms(accept, arrived, keeps_others=True)
+    final, damage = _fetch_newest(_Search(far, CHECKPOINTS, than, folder), group, terms)
+    if final is not None:
+        return Fetched(_newest_now(final, group), url, time.monotonic() - began, damage)
     return Fetched(None, url, problems=damage) if damage else None
 
 
@@ -80,32 +76,20 @@ def _newest_now(final: Path, group: Group) -> Checkpoint:
     return open_together(final, group)
 
 
-def fetch_named(
-    url: str,
-    into: RunFolder,
-    group: Group = _ALONE,
-    accept: Callable[[Checkpoint], None] = lambda _: None,
-    *,
-    keeps_others: bool = False,
-) -> Path:
+def fetch_named(url: str, into: RunFolder, group: Group = _ALONE, terms: Terms = _ANY) -> Path:
     """Fetches the checkpoint that a URL means (one, or the newest sound one of a run, but for those that the run in
     `into` has abandoned) into `into`, and returns its folder; one that is there already is not fetched again. Which
-    checkpoint there is the newest stays as it was, and newer ones that are damaged are told. `accept`: as in
-    `fetch_newer`; `keeps_others`: as in `download`. Collective; CheckpointError where none can be had."""
-    far = _open_together(url, group)
-    listing = run_on_all_ranks(group, lambda: {} if far is None else _all_in(far, into))[0]
-    problems = list[str]()
-    for name, step in listing.items():
-        problem = _fetch_together(far, name, into.checkpoints, group, accept, keeps_others)
-        if problem is None:
-            for each in problems if group.rank == 0 else ():
-                print(f"passed over: {each}", file=sys.stderr, flush=True)
-            return step_folder(into.checkpoints, step)
-        problems.append(problem)
-    raise CheckpointError(
-        f"`{url}` must be a checkpoint, or the folder of a run that has one, but holds none that is sound"
-        f"{': ' if problems else '.'}{' '.join(problems)}"
-    )
+    checkpoint there is the newest stays as it was, and newer ones that are damaged are told. Collective;
+    CheckpointError where none can be had."""
+    final, damage = _fetch_newest(_Search(_open_together(url, group), "", -1, into), group, terms)
+    if final is None:
+        raise CheckpointError(
+            f"`{url}` must be a checkpoint, or the folder of a run that has one, but holds none that is sound"
+            f"{': ' if damage else '.'}{' '.join(damage)}"
+        )
+    for each in damage if group.rank == 0 else ():
+        print(f"passed over: {each}", file=sys.stderr, flush=True)
+    return final
 
 
 def _open_together(url: str, group: Group) -> FarRun | None:
@@ -115,41 +99,64 @@ def _open_together(url: str, group: Group) -> FarRun | None:
     return opened[0] if opened else None
 
 
-def _newer(far: FarRun, than: int, folder: RunFolder) -> list[str]:
-    """Names of checkpoints above a step, highest first, but for those that this run has abandoned."""
-    above = [name for name in newest_first(far.list(CHECKPOINTS)) if step_in(name) > than]
-    return _kept(far, above, folder, needed=than < 0)
+@dataclass
+class _Search:
+    """Rank 0's for the newest checkpoint below a folder of a store and above a step."""
+
+    far: FarRun | None
+    """None on other ranks."""
+
+    below: str
+    than: int
+    into: RunFolder
+    tried: list[str] = field(default_factory=list)
+
+    found: tuple[str, int] | None = None
+    """The next one's name in the store, and its step."""
+
+    def next(self) -> Iterator[None]:
+        """Finds the newest that was not tried, and not abandoned by the run in `into`; yields often."""
+        self.found = None
+        if self.far is None:
+            return
+        listed, abandoned = newest_first(self.far.list(self.below)), abandoned_by(self.into)
+        if listed == [""] != self.tried:
+            self._take("", self.far.manifest("")[1].step)
+            return
+        names = [name for name in listed if name and step_in(name) > self.than]
+        for name in names:
+            if name not in self.tried and not is_one_of(self.far, name, abandoned):
+                self._take(name, step_in(name))
+                return
+            yield
+        if names and not self.tried and self.than < 0:
+            raise CheckpointError(
+                f"{self.into} or {self.far.url} must hold a checkpoint to resume, but the mirror holds only what the "
+                f"run went back from ({', '.join(names)}); name the one to continue from with --resume URL."
+            )
+
+    def _take(self, name: str, step: int) -> None:
+        self.found = name, step
+        self.tried.append(name)
 
 
-def _all_in(far: FarRun, folder: RunFolder) -> dict[str, int]:
-    """Checkpoints by their names in the store, highest step first, and their steps, but for those that the run in
-    `folder` has abandoned."""
-    names = newest_first(far.list())
-    if names == [""]:
-        return {"": far.manifest("")[1].step}
-    return {name: step_in(name) for name in _kept(far, [name for name in names if name], folder, needed=True)}
+def _fetch_newest(search: _Search, group: Group, terms: Terms) -> tuple[Path | None, list[str]]:
+    """The folder of the one that it fetched, and a sentence for each newer one that is damaged. It lists again after
+    each of these: a session that still sends may have removed it for a newer one."""
+    problems = list[str]()
+    root = search.into.checkpoints
+    while True:
+        run_long_on_all_ranks(group, search.next(), str)
+        found = group.broadcast_object(search.found)
+        if found is None:
+            return None, problems
+        problem = _fetch_together(search.far, found[0], root, group, terms)
+        if problem is None:
+            return step_folder(root, found[1]), problems
+        problems.append(problem)
 
 
-def _kept(far: FarRun, names: list[str], folder: RunFolder, *, needed: bool) -> list[str]:
-    """All but those that the run in `folder` has abandoned; where one is `needed`, they may not be all there are."""
-    abandoned = abandoned_by(folder)
-    kept = [name for name in names if not is_one_of(far, name, abandoned)]
-    if needed and names and not kept:
-        raise CheckpointError(
-            f"{folder} or {far.url} must hold a checkpoint to resume, but the mirror holds only what the run went back "
-            f"from ({', '.join(names)}); name the one to continue from with --resume URL."
-        )
-    return kept
-
-
-def _fetch_together(
-    far: FarRun | None,
-    name: str,
-    root: Path,
-    group: Group,
-    accept: Callable[[Checkpoint], None],
-    keeps_others: bool,
-) -> str | None:
+def _fetch_together(far: FarRun | None, name: str, root: Path, group: Group, terms: Terms) -> str | None:
     """Rank 0 fetches, and all meet meanwhile. Returns what is wrong with the checkpoint, if it is damaged; any other
     error is raised on all."""
     damage = []
@@ -157,7 +164,7 @@ def _fetch_together(
     def fetch() -> Iterator[None]:
         if far is not None:
             try:
-                yield from download(far, name, root, accept, keeps_others)
+                yield from download(far, name, root, terms)
             except DamagedError as error:
                 damage.append(str(error))
 

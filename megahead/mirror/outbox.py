@@ -44,14 +44,16 @@ class Outbox:
         self._busy = self._closed = False
 
     def put(self, parcel: Parcel) -> Parcel | None:
-        """Returns the one that it takes the place of, if that is never sent now."""
+        """Returns the one that it takes the place of, if that is never sent now, and had been saved since the session
+        began."""
         with self._change:
             passed_over, self._waiting = self._waiting, parcel
             if passed_over is not None:
                 self._owed = min(self._owed, passed_over.parent_step)
             self._note()
-            again = passed_over is None or passed_over.folder in self._folders()
-            return None if again else passed_over
+            if passed_over is None or passed_over.folder in self._folders() or passed_over.parent_step == NO_STEP:
+                return None
+            return passed_over
 
     def put_files(self) -> None:
         """The small files are sent once more."""

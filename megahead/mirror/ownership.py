@@ -7,6 +7,8 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
 
 from megahead.checkpoint import steps_in
@@ -24,11 +26,31 @@ class TakenOverError(UserError):
 ID, SESSION = "run-id", "session"
 
 
-def refuse_another_mirror(far: FarRun, folder: RunFolder, resume: str) -> None:
-    """CheckpointError if the mirror belongs to another run than that in `folder`, which `resume` would go on with, or
-    is that folder; FarError if what is written there cannot be read back."""
+@dataclass(frozen=True)
+class Owner:
+    """Whose a mirror is: what `run-id` and `session` say there; None also for a file that a full disk left empty."""
+
+    run: bytes | None
+    session: bytes | None
+
+    @staticmethod
+    def of(store: Store) -> Owner:
+        return Owner(_said(store, ID), _said(store, SESSION))
+
+
+def _said(store: Store, name: str) -> bytes | None:
+    return store.read_if_there(name) or None
+
+
+_NOBODY = Owner(None, None)
+
+
+def refuse_another_mirror(far: FarRun, folder: RunFolder, resume: str) -> Owner:
+    """Whose the mirror is; CheckpointError if it belongs to another run than that in `folder`, which `resume` would go
+    on with, or is that folder; FarError if what is written there cannot be read back."""
     _try_writing(far.store, folder)
-    there, here = _id_in(far.store), _read(folder.identity)
+    owner = Owner.of(far.store)
+    there, here = owner.run, _read(folder.identity)
     named = newest_first(far.list(CHECKPOINTS))
     if resume == "never" and named:
         raise CheckpointError(
@@ -46,6 +68,7 @@ def refuse_another_mirror(far: FarRun, folder: RunFolder, resume: str) -> None:
             f"`training.mirror` must be this run's or empty, but {far.url} is that of another; choose another, or copy "
             f"its {ID} into {folder} if it is this run's after all."
         )
+    return owner
 
 
 def _try_writing(store: Store, folder: RunFolder) -> None:
@@ -59,48 +82,48 @@ def _try_writing(store: Store, folder: RunFolder) -> None:
         )
 
 
-def _id_in(store: Store) -> bytes | None:
-    """None also for one that a full disk has left empty."""
-    return store.read_if_there(ID) or None
-
-
 class Claim:
-    """A session's hold on a mirror; `mark` is the session's, in the run's folder."""
+    """A session's hold on a mirror."""
 
-    def __init__(self, store: Store, folder: RunFolder, mark: str) -> None:
-        self._store, self._folder, self._mark = store, folder, mark
+    def __init__(self, store: Store, folder: RunFolder, mark: str, before: Owner, followed: str | None = None) -> None:
+        """`mark`: the session's, in the run's folder; `before`: whose the mirror was when the session began;
+        `followed`: the mark that this one has replaced in the folder. From these two sessions, and no others, it may
+        take the mirror: another has begun later."""
+        self._store, self._folder, self._mark, self._before = store, folder, mark, before
+        self._others = {before.session, None if followed is None else followed.encode()}
         self._ours = self._was_ours = False
 
     def hold(self) -> bool:
         """Makes the mirror this run's and this session's, again if somebody has emptied it, and returns whether it was
         not; TakenOverError if it has become another's."""
-        begins = not self._ours or self._is_forgotten()
+        begins = not self._ours or Owner.of(self._store) == _NOBODY
         if begins:
             self._ours = False
-            if self._was_ours:
-                self.refuse_another()  # it may be begun again, but not taken again
+            self.refuse_another()
             self._begin()
             self._was_ours = True
         self.refuse_another()
         self._ours = True
         return begins
 
-    def _is_forgotten(self) -> bool:
-        return self._store.read_if_there(SESSION) is None and _id_in(self._store) is None
-
     def refuse_another(self) -> None:
         """TakenOverError if another session has begun with this mirror."""
-        there = self._store.read_if_there(SESSION)
-        if there is not None and there != self._mark.encode():
+        there = _said(self._store, SESSION)
+        if there is not None and there not in self._may_be():
             raise TakenOverError(
                 f"training.mirror must have one session at a time, but with {self._store.url} another has begun on "
                 f"{there.decode(errors='replace').strip()}; this one ends, and what it has not saved is the other's to "
                 "do again."
             )
 
+    def _may_be(self) -> Collection[bytes | None]:
+        """Whose it may be. Once it was ours it may be begun again, but not taken again."""
+        mark = self._mark.encode()
+        return {mark} if self._was_ours else {mark, *self._others}
+
     def _begin(self) -> None:
-        there, here = _id_in(self._store), _read(self._folder.identity)
-        if there is not None and here is not None and there != here:
+        there, here = _said(self._store, ID), _read(self._folder.identity)
+        if there is not None and there != (self._before.run if here is None else here):
             raise TakenOverError(
                 f"training.mirror must be this run's, but {self._store.url} has become that of another; choose another."
             )

@@ -12,7 +12,7 @@ from megahead.checkpoint import KeepRules, step_of
 from megahead.checkpoint.manifest import MANIFEST, FileEntry, Manifest
 from megahead.checkpoint.retention import surplus
 from megahead.errors import CheckpointError
-from megahead.far import Expected, receive
+from megahead.far import DamagedError, Expected, joined, receive
 from megahead.mirror.abandoned import abandoned_by, is_one_of
 from megahead.mirror.far_run import CHECKPOINTS, FarRun, Listing, newest_first, step_in
 from megahead.run_folder import RunFolder
@@ -27,7 +27,7 @@ def send(far: FarRun, folder: Path, parent_step: int, refuse: Callable[[], None]
 
     `parent_step`: that of the checkpoint which it continues; later ones are of a history that the run abandoned, as are
     others of which its disk tells that (`abandoned_by`), and lose their names before this one gets its own. `refuse` is
-    called before that, and raises an error if the mirror is another's now.
+    called before that, and before each file; it raises an error if the mirror is another's now.
     """
     target, listing = _place_of(folder), far.list(CHECKPOINTS)
     text = (folder / MANIFEST).read_bytes()
@@ -37,7 +37,8 @@ def send(far: FarRun, folder: Path, parent_step: int, refuse: Callable[[], None]
     missing = _missing(far, target, listing.get(target, {}) if continued else {}, manifest)
     if missing and MANIFEST in listing.get(target, {}):
         far.store.remove(f"{target}/{MANIFEST}")
-    sent = _send_files(far, folder, target, missing)
+    sent = _send_files(far, folder, target, missing, refuse)
+    _must_have(far, target, manifest)
     refuse()
     _abandon(far, listing, target, parent_step, abandoned_by(RunFolder.of(folder)))
     far.store.write(f"{target}/{MANIFEST}", text)
@@ -81,10 +82,10 @@ def _missing(far: FarRun, target: str, there: dict[str, int], manifest: Manifest
     return {name: entry for name, entry in manifest.files.items() if name not in same}
 
 
-def _send_files(far: FarRun, folder: Path, target: str, files: dict[str, FileEntry]) -> int:
+def _send_files(far: FarRun, folder: Path, target: str, files: dict[str, FileEntry], refuse: Callable[[], None]) -> int:
     names = sorted(files, key=lambda name: files[name].bytes, reverse=True)
     lanes = [
-        partial(_send_some, far, folder, target, {name: files[name] for name in names[k::_AT_ONCE]})
+        partial(_send_some, far, folder, target, {name: files[name] for name in names[k::_AT_ONCE]}, refuse)
         for k in range(_AT_ONCE)
     ]
     under_way: list[Future[None]] = [begin(lane) for lane in lanes]
@@ -95,12 +96,22 @@ def _send_files(far: FarRun, folder: Path, target: str, files: dict[str, FileEnt
     return sum(entry.bytes for entry in files.values())
 
 
-def _send_some(far: FarRun, folder: Path, target: str, files: dict[str, FileEntry]) -> None:
+def _send_some(far: FarRun, folder: Path, target: str, files: dict[str, FileEntry], refuse: Callable[[], None]) -> None:
     """Sends files one after the other, and reads each back, whole: a store may lose what it has acknowledged."""
     for name, entry in files.items():
+        refuse()  # the other's may have the same names
         far.store.put(folder / name, f"{target}/{name}")
         for _ in receive(far.store, f"{target}/{name}", Expected(entry.bytes, entry.sha256), len):
             pass
+
+
+def _must_have(far: FarRun, target: str, manifest: Manifest) -> None:
+    """DamagedError unless all files are there: somebody may have emptied the mirror meanwhile."""
+    there = far.list(target).get(target, {})
+    for name, entry in manifest.files.items():
+        if there.get(name) != entry.bytes:
+            place = joined(far.url, f"{target}/{name}")
+            raise DamagedError(f"`{place}` must stay while its checkpoint is sent, but is gone.")
 
 
 def _abandon(far: FarRun, listing: Listing, target: str, parent_step: int, abandoned: set[str]) -> None:

@@ -7,13 +7,12 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from functools import cached_property
 from pathlib import Path
 from queue import SimpleQueue
 
 from megahead.checkpoint import KeepRules
 from megahead.errors import UserError
-from megahead.mirror.abandoned import forget, hashes_above, write_down
+from megahead.mirror.abandoned import forget, hashes_above, write_down, written_down
 from megahead.mirror.far_run import FarRun
 from megahead.mirror.news import News, arrived, failed, log_failed, skipped
 from megahead.mirror.outbox import NO_STEP, Outbox, Parcel
@@ -22,7 +21,7 @@ from megahead.mirror.sending import send, settle
 from megahead.run_folder import RunFolder
 
 PAUSES = (0.0, 1.0, 10.0)
-"""Seconds before each attempt to send a checkpoint."""
+"""Seconds before each attempt."""
 
 TELL_SECONDS = 10.0
 """Between two lines while the run waits for its last upload."""
@@ -35,12 +34,16 @@ class Mirror:
     wrong is tried again, then told; the next checkpoint is sent all the same, and the run does not depend on it.
     """
 
-    def __init__(self, far: FarRun, folder: RunFolder, mark: str, tip: int, keep: int, keep_rules: KeepRules) -> None:
-        """`mark`: the session's, in `folder`; `tip`: the step of the checkpoint there that it begins with, -1 if there
-        is none; `keep`, `keep_rules`: which checkpoints stay in the mirror."""
+    def __init__(
+        self, far: FarRun, folder: RunFolder, claim: Claim, tip: int, keep: int, keep_rules: KeepRules
+    ) -> None:
+        """`claim`: the session's; `tip`: the step of the checkpoint in `folder` that it begins with, -1 if there is
+        none; `keep`, `keep_rules`: which checkpoints stay in the mirror."""
         self._far, self._folder, self._tip = far, folder, tip
         self._keep, self._keep_rules = keep, keep_rules
-        self._claim, self._begun = Claim(far.store, folder, mark), False
+        self._claim, self._begun = claim, False
+        self._above: set[str] | None = None
+        self._noting = threading.Lock()
         self._taken: UserError | None = None
         self._outbox, self._news = Outbox(), SimpleQueue[News]()
         self._thread = threading.Thread(target=self._work, name="mirror", daemon=True)
@@ -58,6 +61,8 @@ class Mirror:
 
     def offer(self, folder: Path, parent_step: int) -> None:
         """Sends a finished checkpoint, which continues the one of `parent_step`, when its turn comes."""
+        if parent_step < NO_STEP:
+            self._turn_away()  # at once: that may be long after, and the session be killed before
         passed_over = self._outbox.put(Parcel(folder, parent_step))
         if passed_over is not None:
             self._news.put(skipped(passed_over.step, self.url))
@@ -108,10 +113,13 @@ class Mirror:
             if self._outbox.pause(pause) and reason:
                 break  # a newer one takes its place
             try:
-                self._turn_away(parcel)
+                self._look()
+                if parcel.parent_step < NO_STEP:
+                    self._turn_away()
                 self._begin()
+                gone = written_down(self._folder, self.url)
                 sent = send(self._far, parcel.folder, parcel.parent_step, self._claim.refuse_another)
-                forget(self._folder)
+                self._forget(gone, parcel)
             except Exception as error:
                 reason = self._reason(error)
             else:
@@ -124,32 +132,49 @@ class Mirror:
             self._news.put(failed(parcel.step, parcel.folder, reason))
         return False
 
-    def _turn_away(self, parcel: Parcel) -> None:
-        """Once the session has saved a checkpoint, what was newer in the mirror when it began is abandoned."""
-        if parcel.parent_step < NO_STEP:
-            with suppress(OSError):  # a full disk; most likely the checkpoint will be sent
-                write_down(self._folder, self._above)
+    def _look(self) -> None:
+        """What is newer in the mirror than the run when the session begins, before it sends anything."""
+        self.check()
+        if self._above is None:
+            self._claim.refuse_another()
+            self._above = hashes_above(self._far, self._tip)
 
-    @cached_property
-    def _above(self) -> set[str]:
-        """What was newer in the mirror than the run when the session began: it has sent nothing yet."""
-        return hashes_above(self._far, self._tip)
+    def _turn_away(self) -> None:
+        """Once the session has saved a checkpoint, that is abandoned."""
+        with self._noting, suppress(OSError):  # a full disk; most likely the checkpoint will be sent
+            write_down(self._folder, self.url, self._above or ())
+
+    def _forget(self, gone: set[str], sent: Parcel) -> None:
+        """A checkpoint that was `sent` has removed from the mirror what was written down as abandoned, and what is
+        newer than the one that it continues."""
+        with self._noting, suppress(OSError):
+            if sent.parent_step < NO_STEP:
+                self._above = set()
+            forget(self._folder, self.url, gone)
 
     def _send_files(self, sent: Parcel | None) -> None:
         """The run's small files; before them, removes what a checkpoint that was `sent` makes superfluous."""
         self._outbox.files_taken()
-        try:
-            self._begin()
-            if sent is not None:
-                settle(self._far, sent.folder, self._keep, self._keep_rules)
-            self._put(self._folder.metrics, self._folder.ending)
-        except Exception as error:
-            self._news.put(log_failed(self._reason(error)))
+        reason = ""
+        for pause in PAUSES:
+            if self._outbox.pause(pause) and reason:
+                break
+            try:
+                self._begin()
+                if sent is not None:
+                    settle(self._far, sent.folder, self._keep, self._keep_rules)
+                self._put(self._folder.metrics, self._folder.ending)
+            except Exception as error:
+                reason = self._reason(error)
+            else:
+                return
+            if self._taken is not None:
+                break
+        self._news.put(log_failed(reason))
 
     def _begin(self) -> None:
         """Also whenever something is sent later: another session may have begun since, or somebody emptied it."""
-        self.check()
-        _ = self._above
+        self._look()
         if self._claim.hold():
             self._begun = False
         if not self._begun:

@@ -20,6 +20,8 @@ class Hold:
 
     def __init__(self, file: Path) -> None:
         self._file = file
+        self.followed = self._there()
+        """What the file held before: the mark of a session that was killed, or still trains; None if there was none."""
         self.mark = f"{socket.gethostname()}, process {os.getpid()} ({secrets.token_hex(4)})\n"
         """What the file holds now; no other session's."""
         write_atomically(file, self.mark)

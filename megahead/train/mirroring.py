@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from math import inf
 
 from megahead.checkpoint import Checkpoint, KeepRules, run_long_on_all_ranks, run_on_all_ranks
@@ -11,10 +12,13 @@ from megahead.distributed import Group
 from megahead.errors import CheckpointError
 from megahead.far import is_below, is_far
 from megahead.mirror import (
+    Claim,
     FarRun,
     Fetched,
     Mirror,
     News,
+    Owner,
+    Terms,
     fetch_named,
     fetch_newer,
     patience_with,
@@ -31,29 +35,36 @@ SECONDS_AFTER_SIGNAL = 20.0
 killed after 30 s. What is missing then, the next session sends."""
 
 
-def near_resume(resume: str, config: RunConfig, world_group: Group) -> str:
+def owner_of_mirror(resume: str, config: RunConfig, world_group: Group) -> Owner | None:
+    """Whose the run's mirror is when a session begins, on rank 0. Collective; CheckpointError if it is another run's,
+    or cannot be read."""
+    url = config.training.mirror
+
+    def check() -> Owner | None:
+        if url is None or world_group.rank != 0:
+            return None
+        return refuse_another_mirror(FarRun(url, patience_with(world_group)), config.folder(), resume)
+
+    return run_on_all_ranks(world_group, check)[0]
+
+
+def near_resume(resume: str, config: RunConfig, datasets: RunDatasets, world_group: Group) -> str:
     """What `--resume` asks for; a checkpoint at a URL is fetched, and its folder on this disk named instead.
 
-    One of the run's own mirror becomes one of the run's checkpoints. Collective; CheckpointError if the mirror is
-    another run's, or a store cannot be read.
+    One of the run's own mirror becomes one of the run's checkpoints. Collective; CheckpointError if it is of a run that
+    may not be resumed, or the store cannot be read.
     """
-    url, folder = config.training.mirror, config.folder()
-
-    def check() -> None:
-        if url is not None and world_group.rank == 0:
-            refuse_another_mirror(FarRun(url, patience_with(world_group)), folder, resume)
-
-    run_on_all_ranks(world_group, check)
     if not is_far(resume):
         return resume
+    url, folder, accept = config.training.mirror, config.folder(), _accepting(resume, config, datasets)
     if url is None or not is_below(resume, url):
-        return str(fetch_named(resume, RunFolder(folder.fetched), world_group))
+        return str(fetch_named(resume, RunFolder(folder.fetched), world_group, Terms(accept)))
 
-    def adopt(_: Checkpoint) -> None:  # before one of its checkpoints is here: the next session must know the mirror
+    def adopt() -> None:
         log = [] if folder.metrics.exists() else [folder.metrics]
         FarRun(url, patience_with(world_group)).take(*log, folder.identity)
 
-    return str(fetch_named(resume, folder, world_group, adopt, keeps_others=True))
+    return str(fetch_named(resume, folder, world_group, Terms(accept, adopt, keeps_others=True)))
 
 
 def fetch_from_mirror(than: int, config: RunConfig, datasets: RunDatasets, world_group: Group) -> Fetched | None:
@@ -62,6 +73,11 @@ def fetch_from_mirror(than: int, config: RunConfig, datasets: RunDatasets, world
     url = config.training.mirror
     if url is None:
         return None
+    return fetch_newer(than, url, config.folder(), world_group, _accepting(url, config, datasets))
+
+
+def _accepting(url: str, config: RunConfig, datasets: RunDatasets) -> Callable[[Checkpoint], None]:
+    """Refuses a checkpoint at `url` that the run may not go on from."""
     fingerprints = data_fingerprints(config, datasets)
 
     def accept(found: Checkpoint) -> None:
@@ -70,16 +86,20 @@ def fetch_from_mirror(than: int, config: RunConfig, datasets: RunDatasets, world
         except CheckpointError as error:
             raise CheckpointError(str(error).replace(str(found.folder), f"{url} (step {found.step:,})")) from None
 
-    return fetch_newer(than, url, config.folder(), world_group, accept)
+    return accept
 
 
-def open_mirror(config: RunConfig, hold: Hold | None, tip: int, keep_rules: KeepRules) -> Mirror | None:
+def open_mirror(
+    config: RunConfig, owner: Owner | None, hold: Hold | None, tip: int, keep_rules: KeepRules
+) -> Mirror | None:
     """The mirror of a session that has the `hold` on its run's folder, and begins with the checkpoint of step `tip`
-    there: rank 0's."""
-    training = config.training
-    if training.mirror is None or hold is None:
+    there: rank 0's. `owner`: whose the mirror was before."""
+    training, folder = config.training, config.folder()
+    if training.mirror is None or hold is None or owner is None:
         return None
-    return Mirror(FarRun(training.mirror), config.folder(), hold.mark, tip, training.keep_checkpoints, keep_rules)
+    far = FarRun(training.mirror)
+    claim = Claim(far.store, folder, hold.mark, owner, hold.followed)
+    return Mirror(far, folder, claim, tip, training.keep_checkpoints, keep_rules)
 
 
 def last_moment(ending: Ending, stop: StopRequest, restarts: bool) -> float:

@@ -19,13 +19,20 @@ from megahead.copies import MemoryCopies, NodeMemory, Rescue, rescue_newer
 from megahead.distributed import Group, Launch, Mesh
 from megahead.far import is_far, near_file
 from megahead.files import staged, write_atomically
-from megahead.mirror import Fetched, Mirror, News
+from megahead.mirror import Fetched, Mirror, News, Owner
 from megahead.run_folder import RunFolder
 from megahead.train.datasets import RunDatasets
 from megahead.train.hold import Hold
 from megahead.train.lineage import Lineage
 from megahead.train.meters import Meters
-from megahead.train.mirroring import fetch_from_mirror, finish_mirror, last_moment, near_resume, open_mirror
+from megahead.train.mirroring import (
+    fetch_from_mirror,
+    finish_mirror,
+    last_moment,
+    near_resume,
+    open_mirror,
+    owner_of_mirror,
+)
 from megahead.train.preemption import Ending, StopRequest
 from megahead.train.start import Start, find_resume
 from megahead.train.state import TrainingState
@@ -56,6 +63,9 @@ class Session:
     mirror: Mirror | None = field(default=None, init=False)
     """Rank 0's, if the run has one, once the first phase is ready to train."""
 
+    _owner: Owner | None = field(default=None, init=False)
+    """Whose the mirror was when the session began."""
+
     _after_an_error: ExitStack = field(default_factory=ExitStack, init=False)
     """Closes what was opened until then."""
 
@@ -65,7 +75,8 @@ class Session:
         folder = self.plan.config.folder()
         if is_far(resume):
             self._after_an_error.callback(self._remove_fetched)
-        near = near_resume(resume, self.plan.config, self.world_group)
+        self._owner = owner_of_mirror(resume, self.plan.config, self.world_group)
+        near = near_resume(resume, self.plan.config, self.datasets, self.world_group)
         yield find_resume(near, folder, self.world_group, self._rescue, self._fetch)
         while True:
             yield find_resume("auto", folder, self.world_group, self._rescue)
@@ -148,7 +159,7 @@ class Session:
 
     def _opened_mirror(self, start: Start, lineage: Lineage) -> Mirror | None:
         checkpoint = start.checkpoint
-        mirror = open_mirror(self.plan.config, self.hold, lineage.tip, self.keep_rules)
+        mirror = open_mirror(self.plan.config, self._owner, self.hold, lineage.tip, self.keep_rules)
         if mirror is None:
             return None
         self._after_an_error.callback(mirror.close)

@@ -66,6 +66,15 @@ def test_a_store_that_loses_writes_is_noticed(fault: str, tmp_path: Path) -> Non
         store.write("small", b"content")
 
 
+def test_a_disk_that_is_full_keeps_what_was_there(tmp_path: Path) -> None:
+    store = Store(f"faulty://{tmp_path}")
+    store.write("small", b"content")
+    with faults("is full"), pytest.raises(FarError, match="must have room, but has none"):
+        store.write("small", b"other content")
+    assert store.read("small") == b"content"
+    assert list(store.sizes("")) == ["small"]
+
+
 def test_a_version_is_another_when_the_file_was_replaced_whatever_the_store_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

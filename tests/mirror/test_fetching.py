@@ -5,7 +5,9 @@ from __future__ import annotations
 import fcntl
 import shutil
 import threading
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,6 +18,7 @@ from megahead.errors import CheckpointError
 from megahead.mirror import (
     FarRun,
     Fetched,
+    Terms,
     downloading,
     far_or_existing,
     fetch_named,
@@ -23,8 +26,8 @@ from megahead.mirror import (
     refuse_another_mirror,
 )
 from megahead.run_folder import RunFolder
-from support.far_stores import faults
-from support.mirrored import finish, mirror, save, steps_in_mirror
+from support.far_stores import Faulty, faults
+from support.mirrored import finish, mirror, save, steps_in_mirror, until
 from support.on_ranks import on_ranks
 
 
@@ -110,6 +113,67 @@ def test_what_a_run_goes_on_from_after_all_is_not_abandoned(url: str, tmp_path: 
     assert steps_in_mirror(url) == [3, 6, 8]
 
 
+def test_it_is_known_from_the_first_save_on_though_that_waits_to_be_sent(url: str, tmp_path: Path) -> None:
+    run = tmp_path / "first"
+    shutil.rmtree(run / "checkpoints/step-00000006")
+    shutil.rmtree(tmp_path / "store/checkpoints/step-00000003")
+    with faults("waits", "step-00000003", times=1), mirror(f"faulty://{tmp_path}/store", run, tip=3) as sending:
+        sending.offer_again(run / "checkpoints/step-00000003")
+        until(lambda: Faulty.times == 0)
+        sending.offer(save(run, 4), 3)
+        assert newer(url, run, than=4) is None  # as after a kill
+        Faulty.gate.set()
+    assert steps_in_mirror(url) == [3, 4]
+    assert not RunFolder(run).abandoned_far.exists()
+
+
+def test_what_another_mirror_takes_does_not_make_it_forgotten(url: str, tmp_path: Path) -> None:
+    run = went_back(url, tmp_path)
+    (tmp_path / "store-2").mkdir()
+    with mirror(f"file://{tmp_path}/store-2", run, tip=4) as sending:
+        sending.offer_again(run / "checkpoints/step-00000004")
+    assert newer(url, run, than=4) is None
+
+
+def test_one_that_is_removed_while_it_is_fetched_makes_way_for_a_newer_one(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The session before still sends."""
+    fetch_files = downloading._fetch_files
+    with mirror(url, tmp_path / "first", keep=1, tip=6) as sending:
+
+        def fetch(far: FarRun, name: str, *others: Any) -> Iterator[None]:
+            if name.endswith("6"):
+                sending.offer(save(tmp_path / "first", 8), 6)
+                finish(sending)
+            yield from fetch_files(far, name, *others)
+
+        monkeypatch.setattr(downloading, "_fetch_files", fetch)
+        assert fetched_step(url, tmp_path / "new") == 8
+    assert steps_in_mirror(url) == [8]
+
+
+def test_no_more_is_read_than_the_first_that_may_be_used(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path / "first", 9)
+    set_aside([tmp_path / "first/checkpoints/step-00000009"])
+    read, names = FarRun.manifest_text, []
+    monkeypatch.setattr(FarRun, "manifest_text", lambda far, name: names.append(name) or read(far, name))
+    assert fetch_named(url, RunFolder(tmp_path / "first")).name == "step-00000006"
+    assert names == ["checkpoints/step-00000006"]
+
+
+def test_the_log_stays_where_nothing_sound_is_fetched(url: str, tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / "first")
+    shutil.rmtree(run / "checkpoints/step-00000006")
+    (tmp_path / "store/metrics.jsonl").write_text("older\n")
+    run.metrics.write_text("newer\n")
+    flip(stored(tmp_path, 6))
+    assert fetched_step(url, run.path, than=3) is None
+    assert run.metrics.read_text() == "newer\n"
+
+
 def went_back(url: str, tmp_path: Path) -> Path:
     """A run that went back from step 6 to 3 and saved step 4, while its mirror could be read, but not written."""
     run = tmp_path / "first"
@@ -129,7 +193,7 @@ def test_a_whole_one_with_other_content_is_set_aside_for_one_that_is_named(url: 
     save(run, 3, value=9.0)
     before = set(abandoned_in(run))
     for _ in range(2):
-        fetch_named(f"{url}/checkpoints/step-00000003", RunFolder(run), keeps_others=True)
+        fetch_named(f"{url}/checkpoints/step-00000003", RunFolder(run), terms=Terms(keeps_others=True))
     assert open_checkpoint(run / "checkpoints/step-00000003").read("weight/w")[0] == 3
     (aside,) = set(abandoned_in(run)) - before
     assert open_checkpoint(aside).read("weight/w")[0] == 9

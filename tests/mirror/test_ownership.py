@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megahead.errors import CheckpointError, UserError
-from megahead.mirror import FarRun, refuse_another_mirror
+from megahead.mirror import Claim, FarRun, Owner, refuse_another_mirror
 from megahead.run_folder import RunFolder
 from support.far_stores import Faulty, faults
 from support.mirrored import Places, finish, mirror, save, steps_in_mirror, until
@@ -106,6 +106,65 @@ def test_a_session_whose_beginning_failed_does_not_take_the_mirror_from_the_next
         second.check()
 
 
+def test_nor_does_one_that_first_comes_to_it_when_the_next_one_has_sent(places: Places) -> None:
+    """On another disk: what it has saved there is of the same history."""
+    run, url = places
+    with mirror(url, run) as sending:
+        sending.offer(save(run, 3), -1)
+    other = Path(shutil.copytree(run, run.with_name("other")))
+    with faults("fails", "/session"), mirror(url, run, "node-a\n", tip=3) as first:
+        finish(first)
+        Faulty.fault = ""
+        with mirror(url, other, "node-b\n", tip=3) as second:
+            second.offer(save(other, 6), 3)
+            finish(second)
+            first.offer(save(run, 4), 3)
+            finish(first)
+            with pytest.raises(UserError, match="another has begun on node-b"):
+                first.check()
+            second.check()
+    assert steps_in_mirror(url) == [3, 6]
+    assert not RunFolder(run).abandoned_far.exists()
+
+
+def test_a_beginning_that_failed_is_tried_again(places: Places) -> None:
+    run, url = places
+    with faults("fails", "/session", times=1), mirror(url, run, "node-a\n") as sending:
+        finish(sending)
+        assert sending.news() == []
+    assert (run.parent / "store/session").read_text() == "node-a\n"
+
+
+def test_it_takes_the_mirror_from_the_one_that_it_follows_in_the_folder(places: Places) -> None:
+    """Which had not begun with the mirror when this one looked."""
+    run, url = places
+    run.mkdir()
+    far, folder = FarRun(url), RunFolder(run)
+    first, second = (
+        Claim(far.store, folder, f"{mark}\n", Owner(None, None), followed)
+        for mark, followed in (("a", None), ("b", "a\n"))
+    )
+    first.hold()
+    second.hold()
+    with pytest.raises(UserError, match="another has begun on b;"):
+        first.hold()
+
+
+def test_of_two_new_runs_that_share_a_mirror_one_ends(places: Places) -> None:
+    """Both found it empty."""
+    run, url = places
+    far, mark = FarRun(url), "this\n"
+    claims = []
+    for name in ("one", "other"):
+        folder = RunFolder(run.with_name(name))
+        folder.path.mkdir()
+        claims.append(Claim(far.store, folder, mark, refuse_another_mirror(far, folder, "auto")))
+    claims[0].hold()
+    with pytest.raises(UserError, match=rf"must be this run's, but {url} has become that of another; choose"):
+        claims[1].hold()
+    assert not RunFolder(run.with_name("other")).identity.exists()
+
+
 def test_a_mirror_that_became_another_runs_meanwhile_is_left_alone(places: Places) -> None:
     run, url = places
     run.mkdir()
@@ -119,11 +178,17 @@ def test_a_mirror_that_became_another_runs_meanwhile_is_left_alone(places: Place
 
 
 def test_an_empty_name_of_a_run_is_none(places: Places) -> None:
-    """A full disk leaves such."""
+    """A full disk leaves such; nor is an empty session's."""
     run, url = places
     (there := run.parent / "store/run-id").touch()
+    (there.parent / "session").touch()
     with mirror(url, run) as sending:
         finish(sending)
+        sending.check()
+        (there.parent / "session").write_bytes(b"")
+        sending.offer(save(run, 3), -1)
+        finish(sending)
+        sending.check()
     assert there.read_bytes() == RunFolder(run).identity.read_bytes() != b""
 
 

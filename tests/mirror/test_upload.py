@@ -14,7 +14,8 @@ import pytest
 
 from megahead.checkpoint import KeepRules, open_checkpoint
 from megahead.far import Store
-from megahead.mirror import FarRun, Mirror, fetch_named, upload
+from megahead.mirror import Claim, FarRun, Mirror, Owner, fetch_named, upload
+from megahead.mirror import sending as sending_module
 from megahead.run_folder import RunFolder
 from support.far_stores import Faulty, faults
 from support.mirrored import Places, finish, mirror, save, steps_in_mirror, until
@@ -92,6 +93,33 @@ def test_what_did_not_arrive_has_no_name_and_one_sentence(fault: str, only: str,
         finish(sending)
         assert steps_in_mirror(url) == [3, 9]
         assert not any("step-00000006" in name for name in FarRun(url).store.sizes("checkpoints"))
+
+
+def test_what_was_emptied_while_it_was_sent_is_sent_again(places: Places, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, url = places
+    send_files = sending_module._send_files
+
+    def send(*given: Any) -> int:
+        sent = send_files(*given)
+        shutil.rmtree(run.parent / "store/checkpoints")
+        monkeypatch.setattr(sending_module, "_send_files", send_files)
+        return sent
+
+    monkeypatch.setattr(sending_module, "_send_files", send)
+    with mirror(url, run) as sending:
+        sending.offer(save(run, 6), -1)
+    open_checkpoint(run.parent / "store").verify()
+
+
+def test_one_passed_over_that_was_there_before_the_session_is_no_news(places: Places) -> None:
+    run, url = places
+    save(run, 3)
+    with faults("waits", "run-id", times=1), mirror(url, run, tip=3) as sending:
+        until(lambda: Faulty.times == 0)
+        sending.offer_again(run / "checkpoints/step-00000003")
+        sending.offer(save(run, 4), 3)
+        assert sending.news() == []
+        Faulty.gate.set()
 
 
 def test_a_fault_that_passes_is_tried_again_and_not_told(places: Places) -> None:
@@ -294,7 +322,8 @@ def test_a_disk_that_fails_is_told_and_a_thread_that_died_is_not_waited_for(
 def test_nobody_waits_beyond_the_last_moment(places: Places) -> None:
     run, url = places
     run.mkdir()
-    sending = Mirror(FarRun(url), RunFolder(run), "this session\n", -1, 2, KeepRules())
+    far, folder = FarRun(url), RunFolder(run)
+    sending = Mirror(far, folder, Claim(far.store, folder, "this session\n", Owner.of(far.store)), -1, 2, KeepRules())
     with faults("waits", "session"):
         assert list(sending.finishing(time.monotonic() - 1)) == []
     sending.close()

@@ -42,7 +42,8 @@ class Faulty(LocalFileSystem):  # type: ignore[misc]
     def _hurt(self, path: str) -> Any:
         if self.fault == "fails":
             raise PermissionError(f"403 Forbidden: {path}")
-        if self.fault == "is full":
+        if self.fault == "is full":  # which empties what was there
+            Path(self._strip_protocol(path)).write_bytes(b"")
             raise OSError(errno.ENOSPC, "No space left on device", path)
         if self.fault == "waits":
             self.gate.wait(30)

@@ -11,7 +11,7 @@ import torch
 
 from megahead.checkpoint import KeepRules, save_checkpoint
 from megahead.distributed import Group
-from megahead.mirror import FarRun, Mirror, upload
+from megahead.mirror import Claim, FarRun, Mirror, Owner, upload
 from megahead.mirror.far_run import newest_first, step_in
 from megahead.run_folder import RunFolder
 
@@ -47,7 +47,9 @@ def mirror(
     pauses, upload.PAUSES = upload.PAUSES, (0.0, 0.0, 0.0)
     try:
         run.mkdir(exist_ok=True)
-        sending = Mirror(FarRun(url, patience=5), RunFolder(run), mark, tip, keep, rules or KeepRules())
+        far, folder = FarRun(url, patience=5), RunFolder(run)
+        claim = Claim(far.store, folder, mark, Owner.of(far.store))
+        sending = Mirror(far, folder, claim, tip, keep, rules or KeepRules())
         yield sending
         finish(sending)
         sending.close()
