@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -91,14 +90,15 @@ class Store:
         if not is_disk(self._files):
             self._files.pipe_file(path, content)
             return
-        beside = f"{path}.{secrets.token_hex(4)}.partial"
+        folder, _, name = path.rpartition("/")
+        beside = f"{folder}/.{name}.partial"  # always the same: a killed session's is written over
         try:
             self._files.pipe_file(beside, content)
             with suppress(FileNotFoundError):  # lost, as reading it back tells
-                self._files.mv(beside, path)
+                Path(beside).replace(path)
         except BaseException:
-            with suppress(Exception):
-                self._files.rm_file(beside)
+            with suppress(OSError):
+                Path(beside).unlink()
             raise
 
     def remove(self, name: str) -> None:

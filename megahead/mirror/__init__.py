@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from megahead.mirror.far_run import FarRun, patience_with
     from megahead.mirror.fetching import Fetched, fetch_named, fetch_newer
     from megahead.mirror.news import News
-    from megahead.mirror.ownership import Claim, Owner, refuse_another_mirror
+    from megahead.mirror.ownership import Claim, announce, refuse_another_mirror
     from megahead.mirror.upload import Mirror
 
 __all__ = [
@@ -24,8 +24,8 @@ __all__ = [
     "Fetched",
     "Mirror",
     "News",
-    "Owner",
     "Terms",
+    "announce",
     "far_or_existing",
     "fetch_named",
     "fetch_newer",
@@ -40,6 +40,6 @@ __getattr__ = on_first_use(
     far_run=("FarRun", "patience_with"),
     fetching=("Fetched", "fetch_named", "fetch_newer"),
     news=("News",),
-    ownership=("Claim", "Owner", "refuse_another_mirror"),
+    ownership=("Claim", "announce", "refuse_another_mirror"),
     upload=("Mirror",),
 )

@@ -15,7 +15,7 @@ from megahead.checkpoint.manifest import MANIFEST, Manifest
 from megahead.errors import CheckpointError
 from megahead.far import DamagedError, Expected, joined, receive
 from megahead.files import fsync
-from megahead.mirror.far_run import FarRun
+from megahead.mirror.far_run import FarRun, write_all
 from megahead.wording import gib
 
 TELL_SECONDS = 10.0
@@ -30,10 +30,22 @@ class Terms:
     """May refuse it before."""
 
     arrived: Callable[[], None] = lambda: None
-    """Fetches what else is wanted, before the checkpoint has its name: it would not be fetched again."""
+    """Done when it is here, before it has its name."""
 
     keeps_others: bool = False
     """Whether a whole one with other content that has its place is set aside; else it is replaced."""
+
+    @staticmethod
+    def of_own(accept: Callable[[Checkpoint], None], files: Callable[[], dict[Path, bytes]]) -> Terms:
+        """Those of one that becomes a run's own: small files come along. They are read before it, since all of it would
+        have come in vain, and written when it is here; once it has its name it would not be fetched again."""
+        brought: dict[Path, bytes] = {}
+
+        def accept_and_read(found: Checkpoint) -> None:
+            accept(found)
+            brought.update(files())
+
+        return Terms(accept_and_read, lambda: write_all(brought), keeps_others=True)
 
 
 def download(far: FarRun, name: str, root: Path, terms: Terms) -> Iterator[None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 
 from megahead.checkpoint import is_step_folder, step_of
@@ -44,16 +45,23 @@ class FarRun:
 
     def take(self, *paths: Path) -> None:
         """Fetches small files of the run, by their names, as far as they are there."""
-        for path in paths:
-            content = self.store.read_if_there(path.name)
-            if content is not None:
-                write_atomically(path, content)
+        write_all(self.contents(*paths))
+
+    def contents(self, *paths: Path) -> dict[Path, bytes]:
+        """What small files of the run hold, by their names, as far as they are there."""
+        found = {path: self.store.read_if_there(path.name) for path in paths}
+        return {path: content for path, content in found.items() if content is not None}
 
     def remove(self, folder: str, files: dict[str, int]) -> None:
         """Removes a checkpoint, its name first: nobody takes what is left for one."""
         for name in sorted(files, key=lambda name: name != MANIFEST):
             self.store.remove(f"{folder}/{name}")
         self.store.remove_folder(folder)
+
+
+def write_all(contents: Mapping[Path, bytes]) -> None:
+    for path, content in contents.items():
+        write_atomically(path, content)
 
 
 def patience_with(group: Group) -> float:

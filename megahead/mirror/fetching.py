@@ -60,11 +60,10 @@ def fetch_newer(
     began = time.monotonic()
     far = _open_together(url, group)
 
-    def arrived() -> None:
-        if far is not None:
-            far.take(folder.metrics, folder.identity)
+    def files() -> dict[Path, bytes]:
+        return {} if far is None else far.contents(folder.metrics, folder.identity)
 
-    terms = Terms(accept, arrived, keeps_others=True)
+    terms = Terms.of_own(accept, files)
     final, damage = _fetch_newest(_Search(far, CHECKPOINTS, than, folder), group, terms)
     if final is not None:
         return Fetched(_newest_now(final, group), url, time.monotonic() - began, damage)

@@ -1,14 +1,13 @@
 """Whose mirror it is: one run's, and at any time one session's.
 
 `run-id`, the same in the run's folder and in the mirror, keeps two runs from removing each other's checkpoints;
-`session`, as in the run's folder, says which of two processes that were cut off from each other may still write.
+`session`, as in the run's folder, says which of two processes that were cut off from each other may still write;
+`next-session`, which of them looked at the mirror last, and may become that: it takes a while from one to the other.
 """
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Collection
-from dataclasses import dataclass
 from pathlib import Path
 
 from megahead.checkpoint import steps_in
@@ -23,34 +22,15 @@ class TakenOverError(UserError):
     """Another session, or another run, writes to the mirror now."""
 
 
-ID, SESSION = "run-id", "session"
+ID, SESSION, NEXT = "run-id", "session", "next-session"
 
 
-@dataclass(frozen=True)
-class Owner:
-    """Whose a mirror is: what `run-id` and `session` say there; None also for a file that a full disk left empty."""
-
-    run: bytes | None
-    session: bytes | None
-
-    @staticmethod
-    def of(store: Store) -> Owner:
-        return Owner(_said(store, ID), _said(store, SESSION))
-
-
-def _said(store: Store, name: str) -> bytes | None:
-    return store.read_if_there(name) or None
-
-
-_NOBODY = Owner(None, None)
-
-
-def refuse_another_mirror(far: FarRun, folder: RunFolder, resume: str) -> Owner:
-    """Whose the mirror is; CheckpointError if it belongs to another run than that in `folder`, which `resume` would go
-    on with, or is that folder; FarError if what is written there cannot be read back."""
+def refuse_another_mirror(far: FarRun, folder: RunFolder, resume: str) -> bytes | None:
+    """By what the run is known in the mirror, if it has begun there; CheckpointError if the mirror belongs to another
+    run than that in `folder`, which `resume` would go on with, or is that folder; FarError if what is written there
+    cannot be read back."""
     _try_writing(far.store, folder)
-    owner = Owner.of(far.store)
-    there, here = owner.run, _read(folder.identity)
+    there, here = _said(far.store, ID), _read(folder.identity)
     named = newest_first(far.list(CHECKPOINTS))
     if resume == "never" and named:
         raise CheckpointError(
@@ -68,7 +48,17 @@ def refuse_another_mirror(far: FarRun, folder: RunFolder, resume: str) -> Owner:
             f"`training.mirror` must be this run's or empty, but {far.url} is that of another; choose another, or copy "
             f"its {ID} into {folder} if it is this run's after all."
         )
-    return owner
+    return there
+
+
+def announce(store: Store, mark: str) -> None:
+    """The session with this mark is the one that may take the mirror next."""
+    store.write(NEXT, mark.encode())
+
+
+def _said(store: Store, name: str) -> bytes | None:
+    """None also for a file that a full disk has left empty."""
+    return store.read_if_there(name) or None
 
 
 def _try_writing(store: Store, folder: RunFolder) -> None:
@@ -85,18 +75,15 @@ def _try_writing(store: Store, folder: RunFolder) -> None:
 class Claim:
     """A session's hold on a mirror."""
 
-    def __init__(self, store: Store, folder: RunFolder, mark: str, before: Owner, followed: str | None = None) -> None:
-        """`mark`: the session's, in the run's folder; `before`: whose the mirror was when the session began;
-        `followed`: the mark that this one has replaced in the folder. From these two sessions, and no others, it may
-        take the mirror: another has begun later."""
-        self._store, self._folder, self._mark, self._before = store, folder, mark, before
-        self._others = {before.session, None if followed is None else followed.encode()}
+    def __init__(self, store: Store, folder: RunFolder, mark: str, known_as: bytes | None) -> None:
+        """`mark`: the session's, in the run's folder, and announced in the mirror; `known_as`: the run there then."""
+        self._store, self._folder, self._mark, self._known_as = store, folder, mark, known_as
         self._ours = self._was_ours = False
 
     def hold(self) -> bool:
         """Makes the mirror this run's and this session's, again if somebody has emptied it, and returns whether it was
         not; TakenOverError if it has become another's."""
-        begins = not self._ours or Owner.of(self._store) == _NOBODY
+        begins = not self._ours or (_said(self._store, SESSION) is None and _said(self._store, ID) is None)
         if begins:
             self._ours = False
             self.refuse_another()
@@ -107,23 +94,19 @@ class Claim:
         return begins
 
     def refuse_another(self) -> None:
-        """TakenOverError if another session has begun with this mirror."""
-        there = _said(self._store, SESSION)
-        if there is not None and there not in self._may_be():
+        """TakenOverError if another session has begun with this mirror since it was this one's, or since this one was
+        announced."""
+        there = _said(self._store, SESSION if self._was_ours else NEXT)
+        if there is not None and there != self._mark.encode():
             raise TakenOverError(
                 f"training.mirror must have one session at a time, but with {self._store.url} another has begun on "
                 f"{there.decode(errors='replace').strip()}; this one ends, and what it has not saved is the other's to "
                 "do again."
             )
 
-    def _may_be(self) -> Collection[bytes | None]:
-        """Whose it may be. Once it was ours it may be begun again, but not taken again."""
-        mark = self._mark.encode()
-        return {mark} if self._was_ours else {mark, *self._others}
-
     def _begin(self) -> None:
         there, here = _said(self._store, ID), _read(self._folder.identity)
-        if there is not None and there != (self._before.run if here is None else here):
+        if there is not None and there != (self._known_as if here is None else here):
             raise TakenOverError(
                 f"training.mirror must be this run's, but {self._store.url} has become that of another; choose another."
             )

@@ -43,7 +43,7 @@ class Mirror:
         self._keep, self._keep_rules = keep, keep_rules
         self._claim, self._begun = claim, False
         self._above: set[str] | None = None
-        self._noting = threading.Lock()
+        self._saved, self._noting = False, threading.Lock()
         self._taken: UserError | None = None
         self._outbox, self._news = Outbox(), SimpleQueue[News]()
         self._thread = threading.Thread(target=self._work, name="mirror", daemon=True)
@@ -62,7 +62,9 @@ class Mirror:
     def offer(self, folder: Path, parent_step: int) -> None:
         """Sends a finished checkpoint, which continues the one of `parent_step`, when its turn comes."""
         if parent_step < NO_STEP:
-            self._turn_away()  # at once: that may be long after, and the session be killed before
+            with self._noting:
+                self._saved = True
+                self._turn_away()  # at once: that may be long after, and the session be killed before
         passed_over = self._outbox.put(Parcel(folder, parent_step))
         if passed_over is not None:
             self._news.put(skipped(passed_over.step, self.url))
@@ -113,9 +115,6 @@ class Mirror:
             if self._outbox.pause(pause) and reason:
                 break  # a newer one takes its place
             try:
-                self._look()
-                if parcel.parent_step < NO_STEP:
-                    self._turn_away()
                 self._begin()
                 gone = written_down(self._folder, self.url)
                 sent = send(self._far, parcel.folder, parcel.parent_step, self._claim.refuse_another)
@@ -138,11 +137,14 @@ class Mirror:
         if self._above is None:
             self._claim.refuse_another()
             self._above = hashes_above(self._far, self._tip)
+        with self._noting:
+            self._turn_away()
 
     def _turn_away(self) -> None:
         """Once the session has saved a checkpoint, that is abandoned."""
-        with self._noting, suppress(OSError):  # a full disk; most likely the checkpoint will be sent
-            write_down(self._folder, self.url, self._above or ())
+        if self._saved and self._above:
+            with suppress(OSError):  # a full disk; most likely the checkpoint will be sent
+                write_down(self._folder, self.url, self._above)
 
     def _forget(self, gone: set[str], sent: Parcel) -> None:
         """A checkpoint that was `sent` has removed from the mirror what was written down as abandoned, and what is

@@ -15,15 +15,18 @@ from megahead.errors import UserError
 from megahead.files import write_atomically
 
 
+def session_mark() -> str:
+    """One that no other session has."""
+    return f"{socket.gethostname()}, process {os.getpid()} ({secrets.token_hex(4)})\n"
+
+
 class Hold:
     """Taken when it is made. Between `check` and what is written then another session may still begin."""
 
-    def __init__(self, file: Path) -> None:
+    def __init__(self, file: Path, mark: str) -> None:
         self._file = file
-        self.followed = self._there()
-        """What the file held before: the mark of a session that was killed, or still trains; None if there was none."""
-        self.mark = f"{socket.gethostname()}, process {os.getpid()} ({secrets.token_hex(4)})\n"
-        """What the file holds now; no other session's."""
+        self.mark = mark
+        """What the file holds now."""
         write_atomically(file, self.mark)
 
     def check(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from math import inf
+from pathlib import Path
 
 from megahead.checkpoint import Checkpoint, KeepRules, run_long_on_all_ranks, run_on_all_ranks
 from megahead.config import RunConfig
@@ -17,8 +18,8 @@ from megahead.mirror import (
     Fetched,
     Mirror,
     News,
-    Owner,
     Terms,
+    announce,
     fetch_named,
     fetch_newer,
     patience_with,
@@ -35,17 +36,20 @@ SECONDS_AFTER_SIGNAL = 20.0
 killed after 30 s. What is missing then, the next session sends."""
 
 
-def owner_of_mirror(resume: str, config: RunConfig, world_group: Group) -> Owner | None:
-    """Whose the run's mirror is when a session begins, on rank 0. Collective; CheckpointError if it is another run's,
-    or cannot be read."""
+def look_at_mirror(resume: str, config: RunConfig, mark: str, world_group: Group) -> bytes | None:
+    """By what the run is known in its mirror, if it has begun there; announces the session with this mark. Collective;
+    CheckpointError if the mirror is another run's, or cannot be used."""
     url = config.training.mirror
 
-    def check() -> Owner | None:
+    def look() -> bytes | None:
         if url is None or world_group.rank != 0:
             return None
-        return refuse_another_mirror(FarRun(url, patience_with(world_group)), config.folder(), resume)
+        far = FarRun(url, patience_with(world_group))
+        known_as = refuse_another_mirror(far, config.folder(), resume)
+        announce(far.store, mark)
+        return known_as
 
-    return run_on_all_ranks(world_group, check)[0]
+    return run_on_all_ranks(world_group, look)[0]
 
 
 def near_resume(resume: str, config: RunConfig, datasets: RunDatasets, world_group: Group) -> str:
@@ -60,11 +64,11 @@ def near_resume(resume: str, config: RunConfig, datasets: RunDatasets, world_gro
     if url is None or not is_below(resume, url):
         return str(fetch_named(resume, RunFolder(folder.fetched), world_group, Terms(accept)))
 
-    def adopt() -> None:
+    def files() -> dict[Path, bytes]:
         log = [] if folder.metrics.exists() else [folder.metrics]
-        FarRun(url, patience_with(world_group)).take(*log, folder.identity)
+        return FarRun(url, patience_with(world_group)).contents(*log, folder.identity)
 
-    return str(fetch_named(resume, folder, world_group, Terms(accept, adopt, keeps_others=True)))
+    return str(fetch_named(resume, folder, world_group, Terms.of_own(accept, files)))
 
 
 def fetch_from_mirror(than: int, config: RunConfig, datasets: RunDatasets, world_group: Group) -> Fetched | None:
@@ -90,15 +94,15 @@ def _accepting(url: str, config: RunConfig, datasets: RunDatasets) -> Callable[[
 
 
 def open_mirror(
-    config: RunConfig, owner: Owner | None, hold: Hold | None, tip: int, keep_rules: KeepRules
+    config: RunConfig, known_as: bytes | None, hold: Hold | None, tip: int, keep_rules: KeepRules
 ) -> Mirror | None:
     """The mirror of a session that has the `hold` on its run's folder, and begins with the checkpoint of step `tip`
-    there: rank 0's. `owner`: whose the mirror was before."""
+    there: rank 0's. `known_as`: the run, in the mirror."""
     training, folder = config.training, config.folder()
-    if training.mirror is None or hold is None or owner is None:
+    if training.mirror is None or hold is None:
         return None
     far = FarRun(training.mirror)
-    claim = Claim(far.store, folder, hold.mark, owner, hold.followed)
+    claim = Claim(far.store, folder, hold.mark, known_as)
     return Mirror(far, folder, claim, tip, training.keep_checkpoints, keep_rules)
 
 

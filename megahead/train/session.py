@@ -19,19 +19,19 @@ from megahead.copies import MemoryCopies, NodeMemory, Rescue, rescue_newer
 from megahead.distributed import Group, Launch, Mesh
 from megahead.far import is_far, near_file
 from megahead.files import staged, write_atomically
-from megahead.mirror import Fetched, Mirror, News, Owner
+from megahead.mirror import Fetched, Mirror, News
 from megahead.run_folder import RunFolder
 from megahead.train.datasets import RunDatasets
-from megahead.train.hold import Hold
+from megahead.train.hold import Hold, session_mark
 from megahead.train.lineage import Lineage
 from megahead.train.meters import Meters
 from megahead.train.mirroring import (
     fetch_from_mirror,
     finish_mirror,
     last_moment,
+    look_at_mirror,
     near_resume,
     open_mirror,
-    owner_of_mirror,
 )
 from megahead.train.preemption import Ending, StopRequest
 from megahead.train.start import Start, find_resume
@@ -63,8 +63,11 @@ class Session:
     mirror: Mirror | None = field(default=None, init=False)
     """Rank 0's, if the run has one, once the first phase is ready to train."""
 
-    _owner: Owner | None = field(default=None, init=False)
-    """Whose the mirror was when the session began."""
+    mark: str = field(default_factory=session_mark, init=False)
+    """No other session's."""
+
+    _known_as: bytes | None = field(default=None, init=False)
+    """The run, in the mirror, when the session began."""
 
     _after_an_error: ExitStack = field(default_factory=ExitStack, init=False)
     """Closes what was opened until then."""
@@ -75,7 +78,7 @@ class Session:
         folder = self.plan.config.folder()
         if is_far(resume):
             self._after_an_error.callback(self._remove_fetched)
-        self._owner = owner_of_mirror(resume, self.plan.config, self.world_group)
+        self._known_as = look_at_mirror(resume, self.plan.config, self.mark, self.world_group)
         near = near_resume(resume, self.plan.config, self.datasets, self.world_group)
         yield find_resume(near, folder, self.world_group, self._rescue, self._fetch)
         while True:
@@ -124,7 +127,7 @@ class Session:
         if self.world_group.rank != 0:
             return None
         _begin(self.plan.config.folder(), self.plan.config)
-        return Hold(self.plan.config.folder().holder)
+        return Hold(self.plan.config.folder().holder, self.mark)
 
     @cached_property
     def copies(self) -> MemoryCopies | None:
@@ -159,7 +162,7 @@ class Session:
 
     def _opened_mirror(self, start: Start, lineage: Lineage) -> Mirror | None:
         checkpoint = start.checkpoint
-        mirror = open_mirror(self.plan.config, self._owner, self.hold, lineage.tip, self.keep_rules)
+        mirror = open_mirror(self.plan.config, self._known_as, self.hold, lineage.tip, self.keep_rules)
         if mirror is None:
             return None
         self._after_an_error.callback(mirror.close)

@@ -15,6 +15,7 @@ from megahead.checkpoint import Checkpoint, abandoned_in, open_checkpoint
 from megahead.checkpoint.folders import set_aside
 from megahead.distributed import Group
 from megahead.errors import CheckpointError
+from megahead.far import FarError
 from megahead.mirror import (
     FarRun,
     Fetched,
@@ -24,6 +25,7 @@ from megahead.mirror import (
     fetch_named,
     fetch_newer,
     refuse_another_mirror,
+    upload,
 )
 from megahead.run_folder import RunFolder
 from support.far_stores import Faulty, faults
@@ -127,6 +129,28 @@ def test_it_is_known_from_the_first_save_on_though_that_waits_to_be_sent(url: st
     assert not RunFolder(run).abandoned_far.exists()
 
 
+def test_it_is_known_also_if_the_first_save_comes_while_the_mirror_is_read(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, reads = tmp_path / "first", upload.hashes_above
+    shutil.rmtree(run / "checkpoints/step-00000006")
+    begun, goes_on = threading.Event(), threading.Event()
+
+    def slow(far: FarRun, step: int) -> set[str]:
+        begun.set()
+        goes_on.wait(20)
+        return reads(far, step)
+
+    monkeypatch.setattr(upload, "hashes_above", slow)
+    with faults("waits", "step-00000003", times=1), mirror(f"faulty://{tmp_path}/store", run, tip=3) as sending:
+        sending.offer_again(run / "checkpoints/step-00000003")
+        begun.wait(20)
+        sending.offer(save(run, 4), 3)
+        goes_on.set()
+        until(RunFolder(run).abandoned_far.exists)
+        Faulty.gate.set()
+
+
 def test_what_another_mirror_takes_does_not_make_it_forgotten(url: str, tmp_path: Path) -> None:
     run = went_back(url, tmp_path)
     (tmp_path / "store-2").mkdir()
@@ -172,6 +196,20 @@ def test_the_log_stays_where_nothing_sound_is_fetched(url: str, tmp_path: Path) 
     flip(stored(tmp_path, 6))
     assert fetched_step(url, run.path, than=3) is None
     assert run.metrics.read_text() == "newer\n"
+
+
+def test_a_log_that_cannot_be_read_is_told_before_a_long_fetch(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise FarError("down")
+
+    fetched: list[str] = []
+    monkeypatch.setattr(FarRun, "contents", broken)
+    monkeypatch.setattr(downloading, "_fetch_files", lambda far, name, *others: fetched.append(name))
+    with pytest.raises(CheckpointError, match="down"):
+        newer(url, tmp_path / "new")
+    assert fetched == []
 
 
 def went_back(url: str, tmp_path: Path) -> Path:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megahead.errors import CheckpointError, UserError
-from megahead.mirror import Claim, FarRun, Owner, refuse_another_mirror
+from megahead.mirror import Claim, FarRun, announce, refuse_another_mirror
 from megahead.run_folder import RunFolder
 from support.far_stores import Faulty, faults
 from support.mirrored import Places, finish, mirror, save, steps_in_mirror, until
@@ -135,34 +135,47 @@ def test_a_beginning_that_failed_is_tried_again(places: Places) -> None:
     assert (run.parent / "store/session").read_text() == "node-a\n"
 
 
-def test_it_takes_the_mirror_from_the_one_that_it_follows_in_the_folder(places: Places) -> None:
-    """Which had not begun with the mirror when this one looked."""
+def test_who_looked_last_has_the_mirror_whoever_comes_to_it_first(places: Places) -> None:
+    """Between the two a model is built."""
     run, url = places
     run.mkdir()
     far, folder = FarRun(url), RunFolder(run)
-    first, second = (
-        Claim(far.store, folder, f"{mark}\n", Owner(None, None), followed)
-        for mark, followed in (("a", None), ("b", "a\n"))
-    )
-    first.hold()
-    second.hold()
-    with pytest.raises(UserError, match="another has begun on b;"):
-        first.hold()
+    claims = []
+    for mark in ("a\n", "b\n"):
+        announce(far.store, mark)
+        claims.append(Claim(far.store, folder, mark, None))
+    for _ in range(2):
+        with pytest.raises(UserError, match="another has begun on b;"):
+            claims[0].hold()
+        claims[1].hold()
 
 
 def test_of_two_new_runs_that_share_a_mirror_one_ends(places: Places) -> None:
     """Both found it empty."""
     run, url = places
-    far, mark = FarRun(url), "this\n"
-    claims = []
+    far, claims = FarRun(url), []
     for name in ("one", "other"):
         folder = RunFolder(run.with_name(name))
         folder.path.mkdir()
-        claims.append(Claim(far.store, folder, mark, refuse_another_mirror(far, folder, "auto")))
-    claims[0].hold()
+        known_as = refuse_another_mirror(far, folder, "auto")
+        announce(far.store, name)
+        claims.append(Claim(far.store, folder, name, known_as))
+    with pytest.raises(UserError, match="another has begun on other;"):
+        claims[0].hold()
+    claims[1].hold()
+    assert not RunFolder(run.with_name("one")).identity.exists()
+
+
+def test_what_has_become_another_runs_since_it_was_looked_at_is_not_taken(places: Places) -> None:
+    run, url = places
+    run.mkdir()
+    far, folder = FarRun(url), RunFolder(run)
+    announce(far.store, "this\n")
+    claim = Claim(far.store, folder, "this\n", refuse_another_mirror(far, folder, "auto"))
+    (run.parent / "store/run-id").write_text("another\n")
     with pytest.raises(UserError, match=rf"must be this run's, but {url} has become that of another; choose"):
-        claims[1].hold()
-    assert not RunFolder(run.with_name("other")).identity.exists()
+        claim.hold()
+    assert not folder.identity.exists()
 
 
 def test_a_mirror_that_became_another_runs_meanwhile_is_left_alone(places: Places) -> None:
@@ -174,7 +187,7 @@ def test_a_mirror_that_became_another_runs_meanwhile_is_left_alone(places: Place
         finish(sending)
         with pytest.raises(UserError, match=rf"must be this run's, but {url} has become that of another; choose"):
             sending.check()
-    assert [path.name for path in (run.parent / "store").iterdir()] == ["run-id"]
+    assert [path.name for path in (run.parent / "store").glob("[!n]*")] == ["run-id"]
 
 
 def test_an_empty_name_of_a_run_is_none(places: Places) -> None:
@@ -200,6 +213,7 @@ def test_a_mirror_that_somebody_emptied_is_begun_again(places: Places) -> None:
     with mirror(url, run) as sending:
         sending.offer(save(run, 3), -1)
         finish(sending)
+        (store / "next-session").unlink()
         before = {path.name: path.read_bytes() for path in store.iterdir() if path.is_file()}
         shutil.rmtree(store)
         sending.offer(save(run, 6), 3)

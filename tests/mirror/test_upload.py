@@ -14,7 +14,7 @@ import pytest
 
 from megahead.checkpoint import KeepRules, open_checkpoint
 from megahead.far import Store
-from megahead.mirror import Claim, FarRun, Mirror, Owner, fetch_named, upload
+from megahead.mirror import Claim, FarRun, Mirror, fetch_named, upload
 from megahead.mirror import sending as sending_module
 from megahead.run_folder import RunFolder
 from support.far_stores import Faulty, faults
@@ -323,7 +323,7 @@ def test_nobody_waits_beyond_the_last_moment(places: Places) -> None:
     run, url = places
     run.mkdir()
     far, folder = FarRun(url), RunFolder(run)
-    sending = Mirror(far, folder, Claim(far.store, folder, "this session\n", Owner.of(far.store)), -1, 2, KeepRules())
+    sending = Mirror(far, folder, Claim(far.store, folder, "this session\n", None), -1, 2, KeepRules())
     with faults("waits", "session"):
         assert list(sending.finishing(time.monotonic() - 1)) == []
     sending.close()

@@ -11,7 +11,7 @@ import torch
 
 from megahead.checkpoint import KeepRules, save_checkpoint
 from megahead.distributed import Group
-from megahead.mirror import Claim, FarRun, Mirror, Owner, upload
+from megahead.mirror import Claim, FarRun, Mirror, announce, upload
 from megahead.mirror.far_run import newest_first, step_in
 from megahead.run_folder import RunFolder
 
@@ -48,7 +48,9 @@ def mirror(
     try:
         run.mkdir(exist_ok=True)
         far, folder = FarRun(url, patience=5), RunFolder(run)
-        claim = Claim(far.store, folder, mark, Owner.of(far.store))
+        plain = FarRun(url.replace("faulty:", "file:")).store
+        announce(plain, mark)
+        claim = Claim(far.store, folder, mark, plain.read_if_there("run-id") or None)
         sending = Mirror(far, folder, claim, tip, keep, rules or KeepRules())
         yield sending
         finish(sending)
