@@ -123,9 +123,10 @@ class Courses:
         return self._branch(Course("headless", "headless, equal tokens", budget, "headless", steps, decay))
 
     def _branch(self, course: Course) -> Course:
-        """It goes on from the trunk's last checkpoint up to where the rate or the objective changes in either."""
+        """It goes on from the trunk's last checkpoint up to where the rate or the objective changes in either, unless
+        the trunk's warm-up would be most of it."""
         unit, stable = self.units[course.objective], self._longest - round(self._part.decay * self._longest)
         same = course.steps - max(course.decay_steps, course.vanilla_steps)
         fork = min(same // unit, stable) * unit
         trunk = self._plain(course.objective, self._longest).name
-        return replace(course, trunk=trunk, fork=fork) if fork else course
+        return replace(course, trunk=trunk, fork=fork) if fork and 2 * unit <= course.steps else course

