@@ -86,7 +86,8 @@ class Store:
             )
 
     def _put_whole(self, path: str, content: bytes) -> None:
-        """On disks under another name first: one that is full would leave neither what was there nor this."""
+        """On disks under another name first: one that is full would leave neither what was there nor this. Not by
+        `files.staged`: what goes wrong is the store's to tell."""
         if not is_disk(self._files):
             self._files.pipe_file(path, content)
             return

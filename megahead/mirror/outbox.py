@@ -23,6 +23,11 @@ class Parcel:
     """The step that it continues: later ones in the mirror are of a history that was abandoned. `NO_STEP`: none are."""
 
     @property
+    def turns_away(self) -> bool:
+        """Whether any are."""
+        return self.parent_step < NO_STEP
+
+    @property
     def step(self) -> int:
         return step_of(self.folder)
 
@@ -51,7 +56,7 @@ class Outbox:
             if passed_over is not None:
                 self._owed = min(self._owed, passed_over.parent_step)
             self._note()
-            if passed_over is None or passed_over.folder in self._folders() or passed_over.parent_step == NO_STEP:
+            if passed_over is None or passed_over.folder in self._folders() or not passed_over.turns_away:
                 return None
             return passed_over
 

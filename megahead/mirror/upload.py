@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from queue import SimpleQueue
 
 from megahead.checkpoint import KeepRules
 from megahead.errors import UserError
-from megahead.mirror.abandoned import forget, hashes_above, write_down, written_down
+from megahead.mirror.abandonment import Abandonment
 from megahead.mirror.far_run import FarRun
 from megahead.mirror.news import News, arrived, failed, log_failed, skipped
 from megahead.mirror.outbox import NO_STEP, Outbox, Parcel
@@ -39,11 +39,10 @@ class Mirror:
     ) -> None:
         """`claim`: the session's; `tip`: the step of the checkpoint in `folder` that it begins with, -1 if there is
         none; `keep`, `keep_rules`: which checkpoints stay in the mirror."""
-        self._far, self._folder, self._tip = far, folder, tip
+        self._far, self._folder = far, folder
         self._keep, self._keep_rules = keep, keep_rules
         self._claim, self._begun = claim, False
-        self._above: set[str] | None = None
-        self._saved, self._noting = False, threading.Lock()
+        self._abandonment = Abandonment(far, folder, tip)
         self._taken: UserError | None = None
         self._outbox, self._news = Outbox(), SimpleQueue[News]()
         self._thread = threading.Thread(target=self._work, name="mirror", daemon=True)
@@ -61,18 +60,18 @@ class Mirror:
 
     def offer(self, folder: Path, parent_step: int) -> None:
         """Sends a finished checkpoint, which continues the one of `parent_step`, when its turn comes."""
-        if parent_step < NO_STEP:
-            with self._noting:
-                self._saved = True
-                self._turn_away()  # at once: that may be long after, and the session be killed before
-        passed_over = self._outbox.put(Parcel(folder, parent_step))
-        if passed_over is not None:
-            self._news.put(skipped(passed_over.step, self.url))
+        self._abandonment.saved()
+        self._put_in(Parcel(folder, parent_step))
 
     def offer_again(self, folder: Path) -> None:
         """Sends the checkpoint that a session begins with, as far as it is not there. Nothing goes for it: the run may
         yet go on from newer ones."""
-        self.offer(folder, NO_STEP)
+        self._put_in(Parcel(folder, NO_STEP))
+
+    def _put_in(self, parcel: Parcel) -> None:
+        passed_over = self._outbox.put(parcel)
+        if passed_over is not None:
+            self._news.put(skipped(passed_over.step, self.url))
 
     def offer_files(self) -> None:
         """Sends the run's small files once more, as they are now."""
@@ -110,73 +109,59 @@ class Mirror:
 
     def _send(self, parcel: Parcel) -> bool:
         """Whether it is there then; else that is told."""
-        began, reason = time.monotonic(), ""
-        for pause in PAUSES:
-            if self._outbox.pause(pause) and reason:
-                break  # a newer one takes its place
-            try:
-                self._begin()
-                gone = written_down(self._folder, self.url)
-                sent = send(self._far, parcel.folder, parcel.parent_step, self._claim.refuse_another)
-                self._forget(gone, parcel)
-            except Exception as error:
-                reason = self._reason(error)
-            else:
-                self._news.put(arrived(parcel.step, time.monotonic() - began, sent))
-                return True
-            if self._taken is not None or _is_gone(parcel.folder):
-                break
+        began = time.monotonic()
+
+        def attempt() -> None:
+            self._begin()
+            abandoned = self._abandonment.written_down()
+            sent = send(self._far, parcel.folder, parcel.parent_step, self._claim.refuse_another)
+            self._abandonment.is_gone(abandoned, and_newer=parcel.turns_away)
+            self._news.put(arrived(parcel.step, time.monotonic() - began, sent))
+
+        reason = self._failure_of(attempt, lambda: _is_gone(parcel.folder))
+        if reason is None:
+            return True
         self._outbox.owe(parcel)
         if not _is_gone(parcel.folder):  # else set aside when the run went back; the checkpoint that did so follows
             self._news.put(failed(parcel.step, parcel.folder, reason))
         return False
 
-    def _look(self) -> None:
-        """What is newer in the mirror than the run when the session begins, before it sends anything."""
-        self.check()
-        if self._above is None:
-            self._claim.refuse_another()
-            self._above = hashes_above(self._far, self._tip)
-        with self._noting:
-            self._turn_away()
-
-    def _turn_away(self) -> None:
-        """Once the session has saved a checkpoint, that is abandoned."""
-        if self._saved and self._above:
-            with suppress(OSError):  # a full disk; most likely the checkpoint will be sent
-                write_down(self._folder, self.url, self._above)
-
-    def _forget(self, gone: set[str], sent: Parcel) -> None:
-        """A checkpoint that was `sent` has removed from the mirror what was written down as abandoned, and what is
-        newer than the one that it continues."""
-        with self._noting, suppress(OSError):
-            if sent.parent_step < NO_STEP:
-                self._above = set()
-            forget(self._folder, self.url, gone)
-
     def _send_files(self, sent: Parcel | None) -> None:
         """The run's small files; before them, removes what a checkpoint that was `sent` makes superfluous."""
         self._outbox.files_taken()
-        reason = ""
+
+        def attempt() -> None:
+            self._begin()
+            if sent is not None:
+                settle(self._far, sent.folder, self._keep, self._keep_rules)
+            self._put(self._folder.metrics, self._folder.ending)
+
+        reason = self._failure_of(attempt)
+        if reason is not None:
+            self._news.put(log_failed(reason))
+
+    def _failure_of(self, attempt: Callable[[], None], is_in_vain: Callable[[], bool] = lambda: False) -> str | None:
+        """Why all attempts failed; None once one did not. A newer checkpoint ends them: it takes this one's place."""
+        reason = None
         for pause in PAUSES:
-            if self._outbox.pause(pause) and reason:
+            if self._outbox.pause(pause) and reason is not None:
                 break
             try:
-                self._begin()
-                if sent is not None:
-                    settle(self._far, sent.folder, self._keep, self._keep_rules)
-                self._put(self._folder.metrics, self._folder.ending)
+                attempt()
             except Exception as error:
                 reason = self._reason(error)
             else:
-                return
-            if self._taken is not None:
+                return None
+            if self._taken is not None or is_in_vain():
                 break
-        self._news.put(log_failed(reason))
+        return reason
 
     def _begin(self) -> None:
         """Also whenever something is sent later: another session may have begun since, or somebody emptied it."""
-        self._look()
+        self.check()
+        if not self._abandonment.is_known:
+            self._claim.refuse_another()
+            self._abandonment.look()
         if self._claim.hold():
             self._begun = False
         if not self._begun:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megahead.errors import CheckpointError, UserError
-from megahead.mirror import Claim, FarRun, announce, refuse_another_mirror
+from megahead.mirror import Claim, FarRun, Mirror, announce, refuse_another_mirror
 from megahead.run_folder import RunFolder
 from support.far_stores import Faulty, faults
 from support.mirrored import Places, finish, mirror, save, steps_in_mirror, until
@@ -56,6 +56,12 @@ def test_a_run_is_not_its_own_mirror(tmp_path: Path) -> None:
     assert not list((tmp_path / "run").glob(".tried-*"))
 
 
+def only_the_later_goes_on(first: Mirror, second: Mirror) -> None:
+    with pytest.raises(UserError, match="another has begun on node-b"):
+        first.check()
+    second.check()
+
+
 def test_of_two_sessions_the_later_one_has_the_mirror(places: Places) -> None:
     run, url = places
     with mirror(url, run, "node-a, process 1\n") as first:
@@ -84,9 +90,7 @@ def test_a_session_that_is_followed_while_it_sends_names_nothing_and_removes_not
                 finish(second)
             Faulty.gate.set()
             finish(first)
-        with pytest.raises(UserError, match="another has begun on node-b"):
-            first.check()
-        second.check()
+        only_the_later_goes_on(first, second)
     assert steps_in_mirror(url) == [3]
 
 
@@ -101,9 +105,7 @@ def test_a_session_whose_beginning_failed_does_not_take_the_mirror_from_the_next
             finish(second)
         first.offer(save(run, 3), -1)
         finish(first)
-        with pytest.raises(UserError, match="another has begun on node-b"):
-            first.check()
-        second.check()
+        only_the_later_goes_on(first, second)
 
 
 def test_nor_does_one_that_first_comes_to_it_when_the_next_one_has_sent(places: Places) -> None:
@@ -120,9 +122,7 @@ def test_nor_does_one_that_first_comes_to_it_when_the_next_one_has_sent(places: 
             finish(second)
             first.offer(save(run, 4), 3)
             finish(first)
-            with pytest.raises(UserError, match="another has begun on node-b"):
-                first.check()
-            second.check()
+            only_the_later_goes_on(first, second)
     assert steps_in_mirror(url) == [3, 6]
     assert not RunFolder(run).abandoned_far.exists()
 
@@ -265,6 +265,4 @@ def test_nor_does_one_that_could_not_begin_it_again_in_time(places: Places) -> N
             finish(second)
         first.offer(save(run, 6), 3)
         finish(first)
-        with pytest.raises(UserError, match="another has begun on node-b"):
-            first.check()
-        second.check()
+        only_the_later_goes_on(first, second)

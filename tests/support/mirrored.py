@@ -11,7 +11,7 @@ import torch
 
 from megahead.checkpoint import KeepRules, save_checkpoint
 from megahead.distributed import Group
-from megahead.mirror import Claim, FarRun, Mirror, announce, upload
+from megahead.mirror import Claim, FarRun, Fetched, Mirror, announce, fetch_newer, upload
 from megahead.mirror.far_run import newest_first, step_in
 from megahead.run_folder import RunFolder
 
@@ -70,3 +70,14 @@ def until(condition: Callable[[], bool]) -> None:
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.01)
     assert condition()
+
+
+def newer(url: str, folder: Path, than: int = -1, group: Group = Group()) -> Fetched | None:  # noqa: B008 - frozen
+    """What a mirror has above a step, fetched into a run's folder."""
+    return fetch_newer(than, url, RunFolder(folder), group, lambda found: None)
+
+
+def fetched_step(url: str, folder: Path, than: int = -1) -> int | None:
+    """The step of that; None if there is nothing."""
+    found = newer(url, folder, than)
+    return None if found is None or found.checkpoint is None else found.checkpoint.step
