@@ -97,6 +97,8 @@ def _become_another(command: list[str], environment: Mapping[str, str] | None) -
     for handled in (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
         signal.signal(handled, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    for ignored in (signal.SIGPIPE, signal.SIGXFSZ):  # each Python does; `subprocess` resets them
+        signal.signal(ignored, signal.SIG_IGN)
     if environment is not None:
         os.environ.clear()
         os.environ.update(environment)
