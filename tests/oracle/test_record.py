@@ -1,0 +1,27 @@
+"""The oracle's recordings: equal where nothing changed, different where anything did."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+
+from oracle.record import differences, recorded, write_text
+
+
+def test_a_recording_equals_itself_and_shows_what_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        monkeypatch.chdir(tmp_path / name)
+        write_text()
+        found.append(recorded(["gpt_neox"]))
+    first, second = found
+    assert list(differences(first, second)) == []
+    assert len(first["gpt_neox-1"]["tensors"]) > 100
+    assert first["gpt_neox-1"]["exports"]["pmi"]["config.json"]["vocab_size"] == 60
+    changed = copy.deepcopy(second)
+    changed["gpt_neox-1"]["metrics"][1]["loss"] += 1e-12
+    del changed["gpt_neox-2"]
+    assert [line.split(":")[0] for line in differences(first, changed)] == ["/gpt_neox-1/metrics/1/loss", "/gpt_neox-2"]
