@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _READ_BY: Mapping[str, tuple[str, ...]] = {
     "span_stop": ("span",),
-    "longest_span": ("span", "pmi"),
+    "longest_span": ("span", "pmi", "whole_word"),
     "frequency_power": ("frequency",),
     "adapt_every": ("hardest",),
     "least_pmi": ("pmi",),

@@ -108,10 +108,11 @@ class MaskingConfig(Settings):
     ids (`weights`, data.id_weights)."""
 
     span_stop: float = Field(default=0.2, gt=0, le=1)
-    """span: probability that a span ends after each of its tokens."""
+    """span: a length l has a probability in proportion to span_stop (1 - span_stop)^(l - 1), up to longest_span."""
 
     longest_span: int = Field(default=10, gt=0)
-    """span, pmi: largest number of tokens in a span or collocation."""
+    """span, pmi, whole_word: largest number of tokens that are masked together: longer collocations and words are cut,
+    between characters. By fixed counts also no more than a row has targets."""
 
     frequency_power: float = Field(default=0.5, gt=0)
     """frequency: a token's probability is proportional to its count in the training text to the power of minus this."""
@@ -192,6 +193,12 @@ class MaskingConfig(Settings):
             if share is not None and round(share * (length - 2)) == 0:
                 rule = f"leave a row of data.sequence_length ({length}) a target"
                 raise ConfigError(f"masking.{field}", rule, got=share, hint=f"set at least {1 / (length - 2):.2g}")
+
+    def longest_unit(self, length: int) -> int:
+        """Most tokens that are masked together in rows of `length`: of more than a row has targets none would be."""
+        rate = self.rate if self.final_rate is None else min(self.rate, self.final_rate)
+        fitting = self.longest_span if self.count == "bernoulli" else round(rate * (length - 2))
+        return max(min(self.longest_span, fitting), 1)
 
     def masks_from(self, model: ModelConfig) -> int:
         """The first layer that sees mask tokens, of the model's or of the decoder behind these."""

@@ -68,6 +68,16 @@ class SpelledVocabulary:
         return next((self.special[name] for name in ROLES[role] if name in self.special), None)
 
 
+def bytes_of_ids(path: str, count: int) -> list[bytes | None]:
+    """What each id below `count` stands for, of a `tokenizer.json` or a SentencePiece `.model`; None for special tokens
+    of the former and where there is no such id. DataError as of `SpelledVocabulary.open`."""
+    tokenizer = load_tokenizer(path)
+    if tokenizer.engine == "sentencepiece":
+        return [None if one is None else _of_sentencepiece(one) for one in tokenizer.spellings(count)]
+    text = SpelledVocabulary.open(tokenizer.path).text[:count]
+    return text + [None] * (count - len(text))
+
+
 def _special(content: dict[str, Any]) -> set[str]:
     """How special tokens are spelled, that for the unknown among them."""
     model = content["model"]

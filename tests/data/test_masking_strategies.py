@@ -7,15 +7,21 @@ from dataclasses import dataclass
 from itertools import pairwise
 from math import log
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
+import orjson
 import pytest
+import sentencepiece
+import zstandard
 
 from megahead.config import MaskingConfig, config_from_dict
 from megahead.corpus import IndexedDataset, IndexedDatasetWriter
-from megahead.corpus.vocabulary import train_bpe, train_wordpiece
+from megahead.corpus.spelling import bytes_of_ids
+from megahead.corpus.tokenizer import load_tokenizer
+from megahead.corpus.vocabulary import TRAINERS, save_tokenizer, train_wordpiece
 from megahead.data import Difficulty, Framing, Masker, training_masker
+from megahead.data.counter_rng import CounterRng
 from megahead.data.strategies import (
     STRATEGIES,
     Collocations,
@@ -49,6 +55,18 @@ def texts(rows: int, length: int = 126, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(4, VOCABULARY, (rows, length))
 
 
+def sentencepiece_model(lines: list[str], path: Path) -> None:
+    with path.open("wb") as file:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(lines),
+            model_writer=file,
+            vocab_size=300,
+            byte_fallback=True,
+            hard_vocab_limit=False,
+            minloglevel=2,
+        )
+
+
 def run_lengths(selected: np.ndarray) -> list[int]:
     edges = np.diff(np.pad(selected, ((0, 0), (1, 1))).astype(int), axis=1)
     _, begins = np.nonzero(edges == 1)
@@ -56,40 +74,104 @@ def run_lengths(selected: np.ndarray) -> list[int]:
     return (ends - begins).tolist()
 
 
+CONTINUES = np.arange(VOCABULARY) % 3 == 0
+SPELLED = [None] * 4 + [b"a" if continues else b" a" for continues in CONTINUES[4:]]
+
+
 @pytest.mark.parametrize("count", ["fixed", "bernoulli"])
 def test_whole_words_are_selected_whole(count: str) -> None:
-    continues = np.arange(VOCABULARY) % 3 == 0
     text = texts(500)
-    selected = chosen(WholeWords(continues), text, count=count)
-    inside = continues[text[:, 1:]]
+    selected = chosen(WholeWords.of(SPELLED, 126), text, count=count)
+    inside = CONTINUES[text[:, 1:]]
     assert (selected[:, 1:] == selected[:, :-1])[inside].all()
     assert selected.mean() == pytest.approx(0.15, abs=0.01)
     assert (selected[:, 1:] != selected[:, :-1])[~inside].any()
 
 
-@pytest.mark.parametrize("make", [train_wordpiece, train_bpe])
-@pytest.mark.parametrize("text", ["", "## a heading\n#### another\n" * 20, "Ġ ▁ " * 20])
-def test_words_are_read_off_a_tokenizers_spelling(make, text: str) -> None:
-    tokenizer = make(["unbelievable believers believe the unbelievable " * 20, text], 330)
-    ids = tokenizer.encode("the unbelievable", add_special_tokens=False).ids
-    spellings = [tokenizer.id_to_token(i) for i in range(tokenizer.get_vocab_size())]
-    continues = WholeWords.of(spellings).continues_V[ids]
-    words = "".join(spellings[i].replace("##", "") for i in ids).replace("Ġ", "")
-    assert words == "theunbelievable"
-    starts = np.flatnonzero(~continues)
-    text_before = ["".join(spellings[i].replace("##", "").replace("Ġ", "") for i in ids[:at]) for at in starts]
-    assert set(text_before) <= {"", "the"}
-    assert "the" in text_before
+SENTENCE = "Naïve (un)believers: 3rd café, привет-мир2\n2020年の猫 स्त्री"
+WORDS = "Naïve|(|un|)|believers|:|3rd|café|,|привет|-|мир2|2020|年|の|猫|स्त्री"
+
+
+@pytest.mark.parametrize("kind", [*TRAINERS, "model"])
+@pytest.mark.parametrize("other", ["", "## a heading\n#### another\n" * 20, "Ġ ▁ " * 20], ids=["", "##", "Ġ"])
+def test_words_are_the_same_of_all_tokenizers(tmp_path: Path, kind: str, other: str) -> None:
+    """Runs of letters of one script, with digits and marks; a character each where no spaces are written. (Trained on
+    words alone, since no unit is less than a token.)"""
+    lines = [*WORDS.split("|")] * 20
+    path = tmp_path / f"tokenizer.{'model' if kind == 'model' else 'json'}"
+    if kind == "model":
+        sentencepiece_model(lines, path)
+    else:
+        save_tokenizer(TRAINERS[kind]([*lines, other], 330), path)
+    (ids,) = load_tokenizer(path).encode_batch([SENTENCE])
+    spelled = bytes_of_ids(str(path), VOCABULARY)
+    starts = WholeWords.of(spelled, 40).starts(np.array([ids]), CounterRng(0, [0]))[0]
+    units = [b"".join(spelled[id_] or b"?" for id_ in unit) for unit in np.split(ids, np.flatnonzero(starts)[1:])]
+    texts = [unit.decode().strip(" \n▁") for unit in units]
+    assert [text for text in texts if text] == WORDS.split("|")
+
+
+SCRIPTS = {
+    "Chinese": "研究竟如何發展？他與妄想女友的戀愛。",
+    "Japanese": "ラーメンとカレーライスを食べました。",
+    "Thai": "การเปลี่ยนแปลงการปกครองเข้าเมืองโดยไม่ได้รับอนุญาต",
+    "Telugu": "విశ్వవిద్యాలయములలో ప్రపంచవ్యాప్తంగా ",
+    "an address": "https://example.org/withoutanysignatallbutletterstotheend ",
+}
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize(("count", "length"), [("fixed", 126), ("fixed", 30), ("bernoulli", 126)])
+def test_the_rate_is_reached_in_scripts_of_many_bytes_and_no_character_is_cut(
+    script: str, count: Literal["fixed", "bernoulli"], length: int
+) -> None:
+    """Byte by byte, as byte-level BPE spells what it has not seen."""
+    spelled = [None] * 4 + [bytes([byte]) for byte in range(256)]
+    stream = np.frombuffer(SCRIPTS[script].encode() * 700, np.uint8).astype(np.int64) + 4
+    text = stream[: len(stream) // length * length].reshape(-1, length)
+    config = MaskingConfig(cls_token=CLS, sep_token=SEP, mask_token=MASK, count=count)
+    words = WholeWords.of(spelled, config.longest_unit(length + 2))
+    selected = chosen(words, text, count=count)
+    if length == 126:
+        assert selected.mean() == pytest.approx(0.15, abs=0.012)
+    assert count == "bernoulli" or (selected.sum(1) > 0).all()
+    inside = (text[:, 1:] - 4) & 0xC0 == 0x80
+    assert (selected[:, 1:] == selected[:, :-1])[inside].all()
+
+
+@pytest.mark.parametrize("name", ["20B_tokenizer", "bert-base-multilingual-cased-tokenizer"])
+def test_the_rate_is_reached_in_each_language_of_real_text(shared_data: Path, name: str) -> None:
+    tokenizer = load_tokenizer(shared_data / f"tokenizers/{name}.json")
+    words = WholeWords.of(bytes_of_ids(str(tokenizer.path), tokenizer.vocab_size), 10)
+    samples: dict[str, str] = {}
+    with zstandard.open(shared_data / "text/multilingual_19lang.jsonl.zst", "rt", encoding="utf-8") as lines:
+        for document in map(orjson.loads, lines):
+            samples[document["lang"]] = (samples.get(document["lang"], "") + document["text"])[:30_000]
+    assert len(samples) == 19
+    for language, ids in zip(samples, tokenizer.encode_batch(list(samples.values())), strict=True):
+        text = np.array(ids[: len(ids) // 126 * 126]).reshape(-1, 126)
+        selected = chosen(words, text)
+        assert selected.mean() == pytest.approx(0.1508, abs=0.002), language
+        assert selected.any(1).all(), language
+
+
+def test_a_character_of_more_tokens_than_may_be_masked_together_is_masked_whole() -> None:
+    spelled = [None] * 4 + [bytes([byte]) for byte in "é猫".encode()]
+    starts = WholeWords.of(spelled, 1).starts(np.array([[CLS, 4, 5, 6, 7, 8, 5]]), CounterRng(0, [0]))
+    assert starts.tolist() == [[True, True, False, True, False, False, False]]
 
 
 @pytest.mark.parametrize(("count", "length"), [("bernoulli", 126), ("fixed", 3000)])
-def test_spans_have_geometric_lengths_cut_at_the_longest(count: str, length: int) -> None:
-    """With a fixed number of targets the last spans of a row must still fit: rows are long, so that this is little."""
-    stop, longest = 0.4, 5
+def test_spans_have_the_papers_lengths(count: str, length: int) -> None:
+    """Geometric of what is no longer than the longest. With a fixed number of targets the last spans of a row must
+    still fit: rows are long, so that this is little."""
+    stop, longest = 0.2, 10
     lengths = run_lengths(chosen(Spans(stop, longest), texts(800_000 // length, length), rate=0.03, count=count))
     shares = np.bincount(lengths, minlength=longest + 1)[1 : longest + 1] / len(lengths)
-    expected = [stop * (1 - stop) ** (k - 1) for k in range(1, longest)] + [(1 - stop) ** (longest - 1)]
-    assert shares == pytest.approx(expected, abs=0.03)
+    expected = stop * (1 - stop) ** np.arange(longest)
+    assert shares == pytest.approx(expected / expected.sum(), abs=0.02)
+    assert shares @ np.arange(1, longest + 1) == pytest.approx(3.8, abs=0.2)
+    assert set(run_lengths(chosen(Spans(1.0, longest), texts(50), rate=0.02, count=count))) <= {1, 2}
 
 
 def test_rare_tokens_are_selected_in_proportion_to_their_weight() -> None:
@@ -117,7 +199,8 @@ def test_drawn_targets_are_the_rate_however_much_ids_differ(rate: float) -> None
 
 def test_drawn_words_are_the_rate_however_much_they_weigh() -> None:
     text, weight_V = texts(2000), np.where(np.arange(VOCABULARY) % 10 == 0, 50.0, 1.0)
-    weighed = _WeighedWords(np.arange(VOCABULARY) % 3 == 0, weight_V)
+    words = WholeWords.of(SPELLED, 126)
+    weighed = _WeighedWords(words.bytes_, words.ends_V, words.max_tokens, weight_V)
     assert chosen(weighed, text, rate=0.4, count="bernoulli").mean() == pytest.approx(0.4, abs=0.005)
 
 

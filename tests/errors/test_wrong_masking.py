@@ -45,7 +45,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
         )
         for masking, field, value, who in (
             ({}, "span_stop", 0.5, "strategy: span"),
-            ({"strategy": "frequency"}, "longest_span", 4, "strategy: span or pmi"),
+            ({"strategy": "frequency"}, "longest_span", 4, "strategy: span or pmi or whole_word"),
             ({"strategy": "span"}, "frequency_power", 1.0, "strategy or masking.dropping.by: frequency"),
             (
                 {"dropping": {"from_layer": 0, "by": "informative"}},

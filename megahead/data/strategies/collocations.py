@@ -11,7 +11,7 @@ import numpy as np
 from megahead.config import MaskingConfig
 from megahead.data.counter_rng import CounterRng
 from megahead.data.strategies.pair_counts import PairCounts
-from megahead.data.strategies.strategy import AllAlike
+from megahead.data.strategies.strategy import AllAlike, no_longer_than
 from megahead.data.strategies.training_text import TrainingText
 
 Array = np.ndarray[Any, Any]
@@ -59,13 +59,9 @@ class Pmi(AllAlike):
         """Counts neighbours in the text."""
         pairs, excluded = text.pair_counts(), text.special_ids()
         found = Collocations.of(pairs, min_pmi=masking.least_pmi, min_count=masking.least_count, excluded=excluded)
-        return Pmi(found, masking.longest_span)
+        return Pmi(found, masking.longest_unit(text.config.data.sequence_length))
 
     def starts(self, tokens_BT: Array, noise: CounterRng) -> Array:
         starts_BT = np.ones(tokens_BT.shape, bool)
         starts_BT[:, 1:] = ~self.collocations.contain(tokens_BT[:, :-1], tokens_BT[:, 1:])
-        length_B = np.ones(len(tokens_BT), np.int64)
-        for place in range(1, tokens_BT.shape[1]):
-            starts_BT[:, place] |= length_B >= self.max_tokens
-            length_B = np.where(starts_BT[:, place], 1, length_B + 1)
-        return starts_BT
+        return no_longer_than(self.max_tokens, starts_BT)

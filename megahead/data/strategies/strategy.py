@@ -6,6 +6,7 @@ A unit is a span of tokens that are masked together, all or none. B rows, T toke
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Protocol, Self
 
 import numpy as np
@@ -58,3 +59,20 @@ class WeighedIds(Constant):
     def weights(self, tokens_BT: Array) -> Array | None:
         weights_BT: Array = self.weight_V[tokens_BT]
         return weights_BT
+
+
+def no_longer_than(most: int, starts_BT: Array, whole_BT: Array | None = None) -> Array:
+    """bool [B, T]: where units begin when those of more than `most` tokens are cut, each part as long as it may be. No
+    part begins where `whole_BT` is set."""
+    cut_BT = starts_BT.copy()
+    cut_BT[:, 0] = True
+    cut_M = cut_BT.reshape(-1)
+    may_cut_M = np.ones(cut_M.size, bool) if whole_BT is None else ~whole_BT.reshape(-1)
+    edges = np.append(np.flatnonzero(cut_M), cut_M.size)
+    for unit in np.flatnonzero(np.diff(edges) > most):
+        begin, end = edges[unit : unit + 2].tolist()
+        places = begin + 1 + np.flatnonzero(may_cut_M[begin + 1 : end])
+        for place, following in pairwise([*places.tolist(), end]):
+            if following - begin > most:
+                cut_M[place], begin = True, place
+    return cut_BT

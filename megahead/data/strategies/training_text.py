@@ -9,7 +9,7 @@ import numpy as np
 
 from megahead.config import RunConfig
 from megahead.corpus.indexed import IndexedDataset
-from megahead.corpus.tokenizer import load_tokenizer
+from megahead.corpus.spelling import bytes_of_ids
 from megahead.data.difficulty import Difficulty
 from megahead.data.strategies.pair_counts import PairCounts, token_chunks
 from megahead.errors import ConfigError
@@ -38,9 +38,9 @@ class TrainingText:
         assert self.config.masking is not None
         return self.config.masking.never_masked(self.config.data.end_token)
 
-    def spellings(self) -> Sequence[str | None]:
-        """How the run's tokenizer spells each id."""
-        return load_tokenizer(str(self.config.data.tokenizer)).spellings(self.vocab_size)
+    def bytes_of_ids(self) -> Sequence[bytes | None]:
+        """What each id of the run's tokenizer stands for (`bytes_of_ids`)."""
+        return bytes_of_ids(str(self.config.data.tokenizer), self.vocab_size)
 
     def pair_counts(self) -> PairCounts:
         """How often tokens are neighbours; reads the text."""

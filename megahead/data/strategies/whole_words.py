@@ -1,43 +1,108 @@
-"""All tokens of a word together (BERT's "whole word masking")."""
+"""All tokens of a word together (BERT's "whole word masking"), with one meaning for all tokenizers.
+
+A word is a run of letters of one script and of digits, with the marks on them, whatever spaces or signs its tokenizer
+puts in front. All else (punctuation, symbols, spaces) is a unit token by token. So are scripts that are written without
+spaces, in which a tokenizer's tokens are the nearest to words. A character, with the marks that follow it, is never
+cut: byte-level tokens that are parts of one are masked together.
+
+M tokens of all rows, K bytes of these, C characters, V vocabulary.
+"""
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
 
 from megahead.config import MaskingConfig
 from megahead.data.counter_rng import CounterRng
-from megahead.data.strategies.strategy import AllAlike
+from megahead.data.strategies.strategy import AllAlike, no_longer_than
 from megahead.data.strategies.training_text import TrainingText
 
 Array = np.ndarray[Any, Any]
 
+_APART, _WITHOUT_SPACES, _MARK, _DIGIT, _LETTER = range(5)
+"""Kinds of characters; letters of each script have a number of their own, from the last one on."""
+
+_SCRIPTS_WITHOUT_SPACES = (
+    *("CJK", "HIRAGANA", "KATAKANA", "HALFWIDTH", "BOPOMOFO", "YI"),
+    *("THAI", "LAO", "KHMER", "MYANMAR", "TAI", "NEW", "JAVANESE", "BALINESE"),
+)
+"""By the first word of their letters' names in Unicode (NEW TAI LUE)."""
+
 
 @dataclass(frozen=True)
 class WholeWords(AllAlike):
-    """A word is a unit."""
+    """A word is a unit, and of a longer one each run of at most `max_tokens` tokens."""
 
-    continues_V: Array
-    """bool [V]: whether an id continues the word before it."""
+    bytes_: Array
+    """uint8: what all ids stand for, one after another."""
+
+    ends_V: Array
+    """int64: where each id's bytes end there."""
+
+    max_tokens: int
 
     @staticmethod
     def made(masking: MaskingConfig, text: TrainingText) -> WholeWords:
-        """By the spelling of the run's tokenizer."""
-        return WholeWords.of(text.spellings())
+        """By what the tokens of the run's tokenizer stand for."""
+        return WholeWords.of(text.bytes_of_ids(), masking.longest_unit(text.config.data.sequence_length))
 
     @staticmethod
-    def of(spellings: Sequence[str | None]) -> WholeWords:
-        """From how a tokenizer spells its tokens: WordPiece marks tokens that continue a word, byte-level BPE and
-        SentencePiece mark those that begin one. Any may have a few tokens that look like the other's marks, such as
-        Markdown's `##`: it is taken for what most marks are."""
-        known = [text or "" for text in spellings]
-        continues_V = np.array([text.startswith("##") for text in known])
-        begins_V = np.array([text.startswith(("Ġ", "▁", "Ċ")) for text in known])
-        return WholeWords(continues_V if continues_V.sum() > begins_V.sum() else ~begins_V)
+    def of(bytes_of_ids: Sequence[bytes | None], max_tokens: int) -> WholeWords:
+        """From the bytes of each id, its space in front among them; None, of a special token, is no part of a word."""
+        known = [text or b"\0" for text in bytes_of_ids]
+        ends_V = np.cumsum([len(text) for text in known])
+        return WholeWords(np.frombuffer(b"".join(known), np.uint8), ends_V, max_tokens)
 
     def starts(self, tokens_BT: Array, noise: CounterRng) -> Array:
-        starts_BT: Array = ~self.continues_V[tokens_BT]
-        return starts_BT
+        joined_BT, whole_BT = (joined_M.reshape(tokens_BT.shape) for joined_M in self._joined(tokens_BT.reshape(-1)))
+        return no_longer_than(self.max_tokens, ~joined_BT, whole_BT)
+
+    def _joined(self, tokens_M: Array) -> tuple[Array, Array]:
+        """bool [M] each: whether a token continues the word of the one before; whether it continues its character."""
+        size_M = np.diff(self.ends_V, prepend=0)[tokens_M]
+        last_M = size_M.cumsum() - 1
+        first_M = last_M + 1 - size_M
+        byte_K = self.bytes_[np.repeat(self.ends_V[tokens_M] - 1 - last_M, size_M) + np.arange(size_M.sum())]
+        leads_K = (byte_K & 0xC0) != 0x80
+        char_K = np.maximum(leads_K.cumsum() - 1, 0)
+        kind_C = _kinds()[_code_points(byte_K, np.flatnonzero(leads_K))]
+        base_C = np.maximum.accumulate(np.where(kind_C == _MARK, 0, np.arange(len(kind_C))))
+        char_M, before_M = char_K[first_M], np.roll(char_K[last_M], 1)
+        lesser_M, greater_M = np.sort([kind_C[base_C[char_M]], kind_C[base_C[before_M]]], axis=0)
+        whole_M = (char_M == before_M) | (kind_C[char_M] == _MARK)
+        return whole_M | (lesser_M == _DIGIT) | ((lesser_M >= _LETTER) & (lesser_M == greater_M)), whole_M
+
+
+def _code_points(byte_K: Array, lead_C: Array) -> Array:
+    """int64 [C]: of the characters whose first bytes are at `lead_C`; of those that a row cuts off, any."""
+    padded_K = np.pad(byte_K, (0, 3)).astype(np.int64)
+    code_C = padded_K[lead_C]
+    length_C = 1 + sum((code_C >= first).astype(np.int64) for first in (0xC0, 0xE0, 0xF0))
+    code_C = np.where(length_C > 1, code_C & (0x7F >> length_C), code_C)
+    for place in (1, 2, 3):
+        code_C = np.where(length_C > place, code_C << 6 | padded_K[lead_C + place] & 0x3F, code_C)
+    return np.minimum(code_C, 0x10FFFF)
+
+
+@cache
+def _kinds() -> Array:
+    """int16 [0x110000]: the kind of each character of Unicode; takes 0.3 s, once."""
+    numbers = dict.fromkeys(_SCRIPTS_WITHOUT_SPACES, _WITHOUT_SPACES)
+
+    def kind(char: str) -> int:
+        category = unicodedata.category(char)
+        if category[0] == "M" or category in ("Lm", "Cf"):  # also what lengthens or repeats the letter before
+            return _MARK
+        if category[0] == "N":
+            return _DIGIT
+        if category[0] != "L":
+            return _APART
+        return numbers.setdefault(unicodedata.name(char, "?").split()[0], _LETTER + len(numbers))
+
+    return np.array([kind(chr(code)) for code in range(0x110000)], np.int16)
