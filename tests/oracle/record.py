@@ -52,7 +52,7 @@ def main() -> int:
         write_text()
         found = recorded(arguments.only or list(CASES))
     if arguments.only is None:
-        found |= {"help": helps(), "dry_run": dry_runs(), "settings": settings(), "names": dir(megahead)}
+        found |= {"help": helps(), "dry_run": dry_runs(), "settings": settings(), "names": sorted(megahead.__all__)}
     output.write_text(json.dumps(found, indent=1, sort_keys=True))
     changed = [] if before is None else list(differences(before, found))
     print("\n".join([*changed, f"{len(changed)} differences" if before else f"recorded in {output}"]))
