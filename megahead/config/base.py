@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Sequence
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
@@ -29,6 +31,13 @@ class Settings(BaseModel):
             if isinstance(text, str):
                 _check_text(str(info.field_name), text)
         return value
+
+
+def not_a_setting(parents: Sequence[str], key: str, known: Sequence[str]) -> str:
+    """The sentence for an unknown `key` in the section `parents`, where these are `known`."""
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    fix = f"did you mean `{'.'.join([*parents, near[0]])}`?" if near else f"known here: {', '.join(known)}."
+    return f"`{'.'.join([*parents, key])}` is not a setting; {fix}"
 
 
 def _check_text(field: str, text: str) -> None:

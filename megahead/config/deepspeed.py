@@ -1,22 +1,93 @@
-"""Completes DeepSpeed's JSON from the run's config; a value in the JSON that contradicts the config is refused."""
+"""Completes DeepSpeed's JSON from the run's config; a key that it does not know, or that contradicts the config, is
+refused."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megahead.config.base import not_a_setting
 from megahead.config.run import RunConfig
 from megahead.config.shipped import find_named
 from megahead.config.zero_tuning import tuned_settings
 from megahead.errors import ConfigError, UserError
 
-_OWN_LOG = "runs log into their own folder"
-_OTHERS_DECIDE = {
-    **dict.fromkeys(("tensorboard", "csv_monitor", "wandb", "comet", "flops_profiler"), _OWN_LOG),
+_Keys = Mapping[str, "_Keys | None"]
+"""Of a JSON object; None: the value is no section."""
+
+
+def _keys(text: str) -> dict[str, None]:
+    return dict.fromkeys(text.split())
+
+
+_OFFLOAD = "device nvme_path buffer_count pin_memory"
+_STAGE3 = """prefetch_bucket_size param_persistence_threshold model_persistence_threshold max_live_parameters
+    max_reuse_distance gather_16bit_weights_on_model_save module_granularity_threshold use_all_reduce_for_fetch_params
+    allgather_sequential"""
+_ZERO: _Keys = {
+    **_keys("stage contiguous_gradients reduce_scatter reduce_bucket_size use_multi_rank_bucket_allreduce"),
+    **_keys("allgather_partitions allgather_bucket_size overlap_comm compute_grad_norm load_from_fp32_weights"),
+    **_keys("elastic_checkpoint sub_group_size ignore_unused_parameters legacy_stage1 round_robin_gradients"),
+    **_keys("parameter_alignment zero_hpz_partition_size zero_quantized_weights zero_quantized_gradients"),
+    **_keys("zero_quantized_nontrainable_weights memory_efficient_linear pipeline_loading_checkpoint"),
+    **_keys("override_module_apply log_trace_cache_warnings enable_sanity_checks save_muon_momentum_buffer_in_memory"),
+    **_keys(_STAGE3),
+    **{f"stage3_{name}": None for name in _STAGE3.split()},
+    "leaf_module": _keys("classes names name_suffixes"),
+    "offload_param": _keys(f"{_OFFLOAD} buffer_size max_in_cpu"),
+    "offload_optimizer": _keys(
+        f"{_OFFLOAD} pipeline_read pipeline_write fast_init ratio super_offload cpuadam_cores_perc"
+    ),
+}
+KNOWN: _Keys = {
+    **_keys("train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps gradient_clipping"),
+    **_keys("managed_gradient_accumulation zero_allow_untested_optimizer zero_force_ds_cpu_optimizer"),
+    **_keys("communication_data_type prescale_gradients gradient_predivide_factor gradient_allreduce_op"),
+    **_keys("steps_per_print wall_clock_breakdown memory_breakdown dump_state disable_python_gc log_level"),
+    "zero_optimization": _ZERO,
+    "data_types": _keys("grad_accum_dtype"),
+    "bf16": _keys("enabled immediate_grad_update check_grad_overflow bf16_master_weights_and_grads")
+    | _keys("bf16_optimizer_states"),
+    "fp16": _keys("enabled auto_cast loss_scale initial_scale_power loss_scale_window hysteresis min_loss_scale")
+    | _keys("consecutive_hysteresis fp16_master_weights_and_grads"),
+    "torch_autocast": _keys("enabled dtype lower_precision_safe_modules"),
+    "aio": _keys("block_size queue_depth intra_op_parallelism single_submit overlap_events use_gds"),
+    "comms_logger": _keys("enabled prof_all prof_ops verbose debug"),
+    "timers": {"throughput": _keys("enabled synchronized")},
+}
+"""Keys of DeepSpeed's JSON that a run uses, with those of its sections. A test compares them with the installed one."""
+
+_REMOVED = "DeepSpeed has removed it"
+_OTHERS = """nebula compression_training amp quantize_training sparse_gradients eigenvalue sparse_attention elasticity
+    graph_harvesting curriculum_learning progressive_layer_drop"""
+_PARALLEL = "`parallel` splits the model, and no model here has experts or stages of a pipeline"
+_SAVES = "runs save and resume checkpoints of their own, `training.checkpoint_every`"
+REFUSED: Mapping[str, str] = {
+    **dict.fromkeys(
+        ("tensorboard", "csv_monitor", "wandb", "comet", "flops_profiler"), "runs log into their own folder"
+    ),
     "optimizer": "the run's own `optimizer` is used",
     "scheduler": "the run's own `schedule` is used",
     "bfloat16": "engine.precision decides",
+    "activation_checkpointing": "`engine.activation_checkpointing` decides",
+    "compile": "`engine.compile` decides",
+    **dict.fromkeys(("pipeline", "moe", "tensor_parallel", "expert_parallel"), _PARALLEL),
+    **dict.fromkeys(("use_data_before_expert_parallelism", "seq_parallel_communication_data_type"), _PARALLEL),
+    **dict.fromkeys(("checkpoint", "datastates_ckpt"), _SAVES),
+    **dict.fromkeys(("data_efficiency", "dataloader_drop_last"), "the run's own `data` and `batch` decide"),
+    **dict.fromkeys(("autotuning", "vocabulary_size"), "nothing reads it here; `megahead estimate` plans a run"),
+    **dict.fromkeys(("hybrid_engine", "weight_quantization"), "it is for inference"),
+    "disable_allgather": "nothing reads it",
+    **dict.fromkeys(_OTHERS.split(), _REMOVED),
+    "zero_optimization.zenflow": "checkpoints would lack its state",
+    "zero_optimization.cpu_offload": 'it is called "offload_optimizer": {"device": "cpu"} now',
+    "zero_optimization.cpu_offload_param": 'it is called "offload_param": {"device": "cpu"} now',
+    "zero_optimization.cpu_offload_use_pin_memory": "it is called pin_memory in offload_optimizer and offload_param",
+    "zero_optimization.stage3_gather_fp16_weights_on_model_save": _SAVES,
+    **{f"zero_optimization.{key}": _REMOVED for key in ("mics_shard_size", "mics_hierarchical_params_gather")},
+    "zero_optimization.zeropp_loco_param": _REMOVED,
 }
 """Keys of DeepSpeed's JSON that must be left out, and why."""
 
@@ -29,7 +100,7 @@ def deepspeed_config(run: RunConfig, data_ranks: int, device: str = "cpu") -> di
     """
     given = run.engine.deepspeed
     given = read_deepspeed(given) if isinstance(given, str) else given
-    _refuse_what_others_decide(given)
+    _check_keys(given, KNOWN)
     stage = zero_stage(given)
     if stage == 3 and run.engine.activation_checkpointing == "selective":
         raise ConfigError(
@@ -47,7 +118,7 @@ def deepspeed_config(run: RunConfig, data_ranks: int, device: str = "cpu") -> di
         "gradient_clipping": run.optimizer.gradient_clipping,
         "data_types": {"grad_accum_dtype": "fp32"},
     }
-    _must_agree("", given, derived, "the run")
+    _must_agree("", given, derived | {"gradient_allreduce_op": "mean"}, "the run")
     _must_agree("['zero_optimization']", _section(given, "zero_optimization"), {"compute_grad_norm": True}, "the run")
     for name, wanted in _formats(run.engine.precision, stage).items():
         section = _section(given, name)
@@ -59,7 +130,7 @@ def deepspeed_config(run: RunConfig, data_ranks: int, device: str = "cpu") -> di
 def read_deepspeed(name: str, by: Path | None = None) -> dict[str, Any]:
     """The content of the JSON file that the config file `by` calls `name`; UserError if it cannot be read."""
     try:
-        content = json.loads(find_named(name, by).read_text(encoding="utf-8"))
+        content = json.loads(find_named(name, by).read_text(encoding="utf-8"), object_pairs_hook=_once)
     except OSError as error:
         raise UserError(
             f"`engine.deepspeed` must name a DeepSpeed JSON file, but is {name} instead ({error.strerror})."
@@ -71,6 +142,14 @@ def read_deepspeed(name: str, by: Path | None = None) -> dict[str, Any]:
             f"`engine.deepspeed` must hold a JSON object, but {name} holds {type(content).__name__} instead."
         )
     return content
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object; ValueError for a key that is given twice, of which Python would take the last."""
+    keys = [key for key, _ in pairs]
+    if twice := [key for key in keys if keys.count(key) > 1]:
+        raise ValueError(f"{twice[0]} is given twice")
+    return dict(pairs)
 
 
 def zero_stage(content: dict[str, Any]) -> int:
@@ -97,10 +176,20 @@ def _completed(content: dict[str, Any], defaults: dict[str, Any]) -> dict[str, A
     return content | sections
 
 
-def _refuse_what_others_decide(content: dict[str, Any]) -> None:
-    for key, who in _OTHERS_DECIDE.items():
-        if key in content:
-            raise ConfigError(f"engine.deepspeed[{key!r}]", f"be left out ({who})", got=content[key])
+def _check_keys(content: Mapping[str, Any], known: _Keys, *parents: str) -> None:
+    """ConfigError for a key that a run cannot use, or a section that is none; UserError for one that nobody knows."""
+    for key, value in content.items():
+        path = (*parents, key)
+        place = "".join(f"[{name!r}]" for name in path)
+        if reason := REFUSED.get(".".join(path)):
+            raise ConfigError(f"engine.deepspeed{place}", f"be left out ({reason})", got=value)
+        if key not in known:
+            raise UserError(not_a_setting(["engine.deepspeed", *parents], key, list(known)))
+        section = known[key]
+        if section is not None and value is not None:
+            if not isinstance(value, dict):
+                raise ConfigError(f"engine.deepspeed{place}", "be a section of settings", got=repr(value))
+            _check_keys(value, section, *path)
 
 
 def _must_agree(section: str, given: dict[str, Any], wanted: dict[str, Any], with_what: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
@@ -13,6 +12,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from megahead.config.base import not_a_setting
 from megahead.config.deepspeed import read_deepspeed
 from megahead.config.idle import without_idle
 from megahead.config.run import RunConfig
@@ -178,10 +178,7 @@ def _rule(details: ErrorDetails) -> str:
 
 def _unknown_key(location: list[str]) -> str:
     *parents, key = location
-    fields = _fields_at(parents)
-    near = difflib.get_close_matches(key, fields, n=1, cutoff=0.5)
-    fix = f"did you mean `{'.'.join([*parents, near[0]])}`?" if near else f"known here: {', '.join(fields)}."
-    return f"`{'.'.join(location)}` is not a setting; {fix}"
+    return not_a_setting(parents, key, _fields_at(parents))
 
 
 def _purpose(location: list[str]) -> str:

@@ -105,9 +105,9 @@ class EngineConfig(Settings):
     deepspeed: str | dict[str, Any] = REPLICATED
     """DeepSpeed's settings, or a JSON file that holds them: looked for from the working directory, then from this
     config's folder and those above it, then among those that ship (`configs/deepspeed/zero1.json`). Batch sizes,
-    clipping and precision are added from this config, and what contradicts them is refused. How gradients are bundled
-    and sent is chosen for the device where it is left out there (`reduce_bucket_size`, `overlap_comm`, ...). fp16's
-    search for a loss scale is set there (`fp16.initial_scale_power`)."""
+    clipping and precision are added from this config; what contradicts them is refused, and keys that a run does not
+    use. How gradients are bundled and sent is chosen for the device where it is left out there (`reduce_bucket_size`,
+    `overlap_comm`, ...). fp16's search for a loss scale is set there (`fp16.initial_scale_power`)."""
 
     embedding: Literal["auto", "dense", "rows"] = "auto"
     """Where the embedding lies. `dense`: it is a weight like all others. `rows`: its rows are sharded round-robin over

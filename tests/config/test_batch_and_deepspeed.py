@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, get_args
 
 import pytest
+from pydantic import BaseModel
 
 from megahead.config import BatchConfig, deepspeed_config
+from megahead.config.deepspeed import KNOWN, REFUSED, read_deepspeed
+from megahead.distributed import Group
+from megahead.errors import UserError
+from support.on_ranks import on_ranks
 from support.small_run import small_config, stage
 
 
@@ -87,6 +94,81 @@ def test_sums_of_one_data_rank_are_not_rounded(tmp_path: Path) -> None:
     config = small_config(tmp_path, stage(1) | {"engine.precision": "bf16"})
     assert deepspeed_config(config, data_ranks=1)["communication_data_type"] == "fp32"
     assert "communication_data_type" not in deepspeed_config(config, data_ranks=2)
+
+
+class Asked(dict[str, Any]):
+    """Settings that note under which keys somebody looks for some."""
+
+    def __init__(self, content: dict[str, Any], *parents: str) -> None:
+        self.parents, self.paths = parents, set[tuple[str, ...]]()
+        super().__init__(content)
+
+    def __contains__(self, key: object) -> bool:
+        self.paths.add((*self.parents, str(key)))
+        return super().__contains__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.paths.add((*self.parents, key))
+        return super().get(key, default)
+
+    def keys(self) -> Any:
+        return self  # for `key in settings.keys()`
+
+    def __copy__(self) -> Asked:
+        return self
+
+
+def keys_of(model: type[BaseModel], *parents: str) -> set[tuple[str, ...]]:
+    """All that pydantic reads, by name or alias."""
+    found = set[tuple[str, ...]]()
+    for name, field in model.model_fields.items():
+        kinds = [kind for kind in (field.annotation, *get_args(field.annotation)) if isinstance(kind, type)]
+        for key in {name, field.alias or name}:
+            found |= {(*parents, key)}
+            for kind in kinds:
+                found |= keys_of(kind, *parents, key) if issubclass(kind, BaseModel) else set()
+    return found
+
+
+def keys_that_deepspeed_reads(_group: Group) -> set[tuple[str, ...]]:
+    from deepspeed.comm.config import CommsLoggerConfig
+    from deepspeed.runtime import config, precision_config
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+    from deepspeed.utils.config import DeepSpeedThroughputTimerConfig
+
+    plain = {name: Asked({}, name) for name in ("aio", "torch_autocast")}
+    whole = Asked({"train_batch_size": 1, **plain})
+    config.DeepSpeedConfig(whole)
+    sections: dict[tuple[str, ...], type[BaseModel]] = {
+        ("zero_optimization",): DeepSpeedZeroConfig,
+        ("bf16",): precision_config.DeepSpeedBF16Config,
+        ("fp16",): precision_config.DeepSpeedFP16Config,
+        ("comms_logger",): CommsLoggerConfig,
+        ("timers", "throughput"): DeepSpeedThroughputTimerConfig,
+    }
+    found = [keys_of(model, *place) for place, model in sections.items()]
+    removed = {("zero_optimization", key) for key in config._REMOVED_ZERO_CONFIG_KEYS}
+    return whole.paths.union(removed, *found, *(section.paths for section in plain.values()))
+
+
+def known_keys(keys: Mapping[str, Any], *parents: str) -> set[tuple[str, ...]]:
+    below = [known_keys(section, *parents, key) for key, section in keys.items() if section is not None]
+    return {(*parents, key) for key in keys}.union(*below)
+
+
+def test_each_key_that_the_installed_deepspeed_reads_is_used_or_refused_by_name() -> None:
+    (theirs,) = on_ranks(1, keys_that_deepspeed_reads)
+    refused = {tuple(path.split(".")) for path in REFUSED}
+    below_refused = {path for path in theirs if any(path[:n] in refused for n in range(1, len(path)))}
+    not_read_by_its_config = {("timers", "throughput"), ("data_types", "grad_accum_dtype"), ("moe",)}
+    assert theirs - below_refused - known_keys(KNOWN) - refused == set()
+    assert (known_keys(KNOWN) | refused) - theirs == not_read_by_its_config
+
+
+def test_a_key_that_stands_twice_in_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "twice.json").write_text('{"zero_optimization": {"stage": 2, "stage": 0}}')
+    with pytest.raises(UserError, match=r"twice.json is not JSON \(stage is given twice\)"):
+        read_deepspeed(str(tmp_path / "twice.json"))
 
 
 def test_the_shipped_stages_are_what_they_are_called() -> None:

@@ -40,6 +40,14 @@ CONFIG = (("a: [1", [], "`F/run.yaml` must be YAML, but is not in line 1: expect
 
 ENGINE: tuple[tuple[dict[str, Any], int, str], ...] = (
     ({"engine.deepspeed": "no.json"}, 1, "`engine.deepspeed` must name a DeepSpeed JSON file, but is no.json instead (No such file or directory)."),
+    ({"engine.deepspeed": {"zero_optimisation": {"stage": 2}}}, 1, "`engine.deepspeed.zero_optimisation` is not a setting; did you mean `engine.deepspeed.zero_optimization`?"),
+    ({"engine.deepspeed": {"gradient_acumulation_steps": 2}}, 1, "`engine.deepspeed.gradient_acumulation_steps` is not a setting; did you mean `engine.deepspeed.gradient_accumulation_steps`?"),
+    ({"engine.deepspeed": {"zero_optimization": {"stage": 3, "offload_optimizer": {"devise": "cpu"}}}}, 1, "`engine.deepspeed.zero_optimization.offload_optimizer.devise` is not a setting; did you mean `engine.deepspeed.zero_optimization.offload_optimizer.device`?"),
+    ({"engine.deepspeed": {"zero_optimization": {"offload_optimizer": "cpu"}}}, 1, "`engine.deepspeed['zero_optimization']['offload_optimizer']` must be a section of settings, but is 'cpu' instead."),
+    ({"engine.deepspeed": {"zero_optimization": {"cpu_offload": True}}}, 1, "`engine.deepspeed['zero_optimization']['cpu_offload']` must be left out (it is called \"offload_optimizer\": {\"device\": \"cpu\"} now), but is True instead."),
+    ({"engine.deepspeed": {"checkpoint": {"load_universal": True}}}, 1, "`engine.deepspeed['checkpoint']` must be left out (runs save and resume checkpoints of their own, `training.checkpoint_every`), but is {'load_universal': True} instead."),
+    ({"engine.deepspeed": {"pipeline": {"stages": 2}}}, 1, "`engine.deepspeed['pipeline']` must be left out (`parallel` splits the model, and no model here has experts or stages of a pipeline), but is {'stages': 2} instead."),
+    ({"engine.deepspeed": {"gradient_allreduce_op": "sum"}}, 1, "`engine.deepspeed['gradient_allreduce_op']` must be left out or agree with the run (mean), but is sum instead; remove it there."),
     ({"engine.deepspeed": {"zero_optimization": {"stage": 4}}}, 1, "`engine.deepspeed.zero_optimization.stage` must be 0, 1, 2 or 3, but is 4 instead."),
     ({"engine.deepspeed": {"gradient_clipping": 0.5}}, 1, "`engine.deepspeed['gradient_clipping']` must be left out or agree with the run (1.0), but is 0.5 instead; remove it there."),
     ({"engine.deepspeed": {"wandb": {}}}, 1, "`engine.deepspeed['wandb']` must be left out (runs log into their own folder), but is {} instead."),
@@ -64,7 +72,7 @@ ENGINE: tuple[tuple[dict[str, Any], int, str], ...] = (
 
 LAUNCH = (
     ({"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "MASTER_PORT": "1"}, "`MASTER_ADDR` must be set in the environment when WORLD_SIZE is 2, but is missing; start through deepspeed, torchrun or srun, or export it."),
-    ({"SLURM_NTASKS": "2", "SLURM_LOCALID": "0"}, "`RANK` must be set in the environment when WORLD_SIZE is 2, but is missing; start through deepspeed, torchrun or srun, or export it."),
+    ({"WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "`RANK` must be set in the environment when WORLD_SIZE is 2, but is missing; start through deepspeed, torchrun or srun, or export it."),
     ({"WORLD_SIZE": "2", "RANK": "one", "LOCAL_RANK": "0", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, "`RANK` must be a whole number in the environment, but is 'one' instead."),
     ({"WORLD_SIZE": "2", "RANK": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, "`RANK` must be below WORLD_SIZE (2), but is 2 instead."),
 )  # fmt: skip
