@@ -81,7 +81,7 @@ def described(config: RunConfig, world_size: int) -> str:
 
 def report_once(sentence: str) -> None:
     """Prints the error, on only one of the ranks that have it."""
-    if os.environ.get("WORLD_SIZE", os.environ.get("SLURM_NTASKS", "1")) == "1":
+    if os.environ.get("WORLD_SIZE", os.environ.get("SLURM_STEP_NUM_TASKS", "1")) == "1":
         print_error(sentence)  # alone, without waiting for torch
         return
     from megahead.distributed import print_error_once, read_launch

@@ -19,7 +19,10 @@ from torch.distributed.rendezvous import rendezvous
 
 from megahead.errors import UserError
 
-_SLURM = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_NTASKS", "LOCAL_RANK": "SLURM_LOCALID"}
+_SLURM = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_STEP_NUM_TASKS", "LOCAL_RANK": "SLURM_LOCALID"}
+
+_INTERACTIVE_STEP = "4294967290"
+"""SLURM_STEP_ID of the shell that salloc may open on a node: one process, whatever its other variables say."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,9 @@ class Launch:
     keeps_store: bool = False
     """Whether the launcher (torchrun by default) keeps one store, at one address, however often ranks meet again."""
 
+    job_tasks: int = 0
+    """Tasks of the Slurm job (SLURM_NTASKS) in whose shell or batch script this process runs alone, without srun."""
+
     host_timeout_seconds: float | None = None
     """A machine that does not answer for so long is lost; None: only whether its ranks take part counts."""
 
@@ -60,51 +66,68 @@ class Launch:
 def read_launch(environment: Mapping[str, str]) -> Launch:
     """The launch that `environment` describes; a single process when it describes none.
 
-    Raises UserError naming the variable that is missing or not a number.
+    A task of srun has its place from Slurm, unless a launcher in it says another. SLURM_NTASKS says nothing of a
+    process: shells of salloc and scripts of sbatch have it, too, and run one. Raises UserError naming the variable that
+    is missing, not a number, or contradicts others.
     """
-    source = {name: environment.get(name, environment.get(_SLURM[name], "")) for name in _SLURM}
-    if "LOCAL_RANK" not in environment and _has_a_device_of_its_own(environment):
-        source["LOCAL_RANK"] = "0"
-    if not source["WORLD_SIZE"] and environment.get("RANK"):
-        raise UserError(_missing("WORLD_SIZE", f"RANK is {environment['RANK']}"))
-    if not source["WORLD_SIZE"] or source["WORLD_SIZE"] == "1":
+    task = _is_task(environment)
+    rank, size, local_rank = (slurm if task and name not in environment else name for name, slurm in _SLURM.items())
+    values = {name: environment.get(name, "") for name in (rank, size, local_rank, "MASTER_ADDR", "MASTER_PORT")}
+    if not values[size] and values[rank]:
+        raise UserError(_missing(size, f"{rank} is {values[rank]}"))
+    if not values[size]:
+        return Launch(**_torchrun(environment), job_tasks=_number(environment, "SLURM_NTASKS"))
+    if values[size] == "1":
         return Launch(**_torchrun(environment))
-    for name in ("MASTER_ADDR", "MASTER_PORT"):
-        source[name] = environment.get(name, "")
-    missing = [name for name, value in source.items() if not value]
+    if local_rank == "SLURM_LOCALID" and _has_a_device_of_its_own(environment):
+        values[local_rank] = "0"
+    _check(values, size)
+    tasks = environment.get(_SLURM["WORLD_SIZE"], values[size])
+    if rank == "SLURM_PROCID" and tasks != values[size]:
+        rule = f"be SLURM_STEP_NUM_TASKS ({tasks}) where srun starts the ranks"
+        raise UserError(f"`{size}` must {rule}, but is {values[size]} instead; leave it out.")
+    if int(values[rank]) >= int(values[size]):
+        raise UserError(f"`{rank}` must be below {size} ({values[size]}), but is {values[rank]} instead.")
+    place = int(values[rank]), int(values[size]), int(values[local_rank])
+    return Launch(*place, values["MASTER_ADDR"], int(values["MASTER_PORT"]), **_torchrun(environment))
+
+
+def _is_task(environment: Mapping[str, str]) -> bool:
+    """Whether srun started this process, or one above it; a batch script is PROCID 0, too, but of no step."""
+    if environment.get("SLURM_STEP_ID") == _INTERACTIVE_STEP:
+        return False
+    return "SLURM_STEP_NUM_TASKS" in environment or environment.get("SLURM_PROCID", "0") != "0"
+
+
+def _check(values: Mapping[str, str], size: str) -> None:
+    """UserError for the first of a rank's variables that is missing, or no number."""
+    missing = [name for name, value in values.items() if not value]
     if missing:
-        raise UserError(_missing(missing[0], f"WORLD_SIZE is {source['WORLD_SIZE']}"))
-    numbers = {name: value for name, value in source.items() if name != "MASTER_ADDR"}
-    wrong = [name for name, value in numbers.items() if not value.isdecimal()]
+        raise UserError(_missing(missing[0], f"{size} is {values[size]}"))
+    wrong = [name for name, value in values.items() if name != "MASTER_ADDR" and not value.isdecimal()]
     if wrong:
-        raise UserError(
-            f"`{wrong[0]}` must be a whole number in the environment, but is {numbers[wrong[0]]!r} instead."
-        )
-    rank, world_size, local_rank, port = (int(numbers[n]) for n in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"))
-    if rank >= world_size:
-        raise UserError(f"`RANK` must be below WORLD_SIZE ({world_size}), but is {rank} instead.")
-    return Launch(rank, world_size, local_rank, source["MASTER_ADDR"], port, **_torchrun(environment))
+        raise UserError(f"`{wrong[0]}` must be a whole number in the environment, but is {values[wrong[0]]!r} instead.")
+
+
+def _number(environment: Mapping[str, str], name: str) -> int:
+    value = environment.get(name, "0")
+    return int(value) if value.isdecimal() else 0
 
 
 def _torchrun(environment: Mapping[str, str]) -> dict[str, Any]:
     """What torchrun's agent tells beside a rank's place; each node's counts its own restarts, and not the others'."""
-
-    def number(name: str) -> int:
-        value = environment.get(name, "0")
-        return int(value) if value.isdecimal() else 0
-
     keeps_store = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return {
-        "attempt": number("TORCHELASTIC_RESTART_COUNT") if keeps_store else 0,
-        "ranks_per_node": number("LOCAL_WORLD_SIZE"),
-        "restarts": number("TORCHELASTIC_MAX_RESTARTS") > 0,
+        "attempt": _number(environment, "TORCHELASTIC_RESTART_COUNT") if keeps_store else 0,
+        "ranks_per_node": _number(environment, "LOCAL_WORLD_SIZE"),
+        "restarts": _number(environment, "TORCHELASTIC_MAX_RESTARTS") > 0,
         "keeps_store": keeps_store,
     }
 
 
 def _has_a_device_of_its_own(environment: Mapping[str, str]) -> bool:
     """Whether srun gave this task one GPU of its own (`--gpus-per-task`, `--gpu-bind`), whose number is then 0."""
-    return "SLURM_PROCID" in environment and "," not in environment.get("CUDA_VISIBLE_DEVICES", ",")
+    return "," not in environment.get("CUDA_VISIBLE_DEVICES", ",")
 
 
 def _missing(name: str, when: str) -> str:

@@ -156,12 +156,14 @@ def _state(session: Session, plan: RunPlan, start: Start) -> TrainingState:
 
 def _facts(session: Session, plan: RunPlan, state: TrainingState) -> list[tuple[str, str]]:
     """The banner's lines but for those about the engine."""
+    idle = session.launch.job_tasks > 1
+    tasks = f" (SLURM_NTASKS is {session.launch.job_tasks}: srun starts as many ranks)" if idle else ""
     return [
         *describe_run(plan, state.group_samples),
         *describe_phases(session.plan.config),
         *session.datasets.describe(plan.config),
         *describe_elastic(plan, session.launch),
-        ("on", f"{plan.ranks} x {device_name(session.device)}"),
+        ("on", f"{plan.ranks} x {device_name(session.device)}{tasks}"),
     ]
 
 

@@ -122,10 +122,46 @@ def test_launchers_are_understood() -> None:
     assert read_launch({}) == Launch()
     torchrun = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "node0", "MASTER_PORT": "1234"}
     assert read_launch(torchrun) == Launch(3, 4, 1, "node0", 1234)
-    slurm = {"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_LOCALID": "1", "MASTER_ADDR": "n", "MASTER_PORT": "1"}
+    slurm = srun_task() | {"MASTER_ADDR": "n", "MASTER_PORT": "1"}
     assert read_launch(slurm) == Launch(3, 4, 1, "n", 1)
     assert read_launch(slurm | {"CUDA_VISIBLE_DEVICES": "0,1"}) == Launch(3, 4, 1, "n", 1)
     assert read_launch(slurm | {"CUDA_VISIBLE_DEVICES": "1"}) == Launch(3, 4, 0, "n", 1)  # --gpus-per-task
+
+
+def srun_task(rank: str = "3") -> dict[str, str]:
+    """What srun tells one of four tasks."""
+    step = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_NTASKS": "4"}
+    return step | {"SLURM_PROCID": rank, "SLURM_LOCALID": "1"}
+
+
+@pytest.mark.parametrize(
+    "shell",
+    [
+        {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4"},  # salloc, on the login node
+        srun_task("0") | {"SLURM_STEP_ID": "4294967290", "SLURM_LOCALID": "0"},  # salloc, a shell on the first node
+        {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"},  # a script of sbatch
+    ],
+)
+def test_a_slurm_job_runs_one_process_where_srun_does_not_start_more(shell: dict[str, str]) -> None:
+    for change in ({}, {"MASTER_ADDR": "n", "MASTER_PORT": "1"}):
+        assert read_launch(shell | change) == Launch(job_tasks=4)
+    assert read_launch(srun_task("0") | {"SLURM_STEP_NUM_TASKS": "1"}) == Launch()  # srun -n 1 in a larger job
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({}, "`MASTER_ADDR` must be set in the environment when SLURM_STEP_NUM_TASKS is 4, but is missing"),
+        ({"SLURM_STEP_NUM_TASKS": ""}, "`SLURM_STEP_NUM_TASKS` must be set in the environment when SLURM_PROCID is 3"),
+        ({"SLURM_PROCID": ""}, "`SLURM_PROCID` must be set in the environment when SLURM_STEP_NUM_TASKS is 4, but is"),
+        ({"SLURM_PROCID": "4", "MASTER_ADDR": "n", "MASTER_PORT": "1"}, "`SLURM_PROCID` must be below SLURM_STEP_NUM"),
+        ({"WORLD_SIZE": "8", "MASTER_ADDR": "n", "MASTER_PORT": "1"}, "`WORLD_SIZE` must be SLURM_STEP_NUM_TASKS (4) "),
+    ],
+)
+def test_what_srun_left_inconsistent_is_named_by_slurms_variable(change: dict[str, str], sentence: str) -> None:
+    with pytest.raises(UserError) as caught:
+        read_launch(srun_task() | change)
+    assert str(caught.value).startswith(sentence)
 
 
 @pytest.mark.parametrize(

@@ -54,11 +54,18 @@ def test_two_nodes_over_loopback_train_as_one_process(
 
 def test_processes_that_know_only_what_srun_tells_find_each_other(tmp_path: Path) -> None:
     config, port = config_file(tmp_path), free_port()
-    told = {"SLURM_LOCALID": "0", "SLURM_NTASKS": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    told = {"SLURM_LOCALID": "0", "SLURM_STEP_NUM_TASKS": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     ranks = [Script(SCRIPT, "--config", config, environment={**told, "SLURM_PROCID": str(r)}) for r in range(2)]
     first, second = (rank.done() for rank in ranks)
     assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
     assert "on          2 x cpu" in first.stdout
+
+
+def test_a_run_in_a_shell_of_salloc_is_one_process_and_says_how_to_start_more(tmp_path: Path) -> None:
+    config = config_file(tmp_path)
+    done = Script(SCRIPT, "--config", config, environment={"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4"}).done()
+    assert done.returncode == 0, done.stderr
+    assert "on          1 x cpu (SLURM_NTASKS is 4: srun starts as many ranks)" in done.stdout
 
 
 def test_the_files_in_launch_are_well_formed_and_start_the_one_entry() -> None:

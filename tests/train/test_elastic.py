@@ -76,7 +76,13 @@ def test_nodes_need_not_have_been_restarted_equally_often_to_meet() -> None:
 
 def test_under_other_launchers_a_line_says_that_nothing_starts_lost_ranks_again(tmp_path: Path) -> None:
     config = small_config(tmp_path, ELASTIC)
-    slurm = {"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_LOCALID": "0", "MASTER_ADDR": "n", "MASTER_PORT": "1"}
+    slurm = {
+        "SLURM_PROCID": "0",
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_LOCALID": "0",
+        "MASTER_ADDR": "n",
+        "MASTER_PORT": "1",
+    }
     for launch in (read_launch({}), read_launch(slurm)):
         used = elastic_launch(config, launch)
         ((name, line),) = describe_elastic(RunPlan.of(config, used.world_size), used)
