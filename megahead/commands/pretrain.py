@@ -74,7 +74,8 @@ def parse() -> argparse.Namespace:
 
 
 def described(config: RunConfig, world_size: int) -> str:
-    """The resolved run, and which of its files are missing."""
+    """The resolved run, and which of its files are missing; UserError for one that cannot be used."""
+    train.check_present(config)
     lines = [*train.describe_run(RunPlan.of(config, world_size)), train.files_of(config)]
     return "\n".join(f"{name:<12}{value}" for name, value in lines)
 

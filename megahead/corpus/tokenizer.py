@@ -131,7 +131,10 @@ class _TokenizerJson:
             raise DataError(f"`{path}` must be a tokenizer.json file, but cannot be read as one: {error}.") from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+        ids = self._tokenizer.get_vocab(with_added_tokens=True).values()
+        if not ids:
+            raise DataError(f"`{path}` must have tokens, but has none.")
+        self.vocab_size = max(ids) + 1
 
     def encode(self, texts: list[str]) -> list[list[int]]:
         return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]

@@ -11,12 +11,13 @@ Training needs torch and DeepSpeed, which are imported at the first use of `pret
 from typing import TYPE_CHECKING
 
 from megahead.on_first_use import on_first_use
-from megahead.train.describe import describe_run, files_of
+from megahead.train.describe import describe_run
+from megahead.train.preflight import check_present, files_of
 
 if TYPE_CHECKING:
     from megahead.train.run import Run
     from megahead.train.setup import pretrain
 
-__all__ = ["Run", "describe_run", "files_of", "pretrain"]
+__all__ = ["Run", "check_present", "describe_run", "files_of", "pretrain"]
 
 __getattr__ = on_first_use(__name__, run=("Run",), setup=("pretrain",))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -19,9 +18,10 @@ from megahead.data.end_tokens import require_end_tokens, without_boundaries
 from megahead.data.nearest_ids import open_nearest_ids
 from megahead.data.samples import Samples
 from megahead.data.sampling import describe_samples, token_counts
+from megahead.data.strategies import TrainingText, Weights
 from megahead.distributed import Group
 from megahead.errors import CheckpointError, ConfigError, DataError, UserError
-from megahead.far import near_file
+from megahead.train.preflight import check_late_files
 
 
 @dataclass(frozen=True)
@@ -54,15 +54,22 @@ def open_datasets(config: RunConfig, world_group: Group | None = None) -> RunDat
     """Opens what the run reads: on rank 0 of `world_group` first, which packs rows if necessary, then on the others.
     What is far is fetched before, once on each machine.
 
-    UserError on all ranks if on any rank a dataset is missing, too short, or of another vocabulary or end token.
+    UserError on all ranks if on any rank a dataset is missing, too short, or of another vocabulary or end token, or the
+    tokenizer, a file of ids or one of a task cannot be the run's.
     Collective; packing must end within the group's timeout.
     """
     opened: list[RunDatasets] = []
     group = world_group or Group()
+
+    def open_here() -> None:
+        if group.rank == 0:
+            check_late_files(config)
+        opened.append(_opened(config))
+
     run_long_on_all_ranks(group, _fetch_far(config.data), _sentence)
     for turn in (group.rank == 0, group.rank > 0):
         try:
-            run_on_all_ranks(group, (lambda: opened.append(_opened(config))) if turn else _nothing, _sentence)
+            run_on_all_ranks(group, open_here if turn else _nothing, _sentence)
         except CheckpointError as error:
             raise error.__cause__ or DataError(str(error)) from None  # the cause exists on the rank that failed
     return opened[0]
@@ -76,16 +83,24 @@ def _fetch_far(data: DataConfig) -> Iterator[None]:
 
 
 def _opened(config: RunConfig) -> RunDatasets:
-    path = config.data.tokenizer
-    if path is not None and not Path(near_file(path)).is_file():
-        raise ConfigError("data.tokenizer", "name a readable file", got=path, hint="or leave it out")
     train = [_open(config, part.prefix, "data.train") for part in config.data.parts()]
     prefix = config.data.validation
     validation = None if prefix is None else _open(config, prefix, "data.validation")
     _require_end_tokens(config.data, train, validation)
+    _require_weights(config, train)
     samples = training_samples(config.data, train, config.seed, config.sample_length())
     counts = token_counts(train, samples, config.model.padded_vocab_size())
     return RunDatasets(train, samples, counts, validation, _nearest_ids(config))
+
+
+def _require_weights(config: RunConfig, train: Sequence[IndexedDataset]) -> None:
+    """Reads what masks are weighed by, which a run that is causal at first would read only when it begins to mask."""
+    settings = config.flat()
+    for name in ("masking.strategy", "masking.dropping.by"):
+        if settings.get(name) in ("frequency", "informative", "hardest", "weights"):
+            TrainingText(config, train, name).token_counts()
+    if config.data.id_weights is not None:
+        Weights.read(config.data.id_weights, config.model.vocab_size)
 
 
 def _nearest_ids(config: RunConfig) -> Tensor | None:

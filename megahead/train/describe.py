@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from megahead.config import MaskingConfig, ModelConfig, RunConfig, RunPlan, names_of, phases_of
 from megahead.config.embedding import ROWS_FROM
 from megahead.config.phrases import PhrasesConfig
 from megahead.config.replaced_tokens import ReplacedTokensConfig
 from megahead.estimate import RankMemory, rank_memory, run_parameters
-from megahead.far import is_far
 from megahead.wording import GIB, counted, gib, span
 
 
@@ -80,18 +77,6 @@ def _embedding(plan: RunPlan) -> list[tuple[str, str]]:
     rows, table = config.model.padded_vocab_size(), config.optimizer.table
     share = f"{rows:,} rows, {-(-rows // plan.ranks):,} a rank"
     return [("embedding", f"{share}, updated by {table.rule} at {table.learning_rate_ratio:g} times the learning rate")]
-
-
-def files_of(config: RunConfig) -> tuple[str, str]:
-    """(name, value): which of the files that a run would read are missing. Opens none."""
-    prefixes = [part.prefix for part in config.data.parts()] + [config.data.validation or ""]
-    named = [f"{prefix}{ending}" for prefix in prefixes if prefix for ending in (".bin", ".idx")]
-    named += [config.data.tokenizer] if config.data.tokenizer else []
-    far = [name for name in named if is_far(name)]
-    missing = [name for name in named if name not in far and not Path(name).exists()]
-    unseen = f"; {len(far)} in stores, not looked for" if far else ""
-    found = f"all {len(named) - len(far)} exist (not opened)"
-    return "files", f"missing: {', '.join(missing)}{unseen}" if missing else f"{found}{unseen}"
 
 
 def _shape(model: ModelConfig) -> str:

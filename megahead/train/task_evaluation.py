@@ -8,12 +8,10 @@ from pathlib import Path
 
 from megahead.config import RunConfig, TasksConfig
 from megahead.distributed import Group
-from megahead.errors import FieldError, UserError
-from megahead.evaluate.harness_tasks import require_for_encoder, task_files
+from megahead.errors import UserError
 from megahead.evaluate.results import TaskResult
 from megahead.run_folder import RunFolder
-
-_SETTINGS = {"--tasks": "tasks.names", "--data": "tasks.data", "--cloze": "tasks.cloze", "--text": "tasks.text"}
+from megahead.train.preflight import task_files_of
 
 
 class TaskEvaluation:
@@ -22,7 +20,7 @@ class TaskEvaluation:
     def __init__(self, config: TasksConfig, world_group: Group, *, encoder: bool) -> None:
         self.every = config.every
         self._limit = config.limit
-        self._files = _files(config, encoder)
+        self._files = task_files_of(config, encoder)
         self._world_group = world_group
 
     @classmethod
@@ -54,17 +52,6 @@ class TaskEvaluation:
             shutil.rmtree(folder)
         found = {result.task: result for result in chain.from_iterable(shares)}
         return [found[name] for name in self._files]
-
-
-def _files(config: TasksConfig, encoder: bool) -> dict[str, Path]:
-    """`task_files` for a run's settings; errors name the settings instead of the command's options."""
-    places = [None if place is None else Path(place) for place in (config.data, config.cloze, config.text)]
-    try:
-        if encoder:
-            require_for_encoder(config.names)
-        return task_files(config.names, *places)
-    except FieldError as error:
-        raise FieldError(_SETTINGS[error.field], error.rule, got=error.got, hint=error.hint) from None
 
 
 def _export(checkpoint: Path, folder: Path) -> str | None:

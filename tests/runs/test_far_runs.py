@@ -273,9 +273,9 @@ def test_texts_and_tokenizer_come_from_a_store_once_for_all_ranks_of_a_node(tmp_
     write_text(tmp_path)
     far = f"file://{tmp_path}/store"
     changes = {"data.train": f"{far}/text", "data.validation": f"{far}/text", "data.tokenizer": f"{far}/tokenizer.json"}
-    changes |= {"data.pack": "best_fit"}
+    changes |= {"data.pack": "best_fit", "model.vocab_size": 300}
     assert on_ranks(4, run, small_config(tmp_path, changes)) == ["finished"] * 4
-    near = {"data.tokenizer": str(tmp_path / "store/tokenizer.json"), "data.pack": "best_fit"}
+    near = changes | {"data.train": f"{tmp_path}/text", "data.tokenizer": str(tmp_path / "store/tokenizer.json")}
     assert same_tensors(tmp_path / "run", undisturbed(tmp_path, 4, near))
     assert (tmp_path / "run/tokenizer.json").read_bytes() == (tmp_path / "store/tokenizer.json").read_bytes()
     assert len(list((tmp_path / "cache").rglob("text.bin"))) == 1

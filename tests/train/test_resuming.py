@@ -11,12 +11,12 @@ import pytest
 import megahead.checkpoint.integrity as integrity
 from megahead.checkpoint import open_checkpoint
 from megahead.config import RunConfig
+from megahead.corpus.vocabulary import train_wordpiece
 from megahead.distributed import Group, Launch
 from megahead.errors import ConfigErrors, UserError
 from megahead.report.metrics import read_metrics
 from megahead.train import pretrain
 from support.on_ranks import on_ranks
-from support.small_checkpoint import save_tokenizer
 from support.small_run import same_tensors, small_config, write_text
 
 
@@ -90,7 +90,7 @@ def test_another_text_or_tokenizer_behind_the_same_path_is_refused(begun: Path) 
     assert "tokens, sha256 " in sentence
     allowed = small_config(begun, {"training.steps": 7, "resume.allow": ["data.train"]})
     assert on_ranks(1, run, allowed) == ["finished"]
-    save_tokenizer(begun / "tokenizer.json")
+    train_wordpiece(["the cat sat"], 60).save(str(begun / "tokenizer.json"))
     given = {"training.steps": 8, "data.tokenizer": str(begun / "tokenizer.json")}
     (sentence,) = on_ranks(1, run, small_config(begun, given))
     assert "data.tokenizer (was None, is " in sentence
