@@ -64,7 +64,7 @@ class Meters:
         if not self._active:
             return
         resumed, lineage = start.checkpoint, progress.lineage
-        lines = [*lines, *self._mesh.lines(), *start.lines()]
+        lines = [*lines, *self._mesh.lines(), *start.lines(), *start.new_schedule(progress.phase.config)]
         if aside := lineage.to_be_abandoned():
             lines.append(("set aside", f"at the next save: {', '.join(aside)}, which this run does not continue"))
         lines.append(("progress", f"at most a line every {self._print_seconds:g} s; the first step takes longest"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import isclose
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,10 @@ from megahead.copies import Rescue
 from megahead.distributed import Group
 from megahead.errors import CheckpointError
 from megahead.mirror import Fetched
+from megahead.optim import learning_rate_ratio
 from megahead.run_folder import RunFolder
-from megahead.train.identity import is_of_another_phase
+from megahead.train.identity import config_of, is_of_another_phase
+from megahead.wording import counted
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,24 @@ class Start:
         if self.checkpoint is not None:
             lines.append(("resumed", f"step {self.checkpoint.step:,}, {self.checkpoint.folder}"))
         return lines
+
+    def new_schedule(self, config: RunConfig) -> list[tuple[str, str]]:
+        """The banner's line where the learning rate goes on elsewhere than by the settings that the checkpoint was
+        saved with, as in a run that is made longer."""
+        if self.checkpoint is None or self.step >= config.training.steps:
+            return []
+        saved = config_of(self.checkpoint)
+        now, before = (self._learning_rate(each) for each in (config, saved))
+        if isclose(now, before, rel_tol=1e-6):
+            return []
+        place = f"at step {self.step:,} of {config.training.steps:,}"
+        earlier = f"the schedule before, of {counted(saved.training.steps, 'step')}, had {before:.2e} there"
+        return [("rate now", f"learning rate {now:.2e} {place}; {earlier}")]
+
+    def _learning_rate(self, config: RunConfig) -> float:
+        """That of the next step."""
+        ratio = learning_rate_ratio(config.schedule, self.step, config.training.steps)
+        return config.optimizer.learning_rate * ratio
 
     def facts(self) -> dict[str, Any]:
         """For the log."""

@@ -82,6 +82,21 @@ def test_length_place_logging_and_mesh_may_change_and_the_text_may_move(begun: P
     assert open_checkpoint(begun / "run").step == 8
 
 
+def test_a_run_that_is_made_longer_says_where_its_learning_rate_goes_on(
+    begun: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A cosine has fallen to a tenth at step 6 of 6, and by far less at step 6 of 12; a constant rate stays."""
+    told = "rate now    learning rate 1.65e-03 at step 6 of 12; the schedule before, of 6 steps, had 3.00e-04 there\n"
+    assert on_ranks(1, run, small_config(begun, {"training.steps": 12})) == ["finished"]
+    assert told in capfd.readouterr().out
+    assert read_metrics(begun / "run").training[6]["learning_rate"] == pytest.approx(1.65e-3)
+    assert on_ranks(1, run, small_config(begun, {"training.steps": 12})) == ["finished"]
+    constant = {"schedule.name": "constant", "output_dir": str(begun / "constant")}
+    for steps in (3, 6):
+        assert on_ranks(1, run, small_config(begun, constant | {"training.steps": steps})) == ["finished"]
+    assert "rate now" not in capfd.readouterr().out
+
+
 def test_another_text_or_tokenizer_behind_the_same_path_is_refused(begun: Path) -> None:
     config = small_config(begun, {"training.steps": 7})
     write_text(begun, seed=5)
