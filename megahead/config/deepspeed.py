@@ -4,7 +4,7 @@ refused."""
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -184,12 +184,26 @@ def _check_keys(content: Mapping[str, Any], known: _Keys, *parents: str) -> None
         if reason := REFUSED.get(".".join(path)):
             raise ConfigError(f"engine.deepspeed{place}", f"be left out ({reason})", got=value)
         if key not in known:
-            raise UserError(not_a_setting(["engine.deepspeed", *parents], key, list(known)))
+            raise UserError(_unknown(["engine.deepspeed", *parents], key, known))
         section = known[key]
         if section is not None and value is not None:
             if not isinstance(value, dict):
                 raise ConfigError(f"engine.deepspeed{place}", "be a section of settings", got=repr(value))
             _check_keys(value, section, *path)
+
+
+def _unknown(parents: list[str], key: str, known: _Keys) -> str:
+    """The sentence for a key that is not known in this section: of the section that it belongs to, if there is one."""
+    elsewhere = [path for path in _paths(KNOWN, "engine.deepspeed") if path.endswith(f".{key}")]
+    if elsewhere:
+        return f"`{'.'.join([*parents, key])}` is not a setting; did you mean `{elsewhere[0]}`?"
+    return not_a_setting(parents, key, list(known))
+
+
+def _paths(keys: _Keys, above: str) -> Iterator[str]:
+    for key, section in keys.items():
+        yield f"{above}.{key}"
+        yield from _paths(section or {}, f"{above}.{key}")
 
 
 def _must_agree(section: str, given: dict[str, Any], wanted: dict[str, Any], with_what: str) -> None:

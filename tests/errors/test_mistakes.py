@@ -41,6 +41,7 @@ CONFIG = (("a: [1", [], "`F/run.yaml` must be YAML, but is not in line 1: expect
 ENGINE: tuple[tuple[dict[str, Any], int, str], ...] = (
     ({"engine.deepspeed": "no.json"}, 1, "`engine.deepspeed` must name a DeepSpeed JSON file, but is no.json instead (No such file or directory)."),
     ({"engine.deepspeed": {"zero_optimisation": {"stage": 2}}}, 1, "`engine.deepspeed.zero_optimisation` is not a setting; did you mean `engine.deepspeed.zero_optimization`?"),
+    ({"engine.deepspeed": {"offload_optimizer": {"device": "cpu"}}}, 1, "`engine.deepspeed.offload_optimizer` is not a setting; did you mean `engine.deepspeed.zero_optimization.offload_optimizer`?"),
     ({"engine.deepspeed": {"gradient_acumulation_steps": 2}}, 1, "`engine.deepspeed.gradient_acumulation_steps` is not a setting; did you mean `engine.deepspeed.gradient_accumulation_steps`?"),
     ({"engine.deepspeed": {"zero_optimization": {"stage": 3, "offload_optimizer": {"devise": "cpu"}}}}, 1, "`engine.deepspeed.zero_optimization.offload_optimizer.devise` is not a setting; did you mean `engine.deepspeed.zero_optimization.offload_optimizer.device`?"),
     ({"engine.deepspeed": {"zero_optimization": {"offload_optimizer": "cpu"}}}, 1, "`engine.deepspeed['zero_optimization']['offload_optimizer']` must be a section of settings, but is 'cpu' instead."),
