@@ -33,6 +33,10 @@ class ConfigError(FieldError, ValueError):
     """A setting of a run that breaks a rule (a ValueError too, so that pydantic gathers it with the others)."""
 
 
+class ArgumentError(FieldError, ValueError):
+    """An argument of a public function that does not fit the others."""
+
+
 class ConfigErrors(UserError):
     """Every mistake of one config, a line each."""
 

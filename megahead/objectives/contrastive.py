@@ -12,16 +12,19 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megahead.config import ObjectiveConfig
-from megahead.errors import ConfigError
+from megahead.errors import ArgumentError, ConfigError
 from megahead.objectives.candidate_softmax import candidate_loss
 from megahead.objectives.candidates import Candidates, unique_candidates, vocabulary_candidates
 from megahead.objectives.sampling import draw_ids, inclusion_probabilities, systematic_sample
 from megahead.objectives.scores import Dot
 from megahead.objectives.training_free_head import log_negatives, log_unigram
 from megahead.objectives.weights import Weighting, log_inclusion, weigh, weight_beside, with_nearest
+
+NO_TARGET = -100
+"""A target id, to Hugging Face and torch, of an output that has none."""
 
 
 class Pool(Protocol):
@@ -165,18 +168,85 @@ def build_objective(
 def cwt_loss(outputs_ND: Tensor, target_ids_N: Tensor, embedding_VD: Tensor, *, temperature: float = 1.0) -> Tensor:
     """Contrastive Weight Tying, the whole objective: `mean_i [ logsumexp_k(o_i.e(x_k) / T) - o_i.e(x_i) / T ]`.
 
-    outputs_ND: final hidden states, in any float type. target_ids_N: int64 ids of their targets.
+    outputs_ND: final hidden states, in any float type; also [B, T, D]. target_ids_N: integer ids of their targets, one
+    for each output, [N] or [B, T]; an output whose target is -100 is left out.
     embedding_VD: the *input* embedding table; it gets gradient as positives and as negatives.
     Returns the mean over N in float32 (float64 for float64 inputs); 0 for N = 0, connected to the inputs.
+
+    ArgumentError (a ValueError) for arguments that do not fit. An id that the table lacks is such on CPUs; on GPUs,
+    where looking would wait for the device, it is a device-side assertion, and so it is in a compiled function.
+    Has first derivatives only; asking for second ones is a RuntimeError.
 
     Equal to the N x N form of the paper (section 3, with the log that its equation lost and its code has),
     but over the U unique targets with bias log(count): time O(N U D), extra memory O((N + U) D).
     Single process: the negatives are the N targets given.
     """
+    _require_fitting(outputs_ND, target_ids_N, embedding_VD, temperature)
+    outputs_ND, target_ids_N = outputs_ND.flatten(0, -2), target_ids_N.flatten().long()
+    if target_ids_N.numel() == 0:
+        dtype = torch.promote_types(torch.promote_types(outputs_ND.dtype, embedding_VD.dtype), torch.float32)
+        return outputs_ND.to(dtype).sum() + embedding_VD[:0].to(dtype).sum()
     candidates = unique_candidates(target_ids_N)
     assert candidates.ids_U is not None
+    count: Tensor | int = target_ids_N.numel()
+    chosen_N = target_ids_N != NO_TARGET
+    if not _can_look(target_ids_N) or not chosen_N.all():
+        candidates, count = _among_chosen(candidates, chosen_N), chosen_N.sum().clamp(min=1)
+        outputs_ND = outputs_ND.masked_fill(~chosen_N[:, None], 0)  # those of padding may be NaN
     rows_UD = embedding_VD.index_select(0, candidates.ids_U)
-    if target_ids_N.numel() == 0:
-        return 0.0 * (outputs_ND.float().sum() + embedding_VD.float().sum())
-    total = candidate_loss(outputs_ND, rows_UD, candidates, Dot(temperature))
-    return total / target_ids_N.numel()
+    return candidate_loss(outputs_ND, rows_UD, candidates, Dot(temperature)) / count
+
+
+def _among_chosen(candidates: Candidates, chosen_N: Tensor) -> Candidates:
+    """The same without the candidate -100, and with the loss of outputs that are not chosen counting 0; shapes stay, so
+    that nothing waits for a device. -100 is the first of the candidates, which increase; where it is alone, it stays.
+    """
+    ids_U, bias_U = candidates.ids_U, candidates.bias_U
+    assert ids_U is not None
+    assert bias_U is not None
+    last = len(ids_U) - 1
+    removed_U = (ids_U == NO_TARGET) & (torch.arange(len(ids_U), device=ids_U.device) < last)
+    ids_U = torch.where(ids_U == NO_TARGET, ids_U[-1:].where(ids_U[-1:] != NO_TARGET, 0), ids_U)
+    positive_N = candidates.positive_N.where(chosen_N, last)
+    return Candidates(ids_U, bias_U.masked_fill(removed_U, -torch.inf), positive_N, weight_N=chosen_N.float())
+
+
+def _can_look(ids: Tensor) -> bool:
+    """Whether values can be looked at without a wait for a device, or a break of a graph."""
+    return ids.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+def _require_fitting(outputs: Tensor, target_ids: Tensor, embedding: Tensor, temperature: float) -> None:
+    """ArgumentError for what is no argument of `cwt_loss`, or does not fit the others."""
+    named = {"outputs_ND": outputs, "target_ids_N": target_ids, "embedding_VD": embedding}
+    for name, value in named.items():
+        if not isinstance(value, Tensor):
+            hint = "give its `.weight`" if isinstance(value, nn.Module) else ""
+            raise ArgumentError(name, "be a tensor", got=f"a {type(value).__name__}", hint=hint)
+        if value is target_ids and (value.is_floating_point() or value.dtype == torch.bool):
+            raise ArgumentError(name, "hold integers", got=value.dtype)
+        if value is not target_ids and not value.is_floating_point():
+            raise ArgumentError(name, "hold floating-point numbers", got=value.dtype)
+    for name, value in named.items():
+        if value.device != embedding.device:
+            raise ArgumentError(
+                name, f"be on the device of embedding_VD ({embedding.device})", got=f"on {value.device}"
+            )
+    if embedding.ndim != 2:
+        raise ArgumentError("embedding_VD", "be a table, [V, D]", got=list(embedding.shape))
+    if outputs.ndim < 2 or outputs.shape[-1] != embedding.shape[1]:
+        rule = f"be as wide as embedding_VD, [N, {embedding.shape[1]}]"
+        raise ArgumentError("outputs_ND", rule, got=list(outputs.shape))
+    if target_ids.shape != outputs.shape[:-1]:
+        rule = f"have a target for each output, {list(outputs.shape[:-1])}"
+        hint = "shift both alike, and mark outputs without a target by -100"
+        raise ArgumentError("target_ids_N", rule, got=list(target_ids.shape), hint=hint)
+    if not isinstance(temperature, int | float) or not 1e-37 < temperature < 1e37:
+        raise ArgumentError("temperature", "be a positive number", got=temperature)
+    if _can_look(target_ids):
+        wrong = ((target_ids < 0) & (target_ids != NO_TARGET)) | (target_ids >= len(embedding))
+        if wrong.any():
+            rule = f"be ids below {len(embedding):,} (or {NO_TARGET}: no target)"
+            raise ArgumentError(
+                "target_ids_N", rule, got=f"{int(target_ids[wrong][0])} at {int(wrong.sum()):,} of them"
+            )

@@ -149,7 +149,26 @@ class _ThreeProducts(torch.autograd.Function):
         grad_outputs, grad_rows, grad_bias = ctx.saved_tensors
         slope = grad_loss * ctx.scale
         both = ((gradient * slope).to(ctx.dtype) for gradient in (grad_outputs, grad_rows))
-        return *both, None if grad_bias is None else grad_bias * grad_loss, None, None, None
+        gradients = *both, None if grad_bias is None else grad_bias * grad_loss
+        if torch.is_grad_enabled():  # create_graph=True
+            differentiable = grad_loss.new_zeros((), requires_grad=True)
+            gradients = tuple(None if each is None else _Last.apply(each, differentiable) for each in gradients)
+        return *gradients, None, None, None
+
+
+class _Last(torch.autograd.Function):
+    """A gradient whose own gradient is refused; without one it would pass for a constant."""
+
+    @staticmethod
+    def forward(ctx: Any, gradient: Tensor, differentiable: Tensor) -> Tensor:
+        return gradient.clone()
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> Any:  # type: ignore[override]
+        raise RuntimeError(
+            "the softmax over candidates must be differentiated once, but a second derivative was asked for; compute "
+            "the loss by `candidate_loss_reference`, or without create_graph."
+        )
 
 
 class _Gradients:

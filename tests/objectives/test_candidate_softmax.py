@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +21,7 @@ from megahead.objectives import (
     EvaluationSums,
     candidate_loss,
     candidate_loss_reference,
+    contrastive,
     cwt_loss,
     evaluation_sums,
     log_unigram,
@@ -155,6 +157,74 @@ def test_no_targets_is_legal_and_connected() -> None:
     loss.backward()
     assert embedding.grad is not None
     assert embedding.grad.abs().sum() == 0
+
+
+@pytest.mark.parametrize("shape", [(12,), (3, 4)])
+@pytest.mark.parametrize("ignored", [(), (0, 5, 11), range(12)], ids=str)
+def test_outputs_without_a_target_are_left_out(shape: tuple[int, ...], ignored: Sequence[int]) -> None:
+    outputs, targets, embedding = drawn(12, 4, 9)
+    outputs = outputs.detach()
+    outputs[list(ignored)] = torch.nan
+    outputs.requires_grad_()
+    targets[list(ignored)] = -100
+    chosen = targets != -100
+    expected = cwt_loss(outputs[chosen], targets[chosen], embedding)
+    wanted = torch.autograd.grad(expected, [outputs, embedding])
+    for looks in (True, False):  # as on a CPU, and as where it would wait
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(contrastive, "_can_look", lambda ids, looks=looks: looks)
+            loss = cwt_loss(outputs.view(*shape, 4), targets.view(shape), embedding)
+        torch.testing.assert_close(loss, expected)
+        for mine, theirs in zip(torch.autograd.grad(loss, [outputs, embedding]), wanted, strict=True):
+            torch.testing.assert_close(mine, theirs.nan_to_num())
+
+
+WRONG: dict[str, tuple[Callable[..., Any], str]] = {
+    "a target too few": (
+        lambda o, t, e: (o, t[:-1], e),
+        r"`target_ids_N` must have a target for each output, \[8\], but",
+    ),
+    "a target too many": (lambda o, t, e: (o[:-1], t, e), r"but is \[8\] instead; shift both alike"),
+    "one output": (lambda o, t, e: (o[:1], t, e), "must have a target for each output"),
+    "no outputs": (lambda o, t, e: (o[:0], t, e), "must have a target for each output"),
+    "another shape": (lambda o, t, e: (o, t.view(2, 4), e), "must have a target for each output"),
+    "another width": (lambda o, t, e: (o[:, :3], t, e), r"`outputs_ND` must be as wide as embedding_VD, \[N, 4\]"),
+    "an id too large": (lambda o, t, e: (o, t + 9, e), r"`target_ids_N` must be ids below 9 \(or -100: no target\)"),
+    "a negative id": (lambda o, t, e: (o, t - 50, e), "`target_ids_N` must be ids below 9"),
+    "fractions": (lambda o, t, e: (o, t.float(), e), "`target_ids_N` must hold integers, but is torch.float32"),
+    "truth values": (lambda o, t, e: (o, t > 3, e), "`target_ids_N` must hold integers, but is torch.bool"),
+    "whole outputs": (lambda o, t, e: (o.long(), t, e), "`outputs_ND` must hold floating-point numbers"),
+    "a row as a table": (lambda o, t, e: (o, t, e[0]), r"`embedding_VD` must be a table, \[V, D\]"),
+    "a module": (lambda o, t, e: (o, t, torch.nn.Embedding(9, 4)), "must be a tensor, .* give its `.weight`"),
+    "a list": (lambda o, t, e: (o, t.tolist(), e), "`target_ids_N` must be a tensor, but is a list"),
+    "another device": (lambda o, t, e: (o.to("meta"), t, e), "`outputs_ND` must be on the device of embedding_VD"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_arguments_that_do_not_fit_are_refused_in_a_sentence(name: str) -> None:
+    change, sentence = WRONG[name]
+    with pytest.raises(ValueError, match=sentence):
+        cwt_loss(*change(*drawn(8, 4, 9)))
+
+
+@pytest.mark.parametrize("temperature", [0.0, -1.0, torch.nan, torch.inf, 1e-300, "1"])
+def test_a_temperature_is_a_positive_number(temperature: float) -> None:
+    with pytest.raises(ValueError, match="`temperature` must be a positive number, but is"):
+        cwt_loss(*drawn(8, 4, 9), temperature=temperature)
+
+
+def test_a_second_derivative_is_refused() -> None:
+    outputs, targets, embedding = drawn(8, 4, 9)
+    (gradient,) = torch.autograd.grad(cwt_loss(outputs, targets, embedding), outputs, create_graph=True)
+    with pytest.raises(RuntimeError, match="must be differentiated once, but a second derivative was asked for"):
+        gradient.square().sum().backward()
+
+
+def test_no_targets_have_a_loss_in_the_type_of_others() -> None:
+    outputs, _, embedding = drawn(8, 4, 9)
+    loss = cwt_loss(outputs[:0], torch.zeros(0, dtype=torch.int64), embedding)
+    assert loss.dtype == torch.float64
 
 
 def test_a_candidate_with_bias_minus_infinity_is_no_candidate() -> None:
