@@ -20,7 +20,8 @@ def require_boards(config: RunConfig) -> None:
 
 
 class Boards:
-    """Writes scalars by step. A resumed run continues the same W&B run, identified by its folder."""
+    """Writes scalars by step. A resumed run continues the same W&B run, identified by its folder; W&B keeps what it was
+    sent, so that its curves show steps twice that were taken twice."""
 
     def __init__(self, config: RunConfig) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -50,6 +51,11 @@ class Boards:
                 self._tensorboard.add_scalar(name, value, step)
         if self._wandb is not None:
             self._wandb.log({**named, "step": step})
+
+    def go_back(self, step: int) -> None:
+        """TensorBoard no longer shows what was written of steps after `step`, by this session or an earlier one."""
+        self._tensorboard.close()
+        self._tensorboard.purge_step = step + 1  # of the file that the next value begins
 
     def close(self) -> None:
         """Writes what is still buffered."""

@@ -69,8 +69,9 @@ class Meters:
             lines.append(("set aside", f"at the next save: {', '.join(aside)}, which this run does not continue"))
         lines.append(("progress", f"at most a line every {self._print_seconds:g} s; the first step takes longest"))
         self.print_line("\n".join(f"{name:<12}{value}" for name, value in lines))
-        source = None if resumed is None else lineage.name_of(resumed)
-        facts = {"resumed": source, "continues": max(lineage.tip, 0)} | start.facts() | self._mesh.facts()
+        source, continues = None if resumed is None else lineage.name_of(resumed), max(lineage.tip, 0)
+        self._boards.go_back(continues)
+        facts = {"resumed": source, "continues": continues} | start.facts() | self._mesh.facts()
         new_phase = {"new_phase": True} if start.begins_phase(progress.phase.config) else {}
         self._mesh = MeshChange(self._mesh.now)
         self._log.record(progress.state, {"session": facts | new_phase})
@@ -129,6 +130,7 @@ class Meters:
         self._interval.take_back(steps, state)
         if self._active:
             self._log.record(state, {"rollback": {"checkpoint": checkpoint.name}})
+            self._boards.go_back(state.step)
             self.print_line(f"went back to {checkpoint}")
 
     def saved(self, stall: float, state: TrainingState) -> None:

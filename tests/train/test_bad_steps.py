@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
 import orjson
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megahead.checkpoint import open_checkpoint
 from megahead.report.metrics import read_metrics
@@ -141,6 +143,27 @@ def test_rollback_before_the_first_checkpoint_skips(tmp_path: Path, capfd: pytes
     config = small_config(tmp_path, {"faults.bad_step": "rollback", "training.checkpoint_every": 6})
     assert on_ranks(1, run_with, config, math.nan) == ["finished"]
     assert "no checkpoint to go back to yet: skipped" in capfd.readouterr().out
+
+
+def on_tensorboard(folder: Path) -> dict[str, list[int]]:
+    """The steps of each of its curves."""
+    board = EventAccumulator(str(folder / "tensorboard"))
+    board.Reload()
+    return {name: [event.step for event in board.Scalars(name)] for name in board.Tags()["scalars"]}
+
+
+def test_tensorboard_shows_each_step_once_after_a_crash_and_after_a_rollback(tmp_path: Path) -> None:
+    write_text(tmp_path)
+    every = {"training.checkpoint_every": 2, "training.evaluate_every": 2, "faults.bad_step": "rollback"}
+    config = small_config(tmp_path, every)
+    on_ranks(2, run_with, config, math.nan)
+    (lost,) = (tmp_path / "run/checkpoints").glob("step-*6")
+    shutil.rmtree(lost)
+    on_ranks(2, run_with, config, math.nan)
+    curves = on_tensorboard(tmp_path / "run")
+    assert curves["train/loss"] == [1, 2, 3, 4, 5, 6]
+    assert curves["validation/loss"] == [2, 4, 6]
+    assert {tuple(steps) for steps in curves.values()} == {(1, 2, 3, 4, 5, 6), (2, 4, 6)}
 
 
 def test_a_line_after_a_rollback_is_the_mean_of_the_steps_that_count(tmp_path: Path) -> None:
