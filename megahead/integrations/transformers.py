@@ -29,6 +29,9 @@ from megahead.pretraining import gather_targets
 _NO_TARGET = -100  # a label, to Hugging Face
 _BLOCK_ROWS = 16_384
 _BODY, _COUNTS = "body.", "target_counts"
+_NOISE = "neftune_noise_alpha"
+_ADAPTED = ".base_layer."
+"""In the names of weights beside which PEFT has others."""
 
 
 class Headless(nn.Module):
@@ -54,13 +57,13 @@ class Headless(nn.Module):
         table.padding_idx = None  # a candidate may be any id, and each has a gradient
         self.share_candidates = share_candidates
         self.register_buffer(_COUNTS, torch.zeros(table.num_embeddings, dtype=torch.int64))
-        self._objective = build_objective(ObjectiveConfig(), table.num_embeddings)
+        self._objective = build_objective(ObjectiveConfig(), table.num_embeddings)  # which needs no counts
         self._taken = frozenset(inspect.signature(self.body.forward).parameters)
 
     def forward(
         self,
         input_ids: Tensor,
-        labels: Tensor,
+        labels: Tensor | None = None,
         attention_mask: Tensor | None = None,
         token_type_ids: Tensor | None = None,
         position_ids: Tensor | None = None,
@@ -70,9 +73,16 @@ class Headless(nn.Module):
         """`loss`: summed over the targets, divided by their number or by `num_items_in_batch`, those of the step;
         without any 0, in evaluation NaN, which `Trainer` leaves out of its mean.
 
-        labels: as Hugging Face has them, unshifted ids for a causal model, -100 where there is no target. An input that
-        the body does not know by name is left out; `more` goes to it as it is. Collective in training.
+        labels: as Hugging Face has them, unshifted ids for a causal model, -100 where there is no target; FieldError
+        without any, as with label smoothing, which needs logits. An input that the body does not know by name is left
+        out; `more` goes to it as it is. Collective in training.
         """
+        if labels is None:
+            hint = (
+                "a headless model has no logits: leave label_smoothing_factor at 0; to predict, `save` it with a head"
+            )
+            raise FieldError("labels", "be given", got="missing", hint=hint)
+        self._fit_counts()
         optional = {"attention_mask": attention_mask, "token_type_ids": token_type_ids, "position_ids": position_ids}
         given = {name: value for name, value in optional.items() if value is not None and name in self._taken}
         hidden_BTD = self.body(input_ids=input_ids, **given, **more).last_hidden_state
@@ -84,6 +94,14 @@ class Headless(nn.Module):
         given_count = target_ids_N.numel() if num_items_in_batch is None else num_items_in_batch
         count = torch.as_tensor(given_count, device=summed.device)
         return {"loss": summed / (count.clamp(min=1) if self.training else count)}
+
+    def get_input_embeddings(self) -> nn.Module:
+        """The table: the body's, to whose outputs `Trainer` adds NEFTune's noise; candidates are without it."""
+        return self.body.get_input_embeddings()
+
+    def prepare_inputs_for_generation(self, *inputs: Any, **more: Any) -> Any:
+        """Which PEFT wants of a causal model; FieldError when it is called."""
+        raise FieldError("model", "have a head to generate", got="headless", hint="`save` it with one")
 
     def log_frequencies(self) -> Tensor:
         """[V] log q, fp32: added to `E h` it gives log p."""
@@ -102,8 +120,11 @@ class Headless(nn.Module):
         tokenizer: of transformers; encoders need it to come back into a run. state_dict: this module's, where its
         parameters are not whole (ZeRO-3). UserError where the class has no place for the head, with nothing written.
         """
+        self._fit_counts()
         weights = self.state_dict() if state_dict is None else state_dict
         body = {name.removeprefix(_BODY): weight.cpu() for name, weight in weights.items() if name.startswith(_BODY)}
+        if any(_ADAPTED in name for name in body):
+            raise FieldError("model", "be without adapters", got="adapted", hint="call its merge_and_unload() first")
         save_plain(self._kind, self.body, body, weights[_COUNTS].cpu(), Path(folder), head, tokenizer)
 
     def activation_checkpointing_enable(self, **options: Any) -> None:
@@ -115,6 +136,26 @@ class Headless(nn.Module):
     gradient_checkpointing_enable = activation_checkpointing_enable
     """As versions before 5.20 call it."""
 
+    def _fit_counts(self) -> None:
+        """After `resize_token_embeddings`: new ids were no targets yet."""
+        missing = cast(nn.Embedding, self.body.get_input_embeddings()).num_embeddings - len(self.target_counts)
+        if missing:
+            self.target_counts = nn.functional.pad(self.target_counts, (0, missing))
+
+    def _rows(self, ids_U: Tensor) -> Tensor:
+        """[U, D], looked up by the module, as ZeRO-3 must see it, without the noise of NEFTune's hook."""
+        table = self.body.get_input_embeddings()
+        noise = getattr(table, _NOISE, None)
+        if noise is None:
+            rows_UD: Tensor = table(ids_U)
+            return rows_UD
+        setattr(table, _NOISE, 0.0)
+        try:
+            (rows_UD,) = table(ids_U[None])  # [1, U, D]: the hook takes batches alone
+            return rows_UD
+        finally:
+            setattr(table, _NOISE, noise)
+
     def _loss(self, outputs_ND: Tensor, target_ids_N: Tensor) -> Tensor:
         """Over candidates; summed over the outputs. Collective: ranks exchange ids."""
         everyones = _of_all_ranks(target_ids_N)
@@ -122,8 +163,8 @@ class Headless(nn.Module):
             self.target_counts.index_add_(0, everyones, torch.ones_like(everyones))
         pool = self._objective.pool(everyones if self.share_candidates else target_ids_N)
         candidates = pool.candidates(target_ids_N)
-        rows_UD = self.body.get_input_embeddings()(candidates.ids_U)
-        return candidate_loss(outputs_ND, rows_UD, candidates)
+        assert candidates.ids_U is not None
+        return candidate_loss(outputs_ND, self._rows(candidates.ids_U), candidates)
 
     @torch.no_grad()
     def _held_out_loss(self, outputs_ND: Tensor, target_ids_N: Tensor) -> Tensor:
@@ -142,6 +183,8 @@ def _loss_type(model: PreTrainedModel) -> str:
         if names & set(known.values()) and not model.config.is_encoder_decoder:
             return loss_type
     hint = "load it by AutoModelForCausalLM or AutoModelForMaskedLM"
+    if hasattr(model, "peft_config"):
+        hint = "wrap the plain model by Headless, and that by get_peft_model"
     raise FieldError("model", "be a causal or masked language model", got=f"a {type(model).__name__}", hint=hint)
 
 

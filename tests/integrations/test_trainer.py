@@ -8,14 +8,18 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import (
+    LlamaForCausalLM,
     Trainer,
     TrainingArguments,
 )
+from transformers.integrations.neftune import neftune_post_forward_hook
 
 from megahead import cwt_loss
 from megahead.distributed import Group
+from megahead.errors import FieldError
 from megahead.integrations.transformers import Headless
 from support.headless_models import ENCODERS, IDS, MODELS, made, our_batch, rows_of, trained
 from support.on_ranks import on_ranks
@@ -110,3 +114,55 @@ def test_counts_are_in_the_checkpoints_of_trainer(tmp_path: Path) -> None:
     trainer._load_from_checkpoint(str(tmp_path / "saved"))
     assert again.target_counts.sum() > 0
     assert torch.equal(again.target_counts, headless.target_counts)
+
+
+def test_noise_on_inputs_leaves_candidates_without_it(tmp_path: Path) -> None:
+    """NEFTune's, of which so little that its steps are those without, were candidates not [U, D] to its hook."""
+    headless = Headless(made("llama"))
+    trained(tmp_path, headless, "llama", neftune_noise_alpha=1e-9)
+    assert_same(headless.state_dict(), stepped_by_hand("llama", 1))
+    loud, rows = Headless(made("llama")).train(), rows_of("llama")
+    loud.body.get_input_embeddings().neftune_noise_alpha = 100.0
+    loud.body.get_input_embeddings().register_forward_hook(neftune_post_forward_hook)
+    with torch.no_grad():
+        first, second = (loud(**rows)["loss"] for _ in range(2))
+        ids = torch.arange(IDS)
+        assert torch.equal(loud._rows(ids), loud.body.get_input_embeddings().weight)
+    assert first != second
+
+
+def test_what_needs_logits_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    sentence = "`labels` must be given, but is missing; there are no logits: leave label_smoothing_factor at 0"
+    with pytest.raises(FieldError, match=sentence):
+        trained(tmp_path, Headless(made("llama")), "llama", label_smoothing_factor=0.1)
+    trainer = trained(tmp_path, Headless(made("llama")), "llama")
+    with pytest.raises(FieldError, match=sentence):
+        trainer.predict([{"input_ids": row} for row in rows_of("llama")["input_ids"]])
+
+
+def test_a_table_resized_after_wrapping_has_counts_of_its_new_ids(tmp_path: Path) -> None:
+    model = made("llama")
+    headless = Headless(model)
+    model.resize_token_embeddings(IDS + 4, mean_resizing=False)
+    rows = rows_of("llama")
+    rows["input_ids"][0, 3] = rows["labels"][0, 3] = IDS + 3
+    headless.train()(**rows)["loss"].backward()
+    assert headless.target_counts[IDS + 3] == 1
+    assert len(headless.log_frequencies()) == IDS + 4
+    headless.save(tmp_path / "tied", "tied")
+    assert LlamaForCausalLM.from_pretrained(tmp_path / "tied").config.vocab_size == IDS + 4
+
+
+def test_adapters_of_peft_train_and_are_merged_before_saving(tmp_path: Path) -> None:
+    adapted = get_peft_model(Headless(made("llama")), LoraConfig("CAUSAL_LM", target_modules=["q_proj", "v_proj"]))
+    before = {name: weight.clone() for name, weight in made("llama").base_model.state_dict().items()}
+    trained(tmp_path, adapted, "llama")
+    headless = adapted.base_model.model
+    with pytest.raises(FieldError, match=r"`model` must be without adapters, .* call its merge_and_unload\(\) first"):
+        headless.save(tmp_path / "adapted", "tied")
+    with pytest.raises(FieldError, match="wrap the plain model by Headless, and that by get_peft_model"):
+        Headless(get_peft_model(made("llama"), LoraConfig("CAUSAL_LM", target_modules=["q_proj"])))
+    adapted.merge_and_unload().save(tmp_path / "merged", "tied")
+    merged = LlamaForCausalLM.from_pretrained(tmp_path / "merged").model.state_dict()
+    moved = {name for name, weight in before.items() if not torch.equal(merged[name], weight)}
+    assert moved == {f"layers.{layer}.self_attn.{part}_proj.weight" for layer in (0, 1) for part in "qv"}
