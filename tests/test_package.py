@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import megahead
+from megahead.errors import UserError
 
 LAZY = [
     "megahead",
@@ -50,3 +51,9 @@ def test_importing_it_and_reading_a_config_need_no_torch() -> None:
         "import sys; from megahead import load_config; assert callable(load_config); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_one_path_or_override_is_taken_for_a_list_of_one(tmp_path: Path) -> None:
+    assert megahead.load_config("small-headless", "training.steps=70").training.steps == 70
+    with pytest.raises(UserError, match=r"`.*nope\.jsonl` must be a text file, but there is none"):
+        megahead.preprocess(tmp_path / "nope.jsonl", "tokenizer.json", tmp_path / "out")

@@ -40,13 +40,14 @@ _Loader.add_implicit_resolver(
 )
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Reads a run's YAML file, or a shipped one by its name, and applies overrides such as
+def load_config(path: str | Path, overrides: str | Sequence[str] = ()) -> RunConfig:
+    """Reads a run's YAML file, or a shipped one by its name, and applies one override or several, such as
     `optimizer.learning_rate=1e-3`. A DeepSpeed file that it names is read as well: the config holds its content.
 
     Raises ConfigErrors with every mistake at once, or UserError when a file cannot be read.
     """
     file = find_config(Path(path))
+    overrides = [overrides] if isinstance(overrides, str) else overrides
     config = config_from_dict(_read_yaml(file), str(path), overrides)
     if isinstance(config.engine.deepspeed, dict):
         return config

@@ -92,7 +92,7 @@ class PreprocessReport:
 
 
 def preprocess(
-    inputs: Sequence[str | Path],
+    inputs: str | Path | Sequence[str | Path],
     tokenizer: str | Path,
     output: str | Path,
     *,
@@ -120,7 +120,7 @@ def preprocess(
 
 
 def preprocess_one(
-    inputs: Sequence[str | Path],
+    inputs: str | Path | Sequence[str | Path],
     recipe: Recipe,
     output: str | Path,
     *,

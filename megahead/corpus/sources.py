@@ -45,11 +45,13 @@ class Input:
             yield from self.cut(file, selection)
 
 
-def find_inputs(patterns: Sequence[str | Path]) -> list[Input]:
-    """The inputs that paths, globs (`**` too) and `-` (standard input) stand for; those of a glob in order of name.
+def find_inputs(patterns: str | Path | Sequence[str | Path]) -> list[Input]:
+    """The inputs that a path or several, globs (`**` too) and `-` (standard input) stand for; those of a glob in order
+    of name.
 
     DataError for what is missing or of an unknown kind.
     """
+    patterns = [patterns] if isinstance(patterns, str | Path) else patterns
     if not patterns:
         raise DataError("there must be at least one input file, but none was given.")
     return [_input(path) for pattern in patterns for path in _paths(str(pattern))]

@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike
 from megahead.corpus.dataset_info import DatasetInfo, FileFingerprint
 from megahead.corpus.index_layout import IndexLayout, token_dtype
 from megahead.corpus.indexed import dataset_paths
-from megahead.errors import DataError
+from megahead.errors import ArgumentError, DataError
 from megahead.far import is_far
 from megahead.files import StagedFile
 
@@ -34,6 +34,8 @@ class IndexedDatasetWriter:
             raise DataError(
                 f"a dataset must be written to a disk, but {prefix} is in a store; copy its files there then."
             )
+        if not isinstance(vocab_size, int) or vocab_size < 1:
+            raise ArgumentError("vocab_size", "be a whole number above 0", got=vocab_size)
         self.vocab_size, self.tokenizer = vocab_size, tokenizer
         self.dtype = token_dtype(vocab_size)
         self.num_tokens = self.text_bytes = 0
@@ -53,11 +55,15 @@ class IndexedDatasetWriter:
         return len(self._lengths if self._document_ends is None else self._document_ends)
 
     def add_document(self, tokens: ArrayLike, text_bytes: int = 0) -> None:
-        """Appends one document [tokens] made of `text_bytes` bytes of text. DataError for an id outside the vocabulary.
+        """Appends one document [tokens] made of `text_bytes` bytes of text. DataError for an id outside of
+        the vocabulary, or what is no list of integers.
 
         Nothing is added to the tokens: an end token, if wanted, is their last.
         """
-        tokens_N = np.asarray(tokens).reshape(-1)
+        tokens_N = np.asarray(tokens)
+        if tokens_N.ndim != 1 or (tokens_N.size and tokens_N.dtype.kind not in "iu"):
+            got = f"{list(tokens_N.shape)} of {tokens_N.dtype}"
+            raise DataError(f"a document must be a list of integer ids, but one is {got} instead.")
         self.add_documents(tokens_N, np.array([len(tokens_N)]), text_bytes)
 
     def add_documents(

@@ -78,9 +78,7 @@ class Headless(nn.Module):
         out; `more` goes to it as it is. Collective in training.
         """
         if labels is None:
-            hint = (
-                "a headless model has no logits: leave label_smoothing_factor at 0; to predict, `save` it with a head"
-            )
+            hint = "there are no logits: leave label_smoothing_factor at 0; to predict, `save` with a head"
             raise FieldError("labels", "be given", got="missing", hint=hint)
         self._fit_counts()
         optional = {"attention_mask": attention_mask, "token_type_ids": token_type_ids, "position_ids": position_ids}

@@ -187,12 +187,12 @@ def cwt_loss(outputs_ND: Tensor, target_ids_N: Tensor, embedding_VD: Tensor, *, 
         dtype = torch.promote_types(torch.promote_types(outputs_ND.dtype, embedding_VD.dtype), torch.float32)
         return outputs_ND.to(dtype).sum() + embedding_VD[:0].to(dtype).sum()
     candidates = unique_candidates(target_ids_N)
-    assert candidates.ids_U is not None
     count: Tensor | int = target_ids_N.numel()
     chosen_N = target_ids_N != NO_TARGET
     if not _can_look(target_ids_N) or not chosen_N.all():
         candidates, count = _among_chosen(candidates, chosen_N), chosen_N.sum().clamp(min=1)
         outputs_ND = outputs_ND.masked_fill(~chosen_N[:, None], 0)  # those of padding may be NaN
+    assert candidates.ids_U is not None
     rows_UD = embedding_VD.index_select(0, candidates.ids_U)
     return candidate_loss(outputs_ND, rows_UD, candidates, Dot(temperature)) / count
 

@@ -12,6 +12,7 @@ from megahead.config import RunConfig, RunPlan, phase_at
 from megahead.data import Difficulty, training_masker
 from megahead.distributed import Group, Launch, Mesh, Tensors, choose_device, connected
 from megahead.engine import Engine, RowEngine, deepspeed_session
+from megahead.errors import ArgumentError
 from megahead.objectives import build_objective
 from megahead.optim import build_optimizer
 from megahead.parallel import assemble, place_table_
@@ -58,6 +59,9 @@ def pretrain(config: RunConfig, launch: Launch = ONE_PROCESS, resume: str = "aut
     Leaves signal handlers and the process group as they were; what it does change in the process is listed in
     docs/python.md. Raises UserError for what a user can repair.
     """
+    if not isinstance(config, RunConfig):
+        hint = "load_config makes one of a YAML file"
+        raise ArgumentError("config", "be a RunConfig", got=f"a {type(config).__name__}", hint=hint)
     with numerics(config.engine.deterministic), signals_put_back():
         require_boards(config)
         launch = elastic_launch(config, launch)

@@ -31,6 +31,19 @@ def test_refuses_ids_outside_the_vocabulary_and_leaves_nothing(tmp_path: Path, w
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("wrong", [[1.5, 2.0], [True, False], [[1, 2], [3, 4]], "12", None, 3], ids=str)
+def test_refuses_what_is_no_list_of_integers(tmp_path: Path, wrong: Any) -> None:
+    with pytest.raises(DataError, match=r"a document must be a list of integer ids, but one is \[.*\] of "):
+        write(tmp_path / "data", [[9], wrong])
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("wrong", [0, -3, 1.5, "100", None], ids=str)
+def test_refuses_a_vocabulary_of_no_ids(tmp_path: Path, wrong: Any) -> None:
+    with pytest.raises(ValueError, match="`vocab_size` must be a whole number above 0, but is"):
+        IndexedDatasetWriter(tmp_path / "data", vocab_size=wrong)
+
+
 def full_disk(*_: Any) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 

@@ -43,6 +43,12 @@ def unvalidated(folder: Path) -> Run:
     return run_at(folder, 0, 1, **{"data.validation": None})
 
 
+@pytest.mark.parametrize("given", ["demo-headless", {"training": {}}, None], ids=str)
+def test_a_config_that_is_none_is_refused_in_a_sentence(given: Any) -> None:
+    with pytest.raises(ValueError, match=r"`config` must be a RunConfig, but is a .* load_config makes one of a YAML"):
+        pretrain(given)
+
+
 def test_runs_follow_each_other_in_one_process_at_every_stage(tmp_path: Path) -> None:
     write_text(tmp_path)
     forked(several, tmp_path)
