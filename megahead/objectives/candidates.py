@@ -40,8 +40,8 @@ class Candidates:
     """How often each output's loss counts; None: once."""
 
     drawn_bias_U: Tensor | None = None
-    """Replaces `bias_U` of an output's positive where tokens are drawn, which must not know the target: as if the
-    candidate were a target once less, -inf where it would be none; None: `bias_U`."""
+    """Replaces `bias_U` of an output's positive where tokens are drawn, which must not know the target: log of what the
+    id weighs on average among the other targets; None: `bias_U`."""
 
     def weighed(self, values_N: Tensor) -> Tensor:
         """[N], each output's value as often as it counts."""

@@ -21,7 +21,7 @@ from megahead.objectives.candidates import Candidates, unique_candidates, vocabu
 from megahead.objectives.sampling import draw_ids, inclusion_probabilities, systematic_sample
 from megahead.objectives.scores import Dot
 from megahead.objectives.training_free_head import log_negatives, log_unigram
-from megahead.objectives.weights import Weighting, log_inclusion, weigh, weight_beside, with_nearest
+from megahead.objectives.weights import Weighting, log_inclusion, log_mean_weight, weigh, weight_beside, with_nearest
 
 NO_TARGET = -100
 """A target id, to Hugging Face and torch, of an output that has none."""
@@ -84,8 +84,8 @@ class SharedPool:
 class Headless:
     """Each output picks its target's input embedding among those of its candidate group's targets.
 
-    `token_counts_V`: how often each id occurs in the training text, if the config needs it. `nearest_VK`: the nearest
-    ids of each id, for `config.nearest`.
+    `token_counts_V`: how often each id occurs in the training text, if the config needs it; replaced tokens use it.
+    `nearest_VK`: the nearest ids of each id, for `config.nearest`.
     """
 
     def __init__(
@@ -100,16 +100,17 @@ class Headless:
             raise ConfigError("data.nearest_ids", "be given with objective.nearest", got="missing")
         self._nearest_VK = None if nearest_VK is None or not config.nearest else nearest_VK[:, : config.nearest]
         self._log_q_V, self._log_r_V = None, None
-        if config.needs_token_counts():
-            if token_counts_V is None or not token_counts_V.any():
-                field = "bias" if config.bias == "corrected" else "negatives_from"
-                raise ConfigError(
-                    f"objective.{field}",
-                    "have a dataset with token counts (its .json file)",
-                    got=getattr(config, field),
-                    hint="preprocess the text again, or change the objective",
-                )
-            self._log_q_V = log_unigram(token_counts_V, vocab_size)
+        counts_V = token_counts_V if token_counts_V is not None and token_counts_V.any() else None
+        if config.needs_token_counts() and counts_V is None:
+            field = "bias" if config.bias == "corrected" else "negatives_from"
+            raise ConfigError(
+                f"objective.{field}",
+                "have a dataset with token counts (its .json file)",
+                got=getattr(config, field),
+                hint="preprocess the text again, or change the objective",
+            )
+        if counts_V is not None and (config.needs_token_counts() or config.replaced_tokens is not None):
+            self._log_q_V = log_unigram(counts_V, vocab_size)
             if self._nearest_VK is not None:
                 self._log_q_V = with_nearest(self._log_q_V, self._nearest_VK)
         if config.negatives:
@@ -129,10 +130,16 @@ class Headless:
             log_r_P = None if self._log_r_V is None else self._log_r_V[ids_P]
             log_pi_P = log_inclusion(self._log_q_V[ids_P], target_ids_G.numel(), log_r_P, config.negatives)
         weighting = weigh(config.bias, multiplicity_P, log_pi_P)
-        shared_bias_P, drawn_bias_P = self._capped(weighting.bias_P, generator), None
-        if config.replaced_tokens is not None:
-            of_sampling_P = shared_bias_P - weighting.bias_P
-            drawn_bias_P = weight_beside(config.bias, multiplicity_P, log_pi_P) + of_sampling_P
+        shared_bias_P = self._capped(weighting.bias_P, generator)
+        if config.replaced_tokens is None:
+            return SharedPool(ids_P, weighting, shared_bias_P)
+        if self._log_q_V is None:
+            drawn_bias_P = weight_beside(config.bias, multiplicity_P, log_pi_P) + shared_bias_P - weighting.bias_P
+        else:
+            log_r_P = None if self._log_r_V is None else self._log_r_V[ids_P]
+            others = target_ids_G.numel() - 1
+            drawn_bias_P = log_mean_weight(config.bias, self._log_q_V[ids_P], others, log_r_P, config.negatives)
+            drawn_bias_P = drawn_bias_P if log_pi_P is None else drawn_bias_P - log_pi_P
         return SharedPool(ids_P, weighting, shared_bias_P, drawn_bias_P)
 
     def _capped(self, bias_P: Tensor, generator: torch.Generator) -> Tensor:

@@ -14,11 +14,13 @@ h output, e_v input embedding of id v, T temperature, V vocabulary.
 
 from __future__ import annotations
 
+from math import log
+
 import torch
 from torch import Tensor
 
 from megahead.config import ObjectiveConfig
-from megahead.objectives.weights import log_inclusion
+from megahead.objectives.weights import log_mean_weight
 
 
 def log_unigram(counts_V: Tensor, vocab_size: int, prior_counts_V: Tensor | None = None) -> Tensor:
@@ -73,9 +75,7 @@ def _log_weight(
     """[V] float32: log of each id's mean weight among the candidates, up to a constant."""
     draws = config.negatives
     log_r_V = log_negatives(config, len(log_q_V), token_counts_V) if draws else None
-    if config.bias == "once":
-        return log_inclusion(log_q_V, group_targets, log_r_V, draws).float()
-    if log_r_V is None:
+    if config.bias != "once" and log_r_V is None:
         return log_q_V
-    expected_V = group_targets * log_q_V.double().exp() + draws * log_r_V.double().exp()
-    return (expected_V / (group_targets + draws)).log().float()
+    weight_V = log_mean_weight(config.bias, log_q_V, group_targets, log_r_V, draws)
+    return (weight_V if config.bias == "once" else weight_V - log(group_targets + draws)).float()

@@ -51,7 +51,8 @@ def weigh(bias: Bias, multiplicity_P: Tensor, log_inclusion_P: Tensor | None) ->
 
 
 def weight_beside(bias: Bias, multiplicity_P: Tensor, log_inclusion_P: Tensor | None) -> Tensor:
-    """float64 [P]: b of each candidate beside one output whose target it is: had it been a candidate once less."""
+    """float64 [P]: b of each candidate beside one output whose target it is: had it been a candidate once less. What
+    `log_mean_weight` is on average, for where no q is known."""
     return weigh(bias, multiplicity_P - 1, log_inclusion_P).bias_P.masked_fill(multiplicity_P == 1, -torch.inf)
 
 
@@ -70,3 +71,14 @@ def log_inclusion(log_q_V: Tensor, targets: float, log_r_V: Tensor | None = None
     if log_r_V is not None:
         log_absent_V = log_absent_V + draws * torch.log1p(-log_r_V.double().exp())
     return torch.log(-torch.expm1(log_absent_V))
+
+
+def log_mean_weight(
+    bias: Bias, log_q_V: Tensor, targets: float, log_r_V: Tensor | None = None, draws: int = 0
+) -> Tensor:
+    """float64: log of what each id weighs on average in a group of so many targets and draws, where it counts as 0 when
+    it is no candidate. Of `corrected` without its b = -log pi."""
+    if bias in ("once", "corrected"):
+        return log_inclusion(log_q_V, targets, log_r_V, draws)
+    weight_V = targets * log_q_V.double().exp()
+    return (weight_V if log_r_V is None else weight_V + draws * log_r_V.double().exp()).log()

@@ -82,9 +82,14 @@ def test_the_target_is_drawn_where_there_is_nothing_else() -> None:
     assert grouped_draws(torch.randn(1, D), rows_UD, candidates, Dot(), uniform_N, Group()).tolist() == [0]
 
 
-def test_an_outputs_own_target_weighs_as_often_as_others_have_it() -> None:
-    rule = build_objective(ObjectiveConfig(replaced_tokens=ReplacedTokensConfig(), negatives=0), 50)
-    ids = torch.tensor([5, 7, 7, 7, 9])
+def test_an_outputs_own_target_weighs_as_often_as_others_have_it_on_average() -> None:
+    """By the text's counts, whether they do or not; where a text has none, as often as they do."""
+    config, ids = ObjectiveConfig(replaced_tokens=ReplacedTokensConfig()), torch.tensor([5, 7, 7, 7, 9])
+    counts_V = torch.zeros(50, dtype=torch.int64).index_fill(0, torch.tensor([5, 7]), 10**9)
+    candidates = build_objective(config, 50, counts_V).pool(ids).candidates(ids)
+    assert candidates.drawn_bias_U is not None
+    assert candidates.drawn_bias_U.exp().tolist() == pytest.approx([2, 2, 0], abs=1e-6)
+    rule = build_objective(config, 50)
     candidates = rule.pool(ids).candidates(ids)
     assert candidates.drawn_bias_U is not None
     assert candidates.drawn_bias_U.exp().tolist() == pytest.approx([0, 2, 0])
@@ -100,6 +105,13 @@ WEIGHTINGS: dict[str, dict[str, Any]] = {
 }
 
 
+def mean_weight(name: str, q_V: np.ndarray, targets: int) -> np.ndarray:
+    """What each id weighs in a group on average, up to a constant, by definition."""
+    once_V = 1 - (1 - q_V) ** targets
+    others = {"once": once_V, "corrected": np.ones_like(q_V), "negatives": targets * q_V + 40 / len(q_V)}
+    return others.get(name, q_V)
+
+
 @pytest.mark.parametrize("name", WEIGHTINGS)
 def test_over_many_groups_tokens_are_drawn_as_by_the_training_free_head(name: str) -> None:
     """At the optimum of each objective, where scores are log p(v | context) less the bias of that head. The original is
@@ -109,14 +121,7 @@ def test_over_many_groups_tokens_are_drawn_as_by_the_training_free_head(name: st
     random = np.random.default_rng(0)
     q_V, p_V = random.dirichlet(np.full(vocabulary, 0.6)) + 0.004, random.dirichlet(np.full(vocabulary, 2.0))
     q_V /= q_V.sum()
-    weight_V = {
-        "paper": q_V,
-        "once": 1 - (1 - q_V) ** targets,
-        "corrected": np.ones(vocabulary),
-        "negatives": targets * q_V + 40 / vocabulary,
-        "few": q_V,
-    }[name]
-    optimum_V = torch.tensor(np.log(p_V / weight_V))
+    optimum_V = torch.tensor(np.log(p_V / mean_weight(name, q_V, targets)))
     rule = build_objective(config, vocabulary, torch.tensor(q_V * 1e7).long())
     found_V, originals = np.zeros(vocabulary), 0
     for group in range(groups):
@@ -134,3 +139,31 @@ def test_over_many_groups_tokens_are_drawn_as_by_the_training_free_head(name: st
     assert apart < 0.04  # measured: 0.009 to 0.027
     assert np.abs(p_V - q_V).sum() / 2 > 0.3, "text's frequencies are not near"
     assert originals / groups / each == pytest.approx(np.square(p_V).sum(), abs=0.015)
+
+
+@pytest.mark.parametrize("name", WEIGHTINGS)
+def test_a_rare_original_is_drawn_as_often_as_its_probability_says(name: str) -> None:
+    """An id of rank 500 with p = 0.9, which next to none of the group's other targets is."""
+    config, vocabulary, targets, each = (
+        ObjectiveConfig(replaced_tokens=ReplacedTokensConfig(), **WEIGHTINGS[name]),
+        5000,
+        300,
+        64,
+    )
+    random, own = np.random.default_rng(0), 500
+    q_V = 1 / np.arange(1, vocabulary + 1)
+    q_V /= q_V.sum()
+    p_V = 0.1 * q_V
+    p_V[own] += 0.9
+    optimum_V = torch.tensor(np.log(p_V / mean_weight(name, q_V, targets)))
+    rule = build_objective(config, vocabulary, torch.tensor(q_V * 1e9).long())
+    uniform_N, originals = (torch.arange(each, dtype=torch.float64) + 0.5) / each, 0
+    for group in range(100):
+        ids = torch.from_numpy(np.append(random.choice(vocabulary, targets - 1, p=q_V), own))
+        candidates = rule.pool(ids, seed=group).candidates(ids[-1:])
+        assert candidates.ids_U is not None
+        again = replace(candidates, positive_N=candidates.positive_N.expand(each))
+        outputs_ND, rows_UD = torch.ones(each, 1, dtype=torch.float64), optimum_V[candidates.ids_U][:, None]
+        drawn_N = candidates.ids_U[grouped_draws(outputs_ND, rows_UD, again, Dot(), uniform_N, Group())]
+        originals += int((drawn_N == own).sum())
+    assert originals / each / 100 == pytest.approx(p_V[own], abs=0.02)
