@@ -29,6 +29,9 @@ def check_detection(
     if asked.generator_layers > model.num_layers:
         rule = f"be at most model.num_layers ({model.num_layers})"
         raise ConfigError(f"{_WHERE}.generator_layers", rule, got=asked.generator_layers)
+    if objective.name == "vanilla" and asked.draws != "group":
+        rule = "be left out of a vanilla objective, whose tokens are always drawn from all ids"
+        raise ConfigError(f"{_WHERE}.draws", rule, got=asked.draws)
     _refuse("masking.diffusion", masking.diffusion, "whose model writes no text")
     _refuse("masking.masks_from_layer", masking.masks_from_layer, "whose model reads no mask tokens")
     _refuse("masking.mask_decoder_layers", masking.mask_decoder_layers, "whose model reads no mask tokens")

@@ -174,9 +174,13 @@ class ObjectiveConfig(Settings):
         kept = {name: getattr(self, name) for name in ("tied", "score", "temperature", "learned_temperature")}
         return ObjectiveConfig(name="vanilla", output_bias=True, **kept)
 
-    def needs_token_counts(self) -> bool:
-        """Whether the dataset must have token counts."""
-        return self.bias == "corrected" or (self.negatives > 0 and self.negatives_from == "unigram")
+    def needs_token_counts(self) -> str | None:
+        """The setting by which the dataset must have token counts; None where it need not."""
+        if self.bias == "corrected":
+            return "bias"
+        if self.replaced_tokens is not None and self.replaced_tokens.draws == "vocabulary":
+            return "replaced_tokens.draws"
+        return "negatives_from" if self.negatives > 0 and self.negatives_from == "unigram" else None
 
 
 def resolve_candidate_group_samples(

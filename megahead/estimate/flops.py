@@ -99,11 +99,12 @@ def run_flops(config: RunConfig, candidate_rows: int) -> FlopsPerToken:
 
 def _scores(config: RunConfig, candidate_rows: int) -> float:
     """The scores of targets: three products, one more for what is drawn from them and one for the targets that are
-    missed; and three of all ids, where a share of the loss is vanilla."""
+    missed; and of all ids three, where a share of the loss is vanilla, or the one that is drawn from."""
     masking, share = config.masking, config.targets_per_row() / config.data.sequence_length
-    products = 3 + (config.generator() is not None) + (masking is not None and masking.adapts())
+    asked, products = config.objective.replaced_tokens, 3 + (masking is not None and masking.adapts())
+    drawn = 0 if asked is None else candidate_rows if asked.draws == "group" else config.model.vocab_size
     of_all_ids = 3 * config.model.padded_vocab_size() if config.objective.vanilla_weight else 0
-    return share * 2 * config.model.hidden_size * (products * candidate_rows + of_all_ids)
+    return share * 2 * config.model.hidden_size * (products * candidate_rows + drawn + of_all_ids)
 
 
 def _seen_within(reach: int, tokens: int, sides: int) -> float:

@@ -75,13 +75,14 @@ def grouped_misses(outputs_ND: Tensor, rows_wD: Tensor, candidates: Candidates, 
 def grouped_draws(
     outputs_ND: Tensor, rows_wD: Tensor, candidates: Candidates, score: Score, uniform_N: Tensor, group: Group
 ) -> Tensor:
-    """int64 [N]: the place of a candidate drawn for each output from `softmax_u(s_u + b_u)`, without what its own
-    target adds to the positive's weight (`drawn_bias_U`). -1 where that is another rank's; arguments as of
-    `three_product_loss`, and `uniform_N`: random numbers, float64 in (0, 1). Collective.
+    """int64 [N]: the place of a candidate drawn for each output from `softmax_u(s_u + b_u)`, where its own target
+    weighs what it would on average if it were not known (`drawn_bias_U`). -1 where that is another rank's; arguments as
+    of `three_product_loss`, and `uniform_N`: random numbers, float64 in (0, 1). Collective.
 
     Candidates weigh so that, whatever the objective, their sum of exponentials is on average over groups one over the
-    vocabulary, with the bias of the training-free head. They are proposals of which one is drawn by its importance:
-    over many groups tokens are drawn as by that head, the original as often as any other that is as probable."""
+    vocabulary, with the bias of the training-free head. They are proposals of which one is drawn by its importance: the
+    original about as often as that head says, and over many groups others nearly so (the quotient of two averages is
+    no average). From all ids draws are exact."""
     if outputs_ND.shape[0] == 0:
         return torch.zeros(0, dtype=torch.int64, device=outputs_ND.device)
     among = replace(candidates, positive_bias_U=candidates.drawn_bias_U)

@@ -9,6 +9,7 @@ a candidate (`weights.py`). Nothing here costs O(V) per group.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Protocol
 
 import torch
@@ -101,15 +102,15 @@ class Headless:
         self._nearest_VK = None if nearest_VK is None or not config.nearest else nearest_VK[:, : config.nearest]
         self._log_q_V, self._log_r_V = None, None
         counts_V = token_counts_V if token_counts_V is not None and token_counts_V.any() else None
-        if config.needs_token_counts() and counts_V is None:
-            field = "bias" if config.bias == "corrected" else "negatives_from"
+        needing = config.needs_token_counts()
+        if needing is not None and counts_V is None:
             raise ConfigError(
-                f"objective.{field}",
+                f"objective.{needing}",
                 "have a dataset with token counts (its .json file)",
-                got=getattr(config, field),
+                got=attrgetter(needing)(config),
                 hint="preprocess the text again, or change the objective",
             )
-        if counts_V is not None and (config.needs_token_counts() or config.replaced_tokens is not None):
+        if counts_V is not None and (needing is not None or config.replaced_tokens is not None):
             self._log_q_V = log_unigram(counts_V, vocab_size)
             if self._nearest_VK is not None:
                 self._log_q_V = with_nearest(self._log_q_V, self._nearest_VK)

@@ -124,14 +124,13 @@ class TorchRowStep:
         scores_nw, index_n, held_n = scored.scores_nw, scored.index_n1.squeeze(1), scored.held_n1.squeeze(1)
         top_n1 = self._group.all_reduce_max_(scores_nw.amax(dim=1, keepdim=True))
         scores_nw.sub_(top_n1).clamp_min_(LEAST_SHIFTED_SCORE).exp_()
-        below_nw = scores_nw.cumsum(dim=1, dtype=torch.float64)
-        below_Rn = self._group.all_gather(below_nw[:, -1].contiguous()).cumsum(dim=0)
+        below_nk = _block_sums(scores_nw).cumsum(dim=1)
+        below_Rn = self._group.all_gather(below_nk[:, -1].contiguous()).cumsum(dim=0)
         point_n, rank = uniform_n * below_Rn[-1], self._group.rank
         mine_n = (below_Rn[:-1] <= point_n).sum(dim=0) == rank
-        point_n = point_n - below_Rn[rank - 1] if rank else point_n
-        place_n = torch.searchsorted(below_nw, point_n[:, None], right=True).squeeze(1)
-        none_n, last = below_Rn[-1].isnan(), below_nw.shape[1] - 1  # -inf less -inf is no number
-        place_n, mine_n = torch.where(none_n, index_n, place_n.clamp_max(last)), torch.where(none_n, held_n, mine_n)
+        place_n = _place_of(scores_nw, below_nk, point_n - below_Rn[rank - 1] if rank else point_n)
+        none_n = below_Rn[-1].isnan()  # -inf less -inf is no number
+        place_n, mine_n = torch.where(none_n, index_n, place_n), torch.where(none_n, held_n, mine_n)
         return torch.where(mine_n, place_n, -1)
 
     def product_(self, result: Tensor, left: Tensor, right: Tensor) -> None:
@@ -165,6 +164,32 @@ class TorchRowStep:
         slopes_nw = self._score.link_(torch.mm(outputs_nD, self._rows_wD.T, out=scores_nw))
         scores_nw.mul_(self._score.scale).add_(self._bias_w)
         return slopes_nw
+
+
+_BLOCK = 512
+
+
+def _block_sums(weights_nw: Tensor) -> Tensor:
+    """float64 [n, k]: the sums of blocks of _BLOCK weights, the last of which may have fewer (or none)."""
+    whole = weights_nw.shape[1] // _BLOCK
+    sums_nk = weights_nw[:, : whole * _BLOCK].unflatten(1, (whole, _BLOCK)).sum(dim=2)
+    rest_n1 = weights_nw[:, whole * _BLOCK :].sum(dim=1, keepdim=True)
+    return torch.cat([sums_nk, rest_n1], dim=1).double()
+
+
+def _place_of(weights_nw: Tensor, below_nk: Tensor, point_n: Tensor) -> Tensor:
+    """int64 [n]: where the running sum of weights passes `point_n`. `below_nk`: the running sums of blocks, by which
+    only the weights of one block are added up: in float64 all would take longer than their product."""
+    point_n1, last = point_n[:, None], weights_nw.shape[1] - 1
+    block_n1 = torch.searchsorted(below_nk, point_n1, right=True).clamp_max(below_nk.shape[1] - 1)
+    end_n1 = below_nk.gather(1, block_n1)
+    start_n1 = below_nk.gather(1, (block_n1 - 1).clamp_min(0)).where(block_n1 > 0, 0.0)
+    index_nb = block_n1 * _BLOCK + torch.arange(_BLOCK, device=weights_nw.device)
+    inside_nb = weights_nw.gather(1, index_nb.clamp_max(last)).where(index_nb <= last, 0.0)
+    inside_nb = inside_nb.cumsum(dim=1, dtype=torch.float64)
+    share_n1 = (point_n1 - start_n1) / (end_n1 - start_n1)  # of the block, whose sum was rounded
+    place_n1 = torch.searchsorted(inside_nb, share_n1 * inside_nb[:, -1:], right=True)
+    return (block_n1 * _BLOCK + place_n1).squeeze(1).clamp(0, last)
 
 
 class _Scored(NamedTuple):

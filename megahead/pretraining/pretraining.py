@@ -60,7 +60,8 @@ class Pretraining(nn.Module):
     them another candidate beat, bool [N]; that costs a third of the loss once more.
 
     With `detection` its generator learns the targets in the backbone's place, and the backbone which tokens of a text
-    the generator has replaced; `note_detection` is told how well it does, batch by batch. With `phrases` the outputs at
+    the generator has replaced; `note_detection` is told how well it does, batch by batch. `drawn_bias_V` is the bias of
+    the head by which replacements are drawn from all ids, where they are. With `phrases` the outputs at
     the ends of masked phrases also learn to be like those of the same phrase in other rows.
     """
 
@@ -84,6 +85,7 @@ class Pretraining(nn.Module):
         self.detection = detection
         self.note_misses: NotesMisses | None = None
         self.note_detection: NotesDetection | None = None
+        self.drawn_bias_V: Tensor | None = None
         self.phrases = PhraseLoss(objective.phrases) if objective.phrases else None
         self.temperature = LearnedTemperature(objective.temperature) if objective.learned_temperature else None
 
@@ -111,11 +113,19 @@ class Pretraining(nn.Module):
         loss = (self._loss_of_targets(outputs_ND, parts, micro.batch) + phrase_loss) * micro.loss_weight
         if self.detection is None:
             return loss
-        predictions = [self._prediction(*part) for part in parts]
+        predictions = self._drawn_from(outputs_ND, parts, micro.batch)
         sums = self.detection.sums(self.backbone, inputs_BTD, micro.batch, predictions)
         if self.note_detection is not None:
             self.note_detection(sums)
         return loss + self.detection.weight * micro.judged_weight * sums.loss
+
+    def _drawn_from(self, outputs_ND: Tensor, parts: Sequence[Part], batch: Batch) -> list[Softmax]:
+        """The predictions of targets from which tokens are drawn in their places, in the order of the targets."""
+        asked = self.objective.replaced_tokens
+        if asked is None or asked.draws == "group":
+            return [self._prediction(*part) for part in parts]
+        all_ids = vocabulary_candidates(batch.target_ids_N, self.drawn_bias_V)
+        return [self._prediction(outputs_ND, self._output_rows(), all_ids)]
 
     def _loss_of_targets(self, outputs_ND: Tensor, parts: Sequence[Part], batch: Batch) -> Tensor:
         """The loss summed over all targets."""

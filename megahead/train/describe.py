@@ -146,7 +146,8 @@ def _masks(model: ModelConfig, masking: MaskingConfig) -> list[str]:
 def _detection(asked: ReplacedTokensConfig) -> str:
     """What replaces tokens, and what finding them counts."""
     layers = counted(asked.generator_layers, "layer")
-    return f"learned by a generator of {layers}, whose tokens the model finds (weight {asked.weight:g})"
+    drawn = ", drawn from all ids" if asked.draws == "vocabulary" else ""
+    return f"learned by a generator of {layers}{drawn}, whose tokens the model finds (weight {asked.weight:g})"
 
 
 def _phrases(asked: PhrasesConfig) -> str:

@@ -13,7 +13,7 @@ from megahead.data import Difficulty, training_masker
 from megahead.distributed import Group, Launch, Mesh, Tensors, choose_device, connected
 from megahead.engine import Engine, RowEngine, deepspeed_session
 from megahead.errors import ArgumentError
-from megahead.objectives import build_objective
+from megahead.objectives import build_objective, training_free_bias
 from megahead.optim import build_optimizer
 from megahead.parallel import assemble, place_table_
 from megahead.pretraining import Feed, Pretraining
@@ -107,6 +107,7 @@ def _train_phase(session: Session, start: Start) -> tuple[Ending, TrainingState]
     progress = Progress(phase, engine, state, lineage, session.data_group, session.world_group)
     if start.checkpoint is not None:
         progress.resume_from(start.checkpoint)
+    _set_head_of_draws(config, state, engine, session.device)
     facts = _facts(session, plan, state) + lines + session.describe_copies()
     session.meters_of(plan).banner(facts, start, progress)
     training = _training(session, plan, start, progress, feed)
@@ -132,6 +133,15 @@ def _training(session: Session, plan: RunPlan, start: Start, progress: Progress,
         device=session.device,
         evaluate_first=start.begins_phase(config) or (start.checkpoint is None and config.init is not None),
     )
+
+
+def _set_head_of_draws(config: RunConfig, state: TrainingState, engine: Engine, device: torch.device) -> None:
+    """The training-free head's bias, by the text's counts: it never moves. For tokens that are drawn from all ids."""
+    asked = config.objective.replaced_tokens
+    if asked is not None and asked.draws == "vocabulary":
+        counts_V, targets = state.dataset_counts, state.group_samples * config.targets_per_row()
+        bias_V = training_free_bias(config.objective, config.model.vocab_size, counts_V, counts_V, targets)
+        cast(Pretraining, engine.module).drawn_bias_V = None if bias_V is None else bias_V.to(device)
 
 
 def _tally(session: Session, progress: Progress) -> Tally:

@@ -23,6 +23,10 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
         BERT | {"masking": MASKS, "objective.replaced_tokens": {"generator_layers": 3}},
         "`objective.replaced_tokens.generator_layers` must be at most model.num_layers (2), but is 3 instead.",
     ),
+    (
+        BERT | {"masking": MASKS, "objective": {"name": "vanilla", "replaced_tokens": {"draws": "vocabulary"}}},
+        "`objective.replaced_tokens.draws` must be left out of a vanilla objective, whose tokens are always drawn from all ids, but is vocabulary instead.",
+    ),
     *(
         (
             BERT | {"masking": MASKS, "objective.replaced_tokens": {}} | changes,

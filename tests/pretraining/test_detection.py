@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from megahead.config import RunConfig
+from megahead.config import ObjectiveConfig, RunConfig
 from megahead.data import training_masker
 from megahead.objectives import DetectionSums, build_objective
 from megahead.pretraining import EvaluationRequest, MicroBatch, Pretraining, documents_of, first_weights
@@ -135,6 +135,21 @@ def test_only_candidates_of_a_tokens_own_group_replace_it() -> None:
         assert torch.isin(drawn, part).all()
         counts[place] = int((drawn != part).sum())
     assert min(counts) > 0
+
+
+def test_all_ids_are_drawn_from_where_asked() -> None:
+    """With a bias that leaves one id alone, no target's, all targets become it."""
+    config = config_of({})
+    all_ids = {"generator_layers": 1, "draws": "vocabulary"}
+    config = config.model_copy(update={"objective": ObjectiveConfig(**{"replaced_tokens": all_ids})})
+    model, micro = random_model(config), micro_batch(config, ids=range(20, VOCABULARY))
+    model.drawn_bias_V = torch.full((VOCABULARY,), -1e6, dtype=torch.float64).index_fill(0, torch.tensor([17]), 0.0)
+    loss, read_BTD, noted = watched(model, micro)
+    loss.backward()
+    drawn_N = ids_of(read_BTD, model).flatten()[micro.batch.target_index_N]
+    assert drawn_N.tolist() == [17] * len(drawn_N)
+    assert int(noted.replaced) == len(drawn_N)
+    assert model.backbone.embedding.weight.grad is not None
 
 
 def test_a_draw_that_is_the_original_counts_as_original() -> None:
