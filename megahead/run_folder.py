@@ -49,8 +49,18 @@ class RunFolder:
 
     @property
     def tokenizer(self) -> Path:
-        """A copy of `data.tokenizer`."""
+        """A copy of `data.tokenizer`, by the name of its kind."""
+        return self.tokenizer_model if self.tokenizer_model.is_file() else self.tokenizer_json
+
+    @property
+    def tokenizer_json(self) -> Path:
+        """The copy of a `tokenizer.json`."""
         return self / "tokenizer.json"
+
+    @property
+    def tokenizer_model(self) -> Path:
+        """The copy of a SentencePiece `.model`; older runs have it as `tokenizer.json`."""
+        return self / "tokenizer.model"
 
     @property
     def ending(self) -> Path:

@@ -70,7 +70,7 @@ def parse() -> argparse.Namespace:
     drop = "drop documents that match at least one condition"
     parser.add_argument("--drop", nargs="+", default=[], metavar="KEY=VALUE", help=drop)
     parser.add_argument("--on-error", choices=("fail", "skip"), default="fail", help="at a broken line (default: fail)")
-    parser.add_argument("--end-token", default=END_TOKEN, help=f"closes each document (default: {END_TOKEN})")
+    parser.add_argument("--end-token", help=f"closes each document (default: {END_TOKEN}, else a .model's own)")
     parser.add_argument(
         "--holdout",
         metavar="N",

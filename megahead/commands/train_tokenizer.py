@@ -67,5 +67,6 @@ def trained(arguments: argparse.Namespace) -> Tokenizer:
 def opened_tokenizer(path: str) -> Tokenizer:
     """The library's own tokenizer in `path`, which may be a URL."""
     if load_tokenizer(path).engine == "sentencepiece":
-        raise FieldError("--extend", "be a tokenizer.json", got=f"{path}, a SentencePiece model")
+        hint = "train the model with the tokens as its control_symbols"
+        raise FieldError("--extend", "be a tokenizer.json", got=f"{path}, a SentencePiece model", hint=hint)
     return Tokenizer.from_file(str(near_file(path)))

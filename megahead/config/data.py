@@ -40,7 +40,8 @@ class DataConfig(Settings):
     """Prefix of the held-out dataset; no evaluation during training when left out."""
 
     tokenizer: str | None = None
-    """The `tokenizer.json` that the text was tokenized with; copied into the run folder and into exports."""
+    """The `tokenizer.json` or SentencePiece `.model` that the text was tokenized with; copied into the run folder and
+    into exports."""
 
     nearest_ids: str | None = None
     """A file of each id's nearest ids, as `megahead nearest-ids` writes it, for masking.similar_share and

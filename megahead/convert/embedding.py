@@ -15,7 +15,7 @@ from megahead.errors import CheckpointError
 
 
 def input_embedding(path: Path) -> tuple[Tensor, Path]:
-    """[V, D] fp32 and the tokenizer.json of a folder of Hugging Face, or of a run or checkpoint of ours.
+    """[V, D] fp32 and the tokenizer's file of a folder of Hugging Face, or of a run or checkpoint of ours.
 
     Rows of padding are left out for ours. Raises CheckpointError where there is no model or no tokenizer.
     """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from megahead.config import ENCODERS, RunConfig, config_from_dict
 from megahead.convert.published import PublishedModel
 from megahead.convert.source import TARGET_COUNTS
 from megahead.corpus import load_tokenizer
+from megahead.corpus.tokenizer import keep_tokenizer
 from megahead.distributed import Group
 from megahead.errors import CheckpointError
 from megahead.files import staged_folder
@@ -44,9 +44,10 @@ def from_hf(model_dir: Path, output_dir: Path, *, target_counts_V: Tensor | None
             group=Group(),
             keep=1,
         )
-        tokenizer = model_dir / "tokenizer.json"
-        if tokenizer.is_file():
-            shutil.copyfile(tokenizer, run.tokenizer)
+        files = (model_dir / name for name in ("tokenizer.json", "tokenizer.model"))
+        tokenizer = next((file for file in files if file.is_file()), None)
+        if tokenizer is not None:
+            keep_tokenizer(tokenizer, run)
     return output_dir
 
 

@@ -6,7 +6,6 @@ of its outputs. V old ids, W new ids.
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from megahead.convert.importing import from_hf
 from megahead.convert.new_rows import METHODS, NEED_COUNTS
 from megahead.convert.source import EMBEDDING, HEAD, MASK_HEAD, OUTPUT_BIAS, TARGET_COUNTS, TrainedModel
 from megahead.corpus.spelling import ROLES, SpelledVocabulary
+from megahead.corpus.tokenizer import keep_tokenizer
 from megahead.corpus.translation import Translation, translate
 from megahead.distributed import Group
 from megahead.errors import CheckpointError, DataError, FieldError
@@ -77,7 +77,7 @@ def revocabulary(model_dir: Path, tokenizer: Path, output_dir: Path, method: str
             group=Group(),
             keep=1,
         )
-        shutil.copyfile(tokenizer, run.tokenizer)
+        keep_tokenizer(tokenizer, run)
     kept, pieced, fresh = translation.counts()
     pieces = sum(map(len, translation.pieces_V)) / max(pieced, 1)
     return RevocabularyReport(output_dir, len(old.spellings), len(translation.kept_V), kept, pieced, pieces, fresh)

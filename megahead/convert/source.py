@@ -159,7 +159,7 @@ class TrainedModel:
             module.register_parameter(name, nn.Parameter(weight, requires_grad=False))
 
     def tokenizer(self) -> Path | None:
-        """The `tokenizer.json` of the run: its copy in the run folder, or the file the config names."""
+        """The tokenizer's file of the run: its copy in the run folder, or the file the config names."""
         named = self.config.data.tokenizer
         places = [self.run_folder().tokenizer, *([Path(named)] if named else [])]
         return next((path for path in places if path.is_file()), None)

@@ -10,6 +10,8 @@ import tokenizers
 from tokenizers.processors import TemplateProcessing
 
 from megahead.config import RunConfig
+from megahead.corpus import load_tokenizer
+from megahead.corpus.sentencepiece_model import is_sentencepiece
 from megahead.errors import DataError
 
 PADDING_TOKEN = "<|padding|>"
@@ -17,19 +19,23 @@ PADDING_TOKENS = ("[PAD]", PADDING_TOKEN, "<pad>")
 
 
 def write_tokenizer(source: Path, folder: Path, config: RunConfig) -> dict[str, int]:
-    """Copies `source` and adds its settings; returns the ids that generation needs.
+    """Copies `source` and adds its settings; returns the ids that generation needs. Beside a SentencePiece model is the
+    tokenizer.json that gives the same ids.
 
-    Special tokens are the tokenizer's own, none is added: the end token, and `<|padding|>` where it has one.
+    Special tokens are the tokenizer's own, none is added: the end token, which also begins texts, as in training;
+    those for padding and for unknown characters where it has them, else the end token again.
     Raises DataError for a tokenizer that cannot be this model's.
     """
     vocabulary, end_token = _opened(source, config.model.vocab_size), config.data.end_token
-    end = _spelling(vocabulary, source, "data.end_token", end_token)
-    padding_id = vocabulary.token_to_id(PADDING_TOKEN)
-    padding = end if padding_id is None else PADDING_TOKEN
-    special = {"bos_token": end, "eos_token": end, "unk_token": end, "pad_token": padding}
-    shutil.copyfile(source, folder / "tokenizer.json")
+    end, own = _spelling(vocabulary, source, "data.end_token", end_token), load_tokenizer(source).roles
+    padding_id = own.get("padding", vocabulary.token_to_id(PADDING_TOKEN))
+    ids = {"pad_token": end_token if padding_id is None else padding_id, "unk_token": own.get("unknown", end_token)}
+    special = {"bos_token": end, "eos_token": end} | {
+        name: str(vocabulary.id_to_token(id_)) for name, id_ in ids.items()
+    }
+    _copy(source, vocabulary, folder)
     _write_settings(folder, special, {"model_max_length": config.model.max_positions})
-    return {"pad_token_id": end_token if padding_id is None else padding_id}
+    return {"pad_token_id": ids["pad_token"]}
 
 
 def write_encoder_tokenizer(source: Path, folder: Path, config: RunConfig) -> dict[str, int]:
@@ -42,7 +48,8 @@ def write_encoder_tokenizer(source: Path, folder: Path, config: RunConfig) -> di
     assert masking is not None
     ids = {"cls_token": masking.cls_token, "sep_token": masking.sep_token, "mask_token": masking.mask_token}
     special = {name: _spelling(vocabulary, source, f"masking.{name}", id_) for name, id_ in ids.items()}
-    found = {name: vocabulary.token_to_id(name) for name in (*PADDING_TOKENS, special["sep_token"])}
+    own = [str(vocabulary.id_to_token(id_)) for role, id_ in load_tokenizer(source).roles.items() if role == "padding"]
+    found = {name: vocabulary.token_to_id(name) for name in (*own, *PADDING_TOKENS, special["sep_token"])}
     special["pad_token"] = next(name for name, id_ in found.items() if id_ is not None)
     special["unk_token"] = "[UNK]" if vocabulary.token_to_id("[UNK]") is not None else special["pad_token"]
     cls, sep = special["cls_token"], special["sep_token"]
@@ -57,6 +64,7 @@ def write_encoder_tokenizer(source: Path, folder: Path, config: RunConfig) -> di
         pair=f"{cls}:0 $A:0 {sep}:0 $B:1{closings[1]}",
         special_tokens=[(cls, masking.cls_token), (sep, masking.sep_token)],
     )
+    _copy(source, vocabulary, folder)
     vocabulary.save(str(folder / "tokenizer.json"))
     inputs = ["input_ids", *(["token_type_ids"] if config.model.token_types > 1 else []), "attention_mask"]
     _write_settings(folder, special, {"model_max_length": config.model.max_positions, "model_input_names": inputs})
@@ -64,14 +72,20 @@ def write_encoder_tokenizer(source: Path, folder: Path, config: RunConfig) -> di
 
 
 def _opened(source: Path, vocab_size: int) -> tokenizers.Tokenizer:
-    try:
-        vocabulary = tokenizers.Tokenizer.from_file(str(source))
-    except Exception as error:  # the library raises nothing narrower
-        raise DataError(f"`{source}` must be a tokenizer.json, but cannot be read as one: {error}.") from None
+    vocabulary = tokenizers.Tokenizer.from_str(load_tokenizer(source).content())
     ids = max(vocabulary.get_vocab(with_added_tokens=True).values()) + 1
     if ids > vocab_size:
         raise DataError(f"`{source}` must have at most {vocab_size} ids (model.vocab_size), but has {ids} instead.")
     return vocabulary
+
+
+def _copy(source: Path, vocabulary: tokenizers.Tokenizer, folder: Path) -> None:
+    """The file itself, and for a SentencePiece model what stands for it."""
+    if is_sentencepiece(source):
+        shutil.copyfile(source, folder / "tokenizer.model")
+        vocabulary.save(str(folder / "tokenizer.json"))
+    else:
+        shutil.copyfile(source, folder / "tokenizer.json")
 
 
 def _spelling(vocabulary: tokenizers.Tokenizer, source: Path, field: str, id_: int) -> str:

@@ -17,6 +17,7 @@ from megahead.corpus.encoding import ChunkTokenizer, EncodedChunk, EncodingPool,
 from megahead.corpus.progress import ByteProgress, Silent
 from megahead.corpus.selection import Selection
 from megahead.corpus.sources import find_inputs, read_chunks, total_bytes
+from megahead.corpus.spelling import ROLES
 from megahead.corpus.tokenizer import Tokenizer, load_tokenizer
 from megahead.corpus.writer import IndexedDatasetWriter
 from megahead.errors import DataError, FieldError
@@ -36,8 +37,8 @@ class Recipe:
     """tokenizer.json, or a SentencePiece .model."""
 
     selection: Selection = field(default_factory=Selection)
-    end_token: str = END_TOKEN
-    """Spelling of the token that closes each document."""
+    end_token: str | None = None
+    """Spelling of the token that closes each document; None for the tokenizer's own (`closing_id`)."""
 
     holdout: Fraction | None = None
     """Share of the documents that goes to `OUTPUT-validation`."""
@@ -97,7 +98,7 @@ def preprocess(
     output: str | Path,
     *,
     selection: Selection | None = None,
-    end_token: str = END_TOKEN,
+    end_token: str | None = None,
     holdout: Fraction | int | None = None,
     on_error: OnError = "fail",
     workers: int = 1,
@@ -145,7 +146,7 @@ def write_dataset(
             "it; give one of them another name."
         )
     loaded, chunks = _choose_tokenizer(recipe.tokenizer, chunks)
-    encoder = ChunkTokenizer(loaded.path, loaded.engine, loaded.id_of(recipe.end_token), recipe.on_error)
+    encoder = ChunkTokenizer(loaded.path, loaded.engine, closing_id(loaded, recipe.end_token), recipe.on_error)
     report = PreprocessReport(engine=loaded.engine)
     share = recipe.holdout
     with ExitStack() as stack:
@@ -163,6 +164,22 @@ def write_dataset(
     report.tokens = sum(writer.num_tokens for writer in writers)
     report.text_bytes = sum(writer.text_bytes for writer in writers)
     return report
+
+
+def closing_id(tokenizer: Tokenizer, end_token: str | None) -> int:
+    """The id of `end_token`; without it of END_TOKEN, or of the end that a SentencePiece model itself names.
+
+    FieldError where the tokenizer has no such token.
+    """
+    spelled = END_TOKEN if end_token is None else end_token
+    found = tokenizer.find(spelled)
+    if found is None and end_token is None:
+        found = tokenizer.roles.get("end")
+    if found is None:
+        known = [name for name in ROLES["end"] if tokenizer.find(name) is not None]
+        hint = f"name {' or '.join(known)}" if known else "name the token that shall close documents"
+        raise FieldError("--end-token", f"be a token of the tokenizer `{tokenizer.path}`", got=spelled, hint=hint)
+    return found
 
 
 def held_out_share(holdout: Fraction | int) -> Fraction:

@@ -20,7 +20,7 @@ import orjson
 from megahead.corpus.decompression import STANDARD_INPUT
 from megahead.corpus.encoding import EncodingPool
 from megahead.corpus.indexed import IndexedDataset
-from megahead.corpus.preprocess import PreprocessReport, Recipe, write_dataset
+from megahead.corpus.preprocess import END_TOKEN, PreprocessReport, Recipe, write_dataset
 from megahead.corpus.progress import ByteProgress, Silent
 from megahead.corpus.sources import Input, find_inputs, total_bytes
 from megahead.errors import DataError
@@ -150,7 +150,7 @@ def _plain(recipe: Recipe) -> dict[str, Any]:
     return {
         "tokenizer": hashlib.sha256(recipe.tokenizer.read_bytes()).hexdigest(),
         "selection": orjson.loads(orjson.dumps(asdict(recipe.selection))),
-        "end_token": recipe.end_token,
+        "end_token": recipe.end_token or END_TOKEN,
         "holdout": None if recipe.holdout is None else str(recipe.holdout),
         "on_error": recipe.on_error,
     }

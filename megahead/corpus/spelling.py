@@ -34,7 +34,7 @@ _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 @dataclass(frozen=True)
 class SpelledVocabulary:
-    """A `tokenizer.json` and what its tokens stand for."""
+    """A tokenizer and what its tokens stand for."""
 
     tokenizer: Tokenizer
     spellings: list[str | None]
@@ -45,11 +45,10 @@ class SpelledVocabulary:
 
     @staticmethod
     def open(path: Path) -> SpelledVocabulary:
-        """DataError for what is no `tokenizer.json`, or spells its tokens in another way than those above."""
+        """DataError for what is neither a `tokenizer.json` nor like one, or spells its tokens in another way than those
+        above."""
         tokenizer = load_tokenizer(path)
-        if tokenizer.engine == "sentencepiece":
-            raise DataError(f"`{path}` must be a tokenizer.json, but is a SentencePiece model; save it as one.")
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(tokenizer.content())
         spellings = tokenizer.spellings(tokenizer.vocab_size)
         special, added = _special(content), {token["content"] for token in content.get("added_tokens") or ()}
         undo = _speller(content, path)
@@ -65,16 +64,18 @@ class SpelledVocabulary:
 
     def in_role(self, role: str) -> int | None:
         """The id of the special token with this role (a key of ROLES); None where there is none."""
-        return next((self.special[name] for name in ROLES[role] if name in self.special), None)
+        own = self.tokenizer.roles.get(role)
+        return next((self.special[name] for name in ROLES[role] if name in self.special), None) if own is None else own
+
+    def role_of(self, id_: int) -> str | None:
+        """The role of a special token."""
+        return next((role for role in ROLES if self.in_role(role) == id_ or self.spellings[id_] in ROLES[role]), None)
 
 
 def bytes_of_ids(path: str, count: int) -> list[bytes | None]:
-    """What each id below `count` stands for, of a `tokenizer.json` or a SentencePiece `.model`; None for special tokens
-    of the former and where there is no such id. DataError as of `SpelledVocabulary.open`."""
-    tokenizer = load_tokenizer(path)
-    if tokenizer.engine == "sentencepiece":
-        return [None if one is None else _of_sentencepiece(one) for one in tokenizer.spellings(count)]
-    text = SpelledVocabulary.open(tokenizer.path).text[:count]
+    """What each id below `count` stands for; None for special tokens and where there is no such id. DataError as of
+    `SpelledVocabulary.open`."""
+    text = SpelledVocabulary.open(load_tokenizer(path).path).text[:count]
     return text + [None] * (count - len(text))
 
 

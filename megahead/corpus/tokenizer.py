@@ -1,7 +1,7 @@
 """One tokenizer interface over three libraries, called engines.
 
 A `tokenizer.json` is read by Hugging Face `tokenizers` (the reference) or, if its ids are the same, by the faster
-`fastokens`; a SentencePiece `.model` by `sentencepiece`.
+`fastokens`; a SentencePiece `.model`, known by its name or content, by `sentencepiece`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,11 @@ import tokenizers
 
 from megahead.corpus.index_layout import token_dtype
 from megahead.corpus.long_texts import PIECE, pieces
+from megahead.corpus.sentencepiece_model import is_sentencepiece, tokenizer_json
 from megahead.errors import DataError
 from megahead.far import near_file
+from megahead.files import write_atomically
+from megahead.run_folder import RunFolder
 
 Engine = Literal["fastokens", "tokenizers", "sentencepiece"]
 Array = np.ndarray[Any, Any]
@@ -40,6 +43,13 @@ class Tokenizer:
             self._fast.no_padding()
         self.vocab_size = self._reference.vocab_size
         """One above the largest id, added tokens included."""
+        self.roles = self._reference.roles
+        """The ids that a `.model` itself names for `begin`, `end`, `padding` and `unknown`; no tokenizer.json does."""
+
+    def content(self) -> str:
+        """The tokenizer.json; for a `.model` one that gives the same ids. DataError where none does."""
+        made = tokenizer_json(self.path).to_str(pretty=True) if self.engine == "sentencepiece" else None
+        return self.path.read_text(encoding="utf-8") if made is None else made
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """The ids of each text. Uses as many cores as the engine may."""
@@ -74,9 +84,13 @@ class Tokenizer:
         """How each of the ids below `count` is spelled, None where there is no such id."""
         return [self._reference.spelling(i) if i < self.vocab_size else None for i in range(count)]
 
+    def find(self, token: str) -> int | None:
+        """The id of a token given by its spelling; None when the vocabulary lacks it."""
+        return self._reference.id_of(token)
+
     def id_of(self, token: str) -> int:
         """The id of a token given by its spelling; DataError when the vocabulary lacks it."""
-        found = self._reference.id_of(token)
+        found = self.find(token)
         if found is None:
             raise DataError(f"the tokenizer `{self.path}` must have a token `{token}`, but has none; name another one.")
         return found
@@ -101,6 +115,14 @@ def load_tokenizer(path: str | Path, probe: Sequence[str] = ()) -> Tokenizer:
     return fast if exact else reference
 
 
+def keep_tokenizer(source: Path, run: RunFolder) -> None:
+    """Copies a tokenizer's file into a run's folder, by the name of its kind; it takes the place of another one."""
+    kept = run.tokenizer_model if is_sentencepiece(source) else run.tokenizer_json
+    write_atomically(kept, source.read_bytes())
+    for other in {run.tokenizer_model, run.tokenizer_json} - {kept}:
+        other.unlink(missing_ok=True)
+
+
 def opened(path: str | Path, engine: Engine) -> Tokenizer:
     """The tokenizer in `path` with this engine; cached until the file changes."""
     return _opened(Path(path), engine, _fingerprint(Path(path)))
@@ -113,6 +135,7 @@ def _opened(path: Path, engine: Engine, fingerprint: Fingerprint) -> Tokenizer:
 
 class _Reference(Protocol):
     vocab_size: int
+    roles: dict[str, int]
 
     def encode(self, texts: list[str]) -> list[list[int]]: ...
 
@@ -131,6 +154,7 @@ class _TokenizerJson:
             raise DataError(f"`{path}` must be a tokenizer.json file, but cannot be read as one: {error}.") from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
+        self.roles: dict[str, int] = {}
         ids = self._tokenizer.get_vocab(with_added_tokens=True).values()
         if not ids:
             raise DataError(f"`{path}` must have tokens, but has none.")
@@ -156,6 +180,9 @@ class _SentencePieceModel:
         except (RuntimeError, OSError) as error:
             raise DataError(f"`{path}` must be a SentencePiece model, but cannot be read as one: {error}.") from error
         self.vocab_size = int(self._model.get_piece_size())
+        named = {"begin": self._model.bos_id(), "end": self._model.eos_id()}
+        named |= {"padding": self._model.pad_id(), "unknown": self._model.unk_id()}
+        self.roles = {role: int(id_) for role, id_ in named.items() if id_ >= 0}
 
     def encode(self, texts: list[str]) -> list[list[int]]:
         ids: list[list[int]] = self._model.encode(texts, out_type=int, num_threads=1)
@@ -174,7 +201,7 @@ class _SentencePieceModel:
 
 @lru_cache(maxsize=4)
 def _reference(path: Path, fingerprint: Fingerprint) -> _Reference:
-    return _SentencePieceModel(path) if path.suffix == ".model" else _TokenizerJson(path)
+    return _SentencePieceModel(path) if is_sentencepiece(path) else _TokenizerJson(path)
 
 
 def _fingerprint(path: Path) -> Fingerprint:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from megahead.corpus.spelling import ROLES, SpelledVocabulary
+from megahead.corpus.spelling import SpelledVocabulary
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def _kept(
         return known.by_bytes_and_spelling.get((text, spelled), known.by_bytes.get(text))
     if spelled in old.special:
         return old.special[spelled]
-    role = next((role for role, names in ROLES.items() if spelled in names), None)
+    role = new.role_of(id_)
     return None if role is None else roles.get(role, old.in_role(role))
 
 

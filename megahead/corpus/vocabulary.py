@@ -15,11 +15,11 @@ from itertools import islice
 from pathlib import Path
 
 import sentencepiece
-from sentencepiece import sentencepiece_model_pb2
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from megahead.corpus.progress import ByteProgress, Silent
 from megahead.corpus.selection import Selection
+from megahead.corpus.sentencepiece_model import from_sentencepiece
 from megahead.corpus.sources import find_inputs, total_bytes
 from megahead.errors import DataError, FieldError
 from megahead.files import write_atomically
@@ -118,19 +118,6 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int, *, show_progress:
     except RuntimeError as error:
         raise DataError(f"the text must suffice for a vocabulary of {vocab_size}, but does not ({error}).") from None
     return from_sentencepiece(model.getvalue())
-
-
-def from_sentencepiece(model: bytes) -> Tokenizer:
-    """The same unigram tokenizer with the same ids, from a model trained by `train_sentencepiece`."""
-    proto = sentencepiece_model_pb2.ModelProto.FromString(model)  # type: ignore[attr-defined]
-    pieces = [(piece.piece, piece.score) for piece in proto.pieces]
-    tokenizer = Tokenizer(models.Unigram(pieces, unk_id=proto.trainer_spec.unk_id, byte_fallback=True))
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.ByteFallback(), decoders.Metaspace(prepend_scheme="never"), decoders.Fuse()]
-    )
-    tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in TEXT_TOKENS])
-    return tokenizer
 
 
 TRAINERS: dict[str, Callable[..., Tokenizer]] = {

@@ -24,7 +24,8 @@ def continuation(model: Any, tokenizer: Any, prompt: str, max_tokens: int, sampl
     inputs = torch.tensor([ids], device=model.device)
     options = {"max_new_tokens": max_tokens, "pad_token_id": tokenizer.pad_token_id, **sampling}
     output = model.generate(inputs, attention_mask=torch.ones_like(inputs), **options)
-    text: str = tokenizer.decode(output[0, len(ids) :], skip_special_tokens=True)
+    whole, before = (tokenizer.decode(part, skip_special_tokens=True) for part in (output[0], ids))
+    text: str = whole.removeprefix(before)  # with the space between, which SentencePiece drops at the start of a text
     return text
 
 

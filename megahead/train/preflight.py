@@ -55,6 +55,7 @@ def check_tokenizer(config: RunConfig) -> None:
     if tokenizer.vocab_size > vocab_size:
         rule = f"be at least the number of ids of data.tokenizer ({tokenizer.vocab_size:,})"
         raise ConfigError("model.vocab_size", rule, got=f"{vocab_size:,}", hint="or name the text's own tokenizer")
+    tokenizer.content()
     spelled = tokenizer.spellings(vocab_size)
     if config.masking is None or config.model.is_causal:
         _require_token("data.end_token", config.data.end_token, spelled)

@@ -16,9 +16,10 @@ import yaml
 from megahead.checkpoint import KeepRules
 from megahead.config import RunConfig, RunPlan, phases_of
 from megahead.copies import MemoryCopies, NodeMemory, Rescue, rescue_newer
+from megahead.corpus.tokenizer import keep_tokenizer
 from megahead.distributed import Group, Launch, Mesh
 from megahead.far import is_far, near_file
-from megahead.files import staged, write_atomically
+from megahead.files import write_atomically
 from megahead.mirror import Fetched, Mirror, News
 from megahead.run_folder import RunFolder
 from megahead.train.datasets import RunDatasets
@@ -215,7 +216,6 @@ def _begin(folder: RunFolder, config: RunConfig) -> None:
     if config.data.tokenizer is not None:
         source = Path(near_file(config.data.tokenizer))
         if source.resolve() != folder.tokenizer.resolve():  # a run may go on with its own copy
-            with staged(folder.tokenizer) as partial:
-                shutil.copyfile(source, partial)
+            keep_tokenizer(source, folder)
     folder.ending.unlink(missing_ok=True)
     folder.config.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))

@@ -1,0 +1,145 @@
+"""A SentencePiece `.model` as a `tokenizer.json`: the same ids by the library with which transformers tokenizes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import sentencepiece
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+from megahead.errors import DataError
+
+_SPACE = "▁"
+_UNIGRAM = 1
+_ROUNDING = 1e-3
+_NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4
+PROBES = (
+    *("", " ", "  ", " a", "a ", "  a  b  ", "a\n\nb\n", "\ta\t b", "a\r\nb", "a\u00a0b", "a\u3000b", "▁a ▁ b"),
+    *(f"x{' ' * spaces}y" for spaces in (3, 4, 5, 7, 8, 16, 31)),
+    "The quick brown fox, don't you think? (Yes: 1,234.56 and 10^-3!) https://example.org/a_b?c=d#e",
+    "def f(x):\n    if x > 0:\n        return {'a': [x, -x]}\n\treturn None  # done",
+    "Ça coûte 50 €, naïve œuvre ; Straße, Ångström, İstanbul ışık, žluťoučký kůň, đường phố, cafe\u0301 ﬁn ½ ① ™ …",
+    "Съешь ещё этих мягких булок; за\u0301мок, О\u0301зеро, Їжак, Ђурђевак",
+    "Ξεσκεπάζω την ψυχοφθόρα βδελυγμία. ΟΔΥΣΣΕΥΣ, ἐν ἀρχῇ",
+    "شَّمس، اللغة العربية ١٢٣؟ یک متن فارسی می\u200cخوانم",
+    "שָׁלוֹם, עברית קלה",
+    "हिन्दी में क्षेत्र, ज़मीन। বাংলা ভাষা, தமிழ் மொழி, తెలుగు, ಕನ್ನಡ, മലയാളം",
+    "ภาษาไทยเขียนติดกัน น้ำ, ລາວ, မြန်မာ, ភាសាខ្មែរ",
+    "中文没有空格。日本語のテキスト、カタカナ。ＡＢＣ１２３！ 한국어 문장입니다.",
+    "ქართული, Հայերեն, አማርኛ, ᏣᎳᎩ",
+    "👩\u200d👩\u200d👧 🇩🇪 👍🏽 → ∑ √ 𝔸 ∞ \u200bz",
+)
+"""Texts on which both must agree, in many scripts and with all that normalization changes."""
+
+
+def is_sentencepiece(path: Path) -> bool:
+    """Whether the file is named `.model`, or begins as one: with a piece, which begins with its spelling. Runs of
+    earlier versions have such a file as their `tokenizer.json`."""
+    if path.suffix == ".model":
+        return True
+    with path.open("rb") as file:
+        start = file.read(64)
+    return start[:1] == start[2:3] == b"\n" and not start.lstrip().startswith(b"{")
+
+
+def tokenizer_json(path: Path) -> Tokenizer:
+    """What gives the same ids as the model in `path`; only a control token's spelling in a text is read as that token,
+    and of two equally likely cuts of a word Unigram may take the other.
+
+    DataError for a model whose ids are others on PROBES: of words, with spaces behind them, or with letters folded.
+    """
+    content = path.read_bytes()
+    made, proto = from_sentencepiece(content), _parsed(content)
+    library = sentencepiece.SentencePieceProcessor(model_proto=content)
+    probes = [*PROBES, *(f"a{piece}b {piece} c" for piece in _pieces_of(proto, _USER_DEFINED))]
+    own: list[list[int]] = library.encode(probes)
+    theirs = [encoding.ids for encoding in made.encode_batch(probes, add_special_tokens=False)]
+    pairs = zip(probes, own, theirs, strict=True)
+    different = next((probe for probe, *both in pairs if both[0] != both[1] and not _as_likely(proto, *both)), None)
+    if different is not None:
+        raise DataError(
+            f"`{path}` must give the ids of a tokenizer.json that is made of it, as exports hold one, but does not on "
+            f"{different[:40]!r}; use a model of `model_type` unigram or bpe, whose `normalization_rule_name` is "
+            "identity, nfkc or nmt_nfkc, without `treat_whitespace_as_suffix`."
+        )
+    return made
+
+
+def from_sentencepiece(content: bytes) -> Tokenizer:
+    """The tokenizer made of the bytes of a `.model`, not compared with it."""
+    proto = _parsed(content)
+    made = Tokenizer(_unigram(proto) if proto.trainer_spec.model_type == _UNIGRAM else _bpe(proto))
+    made.normalizer = normalizers.Sequence(list(_normalizers(proto.normalizer_spec)))
+    made.pre_tokenizer = pre_tokenizers.Sequence(list(_pre_tokenizers(proto)))
+    parts = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    parts += [decoders.Strip(" ", 1, 0)] if proto.normalizer_spec.add_dummy_prefix else []
+    made.decoder = decoders.Sequence(parts)
+    control = _pieces_of(proto, _CONTROL)
+    made.add_special_tokens([AddedToken(piece, normalized=False, special=True) for piece in control])
+    return made
+
+
+def _parsed(content: bytes) -> Any:
+    from sentencepiece import sentencepiece_model_pb2  # 0.03 s that few need
+
+    return sentencepiece_model_pb2.ModelProto.FromString(content)  # type: ignore[attr-defined]
+
+
+def _pieces_of(proto: Any, kind: int) -> list[str]:
+    return [piece.piece for piece in proto.pieces if piece.type == kind]
+
+
+def _as_likely(proto: Any, *both: list[int]) -> bool:
+    """Whether Unigram gives both cuts of the same text the same score: the libraries add in fp32 and in fp64."""
+    ours, theirs = ([proto.pieces[id_] for id_ in ids] for ids in both)
+    same = "".join(piece.piece for piece in ours) == "".join(piece.piece for piece in theirs)
+    between = sum(piece.score for piece in ours) - sum(piece.score for piece in theirs)
+    return bool(proto.trainer_spec.model_type == _UNIGRAM and same and abs(between) < _ROUNDING)
+
+
+def _normalizers(spec: Any) -> Iterator[normalizers.Normalizer]:
+    """In SentencePiece's order. It knows one space, where `Strip` would take line ends, too."""
+    if spec.precompiled_charsmap:
+        yield normalizers.Precompiled(spec.precompiled_charsmap)
+    if spec.remove_extra_whitespaces:
+        yield normalizers.Replace(Regex(r"\A +| +\z"), "")
+        yield normalizers.Replace(Regex(" {2,}"), " ")
+    if spec.add_dummy_prefix:
+        yield normalizers.Prepend(_SPACE)
+    if spec.escape_whitespaces:
+        yield normalizers.Replace(" ", _SPACE)
+
+
+def _pre_tokenizers(proto: Any) -> Iterator[pre_tokenizers.PreTokenizer]:
+    """User-defined pieces stay whole; and words are cut apart, where no piece goes beyond one."""
+    if whole := sorted(_pieces_of(proto, _USER_DEFINED), key=len, reverse=True):
+        yield pre_tokenizers.Split(Regex("|".join(map(re.escape, whole))), "isolated")
+    if not any(_SPACE in piece.piece.lstrip(_SPACE) for piece in proto.pieces):
+        yield pre_tokenizers.Split(Regex(f"(?<!{_SPACE}){_SPACE}+"), "merged_with_next")
+
+
+def _unigram(proto: Any) -> models.Unigram:
+    pieces = [(piece.piece, piece.score) for piece in proto.pieces]
+    return models.Unigram(pieces, unk_id=proto.trainer_spec.unk_id, byte_fallback=proto.trainer_spec.byte_fallback)
+
+
+def _bpe(proto: Any) -> models.BPE:
+    """SentencePiece merges two neighbours if together they are a piece, the one of the highest score first."""
+    rank = {piece.piece: (-piece.score, id_) for id_, piece in enumerate(proto.pieces) if piece.type == _NORMAL}
+    merges = [
+        (rank[whole], -cut, (whole[:cut], whole[cut:]))
+        for whole in rank
+        for cut in range(1, len(whole))
+        if whole[:cut] in rank and whole[cut:] in rank
+    ]
+    return models.BPE(
+        {piece.piece: id_ for id_, piece in enumerate(proto.pieces)},
+        [pair for *_, pair in sorted(merges)],
+        unk_token=proto.trainer_spec.unk_piece,
+        fuse_unk=True,
+        byte_fallback=proto.trainer_spec.byte_fallback,
+        ignore_merges=any(piece.type == _USER_DEFINED for piece in proto.pieces),
+    )
