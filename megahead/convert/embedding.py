@@ -11,13 +11,15 @@ from megahead.checkpoint import find_checkpoint
 from megahead.convert.families import family_named
 from megahead.convert.published import read_settings, weight_files
 from megahead.convert.source import EMBEDDING, TrainedModel
+from megahead.distributed import require_finite
 from megahead.errors import CheckpointError
 
 
 def input_embedding(path: Path) -> tuple[Tensor, Path]:
     """[V, D] fp32 and the tokenizer's file of a folder of Hugging Face, or of a run or checkpoint of ours.
 
-    Rows of padding are left out for ours. Raises CheckpointError where there is no model or no tokenizer.
+    Rows of padding are left out for ours. Raises CheckpointError where there is no model or no tokenizer,
+    or numbers are not finite.
     """
     if find_checkpoint(path) is None:
         files = weight_files(path)
@@ -27,6 +29,7 @@ def input_embedding(path: Path) -> tuple[Tensor, Path]:
             raise CheckpointError(f"`{path}` must hold an input embedding, but does not.")
         with safe_open(found[1], framework="pt") as file:
             weight_VD: Tensor = file.get_tensor(found[0]).float()
+        require_finite([(found[0], weight_VD)], found[1])
         tokenizer: Path | None = path / "tokenizer.json"
     else:
         model = TrainedModel.open(path)

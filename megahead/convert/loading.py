@@ -23,6 +23,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
+from megahead.distributed import require_finite
 from megahead.errors import CheckpointError
 
 _NEOX = {"embed_in": "disk", "layers": "disk", "final_layer_norm": "cpu", "rotary_emb": "cpu", "emb_dropout": "cpu"}
@@ -153,6 +154,7 @@ def _open(kind: Any, folder: Path, dtype: torch.dtype, options: Mapping[str, Any
             )
     except (OSError, ValueError) as error:
         raise _unreadable(folder, error) from None
+    require_finite(model.named_parameters(), folder)
     return model, report
 
 

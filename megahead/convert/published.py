@@ -15,7 +15,7 @@ from torch import Tensor
 from megahead.config import ENCODERS, ModelConfig
 from megahead.convert.families import Family, family_named
 from megahead.convert.source import EMBEDDING, HEAD, MASK_HEAD
-from megahead.distributed import block_ranges, joined
+from megahead.distributed import all_finite, block_ranges, joined
 from megahead.errors import CheckpointError, ConfigError
 
 _OF_NO_WEIGHT = (
@@ -79,7 +79,7 @@ class PublishedModel:
 
     def weight(self, name: str, shape: torch.Size) -> Tensor:
         """Our parameter `name` in fp32, rows of zeros where the vocabulary is padded; CheckpointError where the folder
-        lacks it or has another shape."""
+        lacks it, has another shape, or values that are not finite."""
         return joined(self.blocks(name, shape), shape)
 
     def blocks(self, name: str, shape: torch.Size) -> Iterator[Tensor]:
@@ -87,6 +87,9 @@ class PublishedModel:
         if name not in self.stored:
             raise CheckpointError(f"`{self.folder}` must hold the weights of {name}, but lacks them.")
         place = self.stored[name]
+        yield from all_finite(self._stored_blocks(name, place, shape), self.files[place.tensor], place.tensor)
+
+    def _stored_blocks(self, name: str, place: Place, shape: torch.Size) -> Iterator[Tensor]:
         with safe_open(self.files[place.tensor], framework="pt") as file:
             tensor = file.get_slice(place.tensor)
             has, wanted = list(tensor.get_shape()), [place.parts * shape[0], *shape[1:]]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from megahead.checkpoint import Checkpoint, open_checkpoint, target_samples
 from megahead.config import HeadName, RunConfig, config_from_checkpoint
 from megahead.data import evaluation_target_counts
-from megahead.distributed import Group, Renamed
+from megahead.distributed import Finite, Group, Renamed
 from megahead.errors import CheckpointError
 from megahead.objectives import training_free_bias
 from megahead.parallel import assemble, fill_
@@ -70,12 +70,15 @@ class TrainedModel:
         return replace(self, config=config, shapes=weight_shapes(config))
 
     def weight(self, name: str) -> Tensor:
-        """One full parameter in fp32."""
-        return self.checkpoint.read(f"weight/{name}").float()
+        """One full parameter in fp32; CheckpointError unless it is finite."""
+        return self._weights().read(name).float()
 
     def blocks(self, name: str) -> Iterator[Tensor]:
         """The same in consecutive blocks of rows; memory holds one of them."""
-        return (block.float() for block in self.checkpoint.blocks(f"weight/{name}"))
+        return (block.float() for block in self._weights().blocks(name))
+
+    def _weights(self) -> Finite:
+        return Finite(Renamed(self.checkpoint, lambda name: f"weight/{name}"), self.checkpoint.folder)
 
     def bias(self, head: HeadName) -> Tensor | None:
         """[V] fp32: what a head of this name adds to `E h / T`; None if nothing. CheckpointError where counts that the
@@ -135,7 +138,7 @@ class TrainedModel:
     def load(self) -> Pretraining:
         """The model itself, in fp32 on the CPU, ready to score."""
         pretraining = assemble(self.config, Group(), torch.device("cpu"))
-        fill_(pretraining, Group(), Renamed(self.checkpoint, lambda name: f"weight/{name}"))
+        fill_(pretraining, Group(), self._weights())
         return pretraining.eval()
 
     def load_streaming(self, dtype: torch.dtype) -> Pretraining:

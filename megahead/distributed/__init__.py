@@ -7,7 +7,18 @@ a rank's *watch* learns that from it.
 """
 
 from megahead.distributed.bf16_units import multiplies_bf16_fast
-from megahead.distributed.blocks import Renamed, Tensors, Whole, block_ranges, joined, take_rows_
+from megahead.distributed.blocks import (
+    Finite,
+    Renamed,
+    Tensors,
+    Whole,
+    all_finite,
+    block_ranges,
+    is_finite,
+    joined,
+    require_finite,
+    take_rows_,
+)
 from megahead.distributed.collectives import (
     copy_to_group,
     gather_from_group,
@@ -26,6 +37,7 @@ from megahead.distributed.row_shards import RowShard, fill_row_shard_, interleav
 from megahead.distributed.watch import LostRankError
 
 __all__ = [
+    "Finite",
     "Group",
     "Launch",
     "LostRankError",
@@ -34,6 +46,7 @@ __all__ = [
     "RowShard",
     "Tensors",
     "Whole",
+    "all_finite",
     "block_ranges",
     "choose_device",
     "connected",
@@ -41,6 +54,7 @@ __all__ = [
     "fill_row_shard_",
     "gather_from_group",
     "interleave_rows",
+    "is_finite",
     "joined",
     "look_on",
     "multiplies_bf16_fast",
@@ -50,6 +64,7 @@ __all__ = [
     "read_launch",
     "reduce_from_group",
     "reduce_scatter_to_group",
+    "require_finite",
     "scatter_to_group",
     "take_rows_",
 ]

@@ -5,12 +5,17 @@ n rows of a part.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from math import isfinite
+from pathlib import Path
 from typing import Protocol
 
 from torch import Tensor
+
+from megahead.errors import CheckpointError
 
 BLOCK = 1 << 14
 """Rows of a block: 64 MiB of 1,024 features. A multiple of the 16 numbers that torch draws at once."""
@@ -52,6 +57,49 @@ class Renamed:
 
     def blocks(self, name: str, /) -> Iterator[Tensor]:
         return self.tensors.blocks(self.theirs(name))
+
+
+@dataclass(frozen=True)
+class Finite:
+    """The same tensors, which must hold finite numbers only: CheckpointError for the first that does not."""
+
+    tensors: Tensors
+    place: Path
+    """The file or folder that they come from, for the error."""
+
+    def read(self, name: str, /) -> Tensor:
+        return next(all_finite(iter([self.tensors.read(name)]), self.place, name))
+
+    def blocks(self, name: str, /) -> Iterator[Tensor]:
+        return all_finite(self.tensors.blocks(name), self.place, name)
+
+
+def all_finite(blocks: Iterable[Tensor], place: object, name: str) -> Iterator[Tensor]:
+    """The same blocks of the tensor `name` in `place`; at the first with NaN or an infinity in it CheckpointError, with
+    the number of such values in all of them."""
+    others = 0
+    for block in blocks:
+        if others or not is_finite(block):
+            others += block.numel() - int(block.isfinite().sum())
+        else:
+            yield block
+    if others:
+        found = f"{others:,} of {name} {'is' if others == 1 else 'are'} NaN or infinite"
+        raise CheckpointError(
+            f"`{place}` must hold finite numbers only, but {found}; use weights that were saved before."
+        )
+
+
+def require_finite(tensors: Iterable[tuple[str, Tensor]], place: object) -> None:
+    """The same for whole tensors with their names; those without memory (on `meta`) are left out."""
+    for name, tensor in tensors:
+        if not tensor.is_meta:
+            deque(all_finite([tensor.detach()], place, name), maxlen=0)
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether all numbers are finite. Checks their sum first, and each number only if the sum is not finite."""
+    return not tensor.is_floating_point() or bool(isfinite(tensor.sum())) or bool(tensor.isfinite().all())
 
 
 def block_ranges(rows: int) -> Iterator[range]:

@@ -21,6 +21,7 @@ from megahead.config import HeadName
 from megahead.convert import export, from_hf
 from megahead.convert.export_settings import write_json
 from megahead.convert.exporting import PARITY_FILE
+from megahead.distributed import require_finite
 from megahead.errors import FieldError, UserError
 from megahead.files import staged_folder
 from megahead.objectives import log_unigram
@@ -45,6 +46,7 @@ def save_plain(
     """
     if head not in _HEADS:
         raise FieldError("head", f"be one of {', '.join(_HEADS)}", got=head)
+    require_finite(weights.items(), "model")
     with TemporaryDirectory() as place:
         alone = Path(place, "body", folder.name)
         body.save_pretrained(alone, state_dict=dict(weights))

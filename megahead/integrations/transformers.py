@@ -20,7 +20,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from megahead.config import HeadName, ObjectiveConfig
-from megahead.distributed import Group
+from megahead.distributed import Group, require_finite
 from megahead.errors import FieldError
 from megahead.integrations.plain import save_plain
 from megahead.objectives import build_objective, candidate_loss, log_unigram, streamed_sums, vocabulary_candidates
@@ -42,7 +42,8 @@ class Headless(nn.Module):
     any target was counted, that of the tied head). Candidates are the targets of the rank's micro-batch, or with
     `share_candidates` those of all ranks.
 
-    FieldError for a model that is not such, or whose outputs cannot be compared with its input embeddings.
+    FieldError for a model that is not such, or whose outputs cannot be compared with its input embeddings;
+    CheckpointError for one whose weights are not finite.
     """
 
     body: PreTrainedModel
@@ -53,6 +54,7 @@ class Headless(nn.Module):
         super().__init__()
         self.loss_type = _loss_type(model)  # by it Trainer counts the targets of a step
         self.body, self.config, self._kind = cast(PreTrainedModel, model.base_model), model.config, type(model)
+        require_finite(self.body.named_parameters(), "model")
         table = _table_of(model)
         table.padding_idx = None  # a candidate may be any id, and each has a gradient
         self.share_candidates = share_candidates

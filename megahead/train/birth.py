@@ -15,25 +15,30 @@ from torch.nn import functional as F
 
 from megahead.checkpoint import Checkpoint
 from megahead.convert.source import EMBEDDING, HEAD, OUTPUT_BIAS, TrainedModel
+from megahead.distributed import Finite
 
 
 @dataclass(frozen=True)
 class WithNewHead:
-    """The tensors of `checkpoint`; where it has no head, also the first values of one, with moments of 0."""
+    """The tensors of `checkpoint`, all of them finite; where it has no head, also the first values of one, with
+    moments of 0."""
 
     checkpoint: Checkpoint
 
     def read(self, key: str, /) -> Tensor:
         if self._name_of_new(key) is None:
-            return self.checkpoint.read(key)
+            return self._saved().read(key)
         return torch.cat(list(self.blocks(key)))
 
     def blocks(self, key: str, /) -> Iterator[Tensor]:
         name = self._name_of_new(key)
         if name is None:
-            return self.checkpoint.blocks(key)
+            return self._saved().blocks(key)
         first = self.checkpoint.blocks(f"weight/{EMBEDDING}") if name == HEAD else iter([first_bias(self.checkpoint)])
         return first if key.endswith(f"weight/{name}") else (torch.zeros_like(block) for block in first)
+
+    def _saved(self) -> Finite:
+        return Finite(self.checkpoint, self.checkpoint.folder)
 
     def _name_of_new(self, key: str) -> str | None:
         """The parameter that `key` is of, if it is in a head that the checkpoint lacks."""

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import Any
 
-from torch import Tensor
-
 from megahead.checkpoint import Snapshot
+from megahead.distributed import is_finite
 from megahead.errors import CheckpointError
 
 
@@ -32,18 +31,13 @@ class Moment:
 
         Measured: 0.08 s beside 1.7 s of writing (360 MiB, one thread).
         """
-        bad = [name for name, tensor in self.snapshot.tensors.items() if not _is_finite(tensor)]
+        bad = [name for name, tensor in self.snapshot.tensors.items() if not is_finite(tensor)]
         bad += [f"state/{name}" for name, value in self.counters.items() if not all(map(isfinite, _floats(value)))]
         if bad:
             raise CheckpointError(
                 f"a checkpoint must hold finite numbers only, but at step {self.step} {bad[0]} has others; it was not "
                 "saved (older checkpoints are unharmed): clip gradients or lower optimizer.learning_rate, and resume."
             )
-
-
-def _is_finite(tensor: Tensor) -> bool:
-    """Whether all numbers are finite. Checks their sum first, and each number only if the sum is not finite."""
-    return not tensor.is_floating_point() or bool(isfinite(tensor.sum())) or bool(tensor.isfinite().all())
 
 
 def _floats(value: Any) -> Iterator[float]:
