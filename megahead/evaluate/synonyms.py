@@ -71,8 +71,9 @@ def similarities(weight_VD: Tensor, tokenizer: Tokenizer, pairs: Sequence[Pair],
     Raises DataError when there are none of either.
     """
     words = sorted({word for pair in pairs for word in pair})
-    encoded = tokenizer.encode_batch([f" {word}" for word in words])
-    ids = {word: found[0] for word, found in zip(words, encoded, strict=True) if len(found) == 1}
+    before, *encoded = tokenizer.encode_batch(["a", *(f"a {word}" for word in words)])  # the space is no first one
+    added = {word: ids[len(before) :] for word, ids in zip(words, encoded, strict=True) if ids[: len(before)] == before}
+    ids = {word: own[0] for word, own in added.items() if len(own) == 1}
     known = [(ids[a], ids[b]) for a, b in pairs if a in ids and b in ids and ids[a] != ids[b]]
     if not known:
         raise DataError("the tokenizer must know both words of some pair as one token, but knows none.")

@@ -16,7 +16,9 @@ from megahead.convert import export, from_hf
 from megahead.convert.published import PublishedModel
 from megahead.distributed import blocks
 from megahead.errors import CheckpointError, FieldError, UserError
+from support.sentencepiece_models import sentencepiece_model
 from support.small_checkpoint import save_tokenizer
+from support.vocabularies import TEXT
 
 
 def save_theirs(folder: Path, kind=GPTNeoXForCausalLM, shard: str = "1GB", **settings) -> Path:
@@ -57,6 +59,9 @@ def test_sharded_files_and_the_tokenizer_come_along(tmp_path: Path) -> None:
     assert len(list(theirs.glob("*.safetensors"))) > 1
     run = from_hf(theirs, tmp_path / "run")
     assert (run / "tokenizer.json").read_bytes() == (theirs / "tokenizer.json").read_bytes()
+    (theirs / "tokenizer.json").unlink()
+    model = sentencepiece_model(theirs / "tokenizer.model", TEXT)
+    assert (from_hf(theirs, tmp_path / "other") / "tokenizer.model").read_bytes() == model.read_bytes()
     embedding = open_checkpoint(run).read("weight/backbone.embedding.weight")
     assert embedding.shape == (1024, 48)
     assert torch.equal(embedding[:61], stored(theirs)["gpt_neox.embed_in.weight"])

@@ -13,9 +13,12 @@ from torch.nn.functional import cosine_similarity
 
 from megahead.convert import export, input_embedding
 from megahead.corpus import load_tokenizer
+from megahead.corpus.spelling import SpelledVocabulary
 from megahead.errors import CheckpointError, DataError
 from megahead.evaluate.synonyms import similarities, synonym_pairs
+from support.sentencepiece_models import KINDS, sentencepiece_model
 from support.small_checkpoint import save_small, save_tokenizer, small_config
+from support.vocabularies import TEXT
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "synonyms.py"
 NOUNS = """  1 This software and database is being provided to you, the LICENSEE.
@@ -62,6 +65,17 @@ def test_cosines_are_those_of_words_that_are_one_token(wordnet: Path, run: Path)
     torch.testing.assert_close(found.synonyms_P, torch.stack(expected))
     assert 0 < len(found.random_P) <= 3
     assert found.gap() == pytest.approx(float(found.synonyms_P.mean() - found.random_P.mean()))
+
+
+def test_words_are_one_token_of_a_sentencepiece_model_too(tmp_path: Path) -> None:
+    """Which puts a space before a text, also before one that begins with a space."""
+    model = sentencepiece_model(tmp_path / "my.model", TEXT, **KINDS["llama"])
+    spelled = SpelledVocabulary.open(model)
+    weight_VD = torch.randn(400, 8, generator=torch.Generator().manual_seed(0))
+    pairs = [("cat", "mat"), ("dog", "bird"), ("sea", "tree")]
+    rows = [[weight_VD[spelled.text.index(f" {word}".encode())].double() for word in pair] for pair in pairs]
+    expected = torch.stack([cosine_similarity(*pair, dim=0) for pair in rows])
+    torch.testing.assert_close(similarities(weight_VD, spelled.tokenizer, pairs).synonyms_P, expected)
 
 
 def test_an_embedding_is_the_same_from_a_run_and_from_its_export(run: Path) -> None:

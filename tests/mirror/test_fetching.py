@@ -183,9 +183,10 @@ def test_a_run_its_checkpoints_and_one_of_them_can_be_named(url: str, tmp_path: 
         fetch_named(f"file://{tmp_path}/nowhere", RunFolder(tmp_path / "new"))
 
 
-def test_commands_take_far_checkpoints(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer.model"])
+def test_commands_take_far_checkpoints(url: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    (tmp_path / "store/tokenizer.json").write_text("{}")
+    (tmp_path / "store" / name).write_text("{}")
     folder = far_or_existing(url)
     assert open_checkpoint(folder).step == 6
     assert RunFolder.of(folder).tokenizer.read_text() == "{}"
