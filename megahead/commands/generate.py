@@ -77,8 +77,8 @@ def given_prompts(prompts: Sequence[str] | None, file: Path | None) -> list[str]
         lines = file.read_text(encoding="utf-8").removesuffix("\n").split("\n")
     except (OSError, UnicodeDecodeError):
         raise DataError(f"`{file}` must be a readable text file, but is not; check the path.") from None
-    if lines == [""]:
-        raise DataError(f"`{file}` must hold a prompt a line, but is empty.")
+    if not any(line.strip() for line in lines):
+        raise DataError(f"`{file}` must hold a prompt a line, but has none; --prompt '' begins a document.")
     return lines
 
 

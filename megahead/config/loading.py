@@ -94,7 +94,8 @@ def _read_yaml(path: Path) -> dict[str, Any]:
             f"`{path}` must be YAML, but is not{place}: {problem or ' '.join(str(error).split())}."
         ) from None
     if not isinstance(tree, dict):
-        raise UserError(f"`{path}` must hold settings as `key: value`, but holds {type(tree).__name__} instead.")
+        kind = "nothing" if tree is None else type(tree).__name__
+        raise UserError(f"`{path}` must hold settings as `key: value`, but holds {kind} instead.")
     return tree
 
 

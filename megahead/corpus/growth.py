@@ -29,7 +29,8 @@ def grown(tokenizer: Tokenizer, texts: Iterable[str], vocab_size: int) -> Tokeni
     """The tokenizer with those merges of its tokens that `texts` need most often, up to `vocab_size` ids.
 
     Old ids stay, and old merges come first: text without new tokens is cut as before. The vocabulary is smaller than
-    asked for if the text has too few distinct pieces. DataError for another kind of tokenizer.
+    asked for if the text has too few distinct pieces. DataError for another kind of tokenizer, and for text
+    that gives it no token.
     """
     content = json.loads(tokenizer.to_str())
     if content["model"]["type"] != "BPE" or "ByteLevel" not in json.dumps(content["pre_tokenizer"]):
@@ -41,6 +42,8 @@ def grown(tokenizer: Tokenizer, texts: Iterable[str], vocab_size: int) -> Tokeni
     letters_V, wanted = _letters(size), vocab_size - size
     merges = _learned(_in_letters(tokenizer, texts, letters_V), letters_V, wanted + wanted // 8 + _MORE)
     _append(content["model"], ids, merges, vocab_size)
+    if len(content["model"]["vocab"]) == len(ids):
+        raise DataError(f"the text must have pieces that occur {LEAST} times to be new tokens, but has none; add text.")
     return Tokenizer.from_str(json.dumps(content))
 
 

@@ -51,7 +51,11 @@ class Inspection:
 
     def warnings(self, end_token: int, vocab_size: int | None = None) -> list[str]:
         """One sentence for each flaw that would spoil training unnoticed; `vocab_size`: the tokenizer's, if known."""
-        findings = []
+        findings = (
+            []
+            if self.dataset.num_tokens
+            else ["there is no token: it cannot be trained on, and a merge leaves it out."]
+        )
         ends = self.ends(end_token)
         if self.dataset.num_tokens and ends < max(self.dataset.num_documents, 1):
             often = f"occurs {ends:,} times in {self.dataset.num_documents:,} documents" if ends else "never occurs"

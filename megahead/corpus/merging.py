@@ -30,7 +30,8 @@ def merge_datasets(
 
     Document boundaries are kept as they are, also if a document has several sequences, or if the index lists none at
     all (preshuffled rows). Memory: some 100 MB, and the index arrays. DataError if token types or vocabularies differ,
-    if only some of them list documents, if `output` is one of `prefixes`, or (unless `overwrite`) if it exists.
+    if only some of them list documents, if none has a token, if `output` is one of `prefixes`, or (unless `overwrite`)
+    if it exists.
     """
     datasets = [IndexedDataset(prefix) for prefix in prefixes]
     _check_alike(datasets, output)

@@ -21,6 +21,7 @@ from megahead.corpus.spelling import ROLES
 from megahead.corpus.tokenizer import Tokenizer, load_tokenizer
 from megahead.corpus.writer import IndexedDatasetWriter
 from megahead.errors import DataError, FieldError
+from megahead.wording import counted
 
 END_TOKEN = "<|endoftext|>"
 PROBE_DOCUMENTS = 64
@@ -83,6 +84,18 @@ class PreprocessReport:
         self.empty_places += encoded.empty[: PLACES_KEPT - len(self.empty_places)]
         self.problems += encoded.broken[: PLACES_KEPT - len(self.problems)]
 
+    def require_documents(self, output: str | Path, holdout: Fraction | None) -> None:
+        """DataError if `output` has no document, FieldError if a share of them was to be held out and none is."""
+        if not self.documents:
+            causes = {"without text": self.skipped, "broken": self.broken, "not wanted (--keep, --drop)": self.left_out}
+            found = ", ".join(f"{count:,} {cause}" for cause, count in causes.items() if count) or "it is empty"
+            raise DataError(f"`{output}` must have at least one document, but its input gives none: {found}.")
+        if holdout is not None and not self.held_out:
+            share = f"{holdout} of {counted(self.documents, 'document')}"
+            fix = f"give an N of at most {self.documents:,}, or add documents"
+            fix = fix if self.documents > 1 else "add documents (a .txt file is one, a .jsonl has one a line)"
+            raise FieldError("holdout", f"hold out a document of `{output}`", got=share, hint=fix)
+
     def add(self, other: PreprocessReport) -> None:
         """Adds the report of another part of the input."""
         for name in ("documents", "held_out", "tokens", "text_bytes", "skipped", "broken", "left_out"):
@@ -108,7 +121,8 @@ def preprocess(
 
     Documents keep their order and are closed by `end_token`; those without text are left out. The result depends on
     neither `workers` nor the machine. Memory: a few chunks of 4 MB per worker. After an error (usually a DataError that
-    names file and line) nothing of this run is left, and older datasets of these names are untouched.
+    names file and line, also for a dataset that would have no document) nothing of this run is left, and older datasets
+    of these names are untouched.
     """
     recipe = Recipe(
         tokenizer=Path(tokenizer),
@@ -157,12 +171,13 @@ def write_dataset(
             report.note(encoded)
             progress.advance(encoded.consumed, int(encoded.text_bytes.sum()))
         writers = [train] if share is None else [train, validation]
+        report.documents = sum(writer.num_documents for writer in writers)
+        report.held_out = 0 if share is None else validation.num_documents
+        report.tokens = sum(writer.num_tokens for writer in writers)
+        report.text_bytes = sum(writer.text_bytes for writer in writers)
+        report.require_documents(output, share)
         for writer in writers:
             writer.finish()  # whatever can fail does so before either dataset gets its name
-    report.documents = sum(writer.num_documents for writer in writers)
-    report.held_out = 0 if share is None else validation.num_documents
-    report.tokens = sum(writer.num_tokens for writer in writers)
-    report.text_bytes = sum(writer.text_bytes for writer in writers)
     return report
 
 

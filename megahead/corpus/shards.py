@@ -57,6 +57,7 @@ def preprocess_shards(
                     chunks = shard.chunks(recipe.selection)
                     manifest.note(shard, write_dataset(chunks, recipe, folder / shard.name, pool, progress))
                 else:
+                    report.require_documents(folder / shard.name, recipe.holdout)
                     progress.advance(shard.bytes, report.text_bytes)
     finally:
         lock.discard()

@@ -152,10 +152,10 @@ def sample_texts(
     """The documents of all inputs; with `max_bytes` only the first of each input, up to that many bytes altogether.
 
     `max_bytes` is divided among the files by their size on disk, or evenly where that of one is not known (standard
-    input); each gives at least one document, and is read no further than needed.
+    input); each gives at least one document, and is read no further than needed. DataError if none has one.
     """
     progress = progress or Silent()
-    found = find_inputs(inputs)
+    found, some = find_inputs(inputs), False
     total = total_bytes(found)
     progress.begin(total)
     for item in found:
@@ -168,12 +168,15 @@ def sample_texts(
                 if budget is not None and taken and taken >= budget:
                     break
                 yield text
+                some = True
                 taken += len(text.encode())
             progress.advance(chunk.consumed, taken - before)
             reported_bytes += chunk.consumed
             if budget is not None and taken >= budget:
                 break
         progress.advance(item.bytes - reported_bytes, 0)
+    if not some:
+        raise DataError(f"`{', '.join(map(str, inputs))}` must have text, but not one document has any.")
 
 
 def _lines(texts: Iterable[str]) -> Iterator[str]:

@@ -26,7 +26,8 @@ class IndexedDatasetWriter:
     """`with IndexedDatasetWriter(prefix, vocab_size=V) as w: w.add_document(tokens)`.
 
     Holds in memory about a million tokens, 4 bytes per sequence and, once a document has several sequences, 8 bytes per
-    document. An old dataset of this name is replaced on a clean exit and untouched after an error.
+    document. An old dataset of this name is replaced on a clean exit and untouched after an error; a dataset without a
+    token is one (DataError).
     """
 
     def __init__(self, prefix: str | Path, *, vocab_size: int, tokenizer: str | None = None) -> None:
@@ -98,6 +99,8 @@ class IndexedDatasetWriter:
         """Writes everything to disk under temporary names; after this only renaming is left to do."""
         if self._finished:
             return
+        if not self.num_tokens:
+            raise DataError(f"`{self._bin.path}` must get at least one token, but got none; nothing was written.")
         self._flush()
         idx_digest = self._write_index()
         idx_bytes = self._layout().end

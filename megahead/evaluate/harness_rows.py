@@ -93,7 +93,7 @@ def text_of(file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError):
-        raise DataError(f"`{file}` must be a readable {file.suffix[1:]} file, but is not; check the path.") from None
+        raise DataError(f"`{file}` must be a readable text file, but is not; check the path.") from None
 
 
 def _object(line: str) -> Mapping[str, Any]:

@@ -113,7 +113,7 @@ def test_prompts_come_from_a_file_or_from_the_keyboard(run: Path, monkeypatch, c
 def test_an_empty_file_of_prompts_is_reported(run: Path, monkeypatch, capsys) -> None:
     (run.parent / "prompts.txt").touch()
     assert command(monkeypatch, "generate", "--model", run, "--file", run.parent / "prompts.txt") == 2
-    assert "a prompt a line, but is empty" in capsys.readouterr().err
+    assert "a prompt a line, but has none" in capsys.readouterr().err
 
 
 def test_a_backbone_alone_says_how_it_gets_a_head(run: Path, monkeypatch, capsys) -> None:

@@ -75,6 +75,8 @@ def test_what_cannot_be_extended_is_refused() -> None:
         grown(train_wordpiece(TEXT, 80), TEXT, 100)
     with pytest.raises(FieldError, match=r"`vocab_size` must be above .* \(300\), but is 300"):
         grown(train_bpe(TEXT, 300), TEXT, 300)
+    with pytest.raises(DataError, match="must have pieces that occur 2 times to be new tokens, but has none"):
+        grown(train_bpe(TEXT, 300), ["once"], 310)
     with pytest.raises(FieldError, match="must be below"):
         _letters(1_200_000)
 

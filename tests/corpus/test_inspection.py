@@ -61,7 +61,9 @@ def test_the_histogram_doubles_its_ranges(write_dataset: Callable[..., Path]) ->
     assert inspection.histogram() == [
         ("0", 1), ("1", 2), ("2 to 3", 3), ("4 to 7", 0), ("8 to 15", 0), ("16 to 31", 2),
     ]  # fmt: skip
-    assert inspect_dataset(write_dataset([], name="none")).histogram() == []
+    none = inspect_dataset(write_dataset([], name="none"))
+    assert none.histogram() == []
+    assert none.warnings(end_token=0) == ["there is no token: it cannot be trained on, and a merge leaves it out."]
 
 
 def test_what_would_spoil_training_is_said(write_dataset: Callable[..., Path]) -> None:

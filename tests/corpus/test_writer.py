@@ -116,3 +116,12 @@ def test_describes_itself(tmp_path: Path) -> None:
     for fingerprint, ending in ((info.bin, ".bin"), (info.idx, ".idx")):
         data = Path(f"{tmp_path / 'data'}{ending}").read_bytes()
         assert (fingerprint.bytes, fingerprint.sha256) == (len(data), hashlib.sha256(data).hexdigest())
+
+
+@pytest.mark.parametrize("documents", [[], [[], []]])
+def test_a_dataset_without_a_token_is_refused_and_the_old_one_stays(tmp_path: Path, documents: list[list[int]]) -> None:
+    write(tmp_path / "data", [[1, 2, 3]])
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(DataError, match=r"data\.bin` must get at least one token, but got none; nothing was written"):
+        write(tmp_path / "data", documents)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before

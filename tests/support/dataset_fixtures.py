@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,7 +10,9 @@ import numpy as np
 import orjson
 import pytest
 
-from megahead.corpus import IndexedDatasetWriter
+from megahead.corpus import DatasetInfo, IndexedDatasetWriter, dataset_paths
+from megahead.corpus.dataset_info import FileFingerprint
+from megahead.corpus.index_layout import IndexLayout, token_dtype
 from megahead.corpus.vocabulary import save_tokenizer, train_bpe
 
 SENTENCES = [f"The {word} of {other} is a {word} too.\n" for word in ("cat", "dög", "house") for other in ("tea", "語")]
@@ -27,12 +30,35 @@ def write_dataset(tmp_path: Path) -> Callable[..., Path]:
     """`write_dataset(documents, vocab_size=...)` -> prefix."""
 
     def write(documents: list[list[int]], vocab_size: int = 1000, name: str = "data") -> Path:
+        if not documents:
+            return write_empty(tmp_path / name, vocab_size)
         with IndexedDatasetWriter(tmp_path / name, vocab_size=vocab_size) as writer:
             for document in documents:
                 writer.add_document(document)
         return tmp_path / name
 
     return write
+
+
+def write_empty(prefix: Path, vocab_size: int = 1000) -> Path:
+    """A dataset without a token, as preprocessing left one before it refused to."""
+    bin_path, idx_path, info_path = dataset_paths(prefix)
+    index = IndexLayout(token_dtype(vocab_size), 0, 1).pack() + bytes(8)
+    prefix.parent.mkdir(exist_ok=True)
+    bin_path.write_bytes(b"")
+    idx_path.write_bytes(index)
+    info = DatasetInfo(
+        tokens=0,
+        documents=0,
+        text_bytes=0,
+        vocab_size=vocab_size,
+        tokenizer=None,
+        token_counts=[0] * vocab_size,
+        bin=FileFingerprint(0, hashlib.sha256(b"").hexdigest()),
+        idx=FileFingerprint(len(index), hashlib.sha256(index).hexdigest()),
+    )
+    info_path.write_bytes(info.dump())
+    return prefix
 
 
 @pytest.fixture

@@ -81,7 +81,10 @@ def expand(names: Sequence[str], sources: Sources) -> list[str]:
         if name not in TASKS and not members:
             known = [task for task in TASKS if not task.startswith("xnli/")]
             raise FieldError("--task", f"name tasks of {', '.join(known)}, xnli/LANGUAGE", got=name)
-        chosen |= dict.fromkeys([task for task in members if sources.have(task)] or [name])
+        found = [task for task in members if sources.have(task)]
+        if members and not found:
+            raise DataError(f"`{sources.folder}` must hold files of a task of {name}, but holds none; check the path.")
+        chosen |= dict.fromkeys(found or [name])
     return list(chosen)
 
 
@@ -116,6 +119,8 @@ def _examples(name: str, sources: Sources) -> TaskData:
             "get them again."
         )
     units = [examples[k : k + task.rows_per_unit] for k in range(0, len(examples), task.rows_per_unit)]
+    if len(units) < 2:
+        raise DataError(f"The files of {name} must hold examples to be cut in halves, but hold {len(examples)}.")
     halves = [[example for part in units[first::2] for example in part] for first in (0, 1)]
     return TaskData(name, task, halves[0], {split: halves[1]}, True, test.short)
 
