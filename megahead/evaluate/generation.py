@@ -20,7 +20,7 @@ def continuation(model: Any, tokenizer: Any, prompt: str, max_tokens: int, sampl
     room = context_of(model) - max_tokens
     if room < 1:
         raise FieldError("--max-tokens", f"be below the model's context ({room + max_tokens})", got=max_tokens)
-    ids = tokenizer(prompt)["input_ids"][-room:] or [first_token(tokenizer)]
+    ids = tokenizer(prompt, verbose=False)["input_ids"][-room:] or [first_token(tokenizer)]
     inputs = torch.tensor([ids], device=model.device)
     options = {"max_new_tokens": max_tokens, "pad_token_id": tokenizer.pad_token_id, **sampling}
     output = model.generate(inputs, attention_mask=torch.ones_like(inputs), **options)

@@ -31,6 +31,15 @@ def json_lines(*fields: str) -> Reader:
     return read
 
 
+def passages(file: Path) -> list[Row]:
+    """Texts of which the last word is predicted; DataError for one without a word, which lm-eval cannot score."""
+    rows = json_lines("text")(file)
+    for number, row in enumerate(rows, 1):
+        if not str(row["text"]).strip():
+            raise DataError(f"`{file}` must hold a text in each line, but line {number} has none; leave it out.")
+    return rows
+
+
 def arc(file: Path) -> list[Row]:
     """The file has question and choices inside `question`; the definition wants parallel lists."""
     return [

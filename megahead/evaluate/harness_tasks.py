@@ -16,7 +16,7 @@ import yaml
 
 from megahead.errors import DataError, FieldError
 from megahead.evaluate.bits_per_byte import bits_per_byte, documents
-from megahead.evaluate.harness_rows import Reader, arc, boolq, crows_pairs, json_lines, pubmedqa, qasper, race
+from megahead.evaluate.harness_rows import Reader, arc, boolq, crows_pairs, json_lines, passages, pubmedqa, qasper, race
 from megahead.evaluate.minimal_pairs import accuracy_by, blimp
 from megahead.evaluate.results import Score
 
@@ -56,8 +56,8 @@ class OwnTask:
 _SCIQ = json_lines("support", "question", "distractor1", "distractor2", "distractor3", "correct_answer")
 
 TASKS: Mapping[str, LocalTask | OwnTask] = {
-    "cloze": LocalTask("lambada/lambada_openai.yaml", None, json_lines("text")),
-    "lambada_openai": LocalTask("lambada/lambada_openai.yaml", "lambada/lambada_test.jsonl", json_lines("text")),
+    "cloze": LocalTask("lambada/lambada_openai.yaml", None, passages),
+    "lambada_openai": LocalTask("lambada/lambada_openai.yaml", "lambada/lambada_test.jsonl", passages),
     "arc_easy": LocalTask("arc/arc_easy.yaml", "eval/ARC/ARC-e/ARC-Easy-Test.jsonl", arc),
     "arc_challenge": LocalTask("arc/arc_challenge.yaml", "eval/ARC/ARC-c/ARC-Challenge-Test.jsonl", arc),
     "boolq": LocalTask("super_glue/boolq/default.yaml", "superglue/BoolQ/val.jsonl", boolq),

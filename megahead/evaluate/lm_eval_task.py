@@ -10,10 +10,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import datasets
 import psutil
 import torch
+from lm_eval import evaluator
 from lm_eval.evaluator import simple_evaluate
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
@@ -58,7 +60,7 @@ def _free_bytes() -> int:
 def _longest(name: str, file: Path, tokenizer: Any) -> int:
     """Tokens of the longest example, its choices included."""
     longest = max((" ".join(map(str, row.values())) for row in task_rows(name, file)), key=len)
-    return len(tokenizer(longest)["input_ids"])
+    return len(tokenizer(longest, verbose=False)["input_ids"])
 
 
 def _result(task: str, found: Mapping[str, Any], limit: int | None) -> TaskResult:
@@ -76,15 +78,20 @@ def _result(task: str, found: Mapping[str, Any], limit: int | None) -> TaskResul
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Suppresses lm-eval's progress bars, prints and logs, and its worker processes; errors are still raised."""
-    logger = logging.getLogger("lm_eval")
-    level, bars = logger.level, datasets.are_progress_bars_disabled()
-    logger.setLevel(logging.ERROR)
+    levels = {name: logging.getLogger(name).level for name in ("lm_eval", "transformers.tokenization_utils_base")}
+    bars = datasets.are_progress_bars_disabled()
+    for name in levels:
+        logging.getLogger(name).setLevel(logging.ERROR)
     datasets.disable_progress_bars()
     os.environ.setdefault("DISABLE_MULTIPROC", "1")
+    no_git = patch.object(
+        evaluator, "get_git_commit_hash", return_value=None
+    )  # asks git, whose errors nothing redirects
     try:
-        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()), no_git:
             yield
     finally:
-        logger.setLevel(level)
+        for name, level in levels.items():
+            logging.getLogger(name).setLevel(level)
         if not bars:
             datasets.enable_progress_bars()

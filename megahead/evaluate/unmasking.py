@@ -36,7 +36,7 @@ def unmasked_continuation(
     if not 1 <= passes <= max_tokens:
         raise FieldError("--passes", f"be 1 to --max-tokens ({max_tokens})", got=passes)
     start, mask, end = _special_ids(tokenizer)
-    ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+    ids = tokenizer(prompt, add_special_tokens=False, verbose=False)["input_ids"]
     read = ids[max(len(ids) - room, 0) :]
     row_T = torch.tensor([start, *read, *[mask] * max_tokens, end], device=model.device)
     first = 1 + len(read)

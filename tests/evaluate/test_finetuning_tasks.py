@@ -138,7 +138,33 @@ def test_lines_that_lack_columns_are_left_out_and_counted(tmp_path: Path) -> Non
             "a\tb\tneutral\n" * 5 + "a\tb\n",
             "have all columns to be cut in halves, but lack one in 1 lines",
         ),
-        ("glue/rte", "glue/RTE/dev.tsv", "sentence1\tsentence2\tlabel\nx\ty\tperhaps\n", "must be as published"),
+        (
+            "glue/rte",
+            "glue/RTE/dev.tsv",
+            "sentence1\tsentence2\tlabel\nx\ty\tentailment\nx\ty\tperhaps\n",
+            r"`glue/RTE/dev\.tsv` must hold glue/rte as published \(texts, and labels of entailment, not_entailment\), "
+            r"but example 2 is .*'perhaps'",
+        ),
+        ("glue/stsb", "glue/STS-B/dev.tsv", "sentence1\tsentence2\tscore\nx\ty\thigh\n", "labels of numbers.*'high'"),
+        (
+            "superglue/boolq",
+            "superglue/BoolQ/val.jsonl",
+            '{"question": 3, "passage": "x", "label": true}\n',
+            "labels of false, true.*example 1 is .*'question': 3",
+        ),
+        (
+            "superglue/copa",
+            "superglue/COPA/val.jsonl",
+            json.dumps({**COPA, "question": "why"}) + "\n",
+            "example 1 is .*'question': 'why'",
+        ),
+        ("superglue/cb", "superglue/CB/val.jsonl", json.dumps({**CB, "label": None}) + "\n", "'label': None"),
+        (
+            "glue/rte",
+            "glue/RTE/dev.tsv",
+            "sentence1\tsentence2\tlabel\nx\ty\tentailment\n",
+            "cut in halves, but hold 1",
+        ),
         ("glue/rte", "glue/RTE/dev.tsv", "sentence1\tsentence2\tlabel\n", "one of them is empty"),
         ("superglue/cb", "superglue/CB/val.jsonl", '{"premise": "x"}\n', "JSON objects with a `hypothesis`"),
         ("glue/sst2", "glue/RTE/dev.tsv", "x", r"must hold glue/SST-2/dev\.tsv for task glue/sst2"),
@@ -182,3 +208,10 @@ def test_real_files_are_read_whole(shared_data: Path) -> None:
         assert (len(data.train), len(next(iter(data.evaluation_sets.values())))) == (train, test), name
         if TASKS[name].labels:
             assert set(Counter(example.label for example in data.train)) == set(range(len(TASKS[name].labels)))
+
+
+def test_a_label_of_words_in_context_that_is_unknown_is_named(tmp_path: Path) -> None:
+    put(tmp_path, "superglue/WiC/dev/dev.data.txt", "go\tV\t0-0\tGo !\tThey go .\n")
+    put(tmp_path, "superglue/WiC/dev/dev.gold.txt", "X\n")
+    with pytest.raises(DataError, match=r"labels of false, true.*example 1 is .*'label': 'X'"):
+        load_task("superglue/wic", Sources(tmp_path))

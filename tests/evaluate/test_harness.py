@@ -111,7 +111,12 @@ def test_mistakes_in_tasks_are_found_before_any_work(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("content", "sentence"),
-    [("", "is empty"), ('{"text": "a b"}\n{"txt": "c"}\n', "line 2 is not"), ("[1]\n", "line 1 is not")],
+    [
+        ("", "is empty"),
+        ('{"text": "a b"}\n{"text": " "}\n', "line 2 has none; leave it out"),
+        ('{"text": "a b"}\n{"txt": "c"}\n', "line 2 is not"),
+        ("[1]\n", "line 1 is not"),
+    ],
 )
 def test_a_file_that_is_no_test_is_reported(tmp_path: Path, content: str, sentence: str) -> None:
     (tmp_path / "cloze.jsonl").write_text(content)
@@ -126,3 +131,14 @@ def test_a_batch_shrinks_with_length_and_memory_and_never_vanishes(folder: Path)
     assert 1 < longer < long < 32
     assert fitting_batch_size(model, 9000, gigabyte // 8) == fitting_batch_size(model, 2048, gigabyte // 8)
     assert fitting_batch_size(model, 2000, 1) == 1
+
+
+def test_nothing_of_git_or_of_long_texts_reaches_the_terminal(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)  # no repository
+    file = tmp_path / "long.jsonl"
+    file.write_text(json.dumps({"text": "the cat " * 3000 + "sat"}) + "\n")
+    evaluate_harness(folder, task_files(["cloze"], cloze=file), batch_size=1)
+    said = "".join(capfd.readouterr())
+    assert [part for part in ("fatal", "git", "Token indices", "indexing errors") if part in said] == []

@@ -66,9 +66,9 @@ class ExampleEncoder:
     def _ids(self, texts: list[str]) -> list[list[int]]:
         if not texts:
             return []
-        ids: list[list[int]] = self._tokenizer(texts, add_special_tokens=False, return_attention_mask=False)[
-            "input_ids"
-        ]
+        ids: list[list[int]] = self._tokenizer(
+            texts, add_special_tokens=False, return_attention_mask=False, verbose=False
+        )["input_ids"]
         return ids
 
 

@@ -23,6 +23,9 @@ class Published:
     short: int = 0
     """Lines that lack a column and were left out, as every loader of GLUE does: QQP was published with some."""
 
+    source: str = ""
+    """The files, or the repository, for error messages."""
+
 
 Reader = Callable[[Path], Published]
 
@@ -87,7 +90,7 @@ def word_in_context(file: Path) -> Published:
             f"`{file}` must have a label for each of its {counted(len(rows), 'line')}, but has {len(gold)}."
         )
     named = {"T": "true", "F": "false"}
-    return Published([{**row, "label": named[label]} for row, label in zip(rows, gold, strict=True)])
+    return Published([{**row, "label": named.get(label, label)} for row, label in zip(rows, gold, strict=True)])
 
 
 def translated(file: Path) -> Published:

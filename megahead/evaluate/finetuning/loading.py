@@ -12,7 +12,6 @@ from pathlib import Path
 from megahead.errors import DataError, FieldError
 from megahead.evaluate.finetuning.examples import Example, Published
 from megahead.evaluate.finetuning.task_table import TASKS, XNLI_LANGUAGES, Task
-from megahead.evaluate.harness_rows import Row
 
 
 @dataclass(frozen=True)
@@ -61,9 +60,11 @@ class Sources:
         if form is None:
             wanted = " or ".join(form.test.replace("+", " and ") for form in task.files)
             raise DataError(f"`{self.folder}` must hold {wanted} for task {name}, but lacks it.")
-        train = form.read(self.folder / form.train) if self._have(form.train) else None
+        train = replace(form.read(self.folder / form.train), source=form.train) if self._have(form.train) else None
         files = [form.read(self.folder / path) for path in form.test.split("+")]
-        return train, Published([row for file in files for row in file.rows], sum(file.short for file in files))
+        return train, Published(
+            [row for file in files for row in file.rows], sum(file.short for file in files), form.test
+        )
 
     def have(self, name: str) -> bool:
         """Whether the folder has the task's dev split."""
@@ -110,9 +111,9 @@ def load_task(
 def _examples(name: str, sources: Sources) -> TaskData:
     """Examples to train and to evaluate on: from two splits, or (without a training split) every other unit of one."""
     train, test = sources.splits(name)
-    task, examples, split = TASKS[name], _build(name, test.rows), name.split("/")[1]
+    task, examples, split = TASKS[name], _build(name, test), name.split("/")[1]
     if train is not None:
-        return TaskData(name, task, _build(name, train.rows), {split: examples}, False, train.short + test.short)
+        return TaskData(name, task, _build(name, train), {split: examples}, False, train.short + test.short)
     if test.short and task.rows_per_unit > 1:
         raise DataError(
             f"The files of {name} must have all columns to be cut in halves, but lack one in {test.short:,} lines; "
@@ -125,12 +126,19 @@ def _examples(name: str, sources: Sources) -> TaskData:
     return TaskData(name, task, halves[0], {split: halves[1]}, True, test.short)
 
 
-def _build(name: str, rows: Sequence[Row]) -> list[Example]:
-    task = TASKS[name]
-    try:
-        examples = [task.build(row, task.labels) for row in rows]
-    except (KeyError, ValueError, TypeError) as error:
-        raise DataError(f"The files of {name} must be as published, but an example differs ({error!r}).") from None
+def _build(name: str, published: Published) -> list[Example]:
+    task, examples = TASKS[name], list[Example]()
+    for number, row in enumerate(published.rows, 1):
+        try:
+            examples.append(task.build(row, task.labels))
+            if not all(isinstance(text, str | None) for text in (examples[-1].first, *examples[-1].seconds)):
+                raise TypeError
+        except (KeyError, ValueError, TypeError):
+            known = ", ".join(task.labels) or "numbers"
+            raise DataError(
+                f"`{published.source}` must hold {name} as published (texts, and labels of {known}), but example "
+                f"{number} is {str(dict(row))[:200]}."
+            ) from None
     if not examples:
         raise DataError(f"The files of {name} must hold examples, but one of them is empty.")
     return examples
@@ -140,7 +148,8 @@ def _hub_rows(repository: str, configuration: str, split: str) -> Published:
     import datasets
 
     try:
-        return Published([dict(row) for row in datasets.load_dataset(repository, configuration, split=split)])
+        rows = [dict(row) for row in datasets.load_dataset(repository, configuration, split=split)]
+        return Published(rows, source=f"{repository} ({configuration}, {split})")
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())[:160]
         raise DataError(
