@@ -62,6 +62,11 @@ def main() -> None:
     ]
     if results:
         console.print(table(results))
+    for result in results:
+        for task in result.tasks:
+            if task.cut:
+                cut = f"{task.cut:,} requests exceed the context and lost their beginning"
+                console.print(f"{result.model}, {task.task}: {cut}", soft_wrap=True)
     if arguments.output and results:
         console.print(f"wrote {arguments.output}", soft_wrap=True)
     if curve:

@@ -38,11 +38,11 @@ def evaluate_with_lm_eval(
     with tempfile.TemporaryDirectory() as folder, _quiet():
         manager = TaskManager(include_path=str(write_tasks({name: file}, Path(folder))), include_defaults=False)
         tasks = list(manager.load([name])["tasks"].values())
-        lm = HFLM(pretrained=model.model, tokenizer=model.tokenizer, batch_size=size)
+        lm = _Counting(pretrained=model.model, tokenizer=model.tokenizer, batch_size=size)
         found: Mapping[str, Any] = simple_evaluate(
             lm, tasks=tasks, task_manager=manager, limit=limit, bootstrap_iters=_BOOTSTRAPS, log_samples=False
         )
-    return _result(name, found, limit)
+    return _result(name, found, limit, lm.cut)
 
 
 def fitting_batch_size(model: Any, tokens: int, free_bytes: int) -> int:
@@ -63,7 +63,7 @@ def _longest(name: str, file: Path, tokenizer: Any) -> int:
     return len(tokenizer(longest, verbose=False)["input_ids"])
 
 
-def _result(task: str, found: Mapping[str, Any], limit: int | None) -> TaskResult:
+def _result(task: str, found: Mapping[str, Any], limit: int | None, cut: int) -> TaskResult:
     """Our form of lm-eval's result, which has `acc,none` and `acc_stderr,none` side by side in one dict."""
     values = found["results"][task]
     scores = []
@@ -72,7 +72,17 @@ def _result(task: str, found: Mapping[str, Any], limit: int | None) -> TaskResul
         scores.append(
             Score(metric, float(values[f"{metric},none"]), None if stderr in (None, "N/A") else float(stderr))
         )
-    return TaskResult(task, found["n-samples"][task]["effective"], scores, limit)
+    return TaskResult(task, found["n-samples"][task]["effective"], scores, limit, cut)
+
+
+class _Counting(HFLM):  # type: ignore[misc] # lm-eval has no types
+    """lm-eval's model, which counts the requests that it cuts."""
+
+    cut = 0
+
+    def _loglikelihood_tokens(self, requests: Any, *args: Any, **options: Any) -> Any:
+        self.cut += sum(len(text) + len(continuation) > self.max_length + 1 for _, text, continuation in requests)
+        return super()._loglikelihood_tokens(requests, *args, **options)
 
 
 @contextmanager

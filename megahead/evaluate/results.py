@@ -31,6 +31,9 @@ class TaskResult:
     limit: int | None = None
     """Largest number of examples that were scored; None: all."""
 
+    cut: int = 0
+    """Requests of lm-eval (a text and a continuation) that exceed the context and so lost their beginning."""
+
 
 @dataclass(frozen=True)
 class HarnessResult:
@@ -66,14 +69,14 @@ class ResultsFile:
 
     def add(self, model: Path, folder: Path, file: Path, result: TaskResult) -> None:
         """Stores `result`, in place of the model's earlier result on that task with that limit."""
-        values = {"samples": result.samples, "scores": [asdict(score) for score in result.scores]}
+        values = {"samples": result.samples, "scores": [asdict(score) for score in result.scores], "cut": result.cut}
         key = _key(model, folder, result.task, file, result.limit)
         self._kept.add(key, values, replaces=("model", "task", "limit"))
 
 
 def _result(entry: Mapping[str, Any]) -> TaskResult:
     scores = [Score(**score) for score in entry["scores"]]
-    return TaskResult(entry["task"], entry["samples"], scores, entry["limit"])
+    return TaskResult(entry["task"], entry["samples"], scores, entry["limit"], entry.get("cut", 0))
 
 
 def _key(model: Path, folder: Path, task: str, file: Path, limit: int | None) -> dict[str, Any]:
