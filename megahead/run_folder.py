@@ -63,6 +63,11 @@ class RunFolder:
         return self / "tokenizer.model"
 
     @property
+    def published(self) -> Path:
+        """What the Hugging Face folder that it began from holds beside weights, see `convert/kept_settings.py`."""
+        return self / "published.zip"
+
+    @property
     def ending(self) -> Path:
         """How the last session ended; missing while one runs, and after one that was killed."""
         return self / "ending.json"

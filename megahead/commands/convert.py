@@ -18,6 +18,7 @@ from megahead.errors import FieldError, existing
 from megahead.mirror import far_or_existing
 from megahead.terminal import terminal
 
+_SPECIAL = ("mask_token", "cls_token", "sep_token")
 METHODS = ("mean", "rarity", "random")
 """Those of `megahead/convert/new_rows.py`, whose import would take a second."""
 
@@ -26,7 +27,9 @@ def main() -> None:
     arguments = _parser().parse_args()
     console = terminal(soft_wrap=True)
     if arguments.direction == "from-hf":
-        output = convert.from_hf(arguments.model, arguments.output)
+        given = arguments.special_ids
+        special_ids = None if given is None else dict(zip(_SPECIAL, given, strict=True))
+        output = convert.from_hf(arguments.model, arguments.output, special_ids=special_ids)
         console.print(f"wrote {output}: a checkpoint for init.from_checkpoint")
         return
     if arguments.direction == "revocabulary":
@@ -97,6 +100,13 @@ def _parser() -> argparse.ArgumentParser:
         help="folder of a GPT-NeoX, Llama, Mistral, Qwen 2 or 3, BERT, DistilBERT or ModernBERT in safetensors",
     )
     back.add_argument("--output", type=Path, required=True, metavar="DIR", help="new run folder")
+    back.add_argument(
+        "--special-ids",
+        type=int,
+        nargs=3,
+        metavar=("MASK", "CLS", "SEP"),
+        help="ids of an encoder's mask, and of what begins and ends its rows, where its files do not name them",
+    )
     other = directions.add_parser("revocabulary", help="give a model another tokenizer")
     other.add_argument(
         "--model", type=far_or_existing, required=True, metavar="DIR", help="run, checkpoint, or folder as for from-hf"

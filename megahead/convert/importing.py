@@ -5,16 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 from torch.nn import functional
 
 from megahead.checkpoint import save_checkpoint
 from megahead.config import ENCODERS, RunConfig, config_from_dict
+from megahead.convert.kept_settings import KeptSettings
 from megahead.convert.published import PublishedModel
 from megahead.convert.source import TARGET_COUNTS
-from megahead.corpus import load_tokenizer
 from megahead.corpus.tokenizer import keep_tokenizer
 from megahead.distributed import Group
 from megahead.errors import CheckpointError
@@ -23,16 +22,27 @@ from megahead.pretraining import weight_shapes
 from megahead.run_folder import RunFolder
 
 
-def from_hf(model_dir: Path, output_dir: Path, *, target_counts_V: Tensor | None = None) -> Path:
+def from_hf(
+    model_dir: Path,
+    output_dir: Path,
+    *,
+    special_ids: Mapping[str, int] | None = None,
+    target_counts_V: Tensor | None = None,
+) -> Path:
     """Writes the weights of `model_dir` as OUTPUT/checkpoints/step-00000000, and its tokenizer beside; returns OUTPUT.
+    Its settings are kept, for exports.
 
     Good for `init.from_checkpoint`, for export and for evaluation: it holds no optimizer state and no text. The
     model is headless, tied or untied vanilla, as the folder is. The table is padded with zero rows to a multiple
     of 1,024. A pooler is left out. Raises a UserError for a folder that is none of these in safetensors, leaving
-    nothing behind. target_counts_V: of the targets that a headless model was trained on, where they are known.
+    nothing behind. special_ids: `mask_token`, `cls_token` and `sep_token` of an encoder whose files do not name them.
+    target_counts_V: of the targets that a headless model was trained on, where they are known.
     """
     published = PublishedModel.open(model_dir)
-    config = _config(published)
+    kept = KeptSettings.of_folder(model_dir)
+    files = (model_dir / name for name in ("tokenizer.json", "tokenizer.model"))
+    tokenizer = next((file for file in files if file.is_file()), None)
+    config = _config(published, kept, tokenizer, special_ids or {})
     with staged_folder(output_dir) as staged:
         run = RunFolder(staged)
         save_checkpoint(
@@ -44,20 +54,23 @@ def from_hf(model_dir: Path, output_dir: Path, *, target_counts_V: Tensor | None
             group=Group(),
             keep=1,
         )
-        files = (model_dir / name for name in ("tokenizer.json", "tokenizer.model"))
-        tokenizer = next((file for file in files if file.is_file()), None)
+        kept.keep(run)
         if tokenizer is not None:
             keep_tokenizer(tokenizer, run)
     return output_dir
 
 
-def _config(published: PublishedModel) -> RunConfig:
+def _config(
+    published: PublishedModel, kept: KeptSettings, tokenizer: Path | None, special_ids: Mapping[str, int]
+) -> RunConfig:
     """A run's config around the folder's model; only model, objective and special tokens mean something."""
     model_dir, content = published.folder, published.content
     headless = not published.has_head() and published.family.with_head not in (content.get("architectures") or [])
     settings = published.settings()
-    masking = _masking(model_dir) if settings["family"] in ENCODERS else None
-    end_token = _end_token(content)
+    masking = (
+        _masking(model_dir, {**kept.special_ids(tokenizer), **special_ids}) if settings["family"] in ENCODERS else None
+    )
+    ends = [*kept.end_tokens(), masking["sep_token"] if masking else 0]
     tree = {
         "name": re.sub(r"[^A-Za-z0-9._-]", "-", model_dir.resolve().name) or "imported",
         "model": settings,
@@ -65,7 +78,7 @@ def _config(published: PublishedModel) -> RunConfig:
         "data": {
             "train": "(weights imported, no text)",
             "sequence_length": content.get("max_position_embeddings", 2048),
-            "end_token": (masking["sep_token"] if masking else 0) if end_token is None else end_token,
+            "end_token": ends[0],
         },
         "batch": {"global_size": 1, "micro_size": 1},
         "objective": {"name": "headless"} if headless else {"name": "vanilla", "tied": published.is_tied()},
@@ -75,21 +88,16 @@ def _config(published: PublishedModel) -> RunConfig:
     return config_from_dict(tree, source=str(model_dir / "config.json"))
 
 
-def _end_token(content: Mapping[str, Any]) -> int | None:
-    """The first of those that end a text."""
-    named = content.get("eos_token_id")
-    return (named[0] if named else None) if isinstance(named, list) else named
-
-
-def _masking(model_dir: Path) -> dict[str, int]:
-    """The ids of an encoder's special tokens, by their names in its tokenizer."""
-    path = model_dir / "tokenizer.json"
-    if not path.is_file():
+def _masking(model_dir: Path, ids: Mapping[str, int | None]) -> dict[str, int]:
+    """The ids of an encoder's special tokens; CheckpointError unless all are known."""
+    known = {role: id_ for role, id_ in ids.items() if id_ is not None}
+    unknown = [role for role in ids if role not in known]
+    if unknown:
         raise CheckpointError(
-            f"`{path}` must name an encoder's special tokens, but there is no such file; put it there."
+            f"`{model_dir}` must name an encoder's {unknown[0]} in tokenizer_config.json, tokenizer.json (as "
+            f"[{unknown[0][:-6].upper()}]) or config.json, but does not; give --special-ids MASK CLS SEP."
         )
-    vocabulary = load_tokenizer(path)
-    return {f"{name}_token": vocabulary.id_of(f"[{name.upper()}]") for name in ("mask", "cls", "sep")}
+    return known
 
 
 def _tensors(published: PublishedModel, config: RunConfig, counts_V: Tensor | None) -> Iterator[tuple[str, Tensor]]:

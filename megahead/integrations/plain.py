@@ -7,7 +7,6 @@ other the output matrix becomes the input embedding and its bias, where there is
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -19,7 +18,6 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from megahead.config import HeadName
 from megahead.convert import export, from_hf
-from megahead.convert.export_settings import write_json
 from megahead.convert.exporting import PARITY_FILE
 from megahead.distributed import require_finite
 from megahead.errors import FieldError, UserError
@@ -28,7 +26,6 @@ from megahead.objectives import log_unigram
 
 _TOLERANCE = 1e-4  # of the largest score
 _HEADS = ("none", "tied", "pmi")
-_SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id", "cls_token_id", "sep_token_id")
 
 
 def save_plain(
@@ -61,7 +58,6 @@ def save_plain(
         if run is not None:
             with staged_folder(folder, replaceable=PARITY_FILE) as staged:
                 export(run, staged, head, dtype=str(body.dtype).removeprefix("torch."))
-                _keep_special_tokens(staged, body.config, tokenizer)
             return
     with staged_folder(folder) as staged:
         if head == "none":
@@ -70,18 +66,6 @@ def save_plain(
             _with_head(kind, body.config, weights, counts_V, head).save_pretrained(staged)
         if tokenizer is not None:
             tokenizer.save_pretrained(staged)
-
-
-def _keep_special_tokens(folder: Path, config: PreTrainedConfig, tokenizer: Any) -> None:
-    """The model's own, and the tokenizer as it is: a run of ours knows fewer, and so do our exports."""
-    known = {name: getattr(config, name, None) for name in _SPECIAL}
-    for path in (folder / "config.json", folder / "generation_config.json"):
-        if path.is_file():
-            content = json.loads(path.read_text(encoding="utf-8"))
-            write_json(path, content | {name: id_ for name, id_ in known.items() if id_ is not None})
-    if tokenizer is not None:
-        (folder / "special_tokens_map.json").unlink(missing_ok=True)
-        tokenizer.save_pretrained(folder)
 
 
 @torch.no_grad()

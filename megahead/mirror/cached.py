@@ -20,7 +20,7 @@ def fetch_to_cache(url: str) -> Path:
     run = RunFolder(folder_for(url))
     with _in_turn(run):
         folder = fetch_named(url, run)
-        FarRun(_run_of(url)).take(run.tokenizer_json, run.tokenizer_model, run.metrics)
+        FarRun(_run_of(url)).take(run.tokenizer_json, run.tokenizer_model, run.published, run.metrics)
     return folder
 
 

@@ -166,7 +166,8 @@ class Mirror:
             self._begun = False
         if not self._begun:
             self._far.store.remove(self._folder.ending.name)
-            self._put(self._folder.config, self._folder.tokenizer_json, self._folder.tokenizer_model)
+            tokenizers = self._folder.tokenizer_json, self._folder.tokenizer_model
+            self._put(self._folder.config, *tokenizers, self._folder.published)
             self._begun = True
 
     def _reason(self, error: Exception) -> str:

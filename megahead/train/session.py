@@ -14,7 +14,8 @@ import torch
 import yaml
 
 from megahead.checkpoint import KeepRules
-from megahead.config import RunConfig, RunPlan, phases_of
+from megahead.config import InitConfig, RunConfig, RunPlan, phases_of
+from megahead.convert.kept_settings import KeptSettings
 from megahead.copies import MemoryCopies, NodeMemory, Rescue, rescue_newer
 from megahead.corpus.tokenizer import keep_tokenizer
 from megahead.distributed import Group, Launch, Mesh
@@ -217,5 +218,19 @@ def _begin(folder: RunFolder, config: RunConfig) -> None:
         source = Path(near_file(config.data.tokenizer))
         if source.resolve() != folder.tokenizer.resolve():  # a run may go on with its own copy
             keep_tokenizer(source, folder)
+    if config.init is not None and not folder.published.is_file():
+        _keep_published(folder, config.init)
     folder.ending.unlink(missing_ok=True)
     folder.config.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
+
+
+def _keep_published(folder: RunFolder, init: InitConfig) -> None:
+    """The settings of the Hugging Face folder that the weights come from go along, for exports; not to another
+    vocabulary."""
+    kept = None
+    if init.mode != "table" and init.from_hf is not None:
+        kept = KeptSettings.of_folder(Path(init.from_hf))
+    elif init.mode != "table" and init.from_checkpoint is not None and not is_far(init.from_checkpoint):
+        kept = KeptSettings.of_run(RunFolder.of(Path(init.from_checkpoint)))
+    if kept is not None and kept.files:
+        kept.keep(folder)
