@@ -23,6 +23,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
+from megahead.convert.kept_settings import KeptSettings
 from megahead.distributed import require_finite
 from megahead.errors import CheckpointError
 
@@ -108,11 +109,17 @@ def context_of(model: Any) -> int:
 
 
 def load_tokenizer_folder(folder: Path) -> Any:
-    """The tokenizer in `folder`; CheckpointError when there is none."""
+    """The tokenizer in `folder`, an encoder's with the special tokens that other files there name; CheckpointError when
+    there is none."""
     if not (folder / "tokenizer.json").is_file():
         raise CheckpointError(f"`{folder}` must hold a tokenizer.json, but has none; put the model's tokenizer there.")
     with _quiet():
-        return PreTrainedTokenizerFast.from_pretrained(str(folder))
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(str(folder))
+    if is_encoder(folder):
+        ids = KeptSettings.of_folder(folder).special_ids(folder / "tokenizer.json")
+        for role in (role for role, id_ in ids.items() if id_ is not None and getattr(tokenizer, role) is None):
+            setattr(tokenizer, role, tokenizer.convert_ids_to_tokens(ids[role]))
+    return tokenizer
 
 
 def _settings(folder: Path) -> Mapping[str, Any]:

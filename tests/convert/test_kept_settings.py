@@ -22,10 +22,11 @@ from transformers import (
 
 from megahead.checkpoint import open_checkpoint, save_checkpoint
 from megahead.config import config_from_checkpoint
-from megahead.convert import export, from_hf, revocabulary
+from megahead.convert import export, from_hf, load_tokenizer_folder, revocabulary
 from megahead.convert.families import _FAMILIES
 from megahead.distributed import Group, Launch
 from megahead.errors import UserError
+from megahead.evaluate.masked_rows import MaskedRows
 from megahead.train import pretrain
 from support.forked import forked, run_script
 from support.small_checkpoint import save_tokenizer
@@ -208,3 +209,24 @@ def test_settings_of_another_end_or_vocabulary_are_not_kept(tmp_path: Path, way:
     ids = {name: id_ for name, id_ in read(after / "config.json").items() if name.endswith("_token_id")}
     assert ids == {"bos_token_id": end, "eos_token_id": end, "pad_token_id": 1}
     assert not (after / "chat_template.jinja").exists()
+
+
+@pytest.mark.parametrize("named", ["config.json", "tokenizer_config.json"])
+def test_an_encoder_without_cls_and_sep_begins_and_ends_rows_with_bos_and_eos(tmp_path: Path, named: str) -> None:
+    before = theirs(
+        tmp_path / "theirs",
+        "modernbert",
+        {"bos_token_id": BEGIN, "eos_token_id": END, "mask_token_id": MASK, "pad_token_id": PAD},
+    )
+    settings = read(before / "tokenizer_config.json")
+    unnamed = {"cls_token", "sep_token"} | (NAMES.keys() if named == "config.json" else set())
+    kept_names = {name: value for name, value in settings.items() if name not in unnamed}
+    (before / "tokenizer_config.json").write_text(json.dumps(kept_names))
+    content = {
+        name: id_ for name, id_ in read(before / "config.json").items() if name not in ("cls_token_id", "sep_token_id")
+    }
+    (before / "config.json").write_text(json.dumps(content))
+    after = export(from_hf(before, tmp_path / "run"), tmp_path / "back", "trained").folder
+    kept(before, after)
+    row = MaskedRows(load_tokenizer_folder(after), after).of_texts(["cat"], whole_words=False)[0][0]
+    assert (row.ids[0], row.ids[1], row.ids[-1]) == (BEGIN, MASK, END)

@@ -23,8 +23,9 @@ class Letters:
 
     cls_token_id, sep_token_id, mask_token_id, all_special_ids = CLS, SEP, MASK, [CLS, SEP, MASK]
 
-    def __call__(self, text: str, add_special_tokens: bool) -> dict[str, list[int]]:
+    def __call__(self, text: str, add_special_tokens: bool, verbose: bool) -> dict[str, list[int]]:
         assert not add_special_tokens
+        assert not verbose
         return {"input_ids": [NAMES.index(letter) for letter in text]}
 
     def decode(self, ids: Any) -> str:
