@@ -27,6 +27,8 @@ def write_settings(folder: Path, target: ExportTarget) -> Path | None:
         content, generation = _of_run(target) | ids, ids
     else:
         kept.write(folder)
+        if tokenizer is None and (folder / "tokenizer.json").is_file():
+            tokenizer = model.run_folder().published
         content, generation = _of_kept(target, kept), kept.content(GENERATION)
     write_json(folder / CONFIG, content)
     if target.has_head() and not target.guesses_masked() and generation:

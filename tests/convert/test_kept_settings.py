@@ -175,12 +175,18 @@ def trained(folder: Path, init: dict[str, Any], changes: dict[str, Any]) -> Path
     return folder / "run"
 
 
-@pytest.mark.parametrize("source", ["from_hf", "from_checkpoint"])
-def test_a_run_that_begins_from_a_folder_keeps_its_settings(tmp_path: Path, source: str) -> None:
+@pytest.mark.parametrize(
+    ("source", "changes"), [("from_hf", {}), ("from_hf", {"data.tokenizer": None}), ("from_checkpoint", {})], ids=str
+)
+def test_a_run_that_begins_from_a_folder_keeps_its_settings(
+    tmp_path: Path, source: str, changes: dict[str, Any]
+) -> None:
     before = theirs(tmp_path / "theirs", "llama")
     places = {"from_hf": before, "from_checkpoint": from_hf(before, tmp_path / "imported")}
-    run = forked(trained, tmp_path, {source: str(places[source])}, {"model.attention_dropout": 0.1})
-    after = export(run, tmp_path / "back", "trained").folder
+    run = forked(trained, tmp_path, {source: str(places[source])}, {"model.attention_dropout": 0.1} | changes)
+    report = export(run, tmp_path / "back", "trained")
+    after = report.folder
+    assert report.tokenizer is not None
     for path in after.glob("*.safetensors"):
         path.write_bytes((before / path.name).read_bytes())  # which were trained
     kept(before, after, besides={"attention_dropout"})
