@@ -34,7 +34,7 @@ def main() -> None:
     spread = [count * k // arguments.samples for k in range(arguments.samples)] if count else []
     for i in sorted(set(arguments.sequence or spread)):
         show(console, inspection, i, tokenizer)
-    for warning in inspection.warnings(arguments.end_token, None if tokenizer is None else tokenizer.vocab_size):
+    for warning in inspection.warnings(arguments.end_token, tokenizer):
         console.print(f"warning: {warning}", style="bold yellow", soft_wrap=True)
 
 

@@ -41,6 +41,7 @@ def main() -> None:
         end_token=arguments.end_token,
         holdout=None if arguments.holdout is None else held_out_share(fraction(arguments.holdout)),
         on_error=arguments.on_error,
+        end_inside=arguments.end_inside,
     )
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1  # macOS has none
     workers = arguments.workers or suitable_workers(total_bytes(find_inputs(arguments.input)), cores)
@@ -71,6 +72,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--drop", nargs="+", default=[], metavar="KEY=VALUE", help=drop)
     parser.add_argument("--on-error", choices=("fail", "skip"), default="fail", help="at a broken line (default: fail)")
     parser.add_argument("--end-token", help=f"closes each document (default: {END_TOKEN}, else a .model's own)")
+    inside = "where a text spells the end token, which splits its document (default: report)"
+    parser.add_argument("--end-inside", choices=("report", "fail"), default="report", help=inside)
     parser.add_argument(
         "--holdout",
         metavar="N",
@@ -97,6 +100,8 @@ def describe_report(output: str, report: PreprocessReport, seconds: float) -> st
     ]
     if report.left_out:
         lines.append(f"  {counted(report.left_out, 'document')} not wanted (--keep, --drop)")
+    if report.end_inside:
+        lines.append(f"  end tokens that texts spell, where documents seem to end: {report.end_inside:,}")
     lines += shown("empty", report.skipped, report.empty_places)
     lines += shown("broken, skipped", report.broken, report.problems)
     return "\n".join(lines)

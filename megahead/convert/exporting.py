@@ -15,7 +15,8 @@ from megahead.convert.export_tensors import exported_tensors
 from megahead.convert.source import TrainedModel
 from megahead.convert.stream import DTYPES, write_shards
 from megahead.convert.verify import Parity, verify
-from megahead.errors import FieldError
+from megahead.corpus.tokenizer import has_mark, tokenizer_mark
+from megahead.errors import CheckpointError, FieldError
 from megahead.files import sha256_of, staged_folder
 
 PARITY_FILE = "parity.json"
@@ -72,9 +73,18 @@ def export(
         write_shards(folder, list(exported_tensors(target)), DTYPES[dtype], shard_bytes)
         tokenizer = write_settings(folder, target)
         parity = verify(folder, target)
-        write_json(folder / PARITY_FILE, {**parity.record(), "head": head, "source": fingerprint(model)})
+        origin = {"source": fingerprint(model)} | ({} if tokenizer is None else {"tokenizer": _mark(model, tokenizer)})
+        write_json(folder / PARITY_FILE, {**parity.record(), "head": head, **origin})
         (folder / "README.md").write_text(model_card(target, parity), encoding="utf-8")
     return ExportReport(output_dir, head, dtype, parity, tokenizer, time.monotonic() - begin)
+
+
+def _mark(model: TrainedModel, tokenizer: Path) -> str:
+    """That of the tokenizer; CheckpointError where the run was trained with another."""
+    mark = model.tokenizer_mark()
+    if mark is not None and not has_mark(tokenizer, mark):
+        raise CheckpointError(f"`{tokenizer}` must be the tokenizer of the run, but is another one; put that back.")
+    return tokenizer_mark(tokenizer)
 
 
 def fingerprint(model: TrainedModel) -> str:

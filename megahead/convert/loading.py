@@ -109,8 +109,8 @@ def context_of(model: Any) -> int:
 
 
 def load_tokenizer_folder(folder: Path) -> Any:
-    """The tokenizer in `folder`, an encoder's with the special tokens that other files there name; CheckpointError when
-    there is none."""
+    """The tokenizer in `folder`, without dropout, an encoder's with the special tokens that other files there name;
+    CheckpointError when there is none."""
     if not (folder / "tokenizer.json").is_file():
         raise CheckpointError(f"`{folder}` must hold a tokenizer.json, but has none; put the model's tokenizer there.")
     with _quiet():
@@ -119,6 +119,8 @@ def load_tokenizer_folder(folder: Path) -> Any:
         ids = KeptSettings.of_folder(folder).special_ids(folder / "tokenizer.json")
         for role in (role for role, id_ in ids.items() if id_ is not None and getattr(tokenizer, role) is None):
             setattr(tokenizer, role, tokenizer.convert_ids_to_tokens(ids[role]))
+    if getattr(tokenizer.backend_tokenizer.model, "dropout", None):
+        tokenizer.backend_tokenizer.model.dropout = None
     return tokenizer
 
 

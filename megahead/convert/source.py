@@ -167,6 +167,11 @@ class TrainedModel:
         places = [self.run_folder().tokenizer, *([Path(named)] if named else [])]
         return next((path for path in places if path.is_file()), None)
 
+    def tokenizer_mark(self) -> str | None:
+        """By which the run's tokenizer is known again (`corpus.tokenizer.has_mark`); None where it was not noted."""
+        mark: str | None = self.checkpoint.state_value("texts", dict, absent={}).get("data.tokenizer")
+        return mark
+
     def run_folder(self) -> RunFolder:
         """The folder of the run that was trained."""
         return RunFolder.of(self.checkpoint.folder)

@@ -85,7 +85,7 @@ def _copy(source: Path, vocabulary: tokenizers.Tokenizer, folder: Path) -> None:
         shutil.copyfile(source, folder / "tokenizer.model")
         vocabulary.save(str(folder / "tokenizer.json"))
     else:
-        shutil.copyfile(source, folder / "tokenizer.json")
+        (folder / "tokenizer.json").write_text(load_tokenizer(source).content(), encoding="utf-8")
 
 
 def _spelling(vocabulary: tokenizers.Tokenizer, source: Path, field: str, id_: int) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +21,35 @@ class FileFingerprint:
 
     bytes: int
     sha256: str
+
+
+@dataclass(frozen=True)
+class TokenizerIdentity:
+    """Which tokenizer cut a text."""
+
+    name: str
+    """Of its file."""
+
+    sha256: str
+    """Of its file."""
+
+    vocabulary: str
+    """SHA-256 of all that decides which ids a text becomes: equal for a file that was saved again in another form."""
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.sha256[:8]})"
+
+
+def require_one_tokenizer(cut_by: Mapping[str, TokenizerIdentity | None]) -> None:
+    """DataError unless all of these, by what they are, have one tokenizer; those of which none is known pass."""
+    known = [(what, identity) for what, identity in cut_by.items() if identity is not None]
+    for what, identity in known[1:]:
+        first, its = known[0]
+        if identity.vocabulary != its.vocabulary:
+            raise DataError(
+                f"{first} and {what} must have one tokenizer, but they have {its} and {identity} instead; name the "
+                "tokenizer that the text was cut with, or cut it again."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +76,17 @@ class DatasetInfo:
 
     bin: FileFingerprint
     idx: FileFingerprint
+
+    tokenizer_sha256: str | None = None
+    """Of the tokenizer's file; None in datasets of earlier versions, and where nobody named one."""
+
+    vocabulary_sha256: str | None = None
+    """`TokenizerIdentity.vocabulary`."""
+
+    def identity(self) -> TokenizerIdentity | None:
+        """Of the tokenizer, if it is known."""
+        known = self.tokenizer, self.tokenizer_sha256, self.vocabulary_sha256
+        return None if None in known else TokenizerIdentity(*map(str, known))
 
     def dump(self) -> bytes:
         """The JSON text."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from megahead.corpus.dataset_info import DatasetInfo
+from megahead.corpus.dataset_info import DatasetInfo, TokenizerIdentity
 from megahead.corpus.far_dataset import near_dataset
 from megahead.corpus.index_layout import HEADER, IndexLayout
 from megahead.errors import DataError
@@ -78,6 +78,10 @@ class IndexedDataset:
         if not 0 <= first_token <= first_token + count <= self.num_tokens:
             raise IndexError(f"tokens {first_token} to {first_token + count} of a dataset of {self.num_tokens}")
         return self._checked(first_token, self._tokens[first_token : first_token + count])
+
+    def cut_by(self) -> TokenizerIdentity | None:
+        """The tokenizer that made it, if `PREFIX.json` says."""
+        return None if self.info is None else self.info.identity()
 
     def expect_ids_below(self, vocab_size: int) -> None:
         """From now on, reading an id that is not below `vocab_size` is a DataError."""

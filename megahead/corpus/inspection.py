@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -12,10 +13,12 @@ import numpy as np
 from megahead.corpus.dataset_info import verify_file
 from megahead.corpus.indexed import IndexedDataset
 from megahead.corpus.progress import ByteProgress, Silent
+from megahead.corpus.tokenizer import Tokenizer
 from megahead.errors import DataError, FieldError
 from megahead.wording import counted
 
 BLOCK_TOKENS = 1 << 22
+CLOSINGS_READ = 1000
 Array = np.ndarray[Any, Any]
 
 
@@ -49,13 +52,11 @@ class Inspection:
         """Share of the tokens that close a document."""
         return self.ends(end_token) / max(self.dataset.num_tokens, 1)
 
-    def warnings(self, end_token: int, vocab_size: int | None = None) -> list[str]:
-        """One sentence for each flaw that would spoil training unnoticed; `vocab_size`: the tokenizer's, if known."""
-        findings = (
-            []
-            if self.dataset.num_tokens
-            else ["there is no token: it cannot be trained on, and a merge leaves it out."]
-        )
+    def warnings(self, end_token: int, tokenizer: Tokenizer | None = None) -> list[str]:
+        """One sentence for each flaw that would spoil training unnoticed; `tokenizer`: what the text is shown by."""
+        findings = []
+        if not self.dataset.num_tokens:
+            findings.append("there is no token: it cannot be trained on, and a merge leaves it out.")
         ends = self.ends(end_token)
         if self.dataset.num_tokens and ends < max(self.dataset.num_documents, 1):
             often = f"occurs {ends:,} times in {self.dataset.num_documents:,} documents" if ends else "never occurs"
@@ -63,15 +64,27 @@ class Inspection:
                 f"the end token {end_token} {often}: documents that share a row cannot be separated "
                 "(tokenized without end tokens, or another id closes them)."
             )
-        if vocab_size is not None and len(self.used_ids) and self.used_ids[-1] >= vocab_size:
+        if tokenizer is not None and len(self.used_ids) and self.used_ids[-1] >= tokenizer.vocab_size:
             findings.append(
-                f"id {self.used_ids[-1]} occurs, but the tokenizer ends at {vocab_size - 1}: "
+                f"id {self.used_ids[-1]} occurs, but the tokenizer ends at {tokenizer.vocab_size - 1}: "
                 "the dataset was made with another one."
             )
+        cut_by = self.dataset.cut_by()
+        if tokenizer is not None and cut_by is not None and cut_by.vocabulary != tokenizer.identity().vocabulary:
+            findings.append(f"the dataset was cut by {cut_by}, and not by {tokenizer.identity()}: its text is another.")
         empty = int((self.dataset.sizes == 0).sum())
         if empty:
             findings.append(f"{counted(empty, 'sequence')} without a token.")
         return findings
+
+    def closings(self) -> str:
+        """By which ids documents are closed, the most frequent first, of those that are evenly spread over them."""
+        count = self.dataset.num_documents
+        places = range(0, count, max(1, count // CLOSINGS_READ))
+        last = Counter(int(text[-1]) for text in map(self.dataset.document, places) if len(text))
+        named = [f"id {id_} ({times / last.total():.1%})" for id_, times in last.most_common(3)]
+        more = f" and {len(last) - 3:,} others" if len(last) > 3 else ""
+        return f"{', '.join(named)}{more}" if named else "no id: none is listed"
 
     def histogram(self) -> list[tuple[str, int]]:
         """(range of lengths, number of sequences), each range twice as wide as the one before; without empty ranges at
@@ -91,6 +104,7 @@ class Inspection:
             ("lengths", _lengths(dataset.sizes)),
             ("ids used", _id_range(self.used_ids)),
             ("end tokens", f"{self.end_rate(end_token):.4%} of the tokens (id {end_token})"),
+            ("documents end in", self.closings()),
             ("checksums", "match" if self.verified else "none recorded" if info is None else "not compared"),
         ]
         if info is not None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from megahead.corpus.dataset_info import require_one_tokenizer
 from megahead.corpus.index_layout import LARGEST_UINT16_VOCABULARY
 from megahead.corpus.indexed import IndexedDataset, dataset_paths
 from megahead.corpus.inspection import check_back_to_back, count_tokens
@@ -38,9 +39,9 @@ def merge_datasets(
     _check_new(output, overwrite)
     progress = progress or Silent()
     progress.begin(sum(dataset.num_tokens * dataset.dtype.itemsize for dataset in datasets))
-    names = {None if dataset.info is None else dataset.info.tokenizer for dataset in datasets}
+    tokenizers = [each.cut_by() or (None if each.info is None else each.info.tokenizer) for each in datasets]
     vocab_size = max(map(_vocabulary, datasets))
-    tokenizer = names.pop() if len(names) == 1 else None
+    tokenizer = tokenizers[0] if len(set(map(str, tokenizers))) == 1 else None
     with IndexedDatasetWriter(output, vocab_size=vocab_size, tokenizer=tokenizer) as writer:
         for dataset in datasets:
             check_back_to_back(dataset)
@@ -56,6 +57,7 @@ def _check_alike(datasets: Sequence[IndexedDataset], output: str | Path) -> None
         raise DataError("there must be at least one dataset to merge, but none was given.")
     if dataset_paths(output)[0].resolve() in {dataset.bin_path.resolve() for dataset in datasets}:
         raise DataError(f"the output must be a new dataset, but `{output}` is one of those to merge.")
+    require_one_tokenizer({f"`{each.prefix}`": each.cut_by() for each in datasets if len(each)})
     kinds: dict[str, list[object]] = {
         "token types": [dataset.dtype.name for dataset in datasets],
         "vocabulary sizes": [dataset.info and dataset.info.vocab_size for dataset in datasets],

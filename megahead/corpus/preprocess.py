@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -24,6 +24,7 @@ from megahead.errors import DataError, FieldError
 from megahead.wording import counted
 
 END_TOKEN = "<|endoftext|>"
+EndInside = Literal["report", "fail"]
 PROBE_DOCUMENTS = 64
 PROBE_CHARACTERS = 1_000
 PLACES_KEPT = 100
@@ -47,6 +48,9 @@ class Recipe:
     on_error: OnError = "fail"
     """Whether a broken line ends the run, or is reported and left out."""
 
+    end_inside: EndInside = "report"
+    """Whether texts may spell the end token, and so be cut there."""
+
 
 @dataclass
 class PreprocessReport:
@@ -66,6 +70,9 @@ class PreprocessReport:
 
     left_out: int = 0
     """Documents that the selection does not want."""
+
+    end_inside: int = 0
+    """End tokens that texts spell, where a document seems to end."""
 
     engine: str = ""
     """The tokenizer backend: the library that tokenized."""
@@ -98,7 +105,7 @@ class PreprocessReport:
 
     def add(self, other: PreprocessReport) -> None:
         """Adds the report of another part of the input."""
-        for name in ("documents", "held_out", "tokens", "text_bytes", "skipped", "broken", "left_out"):
+        for name in ("documents", "held_out", "tokens", "text_bytes", "skipped", "broken", "left_out", "end_inside"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.engine = other.engine if self.engine in ("", other.engine) else "several engines"
         self.empty_places += other.empty_places[: PLACES_KEPT - len(self.empty_places)]
@@ -114,12 +121,14 @@ def preprocess(
     end_token: str | None = None,
     holdout: Fraction | int | None = None,
     on_error: OnError = "fail",
+    end_inside: EndInside = "report",
     workers: int = 1,
     progress: ByteProgress | None = None,
 ) -> PreprocessReport:
     """Writes `OUTPUT.bin`, `.idx` and `.json`, and `OUTPUT-validation.*` when `holdout` is given.
 
-    Documents keep their order and are closed by `end_token`; those without text are left out. The result depends on
+    Documents keep their order and are closed by `end_token`; those without text are left out. Where a text spells
+    `end_token`, a document seems to end: that is reported, or with `end_inside="fail"` an error. The result depends on
     neither `workers` nor the machine. Memory: a few chunks of 4 MB per worker. After an error (usually a DataError that
     names file and line, also for a dataset that would have no document) nothing of this run is left, and older datasets
     of these names are untouched.
@@ -130,6 +139,7 @@ def preprocess(
         end_token=end_token,
         holdout=None if holdout is None else held_out_share(holdout),
         on_error=on_error,
+        end_inside=end_inside,
     )
     return preprocess_one(inputs, recipe, output, workers=workers, progress=progress)
 
@@ -160,8 +170,10 @@ def write_dataset(
             "it; give one of them another name."
         )
     loaded, chunks = _choose_tokenizer(recipe.tokenizer, chunks)
-    encoder = ChunkTokenizer(loaded.path, loaded.engine, closing_id(loaded, recipe.end_token), recipe.on_error)
-    report = PreprocessReport(engine=loaded.engine)
+    end = closing_id(loaded, recipe.end_token)
+    encoder = ChunkTokenizer(loaded.path, loaded.engine, end, recipe.on_error)
+    without = f", without its dropout of {loaded.dropout:g}" if loaded.dropout else ""
+    report = PreprocessReport(engine=f"{loaded.engine}{without}")
     share = recipe.holdout
     with ExitStack() as stack:
         train = stack.enter_context(_writer(output, loaded))
@@ -178,6 +190,12 @@ def write_dataset(
         report.require_documents(output, share)
         for writer in writers:
             writer.finish()  # whatever can fail does so before either dataset gets its name
+        report.end_inside = sum(writer.count(end) - writer.num_documents for writer in writers)
+        if report.end_inside and recipe.end_inside == "fail":
+            raise DataError(
+                f"texts must not spell the end token {loaded.spellings(end + 1)[end]}, which splits documents, but do "
+                f"so at {counted(report.end_inside, 'place')}; remove it there, or name another --end-token."
+            )
     return report
 
 
@@ -215,7 +233,7 @@ def _choose_tokenizer(path: Path, chunks: Iterator[Chunk]) -> tuple[Tokenizer, I
 
 
 def _writer(output: str | Path, tokenizer: Tokenizer) -> IndexedDatasetWriter:
-    return IndexedDatasetWriter(output, vocab_size=tokenizer.vocab_size, tokenizer=tokenizer.path.name)
+    return IndexedDatasetWriter(output, vocab_size=tokenizer.vocab_size, tokenizer=tokenizer.identity())
 
 
 def _add(

@@ -6,16 +6,19 @@ A `tokenizer.json` is read by Hugging Face `tokenizers` (the reference) or, if i
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import fastokens
 import numpy as np
+import orjson
 import sentencepiece
 import tokenizers
 
+from megahead.corpus.dataset_info import TokenizerIdentity
 from megahead.corpus.index_layout import token_dtype
 from megahead.corpus.long_texts import PIECE, pieces
 from megahead.corpus.sentencepiece_model import is_sentencepiece, tokenizer_json
@@ -30,8 +33,9 @@ Fingerprint = tuple[int, int, int]
 
 
 class Tokenizer:
-    """The tokenizer in a file. Encoding adds no special tokens and truncates nothing; the spellings of special tokens
-    in a text are still encoded as such."""
+    """The tokenizer in a file. Encoding adds no special tokens, truncates and pads nothing, and draws nothing: a
+    tokenizer.json with `dropout` is taken without. The spellings of special tokens in a text are still encoded as such.
+    """
 
     def __init__(self, path: str | Path, engine: Engine = "tokenizers") -> None:
         self.path = Path(path)
@@ -46,10 +50,26 @@ class Tokenizer:
         self.roles = self._reference.roles
         """The ids that a `.model` itself names for `begin`, `end`, `padding` and `unknown`; no tokenizer.json does."""
 
+    @cached_property
+    def dropout(self) -> float:
+        """The share of merges that the file wants left out at random, which no encoding here does."""
+        return self._reference.dropout
+
     def content(self) -> str:
-        """The tokenizer.json; for a `.model` one that gives the same ids. DataError where none does."""
-        made = tokenizer_json(self.path).to_str(pretty=True) if self.engine == "sentencepiece" else None
-        return self.path.read_text(encoding="utf-8") if made is None else made
+        """The tokenizer.json, without dropout; for a `.model` one of the same ids. DataError where none has them."""
+        as_it_is = self.engine != "sentencepiece" and not self.dropout
+        return self.path.read_text(encoding="utf-8") if as_it_is else self._reference.content()
+
+    def identity(self) -> TokenizerIdentity:
+        """By which datasets, runs and exports know it again. As long as it takes to write the vocabulary as JSON."""
+        file = hashlib.sha256(self.path.read_bytes()).hexdigest()
+        try:
+            made = orjson.loads(self._reference.content())
+        except DataError:  # of a `.model` that no tokenizer.json equals
+            return TokenizerIdentity(self.path.name, file, file)
+        deciding = {part: made[part] for part in ("added_tokens", "normalizer", "pre_tokenizer", "model")}
+        vocabulary = hashlib.sha256(orjson.dumps(deciding, option=orjson.OPT_SORT_KEYS)).hexdigest()
+        return TokenizerIdentity(self.path.name, file, vocabulary)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """The ids of each text. Uses as many cores as the engine may."""
@@ -105,7 +125,7 @@ def load_tokenizer(path: str | Path, probe: Sequence[str] = ()) -> Tokenizer:
     """
     path = near_file(str(path))
     reference = opened(path, "tokenizers")
-    if not probe or reference.engine == "sentencepiece":
+    if not probe or reference.engine == "sentencepiece" or reference.dropout:
         return reference
     try:
         fast = opened(path, "fastokens")
@@ -113,6 +133,17 @@ def load_tokenizer(path: str | Path, probe: Sequence[str] = ()) -> Tokenizer:
     except ValueError:  # what fastokens raises for a kind of tokenizer it does not know
         exact = False
     return fast if exact else reference
+
+
+def tokenizer_mark(path: str | Path) -> str:
+    """What a run's checkpoints hold of its tokenizer, equal for files that cut texts alike."""
+    return f"vocabulary {Tokenizer(near_file(str(path))).identity().vocabulary}"
+
+
+def has_mark(path: str | Path, mark: str) -> bool:
+    """Whether the tokenizer in `path` has it; earlier versions took the SHA-256 of the file."""
+    file = Path(near_file(str(path)))
+    return mark == hashlib.sha256(file.read_bytes()).hexdigest() or mark == tokenizer_mark(file)
 
 
 def keep_tokenizer(source: Path, run: RunFolder) -> None:
@@ -136,6 +167,11 @@ def _opened(path: Path, engine: Engine, fingerprint: Fingerprint) -> Tokenizer:
 class _Reference(Protocol):
     vocab_size: int
     roles: dict[str, int]
+    dropout: float
+
+    def content(self) -> str:
+        """As a tokenizer.json, the same for all files that say the same; DataError where none says it."""
+        ...
 
     def encode(self, texts: list[str]) -> list[list[int]]: ...
 
@@ -154,11 +190,17 @@ class _TokenizerJson:
             raise DataError(f"`{path}` must be a tokenizer.json file, but cannot be read as one: {error}.") from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
+        self.dropout = float(getattr(self._tokenizer.model, "dropout", None) or 0)
+        if self.dropout:
+            self._tokenizer.model.dropout = None
         self.roles: dict[str, int] = {}
         ids = self._tokenizer.get_vocab(with_added_tokens=True).values()
         if not ids:
             raise DataError(f"`{path}` must have tokens, but has none.")
         self.vocab_size = max(ids) + 1
+
+    def content(self) -> str:
+        return str(self._tokenizer.to_str(pretty=True))
 
     def encode(self, texts: list[str]) -> list[list[int]]:
         return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
@@ -174,7 +216,10 @@ class _TokenizerJson:
 
 
 class _SentencePieceModel:
+    dropout = 0.0
+
     def __init__(self, path: Path) -> None:
+        self._path = path
         try:
             self._model = sentencepiece.SentencePieceProcessor(model_file=str(path))
         except (RuntimeError, OSError) as error:
@@ -183,6 +228,9 @@ class _SentencePieceModel:
         named = {"begin": self._model.bos_id(), "end": self._model.eos_id()}
         named |= {"padding": self._model.pad_id(), "unknown": self._model.unk_id()}
         self.roles = {role: int(id_) for role, id_ in named.items() if id_ >= 0}
+
+    def content(self) -> str:
+        return str(tokenizer_json(self._path).to_str(pretty=True))
 
     def encode(self, texts: list[str]) -> list[list[int]]:
         ids: list[list[int]] = self._model.encode(texts, out_type=int, num_threads=1)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from megahead.corpus.dataset_info import DatasetInfo, FileFingerprint
+from megahead.corpus.dataset_info import DatasetInfo, FileFingerprint, TokenizerIdentity
 from megahead.corpus.index_layout import IndexLayout, token_dtype
 from megahead.corpus.indexed import dataset_paths
 from megahead.errors import ArgumentError, DataError
@@ -30,14 +30,19 @@ class IndexedDatasetWriter:
     token is one (DataError).
     """
 
-    def __init__(self, prefix: str | Path, *, vocab_size: int, tokenizer: str | None = None) -> None:
+    def __init__(
+        self, prefix: str | Path, *, vocab_size: int, tokenizer: str | TokenizerIdentity | None = None
+    ) -> None:
+        """`tokenizer`: what cut the text, or at least the name of its file."""
         if is_far(str(prefix)):
             raise DataError(
                 f"a dataset must be written to a disk, but {prefix} is in a store; copy its files there then."
             )
         if not isinstance(vocab_size, int) or vocab_size < 1:
             raise ArgumentError("vocab_size", "be a whole number above 0", got=vocab_size)
-        self.vocab_size, self.tokenizer = vocab_size, tokenizer
+        self.vocab_size = vocab_size
+        self._cut_by = tokenizer if isinstance(tokenizer, TokenizerIdentity) else None
+        self.tokenizer = tokenizer.name if isinstance(tokenizer, TokenizerIdentity) else tokenizer
         self.dtype = token_dtype(vocab_size)
         self.num_tokens = self.text_bytes = 0
         self._lengths = array("i")
@@ -54,6 +59,10 @@ class IndexedDatasetWriter:
     def num_documents(self) -> int:
         """Documents added so far."""
         return len(self._lengths if self._document_ends is None else self._document_ends)
+
+    def count(self, id_: int) -> int:
+        """How often an id was added, once all is finished."""
+        return int(self._counts[id_])
 
     def add_document(self, tokens: ArrayLike, text_bytes: int = 0) -> None:
         """Appends one document [tokens] made of `text_bytes` bytes of text. DataError for an id outside of
@@ -113,6 +122,8 @@ class IndexedDatasetWriter:
             token_counts=self._counts.tolist(),
             bin=FileFingerprint(self.num_tokens * self.dtype.itemsize, self._digest.hexdigest()),
             idx=FileFingerprint(idx_bytes, idx_digest),
+            tokenizer_sha256=None if self._cut_by is None else self._cut_by.sha256,
+            vocabulary_sha256=None if self._cut_by is None else self._cut_by.vocabulary,
         )
         self._info.write(info.dump())
         for staged in (self._bin, self._info, self._idx):

@@ -36,7 +36,8 @@ def evaluate_on_each(
     """The same for several datasets, one language each for example, with the weights read once."""
     model = TrainedModel.open(Path(checkpoint))
     require_head(head, model)
-    opened = [open_held_out(model.config, None if prefix is None else str(prefix)) for prefix in datasets]
+    mark = model.tokenizer_mark()
+    opened = [open_held_out(model.config, None if prefix is None else str(prefix), mark) for prefix in datasets]
     pretraining = model.load()
     bias_V = model.training_free_bias() if head == "pmi" else None
 

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from megahead.checkpoint import run_long_on_all_ranks, run_on_all_ranks
 from megahead.config import DataConfig, RunConfig
-from megahead.corpus import IndexedDataset
+from megahead.corpus import IndexedDataset, Tokenizer
+from megahead.corpus.dataset_info import require_one_tokenizer
 from megahead.corpus.far_dataset import fetch_dataset
 from megahead.data import training_samples
 from megahead.data.blending import Blend
@@ -21,6 +22,7 @@ from megahead.data.sampling import describe_samples, token_counts
 from megahead.data.strategies import TrainingText, Weights
 from megahead.distributed import Group
 from megahead.errors import CheckpointError, ConfigError, DataError, UserError
+from megahead.far import near_file
 from megahead.train.preflight import check_late_files
 
 
@@ -47,6 +49,9 @@ class RunDatasets:
             for dataset in self.train
             if without_boundaries(config.data, dataset)
         ]
+        unknown = [str(each.prefix) for each in self.train if each.cut_by() is None]
+        if unknown and config.data.tokenizer is not None:
+            apart.append(("tokenizer", f"not compared with {', '.join(unknown)}: not known there which one cut it"))
         return describe_samples(self.samples, config.training.steps * config.batch.global_size) + apart
 
 
@@ -86,11 +91,24 @@ def _opened(config: RunConfig) -> RunDatasets:
     train = [_open(config, part.prefix, "data.train") for part in config.data.parts()]
     prefix = config.data.validation
     validation = None if prefix is None else _open(config, prefix, "data.validation")
+    _require_one_tokenizer(config.data, train, validation)
     _require_end_tokens(config.data, train, validation)
     _require_weights(config, train)
     samples = training_samples(config.data, train, config.seed, config.sample_length())
     counts = token_counts(train, samples, config.model.padded_vocab_size())
     return RunDatasets(train, samples, counts, validation, _nearest_ids(config))
+
+
+def _require_one_tokenizer(
+    data: DataConfig, train: Sequence[IndexedDataset], validation: IndexedDataset | None
+) -> None:
+    """DataError where a dataset is known to be cut by another tokenizer than others, or than `data.tokenizer`."""
+    named = {f"`data.train` ({each.prefix})": each for each in train}
+    named |= {} if validation is None else {f"`data.validation` ({validation.prefix})": validation}
+    cut_by = {what: each.cut_by() for what, each in named.items()}
+    if data.tokenizer is not None and any(cut_by.values()):
+        cut_by["`data.tokenizer`"] = Tokenizer(near_file(data.tokenizer)).identity()
+    require_one_tokenizer(cut_by)
 
 
 def _require_weights(config: RunConfig, train: Sequence[IndexedDataset]) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from pathlib import Path
 from typing import Any
 
 from megahead.checkpoint import Checkpoint
 from megahead.config import Phase, RunConfig, config_from_checkpoint, learn_alike, phase_that_saved
+from megahead.corpus.tokenizer import has_mark, tokenizer_mark
 from megahead.errors import CheckpointError
 from megahead.far import near_file
 from megahead.train.datasets import RunDatasets
@@ -40,14 +42,20 @@ hardware, and what it writes. (`objective.group_samples` may be written differen
 is kept, see start.py.)"""
 
 
+TOKENIZER = "data.tokenizer"
+_HASH = re.compile(r"\b([0-9a-f]{8})[0-9a-f]{56}\b")
+
+
 def data_fingerprints(config: RunConfig, datasets: RunDatasets) -> dict[str, Any]:
     """Fingerprints of the content of `data.train` (one per dataset), and of the files that `data` names beside it."""
     parts = [
         dataset.fingerprint if part.weight is None else f"{dataset.fingerprint}, weight {part.weight:g}"
         for part, dataset in zip(config.data.parts(), datasets.train, strict=True)
     ]
-    files = {f"data.{name}": getattr(config.data, name) for name in ("tokenizer", "nearest_ids", "id_weights")}
-    return {"data.train": parts} | {name: None if path is None else _sha256(path) for name, path in files.items()}
+    files = {f"data.{name}": getattr(config.data, name) for name in ("nearest_ids", "id_weights")}
+    hashes = {name: None if path is None else _sha256(path) for name, path in files.items()}
+    tokenizer = config.data.tokenizer
+    return {"data.train": parts, TOKENIZER: None if tokenizer is None else tokenizer_mark(tokenizer)} | hashes
 
 
 def config_of(checkpoint: Checkpoint) -> RunConfig:
@@ -70,16 +78,18 @@ def refuse_another_run(checkpoint: Checkpoint, config: RunConfig, fingerprints: 
     phase = phase_that_saved(config, saved)
     then = saved.flat() | checkpoint.state_value("texts", dict, absent=fingerprints)
     now = phase.config.flat() | fingerprints
+    if then[TOKENIZER] and config.data.tokenizer and has_mark(config.data.tokenizer, then[TOKENIZER]):
+        then[TOKENIZER] = now[TOKENIZER]
     allowed = (*MAY_CHANGE, *config.resume.allow)
     differing = [
-        f"{name} (was {then.get(name)}, is {now.get(name)})"
+        _HASH.sub(r"\1", f"{name} (was {then.get(name)}, is {now.get(name)})")
         for name in {**then, **now}
         if then.get(name) != now.get(name) and not is_within(name, allowed)
     ]
     if differing:
         raise CheckpointError(
-            f"{checkpoint.folder} must be of the same run to resume, but differs in {', '.join(differing)}; change "
-            "these back, name them in resume.allow, or start another run with init.from_checkpoint."
+            f"{checkpoint.folder} must be of the same run to resume, but differs in {', '.join(differing)}; give a new "
+            "run another `name` and `output_dir`, change these back, or name them in resume.allow."
         )
     _refuse_another_course(checkpoint, phase, config.training.steps)
 

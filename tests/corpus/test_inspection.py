@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from megahead.corpus.inspection import inspect_dataset
+from megahead.corpus.tokenizer import load_tokenizer
+from megahead.corpus.vocabulary import save_tokenizer, train_wordpiece
 from megahead.errors import DataError
 
 
@@ -66,11 +68,12 @@ def test_the_histogram_doubles_its_ranges(write_dataset: Callable[..., Path]) ->
     assert none.warnings(end_token=0) == ["there is no token: it cannot be trained on, and a merge leaves it out."]
 
 
-def test_what_would_spoil_training_is_said(write_dataset: Callable[..., Path]) -> None:
+def test_what_would_spoil_training_is_said(write_dataset: Callable[..., Path], tmp_path: Path) -> None:
     fine = inspect_dataset(write_dataset([[5, 0]], name="fine"))
-    assert fine.warnings(end_token=0, vocab_size=6) == []
+    assert fine.warnings(end_token=0) == []
     poor = inspect_dataset(write_dataset([[5, 9], []], name="poor"))
-    never, beyond, empty = poor.warnings(end_token=0, vocab_size=9)
+    save_tokenizer(train_wordpiece(["a b c d"], 9), tmp_path / "nine.json")
+    never, beyond, empty = poor.warnings(end_token=0, tokenizer=load_tokenizer(tmp_path / "nine.json"))
     assert never.startswith("the end token 0 never occurs")
     assert beyond.startswith("id 9 occurs, but the tokenizer ends at 8")
     assert empty == "1 sequence without a token."

@@ -217,7 +217,7 @@ FILES: tuple[tuple[Callable[[Path], Any], str], ...] = (
     (open_checkpoint, "`F` must be a checkpoint (a folder with checkpoint.json) or a folder that holds complete ones (step-*), but is neither."),
     (only_set_aside, "F/model must hold a checkpoint to resume, but holds only abandoned-step-00000003; name the one to continue from with --resume, or start again with --resume never."),
     (resumed_never, "`--resume never` needs an output folder without checkpoints, but F/model has step-00000003; choose another output_dir, or remove that checkpoint."),
-    (resumed_otherwise, f"{STEP} must be of the same run to resume, but differs in optimizer.learning_rate (was 0.001, is 0.002); change these back, name them in resume.allow, or start another run with init.from_checkpoint."),
+    (resumed_otherwise, f"{STEP} must be of the same run to resume, but differs in optimizer.learning_rate (was 0.001, is 0.002); give a new run another `name` and `output_dir`, change these back, or name them in resume.allow."),
     (lambda folder: find_resume("nowhere", RunFolder(folder), Group()), "`--resume` must be auto, never or a checkpoint folder, but nowhere holds none."),
     (started_from("none"), "`init.from_checkpoint` must hold a checkpoint, but F/none holds none."),
     (started_from("model"), f"{STEP} must hold weight/backbone.embedding.weight of shape (64, 32), but has (64, 48) instead; give `model` the sizes of that run."),
