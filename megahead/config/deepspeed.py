@@ -177,10 +177,14 @@ def _completed(content: dict[str, Any], defaults: dict[str, Any]) -> dict[str, A
 
 
 def _check_keys(content: Mapping[str, Any], known: _Keys, *parents: str) -> None:
-    """ConfigError for a key that a run cannot use, or a section that is none; UserError for one that nobody knows."""
+    """ConfigError for a key that a run cannot use, or a section that is none; UserError for one that nobody knows. What
+    is switched off passes."""
     for key, value in content.items():
         path = (*parents, key)
         place = "".join(f"[{name!r}]" for name in path)
+        off = value is False or (isinstance(value, dict) and value.get("enabled") is False)
+        if off and (".".join(path) in REFUSED or key in known):
+            continue
         if reason := REFUSED.get(".".join(path)):
             raise ConfigError(f"engine.deepspeed{place}", f"be left out ({reason})", got=value)
         if key not in known:

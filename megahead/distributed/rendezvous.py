@@ -21,8 +21,9 @@ from megahead.errors import UserError
 
 _SLURM = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_STEP_NUM_TASKS", "LOCAL_RANK": "SLURM_LOCALID"}
 
-_INTERACTIVE_STEP = "4294967290"
-"""SLURM_STEP_ID of the shell that salloc may open on a node: one process, whatever its other variables say."""
+_INTERACTIVE_STEP, _BATCH_STEP = "4294967290", "4294967291"
+"""SLURM_STEP_ID of the shell that salloc may open on a node, and of a batch script: one process, whatever their other
+variables say."""
 
 
 @dataclass(frozen=True)
@@ -94,9 +95,12 @@ def read_launch(environment: Mapping[str, str]) -> Launch:
 
 def _is_task(environment: Mapping[str, str]) -> bool:
     """Whether srun started this process, or one above it; a batch script is PROCID 0, too, but of no step."""
-    if environment.get("SLURM_STEP_ID") == _INTERACTIVE_STEP:
+    if environment.get("SLURM_STEP_ID") in (_INTERACTIVE_STEP, _BATCH_STEP):
         return False
-    return "SLURM_STEP_NUM_TASKS" in environment or environment.get("SLURM_PROCID", "0") != "0"
+    return (
+        bool({"SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS"} & environment.keys())
+        or environment.get("SLURM_PROCID", "0") != "0"
+    )
 
 
 def _check(values: Mapping[str, str], size: str) -> None:

@@ -30,7 +30,7 @@ _NO_TARGET = -100  # a label, to Hugging Face
 _BLOCK_ROWS = 16_384
 _BODY, _COUNTS = "body.", "target_counts"
 _NOISE = "neftune_noise_alpha"
-_ADAPTED = ".base_layer."
+_ADAPTED = (".base_layer.", ".original_module.")
 """In the names of weights beside which PEFT has others."""
 
 
@@ -105,6 +105,7 @@ class Headless(nn.Module):
 
     def log_frequencies(self) -> Tensor:
         """[V] log q, fp32: added to `E h` it gives log p."""
+        self._fit_counts()
         return log_unigram(self.target_counts, self.target_counts.numel())
 
     def save(
@@ -123,7 +124,7 @@ class Headless(nn.Module):
         self._fit_counts()
         weights = self.state_dict() if state_dict is None else state_dict
         body = {name.removeprefix(_BODY): weight.cpu() for name, weight in weights.items() if name.startswith(_BODY)}
-        if any(_ADAPTED in name for name in body):
+        if any(part in name for name in body for part in _ADAPTED):
             raise FieldError("model", "be without adapters", got="adapted", hint="call its merge_and_unload() first")
         save_plain(self._kind, self.body, body, weights[_COUNTS].cpu(), Path(folder), head, tokenizer)
 
@@ -136,9 +137,16 @@ class Headless(nn.Module):
     gradient_checkpointing_enable = activation_checkpointing_enable
     """As versions before 5.20 call it."""
 
+    def _load_from_state_dict(self, *state: Any) -> None:
+        self._fit_counts()
+        super()._load_from_state_dict(*state)
+
     def _fit_counts(self) -> None:
         """After `resize_token_embeddings`: new ids were no targets yet."""
-        missing = cast(nn.Embedding, self.body.get_input_embeddings()).num_embeddings - len(self.target_counts)
+        table: Any = self.body.get_input_embeddings()
+        while not hasattr(table, "num_embeddings"):  # an adapter of PEFT
+            table = table.base_layer if hasattr(table, "base_layer") else table.original_module
+        missing = table.num_embeddings - len(self.target_counts)
         if missing:
             self.target_counts = nn.functional.pad(self.target_counts, (0, missing))
 

@@ -9,6 +9,7 @@ a candidate (`weights.py`). Nothing here costs O(V) per group.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Real
 from operator import attrgetter
 from typing import Protocol
 
@@ -202,7 +203,7 @@ def cwt_loss(outputs_ND: Tensor, target_ids_N: Tensor, embedding_VD: Tensor, *, 
         outputs_ND = outputs_ND.masked_fill(~chosen_N[:, None], 0)  # those of padding may be NaN
     assert candidates.ids_U is not None
     rows_UD = embedding_VD.index_select(0, candidates.ids_U)
-    return candidate_loss(outputs_ND, rows_UD, candidates, Dot(temperature)) / count
+    return candidate_loss(outputs_ND, rows_UD, candidates, Dot(float(temperature))) / count
 
 
 def _among_chosen(candidates: Candidates, chosen_N: Tensor) -> Candidates:
@@ -249,8 +250,9 @@ def _require_fitting(outputs: Tensor, target_ids: Tensor, embedding: Tensor, tem
         rule = f"have a target for each output, {list(outputs.shape[:-1])}"
         hint = "shift both alike, and mark outputs without a target by -100"
         raise ArgumentError("target_ids_N", rule, got=list(target_ids.shape), hint=hint)
-    if not isinstance(temperature, int | float) or not 1e-37 < temperature < 1e37:
-        raise ArgumentError("temperature", "be a positive number", got=temperature)
+    if not isinstance(temperature, Real) or isinstance(temperature, bool) or not 1e-37 < temperature < 1e37:
+        got = temperature if isinstance(temperature, Real) else f"a {type(temperature).__name__}"
+        raise ArgumentError("temperature", "be a positive number", got=got)
     if _can_look(target_ids):
         wrong = ((target_ids < 0) & (target_ids != NO_TARGET)) | (target_ids >= len(embedding))
         if wrong.any():

@@ -151,17 +151,18 @@ class _ThreeProducts(torch.autograd.Function):
         both = ((gradient * slope).to(ctx.dtype) for gradient in (grad_outputs, grad_rows))
         gradients = *both, None if grad_bias is None else grad_bias * grad_loss
         if torch.is_grad_enabled():  # create_graph=True
-            differentiable = grad_loss.new_zeros((), requires_grad=True)
-            gradients = tuple(None if each is None else _Last.apply(each, differentiable) for each in gradients)
+            zero = _Refused.apply(grad_loss.new_zeros((), requires_grad=True))
+            gradients = tuple(None if each is None else each + zero.to(each.dtype) for each in gradients)
         return *gradients, None, None, None
 
 
-class _Last(torch.autograd.Function):
-    """A gradient whose own gradient is refused; without one it would pass for a constant."""
+class _Refused(torch.autograd.Function):
+    """Zero, whose gradient is refused; gradients without it would pass for constants in outputs and rows. By the loss's
+    factor they may be differentiated."""
 
     @staticmethod
-    def forward(ctx: Any, gradient: Tensor, differentiable: Tensor) -> Tensor:
-        return gradient.clone()
+    def forward(ctx: Any, zero: Tensor) -> Tensor:
+        return zero.clone()
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> Any:  # type: ignore[override]

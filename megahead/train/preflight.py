@@ -6,12 +6,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megahead.config import MaskingConfig, RunConfig, TasksConfig
-from megahead.errors import ConfigError, FieldError
+from megahead.errors import ConfigError, DataError, FieldError
 from megahead.far import is_far, near_file
 
 _OPTIONS = {"--tasks": "tasks.names", "--data": "tasks.data", "--cloze": "tasks.cloze", "--text": "tasks.text"}
 _SPELLED = {"mask_token": ("[MASK]", "<mask>"), "cls_token": ("[CLS]",), "sep_token": ("[SEP]",)}
 """By fields of `masking`: how a tokenizer spells the token that it must be, where it has one of these."""
+_OF_OTHERS = ("[MASK]", "<mask>", "[CLS]", "[SEP]", "[PAD]", "[UNK]")
 
 
 def files_of(config: RunConfig) -> tuple[str, str]:
@@ -60,7 +61,7 @@ def check_tokenizer(config: RunConfig) -> None:
     if config.masking is None or config.model.is_causal:
         _require_token("data.end_token", config.data.end_token, spelled)
     if config.masking is not None:
-        _check_special(config.masking, spelled)
+        _check_special(config.masking, path, spelled)
         if config.masking.strategy == "whole_word":
             bytes_of_ids(path, vocab_size)
 
@@ -91,15 +92,25 @@ def _named(config: RunConfig) -> Iterator[tuple[str, str]]:
     )
 
 
-def _check_special(masking: MaskingConfig, spelled: list[str | None]) -> None:
-    """ConfigError where an id is not the special token that its field asks for."""
+def _check_special(masking: MaskingConfig, path: str, spelled: list[str | None]) -> None:
+    """ConfigError where an id is text or has another role, although there is the token that its field asks for."""
     for name, own in _SPELLED.items():
         id_ = getattr(masking, name)
         _require_token(f"masking.{name}", id_, spelled)
         there = [token for token in own if token in spelled]
-        if there and spelled[id_] not in own:
+        if there and spelled[id_] not in own and (spelled[id_] in _OF_OTHERS or _is_text(path, id_)):
             rule = f"be the id of {there[0]} in data.tokenizer ({spelled.index(there[0])})"
             raise ConfigError(f"masking.{name}", rule, got=f"{id_}, which is {spelled[id_]}")
+
+
+def _is_text(path: str, id_: int) -> bool:
+    """Whether it is known to be no special token."""
+    from megahead.corpus.spelling import bytes_of_ids
+
+    try:
+        return bytes_of_ids(path, id_ + 1)[id_] is not None
+    except DataError:  # nor what others stand for
+        return False
 
 
 def _require_token(field: str, id_: int, spelled: list[str | None]) -> None:

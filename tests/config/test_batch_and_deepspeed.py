@@ -165,6 +165,18 @@ def test_each_key_that_the_installed_deepspeed_reads_is_used_or_refused_by_name(
     assert (known_keys(KNOWN) | refused) - theirs == not_read_by_its_config
 
 
+def test_what_is_switched_off_passes_but_no_unknown_key(tmp_path: Path) -> None:
+    off: dict[str, Any] = {
+        "amp": {"enabled": False},
+        "sparse_gradients": False,
+        "fp16": {"enabled": False, "fp16_opt_level": "O1"},
+    }
+    off["zero_optimization"] = {"stage": 1, "cpu_offload": False}
+    deepspeed_config(small_config(tmp_path, {"engine.deepspeed": off}), data_ranks=1)
+    with pytest.raises(UserError, match="`engine.deepspeed.zero_optimisation` is not a setting; did you mean"):
+        deepspeed_config(small_config(tmp_path, {"engine.deepspeed": {"zero_optimisation": False}}), data_ranks=1)
+
+
 def test_a_key_that_stands_twice_in_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "twice.json").write_text('{"zero_optimization": {"stage": 2, "stage": 0}}')
     with pytest.raises(UserError, match=r"twice.json is not JSON \(stage is given twice\)"):

@@ -134,12 +134,21 @@ def srun_task(rank: str = "3") -> dict[str, str]:
     return step | {"SLURM_PROCID": rank, "SLURM_LOCALID": "1"}
 
 
+def test_a_task_that_lacks_its_number_of_tasks_is_refused_on_all_ranks() -> None:
+    """As in a container that passes a part of Slurm's variables on; rank 0 alone would train beside the others' errors."""
+    for rank in ("0", "1"):
+        task = {name: value for name, value in srun_task(rank).items() if name != "SLURM_STEP_NUM_TASKS"}
+        with pytest.raises(UserError, match="`SLURM_STEP_NUM_TASKS` must be set in the environment"):
+            read_launch(task | {"MASTER_ADDR": "n", "MASTER_PORT": "1"})
+
+
 @pytest.mark.parametrize(
     "shell",
     [
         {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4"},  # salloc, on the login node
         srun_task("0") | {"SLURM_STEP_ID": "4294967290", "SLURM_LOCALID": "0"},  # salloc, a shell on the first node
         {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"},  # a script of sbatch
+        srun_task("0") | {"SLURM_STEP_ID": "4294967291", "SLURM_LOCALID": "0"},  # the same, of other versions
     ],
 )
 def test_a_slurm_job_runs_one_process_where_srun_does_not_start_more(shell: dict[str, str]) -> None:

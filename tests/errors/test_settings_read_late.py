@@ -205,6 +205,15 @@ def test_right_settings_pass_a_dry_run_and_missing_files_are_named(folder: Path)
     assert f"missing: {folder}/elsewhere.json, {folder}/none" in described(config, 1)
 
 
+def test_a_special_token_may_be_another_than_the_one_that_is_spelled_as_usual(folder: Path, tmp_path: Path) -> None:
+    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "wordpiece.json"))
+    tokenizer.add_special_tokens(["<|mask|>"])
+    tokenizer.save(str(tmp_path / "own.json"))
+    own = {"data.tokenizer": str(tmp_path / "own.json"), "output_dir": str(tmp_path / "run")}
+    masked = placed(masks("mask_token", tokenizer.token_to_id("<|mask|>")), folder) | own
+    assert refused(lambda: described(small_config(folder, masked), 1)) is None
+
+
 def test_every_setting_that_is_a_text_is_in_the_table() -> None:
     """A new one may name a file, an address or a package: it belongs there."""
     assert set(settings_of_text(RunConfig)) <= {setting for setting, *_ in ROWS}

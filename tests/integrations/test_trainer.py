@@ -153,6 +153,39 @@ def test_a_table_resized_after_wrapping_has_counts_of_its_new_ids(tmp_path: Path
     assert LlamaForCausalLM.from_pretrained(tmp_path / "tied").config.vocab_size == IDS + 4
 
 
+def test_counts_of_a_resized_table_are_loaded_into_one_that_was_resized_too() -> None:
+    states = []
+    for seed in (0, 1):
+        model = made("llama")
+        headless = Headless(model)
+        model.resize_token_embeddings(IDS + 4, mean_resizing=False)
+        if states:
+            headless.load_state_dict(states[0])
+        else:
+            headless.train()(**rows_of("llama", seed))
+        assert len(headless.log_frequencies()) == IDS + 4
+        states.append(headless.state_dict())
+    assert states[0]["target_counts"].sum() > 0
+    assert torch.equal(states[1]["target_counts"], states[0]["target_counts"])
+
+
+@pytest.mark.parametrize(
+    "adapted",
+    [
+        {"target_modules": ["q_proj", "embed_tokens"]},
+        {"target_modules": ["q_proj"], "trainable_token_indices": {"embed_tokens": [1, 2]}},
+        {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]},
+    ],
+    ids=["low rank", "some rows", "whole"],
+)
+def test_the_table_may_have_an_adapter_too(tmp_path: Path, adapted: dict[str, Any]) -> None:
+    model = get_peft_model(Headless(made("llama")), LoraConfig(**adapted))
+    model(**rows_of("llama"))["loss"].backward()
+    with pytest.raises(FieldError, match="`model` must be without adapters"):
+        model.base_model.model.save(tmp_path / "adapted", "tied")
+    model.merge_and_unload().save(tmp_path / "merged", "tied")
+
+
 def test_adapters_of_peft_train_and_are_merged_before_saving(tmp_path: Path) -> None:
     adapted = get_peft_model(Headless(made("llama")), LoraConfig("CAUSAL_LM", target_modules=["q_proj", "v_proj"]))
     before = {name: weight.clone() for name, weight in made("llama").base_model.state_dict().items()}

@@ -208,7 +208,7 @@ def test_arguments_that_do_not_fit_are_refused_in_a_sentence(name: str) -> None:
         cwt_loss(*change(*drawn(8, 4, 9)))
 
 
-@pytest.mark.parametrize("temperature", [0.0, -1.0, torch.nan, torch.inf, 1e-300, "1"])
+@pytest.mark.parametrize("temperature", [0.0, -1.0, torch.nan, torch.inf, 1e-300, "1", True])
 def test_a_temperature_is_a_positive_number(temperature: float) -> None:
     with pytest.raises(ValueError, match="`temperature` must be a positive number, but is"):
         cwt_loss(*drawn(8, 4, 9), temperature=temperature)
@@ -219,6 +219,18 @@ def test_a_second_derivative_is_refused() -> None:
     (gradient,) = torch.autograd.grad(cwt_loss(outputs, targets, embedding), outputs, create_graph=True)
     with pytest.raises(RuntimeError, match="must be differentiated once, but a second derivative was asked for"):
         gradient.square().sum().backward()
+
+
+def test_gradients_may_be_differentiated_by_the_losss_factor() -> None:
+    """As GradNorm does, to weigh losses."""
+    outputs, targets, embedding = drawn(8, 4, 9)
+    factor = torch.tensor(2.0, requires_grad=True)
+    slopes = []
+    for form in (cwt_loss, paper_form):
+        loss = factor * form(outputs, targets, embedding)
+        (gradient,) = torch.autograd.grad(loss, outputs, create_graph=True)
+        slopes += torch.autograd.grad(gradient.norm(), factor)
+    torch.testing.assert_close(*slopes)
 
 
 def test_no_targets_have_a_loss_in_the_type_of_others() -> None:
