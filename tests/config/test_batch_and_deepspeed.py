@@ -173,7 +173,7 @@ def test_what_is_switched_off_passes_but_no_unknown_key(tmp_path: Path) -> None:
     }
     off["zero_optimization"] = {"stage": 1, "cpu_offload": False}
     deepspeed_config(small_config(tmp_path, {"engine.deepspeed": off}), data_ranks=1)
-    with pytest.raises(UserError, match="`engine.deepspeed.zero_optimisation` is not a setting; did you mean"):
+    with pytest.raises(UserError, match=r"`engine\.deepspeed\.zero_optimisation` is not a setting; did you mean"):
         deepspeed_config(small_config(tmp_path, {"engine.deepspeed": {"zero_optimisation": False}}), data_ranks=1)
 
 

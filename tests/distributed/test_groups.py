@@ -135,7 +135,7 @@ def srun_task(rank: str = "3") -> dict[str, str]:
 
 
 def test_a_task_that_lacks_its_number_of_tasks_is_refused_on_all_ranks() -> None:
-    """As in a container that passes a part of Slurm's variables on; rank 0 alone would train beside the others' errors."""
+    """As in a container that passes some of Slurm's variables on; rank 0 would train beside the others' errors."""
     for rank in ("0", "1"):
         task = {name: value for name, value in srun_task(rank).items() if name != "SLURM_STEP_NUM_TASKS"}
         with pytest.raises(UserError, match="`SLURM_STEP_NUM_TASKS` must be set in the environment"):
