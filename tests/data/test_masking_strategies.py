@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from math import log
 from pathlib import Path
@@ -55,12 +56,12 @@ def texts(rows: int, length: int = 126, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(4, VOCABULARY, (rows, length))
 
 
-def sentencepiece_model(lines: list[str], path: Path) -> None:
+def sentencepiece_model(lines: list[str], path: Path, vocab_size: int = 300) -> None:
     with path.open("wb") as file:
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=iter(lines),
             model_writer=file,
-            vocab_size=300,
+            vocab_size=vocab_size,
             byte_fallback=True,
             hard_vocab_limit=False,
             minloglevel=2,
@@ -139,20 +140,74 @@ def test_the_rate_is_reached_in_scripts_of_many_bytes_and_no_character_is_cut(
     assert (selected[:, 1:] == selected[:, :-1])[inside].all()
 
 
-@pytest.mark.parametrize("name", ["20B_tokenizer", "bert-base-multilingual-cased-tokenizer"])
-def test_the_rate_is_reached_in_each_language_of_real_text(shared_data: Path, name: str) -> None:
-    tokenizer = load_tokenizer(shared_data / f"tokenizers/{name}.json")
-    words = WholeWords.of(bytes_of_ids(str(tokenizer.path), tokenizer.vocab_size), 10)
+@cache
+def text_of_languages(shared_data: Path) -> dict[str, str]:
     samples: dict[str, str] = {}
     with zstandard.open(shared_data / "text/multilingual_19lang.jsonl.zst", "rt", encoding="utf-8") as lines:
         for document in map(orjson.loads, lines):
             samples[document["lang"]] = (samples.get(document["lang"], "") + document["text"])[:30_000]
     assert len(samples) == 19
+    return samples
+
+
+@pytest.mark.parametrize("name", ["20B_tokenizer", "bert-base-multilingual-cased-tokenizer"])
+def test_the_rate_is_reached_in_each_language_of_real_text(shared_data: Path, name: str) -> None:
+    tokenizer = load_tokenizer(shared_data / f"tokenizers/{name}.json")
+    words = WholeWords.of(bytes_of_ids(str(tokenizer.path), tokenizer.vocab_size), 10)
+    samples = text_of_languages(shared_data)
     for language, ids in zip(samples, tokenizer.encode_batch(list(samples.values())), strict=True):
         text = np.array(ids[: len(ids) // 126 * 126]).reshape(-1, 126)
         selected = chosen(words, text)
         assert selected.mean() == pytest.approx(0.1508, abs=0.002), language
         assert selected.any(1).all(), language
+
+
+def words_by_table_equal_words_by_bytes(words: WholeWords, tokens: np.ndarray) -> None:
+    for fast, slow in zip(words._joined(tokens), words._joined_by_bytes(tokens), strict=True):
+        assert np.array_equal(fast[1:], slow[1:])
+
+
+@pytest.mark.parametrize("name", ["20B_tokenizer", "bert-base-multilingual-cased-tokenizer", "model"])
+def test_words_by_table_equal_words_by_bytes_in_real_text(shared_data: Path, tmp_path: Path, name: str) -> None:
+    samples, path = text_of_languages(shared_data), shared_data / f"tokenizers/{name}.json"
+    if name == "model":
+        path = tmp_path / "tokenizer.model"
+        sentencepiece_model([text[:2000] for text in samples.values()], path, 1000)
+    tokenizer = load_tokenizer(path)
+    words = WholeWords.of(bytes_of_ids(str(path), tokenizer.vocab_size), 10)
+    for ids in tokenizer.encode_batch(list(samples.values())):
+        words_by_table_equal_words_by_bytes(words, np.array(ids))
+    generator = np.random.default_rng(0)
+    for _ in range(20):
+        words_by_table_equal_words_by_bytes(words, generator.integers(0, tokenizer.vocab_size, 5000))
+
+
+def test_words_by_table_equal_words_by_bytes_wherever_characters_are_cut() -> None:
+    """Few ids that are no whole characters among many that are, and the other way round."""
+    whole = [text.encode() for text in ("a", " b", "1", "é", "я", "猫", "😀", "e\u0301", "-", "\0")]
+    marks = [text.encode() for text in ("\u0301", "\u0301b", "\u200d", "ー")]
+    cut = [
+        *(bytes([byte]) for byte in range(0x80, 0x100)),
+        b"a\xe7",
+        b"\xac\xab",
+        b"\x80b\xf0",
+        b"\xed\xa0\x80",
+        b"\xc0a",
+    ]
+    spelled = [*whole, *marks, *cut]
+    words, generator = WholeWords.of(spelled, 10), np.random.default_rng(0)
+    for share in (0.02, 0.2, 0.9):
+        for length in [*range(1, 9), 20_000]:
+            for _ in range(30 if length < 9 else 1):
+                odd = generator.random(length) < share
+                ids = generator.integers(np.where(odd, len(whole), 0), np.where(odd, len(spelled), len(whole)))
+                words_by_table_equal_words_by_bytes(words, ids)
+
+
+def test_rows_of_nothing_but_the_ends_of_characters_have_units() -> None:
+    words = WholeWords.of([bytes([byte]) for byte in range(256)], 2)
+    starts = words.starts(np.full((2, 4), 0x80), CounterRng(0, [0]))
+    assert starts.tolist() == [[True, False, False, False]] * 2
 
 
 def test_a_character_of_more_tokens_than_may_be_masked_together_is_masked_whole() -> None:

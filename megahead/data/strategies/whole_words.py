@@ -13,7 +13,7 @@ from __future__ import annotations
 import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
@@ -63,20 +63,56 @@ class WholeWords(AllAlike):
         joined_BT, whole_BT = (joined_M.reshape(tokens_BT.shape) for joined_M in self._joined(tokens_BT.reshape(-1)))
         return no_longer_than(self.max_tokens, ~joined_BT, whole_BT)
 
-    def _joined(self, tokens_M: Array) -> tuple[Array, Array]:
+    def _joined_by_bytes(self, tokens_M: Array) -> tuple[Array, Array]:
         """bool [M] each: whether a token continues the word of the one before; whether it continues its character."""
+        char_M, last_char_M, kind_C, base_C = self._characters(tokens_M)
+        before_M = np.roll(last_char_M, 1)
+        whole_M = (char_M == before_M) | (kind_C[char_M] == _MARK)
+        return whole_M | _in_one_word(kind_C[base_C[char_M]], kind_C[base_C[before_M]]), whole_M
+
+    def _joined(self, tokens_M: Array) -> tuple[Array, Array]:
+        """Equal to `_joined_by_bytes`, except for the first token, which has none before it. Reads only the bytes near
+        ids that are not whole: from the token before, which holds the base, to the third after, where a cut character
+        of four bytes ends at the latest."""
+        whole_V, first_V, last_V = self._tables
+        joined_M = _in_one_word(first_V[tokens_M], np.roll(last_V[tokens_M], 1))
+        continues_M, near_M = np.zeros((2, len(tokens_M)), bool)
+        places_N5 = np.flatnonzero(~whole_V[tokens_M])[:, None] + np.arange(-1, 4)
+        near_M[places_N5.clip(0, len(tokens_M) - 1)] = True
+        if near_M.any():
+            after_M = near_M & np.roll(near_M, 1)
+            by_bytes = self._joined_by_bytes(tokens_M[near_M])
+            joined_M[after_M], continues_M[after_M] = (found[after_M[near_M]] for found in by_bytes)
+        return joined_M, continues_M
+
+    @cached_property
+    def _tables(self) -> tuple[Array, Array, Array]:
+        """[V] each: whether an id is whole characters, of which the first is no mark; the kinds of its first character
+        and of its last one that is no mark, right where it is whole."""
+        texts = (text.tobytes() for text in np.split(self.bytes_, self.ends_V[:-1]))
+        utf8_V = np.array([text.decode(errors="ignore").encode() == text for text in texts])
+        char_V, last_char_V, kind_C, base_C = self._characters(np.arange(len(self.ends_V)))
+        return utf8_V & (kind_C[char_V] != _MARK), kind_C[char_V], kind_C[base_C[last_char_V]]
+
+    def _characters(self, tokens_M: Array) -> tuple[Array, Array, Array, Array]:
+        """int64 [M] twice: the characters of each token's first and last byte; [C] each: the kind of each character,
+        and the character that it is a mark on, or itself."""
         size_M = np.diff(self.ends_V, prepend=0)[tokens_M]
         last_M = size_M.cumsum() - 1
-        first_M = last_M + 1 - size_M
         byte_K = self.bytes_[np.repeat(self.ends_V[tokens_M] - 1 - last_M, size_M) + np.arange(size_M.sum())]
         leads_K = (byte_K & 0xC0) != 0x80
-        char_K = np.maximum(leads_K.cumsum() - 1, 0)
+        leads_K[:1] = True
+        char_K = leads_K.cumsum() - 1
         kind_C = _kinds()[_code_points(byte_K, np.flatnonzero(leads_K))]
         base_C = np.maximum.accumulate(np.where(kind_C == _MARK, 0, np.arange(len(kind_C))))
-        char_M, before_M = char_K[first_M], np.roll(char_K[last_M], 1)
-        lesser_M, greater_M = np.sort([kind_C[base_C[char_M]], kind_C[base_C[before_M]]], axis=0)
-        whole_M = (char_M == before_M) | (kind_C[char_M] == _MARK)
-        return whole_M | (lesser_M == _DIGIT) | ((lesser_M >= _LETTER) & (lesser_M == greater_M)), whole_M
+        return char_K[last_M + 1 - size_M], char_K[last_M], kind_C, base_C
+
+
+def _in_one_word(kind_M: Array, before_M: Array) -> Array:
+    """bool [M]: whether characters of these kinds, one after the other, are of one word."""
+    lesser_M, greater_M = np.minimum(kind_M, before_M), np.maximum(kind_M, before_M)
+    joined_M: Array = (lesser_M == _DIGIT) | ((lesser_M >= _LETTER) & (lesser_M == greater_M))
+    return joined_M
 
 
 def _code_points(byte_K: Array, lead_C: Array) -> Array:
