@@ -204,6 +204,17 @@ def test_words_by_table_equal_words_by_bytes_wherever_characters_are_cut() -> No
                 words_by_table_equal_words_by_bytes(words, ids)
 
 
+def test_the_words_of_a_row_do_not_depend_on_the_rows_beside_it() -> None:
+    """Else masks would depend on micro-batches and ranks. Rows begin and end within characters of four bytes."""
+    words, generator = WholeWords.of([bytes([byte]) for byte in range(256)], 10), np.random.default_rng(0)
+    pieces = [bytes([byte]) for byte in "a 1é猫😀я\u0301b".encode()]
+    ids = np.array([int.from_bytes(piece) for piece in pieces])
+    rows = ids[(generator.integers(0, len(ids), (200, 1)) + np.arange(7)) % len(ids)]
+    together = words.starts(rows, CounterRng(0, [0]))
+    for row, starts in zip(rows, together, strict=True):
+        assert words.starts(row[None], CounterRng(0, [0])).tolist() == [starts.tolist()]
+
+
 def test_rows_of_nothing_but_the_ends_of_characters_have_units() -> None:
     words = WholeWords.of([bytes([byte]) for byte in range(256)], 2)
     starts = words.starts(np.full((2, 4), 0x80), CounterRng(0, [0]))

@@ -28,6 +28,9 @@ Array = np.ndarray[Any, Any]
 _APART, _WITHOUT_SPACES, _MARK, _DIGIT, _LETTER = range(5)
 """Kinds of characters; letters of each script have a number of their own, from the last one on."""
 
+_BETWEEN_ROWS = b"\0\0\0"
+"""So many that a row whose last character is cut off reads nothing of the next row."""
+
 _SCRIPTS_WITHOUT_SPACES = (
     *("CJK", "HIRAGANA", "KATAKANA", "HALFWIDTH", "BOPOMOFO", "YI"),
     *("THAI", "LAO", "KHMER", "MYANMAR", "TAI", "NEW", "JAVANESE", "BALINESE"),
@@ -40,10 +43,10 @@ class WholeWords(AllAlike):
     """A word is a unit, and of a longer one each run of at most `max_tokens` tokens."""
 
     bytes_: Array
-    """uint8: what all ids stand for, one after another."""
+    """uint8: what all ids stand for, one after another, and last what stands between rows."""
 
     ends_V: Array
-    """int64: where each id's bytes end there."""
+    """int64: where the bytes of each of these end there."""
 
     max_tokens: int
 
@@ -55,12 +58,13 @@ class WholeWords(AllAlike):
     @staticmethod
     def of(bytes_of_ids: Sequence[bytes | None], max_tokens: int) -> WholeWords:
         """From the bytes of each id, its space in front among them; None, of a special token, is no part of a word."""
-        known = [text or b"\0" for text in bytes_of_ids]
+        known = [*(text or b"\0" for text in bytes_of_ids), _BETWEEN_ROWS]
         ends_V = np.cumsum([len(text) for text in known])
         return WholeWords(np.frombuffer(b"".join(known), np.uint8), ends_V, max_tokens)
 
     def starts(self, tokens_BT: Array, noise: CounterRng) -> Array:
-        joined_BT, whole_BT = (joined_M.reshape(tokens_BT.shape) for joined_M in self._joined(tokens_BT.reshape(-1)))
+        apart_BT = np.pad(tokens_BT, ((0, 0), (1, 0)), constant_values=len(self.ends_V) - 1)
+        joined_BT, whole_BT = (each_M.reshape(apart_BT.shape)[:, 1:] for each_M in self._joined(apart_BT.reshape(-1)))
         return no_longer_than(self.max_tokens, ~joined_BT, whole_BT)
 
     def _joined_by_bytes(self, tokens_M: Array) -> tuple[Array, Array]:
