@@ -19,7 +19,7 @@ from megahead.config import RunConfig, load_config
 from support.commands import ROOT
 from support.forked import run_script
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 JOURNEY = ROOT / "docs/own-text.md"
 
 RUN_BY = {

@@ -14,7 +14,7 @@ from experiments.harness import score, scores_of
 from experiments.laboratory import Laboratory
 from experiments.measures import Row, spent
 from experiments.one_at_a_time import one_at_a_time
-from experiments.recipe import KINDS, settings_of
+from experiments.recipe import KINDS
 from experiments.side_by_side import relative_cost
 from megahead.corpus import IndexedDataset, load_tokenizer
 from megahead.evaluate.results import TaskResult
@@ -73,14 +73,9 @@ class Race:
 
     def _learns_by(self, objective: str) -> list[str]:
         """An objective with its own recipe, and nothing else of the config's; encoders have BERT's head."""
-        recipe = KINDS["encoder" if self.part.encoder else "decoder"].found[objective]
-        named = {"name": objective} | ({"tied": True} if self.part.encoder and objective == "vanilla" else {})
-        return [
-            f"objective={json.dumps(named)}",
-            "optimizer={}",
-            *settings_of(recipe),
-            *self.part.longer.get(objective, ()),
-        ]
+        kind = KINDS["encoder" if self.part.encoder else "decoder"]
+        side = "tied" if self.part.encoder and objective == "vanilla" else objective
+        return [*kind.learns_by(side, kind.found[side]), *self.part.longer.get(objective, ())]
 
     def _vanilla_unit(self, data: Sequence[str]) -> int:
         """Vanilla steps in a unit: the part's number, else those in the same time; 1 where nothing asks for it."""

@@ -1,217 +1,183 @@
-"""The recipe of a small decoder and of a small encoder: settings climbed one by one (`climb.py`), by the same rule for
-headless and vanilla.
+"""The recipes of small models: up a hill of settings, one after the other, by one list for all sides (`recipe.yaml`).
 
-From what was found before the climb goes on. Then the first recipe and the one found are trained with other seeds, and
-LONGER: what helps a short run need not help a long one.
+A setting takes every value of the list while the others stay as they are. The best one is kept if it gains more than
+LEAST_GAIN of held-out perplexity, the mean over SEEDS; then it is the next side's turn, and the next setting's. What
+was found is held against the first recipe with ENDS as seeds and on LONGER runs: what helps a short run need not help
+a long one.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from math import inf
+from dataclasses import dataclass, field
+from math import inf, isfinite
 from pathlib import Path
+from statistics import mean
+from typing import Any
 
-from experiments.climb import Climb, Recipe
+import yaml
+
 from experiments.laboratory import Laboratory
-from experiments.measures import Row, over_seeds, speed
+from experiments.measures import Row, over_seeds, spent
 from megahead.errors import FieldError, UserError
 from megahead.report import read_metrics
 
-OBJECTIVES = ("headless", "vanilla")
-SEEDS = (0, 1, 2)
-LONGER = 4
+Recipe = dict[str, Any]
+
+SEEDS = (0, 1)
+ENDS = (0, 1, 2)
+LONGER = 10
+ROUNDS = 2
+"""Over all settings, at most."""
+
+LEAST_GAIN = 0.005
+"""Of perplexity. Two seeds differ by two or three times as much: a single move may be chance."""
+
 SCORES = ("perplexity", "bits_per_byte", "accuracy")
 """Encoders have no bits per byte."""
-
-START: Recipe = {
-    "optimizer.learning_rate": 2e-3,
-    "optimizer.table.learning_rate_ratio": 1,
-    "model.init_embedding_std": 0.046,
-    "batch.global_size": 16,
-    "optimizer.weight_decay": 0.1,
-    "optimizer.betas": "[0.9,0.95]",
-    "schedule.name": "cosine",
-    "optimizer.name": "adamw",
-}
-"""The demo's before the climb."""
-
-FIRST: Recipe = START | {"objective.temperature": 1, "objective.group_samples": 8}
-"""With what only the headless objective has."""
-
-_COMMON: Recipe = {
-    "optimizer.weight_decay": 0.3,
-    "optimizer.betas": "[0.9,0.98]",
-    "optimizer.name": "muon",
-}
-FOUND: Mapping[str, Recipe] = {
-    "headless": _COMMON
-    | {
-        "optimizer.learning_rate": 8e-3,
-        "optimizer.table.learning_rate_ratio": 2,
-        "objective.group_samples": 16,
-    },
-    "vanilla": _COMMON | {"optimizer.learning_rate": 16e-3},
-}
-"""What climbs of decoders came to, the headless one from the demo's settings, the vanilla one from there."""
-
-ENCODER_START: Recipe = START | {
-    "model.init_embedding_std": 0.02,
-    "batch.global_size": 32,
-    "optimizer.weight_decay": 0.01,
-    "optimizer.betas": "[0.9,0.98]",
-    "schedule.name": "wsd",
-}
-"""Those of modernbert-15m before the climb."""
-
-ENCODER_FOUND: Mapping[str, Recipe] = {
-    "headless": _COMMON | {"optimizer.learning_rate": 8e-3, "model.init_embedding_std": 0.046},
-    "vanilla": _COMMON
-    | {
-        "optimizer.learning_rate": 8e-3,
-        "optimizer.table.learning_rate_ratio": 0.25,
-        "model.init_embedding_std": 0.046,
-        "optimizer.weight_decay": 0.1,
-    },
-}
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A small model that every run of a search trains on as many rows."""
+    """A small model that every run of a climb trains on as many rows."""
 
     config: str
-    """Of `configs/`, without its objective's name."""
-
     encoder: bool
     vocabulary: int
-    shape: tuple[str, ...]
+    shape: Sequence[str]
     rows: int
-    least: Mapping[str, float]
-    """Of settings, as a climb takes them."""
+    values: Mapping[str, Sequence[Any]]
+    """Of each setting, in the order in which they are tried."""
 
-    start: Mapping[str, Recipe]
-    """By objective, before any climb."""
+    start: Recipe
+    """Before any climb, the headless side's with what it alone has."""
 
     found: Mapping[str, Recipe]
-    """What climbs came to; they go on from here."""
+    """By side: what climbs came to, beside `start`; they go on from here."""
+
+    def first(self, side: str) -> Recipe:
+        """What `side` had before any climb."""
+        alone = () if side == "headless" else [name for name in self.start if name.startswith("objective.")]
+        return {name: value for name, value in self.start.items() if name not in alone}
+
+    def learns_by(self, side: str, recipe: Recipe) -> list[str]:
+        """As overrides of any config, of which nothing remains in objective and optimizer."""
+        return [f"objective={json.dumps(SIDES[side])}", "optimizer={}", *settings_of(recipe)]
 
     def data(self, laboratory: Laboratory) -> list[str]:
         return laboratory.encoder_data(self.vocabulary) if self.encoder else laboratory.data(self.vocabulary)
 
 
-KINDS = {
-    "decoder": Kind(
-        config="demo",
-        encoder=False,
-        vocabulary=16_384,
-        shape=("data.sequence_length=256",),
-        rows=4_000,
-        least={},
-        start={"headless": FIRST, "vanilla": START},
-        found=FOUND,
-    ),
-    "encoder": Kind(
-        config="modernbert-15m",
-        encoder=True,
-        vocabulary=8_192,
-        shape=(
-            *("model.num_layers=4", "model.hidden_size=128", "model.num_heads=2", "model.intermediate_size=256"),
-            *("data.sequence_length=128", "data.isolate_documents=false", "model.local_window=256"),
-            "batch.micro_size=32",
-        ),
-        rows=16_000,
-        least={"batch.global_size": 32},  # a micro-batch, and a group of negatives
-        start={
-            "headless": ENCODER_START | {"objective.temperature": 1, "objective.group_samples": 32},
-            "vanilla": ENCODER_START,
-        },
-        found=ENCODER_FOUND,
-    ),
-}
-"""The demo's decoder, of 1 M tokens a run; a ModernBERT whose windows are as wide as its rows, of 2 M."""
+_LIST = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+SIDES: dict[str, Row] = _LIST["sides"]
+"""The objective of each."""
+
+KINDS = {name: Kind(**kind) for name, kind in _LIST["kinds"].items()}
+FIRST = KINDS["decoder"].start
 
 
 def compare_recipe(laboratory: Laboratory, only: Sequence[str]) -> None:
-    """Climbs, for the kinds and objectives of `only` or all, and holds what was found against the first recipe."""
-    if unknown := [name for name in only if name not in KINDS and name not in OBJECTIVES]:
-        raise FieldError("--only", f"name some of {', '.join([*KINDS, *OBJECTIVES])}", got=unknown[0])
+    """Climbs, for the kinds and sides of `only` or all, and holds what was found against the first recipe."""
+    if unknown := [name for name in only if name not in KINDS and name not in SIDES]:
+        raise FieldError("--only", f"name some of {', '.join([*KINDS, *SIDES])}", got=unknown[0])
+    sides = [name for name in SIDES if name in only] or [*SIDES]
     for kind in [name for name in KINDS if name in only] or KINDS:
-        for objective in [name for name in OBJECTIVES if name in only] or OBJECTIVES:
-            Search(laboratory, kind, objective).record()
+        climbs = [Climb(laboratory, kind, side) for side in sides]
+        title = "-".join([f"recipe-{kind}", *(sides if len(sides) < len(SIDES) else [])])
+        for climb in climbs:
+            climb.perplexity(climb.recipe)  # where each begins is known first
+        for _ in range(ROUNDS):
+            before = [climb.recipe for climb in climbs]
+            for setting in KINDS[kind].values:
+                for climb in climbs:
+                    climb.try_values(setting)
+                laboratory.record(title, [row for climb in climbs for row in climb.rows])
+            if before == [climb.recipe for climb in climbs]:
+                break
+        laboratory.record(f"{title}-held", [row for climb in climbs for row in climb.held()])
 
 
-@dataclass(frozen=True)
-class Search:
-    """For the recipe of a kind by one objective."""
+@dataclass
+class Climb:
+    """The way of one side from what was found before; `rows` has every run, in their order."""
 
     laboratory: Laboratory
     kind_name: str
-    objective: str
+    side: str
+    rows: list[Row] = field(default_factory=list)
+    known: dict[tuple[tuple[str, Any], ...], float] = field(default_factory=dict)
+    """Perplexities by the recipe."""
 
-    @property
-    def kind(self) -> Kind:
-        return KINDS[self.kind_name]
+    def __post_init__(self) -> None:
+        self.kind = KINDS[self.kind_name]
+        self.recipe = self.kind.first(self.side) | self.kind.found[self.side]
 
-    @property
-    def start(self) -> Recipe:
-        return self.kind.start[self.objective]
+    def try_values(self, setting: str) -> None:
+        """Keeps the best value, if this side has such a setting."""
+        if setting not in self.recipe:
+            return
+        tried = [_fitting(self.recipe | {setting: value}) for value in self.kind.values[setting]]
+        best = min(tried, key=self.perplexity)
+        if self.perplexity(best) < self.perplexity(self.recipe) * (1 - LEAST_GAIN):
+            self.recipe = best
 
-    @property
-    def title(self) -> str:
-        """Of runs and records."""
-        return self.objective if self.kind_name == "decoder" else f"{self.kind_name}-{self.objective}"
+    def perplexity(self, recipe: Recipe) -> float:
+        """The mean over SEEDS; infinite where a run went astray."""
+        key = tuple(recipe.items())
+        if key not in self.known:
+            rows = [self._tried(recipe, seed) for seed in SEEDS]
+            self.rows += rows
+            self.known[key] = mean(row["perplexity"] if isfinite(row["perplexity"]) else inf for row in rows)
+        return self.known[key]
 
-    def record(self) -> None:
-        climb = Climb(self.start | self.kind.found[self.objective], self._tried, self.kind.least)
-        found = climb.to_the_top()
-        self.laboratory.record(f"recipe-{self.title}", [{"objective": self.objective, **row} for row in climb.rows])
-        self.laboratory.record(f"recipe-{self.title}-held", self._held({"first": self.start, "found": found}))
-
-    def _tried(self, recipe: Recipe) -> Row:
-        """The end of a run, or an infinite perplexity where it went astray."""
-        name = self._name(recipe)
-        try:
-            return self._trained(name, recipe, seed=SEEDS[0], times=1)
-        except UserError:
-            if not _went_astray(self.laboratory.folder / name):
-                raise
-            return {"seed": SEEDS[0], "perplexity": inf}
-
-    def _held(self, recipes: Mapping[str, Recipe]) -> list[Row]:
-        """Both recipes over all seeds, and with the first over longer runs."""
+    def held(self) -> list[Row]:
+        """The first recipe and the one found, over all seeds of the ends, and with the first over longer runs."""
         rows = []
-        for which, recipe in recipes.items():
-            for seed, times in [*((seed, 1) for seed in SEEDS), (SEEDS[0], LONGER)]:
-                name = self._name(recipe) + (f"-seed{seed}" if seed else "") + (f"-x{times}" if times > 1 else "")
-                row = self._trained(name, recipe, seed, times)
-                rows.append({"objective": self.objective, "recipe": which, **row})
-        values = [value for value in (*SCORES, "tokens/s") if value in rows[0]]
-        return over_seeds(rows, ("objective", "recipe", "tokens"), values)
+        for which, recipe in {"first": self.kind.first(self.side), "found": self.recipe}.items():
+            for seed, times in [*((seed, 1) for seed in ENDS), (ENDS[0], LONGER)]:
+                rows.append({"recipe": which, **self._trained(recipe, seed, self.kind.rows * times)})
+        values = [value for value in SCORES if value in rows[0]]
+        return over_seeds(rows, ("side", "recipe", "tokens"), values)
 
-    def _trained(self, name: str, recipe: Recipe, seed: int, times: int) -> Row:
-        """The end of one run over `times` as many rows."""
-        kind = self.kind
-        steps = kind.rows * times // recipe["batch.global_size"]
+    def _tried(self, recipe: Recipe, seed: int) -> Row:
+        """The end of a run, or an infinite perplexity where it went astray."""
+        try:
+            return self._trained(recipe, seed, self.kind.rows)
+        except UserError:
+            if not _went_astray(self.laboratory.folder / self._name(recipe, seed, self.kind.rows)):
+                raise
+            return {"side": self.side, "seed": seed, **recipe, "perplexity": inf}
+
+    def _trained(self, recipe: Recipe, seed: int, data_rows: int) -> Row:
+        """The end of one run."""
+        steps, name = data_rows // recipe["batch.global_size"], self._name(recipe, seed, data_rows)
         course = [f"training.steps={steps}", f"training.evaluate_every={steps}", f"training.checkpoint_every={steps}"]
         course += [f"schedule.warmup_steps={steps // 16}", f"seed={seed}"]
         course += [f"schedule.decay_steps={steps // 5 if recipe['schedule.name'] == 'wsd' else 'null'}"]
-        given = [*kind.data(self.laboratory), *kind.shape, *settings_of(recipe), *course]
-        run = self.laboratory.train(f"{kind.config}-{self.objective}", name, *given)
-        last = run.validation[-1]
+        given = [*self.kind.data(self.laboratory), *self.kind.shape, *self.kind.learns_by(self.side, recipe), *course]
+        run = self.laboratory.train(self.kind.config, name, *given)
+        last, settings = run.validation[-1], {name: str(value) for name, value in recipe.items()}
         told = {key: last[key] for key in SCORES if last[key] is not None}
-        return {"seed": seed, "tokens": run.training[-1]["tokens"], **told, "tokens/s": speed(run)}
+        made = {"cpu_seconds": round(spent(run)), "processors": self.laboratory.processors(name)}
+        return {"side": self.side, "seed": seed, **settings, "tokens": run.training[-1]["tokens"], **told, **made}
 
-    def _name(self, recipe: Recipe) -> str:
+    def _name(self, recipe: Recipe, seed: int, data_rows: int) -> str:
         """What is not as at the start."""
-        first = self.kind.start["headless"]
         changed = [
             f"{key.removesuffix('.name').split('.')[-1]}-{value}"
             for key, value in recipe.items()
-            if value != first[key]
+            if value != self.kind.start[key]
         ]
-        return f"{self.title}-" + (re.sub(r"[^\w.-]+", "_", "-".join(changed)) or "first")
+        parts = [self.kind_name, self.side, *changed, f"rows-{data_rows}", f"seed-{seed}"]
+        return re.sub(r"[^\w.-]+", "_", "-".join(parts))
+
+
+def _fitting(recipe: Recipe) -> Recipe:
+    """With a candidate group no larger than the global batch."""
+    group, batch = "objective.group_samples", recipe["batch.global_size"]
+    return recipe | ({group: min(recipe[group], batch)} if group in recipe else {})
 
 
 def _went_astray(run: Path) -> bool:

@@ -71,7 +71,7 @@ PARTS = {
         longer=HALF,
     ),
     "encoder": Part(
-        shape=KINDS["encoder"].shape,
+        shape=tuple(KINDS["encoder"].shape),
         budgets={0: (5, 25), 1: (5,)},
         switches={},
         kinds=("headless", "vanilla"),
