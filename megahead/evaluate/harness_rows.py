@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,22 +40,38 @@ def passages(file: Path) -> list[Row]:
     return rows
 
 
+def each_of(file: Path, rows: Iterable[Any], changed: Callable[[Any], Row]) -> list[Row]:
+    """Every row as the definition wants it; DataError with the number of one that is not as published."""
+    made = []
+    for number, row in enumerate(rows, 1):
+        try:
+            made.append(changed(row))
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            what = f"lacks or does not know {error}" if isinstance(error, KeyError) else f"is of another form ({error})"
+            raise DataError(f"`{file}` must hold examples as published, but example {number} {what}.") from None
+    return made
+
+
 def arc(file: Path) -> list[Row]:
     """The file has question and choices inside `question`; the definition wants parallel lists."""
-    return [
-        {
-            "question": row["question"]["stem"],
-            "choices": {key: [choice[key] for choice in row["question"]["choices"]] for key in ("text", "label")},
-            "answerKey": row["answerKey"],
-        }
-        for row in json_lines("question", "answerKey")(file)
-    ]
+
+    def changed(row: Row) -> Row:
+        choices = {key: [choice[key] for choice in row["question"]["choices"]] for key in ("text", "label")}
+        return {"question": row["question"]["stem"], "choices": choices, "answerKey": row["answerKey"]}
+
+    return each_of(file, json_lines("question", "answerKey")(file), changed)
 
 
 def boolq(file: Path) -> list[Row]:
     """The file has true and false, the task wants 1 and 0; otherwise every answer would silently count as wrong."""
     classes = {"false": 0, "true": 1, False: 0, True: 1}
-    return [{**row, "label": classes[row["label"]]} for row in json_lines("passage", "question", "label")(file)]
+
+    def changed(row: Row) -> Row:
+        if row["label"] not in classes:
+            raise ValueError(f"its label must be true or false, but is {row['label']!r}")
+        return {**row, "label": classes[row["label"]]}
+
+    return each_of(file, json_lines("passage", "question", "label")(file), changed)
 
 
 def crows_pairs(file: Path) -> list[Row]:
@@ -69,12 +85,13 @@ def crows_pairs(file: Path) -> list[Row]:
 
 def race(file: Path) -> list[Row]:
     """One article per line, its questions in parallel lists; the definition wants them as one Python literal."""
-    rows = []
-    for row in json_lines("article", "questions", "options", "answers")(file):
+
+    def changed(row: Row) -> Row:
         problems = zip(row["questions"], row["options"], row["answers"], strict=True)
         named = [dict(zip(("question", "options", "answer"), problem, strict=True)) for problem in problems]
-        rows.append({"article": row["article"], "problems": repr(named)})
-    return rows
+        return {"article": row["article"], "problems": repr(named)}
+
+    return each_of(file, json_lines("article", "questions", "options", "answers")(file), changed)
 
 
 def pubmedqa(file: Path) -> list[Row]:
@@ -89,12 +106,13 @@ def pubmedqa(file: Path) -> list[Row]:
 
 def qasper(file: Path) -> list[Row]:
     """A dict by paper, whose questions are a list of objects; the definition wants an object of lists."""
-    rows = []
-    for paper in _mapping(file).values():
+
+    def changed(paper: Row) -> Row:
         answers = [{"answer": [given["answer"] for given in asked["answers"]]} for asked in paper["qas"]]
         questions = {"question": [asked["question"] for asked in paper["qas"]], "answers": answers}
-        rows.append({"title": paper["title"], "abstract": paper["abstract"], "qas": questions})
-    return rows
+        return {"title": paper["title"], "abstract": paper["abstract"], "qas": questions}
+
+    return each_of(file, _mapping(file).values(), changed)
 
 
 def text_of(file: Path) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import torch
 from megahead.convert import hf_folder, load_causal, load_tokenizer_folder
 from megahead.corpus import load_tokenizer
 from megahead.errors import CheckpointError, DataError, FieldError
+from megahead.evaluate import harness_rows
 from megahead.evaluate.harness import evaluate_harness
 from megahead.evaluate.harness_tasks import task_files
 from megahead.evaluate.lm_eval_task import fitting_batch_size
@@ -122,6 +124,30 @@ def test_a_file_that_is_no_test_is_reported(tmp_path: Path, content: str, senten
     (tmp_path / "cloze.jsonl").write_text(content)
     with pytest.raises(DataError, match=sentence):
         task_files(["cloze"], cloze=tmp_path / "cloze.jsonl")
+
+
+GOOD = {
+    "boolq": {"passage": "a", "question": "b", "label": True},
+    "arc": {"question": {"stem": "a", "choices": [{"text": "b", "label": "A"}]}, "answerKey": "A"},
+    "race": {"article": "a", "questions": ["b"], "options": [["c"]], "answers": ["A"]},
+}
+
+
+@pytest.mark.parametrize(
+    ("reader", "wrong", "sentence"),
+    [
+        ("boolq", {"label": "yes"}, "its label must be true or false, but is 'yes'"),
+        ("arc", {"question": {"stem": "a"}}, "lacks or does not know 'choices'"),
+        ("race", {"answers": []}, "is of another form"),
+    ],
+)
+def test_an_example_that_is_not_as_published_is_named_by_its_number(
+    tmp_path: Path, reader: str, wrong: dict[str, Any], sentence: str
+) -> None:
+    lines = [json.dumps(row) for row in (GOOD[reader], GOOD[reader] | wrong)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines) + "\n")
+    with pytest.raises(DataError, match=f"must hold examples as published, but example 2 .*{sentence}"):
+        getattr(harness_rows, reader)(tmp_path / "rows.jsonl")
 
 
 def test_a_batch_shrinks_with_length_and_memory_and_never_vanishes(folder: Path) -> None:
