@@ -73,18 +73,19 @@ def export(
         write_shards(folder, list(exported_tensors(target)), DTYPES[dtype], shard_bytes)
         tokenizer = write_settings(folder, target)
         parity = verify(folder, target)
-        origin = {"source": fingerprint(model)} | ({} if tokenizer is None else {"tokenizer": _mark(model, tokenizer)})
+        origin = {"source": fingerprint(model)} | _tokenizer_of(model, folder)
         write_json(folder / PARITY_FILE, {**parity.record(), "head": head, **origin})
         (folder / "README.md").write_text(model_card(target, parity), encoding="utf-8")
     return ExportReport(output_dir, head, dtype, parity, tokenizer, time.monotonic() - begin)
 
 
-def _mark(model: TrainedModel, tokenizer: Path) -> str:
-    """That of the tokenizer; CheckpointError where the run was trained with another."""
-    mark = model.tokenizer_mark()
-    if mark is not None and not has_mark(tokenizer, mark):
-        raise CheckpointError(f"`{tokenizer}` must be the tokenizer of the run, but is another one; put that back.")
-    return tokenizer_mark(tokenizer)
+def _tokenizer_of(model: TrainedModel, folder: Path) -> dict[str, str]:
+    """By what the tokenizer that was written is known; CheckpointError where the run's file is no longer the one that
+    it was trained with."""
+    mark, source, written = model.tokenizer_mark(), model.tokenizer(), folder / "tokenizer.json"
+    if mark is not None and source is not None and not has_mark(source, mark):
+        raise CheckpointError(f"`{source}` must be the tokenizer of the run, but is another one; put that back.")
+    return {"tokenizer": tokenizer_mark(written)} if written.is_file() else {}
 
 
 def fingerprint(model: TrainedModel) -> str:
