@@ -50,6 +50,11 @@ class Tokenizer:
         self.roles = self._reference.roles
         """The ids that a `.model` itself names for `begin`, `end`, `padding` and `unknown`; no tokenizer.json does."""
 
+    @property
+    def added(self) -> list[str]:
+        """The spellings of tokens that a tokenizer.json has beside its model's, whose ids engines read differently."""
+        return self._reference.added
+
     @cached_property
     def dropout(self) -> float:
         """The share of merges that the file wants left out at random, which no encoding here does."""
@@ -117,7 +122,8 @@ class Tokenizer:
 
 
 def load_tokenizer(path: str | Path, probe: Sequence[str] = ()) -> Tokenizer:
-    """The tokenizer in `path`, with the fast engine if that gives the reference's ids on every text of `probe`.
+    """The tokenizer in `path`, with the fast engine if that gives the reference's ids on every text of `probe`, and
+    around every added token.
 
     Without a probe, or if the fast engine cannot read the file (WordPiece, for one), with the reference. A file that
     was read before is not read again; that of a URL is fetched first. DataError if it is missing, or neither a
@@ -129,7 +135,8 @@ def load_tokenizer(path: str | Path, probe: Sequence[str] = ()) -> Tokenizer:
         return reference
     try:
         fast = opened(path, "fastokens")
-        exact = fast.encode_batch(probe) == reference.encode_batch(probe)
+        texts = [*probe, *(f"a {token} b{token}c" for token in reference.added)]
+        exact = fast.encode_batch(texts) == reference.encode_batch(texts)
     except ValueError:  # what fastokens raises for a kind of tokenizer it does not know
         exact = False
     return fast if exact else reference
@@ -167,6 +174,7 @@ def _opened(path: Path, engine: Engine, fingerprint: Fingerprint) -> Tokenizer:
 class _Reference(Protocol):
     vocab_size: int
     roles: dict[str, int]
+    added: list[str]
     dropout: float
 
     def content(self) -> str:
@@ -194,6 +202,7 @@ class _TokenizerJson:
         if self.dropout:
             self._tokenizer.model.dropout = None
         self.roles: dict[str, int] = {}
+        self.added = [token.content for token in self._tokenizer.get_added_tokens_decoder().values()]
         ids = self._tokenizer.get_vocab(with_added_tokens=True).values()
         if not ids:
             raise DataError(f"`{path}` must have tokens, but has none.")
@@ -217,6 +226,7 @@ class _TokenizerJson:
 
 class _SentencePieceModel:
     dropout = 0.0
+    added: list[str] = []  # noqa: RUF012 - never changed
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -52,3 +53,16 @@ def test_says_what_is_wrong_with_a_file(tmp_path: Path, tokenizer_path: Path) ->
         load_tokenizer(tmp_path / "bad.json")
     with pytest.raises(DataError, match=r"must have a token `\[MASK\]`"):
         load_tokenizer(tokenizer_path).id_of("[MASK]")
+
+
+def test_an_added_token_that_engines_number_differently_is_left_to_the_reference(
+    tokenizer_path: Path, tmp_path: Path
+) -> None:
+    """One whose id leaves a gap, which `tokenizers` closes; no text of the probe has it."""
+    content = json.loads(tokenizer_path.read_text())
+    token = content["added_tokens"][0] | {"id": len(content["model"]["vocab"]) + 100, "content": "<far>"}
+    content["added_tokens"].append(token)
+    (tmp_path / "gap.json").write_text(json.dumps(content))
+    chosen = load_tokenizer(tmp_path / "gap.json", ["The cat"])
+    reference = Tokenizer(tmp_path / "gap.json", "tokenizers")
+    assert chosen.encode_batch(["a <far>"]) == reference.encode_batch(["a <far>"])
