@@ -96,10 +96,10 @@ def test_sentences_of_a_csv_keep_their_commas_and_line_breaks(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("task", "content", "sentence"),
     [
-        ("boolq", '{"question": "q", "passage": "p", "label": "perhaps"}', "must hold boolq as published"),
-        ("arc_easy", '{"question": "q", "answerKey": "A"}', "must hold arc_easy as published"),
+        ("boolq", '{"question": "q", "passage": "p", "label": "perhaps"}', "must hold examples as published, but example 1"),
+        ("arc_easy", '{"question": "q", "answerKey": "A"}', "must hold examples as published, but example 1"),
         ("pubmedqa", "[]", "one JSON object of examples"),
-        ("qasper_bool", '{"1": {"title": "t"}}', "must hold qasper_bool as published"),
+        ("qasper_bool", '{"1": {"title": "t"}}', "must hold examples as published, but example 1"),
         ("crows_pairs_english", "a,b\n1,2\n", "lacks one"),
         ("sciq", '{"question": "q"}', "JSON objects with a `support`, but line 1 is not"),
     ],
