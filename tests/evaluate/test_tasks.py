@@ -96,7 +96,11 @@ def test_sentences_of_a_csv_keep_their_commas_and_line_breaks(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("task", "content", "sentence"),
     [
-        ("boolq", '{"question": "q", "passage": "p", "label": "perhaps"}', "must hold examples as published, but example 1"),
+        (
+            "boolq",
+            '{"question": "q", "passage": "p", "label": "perhaps"}',
+            "must hold examples as published, but example 1",
+        ),
         ("arc_easy", '{"question": "q", "answerKey": "A"}', "must hold examples as published, but example 1"),
         ("pubmedqa", "[]", "one JSON object of examples"),
         ("qasper_bool", '{"1": {"title": "t"}}', "must hold examples as published, but example 1"),
