@@ -7,7 +7,7 @@ setup(
     package_dir={"megahead.configs": "configs"},
     package_data={
         "megahead": ["py.typed"],
-        "megahead.report": ["page/*"],
+        "megahead.report": ["template/*"],
         "megahead.configs": ["*.yaml"],
         "megahead.configs.deepspeed": ["*.json"],
     },

@@ -5,16 +5,20 @@ What scripts and notebooks need is here by name, imported when first asked for: 
 
 from typing import TYPE_CHECKING
 
-from megahead.on_first_use import on_first_use as _on_first_use
+from megahead.lazy import on_first_use as _on_first_use
 from megahead.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from megahead.config import RunConfig, load_config
-    from megahead.convert import export, load_backbone
-    from megahead.corpus import IndexedDataset, IndexedDatasetWriter, preprocess
-    from megahead.evaluate import evaluate_checkpoint
-    from megahead.objectives import cwt_loss
-    from megahead.train import Run, pretrain
+    from megahead.config.loading import load_config
+    from megahead.config.run import RunConfig
+    from megahead.data.indexed import IndexedDataset
+    from megahead.data.preprocess import preprocess
+    from megahead.data.writer import IndexedDatasetWriter
+    from megahead.evaluate.perplexity import evaluate_checkpoint
+    from megahead.hf.export import export
+    from megahead.hf.published import load_backbone
+    from megahead.losses.contrastive import cwt_loss
+    from megahead.train.run import Run, pretrain
 
 __all__ = [
     "IndexedDataset",
@@ -32,12 +36,18 @@ __all__ = [
 
 __getattr__ = _on_first_use(
     __name__,
-    config=("RunConfig", "load_config"),
-    convert=("export", "load_backbone"),
-    corpus=("IndexedDataset", "IndexedDatasetWriter", "preprocess"),
-    evaluate=("evaluate_checkpoint",),
-    objectives=("cwt_loss",),
-    train=("Run", "pretrain"),
+    {
+        "config.loading": ("load_config",),
+        "config.run": ("RunConfig",),
+        "data.indexed": ("IndexedDataset",),
+        "data.preprocess": ("preprocess",),
+        "data.writer": ("IndexedDatasetWriter",),
+        "evaluate.perplexity": ("evaluate_checkpoint",),
+        "hf.export": ("export",),
+        "hf.published": ("load_backbone",),
+        "losses.contrastive": ("cwt_loss",),
+        "train.run": ("Run", "pretrain"),
+    },
 )
 
 

@@ -1,3 +1,5 @@
 """The package's version."""
 
+from __future__ import annotations
+
 __version__ = "0.1.0"

@@ -19,10 +19,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megahead.config import NAMED_SIZES, RunConfig, config_from_dict
+from megahead.config.loading import config_from_dict
+from megahead.config.model import NAMED_SIZES
+from megahead.config.run import RunConfig
 from megahead.errors import FieldError, run_command
 from megahead.estimate import count_parameters
-from megahead.report import to_json, to_rich
+from megahead.report.tables import to_json, to_rich
 from megahead.terminal import terminal
 from megahead.wording import counted, milliseconds
 

@@ -17,7 +17,7 @@ from bench_engine import make_config
 
 from megahead.errors import run_command
 from megahead.estimate import count_parameters
-from megahead.report import to_json
+from megahead.report.tables import to_json
 
 
 def main() -> None:

@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 
 from megahead.errors import run_command
-from megahead.report import to_json
+from megahead.report.tables import to_json
 
 
 def main() -> None:

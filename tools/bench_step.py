@@ -36,10 +36,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megahead.config import NAMED_SIZES, ModelConfig, RunConfig, config_from_dict, load_config
-from megahead.corpus import IndexedDataset
+from megahead.config.loading import config_from_dict, load_config
+from megahead.config.model import NAMED_SIZES, ModelConfig
+from megahead.config.run import RunConfig
+from megahead.data.indexed import IndexedDataset
 from megahead.errors import FieldError, run_command
-from megahead.report import to_json
+from megahead.report.tables import to_json
 
 if TYPE_CHECKING:
     from benchmarks.plans import Plan
@@ -63,8 +65,8 @@ def main() -> None:
     from benchmarks.contest import hold
     from benchmarks.largest import fill
     from benchmarks.vocabularies import grow
-    from megahead.distributed import Group
-    from megahead.train.precision import settle_precision
+    from megahead.distributed.group import Group
+    from megahead.train.run import settle_precision
 
     device = torch.device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if arguments.threads:

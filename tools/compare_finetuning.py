@@ -17,12 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megahead import convert
 from megahead.errors import existing, run_command
-from megahead.evaluate import finetuning
-from megahead.evaluate.finetuning import FineTuning, Sources, TaskData, load_task, paper_settings
-from megahead.evaluate.finetuning.examples import Example
-from megahead.report import to_rich
+from megahead.evaluate.glue_tasks import Example, FineTuning, Sources, TaskData, load_task, paper_settings
+from megahead.report.tables import to_rich
 from megahead.terminal import terminal
 
 if TYPE_CHECKING:
@@ -33,15 +30,15 @@ def main() -> None:
     arguments = _parser().parse_args()
     console = terminal(soft_wrap=True)
     rows = []
+    from megahead.evaluate.finetuning import FineTuningRun, InitialModel
+
     for name in arguments.task:
         data = load_task(name, Sources(arguments.data), max_train_rows=arguments.max_train_rows)
         if data.short:
             console.print(f"{name}: {data.short:,} lines lack a column and were left out")
         changes = {"epochs": arguments.epochs, "learning_rate": arguments.learning_rate}
         settings = paper_settings(name, "regular", **changes)
-        task_run = finetuning.FineTuningRun(
-            finetuning.InitialModel(str(arguments.model), arguments.model), data, settings
-        )
+        task_run = FineTuningRun(InitialModel(str(arguments.model), arguments.model), data, settings)
         ours, theirs = [], []
         for seed in range(arguments.seeds):
             ours.append(max(next(iter(epoch.scores.values()))[data.task.metric] for epoch in task_run.run(seed)))
@@ -57,22 +54,24 @@ def trainer_score(model: Path, data: TaskData, settings: FineTuning, seed: int) 
     from transformers import DataCollatorWithPadding, PrinterCallback, Trainer
 
     torch.manual_seed(seed)
-    tokenizer = convert.load_tokenizer_folder(model)
+    from megahead.hf.published import load_tokenizer_folder
+
+    tokenizer = load_tokenizer_folder(model)
     (test,) = data.evaluation_sets.values()
     regression = not data.task.labels
+
+    from megahead.evaluate.finetuning import measure
 
     def metrics(predicted: Any) -> dict[str, float]:
         outputs, labels = predicted
         predictions = outputs[:, 0] if regression else outputs.argmax(1)
-        return {
-            "score": finetuning.measure(
-                data.task.metric, np.asarray(labels, np.float64), predictions.astype(np.float64)
-            )
-        }
+        return {"score": measure(data.task.metric, np.asarray(labels, np.float64), predictions.astype(np.float64))}
+
+    from megahead.hf.published import load_classifier
 
     with tempfile.TemporaryDirectory() as folder:
         trainer = Trainer(
-            convert.load_classifier(model, data.task.outputs(), tokenizer.pad_token_id),
+            load_classifier(model, data.task.outputs(), tokenizer.pad_token_id),
             training_arguments(Path(folder), settings, seed),
             train_dataset=tokenized(data.train, tokenizer, settings, regression),
             eval_dataset=tokenized(test, tokenizer, settings, regression),

@@ -17,8 +17,8 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from megahead.config import NAMED_SIZES, ModelConfig, RunConfig
-from megahead.config.families import DEFAULTS
+from megahead.config.model import DEFAULTS, NAMED_SIZES, ModelConfig
+from megahead.config.run import RunConfig
 
 PAGE = Path(__file__).parents[1] / "docs/configuration.md"
 HEAD = """# Configuration

@@ -13,9 +13,9 @@ import argparse
 from pathlib import Path
 
 from megahead import wording
-from megahead.config import load_config
+from megahead.config.loading import load_config
 from megahead.errors import UserError, run_command
-from megahead.report import to_json, to_rich
+from megahead.report.tables import to_json, to_rich
 from megahead.terminal import terminal
 
 

@@ -23,7 +23,7 @@ from benchmarks.gpu_report.plan import DRY, FULL, parts_of
 from benchmarks.gpu_report.session import DRY_RUN, ON_A_GPU, Session
 from benchmarks.gpu_report.text import Text
 from megahead.errors import FieldError, existing, run_command
-from megahead.report import to_rich
+from megahead.report.tables import to_rich
 from megahead.terminal import terminal
 
 ZIPF_TOKENS, DRY_TOKENS = 2_000_000, 20_000

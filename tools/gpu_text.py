@@ -15,7 +15,9 @@ import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 
-from megahead.corpus import IndexedDataset, IndexedDatasetWriter, load_tokenizer
+from megahead.data.indexed import IndexedDataset
+from megahead.data.tokenizer import load_tokenizer
+from megahead.data.writer import IndexedDatasetWriter
 from megahead.errors import FieldError, UserError, existing, run_command
 
 HOLDOUT = 200

@@ -15,7 +15,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--output", type=Path, default=PICTURE, help="the PNG (default: the one in docs)")
     output = parser.parse_args().output
-    from megahead.report.headless_picture import draw  # needs matplotlib
+    from megahead.report.figures import draw  # needs matplotlib
 
     print(f"wrote {draw(output)}")
 

@@ -1,4 +1,4 @@
-"""Regenerates the tables and figures of docs/paper.md, verdict.md, recipe.md, variants.md and vocabularies.md:
+"""Regenerates the tables and figures of docs/research/paper.md, verdict.md, recipe.md, variants.md and vocabularies.md:
 `python tools/paper.py EXPERIMENT --text english.jsonl.zst`.
 
 Tokenizers, datasets, runs, logs and results lie in --folder; a second call reuses what is finished and resumes what is
@@ -12,7 +12,7 @@ import os
 from importlib import import_module
 from pathlib import Path
 
-from megahead.corpus.sources import find_inputs
+from megahead.data.sources import find_inputs
 from megahead.errors import existing, run_command
 from megahead.terminal import terminal
 
@@ -36,7 +36,7 @@ EXPERIMENTS = (
     "neighbours",
     "glue",
 )
-"""Those of docs/paper.md in its order, then others; each is `compare_NAME` of `experiments/NAME.py`."""
+"""Those of docs/research/paper.md in its order, then others; each is `compare_NAME` of `experiments/NAME.py`."""
 
 
 def main() -> None:

@@ -12,10 +12,10 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megahead.config import load_config
-from megahead.corpus import IndexedDataset
+from megahead.config.loading import load_config
+from megahead.data.indexed import IndexedDataset
 from megahead.errors import run_command
-from megahead.report import to_rich
+from megahead.report.tables import to_rich
 from megahead.terminal import terminal
 
 if TYPE_CHECKING:

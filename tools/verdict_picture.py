@@ -1,4 +1,4 @@
-"""Draws docs/verdict.png, headless and vanilla along tokens and along time, from two tables of docs/verdict.md.
+"""Draws docs/research/verdict.png, headless and vanilla along tokens and along time, from two tables of that page.
 
 python tools/verdict_picture.py
 """
@@ -10,7 +10,7 @@ import json
 import re
 from pathlib import Path
 
-PAGE = Path(__file__).parents[1] / "docs/verdict.md"
+PAGE = Path(__file__).parents[1] / "docs/research/verdict.md"
 PICTURE = PAGE.with_suffix(".png")
 
 HEADLESS_TOKENS_A_MINUTE = 104.9e6 / 135
@@ -30,7 +30,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=PICTURE, help="the PNG (default: the one in docs)")
     output = parser.parse_args().output
     from experiments.charts import Chart, draw_charts  # needs matplotlib
-    from megahead.report.style import save_figure
+    from megahead.report.figures import save_figure
 
     perplexity, blimp = both = drawn(PAGE.read_text(encoding="utf-8"))
     charts = [

@@ -10,35 +10,45 @@ from __future__ import annotations
 import argparse
 from math import inf
 from pathlib import Path
-from typing import get_args
+from typing import TYPE_CHECKING, get_args
 
-from megahead import convert
-from megahead.config import HeadName
+from megahead.checkpoints.arguments import far_or_existing
+from megahead.config.objective import HeadName
 from megahead.errors import FieldError, existing
-from megahead.mirror import far_or_existing
 from megahead.terminal import terminal
+
+if TYPE_CHECKING:
+    from megahead.hf.export import ExportReport
+    from megahead.hf.revocabulary import RevocabularyReport
+
 
 _SPECIAL = ("mask_token", "cls_token", "sep_token")
 METHODS = ("mean", "rarity", "random")
-"""Those of `megahead/convert/new_rows.py`, whose import would take a second."""
+"""Those of `megahead/hf/revocabulary.py`, whose import would take a second."""
 
 
 def main() -> None:
     arguments = _parser().parse_args()
     console = terminal(soft_wrap=True)
+    from megahead.hf.published import from_hf
+
     if arguments.direction == "from-hf":
         given = arguments.special_ids
         special_ids = None if given is None else dict(zip(_SPECIAL, given, strict=True))
-        output = convert.from_hf(arguments.model, arguments.output, special_ids=special_ids)
+        output = from_hf(arguments.model, arguments.output, special_ids=special_ids)
         console.print(f"wrote {output}: a checkpoint for init.from_checkpoint")
         return
+    from megahead.hf.revocabulary import revocabulary
+
     if arguments.direction == "revocabulary":
-        moved = convert.revocabulary(arguments.model, arguments.tokenizer, arguments.output, arguments.method)
+        moved = revocabulary(arguments.model, arguments.tokenizer, arguments.output, arguments.method)
         console.print(rows_told(moved))
         return
     if not 0 < arguments.shard_size < inf:
         raise FieldError("--shard-size", "be above 0", got=arguments.shard_size)
-    report = convert.export(
+    from megahead.hf.export import export
+
+    report = export(
         arguments.checkpoint,
         arguments.output,
         arguments.head,
@@ -49,7 +59,7 @@ def main() -> None:
     console.print(summary(report))
 
 
-def summary(report: convert.ExportReport) -> str:
+def summary(report: ExportReport) -> str:
     """An export, described in two or three lines."""
     parity = report.parity
     errors = ", ".join(f"{error:.1e} in {kind}" for kind, error in parity.largest_error.items())
@@ -63,7 +73,7 @@ def summary(report: convert.ExportReport) -> str:
     return "\n".join(lines)
 
 
-def rows_told(report: convert.RevocabularyReport) -> str:
+def rows_told(report: RevocabularyReport) -> str:
     """What became of a model's rows."""
     return (
         f"wrote {report.folder}: a checkpoint for init.from_checkpoint, {report.new_ids:,} ids instead of "

@@ -8,7 +8,6 @@ Nothing is installed or changed; a few seconds.
 
 from __future__ import annotations
 
-# Python's own modules alone: it speaks where nothing is installed yet.
 import argparse
 import importlib
 import importlib.metadata
@@ -27,6 +26,10 @@ from megahead.wording import GIB, counted
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+
+# Python's own modules alone: it speaks where nothing is installed yet.
+
 
 STYLES = {"ok": "green", "note": "yellow", "problem": "bold red"}
 

@@ -10,7 +10,9 @@ from dataclasses import fields
 
 from rich.table import Table
 
-from megahead.config import RunConfig, RunPlan, load_config, names_of, phases_of
+from megahead.config.loading import load_config
+from megahead.config.plan import RunPlan, names_of, phases_of
+from megahead.config.run import RunConfig
 from megahead.errors import ConfigError
 from megahead.estimate import (
     FlopsPerToken,

@@ -17,16 +17,20 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from megahead import convert, evaluate, report
+from megahead.checkpoints.arguments import far_or_existing
 from megahead.errors import FieldError, existing
 from megahead.evaluate.harness_tasks import TASKS, task_files, write_tasks
 from megahead.evaluate.results import HarnessResult, ResultsFile, Score
-from megahead.mirror import far_or_existing
 from megahead.run_folder import RunFolder
 from megahead.terminal import terminal
+
+if TYPE_CHECKING:
+    from megahead.hf.export import Origin
+
 
 PAPER = [
     "lambada_openai",
@@ -54,8 +58,12 @@ def main() -> None:
     if arguments.write_tasks:
         console.print(f"wrote {write_tasks(files, arguments.write_tasks)}", soft_wrap=True)
     kept = ResultsFile(arguments.output)
-    folders = {model: convert.hf_folder(model) for model in arguments.model}
-    curve = {model: convert.origin(folder) for model, folder in folders.items()} if arguments.curve else {}
+    from megahead.hf.export import hf_folder
+
+    folders = {model: hf_folder(model) for model in arguments.model}
+    from megahead.hf.export import origin
+
+    curve = {model: origin(folder) for model, folder in folders.items()} if arguments.curve else {}
     results = [
         evaluate_model(model, folder, files, kept, arguments.limit, arguments.batch_size)
         for model, folder in folders.items()
@@ -69,12 +77,14 @@ def main() -> None:
                 console.print(f"{result.model}, {task.task}: {cut}", soft_wrap=True)
     if arguments.output and results:
         console.print(f"wrote {arguments.output}", soft_wrap=True)
+    from megahead.report.figures import TaskPoint, save_task_curves
+
     if curve:
         points = [
-            report.TaskPoint(name, place.tokens, result.tasks)
+            TaskPoint(name, place.tokens, result.tasks)
             for name, place, result in zip(names_of_runs(curve, folders), curve.values(), results, strict=True)
         ]
-        console.print(f"wrote {report.save_task_curves(points, arguments.curve)}", soft_wrap=True)
+        console.print(f"wrote {save_task_curves(points, arguments.curve)}", soft_wrap=True)
 
 
 def evaluate_model(
@@ -89,14 +99,16 @@ def evaluate_model(
     begin = time.monotonic()
     found = {task: kept.find(model, folder, task, file, limit) for task, file in files.items()}
     missing = {task: file for task, file in files.items() if found[task] is None}
+    from megahead.evaluate.harness import evaluate_tasks
+
     if missing:
-        for result in evaluate.evaluate_tasks(folder, missing, limit=limit, batch_size=batch_size):
+        for result in evaluate_tasks(folder, missing, limit=limit, batch_size=batch_size):
             kept.add(model, folder, files[result.task], result)
             found[result.task] = result
     return HarnessResult(str(model), [result for result in found.values() if result], time.monotonic() - begin)
 
 
-def names_of_runs(origins: Mapping[Path, convert.Origin], folders: Mapping[Path, Path]) -> list[str]:
+def names_of_runs(origins: Mapping[Path, Origin], folders: Mapping[Path, Path]) -> list[str]:
     """The name of each model's run; runs that share one are named by their folders, where those are known."""
     homes = {model: str(RunFolder.of(model)) for model, folder in folders.items() if folder != model}
     known = {(origins[model].run, home) for model, home in homes.items()}

@@ -13,10 +13,9 @@ import argparse
 from pathlib import Path
 from typing import get_args
 
-from megahead import convert
+from megahead.checkpoints.arguments import far_or_existing
 from megahead.errors import FieldError, existing
-from megahead.evaluate import finetuning
-from megahead.evaluate.finetuning import (
+from megahead.evaluate.glue_tasks import (
     XNLI_LANGUAGES,
     FineTuning,
     LossName,
@@ -26,8 +25,7 @@ from megahead.evaluate.finetuning import (
     load_task,
     paper_settings,
 )
-from megahead.mirror import far_or_existing
-from megahead.report import to_rich
+from megahead.report.tables import to_rich
 from megahead.terminal import terminal
 
 
@@ -45,16 +43,21 @@ def main() -> None:
             console.print(f"{data.name}: {data.short:,} lines lack a column and were left out")
     if arguments.threads:
         use_threads(arguments.threads)
-    initial_models = [
-        finetuning.InitialModel(str(model), convert.hf_folder_to_classify(model)) for model in arguments.model
-    ]
+    from megahead.evaluate.finetuning import InitialModel
+    from megahead.hf.export import hf_folder_to_classify
+
+    initial_models = [InitialModel(str(model), hf_folder_to_classify(model)) for model in arguments.model]
     if arguments.floor:
-        initial_models.append(finetuning.InitialModel("random weights", initial_models[0].folder, random_weights=True))
-    kept = finetuning.FineTuningResults(arguments.output)
-    results = finetuning.Comparison(initial_models, tasks, range(arguments.seeds), kept).run(console.print)
-    console.print(
-        to_rich(finetuning.comparison_table(results), title="percent, mean ± deviation over seeds (best epochs)")
-    )
+        initial_models.append(InitialModel("random weights", initial_models[0].folder, random_weights=True))
+    from megahead.evaluate.finetuning import FineTuningResults
+
+    kept = FineTuningResults(arguments.output)
+    from megahead.evaluate.finetuning import Comparison
+
+    results = Comparison(initial_models, tasks, range(arguments.seeds), kept).run(console.print)
+    from megahead.evaluate.finetuning import comparison_table
+
+    console.print(to_rich(comparison_table(results), title="percent, mean ± deviation over seeds (best epochs)"))
     console.print(f"\nwrote {arguments.output}")
 
 

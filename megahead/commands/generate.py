@@ -22,9 +22,8 @@ from typing import Any
 
 from rich.console import Console
 
-from megahead import convert, evaluate
+from megahead.checkpoints.arguments import far_or_existing
 from megahead.errors import DataError, FieldError, existing
-from megahead.mirror import far_or_existing
 from megahead.terminal import terminal
 
 
@@ -34,7 +33,9 @@ def main() -> None:
         raise FieldError("--max-tokens", "be at least 1", got=arguments.max_tokens)
     if not 0 <= arguments.seed < 2**63:
         raise FieldError("--seed", "be from 0 to 2^63 - 1", got=arguments.seed)
-    sampling = evaluate.sampling_options(arguments.temperature, arguments.top_k, arguments.top_p)
+    from megahead.evaluate.generation import sampling_options
+
+    sampling = sampling_options(arguments.temperature, arguments.top_k, arguments.top_p)
     console = terminal(soft_wrap=True)
     prompts = typed_prompts(console) if arguments.interactive else given_prompts(arguments.prompt, arguments.file)
     go_on = load_model(arguments.model, arguments.seed, arguments.passes)
@@ -53,17 +54,29 @@ def load_model(model: Path, seed: int, passes: int | None) -> Callable[[str, int
     random numbers with `seed`. A run or checkpoint is exported first, unless it has been (RUN/exports)."""
     import torch
 
-    folder = convert.hf_folder(model)
-    encoder = convert.is_encoder(folder)
+    from megahead.hf.export import hf_folder
+
+    folder = hf_folder(model)
+    from megahead.hf.published import is_encoder
+
+    encoder = is_encoder(folder)
     if passes is not None and not encoder:
         raise FieldError("--passes", "be left out for a decoder, which writes a token in each", got=passes)
-    loaded = (convert.load_masked if encoder else convert.load_causal)(folder)
+    from megahead.hf.published import load_causal, load_masked
+
+    loaded = (load_masked if encoder else load_causal)(folder)
     loaded.to("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(seed)
-    tokenizer = convert.load_tokenizer_folder(folder)
+    from megahead.hf.published import load_tokenizer_folder
+
+    tokenizer = load_tokenizer_folder(folder)
+    from megahead.evaluate.generation import unmasked_continuation
+
     if encoder:
-        return partial(evaluate.unmasked_continuation, loaded, tokenizer, passes=passes)
-    return partial(evaluate.continuation, loaded, tokenizer)
+        return partial(unmasked_continuation, loaded, tokenizer, passes=passes)
+    from megahead.evaluate.generation import continuation
+
+    return partial(continuation, loaded, tokenizer)
 
 
 def given_prompts(prompts: Sequence[str] | None, file: Path | None) -> list[str]:

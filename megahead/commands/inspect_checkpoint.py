@@ -6,11 +6,11 @@ import argparse
 import json
 from typing import TYPE_CHECKING
 
-from megahead.mirror import far_or_existing
+from megahead.checkpoints.arguments import far_or_existing
 from megahead.wording import counted
 
 if TYPE_CHECKING:
-    from megahead.checkpoint import Checkpoint
+    from megahead.checkpoints.reading import Checkpoint
 
 
 def main() -> None:
@@ -21,7 +21,8 @@ def main() -> None:
     )
     parser.add_argument("--tensors", action="store_true", help="list every tensor with its shape and file")
     arguments = parser.parse_args()
-    from megahead.checkpoint import abandoned_in, open_checkpoint  # needs torch
+    from megahead.checkpoints.folders import abandoned_in  # needs torch
+    from megahead.checkpoints.reading import open_checkpoint
 
     checkpoint = open_checkpoint(arguments.folder)
     describe(checkpoint, arguments.tensors)

@@ -10,8 +10,9 @@ import argparse
 from rich.console import Console
 from rich.table import Table
 
-from megahead.corpus import Bar, Tokenizer, load_tokenizer
-from megahead.corpus.inspection import Inspection, inspect_dataset
+from megahead.data.inspection import Inspection, inspect_dataset
+from megahead.data.tokenizer import Tokenizer, load_tokenizer
+from megahead.data.writer import Bar
 from megahead.terminal import terminal
 from megahead.wording import counted
 

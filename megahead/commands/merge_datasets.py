@@ -9,8 +9,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from megahead.corpus import Bar
-from megahead.corpus.merging import merge_datasets
+from megahead.data.inspection import merge_datasets
+from megahead.data.writer import Bar
 from megahead.errors import DataError
 from megahead.wording import counted
 

@@ -8,10 +8,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from megahead import convert
-from megahead.corpus import load_tokenizer
+from megahead.checkpoints.arguments import far_or_existing
+from megahead.data.tokenizer import load_tokenizer
 from megahead.errors import FieldError
-from megahead.mirror import far_or_existing
 from megahead.terminal import terminal
 
 
@@ -19,9 +18,10 @@ def main() -> None:
     arguments = _parser().parse_args()
     if arguments.each < 1:
         raise FieldError("--each", "be at least 1", got=arguments.each)
-    from megahead.data.nearest_ids import find_nearest_ids, save_nearest_ids
+    from megahead.data.loader import find_nearest_ids, save_nearest_ids
+    from megahead.hf.published import input_embedding
 
-    weight_VD, tokenizer = convert.input_embedding(arguments.model)
+    weight_VD, tokenizer = input_embedding(arguments.model)
     known = weight_VD[: load_tokenizer(tokenizer).vocab_size]  # what lies behind is padding
     nearest_VK = find_nearest_ids(known.numpy(), arguments.each)
     save_nearest_ids(arguments.output, nearest_VK)

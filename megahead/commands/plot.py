@@ -10,8 +10,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from megahead import report
-from megahead.report import RunMetrics, read_all_metrics, to_rich
+from megahead.report.read import RunMetrics, read_all_metrics
+from megahead.report.tables import to_rich
 from megahead.run_folder import RunFolder
 from megahead.terminal import terminal
 
@@ -24,13 +24,19 @@ def main() -> None:
     runs = read_all_metrics(arguments.runs)
     first = arguments.runs[0]
     output = arguments.output or RunFolder(first.parent if first.suffix == ".jsonl" else first).curves
-    report.save_curves(runs, output)
+    from megahead.report.figures import save_curves
+
+    save_curves(runs, output)
     console = terminal()
     console.print(to_rich([last_values(run) for run in runs]))
     console.print(f"wrote {output}", soft_wrap=True, highlight=False)
-    points = [point for run in runs for point in report.logged_points(run)]
+    from megahead.report.figures import logged_points
+
+    points = [point for run in runs for point in logged_points(run)]
+    from megahead.report.figures import save_task_curves
+
     if points:
-        drawn = report.save_task_curves(points, output.with_name(f"{output.stem}-tasks{output.suffix}"))
+        drawn = save_task_curves(points, output.with_name(f"{output.stem}-tasks{output.suffix}"))
         console.print(f"wrote {drawn}", soft_wrap=True, highlight=False)
 
 

@@ -16,17 +16,23 @@ import time
 from fractions import Fraction
 from pathlib import Path
 
+from megahead.data.preprocess import (
+    END_TOKEN,
+    PreprocessReport,
+    Recipe,
+    held_out_share,
+    preprocess_one,
+    suitable_workers,
+)
+from megahead.data.shards import preprocess_shards
+from megahead.data.sources import Selection, conditions, find_inputs, total_bytes
+from megahead.data.writer import Bar
+from megahead.errors import FieldError
+from megahead.remote_files import near_file
+from megahead.wording import counted
+
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # threads that nothing here uses cost 0.05 s a process
 
-from megahead.corpus import Bar
-from megahead.corpus.encoding import suitable_workers
-from megahead.corpus.preprocess import END_TOKEN, PreprocessReport, Recipe, held_out_share, preprocess_one
-from megahead.corpus.selection import Selection, conditions
-from megahead.corpus.shards import preprocess_shards
-from megahead.corpus.sources import find_inputs, total_bytes
-from megahead.errors import FieldError
-from megahead.far import near_file
-from megahead.wording import counted
 
 PLACES_SHOWN = 10
 

@@ -16,8 +16,9 @@ import signal
 import sys
 from collections.abc import Mapping
 
-from megahead import train
-from megahead.config import RunConfig, RunPlan, load_config
+from megahead.config.loading import load_config
+from megahead.config.plan import RunPlan
+from megahead.config.run import RunConfig
 from megahead.errors import UserError, print_error, run_command
 
 _LEAVES = 75
@@ -36,10 +37,12 @@ def run() -> None:
         print(described(config, arguments.world_size))
         return
 
-    from megahead.distributed import read_launch
+    from megahead.distributed.launch import read_launch
 
     share_cores(os.environ)
-    done = train.pretrain(config, read_launch(os.environ), arguments.resume)
+    from megahead.train.run import pretrain
+
+    done = pretrain(config, read_launch(os.environ), arguments.resume)
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)  # a launcher's second one comes too late to change how it ended
     if done.ending == "stopped":
@@ -75,8 +78,13 @@ def parse() -> argparse.Namespace:
 
 def described(config: RunConfig, world_size: int) -> str:
     """The resolved run, and which of its files are missing; UserError for one that cannot be used."""
-    train.check_present(config)
-    lines = [*train.describe_run(RunPlan.of(config, world_size)), train.files_of(config)]
+    from megahead.train.preflight import check_present
+
+    check_present(config)
+    from megahead.train.describe import describe_run
+    from megahead.train.preflight import files_of
+
+    lines = [*describe_run(RunPlan.of(config, world_size)), files_of(config)]
     return "\n".join(f"{name:<12}{value}" for name, value in lines)
 
 
@@ -85,7 +93,7 @@ def report_once(sentence: str) -> None:
     if os.environ.get("WORLD_SIZE", os.environ.get("SLURM_STEP_NUM_TASKS", "1")) == "1":
         print_error(sentence)  # alone, without waiting for torch
         return
-    from megahead.distributed import print_error_once, read_launch
+    from megahead.distributed.launch import print_error_once, read_launch
 
     try:
         launch = read_launch(os.environ)

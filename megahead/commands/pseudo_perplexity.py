@@ -8,11 +8,10 @@ from __future__ import annotations
 import argparse
 from itertools import islice
 
-from megahead import convert, evaluate
-from megahead.corpus.vocabulary import sample_texts
+from megahead.checkpoints.arguments import far_or_existing
+from megahead.data.train_tokenizer import sample_texts
 from megahead.errors import FieldError
-from megahead.mirror import far_or_existing
-from megahead.report import to_rich
+from megahead.report.tables import to_rich
 from megahead.terminal import terminal
 
 
@@ -23,9 +22,12 @@ def main() -> None:
             raise FieldError(f"--{name.replace('_', '-')}", f"be at least {least}", got=getattr(arguments, name))
     texts = list(islice(sample_texts(arguments.input), arguments.texts))
     rows: list[dict[str, object]] = []
+    from megahead.evaluate.scoring import pseudo_perplexity
+    from megahead.hf.export import hf_folder
+
     for model in arguments.model:
-        found = evaluate.pseudo_perplexity(
-            convert.hf_folder(model), texts, max_length=arguments.max_length, batch_size=arguments.batch_size
+        found = pseudo_perplexity(
+            hf_folder(model), texts, max_length=arguments.max_length, batch_size=arguments.batch_size
         )
         rows.append({"model": str(model), "tokens": found.tokens, "pseudo-perplexity": found.perplexity()})
     terminal().print(to_rich(rows))

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from megahead import report
 from megahead.run_folder import RunFolder
 
 
@@ -27,8 +26,14 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     if arguments.geometry:
+        from megahead.report.geometry import add_geometry
+
         for run in arguments.runs:
-            report.add_geometry(RunFolder.of(run))
-    runs = report.read_runs(arguments.runs)
+            add_geometry(RunFolder.of(run))
+    from megahead.report.read import read_runs
+
+    runs = read_runs(arguments.runs)
     output = arguments.output or RunFolder(arguments.runs[0]).report
-    print(f"wrote {report.save_page(runs, output)}")
+    from megahead.report.page import save_page
+
+    print(f"wrote {save_page(runs, output)}")

@@ -7,30 +7,40 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from megahead import convert, evaluate, report
-from megahead.corpus import load_tokenizer
+from megahead.checkpoints.arguments import far_or_existing
+from megahead.data.tokenizer import load_tokenizer
 from megahead.errors import existing
-from megahead.mirror import far_or_existing
 from megahead.terminal import terminal
+
+if TYPE_CHECKING:
+    from megahead.evaluate.geometry import Similarities
 
 
 def main() -> None:
     arguments = _parser().parse_args()
-    pairs = evaluate.synonym_pairs(arguments.wordnet)
-    found: dict[str, evaluate.Similarities] = {}
+    from megahead.evaluate.geometry import synonym_pairs
+
+    pairs = synonym_pairs(arguments.wordnet)
+    found: dict[str, Similarities] = {}
+    from megahead.evaluate.geometry import similarities
+    from megahead.hf.published import input_embedding
+
     for model in arguments.model:
-        weight_VD, tokenizer = convert.input_embedding(model)
-        found[str(model)] = evaluate.similarities(weight_VD, load_tokenizer(tokenizer), pairs)
+        weight_VD, tokenizer = input_embedding(model)
+        found[str(model)] = similarities(weight_VD, load_tokenizer(tokenizer), pairs)
     console = terminal()
     console.print(table(found))
+    from megahead.report.figures import save_similarities
+
     if arguments.output:
-        console.print(f"wrote {report.save_similarities(found, arguments.output)}", soft_wrap=True)
+        console.print(f"wrote {save_similarities(found, arguments.output)}", soft_wrap=True)
 
 
-def table(found: dict[str, evaluate.Similarities]) -> Table:
+def table(found: dict[str, Similarities]) -> Table:
     """Means of each model with their standard errors."""
     shown = Table(box=None, header_style="bold", pad_edge=False)
     shown.add_column("model", overflow="fold")

@@ -15,12 +15,12 @@ import argparse
 
 from tokenizers import Tokenizer
 
-from megahead.corpus import Bar, load_tokenizer
-from megahead.corpus.growth import grown
-from megahead.corpus.selection import Selection, conditions
-from megahead.corpus.vocabulary import TRAINERS, add_encoder_tokens, sample_texts, save_tokenizer
+from megahead.data.sources import Selection, conditions
+from megahead.data.tokenizer import load_tokenizer
+from megahead.data.train_tokenizer import TRAINERS, add_encoder_tokens, grown, sample_texts, save_tokenizer
+from megahead.data.writer import Bar
 from megahead.errors import FieldError
-from megahead.far import near_file
+from megahead.remote_files import near_file
 
 
 def main() -> None:

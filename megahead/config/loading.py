@@ -12,13 +12,12 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from megahead.config.base import not_a_setting
-from megahead.config.deepspeed import read_deepspeed
-from megahead.config.idle import without_idle
+from megahead.config.base import find_config, may_be_shipped, not_a_setting, shipped_configs
+from megahead.config.checks import without_idle
+from megahead.config.plan import read_deepspeed
 from megahead.config.run import RunConfig
-from megahead.config.shipped import find_config, may_be_shipped, shipped_configs
 from megahead.errors import ConfigError, ConfigErrors, UserError
-from megahead.far.address import without_secrets
+from megahead.remote_files import without_secrets
 
 
 class _Loader(yaml.SafeLoader):

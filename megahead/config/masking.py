@@ -1,4 +1,4 @@
-"""Masking of rows for encoders: which tokens are targets, and what the model reads in their place."""
+"""What is masked: rows of encoders, tokens that middle layers drop, masked inputs of decoders."""
 
 from __future__ import annotations
 
@@ -10,9 +10,65 @@ from pydantic import Field, model_validator
 
 from megahead.config.base import Settings
 from megahead.config.data import DataConfig
-from megahead.config.dropping import DroppingConfig
 from megahead.config.model import ModelConfig
 from megahead.errors import ConfigError
+
+# Token dropping: which tokens of an encoder's rows its middle layers compute.
+
+
+_LAST = "masking.dropping.to_layer"
+
+
+class DroppingConfig(Settings):
+    """Token dropping (Hou et al. 2022, arXiv 2203.13240): middle layers compute the important tokens of each row alone,
+    as many in every row; the others pass by, and are there again behind them. In the first of these layers the
+    important tokens still see all. Held-out rows, exports and fine-tuning have nothing of it."""
+
+    from_layer: int = Field(ge=0)
+    """First layer that leaves tokens out; the paper has half of the layers less one, 5 of 12 (numbers begin at 0)."""
+
+    to_layer: int | None = Field(default=None, ge=1)
+    """First layer behind it that computes all tokens again; the last layer when left out."""
+
+    keep_share: float = Field(default=0.5, gt=0, lt=1)
+    """Share of each row's tokens that is kept: mask tokens, then other special ones, then the most important. There is
+    room for all mask tokens of a row; with masking.count: bernoulli for as many as are expected, and a row that has
+    drawn more loses some."""
+
+    by: Literal["hardest", "frequency", "informative", "weights"] = "hardest"
+    """What is important: ids that the model misses more often (`hardest`, as masking.strategy counts them, with
+    masking.adapt_every), rare ones, those that say much about their neighbours, or those of large data.id_weights. It
+    is drawn which of equally important ones."""
+
+    def layers(self, model: ModelConfig) -> range:
+        """The layers that leave tokens out."""
+        return range(self.from_layer, model.num_layers - 1 if self.to_layer is None else self.to_layer)
+
+    def check(self, model: ModelConfig, targets: float, late: int, *, splits_rows: bool) -> None:
+        """ConfigError unless `model` can drop tokens so. targets: largest share of a row's tokens that may be read as
+        mask tokens; late: layers before the one where these enter; `splits_rows`: sequence parallelism does."""
+        if splits_rows:
+            rule = "be left out with parallel.sequence, which splits whole rows"
+            raise ConfigError("masking.dropping", rule, got="given")
+        layers = self.layers(model)
+        if layers.stop > model.num_layers - 1:
+            rule = f"be at most {model.num_layers - 1}, since the last layer computes all tokens"
+            raise ConfigError(_LAST, rule, got=layers.stop)
+        if not layers:
+            rule = f"be below to_layer ({layers.stop})"
+            raise ConfigError("masking.dropping.from_layer", rule, got=self.from_layer)
+        if self.from_layer < late:
+            rule = f"be at least masking.masks_from_layer ({late}), before which there are no mask tokens to be kept"
+            raise ConfigError("masking.dropping.from_layer", rule, got=self.from_layer)
+        if self.keep_share < targets:
+            rule = (
+                f"be at least the largest share of targets ({targets:g}), since all may be mask tokens, which are kept"
+            )
+            raise ConfigError("masking.dropping.keep_share", rule, got=self.keep_share)
+
+
+# Masking of rows for encoders: which tokens are targets, and what the model reads in their place.
+
 
 Strategy = Literal["uniform", "whole_word", "span", "frequency", "informative", "hardest", "pmi", "weights"]
 
@@ -239,3 +295,33 @@ class MaskingConfig(Settings):
         that is trained); mask tokens enter where the model knows them."""
         kept = (*FRAMING, "diffusion", "masks_from_layer", "mask_decoder_layers")
         return MaskingConfig(**{name: getattr(self, name) for name in kept})
+
+
+# Masked inputs of a decoder (MEAP): which share of what it reads is hidden, and behind which id.
+
+
+class MaskedInputsConfig(Settings):
+    """Some tokens that a decoder reads are replaced by a mask token; what it predicts are the next tokens of the text
+    as ever (MEAP: Zhuang et al. 2025, arXiv 2502.07490). Held-out text is read as it is."""
+
+    mask_token: int = Field(ge=0)
+    """Id that is read in place of a masked token. It must not occur in the text: that of a tokenizer's mask token, or,
+    where it has none, an id beyond the tokenizer's (raise model.vocab_size by one)."""
+
+    share: float = Field(default=0.15, gt=0, lt=1)
+    """Share of each row's tokens that are masked; end tokens never are."""
+
+    def check(self, model: ModelConfig, data: DataConfig) -> None:
+        """ConfigError unless it is a decoder that reads so, and the mask token one that it has."""
+        if model.is_encoder():
+            raise ConfigError("masked_inputs", "be left out of an encoder", got="given", hint="it has `masking`")
+        if self.mask_token >= model.vocab_size:
+            rule = f"be below model.vocab_size ({model.vocab_size})"
+            hint = f"for an id beyond the tokenizer's set model.vocab_size={self.mask_token + 1}"
+            raise ConfigError("masked_inputs.mask_token", rule, got=self.mask_token, hint=hint)
+        if round(self.share * data.sequence_length) == 0:
+            rule = f"mask a token of a row of data.sequence_length ({data.sequence_length})"
+            hint = f"set at least {1 / data.sequence_length:.2g}, or leave masked_inputs out"
+            raise ConfigError("masked_inputs.share", rule, got=self.share, hint=hint)
+        if self.mask_token == data.end_token:
+            raise ConfigError("masked_inputs.mask_token", "differ from data.end_token", got=self.mask_token)

@@ -1,18 +1,169 @@
-"""The objective: pick each output's target among the targets of a candidate group (headless: contrastive weight tying),
-or among the whole vocabulary (vanilla)."""
+"""What a run learns: headless or vanilla, a schedule of both, replaced-token detection, phrases."""
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from megahead.config.base import Settings
-from megahead.config.batch import BatchConfig
-from megahead.config.objective_schedule import ObjectiveScheduleConfig
-from megahead.config.phrases import PhrasesConfig
-from megahead.config.replaced_tokens import ReplacedTokensConfig
+from megahead.config.data import BatchConfig
+from megahead.config.masking import MaskingConfig
+from megahead.config.model import ModelConfig
 from megahead.errors import ConfigError
+
+# Which objective a run begins and ends with, where that changes on the way.
+
+
+class ObjectiveScheduleConfig(Settings):
+    """A run whose objective changes on the way: one set of weights, one state of the optimizer, one learning rate's
+    course. With both shares there are two switches."""
+
+    causal_share: float | None = Field(default=None, gt=0, lt=1)
+    """encoder: share of training.steps, the first ones, in which it learns as a decoder does, next tokens by causal
+    attention; it learns masked tokens in the others, and is an encoder at the end (CLM, then MLM: Gisserot-Boukhlef et
+    al. 2025, arXiv 2507.00994)."""
+
+    vanilla_share: float | None = Field(default=None, gt=0, lt=1)
+    """headless: share of training.steps, the last ones, with the softmax over the whole vocabulary as objective: a
+    trained head at a part of its cost. It starts as the training-free head, so that the loss does not jump: the
+    embedding itself (`objective.tied`) or a copy of it, and a bias for each token. The optimizer's state is kept; from
+    then on evaluations and exports are those of a vanilla model."""
+
+    @model_validator(mode="after")
+    def _has_a_switch(self) -> ObjectiveScheduleConfig:
+        if self.causal_share is None and self.vanilla_share is None:
+            raise ConfigError("causal_share", "be given, or vanilla_share", got="missing", hint="or leave schedule out")
+        return self
+
+    def causal_until(self, steps: int) -> int:
+        """How many of a run's `steps` are causal because of the schedule."""
+        return 0 if self.causal_share is None else round(self.causal_share * steps)
+
+    def vanilla_from(self, steps: int) -> int:
+        """How many of a run's `steps` come before the vanilla softmax; all without it."""
+        return steps if self.vanilla_share is None else steps - round(self.vanilla_share * steps)
+
+    def check(self, steps: int) -> None:
+        """ConfigError unless each objective has a step."""
+        switches = {"causal_share": self.causal_until(steps), "vanilla_share": self.vanilla_from(steps)}
+        for name, switch in switches.items():
+            share = getattr(self, name)
+            if share is not None and not 0 < switch < steps:
+                rule = f"leave both objectives a step of training.steps ({steps})"
+                raise ConfigError(f"objective.schedule.{name}", rule, got=share)
+
+
+# How many outputs' scores the softmax holds at once; `objectives` computes and `estimate` predicts memory with it.
+
+
+@dataclass(frozen=True)
+class ChunkSize:
+    """How the outputs of a loss are cut into chunks."""
+
+    score_bytes: int
+    """Bytes of the scores that are held at once."""
+
+    least_outputs: int
+    """Outputs that a chunk may have however many candidates there are: each further chunk costs a pass over the
+    gradient of all rows."""
+
+    multiple: int
+    """Outputs in a chunk are a multiple of this, unless there are fewer."""
+
+    def outputs(self, total: int, candidates: int, score_size: int) -> int:
+        """Outputs per chunk, of `total` outputs with this many candidates and scores of `score_size` bytes: equal
+        chunks, no more of them than needed."""
+        fitting = self.score_bytes // (candidates * score_size) // self.multiple * self.multiple
+        chunks = math.ceil(total / max(self.least_outputs, fitting))
+        return min(total, math.ceil(total / chunks / self.multiple) * self.multiple)
+
+
+ON_CPU = ChunkSize(score_bytes=8 * 2**20, least_outputs=256, multiple=1)
+"""Small beside the gradients, large enough that each chunk's products run at full speed (measured on one core, 16,384 x
+4,300 x 512: the same from 2 to 32 MiB, and no slower than the three products alone; with 50,304 candidates 256 outputs
+are 1.7 times as fast as 41)."""
+
+ON_GPU = ChunkSize(score_bytes=128 * 2**20, least_outputs=1024, multiple=128)
+"""float32 scores and half-precision residuals, 192 MiB together: so many, of 512 features, take an H100 0.34 ms or more
+(computed); to ask for a chunk's kernels took an H200's host 0.14 to 0.25 ms (measured). With fewer than 1,024 outputs,
+adding to the rows' gradient is bound by memory: 8 bytes moved for 2 n operations, n outputs. Products compute 128
+outputs at a time."""
+
+
+# Replaced-token detection: an encoder learns which tokens a small generator has put in place of masked ones.
+
+
+class ReplacedTokensConfig(Settings):
+    """ELECTRA (Clark et al. 2020, arXiv 2003.10555): a generator learns the masked tokens by the run's objective,
+    tokens drawn from it take their places, and the run's model learns of each token whether it is the text's."""
+
+    generator_layers: int = Field(default=1, gt=0)
+    """Blocks of the generator, of the model's width and kind (as in COCO-LM, arXiv 2102.08473); it reads the model's
+    input embedding."""
+
+    draws: Literal["group", "vocabulary"] = "group"
+    """headless: what tokens are drawn from. `group`: the candidates of their group, which costs next to nothing;
+    `vocabulary`: all ids, exactly by the training-free head with the dataset's token counts, which costs the product of
+    the masked tokens' outputs and the whole embedding."""
+
+    weight: float = Field(default=50.0, gt=0)
+    """Weight of the detection's loss, a mean over all tokens but special ones; the generator's has 1."""
+
+
+# Phrases as candidates: an encoder finds its masked phrases in the other rows of a group.
+
+
+class PhrasesConfig(Settings):
+    """After NPM (Min et al. 2023, arXiv 2212.01349): phrases that another row has too are masked, and the outputs at
+    both ends of each are learned to be like those where the same phrase stands in other rows, and unlike all others.
+    The objective learns the masked tokens beside that."""
+
+    weight: float = Field(default=1.0, gt=0)
+    """How often the loss at each end of a masked phrase counts; that of a masked token counts once."""
+
+    shortest: int = Field(default=2, ge=2)
+    """Smallest number of tokens in a phrase."""
+
+    longest: int = Field(default=10, ge=2)
+    """Largest number of tokens in a phrase; the paper has 10."""
+
+    share: float = Field(default=0.5, gt=0, lt=1)
+    """How much the tokens of such phrases weigh in the draw of a row's masked tokens, all others weigh the rest, by
+    masking.strategy: about their share of the masked tokens, where a row has so many."""
+
+    group_samples: int = Field(default=32, ge=2)
+    """Consecutive samples whose rows are searched for each other's phrases, a divisor of batch.micro_size. More rows
+    share more phrases, and have more tokens to tell from these."""
+
+    temperature: float | None = Field(default=None, gt=0)
+    """Products of outputs are divided by this; the root of model.hidden_size (the paper) when left out."""
+
+    @model_validator(mode="after")
+    def _some_length(self) -> PhrasesConfig:
+        if self.longest < self.shortest:
+            raise ConfigError("longest", f"be at least shortest ({self.shortest})", got=self.longest)
+        return self
+
+    def check(self, model: ModelConfig, masking: MaskingConfig | None, batch: BatchConfig) -> None:
+        """ConfigError unless whole phrases can be masked, and each rank has whole groups."""
+        if masking is None or model.is_causal:
+            rule = "be left out where next tokens are learned: phrases are masked in an encoder's rows"
+            raise ConfigError("objective.phrases", rule, got="given")
+        if masking.diffusion:
+            raise ConfigError(
+                "masking.diffusion", "be left out with objective.phrases, which are masked whole", got=True
+            )
+        if batch.micro_size % self.group_samples:
+            rule = f"divide batch.micro_size ({batch.micro_size})"
+            raise ConfigError("objective.phrases.group_samples", rule, got=self.group_samples)
+
+
+# The objective: pick each output's target among the targets of a candidate group (headless: contrastive weight tying),
+# or among the whole vocabulary (vanilla).
+
 
 GROUP_SHORTHANDS = ("micro_batch", "data_parallel", "global_batch")
 """Names for the number of samples of a candidate group (`group_samples`)."""

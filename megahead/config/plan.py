@@ -1,14 +1,372 @@
-"""A plan: a config and the number of ranks it runs on, and what follows from both, computed once at the very start."""
+"""A plan: a config on a number of ranks, its phases, and DeepSpeed's settings for it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
-from megahead.config.deepspeed import deepspeed_config, zero_stage
+from megahead.config.base import find_named, not_a_setting
+from megahead.config.checks import without_idle
 from megahead.config.objective import resolve_candidate_group_samples
 from megahead.config.run import RunConfig
+from megahead.errors import ConfigError, UserError
+
+# The phases of a run whose objective changes on the way: each is an ordinary run, which the next one goes on from.
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Consecutive steps of a run that learn by one objective."""
+
+    config: RunConfig
+    """The run's, but for the objective and the direction of attention, which are those of these steps alone, and
+    without what nothing reads then; what checkpoints of the phase hold."""
+
+    steps: range
+    """By the number of steps that were applied before each."""
+
+
+def phases_of(config: RunConfig) -> tuple[Phase, ...]:
+    """In their order; a run without `objective.schedule` is one phase.
+
+    All weights and the optimizer's state go from a phase to the next. Rows of the embedding are sharded round-robin no
+    longer where all ids compete: each moves at each step.
+    """
+    steps, schedule = config.training.steps, config.objective.schedule
+    if schedule is None:
+        return (Phase(config, range(steps)),)
+    bounds = sorted({0, schedule.causal_until(steps), schedule.vanilla_from(steps), steps})
+    return tuple(Phase(_config_from(config, start), range(start, stop)) for start, stop in pairwise(bounds))
+
+
+def names_of(phases: Sequence[Phase]) -> list[str]:
+    """What each learns: the objective, and which tokens where these are not the same in all."""
+    turns = len({phase.config.model.is_causal for phase in phases}) > 1
+    return [_name(phase.config, turns) for phase in phases]
+
+
+def phase_at(config: RunConfig, step: int) -> Phase:
+    """The phase in which a run goes on after `step` applied steps; the last one after its end."""
+    phases = phases_of(config)
+    return next((phase for phase in phases if step < phase.steps.stop), phases[-1])
+
+
+def phase_that_saved(config: RunConfig, saved: RunConfig) -> Phase:
+    """The phase of `config` that learns as `saved`, the config of a checkpoint; the first one where none does."""
+    phases = phases_of(config)
+    return next((phase for phase in phases if learn_alike(phase.config, saved)), phases[0])
+
+
+def learn_alike(one: RunConfig, other: RunConfig) -> bool:
+    """Whether two phases of a run have the same objective and direction of attention: whether they are the same."""
+    return one.objective.name == other.objective.name and one.model.is_causal == other.model.is_causal
+
+
+def _name(config: RunConfig, turns: bool) -> str:
+    objective = config.objective
+    kind = f" ({'tied' if objective.tied else 'untied'}, with a bias)" if objective.output_bias else ""
+    tokens = f" on {'next' if config.model.is_causal else 'masked'} tokens" if turns else ""
+    return f"{objective.name}{kind}{tokens}"
+
+
+def _config_from(config: RunConfig, step: int) -> RunConfig:
+    """That of the phase which begins after `step` steps of a run with a schedule."""
+    schedule, steps = config.objective.schedule, config.training.steps
+    assert schedule is not None
+    changes: dict[str, object] = {"objective": config.objective.begun()}
+    if step < schedule.causal_until(steps):
+        changes["model"] = config.model.model_copy(update={"is_causal": True})
+    if schedule.vanilla_share is not None and step >= schedule.vanilla_from(steps):
+        changes["objective"] = config.objective.ended()
+        changes["engine"] = config.engine.model_copy(update={"embedding": "dense"})
+    return without_idle(config.model_copy(update=changes))
+
+
+# DeepSpeed's settings if a run gives none: gradient buckets and their communication, by device.
+#
+# Those for CPUs were measured (docs/research/performance.md). Those for CUDA follow from DeepSpeed 0.19's sources; no
+# GPU has measured them yet. All compute the same numbers.
+
+
+_CPU_BUCKET = 500_000
+"""Gradients with more numbers than this are reduced in place, without a bucket: on a CPU a copy costs more than another
+message."""
+
+_CUDA_BUCKET = 50_000_000
+"""100 MB in bf16: large enough for the links' full bandwidth, and only the rest of the last bucket is sent after the
+backward pass. With buckets of a few MB the host could not run far ahead of the device."""
+
+
+def tuned_settings(zero: Mapping[str, Any], device: str, precision: str, data_ranks: int) -> dict[str, Any]:
+    """Defaults for a DeepSpeed JSON whose section `zero_optimization` is `zero`; `device`: cpu or cuda.
+
+    At stage 1 in bf16 DeepSpeed uses no buckets: it sums gradients in one fp32 tensor, and sends that at the end.
+    """
+    stage = zero.get("stage", 0)
+    settings: dict[str, Any] = {"zero_optimization": _on_cuda(stage) if device == "cuda" else _on_cpu(stage)}
+    if stage == 1 and precision == "bf16" and "offload_optimizer" not in zero:
+        if data_ranks == 1:  # nothing is sent: there is no reason to round sums to bf16 and back
+            settings["communication_data_type"] = "fp32"
+        if device == "cuda":  # each gradient is added to its sum and freed while the backward pass goes on
+            settings["bf16"] = {"immediate_grad_update": True}
+    return settings
+
+
+def _on_cpu(stage: int) -> dict[str, Any]:
+    zero: dict[str, Any] = {"reduce_bucket_size": _CPU_BUCKET}
+    if stage in (1, 2):
+        zero |= {"contiguous_gradients": False} | _REDUCED_WHOLE
+    return zero
+
+
+def _on_cuda(stage: int) -> dict[str, Any]:
+    zero: dict[str, Any] = {"reduce_bucket_size": _CUDA_BUCKET}
+    if stage in (1, 2):
+        # sent beside the backward pass, from buffers of their own: without these each bucket waits for the device
+        zero |= {"overlap_comm": True, "contiguous_gradients": True} | _REDUCED_WHOLE
+    return zero  # DeepSpeed's own defaults overlap at stage 3
+
+
+_REDUCED_WHOLE = {"reduce_scatter": False}
+"""DeepSpeed's `reduce_scatter: true` does not scatter either: it flattens, all-reduces, and copies back."""
+
+
+# Completes DeepSpeed's JSON from the run's config; a key that it does not know, or that contradicts the config, is
+# refused.
+
+
+_Keys = Mapping[str, "_Keys | None"]
+"""Of a JSON object; None: the value is no section."""
+
+
+def _keys(text: str) -> dict[str, None]:
+    return dict.fromkeys(text.split())
+
+
+_OFFLOAD = "device nvme_path buffer_count pin_memory"
+_STAGE3 = """prefetch_bucket_size param_persistence_threshold model_persistence_threshold max_live_parameters
+    max_reuse_distance gather_16bit_weights_on_model_save module_granularity_threshold use_all_reduce_for_fetch_params
+    allgather_sequential"""
+_ZERO: _Keys = {
+    **_keys("stage contiguous_gradients reduce_scatter reduce_bucket_size use_multi_rank_bucket_allreduce"),
+    **_keys("allgather_partitions allgather_bucket_size overlap_comm compute_grad_norm load_from_fp32_weights"),
+    **_keys("elastic_checkpoint sub_group_size ignore_unused_parameters legacy_stage1 round_robin_gradients"),
+    **_keys("parameter_alignment zero_hpz_partition_size zero_quantized_weights zero_quantized_gradients"),
+    **_keys("zero_quantized_nontrainable_weights memory_efficient_linear pipeline_loading_checkpoint"),
+    **_keys("override_module_apply log_trace_cache_warnings enable_sanity_checks save_muon_momentum_buffer_in_memory"),
+    **_keys(_STAGE3),
+    **{f"stage3_{name}": None for name in _STAGE3.split()},
+    "leaf_module": _keys("classes names name_suffixes"),
+    "offload_param": _keys(f"{_OFFLOAD} buffer_size max_in_cpu"),
+    "offload_optimizer": _keys(
+        f"{_OFFLOAD} pipeline_read pipeline_write fast_init ratio super_offload cpuadam_cores_perc"
+    ),
+}
+KNOWN: _Keys = {
+    **_keys("train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps gradient_clipping"),
+    **_keys("managed_gradient_accumulation zero_allow_untested_optimizer zero_force_ds_cpu_optimizer"),
+    **_keys("communication_data_type prescale_gradients gradient_predivide_factor gradient_allreduce_op"),
+    **_keys("steps_per_print wall_clock_breakdown memory_breakdown dump_state disable_python_gc log_level"),
+    "zero_optimization": _ZERO,
+    "data_types": _keys("grad_accum_dtype"),
+    "bf16": _keys("enabled immediate_grad_update check_grad_overflow bf16_master_weights_and_grads")
+    | _keys("bf16_optimizer_states"),
+    "fp16": _keys("enabled auto_cast loss_scale initial_scale_power loss_scale_window hysteresis min_loss_scale")
+    | _keys("consecutive_hysteresis fp16_master_weights_and_grads"),
+    "torch_autocast": _keys("enabled dtype lower_precision_safe_modules"),
+    "aio": _keys("block_size queue_depth intra_op_parallelism single_submit overlap_events use_gds"),
+    "comms_logger": _keys("enabled prof_all prof_ops verbose debug"),
+    "timers": {"throughput": _keys("enabled synchronized")},
+}
+"""Keys of DeepSpeed's JSON that a run uses, with those of its sections. A test compares them with the installed one."""
+
+_REMOVED = "DeepSpeed has removed it"
+_OTHERS = """nebula compression_training amp quantize_training sparse_gradients eigenvalue sparse_attention elasticity
+    graph_harvesting curriculum_learning progressive_layer_drop"""
+_PARALLEL = "`parallel` splits the model, and no model here has experts or stages of a pipeline"
+_SAVES = "runs save and resume checkpoints of their own, `training.checkpoint_every`"
+REFUSED: Mapping[str, str] = {
+    **dict.fromkeys(
+        ("tensorboard", "csv_monitor", "wandb", "comet", "flops_profiler"), "runs log into their own folder"
+    ),
+    "optimizer": "the run's own `optimizer` is used",
+    "scheduler": "the run's own `schedule` is used",
+    "bfloat16": "engine.precision decides",
+    "activation_checkpointing": "`engine.activation_checkpointing` decides",
+    "compile": "`engine.compile` decides",
+    **dict.fromkeys(("pipeline", "moe", "tensor_parallel", "expert_parallel"), _PARALLEL),
+    **dict.fromkeys(("use_data_before_expert_parallelism", "seq_parallel_communication_data_type"), _PARALLEL),
+    **dict.fromkeys(("checkpoint", "datastates_ckpt"), _SAVES),
+    **dict.fromkeys(("data_efficiency", "dataloader_drop_last"), "the run's own `data` and `batch` decide"),
+    **dict.fromkeys(("autotuning", "vocabulary_size"), "nothing reads it here; `megahead estimate` plans a run"),
+    **dict.fromkeys(("hybrid_engine", "weight_quantization"), "it is for inference"),
+    "disable_allgather": "nothing reads it",
+    **dict.fromkeys(_OTHERS.split(), _REMOVED),
+    "zero_optimization.zenflow": "checkpoints would lack its state",
+    "zero_optimization.cpu_offload": 'it is called "offload_optimizer": {"device": "cpu"} now',
+    "zero_optimization.cpu_offload_param": 'it is called "offload_param": {"device": "cpu"} now',
+    "zero_optimization.cpu_offload_use_pin_memory": "it is called pin_memory in offload_optimizer and offload_param",
+    "zero_optimization.stage3_gather_fp16_weights_on_model_save": _SAVES,
+    **{f"zero_optimization.{key}": _REMOVED for key in ("mics_shard_size", "mics_hierarchical_params_gather")},
+    "zero_optimization.zeropp_loco_param": _REMOVED,
+}
+"""Keys of DeepSpeed's JSON that must be left out, and why."""
+
+
+def deepspeed_config(run: RunConfig, data_ranks: int, device: str = "cpu") -> dict[str, Any]:
+    """The settings that DeepSpeed gets: those of `engine.deepspeed` plus batch sizes, clipping and precision.
+
+    `engine.deepspeed` may set what the run does not, such as fp16's dynamic loss scale. Buckets and other settings of
+    gradient communication that it leaves out are chosen for `device`. ConfigError if it contradicts the run.
+    """
+    given = run.engine.deepspeed
+    given = read_deepspeed(given) if isinstance(given, str) else given
+    _check_keys(given, KNOWN)
+    stage = zero_stage(given)
+    if stage == 3 and run.engine.activation_checkpointing == "selective":
+        raise ConfigError(
+            "engine.activation_checkpointing",
+            "be true or false at ZeRO stage 3, where DeepSpeed adds to products that would be kept",
+            got="`selective`",
+        )
+    zero = _section(given, "zero_optimization")
+    given = _completed(given, tuned_settings(zero, device, run.engine.precision, data_ranks))
+    derived: dict[str, Any] = {
+        "train_batch_size": run.batch.global_size,
+        "train_micro_batch_size_per_gpu": run.batch.micro_size,
+        "gradient_accumulation_steps": run.batch.accumulation_steps(data_ranks),
+        "managed_gradient_accumulation": True,
+        "gradient_clipping": run.optimizer.gradient_clipping,
+        "data_types": {"grad_accum_dtype": "fp32"},
+    }
+    _must_agree("", given, derived | {"gradient_allreduce_op": "mean"}, "the run")
+    _must_agree("['zero_optimization']", _section(given, "zero_optimization"), {"compute_grad_norm": True}, "the run")
+    for name, wanted in _formats(run.engine.precision, stage).items():
+        section = _section(given, name)
+        _must_agree(f"[{name!r}]", section, wanted, f"engine.precision={run.engine.precision}")
+        derived[name] = section | wanted
+    return {"zero_allow_untested_optimizer": True, "steps_per_print": 10**9, **given, **derived}
+
+
+def read_deepspeed(name: str, by: Path | None = None) -> dict[str, Any]:
+    """The content of the JSON file that the config file `by` calls `name`; UserError if it cannot be read."""
+    try:
+        content = json.loads(find_named(name, by).read_text(encoding="utf-8"), object_pairs_hook=_once)
+    except OSError as error:
+        raise UserError(
+            f"`engine.deepspeed` must name a DeepSpeed JSON file, but is {name} instead ({error.strerror})."
+        ) from None
+    except ValueError as error:
+        raise UserError(f"`engine.deepspeed` must name a JSON file, but {name} is not JSON ({error}).") from None
+    if not isinstance(content, dict):
+        raise UserError(
+            f"`engine.deepspeed` must hold a JSON object, but {name} holds {type(content).__name__} instead."
+        )
+    return content
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object; ValueError for a key that is given twice, of which Python would take the last."""
+    keys = [key for key, _ in pairs]
+    if twice := [key for key in keys if keys.count(key) > 1]:
+        raise ValueError(f"{twice[0]} is given twice")
+    return dict(pairs)
+
+
+def zero_stage(content: dict[str, Any]) -> int:
+    """ZeRO stage of a DeepSpeed configuration: 0, 1, 2 or 3."""
+    stage = _section(content, "zero_optimization").get("stage", 0)
+    if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
+        raise ConfigError("engine.deepspeed.zero_optimization.stage", "be 0, 1, 2 or 3", got=stage)
+    return int(stage)
+
+
+def _section(content: dict[str, Any], name: str) -> dict[str, Any]:
+    section = content.get(name, {})
+    if not isinstance(section, dict):
+        raise ConfigError(f"engine.deepspeed[{name!r}]", "be a section of settings", got=repr(section))
+    return section
+
+
+def _completed(content: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
+    """`content` with what it leaves out from `defaults`, also within sections."""
+    sections = {
+        name: value | _section(content, name) if isinstance(value, dict) else content.get(name, value)
+        for name, value in defaults.items()
+    }
+    return content | sections
+
+
+def _check_keys(content: Mapping[str, Any], known: _Keys, *parents: str) -> None:
+    """ConfigError for a key that a run cannot use, or a section that is none; UserError for one that nobody knows. What
+    is switched off passes."""
+    for key, value in content.items():
+        path = (*parents, key)
+        place = "".join(f"[{name!r}]" for name in path)
+        off = value is False or (isinstance(value, dict) and value.get("enabled") is False)
+        if off and (".".join(path) in REFUSED or key in known):
+            continue
+        if reason := REFUSED.get(".".join(path)):
+            raise ConfigError(f"engine.deepspeed{place}", f"be left out ({reason})", got=value)
+        if key not in known:
+            raise UserError(_unknown(["engine.deepspeed", *parents], key, known))
+        section = known[key]
+        if section is not None and value is not None:
+            if not isinstance(value, dict):
+                raise ConfigError(f"engine.deepspeed{place}", "be a section of settings", got=repr(value))
+            _check_keys(value, section, *path)
+
+
+def _unknown(parents: list[str], key: str, known: _Keys) -> str:
+    """The sentence for a key that is not known in this section: of the section that it belongs to, if there is one."""
+    elsewhere = [path for path in _paths(KNOWN, "engine.deepspeed") if path.endswith(f".{key}")]
+    if elsewhere:
+        return f"`{'.'.join([*parents, key])}` is not a setting; did you mean `{elsewhere[0]}`?"
+    return not_a_setting(parents, key, list(known))
+
+
+def _paths(keys: _Keys, above: str) -> Iterator[str]:
+    for key, section in keys.items():
+        yield f"{above}.{key}"
+        yield from _paths(section or {}, f"{above}.{key}")
+
+
+def _must_agree(section: str, given: dict[str, Any], wanted: dict[str, Any], with_what: str) -> None:
+    for key, value in wanted.items():
+        if given.get(key, value) != value:
+            raise ConfigError(
+                f"engine.deepspeed{section}[{key!r}]",
+                f"be left out or agree with {with_what} ({value})",
+                got=given[key],
+                hint="remove it there",
+            )
+
+
+def _formats(precision: str, stage: int) -> dict[str, dict[str, Any]]:
+    """The required settings of the sections on number formats, by name. In every precision gradients of micro-batches
+    are summed in fp32 and sent in the run's format, overflows are found, and weights and moments are kept in fp32.
+
+    At stage 0 DeepSpeed's own 16-bit wrappers take an optimizer step with zero gradients when they are made, so bf16
+    uses autocast there.
+    """
+    if stage == 0 and precision == "fp16":
+        raise ConfigError("engine.precision", "be fp32 or bf16 at ZeRO stage 0", got="fp16", hint="or use stage 1")
+    formats: dict[str, dict[str, Any]] = {name: {"enabled": False} for name in ("bf16", "fp16", "torch_autocast")}
+    if precision == "bf16" and stage == 0:
+        formats["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}
+    elif precision == "bf16":
+        whole = {"bf16_master_weights_and_grads": False, "bf16_optimizer_states": False}
+        formats["bf16"] = {"enabled": True, "check_grad_overflow": True, **whole}
+    elif precision == "fp16":
+        formats["fp16"] = {"enabled": True, "fp16_master_weights_and_grads": False}
+    return formats
+
+
+# A plan: a config and the number of ranks it runs on, and what follows from both, computed once at the very start.
 
 
 @dataclass(frozen=True)

@@ -9,20 +9,22 @@ from typing import Any
 from pydantic import Field, ValidationInfo, model_validator
 
 from megahead.config.base import Settings
-from megahead.config.batch import BatchConfig
-from megahead.config.data import DataConfig
-from megahead.config.embedding import Refusal, refusal_of_rows, wants_rows
-from megahead.config.fit import check_fit
-from megahead.config.idle import check_idle
-from megahead.config.init import InitConfig
-from megahead.config.masked_inputs import MaskedInputsConfig
-from megahead.config.masking import MaskingConfig
+from megahead.config.checks import Refusal, check_fit, check_idle, refusal_of_rows, wants_rows
+from megahead.config.data import BatchConfig, DataConfig
+from megahead.config.masking import MaskedInputsConfig, MaskingConfig
 from megahead.config.model import ModelConfig
 from megahead.config.objective import ObjectiveConfig
-from megahead.config.parallel import ParallelConfig
-from megahead.config.resilience import FaultsConfig, ResumeConfig
-from megahead.config.tasks import TasksConfig
-from megahead.config.training import EngineConfig, OptimizerConfig, ScheduleConfig, TrainingConfig
+from megahead.config.training import (
+    EngineConfig,
+    FaultsConfig,
+    InitConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    ResumeConfig,
+    ScheduleConfig,
+    TasksConfig,
+    TrainingConfig,
+)
 from megahead.errors import ConfigError
 from megahead.run_folder import RunFolder
 

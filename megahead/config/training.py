@@ -1,4 +1,4 @@
-"""How weights are updated and for how long: optimizer, schedule, engine (DeepSpeed), and the training around them."""
+"""How weights are updated, for how long, from which first weights, on which ranks; faults, resuming, tasks."""
 
 from __future__ import annotations
 
@@ -7,8 +7,12 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from megahead.config.base import Settings
+from megahead.config.model import ModelConfig
 from megahead.errors import ConfigError
-from megahead.far.address import is_far
+from megahead.remote_files import is_far
+
+# How weights are updated and for how long: optimizer, schedule, engine (DeepSpeed), and the training around them.
+
 
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 
@@ -205,3 +209,155 @@ class TrainingConfig(Settings):
             hint = "a copy in memory is of use where it is newer than the disk's"
             raise ConfigError("copy_every", rule, got=self.copy_every, hint=hint)
         return self
+
+
+# What a run does when a step goes wrong, and which settings may change when it is resumed.
+
+
+Policy = Literal["skip", "rollback", "stop"]
+
+
+class ResumeConfig(Settings):
+    """How far a resumed run may differ from the one that wrote its checkpoint."""
+
+    allow: tuple[str, ...] = ()
+    """Settings that may differ although they change the result: one setting (`optimizer.learning_rate`), a whole
+    section (`schedule`), or a path whose files have changed (`data.train`, `data.tokenizer`)."""
+
+
+class FaultsConfig(Settings):
+    """Steps that go wrong. `skip` leaves the weights as they are and continues with the next samples, `rollback`
+    returns to the weights of the last checkpoint and continues with the next samples, `stop` ends the run."""
+
+    bad_step: Policy = "skip"
+    """When a loss or the gradient norm is not finite on any rank. (An overflow that only lowers fp16's loss scale is
+    always skipped.)"""
+
+    spike: Literal["note", "skip", "rollback", "stop"] = "note"
+    """When the loss is far above recent losses; `note` applies the step and prints a line."""
+
+    spike_score: float = Field(default=8.0, gt=0)
+    """A loss is a spike when it is this many standard deviations above the median of recent losses. The standard
+    deviation is estimated from the median absolute deviation, and is at least 1 % of the median."""
+
+    spike_window: int = Field(default=128, ge=16)
+    """How many recent losses a loss is compared with. Detection starts once a quarter of that number is recorded."""
+
+    most_in_a_row: int = Field(default=20, gt=0)
+    """The run ends after this many bad steps in a row, or this many rollbacks to the same checkpoint."""
+
+    replicas: Literal["note", "rollback", "stop", "off"] = "stop"
+    """When weights that several ranks hold are not the same bits on all, as after a fault in memory. Checksums of them
+    are compared every `replicas_every` steps and before each checkpoint; `off` compares nothing. After `stop`, the next
+    start resumes from a checkpoint that agreed. At ZeRO 1 and 2 each step renews replicas from their owners, so that
+    only the last step's faults are seen; at ZeRO 3, and on one data rank, there are no replicas."""
+
+    replicas_every: int = Field(default=100, gt=0)
+    """Steps between comparisons of replicas."""
+
+    slow_rank: float = Field(default=2.0, gt=1)
+    """A line names a rank whose forward passes take this many times as long as the median of the others'."""
+
+
+# Where a run gets its first weights from, if not at random.
+
+
+class InitConfig(Settings):
+    """Weights to start from, instead of random ones."""
+
+    from_checkpoint: str | None = None
+    """A checkpoint of megahead, or a run folder, whose newest checkpoint is taken; or the URL of one."""
+
+    from_hf: str | None = None
+    """Instead of a checkpoint, a Hugging Face folder with the safetensors of a model like `model`: its body and
+    embedding are taken, and its head if the objective has one."""
+
+    mode: Literal["continue", "table", "finetune", "probe"] = "finetune"
+    """`finetune`: train an untied head, started as a copy of the embedding, with the body; `probe`: that head alone,
+    the body frozen; `continue`: the weights as they are, a new schedule; `table`: the same, of which only the embedding
+    is trained (and what the objective has beside the body), for another vocabulary."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> InitConfig:
+        if (self.from_checkpoint is None) == (self.from_hf is None):
+            given = "missing" if self.from_hf is None else "given beside it"
+            raise ConfigError("from_checkpoint", "be given, or else from_hf", got=given)
+        return self
+
+    def copies_embedding(self) -> bool:
+        """Whether a head starts as a copy of the embedding, and not as it was."""
+        return self.mode in ("finetune", "probe")
+
+
+# Evaluation of tasks during training.
+
+
+class TasksConfig(Settings):
+    """Tasks that are evaluated every `every` steps, on an export of the current model."""
+
+    names: tuple[str, ...] = Field(min_length=1)
+    """Tasks as `megahead eval-harness` knows them; they are divided among all ranks."""
+
+    data: str | None = None
+    """Folder of their files, as published; nothing is downloaded. Not needed if every task has its file given below."""
+
+    cloze: str | None = None
+    """A jsonl of {"text"} for the task `cloze`: the last word of each is predicted."""
+
+    text: str | None = None
+    """Text, as `megahead preprocess` takes it, for the task `bits_per_byte`."""
+
+    every: int = Field(gt=0)
+    """Optimizer steps between evaluations, each on an export of a checkpoint saved for it; also at the end."""
+
+    limit: int | None = Field(default=None, gt=0)
+    """Only this many first examples of each task (`blimp`: of each paradigm); all when left out. Ranks that are done
+    wait for the slowest, at most `engine.timeout_seconds`."""
+
+
+# How a model is split over ranks.
+
+
+class ParallelConfig(Settings):
+    """The mesh: a copy of the weights is split over `tensor` ranks, a batch over the copies (the data ranks)."""
+
+    tensor: int = Field(default=1, gt=0)
+    """Tensor-parallel ranks, which split every layer among them; keep them within a node."""
+
+    sequence: bool = False
+    """Sequence parallelism as in Megatron: where layers are not split (norms, dropout, the inputs of blocks), split the
+    tokens of each row over the tensor ranks. Less memory for activations, the same traffic; no effect with `tensor: 1`.
+    """
+
+    elastic: bool = False
+    """Train on as many of the launcher's ranks as the batch can be split over, whose number may change whenever ranks
+    meet again: global batch, objective and curve stay. Ranks beyond wait until the others end. It is torchrun's agents
+    that start lost nodes' work again (docs/nodes.md); under other launchers the next start takes what is there."""
+
+    def check(self, model: ModelConfig, sequence_length: int) -> None:
+        """Raises ConfigError when `model`, or its rows, cannot be split evenly."""
+        widths = {
+            "num_heads": model.num_heads,
+            "intermediate_size": model.mlp_size(),
+            "padded vocabulary": model.padded_vocab_size(),
+        }
+        for name, width in widths.items():
+            if width % self.tensor:
+                raise ConfigError("parallel.tensor", f"divide the model's {name} ({width})", got=self.tensor)
+        keys = model.key_heads()
+        if keys % self.tensor and self.tensor % keys:
+            rule = f"divide the model's num_key_heads ({keys}), or be a multiple of it"
+            raise ConfigError("parallel.tensor", rule, got=self.tensor)
+        if self.sequence and sequence_length % self.tensor:
+            raise ConfigError(
+                "data.sequence_length",
+                f"be a multiple of parallel.tensor ({self.tensor}) under parallel.sequence",
+                got=sequence_length,
+            )
+
+    def data_ranks(self, world_size: int) -> int:
+        """Data-parallel ranks among `world_size` ranks."""
+        ranks, remainder = divmod(world_size, self.tensor)
+        if remainder or ranks < 1:
+            raise ConfigError("parallel.tensor", f"divide the number of ranks ({world_size})", got=self.tensor)
+        return ranks

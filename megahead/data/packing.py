@@ -28,9 +28,8 @@ from typing import Any
 import numpy as np
 import orjson
 
-from megahead.corpus.indexed import IndexedDataset
-from megahead.data.samples import Samples
-from megahead.data.shuffle import FOR_ORDER, FeistelOrder, derive_seed
+from megahead.data.indexed import IndexedDataset
+from megahead.data.samples import FOR_ORDER, FeistelOrder, Samples, derive_seed
 from megahead.errors import DataError
 from megahead.files import write_atomically
 

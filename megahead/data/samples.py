@@ -1,22 +1,105 @@
-"""Which span of a dataset's tokens sample k is: a pure function of (dataset, row length, seed, k).
-
-It does not depend on ranks, batches or progress, so a run resumes at any sample and on any mesh with the same order.
-Sample k has place k % `per_epoch` in epoch k // `per_epoch`.
-"""
+"""Which tokens sample k is: a pure function of (dataset, row length, seed, k), on any number of ranks."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from enum import IntEnum, unique
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
-from megahead.corpus.indexed import IndexedDataset
-from megahead.data.shuffle import FOR_OFFSET, FOR_ORDER, FeistelOrder, derive_seed
+from megahead.data.indexed import IndexedDataset
 from megahead.errors import DataError
 from megahead.wording import counted
+
+# A shuffle of [0, n) that is computed, not stored: any place of the order in constant time and memory.
+#
+# A Feistel network over the bits of the index is a bijection on [0, 2^bits), whatever its round function; results that
+# are n or more are sent through it again ("cycle walking") until they are below n. It uses integer arithmetic and the
+# constants below only, so the order depends on (n, seed) alone, on every machine. Changing anything here changes the
+# order of every run: another shuffle needs a new class beside this one.
+
+
+ROUNDS = 8
+SMALLEST_BITS = 6  # fewer bits can give too few permutations; for n below 64 there is more cycle walking instead
+GOLDEN = 0x9E3779B97F4A7C15
+MIX_1 = 0xBF58476D1CE4E5B9
+MIX_2 = 0x94D049BB133111EB
+MASK_64 = (1 << 64) - 1
+
+FOR_ORDER, FOR_OFFSET, FOR_DATASET = 0, 1, 2
+"""What a seed derived from a run's is for, as the last number: an epoch's order, where an epoch is cut, one dataset."""
+
+
+def derive_seed(*numbers: int) -> int:
+    """64 well-mixed bits of `numbers` (SplitMix64's finaliser, chained): independent seeds for named purposes."""
+    state = 0
+    for number in numbers:
+        state = (state + number + GOLDEN) & MASK_64
+        state = ((state ^ (state >> 30)) * MIX_1) & MASK_64
+        state = ((state ^ (state >> 27)) * MIX_2) & MASK_64
+        state ^= state >> 31
+    return state
+
+
+class FeistelOrder:
+    """A seeded bijection on [0, n): `order[k]` is the k-th item. Costs about 0.1 us an item in bulk."""
+
+    def __init__(self, n: int, seed: int) -> None:
+        if n < 1:
+            raise ValueError(f"an order needs at least one item, but n is {n}")
+        self.n, self.seed = n, seed
+        bits = max((n - 1).bit_length(), SMALLEST_BITS)
+        self._low_bits = np.uint64(bits // 2)
+        self._low_mask = np.uint64((1 << (bits // 2)) - 1)
+        self._high_mask = np.uint64((1 << (bits - bits // 2)) - 1)
+        self._keys = np.array([derive_seed(seed, n, turn) for turn in range(ROUNDS)], np.uint64)
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __getitem__(self, k: int) -> int:
+        return int(self.take([k])[0])
+
+    def take(self, places: ArrayLike) -> Array:
+        """The items at `places` (each in [0, n)), int64 of the same shape."""
+        places_K = np.asarray(places, np.int64)
+        if places_K.size and (places_K.min() < 0 or places_K.max() >= self.n):
+            raise IndexError(f"places must be in [0, {self.n})")
+        items = self._permute(places_K.reshape(-1).astype(np.uint64))
+        outside = np.flatnonzero(items >= self.n)
+        while len(outside):
+            items[outside] = self._permute(items[outside])
+            outside = outside[items[outside] >= self.n]
+        return items.astype(np.int64).reshape(places_K.shape)
+
+    def _permute(self, numbers: Array) -> Array:
+        """One pass through the network, a bijection on [0, 2^bits)."""
+        low, high = numbers & self._low_mask, numbers >> self._low_bits
+        for turn in range(0, ROUNDS, 2):
+            high = high ^ (scramble(low + self._keys[turn]) & self._high_mask)
+            low = low ^ (scramble(high + self._keys[turn + 1]) & self._low_mask)
+        return (high << self._low_bits) | low
+
+
+def scramble(numbers: Array) -> Array:
+    """SplitMix64's finaliser on each of `numbers`, in place."""
+    numbers ^= numbers >> np.uint64(30)
+    numbers *= np.uint64(MIX_1)
+    numbers ^= numbers >> np.uint64(27)
+    numbers *= np.uint64(MIX_2)
+    numbers ^= numbers >> np.uint64(31)
+    return numbers
+
+
+# Which span of a dataset's tokens sample k is: a pure function of (dataset, row length, seed, k).
+#
+# It does not depend on ranks, batches or progress, so a run resumes at any sample and on any mesh with the same order.
+# Sample k has place k % `per_epoch` in epoch k // `per_epoch`.
+
 
 Array = np.ndarray[Any, Any]
 
@@ -154,3 +237,66 @@ class EvenlySpread:
     def _places(self, sample_indices: Sequence[int] | Array) -> Array:
         places: Array = np.asarray(sample_indices, np.int64) * self._samples.per_epoch // self.count
         return places
+
+
+# Uniform random numbers as a pure function of (seed, sample, purpose, place): the same on any mesh and machine.
+#
+# A counter-based generator: SplitMix64 (Steele et al. 2014) of counters, for all B samples of a batch at once, W
+# numbers each. It has no state that draws would advance.
+
+
+_LEFT_OUT = np.uint64(11)  # of 64 bits, so that 53 are left, as many as a float64 has
+
+
+@unique
+class Purpose(IntEnum):
+    """What random numbers decide. A number that runs have drawn by is never given to another purpose."""
+
+    MASKING_ORDER = 1
+    MASKING_TREATMENT = 2
+    MASKING_REPLACEMENT = 3
+    SPAN_LENGTHS = 17
+    MASKED_INPUTS = 33
+    DIFFUSION_SHARES = 41
+    DIFFUSION_PLACES = 42
+    REPLACED_TOKENS = 51
+    DROPPING_TIES = 61
+
+
+class CounterRng:
+    """The random numbers of some samples, independent between samples and between purposes (what they decide)."""
+
+    def __init__(self, seed: int, sample_indices: Sequence[int] | Array) -> None:
+        self._seed = seed
+        self._samples_B = np.asarray(sample_indices, np.uint64)
+
+    def uniform(self, purpose: int, width: int) -> Array:
+        """float64 [B, width], each in (0, 1)."""
+        key = np.uint64(derive_seed(self._seed, purpose))
+        row_B = scramble(self._samples_B * np.uint64(GOLDEN) + key)
+        place_W = np.arange(1, width + 1, dtype=np.uint64) * np.uint64(GOLDEN)
+        return _as_fraction(scramble(row_B[:, None] + place_W))
+
+    def spread(self, purpose: int) -> Array:
+        """float64 [B], each in (0, 1); those of consecutive samples lie evenly, any number of them from any on.
+
+        Steps of the golden ratio from a random beginning, modulo 1 (Weyl's sequence).
+        """
+        first = np.uint64(derive_seed(self._seed, purpose))
+        return _as_fraction(self._samples_B * np.uint64(GOLDEN) + first)
+
+    def choice(self, purpose: int, allowed_BW: Array, count_B: Array, weight_BW: Array | None = None) -> Array:
+        """bool [B, W]: so many of each row's allowed places (bool), drawn without replacement, each next one in
+        proportion to the weights (above 0) of those that are left (exponential clocks); all alike without."""
+        draw_BW = self.uniform(purpose, allowed_BW.shape[1])
+        with np.errstate(over="ignore", divide="ignore"):
+            clock_BW = draw_BW if weight_BW is None else -np.log(draw_BW) / weight_BW
+        clock_BW = np.minimum(clock_BW, np.finfo(np.float64).max)  # of tiny weights, before places not allowed
+        rank_BW = np.where(allowed_BW, clock_BW, np.inf).argsort(axis=1).argsort(axis=1)
+        chosen_BW: Array = rank_BW < count_B[:, None]
+        return chosen_BW
+
+
+def _as_fraction(bits: Array) -> Array:
+    fraction: Array = ((bits >> _LEFT_OUT).astype(np.float64) + 0.5) / 2.0**53
+    return fraction

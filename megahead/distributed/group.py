@@ -1,14 +1,22 @@
-"""A group of ranks, as a value passed to the code that communicates; `Group()` is one rank and sends nothing."""
+"""A group of ranks, its collectives and autograd collectives, the mesh, random numbers per rank."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from datetime import timedelta
+from itertools import zip_longest
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from megahead.errors import ConfigError
+
+# A group of ranks, as a value passed to the code that communicates; `Group()` is one rank and sends nothing.
+
 
 T = TypeVar("T")
 
@@ -118,3 +126,210 @@ class Group:
         """Waits until every rank has called it."""
         if self.size > 1:
             dist.barrier(group=self.handle)
+
+
+# Collectives with gradients, named after what the forward pass does.
+#
+# Two conventions make them short: a value that is equal on every rank of a group has a gradient that is equal on every
+# rank, and the scalar on which backward is called is equal on all. With one rank each of them is the identity.
+
+
+def reduce_from_group(part: Tensor, group: Group) -> Tensor:
+    """The sum of all ranks' parts, on every rank; backward sends nothing. Ends a tensor-parallel region."""
+    summed: Tensor = part if group.size == 1 else _ReduceFromGroup.apply(part, group)
+    return summed
+
+
+def copy_to_group(same: Tensor, group: Group) -> Tensor:
+    """`same`, unchanged; backward sums its gradient over the ranks. Begins a tensor-parallel region."""
+    given: Tensor = same if group.size == 1 else _CopyToGroup.apply(same, group)
+    return given
+
+
+def reduce_scatter_to_group(parts: Tensor, group: Group, dim: int = 0) -> Tensor:
+    """This rank's slice along `dim` of the sum of all ranks' parts; backward gathers."""
+    share: Tensor = parts if group.size == 1 else _ReduceScatterToGroup.apply(parts, group, dim)
+    return share
+
+
+def scatter_to_group(same: Tensor, group: Group, dim: int) -> Tensor:
+    """This rank's slice along `dim` of what all ranks have; backward gathers. Begins a sequence-parallel region."""
+    share: Tensor = same if group.size == 1 else _ScatterToGroup.apply(same, group, dim)
+    return share
+
+
+def gather_from_group(share: Tensor, group: Group, dim: int) -> Tensor:
+    """The whole tensor of which every rank has a slice along `dim`; all ranks must use it alike, since backward sends
+    nothing. The inverse of `scatter_to_group`.
+    """
+    full: Tensor = share if group.size == 1 else _GatherFromGroup.apply(share, group, dim)
+    return full
+
+
+class _ReduceFromGroup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: Group) -> Tensor:
+        return group.all_reduce_(part.clone(memory_format=torch.contiguous_format))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return grad, None
+
+
+class _CopyToGroup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, same: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return same.view_as(same)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return ctx.group.all_reduce_(grad.clone(memory_format=torch.contiguous_format)), None
+
+
+class _ReduceScatterToGroup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, parts: Tensor, group: Group, dim: int) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        return group.reduce_scatter(parts, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return ctx.group.unshard(grad, ctx.dim), None, None
+
+
+class _ScatterToGroup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, same: Tensor, group: Group, dim: int) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        return group.shard(same, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return ctx.group.unshard(grad, ctx.dim), None, None
+
+
+class _GatherFromGroup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, share: Tensor, group: Group, dim: int) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        return group.unshard(share, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return ctx.group.shard(grad, ctx.dim), None, None
+
+
+# The ranks as a grid, data ranks x tensor ranks: a row splits one copy of the weights, a column splits each batch.
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """This rank's groups: the ranks of `tensor_group` split each layer, those of `data_group` each batch.
+
+    World rank = data rank * tensor size + tensor rank: a tensor group is consecutive ranks, with the fastest links.
+    """
+
+    world_group: Group = field(default_factory=Group)
+    tensor_group: Group = field(default_factory=Group)
+    data_group: Group = field(default_factory=Group)
+
+    @staticmethod
+    def build(world_group: Group, tensor_size: int = 1) -> Mesh:
+        """Divides `world_group` into tensor groups of `tensor_size` consecutive ranks. Collective over all of it."""
+        if world_group.size % tensor_size:
+            raise ConfigError("parallel.tensor", f"divide the number of ranks ({world_group.size})", got=tensor_size)
+        if tensor_size == 1:
+            return Mesh(world_group, Group(), world_group)
+        data_size = world_group.size // tensor_size
+        grid = [[d * tensor_size + t for t in range(tensor_size)] for d in range(data_size)]
+        seconds = world_group.timeout_seconds
+        timeout = timedelta(seconds=seconds)
+        tensor, _ = dist.new_subgroups_by_enumeration(grid, timeout)
+        data, _ = dist.new_subgroups_by_enumeration([list(column) for column in zip(*grid, strict=True)], timeout)
+        data_rank, tensor_rank = divmod(world_group.rank, tensor_size)
+        return Mesh(
+            world_group, Group(tensor_rank, tensor_size, tensor, seconds), Group(data_rank, data_size, data, seconds)
+        )
+
+
+# Bytes that each rank passes to one other, in the background and in pieces, so that it can be ended between two.
+
+
+PIECE = 16 << 20
+"""Bytes that are sent at a time: an eighth of a second at 1 Gb/s."""
+
+
+def pass_on(group: Group, mine: Tensor, to: int, theirs: Mapping[int, Tensor], ends: Callable[[], bool]) -> bool:
+    """Sends `mine` (uint8 [n]) to rank `to`, while the bytes that other ranks send here are received into `theirs`, by
+    rank. Returns whether all came. Collective: `to` and `theirs` must agree over the ranks of `group` (gloo).
+
+    Once `ends` is true a rank sends no further piece, and those that wait for it are told. It waits for each piece
+    `group.timeout_seconds` at most.
+    """
+    outgoing, incoming = mine.split(PIECE), {rank: part.split(PIECE) for rank, part in theirs.items()}
+    stopped, cut_short = False, set[int]()
+    for number, piece in zip_longest(range(_most(outgoing, *incoming.values())), outgoing):
+        sending = []
+        if piece is not None and not stopped:
+            stopped = ends()
+            sending = _send(group, torch.tensor([not stopped]), to) + ([] if stopped else _send(group, piece, to))
+        for rank, places in incoming.items():
+            if number < len(places) and rank not in cut_short and not _receive(group, places[number], rank):
+                cut_short.add(rank)
+        for work in sending:
+            work.wait()
+    return not stopped and not cut_short
+
+
+def _most(*lists: tuple[Tensor, ...]) -> int:
+    return max(len(pieces) for pieces in lists)
+
+
+def _send(group: Group, tensor: Tensor, to: int) -> list[dist.Work]:
+    work = dist.isend(tensor, group=group.handle, group_dst=to)
+    return [] if work is None else [work]
+
+
+def _receive(group: Group, place: Tensor, rank: int) -> bool:
+    """Whether a piece came, and not word that none will."""
+    comes = torch.empty(1, dtype=torch.bool)
+    dist.recv(comes, group=group.handle, group_src=rank)
+    if comes:
+        dist.recv(place, group=group.handle, group_src=rank)
+    return bool(comes)
+
+
+# Random numbers on tensor ranks: equal where ranks hold the same values, different where each holds its own.
+
+
+@contextmanager
+def per_rank_rng(group: Group, device: torch.device) -> Iterator[None]:
+    """Inside, every rank of `group` draws different numbers; afterwards all draw the same again. Sends nothing.
+
+    Torch's CPU generator must be in the same state on all ranks on entry. Draws depend on that state alone, so that a
+    forward pass that is repeated from it (activation checkpointing, a resumed run) draws the same again.
+    """
+    if group.size == 1:
+        yield
+        return
+    seed = int(torch.randint(2**48, ()))
+    with torch.random.fork_rng([device] if device.type == "cuda" else [], device_type="cuda"):
+        torch.manual_seed(seed * group.size + group.rank)
+        yield
+
+
+# Which devices have units for products of bf16 numbers.
+
+
+def multiplies_bf16_fast(device: torch.device) -> bool:
+    """Whether training in bf16 is faster than in fp32: on GPUs since Ampere, and on CPUs that multiply bf16, by AMX or
+    by AVX-512 (measured: products 7 and 2.4 times as fast, the demo's whole headless step 1.6 and 1.5 times). A CPU
+    whose capabilities torch does not know counts as slow."""
+    if device.type == "cuda":
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+    return device.type == "cpu" and any(capabilities.get(unit) for unit in _BF16_UNITS)
+
+
+_BF16_UNITS = ("amx_bf16", "avx512_bf16")

@@ -1,32 +1,167 @@
-"""One optimizer step at a time, at any ZeRO stage; the complete state is read and set by name (`full_state`).
-
-Here every stage keeps promises that DeepSpeed keeps only at some stages: the gradient norm is returned, a step whose
-gradients are not finite on any rank changes nothing, and a new engine into which state is loaded continues bitwise.
-"""
+"""The engine: backward pass, reduction, clipping and the optimizer step by DeepSpeed at ZeRO 0 to 3."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import isfinite, nan
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
 
-from megahead.distributed import Mesh, RowShard, Tensors
-from megahead.engine.forward_time import ForwardTime
-from megahead.engine.full_state import FullState
-from megahead.engine.gradients import discard_gradients
-from megahead.engine.half import allocate_, half_format, refuse_half_without_zero
-from megahead.engine.loss_scale import LossScale
-from megahead.engine.norm import clip_, global_norm
-from megahead.engine.start import start_deepspeed
-from megahead.engine.state import MOMENTS, WEIGHT, moments_of, open_parameter_states
-from megahead.engine.whole_matrices import gather_for_muon
+from megahead.distributed.group import Group, Mesh
+from megahead.distributed.tensors import Renamed, RowShard, Tensors, Whole
+from megahead.engine.deepspeed import allocate_, half_format, refuse_half_without_zero, start_deepspeed
+from megahead.engine.muon import gather_for_muon
+from megahead.engine.state import MOMENTS, WEIGHT, FullState, moments_of, open_parameter_states
+from megahead.models.parallel import shard_dims
+from megahead.objectives.pretraining import fill_
 from megahead.optim import Muon, set_learning_rate
-from megahead.parallel import fill_, shard_dims
-from megahead.table import RowPlan
+from megahead.sharded_embedding.exchange import RowPlan
+from megahead.sharded_embedding.table import BALLAST, RowTable
+
+# How long forward passes take on this rank: its own computing, before it waits for others' gradients.
+
+
+class ForwardTime:
+    """Sums up seconds; on a GPU by events, for which the host never waits."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._seconds = 0.0
+        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    @contextmanager
+    def measured(self) -> Iterator[None]:
+        """A forward pass, in the block."""
+        if not self._on_gpu:
+            began = time.perf_counter()
+            yield
+            self._seconds += time.perf_counter() - began
+            return
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        first.record()
+        yield
+        last.record()
+        self._events.append((first, last))
+
+    def take(self) -> float:
+        """Seconds since it was last asked; on a GPU, the host must have waited for the last forward pass by then (for
+        its loss, say), or this raises a RuntimeError."""
+        for first, last in self._events:
+            self._seconds += first.elapsed_time(last) / 1e3
+        taken, self._seconds = self._seconds, 0.0
+        self._events.clear()
+        return taken
+
+
+# The global gradient norm and clipping at ZeRO stage 0.
+#
+# DeepSpeed's own clipping there does not return the norm, and applies a step whose gradients are not finite.
+
+
+def global_norm(parameters: Iterable[nn.Parameter], tensor_group: Group) -> Tensor:
+    """L2 norm of all gradients, each counted once over the tensor ranks; [] on their device. One collective, and the
+    host does not wait.
+
+    Parameters that carry `model_parallel = True` are slices whose squares add up; others are copies.
+    """
+    slices: list[Tensor] = []
+    copies: list[Tensor] = []
+    for parameter in parameters:
+        if parameter.grad is not None:
+            (slices if getattr(parameter, "model_parallel", False) else copies).append(parameter.grad)
+    counted = slices + copies if tensor_group.rank == 0 else slices
+    squared = get_total_norm(counted).square() if counted else torch.zeros(())
+    return tensor_group.all_reduce_(squared).sqrt()
+
+
+def clip_(parameters: Iterable[nn.Parameter], norm: float, largest: float) -> None:
+    """Scales all gradients in place so that their global norm `norm` becomes at most `largest` (0: no limit)."""
+    if 0 < largest < norm:
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        torch._foreach_mul_(gradients, largest / (norm + 1e-6))
+
+
+# Discards accumulated gradients, so that the next step begins without any.
+#
+# DeepSpeed does so only inside a step that it does not apply, and not with all: with the optimizer on the host (stages
+# 1 and 2) the fp32 sums of half-precision gradients stay, and every later step adds to sums that are not finite. So
+# everything that its optimizers (0.19) hold between two steps is discarded here, on any device.
+
+
+def discard_gradients(optimizer: Any, stage: int) -> None:
+    """Discards all gradients that `optimizer`, a DeepSpeedEngine's at ZeRO `stage`, accumulated since its last step.
+
+    Sends nothing, but every rank must call it. Weights, moments and loss scale stay.
+    """
+    optimizer.zero_grad()
+    if stage == 3:
+        _discard_slices(optimizer)
+    elif hasattr(optimizer, "averaged_gradients"):  # unlike stage 0's, and the one for bf16 at stage 1
+        _discard_parts(optimizer)
+
+
+def _discard_parts(optimizer: Any) -> None:
+    """Stages 1 and 2."""
+    optimizer.micro_step_id = -1  # the next gradients replace what is there, and are not added to it
+    for sums in (optimizer.averaged_gradients, optimizer.all_grad_tensors):
+        sums.update(dict.fromkeys(sums))
+    if optimizer.cpu_offload:
+        optimizer.reset_cpu_buffers()  # waits for copies to the host; clears their norms and overflow flags
+
+
+def _discard_slices(optimizer: Any) -> None:
+    """Stage 3: does what DeepSpeed's step does when it applies nothing, in this order."""
+    optimizer._pre_step()
+    optimizer._partition_all_parameters()
+    optimizer._overflow_clean_up(optimizer.loss_scale)
+
+
+# fp16's loss scale: the factor by which losses are multiplied, so that small gradients do not become zero.
+
+
+_SEARCH = frozenset({"cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis"})
+"""Attributes of DeepSpeed's `DynamicLossScaler` that change during training."""
+
+
+class LossScale:
+    """The loss scale of DeepSpeed's `optimizer`; 1 in other precisions than fp16."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self._scaler = getattr(optimizer, "loss_scaler", None)
+        if self.is_dynamic:
+            self._scaler.raise_error_at_min_scale = False  # type: ignore[union-attr] # the guard decides
+
+    @property
+    def value(self) -> float:
+        """Its present value."""
+        return float(getattr(self._scaler, "cur_scale", 1.0))
+
+    @property
+    def is_dynamic(self) -> bool:
+        """Whether overflows lower it, so that they are normal."""
+        return bool(getattr(self._scaler, "dynamic", False))
+
+    def state(self) -> dict[str, float]:
+        """What a restart needs of a dynamic one; empty for others."""
+        return {name: getattr(self._scaler, name) for name in _SEARCH} if self.is_dynamic else {}
+
+    def restore(self, state: Mapping[str, float]) -> None:
+        """The inverse of `state`; what is not in it stays."""
+        if self.is_dynamic:
+            for name in _SEARCH & state.keys():
+                setattr(self._scaler, name, state[name])
+
+
+# One optimizer step at a time, at any ZeRO stage; the complete state is read and set by name (`full_state`).
+#
+# Here every stage keeps promises that DeepSpeed keeps only at some stages: the gradient norm is returned, a step whose
+# gradients are not finite on any rank changes nothing, and a new engine into which state is loaded continues bitwise.
 
 
 @dataclass(frozen=True)
@@ -214,3 +349,74 @@ class Engine:
 
     def _counters(self) -> list[Tensor]:
         return [state["step"] for state in self._deepspeed.optimizer.state.values()]
+
+
+# The engine for a model whose embedding is kept outside it, as a table of rows that are sharded round-robin over all
+# ranks. A step is applied to both or to neither. Stale rows are those that the last steps did not update.
+
+
+class RowEngine(Engine):
+    """An `Engine` whose `begin` fetches the rows that a step needs, and whose `step` updates them.
+
+    `module` contains a `RowTable`. In `weights` and `tensors` its rows are named `NAME.weight`, as an embedding's
+    would be.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        optimizer: torch.optim.Optimizer,
+        config: dict[str, Any],
+        mesh: Mesh,
+        device: torch.device,
+        weights: Tensors,
+    ) -> None:
+        self._name, table = next(pair for pair in module.named_modules() if isinstance(pair[1], RowTable))
+        self._table = cast(RowTable, table)
+
+        def body(name: str) -> Tensor:
+            return torch.zeros(BALLAST) if name == f"{self._name}.ballast" else weights.read(name)
+
+        super().__init__(module, optimizer=optimizer, config=config, mesh=mesh, device=device, weights=Whole(body))
+        self._table.fill_(weights.blocks(f"{self._name}.weight"))
+
+    def begin(self, rows: RowPlan | None) -> int:
+        """Fetches the rows that the next micro-steps look up; returns how many that this rank owns were stale.
+
+        Collective."""
+        assert rows is not None
+        stale = self._table.owned.count_stale(rows.owned_O)
+        self._table.fetch(rows)
+        return stale
+
+    def step(self, learning_rate: float) -> StepResult:
+        loss_scale = self.loss_scale.value
+        result = super().step(learning_rate)
+        if result.applied:
+            clipped = min(1.0, self._clipping / (result.grad_norm + 1e-6)) if self._clipping else 1.0
+            self._table.step(learning_rate, clipped / loss_scale)
+        else:
+            self._table.discard()
+        return result
+
+    def skip_step(self) -> StepResult:
+        self._table.discard()
+        return super().skip_step()
+
+    def tensors(self) -> Iterator[tuple[str, Tensor | RowShard]]:
+        """The body's tensors as in any engine. Then the table's, as `late/KIND/NAME`: `weight` and the moments as last
+        updated, `touched` (the step of each row's last update), `rates` (the learning rate of every step)."""
+        yield from super().tensors()
+        for kind, part in self._table.state().items():
+            yield f"late/{kind}/{self._name}.weight", part
+
+    def load(self, tensors: Tensors, optimizer_steps: int) -> None:
+        """As of any engine; rows come block by block, and each rank keeps its own."""
+        super().load(tensors, optimizer_steps)
+        self._table.restore(Renamed(tensors, lambda kind: f"late/{kind}/{self._name}.weight"))
+
+    def _saved_parameters(self) -> dict[str, nn.Parameter]:
+        """Leaves out the ballast (see `table`): it is neither saved nor loaded."""
+        there = super()._saved_parameters()
+        return {name: parameter for name, parameter in there.items() if parameter is not self._table.ballast}

@@ -1,13 +1,8 @@
-"""Weights and Adam's state as full (unpartitioned) tensors, at any ZeRO stage.
-
-DeepSpeed keeps up to three tensors per parameter: the model's own copy (in the format of the forward pass), an fp32
-master copy, and the optimizer's state, the last two in slices of a flat buffer per rank. `open_parameter_states` hides
-where they are: `get` and `set` read and write one parameter, in full and in fp32.
-"""
+"""Weights and optimizer state as whole named tensors, read from DeepSpeed and set there."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -15,9 +10,40 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from megahead.distributed import Group
-from megahead.engine.frozen import FrozenWeights
+from megahead.distributed.group import Group
+from megahead.errors import CheckpointError
 from megahead.optim import MOMENTUM
+
+# Keeps fp32 values of frozen parameters, which DeepSpeed rounds to half precision and has no master copies of.
+
+
+class FrozenWeights:
+    """Frozen parameters in fp32, in the host's memory, partitioned over `data_group`; only checkpoints need them."""
+
+    def __init__(self, data_group: Group, device: torch.device) -> None:
+        self._data_group = data_group
+        self._device = device
+        self._kept: dict[nn.Parameter, tuple[Tensor, torch.Size]] = {}
+
+    def keep(self, parameter: nn.Parameter, full: Tensor) -> None:
+        """Stores this rank's slice of `full`, the full value of `parameter`. Sends nothing."""
+        flat = functional.pad(full.detach().flatten().float(), (0, -full.numel() % self._data_group.size))
+        self._kept[parameter] = self._data_group.shard(flat, 0).cpu(), full.shape
+
+    def read(self, parameter: nn.Parameter) -> Tensor | None:
+        """The full value that was stored, on the device; None if there is none. Collective."""
+        if parameter not in self._kept:
+            return None
+        part, shape = self._kept[parameter]
+        return self._data_group.unshard(part.to(self._device), 0)[: shape.numel()].view(shape)
+
+
+# Weights and Adam's state as full (unpartitioned) tensors, at any ZeRO stage.
+#
+# DeepSpeed keeps up to three tensors per parameter: the model's own copy (in the format of the forward pass), an fp32
+# master copy, and the optimizer's state, the last two in slices of a flat buffer per rank. `open_parameter_states`
+# hides where they are: `get` and `set` read and write one parameter, in full and in fp32.
+
 
 WEIGHT = "weight"
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -186,3 +212,67 @@ class ShardedStates(PartitionedStates):
             safe_set_local_fp32_param(parameter, part)
         else:
             safe_set_local_optimizer_state(parameter, part, kind)
+
+
+# All of an engine's state by name, as full (unsharded) tensors: the same at any ZeRO stage and on any mesh.
+
+
+class FullState:
+    """Weights, and what the optimizer keeps beside them. All but `replicated` is collective."""
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        moments: Mapping[Tensor, Sequence[str]],
+        states: ParameterStates,
+        shard_dims: Mapping[str, int],
+        tensor_group: Group,
+        device: torch.device,
+    ) -> None:
+        """`moments`: which ones each trained parameter has; `shard_dims`: along which dimension a parameter is split
+        over `tensor_group`, if it is."""
+        self._parameters, self._moments, self._states = parameters, moments, states
+        self._shard_dims, self._tensor_group, self._device = shard_dims, tensor_group, device
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Each as `KIND/NAME`, in fp32; one is in memory at a time."""
+        for kind in (WEIGHT, *MOMENTS):
+            for name, parameter in self._with(kind):
+                part, dim = self._states.get(parameter, kind), self._shard_dims.get(name)
+                full = part if dim is None else self._tensor_group.unshard(part, dim)
+                yield f"{kind}/{name}", full.detach().float()
+
+    def set(self, kind: str, read: Callable[[str], Tensor]) -> None:
+        """Sets all of a kind to what `read` returns; CheckpointError for another shape."""
+        for name, parameter in self._with(kind):
+            full, dim = read(f"{kind}/{name}"), self._shard_dims.get(name)
+            part = full if dim is None else self._tensor_group.shard(full, dim)
+            shape = getattr(parameter, "ds_shape", parameter.shape)  # at stage 3 the parameter itself is empty
+            if part.shape != shape:
+                raise CheckpointError(
+                    f"the checkpoint's {kind}/{name} must have the model's shape {tuple(shape)}, but has "
+                    f"{tuple(part.shape)} instead; give `model` the sizes of that run."
+                )
+            self._states.set(parameter, kind, part.to(self._device))
+
+    def replicated(self) -> dict[str, Tensor]:
+        """This rank's weights as the forward pass uses them; at stage 3 they are empty."""
+        return {name: weight.data for name, weight in self._with(WEIGHT)}
+
+    def _with(self, kind: str) -> Iterator[tuple[str, nn.Parameter]]:
+        for name, parameter in self._parameters.items():
+            if kind == WEIGHT or kind in self._moments.get(parameter, ()):
+                yield name, parameter
+
+
+# Checksums over weights: equal on replicas, which hold the same bits, as long as no bit has flipped.
+
+
+_WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def weight_sums(weights: Iterable[Tensor]) -> Tensor:
+    """int64 [P] on the CPU: each tensor's bits, read as whole numbers of its width and summed up. A flipped bit changes
+    its sum; reads the weights once."""
+    sums = [weight.detach().view(_WHOLE[weight.element_size()]).sum(dtype=torch.int64) for weight in weights]
+    return torch.stack(sums).cpu()

@@ -1,13 +1,18 @@
-"""Generates text after a prompt."""
+"""Generates text: after a prompt by a decoder, by unmasking with an encoder."""
 
 from __future__ import annotations
 
 from math import inf
 from typing import Any
 
-from megahead.convert import context_of
+import torch
+from torch import Tensor
+
 from megahead.errors import FieldError
-from megahead.evaluate.first_token import first_token
+from megahead.evaluate.scoring import first_token
+from megahead.hf.published import context_of
+
+# Generates text after a prompt.
 
 
 def continuation(model: Any, tokenizer: Any, prompt: str, max_tokens: int, sampling: dict[str, Any]) -> str:
@@ -40,3 +45,65 @@ def sampling_options(temperature: float, top_k: int, top_p: float) -> dict[str, 
     if temperature == 0:
         return {"do_sample": False}
     return {"do_sample": True, "temperature": temperature, "top_k": top_k, "top_p": top_p}
+
+
+# Text by an encoder: mask tokens after a prompt are replaced by tokens, some in each pass, in a random order.
+#
+# How masked diffusion is sampled (Sahoo et al. 2024, arXiv 2406.07524): whatever places are left masked, the next ones
+# are drawn evenly among them, and their tokens from the model's predictions, each by itself. With one place a pass, at
+# temperature 1 and without top-k or top-p, the text is drawn exactly from the model, special tokens left out; fewer
+# passes take less time, and tokens of one pass do not know of each other. An encoder that was trained with few masks
+# can be sampled so, too, but has never seen so little of a text.
+#
+# T tokens of the row, M masked places, m of one pass, V vocabulary.
+
+
+@torch.inference_mode()
+def unmasked_continuation(
+    model: Any, tokenizer: Any, prompt: str, max_tokens: int, sampling: dict[str, Any], passes: int | None = None
+) -> str:
+    """`max_tokens` tokens after `prompt`, drawn in so many passes through the model (None: one token in each).
+
+    A prompt longer than the model's context minus these and [CLS], [SEP] is cut at its beginning. Random numbers are
+    torch's, on the CPU.
+    """
+    room = context_of(model) - max_tokens - 2
+    if room < 0:
+        raise FieldError("--max-tokens", f"leave 2 of the model's context ({room + max_tokens + 2})", got=max_tokens)
+    passes = max_tokens if passes is None else passes
+    if not 1 <= passes <= max_tokens:
+        raise FieldError("--passes", f"be 1 to --max-tokens ({max_tokens})", got=passes)
+    start, mask, end = _special_ids(tokenizer)
+    ids = tokenizer(prompt, add_special_tokens=False, verbose=False)["input_ids"]
+    read = ids[max(len(ids) - room, 0) :]
+    row_T = torch.tensor([start, *read, *[mask] * max_tokens, end], device=model.device)
+    first = 1 + len(read)
+    places_M = first + torch.randperm(max_tokens)
+    for places_m in places_M.to(model.device).tensor_split(passes):
+        logits_mV = model(input_ids=row_T[None]).logits[0, places_m].float()
+        row_T[places_m] = _drawn(logits_mV, tokenizer.all_special_ids, sampling)
+    whole, before = (tokenizer.decode(ids) for ids in (row_T[1:-1], read))
+    text: str = whole.removeprefix(before)  # with the space between, where there is one
+    return text
+
+
+def _special_ids(tokenizer: Any) -> list[int]:
+    found = [tokenizer.cls_token_id, tokenizer.mask_token_id, tokenizer.sep_token_id]
+    if None in found:
+        raise FieldError("--model", "have a tokenizer that names [CLS], [MASK] and [SEP]", got="without one of them")
+    return found
+
+
+def _drawn(logits_mV: Tensor, never: list[int], sampling: dict[str, Any]) -> Tensor:
+    """int64 [m]: a token for each place; `sampling` as `sampling_options` makes it."""
+    logits_mV[:, never] = -torch.inf
+    if not sampling["do_sample"]:
+        return logits_mV.argmax(-1)
+    chances_mV, ids_mV = (logits_mV / sampling["temperature"]).softmax(-1).cpu().sort(descending=True)
+    if sampling["top_k"]:
+        chances_mV[:, sampling["top_k"] :] = 0
+    chances_mV /= chances_mV.sum(-1, keepdim=True)
+    before_mV = chances_mV.cumsum(-1) - chances_mV
+    chances_mV[before_mV >= sampling["top_p"]] = 0
+    drawn_m: Tensor = ids_mV.gather(1, torch.multinomial(chances_mV, 1))[:, 0]
+    return drawn_m.to(logits_mV.device)

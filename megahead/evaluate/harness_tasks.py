@@ -1,27 +1,230 @@
-"""Tasks with local files: how each is scored (by a definition that lm-eval ships, or a function here), and its data.
-
-A new task is a line in `TASKS`: its shipped YAML (or its score function), its file, and a reader of that file.
-"""
+"""Tasks with local files: how each is scored, how its examples are read, those scored by our own code."""
 
 from __future__ import annotations
 
+import csv
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
+from itertools import islice
+from math import log, sqrt
 from pathlib import Path
+from statistics import fmean, variance
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from megahead.data.sources import Selection, find_inputs, read_chunks
 from megahead.errors import DataError, FieldError
-from megahead.evaluate.bits_per_byte import bits_per_byte, documents
-from megahead.evaluate.harness_rows import Reader, arc, boolq, crows_pairs, json_lines, passages, pubmedqa, qasper, race
-from megahead.evaluate.minimal_pairs import accuracy_by, blimp
 from megahead.evaluate.results import Score
 
 if TYPE_CHECKING:
-    from megahead.evaluate.language_models import LanguageModel
+    from megahead.evaluate.scoring import LanguageModel
+
+
+# Turns examples as they are published into the fields that lm-eval's definition of the task reads.
+#
+# Each reader reads a file into rows (plain values, for JSON) and raises a DataError for a file of another form.
+
+
+Row = dict[str, Any]
+Reader = Callable[[Path], list[Row]]
+
+
+def json_lines(*fields: str) -> Reader:
+    """A reader of one JSON object per line, which must have all `fields`; others are left out."""
+
+    def read(file: Path) -> list[Row]:
+        rows = [_object(line) for line in text_of(file).split("\n") if line]
+        for number, row in enumerate(rows, 1):
+            missing = [field for field in fields if field not in row]
+            if missing:
+                raise DataError(f"`{file}` must hold JSON objects with a `{missing[0]}`, but line {number} is not.")
+        return [{field: row[field] for field in fields} for row in rows]
+
+    return read
+
+
+def passages(file: Path) -> list[Row]:
+    """Texts of which the last word is predicted; DataError for one without a word, which lm-eval cannot score."""
+    rows = json_lines("text")(file)
+    for number, row in enumerate(rows, 1):
+        if not str(row["text"]).strip():
+            raise DataError(f"`{file}` must hold a text in each line, but line {number} has none; leave it out.")
+    return rows
+
+
+def each_of(file: Path, rows: Iterable[Any], changed: Callable[[Any], Row]) -> list[Row]:
+    """Every row as the definition wants it; DataError with the number of one that is not as published."""
+    made = []
+    for number, row in enumerate(rows, 1):
+        try:
+            made.append(changed(row))
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            what = f"lacks or does not know {error}" if isinstance(error, KeyError) else f"is of another form ({error})"
+            raise DataError(f"`{file}` must hold examples as published, but example {number} {what}.") from None
+    return made
+
+
+def arc(file: Path) -> list[Row]:
+    """The file has question and choices inside `question`; the definition wants parallel lists."""
+
+    def changed(row: Row) -> Row:
+        choices = {key: [choice[key] for choice in row["question"]["choices"]] for key in ("text", "label")}
+        return {"question": row["question"]["stem"], "choices": choices, "answerKey": row["answerKey"]}
+
+    return each_of(file, json_lines("question", "answerKey")(file), changed)
+
+
+def boolq(file: Path) -> list[Row]:
+    """The file has true and false, the task wants 1 and 0; otherwise every answer would silently count as wrong."""
+    classes = {"false": 0, "true": 1, False: 0, True: 1}
+
+    def changed(row: Row) -> Row:
+        if row["label"] not in classes:
+            raise ValueError(f"its label must be true or false, but is {row['label']!r}")
+        return {**row, "label": classes[row["label"]]}
+
+    return each_of(file, json_lines("passage", "question", "label")(file), changed)
+
+
+def crows_pairs(file: Path) -> list[Row]:
+    """A csv of sentence pairs."""
+    table = csv.DictReader(text_of(file).splitlines(keepends=True))
+    rows = [{key: row.get(key) for key in ("sent_more", "sent_less", "bias_type")} for row in table]
+    if any(value is None for row in rows for value in row.values()):
+        raise DataError(f"`{file}` must be a csv with sent_more, sent_less and bias_type, but lacks one.")
+    return rows
+
+
+def race(file: Path) -> list[Row]:
+    """One article per line, its questions in parallel lists; the definition wants them as one Python literal."""
+
+    def changed(row: Row) -> Row:
+        problems = zip(row["questions"], row["options"], row["answers"], strict=True)
+        named = [dict(zip(("question", "options", "answer"), problem, strict=True)) for problem in problems]
+        return {"article": row["article"], "problems": repr(named)}
+
+    return each_of(file, json_lines("article", "questions", "options", "answers")(file), changed)
+
+
+def pubmedqa(file: Path) -> list[Row]:
+    """A dict by article; test_ground_truth.json, beside it, lists the articles of the test set."""
+    articles, tested = _mapping(file), _mapping(file.with_name("test_ground_truth.json"))
+    fields = ("QUESTION", "CONTEXTS", "final_decision")
+    try:
+        return [{field: articles[key][field] for field in fields} for key in tested]
+    except (KeyError, TypeError) as error:
+        raise DataError(f"`{file}` must hold the articles that are tested, but lacks {error}.") from None
+
+
+def qasper(file: Path) -> list[Row]:
+    """A dict by paper, whose questions are a list of objects; the definition wants an object of lists."""
+
+    def changed(paper: Row) -> Row:
+        answers = [{"answer": [given["answer"] for given in asked["answers"]]} for asked in paper["qas"]]
+        questions = {"question": [asked["question"] for asked in paper["qas"]], "answers": answers}
+        return {"title": paper["title"], "abstract": paper["abstract"], "qas": questions}
+
+    return each_of(file, _mapping(file).values(), changed)
+
+
+def text_of(file: Path) -> str:
+    """A whole file, without a byte order mark; DataError if it is missing or not UTF-8."""
+    try:
+        return file.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError):
+        raise DataError(f"`{file}` must be a readable text file, but is not; check the path.") from None
+
+
+def _object(line: str) -> Mapping[str, Any]:
+    try:
+        value = json.loads(line)
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _mapping(file: Path) -> Mapping[str, Any]:
+    value = _object(text_of(file))
+    if not value:
+        raise DataError(f"`{file}` must hold one JSON object of examples, but does not.")
+    return value
+
+
+# Bits per byte of a decoder on any text, the measure of lm-eval's WikiText task, comparable across tokenizers.
+
+
+def documents(file: Path, limit: int | None) -> list[str]:
+    """The first `limit` documents of a file in any format that `megahead preprocess` reads."""
+    texts = (text for chunk in read_chunks(find_inputs([file]), Selection()) for text in chunk.parse().strict())
+    return list(islice(texts, limit))
+
+
+def bits_per_byte(model: LanguageModel, texts: Sequence[str]) -> list[Score]:
+    """Over all documents together, each read from its beginning; the standard error is that of a ratio of two sums."""
+    bits = [-nats / log(2) for nats in model.log_probabilities(texts)]
+    sizes = [len(text.encode()) for text in texts]
+    count, value = len(texts), sum(bits) / sum(sizes)
+    if count < 2:
+        return [Score("bits_per_byte", value, None)]
+    squares = sum((spent - value * size) ** 2 for spent, size in zip(bits, sizes, strict=True))
+    return [Score("bits_per_byte", value, sqrt(squares * count / (count - 1)) / sum(sizes))]
+
+
+# Minimal pairs, a right sentence and a wrong one: how often a model gives the right one the higher probability.
+#
+# BLiMP (Warstadt et al. 2020, arXiv 1912.00582) has 67 paradigms of grammar with 1,000 pairs each, one per file.
+# Sentences are scored whole, after a space, as in lm-eval.
+
+
+_PAIRS = json_lines("sentence_good", "sentence_bad", "field", "UID")
+
+
+def blimp(folder: Path, limit: int | None) -> list[Row]:
+    """The pairs in `folder`, the first `limit` of each paradigm; two spellings of a field of grammar become one."""
+    files = sorted(folder.glob("*.jsonl"))
+    if not files:
+        raise DataError(f"`{folder}` must hold BLiMP's .jsonl files, but holds none.")
+    rows = [row for file in files for row in _PAIRS(file)[:limit]]
+    return [{**row, "field": row["field"].replace("/", "_")} for row in rows]
+
+
+def accuracy_by(key: str) -> Callable[[LanguageModel, Sequence[Row]], list[Score]]:
+    """A score function: the mean over all paradigms, then over those of each `key` ("field"; "UID" is one paradigm)."""
+
+    def score(model: LanguageModel, pairs: Sequence[Row]) -> list[Score]:
+        sentences = [f" {pair[side]}" for pair in pairs for side in ("sentence_good", "sentence_bad")]
+        log_p = model.log_probabilities(sentences)
+        points: dict[str, list[float]] = {}
+        groups: dict[str, dict[str, list[float]]] = {}
+        for pair, good, bad in zip(pairs, log_p[::2], log_p[1::2], strict=True):
+            its = points.setdefault(pair["UID"], [])
+            its.append(_point(good, bad))
+            groups.setdefault(pair[key], {})[pair["UID"]] = its
+        return [_mean("acc", points), *(_mean(f"acc_{name}", groups[name]) for name in sorted(groups))]
+
+    return score
+
+
+def _point(good: float, bad: float) -> float:
+    """1 or 0; a tie counts half, as guessing would."""
+    return 0.5 if good == bad else float(good > bad)
+
+
+def _mean(metric: str, paradigms: Mapping[str, Sequence[float]]) -> Score:
+    """The mean of the paradigms' means; its standard error is over the choice of pairs (None for a single pair)."""
+    value = fmean(map(fmean, paradigms.values()))
+    if any(len(points) < 2 for points in paradigms.values()):
+        return Score(metric, value, None)
+    spread = sum(variance(points) / len(points) for points in paradigms.values())
+    return Score(metric, value, sqrt(spread) / len(paradigms))
+
+
+# Tasks with local files: how each is scored (by a definition that lm-eval ships, or a function here), and its data.
+#
+# A new task is a line in `TASKS`: its shipped YAML (or its score function), its file, and a reader of that file.
 
 
 @dataclass(frozen=True)

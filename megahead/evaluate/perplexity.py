@@ -1,19 +1,33 @@
-"""Held-out perplexity, bits per byte and accuracy of a model with its own head, during training or after it."""
+"""Held-out perplexity, bits per byte and accuracy, during training or of a checkpoint with any of its heads."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import exp, log
+from os import PathLike
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from megahead.config import DataConfig
-from megahead.data import BatchReader, Diffusion, EvenlySpread, RowMasker, Samples
-from megahead.distributed import Group
-from megahead.objectives import DetectionResult, EvaluationSums
-from megahead.pretraining import EvaluationRequest
+from megahead.config.data import DataConfig
+from megahead.config.objective import HeadName
+from megahead.config.run import RunConfig
+from megahead.data.indexed import IndexedDataset
+from megahead.data.loader import BatchReader, RowMasker, held_out_masker, require_end_tokens
+from megahead.data.masking import Diffusion
+from megahead.data.samples import EvenlySpread, Samples, held_out_samples
+from megahead.distributed.group import Group
+from megahead.errors import FieldError
+from megahead.hf.heads import require_head
+from megahead.hf.trained import TrainedModel
+from megahead.losses.detection import DetectionResult
+from megahead.losses.softmax import EvaluationSums
+from megahead.objectives.micro_batch import EvaluationRequest
+
+# Held-out perplexity, bits per byte and accuracy of a model with its own head, during training or after it.
+
 
 _AT_ONCE = 8
 """Micro-batches that are scored in one pass over the vocabulary, which a table of rows must gather for it. Their hidden
@@ -113,3 +127,58 @@ class ValidationSet:
         if isinstance(masker, Diffusion):
             return info.text_bytes / max(masker.maskable(info.token_counts), 1)
         return info.text_bytes / info.tokens if masker is None else None
+
+
+# The held-out text of a trained model, cut as its run cut it.
+
+
+def open_held_out(config: RunConfig, dataset: str | None = None, mark: str | None = None) -> Samples:
+    """Rows of the run's validation dataset, or of `dataset`, a prefix. FieldError where neither is named, or where it
+    is known to be cut by another tokenizer than that with the `mark` (`TrainedModel.tokenizer_mark`)."""
+    prefix = dataset or config.data.validation
+    if prefix is None:
+        raise FieldError("data.validation", "name a held-out dataset", got="missing", hint="or give one to evaluate on")
+    text = IndexedDataset(prefix)
+    cut_by = text.cut_by()
+    if cut_by is not None and mark is not None and mark not in (cut_by.sha256, f"vocabulary {cut_by.vocabulary}"):
+        rule = "be cut by the tokenizer that the model was trained with"
+        raise FieldError("dataset", rule, got=f"{prefix}, cut by {cut_by}")
+    require_end_tokens(config.data, text)
+    return held_out_samples(text, config.sample_length())
+
+
+# Held-out perplexity of a checkpoint, with any head that it can have.
+
+
+def evaluate_checkpoint(
+    checkpoint: str | PathLike[str], head: HeadName, *, dataset: str | None = None
+) -> ValidationResult:
+    """Scores the run's validation dataset (or `dataset`, a prefix), as many rows as in the run's own evaluations.
+
+    checkpoint: a step folder, or a run folder for its newest. head: `tied` scores with the embedding alone, `pmi` adds
+    log q (the training-free head), `trained` uses the head's own matrix. In fp32 on the CPU.
+    """
+    return evaluate_on_each(checkpoint, head, [dataset])[0]
+
+
+def evaluate_on_each(
+    checkpoint: str | PathLike[str], head: HeadName, datasets: Sequence[str | PathLike[str] | None]
+) -> list[ValidationResult]:
+    """The same for several datasets, one language each for example, with the weights read once."""
+    model = TrainedModel.open(Path(checkpoint))
+    require_head(head, model)
+    mark = model.tokenizer_mark()
+    opened = [open_held_out(model.config, None if prefix is None else str(prefix), mark) for prefix in datasets]
+    pretraining = model.load()
+    bias_V = model.training_free_bias() if head == "pmi" else None
+
+    @torch.no_grad()
+    def score(request: EvaluationRequest) -> EvaluationSums:
+        return pretraining(request)
+
+    return [_validation_set(model.config, samples).evaluate(score, bias_V, torch.device("cpu")) for samples in opened]
+
+
+def _validation_set(config: RunConfig, samples: Samples) -> ValidationSet:
+    rows, masker = config.training.evaluate_samples, held_out_masker(config)
+    return ValidationSet(samples, config.data, rows, config.batch.micro_size, Group(), masker)

@@ -11,9 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from megahead.config import ModelConfig
-from megahead.models.encoder import Encoder
-from megahead.nn import MLP, Documents, Embedding, Heads, LayerNorm, PostNormBlock, SelfAttention
+from megahead.config.model import ModelConfig
+from megahead.models.attention import Heads, SelfAttention
+from megahead.models.backbone import Encoder
+from megahead.models.blocks import PostNormBlock
+from megahead.models.documents import Documents
+from megahead.models.layers import MLP, Embedding, LayerNorm
 
 
 class Bert(Encoder):

@@ -7,9 +7,11 @@ from functools import partial
 
 from torch import nn
 
-from megahead.config import ModelConfig
-from megahead.models.decoder import Decoder
-from megahead.nn import Block, GatedMLP, Heads, RMSNorm, SelfAttention
+from megahead.config.model import ModelConfig
+from megahead.models.attention import Heads, SelfAttention
+from megahead.models.backbone import Decoder
+from megahead.models.blocks import Block
+from megahead.models.layers import GatedMLP, RMSNorm
 
 
 class Llama(Decoder):

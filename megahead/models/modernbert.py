@@ -11,10 +11,13 @@ from functools import partial
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from megahead.config import ModelConfig
-from megahead.distributed import per_rank_rng, scatter_to_group
-from megahead.models.encoder import Encoder
-from megahead.nn import Block, Documents, Embedding, GatedMLP, Heads, LayerNorm, Rotation, SelfAttention, rotary_at
+from megahead.config.model import ModelConfig
+from megahead.distributed.group import per_rank_rng, scatter_to_group
+from megahead.models.attention import Heads, SelfAttention
+from megahead.models.backbone import Encoder
+from megahead.models.blocks import Block
+from megahead.models.documents import Documents
+from megahead.models.layers import Embedding, GatedMLP, LayerNorm, Rotation, rotary_at
 
 
 class ModernBert(Encoder):

@@ -1,12 +1,21 @@
-"""From a config's `family` to its backbone and its sharding table."""
+"""Families of backbones by name, their sharding tables, and their first weights."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from megahead.config import ModelConfig
+import torch
+from torch import Tensor
+
+from megahead.config.model import ModelConfig
+from megahead.distributed.tensors import block_ranges
 from megahead.models import bert, gpt_neox, llama, modernbert
 from megahead.models.backbone import Backbone
+
+# From a config's `family` to its backbone and its sharding table.
+
 
 _BACKBONES: dict[str, Callable[[ModelConfig], Backbone]] = {
     "gpt_neox": gpt_neox.GPTNeoX,
@@ -27,3 +36,56 @@ SHARDING: dict[str, dict[str, str]] = {
 def build_backbone(config: ModelConfig) -> Backbone:
     """The backbone of `config` on torch's current default device, its weights undefined; on `meta` it costs nothing."""
     return _BACKBONES[config.family](config)
+
+
+# Random weights that depend on the seed and a parameter's name alone: the same on every mesh and device.
+#
+# Pythia: normal weights with std sqrt(2 / (5 D)) ("small init", Nguyen & Salazar 2019, arXiv 1910.05895), and 2 / (L
+# sqrt(D)) where a sublayer writes to the residual stream (GPT-J's "wang init"); biases 0, norms 1. Megatron (Shoeybi
+# et al. 2019, arXiv 1909.08053): one std, and 1 / sqrt(2 L) of it where a sublayer writes there.
+
+
+_WRITES_TO_RESIDUAL = ("attention.output.weight", "mlp.down.weight")
+_AT_ONCE = 16  # numbers: else torch draws the last 16 anew, and a longer tensor would begin otherwise
+
+
+def initial_value(name: str, shape: Sequence[int], seed: int, config: ModelConfig) -> Tensor:
+    """The fp32 CPU tensor that the full parameter `name` starts from.
+
+    A matrix with more rows starts with the same rows: padding of the vocabulary changes no token's weights.
+    """
+    return next(_drawn(name, shape, [range(shape[0])], seed, config))
+
+
+def initial_blocks(name: str, shape: Sequence[int], seed: int, config: ModelConfig) -> Iterator[Tensor]:
+    """The same, bit for bit, in consecutive blocks of rows: each is drawn when it is asked for, 16,384 rows at most."""
+    return _drawn(name, shape, block_ranges(shape[0]), seed, config)
+
+
+def _drawn(
+    name: str, shape: Sequence[int], blocks: Iterable[range], seed: int, config: ModelConfig
+) -> Iterator[Tensor]:
+    key = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(key[:8], "little") >> 1)
+    for rows in blocks:
+        size = (len(rows), *shape[1:])
+        if name.endswith("norm.weight"):
+            yield torch.ones(size)
+        elif name.endswith(".bias"):
+            yield torch.zeros(size)
+        else:
+            count = math.prod(size)
+            draws = torch.randn(-(-count // _AT_ONCE) * _AT_ONCE, generator=generator)
+            yield draws[:count].view(size).mul_(_std(name, config))
+
+
+def _std(name: str, config: ModelConfig) -> float:
+    if name.endswith("embedding.weight") and config.init_embedding_std is not None:
+        return config.init_embedding_std
+    if config.init == "normal":
+        return config.init_std
+    if config.init == "megatron":
+        return config.init_std / (math.sqrt(2 * config.num_layers) if name.endswith(_WRITES_TO_RESIDUAL) else 1)
+    if name.endswith(_WRITES_TO_RESIDUAL):
+        return 2 / (config.num_layers * math.sqrt(config.hidden_size))
+    return math.sqrt(2 / (5 * config.hidden_size))

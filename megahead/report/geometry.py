@@ -6,9 +6,10 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import asdict
 
-from megahead.checkpoint import Checkpoint, open_checkpoint, step_of, steps_in
-from megahead.evaluate import measure_geometry
-from megahead.evaluate.result_cache import ResultCache
+from megahead.checkpoints.folders import step_of, steps_in
+from megahead.checkpoints.reading import Checkpoint, open_checkpoint
+from megahead.evaluate.geometry import measure_geometry
+from megahead.evaluate.results import ResultCache
 from megahead.run_folder import RunFolder
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from megahead.config import MaskingConfig, ModelConfig, RunConfig, RunPlan, names_of, phases_of
-from megahead.config.embedding import ROWS_FROM
-from megahead.config.phrases import PhrasesConfig
-from megahead.config.replaced_tokens import ReplacedTokensConfig
+from megahead.config.checks import ROWS_FROM
+from megahead.config.masking import MaskingConfig
+from megahead.config.model import ModelConfig
+from megahead.config.objective import PhrasesConfig, ReplacedTokensConfig
+from megahead.config.plan import RunPlan, names_of, phases_of
+from megahead.config.run import RunConfig
 from megahead.estimate import RankMemory, rank_memory, run_parameters
 from megahead.wording import GIB, counted, gib, span
 

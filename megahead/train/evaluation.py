@@ -1,24 +1,35 @@
-"""Evaluation during training: held-out text, scored with the objective's head.
-
-A headless objective trains no head over the vocabulary. Its *training-free head* (`pmi`) is made of the input
-embeddings and a bias from counted token frequencies.
-"""
+"""Evaluation during training: held-out text, and tasks."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
+from itertools import chain
+from pathlib import Path
 
 import torch
 
-from megahead.config import RunConfig
-from megahead.corpus import IndexedDataset
-from megahead.data import evaluation_target_counts, held_out_masker, held_out_samples
-from megahead.distributed import Group
-from megahead.engine import Engine
-from megahead.evaluate import ValidationResult, ValidationSet
-from megahead.objectives import EvaluationSums, training_free_bias
-from megahead.pretraining import EvaluationRequest
-from megahead.train.state import TrainingState
+from megahead.config.run import RunConfig
+from megahead.config.training import TasksConfig
+from megahead.data.indexed import IndexedDataset
+from megahead.data.loader import evaluation_target_counts, held_out_masker
+from megahead.data.samples import held_out_samples
+from megahead.distributed.group import Group
+from megahead.engine.engine import Engine
+from megahead.errors import UserError
+from megahead.evaluate.perplexity import ValidationResult, ValidationSet
+from megahead.evaluate.results import TaskResult
+from megahead.losses.candidates import training_free_bias
+from megahead.losses.softmax import EvaluationSums
+from megahead.objectives.micro_batch import EvaluationRequest
+from megahead.run_folder import RunFolder
+from megahead.train.preflight import task_files_of
+from megahead.train.progress import TrainingState
+
+# Evaluation during training: held-out text, scored with the objective's head.
+#
+# A headless objective trains no head over the vocabulary. Its *training-free head* (`pmi`) is made of the input
+# embeddings and a bias from counted token frequencies.
 
 
 class Evaluation:
@@ -73,3 +84,59 @@ class Evaluation:
 
 class _InterruptedError(Exception):
     """Ends an evaluation early."""
+
+
+# Evaluates tasks during training: one export, and the tasks divided among the ranks.
+
+
+class TaskEvaluation:
+    """The tasks of a run. Their files are checked when it is created, so that a mistake is an error before training."""
+
+    def __init__(self, config: TasksConfig, world_group: Group, *, encoder: bool) -> None:
+        self.every = config.every
+        self._limit = config.limit
+        self._files = task_files_of(config, encoder)
+        self._world_group = world_group
+
+    @classmethod
+    def of(cls, config: RunConfig, world_group: Group) -> TaskEvaluation | None:
+        """The evaluation that a run's `tasks` ask for, if any."""
+        if config.tasks is None:
+            return None
+        return cls(config.tasks, world_group, encoder=config.model.is_encoder())
+
+    def run(self, checkpoint: Path) -> list[TaskResult]:
+        """Results of all tasks in their order, for the model in `checkpoint`, with the best head it has. Collective.
+
+        Rank 0 exports, rank r of W evaluates tasks r, r + W, ... in fp32, and the export is removed. Does not restore
+        torch's random state: every step seeds its own. UserError if the export fails.
+        """
+        from megahead.evaluate.harness import evaluate_tasks  # imports transformers: seconds
+
+        folder = RunFolder.of(checkpoint).exports / "evaluated"
+        problem = self._world_group.broadcast_object(
+            _export(checkpoint, folder) if self._world_group.rank == 0 else None
+        )
+        if problem is not None:
+            raise UserError(problem)
+        mine = dict(list(self._files.items())[self._world_group.rank :: self._world_group.size])
+        shares = self._world_group.all_gather_objects(
+            list(evaluate_tasks(folder, mine, limit=self._limit)) if mine else []
+        )
+        if self._world_group.rank == 0:
+            shutil.rmtree(folder)
+        found = {result.task: result for result in chain.from_iterable(shares)}
+        return [found[name] for name in self._files]
+
+
+def _export(checkpoint: Path, folder: Path) -> str | None:
+    """The error's sentence if the export fails, else None."""
+    from megahead.hf.export import export
+    from megahead.hf.heads import best_head
+    from megahead.hf.trained import TrainedModel
+
+    try:
+        export(checkpoint, folder, best_head(TrainedModel.open(checkpoint)))
+    except UserError as error:
+        return str(error)
+    return None

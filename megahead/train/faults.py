@@ -1,21 +1,35 @@
-"""Bad steps: how they are found, in which micro-batches, and what is done about them; the same on every rank.
-
-A step is skipped before the optimizer sees it if its loss is not finite, or is a spike and the config does more than
-note it. The engine skips a step whose gradients are not finite. Shapes: W ranks, A accumulation steps.
-"""
+"""Bad steps, slow ranks, weights that differ between replicas, requests to stop; decided alike on all ranks."""
 
 from __future__ import annotations
 
+import os
+import signal
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import isfinite
 from statistics import median
+from types import FrameType
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from megahead.config import FaultsConfig
-from megahead.engine import StepResult
+from megahead.config.training import FaultsConfig
+from megahead.distributed.group import Group
+from megahead.engine.engine import Engine, StepResult
+from megahead.engine.state import weight_sums
+from megahead.wording import counted, listed
+
+# Bad steps: how they are found, in which micro-batches, and what is done about them; the same on every rank.
+#
+# A step is skipped before the optimizer sees it if its loss is not finite, or is a spike and the config does more than
+# note it. The engine skips a step whose gradients are not finite. Shapes: W ranks, A accumulation steps.
+
 
 Kind = Literal["loss not finite", "gradients not finite", "overflow", "spike"]
 Action = Literal["apply", "skip", "rollback", "stop"]
@@ -102,3 +116,166 @@ def found_afterwards(result: StepResult, dynamic_loss_scale: bool) -> Fault | No
 
 def _places(bad_WA: Tensor) -> tuple[tuple[int, int], ...]:
     return tuple((int(rank), int(step)) for rank, step in torch.nonzero(bad_WA).tolist())
+
+
+# Finds a rank that is much slower than the others, although all of them take each step together.
+#
+# Ranks wait for each other in every step, so that all steps take as long as the slowest rank's. What tells it apart is
+# its own computing, the forward passes, before it meets the others. (Ranks that share the computing of a forward pass,
+# those of a tensor group, and all of them at ZeRO 3, wait within it and look alike.)
+
+
+WINDOW = 20
+"""Steps after which ranks are compared, by their medians: single slow steps do not matter."""
+
+_LEAST_SECONDS = 0.002
+"""A step's difference that is worth a line."""
+
+
+@dataclass(frozen=True)
+class SlowRank:
+    """Its forward passes of a step take `seconds`, the other ranks' `usual` (both medians)."""
+
+    rank: int
+    host: str
+    seconds: float
+    usual: float
+
+    def sentence(self, step: int) -> str:
+        return (
+            f"step {step:,}: rank {self.rank} on {self.host} is slow: its forward passes take {self.seconds:.3g} s a "
+            f"step, {self.seconds / self.usual:.1f} times as long as the other ranks', which wait for it"
+        )
+
+
+class Pace:
+    """Compares ranks on `hosts`; one is slow when it takes `ratio` times as long as the median of the others."""
+
+    def __init__(self, hosts: Sequence[str], ratio: float) -> None:
+        self._hosts, self._ratio = hosts, ratio
+        self._steps: list[Sequence[float]] = []
+        self._told: int | None = None
+
+    def after_step(self, forward_seconds: Sequence[float]) -> SlowRank | None:
+        """`forward_seconds`: each rank's in this step. A slow rank at the end of a window, unless it was slow in the
+        last one too."""
+        self._steps.append(forward_seconds)
+        if len(self._hosts) == 1 or len(self._steps) < WINDOW:
+            return None
+        usual = [median(times) for times in zip(*self._steps, strict=True)]
+        self._steps.clear()
+        slowest = max(range(len(usual)), key=usual.__getitem__)
+        others = median(seconds for rank, seconds in enumerate(usual) if rank != slowest)
+        slow = usual[slowest] > self._ratio * others and usual[slowest] - others > _LEAST_SECONDS
+        told, self._told = self._told, slowest if slow else None
+        return SlowRank(slowest, self._hosts[slowest], usual[slowest], others) if slow and told != slowest else None
+
+
+# Compares weights that several ranks hold: the same bits on all of them, unless some have flipped on one.
+
+
+@dataclass(frozen=True)
+class OddReplica:
+    """Ranks whose weights are not those of most replicas (of all replicas, where none are most), and which weights."""
+
+    ranks: tuple[int, ...]
+    names: tuple[str, ...]
+
+    def sentence(self, step: int, hosts: Sequence[str]) -> str:
+        first, *others = self.names
+        where = ", ".join(sorted({hosts[rank] for rank in self.ranks}))
+        more = f" and {counted(len(others), 'other weight')}" if others else ""
+        return f"step {step:,}: {listed('rank', self.ranks)} ({where}) and other replicas differ in {first}{more}"
+
+
+def odd_replica(sums_DTP: Tensor, names: Sequence[str]) -> OddReplica | None:
+    """`sums_DTP`: checksums of P weights on D data ranks x T tensor ranks, whose world rank is data rank * T + tensor
+    rank; None if data ranks agree."""
+    data, tensor, _ = sums_DTP.shape
+    ranks, odd_names = set(), set()
+    for t in range(tensor):
+        for p, name in enumerate(names):
+            sums = sums_DTP[:, t, p].tolist()
+            value, times = Counter(sums).most_common(1)[0]
+            if times == data:
+                continue
+            odd_names.add(name)
+            ranks |= {d * tensor + t for d in range(data) if 2 * times <= data or sums[d] != value}
+    return OddReplica(tuple(sorted(ranks)), tuple(name for name in names if name in odd_names)) if ranks else None
+
+
+# Faults that no loss shows: a rank that is slow, weights that are not the same on all ranks that hold them.
+
+
+class Health:
+    """Watches the ranks of `world_group` (CPU tensors), of which `data_ranks` hold the same. Made on all of them."""
+
+    def __init__(self, rules: FaultsConfig, engine: Engine, world_group: Group, data_ranks: int) -> None:
+        self._rules, self._engine, self._world_group, self._data_ranks = rules, engine, world_group, data_ranks
+        self.hosts = world_group.all_gather_objects(socket.gethostname())
+        """Each rank's."""
+        self.pace = Pace(self.hosts, rules.slow_rank)
+
+    def due(self, step: int, keeps: bool) -> bool:
+        """Whether to compare replicas behind that step: from time to time, and before a checkpoint or a copy."""
+        return self._rules.replicas != "off" and (keeps or step % self._rules.replicas_every == 0)
+
+    def odd_replica(self) -> OddReplica | None:
+        """Ranks whose weights differ from others'. Reads the weights once, sends 8 bytes for each. Collective."""
+        weights = self._engine.replicated()
+        if not weights or self._data_ranks == 1:
+            return None
+        sums_WP = self._world_group.all_gather(weight_sums(weights.values()))
+        return odd_replica(sums_WP.unflatten(0, (self._data_ranks, -1)), list(weights))
+
+
+# Requests to stop: recorded when a signal arrives, obeyed by all ranks between two steps.
+
+
+Ending = Literal["finished", "out of time", "stopped"]
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+
+
+@contextmanager
+def signals_put_back() -> Iterator[None]:
+    """Restores the signal handlers when the block ends."""
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            if handler is not None and _receives_signals():  # None: it was set by no Python code
+                signal.signal(number, handler)
+
+
+def _receives_signals() -> bool:
+    """Whether this is the main thread, the only one to which Python gives signals."""
+    return threading.current_thread() is threading.main_thread()
+
+
+class StopRequest:
+    """Records SIGTERM and SIGUSR1 (preemption, Slurm's `--signal`); further ones change nothing.
+
+    The first Ctrl-C is recorded too (with a message if `prints`), a second one ends the process at once. Made outside
+    of the main thread it sees no signals.
+    """
+
+    def __init__(self, prints: bool = True) -> None:
+        self.signal: str | None = None
+        self.came: float | None = None
+        """When the first did, on the monotonic clock."""
+        self._prints = prints
+        for number in SIGNALS if _receives_signals() else ():
+            signal.signal(number, self._note)
+
+    def agreed(self, world_group: Group) -> bool:
+        """Whether any rank was asked to stop, the same answer on all. Collective."""
+        return bool(world_group.all_reduce_max_(torch.tensor(int(self.signal is not None))))
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.came = self.came or time.monotonic()
+        self.signal = signal.Signals(number).name
+        if number == signal.SIGINT:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            if self._prints:
+                os.write(2, b"\nsaving after this step, then stopping; Ctrl-C again ends at once\n")

@@ -1,19 +1,115 @@
-"""The training loop: steps until the end or a request to stop, with evaluations and checkpoints in between."""
+"""The training loop: steps until the end or a request to stop, with evaluations, checkpoints and recovery."""
 
 from __future__ import annotations
 
 from contextlib import closing
+from dataclasses import dataclass
 
 import torch
 
+from megahead.config.run import RunConfig
+from megahead.errors import UserError
+from megahead.objectives.loader import Feed
+from megahead.objectives.micro_batch import StepBatches
 from megahead.optim import learning_rate_ratio
-from megahead.pretraining import StepBatches
-from megahead.train.preemption import Ending
-from megahead.train.recovery import handle_fault, replicas_agree
-from megahead.train.step import seed_step, train_step
-from megahead.train.stopwatch import Stopwatch
-from megahead.train.task_evaluation import TaskEvaluation
-from megahead.train.training import Training
+from megahead.train.evaluation import Evaluation, TaskEvaluation
+from megahead.train.faults import Ending, Guard, Health, StopRequest
+from megahead.train.log import Meters
+from megahead.train.progress import Progress, TrainingState
+from megahead.train.saving import Copier, Saver
+from megahead.train.step import StepReport, Stopwatch, Tally, seed_step, train_step
+
+# A phase of a run that is ready to train: the parts that the loop works with.
+
+
+@dataclass(frozen=True)
+class Training:
+    """These parts; `setup` puts them together."""
+
+    progress: Progress
+    """What is trained, and how far it has come."""
+
+    feed: Feed
+    tally: Tally
+    guard: Guard
+    health: Health
+    meters: Meters
+    stop: StopRequest
+    evaluation: Evaluation | None
+    tasks: TaskEvaluation | None
+    saver: Saver
+    copier: Copier
+    device: torch.device
+
+    evaluate_first: bool
+    """Whether it begins with weights that learned something else, another phase's or those of `init`, so that an
+    evaluation shows what these are worth to it."""
+
+    @property
+    def config(self) -> RunConfig:
+        """That of the phase."""
+        return self.progress.phase.config
+
+    @property
+    def until(self) -> int:
+        """Steps of the run at which the phase ends."""
+        return self.progress.phase.steps.stop
+
+    @property
+    def state(self) -> TrainingState:
+        """The counters of the run."""
+        return self.progress.state
+
+
+# What is done about bad steps, and about replicas of weights that differ: told, rolled back, or the end of the run.
+
+
+def handle_fault(run: Training, report: StepReport, first_sample: int) -> None:
+    """Does what the config asks for after a bad step, and prints that."""
+    action = run.guard.decide(report.fault)
+    if report.fault is None:
+        return
+    state, tensor_size = run.state, run.progress.world_group.size // run.progress.data_group.size
+    bad = [(rank, run.feed.samples(first_sample, k, rank // tensor_size)) for rank, k in report.fault.places]
+    rows = range(first_sample, first_sample + run.config.batch.global_size)
+    state.spikes += report.fault.kind == "spike"
+    sentence = run.meters.fault(report, bad or [(None, rows)], action, state)
+    if action == "stop":
+        raise UserError(
+            f"steps must be finite and without spikes, but {sentence}, {run.guard.in_a_row} bad in a row; lower "
+            "optimizer.learning_rate or the clipping threshold, use fp32 or bf16, or change `faults`, and resume."
+        )
+    if action == "rollback":
+        _roll_back(run)
+
+
+def _roll_back(run: Training) -> bool:
+    """Goes back to the newest checkpoint; whether there was one."""
+    run.saver.wait()
+    run.copier.forget()
+    reached, folder = run.state.step, run.progress.roll_back()
+    run.state.rollbacks += folder is not None
+    run.meters.rolled_back(folder, reached - run.state.step, run.state)
+    return folder is not None
+
+
+def replicas_agree(run: Training, *, kept: bool) -> bool:
+    """Compares replicas if that is due, as it is where they will be `kept`; where they differ, does what the config
+    asks for. Collective."""
+    policy = run.config.faults.replicas
+    odd = run.health.odd_replica() if run.health.due(run.state.step, kept) else None
+    if odd is None:
+        return True
+    sentence = run.meters.odd_replica(odd, run.health.hosts, policy, run.state)
+    if policy == "stop" or (policy == "rollback" and not (run.guard.may_roll_back() and _roll_back(run))):
+        raise UserError(
+            f"replicas of weights must hold the same bits, but at {sentence}; it is not saved: resume, and test the "
+            "memory of that machine."
+        )
+    return policy == "note"
+
+
+# The training loop: steps until the end or a request to stop, with evaluations and checkpoints in between.
 
 
 def train(run: Training) -> Ending:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from megahead.config import MaskingConfig, RunConfig, TasksConfig
+from megahead.config.masking import MaskingConfig
+from megahead.config.run import RunConfig
+from megahead.config.training import TasksConfig
 from megahead.errors import ConfigError, DataError, FieldError
-from megahead.far import is_far, near_file
+from megahead.remote_files import is_far, near_file
 
 _OPTIONS = {"--tasks": "tasks.names", "--data": "tasks.data", "--cloze": "tasks.cloze", "--text": "tasks.text"}
 _SPELLED = {"mask_token": ("[MASK]", "<mask>"), "cls_token": ("[CLS]",), "sep_token": ("[SEP]",)}
@@ -44,8 +46,8 @@ def check_present(config: RunConfig) -> None:
 def check_tokenizer(config: RunConfig) -> None:
     """UserError unless `data.tokenizer` can be opened, has no more ids than the model, and has the tokens that the
     settings name: what its exports need. Takes seconds for a million ids."""
-    from megahead.corpus.spelling import bytes_of_ids
-    from megahead.corpus.tokenizer import load_tokenizer
+    from megahead.data.tokenizer import load_tokenizer
+    from megahead.data.vocabulary_map import bytes_of_ids
 
     path, vocab_size = config.data.tokenizer, config.model.vocab_size
     if path is None:
@@ -105,7 +107,7 @@ def _check_special(masking: MaskingConfig, path: str, spelled: list[str | None])
 
 def _is_text(path: str, id_: int) -> bool:
     """Whether it is known to be no special token."""
-    from megahead.corpus.spelling import bytes_of_ids
+    from megahead.data.vocabulary_map import bytes_of_ids
 
     try:
         return bytes_of_ids(path, id_ + 1)[id_] is not None

@@ -1,13 +1,55 @@
-"""The result of a run, for the program that called it."""
+"""Builds all parts of a run from its config and the launch, and trains: the file to read first."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import errno
+import importlib.util
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
 from math import exp
+from typing import cast
 
+import torch
+
+from megahead.checkpoints.memory import NodeMemory, hand_over
+from megahead.config.plan import RunPlan, phase_at
+from megahead.config.run import RunConfig
+from megahead.data.loader import training_masker
+from megahead.data.strategies import Difficulty
+from megahead.distributed.group import Group, Mesh, multiplies_bf16_fast
+from megahead.distributed.launch import Launch, choose_device, connected, look_on
+from megahead.distributed.tensors import Tensors
+from megahead.engine.deepspeed import deepspeed_session
+from megahead.engine.engine import Engine, RowEngine
+from megahead.errors import ArgumentError, ConfigError, UserError
+from megahead.estimate import rank_memory, shorter_layers, ways_to_need_less
+from megahead.losses.candidates import training_free_bias
+from megahead.losses.contrastive import build_objective
+from megahead.models.attention_backends import AttentionSpec, Backend, choose_backend, pays_masked
+from megahead.models.backbone import Backbone
+from megahead.models.blocks import CompiledBlocks
+from megahead.objectives.loader import Feed
+from megahead.objectives.pretraining import Pretraining, assemble, place_table_
+from megahead.optim import build_optimizer
 from megahead.run_folder import RunFolder
-from megahead.train.preemption import Ending
-from megahead.train.state import TrainingState
+from megahead.train.datasets import data_fingerprints, is_within, open_datasets, refuse_another_run
+from megahead.train.describe import describe_phases, describe_run
+from megahead.train.evaluation import Evaluation, TaskEvaluation
+from megahead.train.faults import Ending, Guard, Health, signals_put_back
+from megahead.train.log import require_boards
+from megahead.train.loop import Training, train
+from megahead.train.progress import Lineage, Progress, TrainingState
+from megahead.train.saving import Copier, Saver
+from megahead.train.session import Session, must_be_shared
+from megahead.train.start import Start, starting_weights
+from megahead.train.step import Tally, device_name
+from megahead.wording import counted, gib, listed, span
+
+# The result of a run, for the program that called it.
 
 
 @dataclass(frozen=True)
@@ -32,3 +74,374 @@ class Run:
         """The result of a run that ended with the counters in `state`."""
         found = state.validation
         return Run(folder, state.step, ending, None if found is None else exp(min(found["loss"], 700.0)))
+
+
+# Elastic runs: which of the launcher's ranks train, and what the others do meanwhile.
+#
+# The global batch, the objective and the order of the data depend on no mesh, so a run may go on with another number
+# of ranks from its newest checkpoint. torchrun's agents decide who is there; nothing here starts or ends a rank of
+# another.
+
+
+LOST_HOST_SECONDS = 20.0
+"""A machine that has not answered for so long is done without. Others wait `engine.timeout_seconds` for its ranks."""
+
+
+def elastic_launch(config: RunConfig, launch: Launch) -> Launch:
+    """`launch` with as many ranks as `config` uses; UserError where its ranks could not meet again."""
+    if not config.parallel.elastic:
+        return launch
+    if launch.keeps_store:
+        raise UserError(
+            "`parallel.elastic` needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in every torchrun's environment, but it is "
+            "missing, and ranks that meet again would not find each other; export it, or start launch/elastic.sh."
+        )
+    if launch.ranks_per_node % config.parallel.tensor:
+        rule = f"divide the ranks of a node ({launch.ranks_per_node}) under parallel.elastic"
+        raise ConfigError("parallel.tensor", rule, got=config.parallel.tensor)
+    return launch.using(config.usable_ranks(launch.world_size), LOST_HOST_SECONDS)
+
+
+def describe_elastic(plan: RunPlan, launch: Launch) -> list[tuple[str, str]]:
+    """The banner's line on ranks that wait, and on who would start lost ones again."""
+    if not plan.config.parallel.elastic:
+        return []
+    there = launch.world_size + launch.spare_ranks
+    parts = [f"{plan.ranks} of {counted(there, 'rank')} train"]
+    if not launch.restarts:
+        parts.append("nothing starts lost ranks again: torchrun's --max-restarts would, launch/elastic.sh")
+    return [("elastic", "; ".join(parts))]
+
+
+def wait_for_end(config: RunConfig, launch: Launch) -> Run:
+    """A rank beyond those that train waits until they end; LostRankError when they fail. What it returns is how the run
+    was left, without an evaluation."""
+    if launch.rank == launch.world_size:
+        print(_who_waits(config, launch), flush=True)
+    folder, copies = config.folder(), config.training.copy_every is not None
+    if copies:
+        hand_over(folder, launch)
+    look_on(launch, config.engine.timeout_seconds, settings_of(config))
+    if copies:
+        NodeMemory.of(folder).remove()
+    ending = json.loads(folder.ending.read_text(encoding="utf-8"))
+    return Run(folder, ending["step"], ending["ending"], None)
+
+
+def _who_waits(config: RunConfig, launch: Launch) -> str:
+    train, there = launch.world_size, launch.world_size + launch.spare_ranks
+    return (
+        f"{listed('rank', range(train, there))} {'waits' if launch.spare_ranks == 1 else 'wait'}: "
+        f"{counted(config.batch.global_size, 'row')} a step in micro-batches of {config.batch.micro_size} can be split "
+        f"over {train} of {counted(there, 'rank')}"
+    )
+
+
+_PLACES = ("output_dir", "data", "engine.deepspeed", "init", "tasks")
+"""What may be called otherwise on each node: paths, and sections that have some."""
+
+
+def settings_of(config: RunConfig) -> dict[str, str]:
+    """The settings that all ranks must have alike."""
+    return {name: str(value) for name, value in config.flat().items() if not is_within(name, _PLACES)}
+
+
+# `engine.precision: auto`: the number format in which the ranks' devices multiply fastest.
+
+
+def settle_precision(config: RunConfig, device: torch.device, ranks: Group) -> RunConfig:
+    """`config` with `auto` replaced by bf16 if every rank's device is faster so, else fp32. Collective for `auto`."""
+    if config.engine.precision != "auto":
+        return config
+    fast = all(ranks.all_gather_objects(multiplies_bf16_fast(device)))
+    engine = config.engine.model_copy(update={"precision": "bf16" if fast else "fp32"})
+    return config.model_copy(update={"engine": engine})
+
+
+# How this process computes while it trains: by which algorithms, and whether with denormal numbers.
+
+
+@contextmanager
+def numerics(deterministic: bool) -> Iterator[None]:
+    """Inside, only deterministic algorithms if `deterministic`. Denormal numbers are flushed to zero, also afterwards
+    (torch cannot report the earlier setting): moments of rare tokens' rows decay to them, and they slow CPUs down.
+    Measured, one thread: 20 steps of a fused AdamW on [8192, 128], all first moments denormal: 1.23 s, not 0.35 s."""
+    torch.set_flush_denormal(True)
+    before = torch.get_deterministic_debug_mode()
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
+        torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.set_deterministic_debug_mode(before)
+
+
+# Explains an out-of-memory error in one sentence that names what to change.
+
+
+_SIGNS = (
+    "not enough memory",
+    "out of memory",
+    "Cannot allocate memory",
+    "can't allocate memory",
+    "can't start new thread",  # no room for its stack
+    "std::bad_alloc",
+    "overflowed",
+)
+
+
+@contextmanager
+def explain_out_of_memory(plan: RunPlan) -> Iterator[None]:
+    """Inside the block, running out of memory (the host's or the device's) raises a UserError."""
+    try:
+        yield
+    except (MemoryError, RuntimeError, OverflowError, OSError) as error:
+        if not _is_out_of_memory(error):
+            raise
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        needed = gib(rank_memory(plan).total)
+        raise UserError(
+            f"memory must hold a rank's share of the run, at ZeRO {plan.zero_stage} about {needed}, but does not "
+            f"({reason}); {', or '.join(ways_to_need_less(plan))}."
+        ) from error
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    if isinstance(error, MemoryError | OverflowError | torch.OutOfMemoryError):
+        return True
+    return getattr(error, "errno", None) == errno.ENOMEM or any(sign in str(error) for sign in _SIGNS)
+
+
+# How a run's transformer blocks are computed: by which attention backend, and whether compiled.
+
+
+_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def accelerate_(
+    backbone: Backbone, config: RunConfig, device: torch.device, zero_stage: int = 0
+) -> list[tuple[str, str]]:
+    """Sets up `backbone` as `config.engine` says; returns what was chosen, as (name, value) lines of the banner.
+
+    ConfigError for an attention backend that does not work on this device.
+    """
+    model, engine = config.model, config.engine
+    local, precision = model.local_layers() > 0, _TYPES[engine.precision]
+    masked = pays_masked(device, precision, config.data.sequence_length, model.attention_dropout)
+    spec = AttentionSpec(device, precision, model.head_size(), model.attention_dropout, local, masked)
+    backend = choose_backend(engine.attention, spec)
+    backbone.recompute_blocks = engine.activation_checkpointing
+    backbone.use_attention(backend.attend)
+    lines = [("attention", f"{backend.name} ({backend.description})")]
+    if device.type == "cuda" if engine.compile == "auto" else engine.compile:
+        obstacle = _obstacle_to_compiling(config, device, zero_stage)
+        lines.append(("compiled", f"no, {obstacle}" if obstacle else _what_is_compiled(config)))
+        if not obstacle:
+            _compile_(backbone, backend)
+    return lines
+
+
+def _compile_(backbone: Backbone, backend: Backend) -> None:
+    backbone.compiled = CompiledBlocks()
+    if not backend.traceable:
+        backbone.use_attention(torch.compiler.disable(backend.attend))
+
+
+def _what_is_compiled(config: RunConfig) -> str:
+    """All blocks but those whose shapes are another batch's each time."""
+    plain = [f"{span('layer', part.layers)} (shorter rows)" for part in shorter_layers(config)]
+    needs_all = config.model.is_causal or config.objective.replaced_tokens or config.objective.phrases
+    if config.model.is_encoder() and not needs_all:
+        plain.append("the last (masked tokens alone)")
+    return f"one block for all layers{' but ' * bool(plain)}{' and '.join(plain)}"
+
+
+def _obstacle_to_compiling(config: RunConfig, device: torch.device, zero_stage: int) -> str:
+    """Why blocks cannot be compiled, as far as that is known before trying; empty if they can."""
+    if config.parallel.tensor > 1:
+        return "tensor ranks communicate within a block"
+    if zero_stage == 3:
+        return "ZeRO 3 gathers weights within a block"
+    if config.engine.activation_checkpointing == "selective":
+        return "selective checkpointing looks at operations that a compiled block no longer has"
+    if device.type == "cuda" and importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    if device.type == "cpu" and not (shutil.which("g++") or shutil.which("clang++")):
+        return "there is no C++ compiler"
+    return ""
+
+
+# Builds all parts of a run from its config and the launch, and trains: the file to read first.
+
+
+ONE_PROCESS = Launch()
+
+
+def pretrain(config: RunConfig, launch: Launch = ONE_PROCESS, resume: str = "auto") -> Run:
+    """Trains `config` to its end, or until it is stopped; called by every rank of `launch`.
+
+    `launch`: this process alone, or what `distributed.read_launch` makes of a launcher's environment; not used if
+    torch.distributed is initialized already. `resume`: `auto` continues from the newest checkpoint in the run's folder
+    if there is one, `never` refuses a folder that has one, anything else is the checkpoint to continue from.
+
+    Leaves signal handlers and the process group as they were; what it does change in the process is listed in
+    docs/python.md. Raises UserError for what a user can repair.
+    """
+    if not isinstance(config, RunConfig):
+        hint = "load_config makes one of a YAML file"
+        raise ArgumentError("config", "be a RunConfig", got=f"a {type(config).__name__}", hint=hint)
+    with numerics(config.engine.deterministic), signals_put_back():
+        require_boards(config)
+        launch = elastic_launch(config, launch)
+        if launch.rank >= launch.world_size:
+            return wait_for_end(config, launch)
+        device = choose_device(config.engine.device, launch.local_rank)
+        with connected(launch, device, config.engine.timeout_seconds, settings_of(config)) as ranks:
+            settled, by_auto = settle_precision(config, device, ranks), config.engine.precision == "auto"
+            plan = RunPlan.of(settled, ranks.size, device.type, precision_by_auto=by_auto)
+            with explain_out_of_memory(plan):
+                return _pretrain(plan, launch, ranks, device, resume)
+
+
+def _pretrain(plan: RunPlan, launch: Launch, ranks: Group, device: torch.device, resume: str) -> Run:
+    """Phase after phase: the next one resumes what the last one has left, as another session would."""
+    config, mesh = plan.config, Mesh.build(ranks, plan.config.parallel.tensor)
+    world_group, data_group = mesh.world_group.side_channel(), mesh.data_group.side_channel()
+    datasets = open_datasets(config, world_group)
+    must_be_shared(config.folder(), world_group)
+    session = Session(plan, launch, mesh, device, datasets, world_group, data_group)
+    try:
+        for start in session.starts(resume):
+            with deepspeed_session():
+                ending, state = _train_phase(session, start)
+            if ending != "finished" or state.step >= config.training.steps:
+                break
+    except BaseException:
+        session.abandon()
+        raise
+    session.end(ending, state)
+    return Run.of(config.folder(), state, ending)
+
+
+def _train_phase(session: Session, start: Start) -> tuple[Ending, TrainingState]:
+    """Trains from `start` to the end of the phase that this is in."""
+    phase = phase_at(session.plan.config, start.step)
+    plan, config = replace(session.plan, config=phase.config), phase.config
+    state = _state(session, plan, start)
+    feed = _feed(session, config, state)
+    weights = starting_weights(config, session.world_group, start.checkpoint)
+    engine, lines = build_engine(plan, session.mesh, session.device, weights)
+    lineage = Lineage.of_resumed(start.checkpoint, config.folder())
+    progress = Progress(phase, engine, state, lineage, session.data_group, session.world_group)
+    if start.checkpoint is not None:
+        progress.resume_from(start.checkpoint)
+    _set_head_of_draws(config, state, engine, session.device)
+    facts = _facts(session, plan, state) + lines + session.describe_copies()
+    session.meters_of(plan).banner(facts, start, progress)
+    training = _training(session, plan, start, progress, feed)
+    with closing(engine):
+        return train(training), state
+
+
+def _training(session: Session, plan: RunPlan, start: Start, progress: Progress, feed: Feed) -> Training:
+    """The parts of the phase that the loop works with."""
+    config, ranks, mirror = plan.config, session.world_group, session.mirror_from(start, progress.lineage)
+    return Training(
+        progress=progress,
+        feed=feed,
+        tally=_tally(session, progress),
+        guard=Guard(config.faults),
+        health=Health(config.faults, progress.engine, ranks, plan.data_ranks),
+        meters=session.meters,
+        stop=session.stop,
+        evaluation=Evaluation.of(config, session.datasets.validation, session.data_group, session.device),
+        tasks=TaskEvaluation.of(config, ranks),
+        saver=Saver(progress, session.keep_rules, session.hold, mirror),
+        copier=Copier(progress, session.copies),
+        device=session.device,
+        evaluate_first=start.begins_phase(config) or (start.checkpoint is None and config.init is not None),
+    )
+
+
+def _set_head_of_draws(config: RunConfig, state: TrainingState, engine: Engine, device: torch.device) -> None:
+    """The training-free head's bias, by the text's counts: it never moves. For tokens that are drawn from all ids."""
+    asked = config.objective.replaced_tokens
+    if asked is not None and asked.draws == "vocabulary":
+        counts_V, targets = state.dataset_counts, state.group_samples * config.targets_per_row()
+        bias_V = training_free_bias(config.objective, config.model.vocab_size, counts_V, counts_V, targets)
+        cast(Pretraining, engine.module).drawn_bias_V = None if bias_V is None else bias_V.to(device)
+
+
+def _tally(session: Session, progress: Progress) -> Tally:
+    """Where the model notes what it finds in its batches; which tokens it misses, it tells those who mask by that."""
+    tally = Tally(session.world_group, session.mesh.tensor_group.size)
+    model, difficulty = cast(Pretraining, progress.engine.module), progress.state.difficulty
+    model.note_detection = tally.note
+    if model.phrases is not None:
+        model.phrases.note = tally.note
+    model.note_misses = None if difficulty is None else difficulty.note
+    return tally
+
+
+def _state(session: Session, plan: RunPlan, start: Start) -> TrainingState:
+    """The counters of a new run (`resume_from` loads a checkpoint's); CheckpointError for another run's checkpoint."""
+    state = TrainingState(plan.config.model.padded_vocab_size(), start.group_samples(plan))
+    state.data_fingerprints = data_fingerprints(session.plan.config, session.datasets)
+    state.dataset_counts = session.datasets.token_counts
+    masking, batch = plan.config.masking, plan.config.batch
+    if masking is not None and masking.adapts():
+        state.difficulty = Difficulty(state.padded_vocab_size, masking.adapt_every, batch.global_size)
+    if start.checkpoint is not None:
+        refuse_another_run(start.checkpoint, session.plan.config, state.data_fingerprints)
+    return state
+
+
+def _facts(session: Session, plan: RunPlan, state: TrainingState) -> list[tuple[str, str]]:
+    """The banner's lines but for those about the engine."""
+    idle = session.launch.job_tasks > 1
+    tasks = f" (SLURM_NTASKS is {session.launch.job_tasks}: srun starts as many ranks)" if idle else ""
+    return [
+        *describe_run(plan, state.group_samples),
+        *describe_phases(session.plan.config),
+        *session.datasets.describe(plan.config),
+        *describe_elastic(plan, session.launch),
+        ("on", f"{plan.ranks} x {device_name(session.device)}{tasks}"),
+    ]
+
+
+def _feed(session: Session, config: RunConfig, state: TrainingState) -> Feed:
+    """Prepares micro-batches with their candidates; ranks exchange ids over a connection of their own."""
+    masked_from = session.plan.config.masked_from()
+    return Feed(
+        session.datasets.samples,
+        build_objective(config.objective, config.model.vocab_size, state.dataset_counts, session.datasets.nearest_ids),
+        config.data,
+        config.batch,
+        session.mesh.data_group.side_channel(),
+        group_samples=state.group_samples,
+        seed=config.seed,
+        device=session.device,
+        half=config.engine.precision != "fp32",
+        masker=training_masker(config, session.datasets.train, state.difficulty, masked_from),
+        owners=session.mesh.world_group.side_channel() if config.in_rows() else None,
+        sharing=session.mesh.tensor_group,
+    )
+
+
+def build_engine(
+    plan: RunPlan, mesh: Mesh, device: torch.device, weights: Tensors
+) -> tuple[Engine, list[tuple[str, str]]]:
+    """The model, split over the mesh and filled with `weights`, with its optimizer; and the banner's lines about it."""
+    config = plan.config
+    pretraining = assemble(config, mesh.tensor_group, device)
+    engine_lines, *_ = [accelerate_(each, config, device, plan.zero_stage) for each in pretraining.encoders()]
+    if config.init and config.init.mode in ("probe", "table"):
+        pretraining.backbone.requires_grad_(False)
+        pretraining.backbone.embedding.requires_grad_(config.init.mode == "table")
+    in_rows = config.in_rows()
+    if in_rows:
+        place_table_(pretraining, config, mesh, device)
+    optimizer, kind = build_optimizer(pretraining, config.optimizer), RowEngine if in_rows else Engine
+    engine = kind(pretraining, optimizer=optimizer, config=plan.deepspeed, mesh=mesh, device=device, weights=weights)
+    return engine, engine_lines

@@ -1,9 +1,12 @@
-"""A process's time in a run: what its phases share, and what it writes into the run's folder, which all ranks share."""
+"""A process's time in a run: what its phases share, and what it writes into the run's folder."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import secrets
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -13,33 +16,42 @@ from pathlib import Path
 import torch
 import yaml
 
-from megahead.checkpoint import KeepRules
-from megahead.config import InitConfig, RunConfig, RunPlan, phases_of
-from megahead.convert.kept_settings import KeptSettings
-from megahead.copies import MemoryCopies, NodeMemory, Rescue, rescue_newer
-from megahead.corpus.tokenizer import keep_tokenizer
-from megahead.distributed import Group, Launch, Mesh
-from megahead.far import is_far, near_file
+from megahead.checkpoints.fetch import Fetched
+from megahead.checkpoints.folders import KeepRules
+from megahead.checkpoints.format import run_on_all_ranks
+from megahead.checkpoints.memory import MemoryCopies, NodeMemory, Rescue, rescue_newer
+from megahead.checkpoints.remote import News
+from megahead.checkpoints.upload import Mirror
+from megahead.config.plan import RunPlan, phases_of
+from megahead.config.run import RunConfig
+from megahead.config.training import InitConfig
+from megahead.data.tokenizer import keep_tokenizer
+from megahead.distributed.group import Group, Mesh
+from megahead.distributed.launch import Launch
+from megahead.errors import CheckpointError
 from megahead.files import write_atomically
-from megahead.mirror import Fetched, Mirror, News
+from megahead.hf.kept_settings import KeptSettings
+from megahead.remote_files import is_far, near_file
 from megahead.run_folder import RunFolder
 from megahead.train.datasets import RunDatasets
-from megahead.train.hold import Hold, session_mark
-from megahead.train.lineage import Lineage
-from megahead.train.meters import Meters
-from megahead.train.mirroring import (
+from megahead.train.faults import Ending, StopRequest
+from megahead.train.log import Meters
+from megahead.train.progress import Lineage, TrainingState
+from megahead.train.saving import (
+    Hold,
     fetch_from_mirror,
     finish_mirror,
     last_moment,
     look_at_mirror,
     near_resume,
     open_mirror,
+    session_mark,
 )
-from megahead.train.preemption import Ending, StopRequest
 from megahead.train.start import Start, find_resume
-from megahead.train.state import TrainingState
-from megahead.train.utilization import Utilization
+from megahead.train.step import Utilization
 from megahead.wording import counted
+
+# A process's time in a run: what its phases share, and what it writes into the run's folder, which all ranks share.
 
 
 @dataclass
@@ -234,3 +246,56 @@ def _keep_published(folder: RunFolder, init: InitConfig) -> None:
         kept = KeptSettings.of_run(RunFolder.of(Path(init.from_checkpoint)))
     if kept is not None and kept.files:
         kept.keep(folder)
+
+
+# Whether all ranks see one folder, before they write into it.
+
+
+PATIENCE = 10.0
+"""Seconds that a network file system may take to show one rank what another wrote."""
+
+
+def must_be_shared(folder: RunFolder, world_group: Group) -> None:
+    """CheckpointError on all ranks if one of them does not see what rank 0 writes there. Collective.
+
+    All ranks write a checkpoint together: were the folder a different one on each node, none would be complete. What
+    this check creates is removed again, so that a run that is refused later leaves nothing.
+    """
+    missing = [place for place in (folder.path, *folder.path.parents) if not place.exists()]
+    token = world_group.all_gather_objects(secrets.token_hex(8) if world_group.rank == 0 else "")[0]
+    mark = folder / f".seen-by-all-{token}"
+
+    def write() -> None:
+        folder.path.mkdir(parents=True, exist_ok=True)
+        mark.touch()
+
+    try:
+        run_on_all_ranks(
+            world_group, write if world_group.rank == 0 else _nothing, lambda error: _cannot_write(folder, error)
+        )
+        run_on_all_ranks(world_group, lambda: _see(mark, world_group.rank))
+    finally:
+        if world_group.rank == 0:
+            with contextlib.suppress(OSError):
+                mark.unlink()
+                for place in missing:
+                    place.rmdir()
+
+
+def _see(mark: Path, rank: int) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not mark.exists():
+        if time.monotonic() > deadline:
+            raise CheckpointError(
+                f"output_dir must be one folder for all ranks, but rank {rank} does not see in {mark.parent} what rank "
+                "0 wrote there; put it on a file system that all nodes share."
+            )
+        time.sleep(0.05)
+
+
+def _cannot_write(folder: RunFolder, error: Exception) -> str:
+    return f"output_dir must be a folder that can be written, but {folder} cannot be ({error}); choose another."
+
+
+def _nothing() -> None:
+    pass

@@ -1,17 +1,80 @@
-"""One optimizer step: micro-batches through the engine, then all ranks decide together whether to apply it."""
+"""One optimizer step: micro-batches through the engine, their metrics summed over ranks, its time and utilization."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from megahead.engine import Engine
-from megahead.objectives import DetectionResult, PhraseResult
-from megahead.pretraining import StepBatches
+from megahead.config.plan import RunPlan
+from megahead.config.run import RunConfig
+from megahead.distributed.group import Group
+from megahead.engine.engine import Engine, ForwardTime
+from megahead.estimate import peak_flops, run_flops
+from megahead.losses.detection import DetectionResult, DetectionSums
+from megahead.objectives.micro_batch import StepBatches
+from megahead.objectives.phrases import PhraseResult, PhraseSums
 from megahead.train.faults import Fault, Guard, found_afterwards
-from megahead.train.tally import Tally
+
+# What the micro-batches of a step measured, told to all ranks in one message.
+#
+# W ranks, A accumulation steps.
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Of one step, the same on every rank."""
+
+    losses_WA: Tensor
+    """[W, A] on the CPU, in float64."""
+
+    forward_seconds: list[float]
+    """How long each rank's forward passes took."""
+
+    detection: DetectionResult | None
+    """How well replaced tokens were told from others, in runs that replace some."""
+
+    phrases: PhraseResult | None
+    """How well masked phrases were found, in runs that look for them."""
+
+
+class Tally:
+    """Of one step at a time; a model notes here what it finds beside its loss (one kind of sums)."""
+
+    def __init__(self, world_group: Group, tensor_ranks: int) -> None:
+        """`world_group`: all ranks, for CPU tensors; each `tensor_ranks` consecutive ones have the same batches."""
+        self._world_group, self._tensor_ranks = world_group, tensor_ranks
+        self._noted: list[Tensor] = []
+        self._kind: type[DetectionSums[Any]] | type[PhraseSums[Any]] = DetectionSums
+
+    def note(self, sums: DetectionSums[Tensor] | PhraseSums[Tensor]) -> None:
+        """What one batch adds, still on its device: nothing waits for that."""
+        self._kind = type(sums)
+        self._noted.append(torch.stack([value.detach().double() for value in sums]))
+
+    def gather(self, losses: Sequence[Tensor], forward_time: ForwardTime) -> Measured:
+        """That of all ranks, from this one's `losses`, one for each of its micro-batches, and from what was noted since
+        the last call. Collective; waits for the device, once."""
+        noted = [torch.stack(self._noted).sum(0)] if self._noted else []
+        self._noted.clear()
+        mine = torch.cat([torch.stack(list(losses)).double(), *noted]).cpu()
+        gathered = self._world_group.all_gather(torch.cat([mine, mine.new_tensor([forward_time.take()])]))
+        losses_WA, noted_WS, forward_W1 = gathered.tensor_split((len(losses), -1), dim=1)
+        sums = self._kind(*noted_WS[:: self._tensor_ranks].sum(0).tolist()) if noted else None
+        return Measured(
+            losses_WA,
+            forward_W1.flatten().tolist(),
+            detection=DetectionResult.of(sums) if isinstance(sums, DetectionSums) else None,
+            phrases=PhraseResult.of(sums) if isinstance(sums, PhraseSums) else None,
+        )
+
+
+# One optimizer step: micro-batches through the engine, then all ranks decide together whether to apply it.
 
 
 @dataclass(frozen=True)
@@ -103,3 +166,58 @@ def seed_step(seed: int, first_sample: int, data_rank: int, device: torch.device
     torch.default_generator.manual_seed(step_seed)
     if device.type == "cuda":
         torch.cuda.manual_seed(step_seed)
+
+
+# Measures how long training took, without pauses.
+
+
+class Stopwatch:
+    """Starts when it is created, at `seconds`."""
+
+    def __init__(self, seconds: float = 0.0) -> None:
+        self._start = time.monotonic() - seconds
+
+    def seconds(self) -> float:
+        """Seconds so far."""
+        return time.monotonic() - self._start
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Time spent inside is not counted."""
+        before = time.monotonic()
+        yield
+        self._start += time.monotonic() - before
+
+
+# Model FLOPs utilization (MFU): which share of the devices' peak a speed is (Chowdhery et al. 2022, arXiv 2204.02311,
+# appendix B).
+
+
+@dataclass(frozen=True)
+class Utilization:
+    """For a run on `devices` devices with a peak of `device_peak` operations per second each (None: not known)."""
+
+    config: RunConfig
+    devices: int
+    device_peak: float | None
+
+    @classmethod
+    def on(cls, device: torch.device, plan: RunPlan) -> Utilization:
+        """For a run whose ranks each have a device like this one; CPUs have no known peak."""
+        return cls(plan.config, plan.ranks, peak_flops(device_name(device), plan.config.engine.precision))
+
+    def of(self, tokens_per_second: float, candidates: float) -> dict[str, float]:
+        """`flops_per_second` of one device, and `mfu`, its share of the device's peak, if that is known.
+
+        Counts the operations that the model needs (body, attention over whole rows, scores of the targets' candidates);
+        what activation checkpointing computes again does not count. `candidates`: mean number that an output is scored
+        against, 0 for the whole vocabulary.
+        """
+        rows = round(candidates) or self.config.model.padded_vocab_size()
+        speed = run_flops(self.config, rows).total * tokens_per_second / self.devices
+        return {"flops_per_second": speed} | ({"mfu": speed / self.device_peak} if self.device_peak else {})
+
+
+def device_name(device: torch.device) -> str:
+    """Its product name; cpu for all CPUs."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"

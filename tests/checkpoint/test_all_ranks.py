@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from megahead.checkpoint.all_ranks import run_on_all_ranks
-from megahead.distributed import Group
+from megahead.checkpoints.format import run_on_all_ranks
+from megahead.distributed.group import Group
 from megahead.errors import CheckpointError
 from support.on_ranks import on_ranks
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from megahead.checkpoint import open_checkpoint, save_checkpoint
-from megahead.checkpoint.counters import target_samples
-from megahead.distributed import Group
+from megahead.checkpoints.disk import save_checkpoint
+from megahead.checkpoints.reading import open_checkpoint, target_samples
+from megahead.distributed.group import Group
 from megahead.errors import CheckpointError
 
 

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from megahead.checkpoint import find_checkpoint, open_checkpoint, save_checkpoint
-from megahead.checkpoint.folders import is_complete
-from megahead.distributed import Group
+from megahead.checkpoints.disk import save_checkpoint
+from megahead.checkpoints.folders import find_checkpoint, is_complete
+from megahead.checkpoints.reading import open_checkpoint
+from megahead.distributed.group import Group
 from megahead.errors import CheckpointError
 from support.dying import die_at
 

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from megahead.checkpoint import KeepRules, abandoned_in, newest_sound, open_checkpoint, save_checkpoint, step_of
-from megahead.checkpoint.retention import KEEP_NO_OTHERS, abandon_after
-from megahead.distributed import Group
+from megahead.checkpoints.disk import save_checkpoint
+from megahead.checkpoints.folders import KEEP_NO_OTHERS, KeepRules, abandon_after, abandoned_in, step_of
+from megahead.checkpoints.reading import newest_sound, open_checkpoint
+from megahead.distributed.group import Group
 from support.dying import die_at
 
 

@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-import megahead.checkpoint.integrity as integrity
-from megahead.checkpoint import newest_sound, open_checkpoint, save_checkpoint
-from megahead.checkpoint.integrity import share_of
-from megahead.checkpoint.manifest import FileEntry
-from megahead.distributed import Group
+from megahead.checkpoints import format as integrity
+from megahead.checkpoints.disk import save_checkpoint
+from megahead.checkpoints.folders import FileEntry
+from megahead.checkpoints.format import share_of
+from megahead.checkpoints.reading import newest_sound, open_checkpoint
+from megahead.distributed.group import Group
 from megahead.errors import CheckpointError
 from support.on_ranks import on_ranks
 

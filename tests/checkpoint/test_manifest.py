@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from megahead.checkpoint import open_checkpoint, save_checkpoint
-from megahead.distributed import Group
+from megahead.checkpoints.disk import save_checkpoint
+from megahead.checkpoints.reading import open_checkpoint
+from megahead.distributed.group import Group
 from megahead.errors import CheckpointError
 
 

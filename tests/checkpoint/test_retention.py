@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from megahead.checkpoint import KeepRules, save_checkpoint
-from megahead.distributed import Group
+from megahead.checkpoints.disk import save_checkpoint
+from megahead.checkpoints.folders import KeepRules
+from megahead.distributed.group import Group
 
 
 def save(root: Path, step: int, validation: Any, keep_rules: KeepRules, keep: int = 1) -> Path:

@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from torch import Tensor
 
-from megahead.checkpoint import find_checkpoint, open_checkpoint, save_checkpoint, steps_in
-from megahead.distributed import Group
+from megahead.checkpoints.disk import save_checkpoint
+from megahead.checkpoints.folders import find_checkpoint, steps_in
+from megahead.checkpoints.reading import open_checkpoint
+from megahead.distributed.group import Group
 from megahead.errors import CheckpointError
 from support.forked import run_script
 from support.on_ranks import on_ranks

@@ -11,10 +11,13 @@ import pytest
 import torch
 from safetensors import SafetensorError
 
-import megahead.checkpoint.saving as saving
-import megahead.checkpoint.snapshot as snapshots
-from megahead.checkpoint import Snapshot, open_checkpoint, save_checkpoint, write_snapshot
-from megahead.distributed import Group, RowShard
+from megahead.checkpoints import disk as saving
+from megahead.checkpoints import format as snapshots
+from megahead.checkpoints.disk import save_checkpoint, write_snapshot
+from megahead.checkpoints.format import Snapshot
+from megahead.checkpoints.reading import open_checkpoint
+from megahead.distributed.group import Group
+from megahead.distributed.tensors import RowShard
 from megahead.errors import CheckpointError
 from support.on_ranks import on_ranks
 

@@ -9,12 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-import megahead.distributed.blocks as blocks
-from megahead.checkpoint import open_checkpoint, save_checkpoint
-from megahead.config import OptimizerConfig
-from megahead.distributed import Group, RowShard
+from megahead.checkpoints.disk import save_checkpoint
+from megahead.checkpoints.reading import open_checkpoint
+from megahead.config.training import OptimizerConfig
+from megahead.distributed import tensors as blocks
+from megahead.distributed.group import Group
+from megahead.distributed.tensors import RowShard
 from megahead.errors import CheckpointError
-from megahead.optim import build_row_rule
+from megahead.sharded_embedding.optimizer import build_row_rule
 from support.on_ranks import on_ranks
 
 ROWS, WIDTH, NAME = 37, 3, "embedding.weight"

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import sentencepiece
 
-from megahead.corpus import load_tokenizer
+from megahead.data.tokenizer import load_tokenizer
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
 Command = Callable[..., tuple[int, str, str]]

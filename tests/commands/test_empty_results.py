@@ -14,8 +14,8 @@ import pytest
 
 from megahead.__main__ import main
 from megahead.commands import COMMANDS
-from megahead.corpus import IndexedDataset
-from megahead.evaluate.finetuning import TASKS as CLASSIFICATION
+from megahead.data.indexed import IndexedDataset
+from megahead.evaluate.glue_tasks import TASKS as CLASSIFICATION
 from megahead.evaluate.harness_tasks import TASKS
 from support.dataset_fixtures import write_empty
 from support.forked import run_script

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from megahead.commands.estimate import parameter_lines, time_taken
-from megahead.config import RunConfig, load_config, phases_of
+from megahead.config.loading import load_config
+from megahead.config.plan import phases_of
+from megahead.config.run import RunConfig
 from megahead.estimate import candidate_rows, run_flops
 
 ENCODER = "configs/modernbert-15m-causal-first.yaml"

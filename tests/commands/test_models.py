@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from megahead.commands.eval_harness import names_of_runs
-from megahead.convert import Origin, export
-from megahead.corpus.vocabulary import train_wordpiece
+from megahead.data.train_tokenizer import train_wordpiece
 from megahead.evaluate import harness
+from megahead.hf.export import Origin, export
 from support.small_checkpoint import save_small, save_tokenizer, small_config
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"

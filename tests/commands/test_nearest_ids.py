@@ -7,13 +7,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megahead.config import RunConfig
-from megahead.convert.source import TrainedModel
-from megahead.data.nearest_ids import find_nearest_ids
-from megahead.distributed import Group, Launch
+from megahead.config.run import RunConfig
+from megahead.data.loader import find_nearest_ids
+from megahead.distributed.group import Group
+from megahead.distributed.launch import Launch
 from megahead.errors import CheckpointError, ConfigError
-from megahead.report.metrics import read_metrics
-from megahead.train import pretrain
+from megahead.hf.trained import TrainedModel
+from megahead.report.read import read_metrics
+from megahead.train.run import pretrain
 from support.forked import run_script
 from support.on_ranks import on_ranks
 from support.small_checkpoint import save_small, save_tokenizer

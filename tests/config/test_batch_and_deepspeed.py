@@ -10,9 +10,9 @@ from typing import Any, get_args
 import pytest
 from pydantic import BaseModel
 
-from megahead.config import BatchConfig, deepspeed_config
-from megahead.config.deepspeed import KNOWN, REFUSED, read_deepspeed
-from megahead.distributed import Group
+from megahead.config.data import BatchConfig
+from megahead.config.plan import KNOWN, REFUSED, deepspeed_config, read_deepspeed
+from megahead.distributed.group import Group
 from megahead.errors import UserError
 from support.on_ranks import on_ranks
 from support.small_run import small_config, stage

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megahead.config import RunConfig
+from megahead.config.run import RunConfig
 from support.good_settings import assert_told
 from support.small_checkpoint import small_config
 

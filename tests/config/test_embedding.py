@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from megahead.config import RunPlan
+from megahead.config.plan import RunPlan
 from megahead.estimate import rank_memory
-from megahead.train import describe_run
+from megahead.train.describe import describe_run
 from support.small_run import small_config
 
 MANY = {"model.vocab_size": 65536}

@@ -11,7 +11,9 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
-from megahead.config import RunConfig, RunPlan, config_from_dict, load_config
+from megahead.config.loading import config_from_dict, load_config
+from megahead.config.plan import RunPlan
+from megahead.config.run import RunConfig
 from megahead.errors import ConfigErrors
 from support.good_settings import GOOD
 

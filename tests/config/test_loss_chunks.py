@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megahead.config.loss_chunks import ON_CPU, ON_GPU, ChunkSize
+from megahead.config.objective import ON_CPU, ON_GPU, ChunkSize
 
 
 @pytest.mark.parametrize(

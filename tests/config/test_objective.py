@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from megahead.config import BatchConfig, ObjectiveConfig, resolve_candidate_group_samples
+from megahead.config.data import BatchConfig
+from megahead.config.objective import ObjectiveConfig, resolve_candidate_group_samples
 from megahead.errors import ConfigError
 
 BATCH = BatchConfig(global_size=32, micro_size=4)

@@ -6,17 +6,11 @@ from typing import Any
 
 import pytest
 
-from megahead.config import (
-    DataConfig,
-    MaskingConfig,
-    RunConfig,
-    config_from_checkpoint,
-    config_from_dict,
-    learn_alike,
-    phase_at,
-    phase_that_saved,
-    phases_of,
-)
+from megahead.config.data import DataConfig
+from megahead.config.loading import config_from_checkpoint, config_from_dict
+from megahead.config.masking import MaskingConfig
+from megahead.config.plan import learn_alike, phase_at, phase_that_saved, phases_of
+from megahead.config.run import RunConfig
 from megahead.errors import ConfigErrors
 from support.good_settings import GOOD
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from megahead.config import RunPlan, deepspeed_config
-from megahead.config import deepspeed as resolving
+from megahead.config import plan as resolving
+from megahead.config.plan import RunPlan, deepspeed_config
 from megahead.errors import ConfigError, UserError
 from megahead.estimate import rank_memory, ways_to_need_less
-from megahead.train import describe_run, pretrain
-from megahead.train.out_of_memory import explain_out_of_memory
+from megahead.train.describe import describe_run
+from megahead.train.run import explain_out_of_memory, pretrain
 from support.forked import forked
 from support.small_run import small_config, write_text
 

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megahead.config import EngineConfig, config_from_dict, deepspeed_config, load_config
+from megahead.config.loading import config_from_dict, load_config
+from megahead.config.plan import deepspeed_config
+from megahead.config.training import EngineConfig
 from megahead.errors import UserError
 from support.commands import ROOT
 from support.good_settings import GOOD

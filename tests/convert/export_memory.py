@@ -11,7 +11,7 @@ import resource
 import sys
 from pathlib import Path
 
-from megahead.convert import export
+from megahead.hf.export import export
 from support.small_checkpoint import save_small, small_config
 
 

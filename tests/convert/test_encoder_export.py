@@ -24,15 +24,17 @@ from transformers import (
     DistilBertForMaskedLM,
 )
 
-from megahead.config import RunConfig
-from megahead.convert import export, from_hf, hf_folder, input_embedding
-from megahead.convert.bert import BERT, DISTILBERT
-from megahead.convert.encoder_names import EncoderNames
-from megahead.convert.source import TrainedModel
-from megahead.corpus.vocabulary import train_wordpiece
-from megahead.data import held_out_masker
+from megahead.config.run import RunConfig
+from megahead.data.loader import held_out_masker
+from megahead.data.train_tokenizer import train_wordpiece
 from megahead.errors import CheckpointError, FieldError
-from megahead.pretraining import EvaluationRequest, weight_shapes
+from megahead.hf.bert import BERT, DISTILBERT
+from megahead.hf.export import export, hf_folder
+from megahead.hf.names import EncoderNames
+from megahead.hf.published import from_hf, input_embedding
+from megahead.hf.trained import TrainedModel
+from megahead.objectives.micro_batch import EvaluationRequest
+from megahead.objectives.pretraining import weight_shapes
 from support.small_checkpoint import save_small, small_config
 
 HEADS: list[tuple[str, dict[str, Any]]] = [
@@ -193,7 +195,7 @@ def test_a_folder_without_a_tokenizer_names_no_special_tokens(tmp_path: Path) ->
 
 
 def test_the_extended_pythia_tokenizer_serves_an_encoder(tmp_path: Path, shared_data: Path) -> None:
-    from megahead.corpus.vocabulary import add_encoder_tokens
+    from megahead.data.train_tokenizer import add_encoder_tokens
 
     vocabulary = add_encoder_tokens(Tokenizer.from_file(str(shared_data / "tokenizers/20B_tokenizer.json")))
     config = encoder_config(hidden_size=6, vocab_size=50280, intermediate_size=8)

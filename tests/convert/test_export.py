@@ -11,9 +11,13 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer, GPTNeoXConfig
 
 import megahead
-from megahead.convert import Origin, export, export_heads, export_settings, hf_folder, load_causal, origin
-from megahead.corpus import IndexedDatasetWriter, load_tokenizer
+from megahead.data.tokenizer import load_tokenizer
+from megahead.data.writer import IndexedDatasetWriter
 from megahead.errors import CheckpointError, DataError, UserError
+from megahead.hf import export as export_settings
+from megahead.hf import heads as export_heads
+from megahead.hf.export import Origin, export, hf_folder, origin
+from megahead.hf.published import load_causal
 from support.small_checkpoint import save_small, save_tokenizer, small_config
 
 VANILLA = {"name": "vanilla"}

@@ -7,10 +7,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from megahead.convert import fold_bias
-from megahead.convert.export_heads import Head
 from megahead.errors import CheckpointError
-from megahead.objectives import log_unigram
+from megahead.hf.heads import Head, fold_bias
+from megahead.losses.candidates import log_unigram
 
 WIDTH, VOCABULARY = 512, 700
 

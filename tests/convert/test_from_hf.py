@@ -10,12 +10,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, GPTNeoXModel
 
-from megahead.checkpoint import open_checkpoint
-from megahead.config import config_from_dict
-from megahead.convert import export, from_hf
-from megahead.convert.published import PublishedModel
-from megahead.distributed import blocks
+from megahead.checkpoints.reading import open_checkpoint
+from megahead.config.loading import config_from_dict
+from megahead.distributed import tensors as blocks
 from megahead.errors import CheckpointError, FieldError, UserError
+from megahead.hf.export import export
+from megahead.hf.published import PublishedModel, from_hf
 from support.sentencepiece_models import sentencepiece_model
 from support.small_checkpoint import save_tokenizer
 from support.vocabularies import TEXT

@@ -20,14 +20,18 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from megahead.checkpoint import open_checkpoint, save_checkpoint
-from megahead.config import config_from_checkpoint
-from megahead.convert import export, from_hf, load_tokenizer_folder, revocabulary
-from megahead.convert.families import _FAMILIES
-from megahead.distributed import Group, Launch
+from megahead.checkpoints.disk import save_checkpoint
+from megahead.checkpoints.reading import open_checkpoint
+from megahead.config.loading import config_from_checkpoint
+from megahead.distributed.group import Group
+from megahead.distributed.launch import Launch
 from megahead.errors import UserError
-from megahead.evaluate.masked_rows import MaskedRows
-from megahead.train import pretrain
+from megahead.evaluate.scoring import MaskedRows
+from megahead.hf.export import export
+from megahead.hf.families import _FAMILIES
+from megahead.hf.published import from_hf, load_tokenizer_folder
+from megahead.hf.revocabulary import revocabulary
+from megahead.train.run import pretrain
 from support.forked import forked, run_script
 from support.small_checkpoint import save_tokenizer
 from support.small_run import small_config, write_text

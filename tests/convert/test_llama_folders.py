@@ -23,11 +23,12 @@ from transformers import (
     Qwen3Model,
 )
 
-from megahead.checkpoint import open_checkpoint
-from megahead.config import config_from_dict
-from megahead.convert import export, from_hf, load_causal
-from megahead.convert.source import TrainedModel
+from megahead.checkpoints.reading import open_checkpoint
+from megahead.config.loading import config_from_dict
 from megahead.errors import UserError
+from megahead.hf.export import export
+from megahead.hf.published import from_hf, load_causal
+from megahead.hf.trained import TrainedModel
 from support.small_checkpoint import save_small, small_config
 
 CONFIGS = {

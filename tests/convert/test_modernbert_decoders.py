@@ -19,15 +19,17 @@ from transformers import (
     ModernBertDecoderModel,
 )
 
-from megahead.config import ModelConfig, RunConfig, config_from_dict
-from megahead.convert import export, from_hf, is_encoder, load_classifier
-from megahead.convert.published import PublishedModel
-from megahead.convert.source import TrainedModel
-from megahead.corpus.vocabulary import train_wordpiece
-from megahead.data import held_out_masker
+from megahead.config.loading import config_from_dict
+from megahead.config.model import ModelConfig
+from megahead.config.run import RunConfig
+from megahead.data.loader import held_out_masker
+from megahead.data.train_tokenizer import train_wordpiece
 from megahead.errors import UserError
-from megahead.evaluate.language_models import open_language_model
-from megahead.pretraining import EvaluationRequest
+from megahead.evaluate.scoring import open_language_model
+from megahead.hf.export import export
+from megahead.hf.published import PublishedModel, from_hf, is_encoder, load_classifier
+from megahead.hf.trained import TrainedModel
+from megahead.objectives.micro_batch import EvaluationRequest
 from support.small_checkpoint import save_small, small_config
 
 HEADS: list[tuple[str, dict[str, Any], bool]] = [

@@ -20,14 +20,17 @@ from transformers import (
     ModernBertModel,
 )
 
-from megahead.checkpoint import open_checkpoint
-from megahead.config import RunConfig, config_from_dict
-from megahead.convert import export, from_hf, input_embedding, modernbert
-from megahead.convert.source import TrainedModel
-from megahead.corpus.vocabulary import train_wordpiece
-from megahead.data import held_out_masker
+from megahead.checkpoints.reading import open_checkpoint
+from megahead.config.loading import config_from_dict
+from megahead.config.run import RunConfig
+from megahead.data.loader import held_out_masker
+from megahead.data.train_tokenizer import train_wordpiece
 from megahead.errors import CheckpointError, UserError
-from megahead.pretraining import EvaluationRequest
+from megahead.hf import modernbert
+from megahead.hf.export import export
+from megahead.hf.published import from_hf, input_embedding
+from megahead.hf.trained import TrainedModel
+from megahead.objectives.micro_batch import EvaluationRequest
 from support.small_checkpoint import save_small, small_config
 
 HEADS: list[tuple[str, dict[str, Any]]] = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from megahead.commands.convert import METHODS as TOLD
-from megahead.convert.new_rows import METHODS, mean_rows, random_rows, rarity_rows
+from megahead.hf.revocabulary import METHODS, mean_rows, random_rows, rarity_rows
 
 TABLE = torch.randn(50, 8, generator=torch.Generator().manual_seed(0))
 PIECES = [[3], [4, 9, 4], [], [1, 2]]

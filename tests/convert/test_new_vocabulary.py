@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, LlamaConfig, LlamaForCausalLM
 
-from megahead.checkpoint import open_checkpoint
-from megahead.config import RunConfig, config_from_dict
-from megahead.convert import export, revocabulary
-from megahead.corpus.spelling import SpelledVocabulary
-from megahead.corpus.translation import translate
-from megahead.corpus.vocabulary import TRAINERS, add_encoder_tokens, save_tokenizer
+from megahead.checkpoints.reading import open_checkpoint
+from megahead.config.loading import config_from_dict
+from megahead.config.run import RunConfig
+from megahead.data.train_tokenizer import TRAINERS, add_encoder_tokens, save_tokenizer
+from megahead.data.vocabulary_map import SpelledVocabulary, translate
 from megahead.errors import UserError
+from megahead.hf.export import export
+from megahead.hf.revocabulary import revocabulary
 from support.forked import run_script
 from support.small_checkpoint import save_small, small_config
 from support.vocabularies import GERMAN, TEXT, vocabulary

@@ -14,7 +14,7 @@ import pytest
 from safetensors import safe_open
 from transformers import AutoConfig, AutoTokenizer
 
-from megahead.convert import export
+from megahead.hf.export import export
 from support.small_checkpoint import save_small, save_tokenizer, small_config
 
 LAYERS = 2

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import megahead
-from megahead.convert import provenance
-from megahead.convert.provenance import code_version
+from megahead.hf import trained as provenance
+from megahead.hf.trained import code_version
 
 
 def repository(folder: Path) -> None:

@@ -13,12 +13,12 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from megahead.convert import llama
-from megahead.convert.gpt_neox import RENAMES, our_names
-from megahead.convert.modernbert import MODERNBERT
-from megahead.convert.renames import Renames
 from megahead.errors import FieldError
-from megahead.pretraining import weight_shapes
+from megahead.hf import llama
+from megahead.hf.gpt_neox import RENAMES, our_names
+from megahead.hf.modernbert import MODERNBERT
+from megahead.hf.names import Renames
+from megahead.objectives.pretraining import weight_shapes
 from support.small_checkpoint import small_config
 
 

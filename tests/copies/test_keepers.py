@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megahead.copies.keepers import Keepers
+from megahead.checkpoints.memory import Keepers
 
 
 @pytest.mark.parametrize("nodes", ["aabb", "ab", "abc", "aaab", "abbb", "aabbbcc", "abab"])

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
-from megahead.checkpoint import Snapshot
-from megahead.copies import MemoryCopies, NodeMemory, keeping, node_memory
-from megahead.copies.keepers import Keepers
-from megahead.distributed import Group
+from megahead.checkpoints import memory as keeping
+from megahead.checkpoints import memory as node_memory
+from megahead.checkpoints.format import Snapshot
+from megahead.checkpoints.memory import Keepers, MemoryCopies, NodeMemory
+from megahead.distributed.group import Group
 from megahead.errors import CheckpointError
 from megahead.run_folder import RunFolder
 from support.copied_state import ALONE, MARK, begin, wait

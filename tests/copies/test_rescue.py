@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from megahead.copies import hand_over, handing_over
-from megahead.distributed import Group, Launch
+from megahead.checkpoints import memory as handing_over
+from megahead.checkpoints.memory import hand_over
+from megahead.distributed.group import Group
+from megahead.distributed.launch import Launch
 from megahead.run_folder import RunFolder
 from support.copied_state import keep, rescue, same_as_on_disk
 from support.node_memories import give_memory, memory_of

@@ -8,17 +8,17 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from megahead.corpus import load_tokenizer
-from megahead.corpus.growth import _letters, grown
-from megahead.corpus.spelling import SpelledVocabulary
-from megahead.corpus.translation import translate
-from megahead.corpus.vocabulary import (
+from megahead.data.tokenizer import load_tokenizer
+from megahead.data.train_tokenizer import (
+    _letters,
     add_encoder_tokens,
+    grown,
     save_tokenizer,
     train_bpe,
     train_multilingual,
     train_wordpiece,
 )
+from megahead.data.vocabulary_map import SpelledVocabulary, translate
 from megahead.errors import DataError, FieldError
 from support.vocabularies import GERMAN, TEXT
 

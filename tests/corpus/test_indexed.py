@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megahead.corpus import IndexedDataset, IndexedDatasetWriter
-from megahead.corpus.index_layout import HEADER, MAGIC
+from megahead.data.indexed import HEADER, MAGIC, IndexedDataset
+from megahead.data.writer import IndexedDatasetWriter
 from megahead.errors import DataError
 
 GOLDEN = bytes.fromhex(

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from megahead.corpus.inspection import inspect_dataset
-from megahead.corpus.tokenizer import load_tokenizer
-from megahead.corpus.vocabulary import save_tokenizer, train_wordpiece
+from megahead.data.inspection import inspect_dataset
+from megahead.data.tokenizer import load_tokenizer
+from megahead.data.train_tokenizer import save_tokenizer, train_wordpiece
 from megahead.errors import DataError
 
 

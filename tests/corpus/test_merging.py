@@ -8,8 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megahead.corpus import IndexedDataset, IndexedDatasetWriter, merging
-from megahead.corpus.merging import merge_datasets
+from megahead.data import inspection as merging
+from megahead.data.indexed import IndexedDataset
+from megahead.data.inspection import merge_datasets
+from megahead.data.writer import IndexedDatasetWriter
 from megahead.errors import DataError
 
 Write = Callable[..., Path]

@@ -8,9 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megahead.config import DataConfig
-from megahead.corpus import IndexedDataset, IndexedDatasetWriter
-from megahead.data import StoredSamples, StreamSamples, held_out_samples, training_samples
+from megahead.config.data import DataConfig
+from megahead.data.blending import training_samples
+from megahead.data.indexed import IndexedDataset
+from megahead.data.samples import StoredSamples, StreamSamples, held_out_samples
+from megahead.data.writer import IndexedDatasetWriter
 from megahead.errors import DataError
 
 CODES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}

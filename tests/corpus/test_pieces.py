@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from megahead.corpus import Tokenizer
-from megahead.corpus import long_texts as pieces_module
-from megahead.corpus.long_texts import pieces
-from megahead.corpus.vocabulary import save_tokenizer, train_bpe, train_sentencepiece, train_wordpiece
+from megahead.data import tokenizer as pieces_module
+from megahead.data.tokenizer import Tokenizer, pieces
+from megahead.data.train_tokenizer import save_tokenizer, train_bpe, train_sentencepiece, train_wordpiece
 
 TEXT = "".join(
     f"Line {k},  of   tea:\n\n\tthe dög's {k * k} cats\r\nsat — on 語 mats.\n  And{' and' * (k % 7)} so on!"
@@ -47,7 +46,7 @@ def test_a_text_that_cannot_be_cut_stays_whole(monkeypatch: pytest.MonkeyPatch) 
 def test_long_texts_between_short_ones(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     texts = ["A cat", TEXT, "on mats"]
     monkeypatch.setattr(pieces_module, "PIECE", 1000)
-    monkeypatch.setattr("megahead.corpus.tokenizer.PIECE", 1000)
+    monkeypatch.setattr("megahead.data.tokenizer.PIECE", 1000)
     ids, lengths = tokenizer.encode_flat(texts)
     monkeypatch.undo()
     assert ids.tolist() == list(chain(*tokenizer.encode_batch(texts)))

@@ -14,9 +14,11 @@ import orjson
 import pytest
 import sentencepiece
 
-from megahead.corpus import IndexedDataset, decompression, load_tokenizer, preprocess
-from megahead.corpus.selection import Selection
-from megahead.corpus.sources import find_inputs, read_chunks
+from megahead.data import sources as decompression
+from megahead.data.indexed import IndexedDataset
+from megahead.data.preprocess import preprocess
+from megahead.data.sources import Selection, find_inputs, read_chunks
+from megahead.data.tokenizer import load_tokenizer
 from megahead.errors import DataError, FieldError
 
 JsonLines = Callable[..., Path]
@@ -188,7 +190,7 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path, tokenizer_path: Path
 
 def peak_megabytes(path: Path, tokenizer_path: Path) -> float:
     program = (
-        "import resource, sys; from megahead.corpus import preprocess; "
+        "import resource, sys; from megahead.data.preprocess import preprocess; "
         "preprocess([sys.argv[1]], sys.argv[2], sys.argv[3]); "
         "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3)"
     )

@@ -13,9 +13,9 @@ import pytest
 import sentencepiece
 import zstandard
 
-from megahead.corpus import Tokenizer
-from megahead.corpus.sentencepiece_model import is_sentencepiece, tokenizer_json
-from megahead.corpus.vocabulary import save_tokenizer, train_sentencepiece
+from megahead.data.sentencepiece_model import is_sentencepiece, tokenizer_json
+from megahead.data.tokenizer import Tokenizer
+from megahead.data.train_tokenizer import save_tokenizer, train_sentencepiece
 from megahead.errors import DataError
 from support.sentencepiece_models import KINDS, sentencepiece_model
 from support.vocabularies import TEXT

@@ -15,10 +15,11 @@ import orjson
 import psutil
 import pytest
 
-from megahead.corpus import IndexedDataset, preprocess, shards
-from megahead.corpus.preprocess import Recipe
-from megahead.corpus.selection import Selection
-from megahead.corpus.shards import preprocess_shards
+from megahead.data import shards
+from megahead.data.indexed import IndexedDataset
+from megahead.data.preprocess import Recipe, preprocess
+from megahead.data.shards import preprocess_shards
+from megahead.data.sources import Selection
 from megahead.errors import DataError
 from megahead.files import InUseError, StagedFile
 

@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from megahead.corpus import decompression
-from megahead.corpus.selection import Selection
-from megahead.corpus.sources import find_inputs, read_chunks, total_bytes
+from megahead.data import sources as decompression
+from megahead.data.sources import Selection, find_inputs, read_chunks, total_bytes
 from megahead.errors import DataError
 
 TEXTS = [f"text {i} " + "é" * (i % 50) for i in range(200)] + [""]

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from megahead.corpus.spelling import SpelledVocabulary
-from megahead.corpus.vocabulary import TRAINERS, add_encoder_tokens, save_tokenizer
+from megahead.data.train_tokenizer import TRAINERS, add_encoder_tokens, save_tokenizer
+from megahead.data.vocabulary_map import SpelledVocabulary
 from megahead.errors import DataError
 from support.vocabularies import TEXT, vocabulary
 

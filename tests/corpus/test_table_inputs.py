@@ -9,9 +9,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from megahead.corpus import decompression
-from megahead.corpus.selection import Selection
-from megahead.corpus.sources import find_inputs, read_chunks, total_bytes
+from megahead.data import sources as decompression
+from megahead.data.sources import Selection, find_inputs, read_chunks, total_bytes
 from megahead.errors import DataError
 
 TEXTS = [f"text {i} " + "é" * (i % 50) for i in range(300)]

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from megahead.corpus import Tokenizer, load_tokenizer
-from megahead.corpus import tokenizer as tokenizer_module
-from megahead.corpus.vocabulary import save_tokenizer, train_wordpiece
+from megahead.data import tokenizer as tokenizer_module
+from megahead.data.tokenizer import Tokenizer, load_tokenizer
+from megahead.data.train_tokenizer import save_tokenizer, train_wordpiece
 from megahead.errors import DataError
 
 TEXTS = ["The cat", "", "語 of tea<|endoftext|>\n\n  x", "dög " * 50]

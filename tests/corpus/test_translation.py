@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from megahead.corpus.spelling import SpelledVocabulary
-from megahead.corpus.translation import Translation, translate
-from megahead.corpus.vocabulary import TRAINERS, add_encoder_tokens, save_tokenizer
+from megahead.data.train_tokenizer import TRAINERS, add_encoder_tokens, save_tokenizer
+from megahead.data.vocabulary_map import SpelledVocabulary, Translation, translate
 from support.vocabularies import GERMAN, TEXT, vocabulary
 
 

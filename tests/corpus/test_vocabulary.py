@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import sentencepiece
 
-from megahead.corpus import load_tokenizer, vocabulary
-from megahead.corpus.vocabulary import (
+from megahead.data import train_tokenizer as vocabulary
+from megahead.data.tokenizer import load_tokenizer
+from megahead.data.train_tokenizer import (
     add_encoder_tokens,
     sample_texts,
     save_tokenizer,

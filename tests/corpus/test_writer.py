@@ -12,10 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megahead.corpus import IndexedDataset, IndexedDatasetWriter
-from megahead.corpus import writer as writer_module
+from megahead import files as staged_file
+from megahead.data import writer as writer_module
+from megahead.data.indexed import IndexedDataset
+from megahead.data.writer import IndexedDatasetWriter
 from megahead.errors import DataError
-from megahead.files import InUseError, WriteError, staged_file
+from megahead.files import InUseError, WriteError
 
 
 def write(prefix: Path, documents: list[list[int]]) -> None:

@@ -12,11 +12,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megahead.config import DataConfig
-from megahead.corpus import IndexedDataset, IndexedDatasetWriter
-from megahead.data import Blend, StreamSamples, training_samples
-from megahead.data.blending import PERIOD, round_shares, schedule, temperature_weights
-from megahead.data.sampling import describe_samples, relative_epochs, token_counts
+from megahead.config.data import DataConfig
+from megahead.data.blending import (
+    PERIOD,
+    Blend,
+    describe_samples,
+    relative_epochs,
+    round_shares,
+    schedule,
+    temperature_weights,
+    token_counts,
+    training_samples,
+)
+from megahead.data.indexed import IndexedDataset
+from megahead.data.samples import StreamSamples
+from megahead.data.writer import IndexedDatasetWriter
 
 
 def shares(weights: list[float]) -> np.ndarray:

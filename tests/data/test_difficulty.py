@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from megahead.config import MaskingConfig
-from megahead.data import Difficulty, Framing, Masker
-from megahead.data.strategies.hardest import FLOOR, Hardest
-from megahead.distributed import Group
+from megahead.config.masking import MaskingConfig
+from megahead.data.framing import Framing
+from megahead.data.masking import Masker
+from megahead.data.strategies import FLOOR, Difficulty, Hardest
+from megahead.distributed.group import Group
 from megahead.errors import ConfigError
 from support.on_ranks import on_ranks
 

@@ -9,10 +9,12 @@ from itertools import permutations, product
 import numpy as np
 import pytest
 
-from megahead.config import MaskingConfig
-from megahead.data import Batch, Diffusion, Framing
-from megahead.data.counter_rng import CounterRng
-from megahead.data.strategies.strategy import WeighedIds
+from megahead.config.masking import MaskingConfig
+from megahead.data.batch import Batch
+from megahead.data.framing import Framing
+from megahead.data.masking import Diffusion
+from megahead.data.samples import CounterRng
+from megahead.data.strategies import WeighedIds
 
 CLS, SEP, MASK, END, PAD, VOCABULARY = 1, 2, 3, 4, 0, 1000
 

@@ -9,12 +9,18 @@ import numpy as np
 import pytest
 import torch
 
-from megahead.config import DroppingConfig, MaskingConfig, ModelConfig, RunConfig, config_from_dict
-from megahead.corpus import IndexedDataset, IndexedDatasetWriter
-from megahead.data import Batch, Difficulty, Framing, Masker, TokenDropping, training_masker
-from megahead.data.strategies import STRATEGIES, Strategy, Uniform, WeighedIds
-from megahead.data.strategies.hardest import Hardest
-from megahead.distributed import Group
+from megahead.config.loading import config_from_dict
+from megahead.config.masking import DroppingConfig, MaskingConfig
+from megahead.config.model import ModelConfig
+from megahead.config.run import RunConfig
+from megahead.data.batch import Batch
+from megahead.data.framing import Framing, TokenDropping
+from megahead.data.indexed import IndexedDataset
+from megahead.data.loader import training_masker
+from megahead.data.masking import Masker
+from megahead.data.strategies import STRATEGIES, Difficulty, Hardest, Strategy, Uniform, WeighedIds
+from megahead.data.writer import IndexedDatasetWriter
+from megahead.distributed.group import Group
 from megahead.errors import ConfigError
 
 CLS, SEP, MASK, V, EVERY, SAMPLES = 1, 2, 3, 100, 3, 8

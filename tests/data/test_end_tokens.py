@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megahead.config import DataConfig
-from megahead.corpus import IndexedDataset, IndexedDatasetWriter
-from megahead.data.end_tokens import require_end_tokens, without_boundaries
+from megahead.config.data import DataConfig
+from megahead.data.indexed import IndexedDataset
+from megahead.data.loader import require_end_tokens, without_boundaries
+from megahead.data.writer import IndexedDatasetWriter
 from megahead.errors import ConfigError
 
 Write = Callable[..., Path]

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from megahead.data import FeistelOrder
+from megahead.data.samples import FeistelOrder
 
 AROUND_POWERS = [2**power + step for power in range(1, 17) for step in (-1, 0, 1)]
 

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from megahead.config import config_from_dict
-from megahead.corpus import IndexedDataset, preprocess
-from megahead.corpus.inspection import inspect_dataset
-from megahead.corpus.merging import merge_datasets
-from megahead.corpus.vocabulary import save_tokenizer
-from megahead.data import BatchReader, training_samples
-from megahead.data.sampling import token_counts
+from megahead.config.loading import config_from_dict
+from megahead.data.blending import token_counts, training_samples
+from megahead.data.indexed import IndexedDataset
+from megahead.data.inspection import inspect_dataset, merge_datasets
+from megahead.data.loader import BatchReader
+from megahead.data.preprocess import preprocess
+from megahead.data.train_tokenizer import save_tokenizer
 from support.good_settings import GOOD
 
 

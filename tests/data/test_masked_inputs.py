@@ -9,9 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from megahead.config import DataConfig, MaskedInputsConfig
-from megahead.corpus import IndexedDataset
-from megahead.data import MaskedInputs, causal_batch, held_out_masker, training_masker
+from megahead.config.data import DataConfig
+from megahead.config.masking import MaskedInputsConfig
+from megahead.data.batch import causal_batch
+from megahead.data.framing import MaskedInputs
+from megahead.data.indexed import IndexedDataset
+from megahead.data.loader import held_out_masker, training_masker
 from megahead.errors import ConfigError
 from support.small_run import small_config, write_text
 

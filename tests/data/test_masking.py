@@ -10,9 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from megahead.config import MaskingConfig
-from megahead.data import Framing, Masker, evaluation_target_counts, masking
-from megahead.data.counter_rng import CounterRng, Purpose
+from megahead.config.masking import MaskingConfig
+from megahead.data import masking
+from megahead.data.framing import Framing
+from megahead.data.loader import evaluation_target_counts
+from megahead.data.masking import Masker
+from megahead.data.samples import CounterRng, Purpose
 from megahead.data.strategies import Uniform
 from support.small_run import small_config
 

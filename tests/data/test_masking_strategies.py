@@ -16,16 +16,18 @@ import pytest
 import sentencepiece
 import zstandard
 
-from megahead.config import MaskingConfig, config_from_dict
-from megahead.corpus import IndexedDataset, IndexedDatasetWriter
-from megahead.corpus.spelling import bytes_of_ids
-from megahead.corpus.tokenizer import load_tokenizer
-from megahead.corpus.vocabulary import TRAINERS, save_tokenizer, train_wordpiece
-from megahead.data import Difficulty, Framing, Masker, training_masker
-from megahead.data.counter_rng import CounterRng
+from megahead.config.loading import config_from_dict
+from megahead.config.masking import MaskingConfig
+from megahead.data.framing import Framing
+from megahead.data.indexed import IndexedDataset
+from megahead.data.loader import training_masker
+from megahead.data.masking import Masker
+from megahead.data.samples import CounterRng
 from megahead.data.strategies import (
+    FLOOR,
     STRATEGIES,
     Collocations,
+    Difficulty,
     Frequency,
     Informative,
     PairCounts,
@@ -35,7 +37,10 @@ from megahead.data.strategies import (
     Weights,
     WholeWords,
 )
-from megahead.data.strategies.informative import FLOOR
+from megahead.data.tokenizer import load_tokenizer
+from megahead.data.train_tokenizer import TRAINERS, save_tokenizer, train_wordpiece
+from megahead.data.vocabulary_map import bytes_of_ids
+from megahead.data.writer import IndexedDatasetWriter
 from megahead.errors import ConfigError
 
 CLS, SEP, MASK, VOCABULARY = 1, 2, 3, 500

@@ -7,9 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megahead.config import MaskingConfig
-from megahead.data import Framing, Masker
-from megahead.data.nearest_ids import find_nearest_ids, open_nearest_ids, save_nearest_ids
+from megahead.config.masking import MaskingConfig
+from megahead.data.framing import Framing
+from megahead.data.loader import find_nearest_ids, open_nearest_ids, save_nearest_ids
+from megahead.data.masking import Masker
 from megahead.data.strategies import Uniform
 from megahead.errors import ConfigError, DataError
 

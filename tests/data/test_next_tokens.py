@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from megahead.config import MaskingConfig
-from megahead.data import Framing, Masker, NextTokens
+from megahead.config.masking import MaskingConfig
+from megahead.data.framing import Framing, NextTokens
+from megahead.data.masking import Masker
 from megahead.data.strategies import Uniform
 
 CLS, SEP, MASK, END = 1, 2, 3, 4

@@ -15,12 +15,17 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megahead.config import DataConfig, MaskingConfig
-from megahead.config.data import BlendPart
-from megahead.corpus import IndexedDataset, IndexedDatasetWriter
-from megahead.data import BatchReader, Framing, Masker, PackedSamples, causal_batch, training_samples
-from megahead.data.packing import PADDING, best_fit, pack_table
+from megahead.config.data import BlendPart, DataConfig
+from megahead.config.masking import MaskingConfig
+from megahead.data.batch import causal_batch
+from megahead.data.blending import training_samples
+from megahead.data.framing import Framing
+from megahead.data.indexed import IndexedDataset
+from megahead.data.loader import BatchReader
+from megahead.data.masking import Masker
+from megahead.data.packing import PADDING, PackedSamples, best_fit, pack_table
 from megahead.data.strategies import Uniform
+from megahead.data.writer import IndexedDatasetWriter
 from megahead.errors import DataError
 
 Write = Callable[..., Path]

@@ -9,9 +9,11 @@ from typing import Literal
 import numpy as np
 import pytest
 
-from megahead.config import MaskingConfig, PhrasesConfig
-from megahead.data import Batch, Framing, Masker
-from megahead.data.phrases import SharedPhrases
+from megahead.config.masking import MaskingConfig
+from megahead.config.objective import PhrasesConfig
+from megahead.data.batch import Batch
+from megahead.data.framing import Framing, SharedPhrases
+from megahead.data.masking import Masker
 from megahead.data.strategies import Spans, Strategy, Uniform, WeighedIds
 
 CLS, SEP, MASK, END, PAD, VOCABULARY = 1, 2, 3, 4, 0, 40

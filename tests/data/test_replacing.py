@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megahead.config import MaskingConfig
-from megahead.data import Framing, Masker, Replacing
+from megahead.config.masking import MaskingConfig
+from megahead.data.framing import Framing
+from megahead.data.masking import Masker, Replacing
 from megahead.data.strategies import Uniform
 
 CLS, SEP, MASK, END, PAD, VOCABULARY = 1, 2, 3, 4, 0, 1000

@@ -11,9 +11,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megahead.corpus import IndexedDataset
-from megahead.corpus.index_layout import HEADER, MAGIC
-from megahead.data import SequentialSamples, StreamSamples
+from megahead.data.indexed import HEADER, MAGIC, IndexedDataset
+from megahead.data.samples import SequentialSamples, StreamSamples
 from megahead.errors import DataError
 
 Flat = Callable[[int], Path]

@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megahead.distributed import Group, Renamed, Whole, block_ranges, blocks, fill_row_shard_, joined, take_rows_
+from megahead.distributed import tensors as blocks
+from megahead.distributed.group import Group
+from megahead.distributed.tensors import Renamed, Whole, block_ranges, fill_row_shard_, joined, take_rows_
 
 ROWS, WIDTH = 23, 3
 WHOLE = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(0))

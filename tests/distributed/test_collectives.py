@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megahead.distributed import (
+from megahead.distributed.group import (
     Group,
     Mesh,
     copy_to_group,

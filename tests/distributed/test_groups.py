@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megahead.distributed import Group, Launch, Mesh, read_launch
+from megahead.distributed.group import Group, Mesh
+from megahead.distributed.launch import Launch, read_launch
 from megahead.errors import ConfigError, UserError
 from support.on_ranks import on_ranks
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megahead.distributed import Group, pass_on, passing
+from megahead.distributed import group as passing
+from megahead.distributed.group import Group, pass_on
 from support.on_ranks import on_ranks
 
 SIZES = (100, 1, 250, 64)

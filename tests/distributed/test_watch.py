@@ -12,11 +12,10 @@ from contextlib import suppress
 
 import pytest
 
-from megahead.distributed import LostRankError, lines, switchboard, watch
-from megahead.distributed.lines import Line, Pulse
-from megahead.distributed.switchboard import Switchboard
-from megahead.distributed.waiting import with_timeout
-from megahead.distributed.watch import Watch
+from megahead.distributed import watchdog as lines
+from megahead.distributed import watchdog as switchboard
+from megahead.distributed import watchdog as watch
+from megahead.distributed.watchdog import Line, LostRankError, Pulse, Switchboard, Watch, with_timeout
 
 WAITED = RuntimeError("[gloo] timed out waiting")
 

@@ -9,9 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megahead.checkpoint import Snapshot, open_checkpoint, save_checkpoint
-from megahead.distributed import Group, Whole
-from megahead.engine import Engine
+from megahead.checkpoints.disk import save_checkpoint
+from megahead.checkpoints.format import Snapshot
+from megahead.checkpoints.reading import open_checkpoint
+from megahead.distributed.group import Group
+from megahead.distributed.tensors import Whole
+from megahead.engine.engine import Engine
 from megahead.errors import CheckpointError
 from support.forked import forked
 from support.on_ranks import on_ranks

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from megahead.distributed import Group, Mesh, Whole
-from megahead.engine import Engine
+from megahead.distributed.group import Group, Mesh
+from megahead.distributed.tensors import Whole
+from megahead.engine.engine import Engine
 from megahead.errors import ConfigError, UserError
 from support.on_ranks import on_ranks
 from support.small_engine import small_engine

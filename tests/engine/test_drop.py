@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from megahead.distributed import Group, Whole
-from megahead.engine import Engine
+from megahead.distributed.group import Group
+from megahead.distributed.tensors import Whole
+from megahead.engine.engine import Engine
 from support.on_ranks import on_ranks
 from support.precisions import NEEDS_FP16, PRECISIONS
 from support.small_engine import SmallBatch, differing, small_batches, small_engine, whole

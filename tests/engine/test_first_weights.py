@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from megahead.config import RunConfig, deepspeed_config
-from megahead.distributed import Group, Mesh, Whole
-from megahead.engine import Engine
+from megahead.config.plan import deepspeed_config
+from megahead.config.run import RunConfig
+from megahead.distributed.group import Group, Mesh
+from megahead.distributed.tensors import Whole
+from megahead.engine.engine import Engine
+from megahead.objectives.pretraining import assemble, first_weights
 from megahead.optim import build_optimizer
-from megahead.parallel import assemble
-from megahead.pretraining import first_weights
 from support.on_ranks import on_ranks
 from support.precisions import NEEDS_FP16
 from support.small_engine import CPU

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from megahead.distributed import Group
-from megahead.engine.frozen import FrozenWeights
+from megahead.distributed.group import Group
+from megahead.engine.state import FrozenWeights
 from support.on_ranks import on_ranks
 
 SHAPES = [(), (1,), (3,), (5, 7), (4, 2, 6)]

@@ -9,10 +9,9 @@ import torch
 from engine.test_resume import CAME_BACK, resumed
 from torch import Tensor, nn
 
-from megahead.config import OptimizerConfig
-from megahead.distributed import Group
-from megahead.optim import Muon
-from megahead.optim.groups import Move
+from megahead.config.training import OptimizerConfig
+from megahead.distributed.group import Group
+from megahead.optim import Move, Muon
 from support.on_ranks import on_ranks
 from support.small_engine import WIDTH, SmallModel, small_batches, small_engine, whole
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from megahead.distributed import Group
+from megahead.distributed.group import Group
 from megahead.engine import engine as engine_module
-from megahead.engine.norm import clip_, global_norm
+from megahead.engine.engine import clip_, global_norm
 from support.forked import forked
 from support.small_engine import small_batches, small_engine
 

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megahead.distributed import Group, Whole
-from megahead.engine import Engine
+from megahead.distributed.group import Group
+from megahead.distributed.tensors import Whole
+from megahead.engine.engine import Engine
 from support.on_ranks import on_ranks
 from support.small_engine import SmallModel, differing, small_batches, small_engine, whole
 

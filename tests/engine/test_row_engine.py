@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from megahead.distributed import Group, RowShard, Whole, blocks, interleave_rows
-from megahead.pretraining import first_weights
+from megahead.distributed import tensors as blocks
+from megahead.distributed.group import Group
+from megahead.distributed.tensors import RowShard, Whole, interleave_rows
+from megahead.objectives.pretraining import first_weights
 from support.on_ranks import on_ranks
 from support.precisions import PRECISIONS
 from support.small_rows import RowCourse

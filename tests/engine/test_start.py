@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megahead.distributed import Group
-from megahead.engine.start import load_deepspeed
+from megahead.distributed.group import Group
+from megahead.engine.deepspeed import load_deepspeed
 from megahead.errors import UserError
 from support.on_ranks import on_ranks
 from support.small_engine import small_batches, small_engine
@@ -23,7 +23,7 @@ TRAIN = """
 import sys
 sys.path.insert(0, {tests!r})
 from support.small_engine import small_batches, small_engine
-from megahead.distributed import Group
+from megahead.distributed.group import Group
 for stage, precision in [(0, "fp32"), (1, "bf16"), (3, "fp32")]:
     engine = small_engine(Group(), stage, precision)
     for batch in small_batches([3, 4], 1 / 7, seed=0):

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megahead.distributed import Group
-from megahead.engine import StepResult
+from megahead.distributed.group import Group
+from megahead.engine.engine import StepResult
 from support.on_ranks import on_ranks
 from support.precisions import NEEDS_FP16, PRECISIONS
 from support.small_engine import SmallBatch, SmallModel, differing, small_batches, small_engine, small_optimizer, whole

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megahead.distributed import Group, Mesh, Whole
+from megahead.distributed.group import Group, Mesh
+from megahead.distributed.tensors import Whole
 from support.on_ranks import on_ranks
 from support.small_engine import SmallModel, differing, small_batches, small_engine, small_optimizer, whole
 

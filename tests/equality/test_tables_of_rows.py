@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megahead.report.metrics import read_metrics
+from megahead.report.read import read_metrics
 from support.plain_course import ROWS, Course, assert_equal, assert_near, config_of, on_mesh
 from support.precisions import NEEDS_FP16
 from support.small_run import write_text

@@ -14,19 +14,24 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from megahead.checkpoint import open_checkpoint
-from megahead.config import deepspeed_config, load_config, resolve_candidate_group_samples
-from megahead.convert import export, from_hf, hf_folder, load_causal
-from megahead.corpus import IndexedDataset, IndexedDatasetWriter, load_tokenizer, preprocess
-from megahead.distributed import Group, choose_device, read_launch
+from megahead.checkpoints.reading import open_checkpoint
+from megahead.config.loading import load_config
+from megahead.config.objective import resolve_candidate_group_samples
+from megahead.config.plan import deepspeed_config
+from megahead.data.indexed import IndexedDataset
+from megahead.data.preprocess import preprocess
+from megahead.data.tokenizer import load_tokenizer
+from megahead.data.writer import IndexedDatasetWriter
+from megahead.distributed.group import Group
+from megahead.distributed.launch import choose_device, read_launch
 from megahead.errors import UserError
 from megahead.evaluate.harness_tasks import task_files
-from megahead.report import read_metrics
+from megahead.hf.export import export, hf_folder
+from megahead.hf.published import from_hf, load_causal
+from megahead.report.read import read_metrics
 from megahead.run_folder import RunFolder
-from megahead.train.datasets import open_datasets
-from megahead.train.identity import refuse_another_run
-from megahead.train.start import find_resume
-from megahead.train.starting_weights import starting_weights
+from megahead.train.datasets import open_datasets, refuse_another_run
+from megahead.train.start import find_resume, starting_weights
 from support import small_checkpoint
 from support.commands import ROOT
 from support.small_checkpoint import save_small, save_tokenizer

@@ -14,11 +14,12 @@ import tokenizers
 from pydantic import BaseModel
 
 from megahead.commands.pretrain import described
-from megahead.config import RunConfig
-from megahead.corpus.vocabulary import train_wordpiece
-from megahead.distributed import Group, Launch
+from megahead.config.run import RunConfig
+from megahead.data.train_tokenizer import train_wordpiece
+from megahead.distributed.group import Group
+from megahead.distributed.launch import Launch
 from megahead.errors import UserError
-from megahead.train import pretrain
+from megahead.train.run import pretrain
 from support.on_ranks import on_ranks
 from support.small_checkpoint import save_tokenizer
 from support.small_run import small_config, write_text

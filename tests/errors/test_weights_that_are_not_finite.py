@@ -10,13 +10,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megahead.checkpoint import open_checkpoint, save_checkpoint
-from megahead.convert import export, from_hf, hf_folder, input_embedding, load_causal, revocabulary
-from megahead.distributed import Group
+from megahead.checkpoints.disk import save_checkpoint
+from megahead.checkpoints.reading import open_checkpoint
+from megahead.distributed.group import Group
 from megahead.errors import CheckpointError
+from megahead.hf.export import export, hf_folder
+from megahead.hf.published import from_hf, input_embedding, load_causal
+from megahead.hf.revocabulary import revocabulary
 from megahead.integrations.transformers import Headless
-from megahead.pretraining import weight_shapes
-from megahead.train.starting_weights import starting_weights
+from megahead.objectives.pretraining import weight_shapes
+from megahead.train.start import starting_weights
 from support.headless_models import made
 from support.small_checkpoint import save_small, save_tokenizer, small_config
 

@@ -10,14 +10,16 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from megahead.config import ModelConfig, RunConfig
-from megahead.data import causal_batch, held_out_masker
+from megahead.config.model import ModelConfig
+from megahead.config.run import RunConfig
+from megahead.data.batch import causal_batch
+from megahead.data.loader import held_out_masker
 from megahead.estimate import ShorterLayers, run_flops, training_flops
-from megahead.models import build_backbone
-from megahead.nn import Documents, ShorterRows, TargetPositions
-from megahead.objectives import unique_candidates
-from megahead.objectives.row_step import TorchRowStep
-from megahead.pretraining import MicroBatch
+from megahead.losses.candidates import unique_candidates
+from megahead.losses.row_step import TorchRowStep
+from megahead.models.documents import Documents, ShorterRows, TargetPositions
+from megahead.models.registry import build_backbone
+from megahead.objectives.micro_batch import MicroBatch
 from support.initialized import initialized
 from support.small_checkpoint import small_config
 

@@ -9,21 +9,22 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megahead.config import RunConfig, RunPlan, deepspeed_config
-from megahead.corpus import IndexedDataset, IndexedDatasetWriter
-from megahead.data import StreamSamples
-from megahead.distributed import Group, Launch, Mesh
-from megahead.engine import Engine
+from megahead.config.plan import RunPlan, deepspeed_config
+from megahead.config.run import RunConfig
+from megahead.data.indexed import IndexedDataset
+from megahead.data.samples import StreamSamples
+from megahead.data.writer import IndexedDatasetWriter
+from megahead.distributed.group import Group, Mesh
+from megahead.distributed.launch import Launch
+from megahead.engine.engine import Engine
 from megahead.estimate import rank_memory
-from megahead.objectives import build_objective
+from megahead.losses.contrastive import build_objective
+from megahead.objectives.loader import Feed
+from megahead.objectives.pretraining import assemble, first_weights
 from megahead.optim import build_optimizer
-from megahead.parallel import assemble
-from megahead.pretraining import Feed, first_weights
-from megahead.train import pretrain
 from megahead.train.faults import Guard
-from megahead.train.out_of_memory import explain_out_of_memory
-from megahead.train.step import train_step
-from megahead.train.tally import Tally
+from megahead.train.run import explain_out_of_memory, pretrain
+from megahead.train.step import Tally, train_step
 from support.on_ranks import on_ranks
 from support.peaks import freed_memory_goes_back, measures_peaks, peak_above, told
 from support.small_engine import CPU

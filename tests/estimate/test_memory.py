@@ -7,11 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from megahead.config import RunConfig, RunPlan, load_config
-from megahead.config.loss_chunks import ON_CPU, ON_GPU
-from megahead.distributed import Group
+from megahead.config.loading import load_config
+from megahead.config.objective import ON_CPU, ON_GPU
+from megahead.config.plan import RunPlan
+from megahead.config.run import RunConfig
+from megahead.distributed.group import Group
 from megahead.estimate import expected_candidates, rank_memory, rank_parameters
-from megahead.parallel import assemble
+from megahead.objectives.pretraining import assemble
 from support.forked import run_script
 
 ROOT = Path(__file__).parents[2]

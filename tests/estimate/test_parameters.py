@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megahead.config import NAMED_SIZES, ModelConfig, RunPlan, phases_of
+from megahead.config.model import NAMED_SIZES, ModelConfig
+from megahead.config.plan import RunPlan, phases_of
 from megahead.estimate import count_parameters, rank_memory, run_flops, run_parameters
-from megahead.models import build_backbone
-from megahead.pretraining import weight_shapes
+from megahead.models.registry import build_backbone
+from megahead.objectives.pretraining import weight_shapes
 from support.small_checkpoint import small_config
 
 ODD = ModelConfig(num_layers=3, hidden_size=48, num_heads=3, intermediate_size=100, vocab_size=61, vocab_multiple=16)

@@ -13,11 +13,11 @@ from lm_eval.evaluator import simple_evaluate
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
-from megahead.convert import hf_folder, load_causal, load_tokenizer_folder
 from megahead.errors import DataError, FieldError
-from megahead.evaluate.bits_per_byte import bits_per_byte
 from megahead.evaluate.harness import evaluate_harness
-from megahead.evaluate.harness_tasks import task_files
+from megahead.evaluate.harness_tasks import bits_per_byte, task_files
+from megahead.hf.export import hf_folder
+from megahead.hf.published import load_causal, load_tokenizer_folder
 from support.small_checkpoint import save_small, save_tokenizer, small_config
 from support.stated import Stated
 

@@ -13,23 +13,23 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import Trainer, TrainingArguments
 
-from megahead.convert import hf_folder, hf_folder_to_classify, load_classifier, load_tokenizer_folder
 from megahead.errors import CheckpointError, UserError
 from megahead.evaluate.finetuning import (
-    TASKS,
+    Classifier,
     Comparison,
     EpochScores,
+    ExampleEncoder,
     FineTuningResult,
     FineTuningResults,
     FineTuningRun,
     InitialModel,
-    TaskData,
-    paper_settings,
+    collate,
+    fine_tune,
     summarise,
 )
-from megahead.evaluate.finetuning.encoding import ExampleEncoder, collate
-from megahead.evaluate.finetuning.examples import Example
-from megahead.evaluate.finetuning.loop import Classifier, fine_tune
+from megahead.evaluate.glue_tasks import TASKS, Example, TaskData, paper_settings
+from megahead.hf.export import hf_folder, hf_folder_to_classify
+from megahead.hf.published import load_classifier, load_tokenizer_folder
 from support.small_checkpoint import save_small, save_tokenizer, small_config
 from support.small_encoder import save_small_encoder
 

@@ -8,12 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from megahead.convert import load_tokenizer_folder
 from megahead.errors import FieldError
-from megahead.evaluate.finetuning import paper_settings
-from megahead.evaluate.finetuning.encoding import ExampleEncoder, collate, training_batches
-from megahead.evaluate.finetuning.examples import Example
-from megahead.evaluate.finetuning.scoring import class_loss, measure
+from megahead.evaluate.finetuning import ExampleEncoder, class_loss, collate, measure, training_batches
+from megahead.evaluate.glue_tasks import Example, paper_settings
+from megahead.hf.published import load_tokenizer_folder
 from support.small_encoder import save_small_encoder
 
 PAIRS = [

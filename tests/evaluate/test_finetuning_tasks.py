@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from megahead.errors import DataError, FieldError
-from megahead.evaluate.finetuning import TASKS, Sources, expand, load_task
-from megahead.evaluate.finetuning.examples import Example
+from megahead.evaluate.glue_tasks import TASKS, Example, Sources, expand, load_task
 
 CB = {"premise": "It rained.", "hypothesis": "It was wet.", "label": "contradiction", "idx": 0}
 COPA = {"premise": "I ran.", "choice1": "I was late.", "choice2": "I sat.", "question": "cause", "label": 1}

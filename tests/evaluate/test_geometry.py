@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from megahead.convert.source import TrainedModel
-from megahead.corpus import IndexedDataset
-from megahead.data import BatchReader, held_out_samples
+from megahead.data.indexed import IndexedDataset
+from megahead.data.loader import BatchReader
+from megahead.data.samples import held_out_samples
 from megahead.errors import FieldError
 from megahead.evaluate.geometry import _Spread, measure_geometry
-from megahead.pretraining import documents_of, target_positions_of
+from megahead.hf.trained import TrainedModel
+from megahead.objectives.micro_batch import documents_of, target_positions_of
 from support.small_checkpoint import save_small
 from support.small_run import VOCABULARY, small_config, write_text
 

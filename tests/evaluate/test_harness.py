@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from megahead.convert import hf_folder, load_causal, load_tokenizer_folder
-from megahead.corpus import load_tokenizer
+from megahead.data.tokenizer import load_tokenizer
 from megahead.errors import CheckpointError, DataError, FieldError
-from megahead.evaluate import harness_rows
-from megahead.evaluate.harness import evaluate_harness
+from megahead.evaluate import harness_tasks as harness_rows
+from megahead.evaluate.harness import evaluate_harness, fitting_batch_size
 from megahead.evaluate.harness_tasks import task_files
-from megahead.evaluate.lm_eval_task import fitting_batch_size
+from megahead.hf.export import hf_folder
+from megahead.hf.published import load_causal, load_tokenizer_folder
 from support.small_checkpoint import save_small, save_tokenizer, small_config
 
 PASSAGES = ["the cat sat on the mat and the dog saw the cat", "the dog sat on the cat", "on the mat sat the dog"] * 3

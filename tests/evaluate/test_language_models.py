@@ -10,12 +10,12 @@ from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from transformers import BertConfig, BertForMaskedLM, BloomConfig, BloomForCausalLM, GPT2Config, GPT2LMHeadModel
 
-from megahead.convert import hf_folder, load_causal, load_tokenizer_folder
 from megahead.errors import CheckpointError, DataError
-from megahead.evaluate import continuation, sampling_options
-from megahead.evaluate.language_models import open_language_model
-from megahead.evaluate.lm_eval_task import fitting_batch_size
-from megahead.evaluate.predictions import Row, TokenPredictor
+from megahead.evaluate.generation import continuation, sampling_options
+from megahead.evaluate.harness import fitting_batch_size
+from megahead.evaluate.scoring import Row, TokenPredictor, open_language_model
+from megahead.hf.export import hf_folder
+from megahead.hf.published import load_causal, load_tokenizer_folder
 from support.small_checkpoint import save_small, save_tokenizer, small_config
 from support.small_encoder import save_small_encoder
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from megahead.convert import hf_folder
 from megahead.evaluate.harness import evaluate_harness
 from megahead.evaluate.harness_tasks import task_files, write_tasks
+from megahead.hf.export import hf_folder
 from support.forked import fork_pythons
 from support.small_checkpoint import save_small, save_tokenizer, small_config
 

@@ -12,12 +12,12 @@ from lm_eval.evaluator import simple_evaluate
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
-from megahead.convert import hf_folder, load_causal, load_tokenizer_folder
 from megahead.errors import DataError, FieldError
 from megahead.evaluate.harness import evaluate_harness
-from megahead.evaluate.harness_tasks import task_files, task_rows, write_tasks
-from megahead.evaluate.minimal_pairs import accuracy_by, blimp
+from megahead.evaluate.harness_tasks import accuracy_by, blimp, task_files, task_rows, write_tasks
 from megahead.evaluate.results import Score
+from megahead.hf.export import hf_folder
+from megahead.hf.published import load_causal, load_tokenizer_folder
 from support.blimp import write_blimp
 from support.small_checkpoint import save_small, save_tokenizer, small_config
 from support.small_encoder import save_small_encoder

@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from megahead.corpus import IndexedDataset, IndexedDatasetWriter
-from megahead.data import held_out_masker, held_out_samples
-from megahead.distributed import Group
-from megahead.evaluate import ValidationResult, ValidationSet
-from megahead.objectives import EvaluationSums
-from megahead.pretraining import EvaluationRequest
+from megahead.data.indexed import IndexedDataset
+from megahead.data.loader import held_out_masker
+from megahead.data.samples import held_out_samples
+from megahead.data.writer import IndexedDatasetWriter
+from megahead.distributed.group import Group
+from megahead.evaluate.perplexity import ValidationResult, ValidationSet
+from megahead.losses.softmax import EvaluationSums
+from megahead.objectives.micro_batch import EvaluationRequest
 from support.on_ranks import on_ranks
 from support.small_checkpoint import small_config
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from transformers import BertConfig, BertForMaskedLM
 
-from megahead.convert import load_tokenizer_folder
 from megahead.errors import CheckpointError, DataError
-from megahead.evaluate.pseudo import pseudo_perplexity
+from megahead.evaluate.scoring import pseudo_perplexity
+from megahead.hf.published import load_tokenizer_folder
 from support.small_encoder import save_small_encoder
 
 TEXTS = ["the cat sat on the mat", "animals run away from rain and the dog saw it", "no"]

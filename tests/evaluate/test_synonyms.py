@@ -11,11 +11,12 @@ import torch
 from safetensors.torch import load_file
 from torch.nn.functional import cosine_similarity
 
-from megahead.convert import export, input_embedding
-from megahead.corpus import load_tokenizer
-from megahead.corpus.spelling import SpelledVocabulary
+from megahead.data.tokenizer import load_tokenizer
+from megahead.data.vocabulary_map import SpelledVocabulary
 from megahead.errors import CheckpointError, DataError
-from megahead.evaluate.synonyms import similarities, synonym_pairs
+from megahead.evaluate.geometry import similarities, synonym_pairs
+from megahead.hf.export import export
+from megahead.hf.published import input_embedding
 from support.sentencepiece_models import KINDS, sentencepiece_model
 from support.small_checkpoint import save_small, save_tokenizer, small_config
 from support.vocabularies import TEXT

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megahead.errors import FieldError
-from megahead.evaluate import sampling_options, unmasked_continuation
+from megahead.evaluate.generation import sampling_options, unmasked_continuation
 
 CLS, SEP, MASK, A, B, C = range(6)
 NAMES = ["[CLS]", "[SEP]", "[MASK]", "a", "b", "c"]

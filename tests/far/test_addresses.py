@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from megahead.config import config_from_dict
+from megahead.checkpoints.arguments import far_or_existing
+from megahead.config.loading import config_from_dict
 from megahead.errors import ConfigErrors, FieldError, UserError
-from megahead.far import FarError, Store, is_below, is_far, parted, refuse_secrets
-from megahead.far.errors import told
-from megahead.mirror import far_or_existing
+from megahead.remote_files import FarError, Store, is_below, is_far, parted, refuse_secrets, told
 from support.small_run import small_config
 
 SECRETS = (

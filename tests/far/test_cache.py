@@ -10,9 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megahead.corpus import IndexedDataset
+from megahead import remote_files as cache
+from megahead.data.indexed import IndexedDataset
 from megahead.errors import DataError
-from megahead.far import DamagedError, Expected, FarError, Store, cache, fetch_into, near_file
+from megahead.remote_files import DamagedError, Expected, FarError, Store, fetch_into, near_file
 from support.small_run import write_text
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from megahead.far import DamagedError, Expected, FarError, Store, receive
-from megahead.far import store as far_store
+from megahead import remote_files as far_store
+from megahead.remote_files import DamagedError, Expected, FarError, Store, receive
 from support.far_stores import Faulty, faults, s3  # noqa: F401 - a fixture
 
 

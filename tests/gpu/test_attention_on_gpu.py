@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megahead.nn import BACKENDS, AttentionSpec, Documents, attend
+from megahead.models.attention_backends import BACKENDS, AttentionSpec, attend
+from megahead.models.documents import Documents
 from support.exact_attention import POSITIONS, random_qkv, relative_errors
 
 LONG = torch.cat([torch.arange(200), torch.arange(1), torch.arange(129), torch.arange(182)]).repeat(2, 1)

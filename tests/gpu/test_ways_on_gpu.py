@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megahead.nn import BACKENDS, AttentionSpec
+from megahead.models.attention_backends import BACKENDS, AttentionSpec
 from support.commands import ROOT
 from support.gpu_run import curve, said
 from support.small_run import stage, write_text

@@ -18,7 +18,7 @@ from transformers import (
 from transformers.integrations.neftune import neftune_post_forward_hook
 
 from megahead import cwt_loss
-from megahead.distributed import Group
+from megahead.distributed.group import Group
 from megahead.errors import FieldError
 from megahead.integrations.transformers import Headless
 from support.headless_models import ENCODERS, IDS, MODELS, made, our_batch, rows_of, trained

@@ -30,13 +30,13 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from megahead.convert import from_hf
-from megahead.convert.families import family_of
-from megahead.convert.source import TrainedModel
 from megahead.errors import UserError
+from megahead.hf.families import family_of
+from megahead.hf.published import from_hf
+from megahead.hf.trained import TrainedModel
 from megahead.integrations.transformers import Headless
-from megahead.objectives import unique_candidates
-from megahead.pretraining import MicroBatch
+from megahead.losses.candidates import unique_candidates
+from megahead.objectives.micro_batch import MicroBatch
 from support.headless_models import ENCODERS, IDS, MODELS, SHAPE, made, our_batch, rows_of, tokenizer, trained
 
 SMALL = {

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megahead.checkpoint import open_checkpoint
+from megahead.checkpoints.reading import open_checkpoint
 from megahead.commands import pretrain
 from support.commands import CPU, DEEPSPEED, SCRIPT, TORCHRUN, config_file, free_port, losses
 from support.forked import Script, fork_pythons, run_script
@@ -58,7 +58,7 @@ def test_ranks_of_one_machine_share_its_cores(
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(sys, "argv", ["pretrain", "--config", config_file(tmp_path)])
-    monkeypatch.setattr(pretrain.train, "pretrain", lambda *_: sys.exit(f"on {given[-1]} threads"))
+    monkeypatch.setattr("megahead.train.run.pretrain", lambda *_: sys.exit(f"on {given[-1]} threads"))
     monkeypatch.setattr(torch, "get_num_threads", lambda: given[-1])
     monkeypatch.setattr(torch, "set_num_threads", given.append)
     with pytest.raises(SystemExit, match=f"on {threads} threads"):

@@ -16,7 +16,7 @@ from support.small_run import same_tensors, small_config
 
 CRASH_ONCE = """
 import os, runpy, sys
-from megahead.train.meters import Meters
+from megahead.train.log import Meters
 
 note = Meters.step
 def noted(meters, report, state, **kwargs):

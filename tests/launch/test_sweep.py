@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megahead.config import load_config
+from megahead.config.loading import load_config
 from support.commands import ROOT
 
 CONFIG = "configs/small-headless.yaml"

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from megahead.checkpoints import remote as abandonment
+from megahead.checkpoints.fetch import fetch_named
+from megahead.checkpoints.remote import FarRun
 from megahead.errors import CheckpointError
-from megahead.mirror import FarRun, abandonment, fetch_named
 from megahead.run_folder import RunFolder
 from support.far_stores import Faulty, faults
 from support.mirrored import fetched_step, finish, mirror, newer, save, steps_in_mirror, until

@@ -11,20 +11,15 @@ from typing import Any
 
 import pytest
 
-from megahead.checkpoint import Checkpoint, abandoned_in, open_checkpoint
-from megahead.checkpoint.folders import set_aside
-from megahead.distributed import Group
+from megahead.checkpoints import fetch as downloading
+from megahead.checkpoints.arguments import far_or_existing
+from megahead.checkpoints.fetch import Terms, fetch_named, fetch_newer
+from megahead.checkpoints.folders import abandoned_in, set_aside
+from megahead.checkpoints.reading import Checkpoint, open_checkpoint
+from megahead.checkpoints.remote import FarRun, refuse_another_mirror
+from megahead.distributed.group import Group
 from megahead.errors import CheckpointError
-from megahead.far import FarError
-from megahead.mirror import (
-    FarRun,
-    Terms,
-    downloading,
-    far_or_existing,
-    fetch_named,
-    fetch_newer,
-    refuse_another_mirror,
-)
+from megahead.remote_files import FarError
 from megahead.run_folder import RunFolder
 from support.mirrored import fetched_step, finish, mirror, newer, save, steps_in_mirror
 from support.on_ranks import on_ranks

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from megahead.checkpoints.remote import Claim, FarRun, announce, refuse_another_mirror
+from megahead.checkpoints.upload import Mirror
 from megahead.errors import CheckpointError, UserError
-from megahead.mirror import Claim, FarRun, Mirror, announce, refuse_another_mirror
 from megahead.run_folder import RunFolder
 from support.far_stores import Faulty, faults
 from support.mirrored import Places, finish, mirror, save, steps_in_mirror, until

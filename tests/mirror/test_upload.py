@@ -12,10 +12,14 @@ from typing import Any
 
 import pytest
 
-from megahead.checkpoint import KeepRules, open_checkpoint
-from megahead.far import Store
-from megahead.mirror import Claim, FarRun, Mirror, fetch_named, upload
-from megahead.mirror import sending as sending_module
+from megahead.checkpoints import upload
+from megahead.checkpoints import upload as sending_module
+from megahead.checkpoints.fetch import fetch_named
+from megahead.checkpoints.folders import KeepRules
+from megahead.checkpoints.reading import open_checkpoint
+from megahead.checkpoints.remote import Claim, FarRun
+from megahead.checkpoints.upload import Mirror
+from megahead.remote_files import Store
 from megahead.run_folder import RunFolder
 from support.far_stores import Faulty, faults
 from support.mirrored import Places, finish, mirror, save, steps_in_mirror, until

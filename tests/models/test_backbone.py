@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megahead.config import ModelConfig
-from megahead.nn import Documents, TargetPositions
+from megahead.config.model import ModelConfig
+from megahead.models.documents import Documents, TargetPositions
 from support.initialized import initialized_backbone
 
 

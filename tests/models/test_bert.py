@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megahead.config import ModelConfig
-from megahead.models import Bert, build_backbone
-from megahead.nn import Documents, TargetPositions
+from megahead.config.model import ModelConfig
+from megahead.models.bert import Bert
+from megahead.models.documents import Documents, TargetPositions
+from megahead.models.registry import build_backbone
 from support.initialized import initialized_backbone
 
 TINY = ModelConfig(

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from megahead.config import ModelConfig
-from megahead.models import Backbone
-from megahead.nn import BACKENDS, Attend, AttentionSpec, Documents, TargetPositions, attend
+from megahead.config.model import ModelConfig
+from megahead.models.attention_backends import BACKENDS, Attend, AttentionSpec, attend
+from megahead.models.backbone import Backbone
+from megahead.models.documents import Documents, TargetPositions
 from support.initialized import initialized_backbone
 
 SHAPE: dict[str, Any] = {"num_layers": 3, "hidden_size": 32, "num_heads": 2, "vocab_size": 50, "vocab_multiple": 8}

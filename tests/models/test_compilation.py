@@ -13,9 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 
-from megahead.config import ModelConfig
-from megahead.models import Backbone, CompiledBlocks
-from megahead.nn import BACKENDS, Documents
+from megahead.config.model import ModelConfig
+from megahead.models.attention_backends import BACKENDS
+from megahead.models.backbone import Backbone
+from megahead.models.blocks import CompiledBlocks
+from megahead.models.documents import Documents
 from support.initialized import initialized_backbone
 
 IDS = torch.arange(2 * 24).view(2, 24) % 50

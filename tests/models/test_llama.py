@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from megahead.config import ModelConfig
-from megahead.models import SHARDING, Backbone, build_backbone
-from megahead.nn import Documents, RMSNorm
+from megahead.config.model import ModelConfig
+from megahead.models.backbone import Backbone
+from megahead.models.documents import Documents
+from megahead.models.layers import RMSNorm
+from megahead.models.registry import SHARDING, build_backbone
 from support.initialized import initialized_backbone
 
 SHAPE: dict[str, Any] = {"family": "llama", "num_layers": 2, "hidden_size": 32, "num_heads": 4, "vocab_size": 50}

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from megahead.config import ModelConfig
-from megahead.models import SHARDING, ModernBert, build_backbone
-from megahead.nn import Documents, TargetPositions
+from megahead.config.model import ModelConfig
+from megahead.models.documents import Documents, TargetPositions
+from megahead.models.modernbert import ModernBert
+from megahead.models.registry import SHARDING, build_backbone
 from support.initialized import initialized_backbone
 
 SHAPE: dict[str, Any] = {

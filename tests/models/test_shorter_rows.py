@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from megahead.config import ModelConfig
-from megahead.models import build_backbone
-from megahead.models.encoder import Encoder
-from megahead.nn import Documents, ShorterRows, TargetPositions
+from megahead.config.model import ModelConfig
+from megahead.models.backbone import Encoder
+from megahead.models.documents import Documents, ShorterRows, TargetPositions
+from megahead.models.registry import build_backbone
 
 SHAPE: dict[str, Any] = {"num_layers": 4, "hidden_size": 24, "num_heads": 2, "intermediate_size": 40, "vocab_size": 61}
 FAMILIES: dict[str, dict[str, Any]] = {

@@ -11,9 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from megahead.config import ModelConfig
-from megahead.models import build_backbone
-from megahead.nn.activation_checkpointing import Recompute, checkpointed
+from megahead.config.model import ModelConfig
+from megahead.models.blocks import Recompute, checkpointed
+from megahead.models.registry import build_backbone
 from support.initialized import initialized_backbone
 
 IDS = torch.arange(2 * 40).view(2, 40) % 50

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megahead.nn import CausalSelfAttention, Documents, rotary_at
+from megahead.models.attention import CausalSelfAttention
+from megahead.models.documents import Documents
+from megahead.models.layers import rotary_at
 from support.exact_attention import POSITIONS
 
 

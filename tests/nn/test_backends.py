@@ -14,7 +14,9 @@ from torch.nn.attention import varlen
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megahead.errors import ConfigError
-from megahead.nn import BACKENDS, AttentionSpec, Documents, attend, attention_kernels, choose_backend
+from megahead.models import attention_backends as attention_kernels
+from megahead.models.attention_backends import BACKENDS, AttentionSpec, attend, choose_backend
+from megahead.models.documents import Documents
 from support.exact_attention import POSITIONS, random_qkv, relative_errors
 
 CPU = AttentionSpec(torch.device("cpu"), torch.float64, head_size=8)
@@ -77,7 +79,7 @@ def test_a_cpu_goes_document_by_document_and_refuses_kernels() -> None:
     ],
 )
 def test_the_best_way_for_a_gpu(monkeypatch, capability, installed: set[str], half: bool, dropout: float, best: str):
-    from megahead.nn import backends
+    from megahead.models import attention_backends as backends
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     there = {*installed, "torch.nn.attention.varlen"}
@@ -87,7 +89,7 @@ def test_the_best_way_for_a_gpu(monkeypatch, capability, installed: set[str], ha
 
 
 def test_a_kernel_without_local_attention_leaves_it_to_the_next(monkeypatch) -> None:
-    from megahead.nn import backends
+    from megahead.models import attention_backends as backends
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
     monkeypatch.setattr(backends, "_missing", lambda module, name: "")

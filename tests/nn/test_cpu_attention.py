@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from megahead.nn import BACKENDS, cpu_attention
-from megahead.nn.attention_kernels import attend_masked, attend_per_document, attend_rows
-from megahead.nn.documents import bias_of
+from megahead.models import attention_backends as cpu_attention
+from megahead.models.attention_backends import BACKENDS, attend_masked, attend_per_document, attend_rows
+from megahead.models.documents import bias_of
 from support.exact_attention import POSITIONS, random_qkv, relative_errors
 
 

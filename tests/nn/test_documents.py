@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megahead.nn import Documents
+from megahead.models.documents import Documents
 
 POSITIONS = torch.tensor([[0, 1, 2, 0, 1], [0, 0, 1, 2, 3]])
 

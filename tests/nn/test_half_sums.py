@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megahead.nn import Embedding, LayerNorm
+from megahead.models.layers import Embedding, LayerNorm
 
 TOKENS, WIDTH, IDS = 4_096, 32, 3
 ACTIVATIONS = torch.randn(TOKENS, WIDTH, generator=torch.Generator().manual_seed(0)).bfloat16()

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 
-from megahead.nn import apply_rotary, rotary_at, scaled_as_llama3, scaled_linearly
+from megahead.models.layers import apply_rotary, rotary_at, scaled_as_llama3, scaled_linearly
 
 
 def test_pairs_turn_by_position_times_frequency():

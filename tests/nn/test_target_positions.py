@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megahead.nn import TargetPositions
+from megahead.models.documents import TargetPositions
 
 INDEX = torch.tensor([1, 3, 4, 11])
 """Of three rows of five tokens: three, none, and one."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megahead.distributed import Group
-from megahead.objectives import CandidateShard
+from megahead.distributed.group import Group
+from megahead.losses.products import CandidateShard
 
 
 @pytest.mark.parametrize("total", [0, 1, 7, 8])

@@ -14,22 +14,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megahead.config.loss_chunks import ON_CPU, ChunkSize
-from megahead.objectives import (
-    Candidates,
-    Dot,
-    EvaluationSums,
-    candidate_loss,
-    candidate_loss_reference,
-    contrastive,
-    cwt_loss,
-    evaluation_sums,
-    log_unigram,
-    row_step,
-    three_products,
-    unique_candidates,
-    vocabulary_candidates,
-)
+from megahead.config.objective import ON_CPU, ChunkSize
+from megahead.losses import contrastive, row_step
+from megahead.losses import products as three_products
+from megahead.losses.candidates import Candidates, log_unigram, unique_candidates, vocabulary_candidates
+from megahead.losses.contrastive import cwt_loss
+from megahead.losses.scores import Dot
+from megahead.losses.softmax import EvaluationSums, candidate_loss, candidate_loss_reference, evaluation_sums
 
 
 def paper_form(outputs: Tensor, targets: Tensor, embedding: Tensor, temperature: float = 1.0) -> Tensor:

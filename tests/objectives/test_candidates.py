@@ -7,13 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megahead.objectives import (
-    Candidates,
-    candidate_loss,
-    candidate_loss_reference,
-    unique_candidates,
-    vocabulary_candidates,
-)
+from megahead.losses.candidates import Candidates, unique_candidates, vocabulary_candidates
+from megahead.losses.softmax import candidate_loss, candidate_loss_reference
 
 
 @pytest.mark.parametrize("multiple", [1, 5, 16])

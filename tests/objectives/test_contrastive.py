@@ -12,24 +12,23 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megahead.config import ObjectiveConfig
-from megahead.config.loss_chunks import ChunkSize
+from megahead.config.objective import ChunkSize, ObjectiveConfig
 from megahead.errors import ConfigError
-from megahead.objectives import (
+from megahead.losses import row_step
+from megahead.losses.candidates import (
     Candidates,
-    Dot,
-    Headless,
-    build_objective,
-    candidate_loss,
-    candidate_loss_reference,
+    draw_ids,
+    inclusion_probabilities,
+    log_negatives,
     log_unigram,
-    row_step,
+    systematic_sample,
     training_free_bias,
     unique_candidates,
+    weigh,
 )
-from megahead.objectives.sampling import draw_ids, inclusion_probabilities, systematic_sample
-from megahead.objectives.training_free_head import log_negatives
-from megahead.objectives.weights import weigh
+from megahead.losses.contrastive import Headless, build_objective
+from megahead.losses.scores import Dot
+from megahead.losses.softmax import candidate_loss, candidate_loss_reference
 
 V, N, D = 12, 30, 5
 TOKEN_COUNTS = torch.arange(1, V + 1) ** 2

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from megahead.objectives import DetectionResult, DetectionSums, detection_sums
+from megahead.losses.detection import DetectionResult, DetectionSums, detection_sums
 
 
 def test_loss_and_gradient_are_those_of_a_coin_with_the_models_odds() -> None:

@@ -11,12 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from megahead.config import ObjectiveConfig
-from megahead.config.replaced_tokens import ReplacedTokensConfig
-from megahead.distributed import Group
-from megahead.objectives import Candidates, CandidateShard, Dot, Harmonic, Score, build_objective
-from megahead.objectives.candidate_softmax import grouped_draws
-from megahead.parallel.candidate_softmax import parallel_draws
+from megahead.config.objective import ObjectiveConfig, ReplacedTokensConfig
+from megahead.distributed.group import Group
+from megahead.losses.candidates import Candidates
+from megahead.losses.contrastive import build_objective
+from megahead.losses.products import CandidateShard
+from megahead.losses.scores import Dot, Harmonic, Score
+from megahead.losses.softmax import grouped_draws, parallel_draws
 from support.on_ranks import on_ranks
 
 U, D = 7, 5

@@ -12,11 +12,13 @@ import numpy as np
 import pytest
 import torch
 
-from megahead.config import RunConfig
-from megahead.convert.source import TrainedModel
-from megahead.data import Framing, Masker, evaluation_target_counts, held_out_masker
+from megahead.config.run import RunConfig
+from megahead.data.framing import Framing
+from megahead.data.loader import evaluation_target_counts, held_out_masker
+from megahead.data.masking import Masker
 from megahead.data.strategies import Frequency
-from megahead.objectives import log_unigram, training_free_bias
+from megahead.hf.trained import TrainedModel
+from megahead.losses.candidates import log_unigram, training_free_bias
 from support.small_checkpoint import save_small, small_config
 
 VOCABULARY, CONTEXTS, LENGTH, FIRST = 120, 8, 62, 4

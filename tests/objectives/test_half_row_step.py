@@ -9,22 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from megahead.config.loss_chunks import ChunkSize
-from megahead.distributed import Group
-from megahead.objectives import (
-    Candidates,
-    CandidateShard,
-    Dot,
-    Harmonic,
-    Score,
-    candidate_loss,
-    candidate_loss_reference,
-    evaluation_sums,
-    row_step,
-    three_products,
-)
-from megahead.objectives.three_products import loss_dtype
-from megahead.parallel import parallel_candidate_loss
+from megahead.config.objective import ChunkSize
+from megahead.distributed.group import Group
+from megahead.losses import products as three_products
+from megahead.losses import row_step
+from megahead.losses.candidates import Candidates
+from megahead.losses.products import CandidateShard, loss_dtype
+from megahead.losses.scores import Dot, Harmonic, Score
+from megahead.losses.softmax import candidate_loss, candidate_loss_reference, evaluation_sums, parallel_candidate_loss
 from support.on_ranks import on_ranks
 from support.row_kernel_cases import drawn, solved
 

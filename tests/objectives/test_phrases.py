@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megahead.objectives import phrase_sums
+from megahead.objectives.phrases import phrase_sums
 
 
 def by_hand(ends: Tensor, candidates: Tensor, allowed: Tensor, right: Tensor, temperature: float) -> Tensor:

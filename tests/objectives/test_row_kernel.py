@@ -11,17 +11,18 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megahead.config.loss_chunks import ChunkSize
-from megahead.distributed import Group
-from megahead.objectives import (
-    Candidates,
-    CandidateShard,
-    Dot,
+from megahead.config.objective import ChunkSize
+from megahead.distributed.group import Group
+from megahead.losses.candidates import Candidates
+from megahead.losses.products import CandidateShard
+from megahead.losses.scores import Dot
+from megahead.losses.softmax import (
     candidate_loss,
     candidate_loss_reference,
     evaluation_sums,
+    parallel_candidate_loss,
+    parallel_evaluation_sums,
 )
-from megahead.parallel import parallel_candidate_loss, parallel_evaluation_sums
 from support.on_ranks import on_ranks
 from support.row_kernel_cases import assert_rounded_once, drawn, interpret, on_device, solved, truth
 
@@ -188,8 +189,8 @@ def test_a_chunk_takes_three_products_and_a_difference_beside_the_kernel(monkeyp
     outputs, rows, candidates = drawn(40, 48, 16, torch.float32, torch.device("cpu"))
     counts = []
     for chunk in (8, 40):
-        monkeypatch.setattr("megahead.objectives.row_kernel.ON_GPU", ChunkSize(1, least_outputs=chunk, multiple=1))
-        monkeypatch.setattr("megahead.objectives.row_kernel.KernelRowStep._sum_up", sums_of_nothing)
+        monkeypatch.setattr("megahead.losses.triton_kernel.ON_GPU", ChunkSize(1, least_outputs=chunk, multiple=1))
+        monkeypatch.setattr("megahead.losses.triton_kernel.KernelRowStep._sum_up", sums_of_nothing)
         with Operations() as operations:
             torch.autograd.grad(candidate_loss(outputs, rows, candidates), [outputs, rows])
         counts.append(operations.counts)
@@ -200,7 +201,7 @@ def test_a_chunk_takes_three_products_and_a_difference_beside_the_kernel(monkeyp
 
 def test_nothing_is_added_up_by_ids_whose_order_a_gpu_would_not_keep(monkeypatch: pytest.MonkeyPatch) -> None:
     interpret(monkeypatch)
-    monkeypatch.setattr("megahead.objectives.row_kernel.KernelRowStep._sum_up", sums_of_nothing)
+    monkeypatch.setattr("megahead.losses.triton_kernel.KernelRowStep._sum_up", sums_of_nothing)
     outputs, rows, candidates = drawn(40, 48, 16, torch.bfloat16, torch.device("cpu"), apart=False)
     candidates = weighed_with_a_learned_bias(candidates)
     with Operations() as operations:

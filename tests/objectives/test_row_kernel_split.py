@@ -12,16 +12,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from megahead.distributed import Group
-from megahead.objectives import (
-    Candidates,
-    CandidateShard,
-    Dot,
+from megahead.distributed.group import Group
+from megahead.losses.candidates import Candidates
+from megahead.losses.products import CandidateShard
+from megahead.losses.scores import Dot
+from megahead.losses.softmax import (
     candidate_loss,
     candidate_loss_reference,
     evaluation_sums,
+    parallel_candidate_loss,
+    parallel_evaluation_sums,
 )
-from megahead.parallel import parallel_candidate_loss, parallel_evaluation_sums
 from support.in_turn import in_turn
 from support.row_kernel_cases import assert_rounded_once, drawn, on_device, solved, truth
 
@@ -129,7 +130,7 @@ def test_rows_of_a_vocabulary_of_any_size_begin_where_16_bytes_are_moved_at_once
         seen.append((scores_nw.stride(0), step._residuals.stride(0), len(step._biases[0])))
         return torch.empty(4, len(scores_nw))
 
-    monkeypatch.setattr("megahead.objectives.row_kernel.KernelRowStep._sum_up", look)
+    monkeypatch.setattr("megahead.losses.triton_kernel.KernelRowStep._sum_up", look)
     outputs, rows, bias = (torch.zeros(*shape, requires_grad=True) for shape in ((3, 16), (30592, 16), (30592,)))
     vocabulary = Candidates(None, bias[:30522], torch.zeros(3, dtype=torch.int64), subtracts_positive_bias=True)
     torch.autograd.grad(candidate_loss(outputs, rows[:30522], vocabulary), [outputs, rows, bias])

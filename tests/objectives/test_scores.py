@@ -8,25 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from megahead.config import ObjectiveConfig
-from megahead.config.loss_chunks import ChunkSize
-from megahead.objectives import (
-    SCORES,
-    Candidates,
-    Cosine,
-    Dot,
-    Harmonic,
-    Score,
-    candidate_loss,
-    candidate_loss_reference,
-    evaluation_sums,
-    log_unigram,
-    row_step,
-    streamed_sums,
-    three_products,
-    unique_candidates,
-    vocabulary_candidates,
-)
+from megahead.config.objective import ChunkSize, ObjectiveConfig
+from megahead.losses import products as three_products
+from megahead.losses import row_step
+from megahead.losses.candidates import Candidates, log_unigram, unique_candidates, vocabulary_candidates
+from megahead.losses.scores import SCORES, Cosine, Dot, Harmonic, Score
+from megahead.losses.softmax import candidate_loss, candidate_loss_reference, evaluation_sums, streamed_sums
 from support.row_kernel_cases import assert_rounded_once, drawn, interpret, solved, truth
 
 CPU = torch.device("cpu")

@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megahead.config.loss_chunks import ChunkSize
-from megahead.objectives import Dot, row_step, streamed_sums, vocabulary_candidates
-from megahead.objectives.candidate_softmax import evaluation_sums
+from megahead.config.objective import ChunkSize
+from megahead.losses import row_step
+from megahead.losses.candidates import vocabulary_candidates
+from megahead.losses.scores import Dot
+from megahead.losses.softmax import evaluation_sums, streamed_sums
 from support.row_kernel_cases import drawn, on_device
 
 
@@ -72,7 +74,7 @@ def test_on_a_gpu_blocks_go_through_the_kernel_and_give_what_float64_gives(
     kind: str, n: int, v: int, d: int, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In Triton's interpreter on a CPU."""
-    kernel = pytest.importorskip("megahead.objectives.row_kernel", exc_type=ImportError)
+    kernel = pytest.importorskip("megahead.losses.triton_kernel", exc_type=ImportError)
     outputs, rows, candidates = drawn(n, v, d, torch.bfloat16, on_device(kind, monkeypatch), apart=False)
     scored: list[int] = []
     plain = kernel.KernelRowStep.sums

@@ -10,23 +10,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from megahead.config import ObjectiveConfig
-from megahead.config.loss_chunks import ChunkSize
-from megahead.distributed import Group
-from megahead.objectives import (
-    Candidates,
-    CandidateShard,
-    Dot,
-    Harmonic,
-    Score,
-    build_objective,
+from megahead.config.objective import ChunkSize, ObjectiveConfig
+from megahead.distributed.group import Group
+from megahead.losses import row_step
+from megahead.losses.candidates import Candidates
+from megahead.losses.contrastive import build_objective
+from megahead.losses.products import CandidateShard
+from megahead.losses.scores import Dot, Harmonic, Score
+from megahead.losses.softmax import (
     candidate_loss,
     candidate_loss_reference,
     evaluation_sums,
-    row_step,
+    parallel_candidate_loss,
+    parallel_evaluation_sums,
     streamed_sums,
 )
-from megahead.parallel import parallel_candidate_loss, parallel_evaluation_sums
 from support.on_ranks import on_ranks
 from support.row_kernel_cases import assert_rounded_once, interpret, on_device, solved
 

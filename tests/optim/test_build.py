@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megahead.config import OptimizerConfig
+from megahead.config.training import OptimizerConfig
 from megahead.optim import build_optimizer
 
 CONFIG = OptimizerConfig(learning_rate=0.01, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.3)

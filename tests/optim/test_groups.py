@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from megahead.config import ModelConfig, OptimizerConfig
-from megahead.config.training import MuonConfig, TableConfig
-from megahead.models import build_backbone
+from megahead.config.model import ModelConfig
+from megahead.config.training import MuonConfig, OptimizerConfig, TableConfig
+from megahead.models.registry import build_backbone
 from megahead.optim import parameter_groups, set_learning_rate
 
 ADAMW = OptimizerConfig(learning_rate=1e-3, weight_decay=0.1)

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megahead.config import ModelConfig, OptimizerConfig
-from megahead.config.training import MuonConfig
-from megahead.models import build_backbone
-from megahead.optim import Muon, build_optimizer, muon, scaled_orthogonal, set_learning_rate
+from megahead import optim as muon
+from megahead.config.model import ModelConfig
+from megahead.config.training import MuonConfig, OptimizerConfig
+from megahead.models.registry import build_backbone
+from megahead.optim import Muon, build_optimizer, scaled_orthogonal, set_learning_rate
 
 CONFIG = OptimizerConfig(
     name="muon", learning_rate=0.02, weight_decay=0.3, muon=MuonConfig(momentum=0.9, learning_rate_ratio=0.5)

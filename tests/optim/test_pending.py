@@ -5,9 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megahead.optim.pending import PendingUpdates, window_of
-from megahead.optim.quadrature import gauss_nodes, lagrange_basis
-from megahead.optim.rates import RateHistory
+from megahead.sharded_embedding.optimizer import PendingUpdates, RateHistory, gauss_nodes, lagrange_basis, window_of
 
 
 def test_quadrature_is_exact_for_polynomials_up_to_twice_its_nodes() -> None:

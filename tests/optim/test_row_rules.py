@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megahead.config import OptimizerConfig
-from megahead.optim import RowRule, build_row_rule
+from megahead.config.training import OptimizerConfig
+from megahead.sharded_embedding.optimizer import RowRule, build_row_rule
 
 ROWS, WIDTH, STEPS, PEAK = 400, 6, 2000, 3e-3
 Rates = Callable[[int], float]

@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megahead.config import ScheduleConfig
-from megahead.optim import learning_rate_ratio
-from megahead.optim.schedule import SCHEDULES
+from megahead.config.training import ScheduleConfig
+from megahead.optim import SCHEDULES, learning_rate_ratio
 
 NAMES = list(SCHEDULES)
 TOTAL = 200

@@ -9,10 +9,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from megahead.config.loss_chunks import ChunkSize
-from megahead.distributed import Group
-from megahead.objectives import Candidates, CandidateShard, Dot, candidate_loss_reference, evaluation_sums, row_step
-from megahead.parallel import parallel_candidate_loss, parallel_evaluation_sums
+from megahead.config.objective import ChunkSize
+from megahead.distributed.group import Group
+from megahead.losses import row_step
+from megahead.losses.candidates import Candidates
+from megahead.losses.products import CandidateShard
+from megahead.losses.scores import Dot
+from megahead.losses.softmax import (
+    candidate_loss_reference,
+    evaluation_sums,
+    parallel_candidate_loss,
+    parallel_evaluation_sums,
+)
 from support.on_ranks import on_ranks
 
 OUTPUTS, FEATURES, TEMPERATURE = 23, 5, 0.7

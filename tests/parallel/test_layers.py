@@ -6,17 +6,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megahead.distributed import Group, Whole
-from megahead.models import SHARDING, build_backbone
-from megahead.nn import Documents
-from megahead.parallel import (
+from megahead.distributed.group import Group
+from megahead.distributed.tensors import Whole
+from megahead.models.documents import Documents
+from megahead.models.parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
     VocabularyParallelEmbedding,
     parallelize_,
     shard_dims,
 )
-from megahead.parallel.build import fill_
+from megahead.models.registry import SHARDING, build_backbone
+from megahead.objectives.pretraining import fill_
 from support.on_ranks import on_ranks
 from support.small_checkpoint import small_config
 

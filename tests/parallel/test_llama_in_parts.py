@@ -8,14 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from megahead.config import RunConfig
-from megahead.distributed import Group, Whole
+from megahead.config.run import RunConfig
+from megahead.distributed.group import Group
+from megahead.distributed.tensors import Whole
 from megahead.errors import ConfigErrors
 from megahead.estimate import rank_parameters
-from megahead.models import SHARDING, Backbone, build_backbone
-from megahead.nn import Documents
-from megahead.parallel import assemble, parallelize_, shard_dims
-from megahead.parallel.build import fill_
+from megahead.models.backbone import Backbone
+from megahead.models.documents import Documents
+from megahead.models.parallel import parallelize_, shard_dims
+from megahead.models.registry import SHARDING, build_backbone
+from megahead.objectives.pretraining import assemble, fill_
 from support.on_ranks import on_ranks
 from support.small_checkpoint import small_config
 

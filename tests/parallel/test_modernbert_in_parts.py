@@ -9,13 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from megahead.config import RunConfig
-from megahead.data import training_masker
-from megahead.distributed import Group
+from megahead.config.run import RunConfig
+from megahead.data.loader import training_masker
+from megahead.distributed.group import Group
 from megahead.estimate import rank_parameters
-from megahead.objectives import build_objective
-from megahead.parallel import assemble, shard_dims
-from megahead.pretraining import EvaluationRequest, MicroBatch, Pretraining
+from megahead.losses.contrastive import build_objective
+from megahead.models.parallel import shard_dims
+from megahead.objectives.micro_batch import EvaluationRequest, MicroBatch
+from megahead.objectives.pretraining import Pretraining, assemble
 from support.initialized import initialized
 from support.on_ranks import on_ranks
 from support.small_checkpoint import small_config

@@ -8,15 +8,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megahead.config import RunConfig, RunPlan
-from megahead.distributed import Group, Whole
+from megahead.config.plan import RunPlan
+from megahead.config.run import RunConfig
+from megahead.distributed.group import Group
+from megahead.distributed.tensors import Whole
 from megahead.errors import ConfigError, ConfigErrors
 from megahead.estimate import rank_memory
-from megahead.models import SHARDING, Backbone, build_backbone
-from megahead.nn import Documents
-from megahead.nn.activation_checkpointing import Recompute
-from megahead.parallel import parallelize_, shard_dims
-from megahead.parallel.build import fill_
+from megahead.models.backbone import Backbone
+from megahead.models.blocks import Recompute
+from megahead.models.documents import Documents
+from megahead.models.parallel import parallelize_, shard_dims
+from megahead.models.registry import SHARDING, build_backbone
+from megahead.objectives.pretraining import fill_
 from support.initialized import initialized
 from support.on_ranks import on_ranks
 from support.small_checkpoint import small_config

@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from megahead.config import RunConfig
-from megahead.data import training_masker
-from megahead.distributed import Group
-from megahead.objectives import build_objective
-from megahead.parallel import shard_dims
-from megahead.pretraining import EvaluationRequest, MicroBatch, Pretraining
+from megahead.config.run import RunConfig
+from megahead.data.loader import training_masker
+from megahead.distributed.group import Group
+from megahead.losses.contrastive import build_objective
+from megahead.models.parallel import shard_dims
+from megahead.objectives.micro_batch import EvaluationRequest, MicroBatch
+from megahead.objectives.pretraining import Pretraining
 from support.initialized import initialized
 from support.on_ranks import on_ranks
 from support.small_checkpoint import small_config

@@ -8,13 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from megahead.config import RunConfig
-from megahead.data import Batch
-from megahead.distributed import Group
+from megahead.config.run import RunConfig
+from megahead.data.batch import Batch
+from megahead.distributed.group import Group
 from megahead.errors import ConfigErrors
-from megahead.objectives import build_objective
-from megahead.parallel import shard_dims
-from megahead.pretraining import EvaluationRequest, MicroBatch, Pretraining
+from megahead.losses.contrastive import build_objective
+from megahead.models.parallel import shard_dims
+from megahead.objectives.micro_batch import EvaluationRequest, MicroBatch
+from megahead.objectives.pretraining import Pretraining
 from support.initialized import initialized
 from support.on_ranks import on_ranks
 from support.small_checkpoint import small_config

@@ -7,11 +7,12 @@ import torch
 from torch import nn
 from transformers import BertConfig, BertModel, DistilBertConfig, DistilBertModel
 
-from megahead.config import ModelConfig
-from megahead.convert.bert import BERT, DISTILBERT
-from megahead.convert.encoder_names import EncoderNames
-from megahead.models import Bert, build_backbone
-from megahead.nn import Documents
+from megahead.config.model import ModelConfig
+from megahead.hf.bert import BERT, DISTILBERT
+from megahead.hf.names import EncoderNames
+from megahead.models.bert import Bert
+from megahead.models.documents import Documents
+from megahead.models.registry import build_backbone
 
 
 def shape(seed: int, token_types: int) -> ModelConfig:

@@ -14,14 +14,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from megahead.checkpoint import save_checkpoint
-from megahead.config import RunConfig, deepspeed_config
-from megahead.convert import export, load_backbone, load_causal, load_masked
-from megahead.distributed import Group, Mesh, Whole
-from megahead.engine import Engine
-from megahead.objectives import log_unigram
-from megahead.parallel import assemble
-from megahead.pretraining import Pretraining
+from megahead.checkpoints.disk import save_checkpoint
+from megahead.config.plan import deepspeed_config
+from megahead.config.run import RunConfig
+from megahead.distributed.group import Group, Mesh
+from megahead.distributed.tensors import Whole
+from megahead.engine.engine import Engine
+from megahead.hf.export import export
+from megahead.hf.published import load_backbone, load_causal, load_masked
+from megahead.losses.candidates import log_unigram
+from megahead.objectives.pretraining import Pretraining, assemble
 from support.initialized import initialized
 from support.on_ranks import on_ranks
 from support.small_checkpoint import small_config

@@ -6,9 +6,10 @@ import pytest
 import torch
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
-from megahead.config import ModelConfig
-from megahead.models import Backbone, build_backbone
-from megahead.nn import Documents
+from megahead.config.model import ModelConfig
+from megahead.models.backbone import Backbone
+from megahead.models.documents import Documents
+from megahead.models.registry import build_backbone
 
 HIDDEN_ACT = {"gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh"}
 THEIR_NAMES = {

@@ -18,10 +18,11 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from megahead.config import ModelConfig
-from megahead.convert.llama import our_names
-from megahead.models import Backbone, build_backbone
-from megahead.nn import Documents
+from megahead.config.model import ModelConfig
+from megahead.hf.llama import our_names
+from megahead.models.backbone import Backbone
+from megahead.models.documents import Documents
+from megahead.models.registry import build_backbone
 
 KINDS: dict[str, tuple[Any, Any, dict[str, Any], dict[str, Any]]] = {
     "llama": (LlamaConfig, LlamaForCausalLM, {}, {}),

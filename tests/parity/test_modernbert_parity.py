@@ -10,11 +10,12 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import ModernBertConfig, ModernBertForMaskedLM
 
-from megahead.config import ModelConfig
-from megahead.convert.modernbert import MODERNBERT, modernbert_settings
-from megahead.models import ModernBert, build_backbone
-from megahead.nn import Documents, TargetPositions
-from megahead.pretraining import MaskHead
+from megahead.config.model import ModelConfig
+from megahead.hf.modernbert import MODERNBERT, modernbert_settings
+from megahead.models.documents import Documents, TargetPositions
+from megahead.models.modernbert import ModernBert
+from megahead.models.registry import build_backbone
+from megahead.objectives.micro_batch import MaskHead
 
 SHAPES: dict[str, dict[str, Any]] = {
     "local and global": {"num_hidden_layers": 4, "hidden_size": 48, "num_attention_heads": 3, "local_attention": 8},

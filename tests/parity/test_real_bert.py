@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import BertModel
 
-from megahead.convert import from_hf
-from megahead.convert.source import TrainedModel
+from megahead.hf.published import from_hf
+from megahead.hf.trained import TrainedModel
 
 
 def minilm() -> Path:

@@ -7,11 +7,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megahead.data import Batch
-from megahead.data.batch import KeptTokens
-from megahead.objectives import Candidates
-from megahead.pretraining import MicroBatch, documents_of, target_positions_of
-from megahead.pretraining.batch import shorter_rows_of, with_boundaries
+from megahead.data.batch import Batch, KeptTokens
+from megahead.losses.candidates import Candidates
+from megahead.objectives.micro_batch import (
+    MicroBatch,
+    documents_of,
+    shorter_rows_of,
+    target_positions_of,
+    with_boundaries,
+)
 
 BATCH = Batch(
     torch.zeros(2, 4, dtype=torch.int64),

@@ -12,13 +12,19 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.nn import functional as collectives
 
-from megahead.config import DataConfig, RunConfig
-from megahead.data import Batch, RowSource, causal_batch
-from megahead.distributed import Group, Launch
-from megahead.objectives import Candidates, build_objective
-from megahead.pretraining import Feed, Pretraining, StepBatches, documents_of
-from megahead.report.metrics import read_metrics
-from megahead.train import pretrain
+from megahead.config.data import DataConfig
+from megahead.config.run import RunConfig
+from megahead.data.batch import Batch, causal_batch
+from megahead.data.blending import RowSource
+from megahead.distributed.group import Group
+from megahead.distributed.launch import Launch
+from megahead.losses.candidates import Candidates
+from megahead.losses.contrastive import build_objective
+from megahead.objectives.loader import Feed
+from megahead.objectives.micro_batch import StepBatches, documents_of
+from megahead.objectives.pretraining import Pretraining
+from megahead.report.read import read_metrics
+from megahead.train.run import pretrain
 from support.initialized import initialized
 from support.on_ranks import on_ranks
 from support.small_engine import small_engine

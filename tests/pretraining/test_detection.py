@@ -11,10 +11,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from megahead.config import ObjectiveConfig, RunConfig
-from megahead.data import training_masker
-from megahead.objectives import DetectionSums, build_objective
-from megahead.pretraining import EvaluationRequest, MicroBatch, Pretraining, documents_of, first_weights
+from megahead.config.objective import ObjectiveConfig
+from megahead.config.run import RunConfig
+from megahead.data.loader import training_masker
+from megahead.losses.contrastive import build_objective
+from megahead.losses.detection import DetectionSums
+from megahead.objectives.micro_batch import EvaluationRequest, MicroBatch, documents_of
+from megahead.objectives.pretraining import Pretraining, first_weights
 from support.initialized import initialized
 from support.small_checkpoint import small_config
 

@@ -15,13 +15,20 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megahead.config import RunConfig, resolve_candidate_group_samples
-from megahead.corpus import IndexedDataset, IndexedDatasetWriter
-from megahead.data import Batch, Difficulty, RowSource, StreamSamples, training_masker, training_samples
-from megahead.distributed import Group
-from megahead.objectives import Candidates, build_objective
-from megahead.pretraining import Feed, MicroBatch
-from megahead.pretraining.feed import mean_candidates, prefetched
+from megahead.config.objective import resolve_candidate_group_samples
+from megahead.config.run import RunConfig
+from megahead.data.batch import Batch
+from megahead.data.blending import RowSource, training_samples
+from megahead.data.indexed import IndexedDataset
+from megahead.data.loader import training_masker
+from megahead.data.samples import StreamSamples
+from megahead.data.strategies import Difficulty
+from megahead.data.writer import IndexedDatasetWriter
+from megahead.distributed.group import Group
+from megahead.losses.candidates import Candidates
+from megahead.losses.contrastive import build_objective
+from megahead.objectives.loader import Feed, mean_candidates, prefetched
+from megahead.objectives.micro_batch import MicroBatch
 from support.on_ranks import on_ranks
 from support.small_run import VOCABULARY, small_config, write_text
 

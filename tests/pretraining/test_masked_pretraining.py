@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from megahead.config import RunConfig
-from megahead.data import training_masker
-from megahead.objectives import build_objective
-from megahead.pretraining import EvaluationRequest, MicroBatch, Pretraining, documents_of
+from megahead.config.run import RunConfig
+from megahead.data.loader import training_masker
+from megahead.losses.contrastive import build_objective
+from megahead.objectives.micro_batch import EvaluationRequest, MicroBatch, documents_of
+from megahead.objectives.pretraining import Pretraining
 from support.initialized import initialized
 from support.small_checkpoint import small_config
 

@@ -10,10 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from megahead.config import RunConfig
-from megahead.data import training_masker
-from megahead.objectives import PhraseSums, build_objective
-from megahead.pretraining import MicroBatch, Pretraining, documents_of
+from megahead.config.run import RunConfig
+from megahead.data.loader import training_masker
+from megahead.losses.contrastive import build_objective
+from megahead.objectives.micro_batch import MicroBatch, documents_of
+from megahead.objectives.phrases import PhraseSums
+from megahead.objectives.pretraining import Pretraining
 from support.initialized import initialized
 from support.small_checkpoint import small_config
 

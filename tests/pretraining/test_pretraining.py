@@ -8,19 +8,16 @@ import pytest
 import torch
 from numpy.random import default_rng
 
-from megahead.config import OptimizerConfig, RunConfig, config_from_dict
-from megahead.data import Batch, causal_batch
-from megahead.objectives import Candidates, build_objective, cwt_loss, log_unigram
+from megahead.config.loading import config_from_dict
+from megahead.config.run import RunConfig
+from megahead.config.training import OptimizerConfig
+from megahead.data.batch import Batch, causal_batch
+from megahead.losses.candidates import Candidates, log_unigram
+from megahead.losses.contrastive import build_objective, cwt_loss
+from megahead.losses.scores import LearnedTemperature
+from megahead.objectives.micro_batch import EvaluationRequest, MicroBatch, documents_of
+from megahead.objectives.pretraining import Pretraining, first_weights, weight_shapes
 from megahead.optim import parameter_groups
-from megahead.pretraining import (
-    EvaluationRequest,
-    LearnedTemperature,
-    MicroBatch,
-    Pretraining,
-    documents_of,
-    first_weights,
-    weight_shapes,
-)
 from support.initialized import initialized
 
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from megahead.errors import UserError
-from megahead.report import draw_curves, read_metrics, save_curves
-from megahead.report.curves import running_mean
+from megahead.report.figures import draw_curves, running_mean, save_curves
+from megahead.report.read import read_metrics
 from support.logged_run import evaluation, training, write_run
 
 

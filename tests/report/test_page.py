@@ -14,11 +14,12 @@ import pytest
 import yaml
 
 from megahead.commands import report
-from megahead.config import RunConfig
-from megahead.distributed import Group, Launch
-from megahead.report import read_metrics, read_runs, render_page
-from megahead.report.series import MAX_POINTS
-from megahead.train import pretrain
+from megahead.config.run import RunConfig
+from megahead.distributed.group import Group
+from megahead.distributed.launch import Launch
+from megahead.report.page import MAX_POINTS, render_page
+from megahead.report.read import read_metrics, read_runs
+from megahead.train.run import pretrain
 from support.logged_run import evaluation, training, write_run
 from support.on_ranks import on_ranks
 from support.small_run import small_config, write_text

@@ -7,7 +7,7 @@ import json
 
 from rich.console import Console
 
-from megahead.report import to_json, to_markdown, to_rich
+from megahead.report.tables import to_json, to_markdown, to_rich
 
 ROWS = [
     {"run": "headless", "steps": 12000, "perplexity": 204.96},

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from megahead.report import read_all_metrics, read_metrics
-from megahead.report.task_curves import draw_task_curves, logged_points, save_task_curves
+from megahead.report.figures import draw_task_curves, logged_points, save_task_curves
+from megahead.report.read import read_all_metrics, read_metrics
 
 
 def write_run(folder: Path, *tokens: int) -> Path:

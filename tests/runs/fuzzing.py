@@ -30,10 +30,11 @@ from typing import Any
 import torch
 import yaml
 
-from megahead.config import load_config
-from megahead.distributed import Launch
+from megahead.config.loading import load_config
+from megahead.distributed.launch import Launch
 from megahead.errors import run_command
-from megahead.train import pretrain, setup
+from megahead.train import run as setup
+from megahead.train.run import pretrain
 from support.killable import speak_to
 from support.small_checkpoint import save_tokenizer
 from support.small_run import small_config, write_text

@@ -19,9 +19,9 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from megahead.checkpoint import newest_sound
-from megahead.config import RunConfig
-from megahead.report.metrics import read_metrics
+from megahead.checkpoints.reading import newest_sound
+from megahead.config.run import RunConfig
+from megahead.report.read import read_metrics
 from support.killable import codes, said, start_ranks
 from support.small_run import offloaded, same_tensors, small_config, stage, write_text
 

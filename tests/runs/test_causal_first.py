@@ -12,21 +12,21 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 
-from megahead.checkpoint import open_checkpoint
-from megahead.config import RunConfig
-from megahead.convert import export
-from megahead.convert.source import TrainedModel
-from megahead.corpus import IndexedDataset
-from megahead.data import BatchReader, StreamSamples, held_out_masker, training_masker
-from megahead.distributed import Group, Launch
+from megahead.checkpoints.reading import open_checkpoint
+from megahead.config.run import RunConfig
+from megahead.data.indexed import IndexedDataset
+from megahead.data.loader import BatchReader, held_out_masker, training_masker
+from megahead.data.samples import StreamSamples
+from megahead.distributed.group import Group
+from megahead.distributed.launch import Launch
 from megahead.errors import UserError
 from megahead.estimate import run_flops
-from megahead.evaluate import ValidationSet
-from megahead.evaluate.held_out import open_held_out
-from megahead.evaluate.offline import evaluate_checkpoint
-from megahead.objectives import log_unigram
-from megahead.report.metrics import read_metrics
-from megahead.train import pretrain
+from megahead.evaluate.perplexity import ValidationSet, evaluate_checkpoint, open_held_out
+from megahead.hf.export import export
+from megahead.hf.trained import TrainedModel
+from megahead.losses.candidates import log_unigram
+from megahead.report.read import read_metrics
+from megahead.train.run import pretrain
 from support.bad_rows import run_with
 from support.on_ranks import on_ranks
 from support.plain_phases import plain_phases

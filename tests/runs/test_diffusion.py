@@ -9,14 +9,14 @@ import pytest
 from transformers import AutoModelForMaskedLM
 
 from megahead.commands.plot import last_values
-from megahead.config import RunConfig
-from megahead.convert import hf_folder
-from megahead.distributed import Group, Launch
-from megahead.evaluate.offline import evaluate_checkpoint
-from megahead.report import read_runs
-from megahead.report.metrics import read_metrics
-from megahead.report.standing import standing
-from megahead.train import pretrain
+from megahead.config.run import RunConfig
+from megahead.distributed.group import Group
+from megahead.distributed.launch import Launch
+from megahead.evaluate.perplexity import evaluate_checkpoint
+from megahead.hf.export import hf_folder
+from megahead.report.page import standing
+from megahead.report.read import read_metrics, read_runs
+from megahead.train.run import pretrain
 from support.on_ranks import on_ranks
 from support.small_run import small_config, write_text
 

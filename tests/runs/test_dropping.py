@@ -10,14 +10,15 @@ import pytest
 import torch
 from transformers import AutoModelForMaskedLM
 
-from megahead.checkpoint import open_checkpoint
-from megahead.config import RunConfig
-from megahead.convert import export
-from megahead.data import held_out_masker
-from megahead.distributed import Group, Launch
+from megahead.checkpoints.reading import open_checkpoint
+from megahead.config.run import RunConfig
+from megahead.data.loader import held_out_masker
+from megahead.distributed.group import Group
+from megahead.distributed.launch import Launch
 from megahead.errors import CheckpointError
-from megahead.report.metrics import read_metrics
-from megahead.train import pretrain
+from megahead.hf.export import export
+from megahead.report.read import read_metrics
+from megahead.train.run import pretrain
 from support.on_ranks import on_ranks
 from support.small_run import same_tensors, small_config, stage, write_text
 

@@ -10,12 +10,15 @@ from typing import Any
 import pytest
 from transformers import AutoModelForMaskedLM
 
-from megahead.checkpoint import open_checkpoint
-from megahead.config import RunConfig, RunPlan
-from megahead.convert import hf_folder
-from megahead.distributed import Group, Launch
-from megahead.report.metrics import read_metrics
-from megahead.train import describe_run, pretrain
+from megahead.checkpoints.reading import open_checkpoint
+from megahead.config.plan import RunPlan
+from megahead.config.run import RunConfig
+from megahead.distributed.group import Group
+from megahead.distributed.launch import Launch
+from megahead.hf.export import hf_folder
+from megahead.report.read import read_metrics
+from megahead.train.describe import describe_run
+from megahead.train.run import pretrain
 from support.on_ranks import on_ranks
 from support.plain_course import initial
 from support.small_run import same_tensors, small_config, write_text

@@ -11,18 +11,17 @@ from typing import Any
 
 import pytest
 
-from megahead.checkpoint import open_checkpoint
-from megahead.config import RunConfig
-from megahead.distributed import Group, Launch
+from megahead.checkpoints.reading import open_checkpoint
+from megahead.checkpoints.upload import Mirror
+from megahead.config.run import RunConfig
+from megahead.distributed.group import Group
+from megahead.distributed.launch import Launch
 from megahead.errors import UserError
-from megahead.far import Store
-from megahead.mirror import Mirror
-from megahead.report.events import events_of
-from megahead.report.metrics import read_metrics
-from megahead.report.runs import read_runs
-from megahead.train import pretrain
+from megahead.remote_files import Store
+from megahead.report.read import events_of, read_metrics, read_runs
 from megahead.train.datasets import open_datasets
-from megahead.train.mirroring import near_resume
+from megahead.train.run import pretrain
+from megahead.train.saving import near_resume
 from support.far_stores import Faulty, faults, s3  # noqa: F401 - a fixture
 from support.killable import codes, said, start_ranks
 from support.mirrored import steps_in_mirror
@@ -206,7 +205,7 @@ def test_where_the_mirrors_newer_checkpoints_are_damaged_the_disks_newest_goes_t
 
 def test_a_named_one_that_is_refused_is_not_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the next session would take it for what the run had gone back to."""
-    monkeypatch.setattr("megahead.mirror.upload.PAUSES", (0.0,))
+    monkeypatch.setattr("megahead.checkpoints.upload.PAUSES", (0.0,))
     write_text(tmp_path)
     changes = {"schedule.name": "constant", "training.mirror": f"faulty://{tmp_path}/store"}
     assert on_ranks(1, run, mirrored(tmp_path, changes)) == ["finished"]
@@ -248,7 +247,7 @@ def test_a_store_that_loses_writes_costs_the_copies_and_not_the_run(
     fault: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_text(tmp_path)
-    monkeypatch.setattr("megahead.mirror.upload.PAUSES", (0.0, 0.0))
+    monkeypatch.setattr("megahead.checkpoints.upload.PAUSES", (0.0, 0.0))
     config = mirrored(tmp_path, {"training.mirror": f"{Faulty.protocol}://{tmp_path}/store"})
     assert on_ranks(2, run_in_bad_store, config, fault) == ["finished"] * 2
     assert "step 6 is not in the mirror, only in " in capfd.readouterr().out

@@ -10,15 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from megahead.checkpoint import Checkpoint, open_checkpoint, save_checkpoint
-from megahead.config import RunConfig
-from megahead.convert.source import TrainedModel
-from megahead.corpus import IndexedDataset
-from megahead.data import held_out_samples
-from megahead.distributed import Group
-from megahead.evaluate import ValidationSet
-from megahead.report import read_metrics
-from megahead.train.state import TrainingState
+from megahead.checkpoints.disk import save_checkpoint
+from megahead.checkpoints.reading import Checkpoint, open_checkpoint
+from megahead.config.run import RunConfig
+from megahead.data.indexed import IndexedDataset
+from megahead.data.samples import held_out_samples
+from megahead.distributed.group import Group
+from megahead.evaluate.perplexity import ValidationSet
+from megahead.hf.trained import TrainedModel
+from megahead.report.read import read_metrics
+from megahead.train.progress import TrainingState
 from support.bad_rows import BAD, run_with
 from support.on_ranks import on_ranks
 from support.small_run import VOCABULARY, small_config, write_text

@@ -14,11 +14,15 @@ import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import groups
 
-from megahead.distributed import Group, print_once, switchboard, watch
-from megahead.distributed.watch import Watch
-from megahead.engine import Engine, engine
+from megahead.distributed import launch as print_once
+from megahead.distributed import watchdog as switchboard
+from megahead.distributed import watchdog as watch
+from megahead.distributed.group import Group
+from megahead.distributed.watchdog import Watch
+from megahead.engine import engine
+from megahead.engine.engine import Engine
 from megahead.train import session
-from megahead.train.meters import Meters
+from megahead.train.log import Meters
 from support.killable import Sabotage, codes, said, start_ranks
 from support.small_run import small_config, stage, write_text
 

@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM
 
-from megahead.config import RunConfig
-from megahead.convert import hf_folder
-from megahead.distributed import Group, Launch
-from megahead.report.metrics import read_metrics
-from megahead.train import pretrain
+from megahead.config.run import RunConfig
+from megahead.distributed.group import Group
+from megahead.distributed.launch import Launch
+from megahead.hf.export import hf_folder
+from megahead.report.read import read_metrics
+from megahead.train.run import pretrain
 from support.on_ranks import on_ranks
 from support.small_run import same_tensors, small_config, write_text
 

@@ -9,13 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from megahead.checkpoint import Checkpoint, open_checkpoint
-from megahead.config import RunConfig
-from megahead.distributed import Group, Launch, Mesh
-from megahead.parallel import assemble, fill_
-from megahead.report.metrics import read_metrics
-from megahead.train import pretrain
-from megahead.train.starting_weights import starting_weights
+from megahead.checkpoints.reading import Checkpoint, open_checkpoint
+from megahead.config.run import RunConfig
+from megahead.distributed.group import Group, Mesh
+from megahead.distributed.launch import Launch
+from megahead.objectives.pretraining import assemble, fill_
+from megahead.report.read import read_metrics
+from megahead.train.run import pretrain
+from megahead.train.start import starting_weights
 from megahead.train.step import seed_step
 from support.initialized import initialized
 from support.on_ranks import on_ranks

@@ -12,17 +12,18 @@ import pytest
 import tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from megahead.convert import export
-from megahead.convert.loading import load_tokenizer_folder
-from megahead.corpus import IndexedDataset, preprocess
-from megahead.corpus.inspection import inspect_dataset
-from megahead.corpus.merging import merge_datasets
-from megahead.corpus.tokenizer import Tokenizer, load_tokenizer
-from megahead.corpus.vocabulary import save_tokenizer, train_bpe
-from megahead.distributed import Group, Launch
+from megahead.data.indexed import IndexedDataset
+from megahead.data.inspection import inspect_dataset, merge_datasets
+from megahead.data.preprocess import preprocess
+from megahead.data.tokenizer import Tokenizer, load_tokenizer
+from megahead.data.train_tokenizer import save_tokenizer, train_bpe
+from megahead.distributed.group import Group
+from megahead.distributed.launch import Launch
 from megahead.errors import CheckpointError, DataError, FieldError, UserError
-from megahead.evaluate import evaluate_checkpoint
-from megahead.train import pretrain
+from megahead.evaluate.perplexity import evaluate_checkpoint
+from megahead.hf.export import export
+from megahead.hf.published import load_tokenizer_folder
+from megahead.train.run import pretrain
 from support.on_ranks import on_ranks
 from support.small_run import small_config
 

@@ -11,17 +11,18 @@ from typing import Any
 import pytest
 import torch
 
-from megahead.checkpoint import open_checkpoint
-from megahead.config import RunConfig
-from megahead.convert import export
-from megahead.convert.export_heads import best_head
-from megahead.convert.source import TrainedModel
-from megahead.distributed import Group, Launch
+from megahead.checkpoints.reading import open_checkpoint
+from megahead.config.run import RunConfig
+from megahead.distributed.group import Group
+from megahead.distributed.launch import Launch
 from megahead.errors import UserError
-from megahead.evaluate.offline import evaluate_checkpoint
-from megahead.report.metrics import read_metrics
-from megahead.train import pretrain
-from megahead.train.meters import Meters
+from megahead.evaluate.perplexity import evaluate_checkpoint
+from megahead.hf.export import export
+from megahead.hf.heads import best_head
+from megahead.hf.trained import TrainedModel
+from megahead.report.read import read_metrics
+from megahead.train.log import Meters
+from megahead.train.run import pretrain
 from support.bad_rows import run_with
 from support.on_ranks import on_ranks
 from support.plain_phases import plain_phases

@@ -26,16 +26,18 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from megahead.checkpoint import open_checkpoint
-from megahead.config import RunConfig
-from megahead.convert import export
-from megahead.convert.published import PublishedModel
-from megahead.corpus import IndexedDataset
-from megahead.data import EvenlySpread, SequentialSamples, held_out_masker
-from megahead.distributed import Group, Launch
+from megahead.checkpoints.reading import open_checkpoint
+from megahead.config.run import RunConfig
+from megahead.data.indexed import IndexedDataset
+from megahead.data.loader import held_out_masker
+from megahead.data.samples import EvenlySpread, SequentialSamples
+from megahead.distributed.group import Group
+from megahead.distributed.launch import Launch
 from megahead.errors import UserError
-from megahead.report.metrics import read_metrics
-from megahead.train import pretrain
+from megahead.hf.export import export
+from megahead.hf.published import PublishedModel
+from megahead.report.read import read_metrics
+from megahead.train.run import pretrain
 from support.on_ranks import on_ranks
 from support.small_run import VOCABULARY, small_config, stage, write_text
 

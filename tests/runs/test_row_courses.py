@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megahead.checkpoint import open_checkpoint
+from megahead.checkpoints.reading import open_checkpoint
 from support.bad_rows import BAD, run_with
 from support.on_ranks import on_ranks
 from support.small_run import small_config, stage, write_text

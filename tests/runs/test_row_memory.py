@@ -10,16 +10,18 @@ from typing import Any
 
 import pytest
 
-import megahead.convert.verify as verify
-from megahead.checkpoint import Checkpoint, open_checkpoint
-from megahead.config import RunConfig, RunPlan
-from megahead.convert import export
-from megahead.convert.source import TrainedModel
-from megahead.distributed import Group, Launch, Mesh, blocks
-from megahead.engine import Engine
-from megahead.train import pretrain
-from megahead.train.setup import build_engine
-from megahead.train.starting_weights import starting_weights
+from megahead.checkpoints.reading import Checkpoint, open_checkpoint
+from megahead.config.plan import RunPlan
+from megahead.config.run import RunConfig
+from megahead.distributed import tensors as blocks
+from megahead.distributed.group import Group, Mesh
+from megahead.distributed.launch import Launch
+from megahead.engine.engine import Engine
+from megahead.hf import verify
+from megahead.hf.export import export
+from megahead.hf.trained import TrainedModel
+from megahead.train.run import build_engine, pretrain
+from megahead.train.start import starting_weights
 from support.forked import forked
 from support.on_ranks import on_ranks
 from support.peaks import measures_peaks, peak_above

@@ -8,14 +8,18 @@ from typing import Any
 import pytest
 import torch
 
-from megahead.checkpoint import Checkpoint, open_checkpoint, save_checkpoint
-from megahead.config import HeadName, RunConfig
-from megahead.convert import export
-from megahead.convert.source import TrainedModel
-from megahead.distributed import Group, Launch, blocks
-from megahead.evaluate.offline import evaluate_checkpoint, evaluate_on_each
-from megahead.report.metrics import read_metrics
-from megahead.train import pretrain
+from megahead.checkpoints.disk import save_checkpoint
+from megahead.checkpoints.reading import Checkpoint, open_checkpoint
+from megahead.config.objective import HeadName
+from megahead.config.run import RunConfig
+from megahead.distributed import tensors as blocks
+from megahead.distributed.group import Group
+from megahead.distributed.launch import Launch
+from megahead.evaluate.perplexity import evaluate_checkpoint, evaluate_on_each
+from megahead.hf.export import export
+from megahead.hf.trained import TrainedModel
+from megahead.report.read import read_metrics
+from megahead.train.run import pretrain
 from support.on_ranks import on_ranks
 from support.small_run import same_tensors, small_config, stage, write_text
 

@@ -10,15 +10,16 @@ import pytest
 import torch
 from transformers import AutoModel, AutoModelForCausalLM
 
-from megahead.checkpoint import open_checkpoint
-from megahead.config import RunConfig
-from megahead.convert import export, hf_folder
-from megahead.data.nearest_ids import save_nearest_ids
-from megahead.distributed import Group, Launch
+from megahead.checkpoints.reading import open_checkpoint
+from megahead.config.run import RunConfig
+from megahead.data.loader import save_nearest_ids
+from megahead.distributed.group import Group
+from megahead.distributed.launch import Launch
 from megahead.errors import UserError
-from megahead.evaluate.offline import evaluate_checkpoint
-from megahead.report.metrics import read_metrics
-from megahead.train import pretrain
+from megahead.evaluate.perplexity import evaluate_checkpoint
+from megahead.hf.export import export, hf_folder
+from megahead.report.read import read_metrics
+from megahead.train.run import pretrain
 from support.on_ranks import on_ranks
 from support.small_run import VOCABULARY, same_tensors, small_config, stage, write_text
 

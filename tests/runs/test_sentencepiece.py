@@ -12,19 +12,22 @@ import sentencepiece
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from megahead.config import RunConfig
-from megahead.convert import export, hf_folder, input_embedding, revocabulary
-from megahead.corpus.preprocess import preprocess
-from megahead.corpus.sentencepiece_model import tokenizer_json
-from megahead.corpus.spelling import SpelledVocabulary
-from megahead.distributed import Group, Launch
+from megahead.config.run import RunConfig
+from megahead.data.preprocess import preprocess
+from megahead.data.sentencepiece_model import tokenizer_json
+from megahead.data.vocabulary_map import SpelledVocabulary
+from megahead.distributed.group import Group
+from megahead.distributed.launch import Launch
 from megahead.errors import FieldError
 from megahead.evaluate.generation import continuation
 from megahead.evaluate.harness import evaluate_harness
 from megahead.evaluate.harness_tasks import task_files
-from megahead.evaluate.pseudo import pseudo_perplexity
-from megahead.report.metrics import read_metrics
-from megahead.train import pretrain
+from megahead.evaluate.scoring import pseudo_perplexity
+from megahead.hf.export import export, hf_folder
+from megahead.hf.published import input_embedding
+from megahead.hf.revocabulary import revocabulary
+from megahead.report.read import read_metrics
+from megahead.train.run import pretrain
 from support.forked import run_script
 from support.on_ranks import on_ranks
 from support.sentencepiece_models import KINDS, sentencepiece_model

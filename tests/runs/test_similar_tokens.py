@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megahead.config import RunConfig
-from megahead.data.nearest_ids import save_nearest_ids
-from megahead.distributed import Group, Launch
-from megahead.report.metrics import read_metrics
-from megahead.train import pretrain
+from megahead.config.run import RunConfig
+from megahead.data.loader import save_nearest_ids
+from megahead.distributed.group import Group
+from megahead.distributed.launch import Launch
+from megahead.report.read import read_metrics
+from megahead.train.run import pretrain
 from support.on_ranks import on_ranks
 from support.small_run import VOCABULARY, same_tensors, small_config, stage, write_text
 

@@ -12,13 +12,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from megahead.checkpoint import open_checkpoint
-from megahead.config import RunConfig
-from megahead.distributed import Group, Launch
+from megahead.checkpoints.reading import open_checkpoint
+from megahead.config.run import RunConfig
+from megahead.distributed.group import Group
+from megahead.distributed.launch import Launch
 from megahead.errors import CheckpointError, ConfigError, UserError
-from megahead.report.metrics import read_metrics
-from megahead.train import pretrain
-from megahead.train.meters import Meters
+from megahead.report.read import read_metrics
+from megahead.train.log import Meters
+from megahead.train.run import pretrain
 from support.on_ranks import on_ranks
 from support.small_checkpoint import save_tokenizer
 from support.small_run import shipped, small_config, stage, write_text

@@ -98,6 +98,6 @@ def _become(command: Sequence[str], said: int, writer: int) -> None:
 
 
 if __name__ == "__main__":
-    for light in ("numpy", "rich.console", "megahead.config", "megahead.corpus"):  # once for all forks
+    for light in ("numpy", "rich.console", "megahead.config.loading", "megahead.data.preprocess"):  # once for all forks
         importlib.import_module(light)
     print(json.dumps([_answer(command) for command in json.load(sys.stdin)]))

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megahead.config import RunConfig
-from megahead.distributed import Group, Launch
+from megahead.config.run import RunConfig
+from megahead.distributed.group import Group
+from megahead.distributed.launch import Launch
 from megahead.errors import UserError
-from megahead.pretraining import Feed, StepBatches
-from megahead.train import pretrain
+from megahead.objectives.loader import Feed
+from megahead.objectives.micro_batch import StepBatches
+from megahead.train.run import pretrain
 
 BAD = 24
 """First sample of the fourth step of a small run."""

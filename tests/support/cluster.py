@@ -15,11 +15,10 @@ from typing import Any
 
 from benchmarks.hosts import Host, Wire, hosts
 from benchmarks.soak.clock import keep_time_by
-from megahead.checkpoint import open_checkpoint
-from megahead.report.events import events_of
-from megahead.report.runs import read_runs
-from megahead.train.meters import Meters
-from megahead.train.preemption import StopRequest
+from megahead.checkpoints.reading import open_checkpoint
+from megahead.report.read import events_of, read_runs
+from megahead.train.faults import StopRequest
+from megahead.train.log import Meters
 from support.agents import Node
 from support.commands import config_file
 from support.node_memories import give_memory, memory_of

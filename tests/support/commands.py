@@ -10,7 +10,7 @@ from pathlib import Path
 
 import yaml
 
-from megahead.report.metrics import read_metrics
+from megahead.report.read import read_metrics
 from support.forked import ROOT
 from support.small_run import small_config, write_text
 

@@ -7,9 +7,14 @@ from typing import Any
 
 import torch
 
-from megahead.checkpoint import KeepRules, Snapshot, open_checkpoint, save_checkpoint
-from megahead.copies import Copy, MemoryCopies, NodeMemory, rescue_newer
-from megahead.distributed import Group, Launch, RowShard
+from megahead.checkpoints.disk import save_checkpoint
+from megahead.checkpoints.folders import KeepRules
+from megahead.checkpoints.format import Snapshot
+from megahead.checkpoints.memory import Copy, MemoryCopies, NodeMemory, rescue_newer
+from megahead.checkpoints.reading import open_checkpoint
+from megahead.distributed.group import Group
+from megahead.distributed.launch import Launch
+from megahead.distributed.tensors import RowShard
 from megahead.errors import CheckpointError
 from megahead.run_folder import RunFolder
 from support.node_memories import files_in, give_memory

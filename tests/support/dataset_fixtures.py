@@ -10,10 +10,9 @@ import numpy as np
 import orjson
 import pytest
 
-from megahead.corpus import DatasetInfo, IndexedDatasetWriter, dataset_paths
-from megahead.corpus.dataset_info import FileFingerprint
-from megahead.corpus.index_layout import IndexLayout, token_dtype
-from megahead.corpus.vocabulary import save_tokenizer, train_bpe
+from megahead.data.indexed import DatasetInfo, FileFingerprint, IndexLayout, dataset_paths, token_dtype
+from megahead.data.train_tokenizer import save_tokenizer, train_bpe
+from megahead.data.writer import IndexedDatasetWriter
 
 SENTENCES = [f"The {word} of {other} is a {word} too.\n" for word in ("cat", "dög", "house") for other in ("tea", "語")]
 

@@ -7,7 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-from megahead.nn import Attend, Documents
+from megahead.models.attention_backends import Attend
+from megahead.models.documents import Documents
 
 POSITIONS = torch.tensor([[0, 1, 2, 3, 0, 1, 2], [0, 0, 0, 1, 2, 3, 4]])
 """Of two rows; the second begins with documents of one token."""

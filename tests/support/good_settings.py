@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megahead.config import config_from_dict
+from megahead.config.loading import config_from_dict
 from megahead.errors import ConfigErrors
 
 GOOD: dict[str, Any] = {

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from megahead.report.metrics import read_metrics
+from megahead.report.read import read_metrics
 from support.commands import SCRIPT
 from support.small_run import small_config
 

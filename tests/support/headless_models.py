@@ -22,8 +22,8 @@ from transformers import (
     TrainingArguments,
 )
 
-from megahead.corpus.vocabulary import save_tokenizer, train_wordpiece
-from megahead.data import Batch
+from megahead.data.batch import Batch
+from megahead.data.train_tokenizer import save_tokenizer, train_wordpiece
 
 IDS = 60
 

@@ -15,7 +15,7 @@ import torch._dynamo
 import torch.testing
 import torch.utils.tensorboard
 
-from megahead.engine.start import load_deepspeed
+from megahead.engine.deepspeed import load_deepspeed
 from support.huge_pages import collapse_at_forks
 
 torch.set_num_threads(1)

@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from megahead.distributed import Group
+from megahead.distributed.group import Group
 
 T = TypeVar("T")
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from megahead.config import ModelConfig, RunConfig
-from megahead.distributed import Group, Whole
-from megahead.models import Backbone, build_backbone, initial_value
-from megahead.parallel import assemble, fill_
-from megahead.pretraining import Pretraining, first_weights
+from megahead.config.model import ModelConfig
+from megahead.config.run import RunConfig
+from megahead.distributed.group import Group
+from megahead.distributed.tensors import Whole
+from megahead.models.backbone import Backbone
+from megahead.models.registry import build_backbone, initial_value
+from megahead.objectives.pretraining import Pretraining, assemble, fill_, first_weights
 
 
 def initialized(config: RunConfig, group: Group | None = None) -> Pretraining:

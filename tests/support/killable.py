@@ -16,10 +16,10 @@ from pathlib import Path
 import torch
 
 import support.heavy_imports  # noqa: F401 - else every rank would load it again
-from megahead.config import RunConfig
-from megahead.distributed import Launch, print_error_once
+from megahead.config.run import RunConfig
+from megahead.distributed.launch import Launch, print_error_once
 from megahead.errors import run_command
-from megahead.train import pretrain
+from megahead.train.run import pretrain
 from support.commands import free_port
 
 Sabotage = Callable[[int], None]

@@ -9,10 +9,13 @@ from pathlib import Path
 
 import torch
 
-from megahead.checkpoint import KeepRules, save_checkpoint
-from megahead.distributed import Group
-from megahead.mirror import Claim, FarRun, Fetched, Mirror, announce, fetch_newer, upload
-from megahead.mirror.far_run import newest_first, step_in
+from megahead.checkpoints import upload
+from megahead.checkpoints.disk import save_checkpoint
+from megahead.checkpoints.fetch import Fetched, fetch_newer
+from megahead.checkpoints.folders import KeepRules
+from megahead.checkpoints.remote import Claim, FarRun, announce, newest_first, step_in
+from megahead.checkpoints.upload import Mirror
+from megahead.distributed.group import Group
 from megahead.run_folder import RunFolder
 
 Places = tuple[Path, str]

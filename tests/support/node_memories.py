@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
-from megahead.copies import node_memory
+from megahead.checkpoints import memory as node_memory
 
 
 def give_memory(folder: Path, node: int) -> Path:

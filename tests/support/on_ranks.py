@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megahead.distributed import Group
+from megahead.distributed.group import Group
 
 
 def on_ranks(count: int, function: Callable[..., Any], *args: Any, timeout: float = 120) -> list[Any]:

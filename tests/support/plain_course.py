@@ -9,16 +9,20 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megahead.checkpoint import open_checkpoint
-from megahead.config import RunConfig, deepspeed_config, resolve_candidate_group_samples
-from megahead.corpus import IndexedDataset
-from megahead.data import StreamSamples, training_masker
-from megahead.distributed import Group, Launch
-from megahead.objectives import build_objective
+from megahead.checkpoints.reading import open_checkpoint
+from megahead.config.objective import resolve_candidate_group_samples
+from megahead.config.plan import deepspeed_config
+from megahead.config.run import RunConfig
+from megahead.data.indexed import IndexedDataset
+from megahead.data.loader import training_masker
+from megahead.data.samples import StreamSamples
+from megahead.distributed.group import Group
+from megahead.distributed.launch import Launch
+from megahead.losses.contrastive import build_objective
+from megahead.objectives.loader import Feed
 from megahead.optim import build_optimizer, learning_rate_ratio, set_learning_rate
-from megahead.pretraining import Feed
-from megahead.report.metrics import read_metrics
-from megahead.train import pretrain
+from megahead.report.read import read_metrics
+from megahead.train.run import pretrain
 from support.initialized import initialized
 from support.on_ranks import on_ranks
 from support.small_run import shipped, small_config

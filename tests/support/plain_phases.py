@@ -5,14 +5,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from megahead.config import RunConfig, phases_of
-from megahead.corpus import IndexedDataset
-from megahead.data import StreamSamples, training_masker
-from megahead.data.sampling import token_counts
-from megahead.distributed import Group
-from megahead.objectives import build_objective, log_unigram
+from megahead.config.plan import phases_of
+from megahead.config.run import RunConfig
+from megahead.data.blending import token_counts
+from megahead.data.indexed import IndexedDataset
+from megahead.data.loader import training_masker
+from megahead.data.samples import StreamSamples
+from megahead.distributed.group import Group
+from megahead.losses.candidates import log_unigram
+from megahead.losses.contrastive import build_objective
+from megahead.objectives.loader import Feed
+from megahead.objectives.pretraining import Pretraining
 from megahead.optim import build_optimizer, learning_rate_ratio, set_learning_rate
-from megahead.pretraining import Feed, Pretraining
 from support.initialized import initialized
 from support.plain_course import Course
 

@@ -6,13 +6,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from megahead.config.loss_chunks import ChunkSize
-from megahead.objectives import Candidates, Dot, candidate_loss_reference, three_products
+from megahead.config.objective import ChunkSize
+from megahead.losses import products as three_products
+from megahead.losses.candidates import Candidates
+from megahead.losses.scores import Dot
+from megahead.losses.softmax import candidate_loss_reference
 
 
 def interpret(patch: pytest.MonkeyPatch) -> None:
     """CPU tensors take the kernel, with blocks and chunks so small that a few dozen rows fill several."""
-    from megahead.objectives import row_kernel
+    from megahead.losses import triton_kernel as row_kernel
 
     patch.setattr(three_products, "on_gpu", lambda tensor: tensor.dtype != torch.float64)
     patch.setattr(row_kernel, "BLOCK", 16)

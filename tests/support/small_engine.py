@@ -8,10 +8,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from megahead.config import RunConfig, deepspeed_config
-from megahead.distributed import Group, Mesh, Whole
-from megahead.engine import Engine
-from megahead.parallel import shard_dims
+from megahead.config.plan import deepspeed_config
+from megahead.config.run import RunConfig
+from megahead.distributed.group import Group, Mesh
+from megahead.distributed.tensors import Whole
+from megahead.engine.engine import Engine
+from megahead.models.parallel import shard_dims
 from support.small_run import shipped
 
 CPU = torch.device("cpu")

@@ -9,15 +9,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megahead.config import RunConfig, deepspeed_config
+from megahead.config.plan import deepspeed_config
+from megahead.config.run import RunConfig
 from megahead.data.batch import causal_batch
-from megahead.distributed import Group, Mesh, RowShard
-from megahead.engine import RowEngine, StepResult
-from megahead.objectives import unique_candidates
+from megahead.distributed.group import Group, Mesh
+from megahead.distributed.tensors import RowShard
+from megahead.engine.engine import RowEngine, StepResult
+from megahead.losses.candidates import unique_candidates
+from megahead.objectives.micro_batch import MicroBatch
+from megahead.objectives.pretraining import assemble, first_weights, place_table_
 from megahead.optim import build_optimizer
-from megahead.parallel import assemble, place_table_
-from megahead.pretraining import MicroBatch, first_weights
-from megahead.table import plan_rows
+from megahead.sharded_embedding.exchange import plan_rows
 from support.small_run import shipped, small_config
 
 CPU = torch.device("cpu")

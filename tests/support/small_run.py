@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from megahead.checkpoint import open_checkpoint
-from megahead.config import RunConfig, config_from_dict
-from megahead.corpus import IndexedDatasetWriter
+from megahead.checkpoints.reading import open_checkpoint
+from megahead.config.loading import config_from_dict
+from megahead.config.run import RunConfig
+from megahead.data.writer import IndexedDatasetWriter
 
 VOCABULARY = 60
 

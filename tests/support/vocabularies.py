@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megahead.corpus.spelling import SpelledVocabulary
-from megahead.corpus.vocabulary import TRAINERS, save_tokenizer
+from megahead.data.train_tokenizer import TRAINERS, save_tokenizer
+from megahead.data.vocabulary_map import SpelledVocabulary
 
 _NOUNS, _VERBS = ("cat", "dog", "rat", "bird", "mat", "sea", "tree"), ("saw", "met", "heard", "liked", "carried")
 TEXT = [f"the {a} {verb} the {b}, and so the naïve {b} was 猫; then" for a in _NOUNS for b in _NOUNS for verb in _VERBS]

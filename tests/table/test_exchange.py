@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megahead.distributed import Group, Mesh
-from megahead.table import plan_rows
-from megahead.table.exchange import gradients_to_owners, rows_from_owners
+from megahead.distributed.group import Group, Mesh
+from megahead.sharded_embedding.exchange import gradients_to_owners, plan_rows, rows_from_owners
 from support.on_ranks import on_ranks
 
 VOCABULARY, WIDTH = 23, 3

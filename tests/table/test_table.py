@@ -6,14 +6,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import megahead.table.table as table_module
-from megahead.config import OptimizerConfig
-from megahead.distributed import Group, Mesh, Whole
+from megahead.config.training import OptimizerConfig
+from megahead.distributed.group import Group, Mesh
+from megahead.distributed.tensors import Whole
 from megahead.errors import CheckpointError
-from megahead.optim import build_row_rule
-from megahead.parallel import VocabularyParallelEmbedding
-from megahead.table import OwnedRows, RowTable, SplitRowTable, plan_rows
-from megahead.table.fetched import vector_of_norm
+from megahead.models.parallel import VocabularyParallelEmbedding
+from megahead.sharded_embedding import table as table_module
+from megahead.sharded_embedding.exchange import plan_rows
+from megahead.sharded_embedding.optimizer import build_row_rule
+from megahead.sharded_embedding.table import OwnedRows, RowTable, SplitRowTable, vector_of_norm
 from support.on_ranks import on_ranks
 
 CPU, ROWS, WIDTH = torch.device("cpu"), 29, 4

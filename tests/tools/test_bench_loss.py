@@ -19,9 +19,9 @@ from benchmarks import loss_forms, losses, prepared_losses
 from benchmarks.loss_forms import Entry, Problem
 from benchmarks.memory import in_child
 from benchmarks.targets import read_targets
-from megahead.corpus import IndexedDatasetWriter
+from megahead.data.writer import IndexedDatasetWriter
 from megahead.errors import DataError
-from megahead.pretraining.batch import CANDIDATE_MULTIPLE
+from megahead.objectives.micro_batch import CANDIDATE_MULTIPLE
 from support.small_checkpoint import save_tokenizer
 
 

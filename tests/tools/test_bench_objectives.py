@@ -13,10 +13,10 @@ from benchmarks.contender import Contender
 from benchmarks.plans import contending
 from benchmarks.rules import DRAWN, rule_of
 from benchmarks.tokens import micro_batch, token_rows
-from megahead.config import RunConfig
-from megahead.data.nearest_ids import save_nearest_ids
+from megahead.config.run import RunConfig
+from megahead.data.loader import save_nearest_ids
 from megahead.errors import ConfigError
-from megahead.objectives import Vanilla, build_objective
+from megahead.losses.contrastive import Vanilla, build_objective
 from support.small_checkpoint import small_config
 
 VOCABULARY = 61

@@ -16,10 +16,11 @@ from benchmarks.contender import Contender, compare
 from benchmarks.device import matrix_rate
 from benchmarks.plans import How, contending
 from benchmarks.tokens import token_rows
-from megahead.config import RunConfig, config_from_dict
+from megahead.config.loading import config_from_dict
+from megahead.config.run import RunConfig
 from megahead.errors import FieldError
 from megahead.estimate import run_flops
-from megahead.pretraining.softmax import Softmax
+from megahead.losses.softmax import Softmax
 from support.commands import config_file
 from support.small_run import small_config, write_text
 

@@ -12,9 +12,9 @@ from bench_step import _vocabularies, main
 import benchmarks.vocabularies as vocabularies
 from benchmarks.engines import rank_step
 from benchmarks.tokens import token_rows
-from megahead.config import RunConfig
-from megahead.distributed import Group
-from megahead.engine import Engine
+from megahead.config.run import RunConfig
+from megahead.distributed.group import Group
+from megahead.engine.engine import Engine
 from megahead.errors import FieldError
 from support.on_ranks import on_ranks
 from support.small_run import small_config, write_text

@@ -10,8 +10,8 @@ from traceback import FrameSummary
 import torch
 
 from benchmarks.waits import counted, noted, place
-from megahead.config import RunConfig
-from megahead.distributed import Group
+from megahead.config.run import RunConfig
+from megahead.distributed.group import Group
 from support.forked import run_script
 from support.on_ranks import on_ranks
 from support.small_run import small_config, write_text

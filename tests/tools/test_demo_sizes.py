@@ -12,7 +12,8 @@ from rich.console import Console
 
 from demo_pipeline.pipeline import Pipeline
 from demo_pipeline.sizes import FULL, QUICK, Size
-from megahead.config import RunConfig, load_config
+from megahead.config.loading import load_config
+from megahead.config.run import RunConfig
 from megahead.errors import FieldError
 from megahead.estimate import run_parameters
 from support.commands import ROOT, call

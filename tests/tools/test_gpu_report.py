@@ -14,8 +14,9 @@ from benchmarks.gpu_report.plan import DRY, FULL, SHARES, TOKENS, parts_of
 from benchmarks.gpu_report.session import DRY_RUN, Session
 from benchmarks.gpu_report.text import Text
 from benchmarks.gpu_report.trainings import trainings_compared
-from megahead.config import load_config
-from megahead.corpus import IndexedDataset, IndexedDatasetWriter
+from megahead.config.loading import load_config
+from megahead.data.indexed import IndexedDataset
+from megahead.data.writer import IndexedDatasetWriter
 from megahead.estimate import peak_flops, run_flops
 from support.forked import Script, run_script
 from support.gpu_parts import quiet

@@ -7,7 +7,7 @@ from pathlib import Path
 import headless_picture
 import matplotlib.image
 
-from megahead.report.headless_picture import draw
+from megahead.report.figures import draw
 from support.commands import ROOT
 
 

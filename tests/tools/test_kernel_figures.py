@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks import micro_step
-from megahead.distributed import Group
+from megahead.distributed.group import Group
 from megahead.estimate import count_parameters
 from support.forked import ROOT
 from support.on_ranks import on_ranks

@@ -1,4 +1,4 @@
-"""The picture of docs/verdict.md."""
+"""The picture of docs/research/verdict.md."""
 
 from __future__ import annotations
 

@@ -9,14 +9,16 @@ from typing import Any
 import pytest
 import torch
 
-from megahead.config import RunConfig
-from megahead.distributed import Group, Launch
+from megahead.config.run import RunConfig
+from megahead.distributed.group import Group
+from megahead.distributed.launch import Launch
 from megahead.errors import ConfigError
-from megahead.models import CompiledBlocks, build_backbone
-from megahead.nn import BACKENDS
-from megahead.report.metrics import read_metrics
-from megahead.train import acceleration, pretrain
-from megahead.train.acceleration import accelerate_
+from megahead.models.attention_backends import BACKENDS
+from megahead.models.blocks import CompiledBlocks
+from megahead.models.registry import build_backbone
+from megahead.report.read import read_metrics
+from megahead.train import run as acceleration
+from megahead.train.run import accelerate_, pretrain
 from support.on_ranks import on_ranks
 from support.small_run import small_config, stage, write_text
 

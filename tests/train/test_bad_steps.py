@@ -11,8 +11,8 @@ import orjson
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megahead.checkpoint import open_checkpoint
-from megahead.report.metrics import read_metrics
+from megahead.checkpoints.reading import open_checkpoint
+from megahead.report.read import read_metrics
 from support.bad_rows import BAD, run_with
 from support.on_ranks import on_ranks
 from support.precisions import NEEDS_FP16

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from megahead.checkpoint import open_checkpoint, save_checkpoint
-from megahead.distributed import Group
-from megahead.train.birth import WithNewHead
+from megahead.checkpoints.disk import save_checkpoint
+from megahead.checkpoints.reading import open_checkpoint
+from megahead.distributed.group import Group
+from megahead.train.start import WithNewHead
 
 EMBEDDING = torch.arange(12.0).reshape(4, 3)
 

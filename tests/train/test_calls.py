@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 
 from megahead.errors import UserError
-from megahead.report.metrics import read_metrics
-from megahead.train import pretrain, setup
-from megahead.train.run import Run
+from megahead.report.read import read_metrics
+from megahead.train import run as setup
+from megahead.train.run import Run, pretrain
 from support.forked import forked
 from support.small_run import same_tensors, small_config, stage, write_text
 

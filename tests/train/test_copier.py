@@ -14,17 +14,19 @@ from typing import Any
 
 import pytest
 
-from megahead.checkpoint import Snapshot
-from megahead.config import RunConfig
-from megahead.distributed import Group, Launch
+from megahead.checkpoints.format import Snapshot
+from megahead.config.run import RunConfig
+from megahead.distributed.group import Group
+from megahead.distributed.launch import Launch
 from megahead.errors import UserError
-from megahead.report import read_metrics
-from megahead.report.events import events_of
-from megahead.report.runs import read_runs
-from megahead.train import copier, loop, pretrain, setup
-from megahead.train.health import Health
+from megahead.report.read import events_of, read_metrics, read_runs
+from megahead.train import loop
+from megahead.train import run as setup
+from megahead.train import saving as copier
+from megahead.train.faults import Health
+from megahead.train.loop import Training
 from megahead.train.progress import Progress
-from megahead.train.training import Training
+from megahead.train.run import pretrain
 from support.bad_rows import run_with
 from support.killable import Sabotage, codes, said, start_ranks
 from support.node_memories import files_in, give_memory, leave_room, memory_of

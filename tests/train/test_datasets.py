@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megahead.corpus import IndexedDatasetWriter
-from megahead.data import packing, sampling
-from megahead.distributed import Group
+from megahead.data import blending as sampling
+from megahead.data import packing
+from megahead.data.writer import IndexedDatasetWriter
+from megahead.distributed.group import Group
 from megahead.errors import UserError
 from megahead.train.datasets import open_datasets
 from support.on_ranks import on_ranks

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from megahead.config import RunPlan
-from megahead.train import describe_run
+from megahead.config.plan import RunPlan
+from megahead.train.describe import describe_run
 from support.small_run import small_config
 
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from megahead.config import RunPlan
-from megahead.distributed import Launch, read_launch
+from megahead.config.plan import RunPlan
+from megahead.distributed.launch import Launch, read_launch
 from megahead.errors import ConfigError, UserError
-from megahead.train.elastic import describe_elastic, elastic_launch
-from megahead.train.hold import Hold, session_mark
-from megahead.train.mesh_change import MeshChange
+from megahead.train.log import MeshChange
+from megahead.train.run import describe_elastic, elastic_launch
+from megahead.train.saving import Hold, session_mark
 from support.killable import codes, said, start_ranks
 from support.small_run import same_tensors, small_config, write_text
 
@@ -190,7 +190,7 @@ def test_a_session_that_lost_its_folder_to_another_saves_nothing_more(tmp_path: 
     write_text(tmp_path)
 
     def usurped(rank: int) -> None:
-        from megahead.train.meters import Meters
+        from megahead.train.log import Meters
 
         note = Meters.saved
 

@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from megahead.config import FaultsConfig
-from megahead.engine import StepResult
+from megahead.config.training import FaultsConfig
+from megahead.engine.engine import StepResult
 from megahead.train.faults import Fault, Guard, found_afterwards, robust_score
 
 USUAL = [3.0, 3.1, 2.9, 3.05, 2.95, 3.02, 2.98, 3.0] * 4

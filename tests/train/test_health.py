@@ -13,11 +13,10 @@ import pytest
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 
-from megahead.engine import Engine, weight_sums
-from megahead.report.events import events_of
-from megahead.report.runs import read_runs
-from megahead.train.pace import WINDOW, Pace, SlowRank
-from megahead.train.replicas import OddReplica, odd_replica
+from megahead.engine.engine import Engine
+from megahead.engine.state import weight_sums
+from megahead.report.read import events_of, read_runs
+from megahead.train.faults import WINDOW, OddReplica, Pace, SlowRank, odd_replica
 from support.killable import Sabotage, codes, said, start_ranks
 from support.small_run import same_tensors, small_config, stage, write_text
 

@@ -14,13 +14,15 @@ from typing import Any
 
 import pytest
 
-from megahead.config import RunConfig
-from megahead.distributed import Group, Launch
-from megahead.engine import Engine
+from megahead.config.run import RunConfig
+from megahead.distributed.group import Group
+from megahead.distributed.launch import Launch
+from megahead.engine.engine import Engine
 from megahead.errors import ConfigError
-from megahead.pretraining import Feed, StepBatches
-from megahead.report import read_metrics
-from megahead.train import pretrain
+from megahead.objectives.loader import Feed
+from megahead.objectives.micro_batch import StepBatches
+from megahead.report.read import read_metrics
+from megahead.train.run import pretrain
 from support.on_ranks import on_ranks
 from support.small_run import small_config, write_text
 
@@ -72,7 +74,7 @@ def said_with_pauses(group: Group, config: RunConfig) -> str:
 
 def patiently_said(group: Group, config: RunConfig, terminal: bool) -> str:
     """A file's patience is made to outlast the run."""
-    import megahead.train.meters as meters
+    from megahead.train import log as meters
 
     meters._QUIETER = 10**12
     return said(group, config, terminal)
@@ -128,7 +130,7 @@ def test_weights_and_biases_gets_the_curves_where_asked_for(tmp_path: Path) -> N
 def test_weights_and_biases_that_is_not_installed_is_told_before_anything_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megahead.train.boards.find_spec", lambda name: None)
+    monkeypatch.setattr("megahead.train.log.find_spec", lambda name: None)
     with pytest.raises(ConfigError) as caught:
         pretrain(small_config(tmp_path, {"training.wandb": "heads"}), Launch())
     assert str(caught.value) == (

@@ -10,12 +10,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megahead.distributed import Group, Launch
-from megahead.engine import Engine
-from megahead.mirror import Mirror
-from megahead.train import pretrain
-from megahead.train.mirroring import SECONDS_AFTER_SIGNAL, last_moment
-from megahead.train.preemption import StopRequest, signals_put_back
+from megahead.checkpoints.upload import Mirror
+from megahead.distributed.group import Group
+from megahead.distributed.launch import Launch
+from megahead.engine.engine import Engine
+from megahead.train.faults import StopRequest, signals_put_back
+from megahead.train.run import pretrain
+from megahead.train.saving import SECONDS_AFTER_SIGNAL, last_moment
 from support.on_ranks import on_ranks
 from support.small_run import small_config, write_text
 

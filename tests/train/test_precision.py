@@ -8,9 +8,9 @@ import pytest
 import torch
 import yaml
 
-from megahead.distributed import Group
-from megahead.train import precision as rule
-from megahead.train import pretrain
+from megahead.distributed.group import Group
+from megahead.train import run as rule
+from megahead.train.run import pretrain
 from support.forked import forked
 from support.on_ranks import on_ranks
 from support.small_run import small_config, write_text

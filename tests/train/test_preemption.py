@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 
-from megahead.checkpoint import Snapshot, open_checkpoint
-from megahead.engine import Engine
-from megahead.report.metrics import Record, read_metrics
+from megahead.checkpoints.format import Snapshot
+from megahead.checkpoints.reading import open_checkpoint
+from megahead.engine.engine import Engine
+from megahead.report.read import Record, read_metrics
 from megahead.run_folder import RunFolder
-from megahead.train.saver import Saver
+from megahead.train.saving import Saver
 from support.killable import codes, said, start_ranks
 from support.small_run import same_tensors, small_config, write_text
 

@@ -8,14 +8,15 @@ from typing import Any
 
 import pytest
 
-import megahead.checkpoint.integrity as integrity
-from megahead.checkpoint import open_checkpoint
-from megahead.config import RunConfig
-from megahead.corpus.vocabulary import train_wordpiece
-from megahead.distributed import Group, Launch
+from megahead.checkpoints import format as integrity
+from megahead.checkpoints.reading import open_checkpoint
+from megahead.config.run import RunConfig
+from megahead.data.train_tokenizer import train_wordpiece
+from megahead.distributed.group import Group
+from megahead.distributed.launch import Launch
 from megahead.errors import ConfigErrors, UserError
-from megahead.report.metrics import read_metrics
-from megahead.train import pretrain
+from megahead.report.read import read_metrics
+from megahead.train.run import pretrain
 from support.on_ranks import on_ranks
 from support.small_run import same_tensors, small_config, write_text
 

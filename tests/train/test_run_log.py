@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from megahead.distributed import Group
+from megahead.distributed.group import Group
 from megahead.errors import UserError
-from megahead.train.run_log import RunLog, records_with
-from megahead.train.state import TrainingState
+from megahead.train.log import RunLog, records_with
+from megahead.train.progress import TrainingState
 from support.on_ranks import on_ranks
 
 

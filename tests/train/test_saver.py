@@ -8,14 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from megahead.checkpoint import newest_sound
-from megahead.config import RunConfig
-from megahead.distributed import Group, Launch, Whole
-from megahead.engine import Engine, StepResult
+from megahead.checkpoints.reading import newest_sound
+from megahead.config.run import RunConfig
+from megahead.distributed.group import Group
+from megahead.distributed.launch import Launch
+from megahead.distributed.tensors import Whole
+from megahead.engine.engine import Engine, StepResult
 from megahead.errors import CheckpointError
-from megahead.evaluate import ValidationResult
-from megahead.train import pretrain
+from megahead.evaluate.perplexity import ValidationResult
 from megahead.train.evaluation import Evaluation
+from megahead.train.run import pretrain
 from support.on_ranks import on_ranks
 from support.small_run import small_config, stage, write_text
 

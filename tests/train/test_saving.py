@@ -12,12 +12,14 @@ from typing import Any
 import orjson
 import pytest
 
-from megahead.checkpoint import Snapshot, open_checkpoint
-from megahead.config import RunConfig
-from megahead.distributed import Group, Launch
+from megahead.checkpoints.format import Snapshot
+from megahead.checkpoints.reading import open_checkpoint
+from megahead.config.run import RunConfig
+from megahead.distributed.group import Group
+from megahead.distributed.launch import Launch
 from megahead.errors import UserError
-from megahead.report.metrics import read_metrics
-from megahead.train import pretrain
+from megahead.report.read import read_metrics
+from megahead.train.run import pretrain
 from support.killable import codes, said, start_ranks
 from support.on_ranks import on_ranks
 from support.small_run import same_tensors, small_config, write_text

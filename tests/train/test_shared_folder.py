@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from megahead.distributed import Group
+from megahead.distributed.group import Group
 from megahead.errors import CheckpointError
 from megahead.run_folder import RunFolder
-from megahead.train import shared_folder
+from megahead.train import session as shared_folder
 from support.on_ranks import on_ranks
 
 

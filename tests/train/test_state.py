@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from megahead.checkpoint import Checkpoint, open_checkpoint, save_checkpoint
-from megahead.data import Batch
-from megahead.distributed import Group
+from megahead.checkpoints.disk import save_checkpoint
+from megahead.checkpoints.reading import Checkpoint, open_checkpoint
+from megahead.data.batch import Batch
+from megahead.distributed.group import Group
 from megahead.errors import CheckpointError
-from megahead.train.state import TrainingState
+from megahead.train.progress import TrainingState
 from support.on_ranks import on_ranks
 
 READ = {"samples": 40, "tokens": 960, "skipped_steps": 2, "spikes": 3, "rollbacks": 1, "seconds": 2.5}

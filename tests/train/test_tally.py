@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from megahead.config import RunConfig
-from megahead.distributed import Group, Launch
-from megahead.engine import ForwardTime
-from megahead.objectives import DetectionResult, DetectionSums
-from megahead.train import loop, pretrain
-from megahead.train.tally import Measured, Tally
+from megahead.config.run import RunConfig
+from megahead.distributed.group import Group
+from megahead.distributed.launch import Launch
+from megahead.engine.engine import ForwardTime
+from megahead.losses.detection import DetectionResult, DetectionSums
+from megahead.train import loop
+from megahead.train.run import pretrain
+from megahead.train.step import Measured, Tally
 from support.on_ranks import on_ranks
 from support.small_run import small_config, write_text
 

@@ -10,19 +10,21 @@ import orjson
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megahead.config import RunConfig, TasksConfig
-from megahead.convert import hf_folder
-from megahead.corpus.vocabulary import train_wordpiece
-from megahead.distributed import Group, Launch
+from megahead.config.run import RunConfig
+from megahead.config.training import TasksConfig
+from megahead.data.train_tokenizer import train_wordpiece
+from megahead.distributed.group import Group
+from megahead.distributed.launch import Launch
 from megahead.errors import ConfigErrors, FieldError
 from megahead.evaluate.harness import evaluate_harness
 from megahead.evaluate.harness_tasks import task_files
 from megahead.evaluate.results import TaskResult
-from megahead.report.metrics import read_metrics
-from megahead.train import pretrain
-from megahead.train.preemption import StopRequest
-from megahead.train.run_log import RunLog
-from megahead.train.task_evaluation import TaskEvaluation
+from megahead.hf.export import hf_folder
+from megahead.report.read import read_metrics
+from megahead.train.evaluation import TaskEvaluation
+from megahead.train.faults import StopRequest
+from megahead.train.log import RunLog
+from megahead.train.run import pretrain
 from support.on_ranks import on_ranks
 from support.small_checkpoint import save_tokenizer
 from support.small_run import small_config, write_text

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megahead.config import RunPlan
+from megahead.config.plan import RunPlan
 from megahead.errors import UserError
-from megahead.train.out_of_memory import explain_out_of_memory
+from megahead.train.run import explain_out_of_memory
 from support.small_run import small_config, stage
 
 

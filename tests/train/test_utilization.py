@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megahead.config import RunPlan
+from megahead.config.plan import RunPlan
 from megahead.estimate import peak_flops, training_flops
-from megahead.train.utilization import Utilization
+from megahead.train.step import Utilization
 from support.small_run import small_config
 
 

@@ -16,15 +16,15 @@ from benchmarks.plans import How, contending
 from benchmarks.rules import rule_of
 from benchmarks.tokens import step_batches
 from benchmarks.weights import HalfWeights, weights_of
-from megahead.config import RunConfig
-from megahead.distributed import Group
+from megahead.config.run import RunConfig
+from megahead.distributed.group import Group
 from megahead.estimate import peak_flops, run_flops
-from megahead.nn import Documents, ShorterRows, TargetPositions
+from megahead.models.documents import Documents, ShorterRows, TargetPositions
+from megahead.objectives.micro_batch import MicroBatch
+from megahead.objectives.pretraining import Pretraining, assemble, fill_, first_weights
 from megahead.optim import build_optimizer
-from megahead.parallel import assemble, fill_
-from megahead.pretraining import MicroBatch, Pretraining, first_weights
-from megahead.train.acceleration import accelerate_
-from megahead.train.utilization import device_name
+from megahead.train.run import accelerate_
+from megahead.train.step import device_name
 from megahead.wording import milliseconds
 
 

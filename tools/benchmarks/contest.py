@@ -12,8 +12,8 @@ from benchmarks.device import describe, matrix_rate
 from benchmarks.memory import cost, in_child
 from benchmarks.plans import How, Plan
 from benchmarks.tokens import token_rows
-from megahead.config import RunConfig
-from megahead.report import to_rich
+from megahead.config.run import RunConfig
+from megahead.report.tables import to_rich
 from megahead.terminal import terminal
 
 

@@ -18,13 +18,14 @@ import torch
 
 from benchmarks.engines import SETTINGS
 from benchmarks.node_loss import made_up_text
-from megahead.config import RunConfig, load_config
-from megahead.copies import node_memory
-from megahead.distributed import Launch
+from megahead.checkpoints import memory as node_memory
+from megahead.config.loading import load_config
+from megahead.config.run import RunConfig
+from megahead.distributed.launch import Launch
 from megahead.errors import UserError
-from megahead.report import to_rich
+from megahead.report.tables import to_rich
 from megahead.terminal import terminal
-from megahead.train import pretrain
+from megahead.train.run import pretrain
 
 WARM_UP = 5
 """Steps that are not counted."""

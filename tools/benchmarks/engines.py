@@ -24,12 +24,14 @@ from torch import nn
 from benchmarks.memory import cost
 from benchmarks.rules import rule_of
 from benchmarks.tokens import micro_batch, token_rows
-from megahead.config import RunConfig, RunPlan, config_from_dict, deepspeed_config
-from megahead.distributed import Group, Mesh
+from megahead.config.loading import config_from_dict
+from megahead.config.plan import RunPlan, deepspeed_config
+from megahead.config.run import RunConfig
+from megahead.distributed.group import Group, Mesh
+from megahead.objectives.micro_batch import MicroBatch
+from megahead.objectives.pretraining import assemble, fill_, first_weights
 from megahead.optim import build_optimizer
-from megahead.parallel import assemble, fill_
-from megahead.pretraining import MicroBatch, first_weights
-from megahead.table import plan_rows
+from megahead.sharded_embedding.exchange import plan_rows
 from megahead.wording import counted
 
 Step = Callable[[], None]
@@ -120,7 +122,7 @@ def bare_step(config: RunConfig) -> Step:
 
 def engine_step(config: RunConfig, stage: int, place: Place | None = None) -> Step:
     """The same through the engine, with the project's own settings of that stage."""
-    from megahead.engine import Engine
+    from megahead.engine.engine import Engine
 
     rank, count, store = place or (0, 1, "")
     if place:
@@ -149,7 +151,7 @@ def rank_step(config: RunConfig, place: Place, texts: Sequence[Rows], device: to
 
     Of `texts` each rank takes its own, in turn.
     """
-    from megahead.train.setup import build_engine
+    from megahead.train.run import build_engine
 
     rank, count, store = place
     if count > 1:

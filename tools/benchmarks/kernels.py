@@ -12,9 +12,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from megahead.config.loss_chunks import ON_GPU
-from megahead.objectives import row_kernel
-from megahead.report import to_rich
+from megahead.config.objective import ON_GPU
+from megahead.losses import triton_kernel as row_kernel
+from megahead.report.tables import to_rich
 from megahead.terminal import terminal
 
 WAYS = {

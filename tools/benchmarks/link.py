@@ -14,10 +14,11 @@ from torch import Tensor
 from benchmarks.engines import SETTINGS, Contender, Step, rank_step
 from benchmarks.network import enter, linked, sent_bytes
 from benchmarks.tokens import token_rows
-from megahead.config import RunConfig, config_from_dict
-from megahead.distributed import Group
-from megahead.pretraining.candidate_groups import gather_targets
-from megahead.report import to_rich
+from megahead.config.loading import config_from_dict
+from megahead.config.run import RunConfig
+from megahead.distributed.group import Group
+from megahead.objectives.loader import gather_targets
+from megahead.report.tables import to_rich
 from megahead.terminal import terminal
 
 CPU = torch.device("cpu")

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from megahead.objectives import candidate_loss, cwt_loss, vocabulary_candidates
+from megahead.losses.candidates import vocabulary_candidates
+from megahead.losses.contrastive import cwt_loss
+from megahead.losses.softmax import candidate_loss
 
 Form = Callable[[Tensor, Tensor, Tensor], Tensor]
 """From outputs [N, D], targets [N] and the table [V, D] to the mean loss."""

@@ -16,7 +16,7 @@ from benchmarks.loss_forms import FORMS, Entry, Form, Problem, errors
 from benchmarks.memory import Cost, cost, in_child
 from benchmarks.prepared_losses import Kernel, kernels_here, prepared
 from benchmarks.targets import ERROR_SIZE, VOCABULARY
-from megahead.report import to_json, to_rich
+from megahead.report.tables import to_json, to_rich
 from megahead.terminal import terminal
 
 TOO_LARGE = "too large"

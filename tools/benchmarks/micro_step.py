@@ -17,13 +17,14 @@ from torch.utils._pytree import tree_leaves
 
 from benchmarks.engines import one_micro_batch
 from benchmarks.memory import in_child
-from megahead.config import RunConfig, config_from_dict, deepspeed_config
-from megahead.distributed import Group, Mesh
+from megahead.config.loading import config_from_dict
+from megahead.config.plan import deepspeed_config
+from megahead.config.run import RunConfig
+from megahead.distributed.group import Group, Mesh
 from megahead.estimate import count_parameters
+from megahead.objectives.pretraining import assemble, fill_, first_weights
 from megahead.optim import build_optimizer
-from megahead.parallel import assemble, fill_
-from megahead.pretraining import first_weights
-from megahead.report import to_rich
+from megahead.report.tables import to_rich
 from megahead.terminal import terminal
 
 SETTINGS = Path(__file__).resolve().parents[2] / "configs/deepspeed"
@@ -95,7 +96,7 @@ def alone() -> Counted:
 
 def in_engine(stage: int, changes: Mapping[str, Mapping[str, Any]] | None = None) -> Counted:
     """The second of three micro-steps of a step, in bf16 on one data rank. `changes`: of DeepSpeed's settings."""
-    from megahead.engine import Engine
+    from megahead.engine.engine import Engine
 
     config, mesh = _config(stage), Mesh.build(Group.world())
     settings, module = deepspeed_config(config, 1, "cuda"), assemble(config, Group(), CPU)

@@ -20,7 +20,7 @@ import numpy as np
 import psutil
 from torch import distributed
 
-from megahead.corpus import IndexedDatasetWriter
+from megahead.data.writer import IndexedDatasetWriter
 from megahead.errors import UserError
 
 ROOT = Path(__file__).parents[2]

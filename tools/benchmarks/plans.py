@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-from megahead.config import RunConfig, config_from_dict
+from megahead.config.loading import config_from_dict
+from megahead.config.run import RunConfig
 from megahead.errors import FieldError
 
 How = Literal["as it is", "compiled", "whole last block", "muon"]

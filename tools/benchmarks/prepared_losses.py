@@ -17,9 +17,11 @@ from torch.nn import functional as F
 
 from benchmarks.loss_forms import SOFTMAX, Entry, Problem, paper
 from benchmarks.targets import VOCABULARY
-from megahead.config import ObjectiveConfig
-from megahead.objectives import Candidates, build_objective, candidate_loss
-from megahead.pretraining.batch import CANDIDATE_MULTIPLE
+from megahead.config.objective import ObjectiveConfig
+from megahead.losses.candidates import Candidates
+from megahead.losses.contrastive import build_objective
+from megahead.losses.softmax import candidate_loss
+from megahead.objectives.micro_batch import CANDIDATE_MULTIPLE
 
 Kernel = Callable[..., Tensor]
 """The mean cross-entropy of `(outputs, rows, own places)`, and perhaps of `bias=` of the rows."""

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megahead.config import RunConfig
-from megahead.data.nearest_ids import open_nearest_ids
-from megahead.objectives import Objective, build_objective
+from megahead.config.run import RunConfig
+from megahead.data.loader import open_nearest_ids
+from megahead.losses.contrastive import Objective, build_objective
 
 DRAWN = "drawn"
 """In place of a file of nearest ids: others for each id at random, of which a step has as many. They are as seldom the

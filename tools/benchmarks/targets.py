@@ -12,7 +12,8 @@ import numpy as np
 import orjson
 import zstandard
 
-from megahead.corpus import IndexedDataset, load_tokenizer
+from megahead.data.indexed import IndexedDataset
+from megahead.data.tokenizer import load_tokenizer
 from megahead.errors import DataError
 
 VOCABULARY = 50304

@@ -9,23 +9,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from megahead.config import RunConfig, resolve_candidate_group_samples
-from megahead.corpus import IndexedDataset
-from megahead.data import (
-    BatchReader,
-    Framing,
-    Masker,
-    Replacing,
-    RowMasker,
-    RowSource,
-    TokenDropping,
-    training_masker,
-    training_samples,
-)
+from megahead.config.objective import resolve_candidate_group_samples
+from megahead.config.run import RunConfig
+from megahead.data.blending import RowSource, training_samples
+from megahead.data.framing import Framing, TokenDropping
+from megahead.data.indexed import IndexedDataset
+from megahead.data.loader import BatchReader, RowMasker, training_masker
+from megahead.data.masking import Masker, Replacing
 from megahead.data.strategies import Uniform
-from megahead.distributed import Group
-from megahead.objectives import Objective
-from megahead.pretraining import Feed, MicroBatch, StepBatches
+from megahead.distributed.group import Group
+from megahead.losses.contrastive import Objective
+from megahead.objectives.loader import Feed
+from megahead.objectives.micro_batch import MicroBatch, StepBatches
 
 
 def token_rows(config: RunConfig, prefix: str | None, count: int) -> list[np.ndarray[Any, Any]]:

@@ -10,8 +10,9 @@ import torch
 
 from benchmarks.engines import Contender, Rows, rank_step
 from benchmarks.tokens import token_rows
-from megahead.config import RunConfig, config_from_dict
-from megahead.report import to_rich
+from megahead.config.loading import config_from_dict
+from megahead.config.run import RunConfig
+from megahead.report.tables import to_rich
 from megahead.terminal import terminal
 
 KINDS = ("rows", "dense")

@@ -14,9 +14,11 @@ from unittest.mock import patch
 
 import torch
 
-from megahead.config import RunConfig, config_from_dict
-from megahead.distributed import Launch
-from megahead.train import loop, pretrain
+from megahead.config.loading import config_from_dict
+from megahead.config.run import RunConfig
+from megahead.distributed.launch import Launch
+from megahead.train import loop
+from megahead.train.run import pretrain
 from megahead.train.step import train_step
 
 WARM_UP = 3

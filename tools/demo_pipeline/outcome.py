@@ -8,9 +8,11 @@ from typing import Any
 import torch
 
 from demo_pipeline.stages import Stages, duration
-from megahead.convert import load_causal, load_tokenizer_folder
-from megahead.evaluate import continuation, sampling_options
-from megahead.report import read_metrics, save_curves, to_rich
+from megahead.evaluate.generation import continuation, sampling_options
+from megahead.hf.published import load_causal, load_tokenizer_folder
+from megahead.report.figures import save_curves
+from megahead.report.read import read_metrics
+from megahead.report.tables import to_rich
 
 PROMPT = "Return a new array"
 

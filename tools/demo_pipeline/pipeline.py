@@ -13,11 +13,12 @@ from demo_pipeline.sizes import FULL, Size
 from demo_pipeline.stages import Stages
 from demo_pipeline.text import Text
 from demo_pipeline.training import ranks, seconds_per_step, train
-from megahead.config import HeadName, load_config
-from megahead.convert import export
+from megahead.config.loading import load_config
+from megahead.config.objective import HeadName
 from megahead.evaluate.harness import evaluate_harness
-from megahead.evaluate.offline import evaluate_checkpoint
-from megahead.report import read_metrics
+from megahead.evaluate.perplexity import evaluate_checkpoint
+from megahead.hf.export import export
+from megahead.report.read import read_metrics
 from megahead.run_folder import RunFolder
 
 

@@ -9,8 +9,9 @@ from demo_pipeline.cloze import build_cloze
 from demo_pipeline.corpus import build_corpus
 from demo_pipeline.sizes import Size
 from demo_pipeline.stages import Stages
-from megahead.corpus import Bar, preprocess
-from megahead.corpus.vocabulary import sample_texts, save_tokenizer, train_bpe
+from megahead.data.preprocess import preprocess
+from megahead.data.train_tokenizer import sample_texts, save_tokenizer, train_bpe
+from megahead.data.writer import Bar
 
 
 class Text:

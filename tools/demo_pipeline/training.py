@@ -14,9 +14,9 @@ import torch
 from rich.console import Console
 
 from demo_pipeline.launcher import environment, launcher
-from megahead.config import load_config
+from megahead.config.loading import load_config
 from megahead.errors import UserError
-from megahead.report import read_metrics
+from megahead.report.read import read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
 _LAUNCHER_NOTE = re.compile(r"^\[\d{4}-\d\d-\d\d .*\[(INFO|WARNING)\]")

@@ -22,9 +22,10 @@ from experiments.charts import Chart
 from experiments.laboratory import Laboratory
 from experiments.measures import Row, lines, speed
 from experiments.one_at_a_time import one_at_a_time
-from megahead.config import HeadName
-from megahead.corpus import IndexedDatasetWriter
-from megahead.evaluate import evaluate_checkpoint, measure_geometry
+from megahead.config.objective import HeadName
+from megahead.data.writer import IndexedDatasetWriter
+from megahead.evaluate.geometry import measure_geometry
+from megahead.evaluate.perplexity import evaluate_checkpoint
 
 SIZES = (4_096, 16_384, 65_536, 131_072)
 LAP = 25

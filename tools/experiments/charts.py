@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, FuncFormatter, NullLocator
 
-from megahead.report.style import PALETTE, STYLE, save_figure
+from megahead.report.figures import PALETTE, STYLE, save_figure
 from megahead.report.tables import show
 
 Line = Sequence[tuple[float, float]]

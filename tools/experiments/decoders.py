@@ -15,9 +15,9 @@ from experiments.charts import Chart
 from experiments.harness import beside, score, scores_of
 from experiments.laboratory import Laboratory
 from experiments.measures import Row, lines, over_seeds
-from megahead.config import HeadName
-from megahead.evaluate.offline import evaluate_checkpoint
-from megahead.report import RunMetrics
+from megahead.config.objective import HeadName
+from megahead.evaluate.perplexity import evaluate_checkpoint
+from megahead.report.read import RunMetrics
 from megahead.run_folder import RunFolder
 
 SEEDS = (0, 1, 2)

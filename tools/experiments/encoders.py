@@ -17,7 +17,8 @@ import numpy as np
 from experiments.laboratory import Laboratory
 from experiments.measures import Row, scores, speed
 from experiments.one_at_a_time import one_at_a_time
-from megahead.corpus import IndexedDataset, IndexedDatasetWriter
+from megahead.data.indexed import IndexedDataset
+from megahead.data.writer import IndexedDatasetWriter
 from megahead.evaluate.finetuning import FineTuningResults, comparison_table
 
 WRONG = 0.1

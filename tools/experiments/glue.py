@@ -15,10 +15,11 @@ from experiments.encoders import FINE_TUNING
 from experiments.laboratory import Laboratory
 from experiments.measures import Row, candidates, speed
 from experiments.neighbours import BY_MASKS, DETECTIONS, ENCODERS, FOUR_LAYERS, KINDS, nearest_ids, uses_nearest_ids
-from megahead.config import config_from_dict, phases_of
+from megahead.config.loading import config_from_dict
+from megahead.config.plan import phases_of
 from megahead.estimate import run_flops
 from megahead.evaluate.finetuning import FineTuningResult, FineTuningResults, comparison_table
-from megahead.report import RunMetrics
+from megahead.report.read import RunMetrics
 
 SEEDS = 3
 """Of fine-tuning."""

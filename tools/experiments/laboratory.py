@@ -17,15 +17,18 @@ from rich.console import Console
 from demo_pipeline.launcher import environment, launcher
 from experiments.charts import Chart, save_charts
 from experiments.one_at_a_time import one_at_a_time
-from megahead.checkpoint import find_checkpoint
-from megahead.config import RunConfig, load_config
-from megahead.corpus import load_tokenizer
-from megahead.corpus.spelling import SpelledVocabulary
-from megahead.distributed import Group, choose_device
+from megahead.checkpoints.folders import find_checkpoint
+from megahead.config.loading import load_config
+from megahead.config.run import RunConfig
+from megahead.data.tokenizer import load_tokenizer
+from megahead.data.vocabulary_map import SpelledVocabulary
+from megahead.distributed.group import Group
+from megahead.distributed.launch import choose_device
 from megahead.errors import FieldError, UserError
-from megahead.report import RunMetrics, read_metrics, to_markdown, to_rich
+from megahead.report.read import RunMetrics, read_metrics
+from megahead.report.tables import to_markdown, to_rich
 from megahead.run_folder import RunFolder
-from megahead.train.precision import settle_precision
+from megahead.train.run import settle_precision
 
 ROOT = Path(__file__).resolve().parents[2]
 PROCESSORS = "processors.txt"

@@ -18,13 +18,14 @@ from statistics import mean
 from experiments.charts import Chart
 from experiments.laboratory import Laboratory
 from experiments.measures import Row, lines, speed
-from megahead.config import HeadName
-from megahead.corpus import IndexedDataset, load_tokenizer, preprocess
-from megahead.corpus.selection import Selection
-from megahead.corpus.sources import find_inputs, read_chunks
-from megahead.evaluate.offline import evaluate_on_each
+from megahead.config.objective import HeadName
+from megahead.data.indexed import IndexedDataset
+from megahead.data.preprocess import preprocess
+from megahead.data.sources import Selection, find_inputs, read_chunks
+from megahead.data.tokenizer import load_tokenizer
+from megahead.evaluate.perplexity import evaluate_on_each
 from megahead.files import write_atomically
-from megahead.report import RunMetrics
+from megahead.report.read import RunMetrics
 
 LANGUAGES = (
     *("ar", "bg", "bn", "de", "el", "es", "fi", "fr", "hi", "id"),

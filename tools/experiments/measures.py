@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from megahead.report import RunMetrics
+from megahead.report.read import RunMetrics
 
 Row = dict[str, Any]
 

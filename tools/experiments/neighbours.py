@@ -16,7 +16,7 @@ from experiments.laboratory import Laboratory
 from experiments.measures import Row, over_seeds
 from experiments.recipe import FIRST, settings_of
 from experiments.side_by_side import relative_cost
-from megahead.report import RunMetrics
+from megahead.report.read import RunMetrics
 
 SEEDS = (0, 1)
 MARGIN = 0.1

@@ -16,9 +16,10 @@ from experiments.measures import Row, spent
 from experiments.one_at_a_time import one_at_a_time
 from experiments.recipe import KINDS
 from experiments.side_by_side import relative_cost
-from megahead.corpus import IndexedDataset, load_tokenizer
+from megahead.data.indexed import IndexedDataset
+from megahead.data.tokenizer import load_tokenizer
 from megahead.evaluate.results import TaskResult
-from megahead.report import RunMetrics, read_metrics
+from megahead.report.read import RunMetrics, read_metrics
 from megahead.run_folder import RunFolder
 
 PROBE_STEPS = 60

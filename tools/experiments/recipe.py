@@ -22,7 +22,7 @@ import yaml
 from experiments.laboratory import Laboratory
 from experiments.measures import Row, over_seeds, spent
 from megahead.errors import FieldError, UserError
-from megahead.report import read_metrics
+from megahead.report.read import read_metrics
 
 Recipe = dict[str, Any]
 

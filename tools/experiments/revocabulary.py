@@ -15,8 +15,8 @@ from pathlib import Path
 from experiments.charts import Chart
 from experiments.laboratory import Laboratory
 from experiments.measures import Row, lines, speed
-from megahead.corpus import load_tokenizer
-from megahead.report import RunMetrics
+from megahead.data.tokenizer import load_tokenizer
+from megahead.report.read import RunMetrics
 
 LARGER = 32_768
 STEPS = 320

@@ -13,7 +13,7 @@ from rich.console import Console
 from experiments.laboratory import Laboratory, ended
 from experiments.measures import cost, spent
 from experiments.one_at_a_time import one_at_a_time
-from megahead.report import RunMetrics
+from megahead.report.read import RunMetrics
 
 
 def relative_cost(

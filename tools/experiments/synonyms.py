@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from experiments.laboratory import Laboratory
-from megahead.convert import input_embedding
-from megahead.corpus import load_tokenizer
-from megahead.evaluate.synonyms import similarities, synonym_pairs
-from megahead.report.similarity import save_similarities
+from megahead.data.tokenizer import load_tokenizer
+from megahead.evaluate.geometry import similarities, synonym_pairs
+from megahead.hf.published import input_embedding
+from megahead.report.figures import save_similarities
 
 MODELS = ("encoders/headless", "encoders/vanilla", "decoders/headless-0", "decoders/vanilla-0", "decoders/random-0")
 WORDNET = Path("/usr/share/wordnet")

@@ -10,7 +10,7 @@ import pytest
 
 from experiments.bottleneck import OBJECTIVES, compare_bottleneck, write_language
 from experiments.laboratory import Laboratory
-from megahead.corpus import IndexedDataset
+from megahead.data.indexed import IndexedDataset
 from support.laboratory import results
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from experiments.decoders import compare_decoders
 from experiments.laboratory import Laboratory
-from megahead.report import read_metrics
+from megahead.report.read import read_metrics
 from support.laboratory import results
 
 

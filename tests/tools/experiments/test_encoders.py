@@ -12,8 +12,8 @@ import pytest
 from experiments.encoders import RUNS, compare_encoders
 from experiments.laboratory import Laboratory
 from experiments.multilingual import compare_multilingual
-from megahead.corpus import IndexedDataset
-from megahead.report import read_runs
+from megahead.data.indexed import IndexedDataset
+from megahead.report.read import read_runs
 from support.laboratory import TINY, results
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from experiments.glue import compare_glue
 from experiments.laboratory import Laboratory
-from megahead.report import read_runs
+from megahead.report.read import read_runs
 from support.laboratory import TINY, results
 
 

@@ -17,9 +17,9 @@ from experiments.laboratory import Laboratory, _finished, run_python
 from experiments.negatives import compare_negatives
 from experiments.one_at_a_time import one_at_a_time
 from experiments.variants import compare_variants
-from megahead.config import load_config
+from megahead.config.loading import load_config
 from megahead.errors import UserError
-from megahead.report import read_metrics
+from megahead.report.read import read_metrics
 from support.laboratory import TINY, run_logged
 
 
@@ -100,9 +100,9 @@ def test_a_folder_holds_a_result_when_its_settings_are_there_and_it_ended_by_its
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
     assert _finished(tmp_path, config)
     auto = load_config("configs/small-headless.yaml", ["training.steps=400", "engine.precision=auto"])
-    monkeypatch.setattr("megahead.train.precision.multiplies_bf16_fast", lambda _: False)
+    monkeypatch.setattr("megahead.train.run.multiplies_bf16_fast", lambda _: False)
     assert _finished(tmp_path, auto)
-    monkeypatch.setattr("megahead.train.precision.multiplies_bf16_fast", lambda _: True)
+    monkeypatch.setattr("megahead.train.run.multiplies_bf16_fast", lambda _: True)
     assert not _finished(tmp_path, auto)
     (tmp_path / "ending.json").write_text('{"ending": "stopped", "step": 400, "steps": 400}')
     assert not _finished(tmp_path, config)  # it owes its last evaluation

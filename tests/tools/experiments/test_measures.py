@@ -7,7 +7,7 @@ import torch
 
 from experiments.charts import Chart, draw_charts
 from experiments.measures import candidates, cost, lines, over_seeds, percent, speed, spent
-from megahead.report import RunMetrics
+from megahead.report.read import RunMetrics
 
 
 def test_rows_over_seeds_and_lines() -> None:

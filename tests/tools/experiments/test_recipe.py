@@ -11,7 +11,8 @@ import pytest
 from experiments.laboratory import Laboratory
 from experiments.measures import Row
 from experiments.recipe import KINDS, SIDES, Climb, Recipe, compare_recipe, settings_of
-from megahead.config import load_config, resolve_candidate_group_samples
+from megahead.config.loading import load_config
+from megahead.config.objective import resolve_candidate_group_samples
 from megahead.errors import FieldError, UserError
 from support.laboratory import TINY, results
 

@@ -9,8 +9,8 @@ import pytest
 
 from experiments.laboratory import Laboratory
 from experiments.revocabulary import WAYS, compare_revocabulary, run_name
-from megahead.config import load_config
-from megahead.report import read_metrics
+from megahead.config.loading import load_config
+from megahead.report.read import read_metrics
 from support.laboratory import TINY, results
 from support.vocabularies import vocabulary
 

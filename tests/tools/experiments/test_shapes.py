@@ -8,7 +8,7 @@ import pytest
 
 from experiments.laboratory import Laboratory
 from experiments.shapes import compare_shapes
-from megahead.report import read_metrics, read_runs
+from megahead.report.read import read_metrics, read_runs
 from support.laboratory import TINY, results
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from experiments.laboratory import Laboratory
 from experiments.side_by_side import relative_cost
-from megahead.report import RunMetrics
+from megahead.report.read import RunMetrics
 from megahead.run_folder import RunFolder
 
 STEPS = 12

@@ -12,9 +12,9 @@ from experiments.courses import Part
 from experiments.laboratory import Laboratory
 from experiments.recipe import KINDS
 from experiments.verdict import GLUE_ROWS, compare_verdict
-from megahead.config import load_config
+from megahead.config.loading import load_config
 from megahead.errors import FieldError
-from megahead.report import read_metrics
+from megahead.report.read import read_metrics
 from support.blimp import write_blimp
 from support.laboratory import results
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.soak.ending import Stretch, compare, finished, stretches
-from megahead.train import pretrain
+from megahead.train.run import pretrain
 from support.forked import forked
 from support.small_run import small_config, write_text
 

@@ -11,7 +11,7 @@ from benchmarks.gpu_report.part import Outcome
 from benchmarks.gpu_report.steps import steps_compared
 from benchmarks.gpu_report.targets import judged
 from benchmarks.gpu_report.trainings import trainings_compared
-from megahead.report import to_markdown
+from megahead.report.tables import to_markdown
 from megahead.wording import duration
 
 LONGEST = 20_000

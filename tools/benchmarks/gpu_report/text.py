@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.gpu_report.part import Part
-from megahead.corpus import IndexedDatasetWriter
+from megahead.data.writer import IndexedDatasetWriter
 
 VOCABULARY = 50277
 _DOCUMENT = 500

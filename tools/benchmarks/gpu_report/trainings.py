@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from megahead.report import RunMetrics, read_metrics
+from megahead.report.read import RunMetrics, read_metrics
 
 PREFIX = "train-"
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.soak.journal import Sitting
-from megahead.report.metrics import read_metrics
+from megahead.report.read import read_metrics
 
 Line = Mapping[str, Any]
 HOUR = 3600.0

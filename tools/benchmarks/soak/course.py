@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from benchmarks.soak.nodes import ROOT
-from megahead.corpus import IndexedDatasetWriter
+from megahead.data.writer import IndexedDatasetWriter
 from megahead.files import write_atomically
 
 ENDLESS = 100_000_000

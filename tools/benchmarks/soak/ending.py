@@ -20,8 +20,8 @@ import torch
 from benchmarks.soak.cluster import LEAVE_SECONDS, Cluster, SoakError
 from benchmarks.soak.nodes import ROOT
 from benchmarks.soak.progress import Progress
-from megahead.checkpoint import open_checkpoint
-from megahead.report.metrics import read_metrics
+from megahead.checkpoints.reading import open_checkpoint
+from megahead.report.read import read_metrics
 
 QUIET_SECONDS = 300.0
 """By when the next step must come, while nothing disturbs."""

@@ -10,8 +10,8 @@ from typing import Any
 
 from benchmarks.soak.accounts import HOUR, Accounts, Line, by_kind, mean_cost, share
 from benchmarks.soak.ending import Comparison
-from megahead.report import to_markdown
-from megahead.report.metrics import read_metrics
+from megahead.report.read import read_metrics
+from megahead.report.tables import to_markdown
 from megahead.wording import counted, duration
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from megahead.commands.pretrain import main
-from megahead.engine import Engine
+from megahead.engine.engine import Engine
 
 
 def disturb(pace: float, flip: Path, ranks: int) -> None:

@@ -1,0 +1,188 @@
+"""The format of a checkpoint: manifest, tensors, checksums; snapshots, and writing on all ranks."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megahead.checkpoints.folders import FileEntry, TensorEntry
+from megahead.distributed.group import Group
+from megahead.distributed.tensors import RowShard
+from megahead.errors import CheckpointError
+from megahead.files import fsync, sha256_of
+
+# What one rank will write of a checkpoint.
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """This rank's share of a checkpoint's tensors, and the manifest entries of all of them."""
+
+    tensors: dict[str, Tensor]
+    file: str
+    file_names: list[str]
+    entries: dict[str, TensorEntry]
+    bytes_of: list[int]
+    """About how many bytes each rank will write."""
+
+    @property
+    def total_bytes(self) -> int:
+        """Of all ranks together."""
+        return sum(self.bytes_of)
+
+    @staticmethod
+    def take(tensors: Iterable[tuple[str, Tensor | RowShard]], group: Group, *, copied: bool = False) -> Snapshot:
+        """Each tensor goes to the rank with the fewest bytes so far (every rank computes the same choice); of a tensor
+        that is sharded round-robin each rank writes its own rows.
+
+        `copied`: copy the tensors, so that the originals may change.
+        """
+        names = [f"tensors-{rank:05d}-of-{group.size:05d}.safetensors" for rank in range(group.size)]
+        loads = [0] * group.size
+        mine: dict[str, Tensor] = {}
+        entries: dict[str, TensorEntry] = {}
+        for name, given in tensors:
+            writers = range(group.size) if isinstance(given, RowShard) else (loads.index(min(loads)),)
+            part, shape = (given.part, given.shape) if isinstance(given, RowShard) else (given, given.shape)
+            for rank in writers:
+                loads[rank] += shape.numel() * part.itemsize // len(writers)
+            files = tuple(names[rank] for rank in writers)
+            dtype = str(part.dtype).removeprefix("torch.")
+            entries[name] = TensorEntry(file=files if len(files) > 1 else files[0], shape=tuple(shape), dtype=dtype)
+            if group.rank in writers:
+                mine[name] = part.detach().to("cpu", copy=True).contiguous() if copied else _standalone(part)
+        return Snapshot(mine, names[group.rank], names, entries, loads)
+
+    def write(self, folder: Path) -> FileEntry:
+        """Writes this rank's file, and reads it back; CheckpointError if it differs then."""
+        path = folder / self.file
+        save_file(self.tensors, path)
+        path.chmod(folder.stat().st_mode & 0o666)  # safetensors makes files that only the user can read
+        fsync(path)
+        with safe_open(path, framework="pt") as file:
+            wrong = [name for name, tensor in self.tensors.items() if not _same_bytes(tensor, file.get_tensor(name))]
+        if wrong:
+            raise CheckpointError(
+                f"`{path}` must read back as it was written, but {wrong[0]} does not; check the disk."
+            )
+        return FileEntry(bytes=path.stat().st_size, sha256=sha256_of(path))
+
+
+def _standalone(tensor: Tensor) -> Tensor:
+    """The tensor on the CPU, contiguous and in a storage of its own, as safetensors requires; copied only if needed."""
+    tensor = tensor.detach().cpu().contiguous()
+    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
+
+
+def _same_bytes(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+
+
+# Verifies files against the checksums in their manifest, divided among ranks.
+
+
+_BLOCK = 1 << 20
+"""Bytes read at a time, into one buffer."""
+
+
+def check_files(folder: Path, files: Mapping[str, FileEntry]) -> Iterator[None]:
+    """Reads all of `files`, at about 1 GB per second, and yields after each block; CheckpointError for the first
+    damaged file."""
+    for name, entry in files.items():
+        yield from _check(folder / name, entry.sha256)
+
+
+def _check(path: Path, sha256: str) -> Iterator[None]:
+    digest, block = hashlib.sha256(), memoryview(bytearray(_BLOCK))
+    try:
+        with path.open("rb", buffering=0) as file:
+            while size := file.readinto(block):
+                digest.update(block[:size])
+                yield
+    except OSError as error:
+        raise CheckpointError(f"`{path}` must be readable, but is not ({error.strerror}).") from None
+    if digest.hexdigest() != sha256:
+        raise CheckpointError(
+            f"`{path}` must match its checksum, but does not; it was damaged, use another checkpoint."
+        )
+
+
+def share_of(files: Mapping[str, FileEntry], group: Group) -> dict[str, FileEntry]:
+    """This rank's share of `files`: the largest first, each to the rank with the fewest bytes so far."""
+    loads = [0] * group.size
+    mine = {}
+    for name, entry in sorted(files.items(), key=lambda item: item[1].bytes, reverse=True):
+        rank = loads.index(min(loads))
+        loads[rank] += entry.bytes
+        if rank == group.rank:
+            mine[name] = entry
+    return mine
+
+
+# Runs a function on every rank, after which either all ranks continue or all of them raise.
+
+
+T = TypeVar("T")
+
+MEETING_SECONDS = 5.0
+"""How long ranks work before they synchronize again."""
+
+
+@dataclass(frozen=True)
+class _Failure:
+    sentence: str
+
+
+def run_on_all_ranks(
+    group: Group, action: Callable[[], T], describe_error: Callable[[Exception], str] = str
+) -> list[T]:
+    """Runs `action` on every rank; returns all ranks' (small) results in rank order. Collective.
+
+    If it fails on any rank, all ranks raise a CheckpointError with the first failing rank's `describe_error(error)`, or
+    `str(error)` where that fails itself, so that none is left waiting. Costs one all-gather of objects; on return every
+    rank's action is over.
+    """
+    cause: Exception | None = None
+    result: T | _Failure
+    try:
+        result = action()
+    except Exception as error:
+        cause, result = error, _Failure(_described(error, describe_error))
+    results = group.all_gather_objects(result)
+    failures = [each for each in results if isinstance(each, _Failure)]
+    if failures:
+        raise CheckpointError(failures[0].sentence) from cause
+    return [each for each in results if not isinstance(each, _Failure)]
+
+
+def _described(error: Exception, describe_error: Callable[[Exception], str]) -> str:
+    try:
+        return describe_error(error)
+    except Exception:
+        return str(error)
+
+
+def run_long_on_all_ranks(group: Group, work: Iterator[None], describe_error: Callable[[Exception], str]) -> None:
+    """Runs `work` to its end on every rank, as `run_on_all_ranks` does, however long it takes. Collective.
+
+    All ranks synchronize every few seconds, well within `group.timeout_seconds`, so that those with less work do not
+    time out; for that `work` must yield often.
+    """
+    seconds = min(MEETING_SECONDS, group.timeout_seconds / 10)
+    while any(run_on_all_ranks(group, lambda: _has_more(work, seconds), describe_error)):
+        pass
+
+
+def _has_more(work: Iterator[None], seconds: float) -> bool:
+    """Whether there is more to do after `seconds`."""
+    deadline = time.monotonic() + seconds
+    return any(time.monotonic() >= deadline for _ in work)

@@ -1,0 +1,538 @@
+"""Replicas of a run's state in the memory of other nodes: kept, found, handed over, used for a resume."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor
+
+from megahead.checkpoints.disk import write_together
+from megahead.checkpoints.folders import (
+    MANIFEST,
+    FileEntry,
+    KeepRules,
+    Manifest,
+    find_checkpoint,
+    partial_folder,
+    step_folder,
+    step_of,
+    steps_in,
+)
+from megahead.checkpoints.format import Snapshot, check_files, run_long_on_all_ranks, run_on_all_ranks
+from megahead.checkpoints.reading import Checkpoint, open_together
+from megahead.distributed.group import Group, pass_on
+from megahead.distributed.launch import Launch
+from megahead.errors import CheckpointError
+from megahead.files import fsync, sha256_of
+from megahead.run_folder import RunFolder
+from megahead.wording import counted, gib
+
+# Who keeps whose copy: each rank's keeper is a rank on the next node.
+
+
+@dataclass(frozen=True)
+class Keepers:
+    """The keepers of all ranks, given each rank's node."""
+
+    nodes: Sequence[str]
+
+    def of(self, rank: int) -> int | None:
+        """Its keeper: ranks of a node are spread over those of the next; None where there is one node only."""
+        names = list(dict.fromkeys(self.nodes))
+        if len(names) == 1:
+            return None
+        here = names.index(self.nodes[rank])
+        next_ones = self.on(names[(here + 1) % len(names)])
+        return next_ones[self.on(names[here]).index(rank) % len(next_ones)]
+
+    def wards(self, rank: int) -> list[int]:
+        """Those whose keeper it is."""
+        return [other for other in range(len(self.nodes)) if self.of(other) == rank]
+
+    def count(self) -> int:
+        """Of nodes."""
+        return len(set(self.nodes))
+
+    def on(self, node: str) -> list[int]:
+        """The ranks there."""
+        return [rank for rank, place in enumerate(self.nodes) if place == node]
+
+
+# Where the copies of a run are on a node: ROOT/megahead-NAME-HASH/MARK/rank-R/step-N, with files of a checkpoint.
+
+
+ROOT = Path("/dev/shm")
+"""A file system in memory that all processes of a node share, and that outlives them."""
+
+RESERVE = 0.1
+"""Share of a node's memory that copies leave free."""
+
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+_MOST_OF_NAME = 60
+
+
+@dataclass(frozen=True)
+class NodeMemory:
+    """The folder of one run in the memory of this node. It need not exist."""
+
+    folder: Path
+
+    @staticmethod
+    def of(run: RunFolder) -> NodeMemory:
+        """By the place of the run's folder, so that runs beside each other do not mix."""
+        place = run.path.resolve()
+        digest = hashlib.sha256(os.fsencode(place)).hexdigest()[:12]
+        return NodeMemory(ROOT / f"megahead-{place.name[:_MOST_OF_NAME]}-{digest}")
+
+    @staticmethod
+    def shared(run: RunFolder) -> NodeMemory:
+        """Laid out alike, but on the disk that all nodes share."""
+        return NodeMemory(run.handed_over)
+
+    def node(self) -> str:
+        """The same for all ranks that share this memory, and for no others."""
+        try:
+            boot, root = _BOOT.read_text(encoding="ascii").strip(), self.folder.parent.stat()
+        except OSError:
+            return socket.gethostname()
+        return f"{boot} {root.st_dev} {root.st_ino}"
+
+    def slot(self, mark: str, rank: int) -> Path:
+        """Where a rank of the session with that mark keeps its copies."""
+        return self._session(mark) / f"rank-{rank:05d}"
+
+    def copies(self, mark: str) -> list[Path]:
+        """The complete folders of all ranks of that session on this node."""
+        slots = sorted(self._session(mark).glob("rank-*")) if self._is_ours() else []
+        return [folder for slot in slots for folder in steps_in(slot)]
+
+    def make(self) -> None:
+        """Makes the folder, which only this user may read; CheckpointError if it is another's."""
+        self.folder.mkdir(mode=0o700, exist_ok=True)
+        if not self._is_ours():
+            raise CheckpointError(f"`{self.folder}` must belong to this user, but does not; remove it.")
+
+    def require_room(self, needed: int) -> None:
+        """CheckpointError unless that many bytes more leave enough of the node's memory free."""
+        memory = psutil.virtual_memory()
+        there = shutil.disk_usage(ROOT).free
+        room = max(0, min(there, int(memory.available - RESERVE * memory.total)))
+        if needed > room:
+            raise CheckpointError(
+                f"{ROOT} on {socket.gethostname()} must have room for {gib(needed, 3)} of copies, but has "
+                f"{gib(room, 3)} ({gib(there, 3)} free there, {gib(memory.available, 3)} of memory available); make "
+                "it larger, or leave training.copy_every out."
+            )
+
+    def remove(self, mark: str | None = None) -> None:
+        """All copies of the run on this node, or those of the session with that mark."""
+        if self._is_ours():
+            shutil.rmtree(self.folder if mark is None else self._session(mark), ignore_errors=True)
+            with suppress(OSError):  # others' are there
+                self.folder.rmdir()
+
+    def _session(self, mark: str) -> Path:
+        return self.folder / hashlib.sha256(mark.encode()).hexdigest()[:16]
+
+    def _is_ours(self) -> bool:
+        """Whether it is there, no link, and this user's: anyone may write to ROOT."""
+        with suppress(OSError):
+            there = self.folder.lstat()
+            return there.st_uid == os.geteuid() and self.folder.is_dir() and not self.folder.is_symlink()
+        return False
+
+
+# What is left of a session's copies on the nodes that are there, every byte verified.
+
+
+Identity = tuple[int, str]
+"""Of a copy: its step, and its manifest's checksum."""
+
+
+@dataclass
+class Found:
+    """What one rank found on its node, and verified. Ranks of one node verify a share each."""
+
+    manifests: dict[Identity, Manifest] = field(default_factory=dict)
+    sound: dict[Identity, dict[str, Path]] = field(default_factory=dict)
+    """Of each copy: files, by name."""
+
+    problems: list[str] = field(default_factory=list)
+    """A sentence for each that is not."""
+
+    @staticmethod
+    def of(mark: str, than: int, run: RunFolder, group: Group) -> Found:
+        """What is newer than step `than`; what others put on disk counts as on the first rank's node. Collective."""
+        found, places = Found(), dict[tuple[Identity, str], list[Path]]()
+        memory, shared = NodeMemory.of(run), NodeMemory.shared(run)
+        nodes = group.all_gather_objects(memory.node())
+        here = [rank for rank, node in enumerate(nodes) if node == nodes[group.rank]]
+        for folder in memory.copies(mark) + (shared.copies(mark) if here[0] == 0 else []):
+            if step_of(folder) > than:
+                found._list(folder, places)
+        mine = sorted(places)[here.index(group.rank) :: len(here)]
+        run_long_on_all_ranks(group, found._verify({file: places[file] for file in mine}), describe_error=str)
+        return found
+
+    def _list(self, folder: Path, places: dict[tuple[Identity, str], list[Path]]) -> None:
+        try:
+            manifest, identity = Manifest.read(folder), (step_of(folder), sha256_of(folder / MANIFEST))
+        except (CheckpointError, OSError) as error:
+            self.problems.append(str(error))
+            return
+        self.manifests[identity] = manifest
+        for name in manifest.files:
+            if (folder / name).exists():  # else another node has it
+                places.setdefault((identity, name), []).append(folder / name)
+
+    def _verify(self, places: dict[tuple[Identity, str], list[Path]]) -> Iterator[None]:
+        for (identity, name), paths in places.items():
+            for path in paths:
+                try:
+                    yield from check_files(path.parent, {name: self.manifests[identity].files[name]})
+                except CheckpointError as error:
+                    self.problems.append(str(error))
+                else:
+                    self.sound.setdefault(identity, {})[name] = path
+                    break
+
+
+# How ranks get copies from nodes whose ranks do not train: these put them into the run's folder, which all share.
+
+
+PATIENCE_SECONDS = 30.0
+"""How long those that train wait for the others' copies."""
+
+
+def hand_over(folder: RunFolder, launch: Launch) -> None:
+    """Called by a rank beyond those that train: what is on its node of the last session's copies, newer than the
+    checkpoints on disk, is put into the run's folder, if there is room. Others look for it there."""
+    mark = mark_of(folder)
+    if mark is None:
+        return
+    newest = find_checkpoint(folder.path)
+    shared = NodeMemory.shared(folder)
+    with suppress(OSError):
+        for copy in NodeMemory.of(folder).copies(mark):
+            if newest is None or step_of(copy) > step_of(newest):
+                mine = shared.slot(mark, launch.rank)
+                _put(copy, mine.with_name(f"{mine.name}-of-{copy.parent.name}"))
+        done = _done(shared, mark, launch, launch.rank)
+        done.parent.mkdir(parents=True, exist_ok=True)
+        done.touch()
+
+
+def _put(copy: Path, slot: Path) -> None:
+    partial = slot / f".{copy.name}.partial"
+    if not (slot / copy.name).exists():
+        shutil.rmtree(partial, ignore_errors=True)
+        shutil.copytree(copy, partial)
+        partial.rename(slot / copy.name)
+
+
+def wait_for_others(folder: RunFolder, mark: str, launch: Launch, most_seconds: float) -> None:
+    """Waits until all ranks beyond those that train have handed over what they have, but not for long."""
+    deadline = time.monotonic() + min(PATIENCE_SECONDS, most_seconds)
+    for rank in range(launch.world_size, launch.world_size + launch.spare_ranks):
+        done = _done(NodeMemory.shared(folder), mark, launch, rank)
+        while not done.exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+
+
+def mark_of(folder: RunFolder) -> str | None:
+    """That of the last session, unless it ended by itself."""
+    try:
+        return folder.holder.read_text(encoding="utf-8")
+    except OSError:
+        return None
+
+
+def _done(shared: NodeMemory, mark: str, launch: Launch, rank: int) -> Path:
+    """A file that says so, of one meeting of the ranks."""
+    meeting = sha256(f"{launch.address} {launch.port} {launch.attempt}".encode()).hexdigest()[:16]
+    return shared.slot(mark, rank).with_name(f"done-{meeting}-{rank}")
+
+
+# Keeps a copy of the run's state in memory while training goes on.
+
+
+FORGET_SECONDS = 5.0
+"""How long a copy that is not needed any more is waited for."""
+
+PARENT_STEP = "parent_step"
+"""Where it is in a copy's state; a checkpoint's has none."""
+
+
+@dataclass(frozen=True)
+class Copy:
+    """What a copy is made of."""
+
+    step: int
+    snapshot: Snapshot
+    check: Callable[[], None]
+    """Raises if it must not be kept."""
+
+    state: dict[str, Any]
+    config: dict[str, Any]
+
+    parent_step: int
+    """As a checkpoint's."""
+
+
+class MemoryCopies:
+    """The copies of one session. Made by all ranks of `world_group` at once; `close` alone is not collective over it.
+
+    There are two at most: the last one is removed on no rank before the next is complete on all. Making it removes
+    those of earlier sessions, whose state is on disk by then.
+    """
+
+    def __init__(self, memory: NodeMemory, mark: str, world_group: Group) -> None:
+        memory.remove()
+        self._memory, self._mark, self._slot = memory, mark, memory.slot(mark, world_group.rank)
+        self._world_group, self._group = world_group, world_group.side_channel()
+        self.keepers = Keepers(world_group.all_gather_objects(memory.node()))
+        self._pending: Future[int | None] | None = None
+        self._ends = threading.Event()
+
+    def may_begin(self) -> bool:
+        """Whether the last copy is complete on all ranks, so that another can begin; CheckpointError on all if it
+        failed on one. Then older ones are removed."""
+        pending = self._pending
+        over = pending is None or pending.done()
+        error = pending.exception() if pending is not None and over else None
+        votes = torch.tensor([not over, error is not None], dtype=torch.int32)
+        busy, failed = self._world_group.all_reduce_max_(votes).tolist()
+        if failed:
+            sentences = self._world_group.all_gather_objects(None if error is None else _first_line(error))
+            raise CheckpointError(next(filter(None, sentences)))
+        if not busy and pending is not None:
+            step = pending.result()
+            for folder in steps_in(self._slot):
+                if step is not None and step_of(folder) != step:
+                    shutil.rmtree(folder)
+        return not busy
+
+    def begin(self, copy: Copy) -> None:
+        """Begins a copy in a thread; only after `may_begin`."""
+        self._ends, self._pending = threading.Event(), Future()
+        threading.Thread(target=_fulfil, args=(self._pending, self._keep, copy, self._ends), daemon=True).start()
+
+    def forget(self, patience: float = FORGET_SECONDS) -> None:
+        """Removes all: the run goes on from another state. One that is on its way ends soon, and is not kept; it is
+        waited for `patience` seconds at most."""
+        self._ends.set()
+        if self._pending is not None:
+            with suppress(TimeoutError):
+                self._pending.exception(patience)
+        shutil.rmtree(self._slot, ignore_errors=True)
+
+    def close(self, patience: float = FORGET_SECONDS) -> None:
+        """Leaves nothing of this session in this node's memory."""
+        self.forget(patience)
+        self._memory.remove(self._mark)
+
+    def _keep(self, copy: Copy, ends: threading.Event) -> int | None:
+        """The step, or None if it was not to be kept any more."""
+        try:
+            self._write(copy, ends)
+        except Exception:
+            if ends.is_set():
+                return None
+            raise
+        return None if ends.is_set() else copy.step
+
+    def _write(self, copy: Copy, ends: threading.Event) -> None:
+        group, snapshot = self._group, copy.snapshot
+        folder, final = partial_folder(self._slot, copy.step), step_folder(self._slot, copy.step)
+        run_on_all_ranks(group, lambda: self._prepare(folder, copy))
+        entries = run_on_all_ranks(group, lambda: snapshot.write(folder))
+        files = dict(zip(snapshot.file_names, entries, strict=True))
+        state = group.broadcast_object(copy.state | {PARENT_STEP: copy.parent_step})
+        self._exchange(folder, files, ends)
+        Manifest(step=copy.step, state=state, config=copy.config, tensors=snapshot.entries, files=files).write(folder)
+        if not ends.is_set():
+            folder.rename(final)
+
+    def _prepare(self, folder: Path, copy: Copy) -> None:
+        copy.check()
+        self._memory.make()
+        shutil.rmtree(folder, ignore_errors=True)
+        first = not any(steps_in(self._slot))
+        here = self.keepers.on(self.keepers.nodes[self._group.rank])
+        kept = [*here, *(ward for rank in here for ward in self.keepers.wards(rank))]
+        self._memory.require_room((2 if first else 1) * sum(copy.snapshot.bytes_of[rank] for rank in kept))
+        folder.mkdir(parents=True)
+
+    def _exchange(self, folder: Path, files: dict[str, FileEntry], ends: threading.Event) -> None:
+        """Sends this rank's file to its keeper, and receives its wards'."""
+        rank, names, theirs = self._group.rank, list(files), dict[int, Tensor]()
+        keeper = self.keepers.of(rank)
+        if keeper is None:
+            return
+        wards = {ward: names[ward] for ward in self.keepers.wards(rank)}
+
+        def make_places() -> None:
+            theirs.update({ward: _place_for(folder / name, files[name].bytes) for ward, name in wards.items()})
+
+        run_on_all_ranks(self._group, make_places)
+        mine = torch.from_file(str(folder / names[rank]), size=files[names[rank]].bytes, dtype=torch.uint8)
+        if not pass_on(self._group, mine, keeper, theirs, ends.is_set):
+            raise CheckpointError("a copy must be complete to be kept, but was ended before.")
+        for name in wards.values():
+            if sha256_of(folder / name) != files[name].sha256:
+                raise CheckpointError(f"`{folder / name}` must arrive as it was sent, but did not; check the network.")
+
+
+def _place_for(path: Path, size: int) -> Tensor:
+    """uint8 [size]: the bytes of a new file. Its room is taken at once, since a write to a place in memory that turns
+    out to be missing would end the process."""
+    with path.open("xb") as file:
+        os.posix_fallocate(file.fileno(), 0, size)
+    return torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
+
+
+def _first_line(error: BaseException) -> str:
+    """Without the stacks that torch appends."""
+    return next(iter(str(error).splitlines()), "") or type(error).__name__
+
+
+def _fulfil(future: Future[int | None], function: Callable[..., int | None], *args: Any) -> None:
+    try:
+        future.set_result(function(*args))
+    except BaseException as error:
+        future.set_exception(error)
+
+
+# What was in memory only becomes a checkpoint again: the newest copy that is whole on the nodes that are there.
+
+
+@dataclass(frozen=True)
+class Rescue:
+    """What came of the copies in memory."""
+
+    checkpoint: Checkpoint | None
+    """None: none can be used, for these `problems`."""
+
+    newer_by: int = 0
+    """Steps that it has more than the newest on disk."""
+
+    seconds: float = 0.0
+    """That it took."""
+
+    problems: list[str] = field(default_factory=list)
+    """A sentence for each newer copy, or file of one, that cannot be used."""
+
+    def sentences(self) -> list[str]:
+        """For people."""
+        if self.checkpoint is None:
+            return self.problems
+        newer = f"step {self.checkpoint.step:,}, {counted(self.newer_by, 'step')} newer than the disk's"
+        return [*self.problems, f"{newer}: saved as {self.checkpoint.folder.name} in {self.seconds:.1f} s"]
+
+    def facts(self) -> dict[str, Any]:
+        """For the log."""
+        if self.checkpoint is None:
+            return {"problems": self.problems}
+        seconds = round(self.seconds, 3)
+        return {"problems": self.problems, "newer_by": self.newer_by, "rescue_seconds": seconds}
+
+
+def rescue_newer(
+    than: int, folder: RunFolder, launch: Launch, group: Group, keep: int, keep_rules: KeepRules
+) -> Rescue | None:
+    """Makes a checkpoint in `folder` of the newest whole copy, if one of the last session is newer than step `than`;
+    None if there is none. Collective.
+
+    Which session was the last one, its mark in the folder says: once another has begun, or it has ended by itself, its
+    copies are worthless. Every file is verified where it lies, and each rank writes some of those on its node.
+    """
+    began = time.monotonic()
+    mark = group.broadcast_object(mark_of(folder) if group.rank == 0 else None)
+    if mark is None:
+        return None
+    wait_for_others(folder, mark, launch, group.timeout_seconds / 2)
+    found = Found.of(mark, than, folder, group)
+    offers = group.all_gather_objects({identity: set(files) for identity, files in found.sound.items()})
+    problems = list(dict.fromkeys(each for rank in group.all_gather_objects(found.problems) for each in rank))
+    for identity in sorted({identity for rank in offers for identity in rank}, reverse=True):
+        try:
+            manifest = _manifest(identity, found, group)
+            mine = _share(identity, manifest, offers, found, group.rank)
+            written = _write(manifest, mine, folder, group, keep, keep_rules)
+            checkpoint = open_together(written, group)
+        except CheckpointError as error:
+            problems.append(str(error))
+        else:
+            return Rescue(checkpoint, identity[0] - max(than, 0), time.monotonic() - began, problems)
+    return Rescue(None, problems=problems) if problems else None
+
+
+def _manifest(identity: Identity, found: Found, group: Group) -> Manifest:
+    """The copy's, on all ranks."""
+    first = group.all_gather_objects(identity in found.manifests).index(True)
+    sent = found.manifests[identity] if group.rank == first else None
+    return next(each for each in group.all_gather_objects(sent) if each is not None)
+
+
+def _share(
+    identity: Identity, manifest: Manifest, offers: list[dict[Identity, set[str]]], found: Found, rank: int
+) -> Mapping[str, Path]:
+    """The files that `rank` writes; CheckpointError on all if nobody has some."""
+    writers = {
+        name: next((other for other, offer in enumerate(offers) if name in offer.get(identity, ())), None)
+        for name in manifest.files
+    }
+    lost = [name for name, writer in writers.items() if writer is None]
+    if lost:
+        raise CheckpointError(
+            f"a copy in memory must be whole to be used, but of that of step {manifest.step:,} {lost[0]} is on no node "
+            "that is here."
+        )
+    return {name: found.sound[identity][name] for name, writer in writers.items() if writer == rank}
+
+
+def _write(
+    manifest: Manifest, mine: Mapping[str, Path], folder: RunFolder, group: Group, keep: int, keep_rules: KeepRules
+) -> Path:
+    def write(partial: Path) -> dict[str, FileEntry]:
+        for name, path in mine.items():
+            _copy(path, partial / name, manifest.files[name])
+        return {name: manifest.files[name] for name in mine}
+
+    state = dict(manifest.state)
+    parent_step = state.pop(PARENT_STEP)
+    return write_together(
+        folder.checkpoints,
+        manifest.step,
+        write,
+        total_bytes=sum(entry.bytes for entry in manifest.files.values()),
+        tensors=manifest.tensors,
+        state=state,
+        config=manifest.config,
+        group=group,
+        keep=keep,
+        keep_rules=keep_rules,
+        parent_step=parent_step,
+    )
+
+
+def _copy(source: Path, target: Path, entry: FileEntry) -> None:
+    shutil.copyfile(source, target)
+    target.chmod(target.parent.stat().st_mode & 0o666)
+    fsync(target)
+    if sha256_of(target) != entry.sha256:
+        raise CheckpointError(f"`{target}` must read back as it was written, but does not; check the disk.")

@@ -1,0 +1,409 @@
+"""Which settings of a run fit together, beyond what each section checks of itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from math import sqrt
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
+
+from megahead.config.data import DataConfig
+from megahead.config.masking import FRAMING, DroppingConfig, MaskingConfig
+from megahead.config.model import ModelConfig
+from megahead.config.objective import ObjectiveConfig, ObjectiveScheduleConfig
+from megahead.config.training import InitConfig, OptimizerConfig, TableConfig, TasksConfig, TrainingConfig
+from megahead.errors import ConfigError
+from megahead.remote_files import is_far
+
+if TYPE_CHECKING:
+    from megahead.config.run import RunConfig
+
+
+# Settings that nothing of a run reads: refused in what a user gives, left out of what checkpoints of a phase hold.
+
+
+_READ_BY: Mapping[str, tuple[str, ...]] = {
+    "span_stop": ("span",),
+    "longest_span": ("span", "pmi", "whole_word"),
+    "frequency_power": ("frequency",),
+    "adapt_every": ("hardest",),
+    "least_pmi": ("pmi",),
+    "least_count": ("pmi", "informative"),
+}
+"""Fields of `masking`, and the strategies that read them."""
+
+_KEPT_BY = set(get_args(DroppingConfig.model_fields["by"].annotation))
+"""Strategies that may also say what `dropping` keeps."""
+
+
+def check_idle(config: RunConfig) -> None:
+    """ConfigError for the first of them."""
+    masks, files = _idle_masks(config.model, config.masking), _idle_files(config.data, config.masking, config.objective)
+    for section, idle in {"masking": masks, "data": files}.items():
+        for field, why in idle:
+            got = getattr(getattr(config, section), field)
+            raise ConfigError(f"{section}.{field}", f"be left out {why}", got=got)
+
+
+def without_idle(config: RunConfig) -> RunConfig:
+    """With their defaults in their places."""
+    masking, changes = config.masking, dict[str, Any]()
+    if masking is not None:
+        defaults = {field: _default(field) for field, _ in _idle_masks(config.model, masking)}
+        changes["masking"] = masking = masking.model_copy(update=defaults)
+    files = {field: None for field, _ in _idle_files(config.data, masking, config.objective)}
+    return config.model_copy(update=changes | {"data": config.data.model_copy(update=files)})
+
+
+def _idle_masks(model: ModelConfig, masking: MaskingConfig | None) -> Iterator[tuple[str, str]]:
+    """Of `masking`, with why nothing reads them."""
+    if masking is None:
+        return
+    fields = [field for field in MaskingConfig.model_fields if field not in FRAMING]
+    for field in fields if model.is_causal else _READ_BY:
+        if getattr(masking, field) == _default(field):
+            continue
+        if model.is_causal:
+            yield field, "with model.is_causal: nothing is masked where next tokens are learned"
+        elif not masking.weighed_by() & set(_READ_BY[field]):
+            kept = " or masking.dropping.by" if _KEPT_BY & set(_READ_BY[field]) else ""
+            yield field, f"without masking.strategy{kept}: {' or '.join(_READ_BY[field])}"
+
+
+def _default(field: str) -> Any:
+    return MaskingConfig.model_fields[field].default
+
+
+def _idle_files(
+    data: DataConfig, masking: MaskingConfig | None, objective: ObjectiveConfig
+) -> Iterator[tuple[str, str]]:
+    """Of `data`, with why nothing reads them: files that say something of each id."""
+    similar = masking is not None and masking.similar_share > 0
+    if data.nearest_ids is not None and not similar and not objective.nearest:
+        yield "nearest_ids", "without masking.similar_share and objective.nearest"
+    if data.id_weights is not None and (masking is None or not masking.reads_weights()):
+        yield "id_weights", "without masking.strategy or masking.dropping.by: weights"
+
+
+# Where the embedding lies: a weight like all others, or a table whose rows are sharded round-robin over all ranks.
+#
+# Rows that get no gradient at a step are what a table of rows saves; where all get one it only costs.
+
+
+ROWS_FROM = 1 << 16
+"""Ids from which `auto` takes rows: on one CPU, where nothing is sent, both ways take the same time there."""
+
+
+class Refusal(NamedTuple):
+    """What keeps an embedding from lying in rows."""
+
+    reason: str
+    """In the banner."""
+
+    error: ConfigError
+    """Where rows were asked for."""
+
+
+def refusal_of_rows(objective: ObjectiveConfig, optimizer: OptimizerConfig) -> Refusal | None:
+    """What keeps the embedding of such a run from lying in rows; None where it may."""
+    (b1, b2), table = optimizer.betas, optimizer.table
+    if objective.has_vocabulary_softmax():
+        rule = "be `dense` where all ids compete, and each row is updated at each step"
+        return Refusal("all ids compete", ConfigError("engine.embedding", rule, got="`rows`"))
+    if objective.replaced_tokens is not None:
+        rule = "be `dense` with objective.replaced_tokens, whose held-out tokens are drawn from all ids at once"
+        return Refusal("replaced tokens are drawn", ConfigError("engine.embedding", rule, got="`rows`"))
+    if (decay := refusal_of_decay(optimizer)) is not None:
+        return Refusal("weight decay leaves nothing", decay)
+    if table.rule != "adagrad" and b1 > 0.98 * sqrt(b2):
+        rule = "have a first of at most 0.98 times the root of the second with engine.embedding: rows"
+        hint = "or set optimizer.table.rule=adagrad"
+        return Refusal("optimizer.betas are too near", ConfigError("optimizer.betas", rule, got=[b1, b2], hint=hint))
+    return None
+
+
+def refusal_of_decay(optimizer: OptimizerConfig) -> ConfigError | None:
+    """What keeps the embedding from having such a learning rate of its own."""
+    ratio = optimizer.table.learning_rate_ratio
+    if optimizer.learning_rate * optimizer.weight_decay * ratio < 1:
+        return None
+    rule = "leave a part of a weight at each step (learning_rate * weight_decay * ratio below 1)"
+    return ConfigError("optimizer.table.learning_rate_ratio", rule, got=ratio)
+
+
+def wants_rows(vocab_size: int, table: TableConfig) -> bool:
+    """Whether `auto` takes rows where nothing keeps it from that: they have a rule of their own, or they are many."""
+    return vocab_size >= ROWS_FROM or table.rule != "adamw"
+
+
+# What goes with replaced-token detection, and what does not.
+
+
+_WHERE = "objective.replaced_tokens"
+
+
+def check_detection(
+    objective: ObjectiveConfig,
+    model: ModelConfig,
+    masking: MaskingConfig | None,
+    training: TrainingConfig,
+    init: InitConfig | None,
+) -> None:
+    """ConfigError unless there are masked tokens that a generator can fill in, and nothing else is asked of it."""
+    asked = objective.replaced_tokens
+    if asked is None:
+        return
+    if masking is None or model.is_causal:
+        rule = "be left out where next tokens are learned: those that are replaced are an encoder's masked tokens"
+        raise ConfigError(_WHERE, rule, got="given")
+    if asked.generator_layers > model.num_layers:
+        rule = f"be at most model.num_layers ({model.num_layers})"
+        raise ConfigError(f"{_WHERE}.generator_layers", rule, got=asked.generator_layers)
+    if objective.name == "vanilla" and asked.draws != "group":
+        rule = "be left out of a vanilla objective, whose tokens are always drawn from all ids"
+        raise ConfigError(f"{_WHERE}.draws", rule, got=asked.draws)
+    _refuse("masking.diffusion", masking.diffusion, "whose model writes no text")
+    _refuse("masking.masks_from_layer", masking.masks_from_layer, "whose model reads no mask tokens")
+    _refuse("masking.mask_decoder_layers", masking.mask_decoder_layers, "whose model reads no mask tokens")
+    _refuse("masking.noise_share", masking.noise_share, "whose model finds all tokens that are not the text's")
+    _refuse("masking.dropping", masking.dropping and "given", "whose model judges all tokens")
+    _refuse("objective.schedule", objective.schedule and "given", "by which generator and model learn side by side")
+    _refuse("objective.vanilla_weight", objective.vanilla_weight, "whose generator has one head")
+    _refuse("init.from_hf", init and init.from_hf, "whose generator is in no such folder")
+    _refuse("training.keep_best", training.keep_best, "where held-out loss is the generator's and not the model's")
+
+
+def _refuse(field: str, value: object, reason: str) -> None:
+    if value:
+        raise ConfigError(field, f"be left out with {_WHERE}, {reason}", got=value)
+
+
+# Encoders that learn next tokens, always or at first: what only masked tokens have is refused beside it.
+
+
+_SHARE = "objective.schedule.causal_share"
+
+
+def check_causal(
+    model: ModelConfig,
+    schedule: ObjectiveScheduleConfig | None,
+    masking: MaskingConfig | None,
+    training: TrainingConfig,
+    tasks: TasksConfig | None,
+) -> None:
+    """ConfigError unless a model can be causal for a share of the run, and all else goes with that."""
+    share = schedule.causal_share if schedule else None
+    if share is not None and model.is_causal:
+        whose = "with model.is_causal: true" if model.is_encoder() else f"of a {model.family}"
+        raise ConfigError(_SHARE, f"be left out {whose}, where all steps are causal", got=share)
+    if masking is not None and (model.is_causal or share is not None):
+        _refuse_what_masked_tokens_have(masking, "model.is_causal" if model.is_causal else _SHARE)
+    if tasks and model.is_encoder() and (model.is_causal or share is not None):
+        rule = "be left out of a run whose encoder is causal at first or throughout: they are those of masked tokens"
+        raise ConfigError("tasks", rule, got="given")
+    if share is not None and training.keep_best:
+        rule = f"be left out with {_SHARE}: losses of next and of masked tokens cannot be compared"
+        raise ConfigError("training.keep_best", rule, got=training.keep_best)
+
+
+def _refuse_what_masked_tokens_have(masking: MaskingConfig, setting: str) -> None:
+    for field in ("masks_from_layer", "mask_decoder_layers"):
+        if getattr(masking, field):
+            rule = f"be left out with {setting}: nothing is masked where next tokens are learned"
+            raise ConfigError(f"masking.{field}", rule, got=getattr(masking, field))
+    if masking.dropping:
+        rule = f"be left out with {setting}: all tokens have targets where next tokens are learned"
+        raise ConfigError("masking.dropping", rule, got="given")
+    if masking.adapts():
+        rule = f"be one that counts no misses of masked tokens with {setting}, by which there are none at first"
+        raise ConfigError("masking.strategy", rule, got=masking.strategy)
+
+
+# Whether `objective.bias: corrected` knows how often each id is a target: where it is one as often as in the text.
+
+
+def check_corrected(objective: ObjectiveConfig, masking: MaskingConfig | None, is_causal: bool) -> None:
+    """ConfigError where masks prefer some ids: the chance of being a candidate, by which a corrected bias divides, is
+    computed from the counts of the text, and would be wrong."""
+    if objective.bias != "corrected" or masking is None or is_causal:
+        return
+    other = "objective.phrases" if objective.phrases else f"masking.strategy: {masking.strategy}"
+    if objective.phrases or masking.weighs_ids():
+        rule = f"be another with {other}, by which ids are targets more or less often than in the text"
+        raise ConfigError("objective.bias", rule, got="corrected", hint="take paper or once")
+
+
+# Files that say something of each id: named where they are used.
+
+
+def check_id_files(data: DataConfig, masking: MaskingConfig | None, objective: ObjectiveConfig) -> None:
+    """ConfigError where one is missing."""
+    similar = masking is not None and masking.similar_share > 0
+    if (similar or objective.nearest) and data.nearest_ids is None:
+        rule = f"be given with {'masking.similar_share' if similar else 'objective.nearest'}"
+        raise ConfigError("data.nearest_ids", rule, got="missing", hint="make one: megahead nearest-ids")
+    if masking is not None and masking.reads_weights() and data.id_weights is None:
+        rule = "be given with masking.strategy or masking.dropping.by: weights"
+        raise ConfigError("data.id_weights", rule, got="missing")
+
+
+# Layers of an encoder that compute a part of each row: mask tokens that come later, and tokens that are dropped.
+
+
+def check_shorter_rows(masking: MaskingConfig, model: ModelConfig, init: InitConfig | None, splits_rows: bool) -> None:
+    """ConfigError unless `model` has such layers, and all else fits; `splits_rows`: sequence parallelism does."""
+    if masking.masks_from_layer >= model.num_layers:
+        rule = f"be below model.num_layers ({model.num_layers})"
+        raise ConfigError("masking.masks_from_layer", rule, got=masking.masks_from_layer)
+    for field in ("masks_from_layer", "mask_decoder_layers"):
+        value = getattr(masking, field)
+        if value and splits_rows:
+            rule = "be left out with parallel.sequence, which splits whole rows"
+            raise ConfigError(f"masking.{field}", rule, got=value)
+        if value and masking.mask_share == 0:
+            rule = "be left out with mask_share: 0, which has no mask tokens"
+            raise ConfigError(f"masking.{field}", rule, got=value)
+    if masking.mask_decoder_layers:
+        _check_mask_decoder(masking, model, init)
+    if masking.dropping:
+        targets = max(masking.rate, masking.final_rate or 0.0) if masking.mask_share else 0.0
+        masking.dropping.check(model, targets, masking.masks_from_layer, splits_rows=splits_rows)
+
+
+def _check_mask_decoder(masking: MaskingConfig, model: ModelConfig, init: InitConfig | None) -> None:
+    if model.family != "bert":
+        rule = f"be left out of a {model.family}, whose last norm would be the decoder's"
+        raise ConfigError("masking.mask_decoder_layers", rule, got=masking.mask_decoder_layers)
+    if masking.masks_from_layer:
+        rule = "be left out with mask_decoder_layers, where masks enter behind all of the model's layers"
+        raise ConfigError("masking.masks_from_layer", rule, got=masking.masks_from_layer)
+    if masking.dropping:
+        rule = "be left out with mask_decoder_layers: there are no mask tokens to be kept before it"
+        raise ConfigError("masking.dropping", rule, got="given")
+    if init and init.from_hf:
+        rule = "be left out with masking.mask_decoder_layers, which such a folder lacks"
+        raise ConfigError("init.from_hf", rule, got=init.from_hf)
+
+
+# Which settings of a run fit together, beyond what each of its sections knows of itself.
+
+
+def check_fit(config: RunConfig) -> None:
+    """ConfigError for the first settings that do not."""
+    _check_rows(config)
+    _check_masking(config)
+    if config.masked_inputs:
+        config.masked_inputs.check(config.model, config.data)
+    check_causal(config.model, config.objective.schedule, config.masking, config.training, config.tasks)
+    check_detection(config.objective, config.model, config.masking, config.training, config.init)
+    if config.objective.phrases:
+        config.objective.phrases.check(config.model, config.masking, config.batch)
+    check_corrected(config.objective, config.masking, config.model.is_causal)
+    _check_course_of_masks(config)
+    check_id_files(config.data, config.masking, config.objective)
+    _check_table(config)
+    _check_elastic(config)
+    _check_output(config)
+    _check_course(config)
+    _check_tasks(config)
+    _check_resume(config)
+    _check_init(config)
+
+
+def _check_rows(config: RunConfig) -> None:
+    model, data = config.model, config.data
+    config.parallel.check(model, data.sequence_length)
+    if data.sequence_length > model.max_positions:
+        rule = f"be at most model.max_positions ({model.max_positions})"
+        raise ConfigError("data.sequence_length", rule, got=data.sequence_length)
+    if data.end_token >= model.vocab_size:
+        raise ConfigError("data.end_token", f"be below model.vocab_size ({model.vocab_size})", got=data.end_token)
+
+
+def _check_masking(config: RunConfig) -> None:
+    masking, encoder = config.masking, config.model.is_encoder()
+    if (masking is not None) != encoder:
+        rule = "be given for an encoder" if encoder else "be left out of a decoder"
+        got, hint = ("missing", "name mask_token, cls_token and sep_token") if encoder else ("given", "")
+        raise ConfigError("masking", rule, got=got, hint=hint)
+    if masking is None:
+        return
+    masking.check(config.model, config.data)
+    check_shorter_rows(masking, config.model, config.init, config.parallel.sequence)
+
+
+def _check_table(config: RunConfig) -> None:
+    table, decay, refusal = config.optimizer.table, refusal_of_decay(config.optimizer), config.refusal_of_rows()
+    if decay is not None and table.learning_rate_ratio != 1:
+        raise decay
+    if config.engine.embedding == "rows" and refusal is not None:
+        raise refusal.error
+    if table.rule != "adamw" and not config.in_rows():
+        raise ConfigError("optimizer.table.rule", "be adamw where the embedding is dense", got=table.rule)
+    if table.rule != "adamw" and config.objective.ends_vanilla():
+        rule = "be adamw with objective.schedule.vanilla_share, by which all rows end"
+        raise ConfigError("optimizer.table.rule", rule, got=table.rule)
+
+
+def _check_elastic(config: RunConfig) -> None:
+    batch = config.batch
+    if not config.parallel.elastic:
+        return
+    if not batch.most_data_ranks(1):
+        rule = f"be a multiple of batch.micro_size ({batch.micro_size}) under parallel.elastic"
+        raise ConfigError("batch.global_size", rule, got=batch.global_size, hint="no number of ranks can serve it")
+    if config.objective.group_samples == "data_parallel":
+        rule = "not depend on the number of ranks under parallel.elastic"
+        raise ConfigError("objective.group_samples", rule, got="data_parallel", hint="write a number of samples")
+
+
+def _check_output(config: RunConfig) -> None:
+    if config.output_dir is not None and is_far(config.output_dir):
+        hint = "a run trains on a disk, and is copied to training.mirror"
+        raise ConfigError("output_dir", "be a folder of a disk", got=repr(config.output_dir), hint=hint)
+
+
+def _check_course(config: RunConfig) -> None:
+    steps, schedule = config.training.steps, config.schedule
+    if config.objective.schedule:
+        config.objective.schedule.check(steps)
+    if schedule.warmup_steps + (schedule.decay_steps or 0) > steps:
+        rule = f"leave its warm-up and decay within training.steps ({steps})"
+        raise ConfigError("schedule.warmup_steps", rule, got=f"{schedule.warmup_steps} + {schedule.decay_steps or 0}")
+
+
+def _check_course_of_masks(config: RunConfig) -> None:
+    masking, objective = config.masking, config.objective
+    if masking is None or masking.final_rate is None or not (objective.negatives or objective.bias == "once"):
+        return
+    counted = "negatives" if objective.negatives else "bias: once"
+    rule = f"be left out with objective.{counted}, whose training-free head knows one number of targets"
+    raise ConfigError("masking.final_rate", rule, got=masking.final_rate)
+
+
+def _check_tasks(config: RunConfig) -> None:
+    if not config.tasks:
+        return
+    if config.data.tokenizer is None:
+        raise ConfigError("data.tokenizer", "name the tokenizer that `tasks` are read with", got="missing")
+    if reason := config.why_headless_exports():
+        raise ConfigError("tasks", f"be left out of a run that {reason}, whose exports have no head", got="given")
+
+
+def _check_resume(config: RunConfig) -> None:
+    settings = config.flat()
+    for name in config.resume.allow:
+        if not any(f"{setting}.".startswith(f"{name}.") for setting in settings):
+            hint = "write optimizer.learning_rate, or schedule"
+            raise ConfigError("resume.allow", "name settings or their sections", got=repr(name), hint=hint)
+
+
+def _check_init(config: RunConfig) -> None:
+    init = config.init
+    if init is None or not init.copies_embedding():
+        return
+    if config.model.is_encoder():
+        raise ConfigError("init.mode", "be `continue` or `table` for an encoder", got=repr(init.mode))
+    if config.objective.head() != "trained":
+        rule = "be `continue` or `table` unless the objective is an untied vanilla softmax"
+        hint = "set objective.name=vanilla, which trains the head"
+        raise ConfigError("init.mode", rule, got=repr(init.mode), hint=hint)

@@ -1,0 +1,276 @@
+"""What indexed datasets contain, whether they are as they were written, and several merged into one."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megahead.data.indexed import (
+    LARGEST_UINT16_VOCABULARY,
+    IndexedDataset,
+    dataset_paths,
+    require_one_tokenizer,
+    verify_file,
+)
+from megahead.data.tokenizer import Tokenizer
+from megahead.data.writer import ByteProgress, IndexedDatasetWriter, Silent
+from megahead.errors import DataError, FieldError
+from megahead.wording import counted
+
+# What an indexed dataset contains, and whether its files are still as they were written.
+
+
+BLOCK_TOKENS = 1 << 22
+CLOSINGS_READ = 1000
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """A dataset and how often each id occurs in it."""
+
+    dataset: IndexedDataset
+    counts: Array
+    """int64 [ids]."""
+
+    verified: bool
+    """Whether the files were read and have the checksums recorded when they were made."""
+
+    @cached_property
+    def used_ids(self) -> Array:
+        """The ids that occur, increasing."""
+        return np.flatnonzero(self.counts)
+
+    def sequence(self, i: int) -> Array:
+        """Sequence i; FieldError if there is none."""
+        if not 0 <= i < len(self.dataset):
+            raise FieldError("--sequence", f"be below their number ({counted(len(self.dataset), 'sequence')})", got=i)
+        return self.dataset[i]
+
+    def ends(self, end_token: int) -> int:
+        """How many tokens close a document."""
+        return int(self.counts[end_token]) if 0 <= end_token < len(self.counts) else 0
+
+    def end_rate(self, end_token: int) -> float:
+        """Share of the tokens that close a document."""
+        return self.ends(end_token) / max(self.dataset.num_tokens, 1)
+
+    def warnings(self, end_token: int, tokenizer: Tokenizer | None = None) -> list[str]:
+        """One sentence for each flaw that would spoil training unnoticed; `tokenizer`: what the text is shown by."""
+        findings = []
+        if not self.dataset.num_tokens:
+            findings.append("there is no token: it cannot be trained on, and a merge leaves it out.")
+        ends = self.ends(end_token)
+        if self.dataset.num_tokens and ends < max(self.dataset.num_documents, 1):
+            often = f"occurs {ends:,} times in {self.dataset.num_documents:,} documents" if ends else "never occurs"
+            findings.append(
+                f"the end token {end_token} {often}: documents that share a row cannot be separated "
+                "(tokenized without end tokens, or another id closes them)."
+            )
+        if tokenizer is not None and len(self.used_ids) and self.used_ids[-1] >= tokenizer.vocab_size:
+            findings.append(
+                f"id {self.used_ids[-1]} occurs, but the tokenizer ends at {tokenizer.vocab_size - 1}: "
+                "the dataset was made with another one."
+            )
+        cut_by = self.dataset.cut_by()
+        if tokenizer is not None and cut_by is not None and cut_by.vocabulary != tokenizer.identity().vocabulary:
+            findings.append(f"the dataset was cut by {cut_by}, and not by {tokenizer.identity()}: its text is another.")
+        empty = int((self.dataset.sizes == 0).sum())
+        if empty:
+            findings.append(f"{counted(empty, 'sequence')} without a token.")
+        return findings
+
+    def closings(self) -> str:
+        """By which ids documents are closed, the most frequent first, of those that are evenly spread over them."""
+        count = self.dataset.num_documents
+        places = range(0, count, max(1, count // CLOSINGS_READ))
+        last = Counter(int(text[-1]) for text in map(self.dataset.document, places) if len(text))
+        named = [f"id {id_} ({times / last.total():.1%})" for id_, times in last.most_common(3)]
+        more = f" and {len(last) - 3:,} others" if len(last) > 3 else ""
+        return f"{', '.join(named)}{more}" if named else "no id: none is listed"
+
+    def histogram(self) -> list[tuple[str, int]]:
+        """(range of lengths, number of sequences), each range twice as wide as the one before; without empty ranges at
+        both ends."""
+        bins = np.bincount(np.frexp(self.dataset.sizes)[1], minlength=1)  # 0 | 1 | 2-3 | 4-7 | ...
+        (filled,) = np.nonzero(bins)
+        span = range(filled[0], filled[-1] + 1) if len(filled) else range(0)
+        return [(f"{(1 << b) >> 1:,} to {(1 << b) - 1:,}" if b > 1 else str(b), int(bins[b])) for b in span]
+
+    def facts(self, end_token: int) -> list[tuple[str, str]]:
+        """(name, value) rows to print."""
+        dataset, info = self.dataset, self.dataset.info
+        rows = [
+            ("sequences", f"{len(dataset):,}"),
+            ("documents", f"{dataset.num_documents:,}" if dataset.num_documents else "not listed (preshuffled rows)"),
+            ("tokens", f"{dataset.num_tokens:,} ({dataset.dtype.name})"),
+            ("lengths", _lengths(dataset.sizes)),
+            ("ids used", _id_range(self.used_ids)),
+            ("end tokens", f"{self.end_rate(end_token):.4%} of the tokens (id {end_token})"),
+            ("documents end in", self.closings()),
+            ("checksums", "match" if self.verified else "none recorded" if info is None else "not compared"),
+        ]
+        if info is not None:
+            per_token = info.text_bytes / max(info.tokens, 1)
+            rows.append(("text", f"{counted(info.text_bytes, 'byte')}, {per_token:.2f} a token"))
+            rows.append(("tokenizer", f"{info.tokenizer or 'unknown'}, {info.vocab_size:,} ids"))
+        return rows
+
+
+def inspect_dataset(prefix: str | Path, *, verify: bool = True, progress: ByteProgress | None = None) -> Inspection:
+    """Inspects a dataset. With `verify` reads all of it and compares checksums, lengths and offsets.
+
+    DataError if one of them does not match. If there is no `PREFIX.json`, reads all tokens to count them.
+    """
+    progress = progress or Silent()
+    dataset = IndexedDataset(prefix)
+    info = dataset.info
+    files = [] if info is None or not verify else [(dataset.bin_path, info.bin), (dataset.idx_path, info.idx)]
+    progress.begin(sum(fingerprint.bytes for _, fingerprint in files) or dataset.num_tokens * dataset.dtype.itemsize)
+    for path, fingerprint in files:
+        verify_file(path, fingerprint, lambda read: progress.advance(read, read))
+    if verify:
+        check_back_to_back(dataset)
+    counts = count_tokens(dataset, progress) if info is None else np.array(info.token_counts, np.int64)
+    return Inspection(dataset, counts, verified=bool(files))
+
+
+def check_back_to_back(dataset: IndexedDataset) -> None:
+    """DataError when the sequences do not follow each other in the `.bin` file without gaps. Reads the index."""
+    starts = np.cumsum(dataset.sizes, dtype=np.int64)[:-1] * dataset.dtype.itemsize
+    (wrong,) = np.nonzero(dataset.offsets != np.concatenate([np.zeros(1, np.int64), starts])[: len(dataset)])
+    if len(wrong):
+        raise DataError(
+            f"the sequences in `{dataset.idx_path}` must lie back to back in the `.bin` file, but sequence {wrong[0]} "
+            "does not; it is damaged."
+        )
+
+
+def count_tokens(dataset: IndexedDataset, progress: ByteProgress | None = None) -> Array:
+    """How often each id occurs, int64 up to the largest id that does. Reads all tokens."""
+    progress = progress or Silent()
+    counts = np.zeros(0, np.int64)
+    for first in range(0, dataset.num_tokens, BLOCK_TOKENS):
+        block = dataset.read(first, min(BLOCK_TOKENS, dataset.num_tokens - first))
+        if block.min() < 0:
+            raise DataError(f"token ids must not be negative, but `{dataset.bin_path}` holds {block.min()}.")
+        more = np.bincount(block, minlength=len(counts))
+        more[: len(counts)] += counts
+        counts = more
+        progress.advance(block.nbytes, block.nbytes)
+    return counts
+
+
+def _lengths(sizes: Array) -> str:
+    if not len(sizes):
+        return "none"
+    low, middle, high = np.percentile(sizes, [1, 50, 99])
+    return (
+        f"{sizes.min():,} to {sizes.max():,}, mean {sizes.mean():,.1f}, median {middle:,.0f}, "
+        f"1 % below {low:,.0f}, 1 % above {high:,.0f}"
+    )
+
+
+def _id_range(used: Array) -> str:
+    return f"{len(used):,}, from {used[0]} to {used[-1]}" if len(used) else "none"
+
+
+# Concatenates several indexed datasets into one, with their document boundaries.
+
+
+def merge_datasets(
+    prefixes: Sequence[str | Path],
+    output: str | Path,
+    *,
+    overwrite: bool = False,
+    progress: ByteProgress | None = None,
+) -> IndexedDataset:
+    """Writes the sequences and documents of all `prefixes`, in order, to `output`; whole, or not at all.
+
+    Document boundaries are kept as they are, also if a document has several sequences, or if the index lists none at
+    all (preshuffled rows). Memory: some 100 MB, and the index arrays. DataError if token types or vocabularies differ,
+    if only some of them list documents, if none has a token, if `output` is one of `prefixes`, or (unless `overwrite`)
+    if it exists.
+    """
+    datasets = [IndexedDataset(prefix) for prefix in prefixes]
+    _check_alike(datasets, output)
+    _check_new(output, overwrite)
+    progress = progress or Silent()
+    progress.begin(sum(dataset.num_tokens * dataset.dtype.itemsize for dataset in datasets))
+    tokenizers = [each.cut_by() or (None if each.info is None else each.info.tokenizer) for each in datasets]
+    vocab_size = max(map(_vocabulary, datasets))
+    tokenizer = tokenizers[0] if len(set(map(str, tokenizers))) == 1 else None
+    with IndexedDatasetWriter(output, vocab_size=vocab_size, tokenizer=tokenizer) as writer:
+        for dataset in datasets:
+            check_back_to_back(dataset)
+            for tokens, lengths, documents in _blocks(dataset):
+                writer.add_documents(tokens, lengths, sequences=documents)
+                progress.advance(tokens.nbytes, tokens.nbytes)
+        writer.text_bytes = _text_bytes(datasets)
+    return IndexedDataset(output)
+
+
+def _check_alike(datasets: Sequence[IndexedDataset], output: str | Path) -> None:
+    if not datasets:
+        raise DataError("there must be at least one dataset to merge, but none was given.")
+    if dataset_paths(output)[0].resolve() in {dataset.bin_path.resolve() for dataset in datasets}:
+        raise DataError(f"the output must be a new dataset, but `{output}` is one of those to merge.")
+    require_one_tokenizer({f"`{each.prefix}`": each.cut_by() for each in datasets if len(each)})
+    kinds: dict[str, list[object]] = {
+        "token types": [dataset.dtype.name for dataset in datasets],
+        "vocabulary sizes": [dataset.info and dataset.info.vocab_size for dataset in datasets],
+        "kinds of rows": ["of documents" if dataset.num_documents else "preshuffled" for dataset in datasets],
+    }
+    for what, values in kinds.items():
+        pairs = zip(values, datasets, strict=True)
+        known = [(value, dataset) for value, dataset in pairs if value is not None and len(dataset)]
+        for value, dataset in known[1:]:
+            if value != known[0][0]:
+                raise DataError(
+                    f"datasets to merge must have equal {what}, but `{known[0][1].prefix}` has {known[0][0]} and "
+                    f"`{dataset.prefix}` {value}; make them the same way."
+                )
+
+
+def _check_new(output: str | Path, overwrite: bool) -> None:
+    there = next((path for path in dataset_paths(output) if path.exists()), None)
+    if there is not None and not overwrite:
+        raise DataError(f"`{there}` must not exist yet, but does; name another --output, or add --overwrite.")
+
+
+def _vocabulary(dataset: IndexedDataset) -> int:
+    """The vocabulary size in `PREFIX.json`, or else the least that covers the ids and gives the same token type."""
+    if dataset.info is not None:
+        return dataset.info.vocab_size
+    min_size = 1 if dataset.dtype == np.uint16 else LARGEST_UINT16_VOCABULARY
+    return max(min_size, len(count_tokens(dataset)))
+
+
+def _text_bytes(datasets: Sequence[IndexedDataset]) -> int:
+    """The text bytes of all datasets; 0 (unknown) if they are unknown for one of them."""
+    sizes = [0 if dataset.info is None else dataset.info.text_bytes for dataset in datasets if dataset.num_tokens]
+    return sum(sizes) if all(sizes) else 0
+
+
+def _blocks(dataset: IndexedDataset) -> Iterator[tuple[Array, Array, Array]]:
+    """(tokens, length of each sequence, sequences of each document) of about four million tokens each, whole documents.
+
+    Preshuffled rows belong to no document: their third array is empty.
+    """
+    ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(dataset.sizes, dtype=np.int64)])
+    boundaries = dataset.document_index if dataset.num_documents else np.arange(len(dataset) + 1)
+    first, starts = 0, ends[boundaries]
+    while first < len(boundaries) - 1:
+        last = int(np.searchsorted(starts, starts[first] + BLOCK_TOKENS, side="right")) - 1
+        last = max(last, first + 1)
+        low, high = int(boundaries[first]), int(boundaries[last])
+        tokens = dataset.read(int(ends[low]), int(ends[high] - ends[low]))
+        documents = np.diff(boundaries[first : last + 1]) if dataset.num_documents else np.empty(0, np.int64)
+        yield tokens, dataset.sizes[low:high], documents
+        first = last

@@ -1,0 +1,276 @@
+"""Reads samples by their numbers as batches, and checks what they need: end tokens, files of nearest ids."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from torch import Tensor
+
+from megahead.config.data import DataConfig
+from megahead.config.masking import MaskingConfig
+from megahead.config.run import RunConfig
+from megahead.data.batch import Batch, causal_batch
+from megahead.data.blending import RowSource
+from megahead.data.framing import Framing, MaskedInputs, NextTokens, TokenDropping
+from megahead.data.indexed import IndexedDataset, open_array
+from megahead.data.masking import Diffusion, Masker, Replacing
+from megahead.data.strategies import STRATEGIES, Difficulty, TrainingText, Uniform
+from megahead.errors import ConfigError, DataError
+from megahead.files import staged
+
+# A file of each id's nearest other ids, by which similar words are masked with, and hard negatives chosen.
+#
+# int32 [V, K], a `.npy` of numpy, the nearest first; `megahead nearest-ids` makes one of a model's input embedding. It
+# is read once and stays what it is over a run, so that what is drawn by it depends on the seed and the sample alone.
+
+
+Array = np.ndarray[Any, Any]
+
+
+def open_nearest_ids(path: str, vocab_size: int, wanted: int = 1) -> Array:
+    """int64 [V, K]; ConfigError unless it is such a file for so many ids, with as many nearest ones of each as
+    `objective.nearest` wants. A URL's is fetched first."""
+    nearest_VK = open_array("data.nearest_ids", "name a file of megahead nearest-ids", path)
+    if nearest_VK.ndim != 2 or nearest_VK.dtype.kind not in "iu" or not nearest_VK.size:
+        raise ConfigError("data.nearest_ids", "hold a table of ids", got=f"{nearest_VK.dtype} {nearest_VK.shape}")
+    if len(nearest_VK) > vocab_size or nearest_VK.min() < 0 or nearest_VK.max() >= vocab_size:
+        got = f"{len(nearest_VK)} rows with ids up to {nearest_VK.max()}"
+        raise ConfigError("data.nearest_ids", f"be of at most model.vocab_size ({vocab_size}) ids", got=got)
+    if nearest_VK.shape[1] < wanted:
+        rule = f"be at most the number of nearest ids in {path} ({nearest_VK.shape[1]})"
+        raise ConfigError(
+            "objective.nearest", rule, got=wanted, hint=f"make one of more: megahead nearest-ids --each {wanted}"
+        )
+    nearest_VK = nearest_VK.astype(np.int64)
+    if (nearest_VK == np.arange(len(nearest_VK))[:, None]).any() or (np.diff(np.sort(nearest_VK)) == 0).any():
+        raise ConfigError("data.nearest_ids", "name other ids, each once, for each id", got=path)
+    missing = vocab_size - len(nearest_VK)  # ids that only the model has, such as a mask token: never targets
+    return np.pad(nearest_VK, ((0, missing), (0, 0)), mode="wrap") if missing else nearest_VK
+
+
+def find_nearest_ids(weight_VD: Array, each: int) -> Array:
+    """int32 [V, K]: the `each` other rows with the largest cosines.
+
+    Costs V^2 D products, some rows at a time; DataError where there are not so many.
+    """
+    weight_VD = np.asarray(weight_VD, np.float32)
+    size = len(weight_VD)
+    if size <= each:
+        raise DataError(f"a model must have more than {each} ids for so many nearest ones, but has {size}.")
+    unit_VD = weight_VD / np.maximum(np.linalg.norm(weight_VD, axis=1, keepdims=True), 1e-12)
+    found, step = [], max(1, (1 << 24) // size)
+    for first in range(0, size, step):
+        cosines_bV = unit_VD[first : first + step] @ unit_VD.T
+        own_b = np.arange(len(cosines_bV))
+        cosines_bV[own_b, first + own_b] = -np.inf
+        some_bK = np.argpartition(-cosines_bV, each - 1, axis=1)[:, :each]
+        order_bK = np.argsort(-np.take_along_axis(cosines_bV, some_bK, 1), axis=1, kind="stable")
+        found.append(np.take_along_axis(some_bK, order_bK, 1))
+    return np.concatenate(found).astype(np.int32)
+
+
+def save_nearest_ids(path: Path, nearest_VK: Array) -> None:
+    """Writes the file under exactly this name, whole or not at all."""
+    with staged(path) as partial, partial.open("wb") as file:
+        np.save(file, nearest_VK)
+
+
+# Reads samples, given by their numbers, as a batch: next-token prediction for a decoder (of masked inputs, where asked
+# for), framed rows for an encoder, masked or (where it is causal) as they are.
+
+
+class RowMasker(Protocol):
+    """Makes batches that are no plain rows of text: framed ones, or some of whose inputs are masked."""
+
+    def batch(
+        self,
+        rows: np.ndarray[Any, Any],
+        sample_indices: Sequence[int],
+        document_starts: np.ndarray[Any, Any] | None = None,
+        /,
+    ) -> Batch:
+        """The batch of a `RowSource`'s rows, int64 [B, t], and its `document_starts`, bool [B, t]."""
+        ...
+
+
+@dataclass(frozen=True)
+class BatchReader:
+    """Reads batches, which depend on nothing but the samples' numbers."""
+
+    samples: RowSource
+    data: DataConfig
+    masker: RowMasker | None = None
+    """None for next-token prediction from whole rows."""
+
+    def read(self, sample_indices: Sequence[int]) -> Batch:
+        """The batch of these samples, in their order."""
+        rows, document_starts = self.samples.rows(sample_indices), self.samples.document_starts(sample_indices)
+        if self.masker is not None:
+            return self.masker.batch(rows, sample_indices, document_starts)
+        return causal_batch(
+            rows,
+            document_starts,
+            end_token=self.data.end_token,
+            isolate_documents=self.data.isolate_documents,
+            boundary_targets=self.data.boundary_targets,
+        )
+
+
+def training_masker(
+    config: RunConfig,
+    datasets: Sequence[IndexedDataset],
+    difficulty: Difficulty | None = None,
+    masked_from: int = 0,
+) -> RowMasker | None:
+    """How a run, or a phase of it, frames and masks its training samples; None for a decoder that reads whole rows.
+    `masked_from`: how many of the run's steps come before the first one that masks.
+
+    ConfigError if `datasets` lack the token counts that the strategy needs, or have a decoder's mask token in their
+    text. Some strategies read the text to count pairs of neighbouring tokens; `difficulty` is for those that adapt.
+    """
+    if config.masked_inputs is not None:
+        _refuse_in_text(config.masked_inputs.mask_token, datasets)
+        return MaskedInputs(config.masked_inputs, config.data, config.seed)
+    if config.masking is None:
+        return None
+    if config.model.is_causal:
+        return _next_tokens(config.masking, config.data)
+    text = TrainingText(config, datasets, "masking.strategy", difficulty)
+    if config.masking.diffusion:
+        strategy = STRATEGIES[config.masking.strategy](config.masking, text)
+        return Diffusion(_framing(config.masking, config.data), config.seed, strategy)
+    masker = _masker(config, config.masking, text, masked_from)
+    return masker if config.generator() is None else Replacing(masker, config.seed)
+
+
+def _masker(config: RunConfig, masking: MaskingConfig, text: TrainingText, masked_from: int) -> Masker:
+    """Of an encoder whose rows are masked at the rate that is asked for."""
+    framing = _framing(masking, config.data)
+    nearest = config.data.nearest_ids if masking.similar_share else None
+    return Masker(
+        framing,
+        STRATEGIES[masking.strategy](masking, text),
+        config.model.vocab_size,
+        config.seed,
+        samples_per_step=config.batch.global_size,
+        steps=config.training.steps,
+        masked_from=masked_from,
+        nearest_VK=None if nearest is None else open_nearest_ids(nearest, config.model.vocab_size),
+        masks_from=masking.masks_from(config.model),
+        dropping=_dropping(framing, replace(text, setting="masking.dropping.by")),
+        phrases=config.objective.phrases,
+    )
+
+
+def _dropping(framing: Framing, text: TrainingText) -> TokenDropping | None:
+    asked = framing.masking.dropping
+    if asked is None:
+        return None
+    return TokenDropping.of(asked, text.config.model, framing, STRATEGIES[asked.by](framing.masking, text))
+
+
+def _next_tokens(masking: MaskingConfig, data: DataConfig) -> NextTokens:
+    return NextTokens(_framing(masking, data), data.boundary_targets)
+
+
+def _refuse_in_text(mask_token: int, datasets: Sequence[IndexedDataset]) -> None:
+    """ConfigError if a dataset is known to have the token: it would stand for itself and for all others."""
+    for dataset in datasets:
+        counts = () if dataset.info is None else dataset.info.token_counts
+        if mask_token < len(counts) and counts[mask_token]:
+            rule = f"be an id that {dataset.prefix} does not have"
+            hint = "take the tokenizer's mask token, or raise model.vocab_size by one for an id of its own"
+            got = f"{mask_token} ({counts[mask_token]:,} times)"
+            raise ConfigError("masked_inputs.mask_token", rule, got=got, hint=hint)
+
+
+def evaluation_target_counts(config: RunConfig, token_counts_V: Tensor | None) -> Tensor | None:
+    """int64 [V]: how often each id would be a target if the training text were masked as held-out rows are (every token
+    with the same probability); None if training does so too, or masks nothing, or `token_counts_V` are not
+    known (all 0)."""
+    if config.masking is None or config.model.is_causal:
+        return None
+    weighs_ids = config.masking.weighs_ids() or config.objective.phrases is not None
+    if not weighs_ids or token_counts_V is None or not token_counts_V.any():
+        return None
+    special = config.masking.never_masked(config.data.end_token)
+    counts_V = token_counts_V[: config.model.vocab_size].clone()
+    counts_V[[id_ for id_ in special if id_ < len(counts_V)]] = 0
+    return counts_V
+
+
+def held_out_masker(config: RunConfig) -> RowMasker | None:
+    """How held-out rows are framed and masked: the same in every run with the same rows, but for masked diffusion,
+    whose rows are masked as in training. None for a decoder."""
+    if config.masking is None:
+        return None
+    if config.model.is_causal:
+        return _next_tokens(config.masking, config.data)
+    framing = _framing(config.masking.held_out(), config.data)
+    if config.masking.diffusion:
+        return Diffusion(framing, seed=0)
+    masks_from = config.masking.masks_from(config.model)
+    masker = Masker(framing, Uniform(), config.model.vocab_size, seed=0, masks_from=masks_from)
+    return masker if config.generator() is None else Replacing(masker, seed=0)
+
+
+def _framing(masking: MaskingConfig, data: DataConfig) -> Framing:
+    return Framing(masking, data.end_token, data.isolate_documents)
+
+
+# Checks that the config's end token is the one that closes the documents.
+#
+# With a wrong id nothing would fail, but documents in one row would attend to each other.
+
+
+NUM_CHECKED = 64
+"""How many documents or rows are checked, evenly spread over the dataset."""
+
+
+def require_end_tokens(data: DataConfig, dataset: IndexedDataset, *, boundaries_known: bool = False) -> None:
+    """ConfigError if `data` needs to know where documents end, but its end token does not close them.
+
+    boundaries_known: rows come with the boundaries of their documents (`pack: best_fit`). Reads the counts in
+    PREFIX.json, and the first and last tokens of a few documents.
+    """
+    needed = data.isolate_documents or not data.boundary_targets
+    flaw = None if boundaries_known or not needed else _flaw(dataset, data.end_token)
+    if flaw is not None:
+        raise ConfigError(
+            "data.end_token",
+            f"be the id that closes the documents of {dataset.prefix}",
+            got=f"{data.end_token} ({flaw})",
+            hint="set it to theirs (`megahead inspect-dataset` shows them), or leave documents unseparated "
+            "(isolate_documents: false, boundary_targets: true)",
+        )
+
+
+def without_boundaries(data: DataConfig, dataset: IndexedDataset) -> bool:
+    """Whether `data` isolates documents, but the dataset shows no boundaries: it has preshuffled rows, whose index
+    lists no documents, and none of the rows that were checked has an end token."""
+    if dataset.num_documents or not data.isolate_documents:
+        return False
+    return not any((dataset[i] == data.end_token).any() for i in _spread(len(dataset)))
+
+
+def _flaw(dataset: IndexedDataset, end_token: int) -> str | None:
+    """Why `end_token` cannot be right, in words; None if it may be right."""
+    info = dataset.info
+    if info is not None and dataset.num_documents:
+        ends = info.token_counts[end_token] if end_token < len(info.token_counts) else 0
+        if ends < info.documents:
+            documents = int((np.diff(dataset.document_boundaries()) > 0).sum())  # an empty one needs no end
+            if ends < documents:
+                return f"it occurs {ends:,} times in {documents:,} documents"
+    texts = [text for text in map(dataset.document, _spread(dataset.num_documents)) if len(text)]
+    open_ = sum(end_token not in (text[0], text[-1]) for text in texts)  # some tools put it before each document
+    return f"{open_} of {len(texts)} documents that were checked neither end nor begin with it" if open_ else None
+
+
+def _spread(count: int) -> list[int]:
+    """Up to NUM_CHECKED numbers below `count`, evenly spread, the first and the last among them."""
+    return sorted(set(np.linspace(0, count - 1, min(count, NUM_CHECKED)).astype(int).tolist())) if count else []

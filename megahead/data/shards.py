@@ -1,0 +1,155 @@
+"""Many input files, one dataset (*shard*) each, in a folder with a manifest; a killed run continues where it was.
+
+    FOLDER/manifest.json    the recipe, and for each finished shard its input's size and time, and its report
+    FOLDER/NAME.bin .idx .json    (and NAME-validation.*) of the input file NAME.jsonl.zst
+
+A shard is written under temporary names, renamed, and only then recorded in the manifest. Shards that the manifest does
+not list are made again: at most one shard's work is lost.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from megahead.data.indexed import IndexedDataset
+from megahead.data.preprocess import END_TOKEN, EncodingPool, PreprocessReport, Recipe, write_dataset
+from megahead.data.sources import STANDARD_INPUT, Input, find_inputs, total_bytes
+from megahead.data.writer import ByteProgress, Silent
+from megahead.errors import DataError
+from megahead.files import StagedFile, write_atomically
+
+FORMAT = "megahead-shards/1"
+MANIFEST = "manifest.json"
+
+
+def preprocess_shards(
+    inputs: Sequence[str | Path],
+    recipe: Recipe,
+    folder: str | Path,
+    *,
+    workers: int = 1,
+    progress: ByteProgress | None = None,
+) -> PreprocessReport:
+    """One dataset for each input file in `folder`; shards that its manifest lists as finished are left as they are.
+
+    Returns the report of all shards together, those of earlier runs included. DataError if another process works in
+    `folder`, if it was begun with another recipe, or if two inputs would write the same files.
+    """
+    shards = _shards(inputs, recipe)
+    folder = Path(folder)
+    lock = StagedFile(folder / "in-use")
+    try:
+        manifest = ShardManifest.open(folder, recipe)
+        progress = progress or Silent()
+        progress.begin(total_bytes(shards))
+        with EncodingPool(workers) as pool:
+            for shard in shards:
+                report = manifest.report(shard)
+                if report is None:
+                    chunks = shard.chunks(recipe.selection)
+                    manifest.note(shard, write_dataset(chunks, recipe, folder / shard.name, pool, progress))
+                else:
+                    report.require_documents(folder / shard.name, recipe.holdout)
+                    progress.advance(shard.bytes, report.text_bytes)
+    finally:
+        lock.discard()
+    return manifest.total(shards)
+
+
+class ShardManifest:
+    """Which shards were finished in a folder so far, and by which recipe."""
+
+    def __init__(self, folder: Path, recipe: dict[str, Any], shards: dict[str, Any]) -> None:
+        self._folder, self._recipe, self._shards = folder, recipe, shards
+
+    @staticmethod
+    def open(folder: Path, recipe: Recipe) -> ShardManifest:
+        """The manifest in `folder`, or a new one; DataError when it is of another recipe."""
+        ours, path = _plain(recipe), folder / MANIFEST
+        if not path.exists():
+            return ShardManifest(folder, ours, {})
+        try:
+            noted = orjson.loads(path.read_bytes())
+            if noted["format"] != FORMAT:
+                raise ValueError("another format")
+            theirs, shards = noted["recipe"], noted["shards"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise DataError(f"`{path}` must be a manifest of shards ({FORMAT}), but is not ({error}).") from None
+        differing = [name for name in ours if ours[name] != theirs.get(name)]
+        if differing:
+            raise DataError(
+                f"`{folder}` must have been begun with the same settings, but differs in {', '.join(differing)}; "
+                "give another folder, or remove this one."
+            )
+        return ShardManifest(folder, ours, shards)
+
+    def report(self, shard: Input) -> PreprocessReport | None:
+        """The report of a finished shard; None if it must be made (again): it is not listed, its input has changed, or
+        its files are incomplete."""
+        noted = self._shards.get(shard.name)
+        if noted is None or noted["input"] != _fingerprint(shard):
+            return None
+        try:
+            for name in _names(shard, held_out=self._recipe["holdout"] is not None):
+                if IndexedDataset(self._folder / name).info is None:  # PREFIX.json is missing: it is incomplete
+                    return None
+        except DataError:
+            return None
+        return PreprocessReport(**noted["report"])
+
+    def note(self, shard: Input, report: PreprocessReport) -> None:
+        """Lists a shard as finished; on disk when this returns."""
+        self._shards[shard.name] = {"input": _fingerprint(shard), "report": asdict(report)}
+        content = {"format": FORMAT, "recipe": self._recipe, "shards": self._shards}
+        write_atomically(self._folder / MANIFEST, orjson.dumps(content, option=orjson.OPT_INDENT_2))
+
+    def total(self, shards: Sequence[Input]) -> PreprocessReport:
+        """The reports of these shards added up."""
+        total = PreprocessReport()
+        for shard in shards:
+            total.add(PreprocessReport(**self._shards[shard.name]["report"]))
+        return total
+
+
+def _names(shard: Input, *, held_out: bool) -> list[str]:
+    """Of the datasets that it becomes."""
+    return [shard.name, f"{shard.name}-validation"] if held_out else [shard.name]
+
+
+def _shards(inputs: Sequence[str | Path], recipe: Recipe) -> list[Input]:
+    shards = find_inputs(inputs)
+    seen: dict[str, str] = {Path(MANIFEST).stem: "the list of shards"}
+    for shard in shards:
+        if shard.path == STANDARD_INPUT:
+            raise DataError("with one dataset per input every input must be a file, but `-` is standard input.")
+        for name in _names(shard, held_out=recipe.holdout is not None):
+            if name in seen:
+                raise DataError(
+                    f"with one dataset per input, input names must differ, but {seen[name]} and `{shard.path}` would "
+                    f"both write {name}; preprocess them into different output folders."
+                )
+            seen[name] = f"`{shard.path}`"
+    return shards
+
+
+def _fingerprint(shard: Input) -> dict[str, Any]:
+    return {"path": str(shard.path), "bytes": shard.bytes, "changed": max(f.stat().st_mtime_ns for f in shard.files)}
+
+
+def _plain(recipe: Recipe) -> dict[str, Any]:
+    """The recipe in the form that JSON gives back, with the tokenizer's SHA-256 in place of its path."""
+    if not recipe.tokenizer.is_file():
+        raise DataError(f"`{recipe.tokenizer}` must be a tokenizer.json file, but there is none; check the path.")
+    return {
+        "tokenizer": hashlib.sha256(recipe.tokenizer.read_bytes()).hexdigest(),
+        "selection": orjson.loads(orjson.dumps(asdict(recipe.selection))),
+        "end_token": recipe.end_token or END_TOKEN,
+        "holdout": None if recipe.holdout is None else str(recipe.holdout),
+        "on_error": recipe.on_error,
+    }

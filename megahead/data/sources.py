@@ -1,0 +1,514 @@
+"""The input of preprocessing: files found, decompressed, cut into chunks and parsed into documents."""
+
+from __future__ import annotations
+
+import glob
+import gzip
+import importlib
+import sys
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import IO, Any, Protocol
+
+import orjson
+import pyarrow as pa
+import pyarrow.parquet as pq
+import zstandard
+
+from megahead.errors import DataError, FieldError
+
+# The decompressed bytes of a plain, .gz or .zst file (or of standard input), block by block.
+
+
+BLOCK_BYTES = 4 << 20
+STANDARD_INPUT = Path("-")
+
+
+def read_blocks(path: Path) -> Iterator[tuple[bytes, int]]:
+    """Blocks of about 4 MB, each with the number of bytes of the file on disk that were read so far.
+
+    DataError for a file that cannot be read to its end.
+    """
+    unpack = UNPACKERS.get(path.suffix, _plain_blocks)
+    try:
+        with nullcontext(sys.stdin.buffer) if path == STANDARD_INPUT else path.open("rb") as file:
+            consumed = 0
+            for data in unpack(file):
+                consumed = consumed + len(data) if path == STANDARD_INPUT else file.tell()
+                yield data, consumed
+    except (OSError, EOFError, zlib.error, zstandard.ZstdError) as error:
+        raise DataError(f"`{path}` must be readable to its end, but is not ({error}); it may be cut short.") from error
+
+
+def _plain_blocks(file: IO[bytes]) -> Iterator[bytes]:
+    while data := file.read(BLOCK_BYTES):
+        yield data
+
+
+def _gzip_blocks(file: IO[bytes]) -> Iterator[bytes]:
+    with gzip.GzipFile(fileobj=file) as unpacked:
+        while data := unpacked.read(BLOCK_BYTES):
+            yield data
+
+
+def _zstd_blocks(file: IO[bytes]) -> Iterator[bytes]:
+    """Decompresses frame by frame, since the library's own stream reader does not notice that a file was cut short.
+
+    Reads little at a time, because nothing bounds the size of what comes out; it is yielded in whole blocks.
+    """
+    frame, parts, size = None, list[bytes](), 0
+    while packed := file.read(BLOCK_BYTES // 32):
+        while packed:
+            frame = frame or zstandard.ZstdDecompressor().decompressobj()
+            parts.append(frame.decompress(packed))
+            size += len(parts[-1])
+            packed = frame.unused_data if frame.eof else b""
+            frame = None if frame.eof else frame
+        if size >= BLOCK_BYTES:
+            yield b"".join(parts)
+            parts, size = [], 0
+    if frame is not None:
+        raise EOFError("the last frame has no end")
+    yield b"".join(parts)
+
+
+UNPACKERS: dict[str, Callable[[IO[bytes]], Iterator[bytes]]] = {".gz": _gzip_blocks, ".zst": _zstd_blocks}
+
+
+# Which records of the input become documents, and which of their fields is the text.
+
+
+Condition = tuple[str, str]
+
+
+class Unfit(Exception):
+    """Says what is wrong with a record; the error sentence begins with the record's FILE:LINE."""
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Reads one record (a JSON object, a row of a table) as a document.
+
+    Keys may be nested: `meta.pile_set_name` is the record's key of exactly that name or, if there is none, the key
+    `pile_set_name` of its `meta`.
+    """
+
+    text_key: str = "text"
+
+    keep: tuple[Condition, ...] = ()
+    """(key, value) pairs: only records that have, for each key in them, one of its values. All records if empty."""
+
+    drop: tuple[Condition, ...] = ()
+    """(key, value) pairs: records that have any of these are left out."""
+
+    def text(self, record: Any) -> str | None:
+        """The document's text; None for a record that is not wanted. Raises Unfit for a record without text."""
+        if (self.keep or self.drop) and not self._wanted(record):
+            return None
+        try:
+            text = _at(record, self.text_key)
+        except KeyError:
+            raise Unfit(f"must have the key `{self.text_key}`, but has not; see --text-key") from None
+        if not isinstance(text, str):
+            raise Unfit(f"must have a string in `{self.text_key}`, but has {type(text).__name__} instead")
+        return text
+
+    def columns(self, names: Sequence[str]) -> list[str]:
+        """The top-level columns of a table that must be read, of those in `names`. KeyError for a missing one."""
+        wanted = [self.text_key, *(key for key, _ in self.keep + self.drop)]
+        found = {key: key if key in names else key.split(".")[0] for key in wanted}
+        for key, column in found.items():
+            if column not in names:
+                raise KeyError(key)
+        return list(dict.fromkeys(found.values()))
+
+    def _wanted(self, record: Any) -> bool:
+        asked: dict[str, set[str]] = {}
+        for key, value in self.keep:
+            asked.setdefault(key, set()).add(value)
+        kept = all(_value(record, key) in values for key, values in asked.items())
+        return kept and not any(_value(record, key) == value for key, value in self.drop)
+
+
+def conditions(field: str, given: Sequence[str]) -> tuple[Condition, ...]:
+    """`KEY=VALUE` texts as pairs; FieldError for one without `=`."""
+    for text in given:
+        if "=" not in text:
+            raise FieldError(field, "be KEY=VALUE, like meta.pile_set_name=ArXiv", got=text)
+    return tuple((key, value) for key, _, value in (text.partition("=") for text in given))
+
+
+def _value(record: Any, key: str) -> str | None:
+    """The value of `key`, as text; None if there is none (so a filter never fails)."""
+    try:
+        return str(_at(record, key))
+    except KeyError:
+        return None
+
+
+def _at(record: Any, key: str) -> Any:
+    """The value under a key or a path of keys. KeyError where there is none."""
+    if not isinstance(record, Mapping):
+        raise KeyError(key)
+    if key in record:
+        return record[key]
+    head, dot, rest = key.partition(".")
+    if not dot or head not in record:
+        raise KeyError(key)
+    return _at(record[head], rest)
+
+
+# Pieces of an input: cut cheaply in the main process, parsed in any process. Each is picklable and knows its position
+# in the input, for error messages.
+
+
+@dataclass
+class Parsed:
+    """The documents of a chunk, and what did not become a document."""
+
+    texts: list[str] = field(default_factory=list)
+    """The documents' texts, none of them empty."""
+
+    empty: list[str] = field(default_factory=list)
+    """`FILE:LINE` of documents without text."""
+
+    broken: list[str] = field(default_factory=list)
+    """A sentence that begins with `FILE:LINE` for everything that could not be read."""
+
+    left_out: int = 0
+    """Documents that the selection does not want."""
+
+    def strict(self) -> list[str]:
+        """The texts; DataError for the first broken place."""
+        if self.broken:
+            raise DataError(self.broken[0])
+        return self.texts
+
+    def add(self, place: str, text: str | None) -> None:
+        """Adds what the selection made of the record at `place`: a text, or None if it is not wanted."""
+        if text is None:
+            self.left_out += 1
+        elif not text or text.isspace():
+            self.empty.append(place)
+        else:
+            self.texts.append(text)
+
+
+class Chunk(Protocol):
+    """A piece of an input that becomes documents."""
+
+    @property
+    def consumed(self) -> int:
+        """Bytes of the file on disk that were read for it."""
+
+    def parse(self) -> Parsed:
+        """Its documents."""
+
+
+@dataclass(frozen=True)
+class JsonLines:
+    """Whole lines of a `.jsonl` file, one JSON object each; blank lines are ignored."""
+
+    path: str
+    first_line: int
+    block: bytes
+    selection: Selection
+    consumed: int
+
+    def parse(self) -> Parsed:
+        """One document per line."""
+        lines = enumerate(_lines(self.block), self.first_line)
+        return _parse_records(self.path, ((number, line) for number, line in lines if line.strip()), self._text)
+
+    def _text(self, line: bytes) -> str | None:
+        try:
+            record = orjson.loads(line)
+        except orjson.JSONDecodeError as error:
+            raise Unfit(f"must be one JSON object in UTF-8, but is not ({error})") from None
+        return self.selection.text(record)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of a table (Parquet, Arrow), the wanted columns only, in Arrow's own stream format."""
+
+    path: str
+    first_row: int
+    stream: bytes
+    selection: Selection
+    consumed: int
+
+    def parse(self) -> Parsed:
+        """One document per row."""
+        import pyarrow.ipc  # here, because JSON lines, the common case, do not need it
+
+        table = pyarrow.ipc.open_stream(self.stream).read_all()
+        try:
+            rows = table.to_pylist()
+        except UnicodeDecodeError:  # somewhere
+            rows = [table.slice(row, 1) for row in range(table.num_rows)]
+        return _parse_records(self.path, enumerate(rows, self.first_row), self._text)
+
+    def _text(self, row: Any) -> str | None:
+        """Of a row, or of a table that is one row."""
+        try:
+            return self.selection.text(row if isinstance(row, dict) else row.to_pylist()[0])
+        except UnicodeDecodeError as error:
+            raise Unfit(f"must be UTF-8 text, but is not ({error.reason})") from None
+
+
+@dataclass(frozen=True)
+class TextFile:
+    """A whole `.txt` file: one document."""
+
+    path: str
+    data: bytes
+    consumed: int
+
+    def parse(self) -> Parsed:
+        """The file's text, without a byte-order mark."""
+        parsed = Parsed()
+        try:
+            parsed.add(self.path, self.data.decode("utf-8-sig"))
+        except UnicodeDecodeError as error:
+            line = self.data.count(b"\n", 0, error.start) + 1
+            parsed.broken.append(f"`{self.path}:{line}` must be UTF-8 text, but is not ({error.reason}).")
+        return parsed
+
+
+def _parse_records(path: str, records: Iterable[tuple[int, Any]], read: Callable[[Any], str | None]) -> Parsed:
+    parsed = Parsed()
+    for number, record in records:
+        try:
+            parsed.add(f"{path}:{number}", read(record))
+        except Unfit as problem:
+            parsed.broken.append(f"`{path}:{number}` {problem}.")
+    return parsed
+
+
+def _lines(block: bytes) -> Iterator[bytes]:
+    """The lines one by one: a list of them would hold the block twice."""
+    start = 0
+    while (end := block.find(b"\n", start)) >= 0:
+        yield block[start:end]
+        start = end + 1
+    yield block[start:]
+
+
+# Finds, checks and cuts into chunks what the user gave as input: files, globs, standard input, saved datasets.
+#
+# A new kind of input is a chunk (`megahead.data.sources`) and a function that cuts a file into such chunks, in
+# `KINDS`.
+
+
+MAX_TEXT_BYTES = 1 << 30
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+Cutter = Callable[[Path, Selection], Iterator[Chunk]]
+
+
+@dataclass(frozen=True)
+class Input:
+    """One file of text, or one saved dataset, or standard input."""
+
+    path: Path
+
+    files: tuple[Path, ...]
+    """The files that are read for it, in order: several for a saved dataset, else only itself."""
+
+    name: str
+    """Its file name without the ending of its kind."""
+
+    bytes: int
+    """Its size on disk; 0 for standard input."""
+
+    cut: Cutter
+
+    def chunks(self, selection: Selection) -> Iterator[Chunk]:
+        """Its chunks in order, about 4 MB of text each (more where one document is longer)."""
+        for file in self.files:
+            yield from self.cut(file, selection)
+
+
+def find_inputs(patterns: str | Path | Sequence[str | Path]) -> list[Input]:
+    """The inputs that a path or several, globs (`**` too) and `-` (standard input) stand for; those of a glob in order
+    of name.
+
+    DataError for what is missing or of an unknown kind.
+    """
+    patterns = [patterns] if isinstance(patterns, str | Path) else patterns
+    if not patterns:
+        raise DataError("there must be at least one input file, but none was given.")
+    return [_input(path) for pattern in patterns for path in _paths(str(pattern))]
+
+
+def total_bytes(inputs: Sequence[Input]) -> int | None:
+    """Bytes of all inputs on disk; None if standard input is among them."""
+    return None if any(item.path == STANDARD_INPUT for item in inputs) else sum(item.bytes for item in inputs)
+
+
+def read_chunks(inputs: Sequence[Input], selection: Selection) -> Iterator[Chunk]:
+    """The chunks of all inputs, one after the other."""
+    for item in inputs:
+        yield from item.chunks(selection)
+
+
+def _paths(pattern: str) -> list[Path]:
+    if Path(pattern).exists() or not glob.has_magic(pattern):
+        return [Path(pattern)]
+    found = sorted(glob.glob(pattern, recursive=True))  # noqa: PTH207 (a Path cannot glob an absolute pattern)
+    if not found:
+        raise DataError(f"`{pattern}` must match a file, but matches none; check the pattern.")
+    return [Path(path) for path in found]
+
+
+def _input(path: Path) -> Input:
+    if path == STANDARD_INPUT:
+        return Input(path, (path,), "stdin", 0, _cut_json_lines)
+    if path.is_dir():
+        files = tuple(_tables().saved_dataset_files(path))
+        return Input(path, files, path.name, sum(_size(file) for file in files), _cut_arrow)
+    for ending, cut in KINDS.items():
+        if path.name.endswith(ending):
+            return Input(path, (path,), path.name.removesuffix(ending), _size(path), cut)
+    raise DataError(f"`{path}` must end in one of {', '.join(KINDS)}, but does not; convert or rename it.")
+
+
+def _size(path: Path) -> int:
+    if not path.is_file():
+        raise DataError(f"`{path}` must be a text file, but there is none; check the path.")
+    return path.stat().st_size
+
+
+def _cut_json_lines(path: Path, selection: Selection) -> Iterator[Chunk]:
+    first_line, chunk_end, position = 1, 0, 0
+    rest: list[bytes] = []
+    for data, position in read_blocks(path):
+        if first_line == 1 and not rest:
+            data = data.removeprefix(BYTE_ORDER_MARK)
+        head, newline, tail = data.rpartition(b"\n")
+        if not newline:
+            rest.append(tail)
+            if sum(map(len, rest)) > MAX_TEXT_BYTES:
+                raise DataError(f"`{path}:{first_line}` must be shorter than 1 GiB, but the line is longer; split it.")
+            continue
+        block = b"".join([*rest, head])
+        rest = [tail]  # before the yield, so that the parts of a long document are freed
+        yield JsonLines(str(path), first_line, block, selection, position - chunk_end)
+        first_line += block.count(b"\n") + 1
+        chunk_end = position
+    if any(rest):
+        yield JsonLines(str(path), first_line, b"".join(rest), selection, position - chunk_end)
+
+
+def _cut_text(path: Path, selection: Selection) -> Iterator[Chunk]:
+    parts: list[bytes] = []
+    for data, _ in read_blocks(path):
+        parts.append(data)
+        if sum(map(len, parts)) > MAX_TEXT_BYTES:
+            raise DataError(
+                f"`{path}` must be shorter than 1 GiB, as a .txt file is one document, but is longer; "
+                "turn it into .jsonl with one document a line."
+            )
+    yield TextFile(str(path), b"".join(parts), path.stat().st_size)
+
+
+def _cut_parquet(path: Path, selection: Selection) -> Iterator[Chunk]:
+    yield from _tables().cut_parquet(path, selection)
+
+
+def _cut_arrow(path: Path, selection: Selection) -> Iterator[Chunk]:
+    yield from _tables().cut_arrow(path, selection)
+
+
+def _tables() -> ModuleType:
+    """Imported only if there are tables: importing pyarrow takes longer than reading a small file of JSON lines."""
+    return importlib.import_module("megahead.data.sources")
+
+
+LINES_AND_TEXTS: dict[str, Cutter] = {".jsonl": _cut_json_lines, ".txt": _cut_text}
+TABLES: dict[str, Cutter] = {".parquet": _cut_parquet, ".arrow": _cut_arrow}
+KINDS = {f"{kind}{packed}": cut for kind, cut in LINES_AND_TEXTS.items() for packed in ("", ".gz", ".zst")} | TABLES
+
+
+# Parquet files and saved Hugging Face datasets (folders of Arrow streams) cut into chunks of rows.
+
+
+ROWS_AT_ONCE = 64
+STATE = "state.json"
+SPLITS = "dataset_dict.json"
+
+
+def cut_parquet(path: Path, selection: Selection) -> Iterator[Chunk]:
+    """The rows of a `.parquet` file; reads only the columns that are needed, a few pages at a time."""
+    try:
+        with pq.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20) as file:
+            columns = _columns(path, selection, file.schema_arrow.names)
+            batches = file.iter_batches(ROWS_AT_ONCE, columns=columns, use_threads=False)
+            yield from _chunks(path, batches, selection, path.stat().st_size / max(file.metadata.num_rows, 1))
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"`{path}` must be a readable Parquet file, but is not ({error}).") from error
+
+
+def cut_arrow(path: Path, selection: Selection) -> Iterator[Chunk]:
+    """The rows of an `.arrow` file in the stream format that `Dataset.save_to_disk` writes."""
+    try:
+        with pa.memory_map(str(path)) as source, pa.ipc.open_stream(source) as stream:
+            columns = _columns(path, selection, stream.schema.names)
+            batches = (batch.select(columns) for batch in stream)
+            slices = (batch.slice(at, ROWS_AT_ONCE) for batch in batches for at in range(0, len(batch), ROWS_AT_ONCE))
+            reported_bytes = 0
+            for chunk in _chunks(path, slices, selection, 0.0):
+                position = source.tell()
+                yield Rows(chunk.path, chunk.first_row, chunk.stream, selection, position - reported_bytes)
+                reported_bytes = position
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"`{path}` must be a readable Arrow stream, but is not ({error}).") from error
+
+
+def saved_dataset_files(folder: Path) -> list[Path]:
+    """The Arrow files of a saved Hugging Face dataset, in order. DataError for any other folder."""
+    if (folder / SPLITS).is_file():
+        splits = orjson.loads((folder / SPLITS).read_bytes())["splits"]
+        raise DataError(f"`{folder}` must be one split of a saved dataset, but holds {', '.join(splits)}; name one.")
+    if not (folder / STATE).is_file():
+        raise DataError(
+            f"`{folder}` must be a file or a saved Hugging Face dataset, but is a folder without {STATE}; "
+            f"for the files in it give a pattern in quotes like '{folder}/*.jsonl'."
+        )
+    state = orjson.loads((folder / STATE).read_bytes())
+    if state.get("_indices_data_files"):
+        raise DataError(f"`{folder}` must be saved flat, but has an index mapping; save it after flatten_indices().")
+    return [folder / file["filename"] for file in state["_data_files"]]
+
+
+def _columns(path: Path, selection: Selection, names: list[str]) -> list[str]:
+    try:
+        return selection.columns(names)
+    except KeyError as key:
+        raise DataError(f"`{path}` must have a column for {key}, but has {', '.join(names)}; see --text-key.") from None
+
+
+def _chunks(path: Path, batches: Iterable[pa.RecordBatch], selection: Selection, row_bytes: float) -> Iterator[Rows]:
+    """Joins batches to chunks of about one block of text each."""
+    first, waiting = 0, list[pa.RecordBatch]()
+    for batch in batches:
+        waiting.append(batch)
+        if sum(part.get_total_buffer_size() for part in waiting) >= BLOCK_BYTES:
+            yield _rows(path, first, waiting, selection, row_bytes)
+            first, waiting = first + sum(map(len, waiting)), []
+    if waiting:
+        yield _rows(path, first, waiting, selection, row_bytes)
+
+
+def _rows(path: Path, first: int, batches: list[pa.RecordBatch], selection: Selection, row_bytes: float) -> Rows:
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, batches[0].schema) as writer:
+        for batch in batches:
+            writer.write_batch(batch)  # writes only the rows of a slice, not the whole batch that it is cut from
+    last = first + sum(map(len, batches))
+    consumed = int(last * row_bytes) - int(first * row_bytes)
+    return Rows(str(path), first + 1, sink.getvalue().to_pybytes(), selection, consumed)

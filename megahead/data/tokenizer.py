@@ -1,0 +1,313 @@
+"""One tokenizer interface over three libraries; very long texts are encoded in pieces."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import fastokens
+import numpy as np
+import orjson
+import sentencepiece
+import tokenizers
+
+from megahead.data.indexed import TokenizerIdentity, token_dtype
+from megahead.data.sentencepiece_model import is_sentencepiece, tokenizer_json
+from megahead.errors import DataError
+from megahead.files import write_atomically
+from megahead.remote_files import near_file
+from megahead.run_folder import RunFolder
+
+# Cuts a very long text into pieces that are tokenized one by one, to save memory; only where that changes no id.
+
+
+PIECE = 1 << 20
+"""About how many characters a piece has."""
+
+AROUND = 256
+"""Characters on either side of a cut that are tokenized with and without it."""
+
+SEARCHED = 1 << 16
+"""Characters that are searched for a place to cut; if there is none, the rest stays whole."""
+
+_WORD_START = re.compile(r"(?=\s\w)")
+Encode = Callable[[Sequence[str]], list[list[int]]]
+
+
+def pieces(text: str, encode: Encode) -> Iterator[str]:
+    """`text` in pieces of about a million characters, whose ids by `encode`, concatenated, are the ids of `text`.
+
+    Cuts before the space in front of a word, if the ids around the cut are the same with and without it. That is exact,
+    since all common tokenizers pre-tokenize there. If no such place is found, the rest stays whole.
+    """
+    start = 0
+    while len(text) - start >= 2 * PIECE:
+        cut = _place(text, start + PIECE, encode)
+        yield text[start:cut]
+        start = cut
+    if start < len(text):
+        yield text[start:]
+
+
+def _place(text: str, near: int, encode: Encode) -> int:
+    """The first place from `near` on where a cut changes nothing, else the end."""
+    for word in _WORD_START.finditer(text, near, near + SEARCHED):
+        cut = word.start()
+        left, right = text[cut - AROUND : cut], text[cut : cut + AROUND]
+        whole, first, second = encode([left + right, left, right])
+        if whole == first + second:
+            return cut
+    return len(text)
+
+
+# One tokenizer interface over three libraries, called engines.
+#
+# A `tokenizer.json` is read by Hugging Face `tokenizers` (the reference) or, if its ids are the same, by the faster
+# `fastokens`; a SentencePiece `.model`, known by its name or content, by `sentencepiece`.
+
+
+Engine = Literal["fastokens", "tokenizers", "sentencepiece"]
+Array = np.ndarray[Any, Any]
+Fingerprint = tuple[int, int, int]
+
+
+class Tokenizer:
+    """The tokenizer in a file. Encoding adds no special tokens, truncates and pads nothing, and draws nothing: a
+    tokenizer.json with `dropout` is taken without. The spellings of special tokens in a text are still encoded as such.
+    """
+
+    def __init__(self, path: str | Path, engine: Engine = "tokenizers") -> None:
+        self.path = Path(path)
+        self._reference = _reference(self.path, _fingerprint(self.path))
+        self.engine: Engine = "sentencepiece" if isinstance(self._reference, _SentencePieceModel) else engine
+        self._fast = fastokens.Tokenizer.from_file(str(self.path)) if self.engine == "fastokens" else None
+        if self._fast is not None:
+            self._fast.no_truncation()
+            self._fast.no_padding()
+        self.vocab_size = self._reference.vocab_size
+        """One above the largest id, added tokens included."""
+        self.roles = self._reference.roles
+        """The ids that a `.model` itself names for `begin`, `end`, `padding` and `unknown`; no tokenizer.json does."""
+
+    @property
+    def added(self) -> list[str]:
+        """The spellings of tokens that a tokenizer.json has beside its model's, whose ids engines read differently."""
+        return self._reference.added
+
+    @cached_property
+    def dropout(self) -> float:
+        """The share of merges that the file wants left out at random, which no encoding here does."""
+        return self._reference.dropout
+
+    def content(self) -> str:
+        """The tokenizer.json, without dropout; for a `.model` one of the same ids. DataError where none has them."""
+        as_it_is = self.engine != "sentencepiece" and not self.dropout
+        return self.path.read_text(encoding="utf-8") if as_it_is else self._reference.content()
+
+    def identity(self) -> TokenizerIdentity:
+        """By which datasets, runs and exports know it again. As long as it takes to write the vocabulary as JSON."""
+        file = hashlib.sha256(self.path.read_bytes()).hexdigest()
+        try:
+            made = orjson.loads(self._reference.content())
+        except DataError:  # of a `.model` that no tokenizer.json equals
+            return TokenizerIdentity(self.path.name, file, file)
+        deciding = {part: made[part] for part in ("added_tokens", "normalizer", "pre_tokenizer", "model")}
+        vocabulary = hashlib.sha256(orjson.dumps(deciding, option=orjson.OPT_SORT_KEYS)).hexdigest()
+        return TokenizerIdentity(self.path.name, file, vocabulary)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """The ids of each text. Uses as many cores as the engine may."""
+        if self._fast is not None:
+            ids, lengths = self.encode_flat(texts)
+            return [part.tolist() for part in np.split(ids, np.cumsum(lengths)[:-1])] if len(lengths) else []
+        return self._reference.encode(list(texts))
+
+    def encode_flat(self, texts: Sequence[str]) -> tuple[Array, Array]:
+        """(ids of all texts concatenated, number of ids of each): no Python object per token, long texts in pieces."""
+        if all(len(text) < 2 * PIECE for text in texts):
+            return self._encode_whole(texts)
+        parts = [np.concatenate([self._piece(piece) for piece in pieces(text, self.encode_batch)]) for text in texts]
+        return np.concatenate(parts), np.array([len(part) for part in parts], np.int64)
+
+    def _piece(self, text: str) -> Array:
+        return self._encode_whole([text])[0].astype(token_dtype(self.vocab_size))
+
+    def _encode_whole(self, texts: Sequence[str]) -> tuple[Array, Array]:
+        if self._fast is not None:
+            ids, bounds = self._fast.encode_batch_flat(list(texts))
+            return np.frombuffer(ids, np.uint32), np.diff(np.frombuffer(bounds, np.uint64).astype(np.int64))
+        parts = self._reference.encode(list(texts))
+        lengths = np.array([len(part) for part in parts], np.int64)
+        return np.concatenate([np.empty(0, np.int64), *(np.asarray(part, np.int64) for part in parts)]), lengths
+
+    def decode(self, ids: Sequence[int] | Array) -> str:
+        """The text of `ids`, special tokens included."""
+        return self._reference.decode([int(i) for i in ids])
+
+    def spellings(self, count: int) -> list[str | None]:
+        """How each of the ids below `count` is spelled, None where there is no such id."""
+        return [self._reference.spelling(i) if i < self.vocab_size else None for i in range(count)]
+
+    def find(self, token: str) -> int | None:
+        """The id of a token given by its spelling; None when the vocabulary lacks it."""
+        return self._reference.id_of(token)
+
+    def id_of(self, token: str) -> int:
+        """The id of a token given by its spelling; DataError when the vocabulary lacks it."""
+        found = self.find(token)
+        if found is None:
+            raise DataError(f"the tokenizer `{self.path}` must have a token `{token}`, but has none; name another one.")
+        return found
+
+
+def load_tokenizer(path: str | Path, probe: Sequence[str] = ()) -> Tokenizer:
+    """The tokenizer in `path`, with the fast engine if that gives the reference's ids on every text of `probe`, and
+    around every added token.
+
+    Without a probe, or if the fast engine cannot read the file (WordPiece, for one), with the reference. A file that
+    was read before is not read again; that of a URL is fetched first. DataError if it is missing, or neither a
+    `tokenizer.json` nor a `.model`.
+    """
+    path = near_file(str(path))
+    reference = opened(path, "tokenizers")
+    if not probe or reference.engine == "sentencepiece" or reference.dropout:
+        return reference
+    try:
+        fast = opened(path, "fastokens")
+        texts = [*probe, *(f"a {token} b{token}c" for token in reference.added)]
+        exact = fast.encode_batch(texts) == reference.encode_batch(texts)
+    except ValueError:  # what fastokens raises for a kind of tokenizer it does not know
+        exact = False
+    return fast if exact else reference
+
+
+def tokenizer_mark(path: str | Path) -> str:
+    """What a run's checkpoints hold of its tokenizer, equal for files that cut texts alike."""
+    return f"vocabulary {Tokenizer(near_file(str(path))).identity().vocabulary}"
+
+
+def has_mark(path: str | Path, mark: str) -> bool:
+    """Whether the tokenizer in `path` has it; earlier versions took the SHA-256 of the file."""
+    file = Path(near_file(str(path)))
+    return mark == hashlib.sha256(file.read_bytes()).hexdigest() or mark == tokenizer_mark(file)
+
+
+def keep_tokenizer(source: Path, run: RunFolder) -> None:
+    """Copies a tokenizer's file into a run's folder, by the name of its kind; it takes the place of another one."""
+    kept = run.tokenizer_model if is_sentencepiece(source) else run.tokenizer_json
+    write_atomically(kept, source.read_bytes())
+    for other in {run.tokenizer_model, run.tokenizer_json} - {kept}:
+        other.unlink(missing_ok=True)
+
+
+def opened(path: str | Path, engine: Engine) -> Tokenizer:
+    """The tokenizer in `path` with this engine; cached until the file changes."""
+    return _opened(Path(path), engine, _fingerprint(Path(path)))
+
+
+@lru_cache(maxsize=4)
+def _opened(path: Path, engine: Engine, fingerprint: Fingerprint) -> Tokenizer:
+    return Tokenizer(path, engine)
+
+
+class _Reference(Protocol):
+    vocab_size: int
+    roles: dict[str, int]
+    added: list[str]
+    dropout: float
+
+    def content(self) -> str:
+        """As a tokenizer.json, the same for all files that say the same; DataError where none says it."""
+        ...
+
+    def encode(self, texts: list[str]) -> list[list[int]]: ...
+
+    def decode(self, ids: list[int]) -> str: ...
+
+    def id_of(self, token: str) -> int | None: ...
+
+    def spelling(self, id_: int) -> str | None: ...
+
+
+class _TokenizerJson:
+    def __init__(self, path: Path) -> None:
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises plain Exception
+            raise DataError(f"`{path}` must be a tokenizer.json file, but cannot be read as one: {error}.") from error
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self.dropout = float(getattr(self._tokenizer.model, "dropout", None) or 0)
+        if self.dropout:
+            self._tokenizer.model.dropout = None
+        self.roles: dict[str, int] = {}
+        self.added = [token.content for token in self._tokenizer.get_added_tokens_decoder().values()]
+        ids = self._tokenizer.get_vocab(with_added_tokens=True).values()
+        if not ids:
+            raise DataError(f"`{path}` must have tokens, but has none.")
+        self.vocab_size = max(ids) + 1
+
+    def content(self) -> str:
+        return str(self._tokenizer.to_str(pretty=True))
+
+    def encode(self, texts: list[str]) -> list[list[int]]:
+        return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=False)
+
+    def id_of(self, token: str) -> int | None:
+        return self._tokenizer.token_to_id(token)
+
+    def spelling(self, id_: int) -> str | None:
+        return self._tokenizer.id_to_token(id_)
+
+
+class _SentencePieceModel:
+    dropout = 0.0
+    added: list[str] = []  # noqa: RUF012 - never changed
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        try:
+            self._model = sentencepiece.SentencePieceProcessor(model_file=str(path))
+        except (RuntimeError, OSError) as error:
+            raise DataError(f"`{path}` must be a SentencePiece model, but cannot be read as one: {error}.") from error
+        self.vocab_size = int(self._model.get_piece_size())
+        named = {"begin": self._model.bos_id(), "end": self._model.eos_id()}
+        named |= {"padding": self._model.pad_id(), "unknown": self._model.unk_id()}
+        self.roles = {role: int(id_) for role, id_ in named.items() if id_ >= 0}
+
+    def content(self) -> str:
+        return str(tokenizer_json(self._path).to_str(pretty=True))
+
+    def encode(self, texts: list[str]) -> list[list[int]]:
+        ids: list[list[int]] = self._model.encode(texts, out_type=int, num_threads=1)
+        return ids
+
+    def decode(self, ids: list[int]) -> str:
+        return str(self._model.decode(ids))
+
+    def id_of(self, token: str) -> int | None:
+        found = int(self._model.piece_to_id(token))  # for an unknown token the id of <unk>
+        return found if self._model.id_to_piece(found) == token else None
+
+    def spelling(self, id_: int) -> str | None:
+        return str(self._model.id_to_piece(id_))
+
+
+@lru_cache(maxsize=4)
+def _reference(path: Path, fingerprint: Fingerprint) -> _Reference:
+    return _SentencePieceModel(path) if is_sentencepiece(path) else _TokenizerJson(path)
+
+
+def _fingerprint(path: Path) -> Fingerprint:
+    """Changes whenever the file does; DataError if there is no file."""
+    if not path.is_file():
+        raise DataError(f"`{path}` must be a tokenizer.json file or a .model, but there is none; check the path.")
+    stat = path.stat()
+    return stat.st_ino, stat.st_size, stat.st_mtime_ns

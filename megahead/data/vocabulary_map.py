@@ -1,0 +1,269 @@
+"""Maps one vocabulary to another, by what tokens stand for."""
+
+from __future__ import annotations
+
+import json
+import re
+import unicodedata
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any
+
+from megahead.data.tokenizer import Tokenizer, load_tokenizer
+from megahead.errors import DataError
+
+# What tokens stand for, in bytes, however their tokenizer spells them, and which of them are special.
+#
+# A space in front belongs to a token's bytes: byte-level BPE spells ` the` as `Ġthe`, SentencePiece as `▁the`, and
+# WordPiece as `the`, where what continues a word is `##the`.
+
+
+ROLES = {
+    "begin": ("[CLS]", "<s>", "<|begin_of_text|>", "<bos>", "<|startoftext|>"),
+    "end": ("[SEP]", "</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>"),
+    "padding": ("[PAD]", "<|padding|>", "<pad>", "<|finetune_right_pad_id|>"),
+    "mask": ("[MASK]", "<mask>"),
+    "unknown": ("[UNK]", "<unk>"),
+}
+"""What special tokens are for, and how they are spelled in published tokenizers."""
+
+_SPACE = "▁"  # SentencePiece's
+_IDEOGRAPHS = range(0x3400, 0xA000)
+_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+
+
+@dataclass(frozen=True)
+class SpelledVocabulary:
+    """A tokenizer and what its tokens stand for."""
+
+    tokenizer: Tokenizer
+    spellings: list[str | None]
+    """By id; None where there is no such id."""
+
+    text: list[bytes | None]
+    """By id; None for special tokens and where there is no such id."""
+
+    @staticmethod
+    def open(path: Path) -> SpelledVocabulary:
+        """DataError for what is neither a `tokenizer.json` nor like one, or spells its tokens in another way than those
+        above."""
+        tokenizer = load_tokenizer(path)
+        content = json.loads(tokenizer.content())
+        spellings = tokenizer.spellings(tokenizer.vocab_size)
+        special, added = _special(content), {token["content"] for token in content.get("added_tokens") or ()}
+        undo = _speller(content, path)
+        text = [
+            None if one is None or one in special else one.encode() if one in added else undo(one) for one in spellings
+        ]
+        return SpelledVocabulary(tokenizer, spellings, text)
+
+    @cached_property
+    def special(self) -> dict[str, int]:
+        """The ids of special tokens by their spellings."""
+        return {name: id_ for id_, name in enumerate(self.spellings) if name is not None and self.text[id_] is None}
+
+    def in_role(self, role: str) -> int | None:
+        """The id of the special token with this role (a key of ROLES); None where there is none."""
+        own = self.tokenizer.roles.get(role)
+        return next((self.special[name] for name in ROLES[role] if name in self.special), None) if own is None else own
+
+    def role_of(self, id_: int) -> str | None:
+        """The role of a special token."""
+        return next((role for role in ROLES if self.in_role(role) == id_ or self.spellings[id_] in ROLES[role]), None)
+
+
+def bytes_of_ids(path: str, count: int) -> list[bytes | None]:
+    """What each id below `count` stands for; None for special tokens and where there is no such id. DataError as of
+    `SpelledVocabulary.open`."""
+    text = SpelledVocabulary.open(load_tokenizer(path).path).text[:count]
+    return text + [None] * (count - len(text))
+
+
+def _special(content: dict[str, Any]) -> set[str]:
+    """How special tokens are spelled, that for the unknown among them."""
+    model = content["model"]
+    found = {token["content"] for token in content.get("added_tokens") or () if token["special"]}
+    if isinstance(model.get("unk_id"), int):
+        found.add(model["vocab"][model["unk_id"]][0])
+    return found | ({model["unk_token"]} if model.get("unk_token") else set())
+
+
+def _speller(content: dict[str, Any], path: Path) -> Callable[[str], bytes]:
+    """What turns this tokenizer's spelling of a token into its bytes."""
+    model = content["model"]
+    ways = {part: content.get(part) for part in ("normalizer", "pre_tokenizer", "decoder")}
+    kinds = {kind for way in ways.values() for kind in _kinds(way)}
+    if "WordPiece" in kinds or model.get("type") == "WordPiece":
+        return _of_wordpiece(model.get("continuing_subword_prefix") or "##")
+    if "ByteLevel" in kinds:
+        return _of_byte_level
+    if _SPACE in json.dumps(ways, ensure_ascii=False):
+        return _of_sentencepiece
+    raise DataError(f"`{path}` must spell tokens as byte-level BPE, WordPiece or SentencePiece do, but does not.")
+
+
+def _kinds(part: Any) -> Iterator[str]:
+    """The types in a part of the file, also of what sequences are made of."""
+    if isinstance(part, dict):
+        yield part.get("type", "")
+        for key in ("normalizers", "pretokenizers", "decoders"):
+            for inner in part.get(key, ()):
+                yield from _kinds(inner)
+
+
+def _of_byte_level(spelled: str) -> bytes:
+    known = _byte_of()
+    return b"".join(bytes([known[char]]) if char in known else char.encode() for char in spelled)
+
+
+def _of_sentencepiece(spelled: str) -> bytes:
+    byte = _BYTE.fullmatch(spelled)
+    return bytes([int(byte[1], 16)]) if byte else spelled.replace(_SPACE, " ").encode()
+
+
+def _of_wordpiece(prefix: str) -> Callable[[str], bytes]:
+    def undo(spelled: str) -> bytes:
+        if spelled.startswith(prefix) and spelled != prefix:
+            return spelled.removeprefix(prefix).encode()
+        return (spelled if _stands_alone(spelled) else f" {spelled}").encode()
+
+    return undo
+
+
+def _stands_alone(spelled: str) -> bool:
+    """Whether BERT makes a word of it without a space around: punctuation, and ideographs."""
+    return len(spelled) == 1 and (unicodedata.category(spelled)[0] in "PS" or ord(spelled) in _IDEOGRAPHS)
+
+
+@cache
+def _byte_of() -> dict[str, int]:
+    """The byte of each of the characters that GPT-2's byte-level BPE spells bytes with."""
+    plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in plain]
+    return {chr(byte): byte for byte in plain} | {chr(256 + place): byte for place, byte in enumerate(others)}
+
+
+# Maps a new vocabulary to an old one: which tokens both have, and which old tokens make up each of the others.
+#
+# A token is *spelled* as in its tokenizer.json (` the` as `Ġthe`, say); its *text* is the bytes that it stands for,
+# None for special tokens. Ids without a token, such as padding, have no spelling either. Some special tokens have a
+# *role*: begin, end, padding, mask or unknown. They are the same if they are spelled alike, or else have the same
+# role.
+#
+# V ids of the new vocabulary.
+
+
+@dataclass(frozen=True)
+class Translation:
+    """What each new id is in old ids."""
+
+    old_size: int
+    """How many ids the old vocabulary has."""
+
+    kept_V: list[int | None]
+    """The old id of the same bytes, or of the same special token; None for tokens that are not kept."""
+
+    pieces_V: list[list[int]]
+    """For a token that is not kept, the old ids whose bytes make it up; empty where none do."""
+
+    def counts(self) -> tuple[int, int, int]:
+        """Tokens that are kept, made up of pieces, and neither."""
+        kept = sum(id_ is not None for id_ in self.kept_V)
+        pieced = sum(bool(pieces) for pieces in self.pieces_V)
+        return kept, pieced, len(self.kept_V) - kept - pieced
+
+    def followed_by(self, old_ids: Sequence[int]) -> Translation:
+        """With ids behind the new tokenizer's that stand for these behind the old one's."""
+        more: list[list[int]] = [[] for _ in old_ids]
+        return Translation(self.old_size + len(old_ids), [*self.kept_V, *old_ids], [*self.pieces_V, *more])
+
+    def only_renumbers(self) -> bool:
+        """Whether all tokens of both vocabularies are kept, each once."""
+        return set(self.kept_V) == {*range(self.old_size)} and len(self.kept_V) == self.old_size
+
+
+def translate(old: SpelledVocabulary, new: SpelledVocabulary, roles: Mapping[str, int]) -> Translation:
+    """What each token of `new` is in `old`; `roles`: old ids of special tokens by role (a key of ROLES), where the
+    model's config names them."""
+    known = _Known.of(old)
+    kept = [_kept(id_, old, new, known, roles) for id_ in range(len(new.spellings))]
+    wanted = [id_ for id_, text in enumerate(new.text) if text and kept[id_] is None]
+    found = _pieces([new.text[id_] or b"" for id_ in wanted], old, known)
+    pieces: list[list[int]] = [[] for _ in new.spellings]
+    for id_, old_ids in zip(wanted, found, strict=True):
+        pieces[id_] = old_ids
+    return Translation(len(old.spellings), kept, pieces)
+
+
+@dataclass(frozen=True)
+class _Known:
+    """Old tokens that stand for text, by their bytes."""
+
+    by_bytes: dict[bytes, int]
+    by_bytes_and_spelling: dict[tuple[bytes, str], int]
+    """SentencePiece may have a byte twice: as a character and as a fallback, `<0x41>`."""
+
+    longest: int
+    """Bytes of the longest."""
+
+    @staticmethod
+    def of(vocabulary: SpelledVocabulary) -> _Known:
+        by_bytes: dict[bytes, int] = {}
+        by_bytes_and_spelling: dict[tuple[bytes, str], int] = {}
+        for id_, (text, spelled) in enumerate(zip(vocabulary.text, vocabulary.spellings, strict=True)):
+            if text and spelled is not None:
+                by_bytes_and_spelling[text, spelled] = id_
+                if text not in by_bytes or not spelled.startswith("<0x"):
+                    by_bytes[text] = id_
+        return _Known(by_bytes, by_bytes_and_spelling, max(map(len, by_bytes), default=0))
+
+
+def _kept(
+    id_: int, old: SpelledVocabulary, new: SpelledVocabulary, known: _Known, roles: Mapping[str, int]
+) -> int | None:
+    """The old id of a new token: of the same bytes (in the same spelling, if two have them), or the same special
+    token."""
+    text, spelled = new.text[id_], new.spellings[id_]
+    if spelled is None:
+        return None
+    if text is not None:
+        return known.by_bytes_and_spelling.get((text, spelled), known.by_bytes.get(text))
+    if spelled in old.special:
+        return old.special[spelled]
+    role = new.role_of(id_)
+    return None if role is None else roles.get(role, old.in_role(role))
+
+
+def _pieces(tokens: Sequence[bytes], old: SpelledVocabulary, known: _Known) -> list[list[int]]:
+    """The old ids that make up each token. They are what the old tokenizer encodes it as, if that is just its bytes;
+    else the longest old tokens that match from left to right; else what the old tokenizer encodes it as after all
+    (because it lower-cases, say), without unknown tokens."""
+    found = []
+    for token, ids in zip(tokens, old.tokenizer.encode_batch([_readable(token) for token in tokens]), strict=True):
+        exact = b"".join(old.text[id_] or b"" for id_ in ids) == token
+        own = [id_ for id_ in ids if old.text[id_] is not None]
+        found.append(own if exact else _longest(token, known) or own)
+    return found
+
+
+def _readable(token: bytes) -> str:
+    """Its text; empty where its bytes are not whole characters."""
+    try:
+        return token.decode()
+    except UnicodeDecodeError:
+        return ""
+
+
+def _longest(token: bytes, known: _Known) -> list[int]:
+    """The longest old token at each position, from left to right; empty where one matches nowhere."""
+    ids, at = [], 0
+    while at < len(token):
+        ends = range(min(len(token), at + known.longest), at, -1)
+        end = next((end for end in ends if token[at:end] in known.by_bytes), None)
+        if end is None:
+            return []
+        ids.append(known.by_bytes[token[at:end]])
+        at = end
+    return ids

@@ -1,0 +1,376 @@
+"""How ranks find each other: the launcher's environment, the rendezvous, connecting, printing once."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import partial
+from types import MappingProxyType
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
+
+from megahead.distributed.group import Group
+from megahead.distributed.watchdog import Line, LostRankError, Switchboard, Watch, notice_lost_host, with_timeout
+from megahead.errors import UserError, leave, print_error
+
+# How ranks find each other: `read_launch` reads a launcher's settings, `open_store` opens the store they share.
+#
+# `deepspeed`, `torchrun` and `srun` pass a process its rank in environment variables; `read_launch` takes them as a
+# mapping, so that nothing below `launch/` reads the environment itself.
+
+
+_SLURM = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_STEP_NUM_TASKS", "LOCAL_RANK": "SLURM_LOCALID"}
+
+_INTERACTIVE_STEP, _BATCH_STEP = "4294967290", "4294967291"
+"""SLURM_STEP_ID of the shell that salloc may open on a node, and of a batch script: one process, whatever their other
+variables say."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What the launcher passed to this process."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    address: str = "127.0.0.1"
+    port: int = 29500
+
+    attempt: int = 0
+    """How often the launcher (torchrun) has restarted all ranks."""
+
+    spare_ranks: int = 0
+    """Ranks that the launcher started beyond `world_size`, which wait until those below it end."""
+
+    ranks_per_node: int = 0
+    """Ranks on this node; 0 where the launcher does not say."""
+
+    restarts: bool = False
+    """Whether the launcher (torchrun with --max-restarts) starts ranks again when some are lost or come."""
+
+    keeps_store: bool = False
+    """Whether the launcher (torchrun by default) keeps one store, at one address, however often ranks meet again."""
+
+    job_tasks: int = 0
+    """Tasks of the Slurm job (SLURM_NTASKS) in whose shell or batch script this process runs alone, without srun."""
+
+    host_timeout_seconds: float | None = None
+    """A machine that does not answer for so long is lost; None: only whether its ranks take part counts."""
+
+    def using(self, ranks: int, timeout_seconds: float) -> Launch:
+        """The same, but only the first `ranks` train, and others can take the place of a lost machine."""
+        return replace(
+            self, world_size=ranks, spare_ranks=self.world_size - ranks, host_timeout_seconds=timeout_seconds
+        )
+
+
+def read_launch(environment: Mapping[str, str]) -> Launch:
+    """The launch that `environment` describes; a single process when it describes none.
+
+    A task of srun has its place from Slurm, unless a launcher in it says another. SLURM_NTASKS says nothing of a
+    process: shells of salloc and scripts of sbatch have it, too, and run one. Raises UserError naming the variable that
+    is missing, not a number, or contradicts others.
+    """
+    task = _is_task(environment)
+    rank, size, local_rank = (slurm if task and name not in environment else name for name, slurm in _SLURM.items())
+    values = {name: environment.get(name, "") for name in (rank, size, local_rank, "MASTER_ADDR", "MASTER_PORT")}
+    if not values[size] and values[rank]:
+        raise UserError(_missing(size, f"{rank} is {values[rank]}"))
+    if not values[size]:
+        return Launch(**_torchrun(environment), job_tasks=_number(environment, "SLURM_NTASKS"))
+    if values[size] == "1":
+        return Launch(**_torchrun(environment))
+    if local_rank == "SLURM_LOCALID" and _has_a_device_of_its_own(environment):
+        values[local_rank] = "0"
+    _check(values, size)
+    tasks = environment.get(_SLURM["WORLD_SIZE"], values[size])
+    if rank == "SLURM_PROCID" and tasks != values[size]:
+        rule = f"be SLURM_STEP_NUM_TASKS ({tasks}) where srun starts the ranks"
+        raise UserError(f"`{size}` must {rule}, but is {values[size]} instead; leave it out.")
+    if int(values[rank]) >= int(values[size]):
+        raise UserError(f"`{rank}` must be below {size} ({values[size]}), but is {values[rank]} instead.")
+    place = int(values[rank]), int(values[size]), int(values[local_rank])
+    return Launch(*place, values["MASTER_ADDR"], int(values["MASTER_PORT"]), **_torchrun(environment))
+
+
+def _is_task(environment: Mapping[str, str]) -> bool:
+    """Whether srun started this process, or one above it; a batch script is PROCID 0, too, but of no step."""
+    if environment.get("SLURM_STEP_ID") in (_INTERACTIVE_STEP, _BATCH_STEP):
+        return False
+    return (
+        bool({"SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS"} & environment.keys())
+        or environment.get("SLURM_PROCID", "0") != "0"
+    )
+
+
+def _check(values: Mapping[str, str], size: str) -> None:
+    """UserError for the first of a rank's variables that is missing, or no number."""
+    missing = [name for name, value in values.items() if not value]
+    if missing:
+        raise UserError(_missing(missing[0], f"{size} is {values[size]}"))
+    wrong = [name for name, value in values.items() if name != "MASTER_ADDR" and not value.isdecimal()]
+    if wrong:
+        raise UserError(f"`{wrong[0]}` must be a whole number in the environment, but is {values[wrong[0]]!r} instead.")
+
+
+def _number(environment: Mapping[str, str], name: str) -> int:
+    value = environment.get(name, "0")
+    return int(value) if value.isdecimal() else 0
+
+
+def _torchrun(environment: Mapping[str, str]) -> dict[str, Any]:
+    """What torchrun's agent tells beside a rank's place; each node's counts its own restarts, and not the others'."""
+    keeps_store = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return {
+        "attempt": _number(environment, "TORCHELASTIC_RESTART_COUNT") if keeps_store else 0,
+        "ranks_per_node": _number(environment, "LOCAL_WORLD_SIZE"),
+        "restarts": _number(environment, "TORCHELASTIC_MAX_RESTARTS") > 0,
+        "keeps_store": keeps_store,
+    }
+
+
+def _has_a_device_of_its_own(environment: Mapping[str, str]) -> bool:
+    """Whether srun gave this task one GPU of its own (`--gpus-per-task`, `--gpu-bind`), whose number is then 0."""
+    return "," not in environment.get("CUDA_VISIBLE_DEVICES", ",")
+
+
+def _missing(name: str, when: str) -> str:
+    return (
+        f"`{name}` must be set in the environment when {when}, but is missing; start through deepspeed, torchrun or "
+        "srun, or export it."
+    )
+
+
+def choose_device(asked: Literal["auto", "cpu", "cuda"], local_rank: int) -> torch.device:
+    """This rank's device; `auto` takes CUDA if there is a device. Makes it torch's current device."""
+    there = torch.cuda.is_available()
+    if asked == "cuda" and not there:
+        raise UserError(
+            "`engine.device` must be cpu or auto on this machine, but is cuda instead; torch sees no CUDA device."
+        )
+    if asked == "cpu" or not there:
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    if local_rank >= count:
+        raise UserError(
+            f"ranks per node must be at most the CUDA devices there ({count}), but local rank is {local_rank} instead; "
+            "start fewer processes a node."
+        )
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
+
+
+def open_store(launch: Launch, seconds: float) -> Store:
+    """The store through which the ranks of `launch` find each other, in the process of rank 0 or of torchrun.
+
+    Waits `seconds` for it, but not for the other ranks; RuntimeError, OSError or ValueError if it is not there.
+    """
+    if launch.rank > 0:
+        _until_someone_listens(launch, seconds)
+    url = f"tcp://{launch.address}:{launch.port}?rank={launch.rank}&world_size=-1"
+    store, _, _ = next(rendezvous(url, timeout=timedelta(seconds=max(seconds, 1))))
+    # torchrun's store outlives the ranks, and still has the addresses of an earlier attempt
+    return PrefixStore(f"attempt {launch.attempt}", store)
+
+
+def _until_someone_listens(launch: Launch, seconds: float) -> None:
+    """Waits before torch does, which would print warnings until it gave up."""
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            socket.create_connection((launch.address, launch.port), min(max(seconds, 1), 60)).close()
+        except OSError:
+            if time.monotonic() >= deadline:
+                raise
+            time.sleep(0.1)
+        else:
+            return
+
+
+# Prints an error that all ranks have only once: the rank that is first to claim it in the shared store prints it.
+
+
+PATIENCE_SECONDS = 5.0
+"""How long a rank tries to reach the store before it prints anyway: better twice than never."""
+
+
+def print_error_once(launch: Launch, sentence: str) -> None:
+    """Prints `sentence` unless another rank of `launch` has printed the same. Ranks call it when they fail, connected
+    or not, from any thread, and end afterwards."""
+    if launch.world_size == 1:
+        return print_error(sentence)
+    try:
+        store, first = with_timeout(PATIENCE_SECONDS, lambda: _claim(launch, sentence))
+    except (RuntimeError, OSError, ValueError):
+        return print_error(sentence)
+    if first:
+        print_error(sentence)
+    if launch.rank == 0:  # its process may be the one that serves the store
+        with suppress(RuntimeError, TimeoutError):
+            with_timeout(PATIENCE_SECONDS, lambda: _until_all_asked(store, launch.world_size))
+
+
+def expect_fewer_to_ask(store: Store, lost: int) -> None:
+    """`lost` ranks will not call `print_error_once`."""
+    store.add("megahead/asked", lost)
+
+
+def _claim(launch: Launch, sentence: str) -> tuple[Store, bool]:
+    """The store, and whether this rank is the first to claim `sentence` there."""
+    # over a new connection: an existing one may still wait for an answer
+    store = open_store(launch, 0 if dist.is_initialized() else PATIENCE_SECONDS)
+    first = store.add(f"megahead/printed/{hashlib.sha256(sentence.encode()).hexdigest()}", 1) == 1
+    store.add("megahead/asked", 1)
+    return store, first
+
+
+def _until_all_asked(store: Store, world_size: int) -> None:
+    while store.add("megahead/asked", 0) < world_size:
+        time.sleep(0.02)
+
+
+# Connects ranks, watches for lost ones while they work, and disconnects them.
+#
+# Beside torch's process group each rank has a *line*, a TCP connection to the *switchboard* at rank 0, over which lost
+# ranks are noticed; a rank's *watch* is its end of the line.
+
+
+Settings = Mapping[str, str]
+NO_SETTINGS: Settings = MappingProxyType({})
+
+_SWITCHBOARD = "megahead/switchboard"
+_SETTINGS = "megahead/settings"
+_MAX_NAMED = 4
+_DESTROY_SECONDS = 10.0
+
+
+@contextmanager
+def connected(
+    launch: Launch, device: torch.device, timeout_seconds: float, settings: Settings = NO_SETTINGS
+) -> Iterator[Group]:
+    """Connects all ranks of `launch` as one Group (nccl for CUDA, else gloo) until all leave the block. Collective.
+
+    If torch.distributed is initialized already, that group is used, and stays. Ranks wait for each other at most
+    `timeout_seconds`, plus a few seconds to find out which are missing. UserError if they do not find each other or
+    `settings` (from name to value) are not rank 0's, LostRankError if one dies, hangs or fails afterwards.
+    """
+    if dist.is_initialized():
+        yield Group.world(timeout_seconds)
+        return
+    if launch.world_size == 1 and not launch.spare_ranks:
+        try:
+            yield Group()
+        finally:
+            _disconnect()  # the engine makes a group of one
+        return
+    store, watch = _meet(launch, timeout_seconds, settings)
+    with _counting_lost_ranks(store, launch):
+        watch.wait_for_all()
+        with _failing_to(launch, timeout_seconds, "connect to the others"), watch.naming_lost_ranks():
+            _connect(store, launch, device, timeout_seconds)
+        with watch.naming_lost_ranks():
+            yield Group.world(timeout_seconds)
+            watch.leave()
+    _disconnect()
+
+
+def look_on(launch: Launch, timeout_seconds: float, settings: Settings = NO_SETTINGS) -> None:
+    """For a spare rank, one beyond `launch.world_size`: waits until the others leave; LostRankError if they do not.
+
+    UserError if it does not find rank 0, or `settings` are not rank 0's.
+    """
+    _meet(launch, timeout_seconds, settings)[1].look_on()
+
+
+def _meet(launch: Launch, seconds: float, settings: Settings) -> tuple[Store, Watch]:
+    """The store, and the watch over this rank's line to rank 0."""
+    with _failing_to(launch, seconds, "be found" if launch.rank == 0 else "find rank 0 there"):
+        store, line, first = with_timeout(seconds + 1, lambda: _open_line(launch, seconds, settings))
+    watch = Watch(line, launch.rank, seconds, partial(_end_process, launch))
+    with watch.naming_lost_ranks():
+        _refuse_other_settings(launch.rank, settings, first)
+    return store, watch
+
+
+def _refuse_other_settings(rank: int, settings: Settings, first: Settings) -> None:
+    """`first`: rank 0's."""
+    names = [name for name in {**first, **settings} if first.get(name) != settings.get(name)]
+    if names:
+        differing = [f"{name} ({settings.get(name)}, not {first.get(name)})" for name in names[:_MAX_NAMED]]
+        more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
+        raise UserError(
+            f"all ranks must be of one run, but rank {rank} has other settings than rank 0: {', '.join(differing)}"
+            f"{more}; give them one config, or each run a meeting place of its own (torchrun's --rdzv-id)."
+        )
+
+
+@contextmanager
+def _counting_lost_ranks(store: Store, launch: Launch) -> Iterator[None]:
+    """Before an error is printed every rank asks the store whether it is the first, and rank 0 waits until all have;
+    this tells it how many never will."""
+    try:
+        yield
+    except LostRankError as error:
+        if launch.rank == 0:
+            with suppress(RuntimeError, TimeoutError):
+                with_timeout(1, partial(expect_fewer_to_ask, store, len(error.lost)))
+        raise
+
+
+def _disconnect() -> None:
+    """Ends this process's connections."""
+    if dist.is_initialized():
+        with suppress(TimeoutError):
+            with_timeout(_DESTROY_SECONDS, dist.destroy_process_group)
+
+
+def _end_process(launch: Launch, why: str) -> None:
+    """Called in the watch's thread, where a rank was lost and the main thread does not end the run within seconds."""
+    print_error_once(launch, why)
+    leave(2)
+
+
+@contextmanager
+def _failing_to(launch: Launch, seconds: float, trouble: str) -> Iterator[None]:
+    try:
+        yield
+    except (RuntimeError, OSError, ValueError) as error:
+        raise UserError(
+            f"{launch.world_size} ranks must meet at {launch.address}:{launch.port} within {seconds:g} s, but rank "
+            f"{launch.rank} could not {trouble} ({str(error).splitlines()[0]}); check MASTER_ADDR and MASTER_PORT."
+        ) from error
+
+
+def _open_line(launch: Launch, seconds: float, settings: Settings) -> tuple[Store, Line, Settings]:
+    """The store, this rank's line to rank 0, whose port and token are in the store, and rank 0's settings."""
+    store = open_store(launch, seconds)
+    store.set_timeout(timedelta(seconds=seconds))
+    if launch.rank == 0:
+        board = Switchboard(launch.world_size, seconds, launch.spare_ranks, launch.host_timeout_seconds)
+        store.set(_SETTINGS, json.dumps(dict(settings)))
+        store.set(_SWITCHBOARD, board.address)
+        return store, board.start(), settings
+    first = json.loads(store.get(_SETTINGS))  # first: once all are connected rank 0 goes on, and may hang
+    port, token = store.get(_SWITCHBOARD).decode().split()
+    connection = socket.create_connection((launch.address, int(port)), min(seconds, 60))
+    if launch.host_timeout_seconds is not None:
+        notice_lost_host(connection, launch.host_timeout_seconds)
+    line = Line(connection)
+    line.send("hello", token, launch.rank)
+    return store, line, first
+
+
+def _connect(store: Store, launch: Launch, device: torch.device, seconds: float) -> None:
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    patience = timedelta(seconds=seconds)
+    dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=patience)

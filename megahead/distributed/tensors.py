@@ -1,0 +1,174 @@
+"""Tensors in blocks and rows over ranks."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from math import isfinite
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megahead.distributed.group import Group
+from megahead.errors import CheckpointError
+
+# Tensors by name, read when they are asked for: whole, or in blocks of rows, so that nobody holds all of a large one.
+#
+# n rows of a part.
+
+
+BLOCK = 1 << 14
+"""Rows of a block: 64 MiB of 1,024 features. A multiple of the 16 numbers that torch draws at once."""
+
+
+class Tensors(Protocol):
+    """Full CPU tensors; what is missing, or not what its reader needs, is an error of whoever has them."""
+
+    def read(self, name: str, /) -> Tensor:
+        """All of one."""
+
+    def blocks(self, name: str, /) -> Iterator[Tensor]:
+        """The same, in consecutive parts along dim 0."""
+
+
+@dataclass(frozen=True)
+class Whole:
+    """Tensors that come in one piece."""
+
+    function: Callable[[str], Tensor]
+
+    def read(self, name: str, /) -> Tensor:
+        return self.function(name)
+
+    def blocks(self, name: str, /) -> Iterator[Tensor]:
+        yield self.function(name)
+
+
+@dataclass(frozen=True)
+class Renamed:
+    """The same tensors under other names."""
+
+    tensors: Tensors
+    theirs: Callable[[str], str]
+    """Their name of each."""
+
+    def read(self, name: str, /) -> Tensor:
+        return self.tensors.read(self.theirs(name))
+
+    def blocks(self, name: str, /) -> Iterator[Tensor]:
+        return self.tensors.blocks(self.theirs(name))
+
+
+@dataclass(frozen=True)
+class Finite:
+    """The same tensors, which must hold finite numbers only: CheckpointError for the first that does not."""
+
+    tensors: Tensors
+    place: Path
+    """The file or folder that they come from, for the error."""
+
+    def read(self, name: str, /) -> Tensor:
+        return next(all_finite(iter([self.tensors.read(name)]), self.place, name))
+
+    def blocks(self, name: str, /) -> Iterator[Tensor]:
+        return all_finite(self.tensors.blocks(name), self.place, name)
+
+
+def all_finite(blocks: Iterable[Tensor], place: object, name: str) -> Iterator[Tensor]:
+    """The same blocks of the tensor `name` in `place`; at the first with NaN or an infinity in it CheckpointError, with
+    the number of such values in all of them."""
+    others = 0
+    for block in blocks:
+        if others or not is_finite(block):
+            others += block.numel() - int(block.isfinite().sum())
+        else:
+            yield block
+    if others:
+        found = f"{others:,} of {name} {'is' if others == 1 else 'are'} NaN or infinite"
+        raise CheckpointError(
+            f"`{place}` must hold finite numbers only, but {found}; use weights that were saved before."
+        )
+
+
+def require_finite(tensors: Iterable[tuple[str, Tensor]], place: object) -> None:
+    """The same for whole tensors with their names; those without memory (on `meta`) are left out."""
+    for name, tensor in tensors:
+        if not tensor.is_meta:
+            deque(all_finite([tensor.detach()], place, name), maxlen=0)
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether all numbers are finite. Checks their sum first, and each number only if the sum is not finite."""
+    return not tensor.is_floating_point() or bool(isfinite(tensor.sum())) or bool(tensor.isfinite().all())
+
+
+def block_ranges(rows: int) -> Iterator[range]:
+    """The rows of each block of `rows`; one at least."""
+    return (range(first, min(first + BLOCK, rows)) for first in range(0, max(rows, 1), BLOCK))
+
+
+def joined(blocks: Iterable[Tensor], shape: Sequence[int]) -> Tensor:
+    """A tensor of `shape` from its blocks, of which there is never a second copy; a lone block is the tensor."""
+    left = iter(blocks)
+    head = next(left)
+    if head.shape == tuple(shape):
+        return head
+    whole, row = head.new_empty(tuple(shape)), 0
+    for block in chain([head], left):
+        whole[row : row + len(block)] = block
+        row += len(block)
+    return whole
+
+
+def take_rows_(part: Tensor, blocks: Iterable[Tensor], first: int) -> None:
+    """Fills `part` with the n rows from `first` on of a tensor that comes in blocks, all of which are read."""
+    row = 0
+    for block in blocks:
+        lower, upper = max(first, row), min(first + len(part), row + len(block))
+        if lower < upper:
+            part[lower - first : upper - first] = block.detach()[lower - row : upper - row]
+        row += len(block)
+
+
+# A tensor whose rows are sharded round-robin over a group: row i lies with rank i mod R at place i // R.
+
+
+@dataclass(frozen=True)
+class RowShard:
+    """One rank's rows of such a tensor."""
+
+    part: Tensor
+
+    rows: int
+    """Of all ranks together."""
+
+    @property
+    def shape(self) -> torch.Size:
+        """The whole tensor's."""
+        return torch.Size([self.rows, *self.part.shape[1:]])
+
+
+def fill_row_shard_(part: Tensor, blocks: Iterable[Tensor], group: Group) -> None:
+    """Fills `part` [n, ...] with this rank's rows of a tensor [V, ...] that comes in consecutive blocks [b, ...].
+
+    Sends nothing: every rank reads all blocks, and holds one at a time. n is V / ranks, up or down."""
+    first = 0
+    for block in blocks:
+        own = block[(group.rank - first) % group.size :: group.size]
+        place = len(range(group.rank, first, group.size))
+        part[place : place + len(own)] = own
+        first += len(block)
+
+
+def interleave_rows(parts: Sequence[Tensor]) -> Tensor:
+    """The whole tensor, from all ranks' parts in rank order."""
+    if len(parts) == 1:
+        return parts[0]
+    whole = torch.empty(sum(len(part) for part in parts), *parts[0].shape[1:], dtype=parts[0].dtype)
+    for rank, part in enumerate(parts):
+        whole[rank :: len(parts)] = part
+    return whole

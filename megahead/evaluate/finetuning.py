@@ -1,0 +1,559 @@
+"""Fine-tunes classifiers on tasks with several seeds, and compares models."""
+
+from __future__ import annotations
+
+import math
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import chain
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from scipy.stats import pearsonr, spearmanr
+from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
+from torch import Tensor
+
+from megahead.config.training import OptimizerConfig, ScheduleConfig
+from megahead.errors import UserError
+from megahead.evaluate.glue_tasks import TASKS, Example, FineTuning, Task, TaskData
+from megahead.evaluate.results import ResultCache, fingerprint_files, fingerprint_model
+from megahead.hf.published import context_length, load_classifier, load_tokenizer_folder
+from megahead.optim import build_optimizer, learning_rate_ratio, set_learning_rate
+from megahead.wording import duration
+
+# Losses of a batch, and metrics of an evaluation set.
+
+
+Floats = NDArray[np.float64]
+
+METRICS: Mapping[str, Callable[[Floats, Floats], float]] = {
+    "accuracy": lambda labels, predictions: accuracy_score(labels, predictions),
+    "matthews": lambda labels, predictions: matthews_corrcoef(labels, predictions),
+    "f1": lambda labels, predictions: f1_score(labels, predictions, zero_division=0.0),
+    "macro_f1": lambda labels, predictions: f1_score(labels, predictions, average="macro", zero_division=0.0),
+    "pearson": lambda labels, predictions: pearsonr(labels, predictions).statistic,
+    "spearman": lambda labels, predictions: spearmanr(labels, predictions).statistic,
+}
+"""By name: functions of labels and predictions, at most 1."""
+
+
+def measure(metric: str, labels: Floats, predictions: Floats) -> float:
+    """A metric of an evaluation set; 0 where it is undefined, as correlations with constant predictions are."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        value = float(METRICS[metric](labels, predictions))
+    return 0.0 if np.isnan(value) else value
+
+
+def class_loss(logits_BC: Tensor, classes_B: Tensor, *, balanced: bool) -> Tensor:
+    """Mean cross-entropy of a batch; balanced: each class's sum divided by its count in the batch, so that all
+    classes weigh the same however rare they are (divided by the number of classes present: same scale)."""
+    losses_B = F.cross_entropy(logits_BC, classes_B, reduction="none")
+    if not balanced:
+        return losses_B.mean()
+    counts_C = torch.bincount(classes_B, minlength=logits_BC.shape[1])
+    return (losses_B / counts_C[classes_B]).sum() / (counts_C > 0).sum()
+
+
+def number_loss(values_B: Tensor, labels_B: Tensor) -> Tensor:
+    """Mean squared error, for regression."""
+    return F.mse_loss(values_B, labels_B)
+
+
+# Turns texts into padded batches: tokenizes, joins and cuts them once, then batches them by length.
+
+
+_SORTED_TOGETHER = 50  # batches whose rows are sorted by length together: little padding remains
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A tokenized example, one sequence for each choice."""
+
+    sequences: tuple[tuple[list[int], list[int]], ...]
+    """Token ids and their token types: 0 for the first text, 1 for the second."""
+
+    label: float
+
+    def length(self) -> int:
+        """Tokens of its longest sequence."""
+        return max(len(ids) for ids, _ in self.sequences)
+
+
+class ExampleEncoder:
+    """Joins a pair of texts as an encoder's tokenizer would, `[CLS] a [SEP] b [SEP]`; for decoders as two lines."""
+
+    def __init__(self, tokenizer: Any, max_length: int) -> None:
+        self._tokenizer = tokenizer
+        self._max_length = max_length
+        start, end = (_special(tokenizer, *names) for names in (("cls_token", "[CLS]"), ("sep_token", "[SEP]")))
+        if start is not None and end is not None:
+            self._open, self._between, self._close = [start], [end], [end]
+        else:
+            self._open, self._between, self._close = [], self._ids(["\n"])[0], []
+
+    def encode(self, examples: Sequence[Example]) -> list[Encoded]:
+        """Tokens of all examples, in their order."""
+        firsts = self._ids([example.first for example in examples])
+        seconds = iter(self._ids([second for example in examples for second in example.seconds if second is not None]))
+        return [
+            Encoded(
+                tuple(self._joined(first, None if second is None else next(seconds)) for second in example.seconds),
+                example.label,
+            )
+            for example, first in zip(examples, firsts, strict=True)
+        ]
+
+    def _joined(self, first: list[int], second: list[int] | None) -> tuple[list[int], list[int]]:
+        """One sequence; if two texts are too long together, the longer one is cut."""
+        room = self._max_length - len(self._open) - len(self._close)
+        if second is None:
+            ids = [*self._open, *first[:room], *self._close]
+            return ids, [0] * len(ids)
+        kept, kept_second = shares(len(first), len(second), room - len(self._between))
+        start = [*self._open, *first[:kept], *self._between]
+        end = [*second[:kept_second], *self._close]
+        return start + end, [0] * len(start) + [1] * len(end)
+
+    def _ids(self, texts: list[str]) -> list[list[int]]:
+        if not texts:
+            return []
+        ids: list[list[int]] = self._tokenizer(
+            texts, add_special_tokens=False, return_attention_mask=False, verbose=False
+        )["input_ids"]
+        return ids
+
+
+def shares(first: int, second: int, room: int) -> tuple[int, int]:
+    """How many tokens to keep of two texts: the longer one is cut until both are equal, then both."""
+    shorter, longer = min(first, second), max(first, second)
+    if shorter + longer > room:
+        shorter, longer = (shorter, room - shorter) if shorter <= room // 2 else (room // 2, room - room // 2)
+    return (longer, shorter) if first > second else (shorter, longer)
+
+
+def training_batches(lengths: Sequence[int], batch_size: int, generator: torch.Generator) -> Iterator[list[int]]:
+    """Every row once, in random batches of rows of similar length; all batches but one are full."""
+    order = torch.randperm(len(lengths), generator=generator).tolist()
+    reach = batch_size * _SORTED_TOGETHER
+    grouped = [k for start in range(0, len(order), reach) for k in by_length(lengths, order[start : start + reach])]
+    batches = [grouped[start : start + batch_size] for start in range(0, len(grouped), batch_size)]
+    yield from (batches[k] for k in torch.randperm(len(batches), generator=generator).tolist())
+
+
+def by_length(lengths: Sequence[int], rows: Sequence[int]) -> list[int]:
+    """`rows`, the longest first."""
+    return sorted(rows, key=lambda row: -lengths[row])
+
+
+def collate(examples: Sequence[Encoded], padding: int, device: torch.device) -> dict[str, Tensor]:
+    """`input_ids`, `attention_mask` and `token_type_ids`, [examples x choices, longest], padded on the right."""
+    sequences = [sequence for example in examples for sequence in example.sequences]
+    longest = max(len(ids) for ids, _ in sequences)
+    rows = [
+        (ids + [padding] * (gap := longest - len(ids)), [1] * len(ids) + [0] * gap, token_types + [0] * gap)
+        for ids, token_types in sequences
+    ]
+    names = ("input_ids", "attention_mask", "token_type_ids")
+    return {name: torch.tensor(part, device=device) for name, part in zip(names, zip(*rows, strict=True), strict=True)}
+
+
+def _special(tokenizer: Any, attribute: str, usual: str) -> int | None:
+    """The id of a special token by the tokenizer's own name for it, or its usual name; None if there is none."""
+    token = getattr(tokenizer, attribute, None) or usual
+    found = tokenizer.get_vocab().get(token)
+    return None if found is None else int(found)
+
+
+# The plain loop that fine-tunes a classifier: an epoch of steps, then all evaluation sets, and again.
+
+
+@dataclass(frozen=True)
+class EpochScores:
+    """Loss and scores of an epoch."""
+
+    loss: float
+    """Mean training loss over the epoch's batches."""
+
+    scores: Mapping[str, Mapping[str, float]]
+    """From evaluation set to metric to value."""
+
+    seconds: float
+    """Training time, without evaluation."""
+
+
+class Classifier:
+    """A transformers sequence classifier, with its padding id and whether it has token types."""
+
+    def __init__(self, model: Any, task: Task) -> None:
+        self.model = model
+        self.task = task
+        self.device = model.device
+        self._padding = model.config.pad_token_id
+        self._has_token_types = getattr(model.config, "type_vocab_size", 0) > 1
+
+    def outputs(self, examples: Sequence[Encoded]) -> Tensor:
+        """Scores of each class, of each choice, or the one value of a regression: [B, C] in fp32."""
+        inputs = collate(examples, self._padding, self.device)
+        if not self._has_token_types:
+            del inputs["token_type_ids"]
+        logits: Tensor = self.model(**inputs).logits.float()
+        return logits.view(len(examples), -1)
+
+    def loss(self, examples: Sequence[Encoded], *, balanced: bool) -> Tensor:
+        """The loss of a batch, a scalar."""
+        outputs_BC = self.outputs(examples)
+        labels_B = torch.tensor([example.label for example in examples], device=self.device)
+        if not self.task.labels:
+            return number_loss(outputs_BC[:, 0], labels_B)
+        return class_loss(outputs_BC, labels_B.long(), balanced=balanced)
+
+    @torch.no_grad()
+    def scores(self, examples: Sequence[Encoded], batch_size: int) -> dict[str, float]:
+        """The task's metrics on an evaluation set."""
+        self.model.eval()
+        rows = by_length([example.length() for example in examples], range(len(examples)))
+        predictions, labels = np.zeros(len(examples)), np.array([example.label for example in examples])
+        for start in range(0, len(rows), batch_size):
+            batch = rows[start : start + batch_size]
+            outputs_BC = self.outputs([examples[row] for row in batch])
+            predictions[batch] = (outputs_BC.argmax(1) if self.task.labels else outputs_BC[:, 0]).cpu().numpy()
+        return {metric: measure(metric, labels, predictions) for metric in (self.task.metric, *self.task.also)}
+
+
+def fine_tune(
+    classifier: Classifier,
+    train: Sequence[Encoded],
+    evaluation_sets: Mapping[str, Sequence[Encoded]],
+    settings: FineTuning,
+    seed: int,
+) -> Iterator[EpochScores]:
+    """Trains in place and yields after each epoch. UserError once the loss is no longer finite."""
+    order = torch.Generator().manual_seed(seed)
+    lengths = [example.length() for example in train]
+    steps = settings.epochs * math.ceil(len(train) / settings.batch_size)
+    schedule = ScheduleConfig(name="constant", warmup_steps=math.ceil(settings.warmup * steps))
+    optimizer = build_optimizer(
+        classifier.model,
+        OptimizerConfig(learning_rate=settings.learning_rate, betas=(0.9, 0.999), weight_decay=settings.weight_decay),
+    )
+    step = 0
+    for _ in range(settings.epochs):
+        begin, losses = time.monotonic(), []
+        classifier.model.train()
+        for batch in training_batches(lengths, settings.batch_size, order):
+            loss = classifier.loss([train[row] for row in batch], balanced=settings.loss == "balanced")
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(classifier.model.parameters(), settings.gradient_clipping)
+            rate = settings.learning_rate * learning_rate_ratio(schedule, step, steps)
+            set_learning_rate(optimizer.param_groups, rate)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+            step += 1
+        mean = float(torch.stack(losses).mean())
+        if not math.isfinite(mean):
+            raise UserError(f"The loss must be finite, but is {mean} at step {step}; lower --learning-rate.")
+        seconds = time.monotonic() - begin
+        scores = {
+            name: classifier.scores(examples, 2 * settings.batch_size) for name, examples in evaluation_sets.items()
+        }
+        yield EpochScores(mean, scores, seconds)
+
+
+# Fine-tunes one model on one task, from its folder to its scores.
+
+
+@dataclass(frozen=True)
+class InitialModel:
+    """The model that fine-tuning starts from."""
+
+    name: str
+    folder: Path
+    """A Hugging Face folder, with the tokenizer."""
+
+    random_weights: bool = False
+    """Take only the shape and the tokenizer from the folder: a baseline without pretraining."""
+
+
+class FineTuningRun:
+    """Fine-tunes one model on one task, for any number of seeds; texts are encoded once."""
+
+    def __init__(self, initial_model: InitialModel, data: TaskData, settings: FineTuning) -> None:
+        self.initial_model, self.data, self.settings = initial_model, data, settings
+        tokenizer = load_tokenizer_folder(initial_model.folder)
+        padding = (tokenizer.pad_token_id, tokenizer.get_vocab().get("[PAD]"), 0)
+        self._padding = next(token for token in padding if token is not None)
+        longest = context_length(initial_model.folder) or settings.max_length
+        encoder = ExampleEncoder(tokenizer, min(settings.max_length, longest))
+        self._train = encoder.encode(data.train)
+        self._evaluation_sets = {name: encoder.encode(examples) for name, examples in data.evaluation_sets.items()}
+
+    def run(self, seed: int) -> Iterator[EpochScores]:
+        """Fine-tunes with `seed` for the head (and random weights), the order and dropout; yields after each epoch."""
+        torch.manual_seed(seed)
+        model = load_classifier(
+            self.initial_model.folder,
+            self.data.task.outputs(),
+            self._padding,
+            random_weights=self.initial_model.random_weights,
+        )
+        model.to("cuda" if torch.cuda.is_available() else "cpu")
+        yield from fine_tune(Classifier(model, self.data.task), self._train, self._evaluation_sets, self.settings, seed)
+
+
+# Results of fine-tuning: of each run, as they are stored, and summarised over the seeds of a task.
+
+
+@dataclass(frozen=True)
+class FineTuningResult:
+    """One run: a model on a task with a seed."""
+
+    model: str
+    task: str
+    seed: int
+    train_rows: int
+    halved: bool
+    """Whether half of the dev split was trained on, because there is no training split."""
+
+    epochs: list[EpochScores]
+
+    def best(self) -> int:
+        """The epoch (from 0) with the highest score on the first evaluation set; the first of several."""
+        metric = TASKS[self.task].metric
+        values = [next(iter(epoch.scores.values()))[metric] for epoch in self.epochs]
+        return values.index(max(values))
+
+    def scores(self) -> Mapping[str, Mapping[str, float]]:
+        """From evaluation set to metric to value, at the best epoch."""
+        return self.epochs[self.best()].scores
+
+    def seconds(self) -> float:
+        """Training time."""
+        return sum(epoch.seconds for epoch in self.epochs)
+
+
+class FineTuningResults:
+    """Results in one JSON file, a `ResultCache`.
+
+    A result is found again for the same model, weights, task, examples, settings and seed.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self._kept = ResultCache(path)
+
+    def newest(self) -> list[FineTuningResult]:
+        """The last result stored for each model, task and seed, whatever its settings."""
+        runs = {(entry["model"], entry["task"], entry["seed"]): entry for entry in self._kept.entries}
+        return [_result(entry, *run) for run, entry in runs.items()]
+
+    def find(
+        self, initial_model: InitialModel, data: TaskData, settings: FineTuning, seed: int
+    ) -> FineTuningResult | None:
+        """The stored result of this run, if there is one."""
+        entry = self._kept.find(_key(initial_model, data, settings, seed))
+        return None if entry is None else _result(entry, initial_model.name, data.name, seed)
+
+    def add(
+        self,
+        initial_model: InitialModel,
+        data: TaskData,
+        settings: FineTuning,
+        seed: int,
+        epochs: Sequence[EpochScores],
+    ) -> FineTuningResult:
+        """Stores a finished run, in place of an earlier one with the same settings."""
+        result = FineTuningResult(initial_model.name, data.name, seed, len(data.train), data.halved, list(epochs))
+        facts = {"train_rows": result.train_rows, "halved": data.halved, "metric": data.task.metric}
+        values = {**facts, "best_epoch": result.best() + 1, "epochs": [asdict(epoch) for epoch in epochs]}
+        key = _key(initial_model, data, settings, seed)
+        self._kept.add(key, values, replaces=("model", "task", "seed", "settings"))
+        return result
+
+
+@dataclass(frozen=True)
+class Summary:
+    """One metric of a model on one evaluation set (or the mean of several), over seeds."""
+
+    model: str
+    task: str
+    test: str
+    metric: str
+    values: list[float]
+    """A value for each seed, at its best epoch."""
+
+    epochs: list[int]
+    """The best epochs, counted from 1; empty for means of several tasks."""
+
+    def mean(self) -> float:
+        """Over seeds."""
+        return fmean(self.values)
+
+    def deviation(self) -> float | None:
+        """Standard deviation over seeds; None for one."""
+        return stdev(self.values) if len(self.values) > 1 else None
+
+
+def summarise(results: Sequence[FineTuningResult]) -> list[Summary]:
+    """Every metric of every evaluation set of one model's tasks, then the means over several."""
+    rows = []
+    for task in dict.fromkeys(result.task for result in results):
+        runs = [result for result in results if result.task == task]
+        scores, epochs = [run.scores() for run in runs], [run.best() + 1 for run in runs]
+        for test, metrics in scores[0].items():
+            rows += [
+                Summary(runs[0].model, task, test, metric, [score[test][metric] for score in scores], epochs)
+                for metric in metrics
+            ]
+        if len(scores[0]) > 1:
+            metric = TASKS[task].metric
+            means = [fmean(found[metric] for found in score.values()) for score in scores]
+            rows.append(Summary(runs[0].model, task, f"mean of {len(scores[0])}", metric, means, epochs))
+    return [*rows, *(mean for suite in ("glue", "superglue") if (mean := _suite_mean(suite, rows)))]
+
+
+_LEFT_OUT = ("glue/rte", "glue/wnli")  # of GLUE's mean, as in the paper
+
+
+def _suite_mean(suite: str, rows: Sequence[Summary]) -> Summary | None:
+    """For each seed the mean over a suite's tasks, each measured by the metric that the paper reports; None for one
+    task alone, and where some have not run with all seeds yet."""
+    members = [
+        row
+        for row in rows
+        if row.task.startswith(f"{suite}/") and row.task not in _LEFT_OUT and row.metric == TASKS[row.task].metric
+    ]
+    if len(members) < 2 or len({len(row.values) for row in members}) > 1:
+        return None
+    seeds = zip(*(row.values for row in members), strict=True)
+    return Summary(members[0].model, suite, f"mean of {len(members)}", "", [fmean(values) for values in seeds], [])
+
+
+def _result(entry: Mapping[str, Any], model: str, task: str, seed: int) -> FineTuningResult:
+    epochs = [EpochScores(**epoch) for epoch in entry["epochs"]]
+    return FineTuningResult(model, task, seed, entry["train_rows"], entry["halved"], epochs)
+
+
+def _key(initial_model: InitialModel, data: TaskData, settings: FineTuning, seed: int) -> dict[str, Any]:
+    return {
+        "model": initial_model.name,
+        "task": data.name,
+        "seed": seed,
+        "settings": asdict(settings),
+        "weights": _fingerprint(initial_model),
+        "data": data.fingerprint,
+    }
+
+
+def _fingerprint(initial_model: InitialModel) -> str:
+    """Of all that a result depends on in its folder: of random weights the shape and the tokenizer."""
+    folder = initial_model.folder
+    if initial_model.random_weights:
+        return f"random, {fingerprint_files([folder / 'config.json', folder / 'tokenizer.json'])}"
+    return fingerprint_model(folder)
+
+
+# Several models on several tasks with several seeds: stored results are reused, missing ones computed and reported.
+
+
+_TRAINING_COST = 3  # training on a row costs as much as evaluating three
+_CHARACTERS_PER_TOKEN = 4  # about; only to estimate the time left
+
+
+class Comparison:
+    """Models x tasks (with their settings) x seeds; each result is stored as soon as its run is finished."""
+
+    def __init__(
+        self,
+        initial_models: Sequence[InitialModel],
+        tasks: Sequence[tuple[TaskData, FineTuning]],
+        seeds: Sequence[int],
+        kept: FineTuningResults,
+    ) -> None:
+        self._kept = kept
+        self._runs = [
+            (initial_model, data, settings, seed)
+            for initial_model in initial_models
+            for data, settings in tasks
+            for seed in seeds
+        ]
+        self._work = sum(
+            settings.epochs * _epoch_cost(data, settings)
+            for initial_model, data, settings, seed in self._runs
+            if kept.find(initial_model, data, settings, seed) is None
+        )
+        self._done, self._begin = 0, time.monotonic()
+
+    def run(self, report: Callable[[str], object]) -> list[FineTuningResult]:
+        """All results, model by model, then task by task; calls `report` with a line after each epoch."""
+        results, task_run = [], None
+        for initial_model, data, settings, seed in self._runs:
+            result = self._kept.find(initial_model, data, settings, seed)
+            if result is None:
+                if task_run is None or task_run.initial_model is not initial_model or task_run.data is not data:
+                    task_run = FineTuningRun(initial_model, data, settings)
+                result = self._kept.add(initial_model, data, settings, seed, self._epochs(task_run, seed, report))
+            results.append(result)
+        return results
+
+    def _epochs(self, task_run: FineTuningRun, seed: int, report: Callable[[str], object]) -> list[EpochScores]:
+        epochs: list[EpochScores] = []
+        for epoch in task_run.run(seed):
+            epochs.append(epoch)
+            self._done += _epoch_cost(task_run.data, task_run.settings)
+            report(self._line(task_run, seed, epochs))
+        return epochs
+
+    def _line(self, task_run: FineTuningRun, seed: int, epochs: Sequence[EpochScores]) -> str:
+        """How far a run is, its speed, and how long all runs will still take."""
+        data, last = task_run.data, epochs[-1]
+        metric, score = data.task.metric, next(iter(last.scores.values()))[data.task.metric]
+        left = (time.monotonic() - self._begin) * (self._work - self._done) / self._done
+        return (
+            f"{task_run.initial_model.name}: {data.name}, seed {seed}, epoch {len(epochs)}/{task_run.settings.epochs}: "
+            f"loss {last.loss:.3f}, {metric} {100 * score:.1f}, {len(data.train) / last.seconds:,.0f} rows/s; "
+            f"{self._done / self._work:.0%} of all runs done, {duration(left)} left"
+        )
+
+
+def _epoch_cost(data: TaskData, settings: FineTuning) -> int:
+    """An epoch's work, in characters that are read; to estimate the time left."""
+    at_most = _CHARACTERS_PER_TOKEN * settings.max_length
+    trained = sum(example.characters(at_most) for example in data.train)
+    tested = sum(example.characters(at_most) for example in chain.from_iterable(data.evaluation_sets.values()))
+    return _TRAINING_COST * trained + tested
+
+
+# A table that compares models: percentages, and training time.
+
+
+def comparison_table(results: Sequence[FineTuningResult]) -> list[dict[str, object]]:
+    """A row for each metric of a task, a column for each model, and a last row of training time."""
+    rows: dict[tuple[str, str, str], dict[str, object]] = {}
+    for model in dict.fromkeys(result.model for result in results):
+        mine = [result for result in results if result.model == model]
+        halved = {result.task for result in mine if result.halved}
+        for summary in summarise(mine):
+            task = summary.task + (" (half of dev)" if summary.task in halved else "")
+            test = "" if summary.test == summary.task.split("/")[-1] else summary.test
+            names = {"task": task, "test": test, "metric": summary.metric}
+            rows.setdefault((task, test, summary.metric), {**names})[model] = _cell(summary)
+        time_row = rows.setdefault(("training", "", ""), {"task": "training"})
+        time_row[model] = duration(sum(result.seconds() for result in mine))
+    rows["training", "", ""] = rows.pop(("training", "", ""))
+    return list(rows.values())
+
+
+def _cell(summary: Summary) -> str:
+    """Mean ± deviation (best epochs)."""
+    deviation = summary.deviation()
+    spread = "" if deviation is None else f" ± {100 * deviation:.1f}"
+    epochs = f" ({' '.join(map(str, summary.epochs))})" if summary.epochs else ""
+    return f"{100 * summary.mean():.1f}{spread}{epochs}"

@@ -1,0 +1,1 @@
+"""Hugging Face folders out and in; nothing else knows Hugging Face's names."""

@@ -1,0 +1,271 @@
+"""A trained model on disk: its parameters, read one at a time, and where it comes from."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megahead.checkpoints.reading import Checkpoint, open_checkpoint, target_samples
+from megahead.config.data import DataConfig
+from megahead.config.loading import config_from_checkpoint
+from megahead.config.objective import HeadName
+from megahead.config.run import RunConfig
+from megahead.data.loader import evaluation_target_counts
+from megahead.distributed.group import Group
+from megahead.distributed.tensors import Finite, Renamed
+from megahead.errors import CheckpointError
+from megahead.losses.candidates import training_free_bias
+from megahead.objectives.pretraining import TEMPERATURE, Pretraining, assemble, fill_, weight_shapes
+from megahead.run_folder import RunFolder
+from megahead.version import __version__
+
+# A trained model on disk: a checkpoint's parameters, by their names in the `Pretraining`, read one at a time.
+
+
+BACKBONE = "backbone."
+EMBEDDING = "backbone.embedding.weight"
+HEAD = "head.weight"
+MASK_HEAD = "mask_head."
+OUTPUT_BIAS = "output_bias.bias"
+TARGET_COUNTS = "state/target_counts"
+_PRIOR = "state/dataset_counts"
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """An open checkpoint and the run's config; nothing is loaded until asked for."""
+
+    checkpoint: Checkpoint
+    config: RunConfig
+    shapes: Mapping[str, torch.Size]
+    """Shapes of all parameters, by their names in the `Pretraining`."""
+
+    @staticmethod
+    def open(path: Path) -> TrainedModel:
+        """The model of a step folder, or the newest of a run; CheckpointError when it lacks a parameter, or has
+        another shape for it than its config."""
+        return TrainedModel.of(open_checkpoint(path))
+
+    @staticmethod
+    def of(checkpoint: Checkpoint) -> TrainedModel:
+        """The model in a checkpoint; as `open`."""
+        config = config_from_checkpoint(checkpoint.config, source=f"the configuration in {checkpoint.folder}")
+        shapes = weight_shapes(config)
+        stored = set(checkpoint.names())
+        for name, shape in shapes.items():
+            if f"weight/{name}" not in stored:
+                raise CheckpointError(f"`{checkpoint.folder}` must hold the parameter {name}, but lacks it.")
+            held = checkpoint.shape(f"weight/{name}")
+            if held != shape:
+                raise CheckpointError(
+                    f"`{checkpoint.folder}` must hold {name} as {list(shape)}, but holds {list(held)} instead."
+                )
+        return TrainedModel(checkpoint, config, shapes)
+
+    def used(self) -> TrainedModel:
+        """What is left of it after training: all but a decoder that alone sees mask tokens."""
+        masking = self.config.masking
+        if masking is None or not masking.mask_decoder_layers:
+            return self
+        config = self.config.model_copy(update={"masking": masking.model_copy(update={"mask_decoder_layers": 0})})
+        return replace(self, config=config, shapes=weight_shapes(config))
+
+    def weight(self, name: str) -> Tensor:
+        """One full parameter in fp32; CheckpointError unless it is finite."""
+        return self._weights().read(name).float()
+
+    def blocks(self, name: str) -> Iterator[Tensor]:
+        """The same in consecutive blocks of rows; memory holds one of them."""
+        return (block.float() for block in self._weights().blocks(name))
+
+    def _weights(self) -> Finite:
+        return Finite(Renamed(self.checkpoint, lambda name: f"weight/{name}"), self.checkpoint.folder)
+
+    def bias(self, head: HeadName) -> Tensor | None:
+        """[V] fp32: what a head of this name adds to `E h / T`; None if nothing. CheckpointError where counts that the
+        training-free one needs were not kept."""
+        if head != "pmi":
+            return self.learned_bias()
+        if not self.has_target_counts():
+            raise CheckpointError(
+                f"`{self.checkpoint.folder}` must hold the counts of its training targets for --head pmi, "
+                "but lacks them; export with --head tied or none."
+            )
+        return self.training_free_bias()
+
+    def has_target_counts(self) -> bool:
+        """Whether the run counted its targets, which the training-free head needs."""
+        return TARGET_COUNTS in self.checkpoint.names()
+
+    def target_counts(self) -> Tensor:
+        """[padded V] int64, where they were counted."""
+        return self.checkpoint.read(TARGET_COUNTS)
+
+    def dataset_counts(self) -> Tensor | None:
+        """[padded V] int64: how often each id occurs in the training text; None if that is not known."""
+        return self.checkpoint.read(_PRIOR) if _PRIOR in self.checkpoint.names() else None
+
+    def training_free_bias(self) -> Tensor:
+        """[V] fp32: the bias that turns `E h / T` into log p. For the paper's objective log q: q the distribution of
+        the targets trained on, or of the text's tokens if rare ones were masked more often."""
+        model, token_counts_V, counts_V = self.config.model, self.dataset_counts(), self.target_counts()
+        bias_V = training_free_bias(
+            self.config.objective,
+            model.vocab_size,
+            counts_V,
+            token_counts_V,
+            self._group_targets(),
+            evaluation_target_counts(self.config, token_counts_V),
+        )
+        return torch.zeros(model.vocab_size) if bias_V is None else bias_V
+
+    def learned_bias(self) -> Tensor | None:
+        """[V] fp32: the bias of a trained head; None where there is none."""
+        name = next((name for name in (f"{MASK_HEAD}bias", OUTPUT_BIAS) if name in self.shapes), None)
+        return None if name is None else self.weight(name)[: self.config.model.vocab_size]
+
+    def temperature(self) -> float:
+        """What scores are divided by."""
+        objective = self.config.objective
+        return self.weight(TEMPERATURE).exp().item() if objective.learned_temperature else objective.temperature
+
+    def _group_targets(self) -> float:
+        """Mean number of targets in a group over the run; expected from its settings if none were counted."""
+        state, config = self.checkpoint.state, self.config
+        samples = target_samples(self.checkpoint)
+        per_sample = state.get("targets", 0) / max(samples, 1) or config.targets_per_row()
+        return float(per_sample * state.get("group_samples", config.batch.micro_size))
+
+    def load(self) -> Pretraining:
+        """The model itself, in fp32 on the CPU, ready to score."""
+        pretraining = assemble(self.config, Group(), torch.device("cpu"))
+        fill_(pretraining, Group(), self._weights())
+        return pretraining.eval()
+
+    def load_streaming(self, dtype: torch.dtype) -> Pretraining:
+        """The model itself, on the CPU in `dtype`, whose modules read their weights each time they are called.
+
+        Memory holds the weights of one module at a time, of the embedding a block; a matrix that is never called stays
+        on `meta`.
+        """
+        pretraining = assemble(self.config, Group(), torch.device("meta"))
+        pretraining.backbone.register_module("embedding", _StreamedEmbedding(self, dtype))
+        for prefix, module in pretraining.named_modules():
+            names = [name for name, _ in module.named_parameters(recurse=False)]
+            if names:
+                module.register_forward_pre_hook(partial(self._fill, prefix, names, dtype))
+                module.register_forward_hook(partial(_empty, names))
+        return pretraining.eval()
+
+    def _fill(self, prefix: str, names: Sequence[str], dtype: torch.dtype, module: nn.Module, _inputs: Any) -> None:
+        for name in names:
+            weight = self.weight(f"{prefix}.{name}").to(dtype)
+            module.register_parameter(name, nn.Parameter(weight, requires_grad=False))
+
+    def tokenizer(self) -> Path | None:
+        """The tokenizer's file of the run: its copy in the run folder, or the file the config names."""
+        named = self.config.data.tokenizer
+        places = [self.run_folder().tokenizer, *([Path(named)] if named else [])]
+        return next((path for path in places if path.is_file()), None)
+
+    def tokenizer_mark(self) -> str | None:
+        """By which the run's tokenizer is known again (`corpus.tokenizer.has_mark`); None where it was not noted."""
+        mark: str | None = self.checkpoint.state_value("texts", dict, absent={}).get("data.tokenizer")
+        return mark
+
+    def run_folder(self) -> RunFolder:
+        """The folder of the run that was trained."""
+        return RunFolder.of(self.checkpoint.folder)
+
+
+class _StreamedEmbedding(nn.Module):
+    """Looks rows up while it reads the table past them."""
+
+    def __init__(self, model: TrainedModel, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._model, self._dtype = model, dtype
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """[..., D]: the rows of `ids`."""
+        rows, first = torch.empty(*ids.shape, self._model.config.model.hidden_size, dtype=self._dtype), 0
+        for block in self._model.blocks(EMBEDDING):
+            inside = (ids >= first) & (ids < first + len(block))
+            rows[inside] = block[ids[inside] - first].to(self._dtype)
+            first += len(block)
+        return rows
+
+
+def _empty(names: Sequence[str], module: nn.Module, _inputs: Any, _output: Any) -> None:
+    for name in names:
+        weight = module.get_parameter(name)
+        module.register_parameter(name, nn.Parameter(weight.to("meta"), requires_grad=False))
+
+
+# The origin of a model, for its card: data, code, and its last evaluation.
+
+
+_CHECKOUT = Path(__file__).parents[2]
+
+
+def dataset_names(data: DataConfig) -> str:
+    """The training datasets by the last part of their paths, with the weights of a blend."""
+    parts = [(Path(part.prefix).name, part.weight) for part in data.parts()]
+    return ", ".join(name if weight is None else f"{name} (weight {weight:g})" for name, weight in parts)
+
+
+def code_version() -> str:
+    """The version that exports, with its commit if `.git` is directly above the package: an installed copy may lie in
+    another project's repository."""
+    if not (_CHECKOUT / ".git").exists():
+        return f"megahead {__version__}"
+    command = ["git", "-C", str(_CHECKOUT), "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        commit = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return f"megahead {__version__}"
+    return f"megahead {__version__}, commit {commit}"
+
+
+def last_evaluation(model: TrainedModel) -> str | None:
+    """The last evaluation before the checkpoint, from the run's metrics.jsonl (which may also hold evaluations of
+    branches: steps that the run abandoned when it went on from an older checkpoint); None if there is none."""
+    try:
+        lines = model.run_folder().metrics.read_text(encoding="utf-8").split("\n")
+    except OSError:
+        return None
+    sentence = None
+    for line in lines:
+        try:
+            record = json.loads(line)
+            if _is_checkpoints_own(record["step"], record["validation"].get("loss"), model.checkpoint):
+                sentence = _sentence(record["step"], record["validation"])
+        except (ValueError, KeyError, TypeError):  # another kind of record, or a line cut short
+            continue
+    return sentence
+
+
+def _is_checkpoints_own(step: int, loss: float, checkpoint: Checkpoint) -> bool:
+    """Whether the evaluation at `step` is one that `checkpoint` remembers, not a branch's that the run abandoned."""
+    if "validation" not in checkpoint.state:  # checkpoints of the first version lack it
+        return step <= checkpoint.step
+    last = checkpoint.state["validation"]
+    return last is not None and (step, loss) == (last["step"], last["loss"])
+
+
+def _sentence(step: int, found: dict[str, Any]) -> str:
+    """An evaluation in words. `found["head"]` predicted: `trained`, `tied`, or `pmi` (the training-free head)."""
+    if told := found.get("detection"):
+        shares = f"{told['found']:.1%} of replaced tokens found and {told['kept']:.1%} of others kept"
+        return f"{shares} (step {step:,}), its generator's perplexity {found['perplexity']:,.4g}"
+    bits, most = found.get("bits_per_byte"), "at most " if found.get("upper_bound") else ""
+    parts = [f"perplexity {most}{found['perplexity']:,.4g}"]
+    parts += [] if bits is None else [f"{most}{bits:.4g} bits a byte"]
+    return f"{', '.join(parts)}, accuracy {found['accuracy']:.1%} ({found['head']} head, step {step:,})"

@@ -1,0 +1,160 @@
+"""Holds an exported folder against the model it came from: the same outputs, within rounding."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megahead.data.indexed import IndexedDataset
+from megahead.data.samples import SequentialSamples
+from megahead.errors import CheckpointError, DataError
+from megahead.hf.export_target import DTYPES, ExportTarget
+from megahead.hf.heads import Head
+from megahead.hf.published import load_backbone, load_causal, load_masked
+from megahead.hf.trained import TrainedModel
+from megahead.remote_files import is_far
+
+TOLERANCE = 1e-5
+"""Largest error of an fp32 export, as a share of the largest output (of 10, when all are smaller)."""
+
+MAX_PADDING = 1e-6
+"""Largest probability that padding rows may take together, where they were kept."""
+
+_OWN_ROUNDINGS = 4  # of the source, that an export in half precision may be off by
+
+_ROWS, _TOKENS = 2, 64
+_SCORES = 1 << 24
+"""Of larger vocabularies than 65,536 fewer tokens are compared, so that logits stay within 64 MiB."""
+
+
+@dataclass(frozen=True)
+class Parity:
+    """How far an export is from its source."""
+
+    compared: str
+    """`logits`, or `hidden states` of an export without a head."""
+
+    tokens: int
+    """Random and (where the run's dataset is at hand) real ones."""
+
+    largest_output: float
+    largest_error: dict[str, float]
+    """By the dtype that the export computes in: float32, and the dtype it is stored in."""
+
+    own_rounding: float
+    """What the source itself is off by when it computes in the stored dtype; 0 for float32."""
+
+    padding: float
+    """Largest probability that padding rows take together, after any token and in any dtype."""
+
+    def tolerance(self) -> float:
+        """The largest error allowed in the stored dtype."""
+        return TOLERANCE * max(self.largest_output, 10.0) + _OWN_ROUNDINGS * self.own_rounding
+
+    def record(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return {**asdict(self), "tolerance": self.tolerance()}
+
+
+def verify(folder: Path, target: ExportTarget) -> Parity:
+    """Compares the exported `folder` with its model computing in fp32; CheckpointError above the tolerance.
+
+    Cost: a forward pass of a few hundred tokens each, with one layer of one model in memory at a time (an exported
+    encoder is held whole); the source once more where the export is in half precision, to see what rounding alone does.
+    """
+    model, head, dtype = target.model, target.head, target.dtype
+    rows_BT = _token_rows(model)
+    expected = expected_outputs(model, head, rows_BT)
+    width = expected.shape[-1]
+    errors, padding = {}, 0.0
+    for kind in dict.fromkeys(["float32", dtype]):
+        outputs = _exported_outputs(folder, target, rows_BT, DTYPES[kind])
+        errors[kind] = _distance(outputs[..., :width], expected)  # padding rows come last
+        padding = max(padding, _probability_from(width, outputs))
+    rounded = expected if dtype == "float32" else expected_outputs(model, head, rows_BT, DTYPES[dtype])
+    compared = "logits" if target.has_head() else "hidden states"
+    scale = float(expected.abs().max())
+    parity = Parity(compared, rows_BT.numel(), scale, errors, _distance(rounded, expected), padding)
+    if not errors[dtype] <= parity.tolerance():  # also when one of them is not a number
+        raise CheckpointError(
+            f"the exported {compared} must be within {parity.tolerance():.1e} of the checkpoint's, but are off by "
+            f"{errors[dtype]:.1e} in {dtype}; nothing was written."
+        )
+    if padding > MAX_PADDING:
+        raise CheckpointError(
+            f"padding rows must take at most {MAX_PADDING:.0e} of the exported probability, but take {padding:.1e}; "
+            "nothing was written."
+        )
+    return parity
+
+
+@torch.no_grad()
+def expected_outputs(model: TrainedModel, head: Head, rows_BT: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """[B, T, V] logits as they are defined, `E h / T + log q` or the like, or [B, T, D] hidden states.
+
+    Computed in `dtype` throughout, returned in fp32.
+    """
+    pretraining, vocab_size = model.load_streaming(dtype), model.config.model.vocab_size
+    hidden_BTD: Tensor = pretraining.backbone(rows_BT)
+    if head.matrix is None:
+        return hidden_BTD.float()
+    bias_V = model.bias(head.name)
+    if pretraining.mask_head is not None:
+        hidden_BTD = pretraining.mask_head(hidden_BTD)
+    logits_BTV, first = hidden_BTD.new_empty(*rows_BT.shape, vocab_size, dtype=torch.float32), 0
+    for block in model.blocks(head.matrix):
+        rows_vD = block[: max(vocab_size - first, 0)].to(dtype)
+        scores_BTv = (hidden_BTD @ rows_vD.T) / head.temperature
+        if bias_V is not None:
+            scores_BTv = scores_BTv + bias_V[first : first + len(rows_vD)].to(dtype)
+        logits_BTV[..., first : first + len(rows_vD)] = scores_BTv
+        first += len(rows_vD)
+    return logits_BTV
+
+
+@torch.no_grad()
+def _exported_outputs(folder: Path, target: ExportTarget, rows_BT: Tensor, dtype: torch.dtype) -> Tensor:
+    with tempfile.TemporaryDirectory(dir=folder) as converted:
+        if not target.has_head():
+            outputs: Tensor = load_backbone(folder, dtype, stream_to=Path(converted))(rows_BT).last_hidden_state
+        elif target.guesses_masked():
+            outputs = load_masked(folder, dtype)(rows_BT).logits
+        else:
+            outputs = load_causal(folder, dtype, stream_to=Path(converted))(rows_BT).logits
+    return outputs.float()
+
+
+def _probability_from(first: int, logits_BTV: Tensor) -> float:
+    """The largest sum of probabilities from column `first` on; 0 without such columns."""
+    return float(logits_BTV.softmax(-1)[..., first:].sum(-1).max())
+
+
+def _distance(outputs: Tensor, expected: Tensor) -> float:
+    return float((outputs - expected).abs().max())
+
+
+def _token_rows(model: TrainedModel) -> Tensor:
+    """[B, T] random ids, and rows of the run's own text."""
+    vocab_size = model.config.model.vocab_size
+    window = model.config.model.local_window if model.config.model.local_layers() else 0
+    wanted = _TOKENS + window  # further than local layers see
+    length = min(wanted, model.config.data.sequence_length, max(1 + window, _SCORES // (2 * _ROWS * vocab_size)))
+    random_BT = torch.randint(vocab_size, (_ROWS, length), generator=torch.Generator().manual_seed(0))
+    real_BT = _real_rows(model, length)
+    return random_BT if real_BT is None else torch.cat([random_BT, real_BT])
+
+
+def _real_rows(model: TrainedModel, length: int) -> Tensor | None:
+    prefix = model.config.data.validation or model.config.data.parts()[0].prefix
+    if is_far(prefix):
+        return None  # a whole dataset is not fetched for some rows
+    try:
+        samples = SequentialSamples(IndexedDataset(prefix), length)
+        return torch.from_numpy(samples.rows(range(min(_ROWS, samples.per_epoch)))[:, :-1])
+    except DataError:  # trained elsewhere: its text is not here
+        return None

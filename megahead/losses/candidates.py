@@ -1,0 +1,295 @@
+"""Which tokens compete for an output, with which biases, and the head that follows from them without training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from math import log
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from megahead.config.objective import ObjectiveConfig
+
+# Candidates: the rows of the embedding that outputs are scored against, given as ids and biases; made on the CPU,
+# before the forward pass.
+#
+# N targets of a micro-batch (or of its part that is in one candidate group), U candidates, V vocabulary.
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """Which rows of the table compete in the softmax of each output, and with which biases."""
+
+    ids_U: Tensor | None
+    """int64 token ids, each once; None: all rows of the output matrix, in order."""
+
+    bias_U: Tensor | None
+    """Added to the candidates' scores; None (only for all rows): zeros. float64, rounded to the scores' type when used.
+    -inf removes a candidate, except for the outputs whose target it is."""
+
+    positive_N: Tensor
+    """int64: the index of each output's positive (its target) among the candidates."""
+
+    positive_bias_U: Tensor | None = None
+    """Replaces `bias_U` for outputs whose positive the candidate is; None: `bias_U` for them too."""
+
+    subtracts_positive_bias: bool = False
+    """Whether the loss has the positive's bias in the numerator, too, as an ordinary softmax has. Only such a bias may
+    have a gradient: that of the softmax, in which nothing must be added up by ids."""
+
+    weight_N: Tensor | None = None
+    """How often each output's loss counts; None: once."""
+
+    drawn_bias_U: Tensor | None = None
+    """Replaces `bias_U` of an output's positive where tokens are drawn, which must not know the target: log of what the
+    id weighs on average among the other targets; None: `bias_U`."""
+
+    def weighed(self, values_N: Tensor) -> Tensor:
+        """[N], each output's value as often as it counts."""
+        return values_N if self.weight_N is None else values_N * self.weight_N.to(values_N.dtype)
+
+    def numerator(self, positive_n: Tensor, biased_n: Tensor) -> Tensor:
+        """What the loss subtracts of some outputs' positives: their score without bias, or the one with it."""
+        return biased_n if self.subtracts_positive_bias else positive_n
+
+    def to(self, device: torch.device) -> Candidates:
+        """The same candidates on `device`; copies from pinned memory do not wait."""
+        return self._mapped(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def pinned(self) -> Candidates:
+        """The same in page-locked memory, from which a CUDA device copies in the background."""
+        return self._mapped(Tensor.pin_memory)
+
+    def padded(self, multiple: int) -> Candidates:
+        """Pads the number of candidates to a multiple, so that shapes repeat; the added ones are the first again, so
+        that no more rows of a table are used, with the bias -inf."""
+        if self.ids_U is None or self.bias_U is None:
+            return self
+        missing = -self.ids_U.numel() % multiple
+        return replace(
+            self,
+            ids_U=torch.cat([self.ids_U, self.ids_U[:1].expand(missing)]),
+            bias_U=F.pad(self.bias_U, (0, missing), value=-torch.inf),
+            positive_bias_U=None if self.positive_bias_U is None else F.pad(self.positive_bias_U, (0, missing)),
+            drawn_bias_U=None if self.drawn_bias_U is None else F.pad(self.drawn_bias_U, (0, missing)),
+        )
+
+    def _mapped(self, change: Callable[[Tensor], Tensor]) -> Candidates:
+        """The same with `change` applied to every tensor."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        changed: dict[str, Any] = {name: change(value) for name, value in values.items() if isinstance(value, Tensor)}
+        return replace(self, **changed)
+
+
+def unique_candidates(target_ids_N: Tensor) -> Candidates:
+    """The targets themselves, each once, with the bias log(count): the same as the paper's sum over all N targets.
+
+    sum_k exp(o.e(x_k)) over N targets = sum_u exp(o.e_u + log c_u) over the U <= N unique ones. O(N log N).
+    """
+    ids_U, positive_N, counts_U = torch.unique(target_ids_N, return_inverse=True, return_counts=True)
+    return Candidates(ids_U, counts_U.double().log(), positive_N)
+
+
+def vocabulary_candidates(
+    target_ids_N: Tensor, bias_V: Tensor | None = None, weight_N: Tensor | None = None
+) -> Candidates:
+    """The whole vocabulary: the ordinary language-model softmax."""
+    return Candidates(None, bias_V, target_ids_N, weight_N=weight_N)
+
+
+# The weight of each candidate in the softmax, the only thing in which the headless objectives differ.
+#
+# All are `loss_i = log( exp(s_p + b'_p) + sum_{u != p} exp(s_u + b_u) ) - s_p - b'_p`, where p is the positive
+# (target) of output i and s_u = h_i.e_u / T. b' may differ from b, and only some objectives have the last term.
+#
+# q: distribution of targets, r: of random negatives; N targets of a candidate group, M random negatives, P different
+# ids among both.
+
+
+Bias = Literal["paper", "once", "corrected", "own_once"]
+
+
+@dataclass(frozen=True)
+class Weighting:
+    """Biases of one candidate group's candidates; float64 [P]."""
+
+    bias_P: Tensor
+    """b: for outputs with another target than the id."""
+
+    positive_bias_P: Tensor
+    """b': for outputs whose target the id is."""
+
+    subtracts_positive_bias: bool
+    """Whether the loss has the term - b'_p. The paper's loss has not, which does not change gradients."""
+
+
+def weigh(bias: Bias, multiplicity_P: Tensor, log_inclusion_P: Tensor | None) -> Weighting:
+    """The weighting named `bias` of ids that are candidates `multiplicity_P` times (targets and draws together).
+
+    log_inclusion_P: log-probability that an id is a candidate at all, for `corrected`.
+    """
+    log_count_P = multiplicity_P.double().log()
+    even_P = torch.zeros_like(log_count_P)
+    if bias == "paper":
+        return Weighting(log_count_P, log_count_P, subtracts_positive_bias=False)
+    if bias == "once":
+        return Weighting(even_P, even_P, subtracts_positive_bias=False)
+    if bias == "own_once":
+        return Weighting(log_count_P, even_P, subtracts_positive_bias=False)
+    if log_inclusion_P is None:
+        raise ValueError("the corrected bias needs the probabilities of being a candidate")
+    return Weighting(-log_inclusion_P, -log_inclusion_P, subtracts_positive_bias=True)
+
+
+def weight_beside(bias: Bias, multiplicity_P: Tensor, log_inclusion_P: Tensor | None) -> Tensor:
+    """float64 [P]: b of each candidate beside one output whose target it is: had it been a candidate once less. What
+    `log_mean_weight` is on average, for where no q is known."""
+    return weigh(bias, multiplicity_P - 1, log_inclusion_P).bias_P.masked_fill(multiplicity_P == 1, -torch.inf)
+
+
+def with_nearest(log_q_V: Tensor, nearest_VK: Tensor) -> Tensor:
+    """log of the probability, float64, that one target, drawn from q, brings an id: as the target, or as one of its K
+    nearest ids, which never both happens."""
+    q_V = log_q_V.double().exp()
+    size = len(nearest_VK)
+    brought_V = q_V.index_add(0, nearest_VK.flatten(), q_V[:size, None].expand_as(nearest_VK).flatten())
+    return brought_V.clamp(max=1 - 1e-9).log()
+
+
+def log_inclusion(log_q_V: Tensor, targets: float, log_r_V: Tensor | None = None, draws: int = 0) -> Tensor:
+    """log pi, float64: pi_u = 1 - (1 - q_u)^N (1 - r_u)^M, the probability that id u is among a group's candidates."""
+    log_absent_V = targets * torch.log1p(-log_q_V.double().exp())
+    if log_r_V is not None:
+        log_absent_V = log_absent_V + draws * torch.log1p(-log_r_V.double().exp())
+    return torch.log(-torch.expm1(log_absent_V))
+
+
+def log_mean_weight(
+    bias: Bias, log_q_V: Tensor, targets: float, log_r_V: Tensor | None = None, draws: int = 0
+) -> Tensor:
+    """float64: log of what each id weighs on average in a group of so many targets and draws, where it counts as 0 when
+    it is no candidate. Of `corrected` without its b = -log pi."""
+    if bias in ("once", "corrected"):
+        return log_inclusion(log_q_V, targets, log_r_V, draws)
+    weight_V = targets * log_q_V.double().exp()
+    return (weight_V if log_r_V is None else weight_V + draws * log_r_V.double().exp()).log()
+
+
+# Random draws on the CPU: of negatives, and of the candidates that stay if there are too many.
+#
+# Results depend on the generator's seed alone: the same on every machine and mesh. V vocabulary, P some ids.
+
+
+def draw_ids(below_V: Tensor, draws: int, generator: torch.Generator) -> Tensor:
+    """int64 [draws]: ids drawn with replacement. `below_V`: running sums of their weights, float64. O(draws log V)."""
+    uniform = torch.rand(draws, generator=generator, dtype=torch.float64) * below_V[-1]
+    return torch.searchsorted(below_V, uniform, right=True).clamp_(max=len(below_V) - 1)
+
+
+def inclusion_probabilities(weights_P: Tensor, size: int) -> Tensor:
+    """float64 [P]: probabilities that add up to `size`, proportional to the weights but at most 1.
+
+    With these, a sample of `size` estimates a sum of terms near the weights with the least variance. Ids of weight 0
+    have 0; all others have 1 if there are no more than `size` of them.
+    """
+    certain_P = torch.zeros_like(weights_P, dtype=torch.bool)
+    while True:
+        rest_P = weights_P.double().masked_fill(certain_P, 0.0)
+        left, total = size - int(certain_P.sum()), rest_P.sum()
+        if total == 0:
+            return certain_P.double()
+        chances_P = rest_P * (left / total)
+        over_P = chances_P >= 1.0
+        if not over_P.any():
+            return chances_P + certain_P
+        certain_P |= over_P
+
+
+def systematic_sample(chances_P: Tensor, generator: torch.Generator) -> Tensor:
+    """bool [P]: a sample that has each id with its given probability; its size is their sum, rounded.
+
+    The probabilities are laid end to end on a line, in random order and with a random shift; those that cover an
+    integer are chosen (Madow 1949).
+    """
+    chosen_P = chances_P >= 1.0
+    open_ids = ((chances_P > 0) & ~chosen_P).nonzero().squeeze(1)
+    open_ids = open_ids[torch.randperm(len(open_ids), generator=generator)]
+    ends = chances_P[open_ids].cumsum(0) + torch.rand(1, generator=generator, dtype=torch.float64)
+    teeth = ends.floor().diff(prepend=torch.zeros(1, dtype=torch.float64))
+    chosen_P[open_ids[teeth > 0]] = True
+    return chosen_P
+
+
+# The language-model head that a headless model has without training: `E h / T + bias`.
+#
+# The contrastive optimum is h.e_v / T = log p(v | context) - bias(v) + const(context), where bias(v) is the log of the
+# mean weight of id v among the candidates. For the paper's objective it is log q, q the distribution of the targets
+# trained on (so that the scores are pointwise mutual information, PMI). Adding it back gives log p(v | context).
+#
+# This p is the distribution of targets that are chosen as in training. When masking by frequency, id v is chosen with
+# a probability s_v that is higher for rare ids, so p(v) is proportional to s_v times the probability of v in text,
+# whose unigram distribution is proportional to q / s. Adding `log (q / s) - log q` gives the p of text in which all
+# tokens are masked equally often; for the paper's objective both terms together are log (q / s).
+#
+# h output, e_v input embedding of id v, T temperature, V vocabulary.
+
+
+def log_unigram(counts_V: Tensor, vocab_size: int, prior_counts_V: Tensor | None = None) -> Tensor:
+    """log q over the first `vocab_size` ids, float32 and finite: the bias of the paper's objective.
+
+    counts_V: int64 counts of the targets trained on (at least vocab_size long). Smoothed by `vocab_size` pseudo-counts,
+    distributed as `prior_counts_V + 1` (the whole dataset's counts), or evenly if that is None.
+    """
+    counts = counts_V[:vocab_size].double()
+    prior = torch.ones_like(counts) if prior_counts_V is None else prior_counts_V[:vocab_size].double() + 1
+    smoothed = counts + vocab_size * prior / prior.sum()
+    return (smoothed.log() - smoothed.sum().log()).float()
+
+
+def log_negatives(config: ObjectiveConfig, vocab_size: int, token_counts_V: Tensor | None) -> Tensor:
+    """log r over `vocab_size` ids: the distribution from which an objective draws separate negatives."""
+    uniform = config.negatives_from == "uniform" or token_counts_V is None
+    counts_V = torch.zeros(vocab_size, dtype=torch.int64) if uniform else token_counts_V
+    assert counts_V is not None
+    return log_unigram(counts_V, vocab_size)
+
+
+def training_free_bias(
+    config: ObjectiveConfig,
+    vocab_size: int,
+    counts_V: Tensor,
+    token_counts_V: Tensor | None,
+    group_targets: float,
+    evaluation_target_counts_V: Tensor | None = None,
+) -> Tensor | None:
+    """[V] float32, the bias that turns `E h / T` into log p; None if that is log p already or the head is trained.
+
+    counts_V: counts of the targets trained on. token_counts_V: of the training text. group_targets: mean number of
+    targets in a candidate group, on which only random negatives and `once` depend. evaluation_target_counts_V: of the
+    targets that p is evaluated on, if training chose others. `own_once` is not a proper scoring rule and has no exact
+    head: the paper's is returned.
+    """
+    if config.head() != "pmi":
+        return None
+    log_q_V = log_unigram(counts_V, vocab_size, token_counts_V)
+    weight_V = _log_weight(config, log_q_V, token_counts_V, group_targets)
+    return (
+        weight_V
+        if evaluation_target_counts_V is None
+        else weight_V + log_unigram(evaluation_target_counts_V, vocab_size) - log_q_V
+    )
+
+
+def _log_weight(
+    config: ObjectiveConfig, log_q_V: Tensor, token_counts_V: Tensor | None, group_targets: float
+) -> Tensor:
+    """[V] float32: log of each id's mean weight among the candidates, up to a constant."""
+    draws = config.negatives
+    log_r_V = log_negatives(config, len(log_q_V), token_counts_V) if draws else None
+    if config.bias != "once" and log_r_V is None:
+        return log_q_V
+    weight_V = log_mean_weight(config.bias, log_q_V, group_targets, log_r_V, draws)
+    return (weight_V if config.bias == "once" else weight_V - log(group_targets + draws)).float()

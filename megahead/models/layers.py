@@ -1,0 +1,172 @@
+"""Layers: MLPs, norms, the embedding, rotary position embeddings."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from megahead.models.documents import TargetPositions
+
+# The position-wise MLP: up, an activation, down; or with a gate beside it.
+
+
+Activation = Literal["gelu", "gelu_tanh", "silu"]
+
+_ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "silu": F.silu,
+}
+
+
+class MLP(nn.Module):
+    """`down(gelu(up(x)))`; `gelu` by the error function, `gelu_tanh` by its tanh approximation."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int, activation: Activation) -> None:
+        super().__init__()
+        self.activation = _ACTIVATIONS[activation]
+        self.up = nn.Linear(hidden_size, intermediate_size)
+        self.down = nn.Linear(intermediate_size, hidden_size)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        """[B, T, D] to [B, T, D]."""
+        y_BTD: Tensor = self.down(self.activation(self.up(x_BTD)))
+        return y_BTD
+
+
+class GatedMLP(nn.Module):
+    """`down(activation(gate(x)) * up(x))` (Shazeer 2020, arXiv 2002.05202): with `silu` SwiGLU, with `gelu` GeGLU."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int, activation: Activation, *, bias: bool) -> None:
+        super().__init__()
+        self.activation = _ACTIVATIONS[activation]
+        self.gate = nn.Linear(hidden_size, intermediate_size, bias=bias)
+        self.up = nn.Linear(hidden_size, intermediate_size, bias=bias)
+        self.down = nn.Linear(intermediate_size, hidden_size, bias=bias)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        """[B, T, D] to [B, T, D]."""
+        y_BTD: Tensor = self.down(self.activation(self.gate(x_BTD)) * self.up(x_BTD))
+        return y_BTD
+
+
+# Layer normalization (Ba et al. 2016, arXiv 1607.06450).
+
+
+class LayerNorm(nn.LayerNorm):
+    """`weight * (x - mean(x)) / sqrt(var(x) + eps) + bias` over the last dimension; the bias may be None."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., D], in the type of `x`."""
+        return layer_norm(x, self.weight, self.bias, self.eps)
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """`x` [..., D] normed, in its type. On CPUs half precision is normed in fp32, since torch sums the gradients of
+    weight and bias in the type of `x`: up to a third off for 4,096 tokens whose gradients lean one way."""
+    exact = torch.promote_types(x.dtype, torch.float32)
+    if x.device.type != "cpu" or exact == x.dtype:
+        return F.layer_norm(x, weight.shape, weight, bias, eps)
+    bias = None if bias is None else bias.to(exact)
+    return F.layer_norm(x.to(exact), weight.shape, weight.to(exact), bias, eps).to(x.dtype)
+
+
+# Root mean square normalization (Zhang & Sennrich 2019, arXiv 1910.07467).
+
+
+class RMSNorm(nn.RMSNorm):
+    """`weight * x / sqrt(mean(x^2) + eps)` over the last dimension; no mean is taken off, and there is no bias."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., D], in the type of `x`, where autocast leaves the weight in fp32."""
+        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+
+
+# Looking up rows of a table by id.
+
+
+class Embedding(nn.Embedding):
+    """A table of rows, as torch has it but for half precision on CPUs, see `look_up`."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """[..., D]: the rows of `ids`, of any shape."""
+        return look_up(ids, self.weight)
+
+
+def look_up(ids: Tensor, weight_VD: Tensor) -> Tensor:
+    """[..., D]: rows of `weight_VD`, whose gradient is dense. In half precision on CPUs rows are selected by index,
+    which sums the gradients of an id in fp32; torch's look-up sums them in half precision, where a sum stops growing
+    after some hundred occurrences."""
+    if weight_VD.device.type != "cpu" or weight_VD.dtype not in (torch.bfloat16, torch.float16):
+        return F.embedding(ids, weight_VD)
+    return weight_VD.index_select(0, ids.flatten()).view(*ids.shape, -1)
+
+
+# Rotary positions (Su et al. 2021, arXiv 2104.09864) on the first r dimensions of each head.
+#
+# Dimension i and its partner i + r/2 (the "rotate-half" pairing) turn by position * base^(-2i/r). The tables are made
+# once per forward pass, in fp32, and shared by all blocks; nothing is stored in the model. For longer rows than a
+# model was first trained on its frequencies may be scaled. B rows, T tokens, H heads, d dimensions of a head.
+
+
+class Rotation(NamedTuple):
+    """Tables that broadcast against [B, T, H, r], fp32."""
+
+    cos: Tensor
+    sin: Tensor
+    """Negated in the first half, where the partner is subtracted."""
+
+    def at(self, targets: TargetPositions) -> Rotation:
+        """Tables that broadcast against [N, H, r], of the targets alone."""
+        return Rotation(targets.take(self.cos), targets.take(self.sin))
+
+
+Scaling = Callable[[Tensor], Tensor]
+"""From the frequencies [r/2] of a base to those that a model turns by."""
+
+
+def rotary_at(positions: Tensor, dims: int, base: float, scaling: Scaling | None = None) -> Rotation:
+    """Tables for `positions` ([B, T], or [1, T] if the same in all rows) and the first `dims` dimensions of a head."""
+    frequencies = base ** -(torch.arange(0, dims, 2, device=positions.device, dtype=torch.float32) / dims)
+    if scaling is not None:
+        frequencies = scaling(frequencies)
+    angles = (positions[..., None].float() * frequencies).unsqueeze(-2)
+    cos, sin = angles.cos(), angles.sin()
+    return Rotation(torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1))
+
+
+def apply_rotary(x_BTHd: Tensor, rotation: Rotation) -> Tensor:
+    """`x_BTHd` turned by its positions, in its own dtype; dimensions beyond the tables pass through."""
+    dims = rotation.cos.shape[-1]
+    if dims == x_BTHd.shape[-1]:
+        return _turned(x_BTHd, rotation)
+    turning, passing = x_BTHd.split([dims, x_BTHd.shape[-1] - dims], -1)
+    return torch.cat([_turned(turning, rotation), passing], -1)
+
+
+def _turned(x_BTHr: Tensor, rotation: Rotation) -> Tensor:
+    """In the wider of both formats: a CPU multiplies two of differing formats several times as slowly."""
+    wide_BTHr = x_BTHr.to(torch.promote_types(x_BTHr.dtype, rotation.cos.dtype))
+    partner_BTHr = wide_BTHr.roll(wide_BTHr.shape[-1] // 2, -1)
+    return (wide_BTHr * rotation.cos + partner_BTHr * rotation.sin).to(x_BTHr.dtype)
+
+
+def scaled_linearly(frequencies: Tensor, factor: float) -> Tensor:
+    """Positions count `factor` times less (position interpolation, Chen et al. 2023, arXiv 2306.15595)."""
+    return frequencies / factor
+
+
+def scaled_as_llama3(frequencies: Tensor, factor: float, low: float, high: float, positions: int) -> Tensor:
+    """Llama 3.1's way: what turns less than `low` times in `positions` tokens turns `factor` times slower.
+
+    What turns more than `high` times stays; between them the two are mixed.
+    """
+    turns = positions * frequencies / (2 * math.pi)
+    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    return frequencies * (kept + (1 - kept) / factor)

@@ -1,0 +1,208 @@
+"""Prepares micro-batches with their candidates in a background thread, ahead of the step."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Generator, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from megahead.config.data import BatchConfig, DataConfig
+from megahead.data.batch import Batch
+from megahead.data.blending import RowSource
+from megahead.data.loader import BatchReader, RowMasker
+from megahead.data.samples import derive_seed
+from megahead.distributed.group import Group
+from megahead.losses.candidates import Candidates
+from megahead.losses.contrastive import Objective, Pool
+from megahead.objectives.micro_batch import MicroBatch, StepBatches
+from megahead.sharded_embedding.exchange import RowPlan, plan_rows
+
+# Candidate groups: consecutive samples whose targets are candidates for each other, on whichever ranks they are.
+#
+# Any rank can look up the row of any id itself, so that forming a group exchanges only ids, 4 bytes per target. A
+# candidate group is part of a micro-batch, or several complete ones, consecutive over ranks and accumulation steps.
+# Its `Pool` is made of all its targets and of random negatives drawn for it, and makes the candidates for the targets
+# that it has in one micro-batch. Shapes: N targets of a micro-batch, G of a candidate group, R data ranks, A
+# accumulation steps.
+
+
+_PURPOSE = 0xCA4D1DA7E5  # makes these draws independent of others from the run's seed
+
+
+@dataclass(frozen=True)
+class CandidateGroups:
+    """Chooses the candidates of a rank's micro-batches: the same for a sample on any number of ranks."""
+
+    objective: Objective
+    group_samples: int
+    micro_size: int
+    seed: int
+
+    def choose(
+        self, first_sample: int, batches: list[Batch], counts_RA: Tensor, ranks: Group
+    ) -> list[tuple[Candidates, ...]]:
+        """For each micro-batch, the candidates of each candidate group with samples in it.
+
+        The global batch begins at `first_sample`; rank r of R has its micro-batches k * R + r, with counts_RA[r, k]
+        targets. Collective where groups are larger than micro-batches: one all-gather of ids.
+        """
+        if self.group_samples <= self.micro_size:
+            starts = [first_sample + (k * ranks.size + ranks.rank) * self.micro_size for k in range(len(batches))]
+            return [self._within(start, batch) for start, batch in zip(starts, batches, strict=True)]
+        ids = gather_targets([batch.target_ids_N for batch in batches], counts_RA, ranks)
+        per_group = self.group_samples // self.micro_size  # micro-batches
+        mine = [k * ranks.size + ranks.rank for k in range(len(batches))]
+        pools = {
+            group: self._pool(
+                first_sample + group * self.group_samples, torch.cat(ids[group * per_group :][:per_group])
+            )
+            for group in {k // per_group for k in mine}
+        }
+        return [
+            (pools[k // per_group].candidates(batch.target_ids_N, batch.weight_N),)
+            for k, batch in zip(mine, batches, strict=True)
+        ]
+
+    def _within(self, first_sample: int, batch: Batch) -> tuple[Candidates, ...]:
+        """The candidates of each group of a micro-batch that holds complete groups and begins at `first_sample`.
+
+        Its targets are cut where groups end: `target_index_N` counts through the rows, one after another."""
+        rows, row_length = batch.input_ids_BT.shape
+        ends = torch.arange(self.group_samples, rows + 1, self.group_samples) * row_length
+        sizes = torch.searchsorted(batch.target_index_N, ends).diff(prepend=torch.zeros(1, dtype=torch.int64))
+        groups = batch.target_ids_N.split(sizes.tolist())
+        weights = [None] * len(groups) if batch.weight_N is None else batch.weight_N.split(sizes.tolist())
+        return tuple(
+            self._pool(first_sample + group * self.group_samples, ids).candidates(ids, weight_N)
+            for group, (ids, weight_N) in enumerate(zip(groups, weights, strict=True))
+        )
+
+    def _pool(self, first_sample: int, target_ids_G: Tensor) -> Pool:
+        return self.objective.pool(target_ids_G, seed=derive_seed(self.seed, first_sample, _PURPOSE))
+
+
+def gather_targets(mine: list[Tensor], counts_RA: Tensor, ranks: Group) -> list[Tensor]:
+    """The target ids of every micro-batch of the global batch, in the order of their samples, on every rank.
+
+    `mine`: those of this rank's A micro-batches; counts_RA: how many each micro-batch of each rank has. One all-gather,
+    of as many 4-byte ids as the rank with most targets has.
+    """
+    local = torch.cat(mine)
+    padded = local.new_zeros(int(counts_RA.sum(1).max()), dtype=torch.int32)
+    padded[: len(local)] = local
+    gathered_R = ranks.all_gather(padded)
+    by_rank = [
+        ids[: sum(counts)].long().split(counts) for ids, counts in zip(gathered_R, counts_RA.tolist(), strict=True)
+    ]
+    return [parts[k] for k in range(counts_RA.shape[1]) for parts in by_rank]
+
+
+# Prepares each rank's micro-batches ahead, in a background thread.
+#
+# Shapes: R data ranks, A accumulation steps.
+
+
+T = TypeVar("T")
+CPU = torch.device("cpu")
+
+
+class Feed:
+    """Splits global batches into micro-batches. A step's samples depend only on the number of its first one.
+
+    In micro-step k rank r of R reads `micro_size` consecutive samples from `first + (k * R + r) * micro_size` on.
+    `group`: the data ranks, used only from the feed's thread (see `Group.side_channel`). `group_samples`: size of a
+    candidate group (None: a micro-batch). `seed`: for random negatives. `masker`: masks what is read. `owners`: all
+    ranks, over a connection of their own, if the embedding's rows are sharded over them; `sharing`: those that read
+    the same samples. Batches are on the CPU, prepared for `device`, which computes in half precision if `half`.
+    """
+
+    def __init__(
+        self,
+        samples: RowSource,
+        objective: Objective,
+        data: DataConfig,
+        batch: BatchConfig,
+        group: Group,
+        *,
+        group_samples: int | None = None,
+        seed: int = 0,
+        device: torch.device = CPU,
+        half: bool = False,
+        masker: RowMasker | None = None,
+        owners: Group | None = None,
+        sharing: Group | None = None,
+    ) -> None:
+        self._reader = BatchReader(samples, data, masker)
+        self._candidate_groups = CandidateGroups(objective, group_samples or batch.micro_size, batch.micro_size, seed)
+        self._prefetch = data.prefetch
+        self._batch = batch
+        self._group = group
+        self._device, self._half = device, half
+        self._owners, self._sharing = owners, sharing
+
+    def steps(self, first_sample: int) -> Generator[StepBatches, None, None]:
+        """The batches of all optimizer steps from `first_sample` on; never ends. Collective over the group."""
+        return prefetched(self.step, itertools.count(first_sample, self._batch.global_size), self._prefetch)
+
+    def step(self, first_sample: int) -> StepBatches:
+        """The batches of the step that begins at `first_sample`.
+
+        One all-gather of 3 A numbers, and one of ids if candidate groups are larger than micro-batches.
+        """
+        ranks = self._group.size
+        accumulation = self._batch.accumulation_steps(ranks)
+        batches = [self._reader.read(self.samples(first_sample, k, self._group.rank)) for k in range(accumulation)]
+        sizes = [(batch.target_ids_N.numel(), batch.weight(), batch.judged()) for batch in batches]
+        mine = torch.tensor(sizes, dtype=torch.float64)
+        counts_RA, weights_RA, judged_RA = self._group.all_gather(mine).unbind(-1)
+        counts_RA = counts_RA.long()
+        targets = int(counts_RA.sum())
+        scales = [ranks * accumulation / max(float(each_RA.sum()), 1.0) for each_RA in (weights_RA, judged_RA)]
+        candidates = self._candidate_groups.choose(first_sample, batches, counts_RA, self._group)
+        micro_batches = [MicroBatch(*pair, *scales) for pair in zip(batches, candidates, strict=True)]
+        staged = [micro.staged(self._device, self._half) for micro in micro_batches]
+        return StepBatches(staged, targets, mean_candidates(micro_batches), self._plan(staged))
+
+    def _plan(self, micro_batches: list[MicroBatch]) -> RowPlan | None:
+        """The exchange of the embedding's rows, each of which is fetched once for all micro-batches of the step."""
+        if self._owners is None:
+            return None
+        ids = torch.cat([micro.ids() for micro in micro_batches])
+        return plan_rows(ids, self._owners, len(micro_batches), self._sharing)
+
+    def samples(self, first_sample: int, micro_step: int, rank: int) -> range:
+        """The samples that `rank` reads for a micro-step of the step that begins at `first_sample`."""
+        start = first_sample + (micro_step * self._group.size + rank) * self._batch.micro_size
+        return range(start, start + self._batch.micro_size)
+
+
+def mean_candidates(micro_batches: list[MicroBatch]) -> float:
+    """Number of candidates, averaged over candidate groups; 0 for the whole vocabulary."""
+    counts = [0 if g.ids_U is None else g.ids_U.numel() for micro in micro_batches for g in micro.candidates]
+    return sum(counts) / len(counts)
+
+
+def prefetched(prepare: Callable[[int], T], keys: Iterable[int], depth: int) -> Generator[T, None, None]:
+    """`prepare(key)` for each key in order, up to `depth` of them ahead in one background thread.
+
+    Which keys are prepared depends only on how many results were taken, not on timing, so `prepare` may call
+    collectives: ranks that stop at the same key have prepared the same keys. Its exception is raised where its result
+    is taken.
+    """
+    if depth == 0:
+        yield from map(prepare, keys)
+        return
+    with ThreadPoolExecutor(1, thread_name_prefix="prefetch") as pool:
+        waiting: deque[Future[T]] = deque()
+        for key in keys:
+            waiting.append(pool.submit(prepare, key))
+            if len(waiting) > depth:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()

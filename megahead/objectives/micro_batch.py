@@ -1,0 +1,186 @@
+"""A micro-batch as the module reads it: documents, targets, and outputs at the targets alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from megahead.config.model import ModelConfig
+from megahead.data.batch import Batch
+from megahead.losses.candidates import Candidates
+from megahead.models.documents import Documents, ShorterRows, TargetPositions
+from megahead.models.layers import LayerNorm
+from megahead.sharded_embedding.exchange import RowPlan
+
+# The inputs of a `Pretraining`: a micro-batch to learn from, or a batch to be scored.
+
+
+CANDIDATE_MULTIPLE = 512
+"""On CUDA the candidates of a candidate group are padded to a multiple of this: full kernel blocks, reusable memory."""
+
+CANDIDATE_MULTIPLE_ON_CPU = 128
+"""In half precision on a CPU, where the code of a product takes longer to make for a new shape than its operations."""
+
+DOCUMENT_MULTIPLE = 128
+"""On CUDA boundaries of documents are padded to a multiple of this, so that compiled blocks see one or two shapes.
+Empty documents cost the kernels next to nothing."""
+
+
+def documents_of(batch: Batch) -> Documents:
+    """Where each document of the batch begins, on its device."""
+    if batch.positions_BT is not None:
+        return Documents(batch.positions_BT, batch.cu_seqlens)
+    rows, row_length = batch.input_ids_BT.shape
+    return Documents.whole_rows(rows, row_length, batch.input_ids_BT.device)
+
+
+def target_positions_of(batch: Batch) -> TargetPositions:
+    """Which of the batch's outputs have a target."""
+    rows, row_length = batch.input_ids_BT.shape
+    return TargetPositions(batch.target_index_N, rows, row_length, batch.max_targets_per_row)
+
+
+def all_positions_of(batch: Batch) -> TargetPositions:
+    """All of the batch's outputs."""
+    rows, row_length = batch.input_ids_BT.shape
+    return TargetPositions(torch.arange(rows * row_length, device=batch.input_ids_BT.device), rows, row_length)
+
+
+def shorter_rows_of(batch: Batch) -> list[ShorterRows]:
+    """What some layers compute of the batch alone, in the order of these layers."""
+    rows, row_length = batch.input_ids_BT.shape
+    return [
+        ShorterRows(
+            TargetPositions(part.index_N, rows, row_length, part.max_per_row),
+            part.layers,
+            part.first_reads_all,
+            part.cu_seqlens,
+        )
+        for part in batch.kept
+    ]
+
+
+def with_boundaries(batch: Batch, multiple: int) -> Batch:
+    """The same, in which it is known where documents begin, so that a device need not look for them. There are padded
+    to a multiple of so many."""
+    documents = documents_of(batch)
+    kept = tuple(
+        replace(part, cu_seqlens=shorter.documents(documents).padded_cu_seqlens(multiple))
+        for part, shorter in zip(batch.kept, shorter_rows_of(batch), strict=True)
+    )
+    packed = batch.positions_BT is not None  # else each row is one, of a length that is known
+    return replace(batch, cu_seqlens=documents.padded_cu_seqlens(multiple) if packed else None, kept=kept)
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """One forward-backward pass of one rank."""
+
+    batch: Batch
+    candidates: tuple[Candidates, ...]
+    """One for each candidate group with samples in this batch, in the order of its targets."""
+
+    loss_weight: float
+    """data_ranks * accumulation / global_targets, where targets count by their weights. Times it, the loss summed over
+    this micro-batch is its share of the mean over the global batch's targets, since the engine averages over
+    accumulation steps and data ranks."""
+
+    judged_weight: float = 0.0
+    """The same for tokens that are judged, where some are replaced: data_ranks * accumulation / how many they are."""
+
+    def ids(self) -> Tensor:
+        """int64: all ids whose embeddings it looks up, inputs and candidates."""
+        candidates = [group.ids_U for group in self.candidates if group.ids_U is not None]
+        return torch.cat([self.batch.input_ids_BT.flatten(), *candidates])
+
+    def to(self, device: torch.device) -> MicroBatch:
+        """The same on `device`."""
+        candidates = tuple(one.to(device) for one in self.candidates)
+        return replace(self, batch=self.batch.to(device, non_blocking=True), candidates=candidates)
+
+    def staged(self, device: torch.device, half: bool = False) -> MicroBatch:
+        """The same micro-batch, still on the CPU, prepared for `device`, which computes in half precision or not.
+
+        For CUDA: in pinned memory, with padded candidates, and with `cu_seqlens`, so that the host need not wait.
+        """
+        if device.type != "cuda":
+            return self._padded(CANDIDATE_MULTIPLE_ON_CPU) if half else self
+        candidates = tuple(one.pinned() for one in self._padded(CANDIDATE_MULTIPLE).candidates)
+        return replace(self, batch=with_boundaries(self.batch, DOCUMENT_MULTIPLE).pinned(), candidates=candidates)
+
+    def _padded(self, multiple: int) -> MicroBatch:
+        return replace(self, candidates=tuple(one.padded(multiple) for one in self.candidates))
+
+
+@dataclass(frozen=True)
+class StepBatches:
+    """One rank's part of the global batch of one optimizer step."""
+
+    micro_batches: list[MicroBatch]
+    """In the order of their samples; one for each accumulation step."""
+
+    targets: int
+    """Targets of the global batch, over all ranks."""
+
+    candidates: float
+    """Mean number of candidates an output of this rank is scored against (for logs); 0 means the whole vocabulary."""
+
+    rows: RowPlan | None = None
+    """How ranks exchange the embedding's rows for this step, if these are in a table beside the model (`table`)."""
+
+
+@dataclass(frozen=True)
+class EvaluationRequest:
+    """Batches whose targets are to be scored by a head over the whole vocabulary, each run through the body by itself,
+    all together in one pass over the vocabulary."""
+
+    batches: tuple[Batch, ...]
+
+    bias_V: Tensor | None
+    """Added to the scores of all V ids: log q for a headless model's training-free head; None: no bias."""
+
+
+# What a vanilla objective trains beside the backbone: an output matrix, a bias, and for an encoder a transform.
+#
+# V padded vocabulary, D features, N targets.
+#
+# A headless objective (contrastive weight tying: the softmax runs over the embeddings of the batch's targets) has
+# neither.
+
+
+class OutputEmbedding(nn.Module):
+    """The matrix of an untied vanilla head, [V, D]: a parameter only."""
+
+    def __init__(self, padded_vocab_size: int, hidden_size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(padded_vocab_size, hidden_size))
+
+
+class OutputBias(nn.Module):
+    """What is added to each token's score, [V]: a parameter only."""
+
+    def __init__(self, padded_vocab_size: int) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.empty(padded_vocab_size))
+
+
+class MaskHead(nn.Module):
+    """What an encoder does to an output before it is multiplied by the output matrix, and the bias of each token.
+
+    scores = norm(gelu(dense h)) . e_v + bias_v. A headless encoder has neither.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.approximate = "tanh" if config.activation == "gelu_tanh" else "none"
+        self.dense = nn.Linear(config.hidden_size, config.hidden_size, config.transform_bias)
+        self.norm = LayerNorm(config.hidden_size, eps=config.norm_eps, bias=config.has_norm_bias())
+        self.bias = nn.Parameter(torch.empty(config.padded_vocab_size()))
+
+    def forward(self, outputs_ND: Tensor) -> Tensor:
+        """[N, D]: the transformed outputs; the caller adds the bias to the scores."""
+        transformed_ND: Tensor = self.norm(F.gelu(self.dense(outputs_ND), approximate=self.approximate))
+        return transformed_ND

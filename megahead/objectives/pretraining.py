@@ -1,0 +1,478 @@
+"""The module that is trained: backbone and objective, batch in, loss out; built whole or split over tensor ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar, overload
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from megahead.config.model import ModelConfig
+from megahead.config.objective import ObjectiveConfig
+from megahead.config.run import RunConfig
+from megahead.data.batch import Batch
+from megahead.distributed.group import Group, Mesh, reduce_from_group
+from megahead.distributed.tensors import Tensors, take_rows_
+from megahead.losses.candidates import Candidates, vocabulary_candidates
+from megahead.losses.detection import DetectionSums
+from megahead.losses.products import CandidateShard
+from megahead.losses.scores import SCORES, LearnedTemperature, Score
+from megahead.losses.softmax import (
+    EvaluationSums,
+    Softmax,
+    parallel_candidate_loss,
+    parallel_draws,
+    parallel_evaluation_sums,
+    parallel_misses,
+    streamed_sums,
+)
+from megahead.models.backbone import Backbone
+from megahead.models.documents import TargetPositions
+from megahead.models.parallel import parallelize_, shard_dims
+from megahead.models.registry import SHARDING, build_backbone, initial_blocks, initial_value
+from megahead.objectives.micro_batch import (
+    EvaluationRequest,
+    MaskHead,
+    MicroBatch,
+    OutputBias,
+    OutputEmbedding,
+    all_positions_of,
+    documents_of,
+    shorter_rows_of,
+    target_positions_of,
+)
+from megahead.objectives.phrases import PhraseLoss
+from megahead.objectives.replaced_tokens import Detection
+from megahead.sharded_embedding.optimizer import build_row_rule
+from megahead.sharded_embedding.table import RowTable, SplitRowTable
+
+# The module that is trained: one embedding lookup, the backbone, and a softmax over candidates.
+#
+# In a headless run (contrastive weight tying) the candidates are the input embeddings of a candidate group's targets;
+# such a group is consecutive samples. In a vanilla run they are the whole vocabulary.
+#
+# B rows, T inputs a row, D features, N targets, U candidates, V vocabulary.
+
+
+Part = tuple[Tensor, Tensor, Candidates]
+"""Outputs of targets of one candidate group, and its candidates with their rows."""
+
+NotesMisses = Callable[[Tensor, Tensor], None]
+NotesDetection = Callable[[DetectionSums[Tensor]], None]
+
+
+class Pretraining(nn.Module):
+    """`backbone` trained by `objective`: a MicroBatch gives its weighted loss, an EvaluationRequest its
+    EvaluationSums.
+
+    Both go through `forward`, because under ZeRO-3 weights exist only there. Rows of the embedding from `vocab_size` on
+    are padding: never candidates. `mask_head` transforms an encoder's outputs before the softmax over the vocabulary.
+    `note_misses`, where something wants to know, is told the targets of each training batch, int64 [N], and which of
+    them another candidate beat, bool [N]; that costs a third of the loss once more.
+
+    With `detection` its generator learns the targets in the backbone's place, and the backbone which tokens of a text
+    the generator has replaced; `note_detection` is told how well it does, batch by batch. `drawn_bias_V` is the bias of
+    the head by which replacements are drawn from all ids, where they are. With `phrases` the outputs at
+    the ends of masked phrases also learn to be like those of the same phrase in other rows.
+    """
+
+    def __init__(
+        self,
+        backbone: Backbone,
+        objective: ObjectiveConfig,
+        vocab_size: int,
+        head: OutputEmbedding | None = None,
+        mask_head: MaskHead | None = None,
+        output_bias: OutputBias | None = None,
+        detection: Detection | None = None,
+    ) -> None:
+        super().__init__()
+        self.backbone = backbone
+        self.objective = objective
+        self.vocab_size = vocab_size
+        self.head = head
+        self.mask_head = mask_head
+        self.output_bias = output_bias
+        self.detection = detection
+        self.note_misses: NotesMisses | None = None
+        self.note_detection: NotesDetection | None = None
+        self.drawn_bias_V: Tensor | None = None
+        self.phrases = PhraseLoss(objective.phrases) if objective.phrases else None
+        self.temperature = LearnedTemperature(objective.temperature) if objective.learned_temperature else None
+
+    @overload
+    def __call__(self, request: MicroBatch) -> Tensor: ...
+    @overload
+    def __call__(self, request: EvaluationRequest) -> EvaluationSums: ...
+    def __call__(self, request: MicroBatch | EvaluationRequest) -> Tensor | EvaluationSums:
+        result: Tensor | EvaluationSums = super().__call__(request)
+        return result
+
+    def forward(self, request: MicroBatch | EvaluationRequest) -> Tensor | EvaluationSums:
+        return self._loss(request) if isinstance(request, MicroBatch) else self._evaluation_sums(request)
+
+    def encoders(self) -> list[Backbone]:
+        """All that turn rows of the table into hidden states, the backbone first."""
+        return [self.backbone, *([] if self.detection is None else [self.detection.generator])]
+
+    def _loss(self, micro: MicroBatch) -> Tensor:
+        """Scalar, connected to every trained parameter, also when the micro-batch has no targets."""
+        inputs_BTD, rows = self._look_up(micro.batch.input_ids_BT, micro.candidates)
+        outputs_ND, phrase_loss = self._outputs_and_phrases(inputs_BTD, micro.batch)
+        sizes = [candidates.positive_N.numel() for candidates in micro.candidates]
+        parts = list(zip(outputs_ND.split(sizes), rows, micro.candidates, strict=True))
+        loss = (self._loss_of_targets(outputs_ND, parts, micro.batch) + phrase_loss) * micro.loss_weight
+        if self.detection is None:
+            return loss
+        predictions = self._drawn_from(outputs_ND, parts, micro.batch)
+        sums = self.detection.sums(self.backbone, inputs_BTD, micro.batch, predictions)
+        if self.note_detection is not None:
+            self.note_detection(sums)
+        return loss + self.detection.weight * micro.judged_weight * sums.loss
+
+    def _drawn_from(self, outputs_ND: Tensor, parts: Sequence[Part], batch: Batch) -> list[Softmax]:
+        """The predictions of targets from which tokens are drawn in their places, in the order of the targets."""
+        asked = self.objective.replaced_tokens
+        if asked is None or asked.draws == "group":
+            return [self._prediction(*part) for part in parts]
+        all_ids = vocabulary_candidates(batch.target_ids_N, self.drawn_bias_V)
+        return [self._prediction(outputs_ND, self._output_rows(), all_ids)]
+
+    def _loss_of_targets(self, outputs_ND: Tensor, parts: Sequence[Part], batch: Batch) -> Tensor:
+        """The loss summed over all targets."""
+        loss = torch.stack([self._loss_among(*part) for part in parts]).sum()
+        if self.note_misses is not None:
+            self.note_misses(batch.target_ids_N, torch.cat([self._prediction(*part).misses() for part in parts]))
+        share = self.objective.vanilla_weight
+        if share:
+            all_ids = vocabulary_candidates(batch.target_ids_N, weight_N=batch.weight_N)
+            vanilla = self._loss_among(outputs_ND, self._output_rows(), all_ids)
+            loss = (1 - share) * loss + share * vanilla
+        return loss
+
+    def _loss_among(self, outputs_ND: Tensor, rows_UD: Tensor, candidates: Candidates) -> Tensor:
+        """The loss summed over the outputs."""
+        hidden_ND, bias_V = self._final_hidden(outputs_ND, candidates.ids_U is None)
+        if bias_V is not None:
+            candidates = replace(candidates, bias_U=bias_V, subtracts_positive_bias=True)
+        return self._softmax(hidden_ND, rows_UD, candidates).loss()
+
+    @torch.no_grad()
+    def _prediction(self, outputs_ND: Tensor, rows_UD: Tensor, candidates: Candidates) -> Softmax:
+        """What the outputs say of their targets: as in the loss, but that targets have a learned bias, too."""
+        hidden_ND, bias_V = self._final_hidden(outputs_ND, candidates.ids_U is None)
+        candidates = candidates if bias_V is None else replace(candidates, bias_U=bias_V)
+        return self._softmax(hidden_ND, rows_UD, candidates)
+
+    def _softmax(self, hidden_ND: Tensor, rows_UD: Tensor, candidates: Candidates) -> Softmax:
+        return Softmax(hidden_ND, rows_UD, candidates, self._score())
+
+    def _look_up(self, input_ids_BT: Tensor, per_group: tuple[Candidates, ...]) -> tuple[Tensor, list[Tensor]]:
+        """Embeddings of the inputs [B, T, D], and of each candidate group [U, D], in one embedding call.
+
+        If the candidates are the whole vocabulary, they are the rows of the output matrix.
+        """
+        sizes = [0 if candidates.ids_U is None else candidates.ids_U.numel() for candidates in per_group]
+        ids = [candidates.ids_U for candidates in per_group if candidates.ids_U is not None]
+        looked_up = self.backbone.embed(torch.cat([input_ids_BT.flatten(), *ids]))
+        inputs, *rows = looked_up.split([input_ids_BT.numel(), *sizes])
+        tables = [self._output_rows() if g.ids_U is None else r for g, r in zip(per_group, rows, strict=True)]
+        return inputs.view(*input_ids_BT.shape, -1), tables
+
+    def _outputs(self, inputs_BTD: Tensor, batch: Batch) -> Tensor:
+        """[N, D]: the hidden states that have targets."""
+        return self._hidden_at(target_positions_of(batch), inputs_BTD, batch)
+
+    def _outputs_and_phrases(self, inputs_BTD: Tensor, batch: Batch) -> tuple[Tensor, Tensor | float]:
+        """The same; and the loss of masked phrases, which compares the hidden states of all tokens."""
+        if self.phrases is None:
+            return self._outputs(inputs_BTD, batch), 0.0
+        every_MD = self._hidden_at(all_positions_of(batch), inputs_BTD, batch)
+        return every_MD.index_select(0, batch.target_index_N), self.phrases(every_MD, batch.phrases)
+
+    def _hidden_at(self, wanted: TargetPositions, inputs_BTD: Tensor, batch: Batch) -> Tensor:
+        """[N, D]: the hidden states there, of what learns the targets."""
+        learner = self.backbone if self.detection is None else self.detection.generator
+        return learner.encode_at(inputs_BTD, documents_of(batch), wanted, shorter_rows_of(batch))
+
+    def _final_hidden(self, outputs_ND: Tensor, vocabulary: bool) -> tuple[Tensor, Tensor | None]:
+        """[N, D]: outputs to be scored against rows; [V]: a learned bias, or None.
+
+        With `vocabulary` an encoder's outputs go through BERT's transform.
+        """
+        bias_V = None
+        if vocabulary and self.mask_head is not None:
+            outputs_ND, bias_V = self.mask_head(outputs_ND), self.mask_head.bias[: self.vocab_size]
+        if vocabulary and self.output_bias is not None:
+            bias_V = self.output_bias.bias[: self.vocab_size]
+        return outputs_ND, bias_V
+
+    def _score(self) -> Score:
+        """How outputs are compared with rows, by a temperature that is fixed or learned."""
+        return SCORES[self.objective.score](self.temperature or self.objective.temperature)
+
+    def _evaluation_sums(self, request: EvaluationRequest) -> EvaluationSums:
+        outputs = [self._outputs(self.backbone.embed(batch.input_ids_BT), batch) for batch in request.batches]
+        outputs_ND, target_ids_N = torch.cat(outputs), torch.cat([batch.target_ids_N for batch in request.batches])
+        hidden_ND, learned_V = self._final_hidden(outputs_ND, vocabulary=True)
+        bias_V = request.bias_V if learned_V is None else learned_V
+        weights = [batch.weight_N for batch in request.batches if batch.weight_N is not None]
+        weight_N = torch.cat(weights) if weights else None
+        vocabulary, table = vocabulary_candidates(target_ids_N, bias_V, weight_N), self.backbone.embedding
+        if isinstance(table, RowTable):
+            return streamed_sums(hidden_ND, table.weight_blocks(self.vocab_size), vocabulary, self._score())
+        sums = self._softmax(hidden_ND, self._output_rows(), vocabulary).sums()
+        if self.detection is None:
+            return sums
+        of_targets = sums.loss, sums.correct, sums.targets, sums.weight
+        return EvaluationSums(*of_targets, *self._detected_by_all(self.detection, outputs, request))
+
+    def _detected_by_all(
+        self, detection: Detection, outputs: Sequence[Tensor], request: EvaluationRequest
+    ) -> DetectionSums[float]:
+        """How well the backbone finds the tokens that the generator's head over the vocabulary draws."""
+        sums = []
+        for batch, outputs_nD in zip(request.batches, outputs, strict=True):
+            inputs_BTD = self.backbone.embed(batch.input_ids_BT)
+            all_ids = vocabulary_candidates(batch.target_ids_N, request.bias_V)
+            prediction = self._prediction(outputs_nD, self._output_rows(), all_ids)
+            sums.append(detection.sums(self.backbone, inputs_BTD, batch, [prediction]))
+        return DetectionSums(*(float(sum(values)) for values in zip(*sums, strict=True)))
+
+    def _output_rows(self) -> Tensor:
+        """[V, D]: the output matrix without its padding."""
+        return self._output_matrix().weight[: self.vocab_size]
+
+    def _output_matrix(self) -> nn.Embedding | OutputEmbedding:
+        """The matrix that outputs are multiplied by: the input embedding itself unless there is a head."""
+        return self.backbone.embedding if self.head is None else self.head
+
+
+# A run's model as plain (unsharded) modules, and the weights that it starts from.
+
+
+TEMPERATURE = "temperature.log_value"
+GENERATOR = "detection.generator."
+
+
+def build_pretraining(config: RunConfig) -> Pretraining:
+    """The full model on torch's default device, weights undefined; runs use `parallel.assemble`, which shards it."""
+    model, objective = config.trained_model(), config.objective
+    head = OutputEmbedding(model.padded_vocab_size(), model.hidden_size) if objective.trains_head() else None
+    mask_head = MaskHead(model) if model.is_encoder() and objective.has_mask_head() else None
+    output_bias = OutputBias(model.padded_vocab_size()) if objective.output_bias else None
+    layers = head, mask_head, output_bias, _detection(config)
+    return Pretraining(build_backbone(model), objective, model.vocab_size, *layers)
+
+
+def _detection(config: RunConfig) -> Detection | None:
+    generator, asked = config.generator(), config.objective.replaced_tokens
+    return None if generator is None or asked is None else Detection(generator, asked.weight)
+
+
+def weight_shapes(config: RunConfig) -> dict[str, torch.Size]:
+    """Shapes of all parameters of the full (unsharded) model, by name."""
+    with torch.device("meta"):
+        return {name: parameter.shape for name, parameter in build_pretraining(config).named_parameters()}
+
+
+@dataclass(frozen=True)
+class FirstWeights:
+    """What the parameters of a new run start from, by name: full fp32 CPU tensors.
+
+    Each is drawn when it is asked for, and depends only on `config.seed` and its name.
+    """
+
+    config: RunConfig
+    shapes: Mapping[str, torch.Size]
+
+    def read(self, name: str, /) -> Tensor:
+        """All of one."""
+        if name == TEMPERATURE:
+            return LearnedTemperature(self.config.objective.temperature).first_value()
+        return initial_value(name, self.shapes[name], self.config.seed, self._model_of(name))
+
+    def blocks(self, name: str, /) -> Iterator[Tensor]:
+        """The same bits in blocks of rows."""
+        if name == TEMPERATURE:
+            return iter([self.read(name)])
+        return initial_blocks(name, self.shapes[name], self.config.seed, self._model_of(name))
+
+    def _model_of(self, name: str) -> ModelConfig:
+        """The one whose parameter it is, and on whose depth its first value may depend."""
+        generator = self.config.generator() if name.startswith(GENERATOR) else None
+        return generator or self.config.trained_model()
+
+
+def first_weights(config: RunConfig) -> FirstWeights:
+    """Those of a run of `config`; draws nothing."""
+    return FirstWeights(config, weight_shapes(config))
+
+
+# Pretraining with its weights split over a tensor group: the same losses and evaluation sums (of losses, right
+# predictions and targets) as on one rank.
+#
+# Headless (contrastive weight tying): the softmax runs over the embeddings of a candidate group's targets. A candidate
+# group is a number of consecutive samples whose targets are candidates for each other, not a group of ranks.
+#
+# B rows, T inputs a row, D features, N targets, U candidates, V vocabulary; w: one rank's candidates of a candidate
+# group, W: of all candidate groups.
+
+
+class SplitOutputEmbedding(OutputEmbedding):
+    """This rank's rows of an untied head, split like those of the embedding table."""
+
+    shard_dims: ClassVar[Mapping[str, int]] = {"weight": 0}
+
+
+@dataclass(frozen=True)
+class SplitSoftmax(Softmax):
+    """The same softmax with the candidates split over the ranks of a group, on each of them; all is collective. Its
+    rows are those of this rank's candidates, [w, D]; places are among the candidates of all ranks."""
+
+    shard: CandidateShard
+
+    def loss(self) -> Tensor:
+        return parallel_candidate_loss(self.outputs_ND, self.rows_UD, self.candidates, self.score, self.shard)
+
+    def sums(self) -> EvaluationSums:
+        return parallel_evaluation_sums(self.outputs_ND, self.rows_UD, self.candidates, self.score, self.shard)
+
+    def misses(self) -> Tensor:
+        return parallel_misses(self.outputs_ND, self.rows_UD, self.candidates, self.score, self.shard)
+
+    def draws(self, uniform_N: Tensor) -> Tensor:
+        return parallel_draws(self.outputs_ND, self.rows_UD, self.candidates, self.score, uniform_N, self.shard)
+
+    def rows_at(self, place_N: Tensor) -> Tensor:
+        """On every rank: each comes from the rank that has it."""
+        place_N = place_N - self.shard.first
+        elsewhere_N1 = ((place_N < 0) | (place_N >= self.shard.count))[:, None]
+        own_ND = self.rows_UD.index_select(0, place_N.clamp(0, self.shard.width - 1)).masked_fill(elsewhere_N1, 0.0)
+        return reduce_from_group(own_ND, self.shard.group)
+
+
+class TensorParallelPretraining(Pretraining):
+    """A `Pretraining` whose backbone is split over `group`; every rank of it is called with the same inputs.
+
+    A headless softmax splits its candidates evenly over the ranks; a softmax over the vocabulary leaves each row on the
+    rank that owns it, which also balances the work. An encoder's transform (`mask_head`), and biases, are full on every
+    rank.
+    """
+
+    def __init__(
+        self,
+        backbone: Backbone,
+        objective: ObjectiveConfig,
+        vocab_size: int,
+        head: SplitOutputEmbedding | None,
+        mask_head: MaskHead | None,
+        output_bias: OutputBias | None,
+        detection: Detection | None,
+        group: Group,
+    ) -> None:
+        super().__init__(backbone, objective, vocab_size, head, mask_head, output_bias, detection)
+        self.group = group
+
+    def _look_up(self, input_ids_BT: Tensor, per_group: tuple[Candidates, ...]) -> tuple[Tensor, list[Tensor]]:
+        """Embeddings of the inputs [B, T, D], and the rows of this rank's share of each candidate group [w, D].
+
+        The split embedding looks up both at once: it returns the rows of all inputs on every rank, and scatters those
+        of `scattered_ids`, an even share to each rank."""
+        by_rank = [self._split_evenly(candidates.ids_U) for candidates in per_group if candidates.ids_U is not None]
+        if not by_rank:
+            return self.backbone.embed(input_ids_BT), [self._output_rows() for _ in per_group]
+        scattered_ids = torch.cat(by_rank, dim=1).flatten()  # rank by rank, each rank's share of every candidate group
+        inputs_BTD, shares_WD = self.backbone.embedding(input_ids_BT, scattered_ids)
+        return inputs_BTD, list(shares_WD.split([ids.shape[1] for ids in by_rank]))
+
+    def _split_evenly(self, ids_U: Tensor) -> Tensor:
+        """[ranks, w]: the ids split evenly, padded with -1."""
+        width = self._even(ids_U.numel())
+        return F.pad(ids_U, (0, width * self.group.size - ids_U.numel()), value=-1).view(self.group.size, width)
+
+    def _softmax(self, hidden_ND: Tensor, rows_wD: Tensor, candidates: Candidates) -> Softmax:
+        return SplitSoftmax(hidden_ND, rows_wD, candidates, self._score(), self._shard(candidates))
+
+    def _output_rows(self) -> Tensor:
+        """This rank's rows of the output matrix, padding rows included, which `_shard` leaves out."""
+        return self._output_matrix().weight
+
+    def _shard(self, candidates: Candidates) -> CandidateShard:
+        """This rank's share of the candidates; if they are the whole vocabulary, the rows that this rank owns."""
+        if candidates.ids_U is None:
+            return CandidateShard.of(self.vocab_size, self._output_rows().shape[0], self.group)
+        count = candidates.ids_U.numel()
+        return CandidateShard.of(count, self._even(count), self.group)
+
+    def _even(self, candidates: int) -> int:
+        """How many candidates each rank gets, padding included."""
+        return max(1, -(-candidates // self.group.size))
+
+
+# Makes a run's model: `assemble` makes its layers, `fill_` gives them values. No rank ever holds the full model.
+
+
+def assemble(config: RunConfig, group: Group, device: torch.device) -> Pretraining:
+    """The model of `config`, split over `group`, with hollow parameters: they have a shape on `device`, but no memory.
+
+    `fill_` gives them memory and values; so does an engine, which may partition them further. With one rank the layers
+    are the plain ones. Sends nothing.
+    """
+    with torch.device("meta"):
+        module: Pretraining = build_pretraining(config)
+        if group.size > 1:
+            module = _split(module, config, group)
+    for layer in module.modules():
+        for name, parameter in layer.named_parameters(recurse=False):
+            one_number = torch.zeros((), dtype=parameter.dtype, device=device)
+            setattr(layer, name, nn.Parameter(one_number.expand(parameter.shape)))
+    for name in shard_dims(module):
+        module.get_parameter(name).model_parallel = True  # type: ignore[attr-defined]  # lost on the way from meta
+    return module
+
+
+def fill_(module: nn.Module, group: Group, weights: Tensors) -> None:
+    """Sets every parameter to this rank's slice of the full tensor of its name.
+
+    Beside the parameters memory holds a block of one of them, or all of one whose columns are split.
+    """
+    dims = shard_dims(module)
+    for name, parameter in module.named_parameters():
+        part = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+        if dims.get(name):  # not the rows
+            part.copy_(group.shard(weights.read(name), dims[name]).detach())
+        else:
+            take_rows_(part, weights.blocks(name), group.rank * len(part) if name in dims else 0)
+        parameter.data = part
+
+
+def _split(full: Pretraining, config: RunConfig, group: Group) -> Pretraining:
+    sharding, sequence = SHARDING[config.model.family], config.parallel.sequence
+    parallelize_(full.backbone, sharding, group, sequence=sequence)
+    if full.detection is not None:
+        of_blocks = {pattern: kind for pattern, kind in sharding.items() if pattern != "embedding"}
+        parallelize_(full.detection.generator, of_blocks, group, sequence=sequence)
+    rows, features = config.model.padded_vocab_size() // group.size, config.model.hidden_size
+    head = None if full.head is None else SplitOutputEmbedding(rows, features)
+    layers = head, full.mask_head, full.output_bias, full.detection
+    return TensorParallelPretraining(full.backbone, full.objective, full.vocab_size, *layers, group)
+
+
+# Replaces a model's embedding by a `RowTable`, whose rows are sharded over all ranks (see `table`).
+
+
+def place_table_(module: Pretraining, config: RunConfig, mesh: Mesh, device: torch.device) -> RowTable:
+    """Replaces the embedding of `module`, whose parameters are hollow, by a table of zeros. Collective over `mesh`."""
+    model, settings = config.model, config.optimizer.table
+    rule, kind = (
+        build_row_rule(settings.rule, config.optimizer),
+        SplitRowTable if mesh.tensor_group.size > 1 else RowTable,
+    )
+    size = model.padded_vocab_size(), model.hidden_size
+    placed = kind(*size, rule, mesh, device, settings.learning_rate_ratio)
+    module.backbone.register_module("embedding", placed)
+    return placed

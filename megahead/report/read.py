@@ -1,0 +1,331 @@
+"""Reads what runs logged: metrics, settings, samples, events."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megahead.errors import DataError, UserError
+from megahead.evaluate.results import ResultCache
+from megahead.run_folder import RunFolder
+from megahead.wording import counted, listed, span
+
+# Reads the metrics that training logged: `RUN/metrics.jsonl`, one JSON object per line.
+
+
+Record = Mapping[str, Any]
+
+_RESTARTS = {"session", "rollback"}
+"""Records after which a run continues from an earlier step than it had reached."""
+
+_EVENTS = {*_RESTARTS, "fault", "slow", "replica", "copy", "mirror"}
+
+
+@dataclass(frozen=True)
+class RunMetrics:
+    """One run's log: training lines and evaluations, each in the order of their steps."""
+
+    name: str
+    training: Sequence[Record]
+    """{"step", "tokens", "seconds", "loss", "learning_rate", "gradient_norm", "tokens_per_second", ...}"""
+
+    validation: Sequence[Record]
+    """{"step", "tokens", "seconds", "perplexity", "bits_per_byte", "accuracy", "loss", "upper_bound"}; the last (not in
+    older logs): whether they are upper bounds, of masked diffusion"""
+
+    tasks: Sequence[Record] = ()
+    """{"step", "tokens", "seconds", "tasks": {task: {metric: {"value", "stderr"}}}}, where lm-eval's tasks were run"""
+
+    events: Sequence[Record] = ()
+    """{"step", "tokens", "seconds", "session": {...}} where a session began, {..., "fault": {...}} where a step went
+    wrong, {..., "rollback": {...}} where it went back, {..., "slow": {...}} where a rank was, {..., "replica": {...}}
+    where weights differed between ranks, {..., "copy": {...}} where one in memory was due, {..., "mirror": {...}} where
+    a checkpoint was sent there, or could not be; as they happened, those that a run went through again included
+    """
+
+
+def read_metrics(run: Path) -> RunMetrics:
+    """The metrics of a run folder (or of a metrics.jsonl itself).
+
+    Left out are a last line cut short by a killed run, and what a later session or a rollback abandoned; of two
+    lines for one step the later counts. Raises UserError when there is no log, or when another line is broken.
+    """
+    path = run if run.suffix == ".jsonl" else RunFolder(run).metrics
+    training: dict[int, Record] = {}
+    validation: dict[int, Record] = {}
+    tasks: dict[int, Record] = {}
+    events: list[Record] = []
+    for record in _records(path):
+        step = record["step"]
+        if _RESTARTS & record.keys():
+            past = record.get("session", {}).get("continues", step)
+            training, validation, tasks = (_up_to(past, lines) for lines in (training, validation, tasks))
+        if "validation" in record:
+            where = {key: record[key] for key in ("step", "tokens", "seconds")}
+            validation[step] = where | record["validation"]
+        elif "tasks" in record:
+            tasks[step] = record
+        elif "loss" in record:
+            training[step] = record
+        elif _EVENTS & record.keys():
+            events.append(record)
+    if not training and not validation:
+        raise UserError(f"{path} must hold metrics of a run, but holds no line yet; try again after the first step.")
+    name = path.parent.name
+    if name in {"", ".."}:
+        name = path.parent.resolve().name
+    return RunMetrics(name, _in_order(training), _in_order(validation), _in_order(tasks), events)
+
+
+def read_all_metrics(runs: Sequence[Path]) -> list[RunMetrics]:
+    """Those of several runs; runs that share a name are named by their paths."""
+    found = [read_metrics(run) for run in runs]
+    names = [metrics.name for metrics in found]
+    return [
+        replace(metrics, name=str(run)) if names.count(metrics.name) > 1 else metrics
+        for run, metrics in zip(runs, found, strict=True)
+    ]
+
+
+def _records(path: Path) -> list[dict[str, Any]]:
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    except OSError as error:
+        raise UserError(
+            f"{path} must be the metrics of a run, but cannot be read ({error.strerror}); "
+            "name a run folder such as runs/NAME."
+        ) from None
+    records = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+            record["step"], record["tokens"], record["seconds"]
+        except (ValueError, KeyError, TypeError):
+            if number == len(lines):  # whole lines end in a line break: this one was cut short
+                break
+            raise UserError(
+                f"{path} must hold a JSON object with step, tokens and seconds a line, but line {number} is not."
+            ) from None
+        records.append(record)
+    return records
+
+
+def _up_to(step: int, by_step: Mapping[int, Record]) -> dict[int, Record]:
+    return {at: record for at, record in by_step.items() if at <= step}
+
+
+def _in_order(by_step: Mapping[int, Record]) -> list[Record]:
+    return [by_step[step] for step in sorted(by_step)]
+
+
+# Reads a run folder for the report: metrics, configuration, generated samples, and how the run ended.
+
+
+Config = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run's folder holds; what is missing there is empty."""
+
+    folder: RunFolder
+    metrics: RunMetrics
+
+    config: Config
+    """RUN/config.yaml as it was written, section by section; not checked, so that runs of any age can be read."""
+
+    geometry: Sequence[Record]
+    """{"step", "tokens", "seconds", "gradient_share", ...} of each checkpoint that was measured"""
+
+    samples: Sequence[Record]
+    """{"prompt", "text", ...} for each line of RUN/samples.jsonl, which `megahead generate --output` writes"""
+
+    ending: str | None
+    """finished, out of time or stopped; None while a session runs, or after one that was killed"""
+
+    @property
+    def name(self) -> str:
+        return self.metrics.name
+
+    def number(self, path: str) -> float | None:
+        """The number at `section.field`, or None if the configuration has none there."""
+        value = self._setting(path)
+        return value if isinstance(value, (int, float)) else None
+
+    def text(self, path: str) -> str | None:
+        """As `number`, of texts."""
+        value = self._setting(path)
+        return value if isinstance(value, str) else None
+
+    def _setting(self, path: str) -> Any:
+        value: Any = self.config
+        for part in path.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
+        return value
+
+
+def read_runs(folders: Sequence[Path]) -> list[Run]:
+    """The runs in `folders`, named as by `read_all_metrics`. Raises UserError as `read_metrics`."""
+    found = zip(folders, read_all_metrics(folders), strict=True)
+    return [_read(RunFolder(folder), metrics) for folder, metrics in found]
+
+
+def _read(folder: RunFolder, metrics: RunMetrics) -> Run:
+    config, ending = _config(folder.config), _ending(folder.ending)
+    return Run(folder, metrics, config, _geometry(folder.geometry), _samples(folder.samples), ending)
+
+
+def _config(path: Path) -> Config:
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+    return tree if isinstance(tree, dict) else {}
+
+
+def _geometry(path: Path) -> list[Record]:
+    try:
+        return sorted(ResultCache(path).entries, key=lambda entry: int(entry["step"]))
+    except (DataError, KeyError, ValueError):
+        return []
+
+
+def _samples(path: Path) -> list[Record]:
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").split("\n")  # a text may hold other ends of lines
+    except OSError:
+        return []
+    found = []
+    for line in lines:
+        with suppress(ValueError):  # cut short
+            found.append(json.loads(line))
+    return [sample for sample in found if isinstance(sample, dict) and {"prompt", "text"} <= sample.keys()]
+
+
+def _ending(path: Path) -> str | None:
+    try:
+        return str(json.loads(path.read_text(encoding="utf-8"))["ending"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+# What happened to a run beside its steps: sessions that resumed, damaged checkpoints, bad steps and rollbacks.
+
+
+_DONE = {"apply": "applied all the same", "skip": "skipped", "rollback": "rolled back", "stop": "ended the run"}
+
+
+@dataclass(frozen=True)
+class Event:
+    """A moment of a run, and a sentence about it."""
+
+    step: int
+    tokens: int
+    seconds: float
+    text: str
+
+    wrong: bool
+    """Whether it is a problem, which someone should look at."""
+
+
+def events_of(run: Run) -> list[Event]:
+    """The events of a run in their order; that it began is none."""
+    return [
+        Event(record["step"], record["tokens"], record["seconds"], text, wrong)
+        for record in run.metrics.events
+        for kind, describe in _DESCRIPTIONS.items()
+        if kind in record
+        for text, wrong in describe(record[kind])
+    ]
+
+
+def _session(session: Record) -> Iterator[tuple[str, bool]]:
+    for sentence in session.get("damaged", ()):
+        yield f"passed over a damaged checkpoint: {sentence}", True
+    if session.get("resumed") is not None:
+        gone_over = session.get("new_phase", False)
+        yield f"{'the next phase went on' if gone_over else 'resumed'} from {session['resumed']}", False
+    mirror = session.get("mirror", {})
+    if "fetched" in mirror:
+        yield "the checkpoint came from the mirror", False
+    for sentence in mirror.get("problems", ()):
+        yield f"passed over a damaged checkpoint of the mirror: {sentence}", True
+    memory = session.get("memory", {})
+    if "newer_by" in memory:
+        yield f"the checkpoint came from memory, {counted(memory['newer_by'], 'step')} newer than the disk's", False
+    for sentence in memory.get("problems", ()):
+        yield f"passed over a copy in memory: {sentence}", True
+    if "mesh_before" in session:
+        now, before = (_ranks(session[key]) for key in ("mesh", "mesh_before"))
+        yield f"went on with {now} instead of {before}", False
+
+
+def _ranks(mesh: Mapping[str, int]) -> str:
+    tensor = f" x {mesh['tensor']} tensor ranks" if mesh["tensor"] > 1 else ""
+    waiting = f" ({mesh['waiting']} waiting)" if mesh["waiting"] else ""
+    return f"{counted(mesh['data'], 'data rank')}{tensor}{waiting}"
+
+
+def _fault(fault: Record) -> Iterator[tuple[str, bool]]:
+    where = fault.get("where", ())
+    ranks = sorted({place["rank"] for place in where if place["rank"] is not None})
+    rows = ", ".join(span("row", range(place["first"], place["last"] + 1)) for place in where[:3])
+    on = f" on {listed('rank', ranks)}" if ranks else ""
+    yield (
+        (
+            f"{fault['kind']} (loss {fault['loss']}, gradient norm {fault['gradient_norm']}){on}, {rows}: "
+            f"{_DONE[fault['action']]}"
+        ),
+        fault["kind"] != "overflow",
+    )
+
+
+def _rollback(rollback: Record) -> Iterator[tuple[str, bool]]:
+    yield f"went back to {rollback['checkpoint']}", False
+
+
+def _slow(slow: Record) -> Iterator[tuple[str, bool]]:
+    times = slow["seconds"] / slow["usual"]
+    yield f"rank {slow['rank']} on {slow['host']} took {times:.1f} times as long as the others", True
+
+
+def _replica(replica: Record) -> Iterator[tuple[str, bool]]:
+    what = {"note": "noted", "rollback": "rolled back", "stop": "ended the run"}[replica["action"]]
+    yield f"weights of {listed('rank', replica['ranks'])} differed from the other replicas': {what}", True
+
+
+def _copy(copy: Record) -> Iterator[tuple[str, bool]]:
+    if "off" in copy:
+        yield f"kept no more copies in memory: {copy['off']}", True
+    if copy.get("skipped") == 1:
+        yield "a copy in memory was left out, since the last one was still on its way", True
+
+
+def _mirror(mirror: Record) -> Iterator[tuple[str, bool]]:
+    if "failed" in mirror:
+        what = f"step {mirror['step']:,}" if "step" in mirror else "the log"
+        yield f"{what} did not get to the mirror: {mirror['failed']}", True
+    if "skipped" in mirror:
+        yield (
+            f"step {mirror['step']:,} was not copied to the mirror, since an older checkpoint was still on its way",
+            True,
+        )
+
+
+_DESCRIPTIONS = {
+    "session": _session,
+    "fault": _fault,
+    "rollback": _rollback,
+    "slow": _slow,
+    "replica": _replica,
+    "copy": _copy,
+    "mirror": _mirror,
+}

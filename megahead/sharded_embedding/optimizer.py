@@ -1,0 +1,403 @@
+"""Lazy optimizer updates of rows: a row that no batch used catches up when it is fetched."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megahead.config.training import OptimizerConfig
+
+# The learning rates of all applied steps. Embedding rows that some of them did not update need these to catch up.
+
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+_STEADY = 2.0
+"""If the rates of two neighbouring steps differ by more than this factor, that is a jump; else they change smoothly."""
+
+
+class PerStep:
+    """Numbers, or rows of them, one for each step; appending is cheap. `first` is that of step 0."""
+
+    def __init__(self, first: Any) -> None:
+        self._room = np.array([first])
+        self._length = 1
+
+    def __len__(self) -> int:
+        return self._length
+
+    @property
+    def values(self) -> NDArray[Any]:
+        """All so far, as a view."""
+        return self._room[: self._length]
+
+    def extend(self, values: NDArray[Any]) -> None:
+        """Appends `values`, one for each further step."""
+        needed = self._length + len(values)
+        if needed > len(self._room):
+            more = max(needed, 2 * len(self._room)) - len(self._room)
+            self._room = np.concatenate([self._room, np.zeros((more, *self._room.shape[1:]), self._room.dtype)])
+        self._room[self._length : needed] = values
+        self._length = needed
+
+
+class RateHistory:
+    """What happened at each applied step, in float64. Steps count from 1; number 0 stands for the beginning."""
+
+    def __init__(self, weight_decay: float, rates: Sequence[float] | Floats = ()) -> None:
+        self._weight_decay = weight_decay
+        self._rates, self._log_kept, self._jumps = PerStep(0.0), PerStep(0.0), PerStep(0)
+        self.extend(np.asarray(rates, np.float64))
+
+    @property
+    def steps(self) -> int:
+        """Steps applied so far."""
+        return len(self._rates) - 1
+
+    @property
+    def rates(self) -> Floats:
+        """[steps]: the learning rate of each."""
+        return self._rates.values[1:].copy()
+
+    def push(self, rate: float) -> None:
+        """One more step was applied, at this rate."""
+        self.extend(np.array([rate]))
+
+    def extend(self, rates: Floats) -> None:
+        """More steps were applied, at these rates."""
+        before = np.concatenate([self._rates.values[-1:], rates[:-1]])[: len(rates)]
+        kept = (1 - rates * self._weight_decay).astype(np.float32).astype(np.float64)  # rounded where torch rounds it
+        steps_apart = np.maximum(rates, before) > _STEADY * np.minimum(rates, before)
+        _accumulate(self._jumps, steps_apart)
+        _accumulate(self._log_kept, np.log(kept))
+        self._rates.extend(rates)
+
+    def rate(self, steps: Any) -> Any:
+        """Rates of these steps."""
+        return self._rates.values[steps]
+
+    def kept(self, since: Any, until: Any) -> Any:
+        """What weight decay leaves of a weight between two steps: prod of 1 - rate * decay over since + 1 .. until."""
+        log_kept = self._log_kept.values
+        return np.exp(log_kept[until] - log_kept[since])
+
+    def jumps(self, since: Any, until: Any) -> Any:
+        """How often the rate jumped over since + 1 .. until, each against the step before."""
+        jumps = self._jumps.values
+        return jumps[until] - jumps[since]
+
+
+def _accumulate(sums: PerStep, more: NDArray[Any]) -> None:
+    """Continues a running sum. Rounding is the same whether values are added one at a time or together."""
+    sums.extend(np.cumsum(np.concatenate([sums.values[-1:], more]))[1:])
+
+
+# Gauss quadrature of sums with geometric weights: a few nodes stand for hundreds of terms.
+#
+# For a smooth f and weights near ratio^j, sum over j = 1 .. n of w_j f(j) is the sum over a few nodes x of W_x f(x).
+# The nodes are those of the measure ratio^j (a discrete Laguerre); the weights integrate the actual w_j, so that
+# slopes in these cost nothing.
+
+
+def gauss_nodes(ratio: float, count: int, terms_G: Ints) -> Floats:
+    """[G, count]: the nodes of the measure ratio^j on j = 1 .. terms, increasing; for each of G numbers of terms.
+
+    The first `count` places where there are no more terms than that. By Golub & Welsch 1969: eigenvalues.
+    """
+    nodes_GN = np.tile(np.arange(1.0, count + 1), (len(terms_G), 1))
+    more = terms_G > count
+    nodes_GN[more] = np.linalg.eigvalsh(_recurrence(ratio, count, terms_G[more]))
+    return nodes_GN
+
+
+def _recurrence(ratio: float, count: int, terms_G: Ints) -> Floats:
+    """[G, count, count]: the matrices of the recurrence of the measures' orthogonal polynomials, three diagonals."""
+    places_J = np.arange(1.0, np.max(terms_G, initial=1) + 1)
+    weights_GJ = ratio**places_J * (places_J <= terms_G[:, None])
+    weights_GJ /= weights_GJ.sum(1, keepdims=True)
+    matrix_GNN = np.zeros((len(terms_G), count, count))
+    before_GJ, polynomial_GJ = np.zeros_like(weights_GJ), np.ones_like(weights_GJ)
+    norm_before_G = np.full(len(terms_G), np.inf)
+    for k in range(count):
+        norm_G = np.sum(weights_GJ * polynomial_GJ**2, 1)
+        center_G = np.sum(weights_GJ * places_J * polynomial_GJ**2, 1) / norm_G
+        beside_G = norm_G / norm_before_G
+        matrix_GNN[:, k, k - 1] = matrix_GNN[:, k - 1, k] = np.sqrt(beside_G)  # 0 beside the first
+        matrix_GNN[:, k, k] = center_G
+        following_GJ = (places_J - center_G[:, None]) * polynomial_GJ - beside_G[:, None] * before_GJ
+        before_GJ, polynomial_GJ, norm_before_G = polynomial_GJ, following_GJ, norm_G
+    return matrix_GNN
+
+
+def lagrange_basis(nodes_GN: Floats, places_J: Floats) -> Floats:
+    """[G, N, J]: the polynomial that is 1 at one node and 0 at the others, for each node, at the places."""
+    apart_GNJ, basis = places_J - nodes_GN[:, :, None], []
+    for k, node_G1 in enumerate(nodes_GN.T[:, :, None]):
+        there_G1 = np.delete(node_G1 - nodes_GN, k, 1).prod(1, keepdims=True)
+        basis.append(np.delete(apart_GNJ, k, 1).prod(1) / there_G1)
+    return np.stack(basis, 1)
+
+
+# What AdamW did to a weight while it had no gradient, in closed form (Loshchilov & Hutter 2019, arXiv 1711.05101).
+#
+# A weight p with moments m, v after step s has after step t = s + n, without gradients in between,
+#
+#     m_t = b1^n m        v_t = b2^n v        p_t = W(s, t) p - m * sum_{j=1..n} A_j / (sqrt(v) + E_j)
+#     A_j = W(s+j, t) lr_{s+j} sqrt(1 - b2^{s+j}) / (1 - b1^{s+j}) (b1 / sqrt b2)^j
+#     E_j = eps sqrt(1 - b2^{s+j}) b2^{-j/2}
+#
+# where W is what weight decay leaves. b1 < sqrt(b2) makes the sum die out within a window of steps. Four nodes of
+# Gauss quadrature stand for it, which is exact for terms that change smoothly with j. Where they do not, all terms are
+# added: near the first step, where Adam's bias correction is singular, and where the learning rate jumped.
+#
+# `touched` is s, the step of a row's last update; 0 if there was none, so that only weight decay is owed to it.
+
+
+NODES = 4
+EARLY_STEPS = 64
+"""Steps whose terms are added one by one (measured without warm-up: four nodes alone err by 7e-4 there)."""
+_NEGLIGIBLE = 1e-7
+LONGEST_WINDOW = 1024
+"""Most terms that are summed. No run comes near: its config refuses betas whose window exceeds 798."""
+
+
+def window_of(betas: tuple[float, float]) -> float:
+    """Terms until the sum has died out to 1e-7; inf where it does not."""
+    if betas[0] == 0:
+        return 1
+    ratio = betas[0] / math.sqrt(betas[1]) if betas[1] else math.inf
+    return math.ceil(math.log(_NEGLIGIBLE) / math.log(ratio)) if ratio < 1 else math.inf
+
+
+@dataclass(frozen=True)
+class Owed:
+    """What later steps would have done to rows last updated at each of S steps, as K summands (float64)."""
+
+    kept_S: Floats
+    """W(s, t), what weight decay leaves."""
+    weights_SK: Floats
+    """The weight of each node: the sum over terms j of A_j times the node's Lagrange polynomial at j; or A_j itself."""
+    offsets_SK: Floats
+    """E at the nodes, or at every term."""
+    first_S: Floats
+    """b1^n, the factor of the first moment."""
+    second_S: Floats
+    """b2^n, that of the second."""
+
+    def columns(self) -> Floats:
+        """[S, 3 + 2 K]: W, b1^n, b2^n, then A and E in turn."""
+        in_turn = np.stack([self.weights_SK, self.offsets_SK], 2)
+        in_turn = in_turn.reshape(len(self.kept_S), 2 * self.weights_SK.shape[1])
+        return np.concatenate([np.stack([self.kept_S, self.first_S, self.second_S], 1), in_turn], 1)
+
+
+class PendingUpdates:
+    """The updates that stale rows wait for, from a history of learning rates that grows as steps are applied."""
+
+    def __init__(self, betas: tuple[float, float], eps: float, history: RateHistory) -> None:
+        self._betas, self._eps, self._history = betas, eps, history
+        self._window = int(min(window_of(betas), LONGEST_WINDOW))
+        self._ratio = betas[0] / math.sqrt(betas[1]) if betas[0] else 0.0
+        self._powers = self._ratio ** np.arange(1, self._window + 1)
+        self._nodes, self._basis = _quadrature(self._ratio, self._window)
+        self._corrected = PerStep(0.0)  # rates with Adam's bias correction
+        self._settled = PerStep(np.zeros(NODES))  # sums over the whole window after a step
+
+    def _extend(self) -> None:
+        """Continues both `PerStep`s to the history's last step: some 0.1 ms a step, whatever the number of rows."""
+        b1, b2 = self._betas
+        steps = np.arange(len(self._corrected), self._history.steps + 1)
+        self._corrected.extend(self._history.rate(steps) * np.sqrt(1 - b2**steps) / (1 - b1**steps))
+        window_passed = np.arange(len(self._settled), self._history.steps - self._window + 1)
+        for part in np.array_split(window_passed, len(window_passed) // 4096 + 1):
+            self._settled.extend(self._at_nodes(part, np.full(len(part), self._window)))
+
+    def needs_every_term(self, touched: Ints) -> NDArray[np.bool_]:
+        """Whether all terms have to be added for rows last updated at these steps: quadrature would not be exact."""
+        until = np.minimum(touched + self._window, self._history.steps)
+        jumps = self._history.jumps(np.minimum(touched + 1, until), until)
+        has_terms = (touched > 0) & (touched < self._history.steps)
+        answer: NDArray[np.bool_] = has_terms & ((touched < EARLY_STEPS) | (jumps > 0))
+        return answer
+
+    def owed(self, touched: Ints) -> Owed:
+        """By quadrature; for steps of which `needs_every_term` is false."""
+        self._extend()
+        gaps = np.minimum(self._history.steps - touched, self._window)
+        weights, in_window = np.empty((len(touched), NODES)), gaps < self._window
+        weights[in_window] = self._at_nodes(touched[in_window], gaps[in_window])
+        weights[~in_window] = self._settled.values[touched[~in_window]]
+        return self._with(touched, weights, self._offsets(touched[:, None], self._nodes[gaps]))
+
+    def owed_term_by_term(self, touched: Ints) -> Owed:
+        """By adding every term; for any steps."""
+        self._extend()
+        now = self._history.steps
+        longest = min(self._window, int(np.max(now - touched, initial=1)))
+        terms = np.arange(1, longest + 1)
+        steps = np.minimum(touched[:, None] + terms, now)
+        live = terms <= (now - touched)[:, None]
+        weights = live * self._corrected.values[steps] / self._history.kept(touched[:, None], steps)
+        return self._with(touched, weights * self._powers[:longest], self._offsets(touched[:, None], terms))
+
+    def _with(self, touched: Ints, weights: Floats, offsets: Floats) -> Owed:
+        now = self._history.steps
+        kept, gaps, (b1, b2) = self._history.kept(touched, now), (now - touched).astype(np.float64), self._betas
+        return Owed(kept, kept[:, None] * weights, offsets, b1**gaps, b2**gaps)
+
+    def _at_nodes(self, touched: Ints, gaps: Ints) -> Floats:
+        """[S, NODES]: the nodes' weights over the `gaps` steps after each of `touched`, but for the decay up to now."""
+        steps = np.minimum(touched[:, None] + np.arange(1, self._window + 1), self._history.steps)
+        terms = self._corrected.values[steps] / self._history.kept(touched[:, None], steps) * self._powers
+        sums: Floats = np.einsum("sj,snj->sn", terms, self._basis[gaps])
+        return sums
+
+    def _offsets(self, touched_S1: Ints, j: Floats | Ints) -> Floats:
+        b2 = self._betas[1]
+        offsets: Floats = self._eps * np.sqrt(1 - b2 ** (touched_S1 + j)) * b2 ** (-j / 2)
+        return offsets
+
+
+def _quadrature(ratio: float, window: int) -> tuple[Floats, Floats]:
+    """For each gap up to `window`: its nodes [gap, NODES], and the weight of each term there [gap, NODES, window]."""
+    gaps, j = np.arange(window + 1), np.arange(1.0, window + 1)
+    nodes = gauss_nodes(ratio, NODES, gaps)
+    return nodes, lagrange_basis(nodes, j) * (j <= gaps[:, None])[:, None]
+
+
+# How the rows of a table are updated: a step updates only those with a gradient; others catch up when they have one.
+#
+# A stale row is one that the last steps did not update, as no batch used it. To catch up is to apply what these steps
+# would have done to it without a gradient (momentum, weight decay). `touched`: the step of a row's last update.
+#
+# A row's numbers are `Rows`, n of them together: `weight` [n, D] and its moments, [n, D] or one number per row [n, 1].
+
+
+Rows = Mapping[str, Tensor]
+Moments = Mapping[str, Literal["each", "row"]]
+WEIGHT = "weight"
+
+
+class RowRule(ABC):
+    """Updates rows in place, and remembers the rate of every applied step. Every rank that has rows has one."""
+
+    moments: ClassVar[Moments]
+    """Names of what is kept beside a weight: a number for each, or one for the row."""
+
+    def __init__(self, config: OptimizerConfig) -> None:
+        self._config = config
+        self.resume(np.empty(0))
+
+    def resume(self, rates: Floats) -> None:
+        """Goes on as if these had been the rates of all steps so far."""
+        self.history = RateHistory(self._config.weight_decay, rates)
+
+    @abstractmethod
+    def catch_up_(self, rows: Rows, touched_n: Tensor) -> None:
+        """Brings rows up to date that were last updated at the steps `touched_n` (int32, on the CPU)."""
+
+    def step_(self, rows: Rows, gradients_nD: Tensor, rate: float) -> None:
+        """One step at `rate` of rows that have caught up. Ranks without rows to update call it too."""
+        self.history.push(rate)
+        rows[WEIGHT].mul_(1 - rate * self._config.weight_decay)
+        self._update_(rows, gradients_nD, rate)
+
+    @abstractmethod
+    def _update_(self, rows: Rows, gradients_nD: Tensor, rate: float) -> None:
+        """The step but for weight decay; the history has it already."""
+
+
+class DeferredAdamW(RowRule):
+    """AdamW to the last digits, as if every row were updated at every step."""
+
+    moments: ClassVar[Moments] = {"exp_avg": "each", "exp_avg_sq": "each"}
+
+    def resume(self, rates: Floats) -> None:
+        super().resume(rates)
+        self._pending = PendingUpdates(self._config.betas, self._config.eps, self.history)
+
+    def catch_up_(self, rows: Rows, touched_n: Tensor) -> None:
+        steps_S, place_n = np.unique(touched_n.numpy().astype(np.int64), return_inverse=True)
+        every_term_S = self._pending.needs_every_term(steps_S)
+        parts = (~every_term_S, self._pending.owed), (every_term_S, self._pending.owed_term_by_term)
+        for wanted_S, owed_by in parts:
+            if wanted_S.all():
+                _settle_(rows, owed_by(steps_S), place_n)
+            elif wanted_S.any():
+                new_place_S = np.cumsum(wanted_S) - 1
+                these = np.flatnonzero(wanted_S[place_n])
+                index = torch.from_numpy(these).to(rows[WEIGHT].device)
+                part = {name: values.index_select(0, index) for name, values in rows.items()}
+                _settle_(part, owed_by(steps_S[wanted_S]), new_place_S[place_n[these]])
+                for name, values in rows.items():
+                    values.index_copy_(0, index, part[name])
+
+    def _update_(self, rows: Rows, gradients_nD: Tensor, rate: float) -> None:
+        (b1, b2), step = self._config.betas, self.history.steps
+        mean, square = rows["exp_avg"], rows["exp_avg_sq"]
+        mean.lerp_(gradients_nD, 1 - b1)
+        square.mul_(b2).add_(self._squares(gradients_nD), alpha=1 - b2)
+        divisor = (square.sqrt() / math.sqrt(1 - b2**step)).add_(self._config.eps)
+        rows[WEIGHT].addcdiv_(mean, divisor, value=-rate / (1 - b1**step))
+
+    def _squares(self, gradients_nD: Tensor) -> Tensor:
+        return gradients_nD.square()
+
+
+class RowwiseAdamW(DeferredAdamW):
+    """AdamW with one second moment a row, the mean of its weights': a third lighter."""
+
+    moments: ClassVar[Moments] = {"exp_avg": "each", "exp_avg_sq": "row"}
+
+    def _squares(self, gradients_nD: Tensor) -> Tensor:
+        return gradients_nD.square().mean(1, keepdim=True)
+
+
+class RowwiseAdaGrad(RowRule):
+    """AdaGrad with one number a row, the sum of its gradients' mean squares; decay as in AdamW."""
+
+    moments: ClassVar[Moments] = {"square_sum": "row"}
+
+    def catch_up_(self, rows: Rows, touched_n: Tensor) -> None:
+        kept_n = torch.from_numpy(self.history.kept(touched_n.numpy(), self.history.steps))
+        rows[WEIGHT].mul_(kept_n.to(rows[WEIGHT].device, rows[WEIGHT].dtype)[:, None])
+
+    def _update_(self, rows: Rows, gradients_nD: Tensor, rate: float) -> None:
+        total = rows["square_sum"].add_(gradients_nD.square().mean(1, keepdim=True))
+        rows[WEIGHT].addcdiv_(gradients_nD, total.sqrt().add_(self._config.eps), value=-rate)
+
+
+RULES: Mapping[str, type[RowRule]] = {"adamw": DeferredAdamW, "adamw_row": RowwiseAdamW, "adagrad": RowwiseAdaGrad}
+
+
+def build_row_rule(name: str, config: OptimizerConfig) -> RowRule:
+    """The rule of that name, with the betas, eps and decay of all other weights."""
+    return RULES[name](config)
+
+
+def _settle_(rows: Rows, owed: Owed, place_n: Ints) -> None:
+    """Applies what rows are owed; row i stands at `owed`'s step place_n[i]. One pass over them for each summand."""
+    weight, mean, square = rows[WEIGHT], rows["exp_avg"], rows["exp_avg_sq"]
+    kept, first, second, *summands = _columns(owed.columns(), place_n, weight)
+    root, total = square.sqrt(), torch.zeros_like(square)
+    for share, offset in zip(summands[0::2], summands[1::2], strict=True):
+        total.addcdiv_(share.expand_as(root), root + offset)
+    weight.mul_(kept).addcmul_(mean, total, value=-1)
+    mean.mul_(first)
+    square.mul_(second)
+
+
+def _columns(values_SC: Floats, place_n: Ints, like: Tensor) -> tuple[Tensor, ...]:
+    """C tensors [n, 1] beside `like`: the lines of `values_SC` at `place_n`, in one copy to the device."""
+    on_device = torch.from_numpy(values_SC).to(like.device, like.dtype)
+    chosen_nC: Tensor = on_device[torch.from_numpy(place_n).to(like.device)]
+    return chosen_nC[:, :, None].unbind(1)

@@ -1,0 +1,287 @@
+"""The sharded embedding: the rows of this rank, and those it has fetched."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from megahead.distributed.group import Mesh
+from megahead.distributed.tensors import RowShard, Tensors, fill_row_shard_, joined
+from megahead.errors import CheckpointError
+from megahead.sharded_embedding.exchange import RowPlan, gradients_to_owners, plan_rows, rows_from_owners
+from megahead.sharded_embedding.optimizer import RowRule, Rows
+
+# The rows that one rank owns, with their moments: kept as they were when last updated, read as they would be now.
+#
+# n rows of this rank, D features; O: some of them.
+
+
+WEIGHT = "weight"
+
+
+class OwnedRows:
+    """fp32 on the device; `touched`, the steps at which rows were last updated, on the CPU.
+
+    Rows are never brought up to date in place only to look at them: roundings would move, and a run that was saved
+    would not go on bitwise.
+    """
+
+    def __init__(self, count: int, features: int, rule: RowRule, device: torch.device) -> None:
+        self.rule = rule
+        widths = {WEIGHT: features} | {n: features if kind == "each" else 1 for n, kind in rule.moments.items()}
+        self.rows = {name: torch.zeros(count, width, device=device) for name, width in widths.items()}
+        self.touched_n = torch.zeros(count, dtype=torch.int32)
+
+    @property
+    def steps(self) -> int:
+        """Steps applied so far."""
+        return self.rule.history.steps
+
+    def count_stale(self, owned_O: Tensor) -> int:
+        """How many of these have not been updated by the last step (int64 on the CPU)."""
+        return int((self.touched_n[owned_O] < self.steps).sum())
+
+    def take(self, owned_O: Tensor) -> dict[str, Tensor]:
+        """Copies of these rows, brought up to date."""
+        there_O = owned_O.to(self.rows[WEIGHT].device)
+        taken = {name: values.index_select(0, there_O) for name, values in self.rows.items()}
+        self.rule.catch_up_(taken, self.touched_n[owned_O])
+        return taken
+
+    def put(self, owned_O: Tensor, rows: Rows) -> None:
+        """These rows were updated by the last step."""
+        there_O = owned_O.to(self.rows[WEIGHT].device)
+        for name, values in self.rows.items():
+            values.index_copy_(0, there_O, rows[name])
+        self.touched_n.index_fill_(0, owned_O, self.steps)
+
+    def blocks(self) -> Iterator[Tensor]:
+        """All weights as they would be now, some [b, D] at a time."""
+        for places in torch.arange(len(self.touched_n)).split(_BLOCK):
+            yield self.take(places)[WEIGHT]
+
+    def forget_steps(self) -> None:
+        """Weights are as new: everything else is as before the first step."""
+        for values in (*(values for name, values in self.rows.items() if name != WEIGHT), self.touched_n):
+            values.zero_()
+        self.rule.resume(np.empty(0))
+
+
+# The rows of one step on one rank: looked up in its forward passes, their gradients gathered in the backward passes.
+#
+# U rows fetched, O rows that this rank owns and any rank asks for, D features. *Places* are indices into the U rows.
+
+
+class FetchedRows:
+    """What came from the owners, and what will go back to them once the step's last backward pass is done."""
+
+    def __init__(self, plan: RowPlan, served: Rows, mesh: Mesh, dtype: torch.dtype) -> None:
+        """`plan`: which rows this rank asks of others and they of it, and how many forward passes the step has;
+        `served`: the O rows, up to date; `dtype`: of looked-up rows. Collective."""
+        self.served = served
+        self.sums_OD: Tensor | None = None
+        """Gradients of `served`, over all micro-batches and ranks, on average over data ranks."""
+        self._plan, self._mesh = plan.to(served[WEIGHT].device), mesh
+        self._rows_UD = rows_from_owners(served[WEIGHT], self._plan, mesh.world_group).to(dtype)
+        self._gradients_UD: Tensor | None = None
+        self._lookups_left = plan.num_lookups
+
+    def look_up(self, ids: Tensor, ballast: Tensor, num_duplicates: int = 0) -> Tensor:
+        """[..., D]: the rows of `ids`, among those fetched. Gradients of the first `num_duplicates` ids are not counted
+        here, since another rank has the same ones and counts them."""
+        places = torch.searchsorted(self._plan.ids_U, ids)
+        looked_up: Tensor = _LookUp.apply(ballast, self, places, num_duplicates)
+        return looked_up
+
+    def rows_at(self, places: Tensor) -> Tensor:
+        return F.embedding(places, self._rows_UD)
+
+    def add_gradients(self, places: Tensor, gradients: Tensor) -> Tensor | None:
+        """Of one backward pass; after the last one the norm of all rows' gradients together. Collective then."""
+        added_UD = torch.ops.aten.embedding_dense_backward(
+            gradients.float(), places, len(self._rows_UD), padding_idx=-1, scale_grad_by_freq=False
+        )
+        self._gradients_UD = added_UD if self._gradients_UD is None else self._gradients_UD.add_(added_UD)
+        self._lookups_left -= 1
+        return None if self._lookups_left else self._complete(self._gradients_UD)
+
+    def _complete(self, gradients_UD: Tensor) -> Tensor:
+        world = self._mesh.world_group
+        self.sums_OD = gradients_to_owners(gradients_UD, self._plan, world).div_(self._mesh.data_group.size)
+        self._gradients_UD = None
+        return world.all_gather(self.sums_OD.norm(dtype=torch.float64).square()).sum().sqrt()
+
+
+class _LookUp(torch.autograd.Function):
+    """Hands gradients to `fetched`; the ballast's gradient is 0, but in the last backward pass has the norm of all
+    rows' gradients together."""
+
+    @staticmethod
+    def forward(ctx: Any, ballast: Tensor, fetched: FetchedRows, places: Tensor, num_duplicates: int) -> Tensor:
+        ctx.save_for_backward(places)
+        ctx.fetched, ctx.num_duplicates, ctx.zeros = fetched, num_duplicates, torch.zeros_like(ballast)
+        return fetched.rows_at(places)
+
+    @staticmethod
+    def backward(ctx: Any, gradients: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        (places,) = ctx.saved_tensors
+        counted = gradients.reshape(-1, gradients.shape[-1])[ctx.num_duplicates :]
+        norm = ctx.fetched.add_gradients(places.flatten()[ctx.num_duplicates :], counted)
+        return ctx.zeros if norm is None else vector_of_norm(norm, ctx.zeros), None, None, None
+
+
+def vector_of_norm(norm: Tensor, like: Tensor) -> Tensor:
+    """A tensor of positive numbers, of the shape and dtype of `like`, whose L2 norm is `norm` within a relative 1e-5.
+
+    In half precision some are rounded up and the others down, in the shares that leave the sum as it is.
+    """
+    limits, count = torch.finfo(like.dtype), like.numel()
+    each = norm.double() / math.sqrt(count)
+    spacing = (limits.eps * torch.exp2(torch.frexp(each).exponent - 1.0)).clamp_min(limits.smallest_normal * limits.eps)
+    shares = (torch.arange(count, device=like.device, dtype=torch.float64) + 0.5) / count
+    return (torch.floor(each / spacing + shares) * spacing).to(like.dtype).view_as(like)
+
+
+# Stands where an embedding stands, and holds no table: it looks rows up among those that were fetched for the step.
+#
+# The table is no parameter. What makes it count in the global gradient norm, in clipping, and where something is not
+# finite, is a parameter of a few numbers that does nothing else, the *ballast*: in the last backward pass of a step
+# row gradients go to their owners, and the ballast's gradient gets the norm of all of them together. Whoever reduces,
+# measures and clips gradients, at any ZeRO stage and in any precision, then deals with the table without knowing it.
+
+
+BALLAST = 4096
+"""Numbers of the ballast: the gradient of each is 1/64 of the whole, far from fp16's largest number."""
+TOUCHED, RATES = "touched", "rates"
+_BLOCK = 1 << 14
+"""Rows of all ranks that are scored against at once."""
+
+
+class RowTable(nn.Module):
+    """The embedding [rows, D], sharded round-robin over all ranks. One step: `fetch`, lookups, then `step` or
+    `discard`.
+
+    fp32, whatever the precision of the model around it: looked-up rows come in that of the ballast. In evaluation mode
+    lookups fetch what they need; all rows are brought up to date for that, beside those kept, until the next `fetch`.
+    Every method is to be called by all ranks.
+    """
+
+    def __init__(
+        self, rows: int, features: int, rule: RowRule, mesh: Mesh, device: torch.device, rate_ratio: float = 1.0
+    ) -> None:
+        """`rate_ratio`: the learning rate of rows over that of a step."""
+        super().__init__()
+        self.num_rows, self._rate_ratio = rows, rate_ratio
+        self.ballast = nn.Parameter(torch.zeros(BALLAST, device=device))
+        self.owned = OwnedRows(len(range(mesh.world_group.rank, rows, mesh.world_group.size)), features, rule, device)
+        self._mesh, self._asking = mesh, mesh.world_group.side_channel()
+        self._fetched: FetchedRows | None = None
+        self._now_nD: Tensor | None = None
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """[..., D]: the rows of `ids`."""
+        return self._look_up(ids)
+
+    def fill_(self, blocks: Iterable[Tensor]) -> None:
+        """Rows that no step has updated yet, from consecutive blocks [b, D] of all of them."""
+        fill_row_shard_(self.owned.rows[WEIGHT], blocks, self._mesh.world_group)
+        self.owned.forget_steps()
+        self._now_nD = None
+
+    def state(self) -> dict[str, Tensor | RowShard]:
+        """What goes on bitwise when it is restored, on any number of ranks: rows and moments as they were last updated,
+        `touched`, the steps at which that was [V], and the `rates` of all steps (on every rank)."""
+        shards = {kind: RowShard(part, self.num_rows) for kind, part in self._shards().items()}
+        return {**shards, RATES: torch.from_numpy(self.owned.rule.history.rates)}
+
+    def restore(self, state: Tensors) -> None:
+        """The inverse of `state`, whose names these tensors have; of each a block is held at a time."""
+        for kind, part in self._shards().items():
+            blocks = (_of_rows(block, part.shape[1:], kind) for block in state.blocks(kind))
+            fill_row_shard_(part, blocks, self._mesh.world_group)
+        self.owned.rule.resume(state.read(RATES).numpy())
+        self._now_nD = None
+
+    def _shards(self) -> dict[str, Tensor]:
+        return {**self.owned.rows, TOUCHED: self.owned.touched_n}
+
+    def fetch(self, plan: RowPlan) -> None:
+        """Rows of a step come here, up to date."""
+        self._plan, self._now_nD = plan, None
+        self._fetched = FetchedRows(plan, self.owned.take(plan.owned_O), self._mesh, self.ballast.dtype)
+
+    def step(self, learning_rate: float, scale: float) -> None:
+        """Updates the rows that were fetched, by their gradients times `scale`."""
+        fetched = self._fetched
+        if fetched is None or fetched.sums_OD is None:
+            raise RuntimeError("rows are updated once, after the last backward pass since they were fetched")
+        self.owned.rule.step_(fetched.served, fetched.sums_OD.mul_(scale), learning_rate * self._rate_ratio)
+        self.owned.put(self._plan.owned_O, fetched.served)
+        self.discard()
+
+    def discard(self) -> None:
+        """Forgets what was fetched."""
+        self._fetched = None
+
+    def weight_blocks(self, until: int) -> Iterator[Tensor]:
+        """The first `until` rows, consecutive [b, D], on every rank in the model's precision, in evaluation mode."""
+        own_nD, ranks = self._now(), self._mesh.world_group
+        most, of_each = -(-self.num_rows // ranks.size), max(1, _BLOCK // ranks.size)  # some ranks have a row less
+        for place in range(0, -(-until // ranks.size), of_each):
+            part_bD = own_nD[place : place + of_each]
+            even_bD = F.pad(part_bD, (0, 0, 0, min(of_each, most - place) - len(part_bD)))
+            yield ranks.all_gather(even_bD).transpose(0, 1).flatten(0, 1)[: until - place * ranks.size]
+
+    def _look_up(self, ids: Tensor, num_duplicates: int = 0) -> Tensor:
+        """Rows of `ids`; another rank counts the gradients of the first `num_duplicates` of them."""
+        if not self.training:
+            return self._look_up_now(ids)
+        if self._fetched is None:
+            raise RuntimeError("rows are fetched before they are looked up")
+        return self._fetched.look_up(ids, self.ballast, num_duplicates)
+
+    def _look_up_now(self, ids: Tensor) -> Tensor:
+        plan = plan_rows(ids.flatten().cpu(), self._asking).to(ids.device)
+        rows_UD = rows_from_owners(self._now().index_select(0, plan.owned_O), plan, self._mesh.world_group)
+        return F.embedding(torch.searchsorted(plan.ids_U, ids), rows_UD)
+
+    def _now(self) -> Tensor:
+        """[n, D]: this rank's rows as they would be now."""
+        if self._now_nD is None:
+            blocks, kept_nD = self.owned.blocks(), self.owned.rows[WEIGHT]
+            self._now_nD = joined((block.to(self.ballast.dtype) for block in blocks), kept_nD.shape)
+        return self._now_nD
+
+
+def _of_rows(block: Tensor, shape: torch.Size, kind: str) -> Tensor:
+    """The block; CheckpointError where another rule has other numbers of a row under the same name."""
+    if block.shape[1:] != shape:
+        rule = "a checkpoint of rows goes on with the optimizer.table.rule that it was saved with"
+        raise CheckpointError(f"`{kind}` must be {[*shape]} for each row, but is {[*block.shape[1:]]}; {rule}.")
+    return block
+
+
+class SplitRowTable(RowTable):
+    """The same for a model whose weights are split over the mesh's tensor ranks: the twin of a
+    `VocabularyParallelEmbedding`, which looks inputs up on every rank and candidates in shares."""
+
+    def forward(self, ids: Tensor, scattered_ids_U: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:  # type: ignore[override]
+        """[..., D]: rows of `ids` on every tensor rank, which all have the same gradient.
+
+        With `scattered_ids_U` also [u, D]: this rank's even share of their rows. U must be a multiple of the tensor
+        ranks; an id of -1 has a row of zeros.
+        """
+        tensor = self._mesh.tensor_group
+        num_duplicates = ids.numel() if tensor.rank else 0
+        if scattered_ids_U is None:
+            return self._look_up(ids, num_duplicates)
+        share_u = tensor.shard(scattered_ids_U, 0)
+        looked_up = self._look_up(torch.cat([ids.flatten(), share_u.clamp_min(0)]), num_duplicates)
+        inputs, rows_uD = looked_up.split([ids.numel(), len(share_u)])
+        return inputs.view(*ids.shape, -1), rows_uD.masked_fill((share_u < 0)[:, None], 0.0)

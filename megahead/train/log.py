@@ -1,0 +1,493 @@
+"""What a run reports: console, `metrics.jsonl`, TensorBoard and W&B. Only rank 0 writes."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from megahead.checkpoints.remote import News
+from megahead.config.objective import ObjectiveConfig
+from megahead.config.run import RunConfig
+from megahead.errors import ConfigError, UserError
+from megahead.evaluate.perplexity import ValidationResult
+from megahead.evaluate.results import TaskResult
+from megahead.losses.detection import DetectionResult
+from megahead.objectives.phrases import PhraseResult
+from megahead.train.faults import Action, OddReplica, SlowRank
+from megahead.train.progress import Progress, TrainingState
+from megahead.train.saving import Hold, Renewal
+from megahead.train.start import Start
+from megahead.train.step import StepReport, Utilization
+from megahead.wording import counted, duration, span, thousands
+
+# A run's `metrics.jsonl`, to which each of its sessions appends.
+
+
+class RunLog:
+    """Writes an object a line, each of them at once; a last line that a killed session left unfinished is removed."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._file = path, path.open("ab+")
+        self._file.seek(0)
+        self._file.truncate(self._file.read().rfind(b"\n") + 1)
+
+    def record(self, state: TrainingState, fields: Mapping[str, Any]) -> None:
+        """What happened (`fields`), and how far the run was then. UserError on a full disk."""
+        where = {"step": state.step, "tokens": state.tokens, "seconds": round(state.seconds, 3)}
+        with written(self._path):
+            self._file.write(orjson.dumps(where | dict(fields)) + b"\n")
+            self._file.flush()
+
+    def has_tasks(self, step: int) -> bool:
+        """Whether it holds what the tasks came to at `step`, to which no session or rollback has gone back since."""
+        found = False
+        self._file.seek(0)
+        for record in records_with(self._file, "tasks", "session", "rollback"):
+            if "tasks" in record:
+                found = found or record["step"] == step
+            else:
+                found = found and record.get("session", {}).get("continues", record["step"]) >= step
+        return found
+
+    def close(self) -> None:
+        """Nothing follows."""
+        self._file.close()
+
+
+@contextmanager
+def written(path: Path) -> Iterator[None]:
+    """Turns an OSError inside of the block into a sentence about `path`, a log."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"`{path}` must take what the run logs, but cannot ({error.strerror or error}); make room, then start the "
+            "run again: its checkpoints are unharmed."
+        ) from None
+
+
+def records_with(lines: Iterable[bytes], *kinds: str) -> Iterator[dict[str, Any]]:
+    """Those lines of a log that tell one of `kinds`. One that is no JSON, as a machine that lost its power may leave,
+    is passed over."""
+    marks = [f'"{kind}":{{'.encode() for kind in kinds]
+    for line in lines:
+        if any(mark in line for mark in marks):
+            try:
+                yield orjson.loads(line)
+            except orjson.JSONDecodeError:
+                continue
+
+
+# Live curves of a run: TensorBoard, and Weights & Biases (W&B) if the config asks for it.
+
+
+def require_boards(config: RunConfig) -> None:
+    """ConfigError if the run asks for W&B, but it is not installed."""
+    if config.training.wandb is not None and find_spec("wandb") is None:
+        hint = "pip install -e '.[wandb]'"
+        raise ConfigError("training.wandb", "be left out where wandb is not installed", got="given", hint=hint)
+
+
+class Boards:
+    """Writes scalars by step. A resumed run continues the same W&B run, identified by its folder; W&B keeps what it was
+    sent, so that its curves show steps twice that were taken twice."""
+
+    def __init__(self, config: RunConfig) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        folder = config.folder()
+        self._folder = folder.tensorboard
+        self._tensorboard = SummaryWriter(str(self._folder))
+        self._wandb: Any = None
+        if config.training.wandb is not None:
+            import wandb
+
+            self._wandb = wandb.init(
+                project=config.training.wandb,
+                name=config.name,
+                id=hashlib.sha256(str(folder.path.resolve()).encode()).hexdigest()[:16],
+                resume="allow",
+                dir=str(folder),
+                config=config.model_dump(mode="json"),
+            )
+            self._wandb.define_metric("*", step_metric="step")  # W&B's own step cannot go back, as a rollback does
+
+    def add(self, group: str, values: Mapping[str, float], step: int) -> None:
+        """Writes each value as `group`/NAME. UserError on a full disk."""
+        named = {f"{group}/{name}": value for name, value in values.items()}
+        with written(self._folder):  # or what an earlier call left to be written
+            for name, value in named.items():
+                self._tensorboard.add_scalar(name, value, step)
+        if self._wandb is not None:
+            self._wandb.log({**named, "step": step})
+
+    def go_back(self, step: int) -> None:
+        """TensorBoard no longer shows what was written of steps after `step`, by this session or an earlier one."""
+        self._tensorboard.close()
+        self._tensorboard.purge_step = step + 1  # of the file that the next value begins
+
+    def close(self) -> None:
+        """Writes what is still buffered."""
+        self._tensorboard.close()
+        if self._wandb is not None:
+            self._wandb.finish()
+
+
+# The steps between two lines of the log, as one line tells them.
+
+
+class Interval:
+    """Applied steps since it was last begun."""
+
+    def __init__(self, objective: ObjectiveConfig) -> None:
+        asked = objective.replaced_tokens
+        self._detection_weight = 0.0 if asked is None else asked.weight
+        self._reports: list[StepReport] = []
+        self._tokens, self._seconds, self._began = 0, 0.0, 0.0
+
+    def begin(self, state: TrainingState) -> None:
+        """Forgets all steps, and measures speed from here on."""
+        self._reports.clear()
+        self._tokens, self._seconds, self._began = state.tokens, state.seconds, time.monotonic()
+
+    def add(self, report: StepReport) -> None:
+        """Of the next step."""
+        self._reports.append(report)
+
+    def take_back(self, steps: int, state: TrainingState) -> None:
+        """Forgets so many of the last ones; where none is left, speed is measured from here on."""
+        del self._reports[max(len(self._reports) - steps, 0) :]
+        if not self._reports:
+            self.begin(state)
+
+    def is_over(self, after_seconds: float) -> bool:
+        """Whether it has steps, and lasts so long already."""
+        return bool(self._reports) and time.monotonic() - self._began >= after_seconds
+
+    def means(self, state: TrainingState) -> dict[str, float]:
+        """Means over its steps, and their speed, under the names that they have in the log."""
+        reports, seconds = self._reports, max(state.seconds - self._seconds, 1e-9)
+        means = {
+            "loss": _mean(r.loss for r in reports),
+            "learning_rate": reports[-1].learning_rate,
+            "gradient_norm": _mean(r.grad_norm for r in reports),
+            "tokens_per_second": (state.tokens - self._tokens) / seconds,
+            "step_seconds": seconds / len(reports),
+            "step_cpu_seconds": _mean(r.cpu_seconds for r in reports),
+            "candidates": _mean(r.candidates for r in reports),
+            "skipped_steps": state.skipped_steps,
+        }
+        if found := [r.detection for r in reports if r.detection is not None]:
+            means |= _named("detection", found)
+            means["generator_loss"] = means["loss"] - self._detection_weight * means["detection_loss"]
+        if found_phrases := [r.phrases for r in reports if r.phrases is not None]:
+            means |= _named("phrase", found_phrases)
+        if fetched := [r.rows_fetched for r in reports if r.rows_fetched is not None]:
+            means["rows_fetched"] = _mean(fetched)
+            means["rows_late"] = _mean(r.rows_stale for r in reports)
+        return means
+
+
+def _named(kind: str, found: Sequence[DetectionResult | PhraseResult]) -> dict[str, float]:
+    return {f"{kind}_{name}": _mean(getattr(one, name) for one in found) for name in asdict(found[0])}
+
+
+def _mean(values: Iterable[float]) -> float:
+    numbers = list(values)
+    return sum(numbers) / len(numbers)
+
+
+# The lines that a run prints while it trains: its progress, evaluations, and bad steps.
+
+
+BadSamples = Sequence[tuple[int | None, range]]
+"""(rank, its samples) of each bad micro-batch; rank None: all ranks."""
+
+_MAX_NAMED = 4
+
+
+def progress_line(scalars: Mapping[str, float], state: TrainingState, steps: int, perplexity: float | None) -> str:
+    """The training values since the last line, of a run of `steps`; `perplexity`: the last held-out one, if any."""
+    remaining = (steps - state.step) * scalars["step_seconds"]
+    parts = [
+        f"step {state.step:>{len(str(steps))}}/{steps}",
+        f"loss {scalars['loss']:.4f}",
+        f"lr {scalars['learning_rate']:.2e}",
+        f"|g| {scalars['gradient_norm']:.2f}",
+        f"{thousands(scalars['tokens_per_second'])} tokens/s",
+    ]
+    if "detection_loss" in scalars:
+        told = {name.removeprefix("detection_"): value for name, value in scalars.items()}
+        parts.append(f"generator {scalars['generator_loss']:.4f}  {told_apart(told)}")
+    if "phrase_loss" in scalars:
+        parts.append(f"phrases {scalars['phrase_loss']:.4f}, found {scalars['phrase_found']:.1%}")
+    if "mfu" in scalars:
+        parts.append(f"MFU {scalars['mfu']:.1%}")
+    if scalars["candidates"]:
+        parts.append(counted(scalars["candidates"], "candidate", ",.0f"))
+    if perplexity is not None:
+        parts.append(f"held out {perplexity:,.1f}")
+    if state.skipped_steps:
+        parts.append(f"{state.skipped_steps:,} skipped")
+    return "  ".join([*parts, f"ETA {duration(remaining)}"])
+
+
+def held_out_line(result: ValidationResult, state: TrainingState, head: str) -> str:
+    """For example: held out at step 500: perplexity 112.3, 1.402 bits per byte, accuracy 31.2% (pmi head)"""
+    most = "at most " if result.upper_bound else ""
+    whose = "generator's " if result.detection else ""
+    told = f"; {told_apart(asdict(result.detection))}" if result.detection else ""
+    bits = "" if result.bits_per_byte is None else f", {most}{result.bits_per_byte:.3f} bits per byte"
+    return (
+        f"held out at step {state.step:,}: {whose}perplexity {most}{result.perplexity:,.1f}{bits}, "
+        f"accuracy {result.accuracy:.1%} ({head} head){told}"
+    )
+
+
+def told_apart(detection: Mapping[str, float]) -> str:
+    """For example: detection 0.2431, found 48.2% and kept 98.1%"""
+    return f"detection {detection['loss']:.4f}, found {detection['found']:.1%} and kept {detection['kept']:.1%}"
+
+
+def describe_fault(report: StepReport, step: int, bad: BadSamples, state: TrainingState) -> str:
+    """For example: step 12: spike (loss 9.1, gradient norm 7, scale 1) on rank 1, samples 88 to 89; 3 skipped so far"""
+    where = [
+        f"{'' if rank is None else f'rank {rank}, '}{span('sample', samples)}" for rank, samples in bad[:_MAX_NAMED]
+    ]
+    where += [f"{len(bad) - _MAX_NAMED} more"] if len(bad) > _MAX_NAMED else []
+    kind = report.fault.kind if report.fault else "good"
+    return (
+        f"step {step:,}: {kind} (loss {report.loss:.4g}, gradient norm {report.grad_norm:.4g}, scale "
+        f"{report.loss_scale:g}) on {'; '.join(where)}; {state.skipped_steps} skipped so far"
+    )
+
+
+# On which mesh a session trains, and on which the one before did.
+
+
+MeshShape = dict[str, int]
+"""`data` and `tensor` ranks, and how many ranks are `waiting`."""
+
+
+@dataclass(frozen=True)
+class MeshChange:
+    """The mesh of a session; `before`: that of the session before it, if that is known."""
+
+    now: MeshShape
+    before: MeshShape | None = None
+
+    @staticmethod
+    def since(metrics: Path, now: MeshShape) -> MeshChange:
+        """`metrics`: the log that earlier sessions wrote, if there were any."""
+        if not metrics.exists():
+            return MeshChange(now)
+        with metrics.open("rb") as lines:
+            sessions = [record["session"] for record in records_with(lines, "session")]
+        return MeshChange(now, sessions[-1].get("mesh") if sessions else None)
+
+    def facts(self) -> dict[str, MeshShape]:
+        """For the log: the mesh, and what it was before if that was another."""
+        changed = self.before is not None and self.before != self.now
+        return {"mesh": self.now} | ({"mesh_before": self.before} if self.before and changed else {})
+
+    def lines(self) -> list[tuple[str, str]]:
+        """For the banner: a line if it changed."""
+        before = self.facts().get("mesh_before")
+        return [("mesh now", f"{described(self.now)}; {described(before)} before")] if before else []
+
+
+def described(mesh: MeshShape) -> str:
+    """For example: 1 tensor x 2 data ranks, 1 waits."""
+    waiting = mesh["waiting"]
+    rest = f", {waiting} {'waits' if waiting == 1 else 'wait'}" if waiting else ""
+    return f"{mesh['tensor']} tensor x {counted(mesh['data'], 'data rank')}{rest}"
+
+
+# What a run reports: lines on the console, `metrics.jsonl`, TensorBoard and W&B. Only rank 0 writes.
+
+
+_DONE = {"apply": "applied all the same", "skip": "skipped", "rollback": "rolled back", "stop": "the run ends"}
+_QUIETER = 10
+"""In a log file or a pipe progress lines are this many times rarer than in a terminal."""
+
+
+class Meters:
+    """Writes the means of the steps between two lines, and what happens beside them. Does nothing without a `hold`,
+    rank 0's claim on the run folder, which a later session may take over."""
+
+    utilization: Utilization | None = None
+    """By what a step of the phase takes; None: only speeds are told."""
+
+    def __init__(self, config: RunConfig, *, hold: Hold | None, mesh: MeshShape) -> None:
+        self._folder = config.folder()
+        self._total_steps = config.training.steps
+        self._log_seconds = config.training.log_seconds
+        self._print_seconds = self._log_seconds * (1 if sys.stdout.isatty() else _QUIETER)
+        self._active, self._hold = hold is not None, hold
+        self._interval = Interval(config.objective)
+        self._last_printed = -math.inf
+        self._perplexity: float | None = None
+        if self._active:
+            self._mesh = MeshChange.since(self._folder.metrics, mesh)
+            self._log = RunLog(self._folder.metrics)
+            self._boards = Boards(config)
+
+    def banner(self, lines: list[tuple[str, str]], start: Start, progress: Progress) -> None:
+        """Prints what will be trained, the checkpoint that it goes on from, the damaged ones that were passed over to
+        find it, and those that the next save sets aside; records that, up to which step the log's lines still count,
+        and whether a new phase begins."""
+        if not self._active:
+            return
+        resumed, lineage = start.checkpoint, progress.lineage
+        lines = [*lines, *self._mesh.lines(), *start.lines(), *start.new_schedule(progress.phase.config)]
+        if aside := lineage.to_be_abandoned():
+            lines.append(("set aside", f"at the next save: {', '.join(aside)}, which this run does not continue"))
+        lines.append(("progress", f"at most a line every {self._print_seconds:g} s; the first step takes longest"))
+        self.print_line("\n".join(f"{name:<12}{value}" for name, value in lines))
+        source, continues = None if resumed is None else lineage.name_of(resumed), max(lineage.tip, 0)
+        self._boards.go_back(continues)
+        facts = {"resumed": source, "continues": continues} | start.facts() | self._mesh.facts()
+        new_phase = {"new_phase": True} if start.begins_phase(progress.phase.config) else {}
+        self._mesh = MeshChange(self._mesh.now)
+        self._log.record(progress.state, {"session": facts | new_phase})
+
+    def start(self, state: TrainingState) -> None:
+        """Before the first step of a phase."""
+        self._interval.begin(state)
+
+    def step(self, report: StepReport, state: TrainingState, *, last: bool) -> None:
+        """Records a step; writes a line if one is due, or when it is the `last` of its phase."""
+        if not self._active:
+            return
+        if report.applied:
+            self._interval.add(report)
+        if self._interval.is_over(0.0 if last else self._log_seconds):
+            self._write(state, last)
+
+    def finish(self, state: TrainingState) -> None:
+        """After the last step of a session: writes the line of those since the last one, if there are any."""
+        if self._active and self._interval.is_over(0.0):
+            self._write(state, last=True)
+
+    def fault(self, report: StepReport, bad: BadSamples, action: Action, state: TrainingState) -> str:
+        """Writes a bad step and returns the sentence about it. `bad`: (rank, its samples) of each bad micro-batch;
+        `action`: what the guard does about it."""
+        assert report.fault is not None
+        where = [{"rank": rank, "first": samples.start, "last": samples.stop - 1} for rank, samples in bad]
+        step = state.step if report.applied else state.step + 1
+        sentence = describe_fault(report, step, bad, state)
+        if self._active:
+            facts = {"kind": report.fault.kind, "action": action, "scale": report.loss_scale, "where": where}
+            values = {"loss": repr(report.loss), "gradient_norm": repr(report.grad_norm)}  # no nan or inf in JSON
+            self._log.record(state, {"fault": facts | values})
+            self.print_line(f"{sentence}: {_DONE[action]}")
+        return sentence
+
+    def slow(self, rank: SlowRank, state: TrainingState) -> None:
+        """Writes that a rank is slow."""
+        if self._active:
+            self._log.record(state, {"slow": asdict(rank)})
+            self.print_line(rank.sentence(state.step))
+
+    def odd_replica(self, odd: OddReplica, hosts: Sequence[str], policy: str, state: TrainingState) -> str:
+        """Writes that replicas differ, and returns the sentence about it."""
+        sentence = odd.sentence(state.step, hosts)
+        if self._active:
+            self._log.record(state, {"replica": asdict(odd) | {"action": policy}})
+            self.print_line(sentence)
+        return sentence
+
+    def rolled_back(self, checkpoint: Path | None, steps: int, state: TrainingState) -> None:
+        """Records a rollback of `steps` steps to `checkpoint` (None: there was none); the next line leaves them out."""
+        if checkpoint is None:
+            self.print_line("no checkpoint to go back to yet: skipped")
+            return
+        self._interval.take_back(steps, state)
+        if self._active:
+            self._log.record(state, {"rollback": {"checkpoint": checkpoint.name}})
+            self._boards.go_back(state.step)
+            self.print_line(f"went back to {checkpoint}")
+
+    def saved(self, stall: float, state: TrainingState) -> None:
+        """Records a checkpoint, and for how many seconds training waited for it."""
+        if self._active:
+            self._log.record(state, {"checkpoint": {"stall_seconds": round(stall, 3)}})
+
+    def copied(self, renewal: Renewal, state: TrainingState) -> None:
+        """Records a copy in memory, or why there is none."""
+        if self._active:
+            self._log.record(state, {"copy": renewal.facts})
+            if renewal.sentence is not None:
+                self.print_line(renewal.sentence)
+
+    def mirrored(self, news: Sequence[News], state: TrainingState) -> None:
+        """Records what became of checkpoints on their way to the mirror."""
+        for each in news:
+            self._log.record(state, {"mirror": each.facts})
+            if each.sentence is not None:
+                self.print_line(each.sentence)
+
+    def validation(self, result: ValidationResult, state: TrainingState, head: str) -> None:
+        """Writes an evaluation; `head`: what predicted, `pmi` (the training-free head), `tied` or `trained`."""
+        if not self._active:
+            return
+        self._log.record(state, {"validation": asdict(result) | {"head": head}})
+        self._perplexity = result.perplexity
+        found = {name: value for name, value in asdict(result).items() if isinstance(value, float)}
+        self._boards.add("validation", found, state.step)
+        self.print_line(held_out_line(result, state, head))
+
+    def tasks(self, results: Sequence[TaskResult], state: TrainingState) -> None:
+        """Writes the results of tasks: value and standard error of each metric."""
+        if not self._active:
+            return
+        scores = [(result.task, score) for result in results for score in result.scores]
+        record: dict[str, dict[str, Any]] = {result.task: {} for result in results}
+        for task, score in scores:
+            record[task][score.metric] = {"value": score.value, "stderr": score.stderr}
+        self._log.record(state, {"tasks": record})
+        self._boards.add("tasks", {f"{task}/{score.metric}": score.value for task, score in scores}, state.step)
+        sentence = ", ".join(f"{task} {score.metric} {score.value:.4g}" for task, score in scores)
+        self.print_line(f"tasks at step {state.step:,}: {sentence}")
+
+    def has_tasks(self, state: TrainingState) -> bool:
+        """Whether results of tasks at this step were written, also by an earlier session."""
+        return self._active and self._log.has_tasks(state.step)
+
+    def print_line(self, text: str) -> None:
+        """Prints `text` if active."""
+        if self._active:
+            print(text, flush=True)
+
+    def close(self, ending: str, state: TrainingState) -> None:
+        """Prints the last line and closes the logs."""
+        if self._active:
+            self.print_line(
+                f"{ending} at step {state.step:,}, {thousands(state.tokens)} tokens, "
+                f"{duration(state.seconds)} of training: {self._folder}"
+            )
+            self._log.close()
+            self._boards.close()
+
+    def _write(self, state: TrainingState, last: bool) -> None:
+        if self._hold is not None:
+            self._hold.check()
+        scalars = self._interval.means(state)
+        if self.utilization is not None:
+            scalars |= self.utilization.of(scalars["tokens_per_second"], scalars["candidates"])
+        self._log.record(state, scalars)
+        self._boards.add("train", scalars, state.step)
+        if time.monotonic() - self._last_printed >= self._print_seconds or last:
+            self.print_line(progress_line(scalars, state, self._total_steps, self._perplexity))
+            self._last_printed = time.monotonic()
+        self._interval.begin(state)

@@ -1,0 +1,310 @@
+"""Saves a run's checkpoints: on disk, in memory, in an object store, by one session at a time."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from math import inf
+from pathlib import Path
+from typing import Any
+
+from megahead.checkpoints.disk import write_snapshot
+from megahead.checkpoints.fetch import Fetched, Terms, fetch_named, fetch_newer
+from megahead.checkpoints.folders import KeepRules, step_folder
+from megahead.checkpoints.format import run_long_on_all_ranks, run_on_all_ranks
+from megahead.checkpoints.memory import Copy, MemoryCopies
+from megahead.checkpoints.reading import Checkpoint
+from megahead.checkpoints.remote import Claim, FarRun, News, announce, patience_with, refuse_another_mirror
+from megahead.checkpoints.upload import Mirror
+from megahead.config.run import RunConfig
+from megahead.distributed.group import Group
+from megahead.errors import CheckpointError, UserError
+from megahead.files import write_atomically
+from megahead.remote_files import is_below, is_far
+from megahead.run_folder import RunFolder
+from megahead.train.datasets import RunDatasets, data_fingerprints, refuse_another_run
+from megahead.train.faults import Ending, StopRequest
+from megahead.train.progress import Moment, Progress
+
+# Keeps a copy of the run in the memory of its nodes, renewed every `training.copy_every` steps.
+
+
+@dataclass(frozen=True)
+class Renewal:
+    """What became of a copy when it was due."""
+
+    facts: dict[str, Any]
+    """For the log: `stall_seconds` that training waited and `bytes` of the state; or how many were `skipped` so far, or
+    why copies are `off`."""
+
+    sentence: str | None = None
+    """For the console, if there is news."""
+
+
+class Copier:
+    """Renews the copy of a phase's run, if it has `copies`. Methods but `due` are collective.
+
+    Training waits while weights are copied, but neither for files nor for other nodes: while the last copy is on its
+    way, those that are due are left out. What goes wrong ends copies, and nothing else.
+    """
+
+    def __init__(self, progress: Progress, copies: MemoryCopies | None) -> None:
+        self._progress, self._copies = progress, copies
+        self._every = progress.phase.config.training.copy_every or 0
+        self._skipped = 0
+
+    def due(self, step: int) -> bool:
+        """Whether to renew it behind that step."""
+        return self._copies is not None and step % self._every == 0
+
+    def renew(self) -> Renewal:
+        """Begins a copy of the present state, if the last one is complete; only where one is `due`."""
+        began, copies = time.monotonic(), self._copies
+        assert copies is not None
+        try:
+            if not copies.may_begin():
+                return self._skip()
+        except CheckpointError as error:
+            self._copies = None
+            copies.close()
+            return Renewal(
+                {"off": str(error)}, f"step {self._progress.state.step:,}: no more copies in memory: {error}"
+            )
+        moment = self._progress.moment(self._progress.world_group, copied=True)
+        check, parent_step = moment.must_be_finite, moment.parent_step
+        copies.begin(Copy(moment.step, moment.snapshot, check, moment.counters, moment.config, parent_step))
+        return Renewal({"stall_seconds": round(time.monotonic() - began, 3), "bytes": moment.snapshot.total_bytes})
+
+    def forget(self) -> None:
+        """Before the run goes back to an older state."""
+        if self._copies is not None:
+            self._copies.forget()
+
+    def _skip(self) -> Renewal:
+        self._skipped += 1
+        if self._skipped > 1:
+            return Renewal({"skipped": self._skipped})
+        step = self._progress.state.step
+        sentence = f"step {step:,}: the copy in memory is not renewed, since the last one is still on its way"
+        return Renewal({"skipped": 1}, sentence)
+
+
+# A session's hold on its run's folder, so that of two sessions there only the later one writes.
+#
+# torchrun's agents may give a node up that only its network had left: it still trains, while the others begin again
+# from the newest checkpoint. Whoever begins last has the folder.
+
+
+def session_mark() -> str:
+    """One that no other session has."""
+    return f"{socket.gethostname()}, process {os.getpid()} ({secrets.token_hex(4)})\n"
+
+
+class Hold:
+    """Taken when it is made. Between `check` and what is written then another session may still begin."""
+
+    def __init__(self, file: Path, mark: str) -> None:
+        self._file = file
+        self.mark = mark
+        """What the file holds now."""
+        write_atomically(file, self.mark)
+
+    def check(self) -> None:
+        """UserError if another session has begun since."""
+        there = self._there()
+        if there is not None and there != self.mark:
+            raise UserError(
+                f"output_dir must have one session at a time, but in {self._file.parent} another has begun "
+                f"on {there.strip()}; "
+                "this one ends, and what it has not saved is the other's to do again."
+            )
+
+    def release(self) -> None:
+        """Leaves the folder to whoever comes."""
+        if self._there() == self.mark:
+            self._file.unlink(missing_ok=True)
+
+    def _there(self) -> str | None:
+        try:
+            return self._file.read_text(encoding="utf-8")
+        except OSError:  # removed by someone, or not to be read just now: no sign of another session
+            return None
+
+
+# Saves a run's checkpoints, at once or in the background.
+
+
+class Saver:
+    """Writes checkpoints of the complete run into its folder. Every method but `news` is collective.
+
+    In the background, training waits only while weights are copied; a second save waits for the first. If a background
+    save fails, `wait` raises its error; once `failed` is true on any rank, all ranks must call `wait`. A state with
+    numbers that are not finite is not saved.
+    """
+
+    def __init__(self, progress: Progress, keep_rules: KeepRules, hold: Hold | None, mirror: Mirror | None) -> None:
+        """`keep_rules`: of the run; `hold`, `mirror`: rank 0's, if the run has one. Each checkpoint is given to it."""
+        training = progress.phase.config.training
+        self._progress, self._hold, self._mirror = progress, hold, mirror
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="save") if training.save_in_background else None
+        # a gloo connection of its own, since another thread may use it at the same time
+        self._group = progress.world_group.side_channel() if self._pool else progress.world_group
+        self._keep = training.keep_checkpoints
+        self._keep_rules = keep_rules if mirror is None else replace(keep_rules, read_now=mirror.in_hand)
+        self._pending: Future[Path] | None = None
+        self._saved_at = self._reached() if progress.lineage.tip == progress.state.step else None
+        self._folder = step_folder(progress.lineage.root, progress.state.step) if self.up_to_date else None
+
+    def _reached(self) -> tuple[int, int]:
+        return self._progress.state.step, self._progress.state.samples
+
+    @property
+    def up_to_date(self) -> bool:
+        """Whether the current state is saved."""
+        return self._saved_at == self._reached()
+
+    @property
+    def failed(self) -> bool:
+        """Whether a save in the background has gone wrong (as far as this rank knows)."""
+        return self._pending is not None and self._pending.done() and self._pending.exception() is not None
+
+    def save(self) -> float:
+        """Saves, and returns the seconds that training waited for it."""
+        started = time.monotonic()
+        self.wait()
+        moment = self._progress.moment(self._group, copied=self._pool is not None)
+        self._progress.lineage.tip = moment.step
+        if self._pool:
+            self._pending = self._pool.submit(self._write, moment)
+        else:
+            self._folder = self._write(moment)
+        self._saved_at = self._reached()
+        return time.monotonic() - started
+
+    def wait(self) -> Path | None:
+        """Waits until a background save is on disk, and raises its error. Returns the last folder saved,
+        at first that of the resumed checkpoint; None if there is none in the run's folder yet."""
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            self._folder = pending.result()
+        return self._folder
+
+    def news(self) -> list[News]:
+        """What became of checkpoints on their way to the mirror, since the last call."""
+        return [] if self._mirror is None else self._mirror.news()
+
+    def _write(self, moment: Moment) -> Path:
+        """Unless a number is not finite on any rank, or another session has taken the folder or the mirror."""
+        checks = [moment.must_be_finite, *(each.check for each in (self._hold, self._mirror) if each is not None)]
+        run_on_all_ranks(self._group, lambda: [check() for check in checks])
+        folder = write_snapshot(
+            self._progress.lineage.root,
+            moment.step,
+            moment.snapshot,
+            state=moment.counters,
+            config=moment.config,
+            parent_step=moment.parent_step,
+            group=self._group,
+            keep=self._keep,
+            keep_rules=self._keep_rules,
+        )
+        if self._mirror is not None:
+            self._mirror.offer(folder, moment.parent_step)
+        return folder
+
+
+# A run and its mirror in a store: what a session fetches from there, and how it waits for what it sends.
+
+
+SECONDS_AFTER_SIGNAL = 20.0
+"""How long after its signal a session that torchrun's agent has asked to stop may still wait for its mirror: ranks are
+killed after 30 s. What is missing then, the next session sends."""
+
+
+def look_at_mirror(resume: str, config: RunConfig, mark: str, world_group: Group) -> bytes | None:
+    """By what the run is known in its mirror, if it has begun there; announces the session with this mark. Collective;
+    CheckpointError if the mirror is another run's, or cannot be used."""
+    url = config.training.mirror
+
+    def look() -> bytes | None:
+        if url is None or world_group.rank != 0:
+            return None
+        far = FarRun(url, patience_with(world_group))
+        known_as = refuse_another_mirror(far, config.folder(), resume)
+        announce(far.store, mark)
+        return known_as
+
+    return run_on_all_ranks(world_group, look)[0]
+
+
+def near_resume(resume: str, config: RunConfig, datasets: RunDatasets, world_group: Group) -> str:
+    """What `--resume` asks for; a checkpoint at a URL is fetched, and its folder on this disk named instead.
+
+    One of the run's own mirror becomes one of the run's checkpoints. Collective; CheckpointError if it is of a run that
+    may not be resumed, or the store cannot be read.
+    """
+    if not is_far(resume):
+        return resume
+    url, folder, accept = config.training.mirror, config.folder(), _accepting(resume, config, datasets)
+    if url is None or not is_below(resume, url):
+        return str(fetch_named(resume, RunFolder(folder.fetched), world_group, Terms(accept)))
+
+    def files() -> dict[Path, bytes]:
+        log = [] if folder.metrics.exists() else [folder.metrics]
+        return FarRun(url, patience_with(world_group)).contents(*log, folder.identity)
+
+    return str(fetch_named(resume, folder, world_group, Terms.of_own(accept, files)))
+
+
+def fetch_from_mirror(than: int, config: RunConfig, datasets: RunDatasets, world_group: Group) -> Fetched | None:
+    """The mirror's newest checkpoint, if that is newer than step `than`: it is in the run's folder then. Collective;
+    CheckpointError if it is of a run that may not be resumed."""
+    url = config.training.mirror
+    if url is None:
+        return None
+    return fetch_newer(than, url, config.folder(), world_group, _accepting(url, config, datasets))
+
+
+def _accepting(url: str, config: RunConfig, datasets: RunDatasets) -> Callable[[Checkpoint], None]:
+    """Refuses a checkpoint at `url` that the run may not go on from."""
+    fingerprints = data_fingerprints(config, datasets)
+
+    def accept(found: Checkpoint) -> None:
+        try:
+            refuse_another_run(found, config, fingerprints)
+        except CheckpointError as error:
+            raise CheckpointError(str(error).replace(str(found.folder), f"{url} (step {found.step:,})")) from None
+
+    return accept
+
+
+def open_mirror(
+    config: RunConfig, known_as: bytes | None, hold: Hold | None, tip: int, keep_rules: KeepRules
+) -> Mirror | None:
+    """The mirror of a session that has the `hold` on its run's folder, and begins with the checkpoint of step `tip`
+    there: rank 0's. `known_as`: the run, in the mirror."""
+    training, folder = config.training, config.folder()
+    if training.mirror is None or hold is None:
+        return None
+    far = FarRun(training.mirror)
+    claim = Claim(far.store, folder, hold.mark, known_as)
+    return Mirror(far, folder, claim, tip, training.keep_checkpoints, keep_rules)
+
+
+def last_moment(ending: Ending, stop: StopRequest, restarts: bool) -> float:
+    """Until when on the monotonic clock a session that ends may wait for its mirror. `restarts`: whether the launcher
+    starts ranks again, and will not wait for long if it has asked them to stop."""
+    if ending != "stopped" or not restarts:
+        return inf
+    return (stop.came or time.monotonic()) + SECONDS_AFTER_SIGNAL
+
+
+def finish_mirror(mirror: Mirror | None, deadline: float, world_group: Group) -> list[News]:
+    """Waits until all is sent, or until then, and returns what happened meanwhile. Collective."""
+    run_long_on_all_ranks(world_group, iter(()) if mirror is None else mirror.finishing(deadline), str)
+    return [] if mirror is None else mirror.news()
