@@ -184,7 +184,7 @@ class Engine:
     through `tensors`.
 
     `weights` has the full (unsharded) tensors that parameters start from, under their names, and is asked for one at
-    a time: `module` may be hollow (see `parallel.assemble`), so that at stage 3 no rank ever holds all of it.
+    a time: `module` may be hollow (see `assemble`), so that at stage 3 no rank ever holds all of it.
     """
 
     def __init__(

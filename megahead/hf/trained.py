@@ -177,7 +177,7 @@ class TrainedModel:
         return next((path for path in places if path.is_file()), None)
 
     def tokenizer_mark(self) -> str | None:
-        """By which the run's tokenizer is known again (`corpus.tokenizer.has_mark`); None where it was not noted."""
+        """By which the run's tokenizer is known again (`data.tokenizer.has_mark`); None where it was not noted."""
         mark: str | None = self.checkpoint.state_value("texts", dict, absent={}).get("data.tokenizer")
         return mark
 

@@ -259,7 +259,7 @@ GENERATOR = "detection.generator."
 
 
 def build_pretraining(config: RunConfig) -> Pretraining:
-    """The full model on torch's default device, weights undefined; runs use `parallel.assemble`, which shards it."""
+    """The full model on torch's default device, weights undefined; runs use `assemble`, which shards it."""
     model, objective = config.trained_model(), config.objective
     head = OutputEmbedding(model.padded_vocab_size(), model.hidden_size) if objective.trains_head() else None
     mask_head = MaskHead(model) if model.is_encoder() and objective.has_mask_head() else None
