@@ -12,7 +12,7 @@ help:
 	@echo "make demo                from the text on this machine to a speaking headless model (about 15 minutes)"
 	@echo "make demo ARGS=--quick   the same with less text and fewer steps, to see it first (about 2 minutes)"
 	@echo "make demo ARGS='--model llama'   with a Llama instead of Pythia's shape"
-	@echo "make test                the checks and all tests (ARGS: pytest's own, such as ARGS='-n0 -x tests/nn')"
+	@echo "make test                the checks and all tests (ARGS: pytest's own, such as ARGS='-n0 -x tests/models')"
 	@echo "make check               format, lint, types, direction of imports"
 	@echo "make test-gpu            the tests that need a CUDA device (GPU_PYTHON=python3: by that interpreter, installing nothing)"
 	@echo "make gpu-report          all measurements on a GPU in 25 minutes (ARGS: of tools/gpu_report.py)"
@@ -69,7 +69,7 @@ $(GPU_SITE)/.laid: $(GPU_WHEELS)
 
 .SECONDEXPANSION:
 test-gpu: $$(GPU_NEEDS)
-	$(GPU_RUN) -m pytest -m gpu tests/gpu tests/objectives tests/optim $(GPU_WORKERS) $(ARGS)
+	$(GPU_RUN) -m pytest -m gpu tests/gpu tests/losses tests/optim $(GPU_WORKERS) $(ARGS)
 
 gpu-report: $$(GPU_NEEDS)
 	$(GPU_RUN) tools/gpu_report.py $(ARGS)

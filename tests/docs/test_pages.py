@@ -24,12 +24,12 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 JOURNEY = ROOT / "docs/own-text.md"
 
 RUN_BY = {
-    r"python tools/convert\.py revocabulary ": "convert/test_new_vocabulary.py",
+    r"python tools/convert\.py revocabulary ": "hf/test_new_vocabulary.py",
     r"python tools/(train_tokenizer|preprocess|inspect_dataset|convert|generate)\.py": "docs/test_pages.py",
     r"python tools/(report|estimate)\.py": "docs/test_pages.py",
     r"(python|deepspeed|torchrun) .*launch/pretrain\.py": "launch/test_pretrain_command.py",
     r"deepspeed --hostfile|torchrun --nnodes": "launch/test_two_nodes.py",
-    r"python tools/merge_datasets\.py": "corpus/test_merging.py",
+    r"python tools/merge_datasets\.py": "data/test_merging.py",
     r"python tools/doctor\.py": "commands/test_doctor.py",
     r"python tools/plot\.py": "report/test_curves.py",
     r"python tools/eval_harness\.py": "commands/test_models.py",

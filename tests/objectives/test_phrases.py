@@ -1,57 +1,74 @@
-"""The loss at the ends of masked phrases against its formula, one end and one token after another."""
+"""Phrases as candidates in a whole model: the loss and its gradients by its definition."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
-from megahead.objectives.phrases import phrase_sums
+from megahead.config.run import RunConfig
+from megahead.data.loader import training_masker
+from megahead.losses.contrastive import build_objective
+from megahead.objectives.micro_batch import MicroBatch, documents_of
+from megahead.objectives.phrases import PhraseSums
+from megahead.objectives.pretraining import Pretraining
+from support.initialized import initialized
+from support.small_checkpoint import small_config
+
+PHRASES = {"group_samples": 2, "longest": 2, "weight": 0.5}
 
 
-def by_hand(ends: Tensor, candidates: Tensor, allowed: Tensor, right: Tensor, temperature: float) -> Tensor:
-    """The sum over ends of minus the logarithm of the share that right tokens have."""
-    total = ends.sum() * 0
-    for q, end in enumerate(ends):
-        above = below = torch.zeros((), dtype=ends.dtype)
-        for k, candidate in enumerate(candidates):
-            term = torch.exp((end * candidate).sum() / temperature)
-            below = below + term if allowed[q, k] else below
-            above = above + term if k in right[q] else above
-        total = total - torch.log(above / below)
+def config_of(objective: dict[str, Any], family: str) -> RunConfig:
+    dropouts = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+    return small_config(
+        model={"family": family, "num_layers": 2, "max_positions": 32, **dropouts},
+        data={"end_token": 2, "sequence_length": 16},
+        masking={"mask_token": 3, "cls_token": 1, "sep_token": 2, "rate": 0.4},
+        objective=objective,
+    )
+
+
+def micro_batch(config: RunConfig) -> MicroBatch:
+    masker = training_masker(config, [])
+    assert masker is not None
+    batch = masker.batch(np.random.default_rng(0).integers(4, 7, (8, 14)), range(8))
+    candidates = build_objective(config.objective, 61).pool(batch.target_ids_N).candidates(batch.target_ids_N)
+    return MicroBatch(batch, (candidates,), 0.25)
+
+
+def by_hand(model: Pretraining, micro: MicroBatch, temperature: float) -> Tensor:
+    """End by end, from the outputs of all tokens."""
+    hidden = model.backbone(micro.batch.input_ids_BT, documents_of(micro.batch)).flatten(0, 1)
+    total = hidden.sum() * 0
+    for group in micro.batch.phrases:
+        candidates = group.candidates_K
+        for q, end in enumerate(group.ends_Q.tolist()):
+            right = candidates[[k for k in group.right_QR[q].tolist() if k >= 0]]
+            others = candidates[candidates // 16 != end // 16]
+            above, below = (torch.exp(hidden[places] @ hidden[end] / temperature).sum() for places in (right, others))
+            total = total - torch.log(above / below)
     return total
 
 
-def outputs() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Of 5 ends and 9 candidates, at most 3 of them right."""
-    torch.manual_seed(0)
-    allowed = torch.rand(5, 9) < 0.7
-    right = torch.tensor([[4, 0, -1], [3, -1, -1], [8, 1, 2], [5, 6, -1], [7, -1, -1]])
-    allowed[torch.arange(5)[:, None], right.where(right >= 0, right[:, :1])] = True
-    ends, candidates = (torch.randn(size, 6, dtype=torch.float64, requires_grad=True) for size in (5, 9))
-    return ends, candidates, allowed, right
-
-
-def test_value_and_gradients_are_those_of_the_formula() -> None:
-    ends, candidates, allowed, right = outputs()
-    sums, expected = (rule(ends, candidates, allowed, right, 1.7) for rule in (phrase_sums, by_hand))
-    torch.testing.assert_close(sums.loss, expected)
-    for each in (ends, candidates):
-        gradients = (torch.autograd.grad(loss, each, retain_graph=True) for loss in (sums.loss, expected))
-        torch.testing.assert_close(*gradients)
-    best = (ends @ candidates.T).masked_fill(~allowed, -torch.inf).argmax(1, keepdim=True)
-    assert (int(sums.ends), int(sums.found)) == (5, int((best == right).sum()))
-
-
-def test_scores_are_added_up_in_float32() -> None:
-    ends, candidates, allowed, right = outputs()
-    half = phrase_sums(ends.bfloat16(), candidates.bfloat16(), allowed, right, 1.7)
-    assert half.loss.dtype == torch.float32
-    torch.testing.assert_close(half.loss.double(), by_hand(ends, candidates, allowed, right, 1.7), rtol=0.02, atol=0)
-
-
-def test_without_ends_the_loss_is_0_and_connected() -> None:
-    ends, candidates, allowed, right = outputs()
-    for count in (9, 0):
-        sums = phrase_sums(ends[:0], candidates[:count], allowed[:0, :count], right[:0, :1], 1.0)
-        sums.loss.backward()
-        assert [value.item() for value in sums] == [0, 0, 0]
+@pytest.mark.parametrize("family", ["bert", "modernbert"])
+@pytest.mark.parametrize(("objective", "temperature"), [({}, None), ({"name": "vanilla"}, 3.0)], ids=str)
+def test_the_loss_is_that_of_the_targets_and_of_both_ends_of_phrases(
+    objective: dict[str, Any], temperature: float | None, family: str
+) -> None:
+    config = config_of(objective | {"phrases": PHRASES | {"temperature": temperature}}, family)
+    model, slow = (initialized(each).double() for each in (config, config_of(objective, family)))
+    micro, noted = micro_batch(config), list[PhraseSums[Tensor]]()
+    assert model.phrases is not None
+    model.phrases.note = noted.append
+    bare = replace(micro, batch=replace(micro.batch, phrases=()))
+    loss, expected = model(micro), slow(bare) + 0.25 * 0.5 * by_hand(slow, micro, temperature or 48**0.5)
+    torch.testing.assert_close(loss, expected, rtol=1e-9, atol=0)
+    loss.backward()
+    expected.backward()
+    for (name, mine), theirs in zip(model.named_parameters(), slow.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=0, atol=1e-10, msg=name)
+    assert int(noted[0].ends) == sum(len(group.ends_Q) for group in micro.batch.phrases) > 4

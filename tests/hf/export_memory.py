@@ -1,7 +1,7 @@
 """Run by hand or by test_export_memory: the peak memory of one export above that of an interpreter ready for it, in MB.
 
-PYTHONPATH=tests python tests/convert/export_memory.py FOLDER save LAYERS WIDTH VOCABULARY
-PYTHONPATH=tests python tests/convert/export_memory.py FOLDER measure
+PYTHONPATH=tests python tests/hf/export_memory.py FOLDER save LAYERS WIDTH VOCABULARY
+PYTHONPATH=tests python tests/hf/export_memory.py FOLDER measure
 A model of 1,066 MB (14 layers, width 1024, 50,277 ids, untied) took 238 MB.
 """
 
