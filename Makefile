@@ -6,7 +6,7 @@ WORKERS ?= -n logical --maxprocesses 4 --dist worksteal
 TORCH_INDEX ?=
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: help install demo test check lint types pytest test-gpu gpu-report gpu-wheels gpu-text format clean
+.PHONY: help install demo docs test check lint types pytest test-gpu gpu-report gpu-wheels gpu-text format clean
 help:
 	@echo "make install             the environment .venv alone"
 	@echo "make demo                from the text on this machine to a speaking headless model (about 15 minutes)"
@@ -14,6 +14,7 @@ help:
 	@echo "make demo ARGS='--model llama'   with a Llama instead of Pythia's shape"
 	@echo "make test                the checks and all tests (ARGS: pytest's own, such as ARGS='-n0 -x tests/models')"
 	@echo "make check               format, lint, types, direction of imports"
+	@echo "make docs                the documentation as a site: build/site/index.html (ARGS=serve: on this machine's port 8000)"
 	@echo "make test-gpu            the tests that need a CUDA device (GPU_PYTHON=python3: by that interpreter, installing nothing)"
 	@echo "make gpu-report          all measurements on a GPU in 25 minutes (ARGS: of tools/gpu_report.py)"
 	@echo "make gpu-text            a text as a small dataset to be carried there, too (ARGS='--text F --tokenizer JSON')"
@@ -33,7 +34,14 @@ help:
 	$(BIN)/pip install -q -e '.[test]'
 	@touch $@
 
+.venv/.installed-docs: pyproject.toml .venv/.installed
+	$(BIN)/pip install -q -e '.[docs]'
+	@touch $@
+
 install: .venv/.installed
+
+docs: .venv/.installed-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs $(or $(ARGS),build) -f tools/website/mkdocs.yml
 
 demo: .venv/.installed
 	@$(BIN)/python tools/demo.py $(ARGS)

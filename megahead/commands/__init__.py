@@ -32,4 +32,4 @@ COMMANDS: dict[str, dict[str, str]] = {
         "inspect_checkpoint": "tell what a checkpoint holds, and whether it is sound",
     },
 }
-"""By group, as README's map has them: the name of the module, and what the command does."""
+"""By group, as docs/quickstart.md has them: the name of the module, and what the command does."""

@@ -57,20 +57,20 @@ def test_contributing_names_parts_that_stand_where_it_says() -> None:
         assert re.search(rf"^\s*(def|class) {bare}\b|^{bare}\b.* = ", source, re.MULTILINE), f"{name} in {path}"
 
 
-def test_the_readme_lists_every_command_once() -> None:
-    """Those of `megahead` in its groups and order, then what a checkout has beside them."""
-    readme = (ROOT / "README.md").read_text()
-    assert listed(readme, "megahead NAME") == {
+def test_pages_list_every_command_once() -> None:
+    """The quickstart has those of `megahead` in their groups and order, CONTRIBUTING those that only a checkout has."""
+    quickstart = (ROOT / "docs/quickstart.md").read_text()
+    assert listed(quickstart, "megahead NAME") == {
         group: [name.replace("_", "-") for name in commands] for group, commands in COMMANDS.items()
     }
-    others = [name for names in listed(readme, "python tools/NAME.py").values() for name in names]
+    others = [name for names in listed(CONTRIBUTING, "python tools/NAME.py").values() for name in names]
     of_megahead = {name for commands in COMMANDS.values() for name in commands}
     assert sorted(others) == sorted({path.stem for path in TOOLS.glob("*.py")} - of_megahead)
 
 
-def listed(readme: str, head: str) -> dict[str, list[str]]:
+def listed(page: str, head: str) -> dict[str, list[str]]:
     """The rows of the table that begins so: group to names."""
-    rows = [row.split("|") for row in readme.partition(f"| `{head}` |")[2].partition("\n\n")[0].splitlines()[2:]]
+    rows = [row.split("|") for row in page.partition(f"| `{head}` |")[2].partition("\n\n")[0].splitlines()[2:]]
     return {group.strip(): names.strip().split(", ") for _, group, names, _ in rows}
 
 
