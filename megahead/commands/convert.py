@@ -20,9 +20,6 @@ from megahead.terminal import terminal
 if TYPE_CHECKING:
     from megahead.hf.export import ExportReport
     from megahead.hf.revocabulary import RevocabularyReport
-
-
-_SPECIAL = ("mask_token", "cls_token", "sep_token")
 METHODS = ("mean", "rarity", "random")
 """Those of `megahead/hf/revocabulary.py`, whose import would take a second."""
 
@@ -30,37 +27,32 @@ METHODS = ("mean", "rarity", "random")
 def main() -> None:
     arguments = _parser().parse_args()
     console = terminal(soft_wrap=True)
-    from megahead.hf.published import from_hf
-
     if arguments.direction == "from-hf":
+        from megahead.hf.published import from_hf
+
         given = arguments.special_ids
-        special_ids = None if given is None else dict(zip(_SPECIAL, given, strict=True))
+        special_ids = given and dict(zip(("mask_token", "cls_token", "sep_token"), given, strict=True))
         output = from_hf(arguments.model, arguments.output, special_ids=special_ids)
         console.print(f"wrote {output}: a checkpoint for init.from_checkpoint")
-        return
-    from megahead.hf.revocabulary import revocabulary
+    elif arguments.direction == "revocabulary":
+        from megahead.hf.revocabulary import revocabulary
 
-    if arguments.direction == "revocabulary":
-        moved = revocabulary(arguments.model, arguments.tokenizer, arguments.output, arguments.method)
-        console.print(rows_told(moved))
-        return
-    if not 0 < arguments.shard_size < inf:
-        raise FieldError("--shard-size", "be above 0", got=arguments.shard_size)
-    from megahead.hf.export import export
+        report = revocabulary(arguments.model, arguments.tokenizer, arguments.output, arguments.method)
+        console.print(summary_of_rows(report))
+    else:
+        if not 0 < arguments.shard_size < inf:
+            raise FieldError("--shard-size", "be above 0", got=arguments.shard_size)
+        from megahead.hf.export import export
 
-    report = export(
-        arguments.checkpoint,
-        arguments.output,
-        arguments.head,
-        dtype=arguments.dtype,
-        keep_padding=arguments.keep_padding,
-        shard_bytes=int(arguments.shard_size * 10**9),
-    )
-    console.print(summary(report))
+        how = {"dtype": arguments.dtype, "keep_padding": arguments.keep_padding}
+        shard_bytes = int(arguments.shard_size * 10**9)
+        console.print(
+            summary(export(arguments.checkpoint, arguments.output, arguments.head, **how, shard_bytes=shard_bytes))
+        )
 
 
 def summary(report: ExportReport) -> str:
-    """An export, described in two or three lines."""
+    """An export, described in two to four lines."""
     parity = report.parity
     errors = ", ".join(f"{error:.1e} in {kind}" for kind, error in parity.largest_error.items())
     lines = [
@@ -73,7 +65,7 @@ def summary(report: ExportReport) -> str:
     return "\n".join(lines)
 
 
-def rows_told(report: RevocabularyReport) -> str:
+def summary_of_rows(report: RevocabularyReport) -> str:
     """What became of a model's rows."""
     return (
         f"wrote {report.folder}: a checkpoint for init.from_checkpoint, {report.new_ids:,} ids instead of "
@@ -85,48 +77,29 @@ def rows_told(report: RevocabularyReport) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     directions = parser.add_subparsers(dest="direction", required=True)
-    to_hf = directions.add_parser("to-hf", help="checkpoint to Hugging Face folder")
-    to_hf.add_argument(
-        "--checkpoint", type=far_or_existing, required=True, metavar="DIR", help="step folder, or a run: its newest"
-    )
-    to_hf.add_argument("--output", type=Path, required=True, metavar="DIR", help="new folder, or an earlier export")
-    to_hf.add_argument(
-        "--head",
-        required=True,
-        choices=get_args(HeadName),
-        help="none: the backbone alone; tied: E h; pmi: E h + log q, training-free; trained: a vanilla model's own",
-    )
-    to_hf.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
-    to_hf.add_argument(
-        "--keep-padding", action="store_true", help="keep the rows that pad the vocabulary, never probable"
-    )
-    to_hf.add_argument("--shard-size", type=float, default=5.0, metavar="GB", help="largest weight file (default: 5)")
-    back = directions.add_parser("from-hf", help="Hugging Face folder to checkpoint")
-    back.add_argument(
-        "--model",
-        type=existing,
-        required=True,
-        metavar="DIR",
-        help="folder of a GPT-NeoX, Llama, Mistral, Qwen 2 or 3, BERT, DistilBERT or ModernBERT in safetensors",
-    )
-    back.add_argument("--output", type=Path, required=True, metavar="DIR", help="new run folder")
-    back.add_argument(
-        "--special-ids",
-        type=int,
-        nargs=3,
-        metavar=("MASK", "CLS", "SEP"),
-        help="ids of an encoder's mask, and of what begins and ends its rows, where its files do not name them",
-    )
-    other = directions.add_parser("revocabulary", help="give a model another tokenizer")
-    other.add_argument(
-        "--model", type=far_or_existing, required=True, metavar="DIR", help="run, checkpoint, or folder as for from-hf"
-    )
-    other.add_argument("--tokenizer", type=existing, required=True, metavar="FILE", help="the new tokenizer.json")
-    other.add_argument("--output", type=Path, required=True, metavar="DIR", help="new run folder")
-    other.add_argument(
-        "--method",
-        default="mean",
-        choices=METHODS,
-        help="rows of new tokens: mean of their pieces (default), the same with more weight on rare pieces, or random",
-    )
+
+    add = directions.add_parser("to-hf", help="checkpoint to Hugging Face folder").add_argument
+    step = "step folder, or a run: its newest"
+    add("--checkpoint", type=far_or_existing, required=True, metavar="DIR", help=step)
+    add("--output", type=Path, required=True, metavar="DIR", help="new folder, or an earlier export")
+    heads = "none: the backbone alone; tied: E h; pmi: E h + log q, training-free; trained: a vanilla model's own"
+    add("--head", required=True, choices=get_args(HeadName), help=heads)
+    add("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
+    add("--keep-padding", action="store_true", help="keep the rows that pad the vocabulary, never probable")
+    add("--shard-size", type=float, default=5.0, metavar="GB", help="largest weight file (default: 5)")
+
+    add = directions.add_parser("from-hf", help="Hugging Face folder to checkpoint").add_argument
+    kinds = "folder of a GPT-NeoX, Llama, Mistral, Qwen 2 or 3, BERT, DistilBERT or ModernBERT in safetensors"
+    add("--model", type=existing, required=True, metavar="DIR", help=kinds)
+    add("--output", type=Path, required=True, metavar="DIR", help="new run folder")
+    special = "ids of an encoder's mask, and of what begins and ends its rows, where its files do not name them"
+    add("--special-ids", type=int, nargs=3, metavar=("MASK", "CLS", "SEP"), help=special)
+
+    add = directions.add_parser("revocabulary", help="give a model another tokenizer").add_argument
+    model = "run, checkpoint, or folder as for from-hf"
+    add("--model", type=far_or_existing, required=True, metavar="DIR", help=model)
+    add("--tokenizer", type=existing, required=True, metavar="FILE", help="the new tokenizer.json")
+    add("--output", type=Path, required=True, metavar="DIR", help="new run folder")
+    rows = "rows of new tokens: mean of their pieces (default), the same with more weight on rare pieces, or random"
+    add("--method", default="mean", choices=METHODS, help=rows)
     return parser

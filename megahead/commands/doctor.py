@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 # Python's own modules alone: it speaks where nothing is installed yet.
 
-
 STYLES = {"ok": "green", "note": "yellow", "problem": "bold red"}
 
 

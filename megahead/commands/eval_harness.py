@@ -31,17 +31,7 @@ from megahead.terminal import terminal
 if TYPE_CHECKING:
     from megahead.hf.export import Origin
 
-
-PAPER = [
-    "lambada_openai",
-    "arc_easy",
-    "arc_challenge",
-    "boolq",
-    "crows_pairs_english",
-    "race",
-    "sciq",
-    "pubmedqa",
-]
+PAPER = "lambada_openai,arc_easy,arc_challenge,boolq,crows_pairs_english,race,sciq,pubmedqa"
 """The tasks of the paper except QASPER (`qasper_bool`), whose data few people have."""
 
 
@@ -58,28 +48,21 @@ def main() -> None:
     if arguments.write_tasks:
         console.print(f"wrote {write_tasks(files, arguments.write_tasks)}", soft_wrap=True)
     kept = ResultsFile(arguments.output)
-    from megahead.hf.export import hf_folder
+    from megahead.hf.export import hf_folder, origin
 
     folders = {model: hf_folder(model) for model in arguments.model}
-    from megahead.hf.export import origin
-
     curve = {model: origin(folder) for model, folder in folders.items()} if arguments.curve else {}
-    results = [
-        evaluate_model(model, folder, files, kept, arguments.limit, arguments.batch_size)
-        for model, folder in folders.items()
-    ]
+    limits = arguments.limit, arguments.batch_size
+    results = [evaluate_model(model, folder, files, kept, *limits) for model, folder in folders.items()]
     if results:
         console.print(table(results))
-    for result in results:
-        for task in result.tasks:
-            if task.cut:
-                cut = f"{task.cut:,} requests exceed the context and lost their beginning"
-                console.print(f"{result.model}, {task.task}: {cut}", soft_wrap=True)
+    for line in (line for result in results for line in result.cut_lines()):
+        console.print(line, soft_wrap=True)
     if arguments.output and results:
         console.print(f"wrote {arguments.output}", soft_wrap=True)
-    from megahead.report.figures import TaskPoint, save_task_curves
-
     if curve:
+        from megahead.report.figures import TaskPoint, save_task_curves
+
         points = [
             TaskPoint(name, place.tokens, result.tasks)
             for name, place, result in zip(names_of_runs(curve, folders), curve.values(), results, strict=True)
@@ -88,20 +71,15 @@ def main() -> None:
 
 
 def evaluate_model(
-    model: Path,
-    folder: Path,
-    files: Mapping[str, Path],
-    kept: ResultsFile,
-    limit: int | None,
-    batch_size: int | None,
+    model: Path, folder: Path, files: Mapping[str, Path], kept: ResultsFile, limit: int | None, batch_size: int | None
 ) -> HarnessResult:
-    """Results of all tasks in the order asked for; those in `kept` are not computed again, others are added to it."""
+    """Results of all tasks in the order requested; those in `kept` are not computed again, others are added to it."""
     begin = time.monotonic()
     found = {task: kept.find(model, folder, task, file, limit) for task, file in files.items()}
     missing = {task: file for task, file in files.items() if found[task] is None}
-    from megahead.evaluate.harness import evaluate_tasks
-
     if missing:
+        from megahead.evaluate.harness import evaluate_tasks
+
         for result in evaluate_tasks(folder, missing, limit=limit, batch_size=batch_size):
             kept.add(model, folder, files[result.task], result)
             found[result.task] = result
@@ -138,23 +116,16 @@ def cell(score: Score) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--model", type=far_or_existing, nargs="+", default=[], metavar="DIR", help="HF folder, run, checkpoint"
-    )
-    parser.add_argument("--tasks", default=",".join(PAPER), metavar="A,B", help=f"of {', '.join(TASKS)}")
-    parser.add_argument(
-        "--data",
-        type=existing,
-        metavar="DIR",
-        help="folder of task files as published (DIR/lambada/lambada_test.jsonl)",
-    )
-    parser.add_argument("--cloze", type=existing, metavar="FILE", help='jsonl of {"text"}: its last word is predicted')
-    parser.add_argument("--text", type=existing, metavar="FILE", help="text for the task bits_per_byte")
-    parser.add_argument("--limit", type=int, metavar="N", help="only the first N examples of each task or paradigm")
-    parser.add_argument("--batch-size", type=int, metavar="N", help="examples at once (default: what fits memory)")
-    parser.add_argument("--output", type=Path, metavar="JSON", help="store results there, and continue from them")
-    parser.add_argument("--curve", type=Path, metavar="PNG", help="draw scores against the tokens of training")
-    parser.add_argument(
-        "--write-tasks", type=Path, metavar="DIR", help="also write the tasks for lm-eval's command line"
-    )
+    add = parser.add_argument
+    add("--model", type=far_or_existing, nargs="+", default=[], metavar="DIR", help="HF folder, run, checkpoint")
+    add("--tasks", default=PAPER, metavar="A,B", help=f"of {', '.join(TASKS)}")
+    published = "folder of task files as published (DIR/lambada/lambada_test.jsonl)"
+    add("--data", type=existing, metavar="DIR", help=published)
+    add("--cloze", type=existing, metavar="FILE", help='jsonl of {"text"}: its last word is predicted')
+    add("--text", type=existing, metavar="FILE", help="text for the task bits_per_byte")
+    add("--limit", type=int, metavar="N", help="only the first N examples of each task or paradigm")
+    add("--batch-size", type=int, metavar="N", help="examples at once (default: what fits memory)")
+    add("--output", type=Path, metavar="JSON", help="store results there, and continue from them")
+    add("--curve", type=Path, metavar="PNG", help="draw scores against the tokens of training")
+    add("--write-tasks", type=Path, metavar="DIR", help="also write the tasks for lm-eval's command line")
     return parser

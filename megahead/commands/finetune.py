@@ -41,30 +41,20 @@ def main() -> None:
     for data, _ in tasks:
         if data.short:
             console.print(f"{data.name}: {data.short:,} lines lack a column and were left out")
-    if arguments.threads:
-        use_threads(arguments.threads)
-    from megahead.evaluate.finetuning import InitialModel
+    import torch
+
+    from megahead.evaluate.finetuning import Comparison, FineTuningResults, InitialModel, comparison_table
     from megahead.hf.export import hf_folder_to_classify
 
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
     initial_models = [InitialModel(str(model), hf_folder_to_classify(model)) for model in arguments.model]
     if arguments.floor:
         initial_models.append(InitialModel("random weights", initial_models[0].folder, random_weights=True))
-    from megahead.evaluate.finetuning import FineTuningResults
-
     kept = FineTuningResults(arguments.output)
-    from megahead.evaluate.finetuning import Comparison
-
     results = Comparison(initial_models, tasks, range(arguments.seeds), kept).run(console.print)
-    from megahead.evaluate.finetuning import comparison_table
-
     console.print(to_rich(comparison_table(results), title="percent, mean ± deviation over seeds (best epochs)"))
     console.print(f"\nwrote {arguments.output}")
-
-
-def use_threads(count: int) -> None:
-    import torch
-
-    torch.set_num_threads(count)
 
 
 def load(name: str, sources: Sources, arguments: argparse.Namespace) -> tuple[TaskData, FineTuning]:
@@ -80,35 +70,21 @@ def load(name: str, sources: Sources, arguments: argparse.Namespace) -> tuple[Ta
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--model", type=far_or_existing, nargs="+", required=True, metavar="DIR", help="HF folder, run, checkpoint"
-    )
-    parser.add_argument(
-        "--task",
-        nargs="+",
-        required=True,
-        metavar="T",
-        help="glue/cola, superglue/boolq, xnli/en ..., or a whole suite",
-    )
-    parser.add_argument(
-        "--data", type=existing, metavar="DIR", help="folder with glue/, superglue/, xnli/ (default: the hub)"
-    )
-    parser.add_argument(
-        "--output", type=Path, default=Path("finetuning.json"), metavar="JSON", help="store results there"
-    )
-    parser.add_argument(
-        "--seeds", type=int, default=3, metavar="N", help="runs per task, seeds 0 to N - 1 (default: 3)"
-    )
-    parser.add_argument("--floor", action="store_true", help="also fine-tune the first model with random weights")
-    parser.add_argument("--max-train-rows", type=int, metavar="N", help="train on at most N rows, drawn at random")
-    parser.add_argument("--languages", default=",".join(XNLI_LANGUAGES), metavar="A,B", help="test XNLI in these")
-    parser.add_argument(
-        "--loss", choices=get_args(LossName), help="cross-entropy (default: balanced; regular for XNLI)"
-    )
-    parser.add_argument("--epochs", type=int, metavar="N", help="default: 10; the best one is reported")
-    parser.add_argument("--batch-size", type=int, metavar="N", help="default: 32, XNLI 128")
-    parser.add_argument("--learning-rate", type=float, metavar="X", help="default: 1e-5, regular 5e-6, XNLI 2e-5")
-    parser.add_argument("--weight-decay", type=float, metavar="X", help="default: 0, regular 0.01, XNLI 0")
-    parser.add_argument("--max-length", type=int, metavar="N", help="tokens of a sequence (default: 128)")
-    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: torch's)")
+    add = parser.add_argument
+    add("--model", type=far_or_existing, nargs="+", required=True, metavar="DIR", help="HF folder, run, checkpoint")
+    tasks = "glue/cola, superglue/boolq, xnli/en ..., or a whole suite"
+    add("--task", nargs="+", required=True, metavar="T", help=tasks)
+    add("--data", type=existing, metavar="DIR", help="folder with glue/, superglue/, xnli/ (default: the hub)")
+    add("--output", type=Path, default=Path("finetuning.json"), metavar="JSON", help="store results there")
+    add("--seeds", type=int, default=3, metavar="N", help="runs per task, seeds 0 to N - 1 (default: 3)")
+    add("--floor", action="store_true", help="also fine-tune the first model with random weights")
+    add("--max-train-rows", type=int, metavar="N", help="train on at most N rows, drawn at random")
+    add("--languages", default=",".join(XNLI_LANGUAGES), metavar="A,B", help="test XNLI in these")
+    add("--loss", choices=get_args(LossName), help="cross-entropy (default: balanced; regular for XNLI)")
+    add("--epochs", type=int, metavar="N", help="default: 10; the best one is reported")
+    add("--batch-size", type=int, metavar="N", help="default: 32, XNLI 128")
+    add("--learning-rate", type=float, metavar="X", help="default: 1e-5, regular 5e-6, XNLI 2e-5")
+    add("--weight-decay", type=float, metavar="X", help="default: 0, regular 0.01, XNLI 0")
+    add("--max-length", type=int, metavar="N", help="tokens of a sequence (default: 128)")
+    add("--threads", type=int, metavar="N", help="CPU threads (default: torch's)")
     return parser

@@ -50,41 +50,35 @@ def main() -> None:
 
 
 def load_model(model: Path, seed: int, passes: int | None) -> Callable[[str, int, dict[str, Any]], str]:
-    """What goes on from (prompt, most tokens, how to sample) with the model, on a GPU if there is one; seeds torch's
+    """What continues (prompt, most tokens, how to sample) with the model, on a GPU if there is one; seeds torch's
     random numbers with `seed`. A run or checkpoint is exported first, unless it has been (RUN/exports)."""
     import torch
 
+    from megahead.evaluate.generation import continuation, unmasked_continuation
     from megahead.hf.export import hf_folder
+    from megahead.hf.published import is_encoder, load_causal, load_masked, load_tokenizer_folder
 
     folder = hf_folder(model)
-    from megahead.hf.published import is_encoder
-
     encoder = is_encoder(folder)
     if passes is not None and not encoder:
         raise FieldError("--passes", "be left out for a decoder, which writes a token in each", got=passes)
-    from megahead.hf.published import load_causal, load_masked
-
     loaded = (load_masked if encoder else load_causal)(folder)
     loaded.to("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(seed)
-    from megahead.hf.published import load_tokenizer_folder
-
     tokenizer = load_tokenizer_folder(folder)
-    from megahead.evaluate.generation import unmasked_continuation
-
     if encoder:
         return partial(unmasked_continuation, loaded, tokenizer, passes=passes)
-    from megahead.evaluate.generation import continuation
-
     return partial(continuation, loaded, tokenizer)
 
 
 def given_prompts(prompts: Sequence[str] | None, file: Path | None) -> list[str]:
     """The prompts of the command line, or the lines of `file`."""
     if file is None:
-        broken = next((prompt for prompt in prompts or () if not _is_unicode(prompt)), None)
-        if broken is not None:
-            raise FieldError("--prompt", "be UTF-8 text", got=ascii(broken))
+        for prompt in prompts or ():
+            try:
+                prompt.encode()
+            except UnicodeEncodeError:
+                raise FieldError("--prompt", "be UTF-8 text", got=ascii(prompt)) from None
         return list(prompts or [])
     try:
         lines = file.read_text(encoding="utf-8").removesuffix("\n").split("\n")
@@ -93,14 +87,6 @@ def given_prompts(prompts: Sequence[str] | None, file: Path | None) -> list[str]
     if not any(line.strip() for line in lines):
         raise DataError(f"`{file}` must hold a prompt a line, but has none; --prompt '' begins a document.")
     return lines
-
-
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def typed_prompts(console: Console) -> Iterator[str]:
@@ -117,20 +103,17 @@ def typed_prompts(console: Console) -> Iterator[str]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--model", type=far_or_existing, required=True, metavar="DIR", help="Hugging Face folder, run, checkpoint"
-    )
+    add = parser.add_argument
+    add("--model", type=far_or_existing, required=True, metavar="DIR", help="Hugging Face folder, run, checkpoint")
     prompts = parser.add_mutually_exclusive_group(required=True)
     prompts.add_argument("--prompt", nargs="+", metavar="TEXT", help="each is continued by itself")
     prompts.add_argument("--file", type=existing, metavar="FILE", help="a prompt a line")
     prompts.add_argument("--interactive", action="store_true", help="ask for prompts, until an empty line")
-    parser.add_argument("--max-tokens", type=int, default=64, metavar="N", help="longest continuation (default: 64)")
-    parser.add_argument("--passes", type=int, metavar="N", help="encoders: fewer are faster (default: one a token)")
-    parser.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest token (default: 0.8)")
-    parser.add_argument("--top-k", type=int, default=50, metavar="K", help="sample from the K likeliest; 0: from all")
-    parser.add_argument("--top-p", type=float, default=0.95, metavar="P", help="nucleus sampling with probability P")
-    parser.add_argument(
-        "--output", type=Path, metavar="FILE", help="adds prompts and texts to it, a JSON object a line"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same text (default: 0)")
+    add("--max-tokens", type=int, default=64, metavar="N", help="longest continuation (default: 64)")
+    add("--passes", type=int, metavar="N", help="encoders: fewer are faster (default: one a token)")
+    add("--temperature", type=float, default=0.8, help="0: always the likeliest token (default: 0.8)")
+    add("--top-k", type=int, default=50, metavar="K", help="sample from the K likeliest; 0: from all")
+    add("--top-p", type=float, default=0.95, metavar="P", help="nucleus sampling with probability P")
+    add("--output", type=Path, metavar="FILE", help="adds prompts and texts to it, a JSON object a line")
+    add("--seed", type=int, default=0, help="the same seed gives the same text (default: 0)")
     return parser

@@ -15,7 +15,12 @@ from megahead.terminal import terminal
 
 
 def main() -> None:
-    arguments = _parser().parse_args()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--model", type=far_or_existing, required=True, metavar="DIR", help="HF folder, run or checkpoint")
+    add("--each", type=int, default=8, metavar="K", help="nearest ids of each id (default: 8)")
+    add("--output", type=Path, required=True, metavar="NPY", help="the file to write")
+    arguments = parser.parse_args()
     if arguments.each < 1:
         raise FieldError("--each", "be at least 1", got=arguments.each)
     from megahead.data.loader import find_nearest_ids, save_nearest_ids
@@ -26,13 +31,3 @@ def main() -> None:
     nearest_VK = find_nearest_ids(known.numpy(), arguments.each)
     save_nearest_ids(arguments.output, nearest_VK)
     terminal().print(f"wrote {arguments.output}: {arguments.each} for each of {len(nearest_VK):,} ids")
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--model", type=far_or_existing, required=True, metavar="DIR", help="HF folder, run or checkpoint"
-    )
-    parser.add_argument("--each", type=int, default=8, metavar="K", help="nearest ids of each id (default: 8)")
-    parser.add_argument("--output", type=Path, required=True, metavar="NPY", help="the file to write")
-    return parser

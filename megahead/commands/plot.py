@@ -24,17 +24,13 @@ def main() -> None:
     runs = read_all_metrics(arguments.runs)
     first = arguments.runs[0]
     output = arguments.output or RunFolder(first.parent if first.suffix == ".jsonl" else first).curves
-    from megahead.report.figures import save_curves
+    from megahead.report.figures import logged_points, save_curves, save_task_curves
 
     save_curves(runs, output)
     console = terminal()
     console.print(to_rich([last_values(run) for run in runs]))
     console.print(f"wrote {output}", soft_wrap=True, highlight=False)
-    from megahead.report.figures import logged_points
-
     points = [point for run in runs for point in logged_points(run)]
-    from megahead.report.figures import save_task_curves
-
     if points:
         drawn = save_task_curves(points, output.with_name(f"{output.stem}-tasks{output.suffix}"))
         console.print(f"wrote {drawn}", soft_wrap=True, highlight=False)

@@ -16,32 +16,24 @@ from megahead.terminal import terminal
 
 
 def main() -> None:
-    arguments = _parser().parse_args()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--model", type=far_or_existing, nargs="+", required=True, metavar="DIR", help="masked language models")
+    add("--input", nargs="+", required=True, metavar="F", help="text, as `megahead preprocess` takes it")
+    add("--texts", type=int, default=100, metavar="N", help="the first N documents (default: 100)")
+    add("--max-length", type=int, default=128, metavar="N", help="tokens of a document (default: 128)")
+    add("--batch-size", type=int, default=64, metavar="N", help="masked copies at once (default: 64)")
+    arguments = parser.parse_args()
     for name, least in (("texts", 1), ("max_length", 3), ("batch_size", 1)):
         if getattr(arguments, name) < least:
             raise FieldError(f"--{name.replace('_', '-')}", f"be at least {least}", got=getattr(arguments, name))
     texts = list(islice(sample_texts(arguments.input), arguments.texts))
-    rows: list[dict[str, object]] = []
     from megahead.evaluate.scoring import pseudo_perplexity
     from megahead.hf.export import hf_folder
 
+    rows: list[dict[str, object]] = []
+    limits = {"max_length": arguments.max_length, "batch_size": arguments.batch_size}
     for model in arguments.model:
-        found = pseudo_perplexity(
-            hf_folder(model), texts, max_length=arguments.max_length, batch_size=arguments.batch_size
-        )
+        found = pseudo_perplexity(hf_folder(model), texts, **limits)
         rows.append({"model": str(model), "tokens": found.tokens, "pseudo-perplexity": found.perplexity()})
     terminal().print(to_rich(rows))
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--model", type=far_or_existing, nargs="+", required=True, metavar="DIR", help="masked language models"
-    )
-    parser.add_argument(
-        "--input", nargs="+", required=True, metavar="F", help="text, as `megahead preprocess` takes it"
-    )
-    parser.add_argument("--texts", type=int, default=100, metavar="N", help="the first N documents (default: 100)")
-    parser.add_argument("--max-length", type=int, default=128, metavar="N", help="tokens of a document (default: 128)")
-    parser.add_argument("--batch-size", type=int, default=64, metavar="N", help="masked copies at once (default: 64)")
-    return parser

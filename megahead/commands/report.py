@@ -26,7 +26,7 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     if arguments.geometry:
-        from megahead.report.geometry import add_geometry
+        from megahead.evaluate.geometry import add_geometry
 
         for run in arguments.runs:
             add_geometry(RunFolder.of(run))

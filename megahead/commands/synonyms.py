@@ -21,22 +21,26 @@ if TYPE_CHECKING:
 
 
 def main() -> None:
-    arguments = _parser().parse_args()
-    from megahead.evaluate.geometry import synonym_pairs
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--model", type=far_or_existing, nargs="+", required=True, metavar="DIR", help="HF folder, run, checkpoint")
+    files = "folder of WordNet's data.* files (default: /usr/share/wordnet, Debian's wordnet-base)"
+    add("--wordnet", type=existing, default="/usr/share/wordnet", metavar="DIR", help=files)
+    add("--output", type=Path, metavar="PNG", help="also draw the distributions there")
+    arguments = parser.parse_args()
+    from megahead.evaluate.geometry import similarities, synonym_pairs
+    from megahead.hf.published import input_embedding
 
     pairs = synonym_pairs(arguments.wordnet)
     found: dict[str, Similarities] = {}
-    from megahead.evaluate.geometry import similarities
-    from megahead.hf.published import input_embedding
-
     for model in arguments.model:
         weight_VD, tokenizer = input_embedding(model)
         found[str(model)] = similarities(weight_VD, load_tokenizer(tokenizer), pairs)
     console = terminal()
     console.print(table(found))
-    from megahead.report.figures import save_similarities
-
     if arguments.output:
+        from megahead.report.figures import save_similarities
+
         console.print(f"wrote {save_similarities(found, arguments.output)}", soft_wrap=True)
 
 
@@ -52,19 +56,3 @@ def table(found: dict[str, Similarities]) -> Table:
         ]
         shown.add_row(name, f"{len(values.synonyms_P):,}", *means, f"{values.gap():+.4f}")
     return shown
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--model", type=far_or_existing, nargs="+", required=True, metavar="DIR", help="HF folder, run, checkpoint"
-    )
-    parser.add_argument(
-        "--wordnet",
-        type=existing,
-        default="/usr/share/wordnet",
-        metavar="DIR",
-        help="folder of WordNet's data.* files (default: /usr/share/wordnet, Debian's wordnet-base)",
-    )
-    parser.add_argument("--output", type=Path, metavar="PNG", help="also draw the distributions there")
-    return parser

@@ -30,7 +30,6 @@ from megahead.wording import duration
 
 # Losses of a batch, and metrics of an evaluation set.
 
-
 Floats = NDArray[np.float64]
 
 METRICS: Mapping[str, Callable[[Floats, Floats], float]] = {
@@ -68,7 +67,6 @@ def number_loss(values_B: Tensor, labels_B: Tensor) -> Tensor:
 
 
 # Turns texts into padded batches: tokenizes, joins and cuts them once, then batches them by length.
-
 
 _SORTED_TOGETHER = 50  # batches whose rows are sorted by length together: little padding remains
 
@@ -461,7 +459,6 @@ def _fingerprint(initial_model: InitialModel) -> str:
 
 
 # Several models on several tasks with several seeds: stored results are reused, missing ones computed and reported.
-
 
 _TRAINING_COST = 3  # training on a row costs as much as evaluating three
 _CHARACTERS_PER_TOKEN = 4  # about; only to estimate the time left

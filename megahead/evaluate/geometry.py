@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from itertools import combinations
 from pathlib import Path
 
@@ -12,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from megahead.checkpoints.folders import step_of, steps_in
+from megahead.checkpoints.reading import open_checkpoint
 from megahead.data.batch import Batch
 from megahead.data.loader import BatchReader, held_out_masker, open_nearest_ids
 from megahead.data.samples import EvenlySpread
@@ -19,6 +22,7 @@ from megahead.data.tokenizer import Tokenizer
 from megahead.distributed.group import Group
 from megahead.errors import DataError, FieldError
 from megahead.evaluate.perplexity import open_held_out
+from megahead.evaluate.results import ResultCache
 from megahead.hf.trained import EMBEDDING, TrainedModel
 from megahead.losses.candidates import Candidates, vocabulary_candidates
 from megahead.losses.contrastive import build_objective
@@ -26,6 +30,7 @@ from megahead.losses.products import row_step
 from megahead.losses.scores import Dot
 from megahead.objectives.micro_batch import documents_of, shorter_rows_of, target_positions_of
 from megahead.objectives.pretraining import Pretraining
+from megahead.run_folder import RunFolder
 
 # What a head lets through, and how evenly outputs and embeddings fill their space.
 #
@@ -36,7 +41,6 @@ from megahead.objectives.pretraining import Pretraining
 # between 1 and D.
 #
 # N outputs, n of a chunk, U candidates, D features, V vocabulary.
-
 
 ROWS = 64
 """How many held-out rows are read by default."""
@@ -79,6 +83,20 @@ def measure_geometry(checkpoint: Path, rows: int = ROWS) -> Geometry:
             shares.add(outputs_ND, *_candidates(model, pretraining, batch), model.temperature())
     table = _Spread.of(_embeddings(model))
     return Geometry(shares.share(), spread.rank(), spread.anisotropy(), table.rank(), table.anisotropy())
+
+
+def add_geometry(folder: RunFolder, describe: Callable[[str], None] = print) -> None:
+    """Measures each checkpoint of a run that is not in its geometry.json yet; what is measured is kept when it is
+    interrupted. UserErrors as in `measure_geometry`."""
+    known = ResultCache(folder.geometry)
+    for path in sorted(steps_in(folder.checkpoints), key=step_of):
+        checkpoint = open_checkpoint(path)
+        sums = "".join(sorted(entry.sha256 for entry in checkpoint.files.values()))
+        key = {"step": checkpoint.step, "weights": hashlib.sha256(sums.encode()).hexdigest()[:16]}
+        if known.find(key) is None:
+            describe(f"measuring {path}")
+            where = {name: checkpoint.state.get(name, 0) for name in ("tokens", "seconds")}
+            known.add(key, where | asdict(measure_geometry(path)), replaces=["step"])
 
 
 @torch.no_grad()
@@ -184,7 +202,6 @@ class _Spread:
 #
 # A synset line of WordNet's data files: `offset file type count word id word id ... relations | gloss`, `count` in
 # hexadecimal (wndb(5WN)). P pairs, V vocabulary, D features.
-
 
 Pair = tuple[str, str]
 _PARTS = ("noun", "verb", "adj", "adv")

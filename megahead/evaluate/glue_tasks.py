@@ -16,7 +16,6 @@ from megahead.wording import counted
 
 # How a task is fine-tuned; the paper's values are the defaults.
 
-
 LossName = Literal["balanced", "regular"]
 
 
@@ -68,7 +67,6 @@ def paper_settings(task: str, loss: LossName | None = None, **changes: float | N
 
 
 # Rows as they are published, and the examples a classifier reads: a text, the texts it is paired with, a label.
-
 
 Builder = Callable[[Row, Sequence[str]], "Example"]
 
@@ -196,7 +194,6 @@ def class_of(row: Mapping[str, Any], labels: Sequence[str]) -> int:
 # GLUE, SuperGLUE and XNLI: for each task how an example is built, its files, and its metrics.
 #
 # As in the paper, the diagnostic sets, MultiRC, ReCoRD and WSC are left out.
-
 
 XNLI_LANGUAGES = ("en", "ar", "bg", "de", "el", "es", "fr", "hi", "ru", "sw", "th", "tr", "ur", "vi", "zh")
 

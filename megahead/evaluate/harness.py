@@ -31,7 +31,6 @@ from megahead.hf.published import context_of, is_encoder
 
 # Runs lm-eval's own `hf` model with a model in memory on one local task, without its scan of 14,000 other tasks.
 
-
 _BOOTSTRAPS = 1000  # resamples for standard errors that have no formula: 2 s for all of LAMBADA
 _LOGIT_COPIES = 3  # in memory at once in lm-eval: logits, their log-softmax, and what it gathers from
 _LARGEST_BATCH = 32

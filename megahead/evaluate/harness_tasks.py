@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 #
 # Each reader reads a file into rows (plain values, for JSON) and raises a DataError for a file of another form.
 
-
 Row = dict[str, Any]
 Reader = Callable[[Path], list[Row]]
 
@@ -177,7 +176,6 @@ def bits_per_byte(model: LanguageModel, texts: Sequence[str]) -> list[Score]:
 #
 # BLiMP (Warstadt et al. 2020, arXiv 1912.00582) has 67 paradigms of grammar with 1,000 pairs each, one per file.
 # Sentences are scored whole, after a space, as in lm-eval.
-
 
 _PAIRS = json_lines("sentence_good", "sentence_bad", "field", "UID")
 

@@ -28,7 +28,6 @@ from megahead.objectives.micro_batch import EvaluationRequest
 
 # Held-out perplexity, bits per byte and accuracy of a model with its own head, during training or after it.
 
-
 _AT_ONCE = 8
 """Micro-batches that are scored in one pass over the vocabulary, which a table of rows must gather for it. Their hidden
 states take less than what training keeps of one."""

@@ -109,6 +109,11 @@ class HarnessResult:
         """Plain values, for JSON."""
         return asdict(self)
 
+    def cut_lines(self) -> list[str]:
+        """A sentence for each task with requests that lost their beginning."""
+        cut = "requests exceed the context and lost their beginning"
+        return [f"{self.model}, {task.task}: {task.cut:,} {cut}" for task in self.tasks if task.cut]
+
 
 class ResultsFile:
     """Results of tasks in one JSON file, as `ResultCache` keeps them.

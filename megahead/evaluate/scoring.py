@@ -29,7 +29,6 @@ from megahead.hf.published import (
 #
 # B rows, T tokens, P predictions, O distinct outputs from which they are made, V vocabulary.
 
-
 _TOKENS, _LOGITS = 1 << 13, 1 << 22  # of a batch on a CPU: 16 MB of logits, which stay in its caches
 _ON_GPU = 32  # on a GPU, this many times larger batches, to keep it busy
 _AT_ONCE = 16  # outputs per call of logsumexp

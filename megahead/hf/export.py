@@ -31,7 +31,6 @@ from megahead.wording import counted
 
 # The model card of an export.
 
-
 _HEADS = {
     "none": "none: the backbone alone, outputs are hidden states",
     "tied": "`E h`, the input embedding itself",
@@ -101,7 +100,6 @@ Contrastive Weight Tying*, ICLR 2024, arXiv 2309.08351.
 
 
 # The tokenizer of an export, as transformers (4 and 5) reads it.
-
 
 PADDING_TOKEN = "<|padding|>"
 PADDING_TOKENS = ("[PAD]", PADDING_TOKEN, "<pad>")
@@ -273,7 +271,6 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 # Exports a checkpoint as a Hugging Face folder, which appears only once its outputs equal the checkpoint's.
-
 
 PARITY_FILE = "parity.json"
 SHARD_BYTES = 5 * 10**9

@@ -60,7 +60,6 @@ class ExportTarget:
 # shape and byte range, then the bytes, row-major and little-endian. The library's own writer wants all tensors at
 # once.
 
-
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _CODES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
@@ -142,7 +141,6 @@ def _size(tensor: Streamed, dtype: torch.dtype) -> int:
 
 
 # The tensors of an export under their Hugging Face names, made piece by piece when they are written.
-
 
 _NORM_BIAS = "backbone.final_norm.bias"
 _VOCABULARY_BIAS = "mask_head.bias"

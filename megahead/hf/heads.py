@@ -27,7 +27,6 @@ from megahead.hf.trained import EMBEDDING, HEAD, MASK_HEAD, TrainedModel
 #
 # V vocabulary, D features.
 
-
 PADDING_BIAS = -1e4
 """The bias of padding rows, where they are kept, so that they get no probability."""
 

@@ -15,7 +15,6 @@ from megahead.hf.names import Renames
 #
 # Mistral goes out as a Llama, whose bricks it has.
 
-
 BACKBONE_PREFIX = "model."
 """Begins every name in a `LlamaForCausalLM` but the head's; a lone `LlamaModel` goes without it."""
 
@@ -194,7 +193,6 @@ def _rotary(content: Mapping[str, Any]) -> dict[str, Any]:
 # keys change places. The function stays the same, number by number. It has no norms of queries and keys.
 #
 # d dimensions of a head.
-
 
 HEAD_BIAS = "lm_head.bias"
 

@@ -11,7 +11,6 @@ from megahead.hf.names import EncoderNames, Renames
 
 # What Hugging Face calls the parts and settings of ModernBERT.
 
-
 MODERNBERT = EncoderNames(
     kind="ModernBERT",
     prefix="model.",
@@ -155,7 +154,6 @@ def _base(content: Mapping[str, Any], kind: str) -> float:
 
 # What Hugging Face calls the parts and settings of a ModernBERT that is causal, and where it differs from one that is
 # not (Weller et al. 2025, arXiv 2507.11412).
-
 
 MODERNBERT_DECODER = EncoderNames(
     kind="ModernBERT decoder",

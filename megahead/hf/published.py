@@ -46,7 +46,6 @@ from megahead.run_folder import RunFolder
 
 # A published model: a Hugging Face folder seen as parameters of ours, which are read one at a time.
 
-
 _OF_NO_WEIGHT = (
     "is_causal",
     "size",
@@ -289,7 +288,6 @@ def _tensors(published: PublishedModel, config: RunConfig, counts_V: Tensor | No
 
 
 # Loads Hugging Face folders the strict way: quietly, in a stated dtype, and never with a random head.
-
 
 _NEOX = {"embed_in": "disk", "layers": "disk", "final_layer_norm": "cpu", "rotary_emb": "cpu", "emb_dropout": "cpu"}
 _LLAMA = {"embed_tokens": "disk", "layers": "disk", "norm": "cpu", "rotary_emb": "cpu"}

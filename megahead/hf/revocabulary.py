@@ -31,7 +31,6 @@ from megahead.run_folder import RunFolder
 #
 # V old ids, n new tokens, D features (1 for a bias).
 
-
 _RARITY = 1e-3  # of Arora et al.: a piece of this frequency weighs half of one that never occurs
 _TOKENS_AT_ONCE = 4096
 
@@ -92,7 +91,6 @@ def _weighted(old_VD: Tensor, pieces: Pieces, weight_V: Tensor, generator: torch
 #
 # Every matrix and bias with a row for each id is changed in the same way: the input embedding, the head, the bias of
 # its outputs. V old ids, W new ids.
-
 
 _WITH_A_ROW_PER_ID = (EMBEDDING, HEAD, f"{MASK_HEAD}bias", OUTPUT_BIAS)
 _SEED = 0

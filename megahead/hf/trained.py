@@ -29,7 +29,6 @@ from megahead.version import __version__
 
 # A trained model on disk: a checkpoint's parameters, by their names in the `Pretraining`, read one at a time.
 
-
 BACKBONE = "backbone."
 EMBEDDING = "backbone.embedding.weight"
 HEAD = "head.weight"
@@ -210,7 +209,6 @@ def _empty(names: Sequence[str], module: nn.Module, _inputs: Any, _output: Any) 
 
 
 # The origin of a model, for its card: data, code, and its last evaluation.
-
 
 _CHECKOUT = Path(__file__).parents[2]
 

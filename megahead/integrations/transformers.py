@@ -33,7 +33,6 @@ from megahead.objectives.loader import gather_targets
 # any other the output matrix becomes the input embedding and its bias, where there is one, log q; that too is
 # compared.
 
-
 _TOLERANCE = 1e-4  # of the largest score
 _HEADS = ("none", "tied", "pmi")
 
@@ -114,7 +113,6 @@ def _compare(model: PreTrainedModel, bias_V: Tensor) -> None:
 # Contrastive weight tying for a language model of Hugging Face, in its own `Trainer`.
 #
 # B rows, T tokens, D features, N targets, U candidates, V rows of the table.
-
 
 _NO_TARGET = -100  # a label, to Hugging Face
 _BLOCK_ROWS = 16_384

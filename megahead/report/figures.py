@@ -22,7 +22,6 @@ from megahead.report.read import Record, RunMetrics
 
 # Colours and fonts of figures, and how figures are written to files.
 
-
 INK, QUIET, GRID = "#22272e", "#6b7280", "#e7e9ec"
 PALETTE = ("#2563b0", "#d9730d", "#1a8a6b", "#a3386f", "#7a5bc0", "#8a6d1d")  # distinct to colour-blind readers too
 STYLE: Any = {
@@ -56,7 +55,6 @@ def save_figure(figure: Figure, output: Path, *, description: str = "") -> Path:
 
 
 # Draws one figure of one or several runs: loss and held-out perplexity against tokens and time, and their health.
-
 
 LEFT, MIDDLE = ["loss"] * 3 + ["perplexity"] * 3, ["loss_time"] * 3 + ["perplexity_time"] * 3
 RIGHT = ["rate"] * 2 + ["norm"] * 2 + ["speed"] * 2
@@ -212,7 +210,6 @@ def _as_count(value: float, _position: int) -> str:
 
 # Draws scores on tasks during training: a panel for each metric of a task, a line for each run.
 
-
 _COLUMNS = 3
 """Panels beside each other, at most."""
 
@@ -289,7 +286,6 @@ def _result(task: str, found: Mapping[str, Mapping[str, Any]]) -> TaskResult:
 
 # Draws how close synonyms are in each model's embedding, beside random pairs: one panel per model, one scale.
 
-
 BINS = np.linspace(-1, 1, 81)
 
 
@@ -332,7 +328,6 @@ def _range(models: Mapping[str, Similarities]) -> tuple[float, float]:
 
 
 # Draws what *headless* means: with what a vanilla and a headless model compare a hidden state.
-
 
 SIZE = (9.0, 4.4)
 """Inches."""

@@ -1,27 +1,59 @@
-"""One or several runs as one HTML page that needs nothing else."""
+"""One or several runs as one HTML page that needs nothing else: figures, charts, events, samples, settings.
+
+template/page.html lays it out; its script, template/page.js, draws the charts from the JSON of `build_panels`.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from math import ceil, isfinite
 from pathlib import Path
 from statistics import median
-from string import Template
 from typing import Any
 
 import numpy as np
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from megahead.files import write_atomically
 from megahead.report.figures import running_mean
-from megahead.report.read import Event, Record, Run, events_of
+from megahead.report.read import Record, Run, events_of
 from megahead.report.tables import show
 from megahead.wording import counted, duration, thousands
 
-# The data of the page's charts: panels, each with one series per run, as plain JSON.
 
+def save_page(runs: Sequence[Run], output: Path) -> Path:
+    """Writes the page, whole or not at all."""
+    write_atomically(output, render_page(runs))
+    return output
+
+
+def render_page(runs: Sequence[Run]) -> str:
+    """The page's HTML; runs keep their order, and a colour each."""
+    panels, events = build_panels(runs), [events_of(run) for run in runs]
+    marked = [
+        {"name": run.name, "events": [vars(event) for event in found]} for run, found in zip(runs, events, strict=True)
+    ]
+    settings = [dict(_leaves(run.config)) for run in runs]
+    template = Path(__file__).parent / "template"
+    pages = Environment(loader=FileSystemLoader(template), autoescape=True, trim_blocks=True, undefined=StrictUndefined)
+    return pages.get_template("page.html").render(
+        runs=runs,
+        subtitle=_subtitle(runs[0]) if len(runs) == 1 else " · ".join(run.name for run in runs),
+        figures=_figures(runs[0]),
+        compared=_compared(runs),
+        panels=panels,
+        events=events,
+        settings=settings,
+        differing=_differing(settings),
+        sections=[_sections(each) for each in settings],
+        data=json.dumps({"panels": panels, "runs": marked}, allow_nan=False).replace("<", "\\u003c"),
+        **{kind: (template / f"page.{kind}").read_text(encoding="utf-8") for kind in ("css", "js")},
+    )
+
+
+# Charts: panels, each with a series for each run that has values.
 
 MAX_POINTS = 600
 """Most points of a line; in longer logs each point is the mean of consecutive values."""
@@ -134,30 +166,7 @@ def _flat(record: Record) -> dict[str, float]:
     return {f"{task}/{metric}": score["value"] for task, metrics in found for metric, score in metrics.items()}
 
 
-# The legend of a page: a colour for each run, buttons to hide runs, and the choice of the horizontal axis.
-
-
-_AXES = {"tokens": "tokens", "step": "steps", "seconds": "time"}
-
-
-def legend(runs: Sequence[Run]) -> str:
-    keys = [f"<button class=key aria-pressed=true>{dot(k)}{escape(run.name)}</button>" for k, run in enumerate(runs)]
-    axes = [
-        f"<button value={axis} aria-pressed={'true' if axis == 'tokens' else 'false'}>{name}</button>"
-        for axis, name in _AXES.items()
-    ]
-    shown = "".join(keys) if len(runs) > 1 else ""
-    across = f"<div class=across role=group aria-label='horizontal axis'>{''.join(axes)}</div>"
-    return f"<div class=bar><div class=keys>{shown}</div>{across}</div>"
-
-
-def dot(run: int) -> str:
-    """A run's colour; from the ninth on a ring, whose line is dashed."""
-    kind = "dot ring" if run >= 8 else "dot"
-    return f"<span class='{kind}' style='--its:var(--run-{run % 8})'></span>"
-
-
-# How far runs are: tiles for one run, a table for several.
+# Figures: how far each run is.
 
 
 def _figures(run: Run) -> dict[str, str]:
@@ -182,32 +191,18 @@ def _figures(run: Run) -> dict[str, str]:
     }
 
 
-def tiles(run: Run) -> str:
-    figures = {name: value for name, value in _figures(run).items() if value}
-    shown = [
-        f"<div class='card tile'><b>{escape(value)}</b><span>{escape(name)}</span></div>"
-        for name, value in figures.items()
-    ]
-    return f"<div class=tiles>{''.join(shown)}</div>"
-
-
-def standing(runs: Sequence[Run]) -> str:
-    """One row a run; the lowest perplexity and bits per byte stand out."""
+def _compared(runs: Sequence[Run]) -> dict[str, list[dict[str, Any]]]:
+    """Columns of the table of several runs: each run's value, and whether it is the lowest perplexity or bits."""
     rows = []
     for run in runs:
         held_out = run.metrics.validation[-1] if run.metrics.validation else {}
         figures = {name.split(" of ")[0].split(" (")[0]: value for name, value in _figures(run).items()}
-        rows.append({**figures, "head": held_out.get("head") or ""})
+        rows.append(figures | {"head": held_out.get("head") or ""})
     names = ["held-out perplexity", "bits per byte", "next token right", "head", "training loss", "steps"]
     names += ["tokens read", "time trained", "tokens/s", "steps skipped", "ending"]
-    names = [name for name in names if any(row[name] for row in rows)]
-    best = {key: _lowest(runs, key) for key in ("perplexity", "bits_per_byte")}
-    lines = [f"<tr><th>run</th>{''.join(f'<th class=number>{escape(name)}</th>' for name in names)}</tr>"]
-    for k, row in enumerate(rows):
-        marks = {"held-out perplexity": best["perplexity"] == k, "bits per byte": best["bits_per_byte"] == k}
-        cells = [f"<td class='number{' best' if marks.get(name) else ''}'>{escape(row[name])}</td>" for name in names]
-        lines.append(f"<tr><td>{dot(k)} {escape(runs[k].name)}</td>{''.join(cells)}</tr>")
-    return f"<div class='card wide'><table>{''.join(lines)}</table></div>"
+    best = {"held-out perplexity": _lowest(runs, "perplexity"), "bits per byte": _lowest(runs, "bits_per_byte")}
+    shown = [name for name in names if any(row[name] for row in rows)]
+    return {name: [{"value": row[name], "lowest": best.get(name) == k} for k, row in enumerate(rows)] for name in shown}
 
 
 def _lowest(runs: Sequence[Run], key: str) -> int | None:
@@ -226,96 +221,10 @@ def _number(value: float | None) -> str:
     return "" if value is None else show(float(value))
 
 
-# The settings of runs: first what differs, then all.
+# What was trained, and with which settings.
 
 
-def settings_section(runs: Sequence[Run]) -> str:
-    """What differs between the runs, then each run's own settings, section by section."""
-    flat = [dict(_leaves(run.config)) for run in runs]
-    names = dict.fromkeys(name for settings in flat for name in settings)
-    compared = names.keys() - {"name", "output_dir"}
-    differing = [n for n in names if n in compared and len({str(settings.get(n, "")) for settings in flat}) > 1]
-    parts = ["<h2>Settings</h2>"]
-    if differing:
-        heads = "".join(f"<th>{dot(k)} {escape(run.name)}</th>" for k, run in enumerate(runs))
-        rows = "".join(
-            f"<tr><td class=setting>{escape(name)}</td>"
-            f"{''.join(f'<td class=setting>{_value(settings.get(name))}</td>' for settings in flat)}</tr>"
-            for name in differing
-        )
-        parts.append(f"<div class='card wide'><table><tr><th>differing</th>{heads}</tr>{rows}</table></div>")
-    for k, (run, settings) in enumerate(zip(runs, flat, strict=True)):
-        summary = f"{dot(k)} {escape(run.name)}" if len(runs) > 1 else "All settings"
-        opened = " open" if len(runs) == 1 else ""
-        parts.append(f"<details{opened}><summary>{summary}</summary>{_sections(settings)}</details>")
-    return "\n".join(parts) if any(flat) else ""
-
-
-def _sections(settings: Mapping[str, Any]) -> str:
-    sections: dict[str, list[str]] = {}
-    for name, value in settings.items():
-        section, _, field = name.rpartition(".")
-        line = f"<div><span class=setting>{escape(field)}</span><span class=setting>{_value(value)}</span></div>"
-        sections.setdefault(section or "run", []).append(line)
-    shown = "".join(f"<section><h4>{escape(name)}</h4>{''.join(lines)}</section>" for name, lines in sections.items())
-    return f"<div class='card settings'>{shown}</div>"
-
-
-def _leaves(tree: Mapping[str, Any], above: str = "") -> Iterable[tuple[str, Any]]:
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value, f"{above}{key}.")
-        elif value is not None:
-            yield f"{above}{key}", value
-
-
-def _value(value: Any) -> str:
-    return "" if value is None else escape(str(value).lower() if isinstance(value, bool) else str(value))
-
-
-# One or several runs as one HTML page that needs nothing else: figures, charts, events, samples, settings.
-#
-# The charts are drawn by page/page.js from JSON that the page holds; all else is plain HTML.
-
-
-_PARTS = Path(__file__).parent / "template"
-
-
-def save_page(runs: Sequence[Run], output: Path) -> Path:
-    """Writes the page, whole or not at all."""
-    write_atomically(output, render_page(runs))
-    return output
-
-
-def render_page(runs: Sequence[Run]) -> str:
-    """The page's HTML; runs keep their order, and a colour each."""
-    panels = build_panels(runs)
-    events = [events_of(run) for run in runs]
-    marked = [
-        {"name": run.name, "events": [vars(event) for event in found]} for run, found in zip(runs, events, strict=True)
-    ]
-    title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs compared"
-    body = [
-        f"<header><h1>{escape(title)}</h1><p class=quiet>{escape(_subtitle(runs))}</p></header>",
-        tiles(runs[0]) if len(runs) == 1 else standing(runs),
-        legend(runs),
-        "<div class=charts>" + "".join(_chart(panel) for panel in panels) + "</div>",
-        _events(runs, events),
-        _samples(runs),
-        settings_section(runs),
-    ]
-    files = {"css": "page.css", "script": "page.js", "page": "page.html"}
-    parts = {name: (_PARTS / file).read_text(encoding="utf-8") for name, file in files.items()}
-    data = json.dumps({"panels": panels, "runs": marked}, allow_nan=False).replace("<", "\\u003c")
-    page = Template(parts.pop("page"))
-    return page.substitute(parts, title=escape(title), body="\n".join(filter(None, body)), data=data)
-
-
-def _subtitle(runs: Sequence[Run]) -> str:
-    return _what(runs[0]) if len(runs) == 1 else " · ".join(run.name for run in runs)
-
-
-def _what(run: Run) -> str:
+def _subtitle(run: Run) -> str:
     """What was trained, in a line; settings that the configuration lacks are left out."""
     numbers = ("model.num_layers", "model.hidden_size", "model.vocab_size", "batch.global_size", "data.sequence_length")
     layers, width, vocabulary, rows, length = (run.number(path) for path in numbers)
@@ -339,29 +248,25 @@ def _objective(run: Run) -> str | None:
     return f"{', '.join([name, *shares])} of the steps" if name and shares else name
 
 
-def _chart(panel: Mapping[str, Any]) -> str:
-    note = " · ".join(part for part in (panel["note"], "log scale" if panel["log"] else "") if part)
-    return f"<div class='card chart'><h3>{escape(panel['title'])}</h3><p>{escape(note)}</p></div>"
+def _leaves(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, str]]:
+    """Every setting that has a value, by its path, as the page shows it."""
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{above}{key}.")
+        elif value is not None:
+            yield f"{above}{key}", str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _events(runs: Sequence[Run], events: Sequence[Sequence[Event]]) -> str:
-    rows = [
-        f"<tr><td class=number>{event.step:,}</td>{f'<td>{dot(k)} {escape(run.name)}</td>' if len(runs) > 1 else ''}"
-        f"<td class={'wrong' if event.wrong else 'calm'}>{escape(event.text)}</td></tr>"
-        for k, (run, found) in enumerate(zip(runs, events, strict=True))
-        for event in found
-    ]
-    if not rows:
-        return "<h2>Events</h2><p class=quiet>None: no step was skipped, nothing was resumed.</p>"
-    header = f"<tr><th class=number>step</th>{'<th>run</th>' if len(runs) > 1 else ''}<th>what happened</th></tr>"
-    return f"<h2>Events</h2><div class='card wide'><table>{header}{''.join(rows)}</table></div>"
+def _differing(settings: Sequence[Mapping[str, str]]) -> list[str]:
+    """The paths of settings in which the runs differ."""
+    names = dict.fromkeys(name for each in settings for name in each if name not in ("name", "output_dir"))
+    return [name for name in names if len({each.get(name, "") for each in settings}) > 1]
 
 
-def _samples(runs: Sequence[Run]) -> str:
-    shown = [
-        f"<div class='card sample'>{f'{dot(k)} ' if len(runs) > 1 else ''}"
-        f"<b>{escape(str(sample['prompt']))}</b>{escape(str(sample['text']))}</div>"
-        for k, run in enumerate(runs)
-        for sample in run.samples
-    ]
-    return f"<h2>What it says</h2>{''.join(shown)}" if shown else ""
+def _sections(settings: Mapping[str, str]) -> dict[str, dict[str, str]]:
+    """A run's settings by section and field."""
+    sections: dict[str, dict[str, str]] = {}
+    for name, value in settings.items():
+        section, _, field = name.rpartition(".")
+        sections.setdefault(section or "run", {})[field] = value
+    return sections

@@ -18,7 +18,6 @@ from megahead.wording import counted, listed, span
 
 # Reads the metrics that training logged: `RUN/metrics.jsonl`, one JSON object per line.
 
-
 Record = Mapping[str, Any]
 
 _RESTARTS = {"session", "rollback"}
@@ -128,7 +127,6 @@ def _in_order(by_step: Mapping[int, Record]) -> list[Record]:
 
 # Reads a run folder for the report: metrics, configuration, generated samples, and how the run ended.
 
-
 Config = Mapping[str, Any]
 
 
@@ -218,7 +216,6 @@ def _ending(path: Path) -> str | None:
 
 
 # What happened to a run beside its steps: sessions that resumed, damaged checkpoints, bad steps and rollbacks.
-
 
 _DONE = {"apply": "applied all the same", "skip": "skipped", "rollback": "rolled back", "stop": "ended the run"}
 

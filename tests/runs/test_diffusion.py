@@ -14,7 +14,7 @@ from megahead.distributed.group import Group
 from megahead.distributed.launch import Launch
 from megahead.evaluate.perplexity import evaluate_checkpoint
 from megahead.hf.export import hf_folder
-from megahead.report.page import standing
+from megahead.report.page import render_page
 from megahead.report.read import read_metrics, read_runs
 from megahead.train.run import pretrain
 from support.on_ranks import on_ranks
@@ -66,5 +66,5 @@ def test_the_bound_falls_and_is_called_one_and_the_export_has_a_head(
     exported = hf_folder(tmp_path / "run")
     AutoModelForMaskedLM.from_pretrained(exported)
     assert f"perplexity at most {last['perplexity']:,.4g}" in (exported / "README.md").read_text()
-    assert "\u2264 " in standing(read_runs([tmp_path / "run"]))
+    assert "\u2264 " in render_page(read_runs([tmp_path / "run"]))
     assert last_values(read_metrics(tmp_path / "run"))["upper bounds"] is True

@@ -1,4 +1,4 @@
-// Draws the charts of the page from the JSON in #data: {panels: [...], runs: [...]}, see series.py.
+// Draws the charts of the page from the JSON in #data: {panels: [...], runs: [...]}, see build_panels in page.py.
 // A series is {x: {tokens, step, seconds}, y, mean}; null in y is a value that was missing or not finite: the line breaks.
 "use strict";
 const { panels, runs } = JSON.parse(document.getElementById("data").textContent);
