@@ -159,6 +159,31 @@ def test_links_between_pages_lead_somewhere() -> None:
             assert (page.parent / target).exists(), f"{page.name}: {target}"
 
 
+def test_links_to_a_heading_find_it() -> None:
+    lost = [
+        f"{page.name}: {file}#{heading}"
+        for page in PAGES
+        for file, heading in re.findall(r"\]\((?!https?:)([^)#]*\.md|)#([^)]+)\)", page.read_text())
+        if heading not in headings(page.parent / file if file else page)
+    ]
+    assert not lost, "\n".join(lost)
+
+
+def headings(page: Path) -> set[str]:
+    """As links name them: in lower case, without punctuation, words joined by hyphens."""
+    titles = re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.M | re.S), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def test_results_and_the_notebook_behind_them_stay_short() -> None:
+    assert words(ROOT / "docs/results.md") <= 900
+    assert words(*(ROOT / "docs/research").glob("*.md")) <= 9_500
+
+
+def words(*pages: Path) -> int:
+    return sum(len(page.read_text().split()) for page in pages)
+
+
 def test_the_readme_stays_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 200
 
