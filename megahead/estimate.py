@@ -163,7 +163,7 @@ def _fits(name: str, device_name: str) -> bool:
 # Layers of a run's encoder that compute a part of each row's tokens alone.
 
 
-class ShorterLayers(NamedTuple):
+class SubsetLayers(NamedTuple):
     """Some consecutive layers, not the last one."""
 
     layers: range
@@ -179,7 +179,7 @@ class ShorterLayers(NamedTuple):
         return len(self.layers) * (1 - self.share)
 
 
-def shorter_layers(config: RunConfig) -> list[ShorterLayers]:
+def subset_layers(config: RunConfig) -> list[SubsetLayers]:
     """Those of a run, in their order; shares on average over it."""
     masking = config.masking
     if masking is None:
@@ -187,10 +187,10 @@ def shorter_layers(config: RunConfig) -> list[ShorterLayers]:
     found = []
     if late := masking.masks_from(config.model):
         masked = masking.mask_share * config.targets_per_row() / config.data.sequence_length
-        found.append(ShorterLayers(range(late), 1 - masked))
+        found.append(SubsetLayers(range(late), 1 - masked))
     if masking.dropping:
         layers, share = masking.dropping.layers(config.model), masking.dropping.keep_share
-        found.append(ShorterLayers(layers, share, first_reads_all=True))
+        found.append(SubsetLayers(layers, share, first_reads_all=True))
     return found
 
 
@@ -223,7 +223,7 @@ def activation_bytes(config: RunConfig, compute: int) -> float:
     kept = {False: block, True: block_input, "selective": selective}[recompute]
     working = (block if recompute else 0) + model.hidden_size - block_input
     generator = config.generator()
-    layers = model.num_layers - sum(part.saved() for part in shorter_layers(config))
+    layers = model.num_layers - sum(part.saved() for part in subset_layers(config))
     layers += generator.num_layers if generator else 0
     return compute * tokens * (layers * kept + working)
 
@@ -263,7 +263,7 @@ def training_flops(
     candidate_rows: int,
     context: float | None = None,
     targets: int | None = None,
-    shorter: Sequence[ShorterLayers] = (),
+    subsets: Sequence[SubsetLayers] = (),
 ) -> FlopsPerToken:
     """Operations per token of training on rows of `sequence_length` tokens.
 
@@ -271,7 +271,7 @@ def training_flops(
     `context`: mean number of tokens that a token of a global layer sees, itself included; when left out that of rows
     with one document: (T + 1) / 2 for causal attention, else T (isolated documents see less). `targets`: of a row, all
     T when left out; for other tokens the last block of an encoder that sees both sides computes only keys and values.
-    Its transform is not counted. `shorter`: an encoder's layers that compute a share of the tokens alone.
+    Its transform is not counted. `subsets`: an encoder's layers that compute a share of the tokens alone.
     """
     hidden, layers = config.hidden_size, config.num_layers
     attention, mlp = attention_matrices(config), mlp_matrices(config)
@@ -282,7 +282,7 @@ def training_flops(
     matrices = layers * (attention + mlp) - saved * (attention / 2 + mlp)
     near = min(context, _seen_within(config.local_window // 2, sequence_length, 1 if config.is_causal else 2))
     seen = [near if config.is_local(layer) else context for layer in range(layers)]
-    for part in shorter:  # fewer tokens, each of which sees fewer
+    for part in subsets:  # fewer tokens, each of which sees fewer
         matrices -= part.saved() * (attention + mlp)
         for layer in part.layers:
             seen[layer] = part.share * (near if config.is_local(layer) else part.share * context)
@@ -305,7 +305,7 @@ def run_flops(config: RunConfig, candidate_rows: int) -> FlopsPerToken:
     model, generator, head = config.trained_model(), config.generator(), _scores(config, candidate_rows)
     if generator is None:
         computed = None if config.objective.phrases else targets
-        learned = training_flops(model, length, 0, targets=computed, shorter=shorter_layers(config))
+        learned = training_flops(model, length, 0, targets=computed, subsets=subset_layers(config))
         return replace(learned, head=head)
     learned = training_flops(generator, length, 0, targets=targets)
     judged = training_flops(model, length, candidate_rows=0)
@@ -503,7 +503,7 @@ def rank_parameters(config: RunConfig) -> int:
 
 
 def _loss(config: RunConfig, compute: int) -> float:
-    """Bytes of outputs and rows with their gradients, and of a chunk of scores (`objectives.three_products`).
+    """Bytes of outputs and rows with their gradients, and of a chunk of scores (`losses.fused_softmax`).
 
     In half precision outputs, rows and their gradients have `compute` bytes an element, but the rows' gradient 4 more
     while it is added up; residuals stand beside scores, in chunks for GPUs.

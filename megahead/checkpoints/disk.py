@@ -27,7 +27,7 @@ from megahead.checkpoints.folders import (
 )
 from megahead.checkpoints.format import Snapshot, run_on_all_ranks
 from megahead.distributed.group import Group
-from megahead.distributed.tensors import RowShard
+from megahead.distributed.tensors import RoundRobinShard
 from megahead.errors import CheckpointError
 from megahead.files import is_full
 
@@ -35,7 +35,7 @@ from megahead.files import is_full
 def save_checkpoint(
     root: Path,
     step: int,
-    tensors: Iterable[tuple[str, Tensor | RowShard]],
+    tensors: Iterable[tuple[str, Tensor | RoundRobinShard]],
     *,
     state: dict[str, Any],
     config: dict[str, Any],

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megahead.checkpoints.folders import FileEntry, TensorEntry
 from megahead.distributed.group import Group
-from megahead.distributed.tensors import RowShard
+from megahead.distributed.tensors import RoundRobinShard
 from megahead.errors import CheckpointError
 from megahead.files import fsync, sha256_of
 
@@ -40,7 +40,9 @@ class Snapshot:
         return sum(self.bytes_of)
 
     @staticmethod
-    def take(tensors: Iterable[tuple[str, Tensor | RowShard]], group: Group, *, copied: bool = False) -> Snapshot:
+    def take(
+        tensors: Iterable[tuple[str, Tensor | RoundRobinShard]], group: Group, *, copied: bool = False
+    ) -> Snapshot:
         """Each tensor goes to the rank with the fewest bytes so far (every rank computes the same choice); of a tensor
         that is sharded round-robin each rank writes its own rows.
 
@@ -51,8 +53,8 @@ class Snapshot:
         mine: dict[str, Tensor] = {}
         entries: dict[str, TensorEntry] = {}
         for name, given in tensors:
-            writers = range(group.size) if isinstance(given, RowShard) else (loads.index(min(loads)),)
-            part, shape = (given.part, given.shape) if isinstance(given, RowShard) else (given, given.shape)
+            writers = range(group.size) if isinstance(given, RoundRobinShard) else (loads.index(min(loads)),)
+            part, shape = (given.part, given.shape) if isinstance(given, RoundRobinShard) else (given, given.shape)
             for rank in writers:
                 loads[rank] += shape.numel() * part.itemsize // len(writers)
             files = tuple(names[rank] for rank in writers)

@@ -25,7 +25,7 @@ from megahead.checkpoints.folders import (
 from megahead.checkpoints.format import check_files, run_long_on_all_ranks, run_on_all_ranks, share_of
 from megahead.config.training import OptimizerConfig
 from megahead.distributed.group import Group
-from megahead.distributed.tensors import block_ranges, interleave_rows, joined
+from megahead.distributed.tensors import block_ranges, interleave_shards, joined
 from megahead.errors import CheckpointError
 from megahead.sharded_embedding.optimizer import RowRule, build_row_rule
 
@@ -223,7 +223,7 @@ class Checkpoint:
         if entry is None:
             made = derive(self, name)
             return joined(made.blocks, made.shape)
-        return interleave_rows([self._read(file, name) for file in entry.files()])
+        return interleave_shards([self._read(file, name) for file in entry.files()])
 
     def blocks(self, name: str) -> Iterator[Tensor]:
         """The same in consecutive blocks of rows; memory holds one of them. Reads when it is iterated."""
@@ -244,7 +244,7 @@ class Checkpoint:
         places = [range(-(-(rows.start - r) // count), -(-(rows.stop - r) // count)) for r in range(count)]
         turn = rows.start % count  # the file that holds the first of these rows
         parts = [self._read(file, name, place) for file, place in zip(files, places, strict=True)]
-        return interleave_rows([*parts[turn:], *parts[:turn]])
+        return interleave_shards([*parts[turn:], *parts[:turn]])
 
     def _read(self, file: str, name: str, rows: range | None = None) -> Tensor:
         """The part of a tensor that `file` holds, or these `rows` of that part."""

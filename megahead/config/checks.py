@@ -35,26 +35,29 @@ _KEPT_BY = set(get_args(DroppingConfig.model_fields["by"].annotation))
 """Strategies that may also say what `dropping` keeps."""
 
 
-def check_idle(config: RunConfig) -> None:
+def check_unused(config: RunConfig) -> None:
     """ConfigError for the first of them."""
-    masks, files = _idle_masks(config.model, config.masking), _idle_files(config.data, config.masking, config.objective)
+    masks, files = (
+        _unused_masks(config.model, config.masking),
+        _unused_files(config.data, config.masking, config.objective),
+    )
     for section, idle in {"masking": masks, "data": files}.items():
         for field, why in idle:
             got = getattr(getattr(config, section), field)
             raise ConfigError(f"{section}.{field}", f"be left out {why}", got=got)
 
 
-def without_idle(config: RunConfig) -> RunConfig:
+def without_unused(config: RunConfig) -> RunConfig:
     """With their defaults in their places."""
     masking, changes = config.masking, dict[str, Any]()
     if masking is not None:
-        defaults = {field: _default(field) for field, _ in _idle_masks(config.model, masking)}
+        defaults = {field: _default(field) for field, _ in _unused_masks(config.model, masking)}
         changes["masking"] = masking = masking.model_copy(update=defaults)
-    files = {field: None for field, _ in _idle_files(config.data, masking, config.objective)}
+    files = {field: None for field, _ in _unused_files(config.data, masking, config.objective)}
     return config.model_copy(update=changes | {"data": config.data.model_copy(update=files)})
 
 
-def _idle_masks(model: ModelConfig, masking: MaskingConfig | None) -> Iterator[tuple[str, str]]:
+def _unused_masks(model: ModelConfig, masking: MaskingConfig | None) -> Iterator[tuple[str, str]]:
     """Of `masking`, with why nothing reads them."""
     if masking is None:
         return
@@ -73,7 +76,7 @@ def _default(field: str) -> Any:
     return MaskingConfig.model_fields[field].default
 
 
-def _idle_files(
+def _unused_files(
     data: DataConfig, masking: MaskingConfig | None, objective: ObjectiveConfig
 ) -> Iterator[tuple[str, str]]:
     """Of `data`, with why nothing reads them: files that say something of each id."""
@@ -249,7 +252,7 @@ def check_id_files(data: DataConfig, masking: MaskingConfig | None, objective: O
 # Layers of an encoder that compute a part of each row: mask tokens that come later, and tokens that are dropped.
 
 
-def check_shorter_rows(masking: MaskingConfig, model: ModelConfig, init: InitConfig | None, splits_rows: bool) -> None:
+def check_token_subsets(masking: MaskingConfig, model: ModelConfig, init: InitConfig | None, splits_rows: bool) -> None:
     """ConfigError unless `model` has such layers, and all else fits; `splits_rows`: sequence parallelism does."""
     if masking.masks_from_layer >= model.num_layers:
         rule = f"be below model.num_layers ({model.num_layers})"
@@ -328,7 +331,7 @@ def _check_masking(config: RunConfig) -> None:
     if masking is None:
         return
     masking.check(config.model, config.data)
-    check_shorter_rows(masking, config.model, config.init, config.parallel.sequence)
+    check_token_subsets(masking, config.model, config.init, config.parallel.sequence)
 
 
 def _check_table(config: RunConfig) -> None:

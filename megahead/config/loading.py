@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from megahead.config.base import find_config, may_be_shipped, not_a_setting, shipped_configs
-from megahead.config.checks import without_idle
+from megahead.config.checks import without_unused
 from megahead.config.plan import read_deepspeed
 from megahead.config.run import RunConfig
 from megahead.errors import ConfigError, ConfigErrors, UserError
@@ -67,7 +67,7 @@ def config_from_dict(
 def config_from_checkpoint(tree: Mapping[str, Any], source: str) -> RunConfig:
     """That of the phase which saved a checkpoint, from its JSON. It ran, so its sections are not held against each
     other by the rules of now, and settings that nothing reads are left out: earlier versions saved them."""
-    return without_idle(_checked(tree, source, saved=True))
+    return without_unused(_checked(tree, source, saved=True))
 
 
 def _checked(settings: Mapping[str, Any], source: str, *, saved: bool = False) -> RunConfig:

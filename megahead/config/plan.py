@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megahead.config.base import find_named, not_a_setting
-from megahead.config.checks import without_idle
+from megahead.config.checks import without_unused
 from megahead.config.objective import resolve_candidate_group_samples
 from megahead.config.run import RunConfig
 from megahead.errors import ConfigError, UserError
@@ -83,7 +83,7 @@ def _config_from(config: RunConfig, step: int) -> RunConfig:
     if schedule.vanilla_share is not None and step >= schedule.vanilla_from(steps):
         changes["objective"] = config.objective.ended()
         changes["engine"] = config.engine.model_copy(update={"embedding": "dense"})
-    return without_idle(config.model_copy(update=changes))
+    return without_unused(config.model_copy(update=changes))
 
 
 # DeepSpeed's settings if a run gives none: gradient buckets and their communication, by device.

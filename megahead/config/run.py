@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import Field, ValidationInfo, model_validator
 
 from megahead.config.base import Settings
-from megahead.config.checks import Refusal, check_fit, check_idle, refusal_of_rows, wants_rows
+from megahead.config.checks import Refusal, check_fit, check_unused, refusal_of_rows, wants_rows
 from megahead.config.data import BatchConfig, DataConfig
 from megahead.config.masking import MaskedInputsConfig, MaskingConfig
 from megahead.config.model import ModelConfig
@@ -65,7 +65,7 @@ class RunConfig(Settings):
     def _fits_together(self, info: ValidationInfo) -> RunConfig:
         if not (info.context or {}).get("saved"):
             check_fit(self)
-            check_idle(self)
+            check_unused(self)
         return self
 
     def why_headless_exports(self) -> str | None:

@@ -20,7 +20,14 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from megahead.distributed.group import Group
-from megahead.distributed.watchdog import Line, LostRankError, Switchboard, Watch, notice_lost_host, with_timeout
+from megahead.distributed.watchdog import (
+    Connection,
+    LostRankError,
+    MonitorClient,
+    RankMonitor,
+    notice_lost_host,
+    with_timeout,
+)
 from megahead.errors import UserError, leave, print_error
 
 # How ranks find each other: `read_launch` reads a launcher's settings, `open_store` opens the store they share.
@@ -284,19 +291,19 @@ def connected(
     _disconnect()
 
 
-def look_on(launch: Launch, timeout_seconds: float, settings: Settings = NO_SETTINGS) -> None:
+def spectate(launch: Launch, timeout_seconds: float, settings: Settings = NO_SETTINGS) -> None:
     """For a spare rank, one beyond `launch.world_size`: waits until the others leave; LostRankError if they do not.
 
     UserError if it does not find rank 0, or `settings` are not rank 0's.
     """
-    _meet(launch, timeout_seconds, settings)[1].look_on()
+    _meet(launch, timeout_seconds, settings)[1].spectate()
 
 
-def _meet(launch: Launch, seconds: float, settings: Settings) -> tuple[Store, Watch]:
+def _meet(launch: Launch, seconds: float, settings: Settings) -> tuple[Store, MonitorClient]:
     """The store, and the watch over this rank's line to rank 0."""
     with _failing_to(launch, seconds, "be found" if launch.rank == 0 else "find rank 0 there"):
         store, line, first = with_timeout(seconds + 1, lambda: _open_line(launch, seconds, settings))
-    watch = Watch(line, launch.rank, seconds, partial(_end_process, launch))
+    watch = MonitorClient(line, launch.rank, seconds, partial(_end_process, launch))
     with watch.naming_lost_ranks():
         _refuse_other_settings(launch.rank, settings, first)
     return store, watch
@@ -351,12 +358,12 @@ def _failing_to(launch: Launch, seconds: float, trouble: str) -> Iterator[None]:
         ) from error
 
 
-def _open_line(launch: Launch, seconds: float, settings: Settings) -> tuple[Store, Line, Settings]:
+def _open_line(launch: Launch, seconds: float, settings: Settings) -> tuple[Store, Connection, Settings]:
     """The store, this rank's line to rank 0, whose port and token are in the store, and rank 0's settings."""
     store = open_store(launch, seconds)
     store.set_timeout(timedelta(seconds=seconds))
     if launch.rank == 0:
-        board = Switchboard(launch.world_size, seconds, launch.spare_ranks, launch.host_timeout_seconds)
+        board = RankMonitor(launch.world_size, seconds, launch.spare_ranks, launch.host_timeout_seconds)
         store.set(_SETTINGS, json.dumps(dict(settings)))
         store.set(_SWITCHBOARD, board.address)
         return store, board.start(), settings
@@ -365,7 +372,7 @@ def _open_line(launch: Launch, seconds: float, settings: Settings) -> tuple[Stor
     connection = socket.create_connection((launch.address, int(port)), min(seconds, 60))
     if launch.host_timeout_seconds is not None:
         notice_lost_host(connection, launch.host_timeout_seconds)
-    line = Line(connection)
+    line = Connection(connection)
     line.send("hello", token, launch.rank)
     return store, line, first
 

@@ -138,7 +138,7 @@ def take_rows_(part: Tensor, blocks: Iterable[Tensor], first: int) -> None:
 
 
 @dataclass(frozen=True)
-class RowShard:
+class RoundRobinShard:
     """One rank's rows of such a tensor."""
 
     part: Tensor
@@ -152,7 +152,7 @@ class RowShard:
         return torch.Size([self.rows, *self.part.shape[1:]])
 
 
-def fill_row_shard_(part: Tensor, blocks: Iterable[Tensor], group: Group) -> None:
+def fill_shard_(part: Tensor, blocks: Iterable[Tensor], group: Group) -> None:
     """Fills `part` [n, ...] with this rank's rows of a tensor [V, ...] that comes in consecutive blocks [b, ...].
 
     Sends nothing: every rank reads all blocks, and holds one at a time. n is V / ranks, up or down."""
@@ -164,7 +164,7 @@ def fill_row_shard_(part: Tensor, blocks: Iterable[Tensor], group: Group) -> Non
         first += len(block)
 
 
-def interleave_rows(parts: Sequence[Tensor]) -> Tensor:
+def interleave_shards(parts: Sequence[Tensor]) -> Tensor:
     """The whole tensor, from all ranks' parts in rank order."""
     if len(parts) == 1:
         return parts[0]

@@ -25,14 +25,14 @@ from megahead.errors import UserError
 # A line: a TCP connection for short JSON messages. When one process dies, the other end is closed at once.
 
 
-class Line:
+class Connection:
     """One end of a line. No call blocks for more than a second, even if the other process is suspended."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.settimeout(1)
         self._connection, self._rest, self._speaking = connection, b"", Lock()
         self.silent_beats = 0
-        """Beats since the last message, counted by the caller; see `Pulse`."""
+        """Beats since the last message, counted by the caller; see `Heartbeat`."""
 
     def fileno(self) -> int:
         """For `select`."""
@@ -71,7 +71,7 @@ def notice_lost_host(connection: socket.socket, seconds: float) -> None:
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, f"TCP_{option}"), ceil(value))
 
 
-class Pulse:
+class Heartbeat:
     """When to send a heartbeat (a beat), so that silence means that the other end is lost.
 
     Silence is counted in this process's own beats, not in seconds, so that a process that was suspended for a while
@@ -109,26 +109,26 @@ _MORE_SECONDS = 1.0
 """Seconds to wait for further lost ranks after the first, since ranks seldom die alone."""
 
 
-class Switchboard:
+class RankMonitor:
     """Expects `size` ranks within `limit_seconds`; listens until all have left or one is lost.
 
-    `onlookers`: as many ranks beyond these are told how it ends. Nobody waits for them, and they may be lost.
+    `spectators`: as many ranks beyond these are told how it ends. Nobody waits for them, and they may be lost.
     `host_timeout_seconds`: a machine that is silent for that long is lost; by default only its ranks' silence counts.
     """
 
     def __init__(
-        self, size: int, limit_seconds: float, onlookers: int = 0, host_timeout_seconds: float | None = None
+        self, size: int, limit_seconds: float, spectators: int = 0, host_timeout_seconds: float | None = None
     ) -> None:
         self._all, self._limit = frozenset(range(size)), limit_seconds
-        self._onlookers = frozenset(range(size, size + onlookers))
-        self._door, self._token = _listen(size + onlookers), secrets.token_hex(8)
+        self._spectators = frozenset(range(size, size + spectators))
+        self._door, self._token = _listen(size + spectators), secrets.token_hex(8)
         if host_timeout_seconds is not None:
             notice_lost_host(self._door, host_timeout_seconds)
-        self._lines: dict[int, Line] = {}
+        self._lines: dict[int, Connection] = {}
         self._gave_up: set[int] = set()
         self._left: set[int] = set()
         self._lost: dict[int, str] = {}
-        self._pulse, self._beats_sent = Pulse(limit_seconds), -1
+        self._pulse, self._beats_sent = Heartbeat(limit_seconds), -1
         self._doubt_since, self._over = 0.0, False
         self._selector = DefaultSelector()
         self._selector.register(self._door, EVENT_READ, self._admit)
@@ -138,12 +138,12 @@ class Switchboard:
         """Port and password for the other ranks."""
         return f"{self._door.getsockname()[1]} {self._token}"
 
-    def start(self) -> Line:
+    def start(self) -> Connection:
         """Begins to listen, in a thread; returns rank 0's own line."""
         here, mine = socket.socketpair()
-        self._add_line(0, Line(here))
+        self._add_line(0, Connection(here))
         threading.Thread(target=self._serve, name="switchboard", daemon=True).start()
-        return Line(mine)
+        return Connection(mine)
 
     def _serve(self) -> None:
         while not self._over:
@@ -156,28 +156,28 @@ class Switchboard:
 
     def _admit(self) -> None:
         connection, _ = self._door.accept()
-        line = Line(connection)
+        line = Connection(connection)
         self._selector.register(line, EVENT_READ, lambda: self._greet(line))
 
-    def _greet(self, line: Line) -> None:
+    def _greet(self, line: Connection) -> None:
         """Reads a rank's first messages; connections from anything else are closed."""
         self._selector.unregister(line)
         try:
             (_, token, rank), *more = line.receive()
         except (EOFError, ValueError, TypeError):
             token, rank, more = "", 0, []
-        if token == self._token and rank in (self._all | self._onlookers) - self._lines.keys():
+        if token == self._token and rank in (self._all | self._spectators) - self._lines.keys():
             self._add_line(rank, line)
             self._hear(rank, more)
         else:
             line.close()
 
-    def _add_line(self, rank: int, line: Line) -> None:
+    def _add_line(self, rank: int, line: Connection) -> None:
         self._lines[rank] = line
         self._selector.register(line, EVENT_READ, lambda: self._listen_to(rank))
         if rank in self._all and self._lines.keys() >= self._all:
             self._send_all("here")
-        if self._lines.keys() == self._all | self._onlookers:
+        if self._lines.keys() == self._all | self._spectators:
             self._selector.unregister(self._door)
             self._door.close()
 
@@ -211,7 +211,7 @@ class Switchboard:
 
     def _miss(self, rank: int, fate: str) -> None:
         """Does without a rank that only looked on; accuses any other."""
-        if rank not in self._onlookers:
+        if rank not in self._spectators:
             self._accuse(rank, fate)
 
     def _accuse(self, rank: int, fate: str) -> None:
@@ -278,7 +278,7 @@ def with_timeout(seconds: float, function: Callable[[], T]) -> T:
 #
 # Without this, waiting for a rank that died may fail at once (gloo), fail after a time limit with a RuntimeError that
 # names no rank, or never end: a store whose process is suspended does not answer, and NCCL's kernels keep waiting. So
-# every rank has a connection (a `Line`) to rank 0 from `meet` to `leave`, and a thread that reads it. When a rank is
+# every rank has a `Connection` to rank 0 from the rendezvous to the end, and a thread that reads it. When a rank is
 # lost, the others learn its number; one that still waits `GRACE_SECONDS` later is ended.
 
 
@@ -291,10 +291,10 @@ class LostRankError(UserError):
         super().__init__(f"all ranks must take part in the run, but {_describe_lost(lost)}; start again to resume.")
 
 
-class Watch:
+class MonitorClient:
     """Rank `rank`'s end of its line to rank 0. The thread calls `end_process` with the reason, if it must."""
 
-    def __init__(self, line: Line, rank: int, limit_seconds: float, end_process: Callable[[str], None]) -> None:
+    def __init__(self, line: Connection, rank: int, limit_seconds: float, end_process: Callable[[str], None]) -> None:
         self._line, self._rank, self._limit, self._end_process = line, rank, limit_seconds, end_process
         self._received: SimpleQueue[str | dict[int, str]] = SimpleQueue()
         self._ends = threading.Event()
@@ -309,7 +309,7 @@ class Watch:
         self._line.send("left")
         self._expect(self._limit)
 
-    def look_on(self) -> None:
+    def spectate(self) -> None:
         """For a rank that only looks on: waits until the others have left; LostRankError if they end otherwise."""
         while self._expect(None) != "left":
             pass
@@ -361,7 +361,7 @@ class Watch:
 
     def _messages(self) -> Iterator[list[Any]]:
         """Rank 0's messages; the last may be made here, when rank 0 itself died or was silent for too long."""
-        pulse, selector = Pulse(self._limit), DefaultSelector()
+        pulse, selector = Heartbeat(self._limit), DefaultSelector()
         selector.register(self._line, EVENT_READ)
         while self._line.silent_beats <= pulse.limit_beats + 1:
             try:

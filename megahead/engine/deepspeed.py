@@ -116,7 +116,7 @@ def refuse_half_without_zero(config: dict[str, Any], stage: int) -> None:
 
 
 def allocate_(module: nn.Module) -> None:
-    """Gives hollow parameters memory, filled with zeros."""
+    """Gives unallocated parameters memory, filled with zeros."""
     for parameter in module.parameters():
         parameter.data = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
 
@@ -195,7 +195,7 @@ def start_deepspeed(
 class _OneByOne(nn.Module):
     """Gives a module's parameters to DeepSpeed one at a time, in the format of the forward pass, to be partitioned.
 
-    A hollow parameter gets memory only when it is yielded, so that at most one is ever held in full.
+    A parameter without memory gets it only when it is yielded, so that at most one is ever held in full.
     """
 
     def __init__(self, module: nn.Module, config: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
 from megahead.distributed.group import Group, Mesh
-from megahead.distributed.tensors import Renamed, RowShard, Tensors, Whole
+from megahead.distributed.tensors import Renamed, RoundRobinShard, Tensors, Whole
 from megahead.engine.deepspeed import allocate_, half_format, refuse_half_without_zero, start_deepspeed
 from megahead.engine.muon import gather_for_muon
 from megahead.engine.state import MOMENTS, WEIGHT, FullState, moments_of, open_parameter_states
@@ -22,7 +22,7 @@ from megahead.models.parallel import shard_dims
 from megahead.objectives.pretraining import fill_
 from megahead.optim import Muon, set_learning_rate
 from megahead.sharded_embedding.exchange import RowPlan
-from megahead.sharded_embedding.table import BALLAST, RowTable
+from megahead.sharded_embedding.table import NORM_PROXY_SIZE, RowTable
 
 # How long forward passes take on this rank: its own computing, before it waits for others' gradients.
 
@@ -184,7 +184,7 @@ class Engine:
     through `tensors`.
 
     `weights` has the full (unsharded) tensors that parameters start from, under their names, and is asked for one at
-    a time: `module` may be hollow (see `assemble`), so that at stage 3 no rank ever holds all of it.
+    a time: `module` may be unallocated (see `assemble`), so that at stage 3 no rank ever holds all of it.
     """
 
     def __init__(
@@ -314,9 +314,9 @@ class Engine:
         """Steps that were applied, as Adam counts them for its bias correction."""
         return int(self._counters()[0])
 
-    def tensors(self) -> Iterator[tuple[str, Tensor | RowShard]]:
+    def tensors(self) -> Iterator[tuple[str, Tensor | RoundRobinShard]]:
         """All state that a restart needs, as full fp32 tensors, in the same order on every rank and mesh; of a
-        `RowEngine`'s embedding (`engine.embedding: rows`) only this rank's rows, as a `RowShard`.
+        `RowEngine`'s embedding (`engine.embedding: rows`) only this rank's rows, as a `RoundRobinShard`.
 
         Keys are `weight/NAME`, `exp_avg/NAME`, `exp_avg_sq/NAME` with names as in the module; frozen parameters have
         only a weight, and Muon's no `exp_avg_sq`. Collective, one tensor in memory at a time. A tensor is on the
@@ -376,7 +376,7 @@ class RowEngine(Engine):
         self._table = cast(RowTable, table)
 
         def body(name: str) -> Tensor:
-            return torch.zeros(BALLAST) if name == f"{self._name}.ballast" else weights.read(name)
+            return torch.zeros(NORM_PROXY_SIZE) if name == f"{self._name}.norm_proxy" else weights.read(name)
 
         super().__init__(module, optimizer=optimizer, config=config, mesh=mesh, device=device, weights=Whole(body))
         self._table.fill_(weights.blocks(f"{self._name}.weight"))
@@ -404,7 +404,7 @@ class RowEngine(Engine):
         self._table.discard()
         return super().skip_step()
 
-    def tensors(self) -> Iterator[tuple[str, Tensor | RowShard]]:
+    def tensors(self) -> Iterator[tuple[str, Tensor | RoundRobinShard]]:
         """The body's tensors as in any engine. Then the table's, as `late/KIND/NAME`: `weight` and the moments as last
         updated, `touched` (the step of each row's last update), `rates` (the learning rate of every step)."""
         yield from super().tensors()
@@ -417,6 +417,6 @@ class RowEngine(Engine):
         self._table.restore(Renamed(tensors, lambda kind: f"late/{kind}/{self._name}.weight"))
 
     def _saved_parameters(self) -> dict[str, nn.Parameter]:
-        """Leaves out the ballast (see `table`): it is neither saved nor loaded."""
+        """Leaves out the norm proxy (see `SplitRowTable`): it is neither saved nor loaded."""
         there = super()._saved_parameters()
-        return {name: parameter for name, parameter in there.items() if parameter is not self._table.ballast}
+        return {name: parameter for name, parameter in there.items() if parameter is not self._table.norm_proxy}

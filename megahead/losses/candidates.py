@@ -30,30 +30,30 @@ class Candidates:
     """Added to the candidates' scores; None (only for all rows): zeros. float64, rounded to the scores' type when used.
     -inf removes a candidate, except for the outputs whose target it is."""
 
-    positive_N: Tensor
-    """int64: the index of each output's positive (its target) among the candidates."""
+    target_N: Tensor
+    """int64: the index of each output's target among the candidates."""
 
-    positive_bias_U: Tensor | None = None
-    """Replaces `bias_U` for outputs whose positive the candidate is; None: `bias_U` for them too."""
+    target_bias_U: Tensor | None = None
+    """Replaces `bias_U` for outputs whose target the candidate is; None: `bias_U` for them too."""
 
-    subtracts_positive_bias: bool = False
-    """Whether the loss has the positive's bias in the numerator, too, as an ordinary softmax has. Only such a bias may
+    subtracts_target_bias: bool = False
+    """Whether the loss has the target's bias in the numerator, too, as an ordinary softmax has. Only such a bias may
     have a gradient: that of the softmax, in which nothing must be added up by ids."""
 
     weight_N: Tensor | None = None
     """How often each output's loss counts; None: once."""
 
     drawn_bias_U: Tensor | None = None
-    """Replaces `bias_U` of an output's positive where tokens are drawn, which must not know the target: log of what the
+    """Replaces `bias_U` of an output's target where tokens are drawn, which must not know the target: log of what the
     id weighs on average among the other targets; None: `bias_U`."""
 
     def weighed(self, values_N: Tensor) -> Tensor:
         """[N], each output's value as often as it counts."""
         return values_N if self.weight_N is None else values_N * self.weight_N.to(values_N.dtype)
 
-    def numerator(self, positive_n: Tensor, biased_n: Tensor) -> Tensor:
-        """What the loss subtracts of some outputs' positives: their score without bias, or the one with it."""
-        return biased_n if self.subtracts_positive_bias else positive_n
+    def numerator(self, target_n: Tensor, biased_n: Tensor) -> Tensor:
+        """What the loss subtracts of some outputs' targets: their score without bias, or the one with it."""
+        return biased_n if self.subtracts_target_bias else target_n
 
     def to(self, device: torch.device) -> Candidates:
         """The same candidates on `device`; copies from pinned memory do not wait."""
@@ -73,7 +73,7 @@ class Candidates:
             self,
             ids_U=torch.cat([self.ids_U, self.ids_U[:1].expand(missing)]),
             bias_U=F.pad(self.bias_U, (0, missing), value=-torch.inf),
-            positive_bias_U=None if self.positive_bias_U is None else F.pad(self.positive_bias_U, (0, missing)),
+            target_bias_U=None if self.target_bias_U is None else F.pad(self.target_bias_U, (0, missing)),
             drawn_bias_U=None if self.drawn_bias_U is None else F.pad(self.drawn_bias_U, (0, missing)),
         )
 
@@ -89,8 +89,8 @@ def unique_candidates(target_ids_N: Tensor) -> Candidates:
 
     sum_k exp(o.e(x_k)) over N targets = sum_u exp(o.e_u + log c_u) over the U <= N unique ones. O(N log N).
     """
-    ids_U, positive_N, counts_U = torch.unique(target_ids_N, return_inverse=True, return_counts=True)
-    return Candidates(ids_U, counts_U.double().log(), positive_N)
+    ids_U, target_N, counts_U = torch.unique(target_ids_N, return_inverse=True, return_counts=True)
+    return Candidates(ids_U, counts_U.double().log(), target_N)
 
 
 def vocabulary_candidates(
@@ -102,8 +102,8 @@ def vocabulary_candidates(
 
 # The weight of each candidate in the softmax, the only thing in which the headless objectives differ.
 #
-# All are `loss_i = log( exp(s_p + b'_p) + sum_{u != p} exp(s_u + b_u) ) - s_p - b'_p`, where p is the positive
-# (target) of output i and s_u = h_i.e_u / T. b' may differ from b, and only some objectives have the last term.
+# All are `loss_i = log( exp(s_p + b'_p) + sum_{u != p} exp(s_u + b_u) ) - s_p - b'_p`, where p is the target
+# of output i and s_u = h_i.e_u / T. b' may differ from b, and only some objectives have the last term.
 #
 # q: distribution of targets, r: of random negatives; N targets of a candidate group, M random negatives, P different
 # ids among both.
@@ -119,10 +119,10 @@ class Weighting:
     bias_P: Tensor
     """b: for outputs with another target than the id."""
 
-    positive_bias_P: Tensor
+    target_bias_P: Tensor
     """b': for outputs whose target the id is."""
 
-    subtracts_positive_bias: bool
+    subtracts_target_bias: bool
     """Whether the loss has the term - b'_p. The paper's loss has not, which does not change gradients."""
 
 
@@ -134,14 +134,14 @@ def weigh(bias: Bias, multiplicity_P: Tensor, log_inclusion_P: Tensor | None) ->
     log_count_P = multiplicity_P.double().log()
     even_P = torch.zeros_like(log_count_P)
     if bias == "paper":
-        return Weighting(log_count_P, log_count_P, subtracts_positive_bias=False)
+        return Weighting(log_count_P, log_count_P, subtracts_target_bias=False)
     if bias == "once":
-        return Weighting(even_P, even_P, subtracts_positive_bias=False)
+        return Weighting(even_P, even_P, subtracts_target_bias=False)
     if bias == "own_once":
-        return Weighting(log_count_P, even_P, subtracts_positive_bias=False)
+        return Weighting(log_count_P, even_P, subtracts_target_bias=False)
     if log_inclusion_P is None:
         raise ValueError("the corrected bias needs the probabilities of being a candidate")
-    return Weighting(-log_inclusion_P, -log_inclusion_P, subtracts_positive_bias=True)
+    return Weighting(-log_inclusion_P, -log_inclusion_P, subtracts_target_bias=True)
 
 
 def weight_beside(bias: Bias, multiplicity_P: Tensor, log_inclusion_P: Tensor | None) -> Tensor:

@@ -59,37 +59,37 @@ class Objective(Protocol):
 
 @dataclass(frozen=True)
 class SharedPool:
-    """Candidates that all outputs of a group share, and the biases of positives (targets), which need not be shared."""
+    """Candidates that all outputs of a group share, and the biases of targets, which need not be shared."""
 
     ids_P: Tensor
     """int64, increasing: all targets of the group and all random negatives."""
 
     weighting: Weighting
-    """Log-weights of candidates in the denominator; some objectives put the positive's in the numerator too."""
+    """Log-weights of candidates in the denominator; some objectives put the target's in the numerator too."""
 
     shared_bias_P: Tensor
     """The weighting's bias. Under `max_candidates`: -inf for an id that was not sampled; for one that was, the bias
     minus the log of its probability of being sampled."""
 
     drawn_bias_P: Tensor | None = None
-    """The bias of a positive where tokens are drawn, if some are (`Candidates.drawn_bias_U`)."""
+    """The bias of a target where tokens are drawn, if some are (`Candidates.drawn_bias_U`)."""
 
     def candidates(self, target_ids_N: Tensor, weight_N: Tensor | None = None) -> Candidates:
-        """The shared candidates, and the positives that are not shared; ids in increasing order. O(N log P + P)."""
+        """The shared candidates, and the targets that are not shared; ids in increasing order. O(N log P + P)."""
         place_N = torch.searchsorted(self.ids_P, target_ids_N)
         member_P = self.shared_bias_P > -torch.inf
         member_P[place_N] = True
-        positive_N = (member_P.cumsum(0) - 1)[place_N]
+        target_N = (member_P.cumsum(0) - 1)[place_N]
         ids_U, bias_U = self.ids_P[member_P], self.shared_bias_P[member_P]
-        positive_bias_U = self.weighting.positive_bias_P[member_P]
-        same = torch.equal(bias_U, positive_bias_U)
+        target_bias_U = self.weighting.target_bias_P[member_P]
+        same = torch.equal(bias_U, target_bias_U)
         drawn_bias_U = None if self.drawn_bias_P is None else self.drawn_bias_P[member_P]
         return Candidates(
             ids_U,
             bias_U,
-            positive_N,
-            None if same else positive_bias_U,
-            self.weighting.subtracts_positive_bias,
+            target_N,
+            None if same else target_bias_U,
+            self.weighting.subtracts_target_bias,
             weight_N,
             drawn_bias_U,
         )
@@ -228,8 +228,8 @@ def _among_chosen(candidates: Candidates, chosen_N: Tensor) -> Candidates:
     last = len(ids_U) - 1
     removed_U = (ids_U == NO_TARGET) & (torch.arange(len(ids_U), device=ids_U.device) < last)
     ids_U = torch.where(ids_U == NO_TARGET, ids_U[-1:].where(ids_U[-1:] != NO_TARGET, 0), ids_U)
-    positive_N = candidates.positive_N.where(chosen_N, last)
-    return Candidates(ids_U, bias_U.masked_fill(removed_U, -torch.inf), positive_N, weight_N=chosen_N.float())
+    target_N = candidates.target_N.where(chosen_N, last)
+    return Candidates(ids_U, bias_U.masked_fill(removed_U, -torch.inf), target_N, weight_N=chosen_N.float())
 
 
 def _can_look(ids: Tensor) -> bool:

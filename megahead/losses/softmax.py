@@ -13,8 +13,7 @@ from torch.nn import functional as F
 from megahead.distributed.group import Group, copy_to_group
 from megahead.losses.candidates import Candidates
 from megahead.losses.detection import DetectionSums
-from megahead.losses.products import CandidateShard, softmax_draws, softmax_sums, three_product_loss
-from megahead.losses.row_step import RowSums
+from megahead.losses.fused_softmax import RowSums, fused_softmax_loss, softmax_draws, softmax_sums
 from megahead.losses.scores import Dot, Score
 
 # The softmax over candidates: a plain reference, the loss in bounded memory, and sums for evaluation.
@@ -27,18 +26,18 @@ DOT = Dot()
 
 def candidate_loss_reference(outputs_ND: Tensor, rows_UD: Tensor, candidates: Candidates, score: Score = DOT) -> Tensor:
     """`sum_i w_i [ log( exp(s_p + b'_p) + sum_{u != p} exp(s_u + b_u) ) - s_p ]`, written out; under
-    `subtracts_positive_bias` also with `- b'_p`.
+    `subtracts_target_bias` also with `- b'_p`.
 
-    w is `weight_N`, or 1 if that is None. p is the positive of output i, s_u its `score` against row u (h_i.e_u / T, T
-    the temperature); b is `bias_U`, b' is `positive_bias_U`, or b if that is None. Holds N x U scores.
+    w is `weight_N`, or 1 if that is None. p is the target of output i, s_u its `score` against row u (h_i.e_u / T, T
+    the temperature); b is `bias_U`, b' is `target_bias_U`, or b if that is None. Holds N x U scores.
     """
-    positive_N1 = candidates.positive_N[:, None]
+    target_N1 = candidates.target_N[:, None]
     scores_NU = score.written_out(outputs_ND, rows_UD)
-    positive_scores_N1 = scores_NU.gather(1, positive_N1)
+    target_scores_N1 = scores_NU.gather(1, target_N1)
     biased_NU = scores_NU if candidates.bias_U is None else scores_NU + candidates.bias_U
-    if candidates.positive_bias_U is not None:
-        biased_NU = biased_NU.scatter(1, positive_N1, positive_scores_N1 + candidates.positive_bias_U[positive_N1])
-    own_N1 = candidates.numerator(positive_scores_N1, biased_NU.gather(1, positive_N1))
+    if candidates.target_bias_U is not None:
+        biased_NU = biased_NU.scatter(1, target_N1, target_scores_N1 + candidates.target_bias_U[target_N1])
+    own_N1 = candidates.numerator(target_scores_N1, biased_NU.gather(1, target_N1))
     return candidates.weighed(biased_NU.logsumexp(dim=1) - own_N1.squeeze(1)).sum()
 
 
@@ -58,12 +57,12 @@ def candidate_loss(outputs_ND: Tensor, rows_UD: Tensor, candidates: Candidates, 
 def grouped_candidate_loss(
     outputs_ND: Tensor, rows_wD: Tensor, candidates: Candidates, score: Score, group: Group
 ) -> Tensor:
-    """`candidate_loss` with candidates split over `group`; arguments as of `three_product_loss`. Collective."""
+    """`candidate_loss` with candidates split over `group`; arguments as of `fused_softmax_loss`. Collective."""
     outputs_NE, rows_wE = score.outputs(outputs_ND), score.rows(rows_wD)
     if outputs_ND.shape[0] == 0:
         inputs = [outputs_NE, rows_wE] if candidates.bias_U is None else [outputs_NE, rows_wE, candidates.bias_U]
         return torch.stack([each[:0].float().sum() for each in inputs]).sum()
-    return three_product_loss(outputs_NE, rows_wE, candidates, score, group)
+    return fused_softmax_loss(outputs_NE, rows_wE, candidates, score, group)
 
 
 @torch.no_grad()
@@ -82,7 +81,7 @@ def grouped_draws(
 ) -> Tensor:
     """int64 [N]: the place of a candidate drawn for each output from `softmax_u(s_u + b_u)`, where its own target
     weighs what it would on average if it were not known (`drawn_bias_U`). -1 where that is another rank's; arguments as
-    of `three_product_loss`, and `uniform_N`: random numbers, float64 in (0, 1). Collective.
+    of `fused_softmax_loss`, and `uniform_N`: random numbers, float64 in (0, 1). Collective.
 
     Candidates weigh so that, whatever the objective, their sum of exponentials is on average over groups one over the
     vocabulary, with the bias of the training-free head. They are proposals of which one is drawn by its importance: the
@@ -90,7 +89,7 @@ def grouped_draws(
     no average). From all ids draws are exact."""
     if outputs_ND.shape[0] == 0:
         return torch.zeros(0, dtype=torch.int64, device=outputs_ND.device)
-    among = replace(candidates, positive_bias_U=candidates.drawn_bias_U)
+    among = replace(candidates, target_bias_U=candidates.drawn_bias_U)
     return softmax_draws(score.outputs(outputs_ND), score.rows(rows_wD), among, score, uniform_N, group)
 
 
@@ -139,7 +138,7 @@ def evaluation_sums(outputs_ND: Tensor, rows_UD: Tensor, candidates: Candidates,
 def grouped_evaluation_sums(
     outputs_ND: Tensor, rows_wD: Tensor, candidates: Candidates, score: Score, group: Group
 ) -> EvaluationSums:
-    """`evaluation_sums` with candidates split over `group`; arguments as of `three_product_loss`. Collective."""
+    """`evaluation_sums` with candidates split over `group`; arguments as of `fused_softmax_loss`. Collective."""
     if outputs_ND.shape[0] == 0:
         return EvaluationSums(0.0, 0, 0, 0.0)
     sums = softmax_sums(score.outputs(outputs_ND), score.rows(rows_wD), candidates, score, group)
@@ -154,6 +153,28 @@ def grouped_evaluation_sums(
 # outputs' gradient costs one more, of N x D.
 #
 # N outputs, D features, U candidates; w: the candidates of one rank.
+
+
+@dataclass(frozen=True)
+class CandidateShard:
+    """This rank's candidates: `count` of them from number `first` on, padded to `width` on every rank."""
+
+    first: int
+    count: int
+    width: int
+    group: Group
+
+    @staticmethod
+    def of(total: int, width: int, group: Group) -> CandidateShard:
+        """This rank's share of `total` candidates: consecutive ones, `width` per rank until there are no more."""
+        first = group.rank * width
+        return CandidateShard(first, min(max(total - first, 0), width), width, group)
+
+    def slice(self, bias_U: Tensor | None, elsewhere: float = 0.0) -> Tensor | None:
+        """[w]: this rank's slice of all candidates' biases, padded with `elsewhere`."""
+        if bias_U is None:
+            return None
+        return F.pad(bias_U[self.first : self.first + self.count], (0, self.width - self.count), value=elsewhere)
 
 
 def parallel_candidate_loss(
@@ -199,16 +220,16 @@ def parallel_draws(
 
 
 def _local(candidates: Candidates, shard: CandidateShard) -> Candidates:
-    """The same with only this rank's biases, [w], padded with -inf, and positives (targets) as indices into this rank's
-    rows; indices outside of them mean that another rank has the positive."""
+    """The same with only this rank's biases, [w], padded with -inf, and targets as indices into this rank's
+    rows; indices outside of them mean that another rank has the target."""
     bias_U = candidates.bias_U
     if bias_U is None and shard.count < shard.width:
-        bias_U = torch.zeros(shard.first + shard.count, device=candidates.positive_N.device)
+        bias_U = torch.zeros(shard.first + shard.count, device=candidates.target_N.device)
     return replace(
         candidates,
         bias_U=shard.slice(bias_U, elsewhere=-torch.inf),
-        positive_N=candidates.positive_N - shard.first,
-        positive_bias_U=shard.slice(candidates.positive_bias_U),
+        target_N=candidates.target_N - shard.first,
+        target_bias_U=shard.slice(candidates.target_bias_U),
         drawn_bias_U=shard.slice(candidates.drawn_bias_U),
     )
 
@@ -276,6 +297,6 @@ def streamed_sums(
 
 
 def _within(vocabulary: Candidates, first: int, count: int) -> Candidates:
-    """So many candidates from the one numbered `first` on; positives elsewhere are outside of them."""
+    """So many candidates from the one numbered `first` on; targets elsewhere are outside of them."""
     bias_b = None if vocabulary.bias_U is None else vocabulary.bias_U[first : first + count]
-    return Candidates(None, bias_b, vocabulary.positive_N - first)
+    return Candidates(None, bias_b, vocabulary.target_N - first)

@@ -1,4 +1,4 @@
-"""The row step as one Triton kernel, between products of cuBLAS: one program for each output.
+"""The softmax of a chunk of outputs as one Triton kernel, between products of cuBLAS: one program for each output.
 
 A program reads its row of scores once for their logsumexp, and again, from a cache, to write residuals in the type
 that the next products read. Candidates split over ranks: the kernel runs twice, and one small all-gather between.
@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from megahead.config.objective import ON_GPU
 from megahead.distributed.group import Group
 from megahead.losses.candidates import Candidates
-from megahead.losses.row_step import Residuals, RowSums
+from megahead.losses.fused_softmax import Residuals, RowSums
 from megahead.losses.scores import Score
 
 BLOCK = 1024
@@ -31,30 +31,30 @@ ALIGNMENT = 16
 at once however many candidates there are: a vocabulary may have any size."""
 
 
-class KernelRowStep:
-    """A `RowStep` for GPUs, on half-precision or float32 inputs of one type, for scores that are products; scores and
-    sums are float32."""
+class TritonChunkSoftmax:
+    """A `ChunkSoftmax` for GPUs, for scores that are products, on half-precision or float32 inputs of one type; scores
+    and sums are float32."""
 
     def __init__(self, outputs_ND: Tensor, rows_wD: Tensor, candidates: Candidates, score: Score, group: Group) -> None:
         self._rows_wD, self._scale, self._group, self._numerator = rows_wD, score.scale, group, candidates.numerator
-        biases = candidates.bias_U, candidates.positive_bias_U
-        bias_w, positive_bias_w = (None if bias is None else bias.detach().float() for bias in biases)
-        self._biases = None if bias_w is None else padded(bias_w), positive_bias_w
+        biases = candidates.bias_U, candidates.target_bias_U
+        bias_w, target_bias_w = (None if bias is None else bias.detach().float() for bias in biases)
+        self._biases = None if bias_w is None else padded(bias_w), target_bias_w
         self.chunk = ON_GPU.outputs(outputs_ND.shape[0], len(rows_wD), torch.float32.itemsize)
         shape = self.chunk, triton.cdiv(len(rows_wD), ALIGNMENT) * ALIGNMENT
         self._scores = rows_wD.new_empty(shape, dtype=torch.float32)
         self._residuals, self.gradient_dtype = rows_wD.new_empty(shape), rows_wD.dtype
 
-    def sums(self, outputs_nD: Tensor, positive_n: Tensor) -> RowSums:
-        return self._over_ranks(self._sum_up(self._scored(outputs_nD), positive_n, residuals=False))
+    def sums(self, outputs_nD: Tensor, target_n: Tensor) -> RowSums:
+        return self._over_ranks(self._sum_up(self._scored(outputs_nD), target_n, residuals=False))
 
-    def residuals(self, outputs_nD: Tensor, positive_n: Tensor) -> Residuals:
+    def residuals(self, outputs_nD: Tensor, target_n: Tensor) -> Residuals:
         scores_nw = self._scored(outputs_nD)
         alone = self._group.size == 1
-        found = self._over_ranks(self._sum_up(scores_nw, positive_n, residuals=alone))
+        found = self._over_ranks(self._sum_up(scores_nw, target_n, residuals=alone))
         if not alone:
-            self._sum_up(scores_nw, positive_n, residuals=True, lse_n=found.lse)
-        loss_n = found.lse - self._numerator(found.positive, found.biased)
+            self._sum_up(scores_nw, target_n, residuals=True, lse_n=found.lse)
+        loss_n = found.lse - self._numerator(found.target, found.biased)
         return Residuals(loss_n, self._residuals[: len(scores_nw), : scores_nw.shape[1]], None)
 
     def product_(self, result: Tensor, left: Tensor, right: Tensor) -> None:
@@ -73,20 +73,20 @@ class KernelRowStep:
             return torch.mm(outputs_nD, columns_Dw, out_dtype=torch.float32, out=scores_nw)
         return torch.mm(outputs_nD.float(), columns_Dw.float(), out=scores_nw)
 
-    def _sum_up(self, scores_nw: Tensor, positive_n: Tensor, residuals: bool, lse_n: Tensor | None = None) -> Tensor:
+    def _sum_up(self, scores_nw: Tensor, target_n: Tensor, residuals: bool, lse_n: Tensor | None = None) -> Tensor:
         """Runs the kernel: [4, n], this rank's `RowSums`, unless lse_n is given; and fills the buffer of residuals."""
         (count, width), sums_4n = scores_nw.shape, scores_nw.new_empty(4, len(scores_nw))
         buffers = (scores_nw, self._residuals if residuals else None, sums_4n, lse_n)
         numbers = (self._scale, count, width, scores_nw.stride(0))
-        _row_step[(count,)](*buffers, positive_n, *self._biases, *numbers, BLOCK=BLOCK, num_warps=WARPS)
+        _softmax_kernel[(count,)](*buffers, target_n, *self._biases, *numbers, BLOCK=BLOCK, num_warps=WARPS)
         return sums_4n
 
     def _over_ranks(self, sums_4n: Tensor) -> RowSums:
         """All ranks' `RowSums` from each one's [4, n]."""
         if self._group.size == 1:
             return RowSums(*sums_4n.unbind())
-        lse, positive, biased, rivals = self._group.all_gather(sums_4n).unbind(dim=1)
-        return RowSums(lse.logsumexp(dim=0), positive.sum(dim=0), biased.sum(dim=0), rivals.amax(dim=0))
+        lse, target, biased, rivals = self._group.all_gather(sums_4n).unbind(dim=1)
+        return RowSums(lse.logsumexp(dim=0), target.sum(dim=0), biased.sum(dim=0), rivals.amax(dim=0))
 
 
 def padded(bias_w: Tensor) -> Tensor:
@@ -96,19 +96,19 @@ def padded(bias_w: Tensor) -> Tensor:
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _row_step(  # type: ignore[no-untyped-def]
-    scores, residuals, sums, lse, positive, bias, positive_bias, scale, count, width, stride, BLOCK: tl.constexpr
+def _softmax_kernel(  # type: ignore[no-untyped-def]
+    scores, residuals, sums, lse, target, bias, target_bias, scale, count, width, stride, BLOCK: tl.constexpr
 ):
     """One output: its sums, unless its lse is given; its residuals, if there is room for them."""
     n = tl.program_id(0)
     scores += n.to(tl.int64) * stride
-    place = tl.load(positive + n)
+    place = tl.load(target + n)
     held = (place >= 0) & (place < width)
     place = tl.where(held, place, -1)  # another rank's may lie in the last block, beyond the candidates
     score = tl.load(scores + place, mask=held, other=0.0) * scale
     own = score
-    if positive_bias is not None:
-        own += tl.load(positive_bias + place, mask=held, other=0.0)
+    if target_bias is not None:
+        own += tl.load(target_bias + place, mask=held, other=0.0)
     elif bias is not None:
         own += tl.load(bias + place, mask=held, other=0.0)
     if lse is None:
@@ -130,7 +130,7 @@ def _row_step(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _sums(scores, bias, place, own, scale, width, stride, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """(logsumexp of the row, largest score but the positive's), with one exponential for each score.
+    """(logsumexp of the row, largest score but the target's), with one exponential for each score.
 
     Each lane has a running maximum and a sum below it; of the two, the one that was lower is scaled.
     """
@@ -150,7 +150,7 @@ def _sums(scores, bias, place, own, scale, width, stride, BLOCK: tl.constexpr): 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _biased(scores, bias, place, own, u, scale, width, stride):  # type: ignore[no-untyped-def]
-    """Scores of the candidates u, with biases; the positive's is `own`; -inf outside.
+    """Scores of the candidates u, with biases; the target's is `own`; -inf outside.
 
     Read is up to `stride`, a multiple of what a load moves at once, which `width` need not be.
     """

@@ -13,7 +13,7 @@ from megahead.distributed.group import Group, gather_from_group, scatter_to_grou
 from megahead.models.attention import CausalSelfAttention, SelfAttention
 from megahead.models.attention_backends import Attend
 from megahead.models.blocks import Block, CompiledBlocks, Recompute, checkpointed
-from megahead.models.documents import Documents, ShorterRows, TargetPositions
+from megahead.models.documents import Documents, TargetPositions, TokenSubset
 from megahead.models.layers import Embedding, Scaling, rotary_at, scaled_as_llama3, scaled_linearly
 
 # What every backbone offers to objectives, evaluation and export.
@@ -70,11 +70,11 @@ class Backbone(nn.Module, ABC):
         rows_BTD: Tensor,
         documents: Documents,
         targets: TargetPositions,
-        shorter: Sequence[ShorterRows] = (),
+        subsets: Sequence[TokenSubset] = (),
     ) -> Tensor:
         """[N, D]: `encode` at `targets`. Where these are few, an encoder computes its last block for them alone.
 
-        shorter: where some layers of an encoder compute a part of the tokens alone; a decoder has none."""
+        subsets: where some layers of an encoder compute a part of the tokens alone; a decoder has none."""
         return targets.take(self.encode(rows_BTD, documents))
 
     def forward(self, input_ids_BT: Tensor, documents: Documents | None = None) -> Tensor:
@@ -117,17 +117,17 @@ class Encoder(Backbone):
         rows_BTD: Tensor,
         documents: Documents,
         targets: TargetPositions,
-        shorter: Sequence[ShorterRows] = (),
+        subsets: Sequence[TokenSubset] = (),
     ) -> Tensor:
         """[N, D]: the same at `targets`; where these are few, the last block is computed for them alone.
 
         Equal to `encode` at these positions; dropout draws other numbers. Ranks that share each row's tokens compute
-        all of them. `shorter`: what some layers before the last one compute alone, in the order of these layers.
+        all of them. `subsets`: what some layers before the last one compute alone, in the order of these layers.
         """
-        if not shorter and (not targets.are_few or self.sequence_group.size > 1):
+        if not subsets and (not targets.are_few or self.sequence_group.size > 1):
             return super().encode_at(rows_BTD, documents, targets)
         x_BTD, views, done, last = self.embedded(rows_BTD, documents), self.views(documents), 0, len(self.blocks) - 1
-        for part in shorter:
+        for part in subsets:
             before = slice(done, part.layers.start)
             x_BTD = self._through(self.blocks[before], views[before], x_BTD)
             x_BTD = part.joined(self._alone(part, x_BTD, documents), x_BTD)
@@ -137,7 +137,7 @@ class Encoder(Backbone):
             return self.normed(targets.take(self.run_block(self.blocks[last], x_BTD, *views[last])))
         return self.normed(self.run_block(self.blocks[last], x_BTD, *views[last], targets, static_shapes=False))
 
-    def _alone(self, part: ShorterRows, x_BTD: Tensor, documents: Documents) -> Tensor:
+    def _alone(self, part: TokenSubset, x_BTD: Tensor, documents: Documents) -> Tensor:
         """[B, K, D]: what the layers of `part` make of its tokens."""
         first, stop = part.layers.start, part.layers.stop
         if part.first_reads_all:

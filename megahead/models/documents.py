@@ -217,7 +217,7 @@ class TargetPositions:
 
 
 @dataclass(frozen=True)
-class ShorterRows:
+class TokenSubset:
     """The `kept` tokens of a batch, which are alone in `layers`; the others are behind these what they were before."""
 
     kept: TargetPositions

@@ -15,10 +15,10 @@ from megahead.errors import ConfigError
 from megahead.models.attention import HeadsLinear
 from megahead.models.layers import Embedding, LayerNorm, RMSNorm, layer_norm, look_up
 
-# Sharded twins of plain layers: the same function, but each rank of a tensor group has a slice of the weights.
+# Parallel forms of plain layers: the same function, but each rank of a tensor group has a slice of the weights.
 #
-# A twin is made from its plain layer, on the meta device too, and keeps its parameters' names. `shard_dims` names
-# which dim of which parameter is split; split parameters carry `model_parallel = True`, so that the global gradient
+# Each is made from its plain layer, on the meta device too, and keeps its parameters' names. `shard_dims` names which
+# dim of which parameter is split; split parameters carry `model_parallel = True`, so that the global gradient
 # norm counts each slice, and all others once. After Shoeybi et al. 2019, arXiv 1909.08053.
 #
 # B rows, T tokens, D hidden size, V vocabulary, U shared ids; lower case: this rank's share.
@@ -150,20 +150,20 @@ def _split_heads(full: HeadsLinear, group: Group) -> nn.Module:
 
 
 def unchanged(layer: nn.Module, _: Group) -> nn.Module:
-    """The twin of a layer that does nothing."""
+    """A layer that does nothing stays as it is."""
     return layer
 
 
-Twins = Mapping[str, Mapping[type[nn.Module], Callable[..., nn.Module]]]
+LayerTable = Mapping[str, Mapping[type[nn.Module], Callable[..., nn.Module]]]
 
-TWINS: Twins = {
+PARALLEL_LAYERS: LayerTable = {
     "column": {nn.Linear: ColumnParallelLinear},
     "key_heads": {HeadsLinear: _split_heads},
     "head_norm": {RMSNorm: SharedRMSNorm, nn.Identity: unchanged},  # where a model has them
     "row": {nn.Linear: RowParallelLinear},
     "vocabulary": {Embedding: VocabularyParallelEmbedding, nn.Embedding: VocabularyParallelEmbedding},
 }
-"""For each word of a sharding table: which plain layers it may name, and the twin of each."""
+"""For each word of a sharding table: which plain layers it may name, and the parallel form of each."""
 
 
 # Sequence parallelism: between the split layers of a block, each tensor rank has a share of every row's tokens.
@@ -226,8 +226,8 @@ def _split_heads_and_sequence(full: HeadsLinear, group: Group) -> nn.Module:
     return SequenceColumnLinear(full, group) if full.heads % group.size == 0 else SequenceSharedHeadsLinear(full, group)
 
 
-SEQUENCE_TWINS: Twins = {
-    **TWINS,
+SEQUENCE_PARALLEL_LAYERS: LayerTable = {
+    **PARALLEL_LAYERS,
     "column": {nn.Linear: SequenceColumnLinear},
     "key_heads": {HeadsLinear: _split_heads_and_sequence},
     "row": {nn.Linear: SequenceRowLinear},
@@ -238,7 +238,7 @@ SEQUENCE_TWINS: Twins = {
         nn.Identity: unchanged,
     },
 }
-"""The same as `TWINS`, if tokens are split too."""
+"""The same as `PARALLEL_LAYERS`, if tokens are split too."""
 
 
 class _GatheredLinear(torch.autograd.Function):
@@ -266,7 +266,7 @@ def _in_autocast_type(x: Tensor, *parameters: Tensor | None) -> list[Tensor | No
     return [None if tensor is None else tensor.to(dtype) for tensor in (x, *parameters)]
 
 
-# Applies a model's sharding table: plain layers are replaced by their sharded twins, in place.
+# Applies a model's sharding table: plain layers are replaced by parallel ones, in place.
 
 
 _MARKS = {"heads": "group", "tokens": "sequence_group"}
@@ -274,25 +274,25 @@ _MARKS = {"heads": "group", "tokens": "sequence_group"}
 
 
 def parallelize_(module: nn.Module, sharding: Mapping[str, str], group: Group, *, sequence: bool = False) -> None:
-    """Replaces every layer that a pattern of `sharding` names by its twin over `group`; sends nothing.
+    """Replaces every layer that a pattern of `sharding` names by its parallel form over `group`; sends nothing.
 
     `*` in a pattern stands for one part of a dotted name, "" for `module` itself. "heads" names an attention layer,
     which is not replaced but told that other ranks have other heads; "key_heads" layers that may have fewer heads than
     there are ranks; "head_norm" norms of each head. With `sequence` tokens are split as well: "tokens" names modules
     that are told that other ranks have other tokens, "norm" the norms between them.
-    Raises ValueError for a pattern that matches no layer, or a layer that has no such twin: with a wrong table, slices
-    would train as if they were full weights.
+    Raises ValueError for a pattern that matches no layer, or a layer without a parallel form: with a wrong table,
+    slices would train as if they were full weights.
     """
     if sequence and "tokens" not in sharding.values():
         raise ConfigError("parallel.sequence", f"be false for a {type(module).__name__}", got="true")
-    twins = SEQUENCE_TWINS if sequence else TWINS
+    table = SEQUENCE_PARALLEL_LAYERS if sequence else PARALLEL_LAYERS
     for pattern, kind in sharding.items():
         matched = list(_matching(module, pattern))
         if not matched:
             raise ValueError(f"the sharding table's pattern {pattern!r} must match a layer of {type(module).__name__}")
         if sequence or kind not in ("tokens", "norm"):
             for name in matched:
-                _apply_(module, name, kind, twins, group)
+                _apply_(module, name, kind, table, group)
 
 
 def shard_dims(module: nn.Module) -> dict[str, int]:
@@ -310,13 +310,13 @@ def _matching(module: nn.Module, pattern: str) -> Iterator[str]:
     return (name for name, _ in module.named_modules() if expression.fullmatch(name))
 
 
-def _apply_(module: nn.Module, name: str, kind: str, twins: Twins, group: Group) -> None:
+def _apply_(module: nn.Module, name: str, kind: str, table: LayerTable, group: Group) -> None:
     layer = module.get_submodule(name)
     if kind in _MARKS:
         setattr(layer, _MARKS[kind], group)
         return
-    if type(layer) not in twins[kind]:
-        plain = " or ".join(dict.fromkeys(known.__name__ for known in twins[kind]))
+    if type(layer) not in table[kind]:
+        plain = " or ".join(dict.fromkeys(known.__name__ for known in table[kind]))
         raise ValueError(f"{name} must be a {plain} to be split by {kind}, but is a {type(layer).__name__}")
     parent, _, child = name.rpartition(".")
-    setattr(module.get_submodule(parent), child, twins[kind][type(layer)](layer, group))
+    setattr(module.get_submodule(parent), child, table[kind][type(layer)](layer, group))

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from megahead.config.model import ModelConfig
 from megahead.data.batch import Batch
 from megahead.losses.candidates import Candidates
-from megahead.models.documents import Documents, ShorterRows, TargetPositions
+from megahead.models.documents import Documents, TargetPositions, TokenSubset
 from megahead.models.layers import LayerNorm
 from megahead.sharded_embedding.exchange import RowPlan
 
@@ -49,11 +49,11 @@ def all_positions_of(batch: Batch) -> TargetPositions:
     return TargetPositions(torch.arange(rows * row_length, device=batch.input_ids_BT.device), rows, row_length)
 
 
-def shorter_rows_of(batch: Batch) -> list[ShorterRows]:
+def shorter_rows_of(batch: Batch) -> list[TokenSubset]:
     """What some layers compute of the batch alone, in the order of these layers."""
     rows, row_length = batch.input_ids_BT.shape
     return [
-        ShorterRows(
+        TokenSubset(
             TargetPositions(part.index_N, rows, row_length, part.max_per_row),
             part.layers,
             part.first_reads_all,

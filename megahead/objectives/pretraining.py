@@ -18,9 +18,9 @@ from megahead.distributed.group import Group, Mesh, reduce_from_group
 from megahead.distributed.tensors import Tensors, take_rows_
 from megahead.losses.candidates import Candidates, vocabulary_candidates
 from megahead.losses.detection import DetectionSums
-from megahead.losses.products import CandidateShard
 from megahead.losses.scores import SCORES, LearnedTemperature, Score
 from megahead.losses.softmax import (
+    CandidateShard,
     EvaluationSums,
     Softmax,
     parallel_candidate_loss,
@@ -122,7 +122,7 @@ class Pretraining(nn.Module):
         """Scalar, connected to every trained parameter, also when the micro-batch has no targets."""
         inputs_BTD, rows = self._look_up(micro.batch.input_ids_BT, micro.candidates)
         outputs_ND, phrase_loss = self._outputs_and_phrases(inputs_BTD, micro.batch)
-        sizes = [candidates.positive_N.numel() for candidates in micro.candidates]
+        sizes = [candidates.target_N.numel() for candidates in micro.candidates]
         parts = list(zip(outputs_ND.split(sizes), rows, micro.candidates, strict=True))
         loss = (self._loss_of_targets(outputs_ND, parts, micro.batch) + phrase_loss) * micro.loss_weight
         if self.detection is None:
@@ -157,7 +157,7 @@ class Pretraining(nn.Module):
         """The loss summed over the outputs."""
         hidden_ND, bias_V = self._final_hidden(outputs_ND, candidates.ids_U is None)
         if bias_V is not None:
-            candidates = replace(candidates, bias_U=bias_V, subtracts_positive_bias=True)
+            candidates = replace(candidates, bias_U=bias_V, subtracts_target_bias=True)
         return self._softmax(hidden_ND, rows_UD, candidates).loss()
 
     @torch.no_grad()
@@ -417,7 +417,7 @@ class TensorParallelPretraining(Pretraining):
 
 
 def assemble(config: RunConfig, group: Group, device: torch.device) -> Pretraining:
-    """The model of `config`, split over `group`, with hollow parameters: they have a shape on `device`, but no memory.
+    """The model of `config`, split over `group`, with unallocated parameters: a shape on `device`, no memory.
 
     `fill_` gives them memory and values; so does an engine, which may partition them further. With one rank the layers
     are the plain ones. Sends nothing.
@@ -466,7 +466,7 @@ def _split(full: Pretraining, config: RunConfig, group: Group) -> Pretraining:
 
 
 def place_table_(module: Pretraining, config: RunConfig, mesh: Mesh, device: torch.device) -> RowTable:
-    """Replaces the embedding of `module`, whose parameters are hollow, by a table of zeros. Collective over `mesh`."""
+    """Replaces the embedding of `module`, whose parameters have no memory yet, by a table of zeros. Collective."""
     model, settings = config.model, config.optimizer.table
     rule, kind = (
         build_row_rule(settings.rule, config.optimizer),

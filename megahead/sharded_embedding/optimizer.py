@@ -159,7 +159,7 @@ def lagrange_basis(nodes_GN: Floats, places_J: Floats) -> Floats:
 # Gauss quadrature stand for it, which is exact for terms that change smoothly with j. Where they do not, all terms are
 # added: near the first step, where Adam's bias correction is singular, and where the learning rate jumped.
 #
-# `touched` is s, the step of a row's last update; 0 if there was none, so that only weight decay is owed to it.
+# `last_step` is s, the step of a row's last update; 0 if there was none, so that it lacks only weight decay.
 
 
 NODES = 4
@@ -179,7 +179,7 @@ def window_of(betas: tuple[float, float]) -> float:
 
 
 @dataclass(frozen=True)
-class Owed:
+class LazyUpdate:
     """What later steps would have done to rows last updated at each of S steps, as K summands (float64)."""
 
     kept_S: Floats
@@ -200,7 +200,7 @@ class Owed:
         return np.concatenate([np.stack([self.kept_S, self.first_S, self.second_S], 1), in_turn], 1)
 
 
-class PendingUpdates:
+class LazyUpdates:
     """The updates that stale rows wait for, from a history of learning rates that grows as steps are applied."""
 
     def __init__(self, betas: tuple[float, float], eps: float, history: RateHistory) -> None:
@@ -221,49 +221,49 @@ class PendingUpdates:
         for part in np.array_split(window_passed, len(window_passed) // 4096 + 1):
             self._settled.extend(self._at_nodes(part, np.full(len(part), self._window)))
 
-    def needs_every_term(self, touched: Ints) -> NDArray[np.bool_]:
+    def needs_every_term(self, last_step: Ints) -> NDArray[np.bool_]:
         """Whether all terms have to be added for rows last updated at these steps: quadrature would not be exact."""
-        until = np.minimum(touched + self._window, self._history.steps)
-        jumps = self._history.jumps(np.minimum(touched + 1, until), until)
-        has_terms = (touched > 0) & (touched < self._history.steps)
-        answer: NDArray[np.bool_] = has_terms & ((touched < EARLY_STEPS) | (jumps > 0))
+        until = np.minimum(last_step + self._window, self._history.steps)
+        jumps = self._history.jumps(np.minimum(last_step + 1, until), until)
+        has_terms = (last_step > 0) & (last_step < self._history.steps)
+        answer: NDArray[np.bool_] = has_terms & ((last_step < EARLY_STEPS) | (jumps > 0))
         return answer
 
-    def owed(self, touched: Ints) -> Owed:
+    def by_quadrature(self, last_step: Ints) -> LazyUpdate:
         """By quadrature; for steps of which `needs_every_term` is false."""
         self._extend()
-        gaps = np.minimum(self._history.steps - touched, self._window)
-        weights, in_window = np.empty((len(touched), NODES)), gaps < self._window
-        weights[in_window] = self._at_nodes(touched[in_window], gaps[in_window])
-        weights[~in_window] = self._settled.values[touched[~in_window]]
-        return self._with(touched, weights, self._offsets(touched[:, None], self._nodes[gaps]))
+        gaps = np.minimum(self._history.steps - last_step, self._window)
+        weights, in_window = np.empty((len(last_step), NODES)), gaps < self._window
+        weights[in_window] = self._at_nodes(last_step[in_window], gaps[in_window])
+        weights[~in_window] = self._settled.values[last_step[~in_window]]
+        return self._with(last_step, weights, self._offsets(last_step[:, None], self._nodes[gaps]))
 
-    def owed_term_by_term(self, touched: Ints) -> Owed:
+    def term_by_term(self, last_step: Ints) -> LazyUpdate:
         """By adding every term; for any steps."""
         self._extend()
         now = self._history.steps
-        longest = min(self._window, int(np.max(now - touched, initial=1)))
+        longest = min(self._window, int(np.max(now - last_step, initial=1)))
         terms = np.arange(1, longest + 1)
-        steps = np.minimum(touched[:, None] + terms, now)
-        live = terms <= (now - touched)[:, None]
-        weights = live * self._corrected.values[steps] / self._history.kept(touched[:, None], steps)
-        return self._with(touched, weights * self._powers[:longest], self._offsets(touched[:, None], terms))
+        steps = np.minimum(last_step[:, None] + terms, now)
+        live = terms <= (now - last_step)[:, None]
+        weights = live * self._corrected.values[steps] / self._history.kept(last_step[:, None], steps)
+        return self._with(last_step, weights * self._powers[:longest], self._offsets(last_step[:, None], terms))
 
-    def _with(self, touched: Ints, weights: Floats, offsets: Floats) -> Owed:
+    def _with(self, last_step: Ints, weights: Floats, offsets: Floats) -> LazyUpdate:
         now = self._history.steps
-        kept, gaps, (b1, b2) = self._history.kept(touched, now), (now - touched).astype(np.float64), self._betas
-        return Owed(kept, kept[:, None] * weights, offsets, b1**gaps, b2**gaps)
+        kept, gaps, (b1, b2) = self._history.kept(last_step, now), (now - last_step).astype(np.float64), self._betas
+        return LazyUpdate(kept, kept[:, None] * weights, offsets, b1**gaps, b2**gaps)
 
-    def _at_nodes(self, touched: Ints, gaps: Ints) -> Floats:
-        """[S, NODES]: the nodes' weights over the `gaps` steps after each of `touched`, but for the decay up to now."""
-        steps = np.minimum(touched[:, None] + np.arange(1, self._window + 1), self._history.steps)
-        terms = self._corrected.values[steps] / self._history.kept(touched[:, None], steps) * self._powers
+    def _at_nodes(self, last_step: Ints, gaps: Ints) -> Floats:
+        """[S, NODES]: the nodes' weights over the `gaps` steps after `last_step`, but for the decay up to now."""
+        steps = np.minimum(last_step[:, None] + np.arange(1, self._window + 1), self._history.steps)
+        terms = self._corrected.values[steps] / self._history.kept(last_step[:, None], steps) * self._powers
         sums: Floats = np.einsum("sj,snj->sn", terms, self._basis[gaps])
         return sums
 
-    def _offsets(self, touched_S1: Ints, j: Floats | Ints) -> Floats:
+    def _offsets(self, last_step_S1: Ints, j: Floats | Ints) -> Floats:
         b2 = self._betas[1]
-        offsets: Floats = self._eps * np.sqrt(1 - b2 ** (touched_S1 + j)) * b2 ** (-j / 2)
+        offsets: Floats = self._eps * np.sqrt(1 - b2 ** (last_step_S1 + j)) * b2 ** (-j / 2)
         return offsets
 
 
@@ -277,7 +277,7 @@ def _quadrature(ratio: float, window: int) -> tuple[Floats, Floats]:
 # How the rows of a table are updated: a step updates only those with a gradient; others catch up when they have one.
 #
 # A stale row is one that the last steps did not update, as no batch used it. To catch up is to apply what these steps
-# would have done to it without a gradient (momentum, weight decay). `touched`: the step of a row's last update.
+# would have done to it without a gradient (momentum, weight decay). `last_step`: the step of a row's last update.
 #
 # A row's numbers are `Rows`, n of them together: `weight` [n, D] and its moments, [n, D] or one number per row [n, 1].
 
@@ -302,8 +302,8 @@ class RowRule(ABC):
         self.history = RateHistory(self._config.weight_decay, rates)
 
     @abstractmethod
-    def catch_up_(self, rows: Rows, touched_n: Tensor) -> None:
-        """Brings rows up to date that were last updated at the steps `touched_n` (int32, on the CPU)."""
+    def catch_up_(self, rows: Rows, last_step_n: Tensor) -> None:
+        """Brings rows up to date that were last updated at the steps `last_step_n` (int32, on the CPU)."""
 
     def step_(self, rows: Rows, gradients_nD: Tensor, rate: float) -> None:
         """One step at `rate` of rows that have caught up. Ranks without rows to update call it too."""
@@ -323,21 +323,21 @@ class DeferredAdamW(RowRule):
 
     def resume(self, rates: Floats) -> None:
         super().resume(rates)
-        self._pending = PendingUpdates(self._config.betas, self._config.eps, self.history)
+        self._lazy = LazyUpdates(self._config.betas, self._config.eps, self.history)
 
-    def catch_up_(self, rows: Rows, touched_n: Tensor) -> None:
-        steps_S, place_n = np.unique(touched_n.numpy().astype(np.int64), return_inverse=True)
-        every_term_S = self._pending.needs_every_term(steps_S)
-        parts = (~every_term_S, self._pending.owed), (every_term_S, self._pending.owed_term_by_term)
-        for wanted_S, owed_by in parts:
+    def catch_up_(self, rows: Rows, last_step_n: Tensor) -> None:
+        steps_S, place_n = np.unique(last_step_n.numpy().astype(np.int64), return_inverse=True)
+        every_term_S = self._lazy.needs_every_term(steps_S)
+        parts = (~every_term_S, self._lazy.by_quadrature), (every_term_S, self._lazy.term_by_term)
+        for wanted_S, update_by in parts:
             if wanted_S.all():
-                _settle_(rows, owed_by(steps_S), place_n)
+                _apply_(rows, update_by(steps_S), place_n)
             elif wanted_S.any():
                 new_place_S = np.cumsum(wanted_S) - 1
                 these = np.flatnonzero(wanted_S[place_n])
                 index = torch.from_numpy(these).to(rows[WEIGHT].device)
                 part = {name: values.index_select(0, index) for name, values in rows.items()}
-                _settle_(part, owed_by(steps_S[wanted_S]), new_place_S[place_n[these]])
+                _apply_(part, update_by(steps_S[wanted_S]), new_place_S[place_n[these]])
                 for name, values in rows.items():
                     values.index_copy_(0, index, part[name])
 
@@ -367,8 +367,8 @@ class RowwiseAdaGrad(RowRule):
 
     moments: ClassVar[Moments] = {"square_sum": "row"}
 
-    def catch_up_(self, rows: Rows, touched_n: Tensor) -> None:
-        kept_n = torch.from_numpy(self.history.kept(touched_n.numpy(), self.history.steps))
+    def catch_up_(self, rows: Rows, last_step_n: Tensor) -> None:
+        kept_n = torch.from_numpy(self.history.kept(last_step_n.numpy(), self.history.steps))
         rows[WEIGHT].mul_(kept_n.to(rows[WEIGHT].device, rows[WEIGHT].dtype)[:, None])
 
     def _update_(self, rows: Rows, gradients_nD: Tensor, rate: float) -> None:
@@ -384,10 +384,10 @@ def build_row_rule(name: str, config: OptimizerConfig) -> RowRule:
     return RULES[name](config)
 
 
-def _settle_(rows: Rows, owed: Owed, place_n: Ints) -> None:
-    """Applies what rows are owed; row i stands at `owed`'s step place_n[i]. One pass over them for each summand."""
+def _apply_(rows: Rows, update: LazyUpdate, place_n: Ints) -> None:
+    """Applies `update`; row i was last updated at its step place_n[i]. One pass over them for each summand."""
     weight, mean, square = rows[WEIGHT], rows["exp_avg"], rows["exp_avg_sq"]
-    kept, first, second, *summands = _columns(owed.columns(), place_n, weight)
+    kept, first, second, *summands = _columns(update.columns(), place_n, weight)
     root, total = square.sqrt(), torch.zeros_like(square)
     for share, offset in zip(summands[0::2], summands[1::2], strict=True):
         total.addcdiv_(share.expand_as(root), root + offset)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from megahead.distributed.group import Mesh
-from megahead.distributed.tensors import RowShard, Tensors, fill_row_shard_, joined
+from megahead.distributed.tensors import RoundRobinShard, Tensors, fill_shard_, joined
 from megahead.errors import CheckpointError
 from megahead.sharded_embedding.exchange import RowPlan, gradients_to_owners, plan_rows, rows_from_owners
 from megahead.sharded_embedding.optimizer import RowRule, Rows
@@ -26,7 +26,7 @@ WEIGHT = "weight"
 
 
 class OwnedRows:
-    """fp32 on the device; `touched`, the steps at which rows were last updated, on the CPU.
+    """fp32 on the device; `last_step`, the steps at which rows were last updated, on the CPU.
 
     Rows are never brought up to date in place only to look at them: roundings would move, and a run that was saved
     would not go on bitwise.
@@ -36,7 +36,7 @@ class OwnedRows:
         self.rule = rule
         widths = {WEIGHT: features} | {n: features if kind == "each" else 1 for n, kind in rule.moments.items()}
         self.rows = {name: torch.zeros(count, width, device=device) for name, width in widths.items()}
-        self.touched_n = torch.zeros(count, dtype=torch.int32)
+        self.last_step_n = torch.zeros(count, dtype=torch.int32)
 
     @property
     def steps(self) -> int:
@@ -45,13 +45,13 @@ class OwnedRows:
 
     def count_stale(self, owned_O: Tensor) -> int:
         """How many of these have not been updated by the last step (int64 on the CPU)."""
-        return int((self.touched_n[owned_O] < self.steps).sum())
+        return int((self.last_step_n[owned_O] < self.steps).sum())
 
     def take(self, owned_O: Tensor) -> dict[str, Tensor]:
         """Copies of these rows, brought up to date."""
         there_O = owned_O.to(self.rows[WEIGHT].device)
         taken = {name: values.index_select(0, there_O) for name, values in self.rows.items()}
-        self.rule.catch_up_(taken, self.touched_n[owned_O])
+        self.rule.catch_up_(taken, self.last_step_n[owned_O])
         return taken
 
     def put(self, owned_O: Tensor, rows: Rows) -> None:
@@ -59,16 +59,16 @@ class OwnedRows:
         there_O = owned_O.to(self.rows[WEIGHT].device)
         for name, values in self.rows.items():
             values.index_copy_(0, there_O, rows[name])
-        self.touched_n.index_fill_(0, owned_O, self.steps)
+        self.last_step_n.index_fill_(0, owned_O, self.steps)
 
     def blocks(self) -> Iterator[Tensor]:
         """All weights as they would be now, some [b, D] at a time."""
-        for places in torch.arange(len(self.touched_n)).split(_BLOCK):
+        for places in torch.arange(len(self.last_step_n)).split(_BLOCK):
             yield self.take(places)[WEIGHT]
 
     def forget_steps(self) -> None:
         """Weights are as new: everything else is as before the first step."""
-        for values in (*(values for name, values in self.rows.items() if name != WEIGHT), self.touched_n):
+        for values in (*(values for name, values in self.rows.items() if name != WEIGHT), self.last_step_n):
             values.zero_()
         self.rule.resume(np.empty(0))
 
@@ -92,11 +92,11 @@ class FetchedRows:
         self._gradients_UD: Tensor | None = None
         self._lookups_left = plan.num_lookups
 
-    def look_up(self, ids: Tensor, ballast: Tensor, num_duplicates: int = 0) -> Tensor:
+    def look_up(self, ids: Tensor, norm_proxy: Tensor, num_duplicates: int = 0) -> Tensor:
         """[..., D]: the rows of `ids`, among those fetched. Gradients of the first `num_duplicates` ids are not counted
         here, since another rank has the same ones and counts them."""
         places = torch.searchsorted(self._plan.ids_U, ids)
-        looked_up: Tensor = _LookUp.apply(ballast, self, places, num_duplicates)
+        looked_up: Tensor = _LookUp.apply(norm_proxy, self, places, num_duplicates)
         return looked_up
 
     def rows_at(self, places: Tensor) -> Tensor:
@@ -119,13 +119,13 @@ class FetchedRows:
 
 
 class _LookUp(torch.autograd.Function):
-    """Hands gradients to `fetched`; the ballast's gradient is 0, but in the last backward pass has the norm of all
+    """Hands gradients to `fetched`; the norm proxy's gradient is 0, but in the last backward pass has the norm of all
     rows' gradients together."""
 
     @staticmethod
-    def forward(ctx: Any, ballast: Tensor, fetched: FetchedRows, places: Tensor, num_duplicates: int) -> Tensor:
+    def forward(ctx: Any, norm_proxy: Tensor, fetched: FetchedRows, places: Tensor, num_duplicates: int) -> Tensor:
         ctx.save_for_backward(places)
-        ctx.fetched, ctx.num_duplicates, ctx.zeros = fetched, num_duplicates, torch.zeros_like(ballast)
+        ctx.fetched, ctx.num_duplicates, ctx.zeros = fetched, num_duplicates, torch.zeros_like(norm_proxy)
         return fetched.rows_at(places)
 
     @staticmethod
@@ -148,17 +148,17 @@ def vector_of_norm(norm: Tensor, like: Tensor) -> Tensor:
     return (torch.floor(each / spacing + shares) * spacing).to(like.dtype).view_as(like)
 
 
-# Stands where an embedding stands, and holds no table: it looks rows up among those that were fetched for the step.
+# The module in the embedding's place: it looks rows up among those that were fetched for the step.
 #
-# The table is no parameter. What makes it count in the global gradient norm, in clipping, and where something is not
-# finite, is a parameter of a few numbers that does nothing else, the *ballast*: in the last backward pass of a step
-# row gradients go to their owners, and the ballast's gradient gets the norm of all of them together. Whoever reduces,
-# measures and clips gradients, at any ZeRO stage and in any precision, then deals with the table without knowing it.
+# Rows are no parameter. They count in the global gradient norm, in clipping and in the search for gradients that are
+# not finite through the *norm proxy*, a parameter of a few numbers that does nothing else: in the last backward pass
+# of a step row gradients go to their owners, and the proxy's gradient gets the norm of all of them together. Whoever
+# reduces, measures and clips gradients, at any ZeRO stage and in any precision, then needs to know nothing of rows.
 
 
-BALLAST = 4096
-"""Numbers of the ballast: the gradient of each is 1/64 of the whole, far from fp16's largest number."""
-TOUCHED, RATES = "touched", "rates"
+NORM_PROXY_SIZE = 4096
+"""Numbers of the norm proxy: the gradient of each is 1/64 of the whole, far from fp16's largest number."""
+LAST_STEP, RATES = "touched", "rates"
 _BLOCK = 1 << 14
 """Rows of all ranks that are scored against at once."""
 
@@ -167,8 +167,8 @@ class RowTable(nn.Module):
     """The embedding [rows, D], sharded round-robin over all ranks. One step: `fetch`, lookups, then `step` or
     `discard`.
 
-    fp32, whatever the precision of the model around it: looked-up rows come in that of the ballast. In evaluation mode
-    lookups fetch what they need; all rows are brought up to date for that, beside those kept, until the next `fetch`.
+    fp32, whatever the precision of the model around it: looked-up rows come in that of the norm proxy. In evaluation
+    mode lookups fetch what they need, from a copy of all rows that is up to date and kept until the next `fetch`.
     Every method is to be called by all ranks.
     """
 
@@ -178,7 +178,7 @@ class RowTable(nn.Module):
         """`rate_ratio`: the learning rate of rows over that of a step."""
         super().__init__()
         self.num_rows, self._rate_ratio = rows, rate_ratio
-        self.ballast = nn.Parameter(torch.zeros(BALLAST, device=device))
+        self.norm_proxy = nn.Parameter(torch.zeros(NORM_PROXY_SIZE, device=device))
         self.owned = OwnedRows(len(range(mesh.world_group.rank, rows, mesh.world_group.size)), features, rule, device)
         self._mesh, self._asking = mesh, mesh.world_group.side_channel()
         self._fetched: FetchedRows | None = None
@@ -190,31 +190,31 @@ class RowTable(nn.Module):
 
     def fill_(self, blocks: Iterable[Tensor]) -> None:
         """Rows that no step has updated yet, from consecutive blocks [b, D] of all of them."""
-        fill_row_shard_(self.owned.rows[WEIGHT], blocks, self._mesh.world_group)
+        fill_shard_(self.owned.rows[WEIGHT], blocks, self._mesh.world_group)
         self.owned.forget_steps()
         self._now_nD = None
 
-    def state(self) -> dict[str, Tensor | RowShard]:
+    def state(self) -> dict[str, Tensor | RoundRobinShard]:
         """What goes on bitwise when it is restored, on any number of ranks: rows and moments as they were last updated,
         `touched`, the steps at which that was [V], and the `rates` of all steps (on every rank)."""
-        shards = {kind: RowShard(part, self.num_rows) for kind, part in self._shards().items()}
+        shards = {kind: RoundRobinShard(part, self.num_rows) for kind, part in self._shards().items()}
         return {**shards, RATES: torch.from_numpy(self.owned.rule.history.rates)}
 
     def restore(self, state: Tensors) -> None:
         """The inverse of `state`, whose names these tensors have; of each a block is held at a time."""
         for kind, part in self._shards().items():
             blocks = (_of_rows(block, part.shape[1:], kind) for block in state.blocks(kind))
-            fill_row_shard_(part, blocks, self._mesh.world_group)
+            fill_shard_(part, blocks, self._mesh.world_group)
         self.owned.rule.resume(state.read(RATES).numpy())
         self._now_nD = None
 
     def _shards(self) -> dict[str, Tensor]:
-        return {**self.owned.rows, TOUCHED: self.owned.touched_n}
+        return {**self.owned.rows, LAST_STEP: self.owned.last_step_n}
 
     def fetch(self, plan: RowPlan) -> None:
         """Rows of a step come here, up to date."""
         self._plan, self._now_nD = plan, None
-        self._fetched = FetchedRows(plan, self.owned.take(plan.owned_O), self._mesh, self.ballast.dtype)
+        self._fetched = FetchedRows(plan, self.owned.take(plan.owned_O), self._mesh, self.norm_proxy.dtype)
 
     def step(self, learning_rate: float, scale: float) -> None:
         """Updates the rows that were fetched, by their gradients times `scale`."""
@@ -244,7 +244,7 @@ class RowTable(nn.Module):
             return self._look_up_now(ids)
         if self._fetched is None:
             raise RuntimeError("rows are fetched before they are looked up")
-        return self._fetched.look_up(ids, self.ballast, num_duplicates)
+        return self._fetched.look_up(ids, self.norm_proxy, num_duplicates)
 
     def _look_up_now(self, ids: Tensor) -> Tensor:
         plan = plan_rows(ids.flatten().cpu(), self._asking).to(ids.device)
@@ -255,7 +255,7 @@ class RowTable(nn.Module):
         """[n, D]: this rank's rows as they would be now."""
         if self._now_nD is None:
             blocks, kept_nD = self.owned.blocks(), self.owned.rows[WEIGHT]
-            self._now_nD = joined((block.to(self.ballast.dtype) for block in blocks), kept_nD.shape)
+            self._now_nD = joined((block.to(self.norm_proxy.dtype) for block in blocks), kept_nD.shape)
         return self._now_nD
 
 
@@ -268,8 +268,8 @@ def _of_rows(block: Tensor, shape: torch.Size, kind: str) -> Tensor:
 
 
 class SplitRowTable(RowTable):
-    """The same for a model whose weights are split over the mesh's tensor ranks: the twin of a
-    `VocabularyParallelEmbedding`, which looks inputs up on every rank and candidates in shares."""
+    """The same for a model whose weights are split over the mesh's tensor ranks, as a
+    `VocabularyParallelEmbedding`: it looks inputs up on every rank and candidates in shares."""
 
     def forward(self, ids: Tensor, scattered_ids_U: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:  # type: ignore[override]
         """[..., D]: rows of `ids` on every tensor rank, which all have the same gradient.

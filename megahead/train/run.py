@@ -21,12 +21,12 @@ from megahead.config.run import RunConfig
 from megahead.data.loader import training_masker
 from megahead.data.strategies import Difficulty
 from megahead.distributed.group import Group, Mesh, multiplies_bf16_fast
-from megahead.distributed.launch import Launch, choose_device, connected, look_on
+from megahead.distributed.launch import Launch, choose_device, connected, spectate
 from megahead.distributed.tensors import Tensors
 from megahead.engine.deepspeed import deepspeed_session
 from megahead.engine.engine import Engine, RowEngine
 from megahead.errors import ArgumentError, ConfigError, UserError
-from megahead.estimate import rank_memory, shorter_layers, ways_to_need_less
+from megahead.estimate import rank_memory, subset_layers, ways_to_need_less
 from megahead.losses.candidates import training_free_bias
 from megahead.losses.contrastive import build_objective
 from megahead.models.attention_backends import AttentionSpec, Backend, choose_backend, pays_masked
@@ -121,7 +121,7 @@ def wait_for_end(config: RunConfig, launch: Launch) -> Run:
     folder, copies = config.folder(), config.training.copy_every is not None
     if copies:
         hand_over(folder, launch)
-    look_on(launch, config.engine.timeout_seconds, settings_of(config))
+    spectate(launch, config.engine.timeout_seconds, settings_of(config))
     if copies:
         NodeMemory.of(folder).remove()
     ending = json.loads(folder.ending.read_text(encoding="utf-8"))
@@ -250,7 +250,7 @@ def _compile_(backbone: Backbone, backend: Backend) -> None:
 
 def _what_is_compiled(config: RunConfig) -> str:
     """All blocks but those whose shapes are another batch's each time."""
-    plain = [f"{span('layer', part.layers)} (shorter rows)" for part in shorter_layers(config)]
+    plain = [f"{span('layer', part.layers)} (shorter rows)" for part in subset_layers(config)]
     needs_all = config.model.is_causal or config.objective.replaced_tokens or config.objective.phrases
     if config.model.is_encoder() and not needs_all:
         plain.append("the last (masked tokens alone)")

@@ -17,7 +17,7 @@ from megahead.checkpoints.disk import save_checkpoint, write_snapshot
 from megahead.checkpoints.format import Snapshot
 from megahead.checkpoints.reading import open_checkpoint
 from megahead.distributed.group import Group
-from megahead.distributed.tensors import RowShard
+from megahead.distributed.tensors import RoundRobinShard
 from megahead.errors import CheckpointError
 from support.on_ranks import on_ranks
 
@@ -145,7 +145,7 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 
 def test_room_is_asked_for_as_many_bytes_as_all_ranks_write() -> None:
     def total(group: Group) -> int:
-        dealt = RowShard(torch.zeros(6, 3)[group.rank :: group.size], 6)
+        dealt = RoundRobinShard(torch.zeros(6, 3)[group.rank :: group.size], 6)
         return Snapshot.take([("weight/rows", dealt), ("weight/0", torch.zeros(5))], group).total_bytes
 
     for ranks in (1, 2, 3):

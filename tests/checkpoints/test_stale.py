@@ -14,7 +14,7 @@ from megahead.checkpoints.reading import open_checkpoint
 from megahead.config.training import OptimizerConfig
 from megahead.distributed import tensors as blocks
 from megahead.distributed.group import Group
-from megahead.distributed.tensors import RowShard
+from megahead.distributed.tensors import RoundRobinShard
 from megahead.errors import CheckpointError
 from megahead.sharded_embedding.optimizer import build_row_rule
 from support.on_ranks import on_ranks
@@ -48,7 +48,9 @@ def course() -> tuple[dict[str, Tensor], Tensor, Any]:
 def save(group: Group, root: Path) -> None:
     rows, touched, rule = course()
     kept = {**rows, "touched": touched}
-    tensors = {f"late/{kind}/{NAME}": RowShard(values[group.rank :: group.size], ROWS) for kind, values in kept.items()}
+    tensors = {
+        f"late/{kind}/{NAME}": RoundRobinShard(values[group.rank :: group.size], ROWS) for kind, values in kept.items()
+    }
     tensors[f"late/rates/{NAME}"] = torch.from_numpy(rule.history.rates)
     save_checkpoint(root, 30, tensors.items(), state={"optimizer_steps": 30}, config=WRITTEN, group=group, keep=1)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megahead.distributed import tensors as blocks
 from megahead.distributed.group import Group
-from megahead.distributed.tensors import Renamed, Whole, block_ranges, fill_row_shard_, joined, take_rows_
+from megahead.distributed.tensors import Renamed, Whole, block_ranges, fill_shard_, joined, take_rows_
 
 ROWS, WIDTH = 23, 3
 WHOLE = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(0))
@@ -47,7 +47,7 @@ def test_every_rank_gets_its_rows(size: int, ranks: int) -> None:
     for rank in range(ranks):
         own = WHOLE[rank::ranks]
         part = torch.full_like(own, torch.nan)
-        fill_row_shard_(part, in_blocks(size), Group(rank, ranks))
+        fill_shard_(part, in_blocks(size), Group(rank, ranks))
         assert torch.equal(part, own)
 
 

@@ -15,7 +15,7 @@ import pytest
 from megahead.distributed import watchdog as lines
 from megahead.distributed import watchdog as switchboard
 from megahead.distributed import watchdog as watch
-from megahead.distributed.watchdog import Line, LostRankError, Pulse, Switchboard, Watch, with_timeout
+from megahead.distributed.watchdog import Connection, Heartbeat, LostRankError, MonitorClient, RankMonitor, with_timeout
 
 WAITED = RuntimeError("[gloo] timed out waiting")
 
@@ -25,29 +25,31 @@ class Ranks:
 
     def __init__(self, size: int, limit_seconds: float = 60, absent: int = 0) -> None:
         self.ended: list[str] = []
-        board = Switchboard(size, limit_seconds)
+        board = RankMonitor(size, limit_seconds)
         self.port, self.token = board.address.split()
         self.lines = [board.start()]
         for rank in range(1, size - absent):
             self.lines.append(self.call())
             self.lines[-1].send("hello", self.token, rank)
-        self.watches = [Watch(line, rank, limit_seconds, self.ended.append) for rank, line in enumerate(self.lines)]
+        self.watches = [
+            MonitorClient(line, rank, limit_seconds, self.ended.append) for rank, line in enumerate(self.lines)
+        ]
         self._pool = ThreadPoolExecutor(size)
 
-    def call(self) -> Line:
-        return Line(socket.create_connection(("127.0.0.1", int(self.port))))
+    def call(self) -> Connection:
+        return Connection(socket.create_connection(("127.0.0.1", int(self.port))))
 
-    def each(self, act: Callable[[Watch], None], *ranks: int) -> list[Future[None]]:
+    def each(self, act: Callable[[MonitorClient], None], *ranks: int) -> list[Future[None]]:
         return [self._pool.submit(act, self.watches[rank]) for rank in ranks]
 
     def met(self) -> Ranks:
-        for meeting in self.each(Watch.wait_for_all, *range(len(self.lines))):
+        for meeting in self.each(MonitorClient.wait_for_all, *range(len(self.lines))):
             meeting.result(10)
         return self
 
 
-def raising(error: Exception) -> Callable[[Watch], None]:
-    def act(watch: Watch) -> None:
+def raising(error: Exception) -> Callable[[MonitorClient], None]:
+    def act(watch: MonitorClient) -> None:
         with watch.naming_lost_ranks():
             raise error
 
@@ -73,16 +75,16 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("size", [2, 4])
 def test_nobody_leaves_before_all_do(size: int) -> None:
     ranks = Ranks(size).met()
-    early = ranks.each(Watch.leave, *range(size - 1))
+    early = ranks.each(MonitorClient.leave, *range(size - 1))
     time.sleep(0.2)
     assert not any(future.done() for future in early)
-    assert [future.result(10) for future in (*early, *ranks.each(Watch.leave, size - 1))] == [None] * size
+    assert [future.result(10) for future in (*early, *ranks.each(MonitorClient.leave, size - 1))] == [None] * size
     assert not ranks.ended
 
 
 def test_who_does_not_come_is_named_by_who_came() -> None:
     ranks = Ranks(4, limit_seconds=0.5, absent=2)
-    for meeting in ranks.each(Watch.wait_for_all, 0, 1):
+    for meeting in ranks.each(MonitorClient.wait_for_all, 0, 1):
         assert outcome(meeting) == lost("ranks 2, 3 did not come within 0.5 s")
 
 
@@ -155,7 +157,7 @@ def test_strangers_are_sent_away(words: bytes) -> None:
             assert stranger.recv(1) == b""
     late = ranks.call()
     late.send("hello", ranks.token, 1)
-    (meeting,) = ranks.each(Watch.wait_for_all, 0)
+    (meeting,) = ranks.each(MonitorClient.wait_for_all, 0)
     assert meeting.result(10) is None
 
 
@@ -163,7 +165,7 @@ def test_a_pause_of_ones_own_is_one_beat(monkeypatch: pytest.MonkeyPatch) -> Non
     """So that a rank that was stopped does not hold its own pause against the others."""
     now = 0.0
     monkeypatch.setattr(lines.time, "monotonic", lambda: now)
-    pulse = Pulse(60)
+    pulse = Heartbeat(60)
     assert (pulse.limit_beats, pulse.due(), pulse.due(), pulse.pause()) == (10, True, False, 6)
     now = 1000.0
     assert (pulse.due(), pulse.due(), pulse.pause()) == (True, False, 6)
@@ -196,15 +198,15 @@ def test_a_rank_that_fails_as_soon_as_it_has_come_is_named_with_its_reason() -> 
 
 
 def test_a_rank_that_only_looks_on_is_told_the_end_and_not_missed() -> None:
-    board = Switchboard(1, 60, onlookers=2)
+    board = RankMonitor(1, 60, spectators=2)
     port, token = board.address.split()
     first = board.start()
-    lines = [Line(socket.create_connection(("127.0.0.1", int(port)))) for _ in range(2)]
+    lines = [Connection(socket.create_connection(("127.0.0.1", int(port)))) for _ in range(2)]
     for rank, line in enumerate(lines, 1):
         line.send("hello", token, rank)
-    watches = [Watch(line, rank, 60, print) for rank, line in enumerate([first, *lines])]
+    watches = [MonitorClient(line, rank, 60, print) for rank, line in enumerate([first, *lines])]
     watches[0].wait_for_all()
-    looking = [ThreadPoolExecutor(1).submit(each.look_on) for each in watches[1:]]
+    looking = [ThreadPoolExecutor(1).submit(each.spectate) for each in watches[1:]]
     lines[0]._connection.shutdown(socket.SHUT_RDWR)  # it is lost
     assert "rank 0 died" in outcome(looking[0])
     time.sleep(0.5)

@@ -38,7 +38,7 @@ def test_contributing_names_parts_that_stand_where_it_says() -> None:
         "weigh": "losses/candidates.py",
         "Objective": "losses/contrastive.py",
         "Candidates": "losses/candidates.py",
-        "CandidateShard": "losses/products.py",
+        "CandidateShard": "losses/softmax.py",
         "build_objective": "losses/contrastive.py",
         "training_free_bias": "losses/candidates.py",
         "ObjectiveConfig.head": "config/objective.py",

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megahead.distributed import tensors as blocks
 from megahead.distributed.group import Group
-from megahead.distributed.tensors import RowShard, Whole, interleave_rows
+from megahead.distributed.tensors import RoundRobinShard, Whole, interleave_shards
 from megahead.objectives.pretraining import first_weights
 from support.on_ranks import on_ranks
 from support.precisions import PRECISIONS
@@ -47,8 +47,8 @@ def kept_whole(course: RowCourse) -> dict[str, Tensor]:
     """What checkpoints hold: whole tensors."""
     group, whole = course.mesh.world_group, {}
     for name, tensor in course.engine.tensors():
-        if isinstance(tensor, RowShard):
-            whole[name] = interleave_rows(group.all_gather_objects(tensor.part)).clone()
+        if isinstance(tensor, RoundRobinShard):
+            whole[name] = interleave_shards(group.all_gather_objects(tensor.part)).clone()
         else:
             whole[name] = tensor.clone()
     return whole

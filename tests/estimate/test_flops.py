@@ -14,10 +14,10 @@ from megahead.config.model import ModelConfig
 from megahead.config.run import RunConfig
 from megahead.data.batch import causal_batch
 from megahead.data.loader import held_out_masker
-from megahead.estimate import ShorterLayers, run_flops, training_flops
+from megahead.estimate import SubsetLayers, run_flops, training_flops
 from megahead.losses.candidates import unique_candidates
-from megahead.losses.row_step import TorchRowStep
-from megahead.models.documents import Documents, ShorterRows, TargetPositions
+from megahead.losses.fused_softmax import TorchChunkSoftmax
+from megahead.models.documents import Documents, TargetPositions, TokenSubset
 from megahead.models.registry import build_backbone
 from megahead.objectives.micro_batch import MicroBatch
 from support.initialized import initialized
@@ -78,9 +78,9 @@ def test_layers_that_compute_some_tokens_alone_are_counted_with_fewer(layers: ra
     rows, at = torch.randn(2, 10, 48, requires_grad=True), torch.tensor([1, 4, 7, 8, 12, 14, 15, 19])
     kept = TargetPositions(torch.tensor([k for k in range(20) if k not in at.tolist()]), 2, 10, max_per_row=6)
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
-        targets, shorter = TargetPositions(at, 2, 10, max_per_row=4), [ShorterRows(kept, layers, reads_all)]
-        build_backbone(encoder).encode_at(rows, Documents.whole_rows(2, 10), targets, shorter).sum().backward()
-    estimate = training_flops(encoder, 10, 0, targets=4, shorter=[ShorterLayers(layers, 0.6, reads_all)])
+        targets, subsets = TargetPositions(at, 2, 10, max_per_row=4), [TokenSubset(kept, layers, reads_all)]
+        build_backbone(encoder).encode_at(rows, Documents.whole_rows(2, 10), targets, subsets).sum().backward()
+    estimate = training_flops(encoder, 10, 0, targets=4, subsets=[SubsetLayers(layers, 0.6, reads_all)])
     assert counter.get_total_flops() == pytest.approx(20 * estimate.total)
     assert estimate.total < training_flops(encoder, 10, 0, targets=4).total
 
@@ -193,7 +193,7 @@ def counted_step(config: RunConfig, misses: bool = False) -> tuple[float, int]:
 
 def test_a_vanilla_share_of_the_loss_is_counted_with_all_ids(monkeypatch):
     """torch counts no product that is added in place."""
-    monkeypatch.setattr(TorchRowStep, "add_product_", lambda _, total, left, right: total.add_(left @ right))
+    monkeypatch.setattr(TorchChunkSoftmax, "add_product_", lambda _, total, left, right: total.add_(left @ right))
     plain, mixed = (
         small_config(model={**CONFIG.model_dump(), "vocab_size": 64}, data={"sequence_length": 18}, objective=objective)
         for objective in ({}, {"vanilla_weight": 0.3, "tied": True})

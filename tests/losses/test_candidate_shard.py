@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megahead.distributed.group import Group
-from megahead.losses.products import CandidateShard
+from megahead.losses.softmax import CandidateShard
 
 
 @pytest.mark.parametrize("total", [0, 1, 7, 8])

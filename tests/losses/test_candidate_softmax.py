@@ -15,8 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megahead.config.objective import ON_CPU, ChunkSize
-from megahead.losses import contrastive, row_step
-from megahead.losses import products as three_products
+from megahead.losses import contrastive, fused_softmax
 from megahead.losses.candidates import Candidates, log_unigram, unique_candidates, vocabulary_candidates
 from megahead.losses.contrastive import cwt_loss
 from megahead.losses.scores import Dot
@@ -67,7 +66,7 @@ def test_chunks_do_not_change_it(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = candidate_loss_reference(*args)
     expected_grads = torch.autograd.grad(expected, [outputs, rows])
     for chunk_bytes in (1, 700, 10**9):  # one output at a time, a ragged few, all at once
-        monkeypatch.setattr(row_step, "ON_CPU", ChunkSize(chunk_bytes, least_outputs=1, multiple=1))
+        monkeypatch.setattr(fused_softmax, "ON_CPU", ChunkSize(chunk_bytes, least_outputs=1, multiple=1))
         loss = candidate_loss(*args)
         torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)
         for mine, theirs in zip(torch.autograd.grad(loss, [outputs, rows]), expected_grads, strict=True):
@@ -101,7 +100,7 @@ def test_a_bias_that_is_learned_gets_its_gradient(others_learn: bool) -> None:
     outputs, targets, embedding = drawn(12, 4, 9)
     bias = torch.randn(9, dtype=torch.float64, requires_grad=True)
     arguments = (outputs, embedding) if others_learn else (outputs.detach(), embedding.detach())
-    among = Candidates(None, bias, targets, subtracts_positive_bias=True)
+    among = Candidates(None, bias, targets, subtracts_target_bias=True)
     ours, reference = (loss(*arguments, among, Dot(0.7)) for loss in (candidate_loss, candidate_loss_reference))
     wanted = [bias, outputs, embedding] if others_learn else [bias]
     for mine, exact in zip(torch.autograd.grad(ours, wanted), torch.autograd.grad(reference, wanted), strict=True):
@@ -121,7 +120,7 @@ def test_finite_at_extreme_scores(dtype: torch.dtype) -> None:
 
 def test_half_precision_is_no_worse_than_its_inputs_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a CPU has no units for bf16: with them `test_half_row_step`."""
-    monkeypatch.setattr(three_products, "multiplies_bf16_fast", lambda _: False)
+    monkeypatch.setattr(fused_softmax, "multiplies_bf16_fast", lambda _: False)
     outputs, targets, embedding = drawn(64, 16, 30)
     exact = paper_form(outputs, targets, embedding)
     rounded = cwt_loss(outputs.bfloat16(), targets, embedding.bfloat16())
@@ -132,7 +131,7 @@ def test_half_precision_is_no_worse_than_its_inputs_rounding(monkeypatch: pytest
 
 
 def test_autocast_does_not_round_what_is_given_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(three_products, "multiplies_bf16_fast", lambda _: False)
+    monkeypatch.setattr(fused_softmax, "multiplies_bf16_fast", lambda _: False)
     outputs, targets, embedding = drawn(64, 16, 30)
     arguments = (outputs.float(), targets, embedding.float())
     with torch.autocast("cpu", torch.bfloat16):
@@ -249,7 +248,7 @@ def test_own_candidates_point_at_own_targets() -> None:
     candidates = unique_candidates(targets)
     assert candidates.ids_U is not None
     assert candidates.bias_U is not None
-    assert torch.equal(candidates.ids_U[candidates.positive_N], targets)
+    assert torch.equal(candidates.ids_U[candidates.target_N], targets)
     torch.testing.assert_close(candidates.bias_U.exp(), torch.tensor([1.0, 3.0, 1.0], dtype=torch.float64))
 
 

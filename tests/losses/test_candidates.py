@@ -37,12 +37,12 @@ def test_the_whole_vocabulary_is_not_padded() -> None:
 
 
 def test_all_tensors_move_and_the_rest_stays() -> None:
-    candidates = Candidates(*(torch.arange(3) for _ in range(4)), subtracts_positive_bias=True)  # type: ignore[misc]
+    candidates = Candidates(*(torch.arange(3) for _ in range(4)), subtracts_target_bias=True)  # type: ignore[misc]
     moved = candidates.to(torch.device("meta"))
-    assert all(getattr(moved, name).is_meta for name in ("ids_U", "bias_U", "positive_N", "positive_bias_U"))
-    assert moved.subtracts_positive_bias
+    assert all(getattr(moved, name).is_meta for name in ("ids_U", "bias_U", "target_N", "target_bias_U"))
+    assert moved.subtracts_target_bias
     alone = Candidates(None, None, torch.arange(3)).to(torch.device("meta"))
-    assert (alone.ids_U, alone.bias_U, alone.positive_N.is_meta) == (None, None, True)
+    assert (alone.ids_U, alone.bias_U, alone.target_N.is_meta) == (None, None, True)
 
 
 @pytest.mark.parametrize("apart", [False, True])
@@ -52,13 +52,13 @@ def test_a_bias_in_the_numerator_is_that_of_each_positive_as_often_as_it_counts(
     plain = Candidates(None, bias, own, bias / 2 if apart else None, weight_N=weights)
     subtracted = float((weights * (bias / 2 if apart else bias)[own]).sum())
     for way in (candidate_loss, candidate_loss_reference):
-        mine = way(outputs, rows, replace(plain, subtracts_positive_bias=True))
+        mine = way(outputs, rows, replace(plain, subtracts_target_bias=True))
         torch.testing.assert_close(float(mine), float(way(outputs, rows, plain)) - subtracted, rtol=1e-5, atol=1e-5)
 
 
 def test_without_outputs_a_learned_bias_has_a_gradient_of_zeros() -> None:
     bias = torch.tensor([1.0, -torch.inf], requires_grad=True)
-    none = Candidates(None, bias, torch.zeros(0, dtype=torch.int64), subtracts_positive_bias=True)
+    none = Candidates(None, bias, torch.zeros(0, dtype=torch.int64), subtracts_target_bias=True)
     loss = candidate_loss(torch.zeros(0, 4), torch.randn(2, 4), none)
     loss.backward()
     assert (loss.item(), bias.grad.tolist()) == (0.0, [0.0, 0.0])

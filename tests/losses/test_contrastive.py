@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from megahead.config.objective import ChunkSize, ObjectiveConfig
 from megahead.errors import ConfigError
-from megahead.losses import row_step
+from megahead.losses import fused_softmax
 from megahead.losses.candidates import (
     Candidates,
     draw_ids,
@@ -90,12 +90,12 @@ def test_equals_its_formula_in_value_and_both_gradients(bias: str, negatives: in
 def test_the_papers_pool_is_its_unique_targets() -> None:
     _, _, targets = drawn()
     pooled, plain = objective().pool(targets).candidates(targets), unique_candidates(targets)
-    assert pooled.positive_bias_U is None
-    assert not pooled.subtracts_positive_bias
+    assert pooled.target_bias_U is None
+    assert not pooled.subtracts_target_bias
     for mine, theirs in (
         (pooled.ids_U, plain.ids_U),
         (pooled.bias_U, plain.bias_U),
-        (pooled.positive_N, plain.positive_N),
+        (pooled.target_N, plain.target_N),
     ):
         torch.testing.assert_close(mine, theirs)
 
@@ -103,10 +103,10 @@ def test_the_papers_pool_is_its_unique_targets() -> None:
 def test_own_biases_do_not_depend_on_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     outputs, table, targets = drawn()
     candidates = objective(max_candidates=3).pool(targets).candidates(targets)
-    assert candidates.positive_bias_U is not None
+    assert candidates.target_bias_U is not None
     losses, gradients = [], []
     for chunk_bytes in (1, 300, 10**9):
-        monkeypatch.setattr(row_step, "ON_CPU", ChunkSize(chunk_bytes, least_outputs=1, multiple=1))
+        monkeypatch.setattr(fused_softmax, "ON_CPU", ChunkSize(chunk_bytes, least_outputs=1, multiple=1))
         losses.append(loss_of(candidates, outputs, table, 0.7))
         gradients.append(torch.autograd.grad(losses[-1], [table])[0])
     torch.testing.assert_close(losses, [losses[0]] * 3)
@@ -123,11 +123,11 @@ def test_capped_candidates_are_few_always_hold_the_own_token_and_are_right_on_av
         assert group.ids_U is not None
         assert group.bias_U is not None
         assert int((group.bias_U > -torch.inf).sum()) == most
-        assert torch.equal(group.ids_U[group.positive_N], targets)
-        positive_bias = group.bias_U if group.positive_bias_U is None else group.positive_bias_U
+        assert torch.equal(group.ids_U[group.target_N], targets)
+        target_bias = group.bias_U if group.target_bias_U is None else group.target_bias_U
         scores = (outputs @ table[group.ids_U].T).detach()
-        own = group.positive_N[:, None]
-        sums[seed] = (scores + group.bias_U).scatter(1, own, scores.gather(1, own) + positive_bias[own]).exp().sum(1)
+        own = group.target_N[:, None]
+        sums[seed] = (scores + group.bias_U).scatter(1, own, scores.gather(1, own) + target_bias[own]).exp().sum(1)
     error = (sums.mean(0) - exact).abs() / (sums.std(0) / draws**0.5)
     assert sums.std(0).min() > 0
     assert error.max() < 4.5  # standard errors, the largest of 30
@@ -143,7 +143,7 @@ def test_a_cap_that_is_not_reached_changes_nothing() -> None:
     _, _, targets = drawn()
     capped, plain = (objective(max_candidates=most).pool(targets).candidates(targets) for most in (V, None))
     torch.testing.assert_close(capped.bias_U, plain.bias_U)
-    assert capped.positive_bias_U is None
+    assert capped.target_bias_U is None
 
 
 def test_samples_have_their_size_and_each_member_its_chance() -> None:
@@ -284,7 +284,7 @@ def test_choosing_candidates_does_not_cost_a_vocabulary(fields: dict[str, Any]) 
         candidates = rule.pool(targets, seed=1).candidates(targets)
     assert largest.numbers < 2000
     assert candidates.ids_U is not None
-    assert torch.equal(candidates.ids_U[candidates.positive_N], targets)
+    assert torch.equal(candidates.ids_U[candidates.target_N], targets)
 
 
 NEAREST = torch.tensor([[(u + 1) % V, (u + 5) % V] for u in range(V)])
@@ -296,7 +296,7 @@ def test_hard_negatives_are_the_nearest_ids_of_all_targets() -> None:
     candidates = rule.pool(targets).candidates(targets)
     assert candidates.ids_U is not None
     assert candidates.ids_U.tolist() == [3, 4, 7, 8]  # the first of the two that the table has
-    assert candidates.ids_U[candidates.positive_N].tolist() == [3, 7, 7]
+    assert candidates.ids_U[candidates.target_N].tolist() == [3, 7, 7]
 
 
 def test_hard_negatives_need_their_table() -> None:

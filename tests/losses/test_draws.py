@@ -15,9 +15,8 @@ from megahead.config.objective import ObjectiveConfig, ReplacedTokensConfig
 from megahead.distributed.group import Group
 from megahead.losses.candidates import Candidates
 from megahead.losses.contrastive import build_objective
-from megahead.losses.products import CandidateShard
 from megahead.losses.scores import Dot, Harmonic, Score
-from megahead.losses.softmax import grouped_draws, parallel_draws
+from megahead.losses.softmax import CandidateShard, grouped_draws, parallel_draws
 from support.on_ranks import on_ranks
 
 U, D = 7, 5
@@ -145,7 +144,7 @@ def test_over_many_groups_tokens_are_drawn_as_by_the_training_free_head(name: st
         ids = torch.from_numpy(np.concatenate([own, random.choice(vocabulary, targets - 1, p=q_V)]))
         candidates = rule.pool(ids, seed=group).candidates(ids[:1])
         assert candidates.ids_U is not None
-        again = replace(candidates, positive_N=candidates.positive_N.expand(each))
+        again = replace(candidates, target_N=candidates.target_N.expand(each))
         rows_UD, uniform_N = optimum_V[candidates.ids_U][:, None], torch.from_numpy(random.random(each))
         outputs_ND = torch.ones(each, 1, dtype=torch.float64)
         drawn_N = candidates.ids_U[grouped_draws(outputs_ND, rows_UD, again, Dot(), uniform_N, Group())].numpy()
@@ -178,7 +177,7 @@ def test_a_rare_original_is_drawn_as_often_as_its_probability_says(name: str) ->
         ids = torch.from_numpy(np.append(random.choice(vocabulary, targets - 1, p=q_V), own))
         candidates = rule.pool(ids, seed=group).candidates(ids[-1:])
         assert candidates.ids_U is not None
-        again = replace(candidates, positive_N=candidates.positive_N.expand(each))
+        again = replace(candidates, target_N=candidates.target_N.expand(each))
         outputs_ND, rows_UD = torch.ones(each, 1, dtype=torch.float64), optimum_V[candidates.ids_U][:, None]
         drawn_N = candidates.ids_U[grouped_draws(outputs_ND, rows_UD, again, Dot(), uniform_N, Group())]
         originals += int((drawn_N == own).sum())

@@ -66,9 +66,9 @@ def test_held_out_text_is_predicted_as_it_is(count: str, power: float) -> None:
     context_B, text = rows(12_000, seed=1)
     token_counts = np.bincount(text.ravel(), minlength=VOCABULARY)
     strategy = Frequency.of(token_counts.tolist(), power)
-    seen_N, positive_N = targets(Masker(Framing(config.masking, 2, False), strategy, VOCABULARY, 0), context_B, text)
+    seen_N, target_N = targets(Masker(Framing(config.masking, 2, False), strategy, VOCABULARY, 0), context_B, text)
     joint = np.zeros((CONTEXTS, VOCABULARY))
-    np.add.at(joint, (seen_N, positive_N), 1)
+    np.add.at(joint, (seen_N, target_N), 1)
     target_counts = torch.from_numpy(joint.sum(0)).long()
     scores = np.log((joint + 1e-3) / joint.sum(1, keepdims=True)) - log_unigram(target_counts, VOCABULARY).numpy()
 

@@ -11,12 +11,17 @@ from torch import Tensor
 
 from megahead.config.objective import ChunkSize
 from megahead.distributed.group import Group
-from megahead.losses import products as three_products
-from megahead.losses import row_step
+from megahead.losses import fused_softmax
 from megahead.losses.candidates import Candidates
-from megahead.losses.products import CandidateShard, loss_dtype
+from megahead.losses.fused_softmax import loss_dtype
 from megahead.losses.scores import Dot, Harmonic, Score
-from megahead.losses.softmax import candidate_loss, candidate_loss_reference, evaluation_sums, parallel_candidate_loss
+from megahead.losses.softmax import (
+    CandidateShard,
+    candidate_loss,
+    candidate_loss_reference,
+    evaluation_sums,
+    parallel_candidate_loss,
+)
 from support.on_ranks import on_ranks
 from support.row_kernel_cases import drawn, solved
 
@@ -29,8 +34,8 @@ SCORE = Dot(0.7)
 @pytest.fixture(autouse=True)
 def with_units(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a CPU with units for bf16, in chunks of a few outputs; others multiply it slowly, to the same results."""
-    monkeypatch.setattr(three_products, "multiplies_bf16_fast", lambda _: True)
-    monkeypatch.setattr(row_step, "ON_CPU", ChunkSize(score_bytes=1, least_outputs=8, multiple=1))
+    monkeypatch.setattr(fused_softmax, "multiplies_bf16_fast", lambda _: True)
+    monkeypatch.setattr(fused_softmax, "ON_CPU", ChunkSize(score_bytes=1, least_outputs=8, multiple=1))
 
 
 def exact(outputs: Tensor, rows: Tensor, candidates: Candidates, *others: Tensor) -> list[Tensor]:
@@ -58,7 +63,7 @@ def test_products_in_bf16_lose_no_more_than_their_rounding(apart: bool, weighed:
     mine = solved(loss, [outputs, rows])
     assert_rounded(mine, exact(outputs, rows, candidates))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(three_products, "multiplies_bf16_fast", lambda _: False)
+        patch.setattr(fused_softmax, "multiplies_bf16_fast", lambda _: False)
         full = solved(candidate_loss(outputs, rows, candidates, SCORE), [outputs, rows])
     assert [value.equal(other) for value, other in zip(mine, full, strict=True)] == [False] * 3
 
@@ -67,7 +72,7 @@ def test_a_learned_bias_gets_its_gradient() -> None:
     outputs, rows, candidates = drawn(41, 35, 24, HALF, CPU, apart=False)
     assert candidates.bias_U is not None
     bias = candidates.bias_U.to(HALF).requires_grad_()
-    candidates = replace(candidates, bias_U=bias, subtracts_positive_bias=True)
+    candidates = replace(candidates, bias_U=bias, subtracts_target_bias=True)
     mine = solved(candidate_loss(outputs, rows, candidates, SCORE), [outputs, rows, bias])
     assert_rounded(mine, exact(outputs, rows, candidates, bias))
 
@@ -85,7 +90,7 @@ def test_gradients_over_many_chunks_add_up_in_float32() -> None:
 
 def split(group: Group, fast: tuple[bool, ...]) -> list[Tensor]:
     """The loss and its gradients with candidates split over ranks, of which some have units for bf16."""
-    three_products.multiplies_bf16_fast = lambda _: fast[group.rank]  # in a process of its own
+    fused_softmax.multiplies_bf16_fast = lambda _: fast[group.rank]  # in a process of its own
     outputs, rows, candidates = drawn(23, 38, 24, HALF, CPU, apart=False)
     shard = CandidateShard.of(38, -(-38 // group.size), group)
     table = rows.new_full((shard.width, 24), 77.0)  # where there is no candidate, nonsense
@@ -139,7 +144,7 @@ def test_under_autocast_to_bf16_so_do_others() -> None:
 def test_evaluation_takes_no_bf16_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounded scores would often be the same, so that a target is less often the only largest."""
     outputs, rows, candidates = drawn(41, 35, 24, HALF, CPU, apart=False)
-    monkeypatch.setattr(three_products, "HalfRowStep", None)
+    monkeypatch.setattr(fused_softmax, "HalfChunkSoftmax", None)
     mine = evaluation_sums(outputs, rows, candidates, SCORE)
     true = evaluation_sums(outputs.double(), rows.double(), candidates, SCORE)
     assert mine.loss == pytest.approx(true.loss, rel=1e-5)

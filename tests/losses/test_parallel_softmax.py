@@ -11,11 +11,11 @@ from torch import Tensor
 
 from megahead.config.objective import ChunkSize
 from megahead.distributed.group import Group
-from megahead.losses import row_step
+from megahead.losses import fused_softmax
 from megahead.losses.candidates import Candidates
-from megahead.losses.products import CandidateShard
 from megahead.losses.scores import Dot
 from megahead.losses.softmax import (
+    CandidateShard,
     candidate_loss_reference,
     evaluation_sums,
     parallel_candidate_loss,
@@ -49,7 +49,7 @@ def split(group: Group, count: int, biased: bool, scale: float) -> tuple[Tensor,
     shard, table = shard_of(rows, group)
     outputs.requires_grad_()
     table.requires_grad_()
-    with mock.patch.object(row_step, "ON_CPU", ChunkSize(8 * 4 * table.shape[0], 1, 1)):  # four outputs a chunk
+    with mock.patch.object(fused_softmax, "ON_CPU", ChunkSize(8 * 4 * table.shape[0], 1, 1)):  # four outputs a chunk
         loss = parallel_candidate_loss(outputs, table, candidates, Dot(TEMPERATURE), shard)
     (3 * loss).backward()
     assert outputs.grad is not None
@@ -80,8 +80,8 @@ def gradient_of_the_bias(group: Group, count: int) -> Tensor:
     outputs, rows, candidates = problem(count, True)
     shard, table = shard_of(rows, group)
     assert candidates.bias_U is not None
-    bias, candidates = candidates.bias_U.requires_grad_(), replace(candidates, subtracts_positive_bias=True)
-    with mock.patch.object(row_step, "ON_CPU", ChunkSize(8 * 4 * table.shape[0], 1, 1)):
+    bias, candidates = candidates.bias_U.requires_grad_(), replace(candidates, subtracts_target_bias=True)
+    with mock.patch.object(fused_softmax, "ON_CPU", ChunkSize(8 * 4 * table.shape[0], 1, 1)):
         loss = parallel_candidate_loss(outputs, table, candidates, Dot(TEMPERATURE), shard)
     return torch.autograd.grad(3 * loss, bias)[0]
 
@@ -91,7 +91,7 @@ def gradient_of_the_bias(group: Group, count: int) -> Tensor:
 def test_every_rank_has_the_gradient_of_all_learned_biases(size: int, count: int) -> None:
     outputs, rows, candidates = problem(count, True)
     assert candidates.bias_U is not None
-    bias, candidates = candidates.bias_U.requires_grad_(), replace(candidates, subtracts_positive_bias=True)
+    bias, candidates = candidates.bias_U.requires_grad_(), replace(candidates, subtracts_target_bias=True)
     reference = candidate_loss_reference(outputs, rows, candidates, Dot(TEMPERATURE))
     (expected,) = torch.autograd.grad(3 * reference, bias)
     for whole in on_ranks(size, gradient_of_the_bias, count):

@@ -14,9 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megahead.config.objective import ChunkSize
 from megahead.distributed.group import Group
 from megahead.losses.candidates import Candidates
-from megahead.losses.products import CandidateShard
 from megahead.losses.scores import Dot
 from megahead.losses.softmax import (
+    CandidateShard,
     candidate_loss,
     candidate_loss_reference,
     evaluation_sums,
@@ -46,7 +46,7 @@ def test_float32_equals_the_reference(device: torch.device, n: int, u: int, d: i
 
 def test_without_biases_it_equals_the_reference(device: torch.device) -> None:
     outputs, rows, candidates = drawn(19, 37, 23, torch.float32, device)
-    candidates = Candidates(None, None, candidates.positive_N)
+    candidates = Candidates(None, None, candidates.target_N)
     mine = solved(candidate_loss(outputs, rows, candidates), [outputs, rows])
     for value, exact in zip(mine, truth(outputs, rows, candidates, 1.0), strict=True):
         torch.testing.assert_close(value, exact, rtol=2e-5, atol=2e-5)
@@ -91,7 +91,7 @@ def test_a_learned_bias_gets_its_gradient(device: torch.device, temperature: flo
     results = []
     for way, dtype in ((candidate_loss, torch.float32), (candidate_loss_reference, torch.float64)):
         inputs = [x.detach().to(dtype).requires_grad_() for x in (outputs, rows, candidates.bias_U)]
-        among = replace(candidates, bias_U=inputs[2], subtracts_positive_bias=True)
+        among = replace(candidates, bias_U=inputs[2], subtracts_target_bias=True)
         results.append(solved(way(*inputs[:2], among, Dot(temperature)), inputs))
     for mine, exact in zip(*results, strict=True):
         torch.testing.assert_close(mine, exact, rtol=2e-5, atol=2e-5)
@@ -118,7 +118,7 @@ def split(group: Group, count: int, apart: bool) -> tuple[Tensor, Tensor, Tensor
         value, of_outputs, of_rows = solved(loss, [outputs, table])
         assert not of_rows[shard.count :].any()
         sums = parallel_evaluation_sums(
-            outputs, table, replace(candidates, positive_bias_U=None), Dot(TEMPERATURE), shard
+            outputs, table, replace(candidates, target_bias_U=None), Dot(TEMPERATURE), shard
         )
         return value, of_outputs, of_rows[: shard.count], tuple(sums)
 
@@ -129,7 +129,7 @@ def test_split_over_ranks_it_equals_the_reference(size: int, count: int, apart: 
         pytest.skip("Triton's interpreter is for machines without a GPU")
     outputs, rows, candidates = drawn(23, count, 24, torch.bfloat16, torch.device("cpu"), apart)
     exact = truth(outputs, rows, candidates, TEMPERATURE)
-    plain = replace(candidates, positive_bias_U=None)
+    plain = replace(candidates, target_bias_U=None)
     sums = evaluation_sums(outputs.double(), rows.double(), plain, Dot(TEMPERATURE))
     results = on_ranks(size, split, count, apart)
     of_rows = torch.cat([result[2] for result in results])
@@ -151,9 +151,9 @@ def test_cuda_takes_the_kernel_for_half_precision_and_under_autocast() -> None:
 def weighed_with_a_learned_bias(candidates: Candidates) -> Candidates:
     """As an encoder's vanilla head has them under masked diffusion."""
     assert candidates.bias_U is not None
-    weight_N = 1 + torch.arange(len(candidates.positive_N), device=candidates.bias_U.device) % 7 / 3
+    weight_N = 1 + torch.arange(len(candidates.target_N), device=candidates.bias_U.device) % 7 / 3
     bias_U = candidates.bias_U.float().requires_grad_()
-    return replace(candidates, bias_U=bias_U, subtracts_positive_bias=True, weight_N=weight_N)
+    return replace(candidates, bias_U=bias_U, subtracts_target_bias=True, weight_N=weight_N)
 
 
 @pytest.mark.gpu
@@ -190,7 +190,7 @@ def test_a_chunk_takes_three_products_and_a_difference_beside_the_kernel(monkeyp
     counts = []
     for chunk in (8, 40):
         monkeypatch.setattr("megahead.losses.triton_kernel.ON_GPU", ChunkSize(1, least_outputs=chunk, multiple=1))
-        monkeypatch.setattr("megahead.losses.triton_kernel.KernelRowStep._sum_up", sums_of_nothing)
+        monkeypatch.setattr("megahead.losses.triton_kernel.TritonChunkSoftmax._sum_up", sums_of_nothing)
         with Operations() as operations:
             torch.autograd.grad(candidate_loss(outputs, rows, candidates), [outputs, rows])
         counts.append(operations.counts)
@@ -201,7 +201,7 @@ def test_a_chunk_takes_three_products_and_a_difference_beside_the_kernel(monkeyp
 
 def test_nothing_is_added_up_by_ids_whose_order_a_gpu_would_not_keep(monkeypatch: pytest.MonkeyPatch) -> None:
     interpret(monkeypatch)
-    monkeypatch.setattr("megahead.losses.triton_kernel.KernelRowStep._sum_up", sums_of_nothing)
+    monkeypatch.setattr("megahead.losses.triton_kernel.TritonChunkSoftmax._sum_up", sums_of_nothing)
     outputs, rows, candidates = drawn(40, 48, 16, torch.bfloat16, torch.device("cpu"), apart=False)
     candidates = weighed_with_a_learned_bias(candidates)
     with Operations() as operations:
@@ -211,7 +211,7 @@ def test_nothing_is_added_up_by_ids_whose_order_a_gpu_would_not_keep(monkeypatch
 
 def test_a_bias_with_a_gradient_must_be_in_the_numerator(monkeypatch: pytest.MonkeyPatch) -> None:
     outputs, rows, candidates = drawn(4, 8, 16, torch.float32, torch.device("cpu"), apart=False)
-    learned = replace(weighed_with_a_learned_bias(candidates), subtracts_positive_bias=False)
+    learned = replace(weighed_with_a_learned_bias(candidates), subtracts_target_bias=False)
     with pytest.raises(ValueError, match="numerator"):
         candidate_loss(outputs, rows, learned)
 

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from megahead.distributed.group import Group
 from megahead.losses.candidates import Candidates
-from megahead.losses.products import CandidateShard
 from megahead.losses.scores import Dot
 from megahead.losses.softmax import (
+    CandidateShard,
     candidate_loss,
     candidate_loss_reference,
     evaluation_sums,
@@ -63,7 +63,7 @@ def test_split_over_ranks_it_equals_the_reference(
         value, of_outputs, of_rows = solved(loss, [outputs, table])
         assert not of_rows[shard.count :].any()
         sums = parallel_evaluation_sums(
-            outputs, table, replace(candidates, positive_bias_U=None), Dot(TEMPERATURE), shard
+            outputs, table, replace(candidates, target_bias_U=None), Dot(TEMPERATURE), shard
         )
         return [value, of_outputs, of_rows[: shard.count]], tuple(sums)
 
@@ -73,7 +73,7 @@ def test_split_over_ranks_it_equals_the_reference(
     exact = truth(outputs, rows, candidates, TEMPERATURE)
     for part in parts:
         assert_rounded_once([part[0], of_outputs, of_rows], exact, torch.bfloat16, roundings=3)  # of each rank's part
-    plain = replace(candidates, positive_bias_U=None)
+    plain = replace(candidates, target_bias_U=None)
     sums = evaluation_sums(outputs.double(), rows.double(), plain, Dot(TEMPERATURE))
     for _, (loss, correct, targets, *_) in results:
         assert loss == pytest.approx(sums.loss, rel=1e-5)
@@ -96,7 +96,7 @@ def test_a_vocabulary_with_a_learned_bias_equals_the_reference(
     for way, kind in ((candidate_loss, dtype), (candidate_loss_reference, torch.float64)):
         bias = candidates.bias_U.to(torch.float32 if kind == dtype else kind).detach().requires_grad_()
         inputs = [outputs.detach().to(kind).requires_grad_(), rows.detach().to(kind).requires_grad_(), bias]
-        vocabulary = Candidates(None, bias, candidates.positive_N, subtracts_positive_bias=True)
+        vocabulary = Candidates(None, bias, candidates.target_N, subtracts_target_bias=True)
         results.append(solved(way(*inputs[:2], vocabulary, Dot(TEMPERATURE)), inputs))
     assert_rounded_once(*results, dtype)
 
@@ -112,7 +112,7 @@ def test_evaluation_over_a_vocabulary_equals_float64(
     device: torch.device, n: int, u: int, d: int, dtype: torch.dtype, biased: bool
 ) -> None:
     outputs, rows, candidates = drawn(n, u, d, dtype, device, apart=False)
-    vocabulary = Candidates(None, candidates.bias_U if biased else None, candidates.positive_N)
+    vocabulary = Candidates(None, candidates.bias_U if biased else None, candidates.target_N)
     mine = evaluation_sums(outputs, rows, vocabulary, Dot(TEMPERATURE))
     exact = evaluation_sums(outputs.double(), rows.double(), vocabulary, Dot(TEMPERATURE))
     assert mine.loss == pytest.approx(exact.loss, rel=1e-5)
@@ -130,9 +130,9 @@ def test_rows_of_a_vocabulary_of_any_size_begin_where_16_bytes_are_moved_at_once
         seen.append((scores_nw.stride(0), step._residuals.stride(0), len(step._biases[0])))
         return torch.empty(4, len(scores_nw))
 
-    monkeypatch.setattr("megahead.losses.triton_kernel.KernelRowStep._sum_up", look)
+    monkeypatch.setattr("megahead.losses.triton_kernel.TritonChunkSoftmax._sum_up", look)
     outputs, rows, bias = (torch.zeros(*shape, requires_grad=True) for shape in ((3, 16), (30592, 16), (30592,)))
-    vocabulary = Candidates(None, bias[:30522], torch.zeros(3, dtype=torch.int64), subtracts_positive_bias=True)
+    vocabulary = Candidates(None, bias[:30522], torch.zeros(3, dtype=torch.int64), subtracts_target_bias=True)
     torch.autograd.grad(candidate_loss(outputs, rows[:30522], vocabulary), [outputs, rows, bias])
     assert seen == [(30528, 30528, 30528)]
 

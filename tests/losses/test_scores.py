@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from megahead.config.objective import ChunkSize, ObjectiveConfig
-from megahead.losses import products as three_products
-from megahead.losses import row_step
+from megahead.losses import fused_softmax
 from megahead.losses.candidates import Candidates, log_unigram, unique_candidates, vocabulary_candidates
 from megahead.losses.scores import SCORES, Cosine, Dot, Harmonic, Score
 from megahead.losses.softmax import candidate_loss, candidate_loss_reference, evaluation_sums, streamed_sums
@@ -40,15 +39,15 @@ def test_loss_and_gradients_are_those_of_the_definition_in_any_chunks(
     """`apart`: positives have biases of their own."""
     outputs, rows, candidates = drawn(23, 14, 6, torch.float64, CPU, apart)
     scores = definition(score, outputs, rows)
-    own = candidates.positive_N[:, None]
+    own = candidates.target_N[:, None]
     positive = scores.gather(1, own)
     biased = scores + candidates.bias_U
-    if candidates.positive_bias_U is not None:
-        biased = biased.scatter(1, own, positive + candidates.positive_bias_U[own])
+    if candidates.target_bias_U is not None:
+        biased = biased.scatter(1, own, positive + candidates.target_bias_U[own])
     exact = solved((biased.logsumexp(1) - positive[:, 0]).sum(), [outputs, rows])
     for way in (candidate_loss, candidate_loss_reference):
         for size in (1, 10**9):
-            monkeypatch.setattr(row_step, "ON_CPU", ChunkSize(size, least_outputs=5, multiple=1))
+            monkeypatch.setattr(fused_softmax, "ON_CPU", ChunkSize(size, least_outputs=5, multiple=1))
             mine = solved(way(outputs, rows, candidates, score), [outputs, rows])
             torch.testing.assert_close(mine, exact, rtol=1e-9, atol=1e-9)
 
@@ -73,7 +72,7 @@ def test_float32_is_as_near_as_its_rounding(score: Score) -> None:
 def test_a_learned_bias_gets_its_gradient(score: Score) -> None:
     outputs, rows, candidates = drawn(12, 9, 4, torch.float64, CPU, apart=False)
     bias = torch.randn(9, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).requires_grad_()
-    among = Candidates(None, bias, candidates.positive_N, subtracts_positive_bias=True)
+    among = Candidates(None, bias, candidates.target_N, subtracts_target_bias=True)
     mine, exact = (
         solved(way(outputs, rows, among, score), [bias, outputs, rows])
         for way in (candidate_loss, candidate_loss_reference)
@@ -86,7 +85,7 @@ def test_a_score_that_is_no_product_takes_torchs_operations_in_float32_on_a_gpu_
     monkeypatch: pytest.MonkeyPatch, half: bool
 ) -> None:
     """Also under autocast, as bf16 is computed at ZeRO 0."""
-    monkeypatch.setattr(three_products, "on_gpu", lambda tensor: tensor.dtype != torch.float64)
+    monkeypatch.setattr(fused_softmax, "on_gpu", lambda tensor: tensor.dtype != torch.float64)
     outputs, rows, candidates = drawn(23, 14, 6, torch.float32, CPU, apart=False)
     exact = solved(candidate_loss_reference(outputs, rows, candidates, Harmonic(0.7)), [outputs, rows])
     with torch.autocast("cpu", torch.bfloat16, enabled=half):
@@ -97,10 +96,10 @@ def test_a_score_that_is_no_product_takes_torchs_operations_in_float32_on_a_gpu_
 @pytest.mark.parametrize("score", KINDS, ids=str)
 def test_evaluation_is_that_of_the_definition_whole_and_in_blocks(score: Score) -> None:
     outputs, rows, candidates = drawn(30, 17, 6, torch.float64, CPU, apart=False)
-    vocabulary = vocabulary_candidates(candidates.positive_N, candidates.bias_U)
+    vocabulary = vocabulary_candidates(candidates.target_N, candidates.bias_U)
     logs = (definition(score, outputs, rows) + candidates.bias_U).log_softmax(1)
-    loss = -logs.gather(1, candidates.positive_N[:, None]).sum().item()
-    correct = int((logs.argmax(1) == candidates.positive_N).sum())
+    loss = -logs.gather(1, candidates.target_N[:, None]).sum().item()
+    correct = int((logs.argmax(1) == candidates.target_N).sum())
     for sums in (
         evaluation_sums(outputs, rows, vocabulary, score),
         streamed_sums(outputs, rows.split(5), vocabulary, score),

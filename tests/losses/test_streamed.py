@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megahead.config.objective import ChunkSize
-from megahead.losses import row_step
+from megahead.losses import fused_softmax
 from megahead.losses.candidates import vocabulary_candidates
 from megahead.losses.scores import Dot
 from megahead.losses.softmax import evaluation_sums, streamed_sums
@@ -19,7 +19,7 @@ from support.row_kernel_cases import drawn, on_device
 def test_blocks_and_chunks_give_what_the_whole_gives(
     biased: bool, block: int, chunk_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(row_step, "ON_CPU", ChunkSize(chunk_bytes, least_outputs=1, multiple=1))
+    monkeypatch.setattr(fused_softmax, "ON_CPU", ChunkSize(chunk_bytes, least_outputs=1, multiple=1))
     torch.manual_seed(block)
     outputs, rows = 3 * torch.randn(20, 8), torch.randn(50, 8)
     bias = torch.randn(50) if biased else None
@@ -77,9 +77,11 @@ def test_on_a_gpu_blocks_go_through_the_kernel_and_give_what_float64_gives(
     kernel = pytest.importorskip("megahead.losses.triton_kernel", exc_type=ImportError)
     outputs, rows, candidates = drawn(n, v, d, torch.bfloat16, on_device(kind, monkeypatch), apart=False)
     scored: list[int] = []
-    plain = kernel.KernelRowStep.sums
-    monkeypatch.setattr(kernel.KernelRowStep, "sums", lambda step, *given: [scored.append(1), plain(step, *given)][1])
-    vocabulary = vocabulary_candidates(candidates.positive_N, candidates.bias_U)
+    plain = kernel.TritonChunkSoftmax.sums
+    monkeypatch.setattr(
+        kernel.TritonChunkSoftmax, "sums", lambda step, *given: [scored.append(1), plain(step, *given)][1]
+    )
+    vocabulary = vocabulary_candidates(candidates.target_N, candidates.bias_U)
     mine = streamed_sums(outputs, rows.split(block), vocabulary, Dot(0.7))
     exact = evaluation_sums(outputs.double(), rows.double(), vocabulary, Dot(0.7))
     assert len(scored) >= -(-v // block)

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from megahead.config.objective import ChunkSize, ObjectiveConfig
 from megahead.distributed.group import Group
-from megahead.losses import row_step
+from megahead.losses import fused_softmax
 from megahead.losses.candidates import Candidates
 from megahead.losses.contrastive import build_objective
-from megahead.losses.products import CandidateShard
 from megahead.losses.scores import Dot, Harmonic, Score
 from megahead.losses.softmax import (
+    CandidateShard,
     candidate_loss,
     candidate_loss_reference,
     evaluation_sums,
@@ -47,11 +47,11 @@ def problem(
     generator = torch.Generator().manual_seed(0)
     outputs, rows, bias = (torch.randn(*size, generator=generator) for size in ((N, D), (U, D), (U,)))
     weight_N = (50 / torch.randint(1, 51, (N,), generator=generator)).to(device)
-    positive_N, bias = torch.randint(U, (N,), generator=generator).to(device), bias.to(device, torch.float64)
+    target_N, bias = torch.randint(U, (N,), generator=generator).to(device), bias.to(device, torch.float64)
     inputs = [x.to(device, dtype).requires_grad_() for x in (outputs, rows)]
     if apart:
-        return inputs, Candidates(None, bias, positive_N, bias / 2, weight_N=weight_N)
-    return [*inputs, bias.requires_grad_()], Candidates(None, bias, positive_N, None, True, weight_N)
+        return inputs, Candidates(None, bias, target_N, bias / 2, weight_N=weight_N)
+    return [*inputs, bias.requires_grad_()], Candidates(None, bias, target_N, None, True, weight_N)
 
 
 def exact(inputs: list[Tensor], candidates: Candidates, score: Score = SCORE) -> list[Tensor]:
@@ -61,14 +61,14 @@ def exact(inputs: list[Tensor], candidates: Candidates, score: Score = SCORE) ->
 
 
 def small_chunks(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(row_step, "ON_CPU", ChunkSize(1, least_outputs=5, multiple=1))
+    patch.setattr(fused_softmax, "ON_CPU", ChunkSize(1, least_outputs=5, multiple=1))
 
 
 def test_an_output_of_weight_three_is_one_that_is_there_three_times() -> None:
     inputs, candidates = problem()
     often_N = torch.arange(N) % 4
     outputs, rows, _ = inputs
-    whole = replace(candidates, weight_N=None, positive_N=candidates.positive_N.repeat_interleave(often_N))
+    whole = replace(candidates, weight_N=None, target_N=candidates.target_N.repeat_interleave(often_N))
     repeated = candidate_loss_reference(outputs.repeat_interleave(often_N, 0), rows, whole, SCORE)
     weighed = candidate_loss_reference(outputs, rows, replace(candidates, weight_N=often_N.float()), SCORE)
     for mine, expected in zip(solved(weighed, inputs), solved(repeated, inputs), strict=True):
@@ -133,11 +133,11 @@ def test_split_over_ranks_it_equals_the_reference(ranks: int, kernel: bool) -> N
 def test_evaluation_counts_losses_by_weight_and_targets_once_also_block_by_block() -> None:
     (outputs, rows, bias), candidates = problem()
     log_p_NU = (outputs @ rows.T / 0.7 + bias).log_softmax(1)
-    weight_N, own_N = candidates.weight_N, log_p_NU.gather(1, candidates.positive_N[:, None])[:, 0]
+    weight_N, own_N = candidates.weight_N, log_p_NU.gather(1, candidates.target_N[:, None])[:, 0]
     assert weight_N is not None
     found = evaluation_sums(outputs, rows, candidates, SCORE)
     assert found.loss == pytest.approx(-float((weight_N * own_N).sum().detach()))
-    assert found.correct == int((log_p_NU.argmax(1) == candidates.positive_N).sum())
+    assert found.correct == int((log_p_NU.argmax(1) == candidates.target_N).sum())
     assert (found.targets, found.weight) == (N, pytest.approx(float(weight_N.sum())))
     blocks = streamed_sums(outputs, rows.split(5), candidates, SCORE)
     assert tuple(blocks) == pytest.approx(tuple(found), rel=1e-5)
@@ -150,7 +150,7 @@ def test_what_an_objective_subtracts_of_a_positive_is_weighed_with_it(fields: di
     """Twice the weight, twice the loss; weights of one, no weights."""
     rule = build_objective(ObjectiveConfig(**fields), U, torch.arange(U) + 1)
     (outputs, rows, _), candidates = problem()
-    targets_N, weight_N = candidates.positive_N, candidates.weight_N
+    targets_N, weight_N = candidates.target_N, candidates.weight_N
     assert weight_N is not None
 
     def loss(weight_N: Tensor | None) -> float:

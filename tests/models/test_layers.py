@@ -1,4 +1,4 @@
-"""Sharded twins compute what their plain layers do, values and gradients, at 1, 2 and 4 ranks."""
+"""Parallel layers compute what their plain layers do, values and gradients, at 1, 2 and 4 ranks."""
 
 from __future__ import annotations
 

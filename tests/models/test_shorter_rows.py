@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megahead.config.model import ModelConfig
 from megahead.models.backbone import Encoder
-from megahead.models.documents import Documents, ShorterRows, TargetPositions
+from megahead.models.documents import Documents, TargetPositions, TokenSubset
 from megahead.models.registry import build_backbone
 
 SHAPE: dict[str, Any] = {"num_layers": 4, "hidden_size": 24, "num_heads": 2, "intermediate_size": 40, "vocab_size": 61}
@@ -91,11 +91,11 @@ def test_some_layers_compute_the_kept_tokens_alone(
     documents = Documents.whole_rows(ROWS, LENGTH) if ends == [12] * 3 else Documents(positions)
     index = (~DIFFERING).flatten().nonzero().flatten()
     targets = TargetPositions(index, ROWS, LENGTH, 4 if few else None)
-    shorter = []
+    subsets = []
     for (layers, reads_all), kept_BT in parts:
         kept = TargetPositions(kept_BT.flatten().nonzero().flatten(), ROWS, LENGTH, int(kept_BT.sum(1).max()))
-        shorter.append(ShorterRows(kept, layers, reads_all))
-    found = model.encode_at(x, documents, targets, shorter)
+        subsets.append(TokenSubset(kept, layers, reads_all))
+    found = model.encode_at(x, documents, targets, subsets)
     expected = torch.cat(
         [
             definition(model, x[row, at], [(part, kept_BT[row, at]) for part, kept_BT in parts])

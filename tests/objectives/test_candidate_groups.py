@@ -75,7 +75,7 @@ def test_candidates_belong_to_the_samples_not_to_the_ranks(
     assert [len(groups) for groups in merged] == [max(1, 2 // group_samples)] * 4
     for ours, theirs in zip(merged, expected, strict=True):
         for mine, other in zip(ours, theirs, strict=True):
-            for name in ("ids_U", "bias_U", "positive_N", "positive_bias_U"):
+            for name in ("ids_U", "bias_U", "target_N", "target_bias_U"):
                 a, b = getattr(mine, name), getattr(other, name)
                 assert (a is None and b is None) or torch.equal(a, b), name
 
@@ -107,7 +107,7 @@ def test_a_group_holds_the_targets_of_its_samples_with_their_counts() -> None:
             assert candidates.bias_U is not None
             assert torch.equal(candidates.ids_U, ids)
             torch.testing.assert_close(candidates.bias_U.exp(), counts.double())
-    assert groups[3][0].positive_N.numel() == 0
+    assert groups[3][0].target_N.numel() == 0
 
 
 def whole_batch(data: DataConfig, indices: range = range(8)) -> Batch:

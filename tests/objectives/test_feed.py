@@ -267,7 +267,7 @@ def test_weighed_targets_are_averaged_by_their_weights_and_keep_them_in_any_grou
     assert step.targets == sum(len(micro.batch.target_ids_N) for micro in step.micro_batches) != tokens
     for micro in step.micro_batches:
         weights = [group.weight_N for group in micro.candidates if group.weight_N is not None]
-        assert [len(part) for part in weights] == [len(group.positive_N) for group in micro.candidates]
+        assert [len(part) for part in weights] == [len(group.target_N) for group in micro.candidates]
         assert torch.equal(torch.cat(weights), micro.batch.weight_N)  # type: ignore[arg-type]
 
 

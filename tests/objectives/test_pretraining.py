@@ -245,5 +245,5 @@ def test_what_wants_to_know_is_told_which_targets_another_candidate_beat(objecti
         hidden, rows = (torch.nn.functional.normalize(part, dim=-1) for part in (hidden, rows))
     scores = hidden @ rows.T
     scores = scores if group.bias_U is None else scores + group.bias_U
-    assert torch.equal(missed, scores.argmax(1) != group.positive_N)
+    assert torch.equal(missed, scores.argmax(1) != group.target_N)
     assert missed.any()

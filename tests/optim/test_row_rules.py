@@ -38,25 +38,25 @@ class LateTable:
         widths = {"each": start.shape[1], "row": 1}
         moments = {name: torch.zeros(len(start), widths[kind]) for name, kind in self.rule.moments.items()}
         self.rows = {"weight": start.clone(), **moments}
-        self.touched = torch.zeros(len(start), dtype=torch.int32)
+        self.last_step = torch.zeros(len(start), dtype=torch.int32)
 
     def step(self, ids: Tensor, gradients: Tensor, rate: float) -> None:
         used = {name: values[ids] for name, values in self.rows.items()}
-        self.rule.catch_up_(used, self.touched[ids])
+        self.rule.catch_up_(used, self.last_step[ids])
         self.rule.step_(used, gradients, rate)
         for name, values in self.rows.items():
             values[ids] = used[name]
-        self.touched[ids] = self.rule.history.steps
+        self.last_step[ids] = self.rule.history.steps
 
     def go_on_from(self, other: LateTable) -> None:
         """From what a checkpoint holds of another table."""
         self.rows = {name: values.clone() for name, values in other.rows.items()}
-        self.touched = other.touched.clone()
+        self.last_step = other.last_step.clone()
         self.rule.resume(other.rule.history.rates)
 
     def now(self) -> dict[str, Tensor]:
         copies = {name: values.clone() for name, values in self.rows.items()}
-        self.rule.catch_up_(copies, self.touched)
+        self.rule.catch_up_(copies, self.last_step)
         return copies
 
 
@@ -116,7 +116,7 @@ def test_deferred_adamw_is_dense_adamw(betas: tuple[float, float], decay: float,
     config, course = optimizer_config(betas, decay, eps), gradients_of(STEPS)
     rates = [rate(step) for step in range(STEPS)]
     table = trained("adamw", config, course, rates)
-    assert (table.touched < STEPS - 250).any(), "no row was stale by more than the window"
+    assert (table.last_step < STEPS - 250).any(), "no row was stale by more than the window"
     ours, expected = table.now(), dense(config, start_of(), course, rates)
     for values, name in zip(expected, ("weight", "exp_avg", "exp_avg_sq"), strict=True):
         torch.testing.assert_close(ours[name], values, rtol=0, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
@@ -169,4 +169,4 @@ def test_who_goes_on_from_rows_and_rates_goes_on_bitwise(rule: str) -> None:
         for (ids, gradients), rate in zip(course[300:], rates[300:], strict=True):
             each.step(ids, gradients, rate)
     assert all(torch.equal(table.rows[name], other.rows[name]) for name in table.rows)
-    assert torch.equal(table.touched, other.touched)
+    assert torch.equal(table.last_step, other.last_step)

@@ -18,7 +18,7 @@ from megahead.distributed import launch as print_once
 from megahead.distributed import watchdog as switchboard
 from megahead.distributed import watchdog as watch
 from megahead.distributed.group import Group
-from megahead.distributed.watchdog import Watch
+from megahead.distributed.watchdog import MonitorClient
 from megahead.engine import engine
 from megahead.engine.engine import Engine
 from megahead.train import session
@@ -105,7 +105,7 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 PLACES = {
-    "before all have met": (Watch, "wait_for_all"),
+    "before all have met": (MonitorClient, "wait_for_all"),
     "before it connects": (dist, "init_process_group"),
     "before its first group": (Group, "side_channel"),
     "before its third group": (Group, "side_channel", 3),
@@ -114,7 +114,7 @@ PLACES = {
     "inside of DeepSpeed's start": (DeepSpeedEngine, "_configure_optimizer"),
     "before it looks for checkpoints": (session, "find_resume"),
     "before the first step": (Engine, "micro_step"),
-    "before it leaves": (Watch, "leave"),
+    "before it leaves": (MonitorClient, "leave"),
 }
 
 

@@ -79,7 +79,7 @@ def beside_the_split_embedding(group: Group) -> tuple[bool, float]:
         (inputs.square().sum() + (rows**3).sum() * (1 + mesh.tensor_group.rank)).backward()
     same = all(torch.equal(mine, theirs) for mine, theirs in zip(*outcomes, strict=True))
     dense = mesh.tensor_group.unshard(mesh.data_group.all_reduce_(split.weight.grad) / mesh.data_group.size, 0)[:ROWS]
-    length = float(table.ballast.grad.double().norm())
+    length = float(table.norm_proxy.grad.double().norm())
     return same, abs(length / float(dense.double().norm()) - 1)
 
 
@@ -115,10 +115,10 @@ def test_a_rule_s_moments_are_as_wide_as_it_says(rule: str, widths: list[int]) -
 
 def test_reading_rows_leaves_no_trace() -> None:
     owned = moved(as_new(OwnedRows(6, WIDTH, build_row_rule("adamw", CONFIG), CPU)), 5)
-    before = {name: values.clone() for name, values in owned.rows.items()}, owned.touched_n.clone()
+    before = {name: values.clone() for name, values in owned.rows.items()}, owned.last_step_n.clone()
     now = torch.cat(list(owned.blocks()))
     assert all(torch.equal(before[0][name], values) for name, values in owned.rows.items())
-    assert torch.equal(before[1], owned.touched_n)
+    assert torch.equal(before[1], owned.last_step_n)
     assert owned.count_stale(torch.arange(6)) == 4
     assert (now[2] != before[0]["weight"][2]).all()
     assert torch.equal(now[3], before[0]["weight"][3])
@@ -142,5 +142,5 @@ def test_rows_that_are_filled_again_have_forgotten_all_steps() -> None:
     moved(fresh, 4)
     moved(used, 4)
     assert all(torch.equal(values, used.rows[name]) for name, values in fresh.rows.items())
-    assert torch.equal(fresh.touched_n, used.touched_n)
+    assert torch.equal(fresh.last_step_n, used.last_step_n)
     assert len(fresh.rule.history.rates) == len(used.rule.history.rates) == 4

@@ -14,7 +14,7 @@ from megahead.checkpoints.memory import Copy, MemoryCopies, NodeMemory, rescue_n
 from megahead.checkpoints.reading import open_checkpoint
 from megahead.distributed.group import Group
 from megahead.distributed.launch import Launch
-from megahead.distributed.tensors import RowShard
+from megahead.distributed.tensors import RoundRobinShard
 from megahead.errors import CheckpointError
 from megahead.run_folder import RunFolder
 from support.node_memories import files_in, give_memory
@@ -24,10 +24,10 @@ MARK = "a session"
 ALONE = Group()
 
 
-def tensors(step: int, group: Group) -> list[tuple[str, torch.Tensor | RowShard]]:
+def tensors(step: int, group: Group) -> list[tuple[str, torch.Tensor | RoundRobinShard]]:
     rows = torch.arange(35.0).view(7, 5) * step
     plain = [(f"weight/{i}", torch.full((40, 3), float(step * i))) for i in range(4)]
-    return [*plain, ("late/weight/rows", RowShard(rows[group.rank :: group.size].clone(), 7))]
+    return [*plain, ("late/weight/rows", RoundRobinShard(rows[group.rank :: group.size].clone(), 7))]
 
 
 def begin(copies: MemoryCopies, step: int, group: Group, bad: bool = False) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megahead.config.objective import ChunkSize
-from megahead.losses import products as three_products
+from megahead.losses import fused_softmax
 from megahead.losses.candidates import Candidates
 from megahead.losses.scores import Dot
 from megahead.losses.softmax import candidate_loss_reference
@@ -17,7 +17,7 @@ def interpret(patch: pytest.MonkeyPatch) -> None:
     """CPU tensors take the kernel, with blocks and chunks so small that a few dozen rows fill several."""
     from megahead.losses import triton_kernel as row_kernel
 
-    patch.setattr(three_products, "on_gpu", lambda tensor: tensor.dtype != torch.float64)
+    patch.setattr(fused_softmax, "on_gpu", lambda tensor: tensor.dtype != torch.float64)
     patch.setattr(row_kernel, "BLOCK", 16)
     patch.setattr(row_kernel, "ON_GPU", ChunkSize(score_bytes=1, least_outputs=8, multiple=1))
 
@@ -43,9 +43,9 @@ def drawn(
     bias = torch.randn(u, generator=generator, dtype=torch.float64).to(device)
     if not apart:
         return outputs, rows, Candidates(None, bias, own)
-    positive_bias = bias.clone()
+    target_bias = bias.clone()
     bias[-1] = -torch.inf
-    return outputs, rows, Candidates(None, bias, own, positive_bias)
+    return outputs, rows, Candidates(None, bias, own, target_bias)
 
 
 def solved(loss: Tensor, inputs: list[Tensor]) -> list[Tensor]:

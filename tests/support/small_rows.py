@@ -13,7 +13,7 @@ from megahead.config.plan import deepspeed_config
 from megahead.config.run import RunConfig
 from megahead.data.batch import causal_batch
 from megahead.distributed.group import Group, Mesh
-from megahead.distributed.tensors import RowShard
+from megahead.distributed.tensors import RoundRobinShard
 from megahead.engine.engine import RowEngine, StepResult
 from megahead.losses.candidates import unique_candidates
 from megahead.objectives.micro_batch import MicroBatch
@@ -58,7 +58,7 @@ class RowCourse:
     def state(self) -> dict[str, Tensor]:
         """Everything a restart needs, copied; of rows this rank's."""
         tensors = dict(self.engine.tensors())
-        return {name: (t.part if isinstance(t, RowShard) else t).clone() for name, t in tensors.items()}
+        return {name: (t.part if isinstance(t, RoundRobinShard) else t).clone() for name, t in tensors.items()}
 
     def differs(self, other: RowCourse) -> list[str]:
         mine, theirs = self.state(), other.state()

@@ -19,7 +19,7 @@ from benchmarks.weights import HalfWeights, weights_of
 from megahead.config.run import RunConfig
 from megahead.distributed.group import Group
 from megahead.estimate import peak_flops, run_flops
-from megahead.models.documents import Documents, ShorterRows, TargetPositions
+from megahead.models.documents import Documents, TargetPositions, TokenSubset
 from megahead.objectives.micro_batch import MicroBatch
 from megahead.objectives.pretraining import Pretraining, assemble, fill_, first_weights
 from megahead.optim import build_optimizer
@@ -159,7 +159,7 @@ class Contender:
         encode, encode_at = backbone.encode, learner.encode_at
 
         def watched_at(
-            rows_BTD: torch.Tensor, documents: Documents, targets: TargetPositions, shorter: Sequence[ShorterRows]
+            rows_BTD: torch.Tensor, documents: Documents, targets: TargetPositions, shorter: Sequence[TokenSubset]
         ) -> torch.Tensor:
             if self.how == "whole last block":
                 targets = replace(targets, max_per_row=None)

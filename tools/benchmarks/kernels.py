@@ -41,9 +41,9 @@ def print_figures() -> None:
 def compiled(capability: int, way: str) -> Line:
     """The kernel in bf16 with a bias, with arguments aligned as they are in training: all but the number of candidates,
     which is a multiple of nothing for a vocabulary."""
-    pointers = {"scores": "*fp32", "sums": "*fp32", "positive": "*i64", "bias": "*fp32", "positive_bias": "constexpr"}
+    pointers = {"scores": "*fp32", "sums": "*fp32", "target": "*i64", "bias": "*fp32", "target_bias": "constexpr"}
     numbers = {"scale": "fp32", "count": "i32", "width": "i32", "stride": "i32", "BLOCK": "constexpr"}
-    types, names = pointers | numbers | WAYS[way], row_kernel._row_step.arg_names
+    types, names = pointers | numbers | WAYS[way], row_kernel._softmax_kernel.arg_names
     constants: dict[tuple[int, ...], int | None] = {
         (names.index(name),): None for name, kind in types.items() if kind == "constexpr"
     }
@@ -52,7 +52,7 @@ def compiled(capability: int, way: str) -> Line:
         place for place, name in enumerate(names) if name != "width" and types[name] not in ("constexpr", "fp32")
     ]
     attributes = {(place,): [["tt.divisibility", 16]] for place in aligned}
-    source = ASTSource(row_kernel._row_step, {name: types[name] for name in names}, constants, attributes)
+    source = ASTSource(row_kernel._softmax_kernel, {name: types[name] for name in names}, constants, attributes)
     options = {"num_warps": row_kernel.WARPS}
     kernel = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     registers, spilled, shared = resources(kernel.asm["cubin"])

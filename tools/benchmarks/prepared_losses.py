@@ -75,7 +75,7 @@ def looked_up(problem: Problem, among: Candidates) -> Problem:
     assert among.ids_U is not None
     device = problem.outputs.device
     rows_UD = problem.table.detach()[among.ids_U.to(device)].requires_grad_()
-    return Problem(problem.outputs, among.positive_N.to(device), rows_UD)
+    return Problem(problem.outputs, among.target_N.to(device), rows_UD)
 
 
 def ours(among: Candidates, outputs_ND: Tensor, own_N: Tensor, rows_UD: Tensor) -> Tensor:
