@@ -13,13 +13,13 @@ from megahead.errors import ConfigError
 
 
 class BlendPart(Settings):
-    """One dataset of several that are trained on together."""
+    """One dataset of a blend."""
 
     prefix: str
     """Prefix of the dataset."""
 
     weight: float | None = Field(default=None, gt=0)
-    """Share of the samples, relative to the other datasets; when left out of all, each weighs its number of tokens."""
+    """Share of the samples relative to the other datasets; by default the number of tokens."""
 
 
 def _kind_of(train: Any) -> str:
@@ -28,7 +28,7 @@ def _kind_of(train: Any) -> str:
 
 class DataConfig(Settings):
     """Indexed token files (`PREFIX.bin` + `PREFIX.idx`) and the rows cut from them. Prefixes and files may be URLs
-    (`s3://BUCKET/text`): they are fetched to each node's disk first (docs/data.md)."""
+    (`s3://BUCKET/text`), fetched to each node's disk first (docs/data.md)."""
 
     train: Annotated[
         Annotated[str, Tag("<prefix>")] | Annotated[list[BlendPart], Tag("<blend>")], Discriminator(_kind_of)
@@ -36,53 +36,50 @@ class DataConfig(Settings):
     """Prefix of the training dataset, or a list of {prefix, weight} to blend."""
 
     blend_temperature: float = Field(default=1.0, gt=0)
-    """Weights of a blend are raised to 1 / this: above 1 small datasets are seen more often (languages: 2 to 5)."""
+    """Blend weights are raised to 1 / this; above 1 favours small datasets (languages: 2 to 5)."""
 
     validation: str | None = None
-    """Prefix of the held-out dataset; no evaluation during training when left out."""
+    """Prefix of the held-out dataset; without it nothing is evaluated during training."""
 
     tokenizer: str | None = None
-    """The `tokenizer.json` or SentencePiece `.model` that the text was tokenized with; copied into the run folder and
-    into exports."""
+    """The `tokenizer.json` or SentencePiece `.model` of the text; copied into the run folder and exports."""
 
     nearest_ids: str | None = None
-    """A file of each id's nearest ids, as `megahead nearest-ids` writes it, for masking.similar_share and
-    objective.nearest."""
+    """Each id's nearest ids, a file of `megahead nearest-ids`, for masking.similar_share and objective.nearest."""
 
     id_weights: str | None = None
-    """A `.npy` of numpy with a weight above 0 for each id, by which masking.strategy: weights selects tokens, and
-    masking.dropping.by: weights keeps them."""
+    """A `.npy` file with a positive weight per id, for `weights` in masking.strategy and masking.dropping.by."""
 
     sequence_length: int = Field(gt=0)
     """Targets per row (T); a row reads T + 1 tokens."""
 
     order: Literal["shuffled", "stored"] = "shuffled"
-    """`shuffled`: rows in a seeded random order, another in each epoch; `stored`: the dataset's own sequences are the
-    rows, in their own order (Pythia's preshuffled files)."""
+    """`shuffled`: rows in a seeded random order, a new one each epoch; `stored`: the dataset's own sequences, in
+    order (Pythia's preshuffled files)."""
 
     pack: Literal["stream", "best_fit"] = "stream"
-    """`stream`: the text is cut every T tokens; `best_fit`: whole documents are packed into rows (only longer ones are
-    cut), and the rest of a row stays empty. Rank 0 packs once, and stores the result beside the dataset."""
+    """`stream`: cut the text every T tokens; `best_fit`: pack whole documents into rows, cut only longer ones, pad
+    the rest. Rank 0 packs once and stores the result beside the dataset."""
 
     documents_a_row: int | None = Field(default=None, gt=0)
-    """Most documents that `best_fit` puts in a row; no limit when left out."""
+    """Most documents in a row under `best_fit`; no limit by default."""
 
     end_token: int = Field(default=0, ge=0)
-    """Id that closes each document; checked against the text if the run depends on it."""
+    """Id that ends each document; checked against the text where the run depends on it."""
 
     isolate_documents: bool = True
-    """Documents in one row do not attend to each other, and positions restart at each. A document begins after each
-    `end_token`, and with `best_fit` where the dataset's index says so."""
+    """Documents of a row do not attend to each other, and positions restart at each. A document begins after
+    `end_token`, under `best_fit` also where the index says so."""
 
     boundary_targets: bool = True
-    """Also predict each document's first token, from the end token before it."""
+    """Also predict each document's first token from the preceding end token."""
 
     prefetch: int = Field(default=2, ge=0, le=1024)
-    """Optimizer steps whose batches a background thread prepares ahead; 0 prepares each one when it is needed."""
+    """Optimizer steps whose batches a background thread prepares ahead; 0: none."""
 
     read_ahead: Literal["rows", "system"] = "rows"
-    """How shuffled rows are read from disk: `rows` requests just them, a micro-batch at once; `system` leaves it to the
-    kernel, which also reads ahead (worth trying where each request takes long, whatever its size)."""
+    """How shuffled rows are read: `rows` requests only them, a micro-batch at once; `system` leaves read-ahead to
+    the kernel (try it on disks with slow requests)."""
 
     def parts(self) -> list[BlendPart]:
         """The training datasets; one for a plain prefix."""
@@ -106,13 +103,13 @@ class DataConfig(Settings):
 
 
 class BatchConfig(Settings):
-    """How many samples one optimizer step reads, and how they are split into micro-batches."""
+    """Samples per optimizer step, and their split into micro-batches."""
 
     global_size: int = Field(gt=0, le=2**24)
     """Samples per optimizer step, over all data-parallel ranks."""
 
     micro_size: int = Field(gt=0)
-    """Samples per forward pass on one rank; lower it when memory runs out."""
+    """Samples per forward pass on one rank; lower it if memory runs out."""
 
     def accumulation_steps(self, data_ranks: int) -> int:
         """Forward-backward passes per optimizer step on each of `data_ranks` ranks."""

@@ -20,25 +20,23 @@ _LAST = "masking.dropping.to_layer"
 
 
 class DroppingConfig(Settings):
-    """Token dropping (Hou et al. 2022, arXiv 2203.13240): middle layers compute the important tokens of each row alone,
-    as many in every row; the others pass by, and are there again behind them. In the first of these layers the
-    important tokens still see all. Held-out rows, exports and fine-tuning have nothing of it."""
+    """Token dropping (Hou et al. 2022, arXiv 2203.13240): middle layers compute only each row's important tokens,
+    equally many per row. The first of these layers still attends to all. Evaluation, exports and fine-tuning
+    compute all tokens."""
 
     from_layer: int = Field(ge=0)
-    """First layer that leaves tokens out; the paper has half of the layers less one, 5 of 12 (numbers begin at 0)."""
+    """First layer that drops tokens, counted from 0; the paper has half of the layers less one."""
 
     to_layer: int | None = Field(default=None, ge=1)
-    """First layer behind it that computes all tokens again; the last layer when left out."""
+    """First layer after it that computes all tokens; the last layer by default."""
 
     keep_share: float = Field(default=0.5, gt=0, lt=1)
-    """Share of each row's tokens that is kept: mask tokens, then other special ones, then the most important. There is
-    room for all mask tokens of a row; with masking.count: bernoulli for as many as are expected, and a row that has
-    drawn more loses some."""
+    """Share of each row's tokens that is kept: mask tokens first, then special ones, then the most important. All
+    mask tokens fit; under masking.count: bernoulli only as many as expected."""
 
     by: Literal["hardest", "frequency", "informative", "weights"] = "hardest"
-    """What is important: ids that the model misses more often (`hardest`, as masking.strategy counts them, with
-    masking.adapt_every), rare ones, those that say much about their neighbours, or those of large data.id_weights. It
-    is drawn which of equally important ones."""
+    """Importance of a token: how often the model misses its id (`hardest`, as in masking.strategy), its rarity, its
+    information on neighbours, or data.id_weights. Ties are broken at random."""
 
     def layers(self, model: ModelConfig) -> range:
         """The layers that leave tokens out."""
@@ -99,89 +97,83 @@ class MaskingConfig(Settings):
     """
 
     mask_token: int = Field(ge=0)
-    """Id that replaces masked tokens; never the padding token, which would then be learned to stand for words."""
+    """Id that replaces masked tokens; never the padding token."""
 
     cls_token: int = Field(ge=0)
     """Id that begins each row."""
 
     sep_token: int = Field(ge=0)
-    """Id that ends each row's text; it may be data.end_token as well."""
+    """Id that ends each row's text; may equal data.end_token."""
 
     special_tokens: list[int] = Field(default=[])
-    """Further ids that are never masked and never replace another token, such as padding."""
+    """Further ids that are neither masked nor used as replacements, such as padding."""
 
     diffusion: bool = False
-    """Masked diffusion (MDLM: Sahoo et al. 2024, arXiv 2406.07524): of each row another share of the text's tokens is
-    masked, one token to all of them, all read as the mask token; each counts in the loss by the inverse of that share,
-    and the loss of held-out rows is an upper bound of the text's. Of the settings below it only a strategy that weighs
-    ids goes with it: rare tokens are masked before others, say (arXiv 2509.05056)."""
+    """Masked diffusion (MDLM: Sahoo et al. 2024, arXiv 2406.07524): each row masks a random share of its tokens,
+    and weights the loss by its inverse; the held-out loss bounds the text's. Only id-weighing strategies apply
+    (arXiv 2509.05056)."""
 
     rate: float = Field(default=0.15, gt=0, lt=1)
-    """Share of the text's tokens that are targets; the paper has 15 %."""
+    """Share of the text's tokens that are targets."""
 
     final_rate: float | None = Field(default=None, gt=0, lt=1)
-    """This share at the last step, reached from `rate` at the first one that masks; constant when left out."""
+    """This share at the last step, reached from `rate` at the first masked one; constant by default."""
 
     rate_course: Literal["linear", "cosine"] = "linear"
-    """How the share goes from `rate` to `final_rate`: along a line, or half a cosine (masking ratio decay, arXiv
-    2208.10806)."""
+    """Schedule from `rate` to `final_rate` (masking ratio decay, arXiv 2208.10806)."""
 
     count: Literal["fixed", "bernoulli"] = "fixed"
-    """`fixed`: each row has the same number of targets (tensors keep their shapes); `bernoulli`: each unit of text is
-    selected by a draw of its own."""
+    """`fixed`: equally many targets in each row (static shapes); `bernoulli`: an independent draw for each unit of
+    text."""
 
     mask_share: float = Field(default=0.8, ge=0, le=1)
-    """Share of the targets that are read as the mask token."""
+    """Share of the targets read as the mask token."""
 
     random_share: float = Field(default=0.1, ge=0, le=1)
-    """Share of the targets that are read as a random token; the rest is read as it is."""
+    """Share of the targets read as a random token; the rest is read unchanged."""
 
     similar_share: float = Field(default=0.0, ge=0, le=1)
-    """Share of the targets that are read as one of their nearest ids (data.nearest_ids), in place of a mask token:
-    MacBERT (Cui et al. 2020, arXiv 2004.13922) has 0.8, and mask_share 0."""
+    """Share of the targets read as one of their nearest ids (data.nearest_ids); MacBERT (Cui et al. 2020, arXiv
+    2004.13922) has 0.8, and mask_share 0."""
 
     noise_share: float = Field(default=0.0, ge=0, lt=1)
-    """Share of the tokens that are no targets which are read as random tokens; the paper's code corrupts a tenth of the
-    inputs so. Held-out rows have none."""
+    """Share of the other tokens that is read as random tokens in training; the paper's code corrupts a tenth of the
+    inputs."""
 
     masks_from_layer: int = Field(default=0, ge=0)
-    """Layers before this one see no mask tokens, but shorter rows of the other tokens; mask tokens enter here as they
-    are embedded (mask later: Liao et al. 2022, arXiv 2211.04898; MAE-LM: Meng et al. 2023, arXiv 2302.02060). The last
-    layer has the number num_layers - 1. Such models are exported without a head."""
+    """First layer that sees mask tokens; earlier ones compute only the other tokens (Liao et al. 2022, arXiv
+    2211.04898; Meng et al. 2023, arXiv 2302.02060). Such models are exported without a head."""
 
     mask_decoder_layers: int = Field(default=0, ge=0)
-    """Layers of a decoder behind the model's own, in which alone mask tokens are seen: they enter it as they are
-    embedded (MAE-LM: Meng et al. 2023, arXiv 2302.02060). A BERT's only. Exports leave it out, and have no head."""
+    """bert: layers of a decoder after the encoder, which alone sees mask tokens (MAE-LM: Meng et al. 2023, arXiv
+    2302.02060). Exports leave it out, and have no head."""
 
     dropping: DroppingConfig | None = None
-    """Middle layers compute important tokens alone; left out, all layers compute all."""
+    """Middle layers compute only important tokens; none by default."""
 
     strategy: Strategy = "uniform"
-    """What is selected: single tokens with equal probability (`uniform`), whole words, spans of geometrically
-    distributed length (`span`), rare tokens more often (`frequency`), tokens that say much about their neighbours more
-    often (`informative`), tokens that the model misses more often (`hardest`), collocations: tokens that are
-    neighbours in the training text far more often than by chance (`pmi`), or tokens by weights that a file gives their
-    ids (`weights`, data.id_weights)."""
+    """What is masked: tokens with equal probability (`uniform`), whole words, spans of geometric length (`span`),
+    rarer tokens (`frequency`), tokens informative about their neighbours (`informative`), tokens the model misses
+    (`hardest`), collocations (`pmi`), or tokens by data.id_weights (`weights`)."""
 
     span_stop: float = Field(default=0.2, gt=0, le=1)
-    """span: a length l has a probability in proportion to span_stop (1 - span_stop)^(l - 1), up to longest_span."""
+    """span: length l has probability proportional to span_stop (1 - span_stop)^(l - 1), up to longest_span."""
 
     longest_span: int = Field(default=10, gt=0)
-    """span, pmi, whole_word: largest number of tokens that are masked together: longer collocations and words are cut,
-    between characters. By fixed counts also no more than a row has targets."""
+    """span, pmi, whole_word: most tokens masked together; longer units are cut between characters. With fixed
+    counts at most a row's targets."""
 
     frequency_power: float = Field(default=0.5, gt=0)
-    """frequency: a token's probability is proportional to its count in the training text to the power of minus this."""
+    """frequency: a token's probability is proportional to count^-frequency_power."""
 
     adapt_every: int = Field(default=100, gt=0)
-    """hardest, also of `dropping.by`: optimizer steps of a period, after which weights follow what was missed; at least
-    data.prefetch."""
+    """hardest: optimizer steps between updates of the weights; at least data.prefetch."""
 
     least_pmi: float = Field(default=4.0)
-    """pmi: neighbours a b are masked together if log(p(ab) / (p(a) p(b))) is at least this, in nats."""
+    """pmi: neighbours a b are masked together if log(p(ab) / (p(a) p(b))), in nats, is at least this."""
 
     least_count: int = Field(default=10, gt=0)
-    """pmi, informative: only pairs that occur at least this often in the training text."""
+    """pmi, informative: least occurrences of a pair in the training text."""
 
     @model_validator(mode="after")
     def _fits_together(self) -> MaskingConfig:
@@ -301,15 +293,15 @@ class MaskingConfig(Settings):
 
 
 class MaskedInputsConfig(Settings):
-    """Some tokens that a decoder reads are replaced by a mask token; what it predicts are the next tokens of the text
-    as ever (MEAP: Zhuang et al. 2025, arXiv 2502.07490). Held-out text is read as it is."""
+    """Masks some tokens that a decoder reads; it still predicts the text (MEAP: Zhuang et al. 2025, arXiv
+    2502.07490). Held-out text is not masked."""
 
     mask_token: int = Field(ge=0)
-    """Id that is read in place of a masked token. It must not occur in the text: that of a tokenizer's mask token, or,
-    where it has none, an id beyond the tokenizer's (raise model.vocab_size by one)."""
+    """Id of masked tokens. It must not occur in the text: the tokenizer's mask token, or a new id (raise
+    model.vocab_size by one)."""
 
     share: float = Field(default=0.15, gt=0, lt=1)
-    """Share of each row's tokens that are masked; end tokens never are."""
+    """Share of each row's tokens that is masked; end tokens never are."""
 
     def check(self, model: ModelConfig, data: DataConfig) -> None:
         """ConfigError unless it is a decoder that reads so, and the mask token one that it has."""

@@ -152,23 +152,22 @@ FIXED: dict[str, dict[str, Any]] = {
 
 
 class RotaryScalingConfig(Settings):
-    """How rotary frequencies are slowed down, for longer rows than the model was first trained on."""
+    """Slows rotary frequencies down, for longer rows than in the first training."""
 
     kind: Literal["linear", "llama3"]
-    """Which frequencies are lowered. `linear`: all; `llama3`: those whose wavelength is about original_positions or
-    longer (Llama 3.1)."""
+    """`linear`: all frequencies; `llama3`: those with wavelengths of about original_positions or longer (Llama 3.1)."""
 
     factor: float = Field(ge=1)
-    """How many times slower."""
+    """Frequencies are divided by this."""
 
     low_frequency_factor: float = Field(default=1.0, gt=0)
-    """llama3: frequencies with fewer turns than this in original_positions are divided by `factor`."""
+    """llama3: frequencies with fewer turns in original_positions are divided by `factor`."""
 
     high_frequency_factor: float = Field(default=4.0, gt=0)
-    """llama3: frequencies with more turns than this in original_positions stay as they are."""
+    """llama3: frequencies with more turns in original_positions are kept."""
 
     original_positions: int = Field(default=8192, gt=0)
-    """llama3: the longest rows of the first training, in tokens."""
+    """llama3: longest rows of the first training, in tokens."""
 
     @model_validator(mode="after")
     def _makes_sense(self) -> RotaryScalingConfig:
@@ -186,21 +185,19 @@ class RotaryScalingConfig(Settings):
 
 
 class ModelConfig(Settings):
-    """A decoder (GPT-NeoX, Pythia's architecture; Llama) or an encoder (BERT; ModernBERT): tokens to hidden states,
-    no head."""
+    """A decoder (GPT-NeoX, Llama) or an encoder (BERT, ModernBERT): tokens to hidden states, no head."""
 
     family: Literal["gpt_neox", "llama", "bert", "modernbert"] = "gpt_neox"
-    """The architecture. `llama` is also Qwen 2 and 3 and Mistral; it has other defaults (rotary positions on whole
-    heads, SwiGLU, no biases), and so have `bert` (BERT's own: 512 positions, dropout 0.1, erf GELU, eps 1e-12) and
-    `modernbert` (8,192 rotary positions, GeGLU, local attention, no biases)."""
+    """The architecture, with its own defaults. `llama` includes Qwen 2 and 3 and Mistral (rotary positions on whole
+    heads, SwiGLU, no biases); `bert` has 512 positions, dropout 0.1, erf GELU; `modernbert` 8,192 rotary positions,
+    GeGLU, local attention, no biases."""
 
     size: str | None = None
-    """A named size such as `pythia-70m`, `llama-60m` or `modernbert-base`; it fills family and shape unless given."""
+    """A named size such as `pythia-70m` or `modernbert-base`; fills family and shape unless given."""
 
     is_causal: bool = True
-    """Whether a token sees only itself and what precedes it in its document, and the next token is learned. An encoder
-    (bert, modernbert) has false, unless it is to learn as a decoder does: its rows are then framed as ever, and
-    nothing in them is masked. For the first part of a run alone: objective.schedule.causal_share."""
+    """Causal attention, and next tokens as targets. False in an encoder (bert, modernbert); true trains it as a
+    decoder, on framed rows without masks. For the first part of a run see objective.schedule.causal_share."""
 
     num_layers: int = Field(gt=0, le=10_000)
     """Transformer blocks."""
@@ -212,51 +209,50 @@ class ModelConfig(Settings):
     """Attention heads; must divide hidden_size."""
 
     num_key_heads: int | None = Field(default=None, gt=0)
-    """llama: heads of keys and values, fewer than num_heads, which they must divide (grouped-query attention); as many
-    when left out."""
+    """llama: heads of keys and values, a divisor of num_heads (grouped-query attention); num_heads by default."""
 
     head_dim: int | None = Field(default=None, gt=0, le=2**16)
-    """llama: dimensions of a head; hidden_size / num_heads when left out."""
+    """llama: dimensions of a head; hidden_size / num_heads by default."""
 
     qk_norm: bool = False
-    """llama: norm queries and keys head by head (Qwen 3)."""
+    """llama: normalises queries and keys per head (Qwen 3)."""
 
     attention_bias: Literal["none", "qkv", "all"] = "all"
-    """llama: which projections of attention have a bias; `qkv`: those of queries, keys and values (Qwen 2)."""
+    """llama: attention projections with a bias; `qkv`: queries, keys and values (Qwen 2)."""
 
     intermediate_size: int | None = Field(default=None, gt=0, le=2**24)
-    """Width of the MLP; when left out 4 x hidden_size, with a gate (llama, modernbert) 8/3 x hidden_size, rounded up to
+    """Width of the MLP; by default 4 x hidden_size, with a gate (llama, modernbert) 8/3 x hidden_size rounded up to
     a multiple of 64."""
 
     mlp_bias: bool = True
-    """llama: whether the MLP's projections have a bias."""
+    """llama: whether MLP projections have a bias."""
 
     vocab_size: int = Field(gt=1, lt=2**31)
-    """Token ids the tokenizer can produce (V)."""
+    """Token ids of the tokenizer (V)."""
 
     vocab_multiple: int = Field(default=1024, gt=0)
-    """The embedding table is padded to a multiple of this many rows; padding rows are never candidates."""
+    """The embedding is padded to a multiple of this many rows; padding rows are never candidates."""
 
     max_positions: int = Field(default=2048, gt=0)
-    """Longest sequence the model is meant for, in tokens."""
+    """Longest sequence in tokens."""
 
     token_types: int = Field(default=0, ge=0)
-    """bert: kinds of segments that have an embedding (pretraining uses the first); 0 is DistilBERT's shape."""
+    """bert: segment types with an embedding (pretraining uses the first); 0 is DistilBERT's shape."""
 
     rotary_pct: float = Field(default=0.25, ge=0, le=1)
-    """gpt_neox: share of each head's dimensions that is rotated by position."""
+    """gpt_neox: share of each head's dimensions with rotary positions."""
 
     rotary_base: float = Field(default=10000.0, gt=0)
-    """Base of the rotary frequencies; in a modernbert of its global layers."""
+    """Base of the rotary frequencies; in a modernbert that of global layers."""
 
     rotary_scaling: RotaryScalingConfig | None = None
-    """llama: slows rotary frequencies down; none when left out."""
+    """llama: scales rotary frequencies; none by default."""
 
     global_every: int = Field(default=1, gt=0)
-    """modernbert: each this many layers, from the first on, a layer sees whole documents; the others are local."""
+    """modernbert: one layer of this many, from the first on, is global; the others are local."""
 
     local_window: int = Field(default=128, ge=2, multiple_of=2)
-    """modernbert: tokens around each that a local layer sees, an even number: half of them lie to each side."""
+    """modernbert: window of local attention in tokens, half of them on each side."""
 
     local_rotary_base: float = Field(default=10000.0, gt=0)
     """modernbert: base of the rotary frequencies of local layers."""
@@ -265,31 +261,29 @@ class ModelConfig(Settings):
     """modernbert: whether the dense layer before a vanilla head has a bias."""
 
     parallel_residual: bool = True
-    """x + attention(norm1 x) + mlp(norm2 x) in one go (Pythia), or one after the other."""
+    """x + attention(norm1 x) + mlp(norm2 x) (Pythia) instead of one after the other."""
 
     activation: Literal["gelu", "gelu_tanh", "silu"] = "gelu_tanh"
-    """GELU by erf, or its tanh form, with which Pythia was trained; on a CPU the latter takes four times as long.
-    `silu`, of the gate, makes a llama's SwiGLU."""
+    """`gelu` by erf; `gelu_tanh`, Pythia's, four times as slow on a CPU; `silu` for a llama's SwiGLU."""
 
     norm_eps: float = Field(default=1e-5, gt=0)
     """Added to the variance in layer norms, to the mean square in RMS norms."""
 
     hidden_dropout: float = Field(default=0.0, ge=0, lt=1)
-    """Dropout of what each sublayer adds to the residual stream."""
+    """Dropout of each sublayer's output."""
 
     attention_dropout: float = Field(default=0.0, ge=0, lt=1)
     """Dropout of attention weights."""
 
     init: Literal["pythia", "normal", "megatron"] = "pythia"
-    """`pythia`: small-init, with wang-init for output projections; `normal`: init_std everywhere; `megatron`: so, but
-    output projections 1 / sqrt(2 L) of it, L the number of layers. Llama and ModernBERT begin with `megatron`, BERT
-    with `normal`."""
+    """`pythia`: small-init, and wang-init for output projections; `normal`: init_std; `megatron`: init_std, divided
+    by sqrt(2 L) for output projections of L layers (llama, modernbert). BERT has `normal`."""
 
     init_std: float = Field(default=0.02, gt=0)
-    """Standard deviation of `init: normal` and `megatron`."""
+    """Standard deviation under `normal` and `megatron`."""
 
     init_embedding_std: float | None = Field(default=None, gt=0)
-    """Standard deviation of the embedding's first values; as `init` says when left out."""
+    """Standard deviation of the embedding's initial values; by default that of `init`."""
 
     @model_validator(mode="before")
     @classmethod

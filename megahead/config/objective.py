@@ -18,19 +18,17 @@ from megahead.errors import ConfigError
 
 
 class ObjectiveScheduleConfig(Settings):
-    """A run whose objective changes on the way: one set of weights, one state of the optimizer, one learning rate's
-    course. With both shares there are two switches."""
+    """An objective that changes during the run, with one set of weights, optimizer state and learning-rate
+    schedule. Both shares may be set."""
 
     causal_share: float | None = Field(default=None, gt=0, lt=1)
-    """encoder: share of training.steps, the first ones, in which it learns as a decoder does, next tokens by causal
-    attention; it learns masked tokens in the others, and is an encoder at the end (CLM, then MLM: Gisserot-Boukhlef et
-    al. 2025, arXiv 2507.00994)."""
+    """encoder: share of training.steps, from the first, that learns next tokens by causal attention; the rest
+    learns masked tokens (CLM, then MLM: Gisserot-Boukhlef et al. 2025, arXiv 2507.00994)."""
 
     vanilla_share: float | None = Field(default=None, gt=0, lt=1)
-    """headless: share of training.steps, the last ones, with the softmax over the whole vocabulary as objective: a
-    trained head at a part of its cost. It starts as the training-free head, so that the loss does not jump: the
-    embedding itself (`objective.tied`) or a copy of it, and a bias for each token. The optimizer's state is kept; from
-    then on evaluations and exports are those of a vanilla model."""
+    """headless: share of training.steps, up to the last, that trains a softmax over the vocabulary. Its head starts
+    as the training-free head: the embedding (`objective.tied`) or a copy, and a bias per token. Evaluations and
+    exports are a vanilla model's from then on."""
 
     @model_validator(mode="after")
     def _has_a_switch(self) -> ObjectiveScheduleConfig:
@@ -98,48 +96,45 @@ outputs at a time."""
 
 class ReplacedTokensConfig(Settings):
     """ELECTRA (Clark et al. 2020, arXiv 2003.10555): a generator learns the masked tokens by the run's objective,
-    tokens drawn from it take their places, and the run's model learns of each token whether it is the text's."""
+    samples replace them, and the model learns which tokens were replaced."""
 
     generator_layers: int = Field(default=1, gt=0)
-    """Blocks of the generator, of the model's width and kind (as in COCO-LM, arXiv 2102.08473); it reads the model's
-    input embedding."""
+    """Blocks of the generator, as wide as the model's (as in COCO-LM, arXiv 2102.08473); it shares the model's
+    embedding."""
 
     draws: Literal["group", "vocabulary"] = "group"
-    """headless: what tokens are drawn from. `group`: the candidates of their group, which costs next to nothing;
-    `vocabulary`: all ids, exactly by the training-free head with the dataset's token counts, which costs the product of
-    the masked tokens' outputs and the whole embedding."""
+    """headless: what replacements are sampled from. `group`: the candidates of the group, at almost no cost;
+    `vocabulary`: all ids by the training-free head, at the cost of one product with the whole embedding."""
 
     weight: float = Field(default=50.0, gt=0)
-    """Weight of the detection's loss, a mean over all tokens but special ones; the generator's has 1."""
+    """Weight of the detection loss, a mean over all tokens but special ones; the generator's is 1."""
 
 
 # Phrases as candidates: an encoder finds its masked phrases in the other rows of a group.
 
 
 class PhrasesConfig(Settings):
-    """After NPM (Min et al. 2023, arXiv 2212.01349): phrases that another row has too are masked, and the outputs at
-    both ends of each are learned to be like those where the same phrase stands in other rows, and unlike all others.
-    The objective learns the masked tokens beside that."""
+    """Phrases that several rows share are masked, and the outputs at both ends are trained to match those of the
+    same phrase in other rows (NPM: Min et al. 2023, arXiv 2212.01349), beside the loss of masked tokens."""
 
     weight: float = Field(default=1.0, gt=0)
-    """How often the loss at each end of a masked phrase counts; that of a masked token counts once."""
+    """Weight of the loss at each end of a masked phrase, relative to that of a masked token."""
 
     shortest: int = Field(default=2, ge=2)
-    """Smallest number of tokens in a phrase."""
+    """Fewest tokens of a phrase."""
 
     longest: int = Field(default=10, ge=2)
-    """Largest number of tokens in a phrase; the paper has 10."""
+    """Most tokens of a phrase; the paper has 10."""
 
     share: float = Field(default=0.5, gt=0, lt=1)
-    """How much the tokens of such phrases weigh in the draw of a row's masked tokens, all others weigh the rest, by
-    masking.strategy: about their share of the masked tokens, where a row has so many."""
+    """Probability mass of phrases in the selection of a row's masked tokens; masking.strategy selects the rest."""
 
     group_samples: int = Field(default=32, ge=2)
-    """Consecutive samples whose rows are searched for each other's phrases, a divisor of batch.micro_size. More rows
-    share more phrases, and have more tokens to tell from these."""
+    """Consecutive samples that are searched for shared phrases, a divisor of batch.micro_size. More find more
+    phrases, and more negatives."""
 
     temperature: float | None = Field(default=None, gt=0)
-    """Products of outputs are divided by this; the root of model.hidden_size (the paper) when left out."""
+    """Divides products of outputs; by default the square root of model.hidden_size (the paper)."""
 
     @model_validator(mode="after")
     def _some_length(self) -> PhrasesConfig:
@@ -174,71 +169,65 @@ HeadName = Literal["none", "tied", "pmi", "trained"]
 
 
 class ObjectiveConfig(Settings):
-    """One softmax over candidate rows of the embedding table (headless) or over all of it (vanilla)."""
+    """A softmax over candidate rows of the embedding (headless) or over all of them (vanilla)."""
 
     name: Literal["headless", "vanilla"] = "headless"
-    """`headless`: contrastive weight tying, whose candidates are the targets of a candidate group (`group_samples`);
+    """`headless`: contrastive weight tying, whose candidates are the targets of a group (`group_samples`);
     `vanilla`: the whole vocabulary."""
 
     tied: bool = False
-    """vanilla softmax only: the head is the input embedding itself, instead of a matrix of its own."""
+    """vanilla: the head is the input embedding instead of a matrix of its own."""
 
     output_bias: bool = False
-    """vanilla: a learned bias for each token; an encoder has it instead of BERT's transform. In a run that starts from
-    a headless run's weights (`init.from_checkpoint`) it starts as the bias of the training-free head, else as 0."""
+    """vanilla: a learned bias per token, which replaces BERT's transform in an encoder. With `init.from_checkpoint`
+    of a headless run it starts as the bias of the training-free head, else as 0."""
 
     score: Literal["dot", "cosine", "harmonic"] = "dot"
-    """How an output (a final hidden state) is compared with a row: `dot`, their product (the paper); `cosine` of both;
-    `harmonic`, minus the logarithm of their distance (harmonic loss, arXiv 2502.01628). Only a dot product can be
-    exported with a head."""
+    """Similarity of an output (a final hidden state) and a row: `dot`, their product (the paper); `cosine`;
+    `harmonic`, minus the logarithm of their distance (harmonic loss, arXiv 2502.01628). Only `dot` exports with a
+    head."""
 
     temperature: float = Field(default=1.0, gt=0)
-    """Scores are divided by this; the paper uses 1. A cosine needs some 0.05 to 0.1; for a harmonic score it
-    is 1 / exponent, and that paper's exponent is the square root of hidden_size."""
+    """Scores are divided by this; the paper has 1. Take 0.05 to 0.1 for a cosine; 1 / exponent for a harmonic
+    score, whose paper has sqrt(hidden_size) as exponent."""
 
     learned_temperature: bool = False
-    """The temperature is a parameter that starts at `temperature`, without weight decay."""
+    """Makes the temperature a parameter that starts at `temperature`, without weight decay."""
 
     group_samples: int | str = "micro_batch"
-    """headless: size of a candidate group, consecutive samples of the global batch whose targets are candidates for
-    each other; a divisor or a multiple of batch.micro_size. `micro_batch` (the paper), `data_parallel` (one micro-step
-    over all data ranks) and `global_batch` stand for the number of samples that these have when the run starts; it is
-    kept on any later number of ranks."""
+    """headless: consecutive samples of the global batch whose targets are candidates for each other; a divisor or
+    multiple of batch.micro_size. `micro_batch` (the paper), `data_parallel` (one micro-step over all data ranks)
+    and `global_batch` are resolved when the run starts, and kept."""
 
     bias: Literal["paper", "once", "corrected", "own_once"] = "paper"
-    """headless: how often each candidate counts in the softmax. `paper`: as often as it is a target of the group;
-    `once`: once; `corrected`: 1 / its probability of being a candidate (sampled softmax, whose scores after training
-    are log-probabilities up to a constant, without an added bias); `own_once`: as the paper, but an output's own target
-    counts once (no false negatives; an ablation)."""
+    """headless: weight of a candidate in the softmax. `paper`: its number of occurrences in the group; `once`: 1;
+    `corrected`: 1 / its inclusion probability (sampled softmax: scores become log-probabilities without an added
+    bias); `own_once`: as `paper`, but 1 for an output's own target (an ablation)."""
 
     negatives: int = Field(default=0, ge=0)
-    """headless: ids drawn in addition for each group, with replacement; they weigh as often as they are drawn."""
+    """headless: random ids added to each group, drawn with replacement; each draw counts."""
 
     negatives_from: Literal["unigram", "uniform"] = "unigram"
-    """Where `negatives` are drawn from: the dataset's token frequencies, or all ids equally."""
+    """Distribution of `negatives`: the dataset's token frequencies, or uniform."""
 
     nearest: int = Field(default=0, ge=0)
-    """bias: corrected: hard negatives; so many of each target's nearest ids are candidates too: those of the most
-    alike embeddings in an earlier run, read from data.nearest_ids."""
+    """bias: corrected: hard negatives, as many of each target's nearest ids (data.nearest_ids)."""
 
     max_candidates: int | None = Field(default=None, gt=0)
-    """headless: at most this many shared candidates, sampled by their weight and reweighted so that the sum over
-    candidates is unbiased; an output's own target is always among its candidates. None: all."""
+    """headless: most shared candidates, sampled by weight and reweighted without bias; an output's own target is
+    always a candidate. No limit by default."""
 
     vanilla_weight: float = Field(default=0.0, ge=0, lt=1)
-    """headless: weight of an added vanilla loss (tied or not); the headless loss has weight 1 - this."""
+    """headless: weight of an added vanilla loss; the headless loss has weight 1 - this."""
 
     schedule: ObjectiveScheduleConfig | None = None
-    """What is learned at first (`causal_share`: next tokens, by an encoder) or at last (`vanilla_share`: the vanilla
-    softmax); if left out, it is the same throughout."""
+    """An objective that changes during the run; constant by default."""
 
     replaced_tokens: ReplacedTokensConfig | None = None
-    """encoder: the objective is that of a small generator, and the model learns to tell the tokens that it has replaced
-    (ELECTRA); left out, the model itself learns the masked tokens."""
+    """encoder: replaced-token detection (ELECTRA), with this objective for the generator; none by default."""
 
     phrases: PhrasesConfig | None = None
-    """encoder: phrases that several rows have are masked, and found in the other rows (NPM); left out, masked tokens
-    are learned alone."""
+    """encoder: also learns phrases that several rows share (NPM); none by default."""
 
     @field_validator("group_samples")
     @classmethod

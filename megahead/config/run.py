@@ -33,10 +33,10 @@ class RunConfig(Settings):
     """Everything that decides what a run computes and writes."""
 
     name: str = Field(min_length=1, pattern=r"^[A-Za-z0-9._-]*[A-Za-z0-9_-][A-Za-z0-9._-]*$")
-    """Name of the run: letters, digits, dot, dash, underscore; not only dots."""
+    """Name of the run: letters, digits, dots, dashes and underscores; not dots alone."""
 
     output_dir: str | None = None
-    """Folder of checkpoints and logs; runs/NAME when left out."""
+    """Folder of checkpoints and logs; runs/NAME by default."""
 
     seed: int = Field(default=1234, ge=0, lt=2**63)
     """Seed of weights, sample order and dropout."""
@@ -44,10 +44,10 @@ class RunConfig(Settings):
     model: ModelConfig
     data: DataConfig
     masking: MaskingConfig | None = None
-    """How an encoder's rows are framed and masked; left out for decoders, which predict the next token."""
+    """How an encoder's rows are framed and masked; none for decoders."""
 
     masked_inputs: MaskedInputsConfig | None = None
-    """A decoder reads some tokens masked, and predicts the text; left out, it reads all as they are."""
+    """Masks some tokens that a decoder reads; none by default."""
 
     batch: BatchConfig
     objective: ObjectiveConfig = ObjectiveConfig()

@@ -18,50 +18,49 @@ Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 
 class TableConfig(Settings):
-    """How the embedding is updated, and an untied head with it."""
+    """How the embedding and an untied head are updated."""
 
     rule: Literal["adamw", "adamw_row", "adagrad"] = "adamw"
-    """`adamw`: as all other weights. Under `engine.embedding: rows` also `adamw_row`: with one running square a row
-    instead of one a weight, a third lighter; `adagrad`: one sum of squares a row and no running mean, a third of the
+    """`adamw`: like other weights. With a sharded embedding (`engine.embedding: rows`) also `adamw_row`, one second
+    moment per row, a third lighter; `adagrad`, one sum of squares per row and no first moment, a third of the
     memory."""
 
     learning_rate_ratio: float = Field(default=1.0, gt=0)
-    """Learning rate of the embedding, and of an untied head, over that of all other weights."""
+    """Learning rate of embedding and untied head, relative to other weights."""
 
 
 class MuonConfig(Settings):
-    """Settings of Muon alone; `betas` and `eps` are AdamW's, which it does not use."""
+    """Settings of Muon, which does not use `betas` and `eps`."""
 
     momentum: Fraction = 0.95
-    """Decay of the running mean of gradients; Nesterov's variant of it is made orthogonal."""
+    """Decay of the running mean of gradients (Nesterov)."""
 
     learning_rate_ratio: float = Field(default=1.0, gt=0)
-    """Learning rate of Muon's matrices over that of all other weights. Updates are scaled by 0.2 times the root of a
-    matrix's longer side, which makes them about as large as AdamW's (Liu et al. 2025), so start with 1."""
+    """Learning rate of Muon's matrices relative to other weights. Updates are scaled by 0.2 x the root of a
+    matrix's longer side, to AdamW's size (Liu et al. 2025): start with 1."""
 
 
 class OptimizerConfig(Settings):
-    """AdamW, or Muon and AdamW; weight decay acts on matrices only, never on norms and biases."""
+    """AdamW, or Muon and AdamW; only matrices have weight decay."""
 
     name: Literal["adamw", "muon"] = "adamw"
-    """`adamw`: for all weights; `muon`: for the matrices of the blocks, whose momentum is made orthogonal (Jordan et
-    al. 2024), and AdamW for all other weights, such as embedding and head. Updates are those of whole matrices on every
-    mesh and at every ZeRO stage, for which each step gathers 2 bytes for each of their numbers."""
+    """`adamw`: all weights; `muon`: matrices of the blocks by Muon (Jordan et al. 2024), the others by AdamW.
+    Updates are those of whole matrices at every ZeRO stage and on every mesh; each step gathers 2 bytes per number."""
 
     learning_rate: float = Field(gt=0)
     """Peak learning rate."""
 
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
-    """Decay of the running mean and of the running square of gradients."""
+    """Decay of first and second moment."""
 
     eps: float = Field(default=1e-8, gt=0)
-    """Added to the root of the running square."""
+    """Added to the root of the second moment."""
 
     weight_decay: float = Field(default=0.1, ge=0)
     """Decoupled weight decay of matrices."""
 
     gradient_clipping: float = Field(default=1.0, ge=0)
-    """Largest global gradient norm; 0 turns clipping off."""
+    """Largest global gradient norm; 0: no clipping."""
 
     muon: MuonConfig = MuonConfig()
     table: TableConfig = TableConfig()
@@ -74,19 +73,19 @@ class OptimizerConfig(Settings):
 
 
 class ScheduleConfig(Settings):
-    """Learning rate over optimizer steps, as a share of the peak."""
+    """Learning rate over optimizer steps, relative to the peak."""
 
     name: Literal["cosine", "triangular", "constant", "wsd"] = "cosine"
-    """Shape after warm-up; `wsd` is warm-up, stable, decay."""
+    """Shape after warm-up; `wsd`: warm-up, stable, decay."""
 
     warmup_steps: int = Field(default=0, ge=0)
-    """Steps of linear growth from 0 to the peak."""
+    """Steps of linear warm-up."""
 
     final_ratio: float = Field(default=0.1, ge=0, le=1)
     """Share of the peak at the last step (cosine, triangular, wsd)."""
 
     decay_steps: int | None = Field(default=None, gt=0)
-    """wsd only: steps of the closing linear decay."""
+    """wsd: steps of the final linear decay."""
 
     @model_validator(mode="after")
     def _decay_belongs_to_wsd(self) -> ScheduleConfig:
@@ -104,97 +103,92 @@ REPLICATED = {"zero_optimization": {"stage": 0}}
 
 
 class EngineConfig(Settings):
-    """How a step is computed: DeepSpeed's settings, number format, attention, compilation, device."""
+    """DeepSpeed's settings, number format, attention, compilation, device."""
 
     deepspeed: str | dict[str, Any] = REPLICATED
-    """DeepSpeed's settings, or a JSON file that holds them: looked for from the working directory, then from this
-    config's folder and those above it, then among those that ship (`configs/deepspeed/zero1.json`). Batch sizes,
-    clipping and precision are added from this config; what contradicts them is refused, and keys that a run does not
-    use. How gradients are bundled and sent is chosen for the device where it is left out there (`reduce_bucket_size`,
-    `overlap_comm`, ...). fp16's search for a loss scale is set there (`fp16.initial_scale_power`)."""
+    """DeepSpeed's settings, or a JSON file searched for from the working directory, this config's folder and its
+    parents, and the shipped `configs/deepspeed`. Batch sizes, clipping and precision come from this config;
+    contradictions and unknown keys are refused. Communication settings (`reduce_bucket_size`, `overlap_comm`)
+    default to values for the device; fp16's loss scale is set here (`fp16.initial_scale_power`)."""
 
     embedding: Literal["auto", "dense", "rows"] = "auto"
-    """Where the embedding lies. `dense`: it is a weight like all others. `rows`: its rows are sharded round-robin over
-    all ranks, and a step fetches, sends and updates only those it uses: its cost does not depend on the vocabulary.
-    Training is the same; for headless objectives only. `auto` takes rows from 65,536 ids on, or where
-    `optimizer.table.rule` is not adamw, and dense where rows cannot be."""
+    """`dense`: a weight like others. `rows`: the sharded embedding, whose rows lie round-robin on all ranks; a step
+    exchanges and updates only those it uses, with the same results (headless only). `auto`: rows from 65,536 ids on
+    or with another `optimizer.table.rule` than adamw, where possible."""
 
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "fp32"
-    """Number format of the forward and backward passes; weights are always updated in fp32. `auto` takes bf16 if all
-    ranks have hardware for it (GPUs since Ampere, CPUs with AMX or AVX512-BF16), else fp32; while that is not known, as
-    in a dry run, it counts as fp32."""
+    """Number format of forward and backward pass; updates are in fp32. `auto`: bf16 if all ranks have hardware for
+    it (GPUs since Ampere, CPUs with AMX or AVX512-BF16), else fp32; a dry run counts it as fp32."""
 
     activation_checkpointing: bool | Literal["selective"] = False
-    """Keep only each block's input for the backward pass and recompute the block there: less memory, a third more time.
-    `selective` also keeps the results of matrix products and attention, and recomputes only what is cheap."""
+    """Keeps only each block's input and recomputes the block in the backward pass: less memory, a third more time.
+    `selective` also keeps matrix products and attention."""
 
     attention: Literal["auto", "flash2", "flash3", "flash4", "varlen", "sdpa", "documents"] = "auto"
-    """How attention is computed: flash-attn 2, 3 or 4; `varlen`, torch's kernel for sequences of different lengths;
-    `sdpa`, torch's scaled_dot_product_attention with a mask; `documents`, the same document by document. `auto` takes
-    the best of those that work for the run."""
+    """flash-attn 2, 3 or 4; `varlen`, torch's kernel for packed sequences; `sdpa`, torch's
+    scaled_dot_product_attention with a mask; `documents`, the same per document. `auto` takes the best that works."""
 
     compile: bool | Literal["auto"] = "auto"
-    """Compile the transformer block with `torch.compile`, once for all layers; if that is not possible, a line gives
-    the reason and blocks run uncompiled. Takes from seconds to minutes at the start. `auto` compiles on CUDA only."""
+    """Compiles the transformer block with `torch.compile`; on failure a line gives the reason, and blocks run
+    uncompiled. `auto`: on CUDA only."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to run; `auto` takes CUDA if there is a device."""
+    """`auto`: CUDA if available."""
 
     deterministic: bool = False
-    """Only algorithms that give the same bits each time: a run that is resumed on CUDA then equals an uninterrupted
-    one, but is slower. On CPUs a run is deterministic anyway."""
+    """Only deterministic algorithms: a resumed run on CUDA then equals an uninterrupted one bit for bit, but is
+    slower. CPUs always are."""
 
     timeout_seconds: float = Field(default=600, gt=0, le=1e7)
-    """How long ranks wait for each other before they give up."""
+    """How long ranks wait for each other."""
 
 
 class TrainingConfig(Settings):
-    """How long to train, and what to evaluate, save and log meanwhile."""
+    """How long to train; evaluations, checkpoints and logs."""
 
     steps: int = Field(gt=0)
     """Optimizer steps of the whole run."""
 
     max_seconds: float | None = Field(default=None, gt=0)
-    """Stop (saved, evaluated) after this many seconds of training, whatever the step."""
+    """Stops (saved, evaluated) after this many seconds of training."""
 
     log_seconds: float = Field(default=5.0, ge=0)
-    """Seconds between lines of metrics.jsonl and of the console, ten times as many where that is a file or a pipe; 0
-    writes every step."""
+    """Seconds between lines of metrics.jsonl and of the console (ten times as many in a file or pipe); 0: every
+    step."""
 
     wandb: str | None = None
-    """Project of Weights & Biases that curves go to as well (`pip install -e '.[wandb]'`); none when left out."""
+    """Project of Weights & Biases that receives curves (`pip install -e '.[wandb]'`)."""
 
     evaluate_every: int = Field(default=500, gt=0)
-    """Optimizer steps between evaluations; also evaluated at the end."""
+    """Optimizer steps between evaluations; also at the end."""
 
     evaluate_samples: int = Field(default=64, gt=0)
-    """Samples of the validation dataset that an evaluation reads, evenly spread over it."""
+    """Validation samples per evaluation, evenly spread."""
 
     checkpoint_every: int = Field(default=1000, gt=0)
-    """Optimizer steps between checkpoints; also saved at the end."""
+    """Optimizer steps between checkpoints; also at the end."""
 
     keep_checkpoints: int = Field(default=2, gt=0)
-    """Newest checkpoints kept on disk, of those that led to the run's weights; the last one of each phase of an
-    objective.schedule is kept, too."""
+    """Newest checkpoints kept on disk, and the last of each phase of an objective.schedule."""
 
     keep_every: int | None = Field(default=None, gt=0)
-    """Checkpoints whose step is a multiple of this are kept for good."""
+    """Checkpoints at multiples of this step are kept for good."""
 
     keep_best: int = Field(default=0, ge=0)
-    """This many checkpoints with the lowest held-out loss at their step are kept too."""
+    """Also keeps this many checkpoints with the lowest held-out loss."""
 
     save_in_background: bool = False
-    """Continue training while a checkpoint is written, which takes a copy in memory; the next save waits for it."""
+    """Writes checkpoints from a copy in memory while training continues; the next save waits."""
 
     copy_every: int | None = Field(default=None, gt=0)
-    """Optimizer steps between copies of the complete state in the memory of the nodes (/dev/shm), of each rank's share
-    one on its own node and one on the next: what a lost node costs are the steps since the last of them. Takes up to
-    four shares of memory a rank, and as long as copying one; none when left out (docs/nodes.md)."""
+    """Optimizer steps between in-memory replicas of the complete state (/dev/shm), each rank's share on its node
+    and the next, so that a lost node costs only the steps since. Takes up to four shares of memory per rank; none
+    by default (docs/nodes.md)."""
 
     mirror: str | None = None
-    """A folder in an object store, or any other URL that fsspec knows (`s3://BUCKET/runs/NAME`; `pip install -e
-    '.[far]'`), to which finished checkpoints, settings and log are copied in the background, and from which a run goes
-    on whose disk is empty; of checkpoints it keeps the same as the disk. None when left out (docs/nodes.md)."""
+    """URL of a remote folder (`s3://BUCKET/runs/NAME`, any fsspec URL; `pip install -e '.[far]'`) to which
+    checkpoints, settings and log are uploaded in the background, with the disk's retention. A run whose disk is
+    empty resumes from it; none by default (docs/nodes.md)."""
 
     @model_validator(mode="after")
     def _mirror_is_an_address(self) -> TrainingConfig:
@@ -218,64 +212,63 @@ Policy = Literal["skip", "rollback", "stop"]
 
 
 class ResumeConfig(Settings):
-    """How far a resumed run may differ from the one that wrote its checkpoint."""
+    """How a resumed run may differ from its checkpoint's."""
 
     allow: tuple[str, ...] = ()
-    """Settings that may differ although they change the result: one setting (`optimizer.learning_rate`), a whole
-    section (`schedule`), or a path whose files have changed (`data.train`, `data.tokenizer`)."""
+    """Settings that may differ although they change results: one (`optimizer.learning_rate`), a section
+    (`schedule`), or a path whose files have changed (`data.train`)."""
 
 
 class FaultsConfig(Settings):
-    """Steps that go wrong. `skip` leaves the weights as they are and continues with the next samples, `rollback`
-    returns to the weights of the last checkpoint and continues with the next samples, `stop` ends the run."""
+    """What happens when a step goes wrong: `skip` keeps the weights and continues with the next samples, `rollback`
+    first returns to the last checkpoint, `stop` ends the run."""
 
     bad_step: Policy = "skip"
-    """When a loss or the gradient norm is not finite on any rank. (An overflow that only lowers fp16's loss scale is
+    """When a loss or the gradient norm is not finite on any rank. (Overflows that only lower fp16's loss scale are
     always skipped.)"""
 
     spike: Literal["note", "skip", "rollback", "stop"] = "note"
     """When the loss is far above recent losses; `note` applies the step and prints a line."""
 
     spike_score: float = Field(default=8.0, gt=0)
-    """A loss is a spike when it is this many standard deviations above the median of recent losses. The standard
-    deviation is estimated from the median absolute deviation, and is at least 1 % of the median."""
+    """Standard deviations above the median of recent losses that make a spike; estimated from the median absolute
+    deviation, at least 1 % of the median."""
 
     spike_window: int = Field(default=128, ge=16)
-    """How many recent losses a loss is compared with. Detection starts once a quarter of that number is recorded."""
+    """Recent losses to compare with; detection starts after a quarter of them."""
 
     most_in_a_row: int = Field(default=20, gt=0)
-    """The run ends after this many bad steps in a row, or this many rollbacks to the same checkpoint."""
+    """The run ends after this many consecutive bad steps, or rollbacks to one checkpoint."""
 
     replicas: Literal["note", "rollback", "stop", "off"] = "stop"
-    """When weights that several ranks hold are not the same bits on all, as after a fault in memory. Checksums of them
-    are compared every `replicas_every` steps and before each checkpoint; `off` compares nothing. After `stop`, the next
-    start resumes from a checkpoint that agreed. At ZeRO 1 and 2 each step renews replicas from their owners, so that
-    only the last step's faults are seen; at ZeRO 3, and on one data rank, there are no replicas."""
+    """When replicated weights differ between ranks, as after a memory fault. Checksums are compared every
+    `replicas_every` steps and before checkpoints. After `stop`, the run resumes from a checkpoint that agreed. ZeRO
+    1 and 2 overwrite replicas each step, so only the last step's faults show; ZeRO 3 has none."""
 
     replicas_every: int = Field(default=100, gt=0)
     """Steps between comparisons of replicas."""
 
     slow_rank: float = Field(default=2.0, gt=1)
-    """A line names a rank whose forward passes take this many times as long as the median of the others'."""
+    """A line names a rank whose forward passes take this many times the others' median."""
 
 
 # Where a run gets its first weights from, if not at random.
 
 
 class InitConfig(Settings):
-    """Weights to start from, instead of random ones."""
+    """Initial weights from a checkpoint or model."""
 
     from_checkpoint: str | None = None
-    """A checkpoint of megahead, or a run folder, whose newest checkpoint is taken; or the URL of one."""
+    """A checkpoint, or a run folder for its newest one; or a URL of either."""
 
     from_hf: str | None = None
-    """Instead of a checkpoint, a Hugging Face folder with the safetensors of a model like `model`: its body and
-    embedding are taken, and its head if the objective has one."""
+    """A Hugging Face folder with safetensors of a model like `model`: body, embedding, and the head if the
+    objective has one."""
 
     mode: Literal["continue", "table", "finetune", "probe"] = "finetune"
-    """`finetune`: train an untied head, started as a copy of the embedding, with the body; `probe`: that head alone,
-    the body frozen; `continue`: the weights as they are, a new schedule; `table`: the same, of which only the embedding
-    is trained (and what the objective has beside the body), for another vocabulary."""
+    """`finetune`: trains body and untied head, a copy of the embedding; `probe`: only that head; `continue`: the
+    weights as they are, a new schedule; `table`: only the embedding and what the objective adds, for a new
+    vocabulary."""
 
     @model_validator(mode="after")
     def _one_source(self) -> InitConfig:
@@ -293,46 +286,45 @@ class InitConfig(Settings):
 
 
 class TasksConfig(Settings):
-    """Tasks that are evaluated every `every` steps, on an export of the current model."""
+    """Tasks that are evaluated during training, on an export of the model."""
 
     names: tuple[str, ...] = Field(min_length=1)
-    """Tasks as `megahead eval-harness` knows them; they are divided among all ranks."""
+    """Tasks as in `megahead eval-harness`; divided among ranks."""
 
     data: str | None = None
-    """Folder of their files, as published; nothing is downloaded. Not needed if every task has its file given below."""
+    """Folder of their published files; nothing is downloaded. Not needed if every task's file is given below."""
 
     cloze: str | None = None
-    """A jsonl of {"text"} for the task `cloze`: the last word of each is predicted."""
+    """A jsonl file of {"text"} for the task `cloze`: the last word is predicted."""
 
     text: str | None = None
-    """Text, as `megahead preprocess` takes it, for the task `bits_per_byte`."""
+    """Text, as for `megahead preprocess`, for the task `bits_per_byte`."""
 
     every: int = Field(gt=0)
-    """Optimizer steps between evaluations, each on an export of a checkpoint saved for it; also at the end."""
+    """Optimizer steps between evaluations, each with a checkpoint; also at the end."""
 
     limit: int | None = Field(default=None, gt=0)
-    """Only this many first examples of each task (`blimp`: of each paradigm); all when left out. Ranks that are done
-    wait for the slowest, at most `engine.timeout_seconds`."""
+    """Only the first examples of each task (`blimp`: of each paradigm); all by default. Ranks wait for the slowest,
+    at most `engine.timeout_seconds`."""
 
 
 # How a model is split over ranks.
 
 
 class ParallelConfig(Settings):
-    """The mesh: a copy of the weights is split over `tensor` ranks, a batch over the copies (the data ranks)."""
+    """The mesh: `tensor` ranks split one copy of the weights, data ranks split the batch."""
 
     tensor: int = Field(default=1, gt=0)
-    """Tensor-parallel ranks, which split every layer among them; keep them within a node."""
+    """Tensor-parallel ranks, which split every layer; keep them within a node."""
 
     sequence: bool = False
-    """Sequence parallelism as in Megatron: where layers are not split (norms, dropout, the inputs of blocks), split the
-    tokens of each row over the tensor ranks. Less memory for activations, the same traffic; no effect with `tensor: 1`.
-    """
+    """Sequence parallelism as in Megatron: splits tokens over the tensor ranks where layers are not split (norms,
+    dropout, block inputs). Less activation memory, equal traffic."""
 
     elastic: bool = False
-    """Train on as many of the launcher's ranks as the batch can be split over, whose number may change whenever ranks
-    meet again: global batch, objective and curve stay. Ranks beyond wait until the others end. It is torchrun's agents
-    that start lost nodes' work again (docs/nodes.md); under other launchers the next start takes what is there."""
+    """Trains on as many of the launcher's ranks as the batch divides over; their number may change when ranks
+    restart, with the same global batch and curve. Further ranks wait. torchrun restarts the work of lost nodes
+    (docs/nodes.md)."""
 
     def check(self, model: ModelConfig, sequence_length: int) -> None:
         """Raises ConfigError when `model`, or its rows, cannot be split evenly."""
