@@ -32,11 +32,17 @@ from megahead.errors import UserError, leave, print_error
 
 # How ranks find each other: `read_launch` reads a launcher's settings, `open_store` opens the store they share.
 #
-# `deepspeed`, `torchrun` and `srun` pass a process its rank in environment variables; `read_launch` takes them as a
-# mapping, so that nothing below `launch/` reads the environment itself.
+# `deepspeed`, `torchrun`, `srun` and Open MPI's `mpirun` pass a process its rank in environment variables.
+# `read_launch` takes them as a mapping, so that nothing below `launch/` reads the environment itself.
 
 
 _SLURM = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_STEP_NUM_TASKS", "LOCAL_RANK": "SLURM_LOCALID"}
+
+_OPEN_MPI = {
+    "RANK": "OMPI_COMM_WORLD_RANK",
+    "WORLD_SIZE": "OMPI_COMM_WORLD_SIZE",
+    "LOCAL_RANK": "OMPI_COMM_WORLD_LOCAL_RANK",
+}
 
 _INTERACTIVE_STEP, _BATCH_STEP = "4294967290", "4294967291"
 """SLURM_STEP_ID of the shell that salloc may open on a node, and of a batch script: one process, whatever their other
@@ -84,12 +90,12 @@ class Launch:
 def read_launch(environment: Mapping[str, str]) -> Launch:
     """The launch that `environment` describes; a single process when it describes none.
 
-    A task of srun has its place from Slurm, unless a launcher in it says another. SLURM_NTASKS says nothing of a
-    process: shells of salloc and scripts of sbatch have it, too, and run one. Raises UserError naming the variable that
-    is missing, not a number, or contradicts others.
+    A task of srun has its rank from Slurm, a process of mpirun from Open MPI, unless a launcher in it sets another.
+    SLURM_NTASKS says nothing of a process: shells of salloc and scripts of sbatch have it, too, and run one. Raises
+    UserError naming the variable that is missing, not a number, or contradicts others.
     """
-    task = _is_task(environment)
-    rank, size, local_rank = (slurm if task and name not in environment else name for name, slurm in _SLURM.items())
+    names = _SLURM if _is_task(environment) else _OPEN_MPI if _OPEN_MPI["WORLD_SIZE"] in environment else {}
+    rank, size, local_rank = (name if name in environment else names.get(name, name) for name in _SLURM)
     values = {name: environment.get(name, "") for name in (rank, size, local_rank, "MASTER_ADDR", "MASTER_PORT")}
     if not values[size] and values[rank]:
         raise UserError(_missing(size, f"{rank} is {values[rank]}"))

@@ -172,6 +172,7 @@ def start_deepspeed(
     Without a process group, one of this process alone is made.
     """
     deepspeed = load_deepspeed(device)
+    _refuse_nvme_without_async_io(config)
     own_errors = deepspeed.DeepSpeedConfigError, deepspeed.runtime.zero.utils.ZeRORuntimeException
     _name_device(device)
     if not dist.is_initialized():
@@ -190,6 +191,17 @@ def start_deepspeed(
         reason = " ".join(str(error).split()).rstrip(".") or type(error).__name__
         raise UserError(f"`engine.deepspeed` must be what DeepSpeed accepts, but it reports: {reason}.") from error
     return engine
+
+
+def _refuse_nvme_without_async_io(config: dict[str, Any]) -> None:
+    """ConfigError for offloading to NVMe where DeepSpeed cannot build its operator for that."""
+    for name in ("offload_optimizer", "offload_param"):
+        if (config.get("zero_optimization", {}).get(name) or {}).get("device") == "nvme":
+            operator = importlib.import_module("deepspeed.ops.op_builder").AsyncIOBuilder()
+            if not operator.is_compatible(verbose=False):
+                rule = "be cpu on a machine where DeepSpeed's async_io cannot be built"
+                hint = "or install libaio's headers (libaio-dev, libaio-devel)"
+                raise ConfigError(f"engine.deepspeed.zero_optimization.{name}.device", rule, got="nvme", hint=hint)
 
 
 class _OneByOne(nn.Module):

@@ -129,6 +129,17 @@ def test_launchers_are_understood() -> None:
     assert read_launch(slurm | {"CUDA_VISIBLE_DEVICES": "1"}) == Launch(3, 4, 0, "n", 1)  # --gpus-per-task
 
 
+def test_a_process_of_mpirun_has_its_rank_from_open_mpi_unless_a_launcher_in_it_sets_another() -> None:
+    mpi = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
+    place = {"MASTER_ADDR": "n", "MASTER_PORT": "1"}
+    assert read_launch(mpi | place) == Launch(3, 4, 1, "n", 1)
+    torchrun = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "2"}
+    assert read_launch(mpi | torchrun | place) == Launch(5, 8, 2, "n", 1)
+    assert read_launch(mpi | {"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"}) == Launch()
+    with pytest.raises(UserError, match="`MASTER_ADDR` must be set in the environment when OMPI_COMM_WORLD_SIZE is 4"):
+        read_launch(mpi)
+
+
 def srun_task(rank: str = "3") -> dict[str, str]:
     """What srun tells one of four tasks."""
     step = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_NTASKS": "4"}

@@ -48,3 +48,17 @@ def refused(group: Group, chosen: dict[str, Any]) -> str:
 def test_what_deepspeed_says_of_its_json_is_told_in_a_sentence(chosen: dict[str, Any], because: str) -> None:
     (sentence,) = on_ranks(1, refused, chosen)
     assert sentence.startswith(f"`engine.deepspeed` must be what DeepSpeed accepts, but it reports: {because}")
+
+
+def refused_nvme(group: Group) -> str:
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    AsyncIOBuilder.is_compatible = lambda *_, **__: False  # as where libaio is missing
+    with pytest.raises(ConfigError) as caught:
+        small_engine(group, 3, zero={"offload_optimizer": {"device": "nvme", "nvme_path": "/nowhere"}})
+    return str(caught.value)
+
+
+def test_offloading_to_nvme_without_libaio_is_refused_before_weights_are_partitioned() -> None:
+    (sentence,) = on_ranks(1, refused_nvme)
+    assert sentence.startswith("`engine.deepspeed.zero_optimization.offload_optimizer.device` must be cpu on a machine")
