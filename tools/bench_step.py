@@ -44,7 +44,7 @@ from megahead.errors import FieldError, run_command
 from megahead.report.tables import to_json
 
 if TYPE_CHECKING:
-    from benchmarks.plans import Plan
+    from benchmarks.steps import Plan
 
 PYTHIA_VOCABULARY = 50277
 BERT_VOCABULARY = {"distilbert-multilingual": 119547}
@@ -62,9 +62,8 @@ def main() -> None:
         IndexedDataset(arguments.data)  # what is wrong is told before torch is imported
     import torch
 
-    from benchmarks.contest import hold
-    from benchmarks.largest import fill
-    from benchmarks.vocabularies import grow
+    from benchmarks.engines import grow
+    from benchmarks.steps import fill, hold
     from megahead.distributed.group import Group
     from megahead.train.run import settle_precision
 

@@ -10,21 +10,38 @@ there is none between its micro-batches.
 from __future__ import annotations
 
 import argparse
+import tempfile
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 from megahead import wording
-from megahead.config.loading import load_config
+from megahead.config.loading import config_from_dict, load_config
+from megahead.config.run import RunConfig
 from megahead.errors import UserError, run_command
 from megahead.report.tables import to_json, to_rich
 from megahead.terminal import terminal
 
+WARM_UP = 3
+OWNERS = {"megahead": "megahead", "deepspeed": "DeepSpeed"}
+BACKWARD = "backward pass"
+Place = tuple[str, str]  # who waits, and the line
+
 
 def main() -> None:
-    arguments = _parser().parse_args()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", required=True, help="a run's YAML file")
+    parser.add_argument("--set", action="append", default=[], metavar="a.b=c", help="override one setting")
+    parser.add_argument("--steps", type=int, default=5, help="steps to count (default: 5)")
+    parser.add_argument("--output", type=Path, metavar="JSON", help="also write the table's lines there")
+    arguments = parser.parse_args()
     config = load_config(arguments.config, arguments.set)
     import torch
-
-    from benchmarks.waits import BACKWARD, OWNERS, counted
 
     if not torch.cuda.is_available():
         raise UserError("the machine must have a CUDA device to count waits on, but has none.")
@@ -39,13 +56,75 @@ def main() -> None:
         console.print(f"{who}: {wording.counted(total / arguments.steps, 'wait', 'g')} a step")
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", required=True, help="a run's YAML file")
-    parser.add_argument("--set", action="append", default=[], metavar="a.b=c", help="override one setting")
-    parser.add_argument("--steps", type=int, default=5, help="steps to count (default: 5)")
-    parser.add_argument("--output", type=Path, metavar="JSON", help="also write the table's lines there")
-    return parser
+def counted(config: RunConfig, steps: int) -> Counter[Place]:
+    """How often each place waited in `steps` steps of `config`, after a few that are not counted."""
+    import torch
+
+    from megahead.distributed.launch import Launch
+    from megahead.train import loop, run, step
+
+    waits: Counter[Place] = Counter()
+    taken = 0
+
+    def watched(*arguments: Any) -> Any:
+        nonlocal taken
+        taken += 1
+        with noted(waits) if taken > WARM_UP else torch.autograd.set_multithreading_enabled(False):
+            return step.train_step(*arguments)
+
+    with tempfile.TemporaryDirectory() as folder, patch.object(loop, "train_step", watched):
+        run.pretrain(_short(config, folder, WARM_UP + steps), Launch())
+    return waits
+
+
+def _short(config: RunConfig, folder: str, steps: int) -> RunConfig:
+    """The same steps, without anything between or after them."""
+    tree = config.model_dump(mode="json")
+    tree |= {"output_dir": folder, "schedule": {"name": "constant"}, "tasks": None}
+    tree["data"]["validation"] = None
+    tree["training"] |= {"steps": steps, "max_seconds": None}
+    tree["training"] |= dict.fromkeys(("evaluate_every", "checkpoint_every", "log_seconds"), 10**9)
+    return config_from_dict(tree)
+
+
+@contextmanager
+def noted(waits: Counter[Place]) -> Iterator[None]:
+    """Inside, every wait of this thread for a GPU is added to `waits`; backward passes run in this thread, too."""
+    import torch
+
+    def note(*_: Any, **__: Any) -> None:
+        waits[place(traceback.extract_stack()[:-1])] += 1
+
+    def noting(function: Callable[..., Any]) -> Callable[..., Any]:
+        def wait(*arguments: Any, **named: Any) -> Any:
+            note()
+            return function(*arguments, **named)
+
+        return wait
+
+    with ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+        warnings.filterwarnings("always", ".*synchronizing CUDA operation")
+        warnings.showwarning = lambda message, *_, **__: note() if "synchronizing CUDA" in str(message) else None
+        for owner in (torch.cuda, torch.cuda.Stream, torch.cuda.Event):
+            stack.enter_context(patch.object(owner, "synchronize", noting(owner.synchronize)))
+        torch.cuda.set_sync_debug_mode("warn")
+        stack.callback(lambda: torch.cuda.set_sync_debug_mode("default"))
+        yield
+
+
+def place(stack: Sequence[traceback.FrameSummary]) -> Place:
+    """The innermost frame of a package that can be asked about it; C++ of a backward pass is nobody's."""
+    for frame in reversed(stack):
+        parts = Path(frame.filename).parts
+        if parts[-3:] == ("torch", "autograd", "graph.py"):
+            return BACKWARD, f"{frame.name}"
+        for package, owner in OWNERS.items():
+            if package in parts[:-1]:
+                inside = parts[len(parts) - 1 - parts[::-1].index(package) :]
+                return owner, f"{'/'.join(inside)}:{frame.lineno} in {frame.name}"
+    return "other", f"{stack[-1].filename}:{stack[-1].lineno}"
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from demo_pipeline.sizes import FULL, MODELS, QUICK
+from demo_pipeline.stages import FULL, MODELS, QUICK
 from megahead.errors import run_command
 
 
@@ -32,9 +32,7 @@ def main() -> None:
     size = (QUICK if arguments.quick else FULL).of(arguments.model)
     folder = (arguments.folder or Path(size.folder)).absolute()
     size.claim(folder)
-    from demo_pipeline.outcome import show  # these need transformers
-    from demo_pipeline.pipeline import Pipeline
-    from demo_pipeline.training import ROOT
+    from demo_pipeline.pipeline import ROOT, Pipeline, show
 
     os.chdir(ROOT)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")

@@ -19,9 +19,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from benchmarks.gpu_report.plan import DRY, FULL, parts_of
-from benchmarks.gpu_report.session import DRY_RUN, ON_A_GPU, Session
-from benchmarks.gpu_report.text import Text
+from gpu_parts.plan import DRY, FULL, Text, parts_of
+from gpu_parts.session import DRY_RUN, ON_A_GPU, Session
 from megahead.errors import FieldError, existing, run_command
 from megahead.report.tables import to_rich
 from megahead.terminal import terminal

@@ -21,9 +21,7 @@ from megahead.data.writer import IndexedDatasetWriter
 from megahead.errors import FieldError, UserError, existing, run_command
 
 HOLDOUT = 200
-MOST_IDS = 50277
-"""Of the models that the report trains."""
-
+MOST_IDS = 50277  # of the models that the report trains
 PREPROCESS = Path(__file__).with_name("preprocess.py")
 
 

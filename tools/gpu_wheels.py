@@ -29,9 +29,8 @@ NEEDED = (
     "zstandard",
     "fastokens",
 )
+# Published as source only; of Python alone, as its kernels are compiled when they are used, and here none is
 BUILT_HERE = "deepspeed"
-"""Published as source only; of Python alone, as its kernels are compiled when they are used, and here none is."""
-
 COMPARED = ("liger-kernel", "cut-cross-entropy")
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
 MOST_MIB = 32

@@ -26,7 +26,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--micro-steps", action="store_true", help="count what micro-steps take instead")
     if parser.parse_args().micro_steps:
-        from benchmarks.micro_step import print_micro_steps
+        from benchmarks.kernels import print_micro_steps
 
         print_micro_steps()
     else:

@@ -17,6 +17,7 @@ from megahead.errors import existing, run_command
 from megahead.terminal import terminal
 
 ROOT = Path(__file__).resolve().parents[1]
+# Those of docs/research/paper.md in its order, then others; each is `compare_NAME` of `experiments/NAME.py`
 EXPERIMENTS = (
     "latency",
     "decoders",
@@ -36,7 +37,6 @@ EXPERIMENTS = (
     "neighbours",
     "glue",
 )
-"""Those of docs/research/paper.md in its order, then others; each is `compare_NAME` of `experiments/NAME.py`."""
 
 
 def main() -> None:

@@ -33,8 +33,8 @@ def main() -> None:
     import torch
     from torch.profiler import ProfilerActivity, profile, record_function
 
-    from benchmarks.contender import Contender
-    from benchmarks.tokens import token_rows
+    from benchmarks.rows import token_rows
+    from benchmarks.steps import Contender
 
     device = torch.device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     steps = WARM_UP + arguments.steps

@@ -13,15 +13,9 @@ from pathlib import Path
 PAGE = Path(__file__).parents[1] / "docs/research/verdict.md"
 PICTURE = PAGE.with_suffix(".png")
 
-HEADLESS_TOKENS_A_MINUTE = 104.9e6 / 135
-"""The longest run's."""
-
-COST_OF_VANILLA = 3.8
-"""Time of a vanilla token where a headless one takes 1."""
-
-LONG, LEVEL = "## A hundred million tokens", "### As many tokens by both"
-"""Headings that the tables stand under."""
-
+HEADLESS_TOKENS_A_MINUTE = 104.9e6 / 135  # the longest run's
+COST_OF_VANILLA = 3.8  # time of a vanilla token where a headless one takes 1
+LONG, LEVEL = "## A hundred million tokens", "### As many tokens by both"  # headings that the tables stand under
 Curves = dict[str, list[tuple[float, float]]]
 
 
@@ -29,7 +23,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--output", type=Path, default=PICTURE, help="the PNG (default: the one in docs)")
     output = parser.parse_args().output
-    from experiments.charts import Chart, draw_charts  # needs matplotlib
+    from experiments.charts import Chart, draw_charts
     from megahead.report.figures import save_figure
 
     perplexity, blimp = both = drawn(PAGE.read_text(encoding="utf-8"))

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.hosts import may_make_hosts
 from megahead.distributed import launch as print_once
 from megahead.distributed import watchdog as switchboard
 from megahead.distributed import watchdog as watch
 from megahead.train import run as elastic
 from megahead.train.run import pretrain
+from soak.hosts import may_make_hosts
 from support.cluster import STEPS, cluster
 from support.forked import forked
 from support.killable import codes, start_ranks

@@ -21,10 +21,10 @@ from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 from torch.distributed.launcher.api import LaunchConfig, launch_agent
 
 import support.heavy_imports  # noqa: F401 - else every rank would load it again
-from benchmarks.hosts import Host
 from megahead.commands.pretrain import main
 from megahead.distributed.agent import leave_meetings_open
 from megahead.errors import leave
+from soak.hosts import Host
 from support.forked import FORK
 from support.killable import speak_to
 

@@ -13,12 +13,12 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from benchmarks.hosts import Host, Wire, hosts
-from benchmarks.soak.clock import keep_time_by
 from megahead.checkpoints.reading import open_checkpoint
 from megahead.report.read import events_of, read_runs
 from megahead.train.faults import StopRequest
 from megahead.train.log import Meters
+from soak.agent import keep_time_by
+from soak.hosts import Host, Wire, hosts
 from support.agents import Node
 from support.commands import config_file
 from support.node_memories import give_memory, memory_of

@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks.gpu_report.part import Outcome
+from gpu_parts.plan import Outcome
 
 
 def quiet() -> Console:

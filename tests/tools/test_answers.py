@@ -31,11 +31,9 @@ WRONG: dict[str, str] = {
     "megahead report": "nowhere",
     "megahead synonyms": "--model nowhere --wordnet .",
     "megahead train_tokenizer": "--input nowhere.jsonl --output t.json --vocab-size 300",
-    "tools/bench_copies.py": "--config nowhere.yaml",
     "tools/bench_engine.py": "",
     "tools/bench_link.py": "",
     "tools/bench_loss.py": "--data nowhere",
-    "tools/bench_node_loss.py": "",
     "tools/bench_preprocess.py": "--input nowhere.jsonl --tokenizer t.json",
     "tools/bench_step.py": "--preset pythia-14m --data nowhere",
     "tools/compare_finetuning.py": "--model nowhere --task glue/rte",
@@ -50,7 +48,6 @@ WRONG: dict[str, str] = {
     "tools/kernel_figures.py": "",
     "tools/paper.py": "decoders --text nowhere.jsonl",
     "tools/profile_step.py": "--config nowhere.yaml",
-    "tools/soak.py": "--folder nowhere --text nowhere.idx",
     "tools/verdict_picture.py": "",
 }
 """Arguments of which a path does not exist; none for a command that reads nothing it is told of."""

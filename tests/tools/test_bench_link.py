@@ -10,7 +10,7 @@ import pytest
 from bench_engine import make_config
 
 from benchmarks import link
-from benchmarks.network import linked
+from benchmarks.link import linked
 
 SHAPE = {"num_layers": 1, "hidden_size": 32, "num_heads": 2, "vocab_size": 20_000}
 

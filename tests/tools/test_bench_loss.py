@@ -12,13 +12,13 @@ import bench_loss
 import numpy as np
 import pytest
 import torch
+from bench_loss import read_targets
 from torch import Tensor
 from torch.nn import functional as F
 
-from benchmarks import loss_forms, losses, prepared_losses
-from benchmarks.loss_forms import Entry, Problem
-from benchmarks.memory import in_child
-from benchmarks.targets import read_targets
+from benchmarks import losses
+from benchmarks.losses import Entry, Problem
+from benchmarks.timing import in_child
 from megahead.data.writer import IndexedDatasetWriter
 from megahead.errors import DataError
 from megahead.objectives.micro_batch import CANDIDATE_MULTIPLE
@@ -35,9 +35,9 @@ def drawn() -> tuple[Tensor, Tensor, Tensor]:
 def test_forms_that_are_compared_compute_the_same() -> None:
     outputs, targets, table = drawn()
     for fast, slow in (("ours", "paper"), ("softmax, ours", "softmax, plain")):
-        losses = [loss_forms.FORMS[name](outputs, targets, table) for name in (fast, slow)]
-        torch.testing.assert_close(*losses)
-        gradients = [torch.autograd.grad(loss, [outputs, table]) for loss in losses]
+        values = [losses.FORMS[name](outputs, targets, table) for name in (fast, slow)]
+        torch.testing.assert_close(*values)
+        gradients = [torch.autograd.grad(loss, [outputs, table]) for loss in values]
         torch.testing.assert_close(*gradients)
 
 
@@ -103,13 +103,13 @@ THEIRS = {"theirs": "cross_entropy", "plainer": "unbiased", "broken": "breaking"
 
 def test_other_peoples_kernels_are_asked_for_the_same(monkeypatch) -> None:
     others = {name: (__name__, function) for name, function in THEIRS.items()}
-    monkeypatch.setattr(prepared_losses, "OTHERS", others | {"gone": ("not_installed", "f")})
+    monkeypatch.setattr(losses, "OTHERS", others | {"gone": ("not_installed", "f")})
     monkeypatch.setitem(
         sys.modules, __name__, sys.modules.get(__name__) or SimpleNamespace(cross_entropy=cross_entropy)
     )
     problem = Problem.drawn(drawn()[1], 40, 6, torch.float32)
-    kernels, absent = prepared_losses.kernels_here(problem)
-    entries = prepared_losses.prepared(problem, kernels)
+    kernels, absent = losses.kernels_here(problem)
+    entries = losses.prepared(problem, kernels)
     assert [entry.name for entry in entries] == [
         "ours", "paper", "theirs", "plainer", "softmax, ours", "softmax, plain", "softmax, theirs", "softmax, plainer"
     ]  # fmt: skip
@@ -118,7 +118,7 @@ def test_other_peoples_kernels_are_asked_for_the_same(monkeypatch) -> None:
     assert begins_with["paper"] == begins_with["theirs"] == len(problem.targets.unique())
     assert begins_with["softmax, ours"] == begins_with["softmax, theirs"] == 40
     assert absent == ["without broken: not for 6 features", "without gone: No module named 'not_installed'"]
-    for line in loss_forms.errors(entries):
+    for line in losses.errors(entries):
         assert 0 <= max(float(line[part]) for part in ("loss", "gradient of outputs", "of the table")) < 1e-6, line
 
 
@@ -134,7 +134,7 @@ def test_a_form_that_memory_does_not_hold_is_told_and_the_others_are_measured(tm
         tried.append("paper")
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(losses, "FORMS", {**loss_forms.FORMS, "paper": paper})
+    monkeypatch.setattr(losses, "FORMS", {**losses.FORMS, "paper": paper})
     monkeypatch.setattr(losses, "errors", lambda entries: iter([{"form": "ours", "loss": "1e-8"}]))
     monkeypatch.setattr(losses, "observe", lambda form, problem: losses.Taken(problem.solved(form) and 0.5, 2.0))
     monkeypatch.setattr(losses, "device_rate", lambda device, precision: 1e9)
@@ -151,9 +151,9 @@ def test_a_form_that_memory_does_not_hold_is_told_and_the_others_are_measured(tm
 
 def test_errors_see_what_is_wrong() -> None:
     def twice(outputs: Tensor, targets: Tensor, table: Tensor) -> Tensor:
-        return 2 * loss_forms.paper(outputs, targets, table)
+        return 2 * losses.paper(outputs, targets, table)
 
-    (line,) = loss_forms.errors([Entry("twice", twice, Problem.drawn(drawn()[1], 40, 6, torch.float32))])
+    (line,) = losses.errors([Entry("twice", twice, Problem.drawn(drawn()[1], 40, 6, torch.float32))])
     assert [float(line[part]) for part in ("loss", "gradient of outputs", "of the table")] == [1.0, 1.0, 1.0]
 
 

@@ -9,10 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.contender import Contender
-from benchmarks.plans import contending
-from benchmarks.rules import DRAWN, rule_of
-from benchmarks.tokens import micro_batch, token_rows
+from benchmarks.rows import DRAWN, micro_batch, rule_of, token_rows
+from benchmarks.steps import Contender, contending
 from megahead.config.run import RunConfig
 from megahead.data.loader import save_nearest_ids
 from megahead.errors import ConfigError

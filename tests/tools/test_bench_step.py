@@ -10,12 +10,9 @@ import bench_step
 import pytest
 import torch
 
-from benchmarks import largest
-from benchmarks.clocks import HostClock
-from benchmarks.contender import Contender, compare
-from benchmarks.device import matrix_rate
-from benchmarks.plans import How, contending
-from benchmarks.tokens import token_rows
+from benchmarks.rows import token_rows
+from benchmarks.steps import Contender, How, compare, contending, fill, largest_that
+from benchmarks.timing import HostClock, matrix_rate
 from megahead.config.loading import config_from_dict
 from megahead.config.run import RunConfig
 from megahead.errors import FieldError
@@ -229,7 +226,7 @@ def test_the_largest_that_fits_is_found_to_an_eighth_with_few_tries(room: int, f
         tried.append(rows)
         return rows <= room
 
-    assert largest.largest_that(fits, 1, 100) == found
+    assert largest_that(fits, 1, 100) == found
     assert len(tried) == len(set(tried)) <= 12
 
 
@@ -244,7 +241,7 @@ def test_the_largest_micro_batch_is_that_before_memory_ends(tmp_path: Path, monk
         step(contender, index)
 
     monkeypatch.setattr(Contender, "step", on_a_small_device)
-    headless, vanilla = largest.fill(config, ["headless", "vanilla"], 64, None, torch.device("cpu"))
+    headless, vanilla = fill(config, ["headless", "vanilla"], 64, None, torch.device("cpu"))
     assert (headless["rows of the micro-batch"], headless["tokens"]) == (3, 72)
     assert (vanilla["rows of the micro-batch"], vanilla["tokens"]) == (1, 24)
     assert headless["tokens/s"] > 0

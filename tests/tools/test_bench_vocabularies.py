@@ -9,9 +9,9 @@ import pytest
 import torch
 from bench_step import _vocabularies, main
 
-import benchmarks.vocabularies as vocabularies
+import benchmarks.engines as vocabularies
 from benchmarks.engines import rank_step
-from benchmarks.tokens import token_rows
+from benchmarks.rows import token_rows
 from megahead.config.run import RunConfig
 from megahead.distributed.group import Group
 from megahead.engine.engine import Engine

@@ -8,8 +8,8 @@ from pathlib import Path
 from traceback import FrameSummary
 
 import torch
+from count_waits import counted, noted, place
 
-from benchmarks.waits import counted, noted, place
 from megahead.config.run import RunConfig
 from megahead.distributed.group import Group
 from support.forked import run_script

@@ -12,10 +12,8 @@ import numpy
 import pytest
 from rich.console import Console
 
-from demo_pipeline.outcome import show
-from demo_pipeline.pipeline import Pipeline
-from demo_pipeline.sizes import MODELS, QUICK
-from demo_pipeline.training import ROOT, train
+from demo_pipeline.pipeline import ROOT, Pipeline, show, train
+from demo_pipeline.stages import MODELS, QUICK
 from support.forked import fork_pythons, run_script
 
 LITTLE = [

@@ -11,9 +11,7 @@ import pytest
 from rich.console import Console
 
 from demo_pipeline.cloze import build_cloze, is_answerable, passages_of
-from demo_pipeline.corpus import Corpus, build_corpus, drawn, find_sources
-from demo_pipeline.overlap import SeenRuns, runs_of
-from demo_pipeline.pages import pages_of
+from demo_pipeline.corpus import Corpus, SeenRuns, build_corpus, drawn, find_sources, pages_of, runs_of
 from megahead.errors import DataError
 
 WORDS = [

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from demo_pipeline.pipeline import Pipeline
-from demo_pipeline.sizes import FULL, QUICK, Size
+from demo_pipeline.stages import FULL, QUICK, Size
 from megahead.config.loading import load_config
 from megahead.config.run import RunConfig
 from megahead.errors import FieldError

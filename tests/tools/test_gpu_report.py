@@ -9,11 +9,9 @@ from pathlib import Path
 import gpu_text
 import pytest
 
-from benchmarks.gpu_report.part import RESULT, START_UP
-from benchmarks.gpu_report.plan import DRY, FULL, SHARES, TOKENS, parts_of
-from benchmarks.gpu_report.session import DRY_RUN, Session
-from benchmarks.gpu_report.text import Text
-from benchmarks.gpu_report.trainings import trainings_compared
+from gpu_parts.page import trainings_compared
+from gpu_parts.plan import DRY, FULL, RESULT, SHARES, START_UP, TOKENS, Text, parts_of
+from gpu_parts.session import DRY_RUN, Session
 from megahead.config.loading import load_config
 from megahead.data.indexed import IndexedDataset
 from megahead.data.writer import IndexedDatasetWriter

@@ -9,10 +9,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gpu_report.part import Outcome
-from benchmarks.gpu_report.steps import steps_compared
-from benchmarks.gpu_report.targets import judged
-from benchmarks.gpu_report.trainings import trainings_compared
+from gpu_parts.page import judged, steps_compared, trainings_compared
+from gpu_parts.plan import Outcome
 from support.gpu_parts import line, outcome
 
 

@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu_report import running
-from benchmarks.gpu_report.part import RESULT, SECONDS, START_UP, Part
-from benchmarks.gpu_report.running import run
-from benchmarks.gpu_report.session import Session
+from gpu_parts import session
+from gpu_parts.plan import RESULT, SECONDS, START_UP, Part
+from gpu_parts.session import Session, run
 from support.gpu_parts import line, outcome, quiet
 
 WRITES = "open(result, 'w').write(json.dumps([{'a': 1}]))"
@@ -66,7 +65,7 @@ def test_only_what_misses_its_targets_is_profiled(tmp_path: Path, instant: type[
 
 
 def test_a_part_that_hangs_is_ended_with_all_that_it_started(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(running, "_PATIENCE", 0.2)
+    monkeypatch.setattr(session, "_PATIENCE", 0.2)
     hanging = part_that(
         tmp_path,
         "hanging",
@@ -75,7 +74,7 @@ def test_a_part_that_hangs_is_ended_with_all_that_it_started(tmp_path: Path, mon
         f"print(child.pid, flush=True); {WRITES}\ntime.sleep(60)",
     )
 
-    class Impatient(running.OwnProcess):
+    class Impatient(session.OwnProcess):
         def wait(self, seconds: float) -> int:
             """A slow machine must not end it before it hangs."""
             while not (tmp_path / "hanging.json").exists():

@@ -1,4 +1,4 @@
-"""Contenders of benchmarks of whole steps: a bare torch loop or the engine, each in processes of its own.
+"""Steps of a bare torch loop or of the engine, each in processes of its own that take a step when told to.
 
 DeepSpeed changes what it is imported into; and a process that has computed cannot be forked. They run on the device of
 `engine.device`, which must be cpu or cuda here; for CUDA they are spawned, which no state of its own can disturb.
@@ -8,22 +8,22 @@ from __future__ import annotations
 
 import multiprocessing
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from benchmarks.memory import cost
-from benchmarks.rules import rule_of
-from benchmarks.tokens import micro_batch, token_rows
+from benchmarks.rows import micro_batch, rule_of, token_rows
+from benchmarks.timing import cost, in_turn
 from megahead.config.loading import config_from_dict
 from megahead.config.plan import RunPlan, deepspeed_config
 from megahead.config.run import RunConfig
@@ -31,14 +31,17 @@ from megahead.distributed.group import Group, Mesh
 from megahead.objectives.micro_batch import MicroBatch
 from megahead.objectives.pretraining import assemble, fill_, first_weights
 from megahead.optim import build_optimizer
+from megahead.report.tables import to_rich
 from megahead.sharded_embedding.exchange import plan_rows
+from megahead.terminal import terminal
 from megahead.wording import counted
 
+if TYPE_CHECKING:
+    from megahead.engine.engine import Engine
+
 Step = Callable[[], None]
-Rows = np.ndarray[Any, Any]
-"""int64 [B, T+1]: the ids of a micro-batch."""
-Place = tuple[int, int, str]
-"""Rank, number of ranks, and a file at which they meet."""
+Rows = np.ndarray[Any, Any]  # int64 [B, T+1]: the ids of a micro-batch
+Place = tuple[int, int, str]  # rank, number of ranks, and a file at which they meet
 SETTINGS = Path(__file__).resolve().parents[2] / "configs/deepspeed"
 
 
@@ -84,6 +87,19 @@ class Contender:
             process.join()
 
 
+Rounds = list[list[tuple[float, float]]]  # of each round and contender: seconds, and CPU seconds
+
+
+def steps_in_turn(field: Sequence[Contender], rounds: int) -> Rounds:
+    """After one step of each that is not counted."""
+    return in_turn([lambda _, one=one: one.step() for one in field], rounds)  # type: ignore[misc]
+
+
+def stop(field: Sequence[Contender]) -> None:
+    for contender in field:
+        contender.stop()
+
+
 def on_one_rank(config: RunConfig, stages: list[int]) -> list[Contender]:
     """A bare loop first, then the engine at each stage."""
     device = config.engine.device
@@ -100,6 +116,12 @@ def on_ranks(config: RunConfig, stages: list[int], count: int, folder: str) -> l
         run_on_all_ranks = [(engine_step, (config, stage, place)) for place in places]
         field.append(Contender(f"{counted(count, 'rank')}, ZeRO {stage}", run_on_all_ranks))
     return field
+
+
+def meet(place: Place) -> None:
+    rank, count, store = place
+    there = dist.FileStore(store, count)  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=there, rank=rank, world_size=count)
 
 
 def bare_step(config: RunConfig) -> Step:
@@ -122,21 +144,15 @@ def bare_step(config: RunConfig) -> Step:
 
 def engine_step(config: RunConfig, stage: int, place: Place | None = None) -> Step:
     """The same through the engine, with the project's own settings of that stage."""
-    from megahead.engine.engine import Engine
-
-    rank, count, store = place or (0, 1, "")
+    rank, count, _ = place or (0, 1, "")
     if place:
-        meeting = dist.FileStore(store, count)  # type: ignore[attr-defined]
-        dist.init_process_group("gloo", store=meeting, rank=rank, world_size=count)
+        meet(place)
     tree = config.model_dump(mode="json")
     tree["batch"]["global_size"] *= count
     tree["engine"]["deepspeed"] = str(SETTINGS / f"zero{stage}.json")
     config = config_from_dict(tree)
     mesh, device = Mesh.build(Group.world()), torch.device(config.engine.device)
-    module = assemble(config, mesh.tensor_group, device)
-    optimizer = build_optimizer(module, config.optimizer)
-    settings, weights = deepspeed_config(config, count, device.type), first_weights(config)
-    engine = Engine(module, optimizer=optimizer, config=settings, mesh=mesh, device=device, weights=weights)
+    engine = build(config, mesh, device, deepspeed_config(config, count, device.type))
     micro = one_micro_batch(config, rank)
 
     def step() -> None:
@@ -146,6 +162,15 @@ def engine_step(config: RunConfig, stage: int, place: Place | None = None) -> St
     return step
 
 
+def build(config: RunConfig, mesh: Mesh, device: torch.device, settings: dict[str, Any]) -> Engine:
+    """An engine by DeepSpeed's `settings`."""
+    from megahead.engine.engine import Engine
+
+    module = assemble(config, mesh.tensor_group, device)
+    optimizer, weights = build_optimizer(module, config.optimizer), first_weights(config)
+    return Engine(module, optimizer=optimizer, config=settings, mesh=mesh, device=device, weights=weights)
+
+
 def rank_step(config: RunConfig, place: Place, texts: Sequence[Rows], device: torch.device) -> Step:
     """A step of a run's engine on this rank, from the choice of its candidates on, each time on its next text.
 
@@ -153,10 +178,9 @@ def rank_step(config: RunConfig, place: Place, texts: Sequence[Rows], device: to
     """
     from megahead.train.run import build_engine
 
-    rank, count, store = place
+    rank, count, _ = place
     if count > 1:
-        meeting = dist.FileStore(store, count)  # type: ignore[attr-defined]
-        dist.init_process_group("gloo", store=meeting, rank=rank, world_size=count)
+        meet(place)
     world = Group.world()
     plan = RunPlan.of(config, count, device.type)
     engine, _ = build_engine(plan, Mesh.build(world), device, first_weights(config))
@@ -191,3 +215,51 @@ def _serve(pipe: Connection, maker: Callable[..., Step], arguments: tuple[Any, .
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
         pipe.send((time.perf_counter() - wall, time.process_time() - cpu))
+
+
+def grow(
+    config: RunConfig,
+    vocabularies: Sequence[int],
+    ranks: int,
+    prefix: str | None,
+    steps: int,
+    device: torch.device,
+    kinds: Sequence[str] = ("rows", "dense"),
+) -> list[dict[str, object]]:
+    """Times `steps` steps of `ranks` ranks under each vocabulary, its embedding dense or in rows, on ids that the
+    smallest has, and tells; the table's lines. A step before them warms up, one after them says what memory it
+    takes."""
+    smallest = _under(config, min(vocabularies), "dense", ranks)
+    texts = token_rows(smallest, prefix, count=(steps + 2) * ranks)
+    lines: list[dict[str, object]] = []
+    for kind in kinds:
+        with tempfile.TemporaryDirectory() as folder:
+            field: list[Contender] = []
+            for size in vocabularies:
+                under, store = _under(config, size, kind, ranks), f"{folder}/store-{size}"
+                work = [(under, (rank, ranks, store), texts, device) for rank in range(ranks)]
+                field.append(Contender("", [(rank_step, one) for one in work], device.type))
+            rounds = steps_in_turn(field, steps)
+            peaks = [None if device.type == "cuda" else contender.peak() for contender in field]
+            stop(field)
+        for at, (size, peak) in enumerate(zip(vocabularies, peaks, strict=True)):
+            lines.append({"embedding": kind, "vocabulary": size, **_medians(rounds, at, peak)})
+    terminal().print(to_rich(lines))
+    return lines
+
+
+def _under(config: RunConfig, vocabulary: int, kind: str, ranks: int) -> RunConfig:
+    tree = config.model_dump(mode="json")
+    tree["model"]["vocab_size"], tree["engine"]["embedding"] = vocabulary, kind
+    tree["batch"]["global_size"] = config.batch.micro_size * ranks
+    return config_from_dict(tree, f"--vocabulary {vocabulary}")
+
+
+def _medians(rounds: Rounds, at: int, peak: float | None) -> dict[str, object]:
+    """Over rounds, by the clock and of processes, also of the ratios to the first vocabulary."""
+    line: dict[str, object] = {}
+    for kind, name in enumerate(("", "CPU ")):
+        line[f"{name}ms"] = round(statistics.median(times[at][kind] for times in rounds) * 1e3)
+    for kind, name in enumerate(("wall", "CPU")):
+        line[f"{name} ratio"] = f"{statistics.median(times[at][kind] / times[0][kind] for times in rounds):.2f}"
+    return line | ({} if peak is None else {"a step's MiB": round(peak)})

@@ -1,19 +1,32 @@
-"""The loss's kernel, compiled ahead of time for some architectures, and its work summed up: see kernel_figures.py."""
+"""What tools/kernel_figures.py tells of the loss's kernel and of micro-steps, without a GPU.
+
+A micro-step reads so few tokens that what is moved belongs to parameters: weights, gradients, and sums of gradients.
+"""
 
 from __future__ import annotations
 
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+from benchmarks.engines import SETTINGS, build, one_micro_batch
+from benchmarks.timing import in_child
+from megahead.config.loading import config_from_dict
 from megahead.config.objective import ON_GPU
-from megahead.losses import triton_kernel as row_kernel
+from megahead.config.plan import deepspeed_config
+from megahead.config.run import RunConfig
+from megahead.distributed.group import Group, Mesh
+from megahead.estimate import count_parameters
+from megahead.objectives.pretraining import assemble, fill_, first_weights
 from megahead.report.tables import to_rich
 from megahead.terminal import terminal
 
@@ -22,12 +35,10 @@ WAYS = {
     "sums (evaluation, split)": {"lse": "constexpr", "residuals": "constexpr"},
     "residuals (split)": {"lse": "*fp32", "residuals": "*bf16"},
 }
+# Assumed of an H100: operations a second of large bf16 products; bytes a second of its memory
 PRODUCTS, MEMORY = 650e12, 3.35e12
-"""Assumed of an H100: operations a second of large bf16 products; bytes a second of its memory."""
-
+# Seconds that an H200's host took to ask for the kernels of a loss and of each of its chunks; measured
 LOSS_ASKED, CHUNK_ASKED = 1.0e-3, 0.2e-3
-"""Seconds that an H200's host took to ask for the kernels of a loss and of each of its chunks; measured."""
-
 Line = dict[str, object]
 
 
@@ -41,6 +52,12 @@ def print_figures() -> None:
 def compiled(capability: int, way: str) -> Line:
     """The kernel in bf16 with a bias, with arguments aligned as they are in training: all but the number of candidates,
     which is a multiple of nothing for a vocabulary."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from megahead.losses import triton_kernel as row_kernel
+
     pointers = {"scores": "*fp32", "sums": "*fp32", "target": "*i64", "bias": "*fp32", "target_bias": "constexpr"}
     numbers = {"scale": "fp32", "count": "i32", "width": "i32", "stride": "i32", "BLOCK": "constexpr"}
     types, names = pointers | numbers | WAYS[way], row_kernel._softmax_kernel.arg_names
@@ -77,6 +94,8 @@ def moved_at_once(what: str, assembly: str) -> int:
 
 def resources(binary: bytes) -> tuple[int, int, int]:
     """Registers a thread, bytes of stack and local memory, bytes of shared memory."""
+    import triton
+
     reader = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(binary)
@@ -107,3 +126,108 @@ def summed_up(outputs: int, candidates: int, features: int) -> Line:
         "memory MB": f"{memory / 1e6:,.0f}", "memory ms": f"{memory / MEMORY * 1e3:.2f}",
         "host ms": f"{host * 1e3:.2f}", "products' share": f"{products / max(products + rows, host):.0%}",
     }  # fmt: skip
+
+
+CPU = torch.device("cpu")
+# Operations that compute nothing and move nothing
+NOTHING = ("empty", "new_empty", "detach", "alias", "_local_scalar_dense", "promote_types", "set_", "_unsafe_view")
+WRITE_ALONE = ("zero_", "fill_", "zeros", "ones", "full", "new_zeros", "zeros_like", "arange")
+# They read as many numbers as they write, and not the whole of what they look up in
+OF_ROWS = ("embedding", "index", "index_select", "gather")
+# They read what is added, and read and write as much of what they add to: in place, but while they are counted
+ADDED_TO_ROWS = ("index_add", "index_add_")
+
+
+class Counted(TorchDispatchMode):
+    """Operations, and bytes that they read and write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations, self.bytes = 0, 0
+
+    def found(self) -> tuple[int, int]:
+        return self.operations, self.bytes
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        if not func.is_view and not name.startswith(NOTHING):
+            self.operations += 1
+            self.bytes += _moved(name, args, result)
+        return result
+
+
+# What DeepSpeed does at stage 1 unless it is told otherwise: gradients become sums at the end of a micro-step
+LATER = {"bf16": {"immediate_grad_update": False}}
+
+
+def print_micro_steps() -> None:
+    """The table."""
+    terminal(width=160).print(to_rich(list(micro_steps())))
+
+
+def micro_steps() -> Iterator[dict[str, object]]:
+    """A line for the model alone, and for each stage."""
+    works: dict[str, Callable[[], Counted]] = {"none, the model alone": alone}
+    works |= {str(stage): partial(in_engine, stage) for stage in range(4)}
+    works |= {"1, as DeepSpeed has it": partial(in_engine, 1, LATER)}
+    for name, work in works.items():
+        operations, moved = in_child(lambda work=work: work().found())  # type: ignore[misc]
+        yield {
+            "ZeRO": name,
+            "operations": operations,
+            "bytes a parameter": f"{moved / count_parameters(_config(0).model).total:.1f}",
+        }
+
+
+def alone() -> Counted:
+    """Forward and backward of a model in bf16."""
+    config = _config(0)
+    module = assemble(config, Group(), CPU)
+    fill_(module, Group(), first_weights(config))
+    module.bfloat16()
+    counted = Counted()
+    with counted:
+        module(one_micro_batch(config, 0)).backward()
+    return counted
+
+
+def in_engine(stage: int, changes: Mapping[str, Mapping[str, Any]] | None = None) -> Counted:
+    """The second of three micro-steps of a step, in bf16 on one data rank. `changes`: of DeepSpeed's settings."""
+    config = _config(stage)
+    settings = deepspeed_config(config, 1, "cuda")
+    for section, values in (changes or {}).items():
+        settings[section] |= values
+    engine = build(config, Mesh.build(Group.world()), CPU, settings)
+    micro = one_micro_batch(config, 0)
+    engine.micro_step(micro)
+    counted = Counted()
+    with counted:
+        engine.micro_step(micro)
+    return counted
+
+
+def _config(stage: int) -> RunConfig:
+    return config_from_dict(
+        {
+            "name": "micro-step",
+            "model": {"num_layers": 6, "hidden_size": 256, "num_heads": 4, "vocab_size": 512},
+            "data": {"train": "", "sequence_length": 4},
+            "batch": {"global_size": 3, "micro_size": 1},
+            "optimizer": {"learning_rate": 1e-3},
+            "training": {"steps": 1},
+            "engine": {"device": "cpu", "precision": "bf16", "deepspeed": str(SETTINGS / f"zero{stage}.json")},
+        }
+    )
+
+
+def _moved(name: str, given: Any, result: Any) -> int:
+    """Bytes that an operation reads and writes."""
+    if name in ADDED_TO_ROWS:
+        return 3 * _bytes(given[3])
+    read = 0 if name in WRITE_ALONE else _bytes(given[1]) if name == "copy_" else _bytes(given)
+    return _bytes(result) + (_bytes(result) if name in OF_ROWS else read)
+
+
+def _bytes(tree: Any) -> int:
+    return sum(leaf.numel() * leaf.element_size() for leaf in tree_leaves(tree) if isinstance(leaf, Tensor))

@@ -1,38 +1,205 @@
-"""The loss alone, forward and backward, timed and weighed: what tools/bench_loss.py does for each size."""
+"""What tools/bench_loss.py compares: the headless loss and the full softmax, forward and backward, timed and weighed.
+
+On a CPU a form begins with the table. On a GPU it begins as in a step: candidates were chosen by the feed, and their
+rows looked up before; so what is timed waits for nothing. N outputs, D features, U candidates, V vocabulary.
+"""
 
 from __future__ import annotations
 
 import argparse
+import importlib
+import inspect
 import statistics
 import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from bench_loss import ERROR_SIZE, VOCABULARY
 from torch import Tensor
+from torch.nn import functional as F
 
-from benchmarks.device import describe, matrix_rate
-from benchmarks.loss_forms import FORMS, Entry, Form, Problem, errors
-from benchmarks.memory import Cost, cost, in_child
-from benchmarks.prepared_losses import Kernel, kernels_here, prepared
-from benchmarks.targets import ERROR_SIZE, VOCABULARY
+from benchmarks.timing import Cost, cost, describe, in_child, matrix_rate
+from megahead.config.objective import ObjectiveConfig
+from megahead.losses.candidates import Candidates, vocabulary_candidates
+from megahead.losses.contrastive import build_objective, cwt_loss
+from megahead.losses.softmax import candidate_loss
+from megahead.objectives.micro_batch import CANDIDATE_MULTIPLE
 from megahead.report.tables import to_json, to_rich
 from megahead.terminal import terminal
 
+# From outputs [N, D], targets [N] and the table [V, D] to the mean loss
+Form = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def paper(outputs_ND: Tensor, targets_N: Tensor, table_VD: Tensor) -> Tensor:
+    """N x N scores against the targets' embeddings, duplicates and all."""
+    scores_NN = outputs_ND @ table_VD[targets_N].T
+    return F.cross_entropy(scores_NN, torch.arange(len(targets_N), device=targets_N.device))
+
+
+def plain_softmax(outputs_ND: Tensor, targets_N: Tensor, table_VD: Tensor) -> Tensor:
+    """N x V scores."""
+    return F.cross_entropy(outputs_ND @ table_VD.T, targets_N)
+
+
+def our_softmax(outputs_ND: Tensor, targets_N: Tensor, table_VD: Tensor) -> Tensor:
+    """The same, by the path that the headless loss takes."""
+    return candidate_loss(outputs_ND, table_VD, vocabulary_candidates(targets_N)) / len(targets_N)
+
+
+HEADLESS: dict[str, Form] = {"ours": cwt_loss, "paper": paper}
+SOFTMAX: dict[str, Form] = {"softmax, ours": our_softmax, "softmax, plain": plain_softmax}
+FORMS = HEADLESS | SOFTMAX
+
+
+class Problem(NamedTuple):
+    """What every form begins with."""
+
+    outputs: Tensor
+    targets: Tensor
+    table: Tensor
+
+    @staticmethod
+    def drawn(targets: Tensor, vocabulary: int, hidden: int, dtype: torch.dtype) -> Problem:
+        """The same numbers each time, on the targets' device."""
+        generator = torch.Generator().manual_seed(len(targets))
+        outputs = torch.randn(len(targets), hidden, generator=generator)
+        table = torch.randn(vocabulary, hidden, generator=generator) * hidden**-0.5
+        outputs, table = (tensor.to(targets.device, dtype).requires_grad_() for tensor in (outputs, table))
+        return Problem(outputs, targets, table)
+
+    def solved(self, form: Form) -> list[Tensor]:
+        """The loss, and the gradients of outputs and table."""
+        loss = form(*self)
+        return [loss.detach(), *torch.autograd.grad(loss, [self.outputs, self.table])]
+
+    def exactly(self, form: Form) -> list[Tensor]:
+        """The same in float64."""
+        outputs, table = (tensor.detach().double().requires_grad_() for tensor in (self.outputs, self.table))
+        return Problem(outputs, self.targets, table).solved(form)
+
+
+class Entry(NamedTuple):
+    """One of those that are compared: a form, and what it begins with."""
+
+    name: str
+    form: Form
+    problem: Problem
+
+
+def errors(entries: Iterable[Entry]) -> Iterator[dict[str, Any]]:
+    """A line for each form: relative errors of its loss and (in norm) of its gradients against float64."""
+    for name, form, problem in entries:
+        truth = problem.exactly(plain_softmax if name.startswith("softmax") else paper)
+        apart = [
+            (mine.double() - true).norm() / true.norm() for mine, true in zip(problem.solved(form), truth, strict=True)
+        ]
+        loss, of_outputs, of_table = (f"{float(error):.1e}" for error in apart)
+        yield {"form": name, "loss": loss, "gradient of outputs": of_outputs, "of the table": of_table}
+
+
+# The mean cross-entropy of `(outputs, rows, own places)`, and perhaps of `bias=` of the rows
+Kernel = Callable[..., Tensor]
+OTHERS = {
+    "liger": ("liger_kernel.transformers.functional", "liger_fused_linear_cross_entropy"),
+    "cut": ("cut_cross_entropy", "linear_cross_entropy"),
+}
+"""Kernels of other people for CUDA, Liger's and Apple's; the latter's takes a bias in its repository, but not on PyPI
+(25.1)."""
+
+# So many more carry the bias where a kernel takes none: the number stays a multiple of what it moves at once
+FEATURES = 16
+
+
+def kernels_here(small: Problem) -> tuple[dict[str, Kernel], list[str]]:
+    """Those of other people that solve a small problem here; a line for each that does not."""
+    kernels, absent = {}, []
+    for name, (module, function) in OTHERS.items():
+        try:
+            kernel = getattr(importlib.import_module(module), function)
+            for entry in _of_others(small, chosen(small.targets), {name: kernel}):
+                entry.problem.solved(entry.form)
+            kernels[name] = kernel
+        except Exception as error:  # what is not installed, and what fails in any way of its own
+            absent.append(f"without {name}: {' '.join(str(error).split())[:200]}")
+    return kernels, absent
+
+
+def prepared(problem: Problem, kernels: Mapping[str, Kernel]) -> list[Entry]:
+    """Every form with what it begins with: ours with candidates padded as the feed pads them, the others without."""
+    among = chosen(problem.targets)
+    padded = among.padded(CANDIDATE_MULTIPLE)
+    entries = [
+        Entry("ours", partial(ours, padded.to(problem.outputs.device)), looked_up(problem, padded)),
+        Entry("paper", paper, looked_up(problem, among)),
+        *(Entry(name, form, problem) for name, form in SOFTMAX.items()),
+        *_of_others(problem, among, kernels),
+    ]
+    return sorted(entries, key=lambda entry: entry.name.startswith("softmax"))
+
+
+def chosen(targets_N: Tensor) -> Candidates:
+    """The headless candidates of these targets, on the CPU, where the feed chooses them."""
+    targets_N = targets_N.cpu()
+    return build_objective(ObjectiveConfig(), VOCABULARY).pool(targets_N).candidates(targets_N)
+
+
+def looked_up(problem: Problem, among: Candidates) -> Problem:
+    """The same with the candidates' rows in place of the table."""
+    assert among.ids_U is not None
+    device = problem.outputs.device
+    rows_UD = problem.table.detach()[among.ids_U.to(device)].requires_grad_()
+    return Problem(problem.outputs, among.target_N.to(device), rows_UD)
+
+
+def ours(among: Candidates, outputs_ND: Tensor, own_N: Tensor, rows_UD: Tensor) -> Tensor:
+    """What a step computes."""
+    return candidate_loss(outputs_ND, rows_UD, among) / len(own_N)
+
+
+def _of_others(problem: Problem, among: Candidates, kernels: Mapping[str, Kernel]) -> list[Entry]:
+    rows, among = looked_up(problem, among), among.to(problem.outputs.device)
+    headless = [Entry(name, partial(headless_by, kernel, among), rows) for name, kernel in kernels.items()]
+    return headless + [
+        Entry(f"softmax, {name}", partial(softmax_by, kernel), problem) for name, kernel in kernels.items()
+    ]
+
+
+def headless_by(kernel: Kernel, among: Candidates, outputs_ND: Tensor, own_N: Tensor, rows_UD: Tensor) -> Tensor:
+    """With the log of counts as bias, by another's kernel, which counts own biases too."""
+    assert among.bias_U is not None
+    bias_U = among.bias_U.to(outputs_ND.dtype)
+    if "bias" in inspect.signature(kernel).parameters:
+        loss = kernel(outputs_ND, rows_UD, own_N, bias=bias_U)
+    else:
+        ones_NF = outputs_ND.new_ones(len(outputs_ND), 1)
+        outputs_ND, rows_UD = (
+            torch.cat([features, F.pad(more, (0, FEATURES - 1))], dim=1)
+            for features, more in ((outputs_ND, ones_NF), (rows_UD, bias_U[:, None]))
+        )
+        loss = kernel(outputs_ND, rows_UD, own_N)
+    return loss + among.bias_U[own_N].mean().float()
+
+
+def softmax_by(kernel: Kernel, outputs_ND: Tensor, targets_N: Tensor, table_VD: Tensor) -> Tensor:
+    """The full softmax by another's kernel."""
+    return kernel(outputs_ND, table_VD, targets_N)
+
+
 TOO_LARGE = "too large"
+# On a GPU: passes before those that are timed, in which kernels are compiled and tuned; passes in a row
 WARM_UP, PASSES = 3, 20
-"""On a GPU: passes before those that are timed, in which kernels are compiled and tuned; passes in a row."""
 
 
 class Taken(NamedTuple):
     """What a pass took."""
 
     seconds: float
-    mebibytes: float
-    """At most, above what was there before."""
-
-    host_seconds: float | None = None
-    """Until the host had asked a GPU for all of it; where that is more, the GPU waits."""
+    mebibytes: float  # at most, above what was there before
+    host_seconds: float | None = None  # until the host had asked a GPU for all of it; where that is more, the GPU waits
 
 
 def compare(targets: Tensor, arguments: argparse.Namespace) -> None:

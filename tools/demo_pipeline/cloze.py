@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from demo_pipeline.jsonl import write_jsonl
+from demo_pipeline.corpus import write_jsonl
 from megahead.errors import DataError
 
 WORDS = range(30, 81)  # length of a passage

@@ -1,25 +1,161 @@
-"""The demo's stages, each resting on files of the ones before."""
+"""The demo's stages, each resting on files of the ones before, and what they end with.
+
+Runs are started by DeepSpeed's launcher, as anybody would.
+"""
 
 from __future__ import annotations
 
 import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 
-from demo_pipeline.sizes import FULL, Size
-from demo_pipeline.stages import Stages
-from demo_pipeline.text import Text
-from demo_pipeline.training import ranks, seconds_per_step, train
+from demo_pipeline.cloze import build_cloze
+from demo_pipeline.corpus import build_corpus
+from demo_pipeline.stages import FULL, Size, Stages, duration
 from megahead.config.loading import load_config
 from megahead.config.objective import HeadName
+from megahead.data.preprocess import preprocess
+from megahead.data.train_tokenizer import sample_texts, save_tokenizer, train_bpe
+from megahead.data.writer import Bar
+from megahead.errors import UserError
+from megahead.evaluate.generation import continuation, sampling_options
 from megahead.evaluate.harness import evaluate_harness
 from megahead.evaluate.perplexity import evaluate_checkpoint
 from megahead.hf.export import export
+from megahead.hf.published import load_causal, load_tokenizer_folder
+from megahead.report.figures import save_curves
 from megahead.report.read import read_metrics
+from megahead.report.tables import to_rich
 from megahead.run_folder import RunFolder
+
+
+def launcher(ranks: int) -> list[str]:
+    """What python is given before the script's own words."""
+    port = str(_free_port())  # the launcher's own may be taken: by another demo, say
+    return ["-m", "deepspeed.launcher.runner", "--num_accelerators", str(ranks), "--master_port", port]
+
+
+def environment() -> dict[str, str]:
+    """Of the launcher; how its ranks share the cores is the command's own affair."""
+    added = {} if torch.cuda.is_available() else {"DS_ACCELERATOR": "cpu"}
+    return {**os.environ, **added, "PYTHONUNBUFFERED": "1"}
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+ROOT = Path(__file__).resolve().parents[2]
+_LAUNCHER_NOTE = re.compile(r"^\[\d{4}-\d\d-\d\d .*\[(INFO|WARNING)\]")
+
+
+def ranks() -> int:
+    """Two where there are two cores or two GPUs, else one."""
+    there = torch.cuda.device_count() if torch.cuda.is_available() else os.cpu_count() or 1
+    return min(2, there)
+
+
+def train(config: str, overrides: Sequence[str], console: Console) -> None:
+    """Trains `configs/CONFIG.yaml`, resuming what an earlier call began.
+
+    Raises UserError with the last lines it printed when it fails.
+    """
+    command = [sys.executable, *launcher(ranks()), "launch/pretrain.py", "--config", f"configs/{config}.yaml"]
+    for override in overrides:
+        command += ["--set", override]
+    lines: list[str] = []
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        assert process.stdout is not None
+        for line in map(str.rstrip, process.stdout):
+            if line and not _LAUNCHER_NOTE.match(line):
+                lines.append(line)
+                console.print(f"  {line}", style="dim", markup=False, highlight=False, soft_wrap=True)
+    if process.returncode:
+        raise UserError("training must end by itself, but failed; its last lines:\n" + "\n".join(lines[-15:]))
+
+
+def seconds_per_step(config: str, overrides: Sequence[str], console: Console) -> float:
+    """Measured over a few steps of a run that is thrown away."""
+    trial = ["training.steps=16", "training.log_seconds=0", "schedule.warmup_steps=0", "data.validation=null"]
+    scratch = load_config(f"configs/{config}.yaml", overrides).folder()
+    train(config, [*overrides, *trial], console)
+    steps: list[float] = [record["step_seconds"] for record in read_metrics(scratch.path).training]
+    shutil.rmtree(scratch)
+    return sorted(steps)[len(steps) // 2]
+
+
+class Text:
+    """Files in `folder`, a training and a held-out half of each; `roots` are searched for documentation."""
+
+    def __init__(self, folder: Path, size: Size, roots: Sequence[Path]) -> None:
+        self.size, self.roots = size, roots
+        self.corpus, self.data = folder / "corpus", folder / "data"
+        self.tokenizer, self.cloze = folder / "tokenizer.json", folder / "cloze.jsonl"
+
+    def make(self, stages: Stages, vocab_size: int) -> None:
+        """All of it, as far as it is not there."""
+        roots, size = [str(root) for root in self.roots], self.size
+        train, held_out = (self.corpus / f"{half}.jsonl" for half in ("train", "held_out"))
+        stages.run(
+            "corpus",
+            lambda: build_corpus(
+                self.corpus,
+                roots=self.roots,
+                source_bytes=size.source_bytes,
+                held_out=size.held_out,
+                console=stages.console,
+            ).summary(),
+            settings={"roots": roots, "source_bytes": size.source_bytes, "held_out": size.held_out},
+            outputs=[train, held_out],
+        )
+        stages.run(
+            "tokenizer",
+            lambda: self._train_tokenizer(train, vocab_size),
+            settings={"vocab_size": vocab_size, "bytes": size.tokenizer_bytes},
+            inputs=[train],
+            outputs=[self.tokenizer],
+        )
+        stages.run("index", self._index, inputs=[train, held_out, self.tokenizer], outputs=[self.data])
+        stages.run(
+            "cloze",
+            lambda: f"{build_cloze(held_out, self.cloze)} passages whose last word is to be guessed",
+            inputs=[held_out],
+            outputs=[self.cloze],
+        )
+
+    def _train_tokenizer(self, text: Path, vocab_size: int) -> str:
+        with Bar("Reading") as bar:
+            texts = sample_texts([text], max_bytes=self.size.tokenizer_bytes, progress=bar)
+            tokenizer = train_bpe(texts, vocab_size)
+        save_tokenizer(tokenizer, self.tokenizer)
+        return f"byte-level BPE, {tokenizer.get_vocab_size():,} ids"
+
+    def _index(self) -> str:
+        self.data.mkdir(parents=True, exist_ok=True)
+        reports = []
+        for half in ("train", "held_out"):
+            with Bar(f"Tokenizing {half}") as bar:
+                reports.append(
+                    preprocess([self.corpus / f"{half}.jsonl"], self.tokenizer, self.data / half, progress=bar)
+                )
+        train_tokens, held_tokens = (report.tokens for report in reports)
+        bytes_each = sum(report.text_bytes for report in reports) / (train_tokens + held_tokens)
+        return f"{train_tokens:,} tokens and {held_tokens:,} held out, {bytes_each:.2f} bytes a token"
 
 
 class Pipeline:
@@ -146,3 +282,50 @@ class Pipeline:
 def _write(path: Path, content: Any) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+PROMPT = "Return a new array"
+
+
+def show(folder: Path, rows: list[dict[str, Any]], stages: Stages) -> None:
+    """Prints everything to the stages' console and writes `folder`/curves.png."""
+    console = stages.console
+    runs = list(dict.fromkeys(row["run"] for row in rows))
+    save_curves([read_metrics(folder / "runs" / name) for name in runs], folder / "curves.png")
+    console.rule("what it says")
+    console.print(PROMPT, style="bold", end="")
+    console.print(speak(folder / "models/head-trained"), markup=False)
+    console.rule("held-out text")
+    console.print(to_rich([_narrow(row) for row in rows]))
+    tied, pmi, trained = (row["perplexity"] for row in rows[:3])
+    console.print(f"perplexity of the pmi head: {pmi / tied:.2f} x tied, {pmi / trained:.2f} x trained")
+    console.rule("time")
+    console.print(stages.table())
+    console.rule("what it made")
+    for name, path in (
+        ("curves", "curves.png"),
+        ("table", "results.json"),
+        ("models", "models (Hugging Face folders)"),
+        ("runs", f"runs (tensorboard --logdir {folder}/runs)"),
+    ):
+        console.print(f"{name:<8}{folder}/{path}", soft_wrap=True)
+
+
+def speak(model: Path) -> str:
+    """Some hundred tokens after PROMPT."""
+    torch.manual_seed(0)
+    sampling = sampling_options(temperature=0.7, top_k=40, top_p=0.95)
+    return continuation(load_causal(model), load_tokenizer_folder(model), PROMPT, 100, sampling)
+
+
+def _narrow(row: dict[str, Any]) -> dict[str, object]:
+    """A row as narrow as a terminal."""
+    return {
+        "model": row["model"],
+        "perplexity": row["perplexity"],
+        "bits/byte": row["bits_per_byte"],
+        "next token": f"{row['next_token']:.1%}",
+        "last word": f"{100 * row['last_word']:.1f}±{100 * row['last_word_stderr']:.1f}%",
+        "tokens/s": round(row["tokens"] / row["seconds"]),
+        "trained": duration(row["seconds"]),
+    }

@@ -19,9 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from experiments.charts import Chart
-from experiments.laboratory import Laboratory
+from experiments.laboratory import Laboratory, one_at_a_time
 from experiments.measures import Row, lines, speed
-from experiments.one_at_a_time import one_at_a_time
 from megahead.config.objective import HeadName
 from megahead.data.writer import IndexedDatasetWriter
 from megahead.evaluate.geometry import measure_geometry
@@ -29,13 +28,10 @@ from megahead.evaluate.perplexity import evaluate_checkpoint
 
 SIZES = (4_096, 16_384, 65_536, 131_072)
 LAP = 25
-WALK = 5 * LAP - 1
-"""Symbols of a text; its end token makes it a row."""
-
+WALK = 5 * LAP - 1  # symbols of a text; its end token makes it a row
 STEPS = 600
+# Steps that an interruption may cost: a softmax over the largest vocabulary takes minutes for so many
 CHECKPOINT_EVERY = 100
-"""Steps that an interruption may cost: a softmax over the largest vocabulary takes minutes for so many."""
-
 ROWS_A_STEP = 32
 HELD_OUT = 512
 OBJECTIVES = {

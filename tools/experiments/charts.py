@@ -25,9 +25,7 @@ class Chart:
     title: str
     across: str
     lines: Mapping[str, Line]
-    log_across: bool = False
-    """Powers on an even scale; only the points' own positions are marked."""
-
+    log_across: bool = False  # powers on an even scale; only the points' own positions are marked
     log_up: bool = False
     from_zero: bool = False
 

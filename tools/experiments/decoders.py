@@ -12,9 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from experiments.charts import Chart
-from experiments.harness import beside, score, scores_of
 from experiments.laboratory import Laboratory
-from experiments.measures import Row, lines, over_seeds
+from experiments.measures import Row, beside, lines, over_seeds, score, scores_of
 from megahead.config.objective import HeadName
 from megahead.evaluate.perplexity import evaluate_checkpoint
 from megahead.report.read import RunMetrics

@@ -14,9 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
-from experiments.laboratory import Laboratory
+from experiments.laboratory import Laboratory, one_at_a_time
 from experiments.measures import Row, scores, speed
-from experiments.one_at_a_time import one_at_a_time
 from megahead.data.indexed import IndexedDataset
 from megahead.data.writer import IndexedDatasetWriter
 from megahead.evaluate.finetuning import FineTuningResults, comparison_table

@@ -21,19 +21,14 @@ from megahead.estimate import run_flops
 from megahead.evaluate.finetuning import FineTuningResult, FineTuningResults, comparison_table
 from megahead.report.read import RunMetrics
 
-SEEDS = 3
-"""Of fine-tuning."""
-
-STEPS = 2000
-"""Of the plain encoder; the others take as many as cost its operations."""
-
-PROBE_STEPS = 20
-"""Of a run that tells what a step of a variant costs."""
-
+SEEDS = 3  # of fine-tuning
+STEPS = 2000  # of the plain encoder; the others take as many as cost its operations
+PROBE_STEPS = 20  # of a run that tells what a step of a variant costs
 PLAIN = "plain"
 NEIGHBOURS = (
     *(PLAIN, "rate-40", "frequency", "rate-40-frequency", "rate-40-informative", "similar", "causal-25", "causal-50"),
 )
+# (config, settings beside its own) of each
 VARIANTS: dict[str, tuple[str, tuple[str, ...]]] = {
     **{name: (KINDS["encoder"][0], ENCODERS[name]) for name in NEIGHBOURS},
     "plain-of-4": (KINDS["four-layers"][0], (BY_MASKS, *FOUR_LAYERS[PLAIN])),
@@ -41,7 +36,6 @@ VARIANTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "electra-headless": (KINDS["detection"][0], DETECTIONS[PLAIN]),
     "electra-vanilla": (KINDS["detection"][0], DETECTIONS["electra-vanilla"]),
 }
-"""(config, settings beside its own) of each."""
 
 
 def compare_glue(laboratory: Laboratory, only: Sequence[str]) -> None:

@@ -1,12 +1,17 @@
-"""What every experiment needs: runs of the normal command, each done once, and a record of what came out."""
+"""Several commands of experiments may share a folder: what two of them need, one makes while the other waits.
+
+What every experiment needs: runs of the normal command, each done once, and a record of what came out.
+"""
 
 from __future__ import annotations
 
+import fcntl
 import json
 import platform
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -14,9 +19,8 @@ from typing import Any, TextIO
 
 from rich.console import Console
 
-from demo_pipeline.launcher import environment, launcher
+from demo_pipeline.pipeline import environment, launcher
 from experiments.charts import Chart, save_charts
-from experiments.one_at_a_time import one_at_a_time
 from megahead.checkpoints.folders import find_checkpoint
 from megahead.config.loading import load_config
 from megahead.config.run import RunConfig
@@ -30,9 +34,18 @@ from megahead.report.tables import to_markdown, to_rich
 from megahead.run_folder import RunFolder
 from megahead.train.run import settle_precision
 
+
+@contextmanager
+def one_at_a_time(output: Path) -> Iterator[None]:
+    """Waits until no other process makes `output`, at the longest until that process ends."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with output.with_name(f".{output.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
 ROOT = Path(__file__).resolve().parents[2]
-PROCESSORS = "processors.txt"
-"""In a run's folder: a line for each session."""
+PROCESSORS = "processors.txt"  # in a run's folder: a line for each session
 
 
 @dataclass(frozen=True)
@@ -44,20 +57,13 @@ class Laboratory:
     settings: Sequence[str]
     console: Console
     vocabulary: int = 8_192
+    # Files of the harness's tasks, as tools/eval_harness.py takes them; what needs them is left out without
     tasks_data: Path | None = None
-    """Files of the harness's tasks, as tools/eval_harness.py takes them; what needs them is left out without."""
-
-    tokenizer: Path | None = None
-    """Another tokenizer.json, where an experiment changes to one."""
-
-    held_out: int = 50
-    """One in so many documents is kept for evaluation."""
-
-    ranks: int = 1
-    """Of each run: two of a thread are faster than one of two threads where a step is short."""
-
+    tokenizer: Path | None = None  # another tokenizer.json, where an experiment changes to one
+    held_out: int = 50  # one in so many documents is kept for evaluation
+    ranks: int = 1  # of each run: two of a thread are faster than one of two threads where a step is short
+    # What each run was: its seed, tokens, seconds and settings
     runs: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """What each run was: its seed, tokens, seconds and settings."""
 
     def data(self, vocabulary: int | None = None) -> list[str]:
         """The settings that name the text in so many ids of byte-level BPE; made where it is missing."""

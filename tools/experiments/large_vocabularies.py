@@ -34,9 +34,9 @@ LANGUAGES = (
 SIZES = (32_768, 120_000, 262_144, 420_000)
 STEPS = 900
 VANILLA_SIZES, SHORT_STEPS = (32_768, 120_000), 20
+# Of each language, in every tenth document; scoring them takes as long as the vocabulary is large
 HELD_OUT_BYTES = 10_000
-"""Of each language, in every tenth document; scoring them takes as long as the vocabulary is large."""
-
+# A constant learning rate, so that going on costs nothing; rare rows want a larger one than the body
 SETTINGS = (
     "data.sequence_length=128",
     "batch.micro_size=16",
@@ -44,7 +44,6 @@ SETTINGS = (
     "optimizer.table.learning_rate_ratio=8",
     "training.evaluate_samples=512",
 )
-"""A constant learning rate, so that going on costs nothing; rare rows want a larger one than the body."""
 
 
 @dataclass(frozen=True)

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
 from statistics import mean, median, stdev
 from typing import Any
 
 import torch
+from rich.console import Console
 
+from experiments.laboratory import Laboratory, ended, one_at_a_time
+from megahead.evaluate.results import ResultsFile, TaskResult
 from megahead.report.read import RunMetrics
 
 Row = dict[str, Any]
@@ -90,3 +97,68 @@ def lines(rows: Sequence[Row], name: str, across: str, up: str) -> dict[str, lis
     for row in rows:
         found.setdefault(str(row[name]), []).append((row[across], row[up]))
     return found
+
+
+def relative_cost(
+    laboratory: Laboratory, train: Callable[[Laboratory, str], RunMetrics], one: str, other: str
+) -> float:
+    """Of a token of `one`, where one of `other` costs 1; both are folders of the laboratory, which `train` trains for a
+    few steps. A pair of which one was stopped begins anew: else the other would have gone on alone."""
+    pair = [laboratory.folder / name for name in (one, other)]
+    quiet = replace(laboratory, console=Console(quiet=True))
+    with one_at_a_time(laboratory.folder / f"{one}-and-{other}"), ThreadPoolExecutor() as pool:
+        if not all(ended(run) for run in pair):
+            for run in pair:
+                shutil.rmtree(run, ignore_errors=True)
+        ours, theirs = pool.map(lambda name: train(quiet, name), (one, other))
+    both = min(run.training[-1]["seconds"] for run in (ours, theirs))
+    return _cost(ours, both) / _cost(theirs, both)
+
+
+def _cost(run: RunMetrics, seconds: float) -> float:
+    """Of a token in so many seconds of training, when both ran, without the first log line, where all begins."""
+    first, *others = [record for record in run.training if record["seconds"] <= seconds] or [run.training[0]]
+    if not others:
+        return cost(run)
+    last = others[-1]
+    return (spent(run, last["step"]) - spent(run, first["step"])) / float(last["tokens"] - first["tokens"])
+
+
+Scored = Mapping[Path, Sequence[TaskResult]]
+
+
+def score(
+    laboratory: Laboratory,
+    name: str,
+    tasks: str,
+    limit: int | None,
+    data: Path,
+    models: Sequence[Path],
+    cloze: Path | None = None,
+) -> Scored:
+    """What each model reaches on the first `limit` examples, or on all; `folder`/NAME.json keeps it. `cloze`: the
+    passages of that task."""
+    output = laboratory.folder / f"{name}.json"
+    what = ["--tasks", tasks, "--data", str(data), "--output", str(output)]
+    what += [] if limit is None else ["--limit", str(limit)]
+    what += [] if cloze is None else ["--cloze", str(cloze)]
+    laboratory.run("eval_harness.py", *what, "--model", *map(str, models))
+    kept = ResultsFile(output)
+    return {model: kept.of(model, limit) for model in models}
+
+
+def scores_of(result: TaskResult) -> Row:
+    """Metric to value, and `± METRIC` to its standard error."""
+    values = {score.metric: score.value for score in result.scores}
+    return values | {f"± {score.metric}": score.stderr for score in result.scores}
+
+
+def beside(scored: Scored) -> list[Row]:
+    """A row for each metric of a task, a column for each model."""
+    rows: dict[tuple[str, str], Row] = {}
+    for model, results in scored.items():
+        for result in results:
+            for score in result.scores:
+                row = rows.setdefault((result.task, score.metric), {"task": result.task, "metric": score.metric})
+                row[model.name] = f"{score.value:.4g} ± {score.stderr:.2g}"
+    return list(rows.values())

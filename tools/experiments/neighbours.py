@@ -13,9 +13,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from experiments.laboratory import Laboratory
-from experiments.measures import Row, over_seeds
+from experiments.measures import Row, over_seeds, relative_cost
 from experiments.recipe import FIRST, settings_of
-from experiments.side_by_side import relative_cost
 from megahead.report.read import RunMetrics
 
 SEEDS = (0, 1)
@@ -36,6 +35,7 @@ DECODERS: dict[str, tuple[str, ...]] = {
 """Settings beside those of `configs/demo-headless.yaml`. The mask token is an id behind the tokenizer's, in all of
 them."""
 
+# Settings beside those of `configs/encoder-small-headless.yaml`
 ENCODERS: dict[str, tuple[str, ...]] = {
     PLAIN: (),
     "rate-40": ("masking.rate=0.4",),
@@ -73,8 +73,6 @@ ENCODERS: dict[str, tuple[str, ...]] = {
     "causal-25": ("objective.schedule.causal_share=0.25",),
     "causal-50": ("objective.schedule.causal_share=0.5",),
 }
-"""Settings beside those of `configs/encoder-small-headless.yaml`."""
-
 BY_MASKS = "masking.diffusion=false"
 FOUR_LAYERS: dict[str, tuple[str, ...]] = {
     PLAIN: (),
@@ -111,6 +109,7 @@ DETECTIONS: dict[str, tuple[str, ...]] = {
 """Settings beside those of `configs/encoder-small-electra-headless.yaml`. Perplexities are their generators', and
 comparable with each other alone; what the models are worth: `experiments/glue.py`."""
 
+# (config, variants) of each model
 KINDS = {
     "decoder": ("demo-headless", DECODERS),
     "encoder": ("encoder-small-headless", ENCODERS),
@@ -118,12 +117,9 @@ KINDS = {
     "diffusion": ("encoder-small-diffusion-headless", DIFFUSIONS),
     "detection": ("encoder-small-electra-headless", DETECTIONS),
 }
-"""(config, variants) of each model."""
-
 STEPS = {"decoder": 300, "encoder": 400, "four-layers": 400, "diffusion": 800, "detection": 400}
 WARMUP = 40
-COST_STEPS = 60
-"""Of each of two runs side by side."""
+COST_STEPS = 60  # of each of two runs side by side
 
 
 def compare_neighbours(laboratory: Laboratory, only: Sequence[str]) -> None:
@@ -136,8 +132,7 @@ def compare_neighbours(laboratory: Laboratory, only: Sequence[str]) -> None:
             laboratory.record("neighbours", over_seeds(rows, ("model", "variant", "at equal"), _VALUES))
 
 
-_VALUES = ("tokens", "cost", "perplexity", "accuracy")
-"""`cost` is that of a token, where the plain one's is 1."""
+_VALUES = ("tokens", "cost", "perplexity", "accuracy")  # `cost` is that of a token, where the plain one's is 1
 
 
 def _compare(laboratory: Laboratory, kind: str, variants: Mapping[str, Sequence[str]]) -> list[Row]:

@@ -14,8 +14,7 @@ from experiments.measures import Row, lines, over_seeds, speed
 
 PRECISIONS = ("fp32", "bf16")
 SEEDS = (0, 1)
-VOCABULARY = 16_384
-"""The demo's."""
+VOCABULARY = 16_384  # the demo's
 
 
 def compare_precision(laboratory: Laboratory, only: Sequence[str]) -> None:

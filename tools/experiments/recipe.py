@@ -29,14 +29,9 @@ Recipe = dict[str, Any]
 SEEDS = (0, 1)
 ENDS = (0, 1, 2)
 LONGER = 10
-ROUNDS = 2
-"""Over all settings, at most."""
-
-LEAST_GAIN = 0.005
-"""Of perplexity. Two seeds differ by two or three times as much: a single move may be chance."""
-
-SCORES = ("perplexity", "bits_per_byte", "accuracy")
-"""Encoders have no bits per byte."""
+ROUNDS = 2  # over all settings, at most
+LEAST_GAIN = 0.005  # of perplexity. Two seeds differ by two or three times as much: a single move may be chance.
+SCORES = ("perplexity", "bits_per_byte", "accuracy")  # encoders have no bits per byte
 
 
 @dataclass(frozen=True)
@@ -48,14 +43,9 @@ class Kind:
     vocabulary: int
     shape: Sequence[str]
     rows: int
-    values: Mapping[str, Sequence[Any]]
-    """Of each setting, in the order in which they are tried."""
-
-    start: Recipe
-    """Before any climb, the headless side's with what it alone has."""
-
-    found: Mapping[str, Recipe]
-    """By side: what climbs came to, beside `start`; they go on from here."""
+    values: Mapping[str, Sequence[Any]]  # of each setting, in the order in which they are tried
+    start: Recipe  # before any climb, the headless side's with what it alone has
+    found: Mapping[str, Recipe]  # by side: what climbs came to, beside `start`; they go on from here
 
     def first(self, side: str) -> Recipe:
         """What `side` had before any climb."""
@@ -71,9 +61,7 @@ class Kind:
 
 
 _LIST = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
-SIDES: dict[str, Row] = _LIST["sides"]
-"""The objective of each."""
-
+SIDES: dict[str, Row] = _LIST["sides"]  # the objective of each
 KINDS = {name: Kind(**kind) for name, kind in _LIST["kinds"].items()}
 FIRST = KINDS["decoder"].start
 
@@ -107,8 +95,7 @@ class Climb:
     kind_name: str
     side: str
     rows: list[Row] = field(default_factory=list)
-    known: dict[tuple[tuple[str, Any], ...], float] = field(default_factory=dict)
-    """Perplexities by the recipe."""
+    known: dict[tuple[tuple[str, Any], ...], float] = field(default_factory=dict)  # perplexities by the recipe
 
     def __post_init__(self) -> None:
         self.kind = KINDS[self.kind_name]

@@ -22,16 +22,14 @@ LARGER = 32_768
 STEPS = 320
 STEPS_AFTER = 160
 EVERY = 10
-HELD_OUT = 500
-"""One document in so many: reading all of it costs little beside training."""
-
+HELD_OUT = 500  # one document in so many: reading all of it costs little beside training
+# The softmax over all ids scores by the table itself where that alone is trained, else by a head that starts as it
 WAYS = {
     "headless-table": ("objective.name=headless", "init.mode=table"),
     "headless-all": ("objective.name=headless", "init.mode=continue"),
     "softmax-table": ("objective.name=vanilla", "objective.tied=true", "init.mode=table"),
     "softmax-all": ("objective.name=vanilla", "init.mode=finetune"),
 }
-"""The softmax over all ids scores by the table itself where that alone is trained, else by a head that starts as it."""
 
 
 def compare_revocabulary(laboratory: Laboratory, only: Sequence[str]) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from demo_pipeline.sizes import MODELS
+from demo_pipeline.stages import MODELS
 from experiments.charts import Chart
 from experiments.laboratory import Laboratory
 from experiments.measures import Row, lines, over_seeds, speed
@@ -18,9 +18,7 @@ from experiments.recipe import FIRST, settings_of
 
 SEEDS = (0, 1)
 RATES = (1e-3, 2e-3, 4e-3, 8e-3)
-VOCABULARY = 16_384
-"""The demo's."""
-
+VOCABULARY = 16_384  # the demo's
 ENCODERS = {
     "bert": ("family=bert", "intermediate_size=1152", "max_positions=512", "hidden_dropout=0", "attention_dropout=0"),
     "modernbert": (),

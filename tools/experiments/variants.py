@@ -27,8 +27,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "capped at 512 of group 16": ("group_samples=64", "max_candidates=512"),
 }
 
-SEEDS = (1,)
-"""The default once more with each: how far apart equal runs are."""
+SEEDS = (1,)  # the default once more with each: how far apart equal runs are
 
 
 def compare_variants(laboratory: Laboratory, only: Sequence[str]) -> None:

@@ -21,14 +21,13 @@ from mkdocs.structure.pages import Page
 from megahead.commands import COMMANDS
 
 ROOT = Path(__file__).parents[2]
+# Pages of the site that lie outside of docs: their name there, and their path in the repository
 OTHERS = {
     "index.md": "README.md",
     "contributing.md": "CONTRIBUTING.md",
     "tests.md": "tests/README.md",
     "changelog.md": "CHANGELOG.md",
 }
-"""Pages of the site that lie outside of docs: their name there, and their path in the repository."""
-
 LINK = re.compile(r"(?<=\]\()(?!https?:|#)([^)#\s]+)")
 ARROWS = re.compile(r"^```mermaid\nflowchart TD\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 

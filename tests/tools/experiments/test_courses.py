@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from experiments.courses import Courses, Part
+from experiments.verdict import Courses, Part
 
 PART = Part(shape=(), budgets={0: (5, 50), 1: (5,)}, switches={5: (0.1, 0.2, 0.4), 50: (0.2,)})
 UNIT = PART.unit

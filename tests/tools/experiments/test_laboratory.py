@@ -13,9 +13,8 @@ from typing import TextIO
 import pytest
 import yaml
 
-from experiments.laboratory import Laboratory, _finished, run_python
+from experiments.laboratory import Laboratory, _finished, one_at_a_time, run_python
 from experiments.negatives import compare_negatives
-from experiments.one_at_a_time import one_at_a_time
 from experiments.variants import compare_variants
 from megahead.config.loading import load_config
 from megahead.errors import UserError

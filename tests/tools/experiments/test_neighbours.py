@@ -34,7 +34,7 @@ def test_neighbours_are_held_against_the_plain_objective_at_equal_tokens_and_tim
         monkeypatch.setattr(f"experiments.neighbours.{name}", value)
     costs = {"plain": 3.0, variant: 2.0}
     name_of = re.compile(rf"{kind}-(.*)-beside-.*")
-    monkeypatch.setattr("experiments.side_by_side._cost", lambda run, _: costs[name_of.fullmatch(run.name)[1]])  # type: ignore[index]
+    monkeypatch.setattr("experiments.measures._cost", lambda run, _: costs[name_of.fullmatch(run.name)[1]])  # type: ignore[index]
     settings = [part for part in TINY if "training.steps" not in part]
     layers = 4 if kind == "four-layers" else 2
     shape = [f"model.num_layers={layers}", "model.num_heads=2", "batch.micro_size=8", "training.evaluate_every=2"]

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from experiments.laboratory import Laboratory
-from experiments.side_by_side import relative_cost
+from experiments.measures import relative_cost
 from megahead.report.read import RunMetrics
 from megahead.run_folder import RunFolder
 
@@ -35,7 +35,7 @@ def test_costs_are_of_the_time_in_which_both_run(laboratory: Laboratory, monkeyp
 
 def test_a_pair_of_which_one_was_stopped_begins_anew(laboratory: Laboratory, monkeypatch: pytest.MonkeyPatch) -> None:
     costs = {"ours": 3.0, "theirs": 2.0}
-    monkeypatch.setattr("experiments.side_by_side._cost", lambda run, _: costs[run.name])
+    monkeypatch.setattr("experiments.measures._cost", lambda run, _: costs[run.name])
     was_there: dict[str, bool] = {}
 
     def train(quiet: Laboratory, name: str) -> RunMetrics:

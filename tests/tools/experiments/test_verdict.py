@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from experiments.courses import Part
 from experiments.laboratory import Laboratory
 from experiments.recipe import KINDS
-from experiments.verdict import GLUE_ROWS, compare_verdict
+from experiments.verdict import GLUE_ROWS, Part, compare_verdict
 from megahead.config.loading import load_config
 from megahead.errors import FieldError
 from megahead.report.read import read_metrics
@@ -44,9 +43,9 @@ def test_every_run_is_scored_along_its_way_and_branches_go_on_from_their_trunks(
     write_passages(cloze)
     tiny = Part(("model.hidden_size=16", "model.num_heads=2"), {0: (5, 10)}, {10: (0.2,)}, unit=2, vocabulary=320)
     monkeypatch.setattr("experiments.verdict.PARTS", {"tiny": tiny})
-    monkeypatch.setattr("experiments.race.PROBE_STEPS", 1)
-    monkeypatch.setattr("experiments.race._cloze", lambda _: cloze)
-    monkeypatch.setattr("experiments.side_by_side._cost", lambda run, _: 2.0 if run.name.endswith("vanilla") else 1.0)
+    monkeypatch.setattr("experiments.verdict.PROBE_STEPS", 1)
+    monkeypatch.setattr("experiments.verdict._cloze", lambda _: cloze)
+    monkeypatch.setattr("experiments.measures._cost", lambda run, _: 2.0 if run.name.endswith("vanilla") else 1.0)
     tiny_laboratory = replace(laboratory, settings=TINY, tasks_data=tasks_in(tmp_path / "tasks"))
     compare_verdict(tiny_laboratory, ["headless", "switched"])
     assert len(results(laboratory, "verdict-tiny-headless-switched-ends")) == 5
@@ -82,7 +81,7 @@ def test_a_part_that_is_headless_alone_times_no_vanilla_steps(
     shape = ("model.hidden_size=16", "model.num_heads=2")
     tiny = Part(shape, {0: (5,)}, {}, kinds=("headless",), unit=1, vocabulary=320)
     monkeypatch.setattr("experiments.verdict.PARTS", {"tiny": tiny})
-    monkeypatch.setattr("experiments.race._cloze", lambda _: cloze)
+    monkeypatch.setattr("experiments.verdict._cloze", lambda _: cloze)
     compare_verdict(replace(laboratory, settings=TINY), [])
     assert [row["run"] for row in results(laboratory, "verdict-tiny-ends")] == ["headless"]
     assert not [*laboratory.folder.glob("tiny-probe-*")]
@@ -96,8 +95,8 @@ def test_encoders_are_scored_by_blimp_and_fine_tuned(
     longer = {"headless": ("optimizer.table.learning_rate_ratio=0.125",)}
     tiny = Part(shape, {0: (5, 10)}, {}, kinds, 2, "modernbert-15m-headless", True, 320, longer)
     monkeypatch.setattr("experiments.verdict.PARTS", {"tiny": tiny})
-    monkeypatch.setattr("experiments.race.PROBE_STEPS", 1)
-    monkeypatch.setattr("experiments.side_by_side._cost", lambda run, _: 2.0 if run.name.endswith("vanilla") else 1.0)
+    monkeypatch.setattr("experiments.verdict.PROBE_STEPS", 1)
+    monkeypatch.setattr("experiments.measures._cost", lambda run, _: 2.0 if run.name.endswith("vanilla") else 1.0)
     tuned: list[tuple[str, str]] = []
     monkeypatch.setattr("experiments.verdict.comparison_table", lambda results: results)
     monkeypatch.setattr("experiments.verdict.fine_tuned", lambda _, name, __, rows: tuned.append((name, rows)) or [])

@@ -1,0 +1,113 @@
+"""Rows, micro-batches and the objective of benchmarks: real tokens where there is a dataset, else by Zipf's law."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megahead.config.objective import resolve_candidate_group_samples
+from megahead.config.run import RunConfig
+from megahead.data.blending import RowSource, training_samples
+from megahead.data.framing import Framing, TokenDropping
+from megahead.data.indexed import IndexedDataset
+from megahead.data.loader import BatchReader, RowMasker, open_nearest_ids, training_masker
+from megahead.data.masking import Masker, Replacing
+from megahead.data.strategies import Uniform
+from megahead.distributed.group import Group
+from megahead.losses.contrastive import Objective, build_objective
+from megahead.objectives.loader import Feed
+from megahead.objectives.micro_batch import MicroBatch, StepBatches
+
+
+def token_rows(config: RunConfig, prefix: str | None, count: int) -> list[np.ndarray[Any, Any]]:
+    """`count` micro-batches of rows, int64 [B, T+1]; [B, T-2] for an encoder, whose rows are framed later."""
+    size, length = config.batch.micro_size, config.sample_length()
+    prefix = prefix or config.data.parts()[0].prefix
+    if prefix:
+        data = config.data.model_copy(update={"train": prefix})
+        samples = training_samples(data, [IndexedDataset(prefix)], config.seed, length)
+        return [samples.rows(range(k * size, (k + 1) * size)) for k in range(count)]
+    weights = 1 / (np.arange(config.model.vocab_size) + 2.7)  # Zipf-Mandelbrot
+    weights[config.data.end_token] = 0.0  # rows are one document each
+    generator = np.random.default_rng(config.seed)
+    draw = generator.choice(config.model.vocab_size, (count, size, length + 1), p=weights / weights.sum())
+    return list(draw)
+
+
+def micro_batch(config: RunConfig, rule: Objective, rows: np.ndarray[Any, Any]) -> MicroBatch:
+    """`rows` with their candidates, as the only micro-batch of its step."""
+    batch = BatchReader(_Given(rows), config.data, _masker(config)).read(range(len(rows)))
+    candidates = rule.pool(batch.target_ids_N).candidates(batch.target_ids_N, batch.weight_N)
+    return MicroBatch(batch, (candidates,), 1 / batch.weight(), 1 / max(batch.judged(), 1))
+
+
+def step_batches(
+    config: RunConfig, rule: Objective, rows: Sequence[np.ndarray[Any, Any]], device: torch.device
+) -> StepBatches:
+    """Micro-batches of rows as those of one step, as a run's feed prepares them on one rank."""
+    group_samples = resolve_candidate_group_samples(config.objective, config.batch, data_ranks=1)
+    feed = Feed(
+        _Given(np.concatenate(rows)),
+        rule,
+        config.data,
+        config.batch,
+        Group(),
+        group_samples=group_samples,
+        device=device,
+        half=config.engine.precision != "fp32",
+        masker=_masker(config),
+    )
+    return feed.step(0)
+
+
+def _masker(config: RunConfig) -> RowMasker | None:
+    """As a run frames and masks, but for which tokens it selects and keeps: that costs a step nothing."""
+    if config.masking is None or config.model.is_causal or config.masking.diffusion:
+        return training_masker(config, [])
+    framing = Framing(config.masking, config.data.end_token, config.data.isolate_documents)
+    asked, late = config.masking.dropping, config.masking.masks_from(config.model)
+    dropping = None if asked is None else TokenDropping.of(asked, config.model, framing, Uniform())
+    size, phrases = config.model.vocab_size, config.objective.phrases
+    masker = Masker(framing, Uniform(), size, seed=0, masks_from=late, dropping=dropping, phrases=phrases)
+    return masker if config.generator() is None else Replacing(masker, seed=0)
+
+
+@dataclass(frozen=True)
+class _Given(RowSource):
+    """Rows at hand, by number."""
+
+    given: np.ndarray[Any, Any]
+
+    def rows(self, sample_indices: Sequence[int] | np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        rows: np.ndarray[Any, Any] = self.given[np.asarray(sample_indices)]
+        return rows
+
+
+DRAWN = "drawn"
+"""In place of a file of nearest ids: others for each id at random, of which a step has as many. They are as seldom the
+same for two ids as can be, so that its candidates are no fewer than by any file."""
+
+
+def rule_of(config: RunConfig, rows: Sequence[np.ndarray[Any, Any]]) -> Objective:
+    """The config's; ids are counted in `rows`, int64 with -1 for padding, where it asks how often each is there."""
+    objective, size, counts_V = config.objective, config.model.vocab_size, None
+    if objective.needs_token_counts():
+        ids = np.concatenate([each.reshape(-1) for each in rows])
+        counts_V = torch.from_numpy(np.bincount(ids[ids >= 0], minlength=size))
+    return build_objective(objective, size, counts_V, _nearest(config))
+
+
+def _nearest(config: RunConfig) -> Tensor | None:
+    """int64 [V, K]: of the config's file, or drawn."""
+    asked, path, size = config.objective.nearest, config.data.nearest_ids, config.model.vocab_size
+    if not asked or path is None:
+        return None
+    if path != DRAWN:
+        return torch.from_numpy(open_nearest_ids(path, size, asked))
+    steps_K = torch.randperm(size - 1, generator=torch.Generator().manual_seed(config.seed))[:asked] + 1
+    return (torch.arange(size)[:, None] + steps_K) % size

@@ -1,0 +1,413 @@
+"""Whole training steps without an engine, part by part, of several objectives in turn, so that noise hits all alike."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Literal, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import nn
+
+from benchmarks.rows import rule_of, step_batches, token_rows
+from benchmarks.timing import clock_of, cost, describe, in_child, matrix_rate
+from megahead.config.loading import config_from_dict
+from megahead.config.run import RunConfig
+from megahead.distributed.group import Group
+from megahead.errors import FieldError
+from megahead.estimate import peak_flops, run_flops
+from megahead.models.documents import Documents, TargetPositions, TokenSubset
+from megahead.objectives.micro_batch import MicroBatch
+from megahead.objectives.pretraining import Pretraining, assemble, fill_, first_weights
+from megahead.optim import build_optimizer
+from megahead.report.tables import to_rich
+from megahead.terminal import terminal
+from megahead.train.run import accelerate_
+from megahead.train.step import device_name
+from megahead.wording import milliseconds
+
+How = Literal["as it is", "compiled", "whole last block", "muon"]
+"""As the config says; compiled besides; an encoder's last block computed for every token, not only for targets; with
+Muon for the matrices of blocks."""
+
+Plan = tuple[str, How]  # which objective, and how its steps are computed
+# Settings of an objective that are the same where the other one is timed beside it
+OF_BOTH = ("score", "temperature", "learned_temperature", "replaced_tokens", "phrases")
+
+
+def contending(config: RunConfig, objective: str, how: How) -> RunConfig:
+    """`config` with another objective, whose vanilla head is its own where it has one, else tied for an encoder; what
+    only one of both objectives knows is left out of the other. A share of targets that moves is its mean."""
+    if config.engine.precision == "fp16":
+        rule = "be fp32 or bf16 for steps without an engine, which scales fp16's loss"
+        raise FieldError("engine.precision", rule, got="fp16")
+    if config.objective.schedule is not None:
+        hint = "--set objective.schedule=null"
+        raise FieldError("objective.schedule", "be left out of steps, each of one phase", got="given", hint=hint)
+    tree = config.model_dump(mode="json")
+    if config.masking is not None and config.masking.final_rate is not None:
+        tree["masking"] |= {"rate": config.masking.rate_at(0.5), "final_rate": None, "rate_course": "linear"}
+    tree["engine"]["compile"] = how == "compiled" or config.engine.compile
+    if how == "muon":
+        tree["optimizer"]["name"] = "muon"
+    if objective != config.objective.name:
+        tied = objective == "vanilla" and (config.objective.tied or config.model.is_encoder())
+        kept = {name: tree["objective"][name] for name in OF_BOTH}
+        tree["objective"] = kept | {"name": objective, "tied": tied}
+        if config.masking is None or not config.masking.similar_share:
+            tree["data"]["nearest_ids"] = None
+    return config_from_dict(tree)
+
+
+class Weights(Protocol):
+    """Between a model and its optimizer."""
+
+    def add(self) -> None:
+        """Adds a micro-batch's gradients to the step's."""
+        ...
+
+    def update(self, clipping: float) -> None:
+        """Clips the step's gradients, updates the weights, and drops the gradients."""
+        ...
+
+
+class FullWeights:
+    """float32."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self._parameters, self._optimizer = list(model.parameters()), optimizer
+
+    def add(self) -> None:
+        """The backward pass did."""
+
+    def update(self, clipping: float) -> None:
+        nn.utils.clip_grad_norm_(self._parameters, clipping)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+
+class HalfWeights:
+    """bf16, which the optimizer has in float32, as they are at ZeRO 1 and higher: forward and backward read and write
+    half as many bytes, and nothing is converted each time. A step's gradients are added up in float32."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self._halves, self._optimizer = list(model.parameters()), optimizer
+        full = {half: nn.Parameter(half.detach().clone()) for half in self._halves}
+        for group in optimizer.param_groups:
+            group["params"] = [full[half] for half in group["params"]]
+        for half in self._halves:
+            half.data = half.data.bfloat16()
+        self._full = list(full.values())
+
+    def add(self) -> None:
+        for full, half in zip(self._full, self._halves, strict=True):
+            if half.grad is not None:
+                full.grad = half.grad.float() if full.grad is None else full.grad.add_(half.grad)
+                half.grad = None
+
+    def update(self, clipping: float) -> None:
+        nn.utils.clip_grad_norm_(self._full, clipping)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        torch._foreach_copy_([half.data for half in self._halves], [full.data for full in self._full])
+
+
+def weights_of(model: nn.Module, optimizer: torch.optim.Optimizer, precision: str) -> Weights:
+    """As the engine has them at ZeRO 1 and higher."""
+    return HalfWeights(model, optimizer) if precision == "bf16" else FullWeights(model, optimizer)
+
+
+@dataclass
+class Contender:
+    """One objective's model, optimizer and times."""
+
+    config: RunConfig
+    objective: str
+    device: torch.device
+    # Micro-batches; a step takes as many of them as the config accumulates on one rank
+    rows: list[np.ndarray[Any, Any]]
+    how: How = "as it is"
+    times: dict[str, list[float]] = field(default_factory=lambda: {"body": [], "loss": [], "opt": []})
+    # Of all threads together in each step: other programs on a CPU change it less than the time that passes
+    cpu_seconds: list[float] = field(default_factory=list)
+    candidates: list[float] = field(default_factory=list)
+    # Largest memory that a step took beside weights and moments: gradients, activations, scores (CUDA only)
+    extra_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        self.config = contending(self.config, self.objective, self.how)
+        self.precision = self.config.engine.precision
+        self.accumulation = self.config.batch.accumulation_steps(1)
+        self.model: Pretraining = assemble(self.config, Group(), self.device)
+        fill_(self.model, Group(), first_weights(self.config))
+        if self.config.masking is not None and self.config.masking.adapts():
+            self.model.note_misses = lambda *_: None  # what is missed costs a product, whoever notes it
+        self.ways, *_ = [accelerate_(each, self.config, self.device) for each in self.model.encoders()]
+        self.rule = rule_of(self.config, self.rows)
+        optimizer = build_optimizer(self.model, self.config.optimizer)
+        self.weights = weights_of(self.model, optimizer, self.precision)
+        self.clock = clock_of(self.device)
+        self._watch_body()
+
+    def step(self, index: int) -> None:
+        """One whole step; the first is a warm-up and is not counted."""
+        micro_batches, candidates = self._prepared(index)
+        before = self._allocated()
+        now, between = self.clock.now, self.clock.seconds
+        self.clock.wait()
+        of_threads, start = time.process_time(), now()
+        passes = [self._forward_backward(micro) for micro in micro_batches]
+        self.weights.update(self.config.optimizer.gradient_clipping)
+        step_done = now()
+        self.clock.wait()
+        in_passes = sum(between(one.start, one.end) for one in passes)
+        body = sum(between(*part) for one in passes for part in one.body)
+        parts = body, in_passes - body, between(start, step_done) - in_passes
+        if index and self.device.type == "cuda":
+            self.extra_bytes = max(self.extra_bytes, torch.cuda.max_memory_allocated() - before)
+        if index:
+            for name, seconds in zip(self.times, parts, strict=True):
+                self.times[name].append(seconds)
+            self.cpu_seconds.append(time.process_time() - of_threads)
+            self.candidates.append(candidates)
+
+    def _forward_backward(self, micro: MicroBatch) -> _Pass:
+        """Of one micro-batch; its gradients are added to those of the step."""
+        self._encoded: list[tuple[Any, Any]] = []
+        self._loss_done: Any = None
+        start = self.clock.now()
+        loss = self.model(micro) / self.accumulation
+        loss.backward()
+        backward_done = self.clock.now()
+        self.weights.add()
+        return _Pass(start, backward_done, [*self._encoded, (self._loss_done, backward_done)])
+
+    def name(self) -> str:
+        """The objective, and what is unusual about how it is computed."""
+        return self.objective if self.how == "as it is" else f"{self.objective}, {self.how}"
+
+    def seconds(self) -> list[float]:
+        """Of each whole step."""
+        return [sum(parts) for parts in zip(*self.times.values(), strict=True)]
+
+    def flops(self) -> float:
+        """Floating-point operations of a step."""
+        per_token = run_flops(self.config, round(statistics.mean(self.candidates)))
+        return per_token.total * self.tokens()
+
+    def tokens(self) -> int:
+        """Of a step."""
+        return self.config.batch.global_size * self.config.data.sequence_length
+
+    def peak_megabytes(self) -> float | None:
+        """Weights, moments and what steps took beside them; None on a CPU, where a child must find out."""
+        if self.device.type == "cpu":
+            return None
+        each = 12 + 2 * isinstance(self.weights, HalfWeights)
+        return (each * sum(parameter.numel() for parameter in self.model.parameters()) + self.extra_bytes) / 1e6
+
+    def row(self, rate: float, peak_megabytes: float | None) -> dict[str, object]:
+        """Its line of the table; shares are of the median step."""
+        median = statistics.median(self.seconds())
+        row: dict[str, object] = {
+            "objective": self.name(),
+            "ms": milliseconds(median),
+            "best": milliseconds(min(self.seconds())),
+            "tokens/s": round(self.tokens() / median),
+            "rows": round(statistics.mean(self.candidates)),
+            "GFLOP": self.flops() / 1e9,
+            "of rate": f"{self.flops() / median / rate:.0%}",
+        }
+        if peak := peak_flops(device_name(self.device), self.precision):
+            row["MFU"] = f"{self.flops() / median / peak:.1%}"
+        if peak_megabytes is not None:
+            row["peak MB"] = round(peak_megabytes)
+        for name, times in self.times.items():
+            row[name] = f"{statistics.median(times) / median:.0%}"
+        return row
+
+    def _prepared(self, index: int) -> tuple[list[MicroBatch], float]:
+        """A step's micro-batches on the device, as a run's feed would bring them there, and how many candidates they
+        have."""
+        first = index * self.accumulation
+        step = step_batches(self.config, self.rule, self.rows[first : first + self.accumulation], self.device)
+        return [micro.to(self.device) for micro in step.micro_batches], step.candidates or self.config.model.vocab_size
+
+    def _allocated(self) -> int:
+        if self.device.type != "cuda":
+            return 0
+        torch.cuda.reset_peak_memory_stats()
+        return torch.cuda.memory_allocated()
+
+    def _watch_body(self) -> None:
+        """Notes how long forward passes of the body take, and when the first of its backward passes begins."""
+        backbone, *generators = self.model.encoders()
+        learner = generators[0] if generators else backbone
+        encode, encode_at = backbone.encode, learner.encode_at
+
+        def watched_at(
+            rows_BTD: torch.Tensor, documents: Documents, targets: TargetPositions, shorter: Sequence[TokenSubset]
+        ) -> torch.Tensor:
+            if self.how == "whole last block":
+                targets = replace(targets, max_per_row=None)
+            return self._watched(lambda: encode_at(rows_BTD, documents, targets, shorter))
+
+        learner.encode_at = watched_at  # type: ignore[method-assign, assignment]
+        if generators:  # the model judges what one has written
+            backbone.encode = lambda rows_BTD, documents: self._watched(lambda: encode(rows_BTD, documents))  # type: ignore[method-assign]
+
+    def _watched(self, encode: Callable[[], torch.Tensor]) -> torch.Tensor:
+        begin = self.clock.now()
+        hidden = encode()
+        self._encoded.append((begin, self.clock.now()))
+        hidden.register_hook(self._note_loss_done)
+        return hidden
+
+    def _note_loss_done(self, _: torch.Tensor) -> None:
+        self._loss_done = self._loss_done or self.clock.now()
+
+
+class _Pass(NamedTuple):
+    """When a forward and backward pass and its parts in the body began and ended."""
+
+    start: Any
+    end: Any
+    body: list[tuple[Any, Any]]
+
+
+def compare(one: Contender, other: Contender) -> str:
+    """Step time of `other` over `one`, pair by pair, on a CPU also that of their threads, beside what their operations
+    alone would give."""
+    ratios, of_threads = _ratios(one.seconds(), other.seconds()), _ratios(one.cpu_seconds, other.cpu_seconds)
+    in_cpu_time = f"; in CPU time {statistics.median(of_threads):.2f}" if one.device.type == "cpu" else ""
+    return (
+        f"{one.name()} is {statistics.median(ratios):.2f} times as fast as {other.name()} (pairs {min(ratios):.2f} to "
+        f"{max(ratios):.2f}){in_cpu_time}; by operations alone {other.flops() / one.flops():.2f}"
+    )
+
+
+def _ratios(one: Sequence[float], other: Sequence[float]) -> list[float]:
+    return [b / a for a, b in zip(one, other, strict=True)]
+
+
+def hold(
+    config: RunConfig, plans: Sequence[Plan], prefix: str | None, steps: int, device: torch.device
+) -> list[dict[str, object]]:
+    """Times `steps` steps of each plan on the same tokens (of the dataset `prefix`, or the config's), and tells; the
+    table's lines."""
+    rows = token_rows(config, prefix, count=(steps + 1) * config.batch.accumulation_steps(1))
+
+    def contender(name: str, how: How) -> Contender:
+        return Contender(config, name, device, rows, how)
+
+    memory = [
+        None
+        if device.type == "cuda" or config.engine.compile is True or plan[1] == "compiled"
+        else _peak_of_a_step(partial(contender, *plan))
+        for plan in plans
+    ]
+    contenders = [contender(*plan) for plan in plans]
+    for index in range(steps + 1):
+        for one in contenders:
+            one.step(index)
+    rate = matrix_rate(device, config.engine.precision)
+    peaks = [measured or one.peak_megabytes() for measured, one in zip(memory, contenders, strict=True)]
+    lines = [one.row(rate, peak) for one, peak in zip(contenders, peaks, strict=True)]
+    _print_results(contenders, lines, rate)
+    return lines
+
+
+def _peak_of_a_step(build: Callable[[], Contender]) -> float:
+    """MB that a contender and its first step take on a CPU, in a process of its own."""
+    _, mebibytes = in_child(lambda: cost(lambda: _stepped(build())))
+    return mebibytes * 2**20 / 1e6
+
+
+def _stepped(contender: Contender) -> Contender:
+    contender.step(0)
+    return contender
+
+
+def _print_results(contenders: Sequence[Contender], lines: Sequence[dict[str, object]], rate: float) -> None:
+    """What was timed, the table, and the ratios."""
+    first, console = contenders[0], terminal()
+    shape = f"{first.config.batch.micro_size} x {first.config.data.sequence_length} tokens"
+    if first.accumulation > 1:
+        shape = f"{first.accumulation} micro-batches of {shape}"
+    machine = f"{first.precision} on {describe(first.device)}, {rate / 1e9:,.0f} GFLOP/s matrix rate"
+    console.print(f"{first.config.name}, {shape}, {machine}")
+    for name, way in contenders[-1].ways:
+        console.print(f"{name}: {way}")
+    console.print(to_rich(lines))
+    for other in contenders[1:]:
+        console.print(compare(first, other))
+
+
+STEPS = 3  # of each micro-batch; the first is a warm-up
+
+
+def fill(
+    config: RunConfig, objectives: Sequence[str], most: int, prefix: str | None, device: torch.device
+) -> list[dict[str, object]]:
+    """Finds for each objective the largest micro-batch of up to `most` rows that fits, and tells; the table's lines."""
+    lines: list[dict[str, object]] = []
+    for name in objectives:
+        fitting: dict[int, dict[str, object] | None] = {0: {}}
+
+        def fits(rows: int, name: str = name, found: dict[int, dict[str, object] | None] = fitting) -> bool:
+            found[rows] = _line(_of(config, rows), name, prefix, device)
+            return found[rows] is not None
+
+        largest = largest_that(fits, config.batch.micro_size, most)
+        lines.append({"objective": name, "rows of the micro-batch": largest, **(fitting[largest] or {})})
+    terminal().print(to_rich(lines))
+    return lines
+
+
+def largest_that(fits: Callable[[int], bool], first: int, most: int) -> int:
+    """The largest number up to `most` that fits, to an eighth of it; 0 where `first` does not fit."""
+    good, rows = 0, min(first, most)
+    while rows > good and fits(rows):
+        good, rows = rows, min(2 * rows, most)
+    if good in (0, rows):
+        return good
+    bad = rows
+    while bad - good > max(1, good // 8):
+        middle = (good + bad) // 2
+        if fits(middle):
+            good = middle
+        else:
+            bad = middle
+    return good
+
+
+def _line(config: RunConfig, name: str, prefix: str | None, device: torch.device) -> dict[str, object] | None:
+    """What steps took; None where memory does not hold one."""
+    try:
+        return _measured(config, name, prefix, device)
+    except torch.OutOfMemoryError:
+        return None
+    finally:
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _measured(config: RunConfig, name: str, prefix: str | None, device: torch.device) -> dict[str, object]:
+    contender = Contender(config, name, device, token_rows(config, prefix, count=STEPS))
+    for index in range(STEPS):
+        contender.step(index)
+    tokens, peak = config.batch.micro_size * config.data.sequence_length, contender.peak_megabytes()
+    speed = round(tokens / statistics.median(contender.seconds()))
+    return {"tokens": tokens, "tokens/s": speed, "peak MB": None if peak is None else round(peak)}
+
+
+def _of(config: RunConfig, rows: int) -> RunConfig:
+    tree = config.model_dump(mode="json")
+    tree["batch"] |= {"micro_size": rows, "global_size": rows}
+    return config_from_dict(tree)

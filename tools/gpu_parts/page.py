@@ -1,0 +1,188 @@
+"""The page of tools/gpu_report.py: targets, steps and trainings at a glance, then every part and what it printed."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import exp, log
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gpu_parts.plan import PREFIX, Outcome
+from megahead.report.read import RunMetrics, read_metrics
+from megahead.report.tables import to_markdown
+from megahead.wording import duration
+
+
+def steps_compared(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
+    """How many times as fast a headless step is, beside what operations alone would give, and how much of the device it
+    uses; plain and compiled."""
+    rows = []
+    for outcome in outcomes:
+        lines = {str(line.get("objective")): line for line in outcome.lines or [] if "GFLOP" in line}
+        for how in ("", ", compiled"):
+            headless, vanilla = lines.get(f"headless{how}"), lines.get(f"vanilla{how}")
+            if headless and vanilla:
+                faster = vanilla["ms"] / headless["ms"]
+                fewer = vanilla["GFLOP"] / headless["GFLOP"]
+                row = {"part": outcome.name + how, "headless, ms": headless["ms"], "vanilla, ms": vanilla["ms"]}
+                row |= {"times as fast": round(faster, 2), "by operations": round(fewer, 2)}
+                rows.append(row | {"of it": f"{faster / fewer:.0%}"} | _shares(headless))
+    return rows
+
+
+def _shares(line: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: line.get(name) for name in ("MFU", "of rate", "loss", "peak MB")}
+
+
+Lines = Sequence[Mapping[str, Any]]
+OUTPUTS = 16384  # of the loss whose share of the matrix rate counts: a micro-batch of training
+
+
+@dataclass(frozen=True)
+class Target:
+    """One number of a part."""
+
+    part: str
+    what: str
+    wanted: float
+    found: Callable[[Outcome], float | None]  # None: it was not measured
+    is_limit: bool = False  # whether it is a most and not a least
+
+    def row(self, outcomes: Mapping[str, Outcome]) -> dict[str, Any]:
+        """Its line of the page."""
+        outcome = outcomes.get(self.part)
+        found = self.found(outcome) if outcome and outcome.lines else None
+        reached = found is not None and (found <= self.wanted if self.is_limit else found >= self.wanted)
+        least = f"at {'most' if self.is_limit else 'least'} {self.wanted:g}"
+        state = "not measured" if found is None else "met" if reached else "missed"
+        told = None if found is None else f"{found:.3g}"
+        return {"part": self.part, "what": self.what, "wanted": least, "found": told, "": state}
+
+
+def judged(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
+    """A row for each target of the parts that there are."""
+    by_name = {outcome.name: outcome for outcome in outcomes}
+    return [target.row(by_name) for target in TARGETS if target.part in by_name]
+
+
+def falls_short(part: str, outcomes: Sequence[Outcome]) -> bool:
+    """Unless all targets of this part were met."""
+    states = [row[""] for row in judged(outcomes) if row["part"] == part]
+    return not states or set(states) != {"met"}
+
+
+def _loss_rate(hidden: int) -> Callable[[Outcome], float | None]:
+    return lambda outcome: _of_form(outcome, hidden, "ours", "of rate")
+
+
+def _faster_than(other: str) -> Callable[[Outcome], float | None]:
+    def found(outcome: Outcome) -> float | None:
+        ours, theirs = (_of_form(outcome, 512, name, "seconds") for name in ("ours", other))
+        return theirs / ours if ours and theirs else None
+
+    return found
+
+
+def _of_form(outcome: Outcome, hidden: int, form: str, name: str) -> float | None:
+    which = {"N": OUTPUTS, "hidden": hidden, "form": form}
+    values = [line.get(name) for line in outcome.lines or [] if which.items() <= line.items()]
+    return values[0] if values else None
+
+
+def _of_operations(outcome: Outcome) -> float | None:
+    """How much of the ratio by operations alone a headless step reaches, at best."""
+    return max((row["times as fast"] / row["by operations"] for row in steps_compared([outcome])), default=None)
+
+
+def _mfu(outcome: Outcome) -> float | None:
+    shares = [line["MFU"] for line in outcome.lines or [] if str(line.get("objective")).startswith("headless")]
+    return max((float(share.rstrip("%")) / 100 for share in shares), default=None)
+
+
+def _our_waits(outcome: Outcome) -> float | None:
+    return sum(float(line["a step"]) for line in outcome.lines or [] if line.get("who") == "megahead")
+
+
+TARGETS = (
+    Target("loss", "share of the matrix rate at hidden 512", 0.55, _loss_rate(512)),
+    Target("loss", "share of the matrix rate at hidden 2,048", 0.70, _loss_rate(2048)),
+    Target("loss", "times as fast as Liger's", 1.0, _faster_than("liger")),
+    Target("loss", "times as fast as Apple's", 1.0, _faster_than("cut")),
+    *(
+        Target(f"step-{size}", "of the ratio by operations", 0.90, _of_operations)
+        for size in ("70m", "410m", "160m", "bert-base-512", "bert-base-128")
+    ),
+    Target("step-70m", "MFU", 0.40, _mfu),
+    Target("step-410m", "MFU", 0.50, _mfu),
+    *(Target(f"waits-{stage}", "our waits a step", 2, _our_waits, is_limit=True) for stage in (0, 1, 3)),
+)
+
+
+def trainings_compared(folder: Path, measured: Sequence[str]) -> list[dict[str, Any]]:
+    """A row for each size of which `measured` has `train-SIZE-headless` and `train-SIZE-vanilla`, run in `folder`."""
+    sizes = [name.removeprefix(PREFIX).removesuffix("-headless") for name in measured if name.endswith("-headless")]
+    rows = []
+    for size in sizes:
+        names = [f"{PREFIX}{size}-{objective}" for objective in ("headless", "vanilla")]
+        if names[1] in measured:
+            rows.append({"model": size} | _compared(*(read_metrics(folder / "runs" / name) for name in names)))
+    return rows
+
+
+def _compared(headless: RunMetrics, vanilla: RunMetrics) -> dict[str, Any]:
+    """Held-out perplexities where both have been, read off between evaluations."""
+    row: dict[str, Any] = {}
+    for axis, unit in (("tokens", "M tokens"), ("seconds", "s")):
+        reached = min(run.validation[-1][axis] for run in (headless, vanilla))
+        row[unit] = round(reached / (1e6 if axis == "tokens" else 1), 1)
+        for name, run in (("headless", headless), ("vanilla", vanilla)):
+            row[f"{name} after these {axis}"] = _perplexity_at(run, axis, reached)
+    for name, run in (("headless", headless), ("vanilla", vanilla)):
+        last = run.training[-1]
+        row[f"{name}, tokens/s"] = round(last["tokens"] / last["seconds"])
+        row |= {f"{name}, MFU": f"{last['mfu']:.1%}"} if "mfu" in last else {}
+    return row
+
+
+def _perplexity_at(run: RunMetrics, axis: str, place: float) -> float:
+    places = [record[axis] for record in run.validation]
+    losses = [log(record["perplexity"]) for record in run.validation]
+    return exp(float(np.interp(place, places, losses)))
+
+
+LONGEST = 20_000  # characters of what a part printed that stand on the page
+
+
+def page_of(title: str, machine: Mapping[str, str], outcomes: Sequence[Outcome], folder: Path) -> str:
+    """Markdown. `folder`: where trainings left their logs."""
+    parts = [outcome for outcome in outcomes if outcome.state == "measured"]
+    blocks = [
+        f"# {title}\n",
+        to_markdown([{"": name, "is": value} for name, value in machine.items()]),
+        _headed("Targets", judged(outcomes)),
+        _headed("Steps, headless against vanilla", steps_compared(outcomes)),
+        _headed("Trainings, headless against vanilla", trainings_compared(folder, [part.name for part in parts])),
+        _headed("All parts", [_in_short(outcome) for outcome in outcomes]),
+        *map(_at_length, outcomes),
+    ]
+    return "\n".join(block for block in blocks if block)
+
+
+def _headed(title: str, rows: Sequence[Mapping[str, Any]]) -> str:
+    return f"## {title}\n\n{to_markdown(rows)}" if rows else ""
+
+
+def _in_short(outcome: Outcome) -> dict[str, str]:
+    why = outcome.why.splitlines()[0] if outcome.why else ""
+    return {"part": outcome.name, "state": outcome.state, "took": duration(outcome.seconds), "because": why}
+
+
+def _at_length(outcome: Outcome) -> str:
+    command = shlex.join(["python", *(outcome.called or outcome.command)])
+    said = outcome.said[-LONGEST:].strip("\n")
+    wrong = f"\n{outcome.why}" if outcome.why else ""
+    return f"## {outcome.name}: {outcome.question}\n\n```console\n$ {command}\n{said}{wrong}\n```\n"

@@ -1,0 +1,218 @@
+"""Does the parts of tools/gpu_report.py within a budget of time, each in a process of its own.
+
+It imports no torch, which would take memory of the GPU.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Protocol
+
+from rich.console import Console
+
+from gpu_parts.page import falls_short, page_of
+from gpu_parts.plan import START_UP, Outcome, Part
+from megahead.files import write_atomically
+from megahead.version import __version__
+from megahead.wording import duration
+
+PACKAGES = (
+    "torch",
+    "triton",
+    "deepspeed",
+    "transformers",
+    "liger-kernel",
+    "cut-cross-entropy",
+    "flash-attn",
+    "flash-attn-4",
+)
+
+
+def described() -> dict[str, str]:
+    """By name."""
+    found = {"date": datetime.now(UTC).isoformat(timespec="minutes"), "Python": platform.python_version()}
+    found |= {"GPU": _said("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")}
+    found |= {"megahead": f"{__version__}, {_said('git', 'describe', '--always', '--dirty')}"}
+    for name in PACKAGES:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
+def _said(*command: str) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+    return done.stdout.strip()
+
+
+ROOT = Path(__file__).resolve().parents[2]
+LAST_LINES = 12
+_PATIENCE = 5.0  # seconds that a process which must end has to do so by itself
+
+
+class Process(Protocol):
+    """A command that has been started."""
+
+    def wait(self, seconds: float) -> int:
+        """Its exit code; subprocess.TimeoutExpired after so many seconds."""
+        ...
+
+    def end(self) -> None:
+        """Ends it, if it has not ended, and all that it started."""
+        ...
+
+
+# From a script with its arguments, and files for what it says and what goes wrong
+Start = Callable[[Sequence[str], Path, Path], Process]
+
+
+class OwnProcess:
+    """An interpreter that finds this checkout, in a group of processes of its own."""
+
+    def __init__(self, command: Sequence[str], said: Path, wrong: Path) -> None:
+        paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1", "COLUMNS": "160"}
+        with said.open("wb") as output, wrong.open("wb") as errors:
+            self._process = subprocess.Popen(
+                [sys.executable, *command], cwd=ROOT, env=environment, stdout=output, stderr=errors,
+                start_new_session=True,
+            )  # fmt: skip
+
+    def wait(self, seconds: float) -> int:
+        return self._process.wait(seconds)
+
+    def end(self) -> None:
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, number)
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(_PATIENCE)
+
+
+def run(part: Part, folder: Path, limit: float, start: Start = OwnProcess) -> Outcome:
+    """Runs it for at most `limit` seconds; what it says and writes lies in `folder`."""
+    result, said, wrong = (folder / f"{part.name}.{kind}" for kind in ("json", "txt", "errors.txt"))
+    result.unlink(missing_ok=True)
+    command = part.filled(result, limit)
+    began = time.monotonic()
+    process = start(command, said, wrong)
+    try:
+        code: int | None = process.wait(limit)
+    except subprocess.TimeoutExpired:
+        code = None
+    finally:
+        process.end()
+    seconds = time.monotonic() - began
+    state, why = ("measured", "") if code == 0 else _what_is_wrong(code, limit, said, wrong)
+    about = {"name": part.name, "question": part.question, "command": list(part.command), "called": command}
+    printed = said.read_text(encoding="utf-8", errors="replace")
+    return Outcome.read(
+        about | {"state": state, "seconds": seconds, "why": why, "said": printed, "lines": _read(result)}
+    )
+
+
+def _what_is_wrong(code: int | None, limit: float, said: Path, wrong: Path) -> tuple[str, str]:
+    """State and sentence; the sentence of a command that has one, else its last lines."""
+    if code is None:
+        return "too long", f"it had not ended after {duration(limit)}"
+    if code == -signal.SIGKILL:
+        return "failed", "it was killed, most likely for the machine's memory"
+    lines = [line for path in (said, wrong) for line in path.read_text(errors="replace").splitlines() if line.strip()]
+    told = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    return "failed", told[-1] if told else "\n".join([f"it ended with code {code}:", *lines[-LAST_LINES:]])
+
+
+def _read(result: Path) -> list[dict[str, Any]] | None:
+    try:
+        lines: list[dict[str, Any]] = json.loads(result.read_text(encoding="utf-8"))
+        return lines
+    except (OSError, ValueError):  # it wrote none, or was ended while it did
+        return None
+
+
+ON_A_GPU, DRY_RUN = "Measured on a GPU", "A dry run on a CPU: no number here says anything about a GPU"
+LEAST = 20.0  # seconds without which no part is begun
+
+
+class Session:
+    """Works in `folder`; what was measured there by the same command before is not measured again, unless `again`."""
+
+    def __init__(
+        self, folder: Path, console: Console, *, title: str = ON_A_GPU, again: bool = False, start: Start = OwnProcess
+    ) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder, self.console, self._title, self._start = folder, console, title, start
+        self.outcomes = {} if again else _measured_before(folder / "report.json")
+        self._machine = described()
+
+    def do(self, parts: Sequence[Part], seconds: float) -> None:
+        """Does them within so many seconds, and writes `report.json` and `report.md` after each."""
+        deadline = time.monotonic() + seconds
+        todo = [part for part in parts if not self._has(part)]
+        if len(todo) < len(parts):
+            self.console.print(f"{len(parts) - len(todo)} of {len(parts)} parts are there from an earlier call")
+        for number, part in enumerate(todo, 1):
+            left = deadline - time.monotonic()
+            doing = f"[{number}/{len(todo)}] {part.name}: {part.question} {_outlook(part, left)}"
+            self.console.print(doing, markup=False, soft_wrap=True)
+            outcome = self._outcome(part, left, todo[number - 1 :])
+            self.outcomes[part.name] = outcome
+            self._save()
+            tail = f": {outcome.why}" if outcome.why else ""
+            self.console.print(f"    {outcome.state}, {duration(outcome.seconds)}{tail}", markup=False, soft_wrap=True)
+        self._save()
+
+    def _outcome(self, part: Part, left: float, to_come: Sequence[Part]) -> Outcome:
+        """`to_come`: parts from this one on."""
+        if lack := part.lacks():
+            return Outcome.left_out(part, lack)
+        if part.explains and not falls_short(part.explains, list(self.outcomes.values())):
+            return Outcome.left_out(part, f"{part.explains} has nothing to explain: its targets were met.")
+        limit = min(left, _kept_for(part, left, to_come) if part.shares else 2 * part.seconds)
+        if limit < (LEAST + START_UP if part.shares else LEAST):
+            return Outcome.left_out(part, f"no time was left for it; {duration(max(left, 0))} were.")
+        return run(part, self.folder, limit, self._start)
+
+    def _has(self, part: Part) -> bool:
+        found = self.outcomes.get(part.name)
+        return found is not None and found.command == list(part.command)
+
+    def _save(self) -> None:
+        outcomes = list(self.outcomes.values())
+        content = {"machine": self._machine, "parts": [asdict(outcome) for outcome in outcomes]}
+        write_atomically(self.folder / "report.json", json.dumps(content, indent=1) + "\n")
+        write_atomically(self.folder / "report.md", page_of(self._title, self._machine, outcomes, self.folder))
+
+
+def _kept_for(part: Part, left: float, to_come: Sequence[Part]) -> float:
+    """What a part takes that takes what it is given."""
+    spare = left - sum(other.seconds for other in to_come)
+    return part.seconds + max(spare, 0) / sum(other.shares for other in to_come)
+
+
+def _outlook(part: Part, left: float) -> str:
+    takes = "takes what it is given" if part.shares else f"about {duration(part.seconds)}"
+    return f"({takes}; {duration(max(left, 0))} left)"
+
+
+def _measured_before(report: Path) -> dict[str, Outcome]:
+    try:
+        parts = json.loads(report.read_text(encoding="utf-8"))["parts"]
+    except (OSError, ValueError, KeyError):
+        return {}
+    outcomes = [Outcome.read(part) for part in parts]
+    return {outcome.name: outcome for outcome in outcomes if outcome.state == "measured"}
