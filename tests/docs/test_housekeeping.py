@@ -76,7 +76,7 @@ def listed(page: str, head: str) -> dict[str, list[str]]:
 
 def test_what_commands_are_made_of_is_not_called_as_a_command() -> None:
     """A folder and a file of one name would shadow each other where both are imported."""
-    packages = [path.parent.name for path in TOOLS.glob("*/__init__.py")]
+    packages = {path.parent.name for path in TOOLS.glob("*/*.py")}
     assert packages
     assert not [name for name in packages if Path(TOOLS, f"{name}.py").exists()]
 
