@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
 
 from megahead.config.model import ModelConfig
 from megahead.errors import FieldError
-from megahead.hf import bert, gpt_neox, llama, modernbert
-from megahead.hf import llama as ernie
-from megahead.hf import modernbert as modernbert_decoder
-
-
-def _as_it_is(_: ModelConfig, __: str, tensor: Tensor) -> Tensor:
-    return tensor
-
-
-def _none(_: ModelConfig) -> dict[str, int]:
-    return {}
+from megahead.hf import decoders, encoders
+from megahead.hf.decoders import LLAMA
+from megahead.hf.names import TensorNames
 
 
 @dataclass(frozen=True)
@@ -30,8 +22,7 @@ class Family:
     title: str
     """For people."""
 
-    prefix: str
-    """Begins the backbone's names in a model with a head."""
+    names: TensorNames
 
     backbone: str
     """Class of the backbone alone."""
@@ -41,13 +32,6 @@ class Family:
 
     auto_with_head: str
     """The Auto class that loads it."""
-
-    our_names: Callable[[str], tuple[str, ...]]
-    """Our names of the parameters in a stored tensor, several where it stacks them along dimension 0; none for a tensor
-    that we do without, FieldError for an unknown one."""
-
-    their_name: Callable[[str], str | None]
-    """Name of our parameter in a model with a head; None where there is none."""
 
     settings: Callable[[Mapping[str, Any]], dict[str, Any]]
     """From the content of config.json to the settings of a ModelConfig."""
@@ -61,38 +45,27 @@ class Family:
     head_bias: str | None = None
     """Name of a decoder's output bias; None where it has none."""
 
-    as_stored: Callable[[ModelConfig, str, Tensor], Tensor] = _as_it_is
+    as_stored: Callable[[ModelConfig, str, Tensor], Tensor] = lambda _, __, tensor: tensor
     """From a parameter of ours, with its name, to the tensor that theirs stores."""
 
-    zeros: Callable[[ModelConfig], dict[str, int]] = _none
+    zeros: Callable[[ModelConfig], dict[str, int]] = lambda _: {}
     """Vectors that theirs has and ours does without: names and sizes."""
 
 
 def _llama(kind: str, title: str) -> Family:
-    return Family(
-        title,
-        llama.BACKBONE_PREFIX,
-        f"{title}Model",
-        f"{title}ForCausalLM",
-        "AutoModelForCausalLM",
-        llama.our_names,
-        llama.RENAMES.theirs,
-        llama.settings_of(kind),
-        llama.llama_config,
-    )
+    names = f"{title}Model", f"{title}ForCausalLM"
+    return Family(title, LLAMA, *names, "AutoModelForCausalLM", decoders.llama_settings(kind), decoders.llama_config)
 
 
 _FAMILIES = {
     "gpt_neox": Family(
         "GPT-NeoX",
-        gpt_neox.BACKBONE_PREFIX,
+        decoders.GPT_NEOX,
         "GPTNeoXModel",
         "GPTNeoXForCausalLM",
         "AutoModelForCausalLM",
-        gpt_neox.our_names,
-        gpt_neox.RENAMES.theirs,
-        gpt_neox.model_settings,
-        gpt_neox.gpt_neox_config,
+        decoders.gpt_neox_settings,
+        decoders.gpt_neox_config,
     ),
     "llama": _llama("llama", "Llama"),
     "mistral": _llama("mistral", "Mistral"),
@@ -100,65 +73,51 @@ _FAMILIES = {
     "qwen3": _llama("qwen3", "Qwen3"),
     "bert": Family(
         "BERT",
-        bert.BERT.prefix,
+        encoders.BERT,
         "BertModel",
         "BertForMaskedLM",
         "AutoModelForMaskedLM",
-        bert.BERT.ours,
-        bert.BERT.table.theirs,
-        bert.bert_settings,
-        bert.bert_config,
+        encoders.bert_settings,
+        encoders.bert_config,
         untied_bias="cls.predictions.decoder.bias",
     ),
     "distilbert": Family(
         "DistilBERT",
-        bert.DISTILBERT.prefix,
+        encoders.DISTILBERT,
         "DistilBertModel",
         "DistilBertForMaskedLM",
         "AutoModelForMaskedLM",
-        bert.DISTILBERT.ours,
-        bert.DISTILBERT.table.theirs,
-        bert.distilbert_settings,
-        bert.distilbert_config,
+        encoders.distilbert_settings,
+        encoders.distilbert_config,
     ),
     "modernbert": Family(
         "ModernBERT",
-        modernbert.MODERNBERT.prefix,
+        encoders.MODERNBERT,
         "ModernBertModel",
         "ModernBertForMaskedLM",
         "AutoModelForMaskedLM",
-        modernbert.MODERNBERT.ours,
-        modernbert.MODERNBERT.table.theirs,
-        modernbert.modernbert_settings,
-        modernbert.modernbert_config,
+        encoders.modernbert_settings,
+        encoders.modernbert_config,
     ),
     "modernbert-decoder": Family(
         "ModernBERT decoder",
-        modernbert_decoder.MODERNBERT_DECODER.prefix,
+        encoders.MODERNBERT_DECODER,
         "ModernBertDecoderModel",
         "ModernBertDecoderForCausalLM",
         "AutoModelForCausalLM",
-        modernbert_decoder.MODERNBERT_DECODER.ours,
-        modernbert_decoder.MODERNBERT_DECODER.table.theirs,
-        modernbert_decoder.modernbert_decoder_settings,
-        modernbert_decoder.modernbert_decoder_config,
+        encoders.modernbert_decoder_settings,
+        encoders.modernbert_decoder_config,
     ),
 }
-
-
-_LLAMA_WITH_HEAD_BIAS = Family(
-    "Llama (as an ERNIE 4.5 without experts, whose head has a bias)",
-    llama.BACKBONE_PREFIX,
-    "Ernie4_5_MoeModel",
-    "Ernie4_5_MoeForCausalLM",
-    "AutoModelForCausalLM",
-    llama.our_names,
-    llama.RENAMES.theirs,
-    llama.settings_of("llama"),
-    ernie.ernie_config,
-    head_bias=ernie.HEAD_BIAS,
-    as_stored=ernie.as_stored,
-    zeros=ernie.zero_biases,
+_LLAMA_WITH_HEAD_BIAS = replace(
+    _FAMILIES["llama"],
+    title="Llama (as an ERNIE 4.5 without experts, whose head has a bias)",
+    backbone="Ernie4_5_MoeModel",
+    with_head="Ernie4_5_MoeForCausalLM",
+    config=decoders.ernie_config,
+    head_bias=decoders.ERNIE_HEAD_BIAS,
+    as_stored=decoders.ernie_as_stored,
+    zeros=decoders.ernie_zeros,
 )
 
 
@@ -166,7 +125,7 @@ def family_of(model: ModelConfig, *, head_bias: bool = False) -> Family:
     """The kind that `model` is exported as: a BERT without token types is a DistilBERT, a causal ModernBERT the decoder
     of that name, a Llama what its settings say, and with a bias of its head an ERNIE. FieldError for a causal BERT."""
     if model.family == "llama":
-        return _LLAMA_WITH_HEAD_BIAS if head_bias else _FAMILIES[llama.kind_of(model)]
+        return _LLAMA_WITH_HEAD_BIAS if head_bias else _FAMILIES[decoders.kind_of(model)]
     if model.family == "bert" and model.is_causal:
         rule, hint = "be false in a bert that is exported", "a modernbert is exported either way"
         raise FieldError("model.is_causal", rule, got="true", hint=hint)

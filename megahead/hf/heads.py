@@ -85,7 +85,7 @@ def trained_transform(stored: Mapping[str, Tensor], vocab_size: int, temperature
 # has a bias in the same way, 0 but for those rows: without one they would take a share of the probability.
 #
 # Behind an RMS norm nothing can be folded in; a Llama whose head needs a bias goes out as a class that has one
-# (`megahead/hf/llama.py`), and one with norms of queries and keys, which no such class has, cannot have that
+# (`megahead/hf/decoders.py`), and one with norms of queries and keys, which no such class has, cannot have that
 # head.
 #
 # V vocabulary, D features; lower-case v: rows of one chunk.

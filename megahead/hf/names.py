@@ -1,13 +1,13 @@
-"""Renames of parameters between naming schemes, one table for both directions; the parts of encoders."""
+"""What Hugging Face calls the tensors and settings of a kind of model: tables that are read in both directions."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
+from megahead.config.model import ModelConfig
 from megahead.errors import FieldError
-
-# Renames of parameters between two naming schemes: one table, read in both directions.
 
 
 class Renames:
@@ -17,11 +17,10 @@ class Renames:
     """
 
     def __init__(self, pairs: Mapping[str | tuple[str, ...], str]) -> None:
-        held = {theirs: (ours,) if isinstance(ours, str) else ours for ours, theirs in pairs.items()}
-        if len(held) != len(pairs):
+        self._ours = {theirs: (ours,) if isinstance(ours, str) else ours for ours, theirs in pairs.items()}
+        if len(self._ours) != len(pairs):
             raise ValueError("two names of ours are one name of theirs")
-        self._ours = held
-        self._theirs = {ours: (theirs,) for theirs, several in held.items() for ours in several}
+        self._theirs = {ours: (theirs,) for theirs, several in self._ours.items() for ours in several}
 
     def theirs(self, name: str) -> str | None:
         """Their name of our parameter, or None when the table does not know it."""
@@ -38,21 +37,16 @@ def _translate(name: str, table: Mapping[str, tuple[str, ...]]) -> tuple[str, ..
     known = next((n for n in (len(parts), len(parts) - 1) if ".".join(pattern[:n]) in table), None)
     if known is None:
         return ()
-    numbers = [part for part in parts if part.isdigit()]
-    return tuple(".".join([*_numbered(found, numbers), *parts[known:]]) for found in table[".".join(pattern[:known])])
-
-
-def _numbered(pattern: str, numbers: list[str]) -> list[str]:
-    remaining = iter(numbers)
-    return [next(remaining) if part == "*" else part for part in pattern.split(".")]
-
-
-# What Hugging Face calls the parts of an encoder, with its head or alone.
+    found = []
+    for target in table[".".join(pattern[:known])]:
+        numbers = iter(part for part in parts if part.isdigit())
+        found.append(".".join([next(numbers) if part == "*" else part for part in target.split(".")] + parts[known:]))
+    return tuple(found)
 
 
 @dataclass(frozen=True)
-class EncoderNames:
-    """Parameter names of one kind of model: with a head, or alone and without `prefix`."""
+class TensorNames:
+    """Names of the stored tensors of one kind of model: with a head, or of the backbone alone and without `prefix`."""
 
     kind: str
     """For people."""
@@ -60,25 +54,85 @@ class EncoderNames:
     prefix: str
     """Begins the backbone's names in a model with a head."""
 
-    table: Renames
-    ignored: tuple[str, ...]
-    """Parts of names of what is no parameter of ours: poolers, buffers, the head's copy of a tied weight."""
-
     heads: tuple[str, ...]
     """What the head's names begin with."""
 
+    table: Renames
+
+    ignored: tuple[str, ...] = ()
+    """Parts of names of what is no parameter of ours: poolers, buffers, the head's copy of a tied weight."""
+
+    older: tuple[tuple[str, str], ...] = ()
+    """Parts of names that some writers spell otherwise, and how the table does."""
+
     def ours(self, theirs: str) -> tuple[str, ...]:
         """Our names of what a stored tensor of theirs holds, in a model with a head or without; none for what we leave
-        out.
-
-        Raises FieldError for a name that this kind of model does not have.
-        """
+        out. Raises FieldError for a name that this kind of model does not have."""
         if any(part in theirs for part in self.ignored):
             return ()
-        name = theirs.replace(".gamma", ".weight").replace(".beta", ".bias")  # as TensorFlow called them
-        if not name.startswith((self.prefix, *self.heads)):
-            name = self.prefix + name
-        ours = self.table.ours(name)
+        name = theirs
+        for spelled, usual in self.older:
+            name = name.replace(spelled, usual)
+        ours = self.table.ours(name if name.startswith((self.prefix, *self.heads)) else self.prefix + name)
         if not ours:
-            raise FieldError("model", f"hold tensors of a {self.kind} model only", got=f"one that has {theirs}")
+            raise FieldError("model", f"hold tensors of a {self.kind} only", got=f"one that has {theirs}")
         return ours
+
+
+USUAL = {
+    "num_layers": "num_hidden_layers",
+    "hidden_size": "hidden_size",
+    "num_heads": "num_attention_heads",
+    "intermediate_size": "intermediate_size",
+    "vocab_size": "vocab_size",
+    "max_positions": "max_position_embeddings",
+    "init_std": "initializer_range",
+}
+"""Settings of ours and theirs, in most kinds."""
+
+GELU = {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh"}
+SILU = {"silu": "silu", "swish": "silu"}
+"""Activations of theirs and ours."""
+
+_THEIR_ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh"}
+_DERIVED = {
+    "num_key_heads": ModelConfig.key_heads,
+    "head_dim": ModelConfig.head_size,
+    "intermediate_size": ModelConfig.mlp_size,
+}
+"""Settings of ours that a method fills in where they are left out."""
+
+
+@dataclass(frozen=True)
+class SettingNames:
+    """Settings of ours and theirs that mean the same, and the activation, whose values differ too."""
+
+    same: Mapping[str, str]
+    """From ours to theirs."""
+
+    activation: str = "hidden_act"
+    activations: Mapping[str, str] = field(default_factory=lambda: GELU)
+    """From theirs to ours; the first is meant where config.json names none."""
+
+    needed: tuple[str, ...] = ("num_layers", "hidden_size", "num_heads", "intermediate_size", "vocab_size")
+    """Settings of ours that config.json must have."""
+
+    def config(self, model: ModelConfig) -> dict[str, Any]:
+        """What config.json says of `model` in these settings."""
+        values = {ours: _DERIVED[ours](model) if ours in _DERIVED else getattr(model, ours) for ours in self.same}
+        renamed = {theirs: values[ours] for ours, theirs in self.same.items()}
+        return renamed | {self.activation: _THEIR_ACTIVATIONS[model.activation]}
+
+    def settings(self, content: Mapping[str, Any]) -> dict[str, Any]:
+        """Our settings that config.json has; FieldError for one that it lacks, or an activation that is not ours."""
+        for theirs in (self.same[ours] for ours in self.needed):
+            if theirs not in content:
+                raise FieldError(f"config.json: {theirs}", "be given", got="missing")
+        activation = content.get(self.activation, next(iter(self.activations)))
+        if activation not in self.activations:
+            rule = f"be one of {', '.join(self.activations)}"
+            raise FieldError(f"config.json: {self.activation}", rule, got=activation)
+        if content.get("quantization_config") is not None:
+            raise FieldError("config.json: quantization_config", "be missing (weights as they are)", got="given")
+        known = {ours: content[theirs] for ours, theirs in self.same.items() if content.get(theirs) is not None}
+        return known | {"activation": self.activations[activation]}

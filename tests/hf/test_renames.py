@@ -14,9 +14,8 @@ from transformers import (
 )
 
 from megahead.errors import FieldError
-from megahead.hf import llama
-from megahead.hf.gpt_neox import RENAMES, our_names
-from megahead.hf.modernbert import MODERNBERT
+from megahead.hf.decoders import GPT_NEOX, LLAMA
+from megahead.hf.encoders import MODERNBERT
 from megahead.hf.names import Renames
 from megahead.objectives.pretraining import weight_shapes
 from support.small_checkpoint import small_config
@@ -27,9 +26,9 @@ def test_the_table_is_a_bijection_between_our_parameters_and_those_of_transforme
     with torch.device("meta"):
         config = GPTNeoXConfig(num_hidden_layers=2, hidden_size=48, num_attention_heads=3, vocab_size=61)
         theirs = {name.replace("lm_head", "embed_out") for name, _ in GPTNeoXForCausalLM(config).named_parameters()}
-    renamed = [RENAMES.theirs(name) for name in ours]
+    renamed = [GPT_NEOX.table.theirs(name) for name in ours]
     assert set(renamed) == theirs
-    assert [RENAMES.ours(name) for name in renamed if name] == [(name,) for name in ours]
+    assert [GPT_NEOX.table.ours(name) for name in renamed if name] == [(name,) for name in ours]
 
 
 @pytest.mark.parametrize("bias", ["none", "all"])
@@ -39,9 +38,9 @@ def test_so_is_the_table_of_llama(bias: str) -> None:
     with torch.device("meta"):
         shape = {"num_hidden_layers": 2, "hidden_size": 48, "num_attention_heads": 3, "vocab_size": 61}
         their_model = Qwen3ForCausalLM(Qwen3Config(**shape, attention_bias=bias == "all"))
-    renamed = [llama.RENAMES.theirs(name) for name in ours]
+    renamed = [LLAMA.table.theirs(name) for name in ours]
     assert set(renamed) == {name for name, _ in their_model.named_parameters()}
-    assert [llama.our_names(name) for name in renamed if name] == [(name,) for name in ours]
+    assert [LLAMA.ours(name) for name in renamed if name] == [(name,) for name in ours]
 
 
 def test_in_the_table_of_modernbert_some_of_theirs_hold_several_of_ours() -> None:
@@ -63,22 +62,22 @@ def test_in_the_table_of_modernbert_some_of_theirs_hold_several_of_ours() -> Non
 
 
 def test_layer_numbers_of_any_size_survive() -> None:
-    assert RENAMES.theirs("backbone.blocks.31.mlp.up.bias") == "gpt_neox.layers.31.mlp.dense_h_to_4h.bias"
+    assert GPT_NEOX.table.theirs("backbone.blocks.31.mlp.up.bias") == "gpt_neox.layers.31.mlp.dense_h_to_4h.bias"
 
 
 def test_names_of_a_lone_backbone_and_of_newer_versions_are_known() -> None:
-    assert our_names("layers.7.attention.dense.weight") == ("backbone.blocks.7.attention.output.weight",)
-    assert our_names("lm_head.weight") == ("head.weight",)
+    assert GPT_NEOX.ours("layers.7.attention.dense.weight") == ("backbone.blocks.7.attention.output.weight",)
+    assert GPT_NEOX.ours("lm_head.weight") == ("head.weight",)
 
 
 @pytest.mark.parametrize("leaf", ["attention.bias", "attention.masked_bias", "attention.rotary_emb.inv_freq"])
 def test_buffers_of_old_versions_are_no_parameters(leaf: str) -> None:
-    assert our_names(f"gpt_neox.layers.0.{leaf}") == ()
+    assert GPT_NEOX.ours(f"gpt_neox.layers.0.{leaf}") == ()
 
 
 def test_an_unknown_name_is_refused_rather_than_skipped() -> None:
     with pytest.raises(FieldError, match=r"transformer\.wte\.weight"):
-        our_names("transformer.wte.weight")
+        GPT_NEOX.ours("transformer.wte.weight")
 
 
 def test_a_table_that_cannot_be_reversed_is_refused() -> None:

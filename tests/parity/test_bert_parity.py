@@ -8,8 +8,8 @@ from torch import nn
 from transformers import BertConfig, BertModel, DistilBertConfig, DistilBertModel
 
 from megahead.config.model import ModelConfig
-from megahead.hf.bert import BERT, DISTILBERT
-from megahead.hf.names import EncoderNames
+from megahead.hf.encoders import BERT, DISTILBERT
+from megahead.hf.names import TensorNames
 from megahead.models.bert import Bert
 from megahead.models.documents import Documents
 from megahead.models.registry import build_backbone
@@ -35,7 +35,7 @@ def shape(seed: int, token_types: int) -> ModelConfig:
     )
 
 
-def theirs(config: ModelConfig) -> tuple[nn.Module, EncoderNames]:
+def theirs(config: ModelConfig) -> tuple[nn.Module, TensorNames]:
     activation = "gelu" if config.activation == "gelu" else "gelu_pytorch_tanh"
     if config.token_types:
         model = BertModel(
@@ -72,7 +72,7 @@ def theirs(config: ModelConfig) -> tuple[nn.Module, EncoderNames]:
     return model.eval(), BERT if config.token_types else DISTILBERT
 
 
-def ours_from(model: nn.Module, names: EncoderNames, config: ModelConfig) -> Bert:
+def ours_from(model: nn.Module, names: TensorNames, config: ModelConfig) -> Bert:
     weights = {names.ours(name)[0]: parameter for name, parameter in model.named_parameters()}
     backbone = build_backbone(config)
     with torch.no_grad():
