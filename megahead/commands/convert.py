@@ -62,6 +62,8 @@ def summary(report: ExportReport) -> str:
     ]
     if report.tokenizer is None:
         lines.append("no tokenizer: the run has no tokenizer.json")
+    if report.conflict is not None:
+        lines.append(f"settings of the folder that the run began from are left out, since {report.conflict}")
     return "\n".join(lines)
 
 

@@ -3,33 +3,108 @@
 from __future__ import annotations
 
 import json
-import shutil
+import math
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import Any
 
-import tokenizers
-from tokenizers.processors import TemplateProcessing
+import torch
+from torch import Tensor
 
 from megahead.checkpoints.folders import find_checkpoint
-from megahead.config.model import ModelConfig
 from megahead.config.objective import HeadName, ObjectiveConfig
-from megahead.config.run import RunConfig
-from megahead.data.sentencepiece_model import is_sentencepiece
-from megahead.data.tokenizer import has_mark, load_tokenizer, tokenizer_mark
-from megahead.errors import CheckpointError, DataError, FieldError
+from megahead.data.tokenizer import has_mark, tokenizer_mark
+from megahead.errors import CheckpointError, FieldError
 from megahead.files import sha256_of, staged_folder
-from megahead.hf.export_target import DTYPES, ExportTarget, exported_tensors, write_shards
-from megahead.hf.heads import Head, best_head
-from megahead.hf.kept_settings import CONFIG, GENERATION, KeptSettings
-from megahead.hf.trained import TrainedModel, code_version, dataset_names, last_evaluation
+from megahead.hf.families import Family
+from megahead.hf.heads import DTYPES, ExportTarget, Head, best_head
+from megahead.hf.settings import write_json, write_settings
+from megahead.hf.trained import BACKBONE, EMBEDDING, HEAD, TrainedModel, code_version, dataset_names, last_evaluation
 from megahead.hf.verify import Parity, verify
 from megahead.wording import counted
 
-# The model card of an export.
+PARITY_FILE = "parity.json"
+SHARD_BYTES = 5 * 10**9
+
+
+@dataclass(frozen=True)
+class ExportReport:
+    """What was exported, and how exactly."""
+
+    folder: Path
+    head: HeadName
+    dtype: str
+    parity: Parity
+    tokenizer: Path | None
+    """The source of the tokenizer; None if the run has none, and so the export."""
+
+    conflict: str | None
+    """Why settings of the folder that the run began from were left out; None where they were not."""
+
+    seconds: float
+
+
+def export(
+    checkpoint: str | PathLike[str],
+    output_dir: str | PathLike[str],
+    head: HeadName,
+    *,
+    dtype: str = "float32",
+    keep_padding: bool = False,
+    shard_bytes: int = SHARD_BYTES,
+) -> ExportReport:
+    """Writes `output_dir` as transformers reads it: a `GPTNeoXForCausalLM`, or a `GPTNeoXModel` for the head `none`.
+
+    An encoder becomes a `BertForMaskedLM` or `BertModel`, without token types a DistilBERT, or a
+    `ModernBertForMaskedLM`, where it is causal a `ModernBertDecoderForCausalLM`; a Llama becomes a `LlamaForCausalLM`,
+    `Qwen2ForCausalLM` or `Qwen3ForCausalLM`, and with a bias in its head the class of `megahead/hf/decoders.py`.
+
+    checkpoint: a step folder, or a run (its newest). keep_padding: keep the rows that pad the vocabulary; so that they
+    get no probability, a decoder's head is then stored separately from its embedding, with a bias folded in.
+    shard_bytes: larger weights are written as several files.
+    At the end outputs on random and real tokens are compared, see parity.json. An earlier export in `output_dir` is
+    replaced; after an error (UserError) nothing of the new one is left.
+
+    Cost: memory for a block of 16,384 rows of a table, the largest other tensor and the logits of the comparison, for
+    which transformers then reads the exported tables one at a time (an encoder is held whole). The comparison reads
+    both models from disk once more.
+    """
+    begin = time.monotonic()
+    if dtype not in DTYPES:
+        raise FieldError("--dtype", f"be one of {', '.join(DTYPES)}", got=dtype)
+    if shard_bytes < 1:
+        raise FieldError("--shard-size", "be above 0", got=shard_bytes)
+    model, output_dir = TrainedModel.open(Path(checkpoint)), Path(output_dir)
+    target = ExportTarget.of(model, head, dtype, keep_padding=keep_padding)
+    with staged_folder(output_dir, replaceable=PARITY_FILE) as folder:
+        write_shards(folder, list(exported_tensors(target)), DTYPES[dtype], shard_bytes)
+        tokenizer, conflict = write_settings(folder, target)
+        parity = verify(folder, target)
+        origin = {"source": fingerprint(model)} | _tokenizer_of(model, folder)
+        write_json(folder / PARITY_FILE, {**parity.record(), "head": head, **origin})
+        (folder / "README.md").write_text(model_card(target, parity), encoding="utf-8")
+    return ExportReport(output_dir, head, dtype, parity, tokenizer, conflict, time.monotonic() - begin)
+
+
+def _tokenizer_of(model: TrainedModel, folder: Path) -> dict[str, str]:
+    """By what the tokenizer that was written is known; CheckpointError where the run's file is no longer the one that
+    it was trained with."""
+    mark, source, written = model.tokenizer_mark(), model.tokenizer(), folder / "tokenizer.json"
+    if mark is not None and source is not None and not has_mark(source, mark):
+        raise CheckpointError(f"`{source}` must be the tokenizer of the run, but is another one; put that back.")
+    return {"tokenizer": tokenizer_mark(written)} if written.is_file() else {}
+
+
+def fingerprint(model: TrainedModel) -> str:
+    """Identifies a checkpoint: the checksum of its manifest, which holds those of all files."""
+    return sha256_of(model.checkpoint.folder / "checkpoint.json")
+
+
+# The card.
 
 _HEADS = {
     "none": "none: the backbone alone, outputs are hidden states",
@@ -99,254 +174,161 @@ Contrastive Weight Tying*, ICLR 2024, arXiv 2309.08351.
 """
 
 
-# The tokenizer of an export, as transformers (4 and 5) reads it.
+# The tensors of an export under their Hugging Face names, made piece by piece when they are written.
 
-PADDING_TOKEN = "<|padding|>"
-PADDING_TOKENS = ("[PAD]", PADDING_TOKEN, "<pad>")
-
-
-def write_tokenizer(source: Path, folder: Path, config: RunConfig) -> dict[str, int]:
-    """Copies `source` and adds its settings; returns the ids that generation needs. Beside a SentencePiece model is the
-    tokenizer.json that gives the same ids.
-
-    Special tokens are the tokenizer's own, none is added: the end token, which also begins texts, as in training;
-    those for padding and for unknown characters where it has them, else the end token again.
-    Raises DataError for a tokenizer that cannot be this model's.
-    """
-    vocabulary, end_token = _opened(source, config.model.vocab_size), config.data.end_token
-    end, own = _spelling(vocabulary, source, "data.end_token", end_token), load_tokenizer(source).roles
-    padding_id = own.get("padding", vocabulary.token_to_id(PADDING_TOKEN))
-    ids = {"pad_token": end_token if padding_id is None else padding_id, "unk_token": own.get("unknown", end_token)}
-    special = {"bos_token": end, "eos_token": end} | {
-        name: str(vocabulary.id_to_token(id_)) for name, id_ in ids.items()
-    }
-    _copy(source, vocabulary, folder)
-    _write_settings(folder, special, {"model_max_length": config.model.max_positions})
-    return {"pad_token_id": ids["pad_token"]}
+_NORM_BIAS = "backbone.final_norm.bias"
+_VOCABULARY_BIAS = "mask_head.bias"
+_PIECE_ROWS = 4096
 
 
-def write_encoder_tokenizer(source: Path, folder: Path, config: RunConfig) -> dict[str, int]:
-    """The same for an encoder, whose tokenizer puts [CLS] before a text and [SEP] behind, also between two texts; where
-    it is causal nothing behind, so that it may go on.
-
-    Returns the ids that the model needs.
-    """
-    masking, vocabulary = config.masking, _opened(source, config.model.vocab_size)
-    assert masking is not None
-    ids = {"cls_token": masking.cls_token, "sep_token": masking.sep_token, "mask_token": masking.mask_token}
-    special = {name: _spelling(vocabulary, source, f"masking.{name}", id_) for name, id_ in ids.items()}
-    own = [str(vocabulary.id_to_token(id_)) for role, id_ in load_tokenizer(source).roles.items() if role == "padding"]
-    found = {name: vocabulary.token_to_id(name) for name in (*own, *PADDING_TOKENS, special["sep_token"])}
-    special["pad_token"] = next(name for name, id_ in found.items() if id_ is not None)
-    special["unk_token"] = "[UNK]" if vocabulary.token_to_id("[UNK]") is not None else special["pad_token"]
-    cls, sep = special["cls_token"], special["sep_token"]
-    closings = [""] * 2 if config.model.is_causal else [f" {sep}:{kind}" for kind in (0, 1)]
-    if config.model.is_causal:
-        end = _spelling(vocabulary, source, "data.end_token", config.data.end_token)
-        special |= {"bos_token": cls, "eos_token": end}
-    vocabulary.no_padding()
-    vocabulary.no_truncation()
-    vocabulary.post_processor = TemplateProcessing(
-        single=f"{cls}:0 $A:0{closings[0]}",
-        pair=f"{cls}:0 $A:0 {sep}:0 $B:1{closings[1]}",
-        special_tokens=[(cls, masking.cls_token), (sep, masking.sep_token)],
-    )
-    _copy(source, vocabulary, folder)
-    vocabulary.save(str(folder / "tokenizer.json"))
-    inputs = ["input_ids", *(["token_type_ids"] if config.model.token_types > 1 else []), "attention_mask"]
-    _write_settings(folder, special, {"model_max_length": config.model.max_positions, "model_input_names": inputs})
-    return {"pad_token_id": int(vocabulary.token_to_id(special["pad_token"]) or 0)}
+def exported_tensors(target: ExportTarget) -> Iterator[Streamed]:
+    """Every tensor of the export, the head's last."""
+    model, head, family, vocab_size = target.model, target.head, target.family, target.vocab_size
+    body = [name for name in model.shapes if name.startswith(BACKBONE)]  # the head's come last, the temperature in them
+    for theirs in dict.fromkeys(_hf_name(family, name) for name in body):
+        names = family.names.ours(theirs)
+        rows, *columns = model.shapes[names[0]]
+        size = (vocab_size if names == (EMBEDDING,) else rows * len(names), *columns)
+        exported = theirs.removeprefix(family.names.prefix) if head.matrix is None else theirs
+        yield Streamed(exported, size, partial(_backbone_pieces, model, head, family, names, size[0]))
+    for name, width in family.zeros(model.config.model).items():
+        yield Streamed(name, (width,), partial(_one_piece, torch.zeros(width)))
+    for name, tensor in (head.transform or {}).items():
+        part = tensor[:vocab_size] if name == _VOCABULARY_BIAS else tensor
+        yield Streamed(_hf_name(family, name), tuple(part.shape), partial(_one_piece, part))
+        if name == _VOCABULARY_BIAS and family.untied_bias and not head.is_embedding():
+            yield Streamed(family.untied_bias, tuple(part.shape), partial(_one_piece, part))
+    if head.matrix is not None and not head.is_embedding():
+        size = (vocab_size, model.config.model.hidden_size)
+        yield Streamed(_hf_name(family, HEAD), size, partial(_head_pieces, model, head, head.matrix, vocab_size))
+    if head.bias_V is not None and family.head_bias is not None:
+        yield Streamed(family.head_bias, (vocab_size,), partial(_one_piece, head.bias_V[:vocab_size]))
 
 
-def _opened(source: Path, vocab_size: int) -> tokenizers.Tokenizer:
-    vocabulary = tokenizers.Tokenizer.from_str(load_tokenizer(source).content())
-    ids = max(vocabulary.get_vocab(with_added_tokens=True).values()) + 1
-    if ids > vocab_size:
-        raise DataError(f"`{source}` must have at most {vocab_size} ids (model.vocab_size), but has {ids} instead.")
-    return vocabulary
+def _one_piece(tensor: Tensor) -> Iterator[Tensor]:
+    yield tensor
 
 
-def _copy(source: Path, vocabulary: tokenizers.Tokenizer, folder: Path) -> None:
-    """The file itself, and for a SentencePiece model what stands for it."""
-    if is_sentencepiece(source):
-        shutil.copyfile(source, folder / "tokenizer.model")
-        vocabulary.save(str(folder / "tokenizer.json"))
-    else:
-        (folder / "tokenizer.json").write_text(load_tokenizer(source).content(), encoding="utf-8")
+def _backbone_pieces(
+    model: TrainedModel, head: Head, family: Family, names: Sequence[str], rows: int
+) -> Iterator[Tensor]:
+    """One after the other, what a stored tensor holds; of the embedding the first `rows`."""
+    if names == (EMBEDDING,):
+        yield from _rows_of(model, EMBEDDING, rows)
+        return
+    for name in names:
+        weight = family.as_stored(model.config.model, name, model.weight(name))
+        yield head.norm_bias(weight) if name == _NORM_BIAS else weight
 
 
-def _spelling(vocabulary: tokenizers.Tokenizer, source: Path, field: str, id_: int) -> str:
-    token = vocabulary.id_to_token(id_)
-    if token is None:
-        raise DataError(f"`{source}` must have a token with the id of {field} ({id_}), but has none.")
-    return str(token)
+def _head_pieces(model: TrainedModel, head: Head, matrix: str, rows: int) -> Iterator[Tensor]:
+    first = 0
+    for stored_vD in _rows_of(model, matrix, rows):
+        yield head.rows(stored_vD, first)
+        first += len(stored_vD)
 
 
-def _write_settings(folder: Path, special: dict[str, str], more: dict[str, object]) -> None:
-    shared = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-    for name, content in (
-        ("special_tokens_map.json", special),
-        ("tokenizer_config.json", {**special, **shared, **more}),
-    ):
-        (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+def _rows_of(model: TrainedModel, matrix: str, rows: int) -> Iterator[Tensor]:
+    """Its first rows, some at a time."""
+    for block in model.blocks(matrix):
+        if rows > 0:  # behind them is padding
+            yield from block[:rows].split(_PIECE_ROWS)
+        rows -= len(block)
 
 
-# An export's settings: config.json, generation_config.json, and the tokenizer's files.
+def _hf_name(family: Family, name: str) -> str:
+    theirs = family.names.table.theirs(name)
+    if theirs is None:
+        raise ValueError(f"{name} has no Hugging Face name")
+    return theirs
 
 
-def write_settings(folder: Path, target: ExportTarget) -> Path | None:
-    """Writes config.json, generation_config.json and the tokenizer files; returns the tokenizer's source.
+# Writes a safetensors file piece by piece, so that memory holds one piece and not the model.
+#
+# The layout is public and tiny: the header's length (8 bytes, little-endian), a JSON header with each tensor's dtype,
+# shape and byte range, then the bytes, row-major and little-endian. The library's own writer wants all tensors at
+# once.
 
-    Those of the folder that a run began from stay as they are, but for what the run changed; where it reads or ends
-    texts in another way, and in all other runs, special tokens are those of its config.
-    """
-    model = target.model
-    tokenizer, kept = model.tokenizer(), KeptSettings.of_run(model.run_folder())
-    if kept is not None and not kept.hold_for(model.config, tokenizer):
-        kept = None
-    if kept is None:
-        ids = _files_of_run(folder, target, tokenizer)
-        content, generation = _of_run(target) | ids, ids
-    else:
-        kept.write(folder)
-        if tokenizer is None and (folder / "tokenizer.json").is_file():
-            tokenizer = model.run_folder().published
-        content, generation = _of_kept(target, kept), kept.content(GENERATION)
-    write_json(folder / CONFIG, content)
-    if target.has_head() and not target.guesses_masked() and generation:
-        write_json(folder / GENERATION, generation)
-    return tokenizer
-
-
-def _files_of_run(folder: Path, target: ExportTarget, tokenizer: Path | None) -> dict[str, int]:
-    """Writes the tokenizer's files of a run that began from no folder; returns the ids of special tokens."""
-    config, end = target.model.config, target.model.config.data.end_token
-    if config.masking is None:
-        ids = {"bos_token_id": end, "eos_token_id": end, "pad_token_id": end}
-        return ids | ({} if tokenizer is None else write_tokenizer(tokenizer, folder, config))
-    first, last = config.masking.cls_token, config.masking.sep_token
-    ids = {"pad_token_id": 0, "bos_token_id": first, "cls_token_id": first}
-    ids |= {"eos_token_id": last, "sep_token_id": last}
-    ids |= {} if tokenizer is None else write_encoder_tokenizer(tokenizer, folder, config)
-    return ids | ({"eos_token_id": end} if config.model.is_causal else {})
-
-
-def _of_run(target: ExportTarget) -> dict[str, Any]:
-    """config.json without special tokens."""
-    model, config, head, family = target.model, target.model.config, target.head, target.family
-    origin = {
-        "run": config.name,
-        "head": head.name,
-        "objective": config.objective.model_dump(),
-        "step": model.checkpoint.step,
-        "tokens": model.checkpoint.state.get("tokens"),
-    }
-    return {
-        **family.config(head.shape(config.model)),
-        "architectures": [family.with_head if target.has_head() else family.backbone],
-        "vocab_size": target.vocab_size,
-        "tie_word_embeddings": head.is_embedding(),
-        "dtype": target.dtype,
-        "megahead": origin,
-    }
-
-
-def _of_kept(target: ExportTarget, kept: KeptSettings) -> dict[str, Any]:
-    """config.json as it was, with what the run changed."""
-    before, now = kept.content(CONFIG), _of_run(target)
-    if before["model_type"] != now["model_type"]:  # a class that has another head, or what a Mistral goes out as
-        return now | {name: id_ for name, id_ in before.items() if name.endswith("_token_id")}
-    then = target.family.config(ModelConfig(**target.family.settings(before)))
-    changed = {name: value for name, value in now.items() if name not in then or then[name] != value}
-    if not target.has_head() and "tie_word_embeddings" in before:
-        del changed["tie_word_embeddings"]  # there is nothing to tie
-    if "torch_dtype" in before:
-        changed["torch_dtype"] = target.dtype
-    return before | changed
-
-
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Indented, for people too."""
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-
-
-# Exports a checkpoint as a Hugging Face folder, which appears only once its outputs equal the checkpoint's.
-
-PARITY_FILE = "parity.json"
-SHARD_BYTES = 5 * 10**9
+_CODES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
 @dataclass(frozen=True)
-class ExportReport:
-    """What was exported, and how exactly."""
+class Streamed:
+    """A tensor that is made while it is written."""
 
-    folder: Path
-    head: HeadName
-    dtype: str
-    parity: Parity
-    tokenizer: Path | None
-    """The source of the tokenizer; None if the run has none, and so the export."""
+    name: str
+    shape: tuple[int, ...]
 
-    seconds: float
+    pieces: Callable[[], Iterable[Tensor]]
+    """Consecutive parts along dim 0, in any float type."""
 
 
-def export(
-    checkpoint: str | PathLike[str],
-    output_dir: str | PathLike[str],
-    head: HeadName,
-    *,
-    dtype: str = "float32",
-    keep_padding: bool = False,
-    shard_bytes: int = SHARD_BYTES,
-) -> ExportReport:
-    """Writes `output_dir` as transformers reads it: a `GPTNeoXForCausalLM`, or a `GPTNeoXModel` for the head `none`.
+def write_shards(folder: Path, tensors: Sequence[Streamed], dtype: torch.dtype, shard_bytes: int) -> list[Path]:
+    """Writes model.safetensors, or where that is above `shard_bytes` numbered files and their index; returns the files.
 
-    An encoder becomes a `BertForMaskedLM` or `BertModel`, without token types a DistilBERT, or a
-    `ModernBertForMaskedLM`, where it is causal a `ModernBertDecoderForCausalLM`; a Llama becomes a `LlamaForCausalLM`,
-    `Qwen2ForCausalLM` or `Qwen3ForCausalLM`, and with a bias in its head the class of `megahead/hf/decoders.py`.
-
-    checkpoint: a step folder, or a run (its newest). keep_padding: keep the rows that pad the vocabulary; so that they
-    get no probability, a decoder's head is then stored separately from its embedding, with a bias folded in.
-    shard_bytes: larger weights are written as several files.
-    At the end outputs on random and real tokens are compared, see parity.json. An earlier export in `output_dir` is
-    replaced; after an error (UserError) nothing of the new one is left.
-
-    Cost: memory for a block of 16,384 rows of a table, the largest other tensor and the logits of the comparison, for
-    which transformers then reads the exported tables one at a time (an encoder is held whole). The comparison reads
-    both models from disk once more.
+    A tensor is never cut: one larger than `shard_bytes` has a file of its own.
     """
-    begin = time.monotonic()
-    if dtype not in DTYPES:
-        raise FieldError("--dtype", f"be one of {', '.join(DTYPES)}", got=dtype)
-    if shard_bytes < 1:
-        raise FieldError("--shard-size", "be above 0", got=shard_bytes)
-    model, output_dir = TrainedModel.open(Path(checkpoint)), Path(output_dir)
-    target = ExportTarget.of(model, head, dtype, keep_padding=keep_padding)
-    with staged_folder(output_dir, replaceable=PARITY_FILE) as folder:
-        write_shards(folder, list(exported_tensors(target)), DTYPES[dtype], shard_bytes)
-        tokenizer = write_settings(folder, target)
-        parity = verify(folder, target)
-        origin = {"source": fingerprint(model)} | _tokenizer_of(model, folder)
-        write_json(folder / PARITY_FILE, {**parity.record(), "head": head, **origin})
-        (folder / "README.md").write_text(model_card(target, parity), encoding="utf-8")
-    return ExportReport(output_dir, head, dtype, parity, tokenizer, time.monotonic() - begin)
+    shards = _split(tensors, dtype, shard_bytes)
+    if len(shards) == 1:
+        write_safetensors(folder / "model.safetensors", tensors, dtype)
+        return [folder / "model.safetensors"]
+    paths = [folder / f"model-{k:05}-of-{len(shards):05}.safetensors" for k in range(1, len(shards) + 1)]
+    for path, shard in zip(paths, shards, strict=True):
+        write_safetensors(path, shard, dtype)
+    total = sum(_size(tensor, dtype) for tensor in tensors)
+    places = {tensor.name: path.name for path, shard in zip(paths, shards, strict=True) for tensor in shard}
+    index = {"metadata": {"total_size": total}, "weight_map": places}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    return paths
 
 
-def _tokenizer_of(model: TrainedModel, folder: Path) -> dict[str, str]:
-    """By what the tokenizer that was written is known; CheckpointError where the run's file is no longer the one that
-    it was trained with."""
-    mark, source, written = model.tokenizer_mark(), model.tokenizer(), folder / "tokenizer.json"
-    if mark is not None and source is not None and not has_mark(source, mark):
-        raise CheckpointError(f"`{source}` must be the tokenizer of the run, but is another one; put that back.")
-    return {"tokenizer": tokenizer_mark(written)} if written.is_file() else {}
+def _split(tensors: Sequence[Streamed], dtype: torch.dtype, shard_bytes: int) -> list[list[Streamed]]:
+    """Consecutive tensors, as many as fit, in each shard."""
+    shards: list[list[Streamed]] = [[]]
+    room = shard_bytes
+    for tensor in tensors:
+        size = _size(tensor, dtype)
+        if shards[-1] and size > room:
+            shards.append([])
+            room = shard_bytes
+        shards[-1].append(tensor)
+        room -= size
+    return shards
 
 
-def fingerprint(model: TrainedModel) -> str:
-    """Identifies a checkpoint: the checksum of its manifest, which holds those of all files."""
-    return sha256_of(model.checkpoint.folder / "checkpoint.json")
+def write_safetensors(path: Path, tensors: Sequence[Streamed], dtype: torch.dtype) -> None:
+    """Writes `tensors` in order, rounded once to `dtype`, and waits until they are on disk.
+
+    Raises ValueError when pieces do not add up to the shape promised.
+    """
+    with path.open("wb") as file:
+        file.write(_header(tensors, dtype))
+        for tensor in tensors:
+            start = file.tell()
+            for piece in tensor.pieces():
+                file.write(piece.detach().to(dtype).contiguous().view(torch.uint8).numpy().data)
+            if file.tell() - start != _size(tensor, dtype):
+                raise ValueError(f"the pieces of {tensor.name} do not make up {tensor.shape}")
+        file.flush()
+        os.fsync(file.fileno())
 
 
-# Finds the Hugging Face folder for the model a user names: a folder, or a run or checkpoint to export.
+def _header(tensors: Sequence[Streamed], dtype: torch.dtype) -> bytes:
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for tensor in tensors:
+        start, end = end, end + _size(tensor, dtype)
+        entries[tensor.name] = {"dtype": _CODES[dtype], "shape": tensor.shape, "data_offsets": [start, end]}
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # the bytes after it start aligned
+    return len(text).to_bytes(8, "little") + text
+
+
+def _size(tensor: Streamed, dtype: torch.dtype) -> int:
+    return math.prod(tensor.shape) * dtype.itemsize
+
+
+# The Hugging Face folder of a model that a user names.
 
 
 def hf_folder(path: Path) -> Path:

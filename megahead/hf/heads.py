@@ -1,4 +1,4 @@
-"""The head an exported model gets."""
+"""What an export becomes, decided before anything is written: its family, its head, its rows, its dtype."""
 
 from __future__ import annotations
 
@@ -13,7 +13,44 @@ from torch import Tensor
 from megahead.config.model import ModelConfig
 from megahead.config.objective import HeadName, ObjectiveConfig
 from megahead.errors import CheckpointError, UserError
+from megahead.hf.families import Family, family_of
 from megahead.hf.trained import EMBEDDING, HEAD, MASK_HEAD, TrainedModel
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class ExportTarget:
+    """A trained model, and what of it goes out as what."""
+
+    model: TrainedModel
+    head: Head
+
+    family: Family
+    """Names and classes of Hugging Face's."""
+
+    vocab_size: int
+    """Rows of the exported embedding and of the head."""
+
+    dtype: str
+    """Of the stored weights."""
+
+    @staticmethod
+    def of(model: TrainedModel, head: HeadName, dtype: str, *, keep_padding: bool) -> ExportTarget:
+        """With a head of this name; UserError where the model cannot have it, or is none of transformers'."""
+        made, shape = make_head(head, model, keep_padding=keep_padding), model.config.model
+        family = family_of(shape, head_bias=made.bias_V is not None)
+        vocab_size = shape.padded_vocab_size() if keep_padding else shape.vocab_size
+        return ExportTarget(model.used(), made, family, vocab_size, dtype)
+
+    def guesses_masked(self) -> bool:
+        """Whether its head is one for masked tokens, and not for next ones."""
+        return self.family.auto_with_head == "AutoModelForMaskedLM"
+
+    def has_head(self) -> bool:
+        """Whether it predicts tokens, and is not the backbone alone."""
+        return self.head.matrix is not None
+
 
 # The head an exported encoder gets: the transform, norm and bias of masked language models around the embedding.
 #

@@ -39,7 +39,7 @@ from megahead.distributed.tensors import all_finite, block_ranges, joined, requi
 from megahead.errors import CheckpointError, ConfigError
 from megahead.files import staged_folder
 from megahead.hf.families import Family, family_named
-from megahead.hf.kept_settings import KeptSettings
+from megahead.hf.settings import KeptSettings
 from megahead.hf.trained import EMBEDDING, HEAD, MASK_HEAD, TARGET_COUNTS, TrainedModel
 from megahead.objectives.pretraining import weight_shapes
 from megahead.run_folder import RunFolder

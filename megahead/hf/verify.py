@@ -13,8 +13,7 @@ from torch import Tensor
 from megahead.data.indexed import IndexedDataset
 from megahead.data.samples import SequentialSamples
 from megahead.errors import CheckpointError, DataError
-from megahead.hf.export_target import DTYPES, ExportTarget
-from megahead.hf.heads import Head
+from megahead.hf.heads import DTYPES, ExportTarget, Head
 from megahead.hf.published import load_backbone, load_causal, load_masked
 from megahead.hf.trained import TrainedModel
 from megahead.remote_files import is_far

@@ -30,7 +30,7 @@ from megahead.distributed.group import Group, Mesh
 from megahead.distributed.launch import Launch
 from megahead.errors import CheckpointError
 from megahead.files import write_atomically
-from megahead.hf.kept_settings import KeptSettings
+from megahead.hf.settings import KeptSettings
 from megahead.remote_files import is_far, near_file
 from megahead.run_folder import RunFolder
 from megahead.train.datasets import RunDatasets

@@ -14,8 +14,8 @@ import megahead
 from megahead.data.tokenizer import load_tokenizer
 from megahead.data.writer import IndexedDatasetWriter
 from megahead.errors import CheckpointError, DataError, UserError
-from megahead.hf import export as export_settings
 from megahead.hf import heads as export_heads
+from megahead.hf import settings as export_settings
 from megahead.hf.export import Origin, export, hf_folder, origin
 from megahead.hf.published import load_causal
 from support.small_checkpoint import save_small, save_tokenizer, small_config

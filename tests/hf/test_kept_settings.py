@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +23,17 @@ from transformers import (
 
 from megahead.checkpoints.disk import save_checkpoint
 from megahead.checkpoints.reading import open_checkpoint
+from megahead.commands.convert import summary
 from megahead.config.loading import config_from_checkpoint
 from megahead.distributed.group import Group
 from megahead.distributed.launch import Launch
-from megahead.errors import UserError
+from megahead.errors import CheckpointError, UserError
 from megahead.evaluate.scoring import MaskedRows
 from megahead.hf.export import export
 from megahead.hf.families import _FAMILIES
 from megahead.hf.published import from_hf, load_tokenizer_folder
 from megahead.hf.revocabulary import revocabulary
+from megahead.run_folder import RunFolder
 from megahead.train.run import pretrain
 from support.forked import forked, run_script
 from support.small_checkpoint import save_tokenizer
@@ -215,10 +218,26 @@ def test_settings_of_another_end_or_vocabulary_are_not_kept(tmp_path: Path, way:
     else:
         save_tokenizer(tmp_path / "other.json")
         run, end = revocabulary(run, tmp_path / "other.json", tmp_path / "moved").folder, 0
-    after = export(run, tmp_path / "back", "trained").folder
+    report = export(run, tmp_path / "back", "trained")
+    after, why = report.folder, {"end": "ends texts with another token", "tokenizer": "has another tokenizer"}
+    if way == "revocabulary":  # it keeps none
+        assert report.conflict is None
+    else:
+        assert f"left out, since the run {why[way]}" in summary(report)
     ids = {name: id_ for name, id_ in read(after / "config.json").items() if name.endswith("_token_id")}
     assert ids == {"bos_token_id": end, "eos_token_id": end, "pad_token_id": 1}
     assert not (after / "chat_template.jinja").exists()
+
+
+@pytest.mark.parametrize("damage", [lambda content: b"", lambda content: content[:-30], lambda content: b"no zip"])
+def test_kept_settings_that_are_damaged_are_named(tmp_path: Path, damage: Callable[[bytes], bytes]) -> None:
+    run = from_hf(theirs(tmp_path / "theirs", "llama"), tmp_path / "run")
+    kept_there = RunFolder(run).published
+    kept_there.write_bytes(damage(kept_there.read_bytes()))
+    with pytest.raises(CheckpointError, match=r"published\.zip` must be a zip archive of settings, .*; remove it to"):
+        export(run, tmp_path / "back", "trained")
+    kept_there.unlink()
+    export(run, tmp_path / "back", "trained")
 
 
 @pytest.mark.parametrize("named", ["config.json", "tokenizer_config.json"])

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from megahead.hf.export_target import Streamed, write_safetensors, write_shards
+from megahead.hf.export import Streamed, write_safetensors, write_shards
 
 
 def streamed(name: str, tensor: Tensor, rows: int) -> Streamed:

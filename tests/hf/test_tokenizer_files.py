@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from megahead.hf.export import write_encoder_tokenizer
+from megahead.hf.settings import write_encoder_tokenizer
 from support.small_checkpoint import small_config
 
 
