@@ -1,4 +1,7 @@
-"""GLUE, SuperGLUE and XNLI: their tasks, files, metrics and examples."""
+"""GLUE, SuperGLUE and XNLI: their tasks, files, metrics and examples.
+
+As in the paper, the diagnostic sets, MultiRC, ReCoRD and WSC are left out.
+"""
 
 from __future__ import annotations
 
@@ -68,8 +71,6 @@ def paper_settings(task: str, loss: LossName | None = None, **changes: float | N
 
 # Rows as they are published, and the examples a classifier reads: a text, the texts it is paired with, a label.
 
-Builder = Callable[[Row, Sequence[str]], "Example"]
-
 
 @dataclass(frozen=True)
 class Published:
@@ -82,9 +83,6 @@ class Published:
 
     source: str = ""
     """The files, or the repository, for error messages."""
-
-
-Reader = Callable[[Path], Published]
 
 
 @dataclass(frozen=True)
@@ -102,6 +100,10 @@ class Example:
     def characters(self, at_most: int) -> int:
         """Number of characters of all its sequences, at most `at_most` of each."""
         return sum(min(len(self.first) + len(second or ""), at_most) for second in self.seconds)
+
+
+Reader = Callable[[Path], Published]
+Builder = Callable[[Row, Sequence[str]], Example]
 
 
 def objects(*fields: str) -> Reader:
@@ -174,8 +176,8 @@ def similarity(row: Row, labels: Sequence[str]) -> Example:
 
 def alternatives(row: Row, labels: Sequence[str]) -> Example:
     """COPA: which of two sentences is the cause or the result of a premise."""
-    asked = {"cause": "What was the cause of this?", "effect": "What happened as a result?"}[row["question"]]
-    return Example(f"{row['premise']} {asked}", (row["choice1"], row["choice2"]), class_of(row, labels))
+    question = {"cause": "What was the cause of this?", "effect": "What happened as a result?"}[row["question"]]
+    return Example(f"{row['premise']} {question}", (row["choice1"], row["choice2"]), class_of(row, labels))
 
 
 def same_sense(row: Row, labels: Sequence[str]) -> Example:
@@ -191,9 +193,7 @@ def class_of(row: Mapping[str, Any], labels: Sequence[str]) -> int:
     return labels.index(str(label).lower())
 
 
-# GLUE, SuperGLUE and XNLI: for each task how an example is built, its files, and its metrics.
-#
-# As in the paper, the diagnostic sets, MultiRC, ReCoRD and WSC are left out.
+# For each task how an example is built, its files, and its metrics.
 
 XNLI_LANGUAGES = ("en", "ar", "bg", "de", "el", "es", "fr", "hi", "ru", "sw", "th", "tr", "ur", "vi", "zh")
 
@@ -243,13 +243,22 @@ _ENTAILMENT = ("entailment", "not_entailment")
 _NLI = ("entailment", "neutral", "contradiction")
 
 
-def _glue(folder: str, read: Reader, test: str = "dev.tsv") -> tuple[Files]:
-    joined = "+".join(f"glue/{folder}/{name}" for name in test.split("+"))
-    return (Files(f"glue/{folder}/train.tsv", joined, read),)
+def _glue(folder: str, labels: tuple[str, ...], build: Builder, read: Reader, split: str = "", **metrics: Any) -> Task:
+    """A task of GLUE. split: endings of its dev splits' names, `+` between them."""
+    dev = "+".join(f"glue/{folder}/dev{ending}.tsv" for ending in split.split("+"))
+    hub = "+".join(f"validation{ending}" for ending in split.split("+"))
+    name = folder.lower().replace("-", "")
+    files = (Files(f"glue/{folder}/train.tsv", dev, read),)
+    return Task(labels=labels, build=build, files=files, hub=("nyu-mll/glue", name, hub), **metrics)
 
 
-def _superglue(folder: str, *fields: str) -> Files:
-    return Files(f"superglue/{folder}/train.jsonl", f"superglue/{folder}/val.jsonl", objects(*fields, "label"))
+def _superglue(
+    folder: str, labels: tuple[str, ...], build: Builder, fields: Sequence[str], *other: Files, **metrics: Any
+) -> Task:
+    """A task of SuperGLUE, by the fields of its JSON lines; `other` forms in which it is published."""
+    lines = Files(f"superglue/{folder}/train.jsonl", f"superglue/{folder}/val.jsonl", objects(*fields, "label"))
+    hub = ("aps/super_glue", folder.lower(), "validation")
+    return Task(labels=labels, build=build, files=(lines, *other), hub=hub, **metrics)
 
 
 def _xnli(language: str) -> Task:
@@ -263,99 +272,35 @@ def _xnli(language: str) -> Task:
     )
 
 
+_COLA = tsv(label=1, sentence=3)
+_SST2 = tsv(sentence="sentence", label="label")
+_MRPC = tsv(label="Quality", sentence1="#1 String", sentence2="#2 String")
+_STSB = tsv(sentence1="sentence1", sentence2="sentence2", label="score")
+_QQP = tsv(question1="question1", question2="question2", label="is_duplicate")
+_MNLI = tsv(premise="sentence1", hypothesis="sentence2", label="gold_label")
+_QNLI = tsv(question="question", sentence="sentence", label="label")
+_TWO_SENTENCES = tsv(sentence1="sentence1", sentence2="sentence2", label="label")
+_WIC = Files("superglue/WiC/train/train.data.txt", "superglue/WiC/dev/dev.data.txt", word_in_context)
+_PAIR, _NUMBERS, _TRUTH = texts("sentence1", "sentence2"), ("0", "1"), ("false", "true")
+_OF_CB = ("entailment", "contradiction", "neutral")
+_OF_COPA = ("premise", "choice1", "choice2", "question")
+
 TASKS: Mapping[str, Task] = {
-    "glue/cola": Task(
-        labels=("0", "1"),
-        build=texts("sentence"),
-        files=_glue("CoLA", tsv(label=1, sentence=3)),
-        hub=("nyu-mll/glue", "cola", "validation"),
-        metric="matthews",
-        also=("accuracy",),
+    "glue/cola": _glue("CoLA", _NUMBERS, texts("sentence"), _COLA, metric="matthews", also=("accuracy",)),
+    "glue/sst2": _glue("SST-2", _NUMBERS, texts("sentence"), _SST2),
+    "glue/mrpc": _glue("MRPC", _NUMBERS, _PAIR, _MRPC, also=("f1",)),
+    "glue/stsb": _glue("STS-B", (), similarity, _STSB, metric="spearman", also=("pearson",)),
+    "glue/qqp": _glue("QQP", _NUMBERS, texts("question1", "question2"), _QQP, also=("f1",)),
+    "glue/mnli": _glue("MNLI", _NLI, texts("premise", "hypothesis"), _MNLI, "_matched+_mismatched"),
+    "glue/qnli": _glue("QNLI", _ENTAILMENT, texts("question", "sentence"), _QNLI),
+    "glue/rte": _glue("RTE", _ENTAILMENT, _PAIR, _TWO_SENTENCES),
+    "glue/wnli": _glue("WNLI", _NUMBERS, _PAIR, _TWO_SENTENCES),
+    "superglue/boolq": _superglue("BoolQ", _TRUTH, texts("question", "passage"), ("question", "passage")),
+    "superglue/cb": _superglue(
+        "CB", _OF_CB, texts("premise", "hypothesis"), ("premise", "hypothesis"), also=("macro_f1",)
     ),
-    "glue/sst2": Task(
-        labels=("0", "1"),
-        build=texts("sentence"),
-        files=_glue("SST-2", tsv(sentence="sentence", label="label")),
-        hub=("nyu-mll/glue", "sst2", "validation"),
-    ),
-    "glue/mrpc": Task(
-        labels=("0", "1"),
-        build=texts("sentence1", "sentence2"),
-        files=_glue("MRPC", tsv(label="Quality", sentence1="#1 String", sentence2="#2 String")),
-        hub=("nyu-mll/glue", "mrpc", "validation"),
-        also=("f1",),
-    ),
-    "glue/stsb": Task(
-        labels=(),
-        build=similarity,
-        files=_glue("STS-B", tsv(sentence1="sentence1", sentence2="sentence2", label="score")),
-        hub=("nyu-mll/glue", "stsb", "validation"),
-        metric="spearman",
-        also=("pearson",),
-    ),
-    "glue/qqp": Task(
-        labels=("0", "1"),
-        build=texts("question1", "question2"),
-        files=_glue("QQP", tsv(question1="question1", question2="question2", label="is_duplicate")),
-        hub=("nyu-mll/glue", "qqp", "validation"),
-        also=("f1",),
-    ),
-    "glue/mnli": Task(
-        labels=_NLI,
-        build=texts("premise", "hypothesis"),
-        files=_glue(
-            "MNLI",
-            tsv(premise="sentence1", hypothesis="sentence2", label="gold_label"),
-            test="dev_matched.tsv+dev_mismatched.tsv",
-        ),
-        hub=("nyu-mll/glue", "mnli", "validation_matched+validation_mismatched"),
-    ),
-    "glue/qnli": Task(
-        labels=_ENTAILMENT,
-        build=texts("question", "sentence"),
-        files=_glue("QNLI", tsv(question="question", sentence="sentence", label="label")),
-        hub=("nyu-mll/glue", "qnli", "validation"),
-    ),
-    "glue/rte": Task(
-        labels=_ENTAILMENT,
-        build=texts("sentence1", "sentence2"),
-        files=_glue("RTE", tsv(sentence1="sentence1", sentence2="sentence2", label="label")),
-        hub=("nyu-mll/glue", "rte", "validation"),
-    ),
-    "glue/wnli": Task(
-        labels=("0", "1"),
-        build=texts("sentence1", "sentence2"),
-        files=_glue("WNLI", tsv(sentence1="sentence1", sentence2="sentence2", label="label")),
-        hub=("nyu-mll/glue", "wnli", "validation"),
-    ),
-    "superglue/boolq": Task(
-        labels=("false", "true"),
-        build=texts("question", "passage"),
-        files=(_superglue("BoolQ", "question", "passage"),),
-        hub=("aps/super_glue", "boolq", "validation"),
-    ),
-    "superglue/cb": Task(
-        labels=("entailment", "contradiction", "neutral"),
-        build=texts("premise", "hypothesis"),
-        files=(_superglue("CB", "premise", "hypothesis"),),
-        hub=("aps/super_glue", "cb", "validation"),
-        also=("macro_f1",),
-    ),
-    "superglue/copa": Task(
-        labels=("choice1", "choice2"),
-        build=alternatives,
-        files=(_superglue("COPA", "premise", "choice1", "choice2", "question"),),
-        hub=("aps/super_glue", "copa", "validation"),
-    ),
-    "superglue/wic": Task(
-        labels=("false", "true"),
-        build=same_sense,
-        files=(
-            _superglue("WiC", "word", "sentence1", "sentence2"),
-            Files("superglue/WiC/train/train.data.txt", "superglue/WiC/dev/dev.data.txt", word_in_context),
-        ),
-        hub=("aps/super_glue", "wic", "validation"),
-    ),
+    "superglue/copa": _superglue("COPA", ("choice1", "choice2"), alternatives, _OF_COPA),
+    "superglue/wic": _superglue("WiC", _TRUTH, same_sense, ("word", "sentence1", "sentence2"), _WIC),
     **{f"xnli/{language}": _xnli(language) for language in XNLI_LANGUAGES},
 }
 """By name; `xnli/fr` trains on French."""
@@ -412,9 +357,8 @@ class Sources:
             raise DataError(f"`{self.folder}` must hold {wanted} for task {name}, but lacks it.")
         train = replace(form.read(self.folder / form.train), source=form.train) if self._have(form.train) else None
         files = [form.read(self.folder / path) for path in form.test.split("+")]
-        return train, Published(
-            [row for file in files for row in file.rows], sum(file.short for file in files), form.test
-        )
+        rows = [row for file in files for row in file.rows]
+        return train, Published(rows, sum(file.short for file in files), form.test)
 
     def have(self, name: str) -> bool:
         """Whether the folder has the task's dev split."""
