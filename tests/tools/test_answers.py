@@ -44,7 +44,6 @@ WRONG: dict[str, str] = {
     "tools/gpu_text.py": "--text nowhere.jsonl --tokenizer t.json",
     "tools/gpu_wheels.py": "",
     "tools/headless_picture.py": "",
-    "tools/import_diagram.py": "",
     "tools/kernel_figures.py": "",
     "tools/paper.py": "decoders --text nowhere.jsonl",
     "tools/profile_step.py": "--config nowhere.yaml",

@@ -29,7 +29,6 @@ OTHERS = {
     "changelog.md": "CHANGELOG.md",
 }
 LINK = re.compile(r"(?<=\]\()(?!https?:|#)([^)#\s]+)")
-ARROWS = re.compile(r"^```mermaid\nflowchart TD\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -40,7 +39,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Links as the site has them, and arrows as a table: a diagram would need a script from elsewhere."""
+    """The page with links as the site has them."""
     name = page.file.src_uri
     folder = posixpath.dirname(OTHERS.get(name, f"docs/{name}"))
     moved = {path: site for site, path in OTHERS.items()}
@@ -49,16 +48,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         path = posixpath.normpath(posixpath.join(folder, link[1]))
         return posixpath.relpath(moved.get(path, path.removeprefix("docs/")), posixpath.dirname(name) or ".")
 
-    return ARROWS.sub(table_of_arrows, LINK.sub(on_the_site, markdown))
-
-
-def table_of_arrows(diagram: re.Match[str]) -> str:
-    """`a --> b` line by line, as rows: a, and all that it points to."""
-    below: dict[str, list[str]] = {}
-    for line in diagram[1].splitlines():
-        name, _, imported = line.strip().partition(" --> ")
-        below.setdefault(name, []).append(imported)
-    return "\n".join(["| package | imports |", "|---|---|", *(f"| {a} | {', '.join(b)} |" for a, b in below.items())])
+    return LINK.sub(on_the_site, markdown)
 
 
 def commands_page() -> Iterator[str]:
