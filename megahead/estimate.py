@@ -160,9 +160,6 @@ def _fits(name: str, device_name: str) -> bool:
     return all(word in words for word in name.split())
 
 
-# Layers of a run's encoder that compute a part of each row's tokens alone.
-
-
 class SubsetLayers(NamedTuple):
     """Some consecutive layers, not the last one."""
 
@@ -192,11 +189,6 @@ def subset_layers(config: RunConfig) -> list[SubsetLayers]:
         layers, share = masking.dropping.layers(config.model), masking.dropping.keep_share
         found.append(SubsetLayers(layers, share, first_reads_all=True))
     return found
-
-
-# What the forward pass keeps for the backward pass.
-#
-# t tensor ranks, D hidden size, A width of all heads, K of the key heads, F width of the MLP.
 
 
 def activation_bytes(config: RunConfig, compute: int) -> float:

@@ -207,9 +207,6 @@ def _each_orthogonal(matrices: Tensor) -> Tensor:
     return (wide.mT if tall else wide).float() * (0.2 * math.sqrt(max(matrices.shape[-2:])))
 
 
-# The optimizer of a run: AdamW (Loshchilov & Hutter 2019, arXiv 1711.05101), and Muon for matrices if asked for.
-
-
 def build_optimizer(module: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
     """Over the trained parameters of `module`; torch's AdamW is one fused kernel on CPU and CUDA.
 

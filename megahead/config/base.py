@@ -12,18 +12,12 @@ from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 from megahead.errors import ConfigError, FieldError
 from megahead.remote_files import refuse_secrets
 
-# The base class of all settings: frozen, no unknown keys, each field described by the text below it.
-
 
 class Settings(BaseModel):
     """A section of settings. Values derived from them are methods; they are never stored."""
 
     model_config = ConfigDict(
-        frozen=True,
-        extra="forbid",
-        use_attribute_docstrings=True,
-        allow_inf_nan=False,
-        protected_namespaces=(),
+        frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False, protected_namespaces=()
     )
 
     @field_validator("*", mode="before")

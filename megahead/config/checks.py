@@ -221,9 +221,6 @@ def _refuse_what_masked_tokens_have(masking: MaskingConfig, setting: str) -> Non
         raise ConfigError("masking.strategy", rule, got=masking.strategy)
 
 
-# Whether `objective.bias: corrected` knows how often each id is a target: where it is one as often as in the text.
-
-
 def check_corrected(objective: ObjectiveConfig, masking: MaskingConfig | None, is_causal: bool) -> None:
     """ConfigError where masks prefer some ids: the chance of being a candidate, by which a corrected bias divides, is
     computed from the counts of the text, and would be wrong."""
@@ -233,9 +230,6 @@ def check_corrected(objective: ObjectiveConfig, masking: MaskingConfig | None, i
     if objective.phrases or masking.weighs_ids():
         rule = f"be another with {other}, by which ids are targets more or less often than in the text"
         raise ConfigError("objective.bias", rule, got="corrected", hint="take paper or once")
-
-
-# Files that say something of each id: named where they are used.
 
 
 def check_id_files(data: DataConfig, masking: MaskingConfig | None, objective: ObjectiveConfig) -> None:

@@ -9,8 +9,6 @@ from pydantic import Discriminator, Field, Tag, model_validator
 from megahead.config.base import Settings
 from megahead.errors import ConfigError
 
-# Which indexed datasets a run reads, and how rows are cut from them.
-
 
 class BlendPart(Settings):
     """One dataset of a blend."""
@@ -97,9 +95,6 @@ class DataConfig(Settings):
         if self.documents_a_row is not None and self.pack != "best_fit":
             raise ConfigError("documents_a_row", "be left out unless pack is `best_fit`", got=self.documents_a_row)
         return self
-
-
-# Global batch, micro-batch and accumulation steps: the only place where one is derived from the others.
 
 
 class BatchConfig(Settings):

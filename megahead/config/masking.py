@@ -13,9 +13,6 @@ from megahead.config.data import DataConfig
 from megahead.config.model import ModelConfig
 from megahead.errors import ConfigError
 
-# Token dropping: which tokens of an encoder's rows its middle layers compute.
-
-
 _LAST = "masking.dropping.to_layer"
 
 
@@ -63,9 +60,6 @@ class DroppingConfig(Settings):
                 f"be at least the largest share of targets ({targets:g}), since all may be mask tokens, which are kept"
             )
             raise ConfigError("masking.dropping.keep_share", rule, got=self.keep_share)
-
-
-# Masking of rows for encoders: which tokens are targets, and what the model reads in their place.
 
 
 Strategy = Literal["uniform", "whole_word", "span", "frequency", "informative", "hardest", "pmi", "weights"]
@@ -287,9 +281,6 @@ class MaskingConfig(Settings):
         that is trained); mask tokens enter where the model knows them."""
         kept = (*FRAMING, "diffusion", "masks_from_layer", "mask_decoder_layers")
         return MaskingConfig(**{name: getattr(self, name) for name in kept})
-
-
-# Masked inputs of a decoder (MEAP): which share of what it reads is hidden, and behind which id.
 
 
 class MaskedInputsConfig(Settings):

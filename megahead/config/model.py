@@ -148,9 +148,6 @@ FIXED: dict[str, dict[str, Any]] = {
 """Settings that belong to other families, and the values that they must keep in this one."""
 
 
-# Scaling of rotary embeddings, for longer rows than a model was first trained on (`rope_scaling` in Hugging Face).
-
-
 class RotaryScalingConfig(Settings):
     """Slows rotary frequencies down, for longer rows than in the first training."""
 
@@ -179,9 +176,6 @@ class RotaryScalingConfig(Settings):
             rule = f"be above low_frequency_factor ({self.low_frequency_factor:g})"
             raise ConfigError("high_frequency_factor", rule, got=f"{self.high_frequency_factor:g}")
         return self
-
-
-# The shape of a backbone.
 
 
 class ModelConfig(Settings):
@@ -293,10 +287,7 @@ class ModelConfig(Settings):
         size = given.get("size")
         if size is not None and (not isinstance(size, str) or size not in NAMED_SIZES):
             raise ConfigError(
-                "size",
-                f"be one of {', '.join(NAMED_SIZES)}",
-                got=repr(size),
-                hint="or leave it out and give the shape",
+                "size", f"be one of {', '.join(NAMED_SIZES)}", got=repr(size), hint="or leave it out and give the shape"
             )
         filled = {**({} if size is None else NAMED_SIZES[size]), **given}
         family = filled.get("family")

@@ -14,8 +14,6 @@ from megahead.config.masking import MaskingConfig
 from megahead.config.model import ModelConfig
 from megahead.errors import ConfigError
 
-# Which objective a run begins and ends with, where that changes on the way.
-
 
 class ObjectiveScheduleConfig(Settings):
     """An objective that changes during the run, with one set of weights, optimizer state and learning-rate
@@ -91,9 +89,6 @@ adding to the rows' gradient is bound by memory: 8 bytes moved for 2 n operation
 outputs at a time."""
 
 
-# Replaced-token detection: an encoder learns which tokens a small generator has put in place of masked ones.
-
-
 class ReplacedTokensConfig(Settings):
     """ELECTRA (Clark et al. 2020, arXiv 2003.10555): a generator learns the masked tokens by the run's objective,
     samples replace them, and the model learns which tokens were replaced."""
@@ -108,9 +103,6 @@ class ReplacedTokensConfig(Settings):
 
     weight: float = Field(default=50.0, gt=0)
     """Weight of the detection loss, a mean over all tokens but special ones; the generator's is 1."""
-
-
-# Phrases as candidates: an encoder finds its masked phrases in the other rows of a group.
 
 
 class PhrasesConfig(Settings):
@@ -154,10 +146,6 @@ class PhrasesConfig(Settings):
         if batch.micro_size % self.group_samples:
             rule = f"divide batch.micro_size ({batch.micro_size})"
             raise ConfigError("objective.phrases.group_samples", rule, got=self.group_samples)
-
-
-# The objective: pick each output's target among the targets of a candidate group (headless: contrastive weight tying),
-# or among the whole vocabulary (vanilla).
 
 
 GROUP_SHORTHANDS = ("micro_batch", "data_parallel", "global_batch")
@@ -241,14 +229,7 @@ class ObjectiveConfig(Settings):
     @model_validator(mode="after")
     def _fits_together(self) -> ObjectiveConfig:
         if self.name == "vanilla":
-            for field in (
-                "group_samples",
-                "bias",
-                "negatives",
-                "nearest",
-                "max_candidates",
-                "vanilla_weight",
-            ):
+            for field in ("group_samples", "bias", "negatives", "nearest", "max_candidates", "vanilla_weight"):
                 default, value = type(self).model_fields[field].default, getattr(self, field)
                 if value != default:
                     raise ConfigError(field, "be left out of a vanilla objective", got=value, hint="use name: headless")

@@ -366,9 +366,6 @@ def _formats(precision: str, stage: int) -> dict[str, dict[str, Any]]:
     return formats
 
 
-# A plan: a config and the number of ranks it runs on, and what follows from both, computed once at the very start.
-
-
 @dataclass(frozen=True)
 class RunPlan:
     """A config and the number of ranks it runs on, with all that follows from both."""

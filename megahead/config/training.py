@@ -11,9 +11,6 @@ from megahead.config.model import ModelConfig
 from megahead.errors import ConfigError
 from megahead.remote_files import is_far
 
-# How weights are updated and for how long: optimizer, schedule, engine (DeepSpeed), and the training around them.
-
-
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -252,9 +249,6 @@ class FaultsConfig(Settings):
     """A line names a rank whose forward passes take this many times the others' median."""
 
 
-# Where a run gets its first weights from, if not at random.
-
-
 class InitConfig(Settings):
     """Initial weights from a checkpoint or model."""
 
@@ -282,9 +276,6 @@ class InitConfig(Settings):
         return self.mode in ("finetune", "probe")
 
 
-# Evaluation of tasks during training.
-
-
 class TasksConfig(Settings):
     """Tasks that are evaluated during training, on an export of the model."""
 
@@ -306,9 +297,6 @@ class TasksConfig(Settings):
     limit: int | None = Field(default=None, gt=0)
     """Only the first examples of each task (`blimp`: of each paradigm); all by default. Ranks wait for the slowest,
     at most `engine.timeout_seconds`."""
-
-
-# How a model is split over ranks.
 
 
 class ParallelConfig(Settings):

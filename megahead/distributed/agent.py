@@ -1,9 +1,8 @@
-"""torchrun, as launch/elastic.sh starts it: an agent that ends by an error of its own leaves the others' meeting open.
+"""torchrun, as launch/elastic.sh starts it: an agent that ends by its own error leaves the rendezvous open for others.
 
-torchrun (2.13) closes it then, for good: agents that come later end at once, for as long as the machine lives where
-they meet. A node that falls silent just while others begin is such an error of theirs (they wait for its answer in
-vain).
-Closed it is still after the end of a run, and by a node that has used up its --max-restarts.
+torchrun (2.13) closes it then, for good, and agents that come later end at once. Such an error is a node that falls
+silent just while others begin, which wait for its answer in vain. The rendezvous is still closed after the end of a
+run, and by a node that has used up its --max-restarts.
 """
 
 from __future__ import annotations

@@ -15,9 +15,6 @@ from torch import Tensor
 
 from megahead.errors import ConfigError
 
-# A group of ranks, as a value passed to the code that communicates; `Group()` is one rank and sends nothing.
-
-
 T = TypeVar("T")
 
 
@@ -136,91 +133,56 @@ class Group:
 
 def reduce_from_group(part: Tensor, group: Group) -> Tensor:
     """The sum of all ranks' parts, on every rank; backward sends nothing. Ends a tensor-parallel region."""
-    summed: Tensor = part if group.size == 1 else _ReduceFromGroup.apply(part, group)
-    return summed
+    return _collective(part, group, "sum", "same")
 
 
 def copy_to_group(same: Tensor, group: Group) -> Tensor:
     """`same`, unchanged; backward sums its gradient over the ranks. Begins a tensor-parallel region."""
-    given: Tensor = same if group.size == 1 else _CopyToGroup.apply(same, group)
-    return given
+    return _collective(same, group, "same", "sum")
 
 
 def reduce_scatter_to_group(parts: Tensor, group: Group, dim: int = 0) -> Tensor:
     """This rank's slice along `dim` of the sum of all ranks' parts; backward gathers."""
-    share: Tensor = parts if group.size == 1 else _ReduceScatterToGroup.apply(parts, group, dim)
-    return share
+    return _collective(parts, group, "reduce_scatter", "unshard", dim)
 
 
 def scatter_to_group(same: Tensor, group: Group, dim: int) -> Tensor:
     """This rank's slice along `dim` of what all ranks have; backward gathers. Begins a sequence-parallel region."""
-    share: Tensor = same if group.size == 1 else _ScatterToGroup.apply(same, group, dim)
-    return share
+    return _collective(same, group, "shard", "unshard", dim)
 
 
 def gather_from_group(share: Tensor, group: Group, dim: int) -> Tensor:
     """The whole tensor of which every rank has a slice along `dim`; all ranks must use it alike, since backward sends
     nothing. The inverse of `scatter_to_group`.
     """
-    full: Tensor = share if group.size == 1 else _GatherFromGroup.apply(share, group, dim)
-    return full
+    return _collective(share, group, "unshard", "shard", dim)
 
 
-class _ReduceFromGroup(torch.autograd.Function):
+_OPERATIONS: Mapping[str, Callable[[Group, Tensor, int], Tensor]] = {
+    "same": lambda group, tensor, dim: tensor.view_as(tensor),
+    "sum": lambda group, tensor, dim: group.all_reduce_(tensor.clone(memory_format=torch.contiguous_format)),
+    "shard": Group.shard,
+    "unshard": Group.unshard,
+    "reduce_scatter": Group.reduce_scatter,
+}
+
+
+def _collective(tensor: Tensor, group: Group, forward: str, backward: str, dim: int = 0) -> Tensor:
+    if group.size == 1:
+        return tensor
+    output: Tensor = _Collective.apply(tensor, group, forward, backward, dim)
+    return output
+
+
+class _Collective(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, part: Tensor, group: Group) -> Tensor:
-        return group.all_reduce_(part.clone(memory_format=torch.contiguous_format))
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return grad, None
-
-
-class _CopyToGroup(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, same: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return same.view_as(same)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return ctx.group.all_reduce_(grad.clone(memory_format=torch.contiguous_format)), None
-
-
-class _ReduceScatterToGroup(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, parts: Tensor, group: Group, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return group.reduce_scatter(parts, dim)
+    def forward(ctx: Any, tensor: Tensor, group: Group, forward: str, backward: str, dim: int) -> Tensor:
+        ctx.group, ctx.dim, ctx.operation = group, dim, backward
+        return _OPERATIONS[forward](group, tensor, dim)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        return ctx.group.unshard(grad, ctx.dim), None, None
-
-
-class _ScatterToGroup(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, same: Tensor, group: Group, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return group.shard(same, dim)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        return ctx.group.unshard(grad, ctx.dim), None, None
-
-
-class _GatherFromGroup(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, share: Tensor, group: Group, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return group.unshard(share, dim)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        return ctx.group.shard(grad, ctx.dim), None, None
-
-
-# The ranks as a grid, data ranks x tensor ranks: a row splits one copy of the weights, a column splits each batch.
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return _OPERATIONS[ctx.operation](ctx.group, grad, ctx.dim), None, None, None, None
 
 
 @dataclass(frozen=True)
@@ -264,12 +226,12 @@ def pass_on(group: Group, mine: Tensor, to: int, theirs: Mapping[int, Tensor], e
     """Sends `mine` (uint8 [n]) to rank `to`, while the bytes that other ranks send here are received into `theirs`, by
     rank. Returns whether all came. Collective: `to` and `theirs` must agree over the ranks of `group` (gloo).
 
-    Once `ends` is true a rank sends no further piece, and those that wait for it are told. It waits for each piece
+    Once `ends` is true a rank sends no further piece, and says so to those that wait for it. It waits for each piece
     `group.timeout_seconds` at most.
     """
     outgoing, incoming = mine.split(PIECE), {rank: part.split(PIECE) for rank, part in theirs.items()}
     stopped, cut_short = False, set[int]()
-    for number, piece in zip_longest(range(_most(outgoing, *incoming.values())), outgoing):
+    for number, piece in zip_longest(range(max(map(len, (outgoing, *incoming.values())))), outgoing):
         sending = []
         if piece is not None and not stopped:
             stopped = ends()
@@ -280,10 +242,6 @@ def pass_on(group: Group, mine: Tensor, to: int, theirs: Mapping[int, Tensor], e
         for work in sending:
             work.wait()
     return not stopped and not cut_short
-
-
-def _most(*lists: tuple[Tensor, ...]) -> int:
-    return max(len(pieces) for pieces in lists)
 
 
 def _send(group: Group, tensor: Tensor, to: int) -> list[dist.Work]:
@@ -298,9 +256,6 @@ def _receive(group: Group, place: Tensor, rank: int) -> bool:
     if comes:
         dist.recv(place, group=group.handle, group_src=rank)
     return bool(comes)
-
-
-# Random numbers on tensor ranks: equal where ranks hold the same values, different where each holds its own.
 
 
 @contextmanager
@@ -319,9 +274,6 @@ def per_rank_rng(group: Group, device: torch.device) -> Iterator[None]:
         yield
 
 
-# Which devices have units for products of bf16 numbers.
-
-
 def multiplies_bf16_fast(device: torch.device) -> bool:
     """Whether training in bf16 is faster than in fp32: on GPUs since Ampere, and on CPUs that multiply bf16, by AMX or
     by AVX-512 (measured: products 7 and 2.4 times as fast, the demo's whole headless step 1.6 and 1.5 times). A CPU
@@ -329,7 +281,4 @@ def multiplies_bf16_fast(device: torch.device) -> bool:
     if device.type == "cuda":
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
-    return device.type == "cpu" and any(capabilities.get(unit) for unit in _BF16_UNITS)
-
-
-_BF16_UNITS = ("amx_bf16", "avx512_bf16")
+    return device.type == "cpu" and any(map(capabilities.get, ("amx_bf16", "avx512_bf16")))

@@ -30,8 +30,6 @@ from megahead.distributed.watchdog import (
 )
 from megahead.errors import UserError, leave, print_error
 
-# How ranks find each other: `read_launch` reads a launcher's settings, `open_store` opens the store they share.
-#
 # `deepspeed`, `torchrun`, `srun` and Open MPI's `mpirun` pass a process its rank in environment variables.
 # `read_launch` takes them as a mapping, so that nothing below `launch/` reads the environment itself.
 
@@ -103,8 +101,8 @@ def read_launch(environment: Mapping[str, str]) -> Launch:
         return Launch(**_torchrun(environment), job_tasks=_number(environment, "SLURM_NTASKS"))
     if values[size] == "1":
         return Launch(**_torchrun(environment))
-    if local_rank == "SLURM_LOCALID" and _has_a_device_of_its_own(environment):
-        values[local_rank] = "0"
+    if local_rank == "SLURM_LOCALID" and "," not in environment.get("CUDA_VISIBLE_DEVICES", ","):
+        values[local_rank] = "0"  # srun gave this task one GPU of its own (--gpus-per-task, --gpu-bind)
     _check(values, size)
     tasks = environment.get(_SLURM["WORLD_SIZE"], values[size])
     if rank == "SLURM_PROCID" and tasks != values[size]:
@@ -152,11 +150,6 @@ def _torchrun(environment: Mapping[str, str]) -> dict[str, Any]:
     }
 
 
-def _has_a_device_of_its_own(environment: Mapping[str, str]) -> bool:
-    """Whether srun gave this task one GPU of its own (`--gpus-per-task`, `--gpu-bind`), whose number is then 0."""
-    return "," not in environment.get("CUDA_VISIBLE_DEVICES", ",")
-
-
 def _missing(name: str, when: str) -> str:
     return (
         f"`{name}` must be set in the environment when {when}, but is missing; start through deepspeed, torchrun or "
@@ -164,14 +157,14 @@ def _missing(name: str, when: str) -> str:
     )
 
 
-def choose_device(asked: Literal["auto", "cpu", "cuda"], local_rank: int) -> torch.device:
+def choose_device(wanted: Literal["auto", "cpu", "cuda"], local_rank: int) -> torch.device:
     """This rank's device; `auto` takes CUDA if there is a device. Makes it torch's current device."""
     there = torch.cuda.is_available()
-    if asked == "cuda" and not there:
+    if wanted == "cuda" and not there:
         raise UserError(
             "`engine.device` must be cpu or auto on this machine, but is cuda instead; torch sees no CUDA device."
         )
-    if asked == "cpu" or not there:
+    if wanted == "cpu" or not there:
         return torch.device("cpu")
     count = torch.cuda.device_count()
     if local_rank >= count:
@@ -230,12 +223,7 @@ def print_error_once(launch: Launch, sentence: str) -> None:
         print_error(sentence)
     if launch.rank == 0:  # its process may be the one that serves the store
         with suppress(RuntimeError, TimeoutError):
-            with_timeout(PATIENCE_SECONDS, lambda: _until_all_asked(store, launch.world_size))
-
-
-def expect_fewer_to_ask(store: Store, lost: int) -> None:
-    """`lost` ranks will not call `print_error_once`."""
-    store.add("megahead/asked", lost)
+            with_timeout(PATIENCE_SECONDS, lambda: _wait_for_all(store, launch.world_size))
 
 
 def _claim(launch: Launch, sentence: str) -> tuple[Store, bool]:
@@ -247,21 +235,15 @@ def _claim(launch: Launch, sentence: str) -> tuple[Store, bool]:
     return store, first
 
 
-def _until_all_asked(store: Store, world_size: int) -> None:
+def _wait_for_all(store: Store, world_size: int) -> None:
     while store.add("megahead/asked", 0) < world_size:
         time.sleep(0.02)
-
-
-# Connects ranks, watches for lost ones while they work, and disconnects them.
-#
-# Beside torch's process group each rank has a *line*, a TCP connection to the *switchboard* at rank 0, over which lost
-# ranks are noticed; a rank's *watch* is its end of the line.
 
 
 Settings = Mapping[str, str]
 NO_SETTINGS: Settings = MappingProxyType({})
 
-_SWITCHBOARD = "megahead/switchboard"
+_MONITOR = "megahead/rank monitor"
 _SETTINGS = "megahead/settings"
 _MAX_NAMED = 4
 _DESTROY_SECONDS = 10.0
@@ -286,14 +268,16 @@ def connected(
         finally:
             _disconnect()  # the engine makes a group of one
         return
-    store, watch = _meet(launch, timeout_seconds, settings)
+    store, monitor = _rendezvous(launch, timeout_seconds, settings)
     with _counting_lost_ranks(store, launch):
-        watch.wait_for_all()
-        with _failing_to(launch, timeout_seconds, "connect to the others"), watch.naming_lost_ranks():
-            _connect(store, launch, device, timeout_seconds)
-        with watch.naming_lost_ranks():
+        monitor.wait_for_all()
+        with _failing_to(launch, timeout_seconds, "connect to the others"), monitor.naming_lost_ranks():
+            limit, backend = timedelta(seconds=timeout_seconds), "nccl" if device.type == "cuda" else "gloo"
+            rank, size = launch.rank, launch.world_size
+            dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
+        with monitor.naming_lost_ranks():
             yield Group.world(timeout_seconds)
-            watch.leave()
+            monitor.leave()
     _disconnect()
 
 
@@ -302,17 +286,17 @@ def spectate(launch: Launch, timeout_seconds: float, settings: Settings = NO_SET
 
     UserError if it does not find rank 0, or `settings` are not rank 0's.
     """
-    _meet(launch, timeout_seconds, settings)[1].spectate()
+    _rendezvous(launch, timeout_seconds, settings)[1].spectate()
 
 
-def _meet(launch: Launch, seconds: float, settings: Settings) -> tuple[Store, MonitorClient]:
-    """The store, and the watch over this rank's line to rank 0."""
+def _rendezvous(launch: Launch, seconds: float, settings: Settings) -> tuple[Store, MonitorClient]:
+    """The store, and this rank's connection to the monitor."""
     with _failing_to(launch, seconds, "be found" if launch.rank == 0 else "find rank 0 there"):
-        store, line, first = with_timeout(seconds + 1, lambda: _open_line(launch, seconds, settings))
-    watch = MonitorClient(line, launch.rank, seconds, partial(_end_process, launch))
-    with watch.naming_lost_ranks():
+        store, connection, first = with_timeout(seconds + 1, lambda: _open_connection(launch, seconds, settings))
+    monitor = MonitorClient(connection, launch.rank, seconds, partial(_end_process, launch))
+    with monitor.naming_lost_ranks():
         _refuse_other_settings(launch.rank, settings, first)
-    return store, watch
+    return store, monitor
 
 
 def _refuse_other_settings(rank: int, settings: Settings, first: Settings) -> None:
@@ -323,20 +307,19 @@ def _refuse_other_settings(rank: int, settings: Settings, first: Settings) -> No
         more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
         raise UserError(
             f"all ranks must be of one run, but rank {rank} has other settings than rank 0: {', '.join(differing)}"
-            f"{more}; give them one config, or each run a meeting place of its own (torchrun's --rdzv-id)."
+            f"{more}; give them one config, or each run a rendezvous of its own (torchrun's --rdzv-id)."
         )
 
 
 @contextmanager
 def _counting_lost_ranks(store: Store, launch: Launch) -> Iterator[None]:
-    """Before an error is printed every rank asks the store whether it is the first, and rank 0 waits until all have;
-    this tells it how many never will."""
+    """Rank 0 prints an error once all ranks have asked the store who is first (`print_error_once`): lost ones count."""
     try:
         yield
     except LostRankError as error:
         if launch.rank == 0:
             with suppress(RuntimeError, TimeoutError):
-                with_timeout(1, partial(expect_fewer_to_ask, store, len(error.lost)))
+                with_timeout(1, partial(store.add, "megahead/asked", len(error.lost)))
         raise
 
 
@@ -348,7 +331,7 @@ def _disconnect() -> None:
 
 
 def _end_process(launch: Launch, why: str) -> None:
-    """Called in the watch's thread, where a rank was lost and the main thread does not end the run within seconds."""
+    """Called in the client's thread, where a rank was lost and the main thread does not end the run within seconds."""
     print_error_once(launch, why)
     leave(2)
 
@@ -364,26 +347,20 @@ def _failing_to(launch: Launch, seconds: float, trouble: str) -> Iterator[None]:
         ) from error
 
 
-def _open_line(launch: Launch, seconds: float, settings: Settings) -> tuple[Store, Connection, Settings]:
-    """The store, this rank's line to rank 0, whose port and token are in the store, and rank 0's settings."""
+def _open_connection(launch: Launch, seconds: float, settings: Settings) -> tuple[Store, Connection, Settings]:
+    """The store, this rank's connection to the monitor, whose address is in the store, and rank 0's settings."""
     store = open_store(launch, seconds)
     store.set_timeout(timedelta(seconds=seconds))
     if launch.rank == 0:
-        board = RankMonitor(launch.world_size, seconds, launch.spare_ranks, launch.host_timeout_seconds)
+        monitor = RankMonitor(launch.world_size, seconds, launch.spare_ranks, launch.host_timeout_seconds)
         store.set(_SETTINGS, json.dumps(dict(settings)))
-        store.set(_SWITCHBOARD, board.address)
-        return store, board.start(), settings
+        store.set(_MONITOR, monitor.address)
+        return store, monitor.start(), settings
     first = json.loads(store.get(_SETTINGS))  # first: once all are connected rank 0 goes on, and may hang
-    port, token = store.get(_SWITCHBOARD).decode().split()
+    port, token = store.get(_MONITOR).decode().split()
     connection = socket.create_connection((launch.address, int(port)), min(seconds, 60))
     if launch.host_timeout_seconds is not None:
         notice_lost_host(connection, launch.host_timeout_seconds)
-    line = Connection(connection)
-    line.send("hello", token, launch.rank)
-    return store, line, first
-
-
-def _connect(store: Store, launch: Launch, device: torch.device, seconds: float) -> None:
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    patience = timedelta(seconds=seconds)
-    dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=patience)
+    client = Connection(connection)
+    client.send("hello", token, launch.rank)
+    return store, client, first

@@ -16,11 +16,6 @@ from torch import Tensor
 from megahead.distributed.group import Group
 from megahead.errors import CheckpointError
 
-# Tensors by name, read when they are asked for: whole, or in blocks of rows, so that nobody holds all of a large one.
-#
-# n rows of a part.
-
-
 BLOCK = 1 << 14
 """Rows of a block: 64 MiB of 1,024 features. A multiple of the 16 numbers that torch draws at once."""
 

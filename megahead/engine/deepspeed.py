@@ -23,8 +23,6 @@ from torch import nn
 from megahead.distributed.group import Mesh
 from megahead.errors import ConfigError, UserError
 
-# Clears DeepSpeed's process-wide state, so that the next run finds neither this run's ranks nor its model.
-
 
 @contextmanager
 def deepspeed_session() -> Iterator[None]:
@@ -53,9 +51,6 @@ def _forget_modules() -> None:
     with suppress(AttributeError, KeyError):  # another DeepSpeed's method may have none
         method = coordinator.PartitionedParameterCoordinator._PartitionedParameterCoordinator__params_to_release
         inspect.getclosurevars(method).nonlocals["func"].cache_clear()
-
-
-# The mesh in the form that DeepSpeed takes, Megatron's "model parallel unit" (mpu).
 
 
 class ModelParallelUnit:

@@ -24,8 +24,6 @@ from megahead.optim import Muon, set_learning_rate
 from megahead.sharded_embedding.exchange import RowPlan
 from megahead.sharded_embedding.table import NORM_PROXY_SIZE, RowTable
 
-# How long forward passes take on this rank: its own computing, before it waits for others' gradients.
-
 
 class ForwardTime:
     """Sums up seconds; on a GPU by events, for which the host never waits."""
@@ -120,9 +118,6 @@ def _discard_slices(optimizer: Any) -> None:
     optimizer._pre_step()
     optimizer._partition_all_parameters()
     optimizer._overflow_clean_up(optimizer.loss_scale)
-
-
-# fp16's loss scale: the factor by which losses are multiplied, so that small gradients do not become zero.
 
 
 _SEARCH = frozenset({"cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis"})
@@ -351,12 +346,9 @@ class Engine:
         return [state["step"] for state in self._deepspeed.optimizer.state.values()]
 
 
-# The engine for a model whose embedding is kept outside it, as a table of rows that are sharded round-robin over all
-# ranks. A step is applied to both or to neither. Stale rows are those that the last steps did not update.
-
-
 class RowEngine(Engine):
-    """An `Engine` whose `begin` fetches the rows that a step needs, and whose `step` updates them.
+    """An `Engine` whose `begin` fetches the rows that a step needs, and whose `step` updates them, or neither rows nor
+    other weights.
 
     `module` contains a `RowTable`. In `weights` and `tensors` its rows are named `NAME.weight`, as an embedding's
     would be.

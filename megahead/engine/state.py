@@ -14,8 +14,6 @@ from megahead.distributed.group import Group
 from megahead.errors import CheckpointError
 from megahead.optim import MOMENTUM
 
-# Keeps fp32 values of frozen parameters, which DeepSpeed rounds to half precision and has no master copies of.
-
 
 class FrozenWeights:
     """Frozen parameters in fp32, in the host's memory, partitioned over `data_group`; only checkpoints need them."""
@@ -212,9 +210,6 @@ class ShardedStates(PartitionedStates):
             safe_set_local_fp32_param(parameter, part)
         else:
             safe_set_local_optimizer_state(parameter, part, kind)
-
-
-# All of an engine's state by name, as full (unsharded) tensors: the same at any ZeRO stage and on any mesh.
 
 
 class FullState:

@@ -1,4 +1,7 @@
-"""Which tokens compete for an output, with which biases, and the head that follows from them without training."""
+"""Which tokens compete for an output, with which biases, and the head that follows from them without training.
+
+N targets of a micro-batch (or of its part that is in one candidate group), U candidates, V vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +15,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from megahead.config.objective import ObjectiveConfig
-
-# Candidates: the rows of the embedding that outputs are scored against, given as ids and biases; made on the CPU,
-# before the forward pass.
-#
-# N targets of a micro-batch (or of its part that is in one candidate group), U candidates, V vocabulary.
 
 
 @dataclass(frozen=True)

@@ -210,11 +210,9 @@ class _Scored(NamedTuple):
     """As in `Residuals`."""
 
 
-# The row step with products in bf16, for CPUs with units for them.
-#
-# torch's bf16 products on CPUs are rounded to bf16, so scores are, as those of a bf16 head in Megatron or under
-# autocast. Their softmax, the loss and the sums of gradients are in float32; residuals are rounded once more for the
-# products that read them, as on GPUs.
+# Products in bf16, for CPUs with units for them. torch rounds them to bf16, so scores are, as those of a bf16 head in
+# Megatron or under autocast. Their softmax, the loss and the sums of gradients are in float32; residuals are rounded
+# once more for the products that read them, as on GPUs.
 
 
 class HalfChunkSoftmax(TorchChunkSoftmax):

@@ -1,4 +1,7 @@
-"""How outputs are scored against rows: dot product, cosine, harmonic; with a temperature that may be learned."""
+"""How outputs are scored against rows: dot product, cosine, harmonic; with a temperature that may be learned.
+
+N outputs, D features, U candidates, E features of what is multiplied; n, w: some of the outputs and candidates.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,6 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-
-# What a score is to the softmax over candidates.
-#
-# N outputs, D features, U candidates, E features of what is multiplied; n, w: some of the outputs and of the
-# candidates.
-
 
 DividesOutputs = Callable[[Tensor], Tensor]
 
@@ -53,9 +50,6 @@ class Score(ABC):
         """[N, U]: the scores by their definition, for a fixed temperature; the reference."""
 
 
-# The cosine: directions alone are compared, so that no row gets ahead by its length.
-
-
 @dataclass(frozen=True)
 class Cosine(Score):
     """`cos(h, e) / T`, as contrastive learning has it (SimCLR: Chen et al. 2020, arXiv 2002.05709)."""
@@ -68,9 +62,6 @@ class Cosine(Score):
 
     def written_out(self, outputs_ND: Tensor, rows_UD: Tensor) -> Tensor:
         return F.cosine_similarity(outputs_ND[:, None], rows_UD, dim=-1) * self.scale
-
-
-# The dot product: the paper's score, and that of every usual head.
 
 
 @dataclass(frozen=True)
@@ -134,17 +125,11 @@ def _full(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-# How an output is compared with a candidate's row: each a file, and a line here.
-#
-# A score is a product of what it makes of the output and of the row, through a link where it is no product itself. So
-# all of them take the same three products, on one rank or with candidates split over ranks.
+# A learned temperature, and the similarities by name.
 
 
 SCORES: Mapping[str, type[Score]] = {"dot": Dot, "cosine": Cosine, "harmonic": Harmonic}
 """By `objective.score`."""
-
-
-# A learned softmax temperature: scores are divided by a parameter, which starts at a given number.
 
 
 class LearnedTemperature(nn.Module):

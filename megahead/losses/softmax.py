@@ -16,8 +16,6 @@ from megahead.losses.detection import DetectionSums
 from megahead.losses.fused_softmax import RowSums, fused_softmax_loss, softmax_draws, softmax_sums
 from megahead.losses.scores import Dot, Score
 
-# The softmax over candidates: a plain reference, the loss in bounded memory, and sums for evaluation.
-#
 # N outputs, D features, U candidates.
 
 
@@ -234,11 +232,6 @@ def _local(candidates: Candidates, shard: CandidateShard) -> Candidates:
     )
 
 
-# A softmax over candidates, of which the loss and all else is asked that depends on whether they are on one rank.
-#
-# N outputs, D features, U candidates.
-
-
 @dataclass(frozen=True)
 class Softmax:
     """Outputs, and the candidates that compete for them, all on this rank."""
@@ -272,9 +265,7 @@ class Softmax:
         return self.rows_UD.index_select(0, place_N)
 
 
-# Scores over a vocabulary whose rows come block by block, and are never there together.
-#
-# N outputs, D features, b rows of a block, V vocabulary (the candidates, U elsewhere).
+# b rows of a block, V vocabulary (the candidates, U elsewhere).
 
 
 @torch.no_grad()

@@ -1,4 +1,7 @@
-"""Self-attention: with one fused projection (GPT-NeoX), or one each for queries, keys and values (BERT, Llama)."""
+"""Self-attention: with one fused projection (GPT-NeoX), or one each for queries, keys and values (BERT, Llama).
+
+B rows, T tokens, H heads and K key heads (of this rank), d dimensions of a head, D hidden size, N targets.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,6 @@ from megahead.models import attention_backends as cpu_attention
 from megahead.models.attention_backends import Attend, attend, attend_rows, repeated
 from megahead.models.documents import Documents, TargetPositions, bias_of
 from megahead.models.layers import RMSNorm, Rotation, apply_rotary
-
-# Self-attention whose queries, keys and values have a projection each, as in BERT and Llama.
-#
-# B rows, T tokens, H heads and K key heads (of this rank), d dimensions of a head, D hidden size, N targets.
 
 
 class Heads(NamedTuple):
@@ -70,11 +69,7 @@ class SelfAttention(nn.Module):
         self.output = nn.Linear(width, hidden_size, heads.output_bias)
 
     def forward(
-        self,
-        x_BTD: Tensor,
-        rotation: Rotation | None,
-        documents: Documents,
-        targets: TargetPositions | None = None,
+        self, x_BTD: Tensor, rotation: Rotation | None, documents: Documents, targets: TargetPositions | None = None
     ) -> Tensor:
         """[B, T, D]: what each token reads from its document; with `targets` [N, D], for these alone.
 
@@ -132,11 +127,6 @@ def attend_at(
     if cpu_attention.serves_masked(q, k.shape[2], dropout):
         return cpu_attention.half_rows(q, k, v, causal, bias_of(mask_BMT, q.dtype)).transpose(1, 2)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask_BMT[:, None], dropout_p=dropout).transpose(1, 2)
-
-
-# Causal self-attention of a decoder.
-#
-# B rows, T tokens, H heads (of this rank), d dimensions of a head, D hidden size.
 
 
 class CausalSelfAttention(nn.Module):

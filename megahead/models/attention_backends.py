@@ -384,13 +384,7 @@ class AttentionSpec(NamedTuple):
 
 
 def attend(
-    q_BTHd: Tensor,
-    k_BTHd: Tensor,
-    v_BTHd: Tensor,
-    documents: Documents,
-    dropout: float = 0.0,
-    *,
-    causal: bool = True,
+    q_BTHd: Tensor, k_BTHd: Tensor, v_BTHd: Tensor, documents: Documents, dropout: float = 0.0, *, causal: bool = True
 ) -> Tensor:
     """As `Attend` describes, by the best backend for these tensors."""
     local, masked = documents.window is not None, serves_masked(q_BTHd, q_BTHd.shape[1], dropout)

@@ -1,4 +1,7 @@
-"""A backbone: token embeddings in, hidden states after the final norm out; what all decoders and all encoders share."""
+"""A backbone: token embeddings in, hidden states after the final norm out; what all decoders and all encoders share.
+
+B rows, T tokens a row, t those of them that this rank holds, D hidden size, N targets.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +18,6 @@ from megahead.models.attention_backends import Attend
 from megahead.models.blocks import Block, CompiledBlocks, Recompute, checkpointed
 from megahead.models.documents import Documents, TargetPositions, TokenSubset
 from megahead.models.layers import Embedding, Scaling, rotary_at, scaled_as_llama3, scaled_linearly
-
-# What every backbone offers to objectives, evaluation and export.
 
 
 class Backbone(nn.Module, ABC):
@@ -66,11 +67,7 @@ class Backbone(nn.Module, ABC):
         """[B, T, D]: hidden states after the final norm; a token sees its own document alone."""
 
     def encode_at(
-        self,
-        rows_BTD: Tensor,
-        documents: Documents,
-        targets: TargetPositions,
-        subsets: Sequence[TokenSubset] = (),
+        self, rows_BTD: Tensor, documents: Documents, targets: TargetPositions, subsets: Sequence[TokenSubset] = ()
     ) -> Tensor:
         """[N, D]: `encode` at `targets`. Where these are few, an encoder computes its last block for them alone.
 
@@ -83,11 +80,6 @@ class Backbone(nn.Module, ABC):
             rows, row_length = input_ids_BT.shape
             documents = Documents.whole_rows(rows, row_length, input_ids_BT.device)
         return self.encode(self.embed(input_ids_BT), documents)
-
-
-# What all encoders share: blocks over whole documents, the last of which may be computed for targets alone.
-#
-# B rows, T tokens a row, t those of them that this rank holds, D hidden size, N targets.
 
 
 class Encoder(Backbone):
@@ -113,11 +105,7 @@ class Encoder(Backbone):
         return gather_from_group(self.normed(x_BtD), self.sequence_group, dim=1)
 
     def encode_at(
-        self,
-        rows_BTD: Tensor,
-        documents: Documents,
-        targets: TargetPositions,
-        subsets: Sequence[TokenSubset] = (),
+        self, rows_BTD: Tensor, documents: Documents, targets: TargetPositions, subsets: Sequence[TokenSubset] = ()
     ) -> Tensor:
         """[N, D]: the same at `targets`; where these are few, the last block is computed for them alone.
 
@@ -160,11 +148,6 @@ class Encoder(Backbone):
         for block, view in zip(blocks, views, strict=True):
             x_BtD = self.run_block(block, x_BtD, *view, static_shapes=static_shapes)
         return x_BtD
-
-
-# What all decoders share: an embedding, pre-norm blocks with rotary positions, a final norm.
-#
-# B rows, T tokens a row, t those of them that this rank holds, D hidden size.
 
 
 class Decoder(Backbone):

@@ -18,8 +18,6 @@ from megahead.models.attention import CausalSelfAttention, SelfAttention
 from megahead.models.documents import Documents, TargetPositions
 from megahead.models.layers import MLP, GatedMLP, LayerNorm, Rotation
 
-# One pre-norm transformer block, its two sublayers side by side (GPT-NeoX, GPT-J) or in sequence (Llama).
-
 
 class Block(nn.Module):
     """Parallel: `x + attention(norm x) + mlp(norm' x)`; sequential: the MLP reads the sum with attention."""
@@ -67,20 +65,11 @@ class Block(nn.Module):
             return F.dropout(added, self.dropout)
 
 
-# The block of the original transformer and of BERT: each sublayer's sum with its input is normed.
-
-
 class PostNormBlock(nn.Module):
     """`y = norm(x + attention(x))`, then `norm(y + mlp(y))`."""
 
     def __init__(
-        self,
-        hidden_size: int,
-        attention: SelfAttention,
-        mlp: MLP,
-        *,
-        norm_eps: float,
-        dropout: float,
+        self, hidden_size: int, attention: SelfAttention, mlp: MLP, *, norm_eps: float, dropout: float
     ) -> None:
         super().__init__()
         self.dropout = dropout
@@ -100,9 +89,6 @@ class PostNormBlock(nn.Module):
 
     def _drop(self, added: Tensor) -> Tensor:
         return F.dropout(added, self.dropout, self.training)
-
-
-# Activation checkpointing: what is not kept for the backward pass is computed again there.
 
 
 Recompute = bool | Literal["selective"]
@@ -143,9 +129,6 @@ def _policy(_: Any, operator: Any, *arguments: Any, **named: Any) -> CheckpointP
     given = {argument.name: value for argument, value in zip(schema.arguments, arguments, strict=False)} | named
     keep = schema.name in _SAVED_OPERATORS and not given.get("dropout_p")
     return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-# `torch.compile` block by block: what is compiled for the first serves all, which differ in weights alone.
 
 
 class CompiledBlocks:

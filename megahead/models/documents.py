@@ -12,10 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-# The documents that rows are packed from, in the forms that models and attention kernels need.
-#
-# Made once per forward pass and shared by all blocks; each form is computed when it is first asked for. B rows, T
-# tokens a row, S documents in all rows together (a document ends with its row at the latest).
+# Each form of `Documents` is computed when it is first needed, and shared by all blocks. B rows, T tokens a row, S
+# documents in all rows together (a document ends with its row at the latest).
 
 
 Form = TypeVar("Form")
@@ -149,9 +147,7 @@ def bias_of(mask: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -inf)
 
 
-# Which of a batch's positions have a target; also as a table with the same number of slots for each row.
-#
-# B rows, T tokens per row, N targets, M slots per row, S = B M slots, D features.
+# N targets, M slots per row for them, S = B M slots, D features.
 
 
 @dataclass(frozen=True)
@@ -211,9 +207,7 @@ class TargetPositions:
         return row_N * self.slots_per_row + place_N
 
 
-# Tokens that some layers of an encoder compute alone, in shorter rows: the others pass these layers by.
-#
-# B rows, T tokens per row, K slots per shorter row, D features.
+# K slots per row of a token subset.
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,6 @@ from torch.nn import functional as F
 
 from megahead.models.documents import TargetPositions
 
-# The position-wise MLP: up, an activation, down; or with a gate beside it.
-
-
 Activation = Literal["gelu", "gelu_tanh", "silu"]
 
 _ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
@@ -86,9 +83,6 @@ class RMSNorm(nn.RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
         """[..., D], in the type of `x`, where autocast leaves the weight in fp32."""
         return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
-
-
-# Looking up rows of a table by id.
 
 
 class Embedding(nn.Embedding):

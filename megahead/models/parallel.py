@@ -266,9 +266,6 @@ def _in_autocast_type(x: Tensor, *parameters: Tensor | None) -> list[Tensor | No
     return [None if tensor is None else tensor.to(dtype) for tensor in (x, *parameters)]
 
 
-# Applies a model's sharding table: plain layers are replaced by parallel ones, in place.
-
-
 _MARKS = {"heads": "group", "tokens": "sequence_group"}
 """The attribute through which a module that is not replaced gets the group."""
 

@@ -14,9 +14,6 @@ from megahead.distributed.tensors import block_ranges
 from megahead.models import bert, gpt_neox, llama, modernbert
 from megahead.models.backbone import Backbone
 
-# From a config's `family` to its backbone and its sharding table.
-
-
 _BACKBONES: dict[str, Callable[[ModelConfig], Backbone]] = {
     "gpt_neox": gpt_neox.GPTNeoX,
     "llama": llama.Llama,

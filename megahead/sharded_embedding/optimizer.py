@@ -15,9 +15,6 @@ from torch import Tensor
 
 from megahead.config.training import OptimizerConfig
 
-# The learning rates of all applied steps. Embedding rows that some of them did not update need these to catch up.
-
-
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 

@@ -1,4 +1,8 @@
-"""The sharded embedding: the rows of this rank, and those it has fetched."""
+"""The sharded embedding: the rows of this rank, and those it has fetched.
+
+n rows of this rank, U rows fetched, O rows that this rank owns and any rank asks for, D features. *Places* are indices
+into the U rows.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +22,6 @@ from megahead.sharded_embedding.exchange import RowPlan, gradients_to_owners, pl
 from megahead.sharded_embedding.optimizer import RowRule, Rows
 
 # The rows that one rank owns, with their moments: kept as they were when last updated, read as they would be now.
-#
-# n rows of this rank, D features; O: some of them.
 
 
 WEIGHT = "weight"
@@ -71,11 +73,6 @@ class OwnedRows:
         for values in (*(values for name, values in self.rows.items() if name != WEIGHT), self.last_step_n):
             values.zero_()
         self.rule.resume(np.empty(0))
-
-
-# The rows of one step on one rank: looked up in its forward passes, their gradients gathered in the backward passes.
-#
-# U rows fetched, O rows that this rank owns and any rank asks for, D features. *Places* are indices into the U rows.
 
 
 class FetchedRows:

@@ -166,7 +166,7 @@ def test_two_runs_that_meet_are_refused_by_name(tmp_path: Path) -> None:
     assert codes(start_ranks(mine, 2, tmp_path, sabotage=meeting)) == [2, 2]
     sentence = (
         "all ranks must be of one run, but rank 1 has other settings than rank 0: name (other, not small), "
-        "optimizer.learning_rate (0.1, not 0.003); give them one config, or each run a meeting place of its own "
+        "optimizer.learning_rate (0.1, not 0.003); give them one config, or each run a rendezvous of its own "
         "(torchrun's --rdzv-id)."
     )
     assert sentence in said(tmp_path, 1)
