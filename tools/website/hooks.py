@@ -9,15 +9,18 @@ from __future__ import annotations
 import os
 import posixpath
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import redirect_stdout, suppress
+from io import StringIO
 from pathlib import Path
+from unittest.mock import patch
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
+from megahead.__main__ import answer
 from megahead.commands import COMMANDS
 
 ROOT = Path(__file__).parents[2]
@@ -66,6 +69,7 @@ def commands_page() -> Iterator[str]:
 
 def help_of(*words: str) -> str:
     """A command's answer, on lines of 100 characters."""
-    environment = {**os.environ, "COLUMNS": "100", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "megahead", *words, "--help"]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+    width, line = patch.dict(os.environ, {"COLUMNS": "100"}), patch.object(sys, "argv", ["megahead", *words, "--help"])
+    with width, line, redirect_stdout(StringIO()) as text, suppress(SystemExit):
+        answer()
+    return text.getvalue()
