@@ -7,7 +7,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -33,8 +33,8 @@ from megahead.wording import duration
 Floats = NDArray[np.float64]
 
 METRICS: Mapping[str, Callable[[Floats, Floats], float]] = {
-    "accuracy": lambda labels, predictions: accuracy_score(labels, predictions),
-    "matthews": lambda labels, predictions: matthews_corrcoef(labels, predictions),
+    "accuracy": accuracy_score,
+    "matthews": matthews_corrcoef,
     "f1": lambda labels, predictions: f1_score(labels, predictions, zero_division=0.0),
     "macro_f1": lambda labels, predictions: f1_score(labels, predictions, average="macro", zero_division=0.0),
     "pearson": lambda labels, predictions: pearsonr(labels, predictions).statistic,
@@ -61,12 +61,7 @@ def class_loss(logits_BC: Tensor, classes_B: Tensor, *, balanced: bool) -> Tenso
     return (losses_B / counts_C[classes_B]).sum() / (counts_C > 0).sum()
 
 
-def number_loss(values_B: Tensor, labels_B: Tensor) -> Tensor:
-    """Mean squared error, for regression."""
-    return F.mse_loss(values_B, labels_B)
-
-
-# Turns texts into padded batches: tokenizes, joins and cuts them once, then batches them by length.
+# Texts as padded batches: tokenized, joined and cut once, then batched by length.
 
 _SORTED_TOGETHER = 50  # batches whose rows are sorted by length together: little padding remains
 
@@ -89,9 +84,9 @@ class ExampleEncoder:
     """Joins a pair of texts as an encoder's tokenizer would, `[CLS] a [SEP] b [SEP]`; for decoders as two lines."""
 
     def __init__(self, tokenizer: Any, max_length: int) -> None:
-        self._tokenizer = tokenizer
-        self._max_length = max_length
-        start, end = (_special(tokenizer, *names) for names in (("cls_token", "[CLS]"), ("sep_token", "[SEP]")))
+        self._tokenizer, self._max_length = tokenizer, max_length
+        named = (tokenizer.cls_token or "[CLS]", tokenizer.sep_token or "[SEP]")
+        start, end = map(tokenizer.get_vocab().get, named)
         if start is not None and end is not None:
             self._open, self._between, self._close = [start], [end], [end]
         else:
@@ -101,13 +96,11 @@ class ExampleEncoder:
         """Tokens of all examples, in their order."""
         firsts = self._ids([example.first for example in examples])
         seconds = iter(self._ids([second for example in examples for second in example.seconds if second is not None]))
-        return [
-            Encoded(
-                tuple(self._joined(first, None if second is None else next(seconds)) for second in example.seconds),
-                example.label,
-            )
-            for example, first in zip(examples, firsts, strict=True)
-        ]
+        encoded = []
+        for example, first in zip(examples, firsts, strict=True):
+            pairs = (None if second is None else next(seconds) for second in example.seconds)
+            encoded.append(Encoded(tuple(self._joined(first, second) for second in pairs), example.label))
+        return encoded
 
     def _joined(self, first: list[int], second: list[int] | None) -> tuple[list[int], list[int]]:
         """One sequence; if two texts are too long together, the longer one is cut."""
@@ -123,9 +116,8 @@ class ExampleEncoder:
     def _ids(self, texts: list[str]) -> list[list[int]]:
         if not texts:
             return []
-        ids: list[list[int]] = self._tokenizer(
-            texts, add_special_tokens=False, return_attention_mask=False, verbose=False
-        )["input_ids"]
+        encoded = self._tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
+        ids: list[list[int]] = encoded["input_ids"]
         return ids
 
 
@@ -163,14 +155,7 @@ def collate(examples: Sequence[Encoded], padding: int, device: torch.device) -> 
     return {name: torch.tensor(part, device=device) for name, part in zip(names, zip(*rows, strict=True), strict=True)}
 
 
-def _special(tokenizer: Any, attribute: str, usual: str) -> int | None:
-    """The id of a special token by the tokenizer's own name for it, or its usual name; None if there is none."""
-    token = getattr(tokenizer, attribute, None) or usual
-    found = tokenizer.get_vocab().get(token)
-    return None if found is None else int(found)
-
-
-# The plain loop that fine-tunes a classifier: an epoch of steps, then all evaluation sets, and again.
+# The loop: an epoch of steps, then all evaluation sets, and again.
 
 
 @dataclass(frozen=True)
@@ -191,9 +176,7 @@ class Classifier:
     """A transformers sequence classifier, with its padding id and whether it has token types."""
 
     def __init__(self, model: Any, task: Task) -> None:
-        self.model = model
-        self.task = task
-        self.device = model.device
+        self.model, self.task, self.device = model, task, model.device
         self._padding = model.config.pad_token_id
         self._has_token_types = getattr(model.config, "type_vocab_size", 0) > 1
 
@@ -210,7 +193,7 @@ class Classifier:
         outputs_BC = self.outputs(examples)
         labels_B = torch.tensor([example.label for example in examples], device=self.device)
         if not self.task.labels:
-            return number_loss(outputs_BC[:, 0], labels_B)
+            return F.mse_loss(outputs_BC[:, 0], labels_B)
         return class_loss(outputs_BC, labels_B.long(), balanced=balanced)
 
     @torch.no_grad()
@@ -238,10 +221,8 @@ def fine_tune(
     lengths = [example.length() for example in train]
     steps = settings.epochs * math.ceil(len(train) / settings.batch_size)
     schedule = ScheduleConfig(name="constant", warmup_steps=math.ceil(settings.warmup * steps))
-    optimizer = build_optimizer(
-        classifier.model,
-        OptimizerConfig(learning_rate=settings.learning_rate, betas=(0.9, 0.999), weight_decay=settings.weight_decay),
-    )
+    rates = {"learning_rate": settings.learning_rate, "weight_decay": settings.weight_decay}
+    optimizer = build_optimizer(classifier.model, OptimizerConfig(betas=(0.9, 0.999), **rates))
     step = 0
     for _ in range(settings.epochs):
         begin, losses = time.monotonic(), []
@@ -250,8 +231,8 @@ def fine_tune(
             loss = classifier.loss([train[row] for row in batch], balanced=settings.loss == "balanced")
             loss.backward()
             torch.nn.utils.clip_grad_norm_(classifier.model.parameters(), settings.gradient_clipping)
-            rate = settings.learning_rate * learning_rate_ratio(schedule, step, steps)
-            set_learning_rate(optimizer.param_groups, rate)
+            ratio = learning_rate_ratio(schedule, step, steps)
+            set_learning_rate(optimizer.param_groups, settings.learning_rate * ratio)
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.detach())
@@ -259,14 +240,12 @@ def fine_tune(
         mean = float(torch.stack(losses).mean())
         if not math.isfinite(mean):
             raise UserError(f"The loss must be finite, but is {mean} at step {step}; lower --learning-rate.")
-        seconds = time.monotonic() - begin
-        scores = {
-            name: classifier.scores(examples, 2 * settings.batch_size) for name, examples in evaluation_sets.items()
-        }
+        seconds, at_once = time.monotonic() - begin, 2 * settings.batch_size
+        scores = {name: classifier.scores(examples, at_once) for name, examples in evaluation_sets.items()}
         yield EpochScores(mean, scores, seconds)
 
 
-# Fine-tunes one model on one task, from its folder to its scores.
+# One model on one task, from its folder to its scores.
 
 
 @dataclass(frozen=True)
@@ -297,17 +276,13 @@ class FineTuningRun:
     def run(self, seed: int) -> Iterator[EpochScores]:
         """Fine-tunes with `seed` for the head (and random weights), the order and dropout; yields after each epoch."""
         torch.manual_seed(seed)
-        model = load_classifier(
-            self.initial_model.folder,
-            self.data.task.outputs(),
-            self._padding,
-            random_weights=self.initial_model.random_weights,
-        )
+        start, outputs = self.initial_model, self.data.task.outputs()
+        model = load_classifier(start.folder, outputs, self._padding, random_weights=start.random_weights)
         model.to("cuda" if torch.cuda.is_available() else "cpu")
         yield from fine_tune(Classifier(model, self.data.task), self._train, self._evaluation_sets, self.settings, seed)
 
 
-# Results of fine-tuning: of each run, as they are stored, and summarised over the seeds of a task.
+# Results: of each run, as they are stored, and summarised over the seeds of a task.
 
 
 @dataclass(frozen=True)
@@ -338,6 +313,10 @@ class FineTuningResult:
         return sum(epoch.seconds for epoch in self.epochs)
 
 
+Planned = tuple[InitialModel, TaskData, FineTuning, int]
+"""A run: the model, the task, its settings and the seed."""
+
+
 class FineTuningResults:
     """Results in one JSON file, a `ResultCache`.
 
@@ -350,29 +329,20 @@ class FineTuningResults:
     def newest(self) -> list[FineTuningResult]:
         """The last result stored for each model, task and seed, whatever its settings."""
         runs = {(entry["model"], entry["task"], entry["seed"]): entry for entry in self._kept.entries}
-        return [_result(entry, *run) for run, entry in runs.items()]
+        return [_result(entry) for entry in runs.values()]
 
-    def find(
-        self, initial_model: InitialModel, data: TaskData, settings: FineTuning, seed: int
-    ) -> FineTuningResult | None:
+    def find(self, run: Planned) -> FineTuningResult | None:
         """The stored result of this run, if there is one."""
-        entry = self._kept.find(_key(initial_model, data, settings, seed))
-        return None if entry is None else _result(entry, initial_model.name, data.name, seed)
+        entry = self._kept.find(_key(*run))
+        return None if entry is None else _result(entry)
 
-    def add(
-        self,
-        initial_model: InitialModel,
-        data: TaskData,
-        settings: FineTuning,
-        seed: int,
-        epochs: Sequence[EpochScores],
-    ) -> FineTuningResult:
+    def add(self, run: Planned, epochs: Sequence[EpochScores]) -> FineTuningResult:
         """Stores a finished run, in place of an earlier one with the same settings."""
+        initial_model, data, _, seed = run
         result = FineTuningResult(initial_model.name, data.name, seed, len(data.train), data.halved, list(epochs))
         facts = {"train_rows": result.train_rows, "halved": data.halved, "metric": data.task.metric}
         values = {**facts, "best_epoch": result.best() + 1, "epochs": [asdict(epoch) for epoch in epochs]}
-        key = _key(initial_model, data, settings, seed)
-        self._kept.add(key, values, replaces=("model", "task", "seed", "settings"))
+        self._kept.add(_key(*run), values, replaces=("model", "task", "seed", "settings"))
         return result
 
 
@@ -394,9 +364,11 @@ class Summary:
         """Over seeds."""
         return fmean(self.values)
 
-    def deviation(self) -> float | None:
-        """Standard deviation over seeds; None for one."""
-        return stdev(self.values) if len(self.values) > 1 else None
+    def __str__(self) -> str:
+        """In percent, with the standard deviation over seeds and the best epochs: 71.2 ± 0.4 (3 5)."""
+        spread = f" ± {100 * stdev(self.values):.1f}" if len(self.values) > 1 else ""
+        epochs = f" ({' '.join(map(str, self.epochs))})" if self.epochs else ""
+        return f"{100 * self.mean():.1f}{spread}{epochs}"
 
 
 def summarise(results: Sequence[FineTuningResult]) -> list[Summary]:
@@ -405,11 +377,9 @@ def summarise(results: Sequence[FineTuningResult]) -> list[Summary]:
     for task in dict.fromkeys(result.task for result in results):
         runs = [result for result in results if result.task == task]
         scores, epochs = [run.scores() for run in runs], [run.best() + 1 for run in runs]
-        for test, metrics in scores[0].items():
-            rows += [
-                Summary(runs[0].model, task, test, metric, [score[test][metric] for score in scores], epochs)
-                for metric in metrics
-            ]
+        for test, metric in ((test, metric) for test, metrics in scores[0].items() for metric in metrics):
+            values = [score[test][metric] for score in scores]
+            rows.append(Summary(runs[0].model, task, test, metric, values, epochs))
         if len(scores[0]) > 1:
             metric = TASKS[task].metric
             means = [fmean(found[metric] for found in score.values()) for score in scores]
@@ -417,48 +387,35 @@ def summarise(results: Sequence[FineTuningResult]) -> list[Summary]:
     return [*rows, *(mean for suite in ("glue", "superglue") if (mean := _suite_mean(suite, rows)))]
 
 
-_LEFT_OUT = ("glue/rte", "glue/wnli")  # of GLUE's mean, as in the paper
+_LEFT_OUT = {"glue/rte", "glue/wnli"}  # of GLUE's mean, as in the paper
 
 
 def _suite_mean(suite: str, rows: Sequence[Summary]) -> Summary | None:
     """For each seed the mean over a suite's tasks, each measured by the metric that the paper reports; None for one
     task alone, and where some have not run with all seeds yet."""
-    members = [
-        row
-        for row in rows
-        if row.task.startswith(f"{suite}/") and row.task not in _LEFT_OUT and row.metric == TASKS[row.task].metric
-    ]
+    tasks = {task for task in TASKS if task.startswith(f"{suite}/")} - _LEFT_OUT
+    members = [row for row in rows if row.task in tasks and row.metric == TASKS[row.task].metric]
     if len(members) < 2 or len({len(row.values) for row in members}) > 1:
         return None
     seeds = zip(*(row.values for row in members), strict=True)
     return Summary(members[0].model, suite, f"mean of {len(members)}", "", [fmean(values) for values in seeds], [])
 
 
-def _result(entry: Mapping[str, Any], model: str, task: str, seed: int) -> FineTuningResult:
-    epochs = [EpochScores(**epoch) for epoch in entry["epochs"]]
-    return FineTuningResult(model, task, seed, entry["train_rows"], entry["halved"], epochs)
+def _result(entry: Mapping[str, Any]) -> FineTuningResult:
+    facts = (entry[name] for name in ("model", "task", "seed", "train_rows", "halved"))
+    return FineTuningResult(*facts, epochs=[EpochScores(**epoch) for epoch in entry["epochs"]])
 
 
 def _key(initial_model: InitialModel, data: TaskData, settings: FineTuning, seed: int) -> dict[str, Any]:
-    return {
-        "model": initial_model.name,
-        "task": data.name,
-        "seed": seed,
-        "settings": asdict(settings),
-        "weights": _fingerprint(initial_model),
-        "data": data.fingerprint,
-    }
-
-
-def _fingerprint(initial_model: InitialModel) -> str:
-    """Of all that a result depends on in its folder: of random weights the shape and the tokenizer."""
+    """All that a result depends on; of a folder whose weights are not read the shape and the tokenizer."""
     folder = initial_model.folder
-    if initial_model.random_weights:
-        return f"random, {fingerprint_files([folder / 'config.json', folder / 'tokenizer.json'])}"
-    return fingerprint_model(folder)
+    shape = [folder / "config.json", folder / "tokenizer.json"]
+    weights = f"random, {fingerprint_files(shape)}" if initial_model.random_weights else fingerprint_model(folder)
+    run = {"model": initial_model.name, "task": data.name, "seed": seed}
+    return run | {"settings": asdict(settings), "weights": weights, "data": data.fingerprint}
 
 
-# Several models on several tasks with several seeds: stored results are reused, missing ones computed and reported.
+# Several models on several tasks with several seeds: stored results are reused, missing ones computed.
 
 _TRAINING_COST = 3  # training on a row costs as much as evaluating three
 _CHARACTERS_PER_TOKEN = 4  # about; only to estimate the time left
@@ -475,28 +432,21 @@ class Comparison:
         kept: FineTuningResults,
     ) -> None:
         self._kept = kept
-        self._runs = [
-            (initial_model, data, settings, seed)
-            for initial_model in initial_models
-            for data, settings in tasks
-            for seed in seeds
-        ]
-        self._work = sum(
-            settings.epochs * _epoch_cost(data, settings)
-            for initial_model, data, settings, seed in self._runs
-            if kept.find(initial_model, data, settings, seed) is None
-        )
+        self._runs = [(model, *task, seed) for model, task, seed in product(initial_models, tasks, seeds)]
+        missing = [run for run in self._runs if kept.find(run) is None]
+        self._work = sum(settings.epochs * _epoch_cost(data, settings) for _, data, settings, _ in missing)
         self._done, self._begin = 0, time.monotonic()
 
     def run(self, report: Callable[[str], object]) -> list[FineTuningResult]:
         """All results, model by model, then task by task; calls `report` with a line after each epoch."""
         results, task_run = [], None
-        for initial_model, data, settings, seed in self._runs:
-            result = self._kept.find(initial_model, data, settings, seed)
+        for run in self._runs:
+            result = self._kept.find(run)
             if result is None:
+                initial_model, data, settings, seed = run
                 if task_run is None or task_run.initial_model is not initial_model or task_run.data is not data:
                     task_run = FineTuningRun(initial_model, data, settings)
-                result = self._kept.add(initial_model, data, settings, seed, self._epochs(task_run, seed, report))
+                result = self._kept.add(run, self._epochs(task_run, seed, report))
             results.append(result)
         return results
 
@@ -541,16 +491,8 @@ def comparison_table(results: Sequence[FineTuningResult]) -> list[dict[str, obje
             task = summary.task + (" (half of dev)" if summary.task in halved else "")
             test = "" if summary.test == summary.task.split("/")[-1] else summary.test
             names = {"task": task, "test": test, "metric": summary.metric}
-            rows.setdefault((task, test, summary.metric), {**names})[model] = _cell(summary)
+            rows.setdefault((task, test, summary.metric), {**names})[model] = str(summary)
         time_row = rows.setdefault(("training", "", ""), {"task": "training"})
         time_row[model] = duration(sum(result.seconds() for result in mine))
     rows["training", "", ""] = rows.pop(("training", "", ""))
     return list(rows.values())
-
-
-def _cell(summary: Summary) -> str:
-    """Mean ± deviation (best epochs)."""
-    deviation = summary.deviation()
-    spread = "" if deviation is None else f" ± {100 * deviation:.1f}"
-    epochs = f" ({' '.join(map(str, summary.epochs))})" if summary.epochs else ""
-    return f"{100 * summary.mean():.1f}{spread}{epochs}"

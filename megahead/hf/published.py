@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from logging import getLogger
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -22,7 +22,6 @@ from transformers import (
     AutoModelForMaskedLM,
     AutoModelForSequenceClassification,
     BertModel,
-    DistilBertModel,
     GPTNeoXModel,
     PreTrainedTokenizerFast,
 )
@@ -44,9 +43,7 @@ from megahead.hf.trained import EMBEDDING, HEAD, MASK_HEAD, TARGET_COUNTS, Train
 from megahead.objectives.pretraining import weight_shapes
 from megahead.run_folder import RunFolder
 
-# A published model: a Hugging Face folder seen as parameters of ours, which are read one at a time.
-
-_OF_NO_WEIGHT = (
+_WITHOUT_EFFECT = [
     "is_causal",
     "size",
     "vocab_multiple",
@@ -54,14 +51,12 @@ _OF_NO_WEIGHT = (
     "hidden_dropout",
     "attention_dropout",
     "init",
-    "init_std",
-    "init_embedding_std",
-)
+]
+_WITHOUT_EFFECT += ["init_std", "init_embedding_std"]
 """Settings of a model that change nothing in what its weights compute, or (`is_causal`) what a run may learn anew."""
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """Where a parameter of ours is stored: in a tensor of its own, or as one of several parts along dimension 0."""
 
     tensor: str
@@ -89,12 +84,12 @@ class PublishedModel:
         """UserError for a folder that is no model of a kind we have, in safetensors."""
         files, content = weight_files(folder), read_settings(folder)
         family = family_named(content)
-        held = {name: family.names.ours(name) for name in files}
-        stored = {one: Place(name, k, len(ours)) for name, ours in held.items() for k, one in enumerate(ours)}
+        parts = {name: family.names.ours(name) for name in files}
+        stored = {one: Place(name, k, len(ours)) for name, ours in parts.items() for k, one in enumerate(ours)}
         return PublishedModel(folder, content, family, files, stored)
 
     def settings(self) -> dict[str, Any]:
-        """Those of a ModelConfig; FieldError for what config.json asks for and ours cannot do."""
+        """Those of a ModelConfig; FieldError for what config.json has and ours cannot do."""
         return self.family.settings(self.content)
 
     def has_head(self) -> bool:
@@ -114,10 +109,11 @@ class PublishedModel:
         """The same in consecutive blocks of rows; memory holds one of them."""
         if name not in self.stored:
             raise CheckpointError(f"`{self.folder}` must hold the weights of {name}, but lacks them.")
-        place = self.stored[name]
-        yield from all_finite(self._stored_blocks(name, place, shape), self.files[place.tensor], place.tensor)
+        tensor = self.stored[name].tensor
+        yield from all_finite(self._stored_blocks(name, shape), self.files[tensor], tensor)
 
-    def _stored_blocks(self, name: str, place: Place, shape: torch.Size) -> Iterator[Tensor]:
+    def _stored_blocks(self, name: str, shape: torch.Size) -> Iterator[Tensor]:
+        place = self.stored[name]
         with safe_open(self.files[place.tensor], framework="pt") as file:
             tensor = file.get_slice(place.tensor)
             has, wanted = list(tensor.get_shape()), [place.parts * shape[0], *shape[1:]]
@@ -140,7 +136,7 @@ class PublishedModel:
 
 def _resolved(model: ModelConfig) -> dict[str, Any]:
     """What a model computes, with what was left out filled in."""
-    given = {name: value for name, value in model.model_dump(mode="json").items() if name not in _OF_NO_WEIGHT}
+    given = {name: value for name, value in model.model_dump(mode="json").items() if name not in _WITHOUT_EFFECT}
     derived = {"num_key_heads": model.key_heads(), "head_dim": model.head_size(), "intermediate_size": model.mlp_size()}
     if model.has_learned_positions():  # a weight has as many rows
         derived["max_positions"] = model.max_positions
@@ -197,7 +193,7 @@ def read_settings(model_dir: Path) -> Mapping[str, Any]:
     return content
 
 
-# From a Hugging Face folder (of a kind in `families`) to a checkpoint of ours that a run can start from.
+# A folder as a checkpoint of ours, from which a run can start.
 
 
 def from_hf(
@@ -244,10 +240,9 @@ def _config(
     """A run's config around the folder's model; only model, objective and special tokens mean something."""
     model_dir, content = published.folder, published.content
     headless = not published.has_head() and published.family.with_head not in (content.get("architectures") or [])
-    settings = published.settings()
-    masking = (
-        _masking(model_dir, {**kept.special_ids(tokenizer), **special_ids}) if settings["family"] in ENCODERS else None
-    )
+    settings, masking = published.settings(), None
+    if settings["family"] in ENCODERS:
+        masking = _masking(model_dir, {**kept.special_ids(tokenizer), **special_ids})
     ends = [*kept.end_tokens(), masking["sep_token"] if masking else 0]
     tree = {
         "name": re.sub(r"[^A-Za-z0-9._-]", "-", model_dir.resolve().name) or "imported",
@@ -287,10 +282,11 @@ def _tensors(published: PublishedModel, config: RunConfig, counts_V: Tensor | No
         yield TARGET_COUNTS, functional.pad(counts_V, (0, config.model.padded_vocab_size() - len(counts_V)))
 
 
-# Loads Hugging Face folders the strict way: quietly, in a stated dtype, and never with a random head.
+# Folders as models of transformers: loaded quietly, in a stated dtype, and never with a random head.
 
 _NEOX = {"embed_in": "disk", "layers": "disk", "final_layer_norm": "cpu", "rotary_emb": "cpu", "emb_dropout": "cpu"}
 _LLAMA = {"embed_tokens": "disk", "layers": "disk", "norm": "cpu", "rotary_emb": "cpu"}
+"""Where the parts of a body stay that is not loaded whole."""
 
 
 def load_causal(folder: Path, dtype: torch.dtype = torch.float32, *, stream_to: Path | None = None) -> Any:
@@ -316,9 +312,7 @@ def load_backbone(folder: str | Path, dtype: torch.dtype = torch.float32, *, str
     kind = _settings(folder).get("model_type")
     if kind == "bert":
         return _load(BertModel, folder, dtype, {"add_pooling_layer": False})
-    if kind == "distilbert":
-        return _load(DistilBertModel, folder, dtype, {})
-    if kind in ("modernbert", "modernbert-decoder"):
+    if kind in ("distilbert", "modernbert", "modernbert-decoder"):
         return _load(AutoModel, folder, dtype, {})
     if kind in ("llama", "qwen2", "qwen3", "mistral"):
         return _load(AutoModel, folder, dtype, _offload(_LLAMA, stream_to))
@@ -326,11 +320,10 @@ def load_backbone(folder: str | Path, dtype: torch.dtype = torch.float32, *, str
 
 
 def is_encoder(folder: Path) -> bool:
-    """Whether the model in `folder` says that it is one that guesses masked tokens; False where nothing is said."""
+    """Whether config.json in `folder` names a model that predicts masked tokens; False where it names none."""
     settings = _settings(folder)
-    named = settings.get("architectures") or ()
-    kinds = ("bert", "distilbert", "modernbert")
-    return settings.get("model_type") in kinds or any(name.endswith("ForMaskedLM") for name in named)
+    masked = any(name.endswith("ForMaskedLM") for name in settings.get("architectures") or ())
+    return masked or settings.get("model_type") in ("bert", "distilbert", "modernbert")
 
 
 def load_masked(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
@@ -387,12 +380,11 @@ def load_tokenizer_folder(folder: Path) -> Any:
 
 
 def _settings(folder: Path) -> Mapping[str, Any]:
-    """The content of config.json; nothing where there is none (loading then raises)."""
+    """The content of config.json; empty where there is none (loading then raises)."""
     try:
-        content: Mapping[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return read_settings(folder)
+    except CheckpointError:
         return {}
-    return content if isinstance(content, dict) else {}
 
 
 def _offload(places: Mapping[str, str], stream_to: Path | None) -> dict[str, Any]:
@@ -410,9 +402,8 @@ def _load(kind: Any, folder: Path, dtype: torch.dtype, options: Mapping[str, Any
         )
     for flaw in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if report.get(flaw):
-            name = sorted(map(str, report[flaw]))[0]
-            kind_name, flaw_name = type(model).__name__, flaw.replace("_", " ")
-            raise CheckpointError(f"`{folder}` must hold the weights of a {kind_name}, but has {flaw_name}: {name}.")
+            found = f"{flaw.replace('_', ' ')}: {sorted(map(str, report[flaw]))[0]}"
+            raise CheckpointError(f"`{folder}` must hold the weights of a {type(model).__name__}, but has {found}.")
     return model.eval()
 
 
@@ -450,9 +441,6 @@ def _quiet() -> Iterator[None]:
         offloading.setLevel(level)
         if bars:
             logging.enable_progress_bar()
-
-
-# The input embedding of any model at hand, with its tokenizer, without loading the rest.
 
 
 def input_embedding(path: Path) -> tuple[Tensor, Path]:

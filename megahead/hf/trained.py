@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -26,8 +27,6 @@ from megahead.losses.candidates import training_free_bias
 from megahead.objectives.pretraining import TEMPERATURE, Pretraining, assemble, fill_, weight_shapes
 from megahead.run_folder import RunFolder
 from megahead.version import __version__
-
-# A trained model on disk: a checkpoint's parameters, by their names in the `Pretraining`, read one at a time.
 
 BACKBONE = "backbone."
 EMBEDDING = "backbone.embedding.weight"
@@ -62,15 +61,15 @@ class TrainedModel:
         for name, shape in shapes.items():
             if f"weight/{name}" not in stored:
                 raise CheckpointError(f"`{checkpoint.folder}` must hold the parameter {name}, but lacks it.")
-            held = checkpoint.shape(f"weight/{name}")
-            if held != shape:
+            found = list(checkpoint.shape(f"weight/{name}"))
+            if found != list(shape):
                 raise CheckpointError(
-                    f"`{checkpoint.folder}` must hold {name} as {list(shape)}, but holds {list(held)} instead."
+                    f"`{checkpoint.folder}` must hold {name} as {list(shape)}, but holds {found} instead."
                 )
         return TrainedModel(checkpoint, config, shapes)
 
     def used(self) -> TrainedModel:
-        """What is left of it after training: all but a decoder that alone sees mask tokens."""
+        """The part that is used after training: all but a decoder that alone sees mask tokens."""
         masking = self.config.masking
         if masking is None or not masking.mask_decoder_layers:
             return self
@@ -115,16 +114,10 @@ class TrainedModel:
     def training_free_bias(self) -> Tensor:
         """[V] fp32: the bias that turns `E h / T` into log p. For the paper's objective log q: q the distribution of
         the targets trained on, or of the text's tokens if rare ones were masked more often."""
-        model, token_counts_V, counts_V = self.config.model, self.dataset_counts(), self.target_counts()
-        bias_V = training_free_bias(
-            self.config.objective,
-            model.vocab_size,
-            counts_V,
-            token_counts_V,
-            self._group_targets(),
-            evaluation_target_counts(self.config, token_counts_V),
-        )
-        return torch.zeros(model.vocab_size) if bias_V is None else bias_V
+        size, token_counts_V, counts_V = self.config.model.vocab_size, self.dataset_counts(), self.target_counts()
+        own_V = evaluation_target_counts(self.config, token_counts_V)
+        bias_V = training_free_bias(self.config.objective, size, counts_V, token_counts_V, self._group_targets(), own_V)
+        return torch.zeros(size) if bias_V is None else bias_V
 
     def learned_bias(self) -> Tensor | None:
         """[V] fp32: the bias of a trained head; None where there is none."""
@@ -139,8 +132,7 @@ class TrainedModel:
     def _group_targets(self) -> float:
         """Mean number of targets in a group over the run; expected from its settings if none were counted."""
         state, config = self.checkpoint.state, self.config
-        samples = target_samples(self.checkpoint)
-        per_sample = state.get("targets", 0) / max(samples, 1) or config.targets_per_row()
+        per_sample = state.get("targets", 0) / max(target_samples(self.checkpoint), 1) or config.targets_per_row()
         return float(per_sample * state.get("group_samples", config.batch.micro_size))
 
     def load(self) -> Pretraining:
@@ -222,19 +214,17 @@ def dataset_names(data: DataConfig) -> str:
 def code_version() -> str:
     """The version that exports, with its commit if `.git` is directly above the package: an installed copy may lie in
     another project's repository."""
-    if not (_CHECKOUT / ".git").exists():
-        return f"megahead {__version__}"
     command = ["git", "-C", str(_CHECKOUT), "describe", "--always", "--dirty", "--abbrev=12"]
-    try:
-        commit = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return f"megahead {__version__}"
-    return f"megahead {__version__}, commit {commit}"
+    with suppress(OSError, subprocess.SubprocessError):
+        if (_CHECKOUT / ".git").exists():
+            done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
+            return f"megahead {__version__}, commit {done.stdout.strip()}"
+    return f"megahead {__version__}"
 
 
 def last_evaluation(model: TrainedModel) -> str | None:
     """The last evaluation before the checkpoint, from the run's metrics.jsonl (which may also hold evaluations of
-    branches: steps that the run abandoned when it went on from an older checkpoint); None if there is none."""
+    orphaned steps: those that the run left when it resumed from an older checkpoint); None if there is none."""
     try:
         lines = model.run_folder().metrics.read_text(encoding="utf-8").split("\n")
     except OSError:
@@ -251,7 +241,7 @@ def last_evaluation(model: TrainedModel) -> str | None:
 
 
 def _is_checkpoints_own(step: int, loss: float, checkpoint: Checkpoint) -> bool:
-    """Whether the evaluation at `step` is one that `checkpoint` remembers, not a branch's that the run abandoned."""
+    """Whether the evaluation at `step` is one that `checkpoint` remembers, not one of an orphaned step."""
     if "validation" not in checkpoint.state:  # checkpoints of the first version lack it
         return step <= checkpoint.step
     last = checkpoint.state["validation"]
@@ -260,8 +250,8 @@ def _is_checkpoints_own(step: int, loss: float, checkpoint: Checkpoint) -> bool:
 
 def _sentence(step: int, found: dict[str, Any]) -> str:
     """An evaluation in words. `found["head"]` predicted: `trained`, `tied`, or `pmi` (the training-free head)."""
-    if told := found.get("detection"):
-        shares = f"{told['found']:.1%} of replaced tokens found and {told['kept']:.1%} of others kept"
+    if detection := found.get("detection"):
+        shares = f"{detection['found']:.1%} of replaced tokens found and {detection['kept']:.1%} of others kept"
         return f"{shares} (step {step:,}), its generator's perplexity {found['perplexity']:,.4g}"
     bits, most = found.get("bits_per_byte"), "at most " if found.get("upper_bound") else ""
     parts = [f"perplexity {most}{found['perplexity']:,.4g}"]

@@ -1,4 +1,4 @@
-"""Holds an exported folder against the model it came from: the same outputs, within rounding."""
+"""Compares an exported folder with the model it came from: the same outputs, within rounding."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def verify(folder: Path, target: ExportTarget) -> Parity:
     for kind in dict.fromkeys(["float32", dtype]):
         outputs = _exported_outputs(folder, target, rows_BT, DTYPES[kind])
         errors[kind] = _distance(outputs[..., :width], expected)  # padding rows come last
-        padding = max(padding, _probability_from(width, outputs))
+        padding = max(padding, float(outputs.softmax(-1)[..., width:].sum(-1).max()))
     rounded = expected if dtype == "float32" else expected_outputs(model, head, rows_BT, DTYPES[dtype])
     compared = "logits" if target.has_head() else "hidden states"
     scale = float(expected.abs().max())
@@ -126,11 +126,6 @@ def _exported_outputs(folder: Path, target: ExportTarget, rows_BT: Tensor, dtype
         else:
             outputs = load_causal(folder, dtype, stream_to=Path(converted))(rows_BT).logits
     return outputs.float()
-
-
-def _probability_from(first: int, logits_BTV: Tensor) -> float:
-    """The largest sum of probabilities from column `first` on; 0 without such columns."""
-    return float(logits_BTV.softmax(-1)[..., first:].sum(-1).max())
 
 
 def _distance(outputs: Tensor, expected: Tensor) -> float:
