@@ -56,8 +56,9 @@ def main() -> None:
     results = [evaluate_model(model, folder, files, kept, *limits) for model, folder in folders.items()]
     if results:
         console.print(table(results))
-    for line in (line for result in results for line in result.cut_lines()):
-        console.print(line, soft_wrap=True)
+    for result in results:
+        for note in filter(None, (task.cut_note() for task in result.tasks)):
+            console.print(f"{result.model}, {note}", soft_wrap=True)
     if arguments.output and results:
         console.print(f"wrote {arguments.output}", soft_wrap=True)
     if curve:

@@ -66,9 +66,10 @@ def load_model(model: Path, seed: int, passes: int | None) -> Callable[[str, int
     loaded.to("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(seed)
     tokenizer = load_tokenizer_folder(folder)
+    report = terminal(stderr=True, soft_wrap=True).print
     if encoder:
-        return partial(unmasked_continuation, loaded, tokenizer, passes=passes)
-    return partial(continuation, loaded, tokenizer)
+        return partial(unmasked_continuation, loaded, tokenizer, passes=passes, report=report)
+    return partial(continuation, loaded, tokenizer, report=report)
 
 
 def given_prompts(prompts: Sequence[str] | None, file: Path | None) -> list[str]:

@@ -33,7 +33,7 @@ def main() -> None:
 
 
 def describe(checkpoint: Checkpoint, list_tensors: bool) -> None:
-    """Prints step, settings, state, sizes and (if asked) tensors."""
+    """Prints step, settings, state, sizes and, with `list_tensors`, tensors."""
     size = sum(entry.bytes for entry in checkpoint.files.values())
     tensors, files = counted(len(checkpoint.tensors), "tensor"), counted(len(checkpoint.files), "file")
     print(f"checkpoint {checkpoint.folder}")

@@ -51,7 +51,7 @@ def run() -> None:
 
 def share_cores(environment: Mapping[str, str]) -> None:
     """Leaves each rank of this machine its part of the cores under DeepSpeed's launcher, where each would take all,
-    unless somebody said how many threads it has. torchrun gives each rank one."""
+    unless OMP_NUM_THREADS sets how many threads it has. torchrun gives each rank one."""
     import torch
 
     ranks = environment.get("LOCAL_SIZE", "")

@@ -54,7 +54,7 @@ def parse() -> argparse.Namespace:
 
 
 def trained(arguments: argparse.Namespace) -> Tokenizer:
-    """A new tokenizer of the type asked for, or the one to extend with what the texts need."""
+    """A new tokenizer of the chosen type, or the one to extend with what the texts need."""
     limit = None if arguments.max_bytes is None else int(arguments.max_bytes)
     with Bar("Reading") as bar:
         selection = Selection(arguments.text_key, conditions("--keep", arguments.keep))

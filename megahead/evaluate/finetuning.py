@@ -221,8 +221,9 @@ def fine_tune(
     lengths = [example.length() for example in train]
     steps = settings.epochs * math.ceil(len(train) / settings.batch_size)
     schedule = ScheduleConfig(name="constant", warmup_steps=math.ceil(settings.warmup * steps))
-    rates = {"learning_rate": settings.learning_rate, "weight_decay": settings.weight_decay}
-    optimizer = build_optimizer(classifier.model, OptimizerConfig(betas=(0.9, 0.999), **rates))
+    rate, decay = settings.learning_rate, settings.weight_decay
+    adam = OptimizerConfig(learning_rate=rate, betas=(0.9, 0.999), weight_decay=decay)
+    optimizer = build_optimizer(classifier.model, adam)
     step = 0
     for _ in range(settings.epochs):
         begin, losses = time.monotonic(), []
@@ -232,7 +233,7 @@ def fine_tune(
             loss.backward()
             torch.nn.utils.clip_grad_norm_(classifier.model.parameters(), settings.gradient_clipping)
             ratio = learning_rate_ratio(schedule, step, steps)
-            set_learning_rate(optimizer.param_groups, settings.learning_rate * ratio)
+            set_learning_rate(optimizer.param_groups, rate * ratio)
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.detach())
@@ -402,8 +403,8 @@ def _suite_mean(suite: str, rows: Sequence[Summary]) -> Summary | None:
 
 
 def _result(entry: Mapping[str, Any]) -> FineTuningResult:
-    facts = (entry[name] for name in ("model", "task", "seed", "train_rows", "halved"))
-    return FineTuningResult(*facts, epochs=[EpochScores(**epoch) for epoch in entry["epochs"]])
+    facts = {name: entry[name] for name in ("model", "task", "seed", "train_rows", "halved")}
+    return FineTuningResult(**facts, epochs=[EpochScores(**epoch) for epoch in entry["epochs"]])
 
 
 def _key(initial_model: InitialModel, data: TaskData, settings: FineTuning, seed: int) -> dict[str, Any]:

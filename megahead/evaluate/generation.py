@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import inf
 from typing import Any
 
@@ -11,27 +12,40 @@ from torch import Tensor
 from megahead.errors import FieldError
 from megahead.evaluate.scoring import first_token
 from megahead.hf.published import context_of
+from megahead.wording import counted
 
-# Generates text after a prompt.
 
-
-def continuation(model: Any, tokenizer: Any, prompt: str, max_tokens: int, sampling: dict[str, Any]) -> str:
+def continuation(
+    model: Any,
+    tokenizer: Any,
+    prompt: str,
+    max_tokens: int,
+    sampling: dict[str, Any],
+    report: Callable[[str], object] | None = None,
+) -> str:
     """Up to `max_tokens` tokens that follow `prompt`, ended by the end token; an empty prompt begins a document.
 
-    A prompt longer than the model's context minus `max_tokens` is cut at its beginning.
+    A prompt longer than the model's context minus `max_tokens` is cut at its beginning; `report` receives a sentence
+    about it.
     """
-    import torch
-
     room = context_of(model) - max_tokens
     if room < 1:
         raise FieldError("--max-tokens", f"be below the model's context ({room + max_tokens})", got=max_tokens)
-    ids = tokenizer(prompt, verbose=False)["input_ids"][-room:] or [first_token(tokenizer)]
+    ids = _end_of(tokenizer(prompt, verbose=False)["input_ids"], room, report) or [first_token(tokenizer)]
     inputs = torch.tensor([ids], device=model.device)
     options = {"max_new_tokens": max_tokens, "pad_token_id": tokenizer.pad_token_id, **sampling}
     output = model.generate(inputs, attention_mask=torch.ones_like(inputs), **options)
     whole, before = (tokenizer.decode(part, skip_special_tokens=True) for part in (output[0], ids))
     text: str = whole.removeprefix(before)  # with the space between, which SentencePiece drops at the start of a text
     return text
+
+
+def _end_of(ids: list[int], room: int, report: Callable[[str], object] | None) -> list[int]:
+    """The last `room` tokens of a prompt."""
+    cut = max(len(ids) - room, 0)
+    if cut and report is not None:
+        report(f"the prompt exceeds the context and lost its first {counted(cut, 'token')}")
+    return ids[cut:]
 
 
 def sampling_options(temperature: float, top_k: int, top_p: float) -> dict[str, Any]:
@@ -49,10 +63,10 @@ def sampling_options(temperature: float, top_k: int, top_p: float) -> dict[str, 
 
 # Text by an encoder: mask tokens after a prompt are replaced by tokens, some in each pass, in a random order.
 #
-# How masked diffusion is sampled (Sahoo et al. 2024, arXiv 2406.07524): whatever places are left masked, the next ones
-# are drawn evenly among them, and their tokens from the model's predictions, each by itself. With one place a pass, at
+# This is how masked diffusion is sampled (Sahoo et al. 2024, arXiv 2406.07524): the places of a pass are drawn evenly
+# among those left masked, and their tokens from the model's predictions, each by itself. With one place a pass, at
 # temperature 1 and without top-k or top-p, the text is drawn exactly from the model, special tokens left out; fewer
-# passes take less time, and tokens of one pass do not know of each other. An encoder that was trained with few masks
+# passes take less time, and tokens of one pass do not depend on each other. An encoder that was trained with few masks
 # can be sampled so, too, but has never seen so little of a text.
 #
 # T tokens of the row, M masked places, m of one pass, V vocabulary.
@@ -60,12 +74,18 @@ def sampling_options(temperature: float, top_k: int, top_p: float) -> dict[str, 
 
 @torch.inference_mode()
 def unmasked_continuation(
-    model: Any, tokenizer: Any, prompt: str, max_tokens: int, sampling: dict[str, Any], passes: int | None = None
+    model: Any,
+    tokenizer: Any,
+    prompt: str,
+    max_tokens: int,
+    sampling: dict[str, Any],
+    passes: int | None = None,
+    report: Callable[[str], object] | None = None,
 ) -> str:
     """`max_tokens` tokens after `prompt`, drawn in so many passes through the model (None: one token in each).
 
-    A prompt longer than the model's context minus these and [CLS], [SEP] is cut at its beginning. Random numbers are
-    torch's, on the CPU.
+    A prompt longer than the model's context minus these and [CLS], [SEP] is cut at its beginning, and `report`
+    receives a sentence about it. Random numbers are torch's, on the CPU.
     """
     room = context_of(model) - max_tokens - 2
     if room < 0:
@@ -74,8 +94,7 @@ def unmasked_continuation(
     if not 1 <= passes <= max_tokens:
         raise FieldError("--passes", f"be 1 to --max-tokens ({max_tokens})", got=passes)
     start, mask, end = _special_ids(tokenizer)
-    ids = tokenizer(prompt, add_special_tokens=False, verbose=False)["input_ids"]
-    read = ids[max(len(ids) - room, 0) :]
+    read = _end_of(tokenizer(prompt, add_special_tokens=False, verbose=False)["input_ids"], room, report)
     row_T = torch.tensor([start, *read, *[mask] * max_tokens, end], device=model.device)
     first = 1 + len(read)
     places_M = first + torch.randperm(max_tokens)

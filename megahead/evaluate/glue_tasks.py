@@ -161,7 +161,7 @@ def translated(file: Path) -> Published:
 
 
 def texts(first: str, second: str | None = None) -> Builder:
-    """A builder of examples that ask for the class of one text, or of a pair, given by their fields."""
+    """A builder of examples for the class of one text, or of a pair, given by their fields."""
 
     def build(row: Row, labels: Sequence[str]) -> Example:
         return Example(row[first], (None if second is None else row[second],), class_of(row, labels))
@@ -232,7 +232,7 @@ class Task:
     """Other metrics that are reported."""
 
     rows_per_unit: int = 1
-    """Neighbouring rows that belong together: XNLI asks three questions of each premise."""
+    """Neighbouring rows that belong together: XNLI has three questions for each premise."""
 
     def outputs(self) -> int:
         """Numbers that the classifier gives for a sequence: a score for each class, or one for the sequence."""

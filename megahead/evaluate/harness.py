@@ -102,7 +102,7 @@ def _quiet() -> Iterator[None]:
     os.environ.setdefault("DISABLE_MULTIPROC", "1")
     no_git = patch.object(
         evaluator, "get_git_commit_hash", return_value=None
-    )  # asks git, whose errors nothing redirects
+    )  # it runs git, whose errors nothing redirects
     try:
         with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()), no_git:
             yield

@@ -122,8 +122,8 @@ def qasper(file: Path) -> list[Row]:
     """A dict by paper, whose questions are a list of objects; the definition wants an object of lists."""
 
     def changed(paper: Row) -> Row:
-        answers = [{"answer": [given["answer"] for given in asked["answers"]]} for asked in paper["qas"]]
-        questions = {"question": [asked["question"] for asked in paper["qas"]], "answers": answers}
+        answers = [{"answer": [given["answer"] for given in question["answers"]]} for question in paper["qas"]]
+        questions = {"question": [question["question"] for question in paper["qas"]], "answers": answers}
         return {"title": paper["title"], "abstract": paper["abstract"], "qas": questions}
 
     return each_of(file, _mapping(file).values(), changed)

@@ -12,6 +12,7 @@ from typing import Any
 
 from megahead.errors import DataError
 from megahead.files import write_atomically
+from megahead.wording import counted
 
 # A JSON file of results, so that an interrupted comparison continues where it was.
 
@@ -96,10 +97,15 @@ class TaskResult:
     cut: int = 0
     """Requests of lm-eval (a text and a continuation) that exceed the context and so lost their beginning."""
 
+    def cut_note(self) -> str:
+        """A line about those requests; empty without any."""
+        cut = f"{self.task}: {counted(self.cut, 'request')} longer than the context lost the beginning"
+        return cut if self.cut else ""
+
 
 @dataclass(frozen=True)
 class HarnessResult:
-    """A model's scores on all tasks that were asked for."""
+    """A model's scores on all tasks."""
 
     model: str
     tasks: list[TaskResult]
@@ -108,11 +114,6 @@ class HarnessResult:
     def record(self) -> dict[str, Any]:
         """Plain values, for JSON."""
         return asdict(self)
-
-    def cut_lines(self) -> list[str]:
-        """A sentence for each task with requests that lost their beginning."""
-        cut = "requests exceed the context and lost their beginning"
-        return [f"{self.model}, {task.task}: {task.cut:,} {cut}" for task in self.tasks if task.cut]
 
 
 class ResultsFile:

@@ -1,1 +1,1 @@
-"""Hugging Face folders out and in; nothing else knows Hugging Face's names."""
+"""Exports to Hugging Face folders and imports from them; no other package uses Hugging Face's names."""

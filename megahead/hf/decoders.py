@@ -53,7 +53,7 @@ _GPT_NEOX_DEFAULTS = {
 
 
 def gpt_neox_config(model: ModelConfig) -> dict[str, Any]:
-    """What `config.json` says of the shape of `model`.
+    """The content of `config.json` for the shape of `model`.
 
     Rotary settings appear twice: `rope_parameters` for transformers 5, `rotary_*` for older readers.
     """
@@ -82,7 +82,7 @@ def gpt_neox_settings(content: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-# Llama; Qwen 2, Qwen 3 and Mistral, which are settings of it. Mistral goes out as a Llama, whose blocks it has.
+# Llama; Qwen 2, Qwen 3 and Mistral, which are settings of it. A Mistral is exported as a Llama, whose blocks it has.
 
 LLAMA = TensorNames(
     kind="Llama",
@@ -136,7 +136,7 @@ def kind_of(model: ModelConfig) -> str:
 
 
 def llama_config(model: ModelConfig) -> dict[str, Any]:
-    """What `config.json` says of the shape of `model`, of the kind that `kind_of` names.
+    """The content of `config.json` for the shape of `model`, of the kind that `kind_of` names.
 
     Rotary settings appear twice: `rope_parameters` for transformers 5, the others for older readers; llama.cpp looks
     for the positions of `llama3` beside them.
@@ -219,7 +219,7 @@ ERNIE_HEAD_BIAS = "lm_head.bias"
 
 
 def ernie_config(model: ModelConfig) -> dict[str, Any]:
-    """What `config.json` says of the shape of `model`."""
+    """The content of `config.json` for the shape of `model`."""
     shape = llama_config(model)
     for foreign in ("attention_bias", "mlp_bias", "attention_dropout", "use_sliding_window"):
         shape.pop(foreign, None)

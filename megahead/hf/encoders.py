@@ -95,7 +95,7 @@ _DISTILBERT = SettingNames(
 
 
 def bert_config(model: ModelConfig) -> dict[str, Any]:
-    """What `config.json` says of the shape of a BERT."""
+    """The content of `config.json` for the shape of a BERT."""
     return {"model_type": "bert", **_BERT.config(model), "position_embedding_type": "absolute"}
 
 
@@ -175,7 +175,7 @@ _BASES = {
 
 
 def modernbert_config(model: ModelConfig) -> dict[str, Any]:
-    """What `config.json` says of the shape of `model`.
+    """The content of `config.json` for the shape of `model`.
 
     Kinds of layers and their rotary bases appear twice: `layer_types` and `rope_parameters` for transformers 5, the
     other three for older readers.
@@ -270,7 +270,7 @@ _ITSELF = 2
 
 
 def modernbert_decoder_config(model: ModelConfig) -> dict[str, Any]:
-    """What `config.json` says of the shape of `model`."""
+    """The content of `config.json` for the shape of `model`."""
     window = {"local_attention": model.local_window + _ITSELF}
     return modernbert_config(model) | {"model_type": "modernbert-decoder"} | window
 

@@ -1,4 +1,4 @@
-"""The kinds of models that go out and come in: one entry each, so that exporting and importing know no names."""
+"""The kinds of models that are exported and imported: one entry each, which holds all names that differ."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @dataclass(frozen=True)
 class ExportTarget:
-    """A trained model, and what of it goes out as what."""
+    """A trained model, and how it is exported."""
 
     model: TrainedModel
     head: Head
@@ -121,7 +121,7 @@ def trained_transform(stored: Mapping[str, Tensor], vocab_size: int, temperature
 # + (log q - E delta / T) (outer) u` gives W h' = E h / T + log q exactly. Any other head whose padding rows are kept
 # has a bias in the same way, 0 but for those rows: without one they would take a share of the probability.
 #
-# Behind an RMS norm nothing can be folded in; a Llama whose head needs a bias goes out as a class that has one
+# Behind an RMS norm nothing can be folded in; a Llama whose head needs a bias is exported as a class that has one
 # (`megahead/hf/decoders.py`), and one with norms of queries and keys, which no such class has, cannot have that
 # head.
 #
@@ -182,8 +182,8 @@ class Head:
     def is_embedding(self) -> bool:
         """Whether the output matrix equals the input embedding, so that it need not be stored.
 
-        Beside a bias it is stored: of a head that is tied, vLLM passes over all that is stored, the bias included, and
-        would speak without it; of one that is not, it refuses a bias that it has no place for.
+        Beside a bias it is stored: vLLM ignores all stored parts of a tied head, the bias included, and would predict
+        without it; for an untied one it refuses a bias that it has no place for.
         """
         plain = self.temperature == 1.0 and self.folded is None and self.bias_V is None
         return self.matrix == EMBEDDING and (self.transform is not None or plain)
@@ -226,10 +226,10 @@ def make_head(name: HeadName, model: TrainedModel, *, keep_padding: bool = False
     if not shape.has_rms_norm():
         return replace(plain, folded=_folded(model, bias_V))
     if shape.qk_norm:
-        asked = name if name == "pmi" or not padded else f"{name} --keep-padding"
+        wanted = name if name == "pmi" or not padded else f"{name} --keep-padding"
         given = "no class of transformers has one beside norms of queries and keys (Qwen 3)"
         others = "none" if objective.output_bias else "tied or none without --keep-padding, or train a head"
-        raise _impossible(asked, "a bias in the head", given, others)
+        raise _impossible(wanted, "a bias in the head", given, others)
     return replace(plain, bias_V=bias_V)
 
 

@@ -23,11 +23,11 @@ class Renames:
         self._theirs = {ours: (theirs,) for theirs, several in self._ours.items() for ours in several}
 
     def theirs(self, name: str) -> str | None:
-        """Their name of our parameter, or None when the table does not know it."""
+        """Their name of our parameter, or None where the table lacks it."""
         return next(iter(_translate(name, self._theirs)), None)
 
     def ours(self, name: str) -> tuple[str, ...]:
-        """Our names of what their parameter holds, from its first row on; none when the table does not know it."""
+        """Our names of what their parameter holds, from its first row on; none where the table lacks it."""
         return _translate(name, self._ours)
 
 
@@ -118,7 +118,7 @@ class SettingNames:
     """Settings of ours that config.json must have."""
 
     def config(self, model: ModelConfig) -> dict[str, Any]:
-        """What config.json says of `model` in these settings."""
+        """The part of config.json for `model` that these settings make."""
         values = {ours: _DERIVED[ours](model) if ours in _DERIVED else getattr(model, ours) for ours in self.same}
         renamed = {theirs: values[ours] for ours, theirs in self.same.items()}
         return renamed | {self.activation: _THEIR_ACTIVATIONS[model.activation]}

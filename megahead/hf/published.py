@@ -66,7 +66,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class PublishedModel:
-    """An open folder; no weight is loaded until asked for."""
+    """An open folder; no weight is loaded before it is used."""
 
     folder: Path
     content: Mapping[str, Any]

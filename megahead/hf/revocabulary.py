@@ -1,4 +1,4 @@
-"""Gives a model another vocabulary: rows of shared tokens stay, others begin as what their pieces say."""
+"""Gives a model another vocabulary: rows of shared tokens stay, others begin as means of their pieces' rows."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def mean_rows(old_VD: Tensor, pieces: Pieces, counts_V: Tensor | None, generator
 
 
 def rarity_rows(old_VD: Tensor, pieces: Pieces, counts_V: Tensor | None, generator: torch.Generator) -> Tensor:
-    """The mean with weights a / (a + p), p a piece's frequency: rare pieces say more; drawn where there is none.
+    """The mean with weights a / (a + p), p a piece's frequency: rare pieces weigh more; drawn where there is none.
 
     Arora, Liang, Ma 2017, "A Simple but Tough-to-Beat Baseline for Sentence Embeddings", ICLR (SIF).
     """
@@ -74,9 +74,9 @@ NEED_COUNTS = frozenset({"rarity"})
 def _weighted(old_VD: Tensor, pieces: Pieces, weight_V: Tensor, generator: torch.Generator) -> Tensor:
     """Means of the pieces' rows, exact to float32."""
     rows_nD = random_rows(old_VD, pieces, None, generator)
-    said = [token for token, ids in enumerate(pieces) if ids]
-    for first in range(0, len(said), _TOKENS_AT_ONCE):
-        tokens = said[first : first + _TOKENS_AT_ONCE]
+    known = [token for token, ids in enumerate(pieces) if ids]
+    for first in range(0, len(known), _TOKENS_AT_ONCE):
+        tokens = known[first : first + _TOKENS_AT_ONCE]
         ids = torch.tensor([id_ for token in tokens for id_ in pieces[token]])
         lengths = torch.tensor([len(pieces[token]) for token in tokens])
         of_token = torch.arange(len(tokens)).repeat_interleave(lengths)
@@ -87,8 +87,6 @@ def _weighted(old_VD: Tensor, pieces: Pieces, weight_V: Tensor, generator: torch
     return rows_nD
 
 
-# Gives a model another vocabulary: rows of tokens that both have stay, others begin as what their pieces say.
-#
 # Every matrix and bias with a row for each id is changed in the same way: the input embedding, the head, the bias of
 # its outputs. V old ids, W new ids.
 
@@ -105,7 +103,7 @@ class RevocabularyReport:
     new_ids: int
     kept: int
     pieced: int
-    """Tokens that begin as what their pieces say, if the method asks for them."""
+    """Tokens that begin as a mean of their pieces' rows, where the method takes one."""
 
     pieces: float
     """How many these have on average."""
@@ -117,9 +115,9 @@ def revocabulary(model_dir: Path, tokenizer: Path, output_dir: Path, method: str
     """Writes the model of a run, checkpoint or Hugging Face folder with the ids of `tokenizer`, as a run folder.
 
     Good for `init.from_checkpoint` and for export, like what `from_hf` writes. Rows of tokens with the same bytes, or
-    of special tokens with the same role, stay bit by bit; others begin as `method`, a name of METHODS, says. Counts of
-    targets stay where ids are only renumbered: of another cut of the text they would be wrong. UserError where it
-    cannot be done, with nothing written.
+    of special tokens with the same role, stay bit by bit; others are made by `method`, a name of METHODS. Counts of
+    targets stay where ids are only renumbered: for other tokens they would be wrong. UserError where it cannot be
+    done, with nothing written.
     """
     if method not in METHODS:
         raise FieldError("--method", f"be one of {', '.join(METHODS)}", got=method)

@@ -206,7 +206,9 @@ def _of_run(target: ExportTarget) -> dict[str, Any]:
 def _of_kept(target: ExportTarget, kept: KeptSettings) -> dict[str, Any]:
     """config.json as it was, with what the run changed."""
     before, now = kept.content(CONFIG), _of_run(target)
-    if before["model_type"] != now["model_type"]:  # a class that has another head, or what a Mistral goes out as
+    if (
+        before["model_type"] != now["model_type"]
+    ):  # a class that has another head, or the Llama that a Mistral is exported as
         return now | {name: id_ for name, id_ in before.items() if name.endswith("_token_id")}
     then = target.family.config(ModelConfig(**target.family.settings(before)))
     changed = {name: value for name, value in now.items() if name not in then or then[name] != value}

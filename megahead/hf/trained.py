@@ -39,7 +39,7 @@ _PRIOR = "state/dataset_counts"
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """An open checkpoint and the run's config; nothing is loaded until asked for."""
+    """An open checkpoint and the run's config; nothing is loaded before it is used."""
 
     checkpoint: Checkpoint
     config: RunConfig

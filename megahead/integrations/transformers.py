@@ -164,7 +164,7 @@ class Headless(nn.Module):
         without any 0, in evaluation NaN, which `Trainer` leaves out of its mean.
 
         labels: as Hugging Face has them, unshifted ids for a causal model, -100 where there is no target; FieldError
-        without any, as with label smoothing, which needs logits. An input that the body does not know by name is left
+        without any, as with label smoothing, which needs logits. An input that the body has no argument for is left
         out; `more` goes to it as it is. Collective in training.
         """
         if labels is None:
@@ -217,7 +217,7 @@ class Headless(nn.Module):
         save_plain(self._kind, self.body, body, weights[_COUNTS].cpu(), Path(folder), head, tokenizer)
 
     def activation_checkpointing_enable(self, **options: Any) -> None:
-        """What `Trainer` calls where it is asked to."""
+        """`Trainer` calls this where its arguments have it."""
         body: Any = self.body
         enable = getattr(body, "activation_checkpointing_enable", None) or body.gradient_checkpointing_enable
         enable(**options)

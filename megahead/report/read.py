@@ -52,8 +52,8 @@ class RunMetrics:
 def read_metrics(run: Path) -> RunMetrics:
     """The metrics of a run folder (or of a metrics.jsonl itself).
 
-    Left out are a last line cut short by a killed run, and what a later session or a rollback abandoned; of two
-    lines for one step the later counts. Raises UserError when there is no log, or when another line is broken.
+    A last line cut short by a killed run is left out, and so are the orphaned steps that a later session or a rollback
+    left; of two lines for one step the later counts. UserError when there is no log, or when another line is broken.
     """
     path = run if run.suffix == ".jsonl" else RunFolder(run).metrics
     training: dict[int, Record] = {}
@@ -222,7 +222,7 @@ _DONE = {"apply": "applied all the same", "skip": "skipped", "rollback": "rolled
 
 @dataclass(frozen=True)
 class Event:
-    """A moment of a run, and a sentence about it."""
+    """Something that happened at a step of a run, in a sentence."""
 
     step: int
     tokens: int

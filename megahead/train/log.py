@@ -459,6 +459,8 @@ class Meters:
         self._boards.add("tasks", {f"{task}/{score.metric}": score.value for task, score in scores}, state.step)
         sentence = ", ".join(f"{task} {score.metric} {score.value:.4g}" for task, score in scores)
         self.print_line(f"tasks at step {state.step:,}: {sentence}")
+        for note in filter(None, (result.cut_note() for result in results)):
+            self.print_line(note)
 
     def has_tasks(self, state: TrainingState) -> bool:
         """Whether results of tasks at this step were written, also by an earlier session."""

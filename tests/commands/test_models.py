@@ -89,6 +89,8 @@ def test_an_encoder_replaces_mask_tokens_after_a_prompt(encoder: Path, monkeypat
     assert text("--passes", 2, "--seed", 1) != first
     assert command(monkeypatch, "generate", "--model", encoder, "--prompt", "a", "--passes", 65) == 2
     assert "`--max-tokens` must leave 2 of the model's context (40)" in capsys.readouterr().err
+    assert command(monkeypatch, "generate", "--model", encoder, "--prompt", "the cat " * 20, "--max-tokens", 6) == 0
+    assert capsys.readouterr().err == "the prompt exceeds the context and lost its first 8 tokens\n"
 
 
 def test_a_decoder_writes_a_token_a_pass(run: Path, monkeypatch, capsys) -> None:
