@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from megahead.config.embedding import embedding_memory, shards_embedding
 from megahead.config.model import ModelConfig
 from megahead.config.objective import ON_CPU, ON_GPU
 from megahead.config.plan import RunPlan, phases_of
@@ -362,7 +363,7 @@ class RankMemory:
     """Rows of the candidates, a chunk of scores, and both gradients."""
 
     table: float = 0.0
-    """Where the embedding lies in rows, the rank's rows with their moments, and those of a step."""
+    """A sharded embedding: the rank's rows with their moments, and those of a step."""
 
     host: float = 0.0
     """Bytes that offloading moved to the host's memory; not in the total."""
@@ -391,21 +392,10 @@ def _phase_memory(plan: RunPlan, stage: int | None) -> RankMemory:
         host, weights = host + weights, 0
     optimizer = 0 if "offload_optimizer" in zero else optimizer
     compute = 4 if precision == "fp32" else 2
-    peak = activation_bytes(config, compute), _loss(config, compute), _table(plan)
-    return RankMemory(weights, gradients, optimizer, buffers, *peak, host)
-
-
-def _table(plan: RunPlan) -> float:
-    """Weight and moments of the rank's rows, and the step they were last updated at; of a step's rows the copies with
-    moments that are brought up to date, and as many rows fetched, with their gradients, sent and summed."""
-    config = plan.config
-    if not config.in_rows():
-        return 0.0
-    rows, hidden = config.model.padded_vocab_size(), config.model.hidden_size
-    a_row = 4 * {"adamw": 3 * hidden, "adamw_row": 2 * hidden + 1, "adagrad": hidden + 1}[config.optimizer.table.rule]
     targets = config.batch.global_size // plan.data_ranks * config.targets_per_row()
-    fetched = expected_candidates(targets, config.model.vocab_size)
-    return (a_row + 4) * rows / plan.ranks + (a_row + 4 * 5 * hidden) * fetched
+    embedding = embedding_memory(config, plan.ranks, expected_candidates(targets, config.model.vocab_size))
+    peak = activation_bytes(config, compute), _loss(config, compute), embedding
+    return RankMemory(weights, gradients, optimizer, buffers, *peak, host)
 
 
 def _muon_parameters(config: RunConfig) -> float:
@@ -479,7 +469,7 @@ def ways_to_need_less(plan: RunPlan, stage: int | None = None) -> list[str]:
 
 def rank_parameters(config: RunConfig) -> int:
     """Parameters of one tensor rank; norms, biases of row-parallel layers and of tokens, and projections of fewer key
-    heads than there are ranks, are held in full by each, and an embedding in rows is none of them."""
+    heads than there are ranks, are held in full by each, and a sharded embedding is none of them."""
     model, tensor = config.trained_model(), config.parallel.tensor
     norm, keys = norm_parameters(model), 2 * model.key_heads() * model.head_size()
     in_block = 2 * norm + model.hidden_size * ((model.attention_bias == "all") + model.mlp_bias)
@@ -490,7 +480,7 @@ def rank_parameters(config: RunConfig) -> int:
     held_by_each = sum(shape.num_layers for shape in shapes) * in_block + len(shapes) * norm
     held_by_each += model.padded_vocab_size() if last.output_bias else 0
     held_by_each += detection_head(model) if config.generator() else 0
-    beside = counts.embedding if config.in_rows() else 0
+    beside = counts.embedding if shards_embedding(config) else 0
     return held_by_each + (counts.total - beside - held_by_each) // tensor
 
 

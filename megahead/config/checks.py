@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from math import sqrt
-from typing import TYPE_CHECKING, Any, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from megahead.config.data import DataConfig
+from megahead.config.embedding import check_embedding
 from megahead.config.masking import FRAMING, DroppingConfig, MaskingConfig
 from megahead.config.model import ModelConfig
 from megahead.config.objective import ObjectiveConfig, ObjectiveScheduleConfig
-from megahead.config.training import InitConfig, OptimizerConfig, TableConfig, TasksConfig, TrainingConfig
+from megahead.config.training import InitConfig, TasksConfig, TrainingConfig
 from megahead.errors import ConfigError
 from megahead.remote_files import is_far
 
@@ -85,57 +85,6 @@ def _unused_files(
         yield "nearest_ids", "without masking.similar_share and objective.nearest"
     if data.id_weights is not None and (masking is None or not masking.reads_weights()):
         yield "id_weights", "without masking.strategy or masking.dropping.by: weights"
-
-
-# Where the embedding lies: a weight like all others, or a table whose rows are sharded round-robin over all ranks.
-#
-# Rows that get no gradient at a step are what a table of rows saves; where all get one it only costs.
-
-
-ROWS_FROM = 1 << 16
-"""Ids from which `auto` takes rows: on one CPU, where nothing is sent, both ways take the same time there."""
-
-
-class Refusal(NamedTuple):
-    """What keeps an embedding from lying in rows."""
-
-    reason: str
-    """In the banner."""
-
-    error: ConfigError
-    """Where rows were asked for."""
-
-
-def refusal_of_rows(objective: ObjectiveConfig, optimizer: OptimizerConfig) -> Refusal | None:
-    """What keeps the embedding of such a run from lying in rows; None where it may."""
-    (b1, b2), table = optimizer.betas, optimizer.table
-    if objective.has_vocabulary_softmax():
-        rule = "be `dense` where all ids compete, and each row is updated at each step"
-        return Refusal("all ids compete", ConfigError("engine.embedding", rule, got="`rows`"))
-    if objective.replaced_tokens is not None:
-        rule = "be `dense` with objective.replaced_tokens, whose held-out tokens are drawn from all ids at once"
-        return Refusal("replaced tokens are drawn", ConfigError("engine.embedding", rule, got="`rows`"))
-    if (decay := refusal_of_decay(optimizer)) is not None:
-        return Refusal("weight decay leaves nothing", decay)
-    if table.rule != "adagrad" and b1 > 0.98 * sqrt(b2):
-        rule = "have a first of at most 0.98 times the root of the second with engine.embedding: rows"
-        hint = "or set optimizer.table.rule=adagrad"
-        return Refusal("optimizer.betas are too near", ConfigError("optimizer.betas", rule, got=[b1, b2], hint=hint))
-    return None
-
-
-def refusal_of_decay(optimizer: OptimizerConfig) -> ConfigError | None:
-    """What keeps the embedding from having such a learning rate of its own."""
-    ratio = optimizer.table.learning_rate_ratio
-    if optimizer.learning_rate * optimizer.weight_decay * ratio < 1:
-        return None
-    rule = "leave a part of a weight at each step (learning_rate * weight_decay * ratio below 1)"
-    return ConfigError("optimizer.table.learning_rate_ratio", rule, got=ratio)
-
-
-def wants_rows(vocab_size: int, table: TableConfig) -> bool:
-    """Whether `auto` takes rows where nothing keeps it from that: they have a rule of their own, or they are many."""
-    return vocab_size >= ROWS_FROM or table.rule != "adamw"
 
 
 # What goes with replaced-token detection, and what does not.
@@ -297,7 +246,7 @@ def check_fit(config: RunConfig) -> None:
     check_corrected(config.objective, config.masking, config.model.is_causal)
     _check_course_of_masks(config)
     check_id_files(config.data, config.masking, config.objective)
-    _check_table(config)
+    check_embedding(config)
     _check_elastic(config)
     _check_output(config)
     _check_course(config)
@@ -326,19 +275,6 @@ def _check_masking(config: RunConfig) -> None:
         return
     masking.check(config.model, config.data)
     check_token_subsets(masking, config.model, config.init, config.parallel.sequence)
-
-
-def _check_table(config: RunConfig) -> None:
-    table, decay, refusal = config.optimizer.table, refusal_of_decay(config.optimizer), config.refusal_of_rows()
-    if decay is not None and table.learning_rate_ratio != 1:
-        raise decay
-    if config.engine.embedding == "rows" and refusal is not None:
-        raise refusal.error
-    if table.rule != "adamw" and not config.in_rows():
-        raise ConfigError("optimizer.table.rule", "be adamw where the embedding is dense", got=table.rule)
-    if table.rule != "adamw" and config.objective.ends_vanilla():
-        rule = "be adamw with objective.schedule.vanilla_share, by which all rows end"
-        raise ConfigError("optimizer.table.rule", rule, got=table.rule)
 
 
 def _check_elastic(config: RunConfig) -> None:

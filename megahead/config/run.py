@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import Field, ValidationInfo, model_validator
 
 from megahead.config.base import Settings
-from megahead.config.checks import Refusal, check_fit, check_unused, refusal_of_rows, wants_rows
+from megahead.config.checks import check_fit, check_unused
 from megahead.config.data import BatchConfig, DataConfig
 from megahead.config.masking import MaskedInputsConfig, MaskingConfig
 from megahead.config.model import ModelConfig
@@ -89,12 +89,6 @@ class RunConfig(Settings):
         asked = self.objective.replaced_tokens
         return None if asked is None else self.model.model_copy(update={"num_layers": asked.generator_layers})
 
-    def in_rows(self) -> bool:
-        """Whether the embedding lies in rows, sharded round-robin over all ranks."""
-        if self.engine.embedding != "auto":
-            return self.engine.embedding == "rows"
-        return wants_rows(self.model.vocab_size, self.optimizer.table) and self.refusal_of_rows() is None
-
     def usable_ranks(self, there: int) -> int:
         """How many of the launcher's ranks train: under `parallel.elastic` the most that batch and tensor ranks allow.
 
@@ -105,10 +99,6 @@ class RunConfig(Settings):
         if there < self.parallel.tensor:
             raise ConfigError("parallel.tensor", f"be at most the number of ranks ({there})", got=self.parallel.tensor)
         return self.parallel.tensor * self.batch.most_data_ranks(there // self.parallel.tensor)
-
-    def refusal_of_rows(self) -> Refusal | None:
-        """What keeps the embedding from lying in rows."""
-        return refusal_of_rows(self.objective, self.optimizer)
 
     def sample_length(self) -> int:
         """The `sequence_length` of the run's `Samples`, which read one token more than it. A masked row has

@@ -21,8 +21,7 @@ from megahead.engine.state import MOMENTS, WEIGHT, FullState, moments_of, open_p
 from megahead.models.parallel import shard_dims
 from megahead.objectives.pretraining import fill_
 from megahead.optim import Muon, set_learning_rate
-from megahead.sharded_embedding.exchange import RowPlan
-from megahead.sharded_embedding.table import NORM_PROXY_SIZE, RowTable
+from megahead.sharded_embedding.table import NORM_PROXY_SIZE, RowPlan, RowTable
 
 
 class ForwardTime:
@@ -412,3 +411,9 @@ class RowEngine(Engine):
         """Leaves out the norm proxy (see `SplitRowTable`): it is neither saved nor loaded."""
         there = super()._saved_parameters()
         return {name: parameter for name, parameter in there.items() if parameter is not self._table.norm_proxy}
+
+
+def start_engine(module: nn.Module, **arguments: Any) -> Engine:
+    """An `Engine` for `module`, or a `RowEngine` if its embedding is sharded; `arguments` as of these. Collective."""
+    sharded = any(isinstance(layer, RowTable) for layer in module.modules())
+    return (RowEngine if sharded else Engine)(module, **arguments)

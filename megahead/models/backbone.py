@@ -6,7 +6,7 @@ B rows, T tokens a row, t those of them that this rank holds, D hidden size, N t
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
 from torch import Tensor, nn
@@ -43,6 +43,11 @@ class Backbone(nn.Module, ABC):
         """[..., D]: the table's rows of `ids`, of any shape."""
         rows: Tensor = self.embedding(ids)
         return rows
+
+    def embedding_blocks(self, until: int) -> Iterator[Tensor] | None:
+        """The table's first `until` rows in blocks [b, D], where no rank has all of it; else None. Collective."""
+        blocks: Callable[[int], Iterator[Tensor]] | None = getattr(self.embedding, "weight_blocks", None)
+        return None if blocks is None else blocks(until)
 
     def use_attention(self, attend: Attend) -> None:
         """Has every layer compute attention by `attend`, which must serve this backbone's device and precision."""

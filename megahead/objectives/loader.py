@@ -21,7 +21,7 @@ from megahead.distributed.group import Group
 from megahead.losses.candidates import Candidates
 from megahead.losses.contrastive import Objective, Pool
 from megahead.objectives.micro_batch import MicroBatch, StepBatches
-from megahead.sharded_embedding.exchange import RowPlan, plan_rows
+from megahead.sharded_embedding.table import RowPlan, plan_rows
 
 # Candidate groups: consecutive samples whose targets are candidates for each other, on whichever ranks they are.
 #

@@ -13,7 +13,7 @@ from megahead.data.batch import Batch
 from megahead.losses.candidates import Candidates
 from megahead.models.documents import Documents, TargetPositions, TokenSubset
 from megahead.models.layers import LayerNorm
-from megahead.sharded_embedding.exchange import RowPlan
+from megahead.sharded_embedding.table import RowPlan
 
 # The inputs of a `Pretraining`: a micro-batch to learn from, or a batch to be scored.
 

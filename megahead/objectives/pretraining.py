@@ -14,7 +14,7 @@ from megahead.config.model import ModelConfig
 from megahead.config.objective import ObjectiveConfig
 from megahead.config.run import RunConfig
 from megahead.data.batch import Batch
-from megahead.distributed.group import Group, Mesh, reduce_from_group
+from megahead.distributed.group import Group, reduce_from_group
 from megahead.distributed.tensors import Tensors, take_rows_
 from megahead.losses.candidates import Candidates, vocabulary_candidates
 from megahead.losses.detection import DetectionSums
@@ -46,8 +46,6 @@ from megahead.objectives.micro_batch import (
 )
 from megahead.objectives.phrases import PhraseLoss
 from megahead.objectives.replaced_tokens import Detection
-from megahead.sharded_embedding.optimizer import build_row_rule
-from megahead.sharded_embedding.table import RowTable, SplitRowTable
 
 # The module that is trained: one embedding lookup, the backbone, and a softmax over candidates.
 #
@@ -221,9 +219,9 @@ class Pretraining(nn.Module):
         bias_V = request.bias_V if learned_V is None else learned_V
         weights = [batch.weight_N for batch in request.batches if batch.weight_N is not None]
         weight_N = torch.cat(weights) if weights else None
-        vocabulary, table = vocabulary_candidates(target_ids_N, bias_V, weight_N), self.backbone.embedding
-        if isinstance(table, RowTable):
-            return streamed_sums(hidden_ND, table.weight_blocks(self.vocab_size), vocabulary, self._score())
+        vocabulary = vocabulary_candidates(target_ids_N, bias_V, weight_N)
+        if (blocks := self.backbone.embedding_blocks(self.vocab_size)) is not None:
+            return streamed_sums(hidden_ND, blocks, vocabulary, self._score())
         sums = self._softmax(hidden_ND, self._output_rows(), vocabulary).sums()
         if self.detection is None:
             return sums
@@ -460,19 +458,3 @@ def _split(full: Pretraining, config: RunConfig, group: Group) -> Pretraining:
     head = None if full.head is None else SplitOutputEmbedding(rows, features)
     layers = head, full.mask_head, full.output_bias, full.detection
     return TensorParallelPretraining(full.backbone, full.objective, full.vocab_size, *layers, group)
-
-
-# Replaces a model's embedding by a `RowTable`, whose rows are sharded over all ranks (see `table`).
-
-
-def place_table_(module: Pretraining, config: RunConfig, mesh: Mesh, device: torch.device) -> RowTable:
-    """Replaces the embedding of `module`, whose parameters have no memory yet, by a table of zeros. Collective."""
-    model, settings = config.model, config.optimizer.table
-    rule, kind = (
-        build_row_rule(settings.rule, config.optimizer),
-        SplitRowTable if mesh.tensor_group.size > 1 else RowTable,
-    )
-    size = model.padded_vocab_size(), model.hidden_size
-    placed = kind(*size, rule, mesh, device, settings.learning_rate_ratio)
-    module.backbone.register_module("embedding", placed)
-    return placed

@@ -1,13 +1,16 @@
-"""The sharded embedding: the rows of this rank, and those it has fetched.
+"""The sharded embedding: who owns which rows, their exchange, and the module that stands in the embedding's place.
 
-n rows of this rank, U rows fetched, O rows that this rank owns and any rank asks for, D features. *Places* are indices
-into the U rows.
+Rows are sharded round-robin: rank i mod R owns id i, at place i // R, so that frequent ids, which are neighbours in
+most vocabularies, are spread evenly. R ranks; n rows of this rank; U: ids that this rank needs; u: those that it
+requests; S: rows that others request of it (repeats counted); O: how many of these are distinct; D features. *Places*
+are indices into the U rows.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,11 +18,103 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from megahead.distributed.group import Mesh
+from megahead.config.embedding import shards_embedding
+from megahead.config.run import RunConfig
+from megahead.distributed.group import Group, Mesh
 from megahead.distributed.tensors import RoundRobinShard, Tensors, fill_shard_, joined
 from megahead.errors import CheckpointError
-from megahead.sharded_embedding.exchange import RowPlan, gradients_to_owners, plan_rows, rows_from_owners
-from megahead.sharded_embedding.optimizer import RowRule, Rows
+from megahead.sharded_embedding.optimizer import RowRule, Rows, build_row_rule
+
+# The exchange of a step's rows, planned ahead of it.
+#
+# Ranks that need the same ids, a tensor group, request every T-th each, and share what comes: u = U / T.
+
+
+@dataclass(frozen=True)
+class RowPlan:
+    """One rank's part in the exchange of rows of one step."""
+
+    ids_U: Tensor
+    """int64: the ids that it needs, increasing, each once."""
+
+    sharing: Group
+    """T ranks that need the same ids. Its rank t requests `ids_U[t::T]`."""
+
+    by_owner_u: Tensor
+    """int64: the permutation that sorts the ids it requests by owning rank."""
+
+    requested: list[int]
+    """How many rows it requests of each rank."""
+
+    served: list[int]
+    """How many rows each rank requests of it."""
+
+    owned_O: Tensor
+    """int64: indices, among this rank's own rows, of those that any rank requests; increasing, without repeats."""
+
+    place_S: Tensor
+    """int64: for each row that it serves, ordered by requesting rank: its index in `owned_O`."""
+
+    num_lookups: int
+    """How many forward passes the step has; the last backward pass completes the row gradients."""
+
+    def to(self, device: torch.device) -> RowPlan:
+        """The same on `device`."""
+        names = ("ids_U", "by_owner_u", "owned_O", "place_S")
+        return replace(self, **{name: getattr(self, name).to(device, non_blocking=True) for name in names})
+
+
+def plan_rows(ids: Tensor, ranks: Group, num_lookups: int = 1, sharing: Group | None = None) -> RowPlan:
+    """The plan of a step that needs `ids` (int64 on the CPU, repeats allowed), the same ones on all ranks of `sharing`.
+
+    Collective over `ranks`, which must be a group for CPU tensors (gloo): sends one count to each rank, then 4 bytes
+    per id. Nothing is sent over `sharing` yet.
+    """
+    ids_U, sharing = torch.unique(ids), sharing or Group()
+    requested_u = ids_U[sharing.rank :: sharing.size]
+    owners_u = requested_u % ranks.size
+    by_owner_u = torch.argsort(owners_u, stable=True)
+    requested = torch.bincount(owners_u, minlength=ranks.size)
+    served = ranks.all_to_all(requested).tolist()
+    wanted_S = ranks.all_to_all(requested_u[by_owner_u].int(), requested.tolist(), served).long()
+    owned_O, place_S = torch.unique(wanted_S // ranks.size, return_inverse=True)
+    return RowPlan(ids_U, sharing, by_owner_u, requested.tolist(), served, owned_O, place_S, num_lookups)
+
+
+def rows_from_owners(owned_OD: Tensor, plan: RowPlan, ranks: Group) -> Tensor:
+    """[U, D]: the rows that this rank needs; `owned_OD`: those that others request of it. Collective."""
+    sent_SD = owned_OD.index_select(0, plan.place_S)
+    got_uD = ranks.all_to_all(sent_SD, plan.served, plan.requested)
+    share_uD = torch.empty_like(got_uD).index_copy_(0, plan.by_owner_u, got_uD)
+    return _joined(share_uD, len(plan.ids_U), plan.sharing)
+
+
+def gradients_to_owners(gradients_UD: Tensor, plan: RowPlan, ranks: Group) -> Tensor:
+    """[O, D]: the sums of all ranks' gradients, added in the order of ranks: the same bits each time. Collective."""
+    sent_uD = _summed_share(gradients_UD, plan.sharing).index_select(0, plan.by_owner_u)
+    got_SD = ranks.all_to_all(sent_uD, plan.requested, plan.served)
+    summed_OD = gradients_UD.new_zeros(len(plan.owned_O), gradients_UD.shape[1])
+    for part, place in zip(got_SD.split(plan.served), plan.place_S.split(plan.served), strict=True):
+        summed_OD.index_add_(0, place, part)  # a rank requests a row once
+    return summed_OD
+
+
+def _joined(share_uD: Tensor, count: int, sharing: Group) -> Tensor:
+    """[U, D]: every T-th row from each rank; `count`: U."""
+    if sharing.size == 1:
+        return share_uD
+    even_uD = F.pad(share_uD, (0, 0, 0, -(-count // sharing.size) - len(share_uD)))  # some ranks have a row less
+    return sharing.all_gather(even_uD).transpose(0, 1).flatten(0, 1)[:count]
+
+
+def _summed_share(gradients_UD: Tensor, sharing: Group) -> Tensor:
+    """[u, D]: the sums of every T-th row's gradients over these ranks: the inverse way of `_joined`."""
+    if sharing.size == 1:
+        return gradients_UD
+    count = len(range(sharing.rank, len(gradients_UD), sharing.size))
+    even_UD = F.pad(gradients_UD, (0, 0, 0, -len(gradients_UD) % sharing.size))
+    return sharing.reduce_scatter(even_UD.unflatten(0, (-1, sharing.size)), dim=1).squeeze(1)[:count]
+
 
 # The rows that one rank owns, with their moments: kept as they were when last updated, read as they would be now.
 
@@ -79,7 +174,7 @@ class FetchedRows:
     """What came from the owners, and what will go back to them once the step's last backward pass is done."""
 
     def __init__(self, plan: RowPlan, served: Rows, mesh: Mesh, dtype: torch.dtype) -> None:
-        """`plan`: which rows this rank asks of others and they of it, and how many forward passes the step has;
+        """`plan`: which rows this rank requests of others and they of it, and how many forward passes the step has;
         `served`: the O rows, up to date; `dtype`: of looked-up rows. Collective."""
         self.served = served
         self.sums_OD: Tensor | None = None
@@ -177,7 +272,7 @@ class RowTable(nn.Module):
         self.num_rows, self._rate_ratio = rows, rate_ratio
         self.norm_proxy = nn.Parameter(torch.zeros(NORM_PROXY_SIZE, device=device))
         self.owned = OwnedRows(len(range(mesh.world_group.rank, rows, mesh.world_group.size)), features, rule, device)
-        self._mesh, self._asking = mesh, mesh.world_group.side_channel()
+        self._mesh, self._planning_group = mesh, mesh.world_group.side_channel()
         self._fetched: FetchedRows | None = None
         self._now_nD: Tensor | None = None
 
@@ -244,7 +339,7 @@ class RowTable(nn.Module):
         return self._fetched.look_up(ids, self.norm_proxy, num_duplicates)
 
     def _look_up_now(self, ids: Tensor) -> Tensor:
-        plan = plan_rows(ids.flatten().cpu(), self._asking).to(ids.device)
+        plan = plan_rows(ids.flatten().cpu(), self._planning_group).to(ids.device)
         rows_UD = rows_from_owners(self._now().index_select(0, plan.owned_O), plan, self._mesh.world_group)
         return F.embedding(torch.searchsorted(plan.ids_U, ids), rows_UD)
 
@@ -282,3 +377,19 @@ class SplitRowTable(RowTable):
         looked_up = self._look_up(torch.cat([ids.flatten(), share_u.clamp_min(0)]), num_duplicates)
         inputs, rows_uD = looked_up.split([ids.numel(), len(share_u)])
         return inputs.view(*ids.shape, -1), rows_uD.masked_fill((share_u < 0)[:, None], 0.0)
+
+
+def shard_embedding_(backbone: nn.Module, config: RunConfig, mesh: Mesh, device: torch.device) -> None:
+    """Replaces `backbone.embedding`, which has no memory yet, by a `RowTable` of zeros, if `config` says so.
+    Collective over `mesh`."""
+    if shards_embedding(config):
+        rows, features, settings = config.model.padded_vocab_size(), config.model.hidden_size, config.optimizer.table
+        rule = build_row_rule(settings.rule, config.optimizer)
+        kind = SplitRowTable if mesh.tensor_group.size > 1 else RowTable
+        table = kind(rows, features, rule, mesh, device, settings.learning_rate_ratio)
+        backbone.register_module("embedding", table)
+
+
+def owners_of(config: RunConfig, mesh: Mesh) -> Group | None:
+    """A connection of its own between the ranks that own rows; None where the embedding is dense. Collective."""
+    return mesh.world_group.side_channel() if shards_embedding(config) else None

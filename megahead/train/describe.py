@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megahead.config.checks import ROWS_FROM
+from megahead.config.embedding import describe_embedding, shards_embedding
 from megahead.config.masking import MaskingConfig
 from megahead.config.model import ModelConfig
 from megahead.config.objective import PhrasesConfig, ReplacedTokensConfig
@@ -39,7 +39,7 @@ def describe_run(plan: RunPlan, group_samples: int | None = None) -> list[tuple[
         ("length", f"{counted(steps, 'step')}, {counted(steps * config.tokens_per_step(), 'token')}"),
         ("schedule", f"{schedule.name}, {warm_up}, peak {config.optimizer.learning_rate:g}{ending}"),
         *_own_rates(config),
-        *_embedding(plan),
+        *describe_embedding(config, plan.ranks),
         ("mesh", f"{config.parallel.tensor} tensor x {counted(plan.data_ranks, 'data rank')}"),
         ("engine", f"ZeRO {plan.zero_stage}, {precision}"),
         ("memory", _memory(rank_memory(plan))),
@@ -61,24 +61,13 @@ def _own_rates(config: RunConfig) -> list[tuple[str, str]]:
     if optimizer.name == "muon":
         ratio = optimizer.muon.learning_rate_ratio
         lines.append(f"muon for the matrices of blocks at {ratio:g} times the learning rate, adamw for the rest")
-    if not config.in_rows() and table != 1:
+    if not shards_embedding(config) and table != 1:
         lines.append(f"{table:g} times the learning rate for embedding{' and head' if _has_head(config) else ''}")
     return [("optimizer", "; ".join(lines))] if lines else []
 
 
 def _has_head(config: RunConfig) -> bool:
     return phases_of(config)[-1].config.objective.trains_head()
-
-
-def _embedding(plan: RunPlan) -> list[tuple[str, str]]:
-    """How rows are sharded round-robin, or why those of a large vocabulary are not."""
-    config, refusal = plan.config, plan.config.refusal_of_rows()
-    if not config.in_rows():
-        many = config.engine.embedding == "auto" and config.model.vocab_size >= ROWS_FROM
-        return [("embedding", f"dense, because {refusal.reason}")] if many and refusal else []
-    rows, table = config.model.padded_vocab_size(), config.optimizer.table
-    share = f"{rows:,} rows, {-(-rows // plan.ranks):,} a rank"
-    return [("embedding", f"{share}, updated by {table.rule} at {table.learning_rate_ratio:g} times the learning rate")]
 
 
 def _shape(model: ModelConfig) -> str:

@@ -24,7 +24,7 @@ from megahead.distributed.group import Group, Mesh, multiplies_bf16_fast
 from megahead.distributed.launch import Launch, choose_device, connected, spectate
 from megahead.distributed.tensors import Tensors
 from megahead.engine.deepspeed import deepspeed_session
-from megahead.engine.engine import Engine, RowEngine
+from megahead.engine.engine import Engine, start_engine
 from megahead.errors import ArgumentError, ConfigError, UserError
 from megahead.estimate import rank_memory, subset_layers, ways_to_need_less
 from megahead.losses.candidates import training_free_bias
@@ -33,9 +33,10 @@ from megahead.models.attention_backends import AttentionSpec, Backend, choose_ba
 from megahead.models.backbone import Backbone
 from megahead.models.blocks import CompiledBlocks
 from megahead.objectives.loader import Feed
-from megahead.objectives.pretraining import Pretraining, assemble, place_table_
+from megahead.objectives.pretraining import Pretraining, assemble
 from megahead.optim import build_optimizer
 from megahead.run_folder import RunFolder
+from megahead.sharded_embedding.table import owners_of, shard_embedding_
 from megahead.train.datasets import data_fingerprints, is_within, open_datasets, refuse_another_run
 from megahead.train.describe import describe_phases, describe_run
 from megahead.train.evaluation import Evaluation, TaskEvaluation
@@ -424,7 +425,7 @@ def _feed(session: Session, config: RunConfig, state: TrainingState) -> Feed:
         device=session.device,
         half=config.engine.precision != "fp32",
         masker=training_masker(config, session.datasets.train, state.difficulty, masked_from),
-        owners=session.mesh.world_group.side_channel() if config.in_rows() else None,
+        owners=owners_of(config, session.mesh),
         sharing=session.mesh.tensor_group,
     )
 
@@ -439,9 +440,7 @@ def build_engine(
     if config.init and config.init.mode in ("probe", "table"):
         pretraining.backbone.requires_grad_(False)
         pretraining.backbone.embedding.requires_grad_(config.init.mode == "table")
-    in_rows = config.in_rows()
-    if in_rows:
-        place_table_(pretraining, config, mesh, device)
-    optimizer, kind = build_optimizer(pretraining, config.optimizer), RowEngine if in_rows else Engine
-    engine = kind(pretraining, optimizer=optimizer, config=plan.deepspeed, mesh=mesh, device=device, weights=weights)
+    shard_embedding_(pretraining.backbone, config, mesh, device)
+    optimizer, arguments = build_optimizer(pretraining, config.optimizer), {"mesh": mesh, "device": device}
+    engine = start_engine(pretraining, optimizer=optimizer, config=plan.deepspeed, weights=weights, **arguments)
     return engine, engine_lines

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from megahead.config.embedding import shards_embedding
 from megahead.config.plan import RunPlan
 from megahead.estimate import rank_memory
 from megahead.train.describe import describe_run
@@ -40,6 +41,6 @@ def test_auto_takes_rows_where_they_are_many_and_may_be(
     tmp_path: Path, changes: dict[str, Any], in_rows: bool, told: str | None
 ) -> None:
     plan = RunPlan.of(small_config(tmp_path, changes), 2)
-    assert plan.config.in_rows() == in_rows
+    assert shards_embedding(plan.config) == in_rows
     assert dict(describe_run(plan)).get("embedding") == told
     assert (rank_memory(plan).table > 0) == in_rows

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from megahead.config.data import DataConfig
+from megahead.config.embedding import shards_embedding
 from megahead.config.loading import config_from_checkpoint, config_from_dict
 from megahead.config.masking import MaskingConfig
 from megahead.config.plan import learn_alike, phase_at, phase_that_saved, phases_of
@@ -160,7 +161,7 @@ def test_phases_differ_in_objective_or_direction_and_in_nothing_else() -> None:
 
 def test_rows_stay_rows_where_attention_alone_changes() -> None:
     run = config({"schedule": {"causal_share": 0.25, "vanilla_share": 0.2}}, engine={"embedding": "rows"})
-    assert [phase.config.in_rows() for phase in phases_of(run)] == [True, True, False]
+    assert [shards_embedding(phase.config) for phase in phases_of(run)] == [True, True, False]
 
 
 def test_a_framed_row_of_next_tokens_has_a_target_for_each_token_of_its_text() -> None:

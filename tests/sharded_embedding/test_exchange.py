@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megahead.distributed.group import Group, Mesh
-from megahead.sharded_embedding.exchange import gradients_to_owners, plan_rows, rows_from_owners
+from megahead.sharded_embedding.table import gradients_to_owners, plan_rows, rows_from_owners
 from support.on_ranks import on_ranks
 
 VOCABULARY, WIDTH = 23, 3
@@ -59,7 +59,7 @@ def shared(group: Group) -> tuple[bool, bool, int]:
     for other in range(2):
         whole[wanted(other).unique()] += gradients(other) + 2 * gradients(other)
     expected = whole[group.rank :: 4][plan.owned_O]
-    return torch.equal(rows, table()[ids.unique()]), torch.allclose(sums, expected), sum(plan.asked)
+    return torch.equal(rows, table()[ids.unique()]), torch.allclose(sums, expected), sum(plan.requested)
 
 
 def test_ranks_that_need_the_same_rows_ask_for_each_once() -> None:

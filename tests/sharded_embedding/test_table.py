@@ -12,9 +12,8 @@ from megahead.distributed.tensors import Whole
 from megahead.errors import CheckpointError
 from megahead.models.parallel import VocabularyParallelEmbedding
 from megahead.sharded_embedding import table as table_module
-from megahead.sharded_embedding.exchange import plan_rows
 from megahead.sharded_embedding.optimizer import build_row_rule
-from megahead.sharded_embedding.table import OwnedRows, RowTable, SplitRowTable, vector_of_norm
+from megahead.sharded_embedding.table import OwnedRows, RowTable, SplitRowTable, plan_rows, vector_of_norm
 from support.on_ranks import on_ranks
 
 CPU, ROWS, WIDTH = torch.device("cpu"), 29, 4

@@ -17,9 +17,9 @@ from megahead.distributed.tensors import RoundRobinShard
 from megahead.engine.engine import RowEngine, StepResult
 from megahead.losses.candidates import unique_candidates
 from megahead.objectives.micro_batch import MicroBatch
-from megahead.objectives.pretraining import assemble, first_weights, place_table_
+from megahead.objectives.pretraining import assemble, first_weights
 from megahead.optim import build_optimizer
-from megahead.sharded_embedding.exchange import plan_rows
+from megahead.sharded_embedding.table import plan_rows, shard_embedding_
 from support.small_run import shipped, small_config
 
 CPU = torch.device("cpu")
@@ -34,7 +34,8 @@ class RowCourse:
         self.config = config_of(stage, changes or {}, group.size)
         self._asking = group.side_channel()
         module = assemble(self.config, self.mesh.tensor_group, CPU)
-        self.table = place_table_(module, self.config, self.mesh, CPU)
+        shard_embedding_(module.backbone, self.config, self.mesh, CPU)
+        self.table = module.backbone.embedding
         self.engine = RowEngine(
             module,
             optimizer=build_optimizer(module, self.config.optimizer),

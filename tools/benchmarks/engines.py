@@ -24,6 +24,7 @@ from torch import nn
 
 from benchmarks.rows import micro_batch, rule_of, token_rows
 from benchmarks.timing import cost, in_turn
+from megahead.config.embedding import shards_embedding
 from megahead.config.loading import config_from_dict
 from megahead.config.plan import RunPlan, deepspeed_config
 from megahead.config.run import RunConfig
@@ -32,7 +33,7 @@ from megahead.objectives.micro_batch import MicroBatch
 from megahead.objectives.pretraining import assemble, fill_, first_weights
 from megahead.optim import build_optimizer
 from megahead.report.tables import to_rich
-from megahead.sharded_embedding.exchange import plan_rows
+from megahead.sharded_embedding.table import plan_rows
 from megahead.terminal import terminal
 from megahead.wording import counted
 
@@ -189,7 +190,7 @@ def rank_step(config: RunConfig, place: Place, texts: Sequence[Rows], device: to
 
     def step() -> None:
         micro = micro_batch(config, rule, next(mine)).staged(device, half)
-        engine.begin(plan_rows(micro.ids(), asking) if config.in_rows() else None)
+        engine.begin(plan_rows(micro.ids(), asking) if shards_embedding(config) else None)
         engine.micro_step(micro.to(device))
         engine.step(1e-3)
 
