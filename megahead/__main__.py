@@ -33,6 +33,12 @@ def answer() -> int | None:
     return code
 
 
+def script(module: str, command: str) -> None:
+    """`megahead COMMAND` in a checkout: runs it where `module` is the script that was started."""
+    if module == "__main__":
+        run_command(import_module(f"megahead.commands.{command}").main)
+
+
 def usage() -> str:
     """Every command with its sentence, group by group."""
     width = max(len(name) for commands in COMMANDS.values() for name in commands) + 2

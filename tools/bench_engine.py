@@ -5,18 +5,18 @@ OMP_NUM_THREADS=1 tools/bench_engine.py --ranks 2       the engine on two ranks,
 tools/bench_engine.py --device cuda --preset pythia-70m --sequence-length 2048 --precision bf16
 
 Every contender is a process of its own (DeepSpeed changes what it is imported into) with one thread a rank, and takes
-one step when told to, in turn with the others, so that a noisy machine hits all alike. Ratios are medians over rounds
-of a step's time over the first contender's in the same round; CPU time, unlike wall time, leaves out waiting for
-others' programs.
+one step at a time, in turn with the others, so that a noisy machine hits all alike. Ratios are medians over rounds of a
+step's time over the first contender's in the same round; CPU time, unlike wall time, leaves out waiting for others'
+programs.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from megahead.config.loading import config_from_dict
@@ -29,39 +29,13 @@ from megahead.terminal import terminal
 from megahead.wording import counted, milliseconds
 
 if TYPE_CHECKING:
-    from benchmarks.engines import Contender
+    from benchmarks.engines import Contender, Rounds
 
 PYTHIA_VOCABULARY = 50277
 SHAPE = {"num_layers": 6, "hidden_size": 512, "num_heads": 8, "vocab_size": 12288}
 
 
 def main() -> None:
-    arguments = _parser().parse_args()
-    if arguments.device == "cuda" and arguments.ranks > 1:
-        raise FieldError("--ranks", "be 1 with --device cuda, where all would share one device", got=arguments.ranks)
-    shape = SHAPE if arguments.preset is None else {"size": arguments.preset, "vocab_size": PYTHIA_VOCABULARY}
-    config = make_config(arguments.rows, arguments.sequence_length, shape, arguments.device, arguments.precision)
-    stages = [int(stage) for stage in arguments.stages.split(",")]
-    from benchmarks.engines import on_one_rank, on_ranks
-
-    with tempfile.TemporaryDirectory() as folder:
-        field = (
-            on_one_rank(config, stages) if arguments.ranks == 1 else on_ranks(config, stages, arguments.ranks, folder)
-        )
-        rounds = [[contender.step() for contender in field] for _ in range(arguments.rounds + 1)][1:]
-        for contender in field:
-            contender.stop()
-    console = terminal(width=100)
-    tokens = f"{arguments.rows} x {counted(arguments.sequence_length, 'token')} a rank"
-    threads = "one thread a rank" if arguments.device == "cpu" else f"{arguments.precision} on a CUDA device"
-    console.print(f"{count_parameters(config.model).total / 1e6:.1f} M parameters, {tokens}, {threads}")
-    lines = summary(field, rounds)
-    console.print(to_rich(lines))
-    if arguments.output:
-        arguments.output.write_text(to_json(lines), encoding="utf-8")
-
-
-def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", choices=NAMED_SIZES, help="a named decoder (default: 25 M parameters)")
     parser.add_argument("--rows", type=int, default=8, help="rows of a rank's micro-batch (default: 8)")
@@ -72,24 +46,40 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: cpu")
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="default: fp32")
     parser.add_argument("--output", type=Path, metavar="JSON", help="also write the table's lines there")
-    return parser
+    arguments = parser.parse_args()
+    if arguments.device == "cuda" and arguments.ranks > 1:
+        raise FieldError("--ranks", "be 1 with --device cuda, where all would share one device", got=arguments.ranks)
+    shape = SHAPE if arguments.preset is None else {"size": arguments.preset, "vocab_size": PYTHIA_VOCABULARY}
+    config = make_config(arguments.rows, arguments.sequence_length, shape, arguments.device, arguments.precision)
+    stages = [int(stage) for stage in arguments.stages.split(",")]
+    from benchmarks.engines import on_one_rank, on_ranks, steps_in_turn, stop
+
+    with tempfile.TemporaryDirectory() as folder:
+        field = (
+            on_one_rank(config, stages) if arguments.ranks == 1 else on_ranks(config, stages, arguments.ranks, folder)
+        )
+        rounds = steps_in_turn(field, arguments.rounds)
+        stop(field)
+    console = terminal(width=100)
+    tokens = f"{arguments.rows} x {counted(arguments.sequence_length, 'token')} a rank"
+    threads = "one thread a rank" if arguments.device == "cpu" else f"{arguments.precision} on a CUDA device"
+    console.print(f"{count_parameters(config.model).total / 1e6:.1f} M parameters, {tokens}, {threads}")
+    lines = summary(field, rounds)
+    console.print(to_rich(lines))
+    if arguments.output:
+        arguments.output.write_text(to_json(lines), encoding="utf-8")
 
 
-def summary(field: list[Contender], rounds: list[list[tuple[float, float]]]) -> list[dict[str, object]]:
+def summary(field: list[Contender], rounds: Rounds) -> list[dict[str, object]]:
     """A line for each contender: medians, and medians of the ratios to the first."""
     lines: list[dict[str, object]] = []
     for place, contender in enumerate(field):
         walls, cpus = zip(*(steps[place] for steps in rounds), strict=True)
-        ratios = [[steps[place][kind] / steps[0][kind] for steps in rounds] for kind in (0, 1)]
-        line: dict[str, object] = {
-            "": contender.name,
-            "ms": milliseconds(statistics.median(walls)),
-            "CPU ms": milliseconds(statistics.median(cpus)),
-            "wall ratio": f"{statistics.median(ratios[0]):.3f}",
-            "CPU ratio": f"{statistics.median(ratios[1]):.3f}",
-        }
+        wall, cpu = (median(steps[place][kind] / steps[0][kind] for steps in rounds) for kind in (0, 1))
+        line: dict[str, object] = {"": contender.name, "ms": milliseconds(median(walls))}
+        line |= {"CPU ms": milliseconds(median(cpus)), "wall ratio": f"{wall:.3f}", "CPU ratio": f"{cpu:.3f}"}
         if max(other.ranks for other in field) > 1:  # as many times the tokens in as many times the time: no gain
-            line["efficiency"] = f"{1 / statistics.median(ratios[0]):.0%}"
+            line["efficiency"] = f"{1 / wall:.0%}"
         lines.append(line)
     return lines
 
@@ -98,17 +88,9 @@ def make_config(
     rows: int, sequence_length: int, shape: Mapping[str, Any], device: str = "cpu", precision: str = "fp32"
 ) -> RunConfig:
     """A headless run of `rows` rows a rank on a decoder of `shape`."""
-    return config_from_dict(
-        {
-            "name": "bench",
-            "model": shape,
-            "data": {"train": "", "sequence_length": sequence_length},
-            "batch": {"global_size": rows, "micro_size": rows},
-            "optimizer": {"learning_rate": 1e-3},
-            "training": {"steps": 1},
-            "engine": {"device": device, "precision": precision},
-        }
-    )
+    tree: dict[str, Any] = {"name": "bench", "model": shape, "data": {"train": "", "sequence_length": sequence_length}}
+    tree |= {"batch": {"global_size": rows, "micro_size": rows}, "optimizer": {"learning_rate": 1e-3}}
+    return config_from_dict(tree | {"training": {"steps": 1}, "engine": {"device": device, "precision": precision}})
 
 
 if __name__ == "__main__":

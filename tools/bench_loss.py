@@ -16,17 +16,14 @@ come from Zipf's law.
 from __future__ import annotations
 
 import argparse
-import io
-from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import orjson
-import zstandard
 
 from megahead.data.indexed import IndexedDataset
+from megahead.data.sources import Selection, find_inputs, read_chunks
 from megahead.data.tokenizer import load_tokenizer
 from megahead.errors import DataError, run_command
 
@@ -59,21 +56,12 @@ def read_targets(source: str | None, tokenizer: str | None, least: int) -> Array
 def _tokens(source: str, tokenizer: str | None, most: int) -> Array:
     """The first `most` tokens of a text, or all that it has."""
     if tokenizer is not None:
-        return np.fromiter(islice(_encoded(Path(source), tokenizer), most), np.int64)
+        encode, chunks = load_tokenizer(tokenizer).encode_batch, read_chunks(find_inputs([Path(source)]), Selection())
+        ids = (one for chunk in chunks for text in encode(chunk.parse().strict()) for one in text)
+        return np.fromiter(islice(ids, most), np.int64)
     dataset = IndexedDataset(source)
     dataset.expect_ids_below(VOCABULARY)
     return dataset.read(0, min(most, dataset.num_tokens)).astype(np.int64)
-
-
-def _encoded(path: Path, tokenizer: str) -> Iterator[int]:
-    """Token ids of a .jsonl or .jsonl.zst file's texts, 64 at a time."""
-    encode = load_tokenizer(tokenizer).encode_batch
-    with path.open("rb") as file:
-        stream = zstandard.ZstdDecompressor().stream_reader(file) if path.suffix == ".zst" else file
-        lines = io.TextIOWrapper(io.BufferedReader(stream), "utf-8")
-        while texts := [orjson.loads(line)["text"] for line in islice(lines, 64)]:
-            for ids in encode(texts):
-                yield from ids
 
 
 def main() -> None:

@@ -37,7 +37,15 @@ def main() -> None:
 
 def render() -> str:
     """The page: the run's own settings, then section by section."""
-    parts = [HEAD, *(_section(name, settings) for name, settings in sections(RunConfig))]
+    parts = [HEAD]
+    for name, settings in sections(RunConfig):
+        families = DEFAULTS if settings is ModelConfig else {}
+        rows = [_row(field, info, families) for field, info in settings.model_fields.items()]
+        about = " ".join((settings.__doc__ or "").split())
+        title = f"## {name}" if name else "## The run"
+        parts.append(
+            "\n".join([title, "", about, "", "| setting | type | default | |", "|---|---|---|---|", *rows, ""])
+        )
     sizes = ", ".join(f"`{size}`" for size in NAMED_SIZES)
     return "\n".join([*parts, f"Named sizes (`model.size`): {sizes}.\n"])
 
@@ -50,23 +58,18 @@ def sections(settings: type[BaseModel], name: str = "") -> Iterator[tuple[str, t
             yield from sections(inner, f"{name}.{field}" if name else field)
 
 
-def _section(name: str, settings: type[BaseModel]) -> str:
-    title = f"## {name}" if name else "## The run"
-    about = " ".join((settings.__doc__ or "").split())
-    rows = ["| setting | type | default | |", "|---|---|---|---|"]
-    families = DEFAULTS if settings is ModelConfig else {}
-    rows += [_row(field, info, families) for field, info in settings.model_fields.items()]
-    return "\n".join([title, "", about, "", *rows, ""])
-
-
 def _row(field: str, info: FieldInfo, families: Mapping[str, Mapping[str, Any]]) -> str:
     """`families`: their own defaults, where they differ."""
     inner = list(_settings_in(info.annotation))
     about = " ".join((info.description or "").split()) or " ".join((inner[0].__doc__ or "").split())
+    cell = re.sub(r"(?<!\\)\|", r"\\|", about)
     rule = _rule(info.metadata)
     others = [f"{family} {_shown(values[field])}" for family, values in families.items() if field in values]
-    default = ", ".join([_default(info, section=bool(inner)), *others])
-    return f"| `{field}` | {_type(info.annotation)}{f', {rule}' if rule else ''} | {default} | {_cell(about)} |"
+    own = "" if inner else _shown(info.default)
+    if info.default is PydanticUndefined or info.default is None:
+        own = "left out" if info.default is None else "**required**"
+    default = ", ".join([own, *others])
+    return f"| `{field}` | {_type(info.annotation)}{f', {rule}' if rule else ''} | {default} | {cell} |"
 
 
 def _type(annotation: Any) -> str:
@@ -106,16 +109,6 @@ def _count(value: float) -> str:
     return f"2^{power}" if power > 15 and value == 2**power else f"{value:,g}" if value < 1e6 else f"{value:.0e}"
 
 
-def _default(info: FieldInfo, *, section: bool) -> str:
-    if info.default is PydanticUndefined:
-        return "**required**"
-    if info.default is None:
-        return "left out"
-    if section:
-        return ""
-    return _shown(info.default)
-
-
 def _shown(value: Any) -> str:
     """A value as YAML has it."""
     plain = str(value).lower() if isinstance(value, bool) else list(value) if isinstance(value, tuple) else value
@@ -129,10 +122,6 @@ def _settings_in(annotation: Any) -> Iterator[type[BaseModel]]:
     for part in get_args(annotation):
         if not isinstance(part, str):
             yield from _settings_in(part)
-
-
-def _cell(text: str) -> str:
-    return re.sub(r"(?<!\\)\|", r"\\|", text)
 
 
 if __name__ == "__main__":

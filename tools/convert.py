@@ -1,7 +1,3 @@
-"""`megahead convert` in a checkout, see megahead/commands/convert.py."""
+from megahead.__main__ import script
 
-from megahead.commands.convert import main
-from megahead.errors import run_command
-
-if __name__ == "__main__":
-    run_command(main)
+script(__name__, "convert")

@@ -28,7 +28,18 @@ from megahead.errors import run_command
 
 
 def main() -> None:
-    arguments = parse()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="less text, fewer steps")
+    parser.add_argument("--model", choices=MODELS, default="pythia", help="the decoder's shape (default: pythia)")
+    parser.add_argument("--with-vanilla", action="store_true", help="also train the vanilla twin for the same time")
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        metavar="DIR",
+        help=f"where all of it goes (default: {FULL.folder}, or {QUICK.folder}; of another model {FULL.folder}-MODEL)",
+    )
+    parser.add_argument("--set", action="append", default=[], metavar="a.b=c", help="override a setting of every run")
+    arguments = parser.parse_args()
     size = (QUICK if arguments.quick else FULL).of(arguments.model)
     folder = (arguments.folder or Path(size.folder)).absolute()
     size.claim(folder)
@@ -42,21 +53,6 @@ def main() -> None:
     show(folder, rows, pipeline.stages)
     if arguments.quick:
         pipeline.console.print("all of it, with five times the steps: make demo")
-
-
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="less text, fewer steps")
-    parser.add_argument("--model", choices=MODELS, default="pythia", help="the decoder's shape (default: pythia)")
-    parser.add_argument("--with-vanilla", action="store_true", help="also train the vanilla twin for the same time")
-    parser.add_argument(
-        "--folder",
-        type=Path,
-        metavar="DIR",
-        help=f"where all of it goes (default: {FULL.folder}, or {QUICK.folder}; of another model {FULL.folder}-MODEL)",
-    )
-    parser.add_argument("--set", action="append", default=[], metavar="a.b=c", help="override a setting of every run")
-    return parser.parse_args()
 
 
 if __name__ == "__main__":

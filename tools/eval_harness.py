@@ -1,7 +1,3 @@
-"""`megahead eval-harness` in a checkout, see megahead/commands/eval_harness.py."""
+from megahead.__main__ import script
 
-from megahead.commands.eval_harness import main
-from megahead.errors import run_command
-
-if __name__ == "__main__":
-    run_command(main)
+script(__name__, "eval_harness")

@@ -29,7 +29,17 @@ ZIPF_TOKENS, DRY_TOKENS = 2_000_000, 20_000
 
 
 def main() -> None:
-    arguments = _parser().parse_args()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=25, help="for all parts together (default: 25)")
+    parser.add_argument("--folder", type=Path, help="default: runs/gpu-report, of a dry run runs/gpu-report-dry")
+    parser.add_argument("--dataset", type=Path, metavar="PREFIX", help="what to train on, as tools/gpu_text.py made it")
+    parser.add_argument("--text", type=_existing, nargs="+", default=[], metavar="F", help="what to train on")
+    parser.add_argument("--tokenizer", type=_existing, metavar="JSON", help="tokenizer.json for --text")
+    parser.add_argument("--only", nargs="+", default=[], metavar="PART", help="these parts alone")
+    parser.add_argument("--list", action="store_true", help="name the parts and stop")
+    parser.add_argument("--again", action="store_true", help="also measure what an earlier call has measured")
+    parser.add_argument("--dry", action="store_true", help="everything tiny, on the CPU")
+    arguments = parser.parse_args()
     folder = (arguments.folder or Path("runs/gpu-report-dry" if arguments.dry else "runs/gpu-report")).absolute()
     text = Text(folder, tuple(arguments.text), arguments.tokenizer, arguments.dataset and arguments.dataset.absolute())
     parts = parts_of(DRY if arguments.dry else FULL, text, folder)
@@ -44,20 +54,6 @@ def main() -> None:
     wanted = [part for part in parts if not arguments.only or part.name in arguments.only]
     session.do(wanted, arguments.minutes * 60)
     console.print(f"wrote {folder}/report.md and report.json", soft_wrap=True)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=25, help="for all parts together (default: 25)")
-    parser.add_argument("--folder", type=Path, help="default: runs/gpu-report, of a dry run runs/gpu-report-dry")
-    parser.add_argument("--dataset", type=Path, metavar="PREFIX", help="what to train on, as tools/gpu_text.py made it")
-    parser.add_argument("--text", type=_existing, nargs="+", default=[], metavar="F", help="what to train on")
-    parser.add_argument("--tokenizer", type=_existing, metavar="JSON", help="tokenizer.json for --text")
-    parser.add_argument("--only", nargs="+", default=[], metavar="PART", help="these parts alone")
-    parser.add_argument("--list", action="store_true", help="name the parts and stop")
-    parser.add_argument("--again", action="store_true", help="also measure what an earlier call has measured")
-    parser.add_argument("--dry", action="store_true", help="everything tiny, on the CPU")
-    return parser
 
 
 def _existing(text: str) -> Path:

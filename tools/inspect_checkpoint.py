@@ -1,7 +1,3 @@
-"""`megahead inspect-checkpoint` in a checkout, see megahead/commands/inspect_checkpoint.py."""
+from megahead.__main__ import script
 
-from megahead.commands.inspect_checkpoint import main
-from megahead.errors import run_command
-
-if __name__ == "__main__":
-    run_command(main)
+script(__name__, "inspect_checkpoint")

@@ -1,7 +1,3 @@
-"""`megahead nearest-ids` in a checkout, see megahead/commands/nearest_ids.py."""
+from megahead.__main__ import script
 
-from megahead.commands.nearest_ids import main
-from megahead.errors import run_command
-
-if __name__ == "__main__":
-    run_command(main)
+script(__name__, "nearest_ids")

@@ -1,7 +1,3 @@
-"""`megahead preprocess` in a checkout, see megahead/commands/preprocess.py."""
+from megahead.__main__ import script
 
-from megahead.commands.preprocess import main
-from megahead.errors import run_command
-
-if __name__ == "__main__":
-    run_command(main)
+script(__name__, "preprocess")

@@ -26,7 +26,14 @@ WARM_UP = 2
 
 
 def main() -> None:
-    arguments = _parser().parse_args()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", required=True, help="a run's YAML file")
+    parser.add_argument("--set", action="append", default=[], metavar="a.b=c", help="override one setting")
+    parser.add_argument("--data", metavar="PREFIX", help="dataset (default: the config's)")
+    parser.add_argument("--steps", type=int, default=3, help="steps to record (default: 3)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: CUDA where it is there")
+    parser.add_argument("--output", type=Path, default=Path("trace.json.gz"), help="default: trace.json.gz")
+    arguments = parser.parse_args()
     config = load_config(arguments.config, arguments.set)
     if arguments.data:
         IndexedDataset(arguments.data)  # what is wrong is told before torch is imported
@@ -65,17 +72,6 @@ def _heaviest(recorded: profile, device: torch.device, steps: int, count: int = 
         {"operation": name, "ms a step": round(time, 2), "share": f"{time / total:.0%}", "calls": calls // steps}
         for name, (time, calls) in ranked
     ]
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", required=True, help="a run's YAML file")
-    parser.add_argument("--set", action="append", default=[], metavar="a.b=c", help="override one setting")
-    parser.add_argument("--data", metavar="PREFIX", help="dataset (default: the config's)")
-    parser.add_argument("--steps", type=int, default=3, help="steps to record (default: 3)")
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: CUDA where it is there")
-    parser.add_argument("--output", type=Path, default=Path("trace.json.gz"), help="default: trace.json.gz")
-    return parser
 
 
 if __name__ == "__main__":

@@ -36,18 +36,16 @@ WRONG: dict[str, str] = {
     "tools/bench_loss.py": "--data nowhere",
     "tools/bench_preprocess.py": "--input nowhere.jsonl --tokenizer t.json",
     "tools/bench_step.py": "--preset pythia-14m --data nowhere",
-    "tools/compare_finetuning.py": "--model nowhere --task glue/rte",
     "tools/configuration_page.py": "",
     "tools/count_waits.py": "--config nowhere.yaml",
     "tools/demo.py": "",
     "tools/gpu_report.py": "--text nowhere.jsonl",
     "tools/gpu_text.py": "--text nowhere.jsonl --tokenizer t.json",
     "tools/gpu_wheels.py": "",
-    "tools/headless_picture.py": "",
     "tools/kernel_figures.py": "",
+    "tools/pictures.py": "",
     "tools/paper.py": "decoders --text nowhere.jsonl",
     "tools/profile_step.py": "--config nowhere.yaml",
-    "tools/verdict_picture.py": "",
 }
 """Arguments of which a path does not exist; none for a command that reads nothing it is told of."""
 

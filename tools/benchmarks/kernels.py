@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,10 +43,11 @@ Line = dict[str, object]
 
 
 def print_figures() -> None:
-    """Both tables."""
+    """Both tables of the kernel."""
     console = terminal(width=160)
     console.print(to_rich([compiled(capability, way) for capability in (80, 90, 100) for way in WAYS]))
-    console.print(to_rich(list(losses())))
+    sizes = ((16384, 4608, 512), (16384, 4608, 1024), (16384, 4608, 2048), (8192, 3072, 5120), (16384, 50304, 512))
+    console.print(to_rich([summed_up(*size) for size in sizes]))
 
 
 def compiled(capability: int, way: str) -> Line:
@@ -74,16 +75,9 @@ def compiled(capability: int, way: str) -> Line:
     kernel = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     registers, spilled, shared = resources(kernel.asm["cubin"])
     blocks = min(65536 // (-(-registers // 8) * 8 * 32 * row_kernel.WARPS), 64 // row_kernel.WARPS)
-    return {
-        "sm": capability,
-        "way": way,
-        "registers": registers,
-        "spilled": spilled,
-        "shared": shared,
-        "blocks": blocks,
-        "load": moved_at_once("ld", kernel.asm["ptx"]),
-        "store": moved_at_once("st", kernel.asm["ptx"]),
-    }
+    found: Line = {"sm": capability, "way": way, "registers": registers, "spilled": spilled, "shared": shared}
+    moved = {name: moved_at_once(what, kernel.asm["ptx"]) for name, what in (("load", "ld"), ("store", "st"))}
+    return found | {"blocks": blocks} | moved
 
 
 def moved_at_once(what: str, assembly: str) -> int:
@@ -103,13 +97,6 @@ def resources(binary: bytes) -> tuple[int, int, int]:
         told = subprocess.run([reader, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
     found = {name: int(number) for name, number in re.findall(r"(REG|STACK|LOCAL|SHARED):(\d+)", told.stdout)}
     return found["REG"], found["STACK"] + found["LOCAL"], found["SHARED"]
-
-
-def losses() -> Iterator[Line]:
-    for outputs, candidates, features in (
-        (16384, 4608, 512), (16384, 4608, 1024), (16384, 4608, 2048), (8192, 3072, 5120), (16384, 50304, 512)
-    ):  # fmt: skip
-        yield summed_up(outputs, candidates, features)
 
 
 def summed_up(outputs: int, candidates: int, features: int) -> Line:
@@ -162,22 +149,15 @@ LATER = {"bf16": {"immediate_grad_update": False}}
 
 
 def print_micro_steps() -> None:
-    """The table."""
-    terminal(width=160).print(to_rich(list(micro_steps())))
-
-
-def micro_steps() -> Iterator[dict[str, object]]:
     """A line for the model alone, and for each stage."""
     works: dict[str, Callable[[], Counted]] = {"none, the model alone": alone}
     works |= {str(stage): partial(in_engine, stage) for stage in range(4)}
     works |= {"1, as DeepSpeed has it": partial(in_engine, 1, LATER)}
+    lines, parameters = [], count_parameters(_config(0).model).total
     for name, work in works.items():
         operations, moved = in_child(lambda work=work: work().found())  # type: ignore[misc]
-        yield {
-            "ZeRO": name,
-            "operations": operations,
-            "bytes a parameter": f"{moved / count_parameters(_config(0).model).total:.1f}",
-        }
+        lines.append({"ZeRO": name, "operations": operations, "bytes a parameter": f"{moved / parameters:.1f}"})
+    terminal(width=160).print(to_rich(lines))
 
 
 def alone() -> Counted:
@@ -208,17 +188,11 @@ def in_engine(stage: int, changes: Mapping[str, Mapping[str, Any]] | None = None
 
 
 def _config(stage: int) -> RunConfig:
-    return config_from_dict(
-        {
-            "name": "micro-step",
-            "model": {"num_layers": 6, "hidden_size": 256, "num_heads": 4, "vocab_size": 512},
-            "data": {"train": "", "sequence_length": 4},
-            "batch": {"global_size": 3, "micro_size": 1},
-            "optimizer": {"learning_rate": 1e-3},
-            "training": {"steps": 1},
-            "engine": {"device": "cpu", "precision": "bf16", "deepspeed": str(SETTINGS / f"zero{stage}.json")},
-        }
-    )
+    tree: dict[str, Any] = {"name": "micro-step", "data": {"train": "", "sequence_length": 4}}
+    tree["model"] = {"num_layers": 6, "hidden_size": 256, "num_heads": 4, "vocab_size": 512}
+    tree |= {"batch": {"global_size": 3, "micro_size": 1}, "optimizer": {"learning_rate": 1e-3}}
+    engine = {"device": "cpu", "precision": "bf16", "deepspeed": str(SETTINGS / f"zero{stage}.json")}
+    return config_from_dict(tree | {"training": {"steps": 1}, "engine": engine})
 
 
 def _moved(name: str, given: Any, result: Any) -> int:

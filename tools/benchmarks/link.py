@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.engines import SETTINGS, Contender, Step, rank_step
+from benchmarks.engines import SETTINGS, Contender, Step, meet, rank_step
 from benchmarks.rows import token_rows
+from benchmarks.timing import in_turn
 from megahead.config.loading import config_from_dict
 from megahead.config.run import RunConfig
 from megahead.distributed.group import Group
@@ -46,8 +46,16 @@ def linked(count: int, megabits: int) -> Iterator[list[str]]:
         _call(f"ip netns add {hub}")
         _call(f"ip -n {hub} link add name switch type bridge")
         _call(f"ip -n {hub} link set switch up")
+        shape = f"root tbf rate {megabits}mbit burst 1mb limit 10mb"
         for k, end in enumerate(ends):
-            _plug_in(hub, end, k, megabits)
+            _call(f"ip netns add {end}")
+            _call(f"ip -n {hub} link add name port{k} type veth peer name {LINK} netns {end}")
+            _call(f"ip -n {hub} link set port{k} master switch up")
+            _call(f"ip -n {end} addr add 10.77.0.{k + 1}/24 dev {LINK}")
+            for device in (LINK, "lo"):
+                _call(f"ip -n {end} link set {device} up")
+            _call(f"tc -n {end} qdisc add dev {LINK} {shape}")
+            _call(f"tc -n {hub} qdisc add dev port{k} {shape}")
         yield ends
     finally:
         for name in (*ends, hub):
@@ -69,18 +77,6 @@ def sent_bytes(process: int | None) -> int:
     return int(numbers[_SENT])
 
 
-def _plug_in(hub: str, end: str, number: int, megabits: int) -> None:
-    port, shape = f"port{number}", f"root tbf rate {megabits}mbit burst 1mb limit 10mb"
-    _call(f"ip netns add {end}")
-    _call(f"ip -n {hub} link add name {port} type veth peer name {LINK} netns {end}")
-    _call(f"ip -n {hub} link set {port} master switch up")
-    _call(f"ip -n {end} addr add 10.77.0.{number + 1}/24 dev {LINK}")
-    for device in (LINK, "lo"):
-        _call(f"ip -n {end} link set {device} up")
-    _call(f"tc -n {end} qdisc add dev {LINK} {shape}")
-    _call(f"tc -n {hub} qdisc add dev {port} {shape}")
-
-
 def _call(command: str) -> None:
     done = subprocess.run(command.split(), capture_output=True, text=True)
     if done.returncode:
@@ -99,9 +95,11 @@ def compare(config: RunConfig, ranks: list[int], megabits: int, steps: int, ways
     for count in ranks:
         with linked(count, megabits) as namespaces:
             for embedding, stage in ways:
-                under = _under(config, count, embedding, stage)
-                named = {"ranks": count, "embedding": embedding, "ZeRO": stage}
-                lines.append(named | _measured(linked_step, (under, steps + 1), namespaces, steps))
+                tree = config.model_dump(mode="json")
+                tree["batch"]["global_size"] = count * config.batch.micro_size
+                tree["engine"] |= {"embedding": embedding, "deepspeed": str(SETTINGS / f"zero{stage}.json")}
+                measured = _measured(linked_step, (config_from_dict(tree), steps + 1), namespaces, steps)
+                lines.append({"ranks": count, "embedding": embedding, "ZeRO": stage, **measured})
     terminal().print(to_rich(lines))
     return lines
 
@@ -114,9 +112,9 @@ def compare_negatives(config: RunConfig, ranks: list[int], megabits: int, steps:
     for count in ranks:
         with linked(count, megabits) as namespaces:
             for shared in EXCHANGES:
-                named = {"ranks": count, "negatives as": shared, "targets a rank": targets}
                 exchange = (shared, targets, config.model.hidden_size)
-                lines.append(named | _measured(linked_exchange, exchange, namespaces, steps))
+                measured = _measured(linked_exchange, exchange, namespaces, steps)
+                lines.append({"ranks": count, "negatives as": shared, "targets a rank": targets, **measured})
     terminal().print(to_rich(lines))
     return lines
 
@@ -127,18 +125,17 @@ def _measured(maker: Callable[..., Step], given: tuple[Any, ...], namespaces: li
     with tempfile.TemporaryDirectory() as folder:
         places = [(*given, rank, count, f"{folder}/store", namespaces[rank]) for rank in range(count)]
         contender = Contender("", [(maker, place) for place in places])
-        seconds: list[float] = []
-        sent: list[int] = []
-        for _ in range(steps + 1):
-            before = [sent_bytes(process.pid) for process in contender.processes]
-            seconds.append(contender.step()[0])
-            after = [sent_bytes(process.pid) for process in contender.processes]
-            sent.append(max(b - a for a, b in zip(before, after, strict=True)))
+
+        def sent() -> list[int]:
+            return [sent_bytes(process.pid) for process in contender.processes]
+
+        def step(_: int) -> tuple[float, int]:
+            before, seconds = sent(), contender.step()[0]
+            return seconds, max(b - a for a, b in zip(before, sent(), strict=True))
+
+        seconds, most = zip(*(taken for (taken,) in in_turn([step], steps)), strict=True)
         contender.stop()
-    return {
-        "MB sent": f"{statistics.median(sent[1:]) / 1e6:,.2f}",
-        "ms": round(statistics.median(seconds[1:]) * 1e3),
-    }
+    return {"MB sent": f"{statistics.median(most) / 1e6:,.2f}", "ms": round(statistics.median(seconds) * 1e3)}
 
 
 def linked_step(config: RunConfig, steps: int, rank: int, count: int, store: str, namespace: str) -> Step:
@@ -152,8 +149,7 @@ def linked_exchange(
 ) -> Step:
     """In a fresh process of one thread: what this rank sends and receives to share its negatives."""
     enter(namespace)
-    meeting = dist.FileStore(store, count)  # type: ignore[attr-defined]
-    dist.init_process_group("gloo", store=meeting, rank=rank, world_size=count)
+    meet((rank, count, store))
     return EXCHANGES[shared](targets, features, Group.world())
 
 
@@ -186,10 +182,3 @@ def read_ways(given: str) -> Iterator[Way]:
     for way in given.split(","):
         embedding, _, stage = way.partition(":")
         yield embedding, int(stage)
-
-
-def _under(config: RunConfig, ranks: int, embedding: str, stage: int) -> RunConfig:
-    tree = config.model_dump(mode="json")
-    tree["batch"]["global_size"] = ranks * config.batch.micro_size
-    tree["engine"] |= {"embedding": embedding, "deepspeed": str(SETTINGS / f"zero{stage}.json")}
-    return config_from_dict(tree)

@@ -11,9 +11,8 @@ import importlib
 import inspect
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +20,7 @@ from bench_loss import ERROR_SIZE, VOCABULARY
 from torch import Tensor
 from torch.nn import functional as F
 
-from benchmarks.timing import Cost, cost, describe, in_child, matrix_rate
+from benchmarks.timing import Cost, cost, describe, in_child, in_turn, matrix_rate
 from megahead.config.objective import ObjectiveConfig
 from megahead.losses.candidates import Candidates, vocabulary_candidates
 from megahead.losses.contrastive import build_objective, cwt_loss
@@ -216,48 +215,58 @@ def compare(targets: Tensor, arguments: argparse.Namespace) -> None:
     source = arguments.data or "Zipf's law"
     console.print("\n".join([f"vocabulary {VOCABULARY:,}, targets from {source}", *absent]))
     found: list[dict[str, object]] = []
+
+    def keep(lines: list[dict[str, object]]) -> None:
+        found.extend(lines)
+        if arguments.output is not None:
+            arguments.output.write_text(to_json(found), encoding="utf-8")
+
+    def entries_of(problem: Problem) -> list[Entry]:
+        if kernels is not None:  # other people's, on a GPU
+            return prepared(problem, kernels)
+        return [Entry(name, form, problem) for name, form in FORMS.items()]
+
     for hidden in arguments.hidden:
         console.print(f"\nhidden {hidden}: ours forward + backward; time and memory of others as multiples of ours")
         lines = []
         for size in arguments.sizes:
             problem = Problem.drawn(targets[:size], VOCABULARY, hidden, dtype)
-            costs = costs_of(entries_of(problem, kernels), arguments)
+            costs = costs_of(entries_of(problem), arguments)
             lines.append(row(problem, costs, rate))
-            found += records(problem, costs, rate)
-            _save(found, arguments.output)
+            keep(records(problem, costs, rate))
         console.print(to_rich(lines))
     size = min(ERROR_SIZE, *arguments.sizes)
     problem = Problem.drawn(targets[:size], VOCABULARY, arguments.hidden[0], dtype)
     console.print(f"\nrelative errors against float64, N = {size:,}, hidden {arguments.hidden[0]}")
-    wrong = list(errors(entries_of(problem, kernels)))
+    wrong = list(errors(entries_of(problem)))
     console.print(to_rich(wrong))
-    _save(found + wrong, arguments.output)
-
-
-def entries_of(problem: Problem, kernels: dict[str, Kernel] | None) -> list[Entry]:
-    """What takes part; `kernels`: other people's, on a GPU."""
-    if kernels is not None:
-        return prepared(problem, kernels)
-    return [Entry(name, form, problem) for name, form in FORMS.items()]
+    keep(wrong)
 
 
 def costs_of(entries: list[Entry], arguments: argparse.Namespace) -> dict[str, Taken | None]:
     """Medians of what each form took, in turn; None where a GPU's memory does not hold it."""
     most = arguments.plain_up_to
     entries = [one for one in entries if one.name != "softmax, plain" or len(one.problem.targets) <= most]
-    measured: dict[str, list[Taken]] = {entry.name: [] for entry in entries}
     too_large: set[str] = set()
-    for _ in range(arguments.rounds):
-        for name, form, problem in [entry for entry in entries if entry.name not in too_large]:
+
+    def take(entry: Entry) -> Taken | None:
+        if entry.name not in too_large:
             try:
-                measured[name].append(observe(form, problem))
+                return observe(entry.form, entry.problem)
             except torch.OutOfMemoryError:
-                too_large.add(name)
+                too_large.add(entry.name)
                 torch.cuda.empty_cache()
-    return {name: None if name in too_large else _median(taken) for name, taken in measured.items()}
+        return None
+
+    rounds = in_turn([lambda _, one=one: take(one) for one in entries], arguments.rounds, warm_up=0)  # type: ignore[misc]
+    costs: dict[str, Taken | None] = {}
+    for place, entry in enumerate(entries):
+        taken = [one for one in (found[place] for found in rounds) if one is not None]
+        costs[entry.name] = _median(taken) if len(taken) == len(rounds) else None
+    return costs
 
 
-def _median(taken: list[Taken]) -> Taken:
+def _median(taken: Sequence[Taken]) -> Taken:
     seconds, mebibytes, host = zip(*taken, strict=True)
     known = [value for value in host if value is not None]
     return Taken(statistics.median(seconds), statistics.median(mebibytes), statistics.median(known) if known else None)
@@ -270,11 +279,8 @@ def row(problem: Problem, costs: dict[str, Taken | None], rate: float) -> dict[s
     line: dict[str, object] = {"N": len(problem.targets), "U": len(problem.targets.unique())}
     if ours is None:
         return line | {"s": TOO_LARGE}
-    line |= {
-        "s": f"{ours.seconds:.3g}",
-        "of rate": f"{_share(problem, ours, rate):.0%}",
-        "MiB": f"{ours.mebibytes:,.0f}",
-    }
+    line |= {"s": f"{ours.seconds:.3g}", "of rate": f"{_share(problem, ours, rate):.0%}"}
+    line["MiB"] = f"{ours.mebibytes:,.0f}"
     if ours.host_seconds is not None:
         line["host s"] = f"{ours.host_seconds:.3g}"
     for name, theirs in costs.items():
@@ -341,8 +347,3 @@ def measure(form: Form, outputs: Tensor, targets: Tensor, table: Tensor) -> Cost
     small = outputs[:64].detach().requires_grad_()
     torch.autograd.grad(form(small, targets[:64], table[:, : small.shape[1]]), [small])  # threads and libraries awake
     return cost(lambda: torch.autograd.grad(form(outputs, targets, table), [outputs, table]))
-
-
-def _save(lines: list[dict[str, object]], output: Path | None) -> None:
-    if output is not None:
-        output.write_text(to_json(lines), encoding="utf-8")

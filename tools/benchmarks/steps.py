@@ -7,15 +7,14 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import nn
 
 from benchmarks.rows import rule_of, step_batches, token_rows
-from benchmarks.timing import clock_of, cost, describe, in_child, matrix_rate
+from benchmarks.timing import clock_of, cost, describe, in_child, in_turn, matrix_rate
 from megahead.config.loading import config_from_dict
 from megahead.config.run import RunConfig
 from megahead.distributed.group import Group
@@ -36,6 +35,7 @@ How = Literal["as it is", "compiled", "whole last block", "muon"]
 Muon for the matrices of blocks."""
 
 Plan = tuple[str, How]  # which objective, and how its steps are computed
+STEPS = 3  # of each micro-batch whose size is tried; the first is a warm-up
 # Settings of an objective that are the same where the other one is timed beside it
 OF_BOTH = ("score", "temperature", "learned_temperature", "replaced_tokens", "phrases")
 
@@ -64,28 +64,17 @@ def contending(config: RunConfig, objective: str, how: How) -> RunConfig:
     return config_from_dict(tree)
 
 
-class Weights(Protocol):
-    """Between a model and its optimizer."""
-
-    def add(self) -> None:
-        """Adds a micro-batch's gradients to the step's."""
-        ...
-
-    def update(self, clipping: float) -> None:
-        """Clips the step's gradients, updates the weights, and drops the gradients."""
-        ...
-
-
 class FullWeights:
-    """float32."""
+    """float32, between a model and its optimizer."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self._parameters, self._optimizer = list(model.parameters()), optimizer
 
     def add(self) -> None:
-        """The backward pass did."""
+        """A micro-batch's gradients are added to the step's by its backward pass."""
 
     def update(self, clipping: float) -> None:
+        """Clips the step's gradients, updates the weights, and drops the gradients."""
         nn.utils.clip_grad_norm_(self._parameters, clipping)
         self._optimizer.step()
         self._optimizer.zero_grad()
@@ -117,11 +106,6 @@ class HalfWeights:
         torch._foreach_copy_([half.data for half in self._halves], [full.data for full in self._full])
 
 
-def weights_of(model: nn.Module, optimizer: torch.optim.Optimizer, precision: str) -> Weights:
-    """As the engine has them at ZeRO 1 and higher."""
-    return HalfWeights(model, optimizer) if precision == "bf16" else FullWeights(model, optimizer)
-
-
 @dataclass
 class Contender:
     """One objective's model, optimizer and times."""
@@ -150,14 +134,18 @@ class Contender:
         self.ways, *_ = [accelerate_(each, self.config, self.device) for each in self.model.encoders()]
         self.rule = rule_of(self.config, self.rows)
         optimizer = build_optimizer(self.model, self.config.optimizer)
-        self.weights = weights_of(self.model, optimizer, self.precision)
+        weights = HalfWeights if self.precision == "bf16" else FullWeights  # as the engine at ZeRO 1 and higher
+        self.weights: FullWeights | HalfWeights = weights(self.model, optimizer)
         self.clock = clock_of(self.device)
         self._watch_body()
 
     def step(self, index: int) -> None:
         """One whole step; the first is a warm-up and is not counted."""
         micro_batches, candidates = self._prepared(index)
-        before = self._allocated()
+        on_gpu, before = self.device.type == "cuda", 0
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
         now, between = self.clock.now, self.clock.seconds
         self.clock.wait()
         of_threads, start = time.process_time(), now()
@@ -168,7 +156,7 @@ class Contender:
         in_passes = sum(between(one.start, one.end) for one in passes)
         body = sum(between(*part) for one in passes for part in one.body)
         parts = body, in_passes - body, between(start, step_done) - in_passes
-        if index and self.device.type == "cuda":
+        if index and on_gpu:
             self.extra_bytes = max(self.extra_bytes, torch.cuda.max_memory_allocated() - before)
         if index:
             for name, seconds in zip(self.times, parts, strict=True):
@@ -238,12 +226,6 @@ class Contender:
         step = step_batches(self.config, self.rule, self.rows[first : first + self.accumulation], self.device)
         return [micro.to(self.device) for micro in step.micro_batches], step.candidates or self.config.model.vocab_size
 
-    def _allocated(self) -> int:
-        if self.device.type != "cuda":
-            return 0
-        torch.cuda.reset_peak_memory_stats()
-        return torch.cuda.memory_allocated()
-
     def _watch_body(self) -> None:
         """Notes how long forward passes of the body take, and when the first of its backward passes begins."""
         backbone, *generators = self.model.encoders()
@@ -283,16 +265,15 @@ class _Pass(NamedTuple):
 def compare(one: Contender, other: Contender) -> str:
     """Step time of `other` over `one`, pair by pair, on a CPU also that of their threads, beside what their operations
     alone would give."""
-    ratios, of_threads = _ratios(one.seconds(), other.seconds()), _ratios(one.cpu_seconds, other.cpu_seconds)
+    ratios, of_threads = (
+        [b / a for a, b in zip(*pair, strict=True)]
+        for pair in ((one.seconds(), other.seconds()), (one.cpu_seconds, other.cpu_seconds))
+    )
     in_cpu_time = f"; in CPU time {statistics.median(of_threads):.2f}" if one.device.type == "cpu" else ""
     return (
         f"{one.name()} is {statistics.median(ratios):.2f} times as fast as {other.name()} (pairs {min(ratios):.2f} to "
         f"{max(ratios):.2f}){in_cpu_time}; by operations alone {other.flops() / one.flops():.2f}"
     )
-
-
-def _ratios(one: Sequence[float], other: Sequence[float]) -> list[float]:
-    return [b / a for a, b in zip(one, other, strict=True)]
 
 
 def hold(
@@ -302,53 +283,38 @@ def hold(
     table's lines."""
     rows = token_rows(config, prefix, count=(steps + 1) * config.batch.accumulation_steps(1))
 
-    def contender(name: str, how: How) -> Contender:
-        return Contender(config, name, device, rows, how)
+    def contender(plan: Plan) -> Contender:
+        return Contender(config, plan[0], device, rows, plan[1])
 
-    memory = [
-        None
-        if device.type == "cuda" or config.engine.compile is True or plan[1] == "compiled"
-        else _peak_of_a_step(partial(contender, *plan))
-        for plan in plans
-    ]
-    contenders = [contender(*plan) for plan in plans]
-    for index in range(steps + 1):
-        for one in contenders:
-            one.step(index)
+    def first_step(plan: Plan) -> Contender:
+        one = contender(plan)
+        one.step(0)
+        return one
+
+    memory: list[float | None] = []
+    for plan in plans:
+        compiled = config.engine.compile is True or plan[1] == "compiled"
+        if device.type == "cuda" or compiled:
+            memory.append(None)
+        else:  # in a process of its own
+            memory.append(in_child(lambda plan=plan: cost(lambda: first_step(plan)))[1] * 2**20 / 1e6)  # type: ignore[misc]
+    contenders = [contender(plan) for plan in plans]
+    in_turn([one.step for one in contenders], steps)
     rate = matrix_rate(device, config.engine.precision)
     peaks = [measured or one.peak_megabytes() for measured, one in zip(memory, contenders, strict=True)]
     lines = [one.row(rate, peak) for one, peak in zip(contenders, peaks, strict=True)]
-    _print_results(contenders, lines, rate)
-    return lines
-
-
-def _peak_of_a_step(build: Callable[[], Contender]) -> float:
-    """MB that a contender and its first step take on a CPU, in a process of its own."""
-    _, mebibytes = in_child(lambda: cost(lambda: _stepped(build())))
-    return mebibytes * 2**20 / 1e6
-
-
-def _stepped(contender: Contender) -> Contender:
-    contender.step(0)
-    return contender
-
-
-def _print_results(contenders: Sequence[Contender], lines: Sequence[dict[str, object]], rate: float) -> None:
-    """What was timed, the table, and the ratios."""
     first, console = contenders[0], terminal()
     shape = f"{first.config.batch.micro_size} x {first.config.data.sequence_length} tokens"
     if first.accumulation > 1:
         shape = f"{first.accumulation} micro-batches of {shape}"
-    machine = f"{first.precision} on {describe(first.device)}, {rate / 1e9:,.0f} GFLOP/s matrix rate"
+    machine = f"{first.precision} on {describe(device)}, {rate / 1e9:,.0f} GFLOP/s matrix rate"
     console.print(f"{first.config.name}, {shape}, {machine}")
     for name, way in contenders[-1].ways:
         console.print(f"{name}: {way}")
     console.print(to_rich(lines))
     for other in contenders[1:]:
         console.print(compare(first, other))
-
-
-STEPS = 3  # of each micro-batch; the first is a warm-up
+    return lines
 
 
 def fill(
@@ -360,7 +326,7 @@ def fill(
         fitting: dict[int, dict[str, object] | None] = {0: {}}
 
         def fits(rows: int, name: str = name, found: dict[int, dict[str, object] | None] = fitting) -> bool:
-            found[rows] = _line(_of(config, rows), name, prefix, device)
+            found[rows] = _steps_of(config, rows, name, prefix, device)
             return found[rows] is not None
 
         largest = largest_that(fits, config.batch.micro_size, most)
@@ -379,35 +345,27 @@ def largest_that(fits: Callable[[int], bool], first: int, most: int) -> int:
     bad = rows
     while bad - good > max(1, good // 8):
         middle = (good + bad) // 2
-        if fits(middle):
-            good = middle
-        else:
-            bad = middle
+        good, bad = (middle, bad) if fits(middle) else (good, middle)
     return good
 
 
-def _line(config: RunConfig, name: str, prefix: str | None, device: torch.device) -> dict[str, object] | None:
-    """What steps took; None where memory does not hold one."""
+def _steps_of(
+    config: RunConfig, rows: int, name: str, prefix: str | None, device: torch.device
+) -> dict[str, object] | None:
+    """What a few steps of such a micro-batch took, the first a warm-up; None where memory does not hold one."""
+    tree = config.model_dump(mode="json")
+    tree["batch"] |= {"micro_size": rows, "global_size": rows}
+    config = config_from_dict(tree)
     try:
-        return _measured(config, name, prefix, device)
+        contender = Contender(config, name, device, token_rows(config, prefix, count=STEPS))
+        for index in range(STEPS):
+            contender.step(index)
+        tokens, peak = rows * config.data.sequence_length, contender.peak_megabytes()
+        speed = round(tokens / statistics.median(contender.seconds()))
+        return {"tokens": tokens, "tokens/s": speed, "peak MB": None if peak is None else round(peak)}
     except torch.OutOfMemoryError:
         return None
     finally:
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
-
-
-def _measured(config: RunConfig, name: str, prefix: str | None, device: torch.device) -> dict[str, object]:
-    contender = Contender(config, name, device, token_rows(config, prefix, count=STEPS))
-    for index in range(STEPS):
-        contender.step(index)
-    tokens, peak = config.batch.micro_size * config.data.sequence_length, contender.peak_megabytes()
-    speed = round(tokens / statistics.median(contender.seconds()))
-    return {"tokens": tokens, "tokens/s": speed, "peak MB": None if peak is None else round(peak)}
-
-
-def _of(config: RunConfig, rows: int) -> RunConfig:
-    tree = config.model_dump(mode="json")
-    tree["batch"] |= {"micro_size": rows, "global_size": rows}
-    return config_from_dict(tree)

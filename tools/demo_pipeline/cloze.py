@@ -11,7 +11,7 @@ import hashlib
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from demo_pipeline.corpus import write_jsonl
@@ -38,7 +38,8 @@ def build_cloze(documents: Path, output: Path, *, limit: int = 1000, seed: int =
     """
     with documents.open(encoding="utf-8") as lines:
         texts = [json.loads(line)["text"] for line in lines]
-    passages = sorted({passage for text in texts for passage in _some(passages_of(text), seed)}, key=_key(seed))[:limit]
+    drawn = {one for text in texts for one in sorted(passages_of(text), key=_key(seed))[:PER_DOCUMENT]}
+    passages = sorted(drawn, key=_key(seed))[:limit]
     if not passages:
         raise DataError(f"{documents} must hold prose that ends in a repeated word, but gives no cloze passage.")
     write_jsonl(output, ({"text": passage} for passage in passages))
@@ -66,23 +67,14 @@ def is_answerable(passage: str) -> bool:
 def _prose(text: str) -> Iterator[str]:
     """Runs of neighbouring paragraphs that are plain sentences, each run on one line."""
     run: list[str] = []
-    for paragraph in [*_paragraphs(text), ""]:
+    blocks = itertools.groupby(text.splitlines(), key=lambda line: (not line, len(line) - len(line.lstrip())))
+    joined = (" ".join(" ".join(lines).split()) for _, lines in blocks)  # of one indentation, without empty lines
+    for paragraph in [*filter(None, joined), ""]:
         if paragraph[:1].isupper() and paragraph.endswith((".", "!", "?")) and not _NOT_PROSE.search(paragraph):
             run.append(paragraph)
         elif run:
             yield " ".join(run)
             run = []
-
-
-def _paragraphs(text: str) -> Iterator[str]:
-    """Lines of one indentation without an empty line between them, joined."""
-    for _, lines in itertools.groupby(text.splitlines(), key=lambda line: (not line, len(line) - len(line.lstrip()))):
-        if paragraph := " ".join(" ".join(lines).split()):
-            yield paragraph
-
-
-def _some(passages: Iterable[str], seed: int) -> list[str]:
-    return sorted(passages, key=_key(seed))[:PER_DOCUMENT]
 
 
 def _key(seed: int) -> Callable[[str], bytes]:

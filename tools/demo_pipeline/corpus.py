@@ -33,19 +33,12 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from megahead.errors import DataError
+from megahead.files import write_atomically
 
 
 def write_jsonl(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
     """Replaces `path` by `records`, an object a line, once all of them are on disk."""
-    partial = path.with_name(path.name + ".partial")
-    try:
-        with partial.open("w", encoding="utf-8") as file:
-            file.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    write_atomically(path, "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
 
 
 OWN_PAGE = 1000  # characters: a member documented at this length leaves its parent's page
@@ -112,7 +105,8 @@ def _describe(node: ast.Module | _Member, name: str, found: dict[str, str]) -> s
         if len(text) >= OWN_PAGE:
             found[f"{name}.{child.name}"] = text
         elif text:
-            parts.append(f"{_signature(child)}\n{_indent(text)}")
+            indented = (f"    {line}" if line else "" for line in text.splitlines())
+            parts.append("\n".join([_signature(child), *indented]))
     return "\n\n".join(part for part in parts if part)
 
 
@@ -122,10 +116,6 @@ def _signature(node: _Member) -> str:
     arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
     names = [argument.arg for argument in arguments if argument.arg not in ("self", "cls")]
     return f"{node.name}({', '.join(names)})"
-
-
-def _indent(text: str) -> str:
-    return "\n".join(f"    {line}" if line else "" for line in text.splitlines())
 
 
 def _attached(tree: ast.Module, module: str) -> Iterator[tuple[str, str]]:

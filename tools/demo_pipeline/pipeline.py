@@ -40,8 +40,11 @@ from megahead.run_folder import RunFolder
 
 
 def launcher(ranks: int) -> list[str]:
-    """What python is given before the script's own words."""
-    port = str(_free_port())  # the launcher's own may be taken: by another demo, say
+    """What python is given before the script's own words, on a free port: the launcher's own may be taken by another
+    demo, say."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
     return ["-m", "deepspeed.launcher.runner", "--num_accelerators", str(ranks), "--master_port", port]
 
 
@@ -49,13 +52,6 @@ def environment() -> dict[str, str]:
     """Of the launcher; how its ranks share the cores is the command's own affair."""
     added = {} if torch.cuda.is_available() else {"DS_ACCELERATOR": "cpu"}
     return {**os.environ, **added, "PYTHONUNBUFFERED": "1"}
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -108,19 +104,15 @@ class Text:
         self.tokenizer, self.cloze = folder / "tokenizer.json", folder / "cloze.jsonl"
 
     def make(self, stages: Stages, vocab_size: int) -> None:
-        """All of it, as far as it is not there."""
+        """A corpus from this machine, a tokenizer made from it, the corpus as ids, a last-word test; as far as they are
+        not there."""
         roots, size = [str(root) for root in self.roots], self.size
         train, held_out = (self.corpus / f"{half}.jsonl" for half in ("train", "held_out"))
+        reads: dict[str, Any] = {"source_bytes": size.source_bytes, "held_out": size.held_out}
         stages.run(
             "corpus",
-            lambda: build_corpus(
-                self.corpus,
-                roots=self.roots,
-                source_bytes=size.source_bytes,
-                held_out=size.held_out,
-                console=stages.console,
-            ).summary(),
-            settings={"roots": roots, "source_bytes": size.source_bytes, "held_out": size.held_out},
+            lambda: build_corpus(self.corpus, roots=self.roots, console=stages.console, **reads).summary(),
+            settings={"roots": roots, **reads},
             outputs=[train, held_out],
         )
         stages.run(
@@ -131,12 +123,9 @@ class Text:
             outputs=[self.tokenizer],
         )
         stages.run("index", self._index, inputs=[train, held_out, self.tokenizer], outputs=[self.data])
-        stages.run(
-            "cloze",
-            lambda: f"{build_cloze(held_out, self.cloze)} passages whose last word is to be guessed",
-            inputs=[held_out],
-            outputs=[self.cloze],
-        )
+        passages = "passages whose last word is to be guessed"
+        work = lambda: f"{build_cloze(held_out, self.cloze)} {passages}"  # noqa: E731
+        stages.run("cloze", work, inputs=[held_out], outputs=[self.cloze])
 
     def _train_tokenizer(self, text: Path, vocab_size: int) -> str:
         with Bar("Reading") as bar:
@@ -150,9 +139,8 @@ class Text:
         reports = []
         for half in ("train", "held_out"):
             with Bar(f"Tokenizing {half}") as bar:
-                reports.append(
-                    preprocess([self.corpus / f"{half}.jsonl"], self.tokenizer, self.data / half, progress=bar)
-                )
+                text = [self.corpus / f"{half}.jsonl"]
+                reports.append(preprocess(text, self.tokenizer, self.data / half, progress=bar))
         train_tokens, held_tokens = (report.tokens for report in reports)
         bytes_each = sum(report.text_bytes for report in reports) / (train_tokens + held_tokens)
         return f"{train_tokens:,} tokens and {held_tokens:,} held out, {bytes_each:.2f} bytes a token"

@@ -19,6 +19,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from megahead.errors import FieldError
+from megahead.files import write_atomically
 
 # The decoders of the demo, by the settings that make them; all have as many blocks, as wide
 MODELS: Mapping[str, Sequence[str]] = {"pythia": (), "llama": ("model.family=llama", "model.activation=silu")}
@@ -137,9 +138,7 @@ class Stages:
         finished = Finished(name, time.monotonic() - start, result, reused=False)
         record = {"key": key, "outputs": _digest(_files(outputs)), "seconds": finished.seconds, "result": result}
         self.folder.mkdir(parents=True, exist_ok=True)
-        partial = stamp.with_suffix(".partial")
-        partial.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-        partial.replace(stamp)
+        write_atomically(stamp, json.dumps(record, indent=1) + "\n")
         return finished
 
 

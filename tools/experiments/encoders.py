@@ -1,74 +1,173 @@
-"""A small encoder, headless and vanilla, on GLUE and SuperGLUE (the paper's Tables 1, 2 and 12).
-
-The vanilla twin has clean labels; a third run learns from a text a tenth of whose tokens were replaced at random before
-anything was masked, inputs and labels, as in the published code's vanilla runs. `headless-noise` and `vanilla-noise`
-read a tenth of their inputs so, with clean labels, as the published code's headless runs did.
-All are fine-tuned with balanced and with regular cross-entropy, beside the same shape with random weights.
-"""
+"""Small encoders on GLUE and SuperGLUE (the paper's Tables 1, 2, 12), on XNLI (Table 5, Fig. 6); variants on GLUE."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import mean
 
 import numpy as np
 
-from experiments.laboratory import Laboratory, one_at_a_time
-from experiments.measures import Row, scores, speed
+from experiments.laboratory import GRIDS, Laboratory, one_at_a_time
+from experiments.measures import Chart, Row, candidates, lines, percent, speed
+from experiments.neighbours import PLAIN, nearest_ids, settings_of_variant, uses_nearest_ids
+from megahead.config.loading import config_from_dict
+from megahead.config.plan import phases_of
 from megahead.data.indexed import IndexedDataset
 from megahead.data.writer import IndexedDatasetWriter
-from megahead.evaluate.finetuning import FineTuningResults, comparison_table
+from megahead.estimate import run_flops
+from megahead.evaluate.finetuning import FineTuningResult, comparison_table
+from megahead.report.read import RunMetrics
 
 WRONG = 0.1
-NOISE = f"masking.noise_share={WRONG}"
-RUNS = ("headless", "vanilla", "wrong-labels", "headless-noise", "vanilla-noise")
-SEEDS = {"balanced": "2", "regular": "1"}
 FINE_TUNING = ["--max-train-rows", "3000", "--epochs", "3", "--learning-rate", "3e-4"]
+LANGUAGES = ("ar", "de", "en", "es", "fr", "hi", "zh")  # the paper's
+STEPS, PROBE_STEPS = 2000, 20  # of glue's plain encoder, and of runs that tell what a step of a variant costs
+SEEDS = 3  # of glue's fine-tuning
 
 
 def compare_encoders(laboratory: Laboratory, only: Sequence[str]) -> None:
-    """Trains RUNS (or those of `only`); fine-tunes them where --tasks-data is given."""
+    """Trains all runs (or those of `only`); fine-tunes them where --tasks-data is given, with balanced and with regular
+    cross-entropy, beside the same shape with random weights.
+
+    `wrong-labels` learns from a text a tenth of whose tokens were replaced at random before anything was masked, inputs
+    and labels, as in the published code's vanilla runs; `headless-noise` and `vanilla-noise` read a tenth of their
+    inputs so, with clean labels, as its headless runs did.
+    """
     data = laboratory.encoder_data()
-    prefix = Path(data[0].removeprefix("data.train="))
-    names = [name for name in RUNS if not only or name in only]
-    rows: list[Row] = []
-    for name in names:
+    prefix, rows = Path(data[0].removeprefix("data.train=")), []
+    runs = {name: own for name, own in GRIDS["encoders"]["axes"]["run"].items() if not only or name in only}
+    for name, own in runs.items():
         config = f"encoder-small-{'headless' if name.startswith('headless') else 'vanilla'}"
-        given = [f"data.train={_with_wrong_tokens(prefix)}"] if name == "wrong-labels" else []
-        run = laboratory.train(config, name, *data, *given, *([NOISE] if name.endswith("-noise") else []))
-        rows.append({"run": name, **scores(run, run.validation[-1]["head"]), "tokens/s": speed(run)})
+        given = [f"data.train={_with_wrong_tokens(prefix)}"] if name == "wrong-labels" else own
+        rows.append(_end(name, laboratory.train(config, name, *data, *given)))
     laboratory.record("encoders", rows)
     if laboratory.tasks_data is not None:
-        for loss in SEEDS:
-            _fine_tune(laboratory, names, loss, laboratory.tasks_data)
+        tasks = ["--task", "glue", "superglue", "--data", str(laboratory.tasks_data), "--floor", *FINE_TUNING]
+        for loss, seeds in (("balanced", "2"), ("regular", "1")):
+            results = laboratory.fine_tune(f"glue-{loss}", [*runs], *tasks, "--loss", loss, "--seeds", seeds)
+            laboratory.record(f"encoders-{loss}", table_of(results))
 
 
-def _fine_tune(laboratory: Laboratory, names: Sequence[str], loss: str, data: Path) -> None:
-    models = [str(laboratory.folder / name) for name in names]
-    output = laboratory.folder / f"glue-{loss}.json"
-    tasks = ["--task", "glue", "superglue", "--data", str(data), "--floor", "--loss", loss]
-    laboratory.run(
-        "finetune.py", "--model", *models, *tasks, *FINE_TUNING, "--seeds", SEEDS[loss], "--output", str(output)
-    )
-    rows = comparison_table(FineTuningResults(output).newest())
-    laboratory.record(f"encoders-{loss}", [{Path(name).name: cell for name, cell in row.items()} for row in rows])
+def _end(name: str, run: RunMetrics) -> Row:
+    """Held-out scores at the end, with the head that the run evaluates with."""
+    last = run.validation[-1]
+    scores = {f"{last['head']} head: {score}": last[score] for score in ("perplexity", "accuracy")}
+    return {"run": name, **scores, "tokens/s": speed(run)}
+
+
+def table_of(results: Sequence[FineTuningResult]) -> list[Row]:
+    """A row for each task, a column for each run."""
+    return [{Path(name).name: cell for name, cell in row.items()} for row in comparison_table(results)]
 
 
 def _with_wrong_tokens(prefix: Path) -> Path:
-    """A copy of the dataset in which one token in ten is any other; made where it is missing."""
+    """A copy of the dataset in which one token in ten is any other, but for ends of documents; made where missing."""
     made = prefix.with_name(f"{prefix.name}-wrong")
     with one_at_a_time(made):
         if not made.with_suffix(".idx").exists():
-            _write_with_wrong_tokens(prefix, made)
+            dataset, generator = IndexedDataset(prefix), np.random.default_rng(0)
+            size = json.loads(prefix.with_suffix(".json").read_text())["vocab_size"]
+            with IndexedDatasetWriter(made, vocab_size=size) as writer:
+                for tokens in (dataset[i] for i in range(len(dataset))):
+                    wrong = generator.random(len(tokens)) < WRONG
+                    wrong[-1] = False
+                    writer.add_document(np.where(wrong, generator.integers(0, size, len(tokens)), tokens))
     return made
 
 
-def _write_with_wrong_tokens(prefix: Path, made: Path) -> None:
-    dataset, generator = IndexedDataset(prefix), np.random.default_rng(0)
-    info = json.loads(prefix.with_suffix(".json").read_text())
-    with IndexedDatasetWriter(made, vocab_size=info["vocab_size"]) as writer:
-        for tokens in (dataset[i] for i in range(len(dataset))):
-            wrong = generator.random(len(tokens)) < WRONG
-            wrong[-1] = False  # the end of the document
-            writer.add_document(np.where(wrong, generator.integers(0, info["vocab_size"], len(tokens)), tokens))
+def compare_multilingual(laboratory: Laboratory, only: Sequence[str]) -> None:
+    """Trains headless and vanilla (or those of `only`) on the folder of datasets, one a language, that docs/encoders.md
+    makes; `--set data.tokenizer=F` names their tokenizer.
+
+    Where --tasks-data is given both are fine-tuned in seven languages, each on half of XNLI's dev set, and tested on
+    the other half, beside the same shape with random weights: in the language trained on, and, trained on English
+    alone, in all.
+    """
+    folder = laboratory.given_text()
+    parts = sorted(path.with_suffix("") for path in folder.glob("*.idx") if not path.stem.endswith("validation"))
+    train = ",".join(f"{{prefix: {part}}}" for part in parts)
+    data = [f"data.train=[{train}]", f"data.validation={folder / 'validation'}"]
+    cells = laboratory.grid("multilingual", only, *data)
+    along = [{**record, "run": cell.name} for cell in cells for record in cell.run.validation]
+    curves = lines(along, "run", "tokens", "perplexity")
+    chart = Chart("Held-out perplexity of masked tokens", "tokens", curves, log_up=True)
+    laboratory.record("multilingual", [_end(cell.name, cell.run) for cell in cells], chart)
+    if laboratory.tasks_data is not None:
+        tasks = ["--task", *(f"xnli/{one}" for one in LANGUAGES), "--languages", ",".join(LANGUAGES), "--floor"]
+        tasks += ["--data", str(laboratory.tasks_data), "--epochs", "3", "--learning-rate", "3e-4"]
+        tasks += ["--batch-size", "32", "--seeds", "1"]
+        results = laboratory.fine_tune("xnli-seeds", [cell.name for cell in cells], *tasks)
+        laboratory.record("xnli", [_of_model(model, results) for model in dict.fromkeys(one.model for one in results)])
+
+
+def _of_model(model: str, results: Sequence[FineTuningResult]) -> Row:
+    """Accuracies of a model, means over languages for each seed: its table cells."""
+    mine = [result for result in results if result.model == model]
+    english: list[float] = []
+    target: list[float] = []
+    for seed in sorted({result.seed for result in mine}):
+        reached = {one.task.removeprefix("xnli/"): one.scores() for one in mine if one.seed == seed}
+        english.append(mean(found["accuracy"] for found in reached["en"].values()))
+        target.append(mean(reached[language][language]["accuracy"] for language in reached))
+    row: Row = {"model": Path(model).name, "English only": percent(english), "target language": percent(target)}
+    for language in LANGUAGES:
+        row[language] = percent([one.scores()[language]["accuracy"] for one in mine if one.task == f"xnli/{language}"])
+    return row
+
+
+def compare_glue(laboratory: Laboratory, only: Sequence[str]) -> None:
+    """Trains variants of `neighbours` (or those of `only`) for as many operations each, and fine-tunes them where
+    --tasks-data is given.
+
+    Held-out perplexity is of each one's own masks, and of replaced tokens the generator's, so that fine-tuning alone
+    compares them.
+    """
+    names = [name for name in GRIDS["glue"] if not only or name in only]
+    budget, rows = STEPS * _a_step(laboratory, PLAIN), []
+    for name in names:
+        run = _train(laboratory, name, name, round(budget / _a_step(laboratory, name)))
+        last, trained = run.validation[-1], run.training[-1]
+        row = {"run": name, "tokens": trained["tokens"], "PFLOP": operations(laboratory, run) / 1e15}
+        row |= {"seconds": trained["seconds"], "tokens/s": speed(run), "perplexity": last["perplexity"]}
+        detected = last.get("detection") or {}
+        rows.append(row | {"found": detected.get("found"), "kept": detected.get("kept")})
+    laboratory.record("glue-runs", rows)
+    if laboratory.tasks_data is not None:
+        results = [result for name in names for result in fine_tuned(laboratory, name, laboratory.tasks_data)]
+        laboratory.record("glue", table_of(results))
+
+
+def _a_step(laboratory: Laboratory, name: str) -> float:
+    """Operations of a variant's step, on average over its phases."""
+    return operations(laboratory, _train(laboratory, name, f"probe-{name}", PROBE_STEPS)) / PROBE_STEPS
+
+
+def operations(laboratory: Laboratory, run: RunMetrics) -> float:
+    """Of a whole run: those of each phase, by the candidates that it had."""
+    config = config_from_dict(laboratory.runs[run.name]["config"])
+    tokens = config.batch.global_size * config.data.sequence_length
+    total = 0.0
+    for phase in phases_of(config):
+        rows = candidates(run, phase.steps) or config.model.padded_vocab_size()
+        total += len(phase.steps) * tokens * run_flops(phase.config, rows).total
+    return total
+
+
+def _train(laboratory: Laboratory, name: str, folder: str, steps: int) -> RunMetrics:
+    config, settings = settings_of_variant(*GRIDS["glue"][name])
+    course = [f"training.steps={steps}", f"schedule.warmup_steps={max(1, steps // 10)}"]
+    if folder != name:
+        course.append("training.log_seconds=0")
+    if uses_nearest_ids(settings):  # those of the plain encoder, whose operations are not counted here
+        _train(laboratory, PLAIN, PLAIN, STEPS)
+    given = [*laboratory.encoder_data(), *settings, *nearest_ids(laboratory, PLAIN, settings)]
+    return laboratory.train(config, folder, *given, *course)
+
+
+def fine_tuned(laboratory: Laboratory, name: str, data: Path, rows: str | None = None) -> list[FineTuningResult]:
+    """On GLUE, with SEEDS; `rows` of each task to learn from, or as many as FINE_TUNING says. Results are kept for each
+    model in a file of its own, so that commands with other models can run beside."""
+    tasks = ["--task", "glue", "--data", str(data), "--loss", "balanced", "--seeds", str(SEEDS), *FINE_TUNING]
+    return laboratory.fine_tune(f"glue-{name}", [name], *tasks, *([] if rows is None else ["--max-train-rows", rows]))

@@ -1,6 +1,6 @@
-"""Several commands of experiments may share a folder: what two of them need, one makes while the other waits.
+"""What every experiment needs: runs of the normal command, each done once, grids of them, and a record of results.
 
-What every experiment needs: runs of the normal command, each done once, and a record of what came out.
+Several commands may share a folder: what two of them need, one makes while the other waits.
 """
 
 from __future__ import annotations
@@ -8,19 +8,24 @@ from __future__ import annotations
 import fcntl
 import json
 import platform
+import re
+import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from itertools import product
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
+import yaml
 from rich.console import Console
 
 from demo_pipeline.pipeline import environment, launcher
-from experiments.charts import Chart, save_charts
+from experiments.measures import MEASURES, Chart, Row, cost, draw_charts, lines, spent
 from megahead.checkpoints.folders import find_checkpoint
 from megahead.config.loading import load_config
 from megahead.config.run import RunConfig
@@ -29,10 +34,17 @@ from megahead.data.vocabulary_map import SpelledVocabulary
 from megahead.distributed.group import Group
 from megahead.distributed.launch import choose_device
 from megahead.errors import FieldError, UserError
+from megahead.evaluate.finetuning import FineTuningResult, FineTuningResults
+from megahead.evaluate.results import ResultsFile, TaskResult
+from megahead.report.figures import save_figure
 from megahead.report.read import RunMetrics, read_metrics
 from megahead.report.tables import to_markdown, to_rich
 from megahead.run_folder import RunFolder
 from megahead.train.run import settle_precision
+
+ROOT = Path(__file__).resolve().parents[2]
+PROCESSORS = "processors.txt"  # in a run's folder: a line for each session
+GRIDS: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("grids.yaml").read_text(encoding="utf-8"))
 
 
 @contextmanager
@@ -44,8 +56,16 @@ def one_at_a_time(output: Path) -> Iterator[None]:
         yield
 
 
-ROOT = Path(__file__).resolve().parents[2]
-PROCESSORS = "processors.txt"  # in a run's folder: a line for each session
+class Cell(NamedTuple):
+    """A run of a grid: its value of each axis, and what came of it."""
+
+    values: Row
+    name: str
+    run: RunMetrics
+
+    def row(self, columns: Mapping[str, str]) -> Row:
+        """The values, and the measures that `columns` name."""
+        return self.values | {title: MEASURES[name](self.run) for title, name in columns.items()}
 
 
 @dataclass(frozen=True)
@@ -57,13 +77,11 @@ class Laboratory:
     settings: Sequence[str]
     console: Console
     vocabulary: int = 8_192
-    # Files of the harness's tasks, as tools/eval_harness.py takes them; what needs them is left out without
-    tasks_data: Path | None = None
+    tasks_data: Path | None = None  # as tools/eval_harness.py takes it; what needs task files is left out without
     tokenizer: Path | None = None  # another tokenizer.json, where an experiment changes to one
     held_out: int = 50  # one in so many documents is kept for evaluation
     ranks: int = 1  # of each run: two of a thread are faster than one of two threads where a step is short
-    # What each run was: its seed, tokens, seconds and settings
-    runs: dict[str, dict[str, Any]] = field(default_factory=dict)
+    runs: dict[str, dict[str, Any]] = field(default_factory=dict)  # the seed, tokens, seconds and settings of each
 
     def data(self, vocabulary: int | None = None) -> list[str]:
         """The settings that name the text in so many ids of byte-level BPE; made where it is missing."""
@@ -78,7 +96,7 @@ class Laboratory:
         tokenizer = load_tokenizer(self.folder.parent / words / "tokenizer.json")
         ids = {f"masking.{name}_token": tokenizer.id_of(f"[{name.upper()}]") for name in ("cls", "sep", "mask")}
         ids |= {"data.end_token": ids["masking.sep_token"], "model.vocab_size": tokenizer.vocab_size}
-        return [*settings, *(f"{name}={value}" for name, value in ids.items()), "masking.special_tokens=[]"]
+        return [*settings, *settings_of(ids), "masking.special_tokens=[]"]
 
     def data_in(self, tokenizer: Path) -> list[str]:
         """The settings that name the text in the ids of a tokenizer that is there."""
@@ -86,8 +104,7 @@ class Laboratory:
         end = spelled.in_role("end")
         if end is None:
             raise FieldError("--tokenizer", "have a special token that ends a text", got=str(tokenizer))
-        ends = ["--end-token", spelled.spellings[end] or ""]
-        settings = self._cut(f"of-{tokenizer.stem}", tokenizer, ends)
+        settings = self._cut(f"of-{tokenizer.stem}", tokenizer, ["--end-token", spelled.spellings[end] or ""])
         return [*settings, f"data.end_token={end}", f"model.vocab_size={len(spelled.spellings)}"]
 
     def given_text(self) -> Path:
@@ -108,6 +125,24 @@ class Laboratory:
         self.make(dataset.with_suffix(".idx"), "preprocess.py", "--input", str(self.given_text()), *index)
         return [f"data.train={dataset}", f"data.validation={dataset}-validation", f"data.tokenizer={tokenizer}"]
 
+    def grid(self, name: str, only: Sequence[str] = (), *given: str, **fixed: Sequence[Any]) -> list[Cell]:
+        """The runs of `GRIDS[name]`, trained: all, or those of which `only` has the name or a value of an axis.
+
+        `given`: more settings, of the text where the grid says so; `fixed`: other values of some axes.
+        """
+        grid, cells = GRIDS[name], []
+        for values, settings in points(grid, fixed):
+            run = run_name(grid["run"].format(**values))
+            if (only and not {run, *map(str, values.values())}.intersection(only)) or run in grid.get("without", ()):
+                continue
+            text = self.encoder_data if grid.get("encoder") else self.data
+            size = values.get("vocabulary", grid.get("vocabulary"))
+            data = [] if grid.get("data") == "given" else text(size)
+            config = grid.get("config", "").format(**values)
+            trained = self.train(config, run, *data, *grid.get("settings", ()), *given, *settings)
+            cells.append(Cell(values, run, trained))
+        return cells
+
     def train(self, config: str, name: str, *overrides: str, fork: Path | None = None) -> RunMetrics:
         """`configs/CONFIG.yaml` trained to its end in `folder/NAME`, or read when it already was; a new run goes on
         from the checkpoint `fork`.
@@ -127,7 +162,7 @@ class Laboratory:
                 if fork is not None and find_checkpoint(run) is None:
                     command += ["--resume", str(fork)]
                 self._do(f"training {name}", command, run / "log.txt", self.ranks)
-            if not _finished(run, wanted):  # a run that is told to stop saves, and ends without an error
+            if not _finished(run, wanted):  # a run that is asked to stop saves, and ends without an error
                 raise UserError(f"training {name} must reach its last step, but was stopped; call again to go on.")
         metrics = read_metrics(run)
         last = metrics.training[-1]
@@ -160,11 +195,32 @@ class Laboratory:
             last = "\n".join(log.read_text().splitlines()[-15:])
             raise UserError(f"{what} must come to its end, but failed; its last lines:\n{last}")
 
-    def record(self, name: str, rows: Sequence[dict[str, Any]], *charts: Chart) -> None:
+    def score(
+        self, name: str, tasks: str, limit: int | None, data: Path, models: Sequence[Path], cloze: Path | None = None
+    ) -> dict[Path, list[TaskResult]]:
+        """What each model reaches on the harness's tasks: on the first `limit` examples, or on all; `folder`/NAME.json
+        keeps it. `cloze`: the passages of that task."""
+        output = self.folder / f"{name}.json"
+        what = ["--tasks", tasks, "--data", str(data), "--output", str(output)]
+        what += [] if limit is None else ["--limit", str(limit)]
+        what += [] if cloze is None else ["--cloze", str(cloze)]
+        self.run("eval_harness.py", *what, "--model", *map(str, models))
+        kept = ResultsFile(output)
+        return {model: list(kept.of(model, limit)) for model in models}
+
+    def fine_tune(self, output: str, models: Sequence[str], *what: str) -> list[FineTuningResult]:
+        """Results of those runs, and of what else `output` has; `folder`/OUTPUT.json keeps them."""
+        path = self.folder / f"{output}.json"
+        folders = [str(self.folder / name) for name in models]
+        self.run("finetune.py", "--model", *folders, *what, "--output", str(path))
+        return FineTuningResults(path).newest()
+
+    def record(self, name: str, rows: Sequence[Row], *charts: Chart) -> None:
         """Prints the rows; `folder` gets NAME.json with how they were made, NAME.md as a table, NAME.png as charts."""
+        described = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
         made = {
             "command": [Path(sys.executable).name, *sys.argv],
-            "commit": _commit(),
+            "commit": described.stdout.strip() or "unknown",
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "machine": f"{platform.machine()}, {platform.python_implementation()} {platform.python_version()}",
             "settings": list(self.settings),
@@ -175,8 +231,61 @@ class Laboratory:
         (self.folder / f"{name}.json").write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
         (self.folder / f"{name}.md").write_text(to_markdown(rows), encoding="utf-8")
         if charts:
-            save_charts(charts, self.folder / f"{name}.png")
+            save_figure(draw_charts(charts), self.folder / f"{name}.png")
         self.console.print(to_rich(rows))
+
+    def relative_cost(self, train: Callable[[Laboratory, str], RunMetrics], one: str, other: str) -> float:
+        """Of a token of `one`, where one of `other` costs 1; both are folders that `train` trains for a few steps while
+        both run, so that what else keeps the machine busy slows both. A pair of which one was stopped begins anew: else
+        the other would have gone on alone."""
+        pair = [self.folder / name for name in (one, other)]
+        quiet = replace(self, console=Console(quiet=True))
+        with one_at_a_time(self.folder / f"{one}-and-{other}"), ThreadPoolExecutor() as pool:
+            if not all(ended(run) for run in pair):
+                for run in pair:
+                    shutil.rmtree(run, ignore_errors=True)
+            ours, theirs = pool.map(lambda name: train(quiet, name), (one, other))
+        both = min(run.training[-1]["seconds"] for run in (ours, theirs))
+        return _cost(ours, both) / _cost(theirs, both)
+
+
+def points(grid: Mapping[str, Any], fixed: Mapping[str, Sequence[Any]]) -> Iterator[tuple[Row, list[str]]]:
+    """A grid's points: a value of each axis, and the settings that these stand for."""
+    sides: list[list[tuple[Any, list[str]]]] = []
+    for name, axis in grid["axes"].items():
+        if "values" in axis:
+            key = axis.get("set")
+            sides.append([(value, [f"{key}={value}"] if key else []) for value in fixed.get(name, axis["values"])])
+        else:
+            sides.append([(value, axis[value]) for value in fixed.get(name, axis)])
+    for point in product(*sides):
+        values = dict(zip(grid["axes"], (value for value, _ in point), strict=True))
+        yield values, [setting for _, settings in point for setting in settings]
+
+
+def run_name(words: str) -> str:
+    """As a run's name must be: `32,768 ids` becomes `32768-ids`."""
+    return re.sub("[,%]", "", words.replace(", ", "-").replace(" ", "-").replace("/", "_"))
+
+
+def settings_of(values: Mapping[str, Any]) -> list[str]:
+    """As overrides of a config."""
+    return [f"{key}={value}" for key, value in values.items()]
+
+
+def charts_of(name: str, rows: Sequence[Row]) -> list[Chart]:
+    """Those of `GRIDS[name]`."""
+    told = []
+    for spec in GRIDS[name]["charts"]:
+        options = {key: value for key, value in spec.items() if key not in ("line", "up")}
+        told.append(Chart(lines=lines(rows, spec["line"], spec["across"], spec["up"]), **options))
+    return told
+
+
+def scores_of(result: TaskResult) -> Row:
+    """Metric to value, and `± METRIC` to its standard error."""
+    values = {score.metric: score.value for score in result.scores}
+    return values | {f"± {score.metric}": score.stderr for score in result.scores}
 
 
 def run_python(command: Sequence[str], output: TextIO, ranks: int = 1) -> int:
@@ -195,7 +304,7 @@ def _finished(run: Path, config: RunConfig) -> bool:
     if not ended(run) or not folder.config.exists():
         return False
     device = choose_device(config.engine.device, local_rank=0)
-    return load_config(folder.config) == settle_precision(config, device, Group())  # there it is told what auto came to
+    return load_config(folder.config) == settle_precision(config, device, Group())  # it says what auto came to
 
 
 def ended(run: Path) -> bool:
@@ -218,6 +327,10 @@ def _processor() -> str:
     return " with ".join([known.get("model name", platform.machine()), *fast])
 
 
-def _commit() -> str:
-    done = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
-    return done.stdout.strip() or "unknown"
+def _cost(run: RunMetrics, seconds: float) -> float:
+    """Of a token in so many seconds of training, when both ran, without the first log line, where all begins."""
+    first, *others = [record for record in run.training if record["seconds"] <= seconds] or [run.training[0]]
+    if not others:
+        return cost(run)
+    last = others[-1]
+    return (spent(run, last["step"]) - spent(run, first["step"])) / float(last["tokens"] - first["tokens"])

@@ -1,29 +1,24 @@
-"""What an experiment reads off its runs, and how their rows are put together."""
+"""What an experiment reads off its runs, how their rows are put together, and how they are drawn."""
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
-from pathlib import Path
+from dataclasses import dataclass
 from statistics import mean, median, stdev
 from typing import Any
 
+import matplotlib as mpl
 import torch
-from rich.console import Console
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter, FuncFormatter, NullLocator
 
-from experiments.laboratory import Laboratory, ended, one_at_a_time
-from megahead.evaluate.results import ResultsFile, TaskResult
+from megahead.report.figures import PALETTE, STYLE
 from megahead.report.read import RunMetrics
+from megahead.report.tables import show
 
 Row = dict[str, Any]
-
-
-def scores(run: RunMetrics, head: str) -> Row:
-    """Held-out scores at the end, with the head that the run evaluates with."""
-    last = run.validation[-1]
-    return {f"{head} head: perplexity": last["perplexity"], f"{head} head: accuracy": last["accuracy"]}
+Lines = Mapping[str, Sequence[tuple[float, float]]]
 
 
 def speed(run: RunMetrics) -> int:
@@ -31,21 +26,18 @@ def speed(run: RunMetrics) -> int:
     switches = [event["step"] for event in run.events if event.get("session", {}).get("new_phase")]
     seconds, done, last = 0.0, 0, run.training[-1]
     for switch in sorted({*switches, last["step"]}):
-        lines = [record for record in run.training if record["step"] <= switch and record["tokens"] > done]
-        seconds += (lines[-1]["tokens"] - done) / float(median(record["tokens_per_second"] for record in lines))
-        done = lines[-1]["tokens"]
+        logged = [record for record in run.training if record["step"] <= switch and record["tokens"] > done]
+        seconds += (logged[-1]["tokens"] - done) / float(median(record["tokens_per_second"] for record in logged))
+        done = logged[-1]["tokens"]
     return round(done / seconds)
-
-
-def cost(run: RunMetrics) -> float:
-    """What a token costs, for ratios: the time `spent` on it."""
-    return spent(run) / float(run.training[-1]["tokens"])
 
 
 def spent(run: RunMetrics, until: int | None = None) -> float:
     """CPU seconds of rank 0 in the steps that the log has, or those `until` one, in which what else keeps the machine
     busy does not count; on a GPU seconds."""
-    column, seconds, done = "step_seconds" if torch.cuda.is_available() else "step_cpu_seconds", 0.0, _began_at(run)
+    column, seconds = "step_seconds" if torch.cuda.is_available() else "step_cpu_seconds", 0.0
+    sessions = [event["step"] for event in run.events if "session" in event]
+    done = int(sessions[0]) if sessions else 0  # the step of the checkpoint of another run that it went on from
     for record in run.training:
         last = record["step"] if until is None else min(record["step"], until)
         seconds += float(record[column]) * max(0, last - done)
@@ -53,17 +45,24 @@ def spent(run: RunMetrics, until: int | None = None) -> float:
     return seconds
 
 
-def _began_at(run: RunMetrics) -> int:
-    """The step of the checkpoint of another run that it went on from; 0 if there was none."""
-    sessions = [event["step"] for event in run.events if "session" in event]
-    return int(sessions[0]) if sessions else 0
+def cost(run: RunMetrics) -> float:
+    """What a token costs, for ratios: the time `spent` on it."""
+    return spent(run) / float(run.training[-1]["tokens"])
 
 
 def candidates(run: RunMetrics, steps: range | None = None) -> int | None:
     """Different ids that competed, on average over the run or some of its steps; None for a vanilla one."""
-    lines = [record for record in run.training if steps is None or record["step"] - 1 in steps]
-    counts = [record["candidates"] for record in lines if record.get("candidates")]
+    logged = [record for record in run.training if steps is None or record["step"] - 1 in steps]
+    counts = [record["candidates"] for record in logged if record.get("candidates")]
     return round(sum(counts) / len(counts)) if counts else None
+
+
+def last_score(name: str) -> Callable[[RunMetrics], Any]:
+    return lambda run: run.validation[-1][name]
+
+
+MEASURES: dict[str, Callable[[RunMetrics], Any]] = {"speed": speed, "candidates": candidates}
+MEASURES |= {name: last_score(name) for name in ("loss", "perplexity", "accuracy", "bits_per_byte")}
 
 
 def over_seeds(rows: Sequence[Row], by: Sequence[str], values: Sequence[str]) -> list[Row]:
@@ -71,18 +70,13 @@ def over_seeds(rows: Sequence[Row], by: Sequence[str], values: Sequence[str]) ->
     groups: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
         groups.setdefault(tuple(row[name] for name in by), []).append(row)
-    return [
-        {**dict(zip(by, key, strict=True)), "seeds": len(group), **_spread(group, values)}
-        for key, group in groups.items()
-    ]
-
-
-def _spread(rows: Sequence[Row], values: Sequence[str]) -> Row:
-    spread: Row = {}
-    for name in values:
-        found = [row[name] for row in rows]
-        spread |= {name: mean(found), f"± {name}": stdev(found) if len(found) > 1 else None}
-    return spread
+    told: list[Row] = []
+    for key, group in groups.items():
+        told.append({**dict(zip(by, key, strict=True)), "seeds": len(group)})
+        for name in values:
+            found = [row[name] for row in group]
+            told[-1] |= {name: mean(found), f"± {name}": stdev(found) if len(found) > 1 else None}
+    return told
 
 
 def percent(shares: Sequence[float]) -> str:
@@ -92,73 +86,56 @@ def percent(shares: Sequence[float]) -> str:
 
 
 def lines(rows: Sequence[Row], name: str, across: str, up: str) -> dict[str, list[tuple[float, float]]]:
-    """A chart's lines: for each value of the column `name` the points (`across`, `up`)."""
+    """A chart's lines: the points (`across`, `up`) of rows with the same `name`: a column, or text with {columns}."""
     found: dict[str, list[tuple[float, float]]] = {}
     for row in rows:
-        found.setdefault(str(row[name]), []).append((row[across], row[up]))
+        line = name.format(**row) if "{" in name else str(row[name])
+        found.setdefault(line, []).append((row[across], row[up]))
     return found
 
 
-def relative_cost(
-    laboratory: Laboratory, train: Callable[[Laboratory, str], RunMetrics], one: str, other: str
-) -> float:
-    """Of a token of `one`, where one of `other` costs 1; both are folders of the laboratory, which `train` trains for a
-    few steps. A pair of which one was stopped begins anew: else the other would have gone on alone."""
-    pair = [laboratory.folder / name for name in (one, other)]
-    quiet = replace(laboratory, console=Console(quiet=True))
-    with one_at_a_time(laboratory.folder / f"{one}-and-{other}"), ThreadPoolExecutor() as pool:
-        if not all(ended(run) for run in pair):
-            for run in pair:
-                shutil.rmtree(run, ignore_errors=True)
-        ours, theirs = pool.map(lambda name: train(quiet, name), (one, other))
-    both = min(run.training[-1]["seconds"] for run in (ours, theirs))
-    return _cost(ours, both) / _cost(theirs, both)
+@dataclass(frozen=True)
+class Chart:
+    """One panel: lines by name, each of (across, up)."""
+
+    title: str
+    across: str
+    lines: Lines
+    log_across: bool = False  # powers on an even scale; only the points' own positions are marked
+    log_up: bool = False
+    from_zero: bool = False
 
 
-def _cost(run: RunMetrics, seconds: float) -> float:
-    """Of a token in so many seconds of training, when both ran, without the first log line, where all begins."""
-    first, *others = [record for record in run.training if record["seconds"] <= seconds] or [run.training[0]]
-    if not others:
-        return cost(run)
-    last = others[-1]
-    return (spent(run, last["step"]) - spent(run, first["step"])) / float(last["tokens"] - first["tokens"])
+def draw_charts(charts: Sequence[Chart]) -> Figure:
+    """The panels side by side with one legend, one colour a name in all of them."""
+    names = list(dict.fromkeys(name for chart in charts for name in chart.lines))
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(4.4 * len(charts), 3.6))
+        figure.set_layout_engine("constrained", w_pad=0.1, h_pad=0.1)
+        panels: Any = figure.subplots(1, len(charts), squeeze=False)[0]
+        for axes, chart in zip(panels, charts, strict=True):
+            _draw(axes, chart, names)
+        handles = {line.get_label(): line for axes in panels for line in axes.get_lines()}
+        figure.legend([handles[name] for name in names], names, loc="outside upper left", ncols=min(4, 2 + len(charts)))
+        return figure
 
 
-Scored = Mapping[Path, Sequence[TaskResult]]
-
-
-def score(
-    laboratory: Laboratory,
-    name: str,
-    tasks: str,
-    limit: int | None,
-    data: Path,
-    models: Sequence[Path],
-    cloze: Path | None = None,
-) -> Scored:
-    """What each model reaches on the first `limit` examples, or on all; `folder`/NAME.json keeps it. `cloze`: the
-    passages of that task."""
-    output = laboratory.folder / f"{name}.json"
-    what = ["--tasks", tasks, "--data", str(data), "--output", str(output)]
-    what += [] if limit is None else ["--limit", str(limit)]
-    what += [] if cloze is None else ["--cloze", str(cloze)]
-    laboratory.run("eval_harness.py", *what, "--model", *map(str, models))
-    kept = ResultsFile(output)
-    return {model: kept.of(model, limit) for model in models}
-
-
-def scores_of(result: TaskResult) -> Row:
-    """Metric to value, and `± METRIC` to its standard error."""
-    values = {score.metric: score.value for score in result.scores}
-    return values | {f"± {score.metric}": score.stderr for score in result.scores}
-
-
-def beside(scored: Scored) -> list[Row]:
-    """A row for each metric of a task, a column for each model."""
-    rows: dict[tuple[str, str], Row] = {}
-    for model, results in scored.items():
-        for result in results:
-            for score in result.scores:
-                row = rows.setdefault((result.task, score.metric), {"task": result.task, "metric": score.metric})
-                row[model.name] = f"{score.value:.4g} ± {score.stderr:.2g}"
-    return list(rows.values())
+def _draw(axes: Axes, chart: Chart, names: Sequence[str]) -> None:
+    for name, line in chart.lines.items():
+        color = PALETTE[names.index(name) % len(PALETTE)]
+        axes.plot(*zip(*sorted(line), strict=True), color=color, marker="o", markersize=3.5, label=name)
+    axes.set_title(chart.title)
+    axes.set_xlabel(chart.across)
+    axes.tick_params(which="both", length=0)
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    if chart.log_across:
+        positions = sorted({x for line in chart.lines.values() for x, _ in line})
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(positions, [show(round(position)) for position in positions])
+        axes.xaxis.set_minor_locator(NullLocator())
+    if chart.log_up:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: show(value)))
+        axes.yaxis.set_minor_formatter(FuncFormatter(lambda value, _: show(value)))
+    if chart.from_zero:
+        axes.set_ylim(bottom=0)

@@ -19,7 +19,7 @@ from typing import Any
 
 import yaml
 
-from experiments.laboratory import Laboratory
+from experiments.laboratory import Laboratory, settings_of
 from experiments.measures import Row, over_seeds, spent
 from megahead.errors import FieldError, UserError
 from megahead.report.read import read_metrics
@@ -175,8 +175,3 @@ def _went_astray(run: Path) -> bool:
         return False
     began = max((place for place, event in enumerate(events) if "session" in event), default=0)
     return any(event.get("fault", {}).get("action") == "stop" for event in events[began:])
-
-
-def settings_of(recipe: Recipe) -> list[str]:
-    """As overrides of a config."""
-    return [f"{key}={value}" for key, value in recipe.items()]

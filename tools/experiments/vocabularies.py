@@ -1,42 +1,240 @@
-"""Vocabularies of 8k to 128k ids (the paper's Fig. 7): speed and quality of both objectives on the same text.
-
-For each size a byte-level BPE is trained, the text is tokenized and a small decoder learns the same number of tokens
-headless and vanilla. Texts of different vocabularies are compared in bits per byte.
-"""
+"""Vocabularies of 32 k to 420 k ids on the same text in many languages, and a decoder that changes its vocabulary."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import mean
 
-from experiments.charts import Chart
-from experiments.laboratory import Laboratory
-from experiments.measures import Row, lines, speed
+from experiments.laboratory import Laboratory, run_name, settings_of
+from experiments.measures import Chart, Row, lines, speed
+from megahead.config.objective import HeadName
+from megahead.data.indexed import IndexedDataset
+from megahead.data.preprocess import preprocess
+from megahead.data.sources import Selection, find_inputs, read_chunks
+from megahead.data.tokenizer import load_tokenizer
+from megahead.evaluate.perplexity import evaluate_on_each
+from megahead.files import write_atomically
+from megahead.report.read import RunMetrics
 
-SIZES = (8_192, 16_384, 32_768, 65_536, 131_072)
-STEPS = 50
+LANGUAGES = (
+    *("ar", "bg", "bn", "de", "el", "es", "fi", "fr", "hi", "id"),
+    *("ko", "ru", "sw", "te", "th", "tr", "ur", "vi", "zh"),
+)
+SIZES = (32_768, 120_000, 262_144, 420_000)
+STEPS = 900
+VANILLA_SIZES, SHORT_STEPS = (32_768, 120_000), 20
+HELD_OUT_BYTES = 10_000  # of each language, in every tenth document; scoring takes as long as the vocabulary is large
+SETTINGS = (  # a constant learning rate, so that going on costs nothing; rare rows want a larger one than the body
+    *("data.sequence_length=128", "batch.micro_size=16", "schedule.name=constant"),
+    *("optimizer.table.learning_rate_ratio=8", "training.evaluate_samples=512"),
+)
+
+LARGER = 32_768
+FIRST_STEPS, STEPS_AFTER, EVERY = 320, 160, 10
+HELD_OUT = 500  # one document in so many: reading all of it costs little beside training
 
 
-def compare_vocabularies(laboratory: Laboratory, only: Sequence[str]) -> None:
-    """Trains a pair for each size (or those of `only`, numbers)."""
-    rows: list[Row] = []
-    for size in SIZES:
-        if not only or str(size) in only:
-            runs = {name: _train(laboratory, name, size) for name in ("headless", "vanilla")}
-            ratio = runs["headless"]["tokens/s"] / runs["vanilla"]["tokens/s"]
-            rows += [{**row, "headless is faster": ratio} for row in runs.values()]
-    charts = [
-        Chart(
-            "Tokens a second", "vocabulary", lines(rows, "objective", "vocabulary", "tokens/s"), True, from_zero=True
-        ),
-        Chart("Bits per byte", "vocabulary", lines(rows, "objective", "vocabulary", "bits per byte"), True),
+@dataclass(frozen=True)
+class Text:
+    """The text in one vocabulary: settings that name it, and its held-out part by language."""
+
+    settings: list[str]
+    tokenizer: Path
+    train: IndexedDataset
+    held_out: dict[str, Path]
+
+
+def compare_large_vocabularies(laboratory: Laboratory, only: Sequence[str]) -> None:
+    """Held-out bits per byte of each size (or those of `only`: numbers), headless; records of --text name their
+    language (`lang`).
+
+    For each size a multilingual tokenizer is made of the training text, and a small decoder learns in it. All runs take
+    equally many steps, which take equally long; a larger vocabulary has read more text by then, so each is also scored
+    at the step at which it had read what the smallest has read at the end. For the smaller sizes vanilla runs beside
+    it, for as many steps as fit in the time of the headless run.
+    """
+    source = _split(laboratory)
+    sizes = [size for size in SIZES if not only or str(size) in only]
+    texts = {size: _text(laboratory, source, size) for size in sizes}
+    first = _text(laboratory, source, SIZES[0]).train.num_tokens
+    scored = [row for size in sizes for row in _scored(laboratory, size, texts[size], first)]
+    chart = Chart("Bits per byte", "vocabulary", lines(scored, "at equal", "vocabulary", "bits per byte"), True)
+    without = [{name: value for name, value in row.items() if name not in LANGUAGES} for row in scored]
+    laboratory.record("large_vocabularies", without, chart)
+    known = next(iter(texts.values())).held_out
+    laboratory.record("large_vocabularies-languages", [_by_language(one, scored, texts) for one in known])
+    vanilla = [
+        row for size in VANILLA_SIZES if size in texts for row in _against_vanilla(laboratory, size, texts[size])
     ]
-    laboratory.record("vocabularies", rows, *charts)
+    laboratory.record("large_vocabularies-vanilla", vanilla)
 
 
-def _train(laboratory: Laboratory, objective: str, size: int) -> Row:
-    length = [f"training.steps={STEPS}", f"training.checkpoint_every={STEPS}", f"training.evaluate_every={STEPS}"]
-    given = [*laboratory.data(size), f"objective.name={objective}"]
-    run = laboratory.train("small-headless", f"{objective}-{size}", *given, *length)
-    last = run.validation[-1]
-    row = {"vocabulary": size, "objective": objective, "bits per byte": last["bits_per_byte"]}
-    return row | {"perplexity": last["perplexity"], "tokens/s": speed(run)}
+def _split(laboratory: Laboratory) -> Path:
+    """A folder with `train.jsonl` and the held-out documents of each language, `LANGUAGE.jsonl`; made once."""
+    folder = laboratory.folder.parent / "languages"
+    if not (folder / "train.jsonl").exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        train = bytearray()
+        for language in LANGUAGES:
+            held_out = bytearray()
+            chunks = read_chunks(find_inputs([laboratory.given_text()]), Selection(keep=(("lang", language),)))
+            for number, text in enumerate((one for chunk in chunks for one in chunk.parse().strict()), start=1):
+                line = json.dumps({"text": text}, ensure_ascii=False).encode() + b"\n"
+                if number % 10 == 0 and len(held_out) < HELD_OUT_BYTES:
+                    held_out += line
+                else:
+                    train += line
+            if held_out:
+                write_atomically(folder / f"{language}.jsonl", bytes(held_out))
+        write_atomically(folder / "train.jsonl", bytes(train))
+    return folder
+
+
+def _text(laboratory: Laboratory, source: Path, size: int) -> Text:
+    """The text in so many ids; made where it is missing."""
+    folder = laboratory.folder.parent / f"multilingual-{size}"
+    tokenizer, train = folder / "tokenizer.json", source / "train.jsonl"
+    made = ["--type", "multilingual", "--vocab-size", str(size), "--output", str(tokenizer)]
+    laboratory.make(tokenizer, "train_tokenizer.py", "--input", str(train), *made)
+    for file in sorted(source.glob("*.jsonl")):
+        if not (folder / f"{file.stem}.idx").exists():
+            preprocess([file], tokenizer, folder / file.stem)
+    held_out = {file.stem: folder / file.stem for file in sorted(source.glob("??.jsonl"))}
+    settings = [f"data.train={folder / 'train'}", f"data.tokenizer={tokenizer}", f"model.vocab_size={size}"]
+    settings.append(f"data.validation={next(iter(held_out.values()))}")  # one language: this takes time
+    return Text(settings, tokenizer, IndexedDataset(folder / "train"), held_out)
+
+
+def _scored(laboratory: Laboratory, size: int, text: Text, first: int) -> Iterator[Row]:
+    """A row where the run has read what the first has read at the end, and one for its own end; `first`: tokens of the
+    whole text in the first vocabulary."""
+    step = min(STEPS, round(STEPS * text.train.num_tokens / first))
+    name, info = f"headless-{size}", text.train.info
+    assert info is not None
+    run = laboratory.train("small-headless", name, *text.settings, *SETTINGS, *_course(STEPS, step))
+    last = run.training[-1]
+    for at, equal in ((step, "text"), (STEPS, "time")):
+        bits = _bits_per_byte(laboratory, name, at, "pmi", text)
+        megabytes = float(last["tokens"] / last["step"] * at * info.text_bytes / info.tokens / 1e6)
+        row: Row = {"at equal": equal, "vocabulary": size, "steps": at, "MB of text": megabytes}
+        yield row | {"bits per byte": mean(bits.values()), "ms a step": _milliseconds(run), **bits}
+
+
+def _against_vanilla(laboratory: Laboratory, size: int, text: Text) -> list[Row]:
+    """Vanilla for as long as the headless run of STEPS took, headless for as many steps, and headless for as long."""
+
+    def train(objective: str, name: str, steps: int, *more: str) -> RunMetrics:
+        given = [*text.settings, *SETTINGS, f"objective.name={objective}", *_course(steps, steps), *more]
+        return laboratory.train("small-headless", name, *given)
+
+    took = {
+        objective: _milliseconds(train(objective, f"pair-{objective}-{size}", SHORT_STEPS, "schedule.warmup_steps=1"))
+        for objective in ("headless", "vanilla")
+    }
+    steps = max(1, round(STEPS / (took["vanilla"] / took["headless"])))
+    train("vanilla", f"vanilla-{size}", steps)
+    train("headless", f"equal-text-{size}", steps)
+    compared: tuple[tuple[str, int, str, HeadName], ...] = (
+        ("vanilla", steps, f"vanilla-{size}", "trained"),
+        ("headless", steps, f"equal-text-{size}", "pmi"),
+        ("headless", STEPS, f"headless-{size}", "pmi"),
+    )
+    rows: list[Row] = []
+    for objective, number, name, head in compared:
+        bits = mean(_bits_per_byte(laboratory, name, number, head, text).values())
+        row = {"vocabulary": size, "objective": objective, "steps": number, "bits per byte": bits}
+        row |= {"ms a step": took[objective], "minutes": number * took[objective] / 60_000}
+        rows.append(row | {"times headless": took[objective] / took["headless"]})
+    return rows
+
+
+def _course(steps: int, checkpoint: int) -> list[str]:
+    settings = {"steps": steps, "checkpoint_every": checkpoint, "evaluate_every": steps, "keep_checkpoints": 2}
+    return [f"training.{name}={value}" for name, value in settings.items()]
+
+
+def _bits_per_byte(laboratory: Laboratory, name: str, step: int, head: HeadName, text: Text) -> dict[str, float]:
+    """By language; computed once."""
+    path = laboratory.folder / name / f"held-out-{step}.json"
+    if not path.exists():
+        checkpoint = laboratory.folder / name / f"checkpoints/step-{step:08d}"
+        results = evaluate_on_each(checkpoint, head, list(text.held_out.values()))
+        found = {language: one.bits_per_byte for language, one in zip(text.held_out, results, strict=True)}
+        write_atomically(path, json.dumps(found).encode())
+    bits: dict[str, float] = json.loads(path.read_text())
+    return bits
+
+
+def _milliseconds(run: RunMetrics) -> int:
+    last = run.training[-1]
+    return round(1e3 * float(last["tokens"]) / float(last["step"]) / speed(run))
+
+
+def _by_language(language: str, scored: Sequence[Row], texts: dict[int, Text]) -> Row:
+    """Bits per byte at equal text and at equal time, and how words are cut: tokens a word of held-out text, and the
+    share of words of more than one; words are what spaces separate."""
+    row: Row = {"language": language}
+    row |= {f"{one['vocabulary']:,}, equal {one['at equal']}": one[language] for one in scored}
+    for size, text in texts.items():
+        dataset, tokenizer = IndexedDataset(text.held_out[language]), load_tokenizer(text.tokenizer)
+        documents = [tokenizer.decode(dataset[index][:-1]) for index in range(len(dataset))]
+        lengths = tokenizer.encode_flat([f" {word}" for document in documents for word in document.split()])[1]
+        row |= {f"{size:,}: tokens a word": float(lengths.mean())}
+        row |= {f"{size:,}: words split": float((lengths > 1).mean())}
+    return row
+
+
+def compare_revocabulary(laboratory: Laboratory, only: Sequence[str]) -> None:
+    """Tokens and minutes until a decoder's bits per byte are back, by each way (or those of `only`) in each new one.
+
+    A headless decoder learns --text in 8,192 ids. Then it gets those of a larger vocabulary of the same text, and those
+    of --tokenizer where one is given (a multilingual one, say); the rows of new tokens begin as the means of their
+    pieces. All of the held-out text is read each time, so that bits per byte are of the same bytes in every vocabulary.
+    """
+    runs = replace(laboratory, folder=laboratory.folder / "runs", held_out=HELD_OUT)
+    base = runs.train("small-headless", "base", *runs.data(), *_evaluated(FIRST_STEPS, FIRST_STEPS))
+    goal = base.validation[-1]["bits_per_byte"]
+    texts = {f"{LARGER:,} ids": runs.data(LARGER)}
+    if runs.tokenizer is not None:
+        texts[runs.tokenizer.stem] = runs.data_in(runs.tokenizer)
+    rows: list[Row] = []
+    charts: list[Chart] = []
+    for name, text in texts.items():
+        given = [*text, *_moved(runs, name, text), *_evaluated(STEPS_AFTER, EVERY)]
+        cells = runs.grid("revocabulary", only, *given, vocabulary=[name])
+        rows += [{**cell.values, **_back(cell.run, goal), "tokens/s": speed(cell.run)} for cell in cells]
+        along = [{**record, **cell.values} for cell in cells for record in cell.run.validation]
+        before = {"before": [(record["tokens"], goal) for record in along]}
+        charts.append(Chart(name, "tokens", lines(along, "way", "tokens", "bits_per_byte") | before))
+    laboratory.record("revocabulary", rows, *charts)
+
+
+def _evaluated(steps: int, every: int) -> list[str]:
+    course = {"steps": steps, "checkpoint_every": steps, "evaluate_every": every, "evaluate_samples": 1_000_000}
+    return [f"training.{name}={count}" for name, count in course.items()]
+
+
+def _moved(laboratory: Laboratory, name: str, text: Sequence[str]) -> list[str]:
+    """Settings that begin with the base in the vocabulary of `text`; converted where that was not done."""
+    tokenizer = next(one.partition("=")[2] for one in text if one.startswith("data.tokenizer="))
+    moved = laboratory.folder / run_name(f"moved-{name}")
+    arguments = ["--model", str(laboratory.folder / "base"), "--tokenizer", tokenizer, "--output", str(moved)]
+    laboratory.make(moved, "convert.py", "revocabulary", *arguments)
+    ids = load_tokenizer(Path(tokenizer)).vocab_size
+    return settings_of({"model.vocab_size": ids, "init.from_checkpoint": moved})
+
+
+def _back(run: RunMetrics, goal: float) -> Row:
+    """When an evaluation is first as good as `goal`, in tokens and in minutes at the run's median speed; the first
+    evaluation, and the last."""
+    first = next(record for record in run.validation if record["step"])
+    reached = next((record["tokens"] for record in run.validation if record["bits_per_byte"] <= goal), None)
+    return {
+        "tokens until back": reached,
+        "minutes until back": None if reached is None else reached / speed(run) / 60,
+        f"bits per byte after {first['step']} steps": first["bits_per_byte"],
+        "at the end": run.validation[-1]["bits_per_byte"],
+    }

@@ -26,19 +26,14 @@ def steps_compared(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
         for how in ("", ", compiled"):
             headless, vanilla = lines.get(f"headless{how}"), lines.get(f"vanilla{how}")
             if headless and vanilla:
-                faster = vanilla["ms"] / headless["ms"]
-                fewer = vanilla["GFLOP"] / headless["GFLOP"]
+                faster, fewer = (vanilla[name] / headless[name] for name in ("ms", "GFLOP"))
                 row = {"part": outcome.name + how, "headless, ms": headless["ms"], "vanilla, ms": vanilla["ms"]}
                 row |= {"times as fast": round(faster, 2), "by operations": round(fewer, 2)}
-                rows.append(row | {"of it": f"{faster / fewer:.0%}"} | _shares(headless))
+                row["of it"] = f"{faster / fewer:.0%}"
+                rows.append(row | {name: headless.get(name) for name in ("MFU", "of rate", "loss", "peak MB")})
     return rows
 
 
-def _shares(line: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: line.get(name) for name in ("MFU", "of rate", "loss", "peak MB")}
-
-
-Lines = Sequence[Mapping[str, Any]]
 OUTPUTS = 16384  # of the loss whose share of the matrix rate counts: a micro-batch of training
 
 
@@ -158,31 +153,26 @@ LONGEST = 20_000  # characters of what a part printed that stand on the page
 
 
 def page_of(title: str, machine: Mapping[str, str], outcomes: Sequence[Outcome], folder: Path) -> str:
-    """Markdown. `folder`: where trainings left their logs."""
-    parts = [outcome for outcome in outcomes if outcome.state == "measured"]
-    blocks = [
-        f"# {title}\n",
-        to_markdown([{"": name, "is": value} for name, value in machine.items()]),
-        _headed("Targets", judged(outcomes)),
-        _headed("Steps, headless against vanilla", steps_compared(outcomes)),
-        _headed("Trainings, headless against vanilla", trainings_compared(folder, [part.name for part in parts])),
-        _headed("All parts", [_in_short(outcome) for outcome in outcomes]),
-        *map(_at_length, outcomes),
+    """Markdown: what was found at a glance, then every part with its command and what it printed. `folder`: where
+    trainings left their logs."""
+    parts = [outcome.name for outcome in outcomes if outcome.state == "measured"]
+    short = [
+        {
+            **{"part": one.name, "state": one.state, "took": duration(one.seconds)},
+            "because": one.why.splitlines()[0] if one.why else "",
+        }
+        for one in outcomes
     ]
-    return "\n".join(block for block in blocks if block)
-
-
-def _headed(title: str, rows: Sequence[Mapping[str, Any]]) -> str:
-    return f"## {title}\n\n{to_markdown(rows)}" if rows else ""
-
-
-def _in_short(outcome: Outcome) -> dict[str, str]:
-    why = outcome.why.splitlines()[0] if outcome.why else ""
-    return {"part": outcome.name, "state": outcome.state, "took": duration(outcome.seconds), "because": why}
-
-
-def _at_length(outcome: Outcome) -> str:
-    command = shlex.join(["python", *(outcome.called or outcome.command)])
-    said = outcome.said[-LONGEST:].strip("\n")
-    wrong = f"\n{outcome.why}" if outcome.why else ""
-    return f"## {outcome.name}: {outcome.question}\n\n```console\n$ {command}\n{said}{wrong}\n```\n"
+    tables = {
+        "Targets": judged(outcomes),
+        "Steps, headless against vanilla": steps_compared(outcomes),
+        "Trainings, headless against vanilla": trainings_compared(folder, parts),
+        "All parts": short,
+    }
+    blocks = [f"# {title}\n", to_markdown([{"": name, "is": value} for name, value in machine.items()])]
+    blocks += [f"## {name}\n\n{to_markdown(rows)}" for name, rows in tables.items() if rows]
+    for one in outcomes:
+        command = shlex.join(["python", *(one.called or one.command)])
+        said, wrong = one.said[-LONGEST:].strip("\n"), f"\n{one.why}" if one.why else ""
+        blocks.append(f"## {one.name}: {one.question}\n\n```console\n$ {command}\n{said}{wrong}\n```\n")
+    return "\n".join(blocks)

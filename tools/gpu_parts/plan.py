@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import yaml
 
 from megahead.data.writer import IndexedDatasetWriter
 
@@ -141,145 +142,40 @@ class Text:
                 writer.add_document(document)
 
 
-DEEPSPEED = ("deepspeed",)
-
-
 PREFIX = "train-"
 TOKENS = 100_000_000
-# Of the peak, which is assumed of trainings so that TOKENS fit into what is kept for them
-SHARES = {"14m": 0.10, "70m": 0.25}
+SHARES = {"14m": 0.10, "70m": 0.25}  # of the peak, assumed of trainings so that TOKENS fit into what is kept for them
+PLAN: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("parts.yaml").read_text(encoding="utf-8"))
+FULL, DRY = PLAN["full"], PLAN["dry"]
 
 
-@dataclass(frozen=True)
-class Scale:
-    """How large everything is."""
-
-    device: tuple[str, ...]  # options of benchmarks
-    losses: str
-    steps: dict[str, str]  # from the name of a part to its options
-    engine: str
-    waits: tuple[int, ...]  # ZeRO stages
-    largest: dict[str, str]
-    # From the name of a step's part, without its `step-`, to settings of the config that is profiled
-    profiled: dict[str, str]
-    trainings: dict[str, str]  # from a size to its settings
-    kept: dict[str, float]  # Seconds of each training: its start, and TOKENS at the share of an H100 that SHARES has
-    slower: float = 1.0  # parts take so many times as long as on an H100: imports on a busy CPU do
-
-
-FULL = Scale(
-    device=("--device", "cuda", "--precision", "bf16"),
-    losses="--sizes 4096,16384,65536 --hidden 512,1024,2048 --rounds 5",
-    steps={
-        "70m": "--preset pythia-70m --micro-batch 8 --sequence-length 2048 --steps 20 --compile",
-        "410m": "--preset pythia-410m --micro-batch 8 --sequence-length 2048 --steps 20 --compile",
-        "160m": "--preset pythia-160m --micro-batch 8 --sequence-length 2048 --steps 20 --compile",
-        "bert-base-512": "--preset bert-base --micro-batch 32 --sequence-length 512 --steps 20 --compile",
-        "bert-base-128": "--preset bert-base --micro-batch 64 --sequence-length 128 --steps 20 --compile",
-    },
-    engine="--preset pythia-70m --sequence-length 2048 --rounds 20",
-    waits=(1, 0, 3),
-    largest={
-        "70m": "--preset pythia-70m --sequence-length 2048 --largest 512",
-        "410m": "--preset pythia-410m --sequence-length 2048 --largest 256",
-    },
-    trainings={
-        "14m": "model.size=pythia-14m batch.micro_size=32",
-        "70m": "model.size=pythia-70m batch.micro_size=32",
-    },
-    kept={"14m-headless": 100, "14m-vanilla": 120, "70m-headless": 140, "70m-vanilla": 190},
-    profiled={"70m": "model.size=pythia-70m batch.micro_size=8", "410m": "model.size=pythia-410m batch.micro_size=8"},
-)
-
-_SMALL = "--set model.num_layers=1 --set model.hidden_size=32 --set model.vocab_size=512 --steps 1 --threads 1"
-DRY = Scale(
-    device=("--device", "cpu", "--precision", "fp32"),
-    slower=5.0,
-    losses="--sizes 64 --hidden 8 --rounds 1",
-    steps={
-        "decoder": f"--preset pythia-14m --micro-batch 1 --sequence-length 16 {_SMALL}",
-        "encoder": f"--preset bert-tiny --micro-batch 1 --sequence-length 16 {_SMALL}",
-    },
-    engine="--preset pythia-14m --rows 1 --sequence-length 8 --stages 1 --rounds 1",
-    waits=(1,),
-    largest={"decoder": f"--preset pythia-14m --micro-batch 1 --sequence-length 8 --largest 2 {_SMALL}"},
-    trainings={
-        "tiny": "model.size=pythia-14m model.num_layers=1 model.hidden_size=32 model.num_heads=2 engine.precision=fp32 "
-        "data.sequence_length=16 batch.global_size=2 batch.micro_size=2 training.steps=4 training.evaluate_every=2 "
-        "training.evaluate_samples=2 schedule.warmup_steps=1"
-    },
-    kept={"tiny-headless": 150, "tiny-vanilla": 150},
-    profiled={
-        "decoder": "model.num_layers=1 model.hidden_size=32 model.num_heads=2 data.sequence_length=16 "
-        "batch.micro_size=2 batch.global_size=2 engine.precision=fp32"
-    },
-)
-
-
-def parts_of(scale: Scale, text: Text, folder: Path) -> list[Part]:
+def parts_of(scale: Mapping[str, Any], text: Text, folder: Path) -> list[Part]:
     """All of them; `folder`: where runs go."""
-    report = ("--output", RESULT)
-    losses = ("tools/bench_loss.py", *scale.losses.split(), *scale.device, *report)
-    engine = ("tools/bench_engine.py", *scale.engine.split(), *scale.device, *report)
-    first, *others = scale.waits
-    steps = [_step(name, options, scale) for name, options in scale.steps.items()]
-    parts = [
-        Part("loss", "What does the loss cost, beside other people's kernels?", losses, 120),
-        *steps[:2],
-        Part("engine", "What does DeepSpeed cost beside a bare loop?", engine, 75, DEEPSPEED),
-        *text.parts(),
-        _waits(first, text, scale),
-        *(_profile(name, settings, text, scale, folder) for name, settings in scale.profiled.items()),
-        *(
-            _training(size, objective, settings, scale, text, folder)
-            for size, settings in scale.trainings.items()
-            for objective in ("headless", "vanilla")
-        ),
-        *steps[2:],
-        *(_waits(stage, text, scale) for stage in others),
-        *(_largest(name, options, scale) for name, options in scale.largest.items()),
-    ]
-    return [replace(part, seconds=scale.slower * part.seconds) for part in parts]
-
-
-def _step(name: str, options: str, scale: Scale) -> Part:
-    command = ("tools/bench_step.py", *options.split(), *scale.device, "--output", RESULT)
-    return Part(f"step-{name}", "How long is a step, headless and vanilla?", command, 65)
-
-
-def _largest(name: str, options: str, scale: Scale) -> Part:
-    command = ("tools/bench_step.py", *options.split(), *scale.device, "--output", RESULT)
-    return Part(f"largest-{name}", "How large can a micro-batch be?", command, 60)
-
-
-def _waits(stage: int, text: Text, scale: Scale) -> Part:
-    settings = [f"data.train={text.prefix}", "data.validation=null", "data.tokenizer=null"]
-    settings += ["batch.global_size=16", f"engine.deepspeed=configs/deepspeed/zero{stage}.json"]
-    command = ("tools/count_waits.py", "--config", "configs/pythia-70m-headless.yaml", *_set(settings))
-    question = f"Where does the host wait for the device at ZeRO {stage}?"
-    return Part(f"waits-{stage}", question, (*command, "--output", RESULT), 35, DEEPSPEED, (text.index,))
-
-
-def _profile(name: str, settings: str, text: Text, scale: Scale, folder: Path) -> Part:
-    """Of a step that takes longer than it should."""
-    about = [f"data.train={text.prefix}", "data.validation=null", "data.tokenizer=null", *settings.split()]
-    command = ("tools/profile_step.py", "--config", "configs/pythia-70m-headless.yaml", *_set(about))
-    options = (*scale.device[:2], "--output", str(folder / f"profile-{name}-trace.json.gz"))
-    question = f"What takes the time of a headless {name} step?"
-    return Part(f"profile-{name}", question, (*command, *options), 30, files=(text.index,), explains=f"step-{name}")
-
-
-def _training(size: str, objective: str, settings: str, scale: Scale, text: Text, folder: Path) -> Part:
-    """At a constant rate, so that the run may be compared at any time."""
-    name = f"{PREFIX}{size}-{objective}"
-    course = ["schedule.name=constant", "schedule.warmup_steps=100", "batch.global_size=64", "training.steps=1600"]
-    course += ["training.evaluate_every=50", "training.evaluate_samples=64", "training.checkpoint_every=100000"]
-    course += [f"training.max_seconds={SECONDS}", f"objective.name={objective}", *text.settings(), *settings.split()]
-    course += [f"name={name}", f"output_dir={folder / 'runs' / name}"]
-    command = ("launch/pretrain.py", "--config", "configs/pythia-70m-headless.yaml", *_set(course))
-    question = f"How well does {size} {objective} learn, per token and per second?"
-    kept = scale.kept[f"{size}-{objective}"]
-    return Part(name, question, command, kept, DEEPSPEED, (text.index,), text.obstacle_to_training())
+    parts: list[Part] = []
+    for row in scale["parts"]:
+        if row == "text":
+            parts += [replace(part, seconds=scale["slower"] * part.seconds) for part in text.parts()]
+            continue
+        kind, name, options, seconds, *more = row
+        words, device = " ".join([options, *more]).split(), scale["device"].split()
+        lists = {"{options}": words, "{set}": _set(words), "{device}": device, "{where}": device[:2]}
+        lists["{data}"] = _set(text.settings())
+        what, values = PLAN["kinds"][kind], {"name": name, "text": text.prefix, "folder": folder}
+        values |= {"words": str(name).replace("-", " "), "result": RESULT, "seconds": SECONDS}
+        command = [one for word in what["command"].split() for one in lists.get(word) or [word.format(**values)]]
+        parts.append(
+            Part(
+                f"{kind}-{name}".removesuffix("-"),
+                what["question"].format(**values),
+                tuple(word for word in command if word not in lists),
+                scale["slower"] * seconds,
+                tuple(what.get("packages", ())),
+                (text.index,) if what.get("reads") else (),
+                text.obstacle_to_training() if kind == "train" else "",
+                what.get("explains", "").format(**values),
+            )
+        )
+    return parts
 
 
 def _set(settings: Iterable[str]) -> list[str]:

@@ -29,34 +29,28 @@ from megahead.version import __version__
 from megahead.wording import duration
 
 PACKAGES = (
-    "torch",
-    "triton",
-    "deepspeed",
-    "transformers",
-    "liger-kernel",
-    "cut-cross-entropy",
-    "flash-attn",
-    "flash-attn-4",
+    *("torch", "triton", "deepspeed", "transformers"),
+    *("liger-kernel", "cut-cross-entropy", "flash-attn", "flash-attn-4"),
 )
 
 
 def described() -> dict[str, str]:
-    """By name."""
+    """What it is measured on, by name, found out without importing torch, which would take memory of the GPU."""
     found = {"date": datetime.now(UTC).isoformat(timespec="minutes"), "Python": platform.python_version()}
-    found |= {"GPU": _said("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")}
-    found |= {"megahead": f"{__version__}, {_said('git', 'describe', '--always', '--dirty')}"}
+    commands = {
+        "GPU": ("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"),
+        "megahead": ("git", "describe", "--always", "--dirty"),
+    }
+    for name, command in commands.items():
+        found[name] = "unknown"
+        with suppress(OSError, subprocess.SubprocessError):
+            done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+            found[name] = done.stdout.strip()
+    found["megahead"] = f"{__version__}, {found['megahead']}"
     for name in PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
     return found
-
-
-def _said(*command: str) -> str:
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return "unknown"
-    return done.stdout.strip()
 
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -1,4 +1,4 @@
-"""Encoders and languages, in tiny."""
+"""Encoders, languages and variants after as many operations, in tiny."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from experiments.encoders import RUNS, compare_encoders
-from experiments.laboratory import Laboratory
-from experiments.multilingual import compare_multilingual
+from experiments.encoders import compare_encoders, compare_glue, compare_multilingual
+from experiments.laboratory import GRIDS, Laboratory
 from megahead.data.indexed import IndexedDataset
 from megahead.report.read import read_runs
 from support.laboratory import TINY, results
@@ -43,6 +42,7 @@ def test_encoders_with_clean_and_with_wrong_labels(laboratory: Laboratory, tmp_p
     assert all(clean[i][-1] == wrong[i][-1] for i in range(len(clean)))
 
 
+RUNS = [*GRIDS["encoders"]["axes"]["run"]]
 LABELS = ("entailment", "neutral", "contradiction")
 
 
@@ -59,8 +59,8 @@ def test_languages_and_xnli(laboratory: Laboratory, monkeypatch: pytest.MonkeyPa
         pairs = [(word, label) for word in ("man", "dog", "sea", "sun") for label in LABELS]
         rows = [f"a {word}\tthe {word} in {language}\t{label}\n" for word, label in pairs]
         (tmp_path / f"xnli/dev-{language}.tsv").write_text("".join(rows))
-    monkeypatch.setattr("experiments.multilingual.LANGUAGES", ("de", "en"))
-    monkeypatch.setattr("experiments.multilingual.STEPS", 2)
+    monkeypatch.setattr("experiments.encoders.LANGUAGES", ("de", "en"))
+    monkeypatch.setitem(GRIDS["multilingual"], "settings", ["training.steps=2", "training.evaluate_every=1"])
     given = [part for part in settings if not part.startswith(("data.train=", "data.validation="))]
     sizes = [part for part in TINY if "training.steps" not in part]
     several = replace(laboratory, text=folder, settings=[*sizes, *given, "batch.micro_size=16"], tasks_data=tmp_path)
@@ -71,3 +71,34 @@ def test_languages_and_xnli(laboratory: Laboratory, monkeypatch: pytest.MonkeyPa
     rows = results(laboratory, "xnli")
     assert [row["model"] for row in rows] == ["headless", "vanilla", "random weights"]
     assert all(float(row[column]) > 0 for row in rows for column in ("English only", "target language", "de", "en"))
+
+
+def test_all_are_trained_to_the_plain_ones_operations_and_fine_tuned(
+    laboratory: Laboratory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pairs = [(word, label) for word in ("man", "dog", "sea") for label in ("entailment", "not_entailment")]
+    (tmp_path / "glue/RTE").mkdir(parents=True)
+    rows = [f"{k}\ta {word}\tthe {word}\t{label}\n" for k, (word, label) in enumerate(pairs)]
+    for part in ("train", "dev"):
+        (tmp_path / f"glue/RTE/{part}.tsv").write_text("index\tsentence1\tsentence2\tlabel\n" + "".join(rows))
+    for name, value in {"STEPS": 20, "PROBE_STEPS": 4, "SEEDS": 1}.items():
+        monkeypatch.setattr(f"experiments.encoders.{name}", value)
+    settings = [part for part in TINY if "steps" not in part]
+    settings += ["model.num_heads=2", "batch.micro_size=16", "training.log_seconds=0"]
+    names = ["plain", "similar", "causal-50", "electra-headless", "electra-vanilla"]
+    compare_glue(replace(laboratory, settings=settings), ["similar"])
+    assert read_runs([laboratory.folder / "plain"])[0].metrics.training[-1]["step"] == 20  # whose nearest ids it has
+    compare_glue(replace(laboratory, settings=settings, tasks_data=tmp_path), ["plain"])
+    compare_glue(replace(laboratory, settings=settings, tasks_data=tmp_path), names)
+    rows_of = {row["run"]: row for row in results(laboratory, "glue-runs")}
+    assert [*rows_of] == names
+    for name, row in rows_of.items():
+        a_step = row["PFLOP"] / (row["tokens"] / 256)
+        assert row["PFLOP"] == pytest.approx(rows_of["plain"]["PFLOP"], abs=a_step), name
+        assert (row["kept"] is not None) == name.startswith("electra")
+    assert rows_of["electra-headless"]["tokens"] < rows_of["plain"]["tokens"]
+    kinds = [run.config["objective"] for run in read_runs([laboratory.folder / name for name in names])]
+    assert [kind["name"] for kind in kinds] == [*["headless"] * 4, "vanilla"]
+    assert [bool(kind["replaced_tokens"]) for kind in kinds] == [*[False] * 3, True, True]
+    (scored,) = [row for row in results(laboratory, "glue") if row["task"] == "glue/rte"]
+    assert {*names} < {*scored}

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from experiments.laboratory import Laboratory
+from experiments.laboratory import GRIDS, Laboratory
 from experiments.neighbours import compare_neighbours
 from megahead.report.read import read_runs
 from support.laboratory import TINY, results
@@ -29,12 +29,13 @@ from support.laboratory import TINY, results
 def test_neighbours_are_held_against_the_plain_objective_at_equal_tokens_and_time(
     laboratory: Laboratory, monkeypatch: pytest.MonkeyPatch, kind: str, variant: str
 ) -> None:
-    sizes = {"VOCABULARY": 320, "SEEDS": (0,), "STEPS": {kind: 4}, "WARMUP": 1, "COST_STEPS": 2}
+    monkeypatch.setitem(GRIDS["neighbours"][kind], "steps", 4)
+    sizes = {"VOCABULARY": 320, "SEEDS": (0,), "WARMUP": 1, "COST_STEPS": 2}
     for name, value in sizes.items():
         monkeypatch.setattr(f"experiments.neighbours.{name}", value)
     costs = {"plain": 3.0, variant: 2.0}
     name_of = re.compile(rf"{kind}-(.*)-beside-.*")
-    monkeypatch.setattr("experiments.measures._cost", lambda run, _: costs[name_of.fullmatch(run.name)[1]])  # type: ignore[index]
+    monkeypatch.setattr("experiments.laboratory._cost", lambda run, _: costs[name_of.fullmatch(run.name)[1]])  # type: ignore[index]
     settings = [part for part in TINY if "training.steps" not in part]
     layers = 4 if kind == "four-layers" else 2
     shape = [f"model.num_layers={layers}", "model.num_heads=2", "batch.micro_size=8", "training.evaluate_every=2"]

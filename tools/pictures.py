@@ -1,6 +1,8 @@
-"""Draws docs/research/verdict.png, headless and vanilla along tokens and along time, from two tables of that page.
+"""Draws the pictures of docs that no experiment makes.
 
-python tools/verdict_picture.py
+python tools/pictures.py headless     docs/headless.png: what each kind of model compares a hidden state with
+python tools/pictures.py verdict      docs/research/verdict.png: headless and vanilla along tokens and along time, from
+                                      two tables of that page
 """
 
 from __future__ import annotations
@@ -10,23 +12,31 @@ import json
 import re
 from pathlib import Path
 
-PAGE = Path(__file__).parents[1] / "docs/research/verdict.md"
-PICTURE = PAGE.with_suffix(".png")
-
+DOCS = Path(__file__).parents[1] / "docs"
+PAGE = DOCS / "research/verdict.md"
+PICTURES = {"headless": DOCS / "headless.png", "verdict": PAGE.with_suffix(".png")}
 HEADLESS_TOKENS_A_MINUTE = 104.9e6 / 135  # the longest run's
 COST_OF_VANILLA = 3.8  # time of a vanilla token where a headless one takes 1
 LONG, LEVEL = "## A hundred million tokens", "### As many tokens by both"  # headings that the tables stand under
+
 Curves = dict[str, list[tuple[float, float]]]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--output", type=Path, default=PICTURE, help="the PNG (default: the one in docs)")
-    output = parser.parse_args().output
-    from experiments.charts import Chart, draw_charts
-    from megahead.report.figures import save_figure
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("picture", choices=PICTURES)
+    parser.add_argument("--output", type=Path, metavar="PNG", help="default: the one in docs")
+    arguments = parser.parse_args()
+    output = arguments.output or PICTURES[arguments.picture]
+    from megahead.report.figures import draw, save_figure  # needs matplotlib
 
-    perplexity, blimp = both = drawn(PAGE.read_text(encoding="utf-8"))
+    if arguments.picture == "headless":
+        print(f"wrote {draw(output)}")
+        return
+    from experiments.measures import Chart, draw_charts
+
+    page = PAGE.read_text(encoding="utf-8")
+    perplexity, blimp = both = [curves(page, score) for score in ("held-out perplexity", "BLiMP")]
     charts = [
         Chart("Held-out perplexity", "tokens", perplexity, log_up=True),
         Chart("Held-out perplexity", "minutes of two cores", along_time(perplexity), log_up=True),
@@ -35,29 +45,24 @@ def main() -> None:
     print(f"wrote {save_figure(draw_charts(charts), output, description=json.dumps(both))}")
 
 
-def drawn(page: str) -> list[Curves]:
-    """What the picture shows of the page: perplexity, and BLiMP."""
-    return [curves(page, score) for score in ("held-out perplexity", "BLiMP")]
-
-
 def curves(page: str, score: str) -> Curves:
     """(tokens, score) along each run; the score's columns are those whose titles begin with it."""
     long, level = table_under(page, LONG), table_under(page, LEVEL)
     whole_run = [row for row in long if not row[1].startswith("a branch")]
-    headless = column(level, score)
+    of_long, headless = (
+        next(place for place, title in enumerate(table[0]) if title.startswith(score)) for table in (long, level)
+    )
     return {
-        "headless, 105 M tokens": curve(whole_run, column(long, score)),
+        "headless, 105 M tokens": curve(whole_run, of_long),
         "headless, 31.5 M tokens": curve(level, headless),
         "vanilla, 31.5 M tokens": curve(level, headless + 1),
     }
 
 
-def column(table: list[list[str]], title: str) -> int:
-    return next(place for place, full in enumerate(table[0]) if full.startswith(title))
-
-
 def curve(table: list[list[str]], place: int) -> list[tuple[float, float]]:
-    return [(1e6 * number(row[0]), number(row[place])) for row in table[1:] if row[place]]
+    """Of each row the first numbers of its first cell and of another: of `**66.4 ± 0.7**` 66.4."""
+    points = [(found(r"\d+(\.\d+)?", row[0]), found(r"\d+(\.\d+)?", row[place])) for row in table[1:] if row[place]]
+    return [(1e6 * float(tokens), float(score)) for tokens, score in points]
 
 
 def along_time(lines: Curves) -> Curves:
@@ -71,14 +76,8 @@ def along_time(lines: Curves) -> Curves:
 
 def table_under(page: str, heading: str) -> list[list[str]]:
     """The cells of the first table below a heading: its titles, then its rows."""
-    below = page.partition(f"\n{heading}\n")[2]
-    titles, _, *rows = found(r"^(\|.*\n)+", below).splitlines()
+    titles, _, *rows = found(r"^(\|.*\n)+", page.partition(f"\n{heading}\n")[2]).splitlines()
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in (titles, *rows)]
-
-
-def number(cell: str) -> float:
-    """The first one of a cell: of `**66.4 ± 0.7**` 66.4."""
-    return float(found(r"\d+(\.\d+)?", cell))
 
 
 def found(pattern: str, text: str) -> str:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from experiments.decoders import compare_decoders
-from experiments.laboratory import Laboratory
+from experiments.figures import compare_decoders
+from experiments.laboratory import GRIDS, Laboratory
 from megahead.report.read import read_metrics
 from support.laboratory import results
 
@@ -18,10 +18,12 @@ from support.laboratory import results
 def test_decoders_along_training_and_with_a_trained_head(
     laboratory: Laboratory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    sizes = {"SEEDS": (0,), "STEPS": 2, "POINTS": 2, "HEAD_STEPS": 2, "LONG_HEAD_STEPS": 2, "HEAD_POINTS": 2}
+    monkeypatch.setitem(GRIDS["decoders"]["axes"]["seed"], "values", [0])
+    monkeypatch.setitem(GRIDS["decoders"], "settings", ["training.steps=2", "training.checkpoint_every=1"])
+    sizes = {"HEAD_STEPS": 2, "LONG_HEAD_STEPS": 2, "HEAD_POINTS": 2}
     for name, value in sizes.items():
-        monkeypatch.setattr(f"experiments.decoders.{name}", value)
-    monkeypatch.setattr("experiments.decoders.AT_THE_END", "lambada_openai")
+        monkeypatch.setattr(f"experiments.figures.{name}", value)
+    monkeypatch.setattr("experiments.figures.AT_THE_END", "lambada_openai")
     (tmp_path / "lambada").mkdir()
     texts = ["The sea is as deep as the sea", "A dog is not a cat, nor is a cat a dog"]
     (tmp_path / "lambada/lambada_test.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))

@@ -1,0 +1,174 @@
+"""The paper's Fig. 3 (steps' time and memory), Fig. 5 with Tables 3 and 4 (decoders), and Fig. 9 (synonyms)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from experiments.laboratory import GRIDS, Cell, Laboratory, scores_of
+from experiments.measures import Chart, Row, lines, over_seeds
+from megahead.config.objective import HeadName
+from megahead.data.tokenizer import load_tokenizer
+from megahead.evaluate.geometry import similarities, synonym_pairs
+from megahead.evaluate.perplexity import evaluate_checkpoint
+from megahead.hf.published import input_embedding
+from megahead.report.figures import save_similarities
+from megahead.run_folder import RunFolder
+
+SHAPES = (("bert-small", 128), ("bert-small", 512), ("bert-base", 128), ("bert-base", 512))
+TOKENS = {"bert-small": (512, 1_024, 2_048, 4_096), "bert-base": (512, 1_024, 2_048)}
+
+HEADS: dict[str, tuple[HeadName, ...]] = {"headless": ("tied", "pmi"), "vanilla": ("trained",)}
+RUN = "{objective}, {head} head"
+HEAD_STEPS, LONG_HEAD_STEPS, HEAD_POINTS = 40, 160, 8
+ALONG, AT_THE_END = "lambada_openai", "arc_easy,arc_challenge,boolq,crows_pairs_english,race,sciq,pubmedqa"
+ALONG_LIMIT, LIMIT = 1_000, 300
+
+MODELS = ("encoders/headless", "encoders/vanilla", "decoders/headless-0", "decoders/vanilla-0", "decoders/random-0")
+WORDNET = Path("/usr/share/wordnet")
+
+
+def compare_latency(laboratory: Laboratory, only: Sequence[str]) -> None:
+    """Times a step of both objectives in turn, in every shape (or those of `only`, `bert-base-512`) and micro-batches
+    of so many tokens; BERT-base of 512 tokens a row, 15 % masked, is the paper's. Needs no text."""
+    rows: list[Row] = []
+    for size, length in SHAPES:
+        shape = f"{size}-{length}"
+        if not only or shape in only:
+            batches = [tokens // length for tokens in TOKENS[size] if tokens >= length]
+            mine = [row for batch in batches for row in _timed(laboratory, size, length, batch)]
+            titles = {"ms": "Milliseconds a step", "peak MB": "Peak memory, MB"}
+            charts = [
+                Chart(title, "rows of the micro-batch", lines(mine, "objective", "batch", column), True, from_zero=True)
+                for column, title in titles.items()
+            ]
+            laboratory.record(shape, mine, *charts)
+            rows += [{"shape": shape, **row} for row in mine]
+    laboratory.record("latency", rows)
+
+
+def _timed(laboratory: Laboratory, size: str, length: int, batch: int) -> list[Row]:
+    """A row for each objective; one that is slower than headless says how many times."""
+    output = laboratory.folder / f"{size}-{length}-{batch * length}.json"
+    if not output.exists():
+        what = ["--preset", size, "--micro-batch", str(batch), "--sequence-length", str(length), "--steps", "3"]
+        laboratory.run("bench_step.py", *what, "--threads", "1", "--output", str(output))
+    timed = json.loads(output.read_text())
+    columns = ("objective", "ms", "tokens/s", "peak MB")
+    return [
+        {"batch": batch, **{name: row[name] for name in columns}, "times headless": row["ms"] / timed[0]["ms"]}
+        for row in timed
+    ]
+
+
+def compare_decoders(laboratory: Laboratory, only: Sequence[str]) -> None:
+    """A small decoder, headless and vanilla, on the same tokens, with every seed (`only`: seeds).
+
+    Along training, against tokens and seconds: held-out perplexity with the heads that need no training (tied, pmi) and
+    the vanilla one, and LAMBADA; and how far a head must be trained to be worth more than the one that needs none. At
+    the end, over seeds: the same, with a head fine-tuned for an eighth of the training. Where --tasks-data is given the
+    harness's tasks, beside a model that has learned nothing.
+    """
+    seeds = [seed for seed in GRIDS["decoders"]["axes"]["seed"]["values"] if not only or str(seed) in only]
+    cells = laboratory.grid("decoders", seed=seeds)
+    along = [row for cell in cells[:2] for row in _along(laboratory, cell)]
+    along += _head_along(laboratory, seeds[0], f"head-{seeds[0]}-long", LONG_HEAD_STEPS, HEAD_POINTS)
+    without = [{name: value for name, value in row.items() if name != "model"} for row in along]
+    axes = ("tokens", "seconds")
+    charts = [Chart("Held-out perplexity", x, lines(along, RUN, x, "perplexity"), log_up=True) for x in axes]
+    laboratory.record("decoders", without, *charts)
+    ends = [row for cell in cells for row in _along(laboratory, cell, slice(-1, None))]
+    for seed in seeds:
+        ends += _head_along(laboratory, seed, f"head-{seed}", HEAD_STEPS, 1)
+    values = ("seconds", "perplexity", "accuracy", "bits per byte")
+    laboratory.record("decoders-ends", over_seeds(ends, ("objective", "head", "tokens"), values))
+    if laboratory.tasks_data is not None:
+        _tasks(laboratory, seeds[0], along + ends, laboratory.tasks_data)
+
+
+def _along(laboratory: Laboratory, cell: Cell, points: slice = slice(None)) -> list[Row]:
+    """What each head of the run's checkpoints, those at `points`, reaches after how much."""
+    rows = []
+    for folder in sorted(RunFolder(laboratory.folder / cell.name).checkpoints.glob("step-*"))[points]:
+        step = int(folder.name.split("-")[1])
+        spent = next(record for record in cell.run.training if record["step"] >= step)
+        for head in HEADS[cell.values["objective"]]:
+            scored = evaluate_checkpoint(folder, head)
+            found = {
+                "perplexity": scored.perplexity,
+                "accuracy": scored.accuracy,
+                "bits_per_byte": scored.bits_per_byte,
+            }
+            where = {"step": step, "tokens": spent["tokens"], "seconds": spent["seconds"]}
+            rows.append(_row(folder, cell.values["objective"], head, cell.values["seed"], where, found))
+    return rows
+
+
+def _head_along(laboratory: Laboratory, seed: int, name: str, steps: int, points: int) -> list[Row]:
+    """What a head trained on top of the headless run reaches; tokens and seconds are those of both runs."""
+    body = laboratory.runs[f"headless-{seed}"]
+    given = [f"init.from_checkpoint={laboratory.folder / f'headless-{seed}'}", f"seed={seed}"]
+    given += [f"training.steps={steps}", f"training.evaluate_every={max(1, steps // points)}"]
+    run = laboratory.train("small-head", name, *laboratory.data(), *given, f"training.checkpoint_every={steps}")
+    rows = []
+    for record in run.validation[1:]:  # the first is of what it starts from
+        spent = next(one for one in run.training if one["step"] >= record["step"])
+        folder = laboratory.folder / name / f"checkpoints/step-{record['step']:08d}"
+        where = {"step": record["step"]} | {both: body[both] + spent[both] for both in ("tokens", "seconds")}
+        rows.append(_row(folder, "headless", "trained", seed, where, dict(record)))
+    return rows
+
+
+def _row(folder: Path, objective: str, head: str, seed: int, where: Row, found: Row) -> Row:
+    row = {"model": str(folder), "objective": objective, "head": head, "seed": seed, **where}
+    row |= {"perplexity": found["perplexity"], "accuracy": found["accuracy"]}
+    return row | {"bits per byte": found["bits_per_byte"]}
+
+
+def _tasks(laboratory: Laboratory, seed: int, rows: Sequence[Row], data: Path) -> None:
+    """LAMBADA along training (decoders-lambada), and all tasks at the end beside random weights (tasks.json)."""
+    untrained = ["training.steps=1", "schedule.warmup_steps=0", "optimizer.learning_rate=1e-12"]
+    untrained += [one for one in GRIDS["decoders"]["settings"] if "steps" not in one]
+    laboratory.train(
+        "small-headless", f"random-{seed}", *laboratory.data(), *untrained, f"seed={seed}", "objective.name=vanilla"
+    )
+    exported = {Path(row["model"]): row for row in rows if row["head"] != "tied" and row["seed"] == seed}
+    points = [model for model in exported if model.exists()]
+    known = ("objective", "head", "step", "tokens", "seconds")
+    along = [
+        {**{name: exported[model][name] for name in known}, **scores_of(result)}
+        for model, results in laboratory.score("lambada", ALONG, ALONG_LIMIT, data, points).items()
+        for result in results
+    ]
+    charts = [
+        Chart(f"LAMBADA {metric}", across, lines(along, RUN, across, metric), log_up=metric == "perplexity")
+        for metric in ("perplexity", "acc")
+        if len({row[metric] for row in along}) > 1
+        for across in ("tokens", "seconds")
+    ]
+    laboratory.record("decoders-lambada", along, *charts)
+    ends = [laboratory.folder / f"{name}-{seed}" for name in ("headless", "head", "vanilla", "random")]
+    beside: dict[tuple[str, str], Row] = {}
+    for model, results in laboratory.score("tasks", AT_THE_END, LIMIT, data, ends).items():
+        for task, score in ((result.task, score) for result in results for score in result.scores):
+            row = beside.setdefault((task, score.metric), {"task": task, "metric": score.metric})
+            row[model.name] = f"{score.value:.4g} ± {score.stderr:.2g}"
+    laboratory.record("decoders-tasks", list(beside.values()))
+
+
+def compare_synonyms(laboratory: Laboratory, only: Sequence[str]) -> None:
+    """How close synonyms lie in the embeddings of those models of `encoders` and `decoders` that are there (or those of
+    `only`, folders like theirs)."""
+    pairs, found, rows = synonym_pairs(WORDNET), {}, []
+    for name in only or MODELS:
+        run = laboratory.folder.parent / name
+        if run.exists():
+            weight_VD, tokenizer = input_embedding(run)
+            found[name] = similarities(weight_VD, load_tokenizer(tokenizer), pairs)
+    for name, cosines in found.items():
+        means = {"synonyms": float(cosines.synonyms_P.mean()), "random pairs": float(cosines.random_P.mean())}
+        error = float(cosines.synonyms_P.std() / len(cosines.synonyms_P) ** 0.5)
+        rows.append({"model": name, "pairs": len(cosines.synonyms_P), **means, "gap": cosines.gap(), "± gap": error})
+    laboratory.record("synonyms", rows)
+    save_similarities(found, laboratory.folder / "synonyms.png")
