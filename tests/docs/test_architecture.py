@@ -29,3 +29,9 @@ def test_imports_flow_down_the_page() -> None:
     layers = {name: depth for depth, layer in enumerate(contract["layers"]) for name in layer.split(" | ")}
     depths = [layers[name] for name in listed()]
     assert depths == sorted(depths)
+
+
+def test_files_of_the_page_exist() -> None:
+    files = re.findall(r"`(\w+/\w+\.py)`", PAGE)
+    assert len(files) > 10
+    assert not [path for path in files if not (ROOT / "megahead" / path).is_file()]
