@@ -6,13 +6,14 @@ WORKERS ?= -n logical --maxprocesses 4 --dist worksteal
 TORCH_INDEX ?=
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: help install demo docs test check lint types pytest test-gpu gpu-report gpu-wheels gpu-text format clean
+.PHONY: help install demo docs test test-long check lint types pytest test-gpu gpu-report gpu-wheels gpu-text format clean
 help:
 	@echo "make install             the environment .venv alone"
 	@echo "make demo                from the text on this machine to a speaking headless model (about 15 minutes)"
 	@echo "make demo ARGS=--quick   the same with less text and fewer steps, to see it first (about 2 minutes)"
 	@echo "make demo ARGS='--model llama'   with a Llama instead of Pythia's shape"
-	@echo "make test                the checks and all tests (ARGS: pytest's own, such as ARGS='-n0 -x tests/models')"
+	@echo "make test                the checks and the quick tests (ARGS: pytest's own, such as ARGS='-n0 -x tests/models')"
+	@echo "make test-long           the tests that take long: larger matrices, random kills, installed packages, memory"
 	@echo "make check               format, lint, types, direction of imports"
 	@echo "make docs                the documentation as a site: build/site/index.html (ARGS=serve: on this machine's port 8000)"
 	@echo "make test-gpu            the tests that need a CUDA device (GPU_PYTHON=python3: by that interpreter, installing nothing)"
@@ -60,7 +61,10 @@ test: lint
 	@$(MAKE) --no-print-directory -j2 pytest types
 
 pytest: .venv/.installed-test
-	$(BIN)/python -m pytest $(WORKERS) $(ARGS)
+	$(BIN)/python -m pytest -m "not long" $(WORKERS) $(ARGS)
+
+test-long: .venv/.installed-test
+	$(BIN)/python -m pytest -m long $(WORKERS) $(ARGS)
 
 # GPU_PYTHON: an interpreter that has torch already, where nothing can be installed; wheels in gpu-wheels/ are laid
 # beside it, and the checkout is found by its path, also by what tests start

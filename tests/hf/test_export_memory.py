@@ -13,7 +13,7 @@ from support.forked import run_script
 SCRIPT = Path(__file__).with_name("export_memory.py")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_peak_is_that_of_the_largest_tensors(tmp_path: Path) -> None:
     def run(*arguments: str) -> str:
         command = [sys.executable, str(SCRIPT), str(tmp_path), *arguments]

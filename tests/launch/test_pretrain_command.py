@@ -17,10 +17,16 @@ from megahead.checkpoints.reading import open_checkpoint
 from megahead.commands import pretrain
 from support.commands import CPU, DEEPSPEED, SCRIPT, TORCHRUN, config_file, free_port, losses
 from support.forked import Script, fork_pythons, run_script
+from support.long import long
 
 
 @pytest.mark.slow
-def test_deepspeed_torchrun_and_bare_python_train_alike(tmp_path: Path) -> None:
+@pytest.mark.parametrize("interpreters", ["forked", long("fresh")])
+def test_deepspeed_torchrun_and_bare_python_train_alike(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interpreters: str
+) -> None:
+    if interpreters == "forked":
+        fork_pythons(monkeypatch)
     launchers = {
         "deepspeed": [DEEPSPEED, "--num_accelerators", "2", "--master_port", free_port(), SCRIPT],
         "torchrun": [TORCHRUN, "--nproc_per_node", "2", "--master_port", free_port(), "-m", "megahead", "pretrain"],

@@ -12,6 +12,7 @@ import pytest
 from support.commands import CPU, ROOT, TORCHRUN, config_file, free_port
 from support.forked import Script, fork_pythons
 from support.killable import codes, start_ranks
+from support.long import long
 from support.small_run import same_tensors, small_config
 
 CRASH_ONCE = """
@@ -51,13 +52,23 @@ def test_torchrun_starts_all_ranks_again_and_they_resume(tmp_path: Path, monkeyp
 
 
 @pytest.mark.slow
-def test_a_node_of_an_elastic_run_trains_with_the_ranks_that_its_batch_can_use(tmp_path: Path) -> None:
-    config, script = config_file(tmp_path), tmp_path / "elastic.sh"
-    script.write_text((ROOT / "launch/elastic.sh").read_text().replace(".venv/bin/", ""))
+@pytest.mark.parametrize("interpreters", ["forked", long("fresh")])
+def test_a_node_of_an_elastic_run_trains_with_the_ranks_that_its_batch_can_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interpreters: str
+) -> None:
+    config, script, arguments = config_file(tmp_path), tmp_path / "elastic.sh", tmp_path / "arguments"
+    command = (ROOT / "launch/elastic.sh").read_text().replace(".venv/bin/", "")
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "RANKS": "3", "NODES": "1:1", "ADDRESS": "127.0.0.1"}
     environment |= {"PATH": f"{Path(sys.executable).parent}:{environment['PATH']}", "PYTHONPATH": str(ROOT)}
-    command = ["bash", script, f"127.0.0.1:{free_port()}", config]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=300, check=False)
+    if interpreters == "forked":  # the script says what it would start
+        command = command.replace("exec python ", f"env > {arguments}.env; printf '%s\\n' > {arguments} ")
+    script.write_text(command)
+    call = ["bash", script, f"127.0.0.1:{free_port()}", config]
+    done = subprocess.run(call, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=300, check=False)
+    if interpreters == "forked":
+        fork_pythons(monkeypatch)
+        told = dict(line.split("=", 1) for line in Path(f"{arguments}.env").read_text().splitlines() if "=" in line)
+        done = Script(*arguments.read_text().splitlines(), environment=told).done()
     assert done.returncode == 0, done.stdout + done.stderr
     assert "elastic     2 of 3 ranks train" in done.stdout
     assert "rank 2 waits: 8 rows a step in micro-batches of 2 can be split over 2 of 3 ranks" in done.stdout

@@ -132,7 +132,7 @@ def test_over_many_groups_tokens_are_drawn_as_by_the_training_free_head(name: st
     """At the optimum of each objective, where scores are log p(v | context) less the bias of that head. The original is
     drawn no more often than p says, though it is always a candidate."""
     config = ObjectiveConfig(replaced_tokens=ReplacedTokensConfig(), **WEIGHTINGS[name])
-    vocabulary, targets, groups, each = 16, 40, 4000, 10
+    vocabulary, targets, groups, each = 16, 40, 1500, 10
     random = np.random.default_rng(0)
     q_V, p_V = random.dirichlet(np.full(vocabulary, 0.6)) + 0.004, random.dirichlet(np.full(vocabulary, 2.0))
     q_V /= q_V.sum()
@@ -151,7 +151,7 @@ def test_over_many_groups_tokens_are_drawn_as_by_the_training_free_head(name: st
         found_V += np.bincount(drawn_N, minlength=vocabulary)
         originals += int((drawn_N == own).sum())
     apart = np.abs(found_V / found_V.sum() - p_V).sum() / 2
-    assert apart < 0.04  # measured: 0.008 to 0.025
+    assert apart < 0.04  # measured: 0.011 to 0.023
     assert np.abs(p_V - q_V).sum() / 2 > 0.3, "text's frequencies are not near"
     assert originals / groups / each == pytest.approx(np.square(p_V).sum(), abs=0.015)
 

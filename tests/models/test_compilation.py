@@ -156,6 +156,7 @@ def test_evaluation_is_not_compiled_for() -> None:
     assert counting.graphs == 0
 
 
+@pytest.mark.long
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 def test_generated_code_computes_the_same() -> None:
     backbone = tiny()
@@ -167,6 +168,7 @@ def test_generated_code_computes_the_same() -> None:
     assert not backbone.compiled.obstacle
 
 
+@pytest.mark.long
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 def test_generated_code_for_packed_rows_in_bf16() -> None:
     """Of a size at which torch 2.13 gives the sums of two biases one name, unless it is kept from it."""

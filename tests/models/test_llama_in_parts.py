@@ -18,6 +18,7 @@ from megahead.models.documents import Documents
 from megahead.models.parallel import parallelize_, shard_dims
 from megahead.models.registry import SHARDING, build_backbone
 from megahead.objectives.pretraining import assemble, fill_
+from support.long import long
 from support.on_ranks import on_ranks
 from support.small_checkpoint import small_config
 
@@ -57,7 +58,7 @@ def in_parts(group: Group, config: RunConfig) -> tuple[Tensor, dict[str, Tensor]
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("sequence", [False, True])
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("size", [1, 2, long(4)])
 def test_hidden_states_and_gradients_are_those_of_one_rank(size: int, sequence: bool, kind: str) -> None:
     config = small_config(model=SHAPE | KINDS[kind], parallel={"tensor": size, "sequence": sequence})
     whole = whole_backbone(config)
@@ -76,7 +77,7 @@ def parameters(group: Group, config: RunConfig) -> int:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("size", [1, 2, long(4)])
 def test_a_rank_holds_as_many_numbers_as_estimated(size: int, kind: str) -> None:
     config = small_config(model=SHAPE | KINDS[kind], parallel={"tensor": size})
     assert on_ranks(size, parameters, config)[0] == rank_parameters(config)

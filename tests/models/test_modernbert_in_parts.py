@@ -18,6 +18,7 @@ from megahead.models.parallel import shard_dims
 from megahead.objectives.micro_batch import EvaluationRequest, MicroBatch
 from megahead.objectives.pretraining import Pretraining, assemble
 from support.initialized import initialized
+from support.long import long
 from support.on_ranks import on_ranks
 from support.small_checkpoint import small_config
 
@@ -67,7 +68,7 @@ def split(group: Group, config: RunConfig) -> tuple[Tensor, float, dict[str, Ten
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
 @pytest.mark.parametrize("sequence", [False, True])
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("size", [1, 2, long(4)])
 def test_loss_gradients_and_scores_equal_one_rank(size: int, sequence: bool, objective: str) -> None:
     module = initialized(config_of(OBJECTIVES[objective]))
     loss, scores = outcome(module, config_of(OBJECTIVES[objective]))
@@ -84,7 +85,7 @@ def parameters(group: Group, config: RunConfig) -> int:
     return sum(parameter.numel() for parameter in assemble(config, group, torch.device("cpu")).parameters())
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("size", [1, 2, long(4)])
 def test_a_rank_holds_as_many_numbers_as_estimated(size: int) -> None:
     config = config_of({}, size)
     assert on_ranks(size, parameters, config)[0] == rank_parameters(config)

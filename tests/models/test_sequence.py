@@ -21,6 +21,7 @@ from megahead.models.parallel import parallelize_, shard_dims
 from megahead.models.registry import SHARDING, build_backbone
 from megahead.objectives.pretraining import fill_
 from support.initialized import initialized
+from support.long import long
 from support.on_ranks import on_ranks
 from support.small_checkpoint import small_config
 
@@ -57,7 +58,7 @@ def in_parts(group: Group, config: RunConfig, recompute: Recompute) -> tuple[Ten
 
 @pytest.mark.parametrize("residual", ["parallel", "sequential"])
 @pytest.mark.parametrize("recompute", [False, True, "selective"])
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("size", [1, 2, long(4)])
 def test_hidden_states_and_gradients_are_those_of_one_rank(size: int, recompute: Recompute, residual: str) -> None:
     model = {"hidden_size": 32, "num_heads": 4, "parallel_residual": residual == "parallel"}
     config = small_config(model=model, parallel={"tensor": size, "sequence": True})

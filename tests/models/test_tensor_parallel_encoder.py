@@ -17,6 +17,7 @@ from megahead.models.parallel import shard_dims
 from megahead.objectives.micro_batch import EvaluationRequest, MicroBatch
 from megahead.objectives.pretraining import Pretraining
 from support.initialized import initialized
+from support.long import long
 from support.on_ranks import on_ranks
 from support.small_checkpoint import small_config
 
@@ -74,7 +75,7 @@ def split(group: Group, config: RunConfig) -> tuple[Tensor, tuple[float, ...], d
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES.values(), ids=OBJECTIVES.keys())
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, long(4)])
 def test_loss_gradients_and_scores_equal_one_rank(size: int, objective: dict[str, Any]) -> None:
     config = config_of(objective)
     module = initialized(config)

@@ -17,6 +17,7 @@ from megahead.models.parallel import shard_dims
 from megahead.objectives.micro_batch import EvaluationRequest, MicroBatch
 from megahead.objectives.pretraining import Pretraining
 from support.initialized import initialized
+from support.long import long
 from support.on_ranks import on_ranks
 from support.small_checkpoint import small_config
 
@@ -90,13 +91,13 @@ def split(group: Group, config: RunConfig, targets: int | None) -> Outcome:
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES.values(), ids=OBJECTIVES.keys())
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("size", [1, 2, long(4)])
 def test_loss_gradients_and_scores_equal_one_rank(size: int, objective: dict[str, Any]) -> None:
     assert_equal_to_one_rank(size, config_of(objective), (None, 1, 0))
 
 
 @pytest.mark.parametrize("objective", ["headless", "corrected", "mixed", "untied"])
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, long(4)])
 def test_sequence_parallelism_equals_one_rank(size: int, objective: str) -> None:
     assert_equal_to_one_rank(size, config_of(OBJECTIVES[objective], sequence=size), (None, 0))
 

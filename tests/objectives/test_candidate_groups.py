@@ -26,6 +26,7 @@ from megahead.objectives.pretraining import Pretraining
 from megahead.report.read import read_metrics
 from megahead.train.run import pretrain
 from support.initialized import initialized
+from support.long import long
 from support.on_ranks import on_ranks
 from support.small_engine import small_engine
 from support.small_run import small_config, stage, write_text
@@ -60,7 +61,7 @@ def all_candidates(group: Group, config: RunConfig, group_samples: int) -> list[
     return [micro.candidates for micro in fed(group, config, group_samples).micro_batches]
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, long(4)])
 @pytest.mark.parametrize(
     "objective", [{}, {"negatives": 9, "bias": "once"}, {"max_candidates": 7, "negatives": 5}], ids=str
 )
@@ -138,7 +139,7 @@ def engine_gradients(group: Group, config: RunConfig, stage: int) -> tuple[float
     return float(group.all_reduce_(torch.stack(losses).mean())) / group.size, moments
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [1, 2, long(4)])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_gradients_equal_one_process_with_the_same_candidates(stage: int, ranks: int) -> None:
     config = ragged_config()
@@ -223,19 +224,21 @@ EVERYTHING = {
 
 
 @pytest.mark.parametrize(
-    ("objective", "zero"), [({}, 1), (EVERYTHING, 0), (EVERYTHING, 3)], ids=["paper", "everything", "everything cut up"]
+    ("objective", "zero"),
+    [({}, 1), long(EVERYTHING, 0), (EVERYTHING, 3)],
+    ids=["paper", "everything", "everything cut up"],
 )
 def test_global_groups_reproduce_one_process_step_by_step(tmp_path: Path, objective: dict[str, Any], zero: int) -> None:
     write_text(tmp_path)
     common = {"objective": {"group_samples": "global_batch", **objective}, "batch.global_size": 64}
-    common |= {"training.steps": 20, "training.checkpoint_every": 20, "training.evaluate_every": 20}
+    common |= {"training.steps": 10, "training.checkpoint_every": 10, "training.evaluate_every": 10}
     common |= {"data.boundary_targets": False}
     one = {"batch.micro_size": 64, "output_dir": str(tmp_path / "one")}
     two = {"batch.micro_size": 16, "output_dir": str(tmp_path / "two")}
     on_ranks(1, run, small_config(tmp_path, common | one))
     on_ranks(2, run, small_config(tmp_path, common | two | stage(zero)))
     ours, theirs = (read_metrics(tmp_path / name) for name in ("two", "one"))
-    assert len(ours.training) == 20
+    assert len(ours.training) == 10
     for name in ("loss", "gradient_norm"):
         curve = [record[name] for record in theirs.training]
         assert [record[name] for record in ours.training] == pytest.approx(curve, abs=1e-5, rel=1e-5)

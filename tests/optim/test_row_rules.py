@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megahead.config.training import OptimizerConfig
 from megahead.sharded_embedding.optimizer import RowRule, build_row_rule
+from support.long import long
 
 ROWS, WIDTH, STEPS, PEAK = 400, 6, 2000, 3e-3
 Rates = Callable[[int], float]
@@ -104,10 +105,10 @@ def trained(rule: str, config: OptimizerConfig, course: list[tuple[Tensor, Tenso
     ("betas", "decay", "eps", "rate"),
     [
         ((0.9, 0.95), 0.1, 1e-8, cosine),
-        ((0.9, 0.98), 0.0, 1e-8, cosine),
-        ((0.9, 0.999), 0.1, 1e-8, cosine),
-        ((0.9, 0.95), 0.0, 1e-6, with_jumps),
-        ((0.9, 0.98), 0.1, 1e-8, with_jumps),
+        long((0.9, 0.98), 0.0, 1e-8, cosine),
+        long((0.9, 0.999), 0.1, 1e-8, cosine),
+        long((0.9, 0.95), 0.0, 1e-6, with_jumps),
+        long((0.9, 0.98), 0.1, 1e-8, with_jumps),
         ((0.9, 0.999), 0.0, 1e-8, with_jumps),
         ((0.0, 0.95), 0.1, 1e-8, cosine),
     ],

@@ -14,6 +14,7 @@ from megahead.distributed.group import Group
 from megahead.distributed.launch import Launch
 from megahead.report.read import read_metrics
 from megahead.train.run import pretrain
+from support.long import long
 from support.on_ranks import on_ranks
 from support.small_run import small_config, stage, write_text
 
@@ -47,7 +48,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("ranks", "changes"),
     [
         (2, stage(1)),
-        (4, stage(3) | {"parallel.tensor": 2, "data.prefetch": 0}),
+        long(4, stage(3) | {"parallel.tensor": 2, "data.prefetch": 0}),
         (2, {"parallel.tensor": 2, "engine.embedding": "rows"}),
     ],
     ids=str,

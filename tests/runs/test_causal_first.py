@@ -28,11 +28,13 @@ from megahead.losses.candidates import log_unigram
 from megahead.report.read import read_metrics
 from megahead.train.run import pretrain
 from support.bad_rows import run_with
+from support.long import long
 from support.on_ranks import on_ranks
 from support.plain_phases import plain_phases
 from support.small_run import same_tensors, small_config, stage, write_text
 
 STEPS, SWITCH = 8, 3
+AROUND = [SWITCH - 1, SWITCH, SWITCH + 1]
 IDS = {"mask_token": 60, "cls_token": 61, "sep_token": 62}
 MODEL = {"num_layers": 4, "hidden_size": 32, "num_heads": 4, "vocab_size": 63, "vocab_multiple": 64}
 MODERNBERT = {"family": "modernbert", "intermediate_size": 64, "max_positions": 32, "local_window": 6}
@@ -83,9 +85,9 @@ def zero(number: int) -> dict[str, Any]:
     ("number", "tensor", "data", "changes"),
     [
         (0, 1, 1, {}),
-        (2, 2, 2, {"parallel.sequence": True, "engine.activation_checkpointing": True}),
+        long(2, 2, 2, {"parallel.sequence": True, "engine.activation_checkpointing": True}),
         (3, 1, 2, ROWS | BOTH),
-        (1, 2, 1, VANILLA | {"model": {**MODEL, **BERT}, "engine.attention": "sdpa"}),
+        long(1, 2, 1, VANILLA | {"model": {**MODEL, **BERT}, "engine.attention": "sdpa"}),
     ],
     ids=["alone", "sequence", "rows, then vanilla", "bert, vanilla"],
 )
@@ -104,19 +106,22 @@ def test_all_phases_equal_plain_torch(
 
 
 @pytest.mark.parametrize(
-    ("ranks", "changes"),
+    ("ranks", "changes", "steps"),
     [
-        (1, stage(0) | {"training.save_in_background": True}),
-        (2, stage(2) | BOTH | ROWS | {"engine.precision": "bf16"}),
-        (4, stage(1) | VANILLA | {"parallel.tensor": 2}),
+        (1, stage(0) | {"training.save_in_background": True}, AROUND),
+        (2, stage(2) | BOTH | ROWS | {"engine.precision": "bf16"}, [SWITCH]),
+        long(2, stage(2) | BOTH | ROWS | {"engine.precision": "bf16"}, AROUND),
+        long(4, stage(1) | VANILLA | {"parallel.tensor": 2}, AROUND),
     ],
-    ids=["0", "2 in bf16 and rows", "1 on a mesh"],
+    ids=["0", "2 in bf16 and rows", "2 in bf16 and rows, everywhere", "1 on a mesh"],
 )
-def test_a_resumed_run_equals_the_undisturbed_one_bitwise(tmp_path: Path, ranks: int, changes: dict[str, Any]) -> None:
+def test_a_resumed_run_equals_the_undisturbed_one_bitwise(
+    tmp_path: Path, ranks: int, changes: dict[str, Any], steps: list[int]
+) -> None:
     """From before the switch, at it, and after it."""
     write_text(tmp_path)
     whole = trained(tmp_path, ranks, changes)
-    for step in (SWITCH - 1, SWITCH, SWITCH + 1):
+    for step in steps:
         elsewhere = changes | {"output_dir": str(tmp_path / f"{step}")}
         again = trained(tmp_path, ranks, elsewhere, str(checkpoint(whole, step)))
         assert same_tensors(whole, again), step

@@ -20,6 +20,7 @@ from soak.hosts import may_make_hosts
 from support.cluster import STEPS, cluster
 from support.forked import forked
 from support.killable import codes, start_ranks
+from support.long import long
 from support.node_memories import memory_of
 from support.small_run import small_config, write_text
 from support.together import Scenario, failures_of
@@ -34,12 +35,18 @@ COPIES = {"training.checkpoint_every": 8, "training.copy_every": 2}
 
 @pytest.mark.slow
 @pytest.mark.skipif(not may_make_hosts(), reason="needs root, ip and /dev/net/tun")
-def test_a_run_goes_on_whatever_happens_to_its_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("group", ["lost and regained", long("everything else")])
+def test_a_run_goes_on_whatever_happens_to_its_nodes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, group: str
+) -> None:
     """Each scenario is a cluster of its own; they wait for agents most of the time, hence beside each other."""
     for name, module, seconds in IMPATIENCE:
         monkeypatch.setattr(module, name, seconds)
     train_undisturbed(tmp_path)
-    failed = failures_of(SCENARIOS, tmp_path, at_once=4, seconds=200)
+    scenarios = {
+        name: scenario for name, scenario in SCENARIOS.items() if (name in FIRST) == (group != "everything else")
+    }
+    failed = failures_of(scenarios, tmp_path, at_once=4, seconds=200)
     assert not failed, "\n\n".join(f"{name}:\n{said}" for name, said in failed.items())
 
 
@@ -225,4 +232,12 @@ SCENARIOS: dict[str, Scenario] = {
 } | {
     f"a_clock_that_jumps_by_{hours}_hours_ends_no_run": partial(a_clock_that_jumps_ends_no_run, hours)
     for hours in (1, -1)
+}
+FIRST = {
+    scenario.__name__
+    for scenario in (
+        a_node_is_killed_and_one_comes_back,
+        a_node_that_is_told_to_leave_costs_no_step,
+        ranks_that_the_batch_cannot_use_wait_and_take_the_place_of_a_lost_one,
+    )
 }

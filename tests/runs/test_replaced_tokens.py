@@ -102,11 +102,17 @@ def courses(folder: Path, objective: str, meshes: list[tuple[int, dict[str, Any]
         assert meshed.validation[-1]["detection"] == pytest.approx(alone.validation[-1]["detection"], rel=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_every_mesh_and_stage_takes_the_course_of_one_rank(tmp_path: Path) -> None:
     courses(tmp_path, "headless", MESHES)
 
 
+@pytest.mark.parametrize("generator", OBJECTIVES)
+def test_two_ranks_take_the_course_of_one(tmp_path: Path, generator: str) -> None:
+    courses(tmp_path, generator, [(2, stage(3))])
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("generator", OBJECTIVES)
 def test_four_ranks_take_the_course_of_one(tmp_path: Path, generator: str) -> None:
     courses(tmp_path, generator, MESHES[-1:])

@@ -23,6 +23,7 @@ from megahead.hf.trained import TrainedModel
 from megahead.train.run import build_engine, pretrain
 from megahead.train.start import starting_weights
 from support.forked import forked
+from support.long import long
 from support.on_ranks import on_ranks
 from support.peaks import measures_peaks, peak_above
 from support.small_engine import CPU
@@ -88,7 +89,7 @@ def exported(source: Path, folder: Path, alone: bool) -> int:
 
 
 @measures_peaks
-@pytest.mark.parametrize(("alone", "tables"), [(True, 0.8), (False, 1.7)])
+@pytest.mark.parametrize(("alone", "tables"), [long(True, 0.8), (False, 1.7)])
 def test_an_export_holds_a_block_and_what_transformers_loads_to_compare(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alone: bool, tables: float
 ) -> None:

@@ -15,6 +15,7 @@ from rich.console import Console
 from demo_pipeline.pipeline import ROOT, Pipeline, show, train
 from demo_pipeline.stages import MODELS, QUICK
 from support.forked import fork_pythons, run_script
+from support.long import long_but
 
 LITTLE = [
     "model.vocab_size=1024",
@@ -35,7 +36,7 @@ def without_a_launcher(config: str, overrides: Sequence[str], console: Console) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", long_but(["pythia"], MODELS))
 def test_text_to_a_speaking_model_and_everything_reused_the_second_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str
 ) -> None:

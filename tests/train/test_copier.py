@@ -29,6 +29,7 @@ from megahead.train.progress import Progress
 from megahead.train.run import pretrain
 from support.bad_rows import run_with
 from support.killable import Sabotage, codes, said, start_ranks
+from support.long import long_but
 from support.node_memories import files_in, give_memory, leave_room, memory_of
 from support.on_ranks import on_ranks
 from support.small_run import same_tensors, small_config, stage, write_text
@@ -78,7 +79,7 @@ MESHES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("mesh", long_but(["zero 1, embedding in rows", "zero 3"], MESHES))
 def test_without_one_node_a_run_goes_on_from_the_step_of_its_last_copy(tmp_path: Path, mesh: str) -> None:
     write_text(tmp_path)
     config = small_config(tmp_path, COPIES | MESHES[mesh])
