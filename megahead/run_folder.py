@@ -44,7 +44,7 @@ class RunFolder:
 
     @property
     def checkpoints(self) -> Path:
-        """A folder for each, see `checkpoint.folders`."""
+        """A folder for each, see `checkpoints/disk.py`."""
         return self / _CHECKPOINTS
 
     @property
@@ -81,11 +81,6 @@ class RunFolder:
     def identity(self) -> Path:
         """What `training.mirror` knows the run by."""
         return self / "run-id"
-
-    @property
-    def abandoned_far(self) -> Path:
-        """Which checkpoints of `training.mirror` it has abandoned."""
-        return self / "abandoned-in-mirror"
 
     @property
     def fetched(self) -> Path:

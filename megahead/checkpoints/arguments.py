@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from megahead.errors import existing
@@ -9,9 +10,15 @@ from megahead.remote_files import is_far
 
 
 def far_or_existing(text: str) -> Path:
-    """argparse's `type` for a model or checkpoint: a path that exists, or a URL, whose newest sound checkpoint is
-    fetched to this machine's cache, with its tokenizer and log. UserError where there is none."""
+    """argparse's `type` for a model or checkpoint: a path that exists, CHECKPOINTS/step-N or CHECKPOINTS/N for the
+    newest one of that step, or a URL, whose newest sound checkpoint is fetched to this machine's cache, with its
+    tokenizer and log. UserError where there is none."""
     if not is_far(text):
+        path = Path(text)
+        if re.fullmatch(r"(step-)?\d+", path.name) and not path.exists() and path.parent.is_dir():
+            from megahead.checkpoints.disk import find_checkpoint  # needs torch
+
+            return find_checkpoint(path) or existing(text)
         return existing(text)
     from megahead.checkpoints.fetch import fetch_to_cache  # needs torch
 

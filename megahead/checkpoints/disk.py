@@ -1,35 +1,166 @@
-"""Checkpoints in a run's folder: saving, names, retention."""
+"""Checkpoints in a run's folder: saved by all ranks together, found, named and kept.
+
+    step-00001000-3f2a91/           always a complete checkpoint: it gets this name by one rename
+    latest                          text: the name of the newest checkpoint, put last
+    .step-00001000-3f2a91.partial   being written, or being removed; worthless after a crash
+
+Earlier versions wrote `step-00001000`, and beside it `step-00001000.replaced` while a new one of the same step took its
+name, and `abandoned-step-00001000`, which was set aside and is found only by this name.
+"""
 
 from __future__ import annotations
 
 import errno
+import re
 import shutil
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
 from torch import Tensor
 
-from megahead.checkpoints.folders import (
-    KEEP_NO_OTHERS,
+from megahead.checkpoints.format import (
+    MANIFEST,
     FileEntry,
-    KeepRules,
+    Header,
     Manifest,
+    Snapshot,
     TensorEntry,
-    abandon_after,
     check_lengths,
-    clear_remains,
-    partial_folder,
-    publish,
-    retain,
-    step_folder,
+    run_on_all_ranks,
 )
-from megahead.checkpoints.format import Snapshot, run_on_all_ranks
+from megahead.checkpoints.store import (
+    KEEP_NO_OTHERS,
+    KeepRules,
+    Lineage,
+    history,
+    is_name,
+    new_name,
+    orphans,
+    retain,
+    step_of,
+)
 from megahead.distributed.group import Group
 from megahead.distributed.tensors import RoundRobinShard
 from megahead.errors import CheckpointError
-from megahead.files import is_full
+from megahead.files import fsync, is_full, write_atomically
+from megahead.run_folder import RunFolder
+
+# A folder of checkpoints as a place.
+
+
+@dataclass(frozen=True)
+class Disk:
+    """The checkpoints in `root`, which need not exist."""
+
+    root: Path
+
+    @staticmethod
+    def of(path: Path) -> Disk:
+        """Those of a run folder, or of a folder of checkpoints."""
+        inside = RunFolder(path).checkpoints
+        return Disk(inside if inside.is_dir() else path)
+
+    def names(self) -> list[str]:
+        """See `Place`."""
+        return [folder.name for folder in self.root.glob("step-*") if is_name(folder.name)]
+
+    def manifest(self, name: str) -> Manifest:
+        """See `Place`."""
+        return Manifest.read(self.root / name)
+
+    @property
+    def latest(self) -> str | None:
+        """See `Place`."""
+        try:
+            name = (self.root / "latest").read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError):
+            return None
+        return name if is_name(name) and (self.root / name).is_dir() else None
+
+    def point_to(self, name: str) -> None:
+        """See `Place`."""
+        write_atomically(self.root / "latest", f"{name}\n")
+
+    def remove(self, name: str) -> None:
+        """Renames it first, so that a crash leaves no half-removed folder under its name."""
+        partial = self.partial(name)
+        (self.root / name).rename(partial)
+        shutil.rmtree(partial)
+
+    def partial(self, name: str) -> Path:
+        """Where a checkpoint is written before it is complete."""
+        return self.root / f".{name}.partial"
+
+    def publish(self, name: str) -> Path:
+        """Gives a complete folder its name; what had that name was damaged."""
+        final = self.root / name
+        fsync(self.partial(name))
+        if final.exists():
+            final.rename(damaged := self.root / f".{name}.damaged.partial")
+            shutil.rmtree(damaged)
+        self.partial(name).rename(final)
+        fsync(self.root)
+        return final
+
+    def clear_remains(self) -> None:
+        """Removes what a crash in the middle of an earlier save left behind."""
+        for folder in self.root.glob(".step-*.partial"):
+            shutil.rmtree(folder)
+        for file in self.root.glob("latest.*.partial"):
+            file.unlink()
+        for folder in self.root.glob("step-*.replaced"):
+            successor = folder.with_suffix("")
+            if is_complete(successor):
+                self.remove(folder.name)
+            else:
+                folder.rename(successor)
+
+
+# Which checkpoint a path means.
+
+
+def find_checkpoint(path: Path) -> Path | None:
+    """The step folder that `path` means: itself, the newest complete one in a run or checkpoints folder, or the newest
+    of a step (CHECKPOINTS/step-N without digits, or CHECKPOINTS/N); None if there is none.
+
+    Complete means that every file has its full length; contents are verified when they are read.
+    """
+    if (path / MANIFEST).is_file():
+        return path
+    named = re.fullmatch(r"(?:step-)?0*(\d+)", path.name)
+    if named and not path.exists():
+        folders = [folder for folder in step_folders(path.parent) if step_of(folder) == int(named[1])]
+    else:
+        folders = step_folders(path)
+    return next((folder for folder in folders if is_complete(folder)), None)
+
+
+def step_folders(path: Path) -> list[Path]:
+    """The history in a run or checkpoints folder, damaged or not, the newest first."""
+    disk = Disk.of(path)
+    return [disk.root / name for name in history(disk)]
+
+
+def orphaned_in(path: Path) -> list[Path]:
+    """Checkpoints in a run or checkpoints folder that are not of its history, those that earlier versions set aside
+    (`abandoned-step-N`) first."""
+    disk = Disk.of(path)
+    return [*sorted(disk.root.glob("abandoned-step-*")), *(disk.root / name for name in reversed(orphans(disk)))]
+
+
+def is_complete(folder: Path) -> bool:
+    """Whether the folder's manifest is undamaged and its files have the lengths that it records."""
+    try:
+        check_lengths(folder, Manifest.read(folder))
+    except CheckpointError:
+        return False
+    return True
+
+
+# Saving, by all ranks of a group together.
 
 
 def save_checkpoint(
@@ -44,73 +175,58 @@ def save_checkpoint(
     keep_rules: KeepRules = KEEP_NO_OTHERS,
     parent_step: int | None = None,
 ) -> Path:
-    """Saves full named tensors as `root`/step-NNNNNNNN and keeps the `keep` newest checkpoints. Collective.
+    """Saves full named tensors as `root`/step-NNNNNNNN-XXXXXX and keeps the `keep` newest checkpoints. Collective.
 
     Every rank iterates over the same names in the same order and holds only its share (about 1 / `group.size` of
-    all bytes) until it is written. An existing folder of this step is replaced. `parent_step`: the step of the
-    checkpoint in `root` that this one continues, -1 for none, None for `step`; all others above it are set aside. If a
-    rank fails, all raise the same CheckpointError; old checkpoints stay intact and nothing half-written is left.
+    all bytes) until it is written. `parent_step`: the step of the checkpoint in `root` that this one continues, -1 for
+    none, None for `step`; all others are orphaned. If a rank fails, all raise the same CheckpointError; old checkpoints
+    stay intact and nothing half-written is left.
     """
     snapshot = Snapshot.take(tensors, group)
-    return write_snapshot(
-        root,
-        step,
-        snapshot,
-        state=state,
-        config=config,
-        group=group,
-        keep=keep,
-        keep_rules=keep_rules,
-        parent_step=parent_step,
-    )
+    lineage = lineage_in(root, step if parent_step is None else parent_step) if group.rank == 0 else Lineage()
+    header = Header(new_name(step), step, state, config, lineage.parents, lineage.orphaned)
+    return write_snapshot(root, group.broadcast_object(header), snapshot, group=group, keep=keep, keep_rules=keep_rules)
+
+
+def lineage_in(root: Path, step: int) -> Lineage:
+    """That of a run that goes on from the newest checkpoint in `root` with at most this step."""
+    disk = Disk(root)
+    tip = next((name for name in history(disk) if step_of(name) <= step), None)
+    return Lineage.after(tip, None if tip is None else disk.manifest(tip), disk.names())
 
 
 def write_snapshot(
-    root: Path,
-    step: int,
-    snapshot: Snapshot,
-    *,
-    state: dict[str, Any],
-    config: dict[str, Any],
-    group: Group,
-    keep: int,
-    keep_rules: KeepRules = KEEP_NO_OTHERS,
-    parent_step: int | None = None,
+    root: Path, header: Header, snapshot: Snapshot, *, group: Group, keep: int, keep_rules: KeepRules = KEEP_NO_OTHERS
 ) -> Path:
     """The second half of `save_checkpoint`. It uses nothing but the snapshot, so it may run in another thread with a
-    `group` of its own."""
+    `group` of its own. `header`: the same on all ranks."""
     return write_together(
         root,
-        step,
+        header,
         lambda folder: {snapshot.file: snapshot.write(folder)},
         total_bytes=snapshot.total_bytes,
         tensors=snapshot.entries,
-        state=state,
-        config=config,
         group=group,
         keep=keep,
         keep_rules=keep_rules,
-        parent_step=parent_step,
     )
 
 
 def write_together(
     root: Path,
-    step: int,
+    header: Header,
     write: Callable[[Path], dict[str, FileEntry]],
     *,
     total_bytes: int,
     tensors: dict[str, TensorEntry],
-    state: dict[str, Any],
-    config: dict[str, Any],
     group: Group,
     keep: int,
     keep_rules: KeepRules = KEEP_NO_OTHERS,
-    parent_step: int | None = None,
 ) -> Path:
     """A checkpoint of `total_bytes`, whose `tensors` are in files that `write` puts into a folder: on each rank some of
-    them. Otherwise as `save_checkpoint`."""
-    partial, final = partial_folder(root, step), step_folder(root, step)
+    them. Otherwise as `write_snapshot`."""
+    disk = Disk(root)
+    partial = disk.partial(header.name)
 
     def describe_error(error: Exception) -> str:
         return _sentence(error, partial, total_bytes)
@@ -119,29 +235,29 @@ def write_together(
         if group.rank == 0:
             manifest.write(partial)
             check_lengths(partial, manifest)  # checks too that this rank sees what the others wrote
-            abandon_after(final, step if parent_step is None else min(parent_step, step))
-            publish(partial, final)
-            retain(root, final, keep, keep_rules)
+            disk.publish(header.name)
+            disk.point_to(header.name)
+            retain(disk, keep, keep_rules)
 
     try:
-        run_on_all_ranks(group, lambda: _prepare(partial, total_bytes) if group.rank == 0 else None, describe_error)
+        run_on_all_ranks(
+            group, lambda: _prepare(disk, partial, total_bytes) if group.rank == 0 else None, describe_error
+        )
         written = run_on_all_ranks(group, lambda: write(partial), describe_error)
-        files = {name: entry for part in written for name, entry in part.items()}
-        manifest = Manifest(step=step, state=state, config=config, tensors=tensors, files=files)
+        manifest = header.manifest(tensors, {name: entry for part in written for name, entry in part.items()})
         run_on_all_ranks(group, finish, describe_error)
     except CheckpointError:
         if group.rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
         raise
-    return final
+    return root / header.name
 
 
-def _prepare(partial: Path, needed: int) -> None:
-    root = partial.parent
-    root.mkdir(parents=True, exist_ok=True)
-    clear_remains(root)
-    if shutil.disk_usage(root).free < needed:
-        raise OSError(errno.ENOSPC, "no room", str(root))
+def _prepare(disk: Disk, partial: Path, needed: int) -> None:
+    disk.root.mkdir(parents=True, exist_ok=True)
+    disk.clear_remains()
+    if shutil.disk_usage(disk.root).free < needed:
+        raise OSError(errno.ENOSPC, "no room", str(disk.root))
     partial.mkdir()
 
 

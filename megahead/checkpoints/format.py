@@ -3,22 +3,184 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Annotated, Any, TypeVar
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megahead.checkpoints.folders import FileEntry, TensorEntry
 from megahead.distributed.group import Group
 from megahead.distributed.tensors import RoundRobinShard
 from megahead.errors import CheckpointError
-from megahead.files import fsync, sha256_of
+from megahead.files import fsync, sha256_of, write_durably
+
+# `checkpoint.json`: what a step folder holds, under a checksum of its own.
+#
+# {"format": "megahead-checkpoint/1", "step": 1000, "state": {...}, "config": {...},
+#  "tensors": {TENSOR: {"file": FILE or [FILE, ...], "shape", "dtype"}},
+#  "files": {FILE: {"bytes", "sha256"}}, "parents": [NAME, ...], "orphaned": [NAME, ...], "sha256": ...}
+
+
+MANIFEST = "checkpoint.json"
+FORMAT = "megahead-checkpoint/1"
+
+
+FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors$")]
+"""A plain name: files of a checkpoint are in its own folder."""
+
+
+class TensorEntry(BaseModel):
+    """Where a tensor is, and what it looks like."""
+
+    model_config = ConfigDict(frozen=True)
+    file: FileName | tuple[FileName, ...]
+    """A tensor in R files is sharded round-robin: row i is in file i mod R."""
+    shape: tuple[int, ...]
+    dtype: str
+
+    def files(self) -> tuple[str, ...]:
+        """The files that hold it, one or several."""
+        return (self.file,) if isinstance(self.file, str) else self.file
+
+
+class FileEntry(BaseModel):
+    """Length and checksum of a file."""
+
+    model_config = ConfigDict(frozen=True)
+    bytes: int
+    sha256: str
+
+
+class Manifest(BaseModel):
+    """The content of a `checkpoint.json`."""
+
+    model_config = ConfigDict(frozen=True)
+    step: int = Field(ge=0)
+    state: dict[str, Any]
+    config: dict[str, Any]
+    tensors: dict[str, TensorEntry]
+    files: dict[FileName, FileEntry]
+
+    parents: tuple[str, ...] = ()
+    """The checkpoint that it continues, then the one that this continued, and so on to the first. All of them, since
+    retention removes some; empty in checkpoints of earlier versions."""
+
+    orphaned: tuple[str, ...] = ()
+    """Checkpoints that are none of these, but were known when it was saved: the run went back from them."""
+
+    @model_validator(mode="after")
+    def _complete(self) -> Manifest:
+        """Every tensor is in a file that is listed."""
+        for name, entry in self.tensors.items():
+            for file in entry.files():
+                if file not in self.files:
+                    raise ValueError(f"{name} is in {file}, which is not listed")
+        return self
+
+    def write(self, folder: Path) -> None:
+        """Writes the manifest to `folder` and waits until it is on disk."""
+        content = json.loads(json.dumps({"format": FORMAT, **self.model_dump()}))
+        write_durably(folder / MANIFEST, json.dumps({**content, "sha256": _digest(content)}, indent=1))
+
+    @staticmethod
+    def read(folder: Path) -> Manifest:
+        """The manifest of `folder`; CheckpointError if the file is missing, damaged or of another format."""
+        path = folder / MANIFEST
+        try:
+            return Manifest.parse(path.read_bytes(), str(path))
+        except OSError as error:
+            raise CheckpointError(
+                f"`{path}` must be readable in a checkpoint folder, but is not ({error.strerror})."
+            ) from None
+
+    @staticmethod
+    def parse(text: bytes, path: str) -> Manifest:
+        """The manifest in the content of a file; CheckpointError, which names `path`, if it is damaged or of another
+        format."""
+        content = _parse_json(text, path)
+        version = content.get("format")
+        if version != FORMAT:
+            raise CheckpointError(
+                f"`{path}` must be of format {FORMAT}, but is {version} instead; use the version that wrote it."
+            )
+        recorded = content.pop("sha256", None)
+        if recorded != _digest(content):
+            raise CheckpointError(
+                f"`{path}` must match its own checksum, but does not; it was damaged or edited, use another checkpoint."
+            )
+        try:
+            return Manifest.model_validate(content)
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(str(key) for key in first["loc"]) or "list of files"
+            raise CheckpointError(
+                f"`{path}` must hold a valid `{where}`, but does not ({first['msg']}); use another checkpoint."
+            ) from None
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a manifest says of a checkpoint beside its tensors and files."""
+
+    name: str
+    step: int
+    state: dict[str, Any]
+    config: dict[str, Any]
+    parents: tuple[str, ...] = ()
+    orphaned: tuple[str, ...] = ()
+
+    @staticmethod
+    def of(name: str, manifest: Manifest) -> Header:
+        """That of the checkpoint `name`."""
+        kept = manifest.step, manifest.state, manifest.config, manifest.parents, manifest.orphaned
+        return Header(name, *kept)
+
+    def manifest(self, tensors: dict[str, TensorEntry], files: dict[str, FileEntry]) -> Manifest:
+        """The whole manifest."""
+        return Manifest(
+            step=self.step,
+            state=self.state,
+            config=self.config,
+            tensors=tensors,
+            files=files,
+            parents=self.parents,
+            orphaned=self.orphaned,
+        )
+
+
+def _parse_json(text: bytes, path: str) -> dict[str, Any]:
+    try:
+        content = json.loads(text.decode("utf-8"))
+    except ValueError:
+        raise CheckpointError(f"`{path}` must be JSON, but is not; it was damaged, use another checkpoint.") from None
+    if not isinstance(content, dict):
+        raise CheckpointError(f"`{path}` must hold a JSON object, but holds a {type(content).__name__} instead.")
+    return content
+
+
+def _digest(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def check_lengths(folder: Path, manifest: Manifest) -> None:
+    """Raises a CheckpointError naming the first file that is missing or of the wrong length."""
+    for name, entry in manifest.files.items():
+        path = folder / name
+        if not path.is_file():
+            raise CheckpointError(f"`{path}` must exist in this checkpoint, but is missing; use another checkpoint.")
+        size = path.stat().st_size
+        if size != entry.bytes:
+            raise CheckpointError(
+                f"`{path}` must have {entry.bytes} bytes, but has {size} instead; use another checkpoint."
+            )
+
 
 # What one rank will write of a checkpoint.
 

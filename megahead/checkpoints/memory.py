@@ -20,20 +20,18 @@ import psutil
 import torch
 from torch import Tensor
 
-from megahead.checkpoints.disk import write_together
-from megahead.checkpoints.folders import (
-    MANIFEST,
+from megahead.checkpoints.disk import Disk, find_checkpoint, write_together
+from megahead.checkpoints.format import (
     FileEntry,
-    KeepRules,
+    Header,
     Manifest,
-    find_checkpoint,
-    partial_folder,
-    step_folder,
-    step_of,
-    steps_in,
+    Snapshot,
+    check_files,
+    run_long_on_all_ranks,
+    run_on_all_ranks,
 )
-from megahead.checkpoints.format import Snapshot, check_files, run_long_on_all_ranks, run_on_all_ranks
 from megahead.checkpoints.reading import Checkpoint, open_together
+from megahead.checkpoints.store import KeepRules, highest_first, step_of
 from megahead.distributed.group import Group, pass_on
 from megahead.distributed.launch import Launch
 from megahead.errors import CheckpointError
@@ -72,7 +70,7 @@ class Keepers:
         return [rank for rank, place in enumerate(self.nodes) if place == node]
 
 
-# Where the copies of a run are on a node: ROOT/megahead-NAME-HASH/MARK/rank-R/step-N, with files of a checkpoint.
+# Where the copies of a run are on a node: ROOT/megahead-NAME-HASH/MARK/rank-R/step-N-XXXXXX, with a checkpoint's files.
 
 
 ROOT = Path("/dev/shm")
@@ -118,7 +116,7 @@ class NodeMemory:
     def copies(self, mark: str) -> list[Path]:
         """The complete folders of all ranks of that session on this node."""
         slots = sorted(self._session(mark).glob("rank-*")) if self._is_ours() else []
-        return [folder for slot in slots for folder in steps_in(slot)]
+        return [slot / name for slot in slots for name in highest_first(Disk(slot).names())]
 
     def make(self) -> None:
         """Makes the folder, which only this user may read; CheckpointError if it is another's."""
@@ -159,16 +157,14 @@ class NodeMemory:
 # What is left of a session's copies on the nodes that are there, every byte verified.
 
 
-Identity = tuple[int, str]
-"""Of a copy: its step, and its manifest's checksum."""
-
-
 @dataclass
 class Found:
     """What one rank found on its node, and verified. Ranks of one node verify a share each."""
 
-    manifests: dict[Identity, Manifest] = field(default_factory=dict)
-    sound: dict[Identity, dict[str, Path]] = field(default_factory=dict)
+    manifests: dict[str, Manifest] = field(default_factory=dict)
+    """By the copy's name."""
+
+    sound: dict[str, dict[str, Path]] = field(default_factory=dict)
     """Of each copy: files, by name."""
 
     problems: list[str] = field(default_factory=list)
@@ -177,7 +173,7 @@ class Found:
     @staticmethod
     def of(mark: str, than: int, run: RunFolder, group: Group) -> Found:
         """What is newer than step `than`; what others put on disk counts as on the first rank's node. Collective."""
-        found, places = Found(), dict[tuple[Identity, str], list[Path]]()
+        found, places = Found(), dict[tuple[str, str], list[Path]]()
         memory, shared = NodeMemory.of(run), NodeMemory.shared(run)
         nodes = group.all_gather_objects(memory.node())
         here = [rank for rank, node in enumerate(nodes) if node == nodes[group.rank]]
@@ -188,26 +184,26 @@ class Found:
         run_long_on_all_ranks(group, found._verify({file: places[file] for file in mine}), describe_error=str)
         return found
 
-    def _list(self, folder: Path, places: dict[tuple[Identity, str], list[Path]]) -> None:
+    def _list(self, folder: Path, places: dict[tuple[str, str], list[Path]]) -> None:
         try:
-            manifest, identity = Manifest.read(folder), (step_of(folder), sha256_of(folder / MANIFEST))
-        except (CheckpointError, OSError) as error:
+            manifest = Manifest.read(folder)
+        except CheckpointError as error:
             self.problems.append(str(error))
             return
-        self.manifests[identity] = manifest
+        self.manifests[folder.name] = manifest
         for name in manifest.files:
             if (folder / name).exists():  # else another node has it
-                places.setdefault((identity, name), []).append(folder / name)
+                places.setdefault((folder.name, name), []).append(folder / name)
 
-    def _verify(self, places: dict[tuple[Identity, str], list[Path]]) -> Iterator[None]:
-        for (identity, name), paths in places.items():
+    def _verify(self, places: dict[tuple[str, str], list[Path]]) -> Iterator[None]:
+        for (copy, name), paths in places.items():
             for path in paths:
                 try:
-                    yield from check_files(path.parent, {name: self.manifests[identity].files[name]})
+                    yield from check_files(path.parent, {name: self.manifests[copy].files[name]})
                 except CheckpointError as error:
                     self.problems.append(str(error))
                 else:
-                    self.sound.setdefault(identity, {})[name] = path
+                    self.sound.setdefault(copy, {})[name] = path
                     break
 
 
@@ -273,24 +269,17 @@ def _done(shared: NodeMemory, mark: str, launch: Launch, rank: int) -> Path:
 FORGET_SECONDS = 5.0
 """How long a copy that is not needed any more is waited for."""
 
-PARENT_STEP = "parent_step"
-"""Where it is in a copy's state; a checkpoint's has none."""
-
 
 @dataclass(frozen=True)
 class Copy:
     """What a copy is made of."""
 
-    step: int
+    header: Header
+    """Of the name and the parents that it would have on disk."""
+
     snapshot: Snapshot
     check: Callable[[], None]
     """Raises if it must not be kept."""
-
-    state: dict[str, Any]
-    config: dict[str, Any]
-
-    parent_step: int
-    """As a checkpoint's."""
 
 
 class MemoryCopies:
@@ -305,7 +294,7 @@ class MemoryCopies:
         self._memory, self._mark, self._slot = memory, mark, memory.slot(mark, world_group.rank)
         self._world_group, self._group = world_group, world_group.side_channel()
         self.keepers = Keepers(world_group.all_gather_objects(memory.node()))
-        self._pending: Future[int | None] | None = None
+        self._pending: Future[str | None] | None = None
         self._ends = threading.Event()
 
     def may_begin(self) -> bool:
@@ -320,10 +309,10 @@ class MemoryCopies:
             sentences = self._world_group.all_gather_objects(None if error is None else _first_line(error))
             raise CheckpointError(next(filter(None, sentences)))
         if not busy and pending is not None:
-            step = pending.result()
-            for folder in steps_in(self._slot):
-                if step is not None and step_of(folder) != step:
-                    shutil.rmtree(folder)
+            complete = pending.result()
+            for name in Disk(self._slot).names():
+                if complete is not None and name != complete:
+                    shutil.rmtree(self._slot / name)
         return not busy
 
     def begin(self, copy: Copy) -> None:
@@ -345,33 +334,33 @@ class MemoryCopies:
         self.forget(patience)
         self._memory.remove(self._mark)
 
-    def _keep(self, copy: Copy, ends: threading.Event) -> int | None:
-        """The step, or None if it was not to be kept any more."""
+    def _keep(self, copy: Copy, ends: threading.Event) -> str | None:
+        """Its name, or None if it was not to be kept any more."""
         try:
             self._write(copy, ends)
         except Exception:
             if ends.is_set():
                 return None
             raise
-        return None if ends.is_set() else copy.step
+        return None if ends.is_set() else copy.header.name
 
     def _write(self, copy: Copy, ends: threading.Event) -> None:
-        group, snapshot = self._group, copy.snapshot
-        folder, final = partial_folder(self._slot, copy.step), step_folder(self._slot, copy.step)
+        group, snapshot, memory = self._group, copy.snapshot, Disk(self._slot)
+        folder = memory.partial(copy.header.name)
         run_on_all_ranks(group, lambda: self._prepare(folder, copy))
         entries = run_on_all_ranks(group, lambda: snapshot.write(folder))
         files = dict(zip(snapshot.file_names, entries, strict=True))
-        state = group.broadcast_object(copy.state | {PARENT_STEP: copy.parent_step})
+        header = group.broadcast_object(copy.header)
         self._exchange(folder, files, ends)
-        Manifest(step=copy.step, state=state, config=copy.config, tensors=snapshot.entries, files=files).write(folder)
+        header.manifest(snapshot.entries, files).write(folder)
         if not ends.is_set():
-            folder.rename(final)
+            folder.rename(self._slot / header.name)
 
     def _prepare(self, folder: Path, copy: Copy) -> None:
         copy.check()
         self._memory.make()
         shutil.rmtree(folder, ignore_errors=True)
-        first = not any(steps_in(self._slot))
+        first = not Disk(self._slot).names()
         here = self.keepers.on(self.keepers.nodes[self._group.rank])
         kept = [*here, *(ward for rank in here for ward in self.keepers.wards(rank))]
         self._memory.require_room((2 if first else 1) * sum(copy.snapshot.bytes_of[rank] for rank in kept))
@@ -410,7 +399,7 @@ def _first_line(error: BaseException) -> str:
     return next(iter(str(error).splitlines()), "") or type(error).__name__
 
 
-def _fulfil(future: Future[int | None], function: Callable[..., int | None], *args: Any) -> None:
+def _fulfil(future: Future[str | None], function: Callable[..., str | None], *args: Any) -> None:
     try:
         future.set_result(function(*args))
     except BaseException as error:
@@ -466,34 +455,34 @@ def rescue_newer(
         return None
     wait_for_others(folder, mark, launch, group.timeout_seconds / 2)
     found = Found.of(mark, than, folder, group)
-    offers = group.all_gather_objects({identity: set(files) for identity, files in found.sound.items()})
+    offers = group.all_gather_objects({copy: set(files) for copy, files in found.sound.items()})
     problems = list(dict.fromkeys(each for rank in group.all_gather_objects(found.problems) for each in rank))
-    for identity in sorted({identity for rank in offers for identity in rank}, reverse=True):
+    for copy in highest_first({copy for rank in offers for copy in rank}):
         try:
-            manifest = _manifest(identity, found, group)
-            mine = _share(identity, manifest, offers, found, group.rank)
-            written = _write(manifest, mine, folder, group, keep, keep_rules)
+            manifest = _manifest(copy, found, group)
+            mine = _share(copy, manifest, offers, found, group.rank)
+            written = _write(Header.of(copy, manifest), manifest, mine, folder, group, keep, keep_rules)
             checkpoint = open_together(written, group)
         except CheckpointError as error:
             problems.append(str(error))
         else:
-            return Rescue(checkpoint, identity[0] - max(than, 0), time.monotonic() - began, problems)
+            return Rescue(checkpoint, manifest.step - max(than, 0), time.monotonic() - began, problems)
     return Rescue(None, problems=problems) if problems else None
 
 
-def _manifest(identity: Identity, found: Found, group: Group) -> Manifest:
+def _manifest(copy: str, found: Found, group: Group) -> Manifest:
     """The copy's, on all ranks."""
-    first = group.all_gather_objects(identity in found.manifests).index(True)
-    sent = found.manifests[identity] if group.rank == first else None
+    first = group.all_gather_objects(copy in found.manifests).index(True)
+    sent = found.manifests[copy] if group.rank == first else None
     return next(each for each in group.all_gather_objects(sent) if each is not None)
 
 
 def _share(
-    identity: Identity, manifest: Manifest, offers: list[dict[Identity, set[str]]], found: Found, rank: int
+    copy: str, manifest: Manifest, offers: list[dict[str, set[str]]], found: Found, rank: int
 ) -> Mapping[str, Path]:
     """The files that `rank` writes; CheckpointError on all if nobody has some."""
     writers = {
-        name: next((other for other, offer in enumerate(offers) if name in offer.get(identity, ())), None)
+        name: next((other for other, offer in enumerate(offers) if name in offer.get(copy, ())), None)
         for name in manifest.files
     }
     lost = [name for name, writer in writers.items() if writer is None]
@@ -502,31 +491,32 @@ def _share(
             f"a copy in memory must be whole to be used, but of that of step {manifest.step:,} {lost[0]} is on no node "
             "that is here."
         )
-    return {name: found.sound[identity][name] for name, writer in writers.items() if writer == rank}
+    return {name: found.sound[copy][name] for name, writer in writers.items() if writer == rank}
 
 
 def _write(
-    manifest: Manifest, mine: Mapping[str, Path], folder: RunFolder, group: Group, keep: int, keep_rules: KeepRules
+    header: Header,
+    manifest: Manifest,
+    mine: Mapping[str, Path],
+    folder: RunFolder,
+    group: Group,
+    keep: int,
+    keep_rules: KeepRules,
 ) -> Path:
     def write(partial: Path) -> dict[str, FileEntry]:
         for name, path in mine.items():
             _copy(path, partial / name, manifest.files[name])
         return {name: manifest.files[name] for name in mine}
 
-    state = dict(manifest.state)
-    parent_step = state.pop(PARENT_STEP)
     return write_together(
         folder.checkpoints,
-        manifest.step,
+        header,
         write,
         total_bytes=sum(entry.bytes for entry in manifest.files.values()),
         tensors=manifest.tensors,
-        state=state,
-        config=manifest.config,
         group=group,
         keep=keep,
         keep_rules=keep_rules,
-        parent_step=parent_step,
     )
 
 

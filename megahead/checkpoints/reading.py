@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -11,18 +11,19 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megahead.checkpoints.folders import (
+from megahead.checkpoints.disk import find_checkpoint, step_folders
+from megahead.checkpoints.format import (
     FORMAT,
     MANIFEST,
     FileEntry,
     Manifest,
     TensorEntry,
+    check_files,
     check_lengths,
-    find_checkpoint,
-    step_folders,
-    step_of,
+    run_long_on_all_ranks,
+    run_on_all_ranks,
+    share_of,
 )
-from megahead.checkpoints.format import check_files, run_long_on_all_ranks, run_on_all_ranks, share_of
 from megahead.config.training import OptimizerConfig
 from megahead.distributed.group import Group
 from megahead.distributed.tensors import block_ranges, interleave_shards, joined
@@ -135,20 +136,21 @@ def open_checkpoint(path: Path) -> Checkpoint:
     return _opened(folder)
 
 
-def newest_sound(path: Path, group: Group = _ALONE, *, up_to: int | None = None) -> tuple[Checkpoint | None, list[str]]:
-    """The newest undamaged checkpoint in a run or checkpoints folder (at most step `up_to`), every byte verified, and
-    one sentence for each newer but damaged one. Collective."""
+def newest_sound(path: Path, group: Group = _ALONE) -> tuple[Checkpoint | None, list[str]]:
+    """The newest undamaged checkpoint of the history in a run or checkpoints folder, every byte verified, and one
+    sentence for each newer but damaged one. Collective."""
+    return first_sound(lambda: step_folders(path), group)
+
+
+def first_sound(folders: Callable[[], list[Path]], group: Group) -> tuple[Checkpoint | None, list[str]]:
+    """The first undamaged one of some step folders, which rank 0 lists; otherwise as `newest_sound`."""
     damage: list[str] = []
-    for folder in run_on_all_ranks(group, lambda: _listed(path, up_to) if group.rank == 0 else [])[0]:
+    for folder in run_on_all_ranks(group, lambda: folders() if group.rank == 0 else [])[0]:
         try:
             return open_together(folder, group), damage
         except CheckpointError as error:
             damage.append(str(error))
     return None, damage
-
-
-def _listed(path: Path, up_to: int | None) -> list[Path]:
-    return [folder for folder in step_folders(path) if up_to is None or step_of(folder) <= up_to]
 
 
 def open_together(folder: Path, group: Group) -> Checkpoint:
@@ -175,6 +177,11 @@ class Checkpoint:
         self.folder = folder
         self._manifest = manifest
         self._verified: set[str] = set()
+
+    @property
+    def manifest(self) -> Manifest:
+        """All that its JSON says."""
+        return self._manifest
 
     @property
     def step(self) -> int:

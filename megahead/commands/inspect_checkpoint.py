@@ -21,13 +21,13 @@ def main() -> None:
     )
     parser.add_argument("--tensors", action="store_true", help="list every tensor with its shape and file")
     arguments = parser.parse_args()
-    from megahead.checkpoints.folders import abandoned_in  # needs torch
+    from megahead.checkpoints.disk import orphaned_in  # needs torch
     from megahead.checkpoints.reading import open_checkpoint
 
     checkpoint = open_checkpoint(arguments.folder)
     describe(checkpoint, arguments.tensors)
-    for folder in abandoned_in(arguments.folder):
-        print(f"set aside  {folder}")
+    for folder in orphaned_in(arguments.folder):
+        print(f"orphaned   {folder}")
     checkpoint.verify()
     print("integrity  sound: every file has its length and checksum")
 

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from megahead.checkpoints.folders import step_of, steps_in
+from megahead.checkpoints.disk import step_folders
 from megahead.checkpoints.reading import open_checkpoint
+from megahead.checkpoints.store import step_of
 from megahead.data.batch import Batch
 from megahead.data.loader import BatchReader, held_out_masker, open_nearest_ids
 from megahead.data.samples import EvenlySpread
@@ -89,7 +90,7 @@ def add_geometry(folder: RunFolder, describe: Callable[[str], None] = print) -> 
     """Measures each checkpoint of a run that is not in its geometry.json yet; what is measured is kept when it is
     interrupted. UserErrors as in `measure_geometry`."""
     known = ResultCache(folder.geometry)
-    for path in sorted(steps_in(folder.checkpoints), key=step_of):
+    for path in sorted(step_folders(folder.checkpoints), key=step_of):
         checkpoint = open_checkpoint(path)
         sums = "".join(sorted(entry.sha256 for entry in checkpoint.files.values()))
         key = {"step": checkpoint.step, "weights": hashlib.sha256(sums.encode()).hexdigest()[:16]}

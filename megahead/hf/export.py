@@ -15,7 +15,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megahead.checkpoints.folders import find_checkpoint
+from megahead.checkpoints.disk import find_checkpoint
+from megahead.checkpoints.store import without_digits
 from megahead.config.objective import HeadName, ObjectiveConfig
 from megahead.data.tokenizer import has_mark, tokenizer_mark
 from megahead.errors import CheckpointError, FieldError
@@ -353,7 +354,7 @@ def _folder(path: Path, choose_head: Callable[[TrainedModel], HeadName]) -> Path
         raise CheckpointError(f"`{path}` must be a Hugging Face model folder, a run or a checkpoint, but is none.")
     model = TrainedModel.open(path)
     head = choose_head(model)
-    output = model.run_folder().exports / f"{model.checkpoint.folder.name}-{head}"
+    output = model.run_folder().exports / f"{without_digits(model.checkpoint.folder.name)}-{head}"
     lacks_tokenizer = model.tokenizer() is not None and not (output / "tokenizer.json").is_file()
     if lacks_tokenizer or _source(output) != fingerprint(model):
         export(model.checkpoint.folder, output, head)

@@ -27,8 +27,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from megahead.checkpoints.disk import save_checkpoint
-from megahead.checkpoints.folders import find_checkpoint
+from megahead.checkpoints.disk import find_checkpoint, save_checkpoint
 from megahead.config.loading import config_from_dict
 from megahead.config.model import ENCODERS, ModelConfig
 from megahead.config.run import RunConfig

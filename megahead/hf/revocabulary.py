@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from megahead.checkpoints.disk import save_checkpoint
-from megahead.checkpoints.folders import find_checkpoint
+from megahead.checkpoints.disk import find_checkpoint, save_checkpoint
 from megahead.config.loading import config_from_dict
 from megahead.config.run import RunConfig
 from megahead.data.tokenizer import keep_tokenizer

@@ -15,7 +15,7 @@ from typing import Any
 
 import orjson
 
-from megahead.checkpoints.remote import News
+from megahead.checkpoints.upload import News
 from megahead.config.objective import ObjectiveConfig
 from megahead.config.run import RunConfig
 from megahead.errors import ConfigError, UserError
@@ -344,17 +344,19 @@ class Meters:
 
     def banner(self, lines: list[tuple[str, str]], start: Start, progress: Progress) -> None:
         """Prints what will be trained, the checkpoint that it goes on from, the damaged ones that were passed over to
-        find it, and those that the next save sets aside; records that, up to which step the log's lines still count,
+        find it, and those that the next save orphans; records that, up to which step the log's lines still count,
         and whether a new phase begins."""
         if not self._active:
             return
-        resumed, lineage = start.checkpoint, progress.lineage
+        resumed, run = start.checkpoint, progress.history
         lines = [*lines, *self._mesh.lines(), *start.lines(), *start.new_schedule(progress.phase.config)]
-        if aside := lineage.to_be_abandoned():
-            lines.append(("set aside", f"at the next save: {', '.join(aside)}, which this run does not continue"))
+        if orphaned := run.orphaned_next():
+            lines.append(
+                ("orphaned", f"from the next save on: {', '.join(orphaned)}, which this run does not continue")
+            )
         lines.append(("progress", f"at most a line every {self._print_seconds:g} s; the first step takes longest"))
         self.print_line("\n".join(f"{name:<12}{value}" for name, value in lines))
-        source, continues = None if resumed is None else lineage.name_of(resumed), max(lineage.tip, 0)
+        source, continues = None if resumed is None else run.name_of(resumed), max(run.lineage.step, 0)
         self._boards.go_back(continues)
         facts = {"resumed": source, "continues": continues} | start.facts() | self._mesh.facts()
         new_phase = {"new_phase": True} if start.begins_phase(progress.phase.config) else {}

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from math import isfinite
 from pathlib import Path
@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megahead.checkpoints.folders import is_step_folder, step_of, steps_in
-from megahead.checkpoints.format import Snapshot
-from megahead.checkpoints.reading import Checkpoint, newest_sound, target_samples
+from megahead.checkpoints.disk import Disk
+from megahead.checkpoints.format import Header, Snapshot
+from megahead.checkpoints.reading import Checkpoint, first_sound, target_samples
+from megahead.checkpoints.store import Lineage, highest_first, history, is_name, leads_to, new_name
 from megahead.config.plan import Phase, learn_alike
 from megahead.data.batch import Batch
 from megahead.data.strategies import Difficulty
@@ -177,15 +178,10 @@ class TrainingState:
 class Moment:
     """What a rank has of it."""
 
-    step: int
+    header: Header
+    """Its name, the same on all ranks, and its parents; the counters and the settings of the phase."""
+
     snapshot: Snapshot
-    counters: dict[str, Any]
-
-    config: dict[str, Any]
-    """Settings of the phase."""
-
-    parent_step: int
-    """Of the checkpoint that it goes on from."""
 
     def must_be_finite(self) -> None:
         """CheckpointError unless all numbers are finite, so that the newest checkpoint is always one to go back to.
@@ -193,11 +189,12 @@ class Moment:
         Measured: 0.08 s beside 1.7 s of writing (360 MiB, one thread).
         """
         bad = [name for name, tensor in self.snapshot.tensors.items() if not is_finite(tensor)]
-        bad += [f"state/{name}" for name, value in self.counters.items() if not all(map(isfinite, _floats(value)))]
+        bad += [f"state/{name}" for name, value in self.header.state.items() if not all(map(isfinite, _floats(value)))]
         if bad:
             raise CheckpointError(
-                f"a checkpoint must hold finite numbers only, but at step {self.step} {bad[0]} has others; it was not "
-                "saved (older checkpoints are unharmed): clip gradients or lower optimizer.learning_rate, and resume."
+                f"a checkpoint must hold finite numbers only, but at step {self.header.step} {bad[0]} has others; it "
+                "was not saved (older checkpoints are unharmed): clip gradients or lower optimizer.learning_rate, and "
+                "resume."
             )
 
 
@@ -214,35 +211,41 @@ def _floats(value: Any) -> Iterator[float]:
 
 
 @dataclass
-class Lineage:
-    """All checkpoints up to step `tip` led to the run's weights. Later ones belong to a branch that the run abandoned
-    when it went on from an older checkpoint (one given to `--resume`, or because newer ones are damaged); the next save
-    sets them aside."""
+class RunHistory:
+    """A run's folder of checkpoints, and those that led to its weights."""
 
     root: Path
-    """The run's folder of checkpoints."""
-
-    tip: int = -1
-    """Step of the checkpoint in `root` that the run last saved or resumed from; -1 if there is none yet."""
+    lineage: Lineage
 
     @staticmethod
-    def of_resumed(resumed: Checkpoint | None, folder: RunFolder) -> Lineage:
-        """A session's lineage in the run folder `folder`; `resumed` may also be None or a checkpoint elsewhere."""
-        lineage = Lineage(folder.checkpoints)
-        if resumed is not None and lineage._holds(resumed) and is_step_folder(resumed.folder):
-            lineage.tip = resumed.step
-        return lineage
+    def of_resumed(resumed: Checkpoint | None, folder: RunFolder, known: Sequence[str] = ()) -> RunHistory:
+        """Of a session in the run folder `folder`; `resumed` may also be None or a checkpoint elsewhere. `known`: what
+        is in other places."""
+        disk = Disk(folder.checkpoints)
+        run, all_known = RunHistory(disk.root, Lineage()), (disk.names(), known)
+        if resumed is None or not run.holds(resumed):
+            return replace(run, lineage=Lineage.after(None, None, *all_known))
+        return replace(run, lineage=Lineage.after(resumed.folder.name, resumed.manifest, *all_known))
 
     def name_of(self, checkpoint: Checkpoint) -> str:
         """Its folder's name if it is in `root`, else its full path."""
-        return checkpoint.folder.name if self._holds(checkpoint) else str(checkpoint.folder)
+        return checkpoint.folder.name if self._has(checkpoint) else str(checkpoint.folder)
 
-    def to_be_abandoned(self) -> list[str]:
-        """Names of the checkpoints that the next save sets aside."""
-        return [folder.name for folder in steps_in(self.root) if step_of(folder) > self.tip]
+    def holds(self, checkpoint: Checkpoint) -> bool:
+        """Whether it is one of the run's own, and was not set aside by an earlier version."""
+        return self._has(checkpoint) and is_name(checkpoint.folder.name)
 
-    def _holds(self, checkpoint: Checkpoint) -> bool:
+    def _has(self, checkpoint: Checkpoint) -> bool:
         return checkpoint.folder.parent.resolve() == self.root.resolve()
+
+    def orphaned_next(self) -> list[str]:
+        """Names of the checkpoints of the present history that the next save orphans."""
+        return [name for name in history(Disk(self.root)) if not leads_to(name, self.lineage.parents)]
+
+    def folders(self) -> list[Path]:
+        """What led to the run's weights and is there, the newest first."""
+        there = highest_first(Disk(self.root).names())
+        return [self.root / name for name in there if leads_to(name, self.lineage.parents)]
 
 
 # How far a run has come: all that a checkpoint holds of it, taken at one step and put back.
@@ -260,7 +263,7 @@ class Progress:
     state: TrainingState
     """All that is counted."""
 
-    lineage: Lineage
+    history: RunHistory
     """The checkpoints that led there."""
 
     data_group: Group
@@ -271,12 +274,14 @@ class Progress:
 
     def moment(self, group: Group, *, copied: bool) -> Moment:
         """The present one, of which each rank of `group` will write a share. `copied`: so that training may go on."""
+        name = self.world_group.broadcast_object(new_name(self.state.step))
         tensors = chain(self.engine.tensors(), self.state.tensors(self.data_group).items())
         snapshot = Snapshot.take(tensors, group, copied=copied)
         of_engine = {"optimizer_steps": self.engine.optimizer_steps, "scale": self.engine.loss_scale.state()}
         counters = self.state.counters() | of_engine | {"phase_began": self.phase.steps.start}
         settings = self.phase.config.model_dump(mode="json")
-        return Moment(self.state.step, snapshot, counters, settings, self.lineage.tip)
+        lineage = self.history.lineage
+        return Moment(Header(name, self.state.step, counters, settings, lineage.parents, lineage.orphaned), snapshot)
 
     def resume_from(self, checkpoint: Checkpoint) -> None:
         """Continues exactly where `checkpoint` was saved, by the objective of the phase."""
@@ -285,21 +290,20 @@ class Progress:
         self._forget_another_phase(checkpoint)
 
     def roll_back(self) -> Path | None:
-        """Restores weights and counters of what was learned from the newest sound checkpoint of the lineage; reading
+        """Restores weights and counters of what was learned from the newest sound checkpoint of its history; reading
         goes on with the next samples.
 
         Returns the checkpoint's folder; None where there is none that the phase went on from: nothing changes.
         """
-        root = self.lineage.root
-        checkpoint, damage = newest_sound(root, self.world_group, up_to=self.lineage.tip)
+        checkpoint, damage = first_sound(self.history.folders, self.world_group)
         if checkpoint is None:
-            refuse_damaged(root, damage)
+            refuse_damaged(self.history.root, damage)
         if checkpoint is None or checkpoint.step < self.phase.steps.start:
             return None
         self._load(checkpoint)
         self.state.roll_back_to(checkpoint, self.data_group)
         self._forget_another_phase(checkpoint)
-        self.lineage.tip = checkpoint.step
+        self.history.lineage.go_back(checkpoint.folder.name)
         return checkpoint.folder
 
     def _load(self, checkpoint: Checkpoint) -> None:

@@ -43,7 +43,7 @@ from megahead.train.evaluation import Evaluation, TaskEvaluation
 from megahead.train.faults import Ending, Guard, Health, signals_put_back
 from megahead.train.log import require_boards
 from megahead.train.loop import Training, train
-from megahead.train.progress import Lineage, Progress, TrainingState
+from megahead.train.progress import Progress, TrainingState
 from megahead.train.saving import Copier, Saver
 from megahead.train.session import Session, must_be_shared
 from megahead.train.start import Start, starting_weights
@@ -333,8 +333,8 @@ def _train_phase(session: Session, start: Start) -> tuple[Ending, TrainingState]
     feed = _feed(session, config, state)
     weights = starting_weights(config, session.world_group, start.checkpoint)
     engine, lines = build_engine(plan, session.mesh, session.device, weights)
-    lineage = Lineage.of_resumed(start.checkpoint, config.folder())
-    progress = Progress(phase, engine, state, lineage, session.data_group, session.world_group)
+    history = session.history_from(start)
+    progress = Progress(phase, engine, state, history, session.data_group, session.world_group)
     if start.checkpoint is not None:
         progress.resume_from(start.checkpoint)
     _set_head_of_draws(config, state, engine, session.device)
@@ -347,7 +347,7 @@ def _train_phase(session: Session, start: Start) -> tuple[Ending, TrainingState]
 
 def _training(session: Session, plan: RunPlan, start: Start, progress: Progress, feed: Feed) -> Training:
     """The parts of the phase that the loop works with."""
-    config, ranks, mirror = plan.config, session.world_group, session.mirror_from(start, progress.lineage)
+    config, ranks, mirror = plan.config, session.world_group, session.mirror_from(start, progress.history)
     return Training(
         progress=progress,
         feed=feed,

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from megahead.checkpoints.disk import write_snapshot
-from megahead.checkpoints.fetch import Fetched, Terms, fetch_named, fetch_newer
-from megahead.checkpoints.folders import KeepRules, step_folder
+from megahead.checkpoints.fetch import Fetched, Terms, fetch_named, fetch_newer, small_files
 from megahead.checkpoints.format import run_long_on_all_ranks, run_on_all_ranks
 from megahead.checkpoints.memory import Copy, MemoryCopies
 from megahead.checkpoints.reading import Checkpoint
-from megahead.checkpoints.remote import Claim, FarRun, News, announce, patience_with, refuse_another_mirror
-from megahead.checkpoints.upload import Mirror
+from megahead.checkpoints.remote import Remote, RemoteLease, Seen, look_at, patience_with
+from megahead.checkpoints.store import KeepRules
+from megahead.checkpoints.upload import Mirror, News
 from megahead.config.run import RunConfig
 from megahead.distributed.group import Group
 from megahead.errors import CheckpointError, UserError
@@ -76,8 +76,7 @@ class Copier:
                 {"off": str(error)}, f"step {self._progress.state.step:,}: no more copies in memory: {error}"
             )
         moment = self._progress.moment(self._progress.world_group, copied=True)
-        check, parent_step = moment.must_be_finite, moment.parent_step
-        copies.begin(Copy(moment.step, moment.snapshot, check, moment.counters, moment.config, parent_step))
+        copies.begin(Copy(moment.header, moment.snapshot, moment.must_be_finite))
         return Renewal({"stall_seconds": round(time.monotonic() - began, 3), "bytes": moment.snapshot.total_bytes})
 
     def forget(self) -> None:
@@ -157,8 +156,9 @@ class Saver:
         self._keep = training.keep_checkpoints
         self._keep_rules = keep_rules if mirror is None else replace(keep_rules, read_now=mirror.in_hand)
         self._pending: Future[Path] | None = None
-        self._saved_at = self._reached() if progress.lineage.tip == progress.state.step else None
-        self._folder = step_folder(progress.lineage.root, progress.state.step) if self.up_to_date else None
+        run = progress.history
+        self._saved_at = self._reached() if run.lineage.step == progress.state.step else None
+        self._folder = run.root / str(run.lineage.tip) if self.up_to_date else None
 
     def _reached(self) -> tuple[int, int]:
         return self._progress.state.step, self._progress.state.samples
@@ -178,7 +178,7 @@ class Saver:
         started = time.monotonic()
         self.wait()
         moment = self._progress.moment(self._group, copied=self._pool is not None)
-        self._progress.lineage.tip = moment.step
+        self._progress.history.lineage.add(moment.header.name)
         if self._pool:
             self._pending = self._pool.submit(self._write, moment)
         else:
@@ -203,18 +203,15 @@ class Saver:
         checks = [moment.must_be_finite, *(each.check for each in (self._hold, self._mirror) if each is not None)]
         run_on_all_ranks(self._group, lambda: [check() for check in checks])
         folder = write_snapshot(
-            self._progress.lineage.root,
-            moment.step,
+            self._progress.history.root,
+            moment.header,
             moment.snapshot,
-            state=moment.counters,
-            config=moment.config,
-            parent_step=moment.parent_step,
             group=self._group,
             keep=self._keep,
             keep_rules=self._keep_rules,
         )
         if self._mirror is not None:
-            self._mirror.offer(folder, moment.parent_step)
+            self._mirror.offer(folder)
         return folder
 
 
@@ -226,18 +223,15 @@ SECONDS_AFTER_SIGNAL = 20.0
 killed after 30 s. What is missing then, the next session sends."""
 
 
-def look_at_mirror(resume: str, config: RunConfig, mark: str, world_group: Group) -> bytes | None:
-    """By what the run is known in its mirror, if it has begun there; announces the session with this mark. Collective;
-    CheckpointError if the mirror is another run's, or cannot be used."""
+def look_at_mirror(resume: str, config: RunConfig, world_group: Group) -> Seen:
+    """What is in the run's mirror when a session begins. Collective; CheckpointError if the mirror is another run's, or
+    cannot be used."""
     url = config.training.mirror
 
-    def look() -> bytes | None:
+    def look() -> Seen:
         if url is None or world_group.rank != 0:
-            return None
-        far = FarRun(url, patience_with(world_group))
-        known_as = refuse_another_mirror(far, config.folder(), resume)
-        announce(far.store, mark)
-        return known_as
+            return Seen()
+        return look_at(Remote.of(url, patience_with(world_group)), config.folder(), resume)
 
     return run_on_all_ranks(world_group, look)[0]
 
@@ -256,9 +250,9 @@ def near_resume(resume: str, config: RunConfig, datasets: RunDatasets, world_gro
 
     def files() -> dict[Path, bytes]:
         log = [] if folder.metrics.exists() else [folder.metrics]
-        return FarRun(url, patience_with(world_group)).contents(*log, folder.identity)
+        return small_files(url, world_group, *log, folder.identity)
 
-    return str(fetch_named(resume, folder, world_group, Terms.of_own(accept, files)))
+    return str(fetch_named(resume, folder, world_group, Terms(accept, files)))
 
 
 def fetch_from_mirror(than: int, config: RunConfig, datasets: RunDatasets, world_group: Group) -> Fetched | None:
@@ -283,17 +277,14 @@ def _accepting(url: str, config: RunConfig, datasets: RunDatasets) -> Callable[[
     return accept
 
 
-def open_mirror(
-    config: RunConfig, known_as: bytes | None, hold: Hold | None, tip: int, keep_rules: KeepRules
-) -> Mirror | None:
-    """The mirror of a session that has the `hold` on its run's folder, and begins with the checkpoint of step `tip`
-    there: rank 0's. `known_as`: the run, in the mirror."""
+def open_mirror(config: RunConfig, seen: Seen, hold: Hold | None, keep_rules: KeepRules) -> Mirror | None:
+    """The mirror of a session that has the `hold` on its run's folder: rank 0's. `seen`: what was there before."""
     training, folder = config.training, config.folder()
     if training.mirror is None or hold is None:
         return None
-    far = FarRun(training.mirror)
-    claim = Claim(far.store, folder, hold.mark, known_as)
-    return Mirror(far, folder, claim, tip, training.keep_checkpoints, keep_rules)
+    remote = Remote.of(training.mirror)
+    lease = RemoteLease(remote.store, folder, hold.mark, seen)
+    return Mirror(remote, folder, lease, training.keep_checkpoints, keep_rules)
 
 
 def last_moment(ending: Ending, stop: StopRequest, restarts: bool) -> float:

@@ -17,11 +17,11 @@ import torch
 import yaml
 
 from megahead.checkpoints.fetch import Fetched
-from megahead.checkpoints.folders import KeepRules
 from megahead.checkpoints.format import run_on_all_ranks
 from megahead.checkpoints.memory import MemoryCopies, NodeMemory, Rescue, rescue_newer
-from megahead.checkpoints.remote import News
-from megahead.checkpoints.upload import Mirror
+from megahead.checkpoints.remote import Seen
+from megahead.checkpoints.store import KeepRules
+from megahead.checkpoints.upload import Mirror, News
 from megahead.config.plan import RunPlan, phases_of
 from megahead.config.run import RunConfig
 from megahead.config.training import InitConfig
@@ -36,7 +36,7 @@ from megahead.run_folder import RunFolder
 from megahead.train.datasets import RunDatasets
 from megahead.train.faults import Ending, StopRequest
 from megahead.train.log import Meters
-from megahead.train.progress import Lineage, TrainingState
+from megahead.train.progress import RunHistory, TrainingState
 from megahead.train.saving import (
     Hold,
     fetch_from_mirror,
@@ -80,8 +80,8 @@ class Session:
     mark: str = field(default_factory=session_mark, init=False)
     """No other session's."""
 
-    _known_as: bytes | None = field(default=None, init=False)
-    """The run, in the mirror, when the session began."""
+    _seen: Seen = field(default=Seen(), init=False)
+    """What was in the mirror when the session began."""
 
     _after_an_error: ExitStack = field(default_factory=ExitStack, init=False)
     """Closes what was opened until then."""
@@ -92,7 +92,7 @@ class Session:
         folder = self.plan.config.folder()
         if is_far(resume):
             self._after_an_error.callback(self._remove_fetched)
-        self._known_as = look_at_mirror(resume, self.plan.config, self.mark, self.world_group)
+        self._seen = look_at_mirror(resume, self.plan.config, self.world_group)
         near = near_resume(resume, self.plan.config, self.datasets, self.world_group)
         yield find_resume(near, folder, self.world_group, self._rescue, self._fetch)
         while True:
@@ -168,22 +168,26 @@ class Session:
         every = counted(self.plan.config.training.copy_every or 0, "step")
         return [("copies", f"every {every} in the memory of {counted(nodes, 'node')}{alone}")]
 
-    def mirror_from(self, start: Start, lineage: Lineage) -> Mirror | None:
+    def history_from(self, start: Start) -> RunHistory:
+        """The checkpoints that led to what the session, or its next phase, goes on from."""
+        return RunHistory.of_resumed(start.checkpoint, self.plan.config.folder(), self._seen.names)
+
+    def mirror_from(self, start: Start, history: RunHistory) -> Mirror | None:
         """The mirror. The newest checkpoint of the run's own goes there first, if the session begins with it."""
         if self.mirror is None:
-            self.mirror = self._opened_mirror(start, lineage)
+            self.mirror = self._opened_mirror(start, history)
         return self.mirror
 
-    def _opened_mirror(self, start: Start, lineage: Lineage) -> Mirror | None:
+    def _opened_mirror(self, start: Start, history: RunHistory) -> Mirror | None:
         checkpoint = start.checkpoint
-        mirror = open_mirror(self.plan.config, self._known_as, self.hold, lineage.tip, self.keep_rules)
+        mirror = open_mirror(self.plan.config, self._seen, self.hold, self.keep_rules)
         if mirror is None:
             return None
         self._after_an_error.callback(mirror.close)
-        newest = checkpoint is not None and lineage.tip == checkpoint.step and not lineage.to_be_abandoned()
+        own = checkpoint is not None and history.holds(checkpoint) and not history.orphaned_next()
         is_there = start.fetched is not None and start.fetched.checkpoint is not None
-        if checkpoint is not None and newest and not is_there:
-            mirror.offer_again(checkpoint.folder)
+        if checkpoint is not None and own and not is_there:
+            mirror.offer(checkpoint.folder, is_new=False)
         return mirror
 
     def _finish_mirror(self, deadline: float) -> list[News]:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from megahead.checkpoints.disk import find_checkpoint, orphaned_in
 from megahead.checkpoints.fetch import Fetched, fetch_named
-from megahead.checkpoints.folders import abandoned_in, find_checkpoint
 from megahead.checkpoints.format import run_on_all_ranks
 from megahead.checkpoints.memory import Rescue
 from megahead.checkpoints.reading import Checkpoint, newest_sound, open_together
@@ -129,7 +129,7 @@ def find_resume(
     checkpoint = (fetched and fetched.checkpoint) or checkpoint
     if checkpoint is None:
         refuse_damaged(folder.path, [*damage, *(fetched.problems if fetched else ())])
-        run_on_all_ranks(world_group, lambda: _refuse_abandoned(folder) if world_group.rank == 0 else None)
+        run_on_all_ranks(world_group, lambda: _refuse_orphaned(folder) if world_group.rank == 0 else None)
     return Start(checkpoint, damage, rescued, fetched)
 
 
@@ -142,11 +142,11 @@ def refuse_damaged(folder: Path, damage: list[str]) -> None:
         )
 
 
-def _refuse_abandoned(folder: RunFolder) -> None:
-    abandoned = abandoned_in(folder.path)
-    if abandoned:
+def _refuse_orphaned(folder: RunFolder) -> None:
+    orphaned = orphaned_in(folder.path)
+    if orphaned:
         raise CheckpointError(
-            f"{folder} must hold a checkpoint to resume, but holds only {', '.join(path.name for path in abandoned)}; "
+            f"{folder} must hold a checkpoint to resume, but holds only {', '.join(path.name for path in orphaned)}; "
             "name the one to continue from with --resume, or start again with --resume never."
         )
 

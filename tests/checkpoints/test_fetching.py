@@ -13,20 +13,21 @@ import pytest
 
 from megahead.checkpoints import fetch as downloading
 from megahead.checkpoints.arguments import far_or_existing
-from megahead.checkpoints.fetch import Terms, fetch_named, fetch_newer
-from megahead.checkpoints.folders import abandoned_in, set_aside
+from megahead.checkpoints.fetch import fetch_named, fetch_newer
+from megahead.checkpoints.format import Manifest
 from megahead.checkpoints.reading import Checkpoint, open_checkpoint
-from megahead.checkpoints.remote import FarRun, refuse_another_mirror
+from megahead.checkpoints.remote import Remote, look_at
 from megahead.distributed.group import Group
 from megahead.errors import CheckpointError
 from megahead.remote_files import FarError
 from megahead.run_folder import RunFolder
 from support.mirrored import fetched_step, finish, mirror, newer, save, steps_in_mirror
+from support.named import folder_of, folders_in, without_digits
 from support.on_ranks import on_ranks
 
 
 def stored(tmp_path: Path, step: int) -> Path:
-    (file,) = (tmp_path / f"store/checkpoints/step-0000000{step}").glob("*.safetensors")
+    (file,) = folder_of(tmp_path / "store", step).glob("*.safetensors")
     return file
 
 
@@ -46,8 +47,9 @@ def fetched_on(group: Group, url: str, folder: Path) -> tuple[int, list[str]]:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_an_empty_disk_gets_the_newest(ranks: int, url: str, tmp_path: Path) -> None:
     assert on_ranks(ranks, fetched_on, url, tmp_path / "new") == [(6, [])] * ranks
-    assert [path.name for path in (tmp_path / "new/checkpoints").iterdir() if path.is_dir()] == ["step-00000006"]
-    assert (tmp_path / "new/checkpoints/latest").read_text() == "step-00000006\n"
+    name = folder_of(tmp_path / "store", 6).name
+    assert [path.name for path in (tmp_path / "new/checkpoints").iterdir() if path.is_dir()] == [name]
+    assert (tmp_path / "new/checkpoints/latest").read_text() == f"{name}\n"
 
 
 def test_nothing_that_is_not_newer_is_fetched(url: str, tmp_path: Path) -> None:
@@ -55,9 +57,9 @@ def test_nothing_that_is_not_newer_is_fetched(url: str, tmp_path: Path) -> None:
     assert not (tmp_path / "new").exists()
 
 
-def test_one_that_this_disk_has_set_aside_is_not_newer(url: str, tmp_path: Path) -> None:
-    set_aside([tmp_path / "first/checkpoints/step-00000006"])
-    assert newer(url, tmp_path / "first", than=3) is None
+def test_one_that_this_disk_has_orphaned_is_not_newer(url: str, tmp_path: Path) -> None:
+    save(tmp_path / "first", 4, parent_step=3)
+    assert newer(url, tmp_path / "first", than=4) is None
 
 
 def test_one_that_is_removed_while_it_is_fetched_makes_way_for_a_newer_one(
@@ -65,13 +67,13 @@ def test_one_that_is_removed_while_it_is_fetched_makes_way_for_a_newer_one(
 ) -> None:
     """The session before still sends."""
     fetch_files = downloading._fetch_files
-    with mirror(url, tmp_path / "first", keep=1, tip=6) as sending:
+    with mirror(url, tmp_path / "first", keep=1) as sending:
 
-        def fetch(far: FarRun, name: str, *others: Any) -> Iterator[None]:
-            if name.endswith("6"):
-                sending.offer(save(tmp_path / "first", 8), 6)
+        def fetch(remote: Remote, name: str, *others: Any) -> Iterator[None]:
+            if without_digits(name).endswith("6"):
+                sending.offer(save(tmp_path / "first", 8))
                 finish(sending)
-            yield from fetch_files(far, name, *others)
+            yield from fetch_files(remote, name, *others)
 
         monkeypatch.setattr(downloading, "_fetch_files", fetch)
         assert fetched_step(url, tmp_path / "new") == 8
@@ -81,17 +83,15 @@ def test_one_that_is_removed_while_it_is_fetched_makes_way_for_a_newer_one(
 def test_no_more_is_read_than_the_first_that_may_be_used(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save(tmp_path / "first", 9)
-    set_aside([tmp_path / "first/checkpoints/step-00000009"])
-    read, names = FarRun.manifest_text, []
-    monkeypatch.setattr(FarRun, "manifest_text", lambda far, name: names.append(name) or read(far, name))
-    assert fetch_named(url, RunFolder(tmp_path / "first")).name == "step-00000006"
-    assert names == ["checkpoints/step-00000006"]
+    read, names = Remote.manifest_with_text, []
+    monkeypatch.setattr(Remote, "manifest_with_text", lambda remote, name: names.append(name) or read(remote, name))
+    assert without_digits(fetch_named(url, RunFolder(tmp_path / "first")).name) == "step-00000006"
+    assert set(names) == {folder_of(tmp_path / "store", 6).name}
 
 
 def test_the_log_stays_where_nothing_sound_is_fetched(url: str, tmp_path: Path) -> None:
     run = RunFolder(tmp_path / "first")
-    shutil.rmtree(run / "checkpoints/step-00000006")
+    shutil.rmtree(folder_of(run.path, 6))
     (tmp_path / "store/metrics.jsonl").write_text("older\n")
     run.metrics.write_text("newer\n")
     flip(stored(tmp_path, 6))
@@ -106,22 +106,25 @@ def test_a_log_that_cannot_be_read_is_told_before_a_long_fetch(
         raise FarError("down")
 
     fetched: list[str] = []
-    monkeypatch.setattr(FarRun, "contents", broken)
-    monkeypatch.setattr(downloading, "_fetch_files", lambda far, name, *others: fetched.append(name))
+    monkeypatch.setattr(downloading, "small_files", broken)
+    monkeypatch.setattr(downloading, "_fetch_files", lambda remote, name, *others: fetched.append(name))
     with pytest.raises(CheckpointError, match="down"):
         newer(url, tmp_path / "new")
     assert fetched == []
 
 
-def test_a_whole_one_with_other_content_is_set_aside_for_one_that_is_named(url: str, tmp_path: Path) -> None:
+def test_one_of_an_earlier_version_leaves_another_of_its_name_as_it_is(url: str, tmp_path: Path) -> None:
+    """Their names have no digits, and could be used twice."""
     run = tmp_path / "first"
-    save(run, 3, value=9.0)
-    before = set(abandoned_in(run))
+    for root, folder in ((tmp_path / "store", folder_of(tmp_path / "store", 3)), (run, save(run, 3, value=9.0))):
+        manifest = Manifest.read(folder).model_copy(update={"parents": (), "orphaned": ()})
+        manifest.write(folder)
+        folder.rename(root / "checkpoints/step-00000003")
     for _ in range(2):
-        fetch_named(f"{url}/checkpoints/step-00000003", RunFolder(run), terms=Terms(keeps_others=True))
-    assert open_checkpoint(run / "checkpoints/step-00000003").read("weight/w")[0] == 3
-    (aside,) = set(abandoned_in(run)) - before
-    assert open_checkpoint(aside).read("weight/w")[0] == 9
+        fetched = fetch_named(f"{url}/checkpoints/step-00000003", RunFolder(run))
+        assert open_checkpoint(fetched).read("weight/w")[0] == 3
+    assert open_checkpoint(run / "checkpoints/step-00000003").read("weight/w")[0] == 9
+    assert len([name for name in folders_in(run) if "step-00000003" in name]) == 2
 
 
 @pytest.mark.parametrize("damage", [flip, Path.unlink, lambda file: file.write_bytes(b"")], ids=["flip", "gone", "cut"])
@@ -132,7 +135,7 @@ def test_a_damaged_one_is_passed_over_with_a_sentence(damage: object, url: str, 
     assert found.checkpoint is not None
     assert found.checkpoint.step == 3
     (sentence,) = found.problems
-    assert sentence.startswith(f"`{url}/checkpoints/step-00000006/tensors-")
+    assert without_digits(sentence).startswith(f"`{url}/checkpoints/step-00000006/tensors-")
     assert not list((tmp_path / "new/checkpoints").glob(".*"))
 
 
@@ -145,7 +148,7 @@ def test_one_without_a_name_does_not_count(url: str, tmp_path: Path) -> None:
 
 
 def test_a_damaged_one_of_this_disk_is_replaced(url: str, tmp_path: Path) -> None:
-    (file,) = (tmp_path / "first/checkpoints/step-00000006").glob("*.safetensors")
+    (file,) = folder_of(tmp_path / "first", 6).glob("*.safetensors")
     flip(file)
     found = newer(url, tmp_path / "first", than=3)
     assert found is not None
@@ -170,7 +173,9 @@ def test_a_store_that_cannot_be_read_is_no_empty_one(tmp_path: Path) -> None:
 
 
 def test_a_run_its_checkpoints_and_one_of_them_can_be_named(url: str, tmp_path: Path) -> None:
-    for name, step in {"": 6, "/checkpoints": 6, "/checkpoints/step-00000003": 3, "/": 6}.items():
+    named = f"/checkpoints/{folder_of(tmp_path / 'store', 3).name}"
+    meant = {"": 6, "/checkpoints": 6, "/": 6, named: 3, "/checkpoints/step-00000003": 3, "/checkpoints/3": 3}
+    for name, step in meant.items():
         assert open_checkpoint(fetch_named(f"{url}{name}", RunFolder(tmp_path / "new"))).step == step
     with pytest.raises(
         CheckpointError, match="must be a checkpoint, or the folder of a run that has one, but holds none"
@@ -191,28 +196,29 @@ def test_commands_take_far_checkpoints(url: str, name: str, tmp_path: Path, monk
     flip(next(folder.glob("*.safetensors")))
     open_checkpoint(far_or_existing(url)).verify()
     assert far_or_existing(str(tmp_path)) == tmp_path
-    shutil.rmtree(tmp_path / "store/checkpoints/step-00000006")
-    shutil.copytree(save(tmp_path / "branch", 6, value=7.0), tmp_path / "store/checkpoints/step-00000006")
+    shutil.rmtree(folder_of(tmp_path / "store", 6))
+    branch = save(tmp_path / "branch", 6, value=7.0)
+    shutil.copytree(branch, tmp_path / "store/checkpoints" / branch.name)
+    (tmp_path / "store/checkpoints/latest").write_text(branch.name)
     assert open_checkpoint(far_or_existing(url)).read("weight/w")[0] == 7
-    assert abandoned_in(folder.parent) == []  # nobody misses it
 
 
 def test_one_that_is_named_does_not_become_the_newest_of_the_run(url: str, tmp_path: Path) -> None:
     """The session that named it may yet be refused, and the next one goes on from what was the newest."""
-    (tmp_path / "first/checkpoints/step-00000003").rename(tmp_path / "lost")
+    folder_of(tmp_path / "first", 3).rename(tmp_path / "lost")
     fetch_named(f"{url}/checkpoints/step-00000003", RunFolder(tmp_path / "first"))
     assert open_checkpoint(tmp_path / "first").step == 6
 
 
 def test_a_newer_one_becomes_the_newest_of_the_run(url: str, tmp_path: Path) -> None:
-    (tmp_path / "first/checkpoints/latest").write_text("step-00000003\n")
+    (tmp_path / "first/checkpoints/latest").write_text(folder_of(tmp_path / "first", 3).name)
     assert newer(url, tmp_path / "first", than=3) is not None
     assert open_checkpoint(tmp_path / "first").step == 6
 
 
 def test_a_session_that_was_killed_once_it_had_fetched_is_followed_by_another(url: str, tmp_path: Path) -> None:
     assert newer(url, tmp_path / "new") is not None
-    refuse_another_mirror(FarRun(url), RunFolder(tmp_path / "new"), "auto")
+    look_at(Remote.of(url), RunFolder(tmp_path / "new"), "auto")
 
 
 def test_the_log_is_here_before_the_checkpoint_counts(
@@ -220,21 +226,21 @@ def test_the_log_is_here_before_the_checkpoint_counts(
 ) -> None:
     """Were the session killed in between, no other would fetch it, and the mirror's would be overwritten."""
 
-    def killed(partial: Path, final: Path) -> None:
+    def killed(*_: object) -> None:
         raise KeyboardInterrupt
 
     (tmp_path / "store/metrics.jsonl").write_text('{"step": 6}\n')
-    monkeypatch.setattr(downloading, "give_name", killed)
+    monkeypatch.setattr(downloading.Disk, "publish", killed)
     with pytest.raises(KeyboardInterrupt):
         newer(url, tmp_path / "new")
     assert (tmp_path / "new/metrics.jsonl").read_text() == '{"step": 6}\n'
 
 
 def test_what_goes_wrong_here_is_no_damage_there(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def gone(partial: Path, final: Path) -> None:
-        raise FileNotFoundError(partial)
+    def gone(*_: object) -> None:
+        raise FileNotFoundError("here")
 
-    monkeypatch.setattr(downloading, "give_name", gone)
+    monkeypatch.setattr(downloading.Disk, "publish", gone)
     with pytest.raises(CheckpointError, match="must take a checkpoint, but cannot"):
         newer(url, tmp_path / "new")
 
@@ -243,7 +249,7 @@ def test_a_damaged_one_that_a_name_means_is_told(url: str, tmp_path: Path, capsy
     flip(stored(tmp_path, 6))
     assert open_checkpoint(fetch_named(url, RunFolder(tmp_path / "new"))).step == 3
     said = capsys.readouterr()
-    assert said.err.startswith(f"passed over: `{url}/checkpoints/step-00000006/tensors-")
+    assert without_digits(said.err).startswith(f"passed over: `{url}/checkpoints/step-00000006/tensors-")
     assert said.out == ""
 
 
@@ -252,13 +258,13 @@ def test_commands_at_the_same_time_fetch_one_after_the_other(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     run = RunFolder.of(far_or_existing(f"{url}/checkpoints/step-00000003")).path
-    half = run / "checkpoints/.step-00000006.partial"
+    half = run / "checkpoints/.step-00000006-abcdef.partial"
     half.mkdir()
     fetched: list[Path] = []
     other = threading.Thread(target=lambda: fetched.append(far_or_existing(f"{url}/checkpoints/step-00000003")))
     with (run / "turn").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        (run / "checkpoints/step-00000003/checkpoint.json").unlink()  # to be fetched again
+        (folder_of(run, 3) / "checkpoint.json").unlink()  # to be fetched again
         other.start()
         other.join(0.5)
         assert half.exists()

@@ -18,6 +18,7 @@ from megahead.distributed.group import Group
 from megahead.errors import CheckpointError
 from megahead.run_folder import RunFolder
 from support.copied_state import ALONE, MARK, begin, wait
+from support.named import without_digits
 from support.node_memories import files_in, give_memory, leave_room
 from support.on_ranks import on_ranks
 
@@ -130,7 +131,7 @@ def test_a_copy_that_is_on_its_way_keeps_others_from_beginning_and_can_be_forgot
     for busy, forgotten, then in on_ranks(2, forget_one, tmp_path):
         assert busy
         assert forgotten == []
-        assert {file.split("/")[1] for file in then} == {"step-00000002"}
+        assert {without_digits(file.split("/")[1]) for file in then} == {"step-00000002"}
 
 
 def test_a_folder_of_another_user_or_a_link_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from megahead.distributed.group import Group
 from megahead.distributed.launch import Launch
 from megahead.run_folder import RunFolder
 from support.copied_state import keep, rescue, same_as_on_disk
+from support.named import without_digits
 from support.node_memories import give_memory, memory_of
 from support.on_ranks import on_ranks
 
@@ -38,7 +39,7 @@ def test_one_node_keeps_one_copy_which_outlives_its_processes(tmp_path: Path) ->
 def test_the_last_copy_stays_until_the_next_is_complete_and_the_newest_is_taken(tmp_path: Path) -> None:
     there = on_ranks(2, keep, tmp_path, "01", (2, 4, 6))
     for rank, files in enumerate(there):
-        steps = {file.split("/")[1] for file in files}
+        steps = {without_digits(file.split("/")[1]) for file in files}
         assert steps == {"step-00000004", "step-00000006"}, files
         assert {file.split("/")[0] for file in files} == {f"rank-{rank:05d}"}
     assert on_ranks(2, rescue, tmp_path, "01", 5) == [(6, 1, [])] * 2
@@ -57,7 +58,7 @@ def test_copies_of_another_session_are_never_used_and_removed_by_the_next(tmp_pa
     (tmp_path / "run/session").unlink()  # it ended by itself
     assert on_ranks(2, rescue, tmp_path, "01") == [None] * 2
     there = on_ranks(2, keep, tmp_path, "01", (2,), "a third")
-    assert {file.split("/")[1] for files in there for file in files} == {"step-00000002"}
+    assert {without_digits(file.split("/")[1]) for files in there for file in files} == {"step-00000002"}
 
 
 def test_two_runs_of_one_machine_do_not_mix(tmp_path: Path) -> None:
@@ -119,7 +120,7 @@ def test_a_spoiled_copy_is_passed_over_with_a_sentence(tmp_path: Path, damage: s
     on_ranks(2, keep, tmp_path, "01", (2, 4))
     shutil.rmtree(memory_of(tmp_path, 1))
     spoil, says = SPOILED[damage]
-    (mine,) = memory_of(tmp_path, 0).rglob("step-00000004/tensors-00001-of-00002.safetensors")
+    (mine,) = memory_of(tmp_path, 0).rglob("step-00000004-*/tensors-00001-of-00002.safetensors")
     spoil(mine)
     ((step, newer_by, problems),) = on_ranks(1, rescue, tmp_path, "0", 1)
     assert (step, newer_by) == (2, 1)

@@ -9,18 +9,15 @@ from typing import Any
 import torch
 
 from megahead.checkpoints.disk import save_checkpoint
-from megahead.checkpoints.folders import KeepRules
+from megahead.checkpoints.store import KeepRules
 from megahead.distributed.group import Group
+from support.named import steps_of_history
 
 
 def save(root: Path, step: int, validation: Any, keep_rules: KeepRules, keep: int = 1) -> Path:
     state = {} if validation is None else {"validation": validation}
     tensors = [("a", torch.ones(2))]
     return save_checkpoint(root, step, tensors, state=state, config={}, group=Group(), keep=keep, keep_rules=keep_rules)
-
-
-def steps(root: Path) -> list[int]:
-    return sorted(int(folder.name[5:]) for folder in root.glob("step-*"))
 
 
 def test_only_a_finite_loss_at_its_own_step_makes_one_of_the_best(tmp_path: Path) -> None:
@@ -35,13 +32,13 @@ def test_only_a_finite_loss_at_its_own_step_makes_one_of_the_best(tmp_path: Path
     }
     for step, validation in judged.items():
         save(tmp_path, step, validation, KeepRules(best=2))
-    assert steps(tmp_path) == [1, 6, 7]
+    assert steps_of_history(tmp_path) == [1, 6, 7]
 
 
 def test_nothing_is_best_or_a_milestone_unless_asked_for(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         save(tmp_path, step, {"step": step, "loss": float(step)}, KeepRules())
-    assert steps(tmp_path) == [3]
+    assert steps_of_history(tmp_path) == [3]
 
 
 def test_a_damaged_one_does_not_stand_in_the_way_of_looking_for_the_best(tmp_path: Path) -> None:
@@ -49,4 +46,4 @@ def test_a_damaged_one_does_not_stand_in_the_way_of_looking_for_the_best(tmp_pat
     save(tmp_path, 2, {"step": 2, "loss": 4.0}, KeepRules(best=1), keep=3)
     (first / "checkpoint.json").write_text("{")
     save(tmp_path, 3, {"step": 3, "loss": 5.0}, KeepRules(best=1), keep=1)
-    assert steps(tmp_path) == [2, 3]
+    assert steps_of_history(tmp_path) == [2, 3]

@@ -14,12 +14,13 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from torch import Tensor
 
-from megahead.checkpoints.disk import save_checkpoint
-from megahead.checkpoints.folders import find_checkpoint, steps_in
+from megahead.checkpoints.disk import Disk, find_checkpoint, save_checkpoint
 from megahead.checkpoints.reading import open_checkpoint
+from megahead.checkpoints.store import highest_first
 from megahead.distributed.group import Group
 from megahead.errors import CheckpointError
 from support.forked import run_script
+from support.named import folder_of, orphaned_steps, steps_of_history, without_digits
 from support.on_ranks import on_ranks
 
 DTYPES = [
@@ -88,7 +89,9 @@ def save_on_ranks(group: Group, root: str, tensors: dict[str, Tensor]) -> str:
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_ranks_share_the_bytes_evenly_and_one_process_reads_all(ranks: int, tmp_path: Path) -> None:
     tensors = some_tensors()
-    assert on_ranks(ranks, save_on_ranks, str(tmp_path), tensors) == ["step-00000005"] * ranks
+    names = on_ranks(ranks, save_on_ranks, str(tmp_path), tensors)
+    assert names == [names[0]] * ranks
+    assert without_digits(names[0]) == "step-00000005"
     checkpoint = open_checkpoint(tmp_path)
     assert (checkpoint.step, checkpoint.state["tokens"], checkpoint.config) == (5, 50, {"name": "test"})
     assert checkpoint.names() == list(tensors)
@@ -118,13 +121,13 @@ def test_more_ranks_than_tensors(tmp_path: Path) -> None:
     assert len(checkpoint.names()) == 2
 
 
-def test_the_newest_are_kept_and_what_lies_above_one_just_written_is_set_aside(tmp_path: Path) -> None:
+def test_the_newest_are_kept_and_what_lies_above_one_just_written_is_orphaned(tmp_path: Path) -> None:
     for step in (10, 20, 30):
         save(tmp_path, step, some_tensors(1), keep=2)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step-00000020", "step-00000030"]
+    names = [without_digits(name) for name in sorted(p.name for p in tmp_path.iterdir())]
+    assert names == ["latest", "step-00000020", "step-00000030"]
     save(tmp_path, 15, some_tensors(1), keep=1)  # a run that went back
-    aside = ["abandoned-step-00000020", "abandoned-step-00000030"]
-    assert sorted(p.name for p in tmp_path.iterdir()) == [*aside, "latest", "step-00000015"]
+    assert (steps_of_history(tmp_path), orphaned_steps(tmp_path)) == ([15], [20, 30])
     assert open_checkpoint(tmp_path).step == 15
 
 
@@ -132,7 +135,7 @@ def test_a_step_saved_again_replaces_itself(tmp_path: Path) -> None:
     save(tmp_path, 7, {"a": torch.zeros(3)})
     save(tmp_path, 7, {"b": torch.ones(2)})
     assert open_checkpoint(tmp_path).names() == ["b"]
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step-00000007"]
+    assert sorted(without_digits(p.name) for p in tmp_path.iterdir()) == ["latest", "step-00000007"]
 
 
 def test_run_checkpoints_and_step_folders_all_mean_the_newest(tmp_path: Path) -> None:
@@ -151,7 +154,7 @@ def test_without_a_usable_latest_the_highest_complete_step_counts(
 ) -> None:
     second = save(tmp_path, 2, some_tensors(1))
     save(tmp_path, 3, some_tensors(1))
-    lost(next((tmp_path / "step-00000003").glob("tensors-*")))
+    lost(next(folder_of(tmp_path, 3).glob("tensors-*")))
     if latest is None:
         (tmp_path / "latest").unlink()
     else:
@@ -164,7 +167,7 @@ def test_the_highest_step_comes_first_however_many_digits_it_has(tmp_path: Path)
     names = ["step-100000000", "step-99999999", "step-00000020", "step-00000020.replaced", "step-00000003"]
     for name in [*sorted(names), "step-4", "step-00000004.partial", "abandoned-step-00000030"]:
         (tmp_path / name).mkdir()
-    assert [folder.name for folder in steps_in(tmp_path)] == names
+    assert highest_first(Disk(tmp_path).names()) == names
 
 
 def test_slices_of_one_memory_are_saved_each_by_itself(tmp_path: Path) -> None:
@@ -186,12 +189,12 @@ def inspect(folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_inspector_tells_contents_and_verdict(tmp_path: Path) -> None:
-    save(tmp_path, 5, some_tensors(1))
+    orphan = save(tmp_path, 5, some_tensors(1))
     folder = save(tmp_path, 4, some_tensors(2))
     sound = inspect(tmp_path)
     assert sound.returncode == 0, sound.stderr
     assert "step 4" in sound.stdout
-    assert f"set aside  {tmp_path / 'abandoned-step-00000005'}" in sound.stdout
+    assert f"orphaned   {orphan}" in sound.stdout
     assert "weight/1  float32 [8, 3]" in sound.stdout
     assert "sound" in sound.stdout
     file = next(folder.glob("tensors-*"))

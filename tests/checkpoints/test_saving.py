@@ -14,11 +14,13 @@ from safetensors import SafetensorError
 from megahead.checkpoints import disk as saving
 from megahead.checkpoints import format as snapshots
 from megahead.checkpoints.disk import save_checkpoint, write_snapshot
-from megahead.checkpoints.format import Snapshot
+from megahead.checkpoints.format import Header, Snapshot
 from megahead.checkpoints.reading import open_checkpoint
+from megahead.checkpoints.store import new_name
 from megahead.distributed.group import Group
 from megahead.distributed.tensors import RoundRobinShard
 from megahead.errors import CheckpointError
+from support.named import without_digits
 from support.on_ranks import on_ranks
 
 
@@ -29,7 +31,7 @@ def save(root: Path, step: int, group: Group | None = None) -> Path:
 
 def assert_the_first_is_unharmed(root: Path) -> None:
     """And nothing beside it is left."""
-    assert sorted(path.name for path in root.iterdir()) == ["latest", "step-00000001"]
+    assert sorted(without_digits(path.name) for path in root.iterdir()) == ["latest", "step-00000001"]
     checkpoint = open_checkpoint(root)
     checkpoint.verify()
     assert torch.equal(checkpoint.read("weight/1"), torch.full((50,), 2.0))
@@ -106,7 +108,7 @@ def test_what_is_copied_does_not_follow_what_goes_on_changing(tmp_path: Path) ->
     assert not any(tensor.requires_grad for tensor in snapshot.tensors.values())
     with torch.no_grad():
         weight.zero_()
-    write_snapshot(tmp_path, 1, snapshot, state={}, config={}, group=Group(), keep=1)
+    write_snapshot(tmp_path, Header(new_name(1), 1, {}, {}), snapshot, group=Group(), keep=1)
     checkpoint = open_checkpoint(tmp_path)
     assert checkpoint.read("weight").tolist() == checkpoint.read("turned").T.tolist() == [[0, 1, 2], [3, 4, 5]]
 
@@ -160,14 +162,14 @@ def test_a_folder_in_which_another_rank_s_file_arrived_cut_off_gets_no_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(tmp_path, 1)
-    write = saving.Manifest.write
+    write = snapshots.Manifest.write
 
-    def lose_some(manifest: saving.Manifest, folder: Path) -> None:
+    def lose_some(manifest: snapshots.Manifest, folder: Path) -> None:
         (file,) = folder.glob("*.safetensors")
         file.write_bytes(file.read_bytes()[:-1])
         write(manifest, folder)
 
-    monkeypatch.setattr(saving.Manifest, "write", lose_some)
+    monkeypatch.setattr(snapshots.Manifest, "write", lose_some)
     with pytest.raises(CheckpointError, match=r"must have \d+ bytes, but has \d+ instead"):
         save(tmp_path, 2)
     assert_the_first_is_unharmed(tmp_path)

@@ -12,17 +12,16 @@ from typing import Any
 
 import pytest
 
-from megahead.checkpoints import upload
-from megahead.checkpoints import upload as sending_module
 from megahead.checkpoints.fetch import fetch_named
-from megahead.checkpoints.folders import KeepRules
 from megahead.checkpoints.reading import open_checkpoint
-from megahead.checkpoints.remote import Claim, FarRun
+from megahead.checkpoints.remote import Remote, RemoteLease, Seen
+from megahead.checkpoints.store import KeepRules
 from megahead.checkpoints.upload import Mirror
 from megahead.remote_files import Store
 from megahead.run_folder import RunFolder
 from support.far_stores import Faulty, faults
 from support.mirrored import Places, finish, mirror, save, steps_in_mirror, until
+from support.named import folder_of, folders_in, without_digits
 
 
 def facts(sending: Any) -> list[dict[str, Any]]:
@@ -35,13 +34,13 @@ def test_the_mirror_is_a_run_folder_and_its_checkpoints_are_the_same(places: Pla
     first.config.write_text("name: small\n")
     first.metrics.write_text('{"step": 1}\n')
     with mirror(url, run) as sending:
-        sending.offer(folder := save(run, 3), -1)
+        sending.offer(folder := save(run, 3))
         finish(sending)
         assert facts(sending) == [{"step": 3, "bytes": sum(file.stat().st_size for file in folder.glob("*.safe*"))}]
     there = tmp_path / "store"
     assert open_checkpoint(there).step == 3
     open_checkpoint(there).verify()
-    assert (there / "checkpoints/latest").read_text() == "step-00000003\n"
+    assert (there / "checkpoints/latest").read_text() == f"{folder.name}\n"
     assert (there / "config.yaml").read_text() == "name: small\n"
     assert (there / "metrics.jsonl").read_text() == '{"step": 1}\n'
     assert (there / "run-id").read_bytes() == (run / "run-id").read_bytes()
@@ -51,20 +50,20 @@ def test_it_keeps_what_the_rules_keep(places: Places) -> None:
     run, url = places
     with mirror(url, run, keep=2, rules=KeepRules(every=4)) as sending:
         for step in (2, 4, 5, 6, 7):
-            sending.offer(save(run, step, keep=2), step - 1)
+            sending.offer(save(run, step, keep=2))
             finish(sending)
     assert steps_in_mirror(url) == [4, 6, 7]
-    folders = sorted(path.name for path in (run.parent / "store/checkpoints").iterdir() if path.is_dir())
+    folders = [without_digits(name) for name in folders_in(run.parent / "store/checkpoints")]
     assert folders == ["step-00000004", "step-00000006", "step-00000007"]
 
 
-def test_a_history_that_was_abandoned_goes_before_the_new_one_counts(places: Places) -> None:
+def test_a_history_that_was_orphaned_goes_when_the_new_one_counts(places: Places) -> None:
     run, url = places
     with mirror(url, run, keep=9) as sending:
         for step in (2, 4, 6):
-            sending.offer(save(run, step), step - 2)
+            sending.offer(save(run, step))
             finish(sending)
-        sending.offer(save(run, 4, value=-1, parent_step=2), 2)
+        sending.offer(save(run, 4, value=-1, parent_step=2))
         finish(sending)
         assert steps_in_mirror(url) == [2, 4]
     assert open_checkpoint(fetch_to(url, run)).read("weight/w")[0] == -1
@@ -80,48 +79,47 @@ def test_what_did_not_arrive_has_no_name_and_one_sentence(fault: str, only: str,
     """And the next checkpoint is copied as if nothing had been."""
     run, url = places
     with mirror(url, run) as sending:
-        sending.offer(save(run, 3), -1)
+        sending.offer(save(run, 3))
         finish(sending)
         sending.news()
         with faults(fault, only):
-            sending.offer(save(run, 6), 3)
+            sending.offer(lost := save(run, 6))
             finish(sending)
         (news,) = sending.news()
         assert news.facts["step"] == 6
         assert news.sentence is not None
-        assert news.sentence.startswith(f"step 6 is not in the mirror, only in {run}/checkpoints/step-00000006: `{url}")
+        assert news.sentence.startswith(f"step 6 is not in the mirror, only in {lost}: `{url}")
         if (fault, only) != ("cuts", "checkpoint.json"):
             assert steps_in_mirror(url) == [3]
         assert open_checkpoint(fetch_to(url, run)).step == 3
-        sending.offer(save(run, 9), 6)
+        sending.offer(save(run, 9))
         finish(sending)
         assert steps_in_mirror(url) == [3, 9]
-        assert not any("step-00000006" in name for name in FarRun(url).store.sizes("checkpoints"))
+        assert not any("step-00000006" in name for name in Remote.of(url).store.sizes("checkpoints"))
 
 
 def test_what_was_emptied_while_it_was_sent_is_sent_again(places: Places, monkeypatch: pytest.MonkeyPatch) -> None:
     run, url = places
-    send_files = sending_module._send_files
+    send_files = Remote._send
 
-    def send(*given: Any) -> int:
-        sent = send_files(*given)
+    def send(*given: Any) -> None:
+        send_files(*given)
         shutil.rmtree(run.parent / "store/checkpoints")
-        monkeypatch.setattr(sending_module, "_send_files", send_files)
-        return sent
+        monkeypatch.setattr(Remote, "_send", send_files)
 
-    monkeypatch.setattr(sending_module, "_send_files", send)
+    monkeypatch.setattr(Remote, "_send", send)
     with mirror(url, run) as sending:
-        sending.offer(save(run, 6), -1)
+        sending.offer(save(run, 6))
     open_checkpoint(run.parent / "store").verify()
 
 
 def test_one_passed_over_that_was_there_before_the_session_is_no_news(places: Places) -> None:
     run, url = places
     save(run, 3)
-    with faults("waits", "run-id", times=1), mirror(url, run, tip=3) as sending:
+    with faults("waits", "run-id", times=1), mirror(url, run) as sending:
         until(lambda: Faulty.times == 0)
-        sending.offer_again(run / "checkpoints/step-00000003")
-        sending.offer(save(run, 4), 3)
+        sending.offer(folder_of(run, 3), is_new=False)
+        sending.offer(save(run, 4))
         assert sending.news() == []
         Faulty.gate.set()
 
@@ -130,7 +128,7 @@ def test_a_fault_that_passes_is_tried_again_and_not_told(places: Places) -> None
     run, url = places
     with mirror(url, run) as sending:
         with faults("cuts", "tensors", times=2):
-            sending.offer(save(run, 3), -1)
+            sending.offer(save(run, 3))
             finish(sending)
         assert [news.sentence for news in sending.news()] == [None]
     assert steps_in_mirror(url) == [3]
@@ -142,10 +140,12 @@ def test_a_slow_store_makes_nobody_wait_and_the_newest_is_sent_next(places: Plac
     with mirror(url, run, keep=9) as sending:
         finish(sending)
         with faults("waits", "step-00000001", times=1):
+            names = []
             for step in (1, 2, 3, 4):
-                sending.offer(save(run, step), step - 1)
-            assert {1, 4} <= sending.in_hand
-            assert not {2, 3} & sending.in_hand
+                sending.offer(folder := save(run, step))
+                names.append(folder.name)
+            assert {names[0], names[3]} <= sending.in_hand
+            assert not {names[1], names[2]} & sending.in_hand
             Faulty.gate.set()
             finish(sending)
         told = [news.facts["step"] for news in sending.news() if news.facts.get("skipped")]
@@ -154,39 +154,39 @@ def test_a_slow_store_makes_nobody_wait_and_the_newest_is_sent_next(places: Plac
     assert sending.in_hand == set()
 
 
-def test_what_a_skipped_checkpoint_abandoned_is_abandoned_by_the_next(places: Places) -> None:
+def test_what_a_skipped_checkpoint_orphaned_is_orphaned_by_the_next(places: Places) -> None:
     run, url = places
     with mirror(url, run, keep=9) as sending:
         for step in (2, 5):  # one after the other: the older would be passed over
-            sending.offer(save(run, step), step - 3)
+            sending.offer(save(run, step))
             finish(sending)
         with faults("fails"):
             for step, parent_step in ((3, 2), (6, 3)):
-                sending.offer(save(run, step, parent_step=parent_step), parent_step)
+                sending.offer(save(run, step, parent_step=parent_step))
                 finish(sending)
-        sending.offer(save(run, 8, parent_step=6), 6)
+        sending.offer(save(run, 8, parent_step=6))
         finish(sending)
     assert steps_in_mirror(url) == [2, 8]
 
 
-def test_a_checkpoint_saved_again_with_an_evaluation_sends_no_tensor_twice(places: Places) -> None:
+def test_a_checkpoint_that_is_there_sends_no_tensor_twice(places: Places) -> None:
     run, url = places
     with mirror(url, run) as sending:
-        sending.offer(folder := save(run, 3), -1)
+        sending.offer(folder := save(run, 3))
         finish(sending)
         assert next(news.facts["bytes"] for news in sending.news()) > 2000
-        sending.offer(folder, 3)
+        sending.offer(folder)
         finish(sending)
         assert [news.facts["bytes"] for news in sending.news()] == [0]
 
 
-def test_a_checkpoint_that_was_set_aside_meanwhile_is_no_news(places: Places) -> None:
+def test_a_checkpoint_that_somebody_removed_meanwhile_is_no_news(places: Places) -> None:
     run, url = places
     with mirror(url, run) as sending:
         finish(sending)
         folder = save(run, 3)
-        shutil.move(folder, folder.with_name("abandoned-step-00000003"))
-        sending.offer(folder, -1)
+        shutil.rmtree(folder)
+        sending.offer(folder)
         finish(sending)
         assert sending.news() == []
     assert steps_in_mirror(url) == []
@@ -195,11 +195,11 @@ def test_a_checkpoint_that_was_set_aside_meanwhile_is_no_news(places: Places) ->
 def test_one_that_is_on_its_way_stays_on_the_disk_though_it_was_saved_again(places: Places) -> None:
     run, url = places
     with mirror(url, run, keep=9) as sending, faults("waits", "tensors", times=1):
-        sending.offer(first := save(run, 3), -1)
+        sending.offer(first := save(run, 3))
         until(lambda: Faulty.times == 0)
-        sending.offer(first, 3)
-        sending.offer(save(run, 6), 3)
-        assert sending.in_hand == {3, 6}
+        sending.offer(first)
+        sending.offer(second := save(run, 6))
+        assert sending.in_hand == {first.name, second.name}
         Faulty.gate.set()
         finish(sending)
         assert [news.sentence for news in sending.news()] == [None, None]
@@ -210,11 +210,11 @@ def test_what_a_killed_session_took_back_goes_when_the_next_one_sends(places: Pl
     run, url = places
     with mirror(url, run, keep=9) as first:
         for step in (2, 4, 6):
-            first.offer(save(run, step), step - 2)
+            first.offer(save(run, step))
             finish(first)
     newest = save(run, 8, parent_step=4)
     with mirror(url, run, "the next session\n", keep=9) as second:
-        second.offer(newest, 8)
+        second.offer(newest)
     assert steps_in_mirror(url) == [2, 4, 8]
 
 
@@ -224,35 +224,35 @@ def test_what_a_session_begins_with_takes_no_newer_ones_place(places: Places) ->
     for step in (2, 4, 6):
         save(run, step)
     with mirror(url, run, keep=9) as first:
-        first.offer(run / "checkpoints/step-00000006", 4)
+        first.offer(folder_of(run, 6))
     for again in (2, 4):
-        with mirror(url, run, "the next session\n", keep=1, tip=again) as second:
-            second.offer_again(run / f"checkpoints/step-0000000{again}")
+        with mirror(url, run, "the next session\n", keep=1) as second:
+            second.offer(folder_of(run, again), is_new=False)
     assert steps_in_mirror(url) == [2, 4, 6]
-    assert (run.parent / "store/checkpoints/latest").read_text() == "step-00000006\n"
+    assert (run.parent / "store/checkpoints/latest").read_text() == f"{folder_of(run, 6).name}\n"
 
 
-def test_nothing_but_names_goes_before_the_newest_has_its_own(places: Places, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_goes_before_the_newest_is_latest(places: Places, monkeypatch: pytest.MonkeyPatch) -> None:
     """A checkpoint of thousands of files takes minutes to be removed, in which the mirror would have none."""
     run, url = places
-    removed, write = list[str](), Store.write
-    monkeypatch.setattr(Store, "remove", removing(removed, Store.remove))
+    acts, write = list[str](), Store.write
+    monkeypatch.setattr(Store, "remove", removing(acts, Store.remove))
 
     def named(store: Store, name: str, content: bytes) -> None:
-        if name.endswith("checkpoint.json"):
-            removed.append(f"named {name}")
+        if "checkpoints/" in name:
+            acts.append(f"write {name}")
         write(store, name, content)
 
     monkeypatch.setattr(Store, "write", named)
     with mirror(url, run, keep=9) as sending:
         for step in (2, 4):
-            sending.offer(save(run, step), step - 2)
+            sending.offer(save(run, step))
             finish(sending)
-        removed.clear()
-        sending.offer(save(run, 3, parent_step=-1), -1)
-    before = removed[: removed.index("named checkpoints/step-00000003/checkpoint.json")]
-    assert sorted(before) == [f"checkpoints/step-0000000{step}/checkpoint.json" for step in (2, 4)]
-    assert {name.split("/")[1] for name in FarRun(url).store.sizes("checkpoints")} == {"latest", "step-00000003"}
+        acts.clear()
+        sending.offer(newest := save(run, 3, parent_step=-1))
+    assert acts[:2] == [f"write checkpoints/{newest.name}/checkpoint.json", "write checkpoints/latest"]
+    assert len(acts) > 2
+    assert {name.split("/")[1] for name in Remote.of(url).store.sizes("checkpoints")} == {"latest", newest.name}
 
 
 def removing(removed: list[str], remove: Callable[[Store, str], None]) -> Callable[[Store, str], None]:
@@ -267,15 +267,16 @@ def test_what_is_done_again_is_sent_again_though_its_bits_are_the_same(places: P
     """The mirror's own may be why it is done again: it was damaged."""
     run, url = places
     with mirror(url, run) as first:
-        first.offer(save(run, 3), -1)
+        first.offer(save(run, 3))
         finish(first)
-        first.offer(save(run, 6), 3)
-    (file,) = (run.parent / "store/checkpoints/step-00000006").glob("*.safetensors")
+        first.offer(save(run, 6))
+    (file,) = folder_of(run.parent / "store", 6).glob("*.safetensors")
     content = file.read_bytes()
     file.write_bytes(content[:-1] + bytes([content[-1] ^ 4]))
     with mirror(url, run, "the next session\n") as second:
-        second.offer(save(run, 6, parent_step=3), 3)
-    assert file.read_bytes() == content
+        second.offer(save(run, 6, parent_step=3))
+    (again,) = folder_of(run.parent / "store", 6).glob("*.safetensors")
+    assert again.read_bytes() == content
 
 
 def test_a_log_that_did_not_arrive_is_told_as_such_and_the_checkpoint_is_there(places: Places) -> None:
@@ -285,7 +286,7 @@ def test_a_log_that_did_not_arrive_is_told_as_such_and_the_checkpoint_is_there(p
     with mirror(url, run) as sending:
         finish(sending)
         with faults("fails", "metrics.jsonl"):
-            sending.offer(save(run, 3), -1)
+            sending.offer(save(run, 3))
             finish(sending)
         sent, log = sending.news()
     assert (sent.facts["step"], sent.sentence) == (3, None)
@@ -310,14 +311,14 @@ def test_a_disk_that_fails_is_told_and_a_thread_that_died_is_not_waited_for(
     with mirror(url, run) as sending:
         finish(sending)
         with monkeypatch.context() as patches:
-            patches.setattr(upload, "send", fails)
+            patches.setattr(Remote, "put", fails)
             patches.setattr(Path, "is_dir", fails)
-            sending.offer(folder, -1)
+            sending.offer(folder)
             finish(sending)
         (news,) = sending.news()
         assert "Input/output error" in str(news.sentence)
-        monkeypatch.setattr(upload, "send", dies)
-        sending.offer(folder, -1)
+        monkeypatch.setattr(Remote, "put", dies)
+        sending.offer(folder)
         began = time.monotonic()
         finish(sending)
         assert time.monotonic() - began < 15
@@ -326,8 +327,9 @@ def test_a_disk_that_fails_is_told_and_a_thread_that_died_is_not_waited_for(
 def test_nobody_waits_beyond_the_last_moment(places: Places) -> None:
     run, url = places
     run.mkdir()
-    far, folder = FarRun(url), RunFolder(run)
-    sending = Mirror(far, folder, Claim(far.store, folder, "this session\n", None), -1, 2, KeepRules())
+    remote, folder = Remote.of(url), RunFolder(run)
+    lease = RemoteLease(remote.store, folder, "this session\n", Seen())
+    sending = Mirror(remote, folder, lease, 2, KeepRules())
     with faults("waits", "session"):
         assert list(sending.finishing(time.monotonic() - 1)) == []
     sending.close()

@@ -14,6 +14,7 @@ from megahead.commands.eval_harness import names_of_runs
 from megahead.data.train_tokenizer import train_wordpiece
 from megahead.evaluate import harness
 from megahead.hf.export import Origin, export
+from support.named import folder_of
 from support.small_checkpoint import save_small, save_tokenizer, small_config
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
@@ -41,7 +42,7 @@ def test_out_and_in_again(run: Path, monkeypatch, capsys) -> None:
     assert printed.startswith(f"wrote {out} in ")
     assert "logits of 64 tokens equal the checkpoint's within" in printed
     assert command(monkeypatch, "convert", "from-hf", "--model", out, "--output", back) == 0
-    assert (back / "checkpoints" / "step-00000000" / "checkpoint.json").is_file()
+    assert (folder_of(back, 0) / "checkpoint.json").is_file()
 
 
 def test_a_mistake_ends_with_a_sentence_and_code_2(run: Path, monkeypatch, capsys) -> None:

@@ -16,6 +16,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -136,9 +137,11 @@ def metrics(run: Path) -> list[Any]:
 
 
 def timeless(value: Any) -> Any:
-    """Without what the clock and the machine decide."""
+    """Without what the clock and the machine decide, and with checkpoints named by their steps alone."""
     if isinstance(value, dict):
         return {name: timeless(v) for name, v in value.items() if not any(part in name for part in UNEQUAL)}
+    if isinstance(value, str):
+        return re.sub(r"(step-\d{8})-[0-9a-f]{6}", r"\1", value)
     return [timeless(v) for v in value] if isinstance(value, list) else value
 
 

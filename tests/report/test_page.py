@@ -21,6 +21,7 @@ from megahead.report.page import MAX_POINTS, render_page
 from megahead.report.read import read_metrics, read_runs
 from megahead.train.run import pretrain
 from support.logged_run import evaluation, training, write_run
+from support.named import folder_of, without_digits
 from support.on_ranks import on_ranks
 from support.small_run import small_config, write_text
 
@@ -62,7 +63,7 @@ def test_a_run_that_was_resumed_past_a_damaged_checkpoint(tmp_path: Path, monkey
     write_text(tmp_path)
     config = small_config(tmp_path)
     on_ranks(1, trained, config)
-    (damaged,) = (tmp_path / "run/checkpoints/step-00000006").glob("tensors-*")
+    (damaged,) = folder_of(tmp_path / "run", 6).glob("tensors-*")
     damaged.write_bytes(damaged.read_bytes()[:-1])
     on_ranks(1, trained, small_config(tmp_path, {"training.steps": 8}))
     sample = {"prompt": "<b>5 & 7", "text": " 9 </script><script>alert(1)"}
@@ -78,8 +79,11 @@ def test_a_run_that_was_resumed_past_a_damaged_checkpoint(tmp_path: Path, monkey
     assert loss[0]["x"]["step"] == list(range(1, 9))
     texts = [event["text"] for event in data["runs"][0]["events"]]
     assert "passed over a damaged checkpoint" in texts[0]
-    assert texts[1:] == ["resumed from step-00000003"]
-    assert all(text in page for text in ("resumed from step-00000003", "steps of 8", "<b>finished</b>", "(pmi head)"))
+    assert [without_digits(text) for text in texts[1:]] == ["resumed from step-00000003"]
+    assert all(
+        text in without_digits(page)
+        for text in ("resumed from step-00000003", "steps of 8", "<b>finished</b>", "(pmi head)")
+    )
     assert "<b>&lt;b&gt;5 &amp; 7</b> 9 &lt;/script&gt;" in page
     assert "learning_rate</span><span class=setting>0.003" in page
 
@@ -95,7 +99,7 @@ def test_geometry_is_measured_once_for_each_checkpoint(
     on_ranks(1, trained, small_config(tmp_path, {"training.steps": 8}))
     report.main()
     (measured,) = (line for line in capsys.readouterr().out.splitlines() if "measuring" in line)
-    assert measured.endswith("step-00000008")
+    assert without_digits(measured).endswith("step-00000008")
     _, data = page_of(tmp_path / "run")
     (share,) = (panel["series"][0] for panel in data["panels"] if panel["key"] == "gradient_share")
     assert share["x"]["step"] == [3, 6, 8]

@@ -25,6 +25,7 @@ from megahead.train.saving import near_resume
 from support.far_stores import Faulty, faults, s3  # noqa: F401 - a fixture
 from support.killable import codes, said, start_ranks
 from support.mirrored import steps_in_mirror
+from support.named import folder_of, without_digits
 from support.on_ranks import on_ranks
 from support.small_checkpoint import save_tokenizer
 from support.small_run import same_tensors, small_config, stage, write_text
@@ -50,8 +51,8 @@ def _none_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each checkpoint is in the mirror before the next step: on a busy machine some would be left out."""
     offer = Mirror.offer
 
-    def offer_and_wait(mirror: Mirror, folder: Path, parent_step: int) -> None:
-        offer(mirror, folder, parent_step)
+    def offer_and_wait(mirror: Mirror, folder: Path, *, is_new: bool = True) -> None:
+        offer(mirror, folder, is_new=is_new)
         for _ in mirror.finishing(time.monotonic() + 60):
             pass
 
@@ -89,7 +90,7 @@ def test_an_empty_disk_goes_on_from_the_mirror_and_the_run_is_the_same(
     assert [record["step"] for record in read_metrics(tmp_path / "run").training] == list(range(1, 9))
     assert (tmp_path / "store/metrics.jsonl").read_bytes() == (tmp_path / "run/metrics.jsonl").read_bytes()
     assert (tmp_path / "store/ending.json").read_bytes() == (tmp_path / "run/ending.json").read_bytes()
-    texts = [event.text for event in events_of(read_runs([tmp_path / "run"])[0])]
+    texts = [without_digits(event.text) for event in events_of(read_runs([tmp_path / "run"])[0])]
     assert texts == ["resumed from step-00000004", "the checkpoint came from the mirror"]
 
 
@@ -98,10 +99,15 @@ def test_a_disk_with_older_checkpoints_gets_the_mirrors_newer_one(tmp_path: Path
     assert on_ranks(1, run, mirrored(tmp_path)) == ["finished"]
     whole = tmp_path / "whole"
     shutil.copytree(tmp_path / "run", whole)
-    shutil.rmtree(tmp_path / "run/checkpoints/step-00000006")
+    shutil.rmtree(folder_of(tmp_path / "run", 6))
     assert on_ranks(1, run, mirrored(tmp_path, {"training.steps": 7})) == ["finished"]
-    starts = [record["session"]["resumed"] for record in read_metrics(tmp_path / "run").events if "session" in record]
-    assert starts == [None, "step-00000006"]
+    assert resumed_by_each(tmp_path / "run") == [None, "step-00000006"]
+
+
+def resumed_by_each(run: Path) -> list[str | None]:
+    """What each session went on from."""
+    records = [record["session"]["resumed"] for record in read_metrics(run).events if "session" in record]
+    return [name and without_digits(name) for name in records]
 
 
 def test_a_checkpoint_that_was_not_sent_goes_there_when_the_next_session_begins(tmp_path: Path) -> None:
@@ -194,12 +200,12 @@ def test_where_the_mirrors_newer_checkpoints_are_damaged_the_disks_newest_goes_t
     write_text(tmp_path)
     changes = {"schedule.name": "constant", "training.evaluate_every": 2}
     assert on_ranks(1, run, mirrored(tmp_path, changes)) == ["finished"]
-    shutil.rmtree(tmp_path / "run/checkpoints/step-00000006")
-    shutil.rmtree(tmp_path / "store/checkpoints/step-00000004")
-    for file in (tmp_path / "store/checkpoints/step-00000006").glob("*.safetensors"):
+    shutil.rmtree(folder_of(tmp_path / "run", 6))
+    shutil.rmtree(folder_of(tmp_path / "store", 4))
+    for file in folder_of(tmp_path / "store", 6).glob("*.safetensors"):
         file.write_bytes(file.read_bytes()[:-1])
     assert on_ranks(1, run, mirrored(tmp_path, changes | {"training.steps": 4})) == ["finished"]
-    assert open_checkpoint(tmp_path / "store/checkpoints/step-00000004").step == 4
+    assert open_checkpoint(folder_of(tmp_path / "store", 4)).step == 4
     assert steps_in_mirror(f"file://{tmp_path}/store") == [4, 6]  # until a step is saved that takes its place
 
 
@@ -209,7 +215,7 @@ def test_a_named_one_that_is_refused_is_not_fetched(tmp_path: Path, monkeypatch:
     write_text(tmp_path)
     changes = {"schedule.name": "constant", "training.mirror": f"faulty://{tmp_path}/store"}
     assert on_ranks(1, run, mirrored(tmp_path, changes)) == ["finished"]
-    shutil.rmtree(tmp_path / "run/checkpoints/step-00000006")
+    shutil.rmtree(folder_of(tmp_path / "run", 6))
     back, five = str(tmp_path / "run/checkpoints/step-00000004"), changes | {"training.steps": 5}
     with faults("fails", "step-"):
         assert on_ranks(1, run, mirrored(tmp_path, five), back) == ["finished"]
@@ -218,8 +224,7 @@ def test_a_named_one_that_is_refused_is_not_fetched(tmp_path: Path, monkeypatch:
     assert "optimizer.learning_rate" in refused
     assert f"{named} (step 6)" in refused
     assert on_ranks(1, run, mirrored(tmp_path, changes)) == ["finished"]
-    sessions = [record["session"]["resumed"] for record in read_metrics(tmp_path / "run").events if "session" in record]
-    assert sessions == [None, "step-00000004", "step-00000005"]
+    assert resumed_by_each(tmp_path / "run") == [None, "step-00000004", "step-00000005"]
 
 
 def fetched_by_name(group: Group, config: RunConfig, resume: str) -> str:
@@ -229,7 +234,7 @@ def fetched_by_name(group: Group, config: RunConfig, resume: str) -> str:
 def test_a_session_that_was_killed_once_it_had_what_was_named_is_followed_by_another(tmp_path: Path) -> None:
     write_text(tmp_path)
     assert on_ranks(1, run, mirrored(tmp_path)) == ["finished"]
-    step = "checkpoints/step-00000004"
+    step = folder_of(tmp_path / "store", 4).relative_to(tmp_path / "store")
     again = mirrored(tmp_path, {"output_dir": str(tmp_path / "other")})
     for _ in range(2):
         found = on_ranks(2, fetched_by_name, again, f"file://{tmp_path}/store/{step}")
@@ -324,7 +329,7 @@ def test_a_run_killed_in_an_upload_goes_on_from_s3_on_an_empty_disk_bit_for_bit(
     kept = steps_in_mirror(f"{s3}/runs/small")
     assert kept[-1] == 12
     assert len(kept) == 2
-    folders = {name.split("/")[1] for name in Store(f"{s3}/runs/small").sizes("checkpoints")}
+    folders = {without_digits(name.split("/")[1]) for name in Store(f"{s3}/runs/small").sizes("checkpoints")}
     assert folders == {"latest", *(f"step-{step:08d}" for step in kept)}
     assert "not-to-be-told" not in "".join(
         path.read_text(errors="replace") for path in (tmp_path / "run").rglob("*") if path.is_file()

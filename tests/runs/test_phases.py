@@ -24,6 +24,7 @@ from megahead.report.read import read_metrics
 from megahead.train.log import Meters
 from megahead.train.run import pretrain
 from support.bad_rows import run_with
+from support.named import folder_of, without_digits
 from support.on_ranks import on_ranks
 from support.plain_phases import plain_phases
 from support.small_run import same_tensors, shipped, small_config, stage, write_text
@@ -69,10 +70,6 @@ def trained(folder: Path, ranks: int, changes: dict[str, Any], resume: str = "au
 
 def records(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-def checkpoint(folder: Path, step: int) -> Path:
-    return folder / f"checkpoints/step-{step:08d}"
 
 
 @pytest.mark.parametrize(
@@ -152,7 +149,7 @@ def test_a_resumed_run_equals_the_undisturbed_one_bitwise(tmp_path: Path, ranks:
     whole = trained(tmp_path, ranks, changes)
     for step in (SWITCH - 2, SWITCH, SWITCH + 1):
         again = trained(
-            tmp_path, ranks, changes | {"output_dir": str(tmp_path / f"{step}")}, str(checkpoint(whole, step))
+            tmp_path, ranks, changes | {"output_dir": str(tmp_path / f"{step}")}, str(folder_of(whole, step))
         )
         assert same_tensors(whole, again), step
 
@@ -172,9 +169,7 @@ def test_the_last_phase_goes_on_on_another_mesh(tmp_path: Path) -> None:
     whole = trained(tmp_path, 1, {})
     elsewhere = on_mesh(3, 2) | {"output_dir": str(tmp_path / "elsewhere")}
     for step in (SWITCH - 1, SWITCH, SWITCH + 1):
-        again = trained(
-            tmp_path, 4, elsewhere | {"output_dir": str(tmp_path / str(step))}, str(checkpoint(whole, step))
-        )
+        again = trained(tmp_path, 4, elsewhere | {"output_dir": str(tmp_path / str(step))}, str(folder_of(whole, step)))
         ours, theirs = open_checkpoint(again), open_checkpoint(whole)
         for name in theirs.names():
             torch.testing.assert_close(ours.read(name), theirs.read(name), rtol=0, atol=3e-6)
@@ -188,14 +183,14 @@ def test_exports_and_evaluations_are_those_of_the_phase_that_saved(tmp_path: Pat
     write_text(tmp_path)
     folder = trained(tmp_path, 1, changes)
     for step, head, name in ((SWITCH, "pmi", "headless"), (STEPS, "trained", "vanilla")):
-        model = TrainedModel.open(checkpoint(folder, step))
+        model = TrainedModel.open(folder_of(folder, step))
         assert (best_head(model), model.config.objective.name, model.config.objective.schedule) == (head, name, None)
-        report = export(checkpoint(folder, step), tmp_path / head, head)
+        report = export(folder_of(folder, step), tmp_path / head, head)
         assert report.parity.compared == "logits"
     scored = evaluate_checkpoint(folder, "trained")
     assert scored.loss == pytest.approx(read_metrics(folder).validation[-1]["loss"], abs=1e-6)
     bias_V = TrainedModel.open(folder).learned_bias()
-    born_V = TrainedModel.open(checkpoint(folder, SWITCH)).training_free_bias()
+    born_V = TrainedModel.open(folder_of(folder, SWITCH)).training_free_bias()
     assert bias_V is not None
     assert 1e-4 < (bias_V - born_V).abs().max() < 0.1
 
@@ -218,7 +213,7 @@ def run_that_loses_the_switch(group: Group, config: RunConfig) -> str:
     told = Meters.fault
 
     def losing(self: Meters, *facts: Any) -> str:
-        shutil.rmtree(checkpoint(config.folder().path, SWITCH))
+        shutil.rmtree(folder_of(config.folder().path, SWITCH))
         return told(self, *facts)
 
     Meters.fault = losing  # type: ignore[method-assign]
@@ -235,7 +230,7 @@ def test_a_rollback_goes_to_the_switch_and_not_before_it(tmp_path: Path) -> None
     assert on_ranks(1, run_with, skipped, math.nan, BAD) == ["finished"]
     assert on_ranks(1, run_with, back, math.nan, BAD) == ["finished"]
     (rollback,) = (record["rollback"] for record in records(tmp_path / "back") if "rollback" in record)
-    assert rollback == {"checkpoint": f"step-{SWITCH:08d}"}
+    assert without_digits(rollback["checkpoint"]) == f"step-{SWITCH:08d}"
     assert same_tensors(tmp_path / "back", tmp_path / "skipped")
     assert on_ranks(1, run_that_loses_the_switch, lost) == ["finished"]
     assert same_tensors(tmp_path / "lost", tmp_path / "skipped")
@@ -263,7 +258,7 @@ def test_the_switch_cannot_be_moved_behind_what_has_gone_over(tmp_path: Path) ->
     trained(tmp_path, 1, {})
     (sentence,) = on_ranks(1, run, scheduled(tmp_path, **{"training.steps": 16}))
     assert sentence.startswith("`objective.schedule` must have the phase that saved ")
-    assert sentence.endswith(
+    assert without_digits(sentence).endswith(
         "step-00000008 from step 5 to at least step 8, but has it from step 10 to step 16 instead; set training.steps "
         "or the share back."
     )
@@ -275,7 +270,7 @@ def test_the_switch_cannot_be_moved_before_what_has_not_gone_over(tmp_path: Path
     (sentence,) = on_ranks(
         1, run, scheduled(tmp_path, **{"training.steps": 16, "objective.schedule": {"vanilla_share": 0.75}})
     )
-    assert sentence.endswith(
+    assert without_digits(sentence).endswith(
         "step-00000008 from step 0 to at least step 8, but has it from step 0 to step 4 instead; set training.steps or "
         "the share back."
     )

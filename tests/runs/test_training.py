@@ -20,6 +20,7 @@ from megahead.errors import CheckpointError, ConfigError, UserError
 from megahead.report.read import read_metrics
 from megahead.train.log import Meters
 from megahead.train.run import pretrain
+from support.named import folder_of
 from support.on_ranks import on_ranks
 from support.small_checkpoint import save_tokenizer
 from support.small_run import shipped, small_config, stage, write_text
@@ -267,7 +268,7 @@ def test_a_run_that_began_from_another_goes_on_without_it(tmp_path: Path, zero: 
     on_ranks(2, run, small_config(tmp_path, changes))
     undisturbed = tensors(tmp_path / "head")
     shutil.rmtree(tmp_path / "run")
-    shutil.rmtree(tmp_path / "head/checkpoints/step-00000006")
+    shutil.rmtree(folder_of(tmp_path / "head", 6))
     assert on_ranks(2, run, small_config(tmp_path, changes)) == ["finished"] * 2
     resumed = tensors(tmp_path / "head")
     assert all(torch.equal(tensor, undisturbed[name]) for name, tensor in resumed.items())

@@ -65,7 +65,7 @@ class Cluster:
         """Waits until a copy of that step is in the memory of all nodes."""
         self.until(
             lambda: all(
-                any(memory_of(self.folder, number).glob(f"megahead-run-*/*/rank-*/step-{step:08d}"))
+                any(memory_of(self.folder, number).glob(f"megahead-run-*/*/rank-*/step-{step:08d}-*"))
                 for number in range(len(self.hosts))
             )
         )

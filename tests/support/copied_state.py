@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from megahead.checkpoints.disk import save_checkpoint
-from megahead.checkpoints.folders import KeepRules
-from megahead.checkpoints.format import Snapshot
+from megahead.checkpoints.format import Header, Snapshot
 from megahead.checkpoints.memory import Copy, MemoryCopies, NodeMemory, rescue_newer
 from megahead.checkpoints.reading import open_checkpoint
+from megahead.checkpoints.store import KeepRules, new_name
 from megahead.distributed.group import Group
 from megahead.distributed.launch import Launch
 from megahead.distributed.tensors import RoundRobinShard
@@ -36,7 +36,8 @@ def begin(copies: MemoryCopies, step: int, group: Group, bad: bool = False) -> N
             raise CheckpointError("numbers must be good.")
 
     snapshot = Snapshot.take(tensors(step, group), group, copied=True)
-    copies.begin(Copy(step, snapshot, check, {"step": step, "seconds": 0.5 + group.rank}, {"name": "x"}, step - 2))
+    name = group.broadcast_object(new_name(step))
+    copies.begin(Copy(Header(name, step, {"step": step, "seconds": 0.5 + group.rank}, {"name": "x"}), snapshot, check))
 
 
 def wait(copies: MemoryCopies) -> None:

@@ -12,8 +12,8 @@ import torch
 from megahead.checkpoints import upload
 from megahead.checkpoints.disk import save_checkpoint
 from megahead.checkpoints.fetch import Fetched, fetch_newer
-from megahead.checkpoints.folders import KeepRules
-from megahead.checkpoints.remote import Claim, FarRun, announce, newest_first, step_in
+from megahead.checkpoints.remote import Remote, RemoteLease, Seen
+from megahead.checkpoints.store import KeepRules, step_of
 from megahead.checkpoints.upload import Mirror
 from megahead.distributed.group import Group
 from megahead.run_folder import RunFolder
@@ -23,7 +23,7 @@ Places = tuple[Path, str]
 
 
 def save(run: Path, step: int, value: float | None = None, parent_step: int | None = None, keep: int = 9) -> Path:
-    """RUN/checkpoints/step-N with one tensor, all `value` (by default the step)."""
+    """RUN/checkpoints/step-N-XXXXXX with one tensor, all `value` (by default the step)."""
     tensors = {"weight/w": torch.full((500,), float(step if value is None else value))}
     return save_checkpoint(
         run / "checkpoints",
@@ -39,22 +39,21 @@ def save(run: Path, step: int, value: float | None = None, parent_step: int | No
 
 def steps_in_mirror(url: str) -> list[int]:
     """Of the checkpoints that have a name, ascending."""
-    return sorted(step_in(name) for name in newest_first(FarRun(url).list("checkpoints")))
+    return sorted(map(step_of, Remote.of(url).names()))
 
 
 @contextmanager
 def mirror(
-    url: str, run: Path, mark: str = "this session\n", keep: int = 2, rules: KeepRules | None = None, tip: int = -1
+    url: str, run: Path, mark: str = "this session\n", keep: int = 2, rules: KeepRules | None = None
 ) -> Iterator[Mirror]:
     """A session's, without pauses between attempts; left when all is sent."""
     pauses, upload.PAUSES = upload.PAUSES, (0.0, 0.0, 0.0)
     try:
         run.mkdir(exist_ok=True)
-        far, folder = FarRun(url, patience=5), RunFolder(run)
-        plain = FarRun(url.replace("faulty:", "file:")).store
-        announce(plain, mark)
-        claim = Claim(far.store, folder, mark, plain.read_if_there("run-id") or None)
-        sending = Mirror(far, folder, claim, tip, keep, rules or KeepRules())
+        remote, folder = Remote.of(url, patience=5), RunFolder(run)
+        plain = Remote.of(url.replace("faulty:", "file:")).store
+        seen = Seen(plain.read_if_there("run-id") or None, plain.read_if_there("session") or None)
+        sending = Mirror(remote, folder, RemoteLease(remote.store, folder, mark, seen), keep, rules or KeepRules())
         yield sending
         finish(sending)
         sending.close()

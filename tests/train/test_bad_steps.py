@@ -157,7 +157,7 @@ def test_tensorboard_shows_each_step_once_after_a_crash_and_after_a_rollback(tmp
     every = {"training.checkpoint_every": 2, "training.evaluate_every": 2, "faults.bad_step": "rollback"}
     config = small_config(tmp_path, every)
     on_ranks(2, run_with, config, math.nan)
-    (lost,) = (tmp_path / "run/checkpoints").glob("step-*6")
+    (lost,) = (tmp_path / "run/checkpoints").glob("step-00000006-*")
     shutil.rmtree(lost)
     on_ranks(2, run_with, config, math.nan)
     curves = on_tensorboard(tmp_path / "run")

@@ -16,6 +16,7 @@ from megahead.train.log import MeshChange
 from megahead.train.run import describe_elastic, elastic_launch
 from megahead.train.saving import Hold, session_mark
 from support.killable import codes, said, start_ranks
+from support.named import without_digits
 from support.small_run import same_tensors, small_config, write_text
 
 ELASTIC = {"parallel.elastic": True}
@@ -203,7 +204,7 @@ def test_a_session_that_lost_its_folder_to_another_saves_nothing_more(tmp_path: 
     config = small_config(tmp_path, {"training.log_seconds": 1000})
     assert codes(start_ranks(config, 2, tmp_path, sabotage=usurped)) == [2, 2]
     assert "output_dir must have one session at a time" in said(tmp_path, 0) + said(tmp_path, 1)
-    assert [path.name for path in (tmp_path / "run/checkpoints").glob("step-*")] == ["step-00000003"]
+    assert [without_digits(path.name) for path in (tmp_path / "run/checkpoints").glob("step-*")] == ["step-00000003"]
 
 
 def test_a_change_of_the_mesh_is_told_once(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from megahead.distributed.launch import Launch
 from megahead.errors import ConfigErrors, UserError
 from megahead.report.read import read_metrics
 from megahead.train.run import pretrain
+from support.named import folder_of, orphaned_steps, steps_of_history, without_digits
 from support.on_ranks import on_ranks
 from support.small_run import same_tensors, small_config, write_text
 
@@ -123,7 +124,7 @@ def test_auto_takes_the_newest_sound_checkpoint_and_names_the_damaged_file(
     begun: Path, damage: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
     source = begun / "run/checkpoints"
-    (file,) = (source / "step-00000006").glob("*.safetensors")
+    (file,) = folder_of(source, 6).glob("*.safetensors")
     sound = small_config(begun, {"output_dir": str(begun / "sound")})
     assert on_ranks(2, run, sound, str(source / "step-00000003")) == ["finished"] * 2
     damage(file)
@@ -141,14 +142,13 @@ def test_a_run_with_damaged_checkpoints_only_does_not_start_anew(begun: Path) ->
     first, second = on_ranks(2, run, small_config(begun))
     assert first == second
     assert "must hold a sound checkpoint to resume, but holds only damaged ones (2)" in first
-    assert sorted(path.name for path in (begun / "run/checkpoints").glob("step-*")) == [
-        "step-00000003",
-        "step-00000006",
-    ]
+    there = sorted(without_digits(path.name) for path in (begun / "run/checkpoints").glob("step-*"))
+    assert there == ["step-00000003", "step-00000006"]
 
 
-def names(folder: Path) -> list[str]:
-    return sorted(path.name.replace("-0000000", "-") for path in (folder / "run/checkpoints").glob("*step-*"))
+def both(folder: Path) -> tuple[list[int], list[int]]:
+    """Of the run's history, and of what is orphaned."""
+    return steps_of_history(folder / "run"), orphaned_steps(folder / "run")
 
 
 EVERY_TWO = {"training.steps": 8, "training.checkpoint_every": 2, "training.keep_checkpoints": 2}
@@ -157,7 +157,7 @@ EVERY_TWO = {"training.steps": 8, "training.checkpoint_every": 2, "training.keep
 def test_an_older_checkpoint_that_is_named_begins_another_history(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """What was saved after it is set aside at the first save, found by its own name only, and not counted."""
+    """What was saved after it is orphaned by the first save, found by its own name only, and not counted."""
     write_text(tmp_path)
     steps = {**EVERY_TWO, "training.keep_checkpoints": 9}
     assert on_ranks(2, run, small_config(tmp_path, steps)) == ["finished"] * 2
@@ -165,15 +165,15 @@ def test_an_older_checkpoint_that_is_named_begins_another_history(
     older = str(tmp_path / "run/checkpoints/step-00000002")
     capfd.readouterr()
     assert on_ranks(2, run, small_config(tmp_path, other), older) == ["finished"] * 2
-    told = capfd.readouterr().out
-    assert "set aside   at the next save: step-00000008, step-00000006, step-00000004" in told
-    assert names(tmp_path) == ["abandoned-step-4", "abandoned-step-6", "abandoned-step-8", "step-4", "step-5"]
+    told = without_digits(capfd.readouterr().out)
+    assert "orphaned    from the next save on: step-00000008, step-00000006, step-00000004" in told
+    assert both(tmp_path) == ([2, 4, 5], [4, 6, 8])
     assert [record["step"] for record in read_metrics(tmp_path / "run").training] == [1, 2, 3, 4, 5]
     assert on_ranks(2, run, small_config(tmp_path, other | {"training.steps": 6})) == ["finished"] * 2
     assert "resumed     step 5" in capfd.readouterr().out
     assert open_checkpoint(tmp_path / "run").step == 6
 
-    abandoned = tmp_path / "run/checkpoints/abandoned-step-00000008"
+    abandoned = folder_of(tmp_path / "run", 8)
     longer = small_config(tmp_path, EVERY_TWO | {"training.steps": 9})
     assert on_ranks(2, run, longer, str(abandoned)) == ["finished"] * 2
     undisturbed = {**EVERY_TWO, "training.steps": 9, "output_dir": str(tmp_path / "undisturbed")}
@@ -181,16 +181,15 @@ def test_an_older_checkpoint_that_is_named_begins_another_history(
     assert source.step == 8
     assert on_ranks(2, run, small_config(tmp_path, undisturbed), str(abandoned)) == ["finished"] * 2
     assert same_tensors(tmp_path / "run", tmp_path / "undisturbed")
-    aside = ["abandoned-step-4", "abandoned-step-5", "abandoned-step-6", "abandoned-step-6-2", "abandoned-step-8"]
-    assert names(tmp_path) == [*aside, "step-9"]
+    assert both(tmp_path) == ([2, 4, 6, 8, 9], [4, 5, 6])
 
 
 def test_training_past_a_damaged_checkpoint_does_not_count_it(begun: Path) -> None:
-    (file,) = (begun / "run/checkpoints/step-00000006").glob("*.safetensors")
+    (file,) = folder_of(begun / "run", 6).glob("*.safetensors")
     flip(file)
     config = small_config(begun, {"training.steps": 5, "training.keep_checkpoints": 2})
     assert on_ranks(1, run, config) == ["finished"]
-    assert names(begun) == ["abandoned-step-6", "step-3", "step-5"]
+    assert both(begun) == ([3, 5], [6])
     assert on_ranks(1, run, small_config(begun)) == ["finished"]
     assert open_checkpoint(begun / "run").step == 6
 
@@ -198,11 +197,15 @@ def test_training_past_a_damaged_checkpoint_does_not_count_it(begun: Path) -> No
 def test_a_folder_with_nothing_but_what_was_set_aside_does_not_start_anew(begun: Path) -> None:
     root = begun / "run/checkpoints"
     for folder in list(root.glob("step-*")):
-        folder.rename(root / f"abandoned-{folder.name}")
+        folder.rename(root / f"abandoned-{without_digits(folder.name)}")
     (sentence,) = on_ranks(1, run, small_config(begun))
     assert "holds only abandoned-step-00000003, abandoned-step-00000006; name the one to continue from" in sentence
     assert on_ranks(1, run, small_config(begun), str(root / "abandoned-step-00000003")) == ["finished"]
-    assert names(begun) == ["abandoned-step-3", "abandoned-step-6", "step-6"]
+    assert sorted(path.name for path in root.glob("abandoned-*")) == [
+        "abandoned-step-00000003",
+        "abandoned-step-00000006",
+    ]
+    assert both(begun) == ([6], [])
 
 
 def resumed_and_checked(group: Group, config: RunConfig) -> list[str]:

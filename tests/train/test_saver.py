@@ -18,6 +18,7 @@ from megahead.errors import CheckpointError
 from megahead.evaluate.perplexity import ValidationResult
 from megahead.train.evaluation import Evaluation
 from megahead.train.run import pretrain
+from support.named import without_digits
 from support.on_ranks import on_ranks
 from support.small_run import small_config, stage, write_text
 
@@ -57,7 +58,7 @@ def assert_the_one_before_is_the_newest(run: Path) -> None:
     newest, damage = newest_sound(run)
     assert newest is not None
     assert (newest.step, damage) == (2, [])
-    assert sorted(folder.name for folder in (run / "checkpoints").glob("*step*")) == ["step-00000002"]
+    assert [without_digits(folder.name) for folder in (run / "checkpoints").glob("*step*")] == ["step-00000002"]
     assert all(newest.read(name).isfinite().all() for name in newest.names())
 
 

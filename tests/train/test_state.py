@@ -97,7 +97,7 @@ def test_counters_that_earlier_versions_did_not_have_begin_anew(tmp_path: Path, 
     counters = state_of(**READ, **LEARNED, **SETTLED).counters()
     del counters[name]
     resumed = TrainingState(len(COUNTS), 8)
-    for each in (saved(tmp_path, counters), saved(tmp_path, counters)):
+    for each in (saved(tmp_path / "a", counters), saved(tmp_path / "b", counters)):
         resumed.restore(each, Group())
         assert getattr(resumed, name) == absent
         if name == "recent_losses":

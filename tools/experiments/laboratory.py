@@ -26,7 +26,7 @@ from rich.console import Console
 
 from demo_pipeline.pipeline import environment, launcher
 from experiments.measures import MEASURES, Chart, Row, cost, draw_charts, lines, spent
-from megahead.checkpoints.folders import find_checkpoint
+from megahead.checkpoints.disk import find_checkpoint
 from megahead.config.loading import load_config
 from megahead.config.run import RunConfig
 from megahead.data.tokenizer import load_tokenizer
