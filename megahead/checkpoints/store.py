@@ -123,7 +123,7 @@ def _candidates(place: Place, there: Sequence[str]) -> Iterator[str]:
 
 
 def _orphaned_by_any(place: Place, there: Iterable[str]) -> set[str]:
-    orphaned = set()
+    orphaned = set[str]()
     for name in there:
         try:
             orphaned.update(place.manifest(name).orphaned)

@@ -46,6 +46,30 @@ def skipped(folder: Path, url: str) -> News:
     return News({"step": step, "skipped": True}, sentence)
 
 
+# Sends a checkpoint: files, its manifest, `latest`. What need not be kept there goes afterwards.
+
+
+def send(remote: Remote, folder: Path, refuse: Callable[[], None], *, is_new: bool) -> int:
+    """Puts a checkpoint into the store (see `Remote.put`), as the newest one if the session has saved it (`is_new`), or
+    if it continues or orphans what is the newest there. Returns the bytes sent."""
+    sent = remote.put(folder, refuse)
+    latest = remote.latest
+    known = Lineage.after(folder.name, Manifest.read(folder))
+    if is_new or latest is None or known.supersedes(latest) or latest not in remote.names():
+        remote.point_to(folder.name)
+    return sent
+
+
+def settle(remote: Remote, name: str, keep: int, keep_rules: KeepRules) -> None:
+    """After `send`: what killed uploads have left goes; if the checkpoint is the newest, so does what the rules do not
+    keep, and what is not of its history."""
+    remote.clear_remains(but=name)
+    if remote.latest == name:
+        for orphan in orphans(remote):
+            remote.remove(orphan)
+        retain(remote, keep, keep_rules)
+
+
 # What waits to be sent: one checkpoint on its way, the newest of the others, and the run's small files.
 
 
@@ -215,9 +239,7 @@ class Mirror:
 
         def attempt() -> None:
             self._begin()
-            sent = self._remote.put(folder, self._lease.check)
-            if upload.is_new or self._supersedes_latest(folder):
-                self._remote.point_to(folder.name)
+            sent = send(self._remote, folder, self._lease.check, is_new=upload.is_new)
             seconds = round(time.monotonic() - began, 3)
             self._news.put(News({"step": step_of(folder), "seconds": seconds, "bytes": sent}))
 
@@ -226,11 +248,6 @@ class Mirror:
             self._news.put(failed(folder, reason))
         return reason is None
 
-    def _supersedes_latest(self, folder: Path) -> bool:
-        latest = self._remote.latest
-        known = Lineage.after(folder.name, Manifest.read(folder))
-        return latest is None or known.supersedes(latest) or latest not in self._remote.names()
-
     def _send_files(self, sent: Upload | None) -> None:
         """The run's small files; before them, removes what a checkpoint that was `sent` makes superfluous."""
         self._queue.files_taken()
@@ -238,22 +255,12 @@ class Mirror:
         def attempt() -> None:
             self._begin()
             if sent is not None:
-                self._settle(sent.folder.name)
+                settle(self._remote, sent.folder.name, self._keep, self._keep_rules)
             self._put(self._folder.metrics, self._folder.ending)
 
         reason = self._failure_of(attempt)
         if reason is not None:
             self._news.put(News({"failed": reason}, f"the run's log is not in the mirror: {reason}"))
-
-    def _settle(self, name: str) -> None:
-        """What killed uploads have left goes; if the checkpoint is the newest, so does what the rules do not keep, and
-        what is not of its history."""
-        remote = self._remote
-        remote.clear_remains(but=name)
-        if remote.latest == name:
-            for orphan in orphans(remote):
-                remote.remove(orphan)
-            retain(remote, self._keep, self._keep_rules)
 
     def _failure_of(self, attempt: Callable[[], None], is_in_vain: Callable[[], bool] = lambda: False) -> str | None:
         """Why all attempts failed; None once one did not. A newer checkpoint ends them: it takes this one's place."""

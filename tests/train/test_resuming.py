@@ -167,7 +167,7 @@ def test_an_older_checkpoint_that_is_named_begins_another_history(
     assert on_ranks(2, run, small_config(tmp_path, other), older) == ["finished"] * 2
     told = without_digits(capfd.readouterr().out)
     assert "orphaned    from the next save on: step-00000008, step-00000006, step-00000004" in told
-    assert both(tmp_path) == ([2, 4, 5], [4, 6, 8])
+    assert both(tmp_path) == ([4, 5], [4, 6, 8])
     assert [record["step"] for record in read_metrics(tmp_path / "run").training] == [1, 2, 3, 4, 5]
     assert on_ranks(2, run, small_config(tmp_path, other | {"training.steps": 6})) == ["finished"] * 2
     assert "resumed     step 5" in capfd.readouterr().out
@@ -181,7 +181,7 @@ def test_an_older_checkpoint_that_is_named_begins_another_history(
     assert source.step == 8
     assert on_ranks(2, run, small_config(tmp_path, undisturbed), str(abandoned)) == ["finished"] * 2
     assert same_tensors(tmp_path / "run", tmp_path / "undisturbed")
-    assert both(tmp_path) == ([2, 4, 6, 8, 9], [4, 5, 6])
+    assert both(tmp_path) == ([8, 9], [5, 6])
 
 
 def test_training_past_a_damaged_checkpoint_does_not_count_it(begun: Path) -> None:
