@@ -64,16 +64,10 @@ def _move(module: nn.Module, name: str, parameter: Tensor, config: OptimizerConf
     if name.endswith(TABLES):
         return Move(config.weight_decay, config.table.learning_rate_ratio)
     if config.name == "muon" and "blocks." in name:
-        joint_head = _joint_head(module, name)
+        attention: Any = module.get_submodule(name.removesuffix(JOINT)) if name.endswith(JOINT) else None
+        joint_head = None if attention is None else int(attention.head_size)
         return Move(config.weight_decay, config.muon.learning_rate_ratio, orthogonal=True, joint_head=joint_head)
     return Move(config.weight_decay)
-
-
-def _joint_head(module: nn.Module, name: str) -> int | None:
-    if not name.endswith(JOINT):
-        return None
-    attention: Any = module.get_submodule(name.removesuffix(JOINT))
-    return int(attention.head_size)
 
 
 # The learning rate over a run, as a share of its peak: each schedule a function, and a line in `SCHEDULES`.

@@ -26,7 +26,12 @@ class Settings(BaseModel):
         """Refuses zero bytes, at which the system would cut a path off, and secrets, which would be written down."""
         for text in value if isinstance(value, list | tuple) else [value]:
             if isinstance(text, str):
-                _check_text(str(info.field_name), text)
+                if "\0" in text:
+                    raise ConfigError(str(info.field_name), "have no zero byte", got=repr(text))
+                try:
+                    refuse_secrets(str(info.field_name), text)
+                except FieldError as error:
+                    raise ConfigError(error.field, error.rule, got=error.got, hint=error.hint) from None
         return value
 
 
@@ -35,15 +40,6 @@ def not_a_setting(parents: Sequence[str], key: str, known: Sequence[str]) -> str
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
     fix = f"did you mean `{'.'.join([*parents, near[0]])}`?" if near else f"known here: {', '.join(known)}."
     return f"`{'.'.join([*parents, key])}` is not a setting; {fix}"
-
-
-def _check_text(field: str, text: str) -> None:
-    if "\0" in text:
-        raise ConfigError(field, "have no zero byte", got=repr(text))
-    try:
-        refuse_secrets(field, text)
-    except FieldError as error:
-        raise ConfigError(error.field, error.rule, got=error.got, hint=error.hint) from None
 
 
 # Finds config files by name; the last place to look is the `configs/` that ships with megahead.
@@ -82,9 +78,6 @@ def find_named(name: str, by: Path | None = None) -> Path:
     """
     path = Path(name)
     above = [] if by is None else by.absolute().parents
-    places = [path, *(folder / path for folder in above), shipped_folder() / _within_configs(path)]
+    shipped = Path(*path.parts[path.parts[:1] == ("configs",) :])
+    places = [path, *(folder / path for folder in above), shipped_folder() / shipped]
     return next((place for place in places if place.is_file()), path)
-
-
-def _within_configs(path: Path) -> Path:
-    return Path(*path.parts[1:]) if path.parts[:1] == ("configs",) else path

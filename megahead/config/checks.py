@@ -206,8 +206,7 @@ def check_token_subsets(masking: MaskingConfig, model: ModelConfig, init: InitCo
             rule = "be left out with parallel.sequence, which splits whole rows"
             raise ConfigError(f"masking.{field}", rule, got=value)
         if value and masking.mask_share == 0:
-            rule = "be left out with mask_share: 0, which has no mask tokens"
-            raise ConfigError(f"masking.{field}", rule, got=value)
+            raise ConfigError(f"masking.{field}", "be left out with mask_share: 0, which has no mask tokens", got=value)
     if masking.mask_decoder_layers:
         _check_mask_decoder(masking, model, init)
     if masking.dropping:

@@ -152,7 +152,8 @@ def _sentence(location: list[str], errors: Sequence[ErrorDetails]) -> str:
         field = ".".join([*location, inner.field]) if inner.field not in location else field
         return str(ConfigError(field, inner.rule, got=inner.got, hint=inner.hint))
     if details["type"] == "extra_forbidden":
-        return _unknown_key(location)
+        owner = _section_at(location[:-1])
+        return not_a_setting(location[:-1], location[-1], list(owner.model_fields) if owner else [])
     if details["type"] == "missing":
         return f"`{field}` must be given, but is missing{_purpose(location)}."
     rules = [_rule(each) for each in errors]
@@ -175,20 +176,10 @@ def _rule(details: ErrorDetails) -> str:
     return f"be {message}"
 
 
-def _unknown_key(location: list[str]) -> str:
-    *parents, key = location
-    return not_a_setting(parents, key, _fields_at(parents))
-
-
 def _purpose(location: list[str]) -> str:
     owner = _section_at(location[:-1])
     described = owner.model_fields[location[-1]].description if owner else None
     return f" ({described.splitlines()[0].rstrip('.')})" if described else ""
-
-
-def _fields_at(parents: Sequence[str]) -> list[str]:
-    owner = _section_at(parents)
-    return list(owner.model_fields) if owner else []
 
 
 def _section_at(parents: Sequence[str]) -> type[BaseModel] | None:

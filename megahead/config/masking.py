@@ -50,8 +50,7 @@ class DroppingConfig(Settings):
             rule = f"be at most {model.num_layers - 1}, since the last layer computes all tokens"
             raise ConfigError(_LAST, rule, got=layers.stop)
         if not layers:
-            rule = f"be below to_layer ({layers.stop})"
-            raise ConfigError("masking.dropping.from_layer", rule, got=self.from_layer)
+            raise ConfigError("masking.dropping.from_layer", f"be below to_layer ({layers.stop})", got=self.from_layer)
         if self.from_layer < late:
             rule = f"be at least masking.masks_from_layer ({late}), before which there are no mask tokens to be kept"
             raise ConfigError("masking.dropping.from_layer", rule, got=self.from_layer)

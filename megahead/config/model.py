@@ -78,16 +78,12 @@ NAMED_SIZES: dict[str, dict[str, Any]] = {
 ENCODERS = ("bert", "modernbert")
 """Families whose tokens see both sides, unless `is_causal`."""
 
+_SEQUENTIAL: dict[str, Any] = {"rotary_pct": 1.0, "parallel_residual": False}
+_NO_BIASES: dict[str, Any] = {"attention_bias": "none", "mlp_bias": False}
+
 DEFAULTS: dict[str, dict[str, Any]] = {
     "gpt_neox": {},
-    "llama": {
-        "rotary_pct": 1.0,
-        "parallel_residual": False,
-        "activation": "silu",
-        "attention_bias": "none",
-        "mlp_bias": False,
-        "init": "megatron",
-    },
+    "llama": {**_SEQUENTIAL, **_NO_BIASES, "activation": "silu", "init": "megatron"},
     "bert": {
         "is_causal": False,
         "max_positions": 512,
@@ -103,13 +99,11 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "modernbert": {
         "is_causal": False,
         "max_positions": 8192,
-        "rotary_pct": 1.0,
+        **_SEQUENTIAL,
+        **_NO_BIASES,
         "rotary_base": 160_000.0,
         "global_every": 3,
-        "parallel_residual": False,
         "activation": "gelu",
-        "attention_bias": "none",
-        "mlp_bias": False,
         "transform_bias": False,
         "init": "megatron",
     },
@@ -122,28 +116,9 @@ _OF_MODERNBERT_ALONE = {"global_every": 1, "local_window": 128, "local_rotary_ba
 
 FIXED: dict[str, dict[str, Any]] = {
     "gpt_neox": {"is_causal": True, "token_types": 0, **_ONE_KIND_OF_HEADS, **_ALL_BIASES, **_OF_MODERNBERT_ALONE},
-    "llama": {
-        "is_causal": True,
-        "token_types": 0,
-        "rotary_pct": 1.0,
-        "parallel_residual": False,
-        **_OF_MODERNBERT_ALONE,
-    },
-    "bert": {
-        "rotary_pct": 0.0,
-        "parallel_residual": False,
-        **_ONE_KIND_OF_HEADS,
-        **_ALL_BIASES,
-        **_OF_MODERNBERT_ALONE,
-    },
-    "modernbert": {
-        "token_types": 0,
-        "rotary_pct": 1.0,
-        "parallel_residual": False,
-        "attention_bias": "none",
-        "mlp_bias": False,
-        **_ONE_KIND_OF_HEADS,
-    },
+    "llama": {"is_causal": True, "token_types": 0, **_SEQUENTIAL, **_OF_MODERNBERT_ALONE},
+    "bert": {**_SEQUENTIAL, "rotary_pct": 0.0, **_ONE_KIND_OF_HEADS, **_ALL_BIASES, **_OF_MODERNBERT_ALONE},
+    "modernbert": {"token_types": 0, **_SEQUENTIAL, **_NO_BIASES, **_ONE_KIND_OF_HEADS},
 }
 """Settings that belong to other families, and the values that they must keep in this one."""
 

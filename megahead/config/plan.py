@@ -107,32 +107,19 @@ def tuned_settings(zero: Mapping[str, Any], device: str, precision: str, data_ra
     At stage 1 in bf16 DeepSpeed uses no buckets: it sums gradients in one fp32 tensor, and sends that at the end.
     """
     stage = zero.get("stage", 0)
-    settings: dict[str, Any] = {"zero_optimization": _on_cuda(stage) if device == "cuda" else _on_cpu(stage)}
+    section: dict[str, Any] = {"reduce_bucket_size": _CUDA_BUCKET if device == "cuda" else _CPU_BUCKET}
+    if stage in (1, 2):  # at stage 3 DeepSpeed's own defaults overlap
+        # `reduce_scatter: true` does not scatter either: it flattens, all-reduces, and copies back. On CUDA gradients
+        # are sent beside the backward pass, from buffers of their own: without these each bucket waits for the device
+        section |= {"overlap_comm": True} if device == "cuda" else {}
+        section |= {"contiguous_gradients": device == "cuda", "reduce_scatter": False}
+    settings: dict[str, Any] = {"zero_optimization": section}
     if stage == 1 and precision == "bf16" and "offload_optimizer" not in zero:
         if data_ranks == 1:  # nothing is sent: there is no reason to round sums to bf16 and back
             settings["communication_data_type"] = "fp32"
         if device == "cuda":  # each gradient is added to its sum and freed while the backward pass goes on
             settings["bf16"] = {"immediate_grad_update": True}
     return settings
-
-
-def _on_cpu(stage: int) -> dict[str, Any]:
-    zero: dict[str, Any] = {"reduce_bucket_size": _CPU_BUCKET}
-    if stage in (1, 2):
-        zero |= {"contiguous_gradients": False} | _REDUCED_WHOLE
-    return zero
-
-
-def _on_cuda(stage: int) -> dict[str, Any]:
-    zero: dict[str, Any] = {"reduce_bucket_size": _CUDA_BUCKET}
-    if stage in (1, 2):
-        # sent beside the backward pass, from buffers of their own: without these each bucket waits for the device
-        zero |= {"overlap_comm": True, "contiguous_gradients": True} | _REDUCED_WHOLE
-    return zero  # DeepSpeed's own defaults overlap at stage 3
-
-
-_REDUCED_WHOLE = {"reduce_scatter": False}
-"""DeepSpeed's `reduce_scatter: true` does not scatter either: it flattens, all-reduces, and copies back."""
 
 
 # Completes DeepSpeed's JSON from the run's config; a key that it does not know, or that contradicts the config, is

@@ -34,14 +34,9 @@ def deepspeed_session() -> Iterator[None]:
         yield
     finally:
         if "deepspeed" in sys.modules:
-            _forget_ranks()
+            with suppress(AttributeError):  # an older DeepSpeed
+                importlib.import_module("deepspeed.utils.groups")._release_process_group_references()
             _forget_modules()
-
-
-def _forget_ranks() -> None:
-    """Does what `deepspeed.comm.destroy_process_group` does, except for ending the groups themselves."""
-    with suppress(AttributeError):  # an older DeepSpeed
-        importlib.import_module("deepspeed.utils.groups")._release_process_group_references()
 
 
 def _forget_modules() -> None:
@@ -53,37 +48,22 @@ def _forget_modules() -> None:
         inspect.getclosurevars(method).nonlocals["func"].cache_clear()
 
 
+def _same(value: Any) -> Any:
+    return value
+
+
 class ModelParallelUnit:
-    """Tells DeepSpeed which ranks split the weights (model, tensor) and which split each batch (data).
+    """Megatron's "mpu": which ranks split the weights (model, tensor) and which split each batch (data).
 
     With it DeepSpeed averages gradients over data ranks only. For the gradient norm it sums squares over tensor ranks
     for parameters that carry `model_parallel = True`; all others count once.
     """
 
     def __init__(self, mesh: Mesh) -> None:
-        self._mesh = mesh
-
-    def get_model_parallel_rank(self) -> int:
-        return self._mesh.tensor_group.rank
-
-    def get_model_parallel_world_size(self) -> int:
-        return self._mesh.tensor_group.size
-
-    def get_model_parallel_group(self) -> dist.ProcessGroup | None:
-        return self._mesh.tensor_group.handle
-
-    def get_data_parallel_rank(self) -> int:
-        return self._mesh.data_group.rank
-
-    def get_data_parallel_world_size(self) -> int:
-        return self._mesh.data_group.size
-
-    def get_data_parallel_group(self) -> dist.ProcessGroup | None:
-        return self._mesh.data_group.handle
-
-    get_tensor_model_parallel_rank = get_model_parallel_rank
-    get_tensor_model_parallel_world_size = get_model_parallel_world_size
-    get_tensor_model_parallel_group = get_model_parallel_group
+        groups = {"model": mesh.tensor_group, "tensor_model": mesh.tensor_group, "data": mesh.data_group}
+        for kind, group in groups.items():
+            for name, value in {"rank": group.rank, "world_size": group.size, "group": group.handle}.items():
+                setattr(self, f"get_{kind}_parallel_{name}", partial(_same, value))
 
 
 # Half precision: DeepSpeed rounds parameters when it starts, so they are given their values only afterwards.
@@ -139,9 +119,8 @@ def load_deepspeed(device: torch.device) -> ModuleType:
     _load_its_muon()
     # norms of gradients in fp32, as torch has them: in fp64 each is a copy twice the size
     accelerator.is_fp64_supported = lambda: False
-    accelerator.device_count = cache(
-        partial(type(accelerator).device_count, accelerator)
-    )  # else asks numactl each time
+    # else numactl is called each time
+    accelerator.device_count = cache(partial(type(accelerator).device_count, accelerator))
     deepspeed.utils.nvtx.enable_nvtx = device.type == "cuda"  # marks that CPUs have no profiler for
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", r".*torch\.distributed\.\w+. is deprecated", FutureWarning)  # its calls, not ours
@@ -169,7 +148,9 @@ def start_deepspeed(
     deepspeed = load_deepspeed(device)
     _refuse_nvme_without_async_io(config)
     own_errors = deepspeed.DeepSpeedConfigError, deepspeed.runtime.zero.utils.ZeRORuntimeException
-    _name_device(device)
+    if device.index is not None:  # DeepSpeed takes its device from LOCAL_RANK, which srun and python do not set
+        os.environ["LOCAL_RANK"] = str(device.index)
+    os.environ.setdefault("LOCAL_RANK", "0")
     if not dist.is_initialized():
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
@@ -177,7 +158,8 @@ def start_deepspeed(
     try:
         with redirect_stdout(io.StringIO()):  # its bf16 optimizer prints memory reports; warnings still pass
             deepspeed.init_distributed(dist.get_backend())
-            _limit_waits(deepspeed, mesh.world_group.timeout_seconds)
+            limit = timedelta(seconds=mesh.world_group.timeout_seconds)  # torch's default is half an hour with gloo
+            deepspeed.comm.comm.cdb.new_group = partial(dist.new_group, timeout=limit)
             if config.get("zero_optimization", {}).get("stage") == 3:
                 parts, data = _OneByOne(module, config), mesh.data_group.handle
                 deepspeed.zero.Init(module=parts, data_parallel_group=data, config_dict_or_path=config, mpu=mpu)
@@ -215,16 +197,3 @@ class _OneByOne(nn.Module):
             # a copy, because of one number expanded to [1] `contiguous` keeps the stride 0
             parameter.data = parameter.data.to(self._dtype).clone(memory_format=torch.contiguous_format)
             yield parameter
-
-
-def _limit_waits(deepspeed: ModuleType, timeout_seconds: float) -> None:
-    """Sets our timeout for the groups DeepSpeed makes; its own is torch's default, half an hour with gloo."""
-    deepspeed.comm.comm.cdb.new_group = partial(dist.new_group, timeout=timedelta(seconds=timeout_seconds))
-
-
-def _name_device(device: torch.device) -> None:
-    """Sets LOCAL_RANK, from which DeepSpeed takes its device; `srun` and a bare `python` do not set it."""
-    if device.index is not None:
-        os.environ["LOCAL_RANK"] = str(device.index)
-    else:
-        os.environ.setdefault("LOCAL_RANK", "0")

@@ -97,26 +97,16 @@ def discard_gradients(optimizer: Any, stage: int) -> None:
     Sends nothing, but every rank must call it. Weights, moments and loss scale stay.
     """
     optimizer.zero_grad()
-    if stage == 3:
-        _discard_slices(optimizer)
+    if stage == 3:  # as DeepSpeed's step does when it applies nothing, in this order
+        optimizer._pre_step()
+        optimizer._partition_all_parameters()
+        optimizer._overflow_clean_up(optimizer.loss_scale)
     elif hasattr(optimizer, "averaged_gradients"):  # unlike stage 0's, and the one for bf16 at stage 1
-        _discard_parts(optimizer)
-
-
-def _discard_parts(optimizer: Any) -> None:
-    """Stages 1 and 2."""
-    optimizer.micro_step_id = -1  # the next gradients replace what is there, and are not added to it
-    for sums in (optimizer.averaged_gradients, optimizer.all_grad_tensors):
-        sums.update(dict.fromkeys(sums))
-    if optimizer.cpu_offload:
-        optimizer.reset_cpu_buffers()  # waits for copies to the host; clears their norms and overflow flags
-
-
-def _discard_slices(optimizer: Any) -> None:
-    """Stage 3: does what DeepSpeed's step does when it applies nothing, in this order."""
-    optimizer._pre_step()
-    optimizer._partition_all_parameters()
-    optimizer._overflow_clean_up(optimizer.loss_scale)
+        optimizer.micro_step_id = -1  # the next gradients replace what is there, and are not added to it
+        for sums in (optimizer.averaged_gradients, optimizer.all_grad_tensors):
+            sums.update(dict.fromkeys(sums))
+        if optimizer.cpu_offload:
+            optimizer.reset_cpu_buffers()  # waits for copies to the host; clears their norms and overflow flags
 
 
 _SEARCH = frozenset({"cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis"})
@@ -262,7 +252,7 @@ class Engine:
         self._deepspeed.set_gradient_accumulation_boundary(False)
         self._deepspeed.step()  # only counts the micro-step
         self._deepspeed.set_gradient_accumulation_boundary(None)  # by its own count again
-        self._discard_gradients()
+        discard_gradients(self._deepspeed.optimizer, self._stage)
         return StepResult(nan, applied=False)
 
     def _end_accumulation(self) -> None:
@@ -275,7 +265,7 @@ class Engine:
         if isfinite(norm):
             clip_(self.module.parameters(), norm, self._clipping)
         else:
-            self._discard_gradients()  # Adam skips parameters without gradients
+            discard_gradients(self._deepspeed.optimizer, self._stage)  # Adam skips parameters without gradients
         self._deepspeed.step()
         return StepResult(norm, isfinite(norm))
 
@@ -283,11 +273,8 @@ class Engine:
         self._deepspeed.step()
         applied = self._deepspeed.was_step_applied()
         if not applied:
-            self._discard_gradients()
+            discard_gradients(self._deepspeed.optimizer, self._stage)
         return StepResult(float(self._deepspeed.get_global_grad_norm()), applied)
-
-    def _discard_gradients(self) -> None:
-        discard_gradients(self._deepspeed.optimizer, self._stage)
 
     @torch.no_grad()
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
@@ -353,23 +340,14 @@ class RowEngine(Engine):
     would be.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        *,
-        optimizer: torch.optim.Optimizer,
-        config: dict[str, Any],
-        mesh: Mesh,
-        device: torch.device,
-        weights: Tensors,
-    ) -> None:
+    def __init__(self, module: nn.Module, *, weights: Tensors, **arguments: Any) -> None:
         self._name, table = next(pair for pair in module.named_modules() if isinstance(pair[1], RowTable))
         self._table = cast(RowTable, table)
 
         def body(name: str) -> Tensor:
             return torch.zeros(NORM_PROXY_SIZE) if name == f"{self._name}.norm_proxy" else weights.read(name)
 
-        super().__init__(module, optimizer=optimizer, config=config, mesh=mesh, device=device, weights=Whole(body))
+        super().__init__(module, weights=Whole(body), **arguments)
         self._table.fill_(weights.blocks(f"{self._name}.weight"))
 
     def begin(self, rows: RowPlan | None) -> int:

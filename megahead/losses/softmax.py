@@ -186,44 +186,39 @@ def parallel_candidate_loss(
     bias_U = candidates.bias_U
     if bias_U is not None and bias_U.requires_grad:  # full on every rank, which uses only its slice
         candidates = replace(candidates, bias_U=copy_to_group(bias_U, shard.group))
-    if shard.count < shard.width:  # what lies beyond the candidates gets no gradient at all
-        rows_wD = F.pad(rows_wD[: shard.count], (0, 0, 0, shard.width - shard.count))
-    return grouped_candidate_loss(outputs_ND, rows_wD, _local(candidates, shard), score, shard.group)
+    return grouped_candidate_loss(outputs_ND, *_local(rows_wD, candidates, shard), score, shard.group)
 
 
 def parallel_evaluation_sums(
     outputs_ND: Tensor, rows_wD: Tensor, candidates: Candidates, score: Score, shard: CandidateShard
 ) -> EvaluationSums:
     """The same as `evaluation_sums` with all ranks' rows together, on every rank. Collective."""
-    return grouped_evaluation_sums(outputs_ND, rows_wD, _local(candidates, shard), score, shard.group)
+    return grouped_evaluation_sums(outputs_ND, *_local(rows_wD, candidates, shard), score, shard.group)
 
 
 def parallel_misses(
     outputs_ND: Tensor, rows_wD: Tensor, candidates: Candidates, score: Score, shard: CandidateShard
 ) -> Tensor:
     """bool [N]: whether another candidate is at least as probable as the target, on every rank. Collective."""
-    if shard.count < shard.width:
-        rows_wD = F.pad(rows_wD[: shard.count], (0, 0, 0, shard.width - shard.count))
-    return grouped_misses(outputs_ND, rows_wD, _local(candidates, shard), score, shard.group)
+    return grouped_misses(outputs_ND, *_local(rows_wD, candidates, shard), score, shard.group)
 
 
 def parallel_draws(
     outputs_ND: Tensor, rows_wD: Tensor, candidates: Candidates, score: Score, uniform_N: Tensor, shard: CandidateShard
 ) -> Tensor:
     """int64 [N]: places among all candidates, drawn as by `grouped_draws` on one rank; on every rank. Collective."""
-    if shard.count < shard.width:
-        rows_wD = F.pad(rows_wD[: shard.count], (0, 0, 0, shard.width - shard.count))
-    place_N = grouped_draws(outputs_ND, rows_wD, _local(candidates, shard), score, uniform_N, shard.group)
+    place_N = grouped_draws(outputs_ND, *_local(rows_wD, candidates, shard), score, uniform_N, shard.group)
     return shard.group.all_reduce_max_(torch.where(place_N < 0, -1, place_N + shard.first))
 
 
-def _local(candidates: Candidates, shard: CandidateShard) -> Candidates:
-    """The same with only this rank's biases, [w], padded with -inf, and targets as indices into this rank's
-    rows; indices outside of them mean that another rank has the target."""
+def _local(rows_wD: Tensor, candidates: Candidates, shard: CandidateShard) -> tuple[Tensor, Candidates]:
+    """This rank's rows and biases, [w], padded with 0 and -inf, and targets as indices into these rows; indices outside
+    of them mean that another rank has the target."""
     bias_U = candidates.bias_U
-    if bias_U is None and shard.count < shard.width:
-        bias_U = torch.zeros(shard.first + shard.count, device=candidates.target_N.device)
-    return replace(
+    if shard.count < shard.width:  # what lies beyond the candidates gets no gradient at all
+        rows_wD = F.pad(rows_wD[: shard.count], (0, 0, 0, shard.width - shard.count))
+        bias_U = torch.zeros(shard.first + shard.count, device=rows_wD.device) if bias_U is None else bias_U
+    return rows_wD, replace(
         candidates,
         bias_U=shard.slice(bias_U, elsewhere=-torch.inf),
         target_N=candidates.target_N - shard.first,

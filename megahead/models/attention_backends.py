@@ -152,18 +152,9 @@ def _like(x: Tensor) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def _fill_gradients(
-    weights_CMT: Tensor,
-    to_scores_CMT: Tensor,
-    gradient_CMd: Tensor,
-    q_CMd: Tensor,
-    k_CTd: Tensor,
-    v_CTd: Tensor,
-    to_q_CMd: Tensor,
-    to_k_CTd: Tensor,
-    to_v_CTd: Tensor,
-) -> None:
+def _fill_gradients(weights_CMT: Tensor, to_scores_CMT: Tensor, *rows: Tensor) -> None:
     """Fills in the last three. `weights_CMT` holds the bias; scores are kept there and in `to_scores_CMT`."""
+    gradient_CMd, q_CMd, k_CTd, v_CTd, to_q_CMd, to_k_CTd, to_v_CTd = rows
     scale = q_CMd.shape[-1] ** -0.5
     torch.softmax(weights_CMT.baddbmm_(q_CMd, k_CTd.mT, alpha=scale), -1, out=weights_CMT)
     torch.bmm(weights_CMT.mT, gradient_CMd, out=to_v_CTd)
@@ -259,17 +250,14 @@ def attend_per_document(
 ) -> Tensor:
     """One call per document: pairs across documents cost nothing. Split and joined once, so backward copies once."""
     parts = zip(*(x.flatten(0, 1).split(documents.lengths) for x in (q_BTHd, k_BTHd, v_BTHd)), strict=True)
-    outputs = [_attend_document(q, k, v, documents.window, dropout, causal) for q, k, v in parts]
+    window, outputs = documents.window, list[Tensor]()
+    for q, k, v in parts:
+        if window is None or len(q) <= window + 1:
+            outputs.append(attend_rows(q[None], k[None], v[None], dropout, causal)[0])
+        else:
+            heads = q.shape[1]
+            outputs.append(attend_near(q, repeated(k, heads), repeated(v, heads), window, dropout, causal))
     return torch.cat(outputs).view_as(q_BTHd)
-
-
-def _attend_document(
-    q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, window: int | None, dropout: float, causal: bool
-) -> Tensor:
-    tokens, heads = q_THd.shape[:2]
-    if window is None or tokens <= window + 1:
-        return attend_rows(q_THd[None], k_TKd[None], v_TKd[None], dropout, causal)[0]
-    return attend_near(q_THd, repeated(k_TKd, heads), repeated(v_TKd, heads), window, dropout, causal)
 
 
 def attend_varlen(

@@ -205,7 +205,11 @@ class LazyUpdates:
         self._window = int(min(window_of(betas), LONGEST_WINDOW))
         self._ratio = betas[0] / math.sqrt(betas[1]) if betas[0] else 0.0
         self._powers = self._ratio ** np.arange(1, self._window + 1)
-        self._nodes, self._basis = _quadrature(self._ratio, self._window)
+        gaps, j = np.arange(self._window + 1), np.arange(1.0, self._window + 1)
+        self._nodes = gauss_nodes(self._ratio, NODES, gaps)  # [gap, NODES]
+        self._basis = (
+            lagrange_basis(self._nodes, j) * (j <= gaps[:, None])[:, None]
+        )  # [gap, NODES, window], of each term
         self._corrected = PerStep(0.0)  # rates with Adam's bias correction
         self._settled = PerStep(np.zeros(NODES))  # sums over the whole window after a step
 
@@ -262,13 +266,6 @@ class LazyUpdates:
         b2 = self._betas[1]
         offsets: Floats = self._eps * np.sqrt(1 - b2 ** (last_step_S1 + j)) * b2 ** (-j / 2)
         return offsets
-
-
-def _quadrature(ratio: float, window: int) -> tuple[Floats, Floats]:
-    """For each gap up to `window`: its nodes [gap, NODES], and the weight of each term there [gap, NODES, window]."""
-    gaps, j = np.arange(window + 1), np.arange(1.0, window + 1)
-    nodes = gauss_nodes(ratio, NODES, gaps)
-    return nodes, lagrange_basis(nodes, j) * (j <= gaps[:, None])[:, None]
 
 
 # How the rows of a table are updated: a step updates only those with a gradient; others catch up when they have one.
