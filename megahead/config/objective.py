@@ -171,9 +171,8 @@ class ObjectiveConfig(Settings):
     of a headless run it starts as the bias of the training-free head, else as 0."""
 
     score: Literal["dot", "cosine", "harmonic"] = "dot"
-    """Similarity of an output (a final hidden state) and a row: `dot`, their product (the paper); `cosine`;
-    `harmonic`, minus the logarithm of their distance (harmonic loss, arXiv 2502.01628). Only `dot` exports with a
-    head."""
+    """Similarity of an output (a final hidden state) and a row: `dot`, their product (the paper); `cosine`; `harmonic`,
+    minus the logarithm of their distance (harmonic loss, arXiv 2502.01628). Only `dot` exports with a head."""
 
     temperature: float = Field(default=1.0, gt=0)
     """Scores are divided by this; the paper has 1. Take 0.05 to 0.1 for a cosine; 1 / exponent for a harmonic

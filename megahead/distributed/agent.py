@@ -14,7 +14,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 from torch.distributed.run import main
 
 
-def leave_meetings_open() -> None:
+def keep_rendezvous_open() -> None:
     """From here on in this process."""
     close = DynamicRendezvousHandler.shutdown
 
@@ -29,5 +29,5 @@ def leave_meetings_open() -> None:
 
 
 if __name__ == "__main__":
-    leave_meetings_open()
+    keep_rendezvous_open()
     main()

@@ -140,7 +140,7 @@ def _number(environment: Mapping[str, str], name: str) -> int:
 
 
 def _torchrun(environment: Mapping[str, str]) -> dict[str, Any]:
-    """What torchrun's agent tells beside a rank's place; each node's counts its own restarts, and not the others'."""
+    """What torchrun's agent sets beside a rank's place; it counts the restarts of its own node alone."""
     keeps_store = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return {
         "attempt": _number(environment, "TORCHELASTIC_RESTART_COUNT") if keeps_store else 0,
@@ -223,7 +223,7 @@ def print_error_once(launch: Launch, sentence: str) -> None:
         print_error(sentence)
     if launch.rank == 0:  # its process may be the one that serves the store
         with suppress(RuntimeError, TimeoutError):
-            with_timeout(PATIENCE_SECONDS, lambda: _wait_for_all(store, launch.world_size))
+            with_timeout(PATIENCE_SECONDS, lambda: _wait_until_all_reported(store, launch.world_size))
 
 
 def _claim(launch: Launch, sentence: str) -> tuple[Store, bool]:
@@ -231,12 +231,12 @@ def _claim(launch: Launch, sentence: str) -> tuple[Store, bool]:
     # over a new connection: an existing one may still wait for an answer
     store = open_store(launch, 0 if dist.is_initialized() else PATIENCE_SECONDS)
     first = store.add(f"megahead/printed/{hashlib.sha256(sentence.encode()).hexdigest()}", 1) == 1
-    store.add("megahead/asked", 1)
+    store.add("megahead/reported", 1)
     return store, first
 
 
-def _wait_for_all(store: Store, world_size: int) -> None:
-    while store.add("megahead/asked", 0) < world_size:
+def _wait_until_all_reported(store: Store, world_size: int) -> None:
+    while store.add("megahead/reported", 0) < world_size:
         time.sleep(0.02)
 
 
@@ -313,13 +313,13 @@ def _refuse_other_settings(rank: int, settings: Settings, first: Settings) -> No
 
 @contextmanager
 def _counting_lost_ranks(store: Store, launch: Launch) -> Iterator[None]:
-    """Rank 0 prints an error once all ranks have asked the store who is first (`print_error_once`): lost ones count."""
+    """Inside, lost ranks count as ranks that have reported their error: rank 0 waits for all (`print_error_once`)."""
     try:
         yield
     except LostRankError as error:
         if launch.rank == 0:
             with suppress(RuntimeError, TimeoutError):
-                with_timeout(1, partial(store.add, "megahead/asked", len(error.lost)))
+                with_timeout(1, partial(store.add, "megahead/reported", len(error.lost)))
         raise
 
 

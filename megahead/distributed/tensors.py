@@ -21,7 +21,7 @@ BLOCK = 1 << 14
 
 
 class Tensors(Protocol):
-    """Full CPU tensors; what is missing, or not what its reader needs, is an error of whoever has them."""
+    """Full CPU tensors; what is missing, or not what its reader needs, is an error of who has them."""
 
     def read(self, name: str, /) -> Tensor:
         """All of one."""

@@ -47,7 +47,7 @@ class ForwardTime:
         self._events.append((first, last))
 
     def take(self) -> float:
-        """Seconds since it was last asked; on a GPU, the host must have waited for the last forward pass by then (for
+        """Seconds since the last call; on a GPU, the host must have waited for the last forward pass by then (for
         its loss, say), or this raises a RuntimeError."""
         for first, last in self._events:
             self._seconds += first.elapsed_time(last) / 1e3
@@ -167,7 +167,7 @@ class Engine:
     the `deepspeed` of a `RunPlan`. At stage 3 `module`'s own parameters are empty outside of its forward: read them
     through `tensors`.
 
-    `weights` has the full (unsharded) tensors that parameters start from, under their names, and is asked for one at
+    `weights` has the full (unsharded) tensors that parameters start from, under their names, and is read one at
     a time: `module` may be unallocated (see `assemble`), so that at stage 3 no rank ever holds all of it.
     """
 

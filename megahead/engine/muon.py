@@ -96,9 +96,8 @@ def _cut_flat(optimizer: Any, data_group: Group, dims: Mapping[Tensor, int]) -> 
             (held,) = group["params"]
             cut = []
             for parameter, start in _laid_out(optimizer, index):
-                pieces = [
-                    _overlap(start, parameter.numel(), r * held.numel(), held.numel()) for r in _ranks(data_group)
-                ]
+                size, ranks = held.numel(), range(data_group.size)
+                pieces = [_overlap(start, parameter.numel(), rank * size, size) for rank in ranks]
                 cut.append(CutMatrix(parameter.shape, dims.get(parameter), pieces))
             yield held, cut
 
@@ -129,7 +128,7 @@ def _cut_each(optimizer: Any, data_group: Group, dims: Mapping[Tensor, int]) -> 
             cut, place = [], 0
             for parameter in optimizer.fp16_groups[index]:
                 length = parameter.ds_tensor.numel()
-                pieces = [_own_piece(place, length, r, parameter.ds_numel) for r in _ranks(data_group)]
+                pieces = [_own_piece(place, length, r, parameter.ds_numel) for r in range(data_group.size)]
                 cut.append(CutMatrix(parameter.ds_shape, dims.get(parameter), pieces))
                 place += length
             yield held, cut
@@ -139,7 +138,3 @@ def _own_piece(place: int, length: int, rank: int, numbers: int) -> Piece:
     """The piece of `length` that begins at `place` of what each rank holds."""
     begin, end = min(rank * length, numbers), min((rank + 1) * length, numbers)
     return Piece(slice(place, place + end - begin), slice(begin, end))
-
-
-def _ranks(group: Group) -> range:
-    return range(group.size)

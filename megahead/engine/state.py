@@ -86,9 +86,7 @@ Member = tuple[Mapping[str, Any], Tensor]
 
 
 def _parameters(optimizer: Any) -> Iterator[Member]:
-    for group in optimizer.param_groups:
-        for tensor in group["params"]:
-            yield group, tensor
+    return ((group, tensor) for group in optimizer.param_groups for tensor in group["params"])
 
 
 def _make_moments(adam: torch.optim.Optimizer, members: Iterable[Member]) -> None:

@@ -272,22 +272,14 @@ def training_free_bias(
     """
     if config.head() != "pmi":
         return None
-    log_q_V = log_unigram(counts_V, vocab_size, token_counts_V)
-    weight_V = _log_weight(config, log_q_V, token_counts_V, group_targets)
+    weight_V = log_q_V = log_unigram(counts_V, vocab_size, token_counts_V)
+    draws = config.negatives
+    if draws or config.bias == "once":  # else an id weighs on average as often as it is a target
+        log_r_V = log_negatives(config, vocab_size, token_counts_V) if draws else None
+        weight_V = log_mean_weight(config.bias, log_q_V, group_targets, log_r_V, draws)
+        weight_V = (weight_V if config.bias == "once" else weight_V - log(group_targets + draws)).float()
     return (
         weight_V
         if evaluation_target_counts_V is None
         else weight_V + log_unigram(evaluation_target_counts_V, vocab_size) - log_q_V
     )
-
-
-def _log_weight(
-    config: ObjectiveConfig, log_q_V: Tensor, token_counts_V: Tensor | None, group_targets: float
-) -> Tensor:
-    """[V] float32: log of each id's mean weight among the candidates, up to a constant."""
-    draws = config.negatives
-    log_r_V = log_negatives(config, len(log_q_V), token_counts_V) if draws else None
-    if config.bias != "once" and log_r_V is None:
-        return log_q_V
-    weight_V = log_mean_weight(config.bias, log_q_V, group_targets, log_r_V, draws)
-    return (weight_V if config.bias == "once" else weight_V - log(group_targets + draws)).float()

@@ -179,7 +179,7 @@ class Vanilla:
 def build_objective(
     config: ObjectiveConfig, vocab_size: int, token_counts_V: Tensor | None = None, nearest_VK: Tensor | None = None
 ) -> Objective:
-    """The objective that a run asks for; ConfigError if it needs token counts of the training text, but has none."""
+    """The objective of `config`; ConfigError if it needs token counts of the training text, but has none."""
     return Vanilla() if config.name == "vanilla" else Headless(config, vocab_size, token_counts_V, nearest_VK)
 
 

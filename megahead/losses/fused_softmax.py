@@ -154,7 +154,7 @@ class TorchChunkSoftmax:
             target_n1 = biased_n1 - self._bias_w[index_n, None]
         else:
             target_n1 = (outputs_nD * self._rows_wD[index_n]).sum(dim=1, keepdim=True, dtype=scores_nw.dtype)
-            self._score.link_(target_n1)
+            self._score.similarity_(target_n1)
             target_n1 *= self._score.scale
             biased_n1 = biased_n1.where(~held_n1, target_n1 + self._target_bias_w[index_n, None])
             scores_nw.scatter_(1, index_n[:, None], biased_n1)
@@ -162,11 +162,11 @@ class TorchChunkSoftmax:
         return _Scored(scores_nw, index_n[:, None], held_n1, of_targets_n2, slopes_nw)
 
     def _biased_(self, scores_nw: Tensor, outputs_nD: Tensor) -> Tensor | None:
-        """Fills in scores with biases; returns the slopes of the score's link."""
+        """Fills in scores with biases; returns the slopes of the similarities."""
         if self._score.is_product:
             torch.addmm(self._bias_w, outputs_nD, self._rows_wD.T, alpha=self._score.scale, out=scores_nw)
             return None
-        slopes_nw = self._score.link_(torch.mm(outputs_nD, self._rows_wD.T, out=scores_nw))
+        slopes_nw = self._score.similarity_(torch.mm(outputs_nD, self._rows_wD.T, out=scores_nw))
         scores_nw.mul_(self._score.scale).add_(self._bias_w)
         return slopes_nw
 
@@ -386,7 +386,7 @@ class _Refused(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> Any:  # type: ignore[override]
         raise RuntimeError(
-            "the softmax over candidates must be differentiated once, but a second derivative was asked for; compute "
+            "the softmax over candidates must be differentiated once, but a second derivative was requested; compute "
             "the loss by `candidate_loss_reference`, or without create_graph."
         )
 

@@ -20,17 +20,17 @@ DividesOutputs = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Score(ABC):
-    """`scale * link(outputs(h) . rows(e))`."""
+    """`scale * similarity(outputs(h) . rows(e))`."""
 
     temperature: float | DividesOutputs = 1.0
     """Scores are divided by it; a learned one divides what is made of outputs."""
 
     is_product: ClassVar[bool] = True
-    """Whether the link changes nothing."""
+    """Whether a product is the similarity itself."""
 
     @property
     def scale(self) -> float:
-        """Factor of the linked products."""
+        """Factor of the similarities."""
         return 1 / self.temperature if isinstance(self.temperature, float | int) else 1.0
 
     def outputs(self, outputs_ND: Tensor) -> Tensor:
@@ -41,8 +41,8 @@ class Score(ABC):
         """[U, E]: what products read of the candidates' rows; with a gradient."""
         return rows_UD
 
-    def link_(self, products_nw: Tensor) -> Tensor | None:
-        """Puts the linked products in place of the products; their slopes by these, or None for ones."""
+    def similarity_(self, products_nw: Tensor) -> Tensor | None:
+        """Puts similarities in place of the products; returns their slopes by these, or None for ones."""
         return None
 
     @abstractmethod
@@ -110,7 +110,7 @@ class Harmonic(Score):
         squares_U1 = rows_UD.square().sum(dim=-1, keepdim=True)
         return torch.cat([rows_UD, torch.ones_like(squares_U1), squares_U1], dim=-1)
 
-    def link_(self, products_nw: Tensor) -> Tensor:
+    def similarity_(self, products_nw: Tensor) -> Tensor:
         nearer_nw = products_nw < LEAST_SQUARE
         slopes_nw = products_nw.clamp_min_(LEAST_SQUARE).reciprocal().masked_fill_(nearer_nw, 0)
         products_nw.log_()

@@ -132,9 +132,8 @@ def attend_at(
 class CausalSelfAttention(nn.Module):
     """Multi-head attention with rotary positions; one projection makes q, k and v.
 
-    Rows of `qkv.weight` are ordered head by head, within a head q, k, v: any contiguous run of heads is a
-    contiguous run of rows. The number of heads is read from the projection's width, so that a rank may hold a part of
-    them.
+    Rows of `qkv.weight` are ordered head by head, within a head q, k, v: any contiguous run of heads is a contiguous
+    run of rows. The number of heads is read from the projection's width, so that a rank may hold a part of them.
     """
 
     def __init__(self, hidden_size: int, num_heads: int, dropout: float = 0.0) -> None:

@@ -18,15 +18,10 @@ from megahead.models.documents import Documents
 
 # Attention of bf16 rows on a CPU: forward by torch's kernel, backward in the fastest of three ways.
 #
-# torch's CPU kernel computes bf16 forward on the matrix units. Its backward pass costs much for each call in bf16: for
-# documents of 16 to 128 tokens 3 to 7 times as long as in fp32, conversions included. So
-#
-# - few scores go back in fp32, by the same kernel;
-# - many scores of up to 512 tokens a row by five bf16 products, of so many rows at once that their scores stay in the
-#   processor's cache; rows of several documents, too, under a mask, as a call for each document would cost more;
-# - longer rows by torch's bf16 kernel, which skips what a causal row does not see.
-#
-# What it gains in whole steps: docs/research/performance.md.
+# torch's own bf16 backward costs much for each call: for documents of 16 to 128 tokens 3 to 7 times as long as in fp32,
+# conversions included. So few scores go back in fp32, by the same kernel; many scores of up to 512 tokens a row by five
+# bf16 products, of so many rows at once that their scores stay in the cache (under a mask rows of several documents,
+# too); longer rows by torch's bf16 kernel, which skips what a causal row does not see.
 #
 # B rows, H heads, M queries and T tokens of a row (as many, but for the targets of an encoder's last block), d
 # dimensions of a head; C heads at once.
@@ -164,16 +159,13 @@ def _fill_gradients(weights_CMT: Tensor, to_scores_CMT: Tensor, *rows: Tensor) -
     to_k_CTd.baddbmm_(to_scores_CMT.mT, q_CMd, beta=0, alpha=scale)
 
 
-# Attention to what is near, where no kernel for it exists: a document is cut into pieces as long as the window.
-#
-# Measured on one CPU core, forward and backward, 2 rows x 2,048 tokens in one document each, 8 heads of 64: 164 ms for
-# 64 tokens to each side, 832 ms for all; in 4 documents each 150 and 193 ms.
-#
-# T tokens in P pieces of w (the window), each of which sees s = 3 w keys: its own, and those of the pieces before and
-# behind it. H heads, d dimensions of a head.
+# Local attention, where no kernel for it exists: a document is cut into pieces as long as the window. Measured on one
+# CPU core, forward and backward, 2 rows x 2,048 tokens in one document each, 8 heads of 64: 164 ms for 64 tokens to
+# each side, 832 ms for all. T tokens in P pieces of w (the window), each of which sees s = 3 w keys: its own, and those
+# of the pieces before and behind it.
 
 
-def attend_near(q_THd: Tensor, k_THd: Tensor, v_THd: Tensor, window: int, dropout: float, causal: bool) -> Tensor:
+def attend_locally(q_THd: Tensor, k_THd: Tensor, v_THd: Tensor, window: int, dropout: float, causal: bool) -> Tensor:
     """[T, H, d]: softmax(q k / sqrt(d)) v over the keys of one document that are at most `window` tokens away.
 
     Costs 3 w T scores instead of T^2.
@@ -185,12 +177,12 @@ def attend_near(q_THd: Tensor, k_THd: Tensor, v_THd: Tensor, window: int, dropou
     k_PHsd, v_PHsd = (
         F.pad(x, (0, 0, 0, 0, window, window + filled)).unfold(0, 3 * window, window).mT for x in (k_THd, v_THd)
     )
-    mask_P1ws = _near(tokens, window, causal, q_THd.device)[:, None]
+    mask_P1ws = _nearby(tokens, window, causal, q_THd.device)[:, None]
     near_PHwd = F.scaled_dot_product_attention(q_PHwd, k_PHsd, v_PHsd, attn_mask=mask_P1ws, dropout_p=dropout)
     return near_PHwd.transpose(1, 2).flatten(0, 1)[:tokens]
 
 
-def _near(tokens: int, window: int, causal: bool, device: torch.device) -> Tensor:
+def _nearby(tokens: int, window: int, causal: bool, device: torch.device) -> Tensor:
     """[P, w, s] bool: which keys each token of a piece sees; those that fill up the last piece see some, too."""
     first_P11 = torch.arange(0, tokens, window, device=device)[:, None, None]
     query_Pw1 = first_P11 + torch.arange(window, device=device)[:, None]
@@ -256,7 +248,7 @@ def attend_per_document(
             outputs.append(attend_rows(q[None], k[None], v[None], dropout, causal)[0])
         else:
             heads = q.shape[1]
-            outputs.append(attend_near(q, repeated(k, heads), repeated(v, heads), window, dropout, causal))
+            outputs.append(attend_locally(q, repeated(k, heads), repeated(v, heads), window, dropout, causal))
     return torch.cat(outputs).view_as(q_BTHd)
 
 
@@ -329,14 +321,11 @@ def load_flash4() -> Callable[..., Any]:
     return flash_attn_varlen_func  # type: ignore[no-any-return]
 
 
-# Attention backends: which there are, where each can be used, and the choice among them.
+# Which backends there are, where each can be used, and the choice among them.
 #
 # On CUDA in half precision `auto` takes a kernel for sequences of differing lengths: flash-attn 2, 3 or 4 where one is
-# installed, else torch's own. A CPU goes document by document. Measured on one CPU core, forward and backward, 2 rows
-# x 2,048 tokens in 4 documents each, 8 heads of 64: mask 613 ms, document by document 198 ms, and 330 ms for causal
-# attention without documents. Only short rows in bf16 go under a mask there (`cpu_attention`).
-#
-# B rows, T tokens, H heads (of this rank), d dimensions of a head.
+# installed, else torch's own. A CPU goes document by document (measured on one core, forward and backward, 2 rows x
+# 2,048 tokens in 4 documents each, 8 heads of 64: 198 ms, under a mask 613 ms), but for short rows in bf16.
 
 
 class Attend(Protocol):

@@ -88,7 +88,7 @@ class Backbone(nn.Module, ABC):
 
 
 class Encoder(Backbone):
-    """An encoder says what its first block reads, what each is told, and what becomes of the last one's output."""
+    """Defines what its first block reads, the further inputs of each block, and what follows the last one."""
 
     blocks: nn.ModuleList
 
@@ -177,10 +177,10 @@ class Decoder(Backbone):
         return gather_from_group(self.final_norm(x_BtD), self.sequence_group, dim=1)
 
 
-def _scaling(asked: RotaryScalingConfig | None) -> Scaling | None:
-    if asked is None:
+def _scaling(settings: RotaryScalingConfig | None) -> Scaling | None:
+    if settings is None:
         return None
-    if asked.kind == "linear":
-        return partial(scaled_linearly, factor=asked.factor)
-    low, high = asked.low_frequency_factor, asked.high_frequency_factor
-    return partial(scaled_as_llama3, factor=asked.factor, low=low, high=high, positions=asked.original_positions)
+    if settings.kind == "linear":
+        return partial(scaled_linearly, factor=settings.factor)
+    low, high = settings.low_frequency_factor, settings.high_frequency_factor
+    return partial(scaled_as_llama3, factor=settings.factor, low=low, high=high, positions=settings.original_positions)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -22,6 +22,10 @@ from megahead.models.layers import Embedding, LayerNorm, RMSNorm, layer_norm, lo
 # norm counts each slice, and all others once. After Shoeybi et al. 2019, arXiv 1909.08053.
 #
 # B rows, T tokens, D hidden size, V vocabulary, U shared ids; lower case: this rank's share.
+
+
+def _unchanged(layer: nn.Module, _: Group) -> nn.Module:
+    return layer
 
 
 def _slice(full: Tensor, group: Group, dim: int) -> nn.Parameter:
@@ -127,11 +131,8 @@ class VocabularyParallelEmbedding(nn.Module):
 
 
 class SharedRMSNorm(nn.Module):
-    """A norm whose weight is also used for other ranks' heads or tokens; its gradients are summed over the ranks, so
-    that their copies stay equal.
-
-    The sum is part of autograd, because DeepSpeed takes gradients as soon as they are computed.
-    """
+    """A norm whose weight is also used for other ranks' heads or tokens; its gradients are summed over the ranks, by
+    autograd, because DeepSpeed takes gradients as soon as they are computed."""
 
     def __init__(self, full: RMSNorm, group: Group) -> None:
         super().__init__()
@@ -149,17 +150,12 @@ def _split_heads(full: HeadsLinear, group: Group) -> nn.Module:
     return ColumnParallelLinear(full, group) if full.heads % group.size == 0 else SharedHeadsLinear(full, group)
 
 
-def unchanged(layer: nn.Module, _: Group) -> nn.Module:
-    """A layer that does nothing stays as it is."""
-    return layer
-
-
 LayerTable = Mapping[str, Mapping[type[nn.Module], Callable[..., nn.Module]]]
 
 PARALLEL_LAYERS: LayerTable = {
     "column": {nn.Linear: ColumnParallelLinear},
     "key_heads": {HeadsLinear: _split_heads},
-    "head_norm": {RMSNorm: SharedRMSNorm, nn.Identity: unchanged},  # where a model has them
+    "head_norm": {RMSNorm: SharedRMSNorm, nn.Identity: _unchanged},  # where a model has them
     "row": {nn.Linear: RowParallelLinear},
     "vocabulary": {Embedding: VocabularyParallelEmbedding, nn.Embedding: VocabularyParallelEmbedding},
 }
@@ -204,10 +200,7 @@ class SequenceRowLinear(RowParallelLinear):
 
 
 class SequenceLayerNorm(nn.Module):
-    """A norm of this rank's tokens; the gradients of its weights are summed over the ranks, whose copies stay equal.
-
-    The sum is part of autograd, because DeepSpeed takes gradients as soon as they are computed.
-    """
+    """A norm of this rank's tokens; the gradients of its weights are summed over the ranks, as in `SharedRMSNorm`."""
 
     def __init__(self, full: nn.LayerNorm, group: Group) -> None:
         super().__init__()
@@ -235,7 +228,7 @@ SEQUENCE_PARALLEL_LAYERS: LayerTable = {
         LayerNorm: SequenceLayerNorm,
         nn.LayerNorm: SequenceLayerNorm,
         RMSNorm: SharedRMSNorm,
-        nn.Identity: unchanged,
+        nn.Identity: _unchanged,
     },
 }
 """The same as `PARALLEL_LAYERS`, if tokens are split too."""
@@ -274,9 +267,9 @@ def parallelize_(module: nn.Module, sharding: Mapping[str, str], group: Group, *
     """Replaces every layer that a pattern of `sharding` names by its parallel form over `group`; sends nothing.
 
     `*` in a pattern stands for one part of a dotted name, "" for `module` itself. "heads" names an attention layer,
-    which is not replaced but told that other ranks have other heads; "key_heads" layers that may have fewer heads than
-    there are ranks; "head_norm" norms of each head. With `sequence` tokens are split as well: "tokens" names modules
-    that are told that other ranks have other tokens, "norm" the norms between them.
+    which is not replaced, but gets the group, whose ranks have the other heads; "key_heads" layers that may have fewer
+    heads than there are ranks; "head_norm" norms of each head. With `sequence` tokens are split as well: "tokens" names
+    modules that get the group, whose ranks have the other tokens, "norm" the norms between them.
     Raises ValueError for a pattern that matches no layer, or a layer without a parallel form: with a wrong table,
     slices would train as if they were full weights.
     """
@@ -284,7 +277,8 @@ def parallelize_(module: nn.Module, sharding: Mapping[str, str], group: Group, *
         raise ConfigError("parallel.sequence", f"be false for a {type(module).__name__}", got="true")
     table = SEQUENCE_PARALLEL_LAYERS if sequence else PARALLEL_LAYERS
     for pattern, kind in sharding.items():
-        matched = list(_matching(module, pattern))
+        expression = re.compile(re.escape(pattern).replace(r"\*", r"[^.]+"))
+        matched = [name for name, _ in module.named_modules() if expression.fullmatch(name)]
         if not matched:
             raise ValueError(f"the sharding table's pattern {pattern!r} must match a layer of {type(module).__name__}")
         if sequence or kind not in ("tokens", "norm"):
@@ -300,11 +294,6 @@ def shard_dims(module: nn.Module) -> dict[str, int]:
         for name, dim in getattr(layer, "shard_dims", {}).items()
         if getattr(layer, name) is not None  # a layer may have no bias
     }
-
-
-def _matching(module: nn.Module, pattern: str) -> Iterator[str]:
-    expression = re.compile(re.escape(pattern).replace(r"\*", r"[^.]+"))
-    return (name for name, _ in module.named_modules() if expression.fullmatch(name))
 
 
 def _apply_(module: nn.Module, name: str, kind: str, table: LayerTable, group: Group) -> None:

@@ -55,7 +55,7 @@ def initial_value(name: str, shape: Sequence[int], seed: int, config: ModelConfi
 
 
 def initial_blocks(name: str, shape: Sequence[int], seed: int, config: ModelConfig) -> Iterator[Tensor]:
-    """The same, bit for bit, in consecutive blocks of rows: each is drawn when it is asked for, 16,384 rows at most."""
+    """The same, bit for bit, in consecutive blocks of rows: each is drawn when it is needed, 16,384 rows at most."""
     return _drawn(name, shape, block_ranges(shape[0]), seed, config)
 
 

@@ -13,7 +13,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous.api import RendezvousClosedError
 from torch.distributed.launcher.api import LaunchConfig, launch_agent
 
-from megahead.distributed.agent import leave_meetings_open
+from megahead.distributed.agent import keep_rendezvous_open
 from support.forked import forked
 
 
@@ -46,7 +46,7 @@ def agent(place: str, rank: Callable[[], object], error: Exception | None = None
         assert error is not None
         raise error
 
-    leave_meetings_open()
+    keep_rendezvous_open()
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     if error is not None:
         SimpleElasticAgent._assign_worker_ranks = failing  # type: ignore[method-assign]

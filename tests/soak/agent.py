@@ -9,7 +9,7 @@ from pathlib import Path
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 from torch.distributed.run import main
 
-from megahead.distributed.agent import leave_meetings_open
+from megahead.distributed.agent import keep_rendezvous_open
 
 
 def keep_time_by(ahead: Path) -> None:
@@ -31,5 +31,5 @@ def keep_time_by(ahead: Path) -> None:
 
 if __name__ == "__main__":
     keep_time_by(Path(os.environ["SOAK_NODE"]) / "ahead")
-    leave_meetings_open()
+    keep_rendezvous_open()
     main()

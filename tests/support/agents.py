@@ -22,7 +22,7 @@ from torch.distributed.launcher.api import LaunchConfig, launch_agent
 
 import support.heavy_imports  # noqa: F401 - else every rank would load it again
 from megahead.commands.pretrain import main
-from megahead.distributed.agent import leave_meetings_open
+from megahead.distributed.agent import keep_rendezvous_open
 from megahead.errors import leave
 from soak.hosts import Host
 from support.forked import FORK
@@ -82,7 +82,7 @@ class Node:
         self.host.enter()
         dynamic_rendezvous.get_method_name = lambda: ""  # it looks through all modules: here 0.1 to 0.4 s at each step
         os.environ |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "DS_ACCELERATOR": "cpu"}
-        leave_meetings_open()  # as launch/elastic.sh does
+        keep_rendezvous_open()  # as launch/elastic.sh does
         self.sabotage(self.number)
         config = LaunchConfig(
             min_nodes=1,
