@@ -29,113 +29,6 @@ from megahead.evaluate.results import HarnessResult, Score, TaskResult
 from megahead.evaluate.scoring import LanguageModel, open_language_model
 from megahead.hf.published import context_of, is_encoder
 
-# Runs lm-eval's own `hf` model with a model in memory on one local task, without its scan of 14,000 other tasks.
-
-_BOOTSTRAPS = 1000  # resamples for standard errors that have no formula: 2 s for all of LAMBADA
-_LOGIT_COPIES = 3  # in memory at once in lm-eval: logits, their log-softmax, and what it gathers from
-_LARGEST_BATCH = 32
-
-
-def evaluate_with_lm_eval(
-    model: LanguageModel, name: str, file: Path, limit: int | None, batch_size: int | None
-) -> TaskResult:
-    """The result of one of lm-eval's tasks on `file`; batch_size None: what fits memory (`fitting_batch_size`)."""
-    size = batch_size or fitting_batch_size(model.model, _longest(name, file, model.tokenizer), _free_bytes())
-    with tempfile.TemporaryDirectory() as folder, _quiet():
-        manager = TaskManager(include_path=str(write_tasks({name: file}, Path(folder))), include_defaults=False)
-        tasks = list(manager.load([name])["tasks"].values())
-        lm = _Counting(pretrained=model.model, tokenizer=model.tokenizer, batch_size=size)
-        found: Mapping[str, Any] = simple_evaluate(
-            lm, tasks=tasks, task_manager=manager, limit=limit, bootstrap_iters=_BOOTSTRAPS, log_samples=False
-        )
-    return _result(name, found, limit, lm.cut)
-
-
-def fitting_batch_size(model: Any, tokens: int, free_bytes: int) -> int:
-    """Examples of `tokens` tokens each whose logits and residual streams take at most a quarter of `free_bytes`."""
-    config = model.config
-    tokens, inner = min(tokens, context_of(model)), getattr(config, "intermediate_size", None) or 4 * config.hidden_size
-    floats = tokens * (_LOGIT_COPIES * config.vocab_size + 2 * inner + 8 * config.hidden_size)
-    return max(1, min(_LARGEST_BATCH, free_bytes // 4 // int(4 * floats)))
-
-
-def _free_bytes() -> int:
-    return int(torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else psutil.virtual_memory().available)
-
-
-def _longest(name: str, file: Path, tokenizer: Any) -> int:
-    """Tokens of the longest example, its choices included."""
-    longest = max((" ".join(map(str, row.values())) for row in task_rows(name, file)), key=len)
-    return len(tokenizer(longest, verbose=False)["input_ids"])
-
-
-def _result(task: str, found: Mapping[str, Any], limit: int | None, cut: int) -> TaskResult:
-    """Our form of lm-eval's result, which has `acc,none` and `acc_stderr,none` side by side in one dict."""
-    values = found["results"][task]
-    scores = []
-    for metric in found["higher_is_better"][task]:
-        stderr = values.get(f"{metric}_stderr,none")
-        scores.append(
-            Score(metric, float(values[f"{metric},none"]), None if stderr in (None, "N/A") else float(stderr))
-        )
-    return TaskResult(task, found["n-samples"][task]["effective"], scores, limit, cut)
-
-
-class _Counting(HFLM):  # type: ignore[misc] # lm-eval has no types
-    """lm-eval's model, which counts the requests that it cuts."""
-
-    cut = 0
-
-    def _loglikelihood_tokens(self, requests: Any, *args: Any, **options: Any) -> Any:
-        self.cut += sum(len(text) + len(continuation) > self.max_length + 1 for _, text, continuation in requests)
-        return super()._loglikelihood_tokens(requests, *args, **options)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Suppresses lm-eval's progress bars, prints and logs, and its worker processes; errors are still raised."""
-    levels = {name: logging.getLogger(name).level for name in ("lm_eval", "transformers.tokenization_utils_base")}
-    bars = datasets.are_progress_bars_disabled()
-    for name in levels:
-        logging.getLogger(name).setLevel(logging.ERROR)
-    datasets.disable_progress_bars()
-    os.environ.setdefault("DISABLE_MULTIPROC", "1")
-    no_git = patch.object(
-        evaluator, "get_git_commit_hash", return_value=None
-    )  # it runs git, whose errors nothing redirects
-    try:
-        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()), no_git:
-            yield
-    finally:
-        for name, level in levels.items():
-            logging.getLogger(name).setLevel(level)
-        if not bars:
-            datasets.enable_progress_bars()
-
-
-# Shows how many sequences a model has read.
-
-
-@contextmanager
-def forward_progress(model: Any, name: str) -> Iterator[None]:
-    """Inside, a line on stderr counts the sequences of every call of `model`, if stderr is a terminal."""
-    columns = TextColumn("{task.description}", markup=False), TextColumn("sequence {task.completed}")
-    progress = Progress(*columns, console=Console(file=sys.stderr), transient=True, disable=not sys.stderr.isatty())
-    bar = progress.add_task(name, total=None)
-
-    def count(_: Any, inputs: tuple[Any, ...], named: dict[str, Any], __: Any) -> None:
-        progress.advance(bar, len(inputs[0] if inputs else named["input_ids"]))
-
-    hook = model.register_forward_hook(count, with_kwargs=True)
-    try:
-        with progress:
-            yield
-    finally:
-        hook.remove()
-
-
-# Scores Hugging Face folders on tasks with local files: lm-eval's tasks by its own `hf` model, others by our code.
-
 
 def evaluate_harness(
     model_dir: Path, files: Mapping[str, Path], *, limit: int | None = None, batch_size: int | None = None
@@ -163,11 +56,102 @@ def evaluate_tasks(
         task = TASKS[name]
         with forward_progress(model.model, f"{model_dir.name}: {name}"):
             if isinstance(task, OwnTask):
-                yield _score(task, model, name, file, limit)
+                rows = task_rows(name, file, limit)
+                yield TaskResult(name, len(rows), task.score(model, rows), limit)
             else:
                 yield evaluate_with_lm_eval(model, name, file, limit, batch_size)
 
 
-def _score(task: OwnTask, model: LanguageModel, name: str, file: Path, limit: int | None) -> TaskResult:
-    rows = task_rows(name, file, limit)
-    return TaskResult(name, len(rows), task.score(model, rows), limit)
+@contextmanager
+def forward_progress(model: Any, name: str) -> Iterator[None]:
+    """Inside, a line on stderr counts the sequences of every call of `model`, if stderr is a terminal."""
+    columns = TextColumn("{task.description}", markup=False), TextColumn("sequence {task.completed}")
+    progress = Progress(*columns, console=Console(file=sys.stderr), transient=True, disable=not sys.stderr.isatty())
+    bar = progress.add_task(name, total=None)
+
+    def count(_: Any, inputs: tuple[Any, ...], named: dict[str, Any], __: Any) -> None:
+        progress.advance(bar, len(inputs[0] if inputs else named["input_ids"]))
+
+    hook = model.register_forward_hook(count, with_kwargs=True)
+    try:
+        with progress:
+            yield
+    finally:
+        hook.remove()
+
+
+# lm-eval's own `hf` model, with a model in memory, on one local task, without its scan of 14,000 other tasks.
+
+_BOOTSTRAPS = 1000  # resamples for standard errors that have no formula: 2 s for all of LAMBADA
+_LOGIT_COPIES = 3  # in memory at once in lm-eval: logits, their log-softmax, and what it gathers from
+_LARGEST_BATCH = 32
+
+
+def evaluate_with_lm_eval(
+    model: LanguageModel, name: str, file: Path, limit: int | None, batch_size: int | None
+) -> TaskResult:
+    """The result of one of lm-eval's tasks on `file`; batch_size None: what fits memory (`fitting_batch_size`)."""
+    free = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else psutil.virtual_memory().available
+    size = batch_size or fitting_batch_size(model.model, _longest(name, file, model.tokenizer), int(free))
+    with tempfile.TemporaryDirectory() as folder, _quiet():
+        manager = TaskManager(include_path=str(write_tasks({name: file}, Path(folder))), include_defaults=False)
+        tasks = list(manager.load([name])["tasks"].values())
+        lm = _Counting(pretrained=model.model, tokenizer=model.tokenizer, batch_size=size)
+        found: Mapping[str, Any] = simple_evaluate(
+            lm, tasks=tasks, task_manager=manager, limit=limit, bootstrap_iters=_BOOTSTRAPS, log_samples=False
+        )
+    return _result(name, found, limit, lm.cut)
+
+
+def fitting_batch_size(model: Any, tokens: int, free_bytes: int) -> int:
+    """Examples of `tokens` tokens each whose logits and residual streams take at most a quarter of `free_bytes`."""
+    config = model.config
+    tokens, inner = min(tokens, context_of(model)), getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    floats = tokens * (_LOGIT_COPIES * config.vocab_size + 2 * inner + 8 * config.hidden_size)
+    return max(1, min(_LARGEST_BATCH, free_bytes // 4 // int(4 * floats)))
+
+
+def _longest(name: str, file: Path, tokenizer: Any) -> int:
+    """Tokens of the longest example, its choices included."""
+    longest = max((" ".join(map(str, row.values())) for row in task_rows(name, file)), key=len)
+    return len(tokenizer(longest, verbose=False)["input_ids"])
+
+
+def _result(task: str, found: Mapping[str, Any], limit: int | None, cut: int) -> TaskResult:
+    """Our form of lm-eval's result, which has `acc,none` and `acc_stderr,none` side by side in one dict."""
+    values = found["results"][task]
+    scores = []
+    for metric in found["higher_is_better"][task]:
+        value, stderr = float(values[f"{metric},none"]), values.get(f"{metric}_stderr,none")
+        scores.append(Score(metric, value, None if stderr in (None, "N/A") else float(stderr)))
+    return TaskResult(task, found["n-samples"][task]["effective"], scores, limit, cut)
+
+
+class _Counting(HFLM):  # type: ignore[misc] # lm-eval has no types
+    """lm-eval's model, which counts the requests that it cuts."""
+
+    cut = 0
+
+    def _loglikelihood_tokens(self, requests: Any, *args: Any, **options: Any) -> Any:
+        self.cut += sum(len(text) + len(continuation) > self.max_length + 1 for _, text, continuation in requests)
+        return super()._loglikelihood_tokens(requests, *args, **options)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Suppresses lm-eval's progress bars, prints and logs, and its worker processes; errors are still raised."""
+    levels = {name: logging.getLogger(name).level for name in ("lm_eval", "transformers.tokenization_utils_base")}
+    bars = datasets.are_progress_bars_disabled()
+    for name in levels:
+        logging.getLogger(name).setLevel(logging.ERROR)
+    datasets.disable_progress_bars()
+    os.environ.setdefault("DISABLE_MULTIPROC", "1")
+    no_git = patch.object(evaluator, "get_git_commit_hash", return_value=None)  # git's errors cannot be redirected
+    try:
+        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()), no_git:
+            yield
+    finally:
+        for name, level in levels.items():
+            logging.getLogger(name).setLevel(level)
+        if not bars:
+            datasets.enable_progress_bars()

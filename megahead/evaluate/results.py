@@ -14,8 +14,6 @@ from megahead.errors import DataError
 from megahead.files import write_atomically
 from megahead.wording import counted
 
-# A JSON file of results, so that an interrupted comparison continues where it was.
-
 
 class ResultCache:
     """Results, each under a key of everything that it depends on: read when opened, written atomically after each one.
@@ -71,7 +69,7 @@ def _read(path: Path) -> list[dict[str, Any]]:
     return entries
 
 
-# Scores of models on tasks, and the file that they are stored in.
+# Scores on tasks, and the file that they are stored in.
 
 
 @dataclass(frozen=True)
@@ -132,8 +130,8 @@ class ResultsFile:
 
     def of(self, model: Path, limit: int | None) -> list[TaskResult]:
         """All stored results of a model's folder with that limit."""
-        mine = [entry for entry in self._kept.entries if (entry["model"], entry["limit"]) == (str(model), limit)]
-        return [_result(entry) for entry in mine]
+        mine = (str(model), limit)
+        return [_result(entry) for entry in self._kept.entries if (entry["model"], entry["limit"]) == mine]
 
     def add(self, model: Path, folder: Path, file: Path, result: TaskResult) -> None:
         """Stores `result`, in place of the model's earlier result on that task with that limit."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from os import PathLike
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -193,21 +194,21 @@ def exported_tensors(target: ExportTarget) -> Iterator[Streamed]:
         exported = theirs.removeprefix(family.names.prefix) if head.matrix is None else theirs
         yield Streamed(exported, size, partial(_backbone_pieces, model, head, family, names, size[0]))
     for name, width in family.zeros(model.config.model).items():
-        yield Streamed(name, (width,), partial(_one_piece, torch.zeros(width)))
+        yield _whole(name, torch.zeros(width))
     for name, tensor in (head.transform or {}).items():
         part = tensor[:vocab_size] if name == _VOCABULARY_BIAS else tensor
-        yield Streamed(_hf_name(family, name), tuple(part.shape), partial(_one_piece, part))
+        yield _whole(_hf_name(family, name), part)
         if name == _VOCABULARY_BIAS and family.untied_bias and not head.is_embedding():
-            yield Streamed(family.untied_bias, tuple(part.shape), partial(_one_piece, part))
+            yield _whole(family.untied_bias, part)
     if head.matrix is not None and not head.is_embedding():
         size = (vocab_size, model.config.model.hidden_size)
         yield Streamed(_hf_name(family, HEAD), size, partial(_head_pieces, model, head, head.matrix, vocab_size))
     if head.bias_V is not None and family.head_bias is not None:
-        yield Streamed(family.head_bias, (vocab_size,), partial(_one_piece, head.bias_V[:vocab_size]))
+        yield _whole(family.head_bias, head.bias_V[:vocab_size])
 
 
-def _one_piece(tensor: Tensor) -> Iterator[Tensor]:
-    yield tensor
+def _whole(name: str, tensor: Tensor) -> Streamed:
+    return Streamed(name, tuple(tensor.shape), lambda: [tensor])
 
 
 def _backbone_pieces(
@@ -356,13 +357,16 @@ def _folder(path: Path, choose_head: Callable[[TrainedModel], HeadName]) -> Path
     head = choose_head(model)
     output = model.run_folder().exports / f"{without_digits(model.checkpoint.folder.name)}-{head}"
     lacks_tokenizer = model.tokenizer() is not None and not (output / "tokenizer.json").is_file()
-    if lacks_tokenizer or _source(output) != fingerprint(model):
+    try:
+        source = json.loads((output / PARITY_FILE).read_text(encoding="utf-8"))["source"]
+    except (OSError, ValueError, KeyError):
+        source = None
+    if lacks_tokenizer or source != fingerprint(model):
         export(model.checkpoint.folder, output, head)
     return output
 
 
-@dataclass(frozen=True)
-class Origin:
+class Origin(NamedTuple):
     """The run that an export came from, and how far it was."""
 
     run: str
@@ -378,12 +382,3 @@ def origin(folder: Path) -> Origin:
         raise CheckpointError(
             f"`{folder}` must name its run and tokens to be drawn on a curve, but does not; name the run's checkpoints."
         ) from None
-
-
-def _source(folder: Path) -> str | None:
-    """Which checkpoint an export came from."""
-    try:
-        source: str = json.loads((folder / PARITY_FILE).read_text(encoding="utf-8"))["source"]
-    except (OSError, ValueError, KeyError):
-        return None
-    return source

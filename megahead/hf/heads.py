@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megahead.config.model import ModelConfig
-from megahead.config.objective import HeadName, ObjectiveConfig
+from megahead.config.objective import HeadName
 from megahead.errors import CheckpointError, UserError
 from megahead.hf.families import Family, family_of
 from megahead.hf.trained import EMBEDDING, HEAD, MASK_HEAD, TrainedModel
@@ -216,26 +216,24 @@ def make_head(name: HeadName, model: TrainedModel, *, keep_padding: bool = False
         return Head(name)
     if reason is not None:
         raise _impossible(name, "a model that a class of transformers can be", f"this one {reason}", "none")
-    shape, plain, bias_V = model.config.model, Head(name, _matrix(objective), model.temperature()), model.bias(name)
+    matrix = HEAD if objective.head() == "trained" else EMBEDDING
+    shape, plain, bias_V = model.config.model, Head(name, matrix, model.temperature()), model.bias(name)
     padded = keep_padding and shape.padded_vocab_size() > shape.vocab_size
     if bias_V is None and not padded and not shape.is_encoder():
         return plain
-    bias_V = _padded_bias(bias_V, shape)
+    padding = torch.full((shape.padded_vocab_size() - shape.vocab_size,), PADDING_BIAS)
+    bias_V = torch.cat([torch.zeros(shape.vocab_size) if bias_V is None else bias_V, padding])
     if shape.is_encoder():
         return replace(plain, transform=_transform(model, bias_V, plain.temperature))
     if not shape.has_rms_norm():
-        return replace(plain, folded=_folded(model, bias_V))
+        norm_D, norm_bias_D = (model.weight(f"backbone.final_norm.{part}") for part in ("weight", "bias"))
+        return replace(plain, folded=fold_bias(norm_D, norm_bias_D, bias_V))
     if shape.qk_norm:
         wanted = name if name == "pmi" or not padded else f"{name} --keep-padding"
         given = "no class of transformers has one beside norms of queries and keys (Qwen 3)"
         others = "none" if objective.output_bias else "tied or none without --keep-padding, or train a head"
         raise _impossible(wanted, "a bias in the head", given, others)
     return replace(plain, bias_V=bias_V)
-
-
-def _matrix(objective: ObjectiveConfig) -> str:
-    """The parameter that such a run scores by."""
-    return HEAD if objective.head() == "trained" else EMBEDDING
 
 
 def require_head(name: HeadName, model: TrainedModel) -> None:
@@ -270,24 +268,9 @@ def _transform(model: TrainedModel, bias_V: Tensor, temperature: float) -> dict[
     if stored:
         return trained_transform(stored, shape.vocab_size, temperature)
     last = [key.removesuffix(".weight") for key in model.shapes if key.endswith("norm.weight")][-1]
-    norm = LastNorm(
-        model.weight(f"{last}.weight"),
-        model.weight(f"{last}.bias") if shape.has_norm_bias() else None,
-        shape.norm_eps,
-    )
+    norm_bias_D = model.weight(f"{last}.bias") if shape.has_norm_bias() else None
+    norm = LastNorm(model.weight(f"{last}.weight"), norm_bias_D, shape.norm_eps)
     return identity_transform(norm, bias_V, temperature)
-
-
-def _folded(model: TrainedModel, bias_V: Tensor) -> FoldedBias:
-    norm = "backbone.final_norm"
-    return fold_bias(model.weight(f"{norm}.weight"), model.weight(f"{norm}.bias"), bias_V)
-
-
-def _padded_bias(bias_V: Tensor | None, shape: ModelConfig) -> Tensor:
-    """[padded vocabulary]: 0 for None; a low bias for padding rows."""
-    bias_V = torch.zeros(shape.vocab_size) if bias_V is None else bias_V
-    padding = bias_V.new_full((shape.padded_vocab_size() - shape.vocab_size,), PADDING_BIAS)
-    return torch.cat([bias_V, padding])
 
 
 def _impossible(name: str, needed: str, given: str, others: str) -> UserError:

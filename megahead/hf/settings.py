@@ -186,13 +186,8 @@ def _files_of_run(folder: Path, target: ExportTarget, tokenizer: Path | None) ->
 def _of_run(target: ExportTarget) -> dict[str, Any]:
     """config.json without special tokens."""
     model, config, head, family = target.model, target.model.config, target.head, target.family
-    origin = {
-        "run": config.name,
-        "head": head.name,
-        "objective": config.objective.model_dump(),
-        "step": model.checkpoint.step,
-        "tokens": model.checkpoint.state.get("tokens"),
-    }
+    origin = {"run": config.name, "head": head.name, "objective": config.objective.model_dump()}
+    origin |= {"step": model.checkpoint.step, "tokens": model.checkpoint.state.get("tokens")}
     return {
         **family.config(head.shape(config.model)),
         "architectures": [family.with_head if target.has_head() else family.backbone],
@@ -206,9 +201,7 @@ def _of_run(target: ExportTarget) -> dict[str, Any]:
 def _of_kept(target: ExportTarget, kept: KeptSettings) -> dict[str, Any]:
     """config.json as it was, with what the run changed."""
     before, now = kept.content(CONFIG), _of_run(target)
-    if (
-        before["model_type"] != now["model_type"]
-    ):  # a class that has another head, or the Llama that a Mistral is exported as
+    if before["model_type"] != now["model_type"]:  # a class with another head, or the Llama that a Mistral becomes
         return now | {name: id_ for name, id_ in before.items() if name.endswith("_token_id")}
     then = target.family.config(ModelConfig(**target.family.settings(before)))
     changed = {name: value for name, value in now.items() if name not in then or then[name] != value}
@@ -242,9 +235,8 @@ def write_tokenizer(source: Path, folder: Path, config: RunConfig) -> dict[str, 
     end, own = _spelling(vocabulary, source, "data.end_token", end_token), load_tokenizer(source).roles
     padding_id = own.get("padding", vocabulary.token_to_id(PADDING_TOKEN))
     ids = {"pad_token": end_token if padding_id is None else padding_id, "unk_token": own.get("unknown", end_token)}
-    special = {"bos_token": end, "eos_token": end} | {
-        name: str(vocabulary.id_to_token(id_)) for name, id_ in ids.items()
-    }
+    special = {"bos_token": end, "eos_token": end}
+    special |= {name: str(vocabulary.id_to_token(id_)) for name, id_ in ids.items()}
     _copy(source, vocabulary, folder)
     _write_settings(folder, special, {"model_max_length": config.model.max_positions})
     return {"pad_token_id": ids["pad_token"]}
